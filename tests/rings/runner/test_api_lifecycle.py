@@ -34,23 +34,26 @@ def chat(box: ApiBox, model: str, text: str = LONG, **more: Any) -> httpx.Respon
     return box.client.post("/v1/chat/completions", json=body, headers=headers)
 
 
-def test_a_load_is_polled_until_it_is_completed_and_repeated_loads_change_nothing(box: ApiBox) -> None:
+def test_a_load_is_polled_until_it_is_completed_and_an_unload_gives_the_memory_back(box: ApiBox) -> None:
     box.ensure_unloaded("a")
     reply = box.load("a")
-    assert reply.status_code == 202
     task = reply.json()
-    assert (task["status"], task["progress"], task["modelId"]) == ("loading", 0.0, "a")
-    assert "eta" in task
-    again = box.load("a")
-    assert again.json()["taskId"] == task["taskId"]
+    assert (reply.status_code, task["status"], task["progress"], task["modelId"]) == (202, "loading", 0.0, "a")
+    assert box.load("a").json()["taskId"] == task["taskId"]
     done = box.finish_load(reply)
     assert (done["status"], done["modelId"]) == ("completed", "a")
-    for name in ("gpuMemoryUsedMB", "predictedMemoryMB", "loadTimeMs"):
-        value = done[name]
-        assert isinstance(value, int)
-        assert value > 0
-    third = box.load("a")
-    assert (third.status_code, third.json()["alreadyLoaded"], third.json()["taskId"]) == (200, True, task["taskId"])
+    assert all(isinstance(done[name], int) and done[name] for name in ("gpuMemoryUsedMB", "predictedMemoryMB", "loadTimeMs"))
+    again = box.load("a")
+    assert (again.status_code, again.json()["alreadyLoaded"], again.json()["taskId"]) == (200, True, task["taskId"])
+    listed = box.client.get("/v1/models").json()
+    assert ("a" in listed["models"], listed["models"]) == (True, [entry["id"] for entry in listed["data"]])
+    gone = box.unload("a").json()
+    assert (gone["modelId"], gone["kvCacheFlushed"], gone["memoryAfterMB"]) == ("a", True, 0)
+    assert gone["gpuMemoryFreedMB"] == gone["memoryBeforeMB"] > 0
+    refused = chat(box, "a")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_not_loaded")
+    assert set(refused.headers) >= SPEC_NUMBERS
+    assert box.unload("a").json()["wasLoaded"] is False
 
 
 def test_capabilities_has_every_field_of_the_specification(box: ApiBox) -> None:
@@ -59,92 +62,44 @@ def test_capabilities_has_every_field_of_the_specification(box: ApiBox) -> None:
     reply = box.client.get("/v1/capabilities")
     assert reply.headers["cache-control"] == "max-age=5"
     body = reply.json()
-    assert body["runnerVersion"].startswith("muster-")
-    assert body["runnerId"]
+    assert (body["runnerVersion"].startswith("muster-"), body["health"]) == (True, "healthy")
     loaded = {entry["id"]: entry for entry in body["models"]["loaded"]}["a"]
-    assert loaded["quantization"] == "q8_0"
-    assert loaded["contextLength"] >= 512
-    assert loaded["loadedAt"] > 1_700_000_000
-    assert loaded["gpuMemoryMB"] > 0
-    assert loaded["engine"] == f"llamacpp-{version('xllamacpp')}", "this package knows no build of llama.cpp"
-    assert body["runnerType"] == loaded["engine"]
-    assert "/v1/chat/completions" in loaded["endpoints"]
+    assert (loaded["quantization"], loaded["contextLength"] >= 512, loaded["gpuMemoryMB"] > 0) == ("q8_0", True, True)
+    assert body["runnerType"] == loaded["engine"] == f"llamacpp-{version('xllamacpp')}"
     assert body["models"]["loading"] == []
     assert {"b", "team/c"} <= set(body["models"]["available"])
     resources = body["resources"]
-    assert resources["gpuMemoryTotalMB"] > 0
-    assert resources["gpuMemoryUsedMB"] + resources["gpuMemoryFreeMB"] == resources["gpuMemoryTotalMB"]
+    assert resources["gpuMemoryUsedMB"] + resources["gpuMemoryFreeMB"] == resources["gpuMemoryTotalMB"] > 0
     assert {"gpuIds", "gpuUtilization", "kvCacheSizeMB", "kvCacheUtilization", "device", "gpus"} <= set(resources)
     assert body["queue"] == {"depth": 0, "maxDepth": 16, "avgWaitMs": body["queue"]["avgWaitMs"], "p95WaitMs": 0}
-    assert body["capabilities"] == {
-        "streaming": True, "prefixCaching": True, "multiTenant": True, "visionInput": False, "audioInput": False,
-        "functionCalling": False,
-    }  # fmt: skip
-    assert body["health"] == "healthy"
+    assert {name for name, has in body["capabilities"].items() if has} == {"streaming", "prefixCaching", "multiTenant"}
 
 
 def test_a_chat_reply_has_the_headers_of_the_specification_from_real_numbers(box: ApiBox) -> None:
     box.ensure_loaded("a")
     assert box.flush("all").status_code == 200
     cold = chat(box, "a", headers={"X-Tenant-ID": "t1", "X-Request-ID": "call-1"})
-    assert cold.status_code == 200
-    assert set(cold.headers) >= SPEC_NUMBERS
-    assert cold.headers["x-request-id"] == "call-1"
-    assert (cold.headers["x-cache-hit"], cold.headers["x-cache-tokens-reused"]) == ("false", "0")
+    assert (cold.status_code, cold.headers["x-request-id"], set(cold.headers) >= SPEC_NUMBERS) == (200, "call-1", True)
     warm = chat(box, "a", headers={"X-Tenant-ID": "t1", "X-Cache-Mode": "prefix", "X-Priority": "high"})
-    assert warm.headers["x-cache-hit"] == "true"
     reused = int(warm.headers["x-cache-tokens-reused"])
     assert reused == warm.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 50
     other = chat(box, "a", headers={"X-Tenant-ID": "t2"})
-    assert other.headers["x-cache-hit"] == "false"
+    assert [reply.headers["x-cache-hit"] for reply in (cold, warm, other)] == ["false", "true", "false"]
 
 
-def test_models_are_listed_for_openai_and_for_llm_pool(box: ApiBox) -> None:
-    box.ensure_loaded("a")
-    body = box.client.get("/v1/models").json()
-    assert body["object"] == "list"
-    assert "a" in [entry["id"] for entry in body["data"]]
-    assert body["models"] == [entry["id"] for entry in body["data"]]
-    assert box.client.get("/v1/models/a").json()["object"] == "model"
-    assert box.client.get("/v1/models/nobody").status_code == 404
-
-
-def test_an_unload_gives_the_memory_back_and_then_refuses_requests(box: ApiBox) -> None:
-    box.ensure_loaded("a")
-    body = box.unload("a").json()
-    assert body["modelId"] == "a"
-    assert body["kvCacheFlushed"] is True
-    assert body["gpuMemoryFreedMB"] == body["memoryBeforeMB"] > 0
-    assert body["memoryAfterMB"] == 0
-    refused = chat(box, "a")
-    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_not_loaded")
-    assert set(refused.headers) >= SPEC_NUMBERS
-    again = box.unload("a")
-    assert (again.status_code, again.json()["wasLoaded"]) == (200, False)
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "code", "param", "words"),
-    [
-        ({"modelId": "nobody"}, 404, "unknown_model", None, "nobody"),
-        ({"modelId": "b", "evictModel": "nobody"}, 404, "unknown_model", None, "nobody"),
-        ({"modelId": "b", "overrides": {"gguf_n_ctx": 0}}, 400, "invalid_load_request", "gguf_n_ctx", "at least 1"),
-        ({"modelId": "b", "overrides": {"vllm_max_model_len": 512}}, 400, "invalid_load_request", "vllm_max_model_len", "gguf"),
-        ({"modelId": "b", "quantization": "awq-4bit"}, 400, "invalid_load_request", "quantization", "awq-4bit"),
-        ({"modelId": "b", "maxContextLength": "many"}, 400, "invalid_request", "maxContextLength", "int"),
-        ({"modelId": "b", "contextLength": 5}, 400, "invalid_request", "contextLength", "contextLength"),
-        ({}, 400, "invalid_request", "modelId", "modelId"),
-    ],
-)
-def test_a_load_that_cannot_be_is_refused_by_name(
-    box: ApiBox, fields: dict[str, object], status: int, code: str, param: str | None, words: str
-) -> None:
-    body = {**fields, "verifiedOpToken": box.token(Operation.MODEL_LOAD, str(fields.get("modelId")))}
-    reply = box.client.post("/v1/models/load", json=body)
-    error = reply.json()["error"]
-    assert (reply.status_code, error["code"], error["param"]) == (status, code, param)
-    assert words in error["message"]
-    assert error["retryable"] is False
+def test_a_load_that_cannot_be_is_refused_by_name(box: ApiBox) -> None:
+    cases: list[tuple[dict[str, object], int, str, str | None]] = [
+        ({"modelId": "nobody"}, 404, "unknown_model", None),
+        ({"modelId": "b", "evictModel": "nobody"}, 404, "unknown_model", None),
+        ({"modelId": "b", "overrides": {"gguf_n_ctx": 0}}, 400, "invalid_load_request", "gguf_n_ctx"),
+        ({"modelId": "b", "maxContextLength": "many"}, 400, "invalid_request", "maxContextLength"),
+        ({"modelId": "b", "contextLength": 5}, 400, "invalid_request", "contextLength"),
+    ]
+    for fields, status, code, param in cases:
+        body = {**fields, "verifiedOpToken": box.token(Operation.MODEL_LOAD, str(fields.get("modelId")))}
+        reply = box.client.post("/v1/models/load", json=body)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"], error["param"], error["retryable"]) == (status, code, param, False)
 
 
 def test_operations_without_a_good_token_are_refused_in_the_same_words(box: ApiBox) -> None:
@@ -165,33 +120,23 @@ def test_operations_without_a_good_token_are_refused_in_the_same_words(box: ApiB
     box.ensure_unloaded("b")
 
 
-def test_bodies_that_are_no_good_are_refused_with_what_is_wrong(box: ApiBox) -> None:
+def test_bodies_paths_and_methods_that_are_no_good_are_refused_in_json(box: ApiBox) -> None:
     def post(path: str, body: bytes, media_type: str = "application/json") -> tuple[int, str]:
         reply = box.client.post(path, content=body, headers={"content-type": media_type})
         return reply.status_code, reply.json()["error"]["message"]
 
     for path in ("/v1/models/load", "/v1/chat/completions"):
-        assert post(path, b'{"model":"a","model":"b"}') == (
-            400,
-            "The request body is not valid JSON: an object has the same name twice.",
-        )
-        assert post(path, b'{"model":NaN}')[0] == 400
+        twice = "The request body is not valid JSON: an object has the same name twice."
+        assert post(path, b'{"model":"a","model":"b"}') == (400, twice)
         assert post(path, b"[" * 100_000)[0] == 400
         assert post(path, b'{"model":"a"}', "text/plain")[0] == 415
-    assert post("/v1/models/load", b"[]")[1] == "The request body must be a JSON object."
     assert post("/v1/models/load", b" " * (8 << 20) + b"{}")[0] == 413
-    assert post("/v1/chat/completions", b'{"messages":[]}')[1] == "Invalid request body: Object missing required field `model`."
     wrong = box.client.post("/v1/chat/completions", json={"model": "a"}, headers={"X-Priority": "urgent"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "X-Priority")
-
-
-def test_unknown_paths_and_methods_are_refused_in_json(box: ApiBox) -> None:
-    missing = box.client.get("/v2/nothing")
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
-    wrong = box.client.get("/v1/models/load")
-    assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
-    assert box.client.put("/v1/capabilities").headers["allow"] == "GET, HEAD"
-    assert box.client.get("/v1/models/load/load-nothing").json()["error"]["code"] == "unknown_task"
+    for path, status, code in (("/v2/nothing", 404, "not_found"), ("/v1/models/load/load-nothing", 404, "unknown_task")):
+        missing = box.client.get(path)
+        assert (missing.status_code, missing.json()["error"]["code"]) == (status, code)
+    assert box.client.get("/v1/models/load").headers["allow"] == "POST"
 
 
 def test_a_damaged_file_is_named_and_does_not_load(box: ApiBox) -> None:
@@ -209,13 +154,6 @@ def test_a_damaged_file_is_named_and_does_not_load(box: ApiBox) -> None:
         task = box.finish_load(box.load("strange"))
         assert (task["status"], task["code"]) == ("failed", "model_load_failed")
         assert "lxama" in str(task["error"])
-        pool = box.client.post(
-            "/v1/admin/models/strange/load", json={"verifiedOpToken": box.token(Operation.MODEL_LOAD, "strange")}
-        )
-        assert (pool.status_code, pool.json()["detail"]["code"]) == (500, "model_load_failed")
-        assert "lxama" in pool.json()["detail"]["message"]
-        models = box.client.get("/v1/capabilities").json()["models"]
-        assert [entry["id"] for entry in models["failed"]] == ["strange"]
         health = box.client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "unhealthy")
         assert health.json()["reasons"][0].startswith("no model serves, strange failed: ")
@@ -229,51 +167,42 @@ def test_a_damaged_file_is_named_and_does_not_load(box: ApiBox) -> None:
 def test_metrics_are_prometheus_text_with_the_names_of_the_specification(box: ApiBox) -> None:
     box.ensure_loaded("a")
     assert chat(box, "a", headers={"X-Tenant-ID": "metered"}).status_code == 200
-    reply = box.client.get("/metrics")
-    assert reply.headers["content-type"].startswith("text/plain")
-    families = {family.name: family for family in text_string_to_metric_families(reply.text)}
-    counted = [
-        sample.value for sample in families["vllm_requests"].samples
-        if sample.labels == {"model": "a", "tenant": "metered", "status": "success"}
-    ]  # fmt: skip
-    assert counted == [1.0]
+    families = {family.name: family for family in text_string_to_metric_families(box.client.get("/metrics").text)}
+
+    def shown(family: str, **labels: str) -> list[float]:
+        return [sample.value for sample in families[family].samples if labels.items() <= sample.labels.items()]
+
+    assert shown("vllm_requests", model="a", tenant="metered", status="success") == [1.0]
     assert {"vllm_cache_hit_rate", "vllm_queue_depth", "vllm_gpu_memory_used", "vllm_inference_duration_seconds"} <= set(
         families
     )
-    mine = [s for s in families["llamacpp:tokens_predicted"].samples if s.labels == {"model": "a", "replica": "0"}]
-    assert [sample.value > 0 for sample in mine] == [True], "what the engine counts itself"
-    durations = [s for s in families["vllm_inference_duration_seconds"].samples if s.name.endswith("_count")]
-    assert all(sample.value >= 1 for sample in durations if sample.labels == {"model": "a"})
-    held = {s.labels["kind"]: s.value for s in families["muster_runner_model_memory_bytes"].samples if s.labels["model"] == "a"}
-    assert held["total"] > held["weights"] + held["kv"] > 0
-    states = {s.labels["state"]: s.value for s in families["muster_runner_model_state"].samples if s.labels["model"] == "a"}
-    assert states == {"unloaded": 0, "loading": 0, "loaded": 1, "unloading": 0, "failed": 0}
+    assert all(value > 0 for value in shown("llamacpp:tokens_predicted", model="a", replica="0")), (
+        "what the engine counts itself"
+    )
+    (total,), (weights,), (kv,) = (
+        shown("muster_runner_model_memory_bytes", model="a", kind=k) for k in ("total", "weights", "kv")
+    )
+    assert total > weights + kv > 0
+    assert shown("muster_runner_model_state", model="a", state="loaded") == [1]
 
 
 def test_llm_pools_admin_lists_loads_and_unloads_with_its_own_words(box: ApiBox) -> None:
     box.ensure_unloaded("team/c")
-    token = box.token(Operation.MODEL_LOAD, "team/c")
-    path = "/v1/admin/models/team/c"
+    token, path = box.token(Operation.MODEL_LOAD, "team/c"), "/v1/admin/models/team/c"
     row = box.client.post(f"{path}/load", json={"gguf_n_ctx": 768, "gguf_type_k": None, "verifiedOpToken": token})
     refused = row.json()["detail"]
     assert (row.status_code, refused["code"], refused["model"]) == (400, "invalid_load_request", "team/c")
     row = box.client.post(f"{path}/load", json={"gguf_n_ctx": 768, "verifiedOpToken": token})
     body = row.json()
     assert (row.status_code, body["runtime_state"], body["is_loaded"]) == (200, "loaded", True)
-    assert body["load_override"] == {"gguf_n_ctx": 768}
-    assert (body["replicas"], body["loaded_replicas"], body["effective_target_inflight"]) == (1, 1, 1)
-    assert body["vram_estimate_source"] == "observed_load_delta"
+    assert (body["replicas"], body["loaded_replicas"], body["load_override"]) == (1, 1, {"gguf_n_ctx": 768})
     assert body["load_constraints"]["gguf_type_k"]["allowed_values"][0] == "f32"
     assert body["load_recommendations"]["kv_cache"]["recommended_pairs"][0]["gguf_type_k"] == "f16"
     listed = {entry["name"]: entry for entry in box.client.get("/v1/admin/models").json()["models"]}
     assert listed["team/c"].keys() == body.keys()
-    for context, expected in ((768, (200, None)), (512, (409, "load_conflict"))):
-        token = box.token(Operation.MODEL_LOAD, "team/c")
-        again = box.client.post(f"{path}/load", json={"gguf_n_ctx": context, "verifiedOpToken": token})
-        assert (again.status_code, again.json().get("detail", {}).get("code")) == expected
-    memory = box.client.get("/v1/admin/gpu-memory").json()
-    assert {"gpus", "models", "error"} == set(memory)
+    fresh = {"gguf_n_ctx": 512, "verifiedOpToken": box.token(Operation.MODEL_LOAD, "team/c")}
+    again = box.client.post(f"{path}/load", json=fresh)
+    assert (again.status_code, again.json()["detail"]["code"]) == (409, "load_conflict")
+    assert {"gpus", "models", "error"} == set(box.client.get("/v1/admin/gpu-memory").json())
     gone = box.client.post(f"{path}/unload", json={"verifiedOpToken": box.token(Operation.MODEL_UNLOAD, "team/c")})
     assert (gone.status_code, gone.json()["runtime_state"], gone.json()["load_override"]) == (200, "unloaded", {})
-    unknown = box.client.post("/v1/admin/models/nobody/unload", json={"verifiedOpToken": token})
-    assert (unknown.status_code, unknown.json()["detail"]["code"]) == (404, "unknown_model")

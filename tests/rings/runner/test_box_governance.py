@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
@@ -43,7 +44,6 @@ async def test_a_new_box_is_enrolled_by_a_person_and_then_follows_rotations_keys
         assert told.reloads_settings
         assert told.runner_id.startswith("box-under-test#")
         assert owns_runner_id(told.runner_id, decode_bytes(told.public_key))
-
         # Nobody has confirmed anything: neither policy nor token counts.
         await box.send(bridge.PolicyOffer(policies=fleet.links))
         waiting = (await control.report(skip=0)).governance
@@ -52,18 +52,15 @@ async def test_a_new_box_is_enrolled_by_a_person_and_then_follows_rotations_keys
         assert (await control.report(skip=1)).witness_signature == ""
         early = await control.carry_out(control.command("model-load", {"modelId": "a"}))
         assert (early.state, early.code, early.receipt) == ("refused", "op_token_refused", "")
-
         # A person confirms on the box; it notices by itself.
         assert await asyncio.to_thread(trust.main, [fleet.words, "--data", data]) == 0
         pinned = (await control.report(skip=2)).governance
         assert (pinned.policy_version, pinned.policy_sha256, pinned.policy_error) == (1, fleet.policy.ref.sha256, "")
         held = control.command("model-load", {"modelId": "b"})
-
         fleet.add_policy()
         await box.send(bridge.PolicyOffer(policies=fleet.links[1:]))
         assert (await control.report(skip=3)).governance.policy_version == 2
         assert (await control.carry_out(held)).code == "op_token_refused", "approved under the version before"
-
         # It witnesses growth and nothing else.
         await box.send(msgspec.structs.replace(offer_of(LOG[:5]), wants_name=True))
         seen = await control.report(skip=4)
@@ -72,7 +69,6 @@ async def test_a_new_box_is_enrolled_by_a_person_and_then_follows_rotations_keys
         await box.send(offer_of(FORK, old=5))
         alarm = await control.report(skip=5)
         assert ("does not extend" in alarm.witness_alarm, alarm.governance.witness_size) == (True, 5)
-
         # Keys overlap.
         assert await asyncio.to_thread(trust.main, ["--renew-key", "--data", data]) == 0
         renewed = (await control.report(skip=6)).governance
@@ -82,7 +78,6 @@ async def test_a_new_box_is_enrolled_by_a_person_and_then_follows_rotations_keys
         fence, control.issuer = control.issuer.fence, Issuer.of(fleet, renewed)
         control.issuer.fence = fence
         assert (await control.carry_out(control.command("cache-flush", {"scope": "all"}))).state == "succeeded"
-
         # The owner starts anew.
         assert await asyncio.to_thread(trust.main, ["--forget", "--data", data]) == 0
         gone = (await control.report(skip=7)).governance
@@ -97,7 +92,6 @@ async def test_approved_operations_are_carried_out_once_and_certified(tmp_path: 
         box = await gateway.accept()
         control = Control(box, fleet)
         assert control.governance.policy_version == 1
-
         load = control.command("model-load", {"modelId": "a", "maxContextLength": 512}, checkpoint="audit 12")
         done = await control.carry_out(load)
         assert (done.state, done.result["status"], done.result["modelId"]) == ("succeeded", "completed", "a")
@@ -108,22 +102,18 @@ async def test_approved_operations_are_carried_out_once_and_certified(tmp_path: 
         assert (receipt.operation, receipt.checkpoint, receipt.fence) == ("model-load", "audit 12", control.issuer.fence)
         assert len(receipt.statement_digest) == 64
         assert box.models() == ["a"]
-
         # The same command again, whatever its token, is answered and not done.
         again = control.command("model-load", dict(load.body), op_id=load.op_id)
         for command in (load, again):
             assert await control.carry_out(command) == done
         assert (await control.query(load.op_id)) == done
         assert (await control.query("never heard of")).state == "unknown"
-
         failed = await control.carry_out(control.command("model-load", {"modelId": "b", "gpuMemoryBudgetMB": 1}))
         assert (failed.state, failed.code) == ("failed", "insufficient_memory")
         control.read(failed)
-
         unload = await control.carry_out(control.command("model-unload", {"modelId": "a"}))
         assert (unload.state, unload.result["wasLoaded"]) == ("succeeded", True)
         control.read(unload)
-
         (tmp_path / "data" / "settings.json").write_text(
             '{"engine": {"models": {"c": {"backend": "gguf", "model_path": "a"}}}}'
         )
@@ -131,7 +121,6 @@ async def test_approved_operations_are_carried_out_once_and_certified(tmp_path: 
         assert (reload.state, reload.result["added_models"]) == ("succeeded", ["c"])
         assert control.read(reload).operation == "settings-reload"
         assert (await control.carry_out(control.command("settings-reload", {}, approvers=1))).code == "op_token_refused"
-
         # A gateway that lost the socket meanwhile asks again and hears the end.
         last = control.command("model-load", {"modelId": "b"})
         await box.send(last)
@@ -182,7 +171,6 @@ async def test_what_a_stolen_control_plane_sends_is_refused_and_uses_nothing_up(
         assert (await control.query(op_id)).state == "unknown"
         done = await control.carry_out(control.command("model-load", body, op_id=op_id, token=approved))
         assert done.state == "succeeded", "nothing above has used the approval up"
-
         late = control.command("model-unload", body, fence=1)
         assert (await control.carry_out(late)).code == "op_token_refused", "it would undo the newer load"
         assert box.models() == ["a"]
@@ -228,7 +216,6 @@ async def test_a_load_whose_box_is_killed_is_done_once_at_most(tmp_path: Path, p
                 assert await control.carry_out(load) == found
             if found.state == "interrupted":
                 assert (found.result["state"], found.result["loaded"]) == ("unloaded", [])
-
             # The same approval under a fresh token: carried out where it never was, told otherwise.
             again = await control.carry_out(control.command("model-load", {"modelId": "a"}, op_id=load.op_id))
             if found.state == "unknown":
@@ -261,27 +248,22 @@ def enrolled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Enrolled]:
 
 def test_a_load_and_an_unload_carry_receipts_and_say_the_same_when_repeated(enrolled: Enrolled) -> None:
     box, issuer = enrolled.box, enrolled.issuer
-    op_id, params = new_uuid7().hex, {"modelId": "a"}
-    reply = box.client.post(
-        "/v1/models/load", json={**params, "verifiedOpToken": issuer.token("model-load", params, op_id=op_id)}
-    )
-    done = box.finish_load(reply)
+    public_key = load_identity(enrolled.data, "attic").public_key
+
+    def post(path: str, operation: str, params: dict[str, object], **changes: str) -> httpx.Response:
+        return box.client.post(path, json={**params, "verifiedOpToken": issuer.token(operation, params, **changes)})
+
+    load = ("/v1/models/load", "model-load", {"modelId": "a"})
+    op_id = new_uuid7().hex
+    done = box.finish_load(post(*load, op_id=op_id))
     receipt = str(done.pop("receipt"))
-    public_key = _public_key(enrolled)
     read = read_receipt(receipt, public_key)
     assert (done["status"], read.outcome, read.result_digest) == ("completed", "succeeded", digest_result(done))
-    again = box.client.post(
-        "/v1/models/load", json={**params, "verifiedOpToken": issuer.token("model-load", params, op_id=op_id)}
-    ).json()
-    assert again == {**done, "receipt": receipt, "repeated": True}
-
-    gone = box.client.post("/v1/models/unload", json={**params, "verifiedOpToken": issuer.token("model-unload", params)}).json()
+    assert post(*load, op_id=op_id).json() == {**done, "receipt": receipt, "repeated": True}
+    gone = post("/v1/models/unload", "model-unload", {"modelId": "a"}).json()
     signed = read_receipt(gone.pop("receipt"), public_key)
     assert signed.result_digest == digest_result(gone)
-    flushed = {"scope": "all"}
-    answer = box.client.post(
-        "/v1/cache/flush", json={**flushed, "verifiedOpToken": issuer.token("cache-flush", flushed)}
-    ).json()
+    answer = post("/v1/cache/flush", "cache-flush", {"scope": "all"}).json()
     assert read_receipt(answer["receipt"], public_key).operation == "cache-flush"
 
 
@@ -295,41 +277,20 @@ def test_tokens_without_proofs_are_refused_and_counted_by_reason(enrolled: Enrol
     assert "muster_runner_policy_version 1.0" in metrics
 
 
-def test_capabilities_and_page_say_how_the_box_decides(enrolled: Enrolled) -> None:
-    state = enrolled.box.client.get("/v1/capabilities").json()
+def test_capabilities_page_and_program_say_how_the_node_decides(
+    enrolled: Enrolled, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, words = enrolled.box.client.get("/v1/capabilities").json(), enrolled.issuer.fleet.words
     assert state["runnerId"].startswith("attic#")
-    words = enrolled.issuer.fleet.words
     assert state["operations"] == {
         "level": "L2", "policyVersion": 1, "policyWords": words, "witnessSize": 0, "advice": "",
     }  # fmt: skip
     page = enrolled.box.client.get("/").text
-    for shown in (state["runnerId"], "L2", f"version 1, {words}", "nothing yet"):
-        assert shown in page
-    assert "to do" not in page
-
-
-def test_a_box_without_a_policy_or_a_data_folder_says_what_to_do(tmp_path: Path) -> None:
+    assert all(shown in page for shown in (state["runnerId"], "L2", f"version 1, {words}", "nothing yet"))
+    assert trust.main(["--show", "--data", str(enrolled.data)]) == 0, "while it runs"
+    assert words in capsys.readouterr().out
     with run_api_box(tmp_path, models=("a",), has_op_key=False) as box:
         state = box.client.get("/v1/capabilities").json()["operations"]
         assert (state["level"], state["policyVersion"]) == ("L2", 0)
-        assert "./muster trust WORDS" in state["advice"]
-        assert "./muster trust WORDS" in box.client.get("/").text
-        assert "./muster trust WORDS" in box.log_text()
-
-
-def test_the_owners_own_key_means_the_public_format_with_a_warning(tmp_path: Path) -> None:
-    with run_api_box(tmp_path, models=("a",)) as box:
-        box.ensure_loaded("a")
-        assert box.client.get("/v1/capabilities").json()["operations"]["level"] == "L0"
-        assert "operation tokens of level L0 are taken, because VERIFIED_OP_TOKEN_KEY_PATH is set" in box.log_text()
-
-
-def test_trust_can_be_read_while_the_box_runs(enrolled: Enrolled, capsys: pytest.CaptureFixture[str]) -> None:
-    assert trust.main(["--show", "--data", str(enrolled.data)]) == 0
-    said = capsys.readouterr().out
-    assert enrolled.issuer.runner_id in said
-    assert enrolled.issuer.fleet.words in said
-
-
-def _public_key(enrolled: Enrolled) -> bytes:
-    return load_identity(enrolled.data, "attic").public_key
+        for said in (state["advice"], box.client.get("/").text, box.log_text()):
+            assert "./muster trust WORDS" in said

@@ -96,7 +96,6 @@ async def test_a_real_box_counts_what_it_then_reads_also_for_another_gateway(set
         assert counted.json() == {"input_tokens": answered.json()["usage"]["input_tokens"]}
         assert counted.headers["x-muster-token-count"] == "engine"
         assert await RequestRecord.objects.acount() == 1, "a count is no request"
-
         target = HttpTarget(
             scheme="http", host="127.0.0.1", address="127.0.0.1", port=port, base_path="/internal/v1/nodes",
             headers={"x-muster-cluster": "cluster"},

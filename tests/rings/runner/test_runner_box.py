@@ -49,9 +49,7 @@ async def test_a_box_registers_with_its_loaded_model_and_streams_an_answer(tmp_p
         assert box.register.protocol_version == bridge.MUSTER_V1
         assert (box.register.worker_name, box.register.models) == ("box-under-test", ["muster-tiny"])
         assert box.register.replicas[0].state == "loaded"
-
         answer = await (await box.open(QUESTION | {"stream": True, "max_tokens": 60})).finish()
-
     assert answer.status == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert all(piece.endswith(b"\n\n") for piece in answer.pieces)
@@ -93,9 +91,7 @@ async def test_cancel_ends_the_stream_and_frees_the_slot_of_the_engine(tmp_path:
         stream = await box.open(LONG, window_bytes=4000)
         while (await stream.next()).kind != frames.DATA:
             pass
-
         await stream.cancel()
-
         end = await stream.expect_end()
         assert end.error == "cancelled"
         # One slot only: this answer proves that llama.cpp has dropped the long one.
@@ -123,7 +119,6 @@ async def test_the_box_comes_back_after_a_drop_and_a_lost_session_stops_its_work
         while (await stream.next()).kind != frames.DATA:
             pass
         box.socket.transport.abort()
-
         again = await gateway.accept()
         assert again.register.instance_id == box.register.instance_id
         answer = await (await again.open(QUESTION | {"max_tokens": 4})).finish()
@@ -171,13 +166,11 @@ async def test_sigterm_drains_what_runs_refuses_the_rest_and_leaves_nothing_behi
         assert (await stream.next()).kind == frames.HEAD
         children = process.children()
         assert children
-
         process.signal(signal.SIGTERM)
         await box.expect(bridge.Draining)
         late = await (await box.open(QUESTION)).expect_end()
         assert (late.error, late.retryable) == ("busy", True)
         await stream.credit(1 << 20)
-
         assert (await stream.expect_end()).error == ""
         assert await process.exit_status() == 0
         assert not any(is_alive(child) for child in children)
@@ -207,7 +200,6 @@ async def test_a_killed_engine_is_withdrawn_restarted_and_declared_again(tmp_pat
         only = await engine_of(process)
         only.kill()
         await stream.credit(1 << 30)
-
         end = await stream.expect_end()
         assert (end.error, end.retryable) == ("engine_failed", False)
         assert (await box.expect(bridge.ModelsUpdate, skip=declared)).models == []

@@ -16,7 +16,6 @@ import pytest
 
 from runner.definitions.plan import Progress
 from runner.errors import EngineError
-from tests.fakes.engine import FakeEngine
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.governed import Desk, Ear, desk_of
 from tests.fakes.runners.parts import assembled
@@ -50,38 +49,26 @@ async def test_every_gateway_that_sent_or_asked_hears_the_end_and_the_engine_loa
     assert len(desk.bench.engines) == 1
 
 
-async def test_a_stage_is_told_at_once_and_progress_within_it_after_a_pause(desk: Desk) -> None:
-    set_runner_limits(operations={"status_gap_s": 0.3})
+@pytest.mark.parametrize("gap_s", [0.05, 3600.0])
+async def test_a_stage_is_told_at_once_and_progress_within_it_after_a_pause(desk: Desk, gap_s: float) -> None:
+    set_runner_limits(operations={"status_gap_s": gap_s})
     desk.hold_loads()
-    ear = Ear()
-    began = time.monotonic()
+    ear, began, steps = Ear(), time.monotonic(), itertools.count(1)
     desk.commands.take(desk.command(modelId="a"), ear)
     await desk.loading()
-    await eventually(lambda: ear.heard and ear.last.stage == "loading", "the stage is told")
+    await ear.hear_stage("loading")
     report = desk.bench.engines[0].report
     assert report is not None
-    steps = itertools.count(1)
 
     def told() -> list[float]:
         report(Progress("loading", next(steps) / 1e6))
         return [at for at, status in ear.heard if status.stage == "loading"]
 
-    await eventually(lambda: len(told()) >= 3, "progress is told twice more")
-    # Two pauses since the first. A pause counts from before a status is sent, which may come late to the ear.
-    assert told()[2] - began >= 2 * 0.3
-    desk.bench.engines[0].may_load.set()
-    assert (await ear.end()).state == "succeeded"
-
-
-async def test_a_new_stage_does_not_wait_for_its_second(desk: Desk) -> None:
-    set_runner_limits(operations={"status_gap_s": 3600.0})
-    desk.hold_loads()
-    ear = Ear()
-    desk.commands.take(desk.command(modelId="a"), ear)
-    await desk.loading()
-    for stage in ("loading", "warming up", "settling"):
-        report = desk.bench.engines[0].report
-        assert report is not None
+    if gap_s < 1:
+        await eventually(lambda: len(told()) >= 3, "progress is told twice more")
+        # Two pauses since the first. A pause counts from before a status is sent, which may come late to the ear.
+        assert told()[2] - began >= 2 * gap_s
+    for stage in ("warming up", "settling"):
         report(Progress(stage, 0.9))
         await ear.hear_stage(stage)
     desk.bench.engines[0].may_load.set()
@@ -101,31 +88,36 @@ async def test_following_ends_at_once_also_when_news_and_the_end_come_together(d
         await desk.commands.close()
 
 
-async def test_two_approvals_of_one_load_share_it_and_each_has_its_receipt(desk: Desk) -> None:
+async def test_two_approvals_of_one_load_share_it_each_with_its_receipt_and_whether_it_is_kept(desk: Desk) -> None:
     desk.hold_loads()
     ears = [Ear(), Ear()]
-    for ear in ears:
-        desk.commands.take(desk.command(modelId="a"), ear)
-    await desk.loading()
-    await eventually(lambda: all(ear.heard and ear.last.stage == "loading" for ear in ears), "both follow the load")
+    for ear, keep in zip(ears, ({}, {"keepLoaded": True}), strict=True):
+        desk.commands.take(desk.command(modelId="a", **keep), ear)
+        await ear.hear_stage("loading")
     desk.bench.engines[0].may_load.set()
     ends = [await ear.end() for ear in ears]
-    assert [end.state for end in ends] == ["succeeded", "succeeded"]
+    assert [(end.state, end.result.get("keptLoaded")) for end in ends] == [("succeeded", None), ("succeeded", True)]
     assert {read_receipt(end.receipt, desk.public_key).op_id for end in ends} == {end.op_id for end in ends}
-    assert len(desk.bench.engines) == 1
+    assert (len(desk.bench.engines), await names_in(desk)) == (1, ["a"])
 
 
-async def test_a_load_that_fails_is_certified_as_failed(desk: Desk) -> None:
-    def fail(engine: FakeEngine) -> None:
-        engine.fails = EngineError("out of memory")
-
-    desk.bench.prepare = fail
-    ear = Ear()
-    desk.commands.take(desk.command(modelId="a"), ear)
-    end = await ear.end()
-    assert (end.state, end.code) == ("failed", "model_load_failed")
-    assert "out of memory" in end.message
-    assert read_receipt(end.receipt, desk.public_key).outcome == "failed"
+async def test_a_model_that_is_loaded_already_can_be_kept_and_replaced_and_a_failed_load_is_certified(desk: Desk) -> None:
+    assert (await hear(desk, modelId="a")).state == "succeeded"
+    assert await names_in(desk) == []
+    done = await hear(desk, modelId="a", keepLoaded=True)
+    assert (done.state, done.result["alreadyLoaded"], done.result["keptLoaded"]) == ("succeeded", True, True)
+    assert (await names_in(desk), len(desk.bench.engines)) == (["a"], 1)
+    desk.bench.engines[0].refuses_unload = EngineError("it stays")
+    assert (await hear(desk, modelId="b", evictModel="a", keepLoaded=True)).state == "failed"
+    assert await names_in(desk) == ["a"], "it was not unloaded"
+    desk.bench.engines[0].refuses_unload = None
+    assert (await hear(desk, modelId="a", keepLoaded=True)).state == "succeeded"
+    done = await hear(desk, modelId="b", evictModel="a", keepLoaded=True)
+    assert (done.state, done.result["evicted"], await names_in(desk)) == ("succeeded", "a", ["b"])
+    desk.bench.prepare = lambda engine: setattr(engine, "fails", EngineError("out of memory"))
+    end = await hear(desk, modelId="a", evictModel="b", keepLoaded=True)
+    assert (end.state, end.code, "out of memory" in end.message) == ("failed", "model_load_failed", True)
+    assert (read_receipt(end.receipt, desk.public_key).outcome, await names_in(desk)) == ("failed", [])
 
 
 async def test_more_commands_than_can_be_followed_are_refused_until_one_has_ended(desk: Desk) -> None:
@@ -148,23 +140,17 @@ async def test_more_commands_than_can_be_followed_are_refused_until_one_has_ende
     assert await asked.end() == done, "what is followed no more stands in the ledger"
 
 
-async def test_a_box_that_leaves_refuses_so_that_another_try_is_worth_it(desk: Desk) -> None:
+async def test_a_node_that_leaves_or_cannot_read_its_ledger_refuses_so_that_another_try_is_worth_it(desk: Desk) -> None:
+    command, asked = desk.command(modelId="a"), Ear()
     desk.operations.refuse_new()
-    ear = Ear()
-    command = desk.command(modelId="a")
-    desk.commands.take(command, ear)
+    desk.commands.take(command, ear := Ear())
     assert ((await ear.end()).state, ear.last.code) == ("refused", "unavailable")
     assert await desk.parts.ledger.find_op(command.op_id, 1) is None
-
-
-async def test_nothing_is_said_of_an_operation_while_the_ledger_cannot_be_read(desk: Desk) -> None:
     await desk.parts.ledger.close()
-    asked, told = Ear(), Ear()
     desk.commands.query(OpQuery(op_id="op-1", use=1), asked)
-    desk.commands.take(desk.command(modelId="a"), told)
-    assert ((await told.end()).state, told.last.code) == ("refused", "unavailable")
-    assert asked.heard == []
-    assert desk.bench.engines == []
+    desk.commands.take(desk.command(modelId="a"), ear := Ear())
+    assert ((await ear.end()).state, ear.last.code) == ("refused", "unavailable")
+    assert (asked.heard, desk.bench.engines) == ([], [])
 
 
 async def test_a_load_that_the_box_cuts_off_on_its_way_out_is_interrupted_and_certified_later(tmp_path: Path) -> None:
@@ -201,7 +187,6 @@ async def test_an_approved_reload_tells_what_may_be_loaded_now_and_never_touches
     assert (first.state, first.result["added_models"]) == ("succeeded", ["one", "two"])
     desk.commands.take(desk.command(modelId="two"), ear := Ear())
     assert (await ear.end()).state == "succeeded"
-
     write(one={"model_path": "a", "gguf_n_ctx": 512}, two={"model_path": "a"}, three={"model_path": "a"})
     second = await reload()
     assert second.result == {
@@ -212,7 +197,6 @@ async def test_an_approved_reload_tells_what_may_be_loaded_now_and_never_touches
     assert (receipt.operation, receipt.outcome, receipt.result_digest) == (
         "settings-reload", "succeeded", digest_result(second.result),
     )  # fmt: skip
-
     write(three={"model_path": "a"})
     conflict = await reload()
     assert (conflict.state, conflict.code) == ("failed", "settings_reload_conflict")
@@ -222,7 +206,6 @@ async def test_an_approved_reload_tells_what_may_be_loaded_now_and_never_touches
     assert (await reload()).code == "invalid_settings"
     assert {"one", "two", "three"} <= set(desk.parts.settings.models)
     assert next(model for model in desk.parts.pool.registry.models if model.model_id == "two").is_ready
-
     named = await reload(modelId="one")
     assert (named.state, named.code, named.receipt) == ("refused", "invalid_request", "")
 
@@ -262,50 +245,6 @@ async def hear(desk: Desk, operation: str = "model-load", **body: Any) -> OpStat
 
 async def names_in(desk: Desk) -> list[str]:
     return [model.model_id for model in await desk.parts.ledger.read_desired()]
-
-
-async def test_a_load_that_replaces_a_kept_model_takes_its_place(desk: Desk) -> None:
-    assert (await hear(desk, modelId="a", keepLoaded=True)).state == "succeeded"
-    done = await hear(desk, modelId="b", evictModel="a", keepLoaded=True)
-    assert (done.state, done.result["evicted"]) == ("succeeded", "a")
-    assert await names_in(desk) == ["b"]
-
-
-@pytest.mark.parametrize(("loads", "left"), [(False, []), (True, ["a"])], ids=["after it was unloaded", "before"])
-async def test_a_replacement_that_fails_ends_the_other_only_if_it_was_unloaded(
-    tmp_path: Path, loads: bool, left: list[str]
-) -> None:
-    async with desk_of(tmp_path) as desk:
-        assert (await hear(desk, modelId="a", keepLoaded=True)).state == "succeeded"
-        if loads:
-            desk.bench.engines[0].refuses_unload = desk.bench.engines[0].fails = EngineError("no")
-        else:
-            desk.bench.prepare = lambda engine: setattr(engine, "fails", EngineError("broken"))
-        failed = await hear(desk, modelId="b", evictModel="a", keepLoaded=True)
-        assert failed.state == "failed"
-        assert await names_in(desk) == left
-        desk.bench.engines[0].refuses_unload = None
-
-
-async def test_a_model_that_is_loaded_already_can_be_kept_from_now_on(desk: Desk) -> None:
-    assert (await hear(desk, modelId="a")).state == "succeeded"
-    assert await names_in(desk) == []
-    done = await hear(desk, modelId="a", keepLoaded=True)
-    assert (done.state, done.result["alreadyLoaded"], done.result["keptLoaded"]) == ("succeeded", True, True)
-    assert (await names_in(desk), len(desk.bench.engines)) == (["a"], 1)
-
-
-async def test_two_approvals_of_one_load_differ_in_whether_it_is_kept(desk: Desk) -> None:
-    desk.hold_loads()
-    ears = [Ear(), Ear()]
-    desk.commands.take(desk.command(modelId="a"), ears[0])
-    await desk.loading()
-    desk.commands.take(desk.command(modelId="a", keepLoaded=True), ears[1])
-    await ears[1].hear_stage("loading")
-    desk.bench.engines[0].may_load.set()
-    ends = [await ear.end() for ear in ears]
-    assert [end.result.get("keptLoaded") for end in ends] == [None, True]
-    assert await names_in(desk) == ["a"]
 
 
 async def test_what_cannot_be_written_down_is_not_said_to_be_kept(desk: Desk) -> None:

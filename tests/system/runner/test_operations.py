@@ -187,7 +187,6 @@ async def test_an_unload_a_load_and_a_flush_go_on_when_their_caller_leaves(desk:
     engine = bench.engines[0]
     engine.may_load.set()
     await eventually(lambda: find(desk.parts, "a").state is ModelState.LOADED, "it is loaded")
-
     engine.may_flush.clear()
     flushing = asyncio.create_task(desk.flush(scope="all"))
     await eventually(lambda: "flush" in engine.steps, "the flush is at it")
@@ -195,7 +194,6 @@ async def test_an_unload_a_load_and_a_flush_go_on_when_their_caller_leaves(desk:
     waiting = asyncio.create_task(find(desk.parts, "a").queue.enter(tenant="t1", priority="normal", timeout_s=30))
     engine.may_flush.set()
     find(desk.parts, "a").queue.leave(await waiting)
-
     engine.may_unload.clear()
     unloading = asyncio.create_task(desk.unload("a"))
     await eventually(lambda: "unload" in engine.steps, "the engine is told to unload")
@@ -213,11 +211,9 @@ async def test_an_approval_shown_again_gives_the_outcome_that_was_recorded(tmp_p
         assert (again.status, again.body["taskId"], again.body["status"]) == (200, first.body["taskId"], "completed")
         assert again.body["repeated"] is True
         assert len(desk.bench.engines) == 1
-
         op_id = new_uuid7().hex
         gone = await desk.ask(Operation.MODEL_UNLOAD, op_id=op_id, modelId="a")
         assert (await desk.ask(Operation.MODEL_UNLOAD, op_id=op_id, modelId="a")).body == {**gone.body, "repeated": True}
-
         op_id = new_uuid7().hex
         with pytest.raises(RunnerError):
             await desk.ask(Operation.MODEL_LOAD, op_id=op_id, modelId="b", gpuMemoryBudgetMB=1)
@@ -285,84 +281,52 @@ async def test_a_refused_load_spends_its_token_and_says_why(tmp_path: Path) -> N
         assert refused.value.details["requiredMB"]
         with pytest.raises(OpTokenRefused):
             await desk.ask(Operation.MODEL_LOAD, token=token, modelId="a")
+        with pytest.raises(InsufficientMemory) as refused:
+            await desk.load("a", gpuMemoryBudgetMB=1)
+        assert refused.value.details["freeMB"] == refused.value.details["gpuMemoryBudgetMB"] == 1
+        assert "its gpuMemoryBudgetMB allows 1 MiB, of " in refused.value.message
         assert (find(desk.parts, "a").state, desk.bench.engines) == (ModelState.UNLOADED, [])
 
 
-async def test_a_load_beyond_its_own_budget_names_the_budget_and_what_it_allows(desk: Desk) -> None:
-    with pytest.raises(InsufficientMemory) as refused:
-        await desk.load("a", gpuMemoryBudgetMB=1)
-    assert refused.value.details["freeMB"] == refused.value.details["gpuMemoryBudgetMB"] == 1
-    assert "its gpuMemoryBudgetMB allows 1 MiB, of " in refused.value.message
-
-
-OTHERWISE: list[tuple[dict[str, Any], dict[str, Any], dict[str, tuple[object, object]]]] = [
-    ({"maxContextLength": 1024}, {"maxContextLength": 512}, {"maxContextLength": (1024, 512)}),
-    ({}, {"maxContextLength": 512}, {"maxContextLength": (None, 512)}),
-    ({}, {"gpuMemoryBudgetMB": 900}, {"gpuMemoryBudgetMB": (None, 900)}),
-    ({}, {"quantization": "fp16"}, {"quantization": ("q8_0", "fp16")}),
-    ({}, {"overrides": {"gguf_type_k": "q8_0"}}, {"gguf_type_k": ("f16", "q8_0")}),
-    ({"overrides": {"target_inflight": 2}}, {"overrides": {"target_inflight": 3}}, {"target_inflight": (2, 3)}),
-]
-
-
-@pytest.mark.parametrize("is_done", [False, True])
-@pytest.mark.parametrize(("first", "second", "differing"), OTHERWISE)
-async def test_a_load_of_a_model_that_is_there_otherwise_is_refused_with_what_is_in_force(
-    desk: Desk, first: dict[str, Any], second: dict[str, Any], differing: dict[str, tuple[object, object]], *, is_done: bool
-) -> None:
-    desk.bench.prepare = lambda engine: None if is_done else engine.may_load.clear()
-    reply = await desk.load("a", **first)
-    if is_done:
-        await desk.finish(reply)
-    with pytest.raises(LoadConflict) as refused:
-        await desk.load("a", **second)
-    found = refused.value.details["conflicts"]
-    assert isinstance(found, list)
-    assert {entry["name"]: (entry["inForce"], entry["asked"]) for entry in found} == differing
-    assert find(desk.parts, "a").state is (ModelState.LOADED if is_done else ModelState.LOADING)
-
-
-@pytest.mark.parametrize(
-    ("first", "again"),
-    [
-        ({"maxContextLength": 1024}, {"maxContextLength": 1024}),
-        ({"maxContextLength": 1024, "gpuMemoryBudgetMB": 900}, {}),
-        ({}, {"quantization": "q8_0", "overrides": {"gguf_flash_attn": "auto", "target_inflight": 1, "replicas": 1}}),
-    ],
-)
-async def test_a_load_of_a_model_that_is_there_as_asked_for_changes_nothing(
-    desk: Desk, first: dict[str, Any], again: dict[str, Any]
-) -> None:
-    await desk.finish(await desk.load("a", **first))
-    reply = await desk.load("a", **again)
-    assert (reply.status, reply.body["alreadyLoaded"]) == (200, True)
+async def test_a_load_of_a_model_that_is_there_otherwise_is_refused_and_one_as_asked_for_changes_nothing(desk: Desk) -> None:
+    desk.bench.prepare = lambda engine: engine.may_load.clear()
+    reply = await desk.load("a", maxContextLength=1024, gpuMemoryBudgetMB=900)
+    for is_done in (False, True):
+        with pytest.raises(LoadConflict) as refused:
+            await desk.load("a", maxContextLength=512, overrides={"target_inflight": 3})
+        found = refused.value.details["conflicts"]
+        assert isinstance(found, list)
+        assert {entry["name"]: entry["asked"] for entry in found} == {"maxContextLength": 512, "target_inflight": 3}
+        assert find(desk.parts, "a").state is (ModelState.LOADED if is_done else ModelState.LOADING)
+        if not is_done:
+            await eventually(lambda: desk.bench.engines, "the engine is started")
+            desk.bench.engines[0].may_load.set()
+            await desk.finish(reply)
+    for same in (
+        {"maxContextLength": 1024},
+        {},
+        {"quantization": "q8_0", "overrides": {"gguf_flash_attn": "auto", "replicas": 1}},
+    ):
+        again = await desk.load("a", **same)
+        assert (again.status, again.body["alreadyLoaded"]) == (200, True)
     assert [engine.steps.count("load") for engine in desk.bench.engines] == [1]
 
 
-async def test_a_load_that_cannot_be_written_down_is_not_begun(desk: Desk, tmp_path: Path) -> None:
+async def test_a_load_that_cannot_be_written_down_is_not_begun_and_one_whose_end_cannot_ends_all_the_same(
+    desk: Desk, tmp_path: Path
+) -> None:
     with full_disk(tmp_path), pytest.raises(Unavailable):
         await desk.load("a")
     model = find(desk.parts, "a")
     assert (model.state, model.reserved_bytes, model.load, desk.bench.engines) == (ModelState.FAILED, 0, None, [])
-    assert (await desk.finish(await desk.load("a")))["status"] == "completed"
-
-
-async def test_a_load_whose_end_cannot_be_written_down_ends_all_the_same(desk: Desk, tmp_path: Path) -> None:
     desk.bench.prepare = lambda engine: engine.may_load.clear()
     reply = await desk.load("a")
     await eventually(lambda: desk.bench.engines, "the engine is started")
     with full_disk(tmp_path):
         desk.bench.engines[0].may_load.set()
         assert (await desk.finish(reply))["status"] == "completed"
-        assert find(desk.parts, "a").state is ModelState.LOADED
+        assert model.state is ModelState.LOADED
         assert (await desk.unload("a")).body["wasLoaded"] is True
-
-
-async def test_a_spent_token_that_cannot_be_remembered_is_refused(desk: Desk) -> None:
-    await desk.parts.ledger.close()
-    with pytest.raises(Unavailable):
-        await desk.load("a")
-    assert (find(desk.parts, "a").state, desk.bench.engines) == (ModelState.UNLOADED, [])
 
 
 async def test_a_forced_unload_ends_a_load_and_its_task_says_so(desk: Desk) -> None:
@@ -408,46 +372,29 @@ async def test_no_more_loads_than_the_limit_run_even_when_they_come_at_once(tmp_
         assert {(await desk.finish(reply))["status"] for reply in begun} == {"completed"}
 
 
-async def test_a_flush_that_names_a_model_leaves_the_others_alone(desk: Desk) -> None:
-    for name in ("a", "b"):
-        await desk.finish(await desk.load(name))
-    for scope in ("all", "model"):
-        models = (await desk.flush(scope=scope, modelId="a")).body["models"]
-        assert isinstance(models, list)
-        assert [entry["modelId"] for entry in models] == ["a"]
-    assert [engine.steps.count("flush") for engine in desk.bench.engines] == [2, 0]
-
-
-@pytest.mark.parametrize("scope", [{"scope": "all"}, {"scope": "tenant", "tenantId": "t"}, {"scope": "tag", "tag": "s"}])
-async def test_an_engine_that_keeps_nothing_does_not_make_a_flush_incomplete(desk: Desk, scope: dict[str, str]) -> None:
+async def test_a_flush_reaches_what_it_names_and_passes_over_what_keeps_nothing_or_goes_meanwhile(desk: Desk) -> None:
     def keep_nothing(engine: FakeEngine) -> None:
         engine.capabilities = Capabilities((CHAT,), keeps_nothing=True)
 
+    async def flush(**scope: str) -> dict[str, str]:
+        reply = await desk.flush(**scope)
+        assert (reply.status, reply.body["flushed"]) == (200, True)
+        models = reply.body["models"]
+        assert isinstance(models, list)
+        return {entry["modelId"]: entry["outcome"] for entry in models}
+
+    assert await flush(scope="all") == {}, "nothing is loaded"
     await desk.finish(await desk.load("a"))
     desk.bench.prepare = keep_nothing
     await desk.finish(await desk.load("b"))
-    reply = await desk.flush(**scope)
-    models = reply.body["models"]
-    assert isinstance(models, list)
-    assert [entry["outcome"] for entry in models] == ["flushed", "nothing-kept"]
-    assert reply.body["flushed"] is True
-
-
-async def test_with_nothing_loaded_nothing_is_left_after_a_flush(desk: Desk) -> None:
-    assert (await desk.flush(scope="all")).body["flushed"] is True
-
-
-async def test_a_flush_of_everything_passes_over_a_model_that_goes_meanwhile(desk: Desk) -> None:
-    for name in ("a", "b"):
-        await desk.finish(await desk.load(name))
-    first, _ = desk.bench.engines
+    for scope in ({"scope": "all"}, {"scope": "tenant", "tenantId": "t"}, {"scope": "tag", "tag": "s"}):
+        assert await flush(**scope) == {"a": "flushed", "b": "nothing-kept"}
+    assert await flush(scope="model", modelId="a") == await flush(scope="all", modelId="a") == {"a": "flushed"}
+    first, second = desk.bench.engines
+    assert (first.steps.count("flush"), second.steps.count("flush")) == (5, 3)
     first.may_flush.clear()
-    flushing = asyncio.create_task(desk.flush(scope="all"))
-    await eventually(lambda: "flush" in first.steps, "the first is being flushed")
+    flushing = asyncio.create_task(flush(scope="all"))
+    await eventually(lambda: first.steps.count("flush") == 6, "the first is being flushed")
     await desk.unload("b")
     first.may_flush.set()
-    reply = await flushing
-    assert (reply.status, reply.body["flushed"]) == (200, True)
-    models = reply.body["models"]
-    assert isinstance(models, list)
-    assert [entry["modelId"] for entry in models] == ["a"]
+    assert await flushing == {"a": "flushed"}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from runner.errors import EngineError, InsufficientMemory, ModelLoading, RunnerE
 from runner.pool import LoadOrder, Model, ModelState
 from runner.telemetry import TreeMemory
 from tests.fakes.engine import FakeEngine
-from tests.fakes.runners.parts import Bench, assembled, find, write_models
+from tests.fakes.runners.parts import Bench, assembled, find
 from tests.fakes.waiting import eventually
 
 FLUSH = FlushRequest(FlushScope.ALL)
@@ -56,54 +56,23 @@ async def test_a_load_that_is_forced_out_before_it_began_starts_nothing(bench: B
     assert again.model.state is ModelState.LOADED
 
 
-async def test_a_load_that_was_given_up_gives_its_memory_back(bench: Bench) -> None:
-    order = await bench.order("a")
-    assert order.model.reserved_bytes > 0
-    bench.loader.call_off(order)
-    assert (order.model.state, order.model.reserved_bytes, order.model.load) == (ModelState.FAILED, 0, None)
-    assert (await bench.load("a")).state is ModelState.LOADED
-
-
-async def test_what_cannot_be_written_down_after_a_load_does_not_undo_it(bench: Bench) -> None:
-    order = await bench.order("a")
-    await bench.parts.ledger.close()
-    result = await bench.loader.carry_out(order, lambda _: None)
-    assert (result.model_id, order.model.state, order.model.reserved_bytes) == ("a", ModelState.LOADED, 0)
-    assert (await bench.unloader.unload("a")).was_loaded
-    assert is_clean(order.model)
-
-
-async def test_a_load_that_is_forced_out_in_its_last_step_is_gone(bench: Bench) -> None:
-    order = await bench.order("a")
-    loading = bench.start(order)
-    # The engine is up and its memory is being measured.
-    await eventually(lambda: bench.engines and bench.engines[0].is_loaded, "the engine is up")
-    await bench.unloader.unload("a", force=True)
-    await asyncio.gather(loading, return_exceptions=True)
-    assert is_clean(order.model)
-    assert not bench.engines[0].is_loaded
-
-
-async def test_a_failed_load_whose_engine_does_not_go_is_failed_and_holds_no_memory(bench: Bench) -> None:
+async def test_an_engine_that_does_not_go_leaves_a_failed_model_without_memory_that_can_be_unloaded_again(bench: Bench) -> None:
     def break_engine(engine: FakeEngine) -> None:
         engine.fails, engine.refuses_unload = EngineError("out of memory"), EngineError("the server keeps it")
 
     bench.prepare = break_engine
-    order = await bench.order("a")
+    order = await bench.order("b")
     with pytest.raises(EngineError, match="out of memory"):
         await bench.loader.carry_out(order, lambda _: None)
-    model = order.model
-    assert (model.state, model.reserved_bytes, model.load) == (ModelState.FAILED, 0, None)
-    assert "out of memory" in (model.last_error or "")
-
-
-async def test_an_unload_that_breaks_in_a_way_nobody_thought_of_can_be_tried_again(bench: Bench) -> None:
+    assert (order.model.state, order.model.reserved_bytes, order.model.load) == (ModelState.FAILED, 0, None)
+    assert "out of memory" in (order.model.last_error or "")
+    bench.prepare = lambda _engine: None
     model = await bench.load("a")
-    bench.engines[0].refuses_unload = sqlite3.OperationalError("something else")
+    bench.engines[1].refuses_unload = sqlite3.OperationalError("nobody thought of it")
     with pytest.raises(sqlite3.OperationalError):
         await bench.unloader.unload("a")
     assert model.state is ModelState.FAILED
-    bench.engines[0].refuses_unload = None
+    bench.engines[1].refuses_unload = None
     await bench.unloader.unload("a")
     assert is_clean(model)
 
@@ -122,38 +91,6 @@ async def test_requests_are_let_in_again_after_an_unload_that_was_forced_while_i
     assert (await forced).cut == 1
     assert bench.engines[0].steps.count("load") == 1
     await take_turn(await bench.load("a"))
-
-
-async def test_a_load_ordered_while_a_failed_model_is_unloaded_is_refused(bench: Bench) -> None:
-    model = await bench.load("a")
-    bench.engines[0].may_load.clear()
-    bench.engines[0].has_died.set()
-    await eventually(lambda: model.state is ModelState.FAILED, "it is lost")
-    unload = asyncio.create_task(bench.unloader.unload("a"))
-    outcome = await asyncio.gather(bench.loader.order("a", overrides={}), return_exceptions=True)
-    await unload
-    if isinstance(outcome[0], LoadOrder):
-        await bench.loader.carry_out(outcome[0], lambda _: None)
-        assert model.state is ModelState.LOADED
-        assert [engine.is_loaded for engine in bench.engines] == [False, True]
-    else:
-        assert isinstance(outcome[0], WrongState)
-        assert is_clean(model)
-
-
-async def test_a_load_of_a_model_whose_engine_is_being_restarted_replaces_it(bench: Bench) -> None:
-    model = await bench.load("a")
-    old = bench.engines[0]
-    old.may_load.clear()
-    old.has_died.set()
-    await eventually(lambda: model.state is ModelState.FAILED and old.steps.count("load") == 2, "it is being restarted")
-    order = await bench.order("a")
-    loading = bench.start(order)
-    await loading
-    assert (model.state, len(model.replicas)) == (ModelState.LOADED, 1)
-    old.may_load.set()
-    await asyncio.sleep(0)
-    assert [engine.is_loaded for engine in bench.engines] == [False, True]
 
 
 async def test_a_load_of_a_wanted_model_that_does_not_start_replaces_it_and_is_completed(bench: Bench) -> None:
@@ -241,13 +178,19 @@ async def test_what_a_dead_engine_held_is_not_counted_as_freed_by_its_eviction(b
     assert is_clean(find(bench.parts, "b"))
 
 
-async def test_a_model_that_vanished_while_its_load_was_checked_is_not_loaded(bench: Bench, tmp_path: Path) -> None:
+async def test_a_model_that_vanished_or_changed_while_its_load_was_checked_is_not_loaded(bench: Bench, tmp_path: Path) -> None:
+    registry = bench.parts.pool.registry
+    ordering = asyncio.create_task(bench.loader.order("a", overrides={}))
+    await asyncio.sleep(0)
+    registry.define(ModelDefinition(model_id="a", backend="gguf", target_inflight=3))
+    with pytest.raises(WrongState):
+        await ordering
+    assert is_clean(find(bench.parts, "a"))
     model = find(bench.parts, "b")
     (tmp_path / "models" / "b.gguf").unlink()
     ordering = asyncio.create_task(bench.loader.order("b", overrides={}))
     await asyncio.sleep(0)
-    # What a look through the files does in the end; the look itself may last longer than the check.
-    bench.parts.pool.registry.forget("b")
+    registry.forget("b")  # what a look through the files does in the end; it may last longer than the check
     with pytest.raises(UnknownModel):
         await ordering
     assert model.state is ModelState.UNLOADED
@@ -256,43 +199,30 @@ async def test_a_model_that_vanished_while_its_load_was_checked_is_not_loaded(be
         find(bench.parts, "b")
 
 
-async def test_a_definition_that_changed_while_its_load_was_checked_refuses_the_load(bench: Bench) -> None:
-    registry = bench.parts.pool.registry
-    ordering = asyncio.create_task(bench.loader.order("a", overrides={}))
-    await asyncio.sleep(0)
-    registry.define(ModelDefinition(model_id="a", backend="gguf", target_inflight=3))
-    with pytest.raises(WrongState):
-        await ordering
-    assert is_clean(find(bench.parts, "a"))
+def write_settings(tmp_path: Path, name: str, model_path: str, **more: object) -> Path:
+    path = tmp_path / "data" / "settings.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"engine": {"models": {name: {"backend": "gguf", "model_path": model_path, **more}}}}))
+    return path
 
 
-async def test_settings_that_change_a_model_on_its_way_out_are_refused(tmp_path: Path) -> None:
-    settings = tmp_path / "data" / "settings.json"
-    settings.parent.mkdir()
-    settings.write_text('{"engine": {"models": {"mine": {"backend": "gguf", "model_path": "a.gguf"}}}}')
+async def test_settings_that_change_a_model_on_its_way_out_or_loaded_without_them_are_refused(tmp_path: Path) -> None:
+    write_settings(tmp_path, "mine", "a.gguf")
     async with assembled(tmp_path) as parts:
         bench = Bench(parts)
         model = await bench.load("mine")
         bench.engines[0].may_unload.clear()
         unload = asyncio.create_task(bench.unloader.unload("mine"))
         await eventually(lambda: model.state is ModelState.UNLOADING, "it is on its way out")
-        settings.write_text('{"engine": {"models": {"mine": {"backend": "gguf", "model_path": "b.gguf"}}}}')
+        write_settings(tmp_path, "mine", "b.gguf")
         with pytest.raises(SettingsConflict):
             await parts.reload_settings()
         bench.engines[0].may_unload.set()
         await unload
         assert (await parts.reload_settings()).updated == ("mine",)
         assert model.definition.model_path == "b.gguf"
-
-
-async def test_settings_that_define_a_model_which_was_loaded_without_them_are_refused(tmp_path: Path) -> None:
-    async with assembled(tmp_path) as parts:
-        bench = Bench(parts)
         await bench.load("a")
-        settings = tmp_path / "data" / "settings.json"
-        settings.write_text('{"engine": {"models": {"a": {"backend": "gguf", "model_path": "b.gguf"}}}}')
-        # The file was not there when the box started, so its place is given now.
-        parts.config = replace(parts.config, files=replace(parts.config.files, settings=settings))
+        write_settings(tmp_path, "a", "b.gguf")
         with pytest.raises(SettingsConflict) as refused:
             await parts.reload_settings()
         assert refused.value.details == {"conflicts": ["engine.models.a"]}
@@ -302,10 +232,7 @@ async def test_settings_that_define_a_model_which_was_loaded_without_them_are_re
 
 
 async def test_a_model_that_the_settings_switch_on_and_that_does_not_fit_is_failed_with_the_reason(tmp_path: Path) -> None:
-    settings = tmp_path / "data" / "settings.json"
-    settings.parent.mkdir()
-    settings.write_text('{"engine": {"models": {"big": {"backend": "gguf", "model_path": "a.gguf", "enabled": true}}}}')
-    write_models(tmp_path / "models")
+    write_settings(tmp_path, "big", "a.gguf", enabled=True)
     async with assembled(tmp_path, "--memory-budget-mb", "5") as parts:
         model = find(parts, "big")
         await eventually(lambda: model.state is ModelState.FAILED, "the load is refused")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from controlplane import env as server_env
-from runner.config import TINY_MODEL_PATH, BackendConfig, LlamaConfig, normalise_gateway, read_config, settle_api
+from runner.config import TINY_MODEL_PATH, ApiConfig, BackendConfig, LlamaConfig, normalise_gateway, read_config, settle_api
 from runner.config.options import LOG_LEVELS
 from runner.errors import ConfigError
 from runner.limits import Limits
@@ -47,9 +47,20 @@ def test_secrets_may_come_from_files_and_never_show_in_a_printed_configuration(t
     assert "sk-backend" not in repr(config)
 
 
-def test_a_backend_url_may_end_in_v1() -> None:
-    config = read_config([*MINIMAL, "--backend", "http://127.0.0.1:11434/v1/", "--models", "a, b", "--models", "b,*"], {})
-    assert config.engine == BackendConfig(url="http://127.0.0.1:11434", models=("a", "b"))
+def test_addresses_lists_and_files_are_read_into_one_form(tmp_path: Path) -> None:
+    for url, normal in (
+        ("http://h:1", "ws://h:1"), ("https://h/prefix/", "wss://h/prefix"), ("ws://h", "ws://h"), (" wss://[::1]:9 ", "wss://[::1]:9"),
+    ):  # fmt: skip
+        assert normalise_gateway(url) == normal
+    backend = [*MINIMAL, "--backend", "http://127.0.0.1:11434/v1/", "--models", "a, b", "--models", "b,*"]
+    wanted = BackendConfig(url="http://127.0.0.1:11434", models=("a", "b"))
+    assert read_config(backend, {}).engine == wanted
+    for options, env in ((["--tidy"], {}), ([], {"MUSTER_TIDY": "true"})):
+        assert read_config([*backend, *options], env).engine == replace(wanted, tidies=True)
+    model = tmp_path / "small-q4.gguf"
+    model.write_bytes(b"GGUF")
+    config = read_config([*MINIMAL, "--model-path", str(model), "--context", "4096", "--threads", "3"], {})
+    assert config.engine == LlamaConfig(model_path=model, model_name="small-q4", context_tokens=4096, threads=3)
 
 
 def test_what_gateways_are_to_translate_can_be_named_for_a_backend_and_a_model_file(tmp_path: Path) -> None:
@@ -65,87 +76,55 @@ def test_what_gateways_are_to_translate_can_be_named_for_a_backend_and_a_model_f
             read_config([*MINIMAL, *serving, "--translate", "chat"], {})
 
 
-def test_the_chunks_of_a_backend_are_put_right_where_its_owner_says_so() -> None:
-    for options, env, tidies in ((["--tidy"], {}, True), ([], {"MUSTER_TIDY": "true"}, True), ([], {}, False)):
-        engine = read_config([*MINIMAL, "--backend", "http://b:1", *options], env).engine
-        assert isinstance(engine, BackendConfig)
-        assert engine.tidies is tidies
-
-
-def test_a_model_file_of_ones_own_is_named_after_itself(tmp_path: Path) -> None:
-    model = tmp_path / "small-q4.gguf"
-    model.write_bytes(b"GGUF")
-    config = read_config([*MINIMAL, "--model-path", str(model), "--context", "4096", "--threads", "3"], {})
-    assert config.engine == LlamaConfig(model_path=model, model_name="small-q4", context_tokens=4096, threads=3)
+NAMELESS, ALONE = ["--gateway", "http://h"], ["--standalone"]
 
 
 @pytest.mark.parametrize(
-    ("url", "normal"),
+    ("options", "env", "words"),
     [
-        ("http://h:1", "ws://h:1"),
-        ("https://h/prefix/", "wss://h/prefix"),
-        ("ws://h", "ws://h"),
-        (" wss://[::1]:9 ", "wss://[::1]:9"),
+        (["--token", "x"], {}, "no gateway"), ([], {}, "--standalone"), (NAMELESS, {}, "no credential"),
+        (["--gateway", "127.0.0.1:8080", "--token", "x"], {}, "--gateway must look like"),
+        (["--gateway", "http://h:99999", "--token", "x"], {}, "--gateway must look like"),
+        (["--gateway", "http://u:p@h", "--token", "x"], {}, "user name or password"),
+        ([*NAMELESS, "--token", "bad token"], {}, "--token holds characters"),
+        ([*NAMELESS, "--token-file", "/nowhere"], {}, "cannot read the token"),
+        ([*MINIMAL, "--max-concurrent", "0"], {}, "--max-concurrent must be a whole number from 1"),
+        ([*MINIMAL, "--max-concurrent", "many"], {}, "not 'many'"), ([*MINIMAL, "--engine", "vllm"], {}, "must be llamacpp"),
+        ([*MINIMAL, "--model-path", "/nowhere.gguf"], {}, "there is no file /nowhere.gguf"),
+        ([*MINIMAL, "--backend", "ftp://h"], {}, "--backend must look like"),
+        ([*ALONE, "--api-key", "short"], {}, "16 characters"),
+        (ALONE, {"OP_TOKEN_SIGNERS": "ann,bob"}, "OP_TOKEN_SIGNERS counts below level 2 only"),
+        (ALONE, {"MODEL_BASE_PATH": "/does/not/exist"}, "MODEL_BASE_PATH"),
+        (ALONE, {"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key"}, "--data"), (ALONE, {"OP_TOKEN_LEVEL": "3"}, "OP_TOKEN_LEVEL"),
+        (ALONE, {"MUSTER_RECONNECT_MAX_S": "soon"}, "must be a number of seconds"),
+        (ALONE, {"MUSTER_OPS_PER_HOUR": "0"}, "MUSTER_OPS_PER_HOUR"), (ALONE, {"OP_TOKEN_MIN_SIGNERS": "0"}, "MIN_SIGNERS"),
+        (ALONE, {"QUEUE_TIMEOUT_MS": "0"}, "QUEUE_TIMEOUT_MS"), (ALONE, {"METRICS_PORT": "70000"}, "METRICS_PORT"),
+        (ALONE, {"ENABLE_METRICS": "perhaps"}, "ENABLE_METRICS"), (ALONE, {"LOG_FORMAT": "xml"}, "LOG_FORMAT"),
+        (ALONE, {"LLM_POOL_SETTINGS_PATH": "/does/not/exist.json"}, "LLM_POOL_SETTINGS_PATH"),
+        (ALONE, {"MUSTER_LOG_LEVEL": "verbose"}, "MUSTER_LOG_LEVEL.* must be one of trace, debug, .*, not 'verbose'"),
     ],
-)
-def test_gateway_addresses_are_normalised(url: str, normal: str) -> None:
-    assert normalise_gateway(url) == normal
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--token", "x"], "no gateway"),
-        (["--gateway", "http://h"], "no credential"),
-        (["--gateway", "127.0.0.1:8080", "--token", "x"], "--gateway must look like"),
-        (["--gateway", "http://h:99999", "--token", "x"], "--gateway must look like"),
-        (["--gateway", "http://u:p@h", "--token", "x"], "user name or password"),
-        (["--gateway", "http://h", "--token", "bad token"], "--token holds characters"),
-        ([*MINIMAL, "--max-concurrent", "0"], "--max-concurrent must be a whole number from 1"),
-        ([*MINIMAL, "--max-concurrent", "many"], "not 'many'"),
-        ([*MINIMAL, "--log-level", "loud"], "must be one of trace, debug"),
-        ([*MINIMAL, "--engine", "vllm"], "--engine must be llamacpp"),
-        ([*MINIMAL, "--model-path", "/nowhere.gguf"], "there is no file /nowhere.gguf"),
-        ([*MINIMAL, "--backend", "ftp://h"], "--backend must look like"),
-        (["--gateway", "http://h", "--token-file", "/nowhere"], "cannot read the token"),
-    ],
-)
-def test_values_that_cannot_be_used_are_named(options: list[str], words: str) -> None:
+)  # fmt: skip
+def test_values_that_cannot_be_used_are_named(options: list[str], env: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        read_config(options, {})
+        read_config(options, env)
 
 
-def test_a_box_may_serve_alone_and_then_needs_no_gateway_and_no_token() -> None:
-    config = read_config(["--standalone"], {})
-    assert (config.gateways, config.token) == ((), "")
-    assert config.api is not None
-    settled = settle_api(config.api, host=None, port=None)
+def test_a_box_may_serve_alone_and_an_address_that_others_can_reach_needs_a_key() -> None:
+    def settle(*options: str, port: int | None = 9999, **env: str) -> ApiConfig:
+        config = read_config(["--standalone", *options], env)
+        assert (config.gateways, config.token) == ((), "")
+        assert config.api is not None
+        return settle_api(config.api, host=None, port=port)
+
+    settled = settle(port=None)
     assert (settled.host, settled.port, settled.has_metrics, settled.metrics_port) == ("127.0.0.1", 8090, True, None)
-    with pytest.raises(ConfigError, match="--standalone"):
-        read_config([], {})
-
-
-def test_the_port_of_flags_wins_over_that_of_the_settings_file() -> None:
-    wish = read_config(["--standalone", "--api-port", "0"], {}).api
-    assert wish is not None
-    assert settle_api(wish, host="localhost", port=9999).port == 0
-    bare = read_config(["--standalone"], {"METRICS_PORT": "9090", "ENABLE_METRICS": "false"}).api
-    assert bare is not None
-    settled = settle_api(bare, host="localhost", port=9999)
-    assert (settled.host, settled.port, settled.metrics_port, settled.has_metrics) == ("localhost", 9999, 9090, False)
-
-
-def test_an_address_that_others_can_reach_needs_a_key() -> None:
-    open_to_all = read_config(["--standalone", "--api-host", "0.0.0.0"], {}).api
-    assert open_to_all is not None
+    assert settle("--api-port", "0").port == 0
+    settled = settle(METRICS_PORT="9090", ENABLE_METRICS="false")
+    assert (settled.port, settled.metrics_port, settled.has_metrics) == (9999, 9090, False)
     with pytest.raises(ConfigError, match="--api-key-file"):
-        settle_api(open_to_all, host=None, port=None)
-    keyed = read_config(["--standalone", "--api-host", "0.0.0.0"], {"MUSTER_API_KEY": "k" * 16}).api
-    assert keyed is not None
-    assert settle_api(keyed, host=None, port=None).host == "0.0.0.0"
-    assert "kkkk" not in repr(keyed)
-    with pytest.raises(ConfigError, match="16 characters"):
-        read_config(["--standalone", "--api-key", "short"], {})
+        settle("--api-host", "0.0.0.0")
+    keyed = settle("--api-host", "0.0.0.0", MUSTER_API_KEY="k" * 16)
+    assert (keyed.host, "kkkk" in repr(keyed)) == ("0.0.0.0", False)
 
 
 def test_the_variables_of_the_model_runner_specification_are_read(tmp_path: Path) -> None:
@@ -164,25 +143,24 @@ def test_the_variables_of_the_model_runner_specification_are_read(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("env", "level", "is_taken"),
+    ("env", "level", "is_given", "takes_shared"),
     [
-        ({"OP_TOKEN_LEVEL": "0"}, 0, True),
-        ({}, 2, False),
-        ({"OP_TOKEN_LEVEL": "1"}, 1, False),
-        ({"OP_TOKEN_LEVEL": "2"}, 2, False),
+        ({}, 2, False, False), ({"OP_TOKEN_LEVEL": "0"}, 0, True, True), ({"OP_TOKEN_LEVEL": "1"}, 1, True, False),
+        ({"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key"}, 0, False, False),
+        ({"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key", "OP_TOKEN_LEVEL": "0"}, 0, True, False),
+        ({"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key", "OP_TOKEN_LEVEL": "2"}, 2, True, False),
     ],
-)
-def test_the_key_file_of_the_specification_is_taken_at_level_0_and_lowers_no_level(
-    tmp_path: Path, env: dict[str, str], level: int, *, is_taken: bool
+)  # fmt: skip
+def test_the_level_is_the_strongest_unless_its_owner_hands_out_a_key(
+    tmp_path: Path, env: dict[str, str], level: int, *, is_given: bool, takes_shared: bool
 ) -> None:
-    key = tmp_path / "model-api.key"
-    flags = ["--standalone", "--data", str(tmp_path / "data")]
-    assert read_config(flags, {"OP_TOKEN_LEVEL": "0"}, shared_key=key).operations.key_path is None, "it is not there"
-    key.touch()
-    wanted = read_config(flags, env, shared_key=key).operations
-    assert (wanted.level, wanted.key_path) == (level, key if is_taken else None)
-    named = {"OP_TOKEN_LEVEL": "0", "VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key"}
-    assert read_config(flags, named, shared_key=key).operations.key_path == Path("/etc/key")
+    shared, flags = tmp_path / "model-api.key", ["--standalone", "--data", str(tmp_path / "data")]
+    own = Path(env["VERIFIED_OP_TOKEN_KEY_PATH"]) if "VERIFIED_OP_TOKEN_KEY_PATH" in env else None
+    assert read_config(flags, env, shared_key=shared).operations.key_path == own, "the shared one is not there"
+    shared.touch()
+    wanted = read_config(flags, env, shared_key=shared).operations
+    assert (wanted.level, wanted.is_level_given, wanted.ops_per_hour) == (level, is_given, 60)
+    assert wanted.key_path == (shared if takes_shared else own)
 
 
 def test_the_names_of_signers_that_count_are_read(tmp_path: Path) -> None:
@@ -192,25 +170,6 @@ def test_the_names_of_signers_that_count_are_read(tmp_path: Path) -> None:
     assert read_config(flags, {}).operations.counted_signers is None
     with pytest.raises(ConfigError, match="has 1 names and OP_TOKEN_MIN_SIGNERS asks for 2"):
         read_config(flags, {**env, "OP_TOKEN_SIGNERS": "ann"})
-
-
-@pytest.mark.parametrize(
-    ("env", "words"),
-    [
-        ({"OP_TOKEN_SIGNERS": "ann,bob"}, "OP_TOKEN_SIGNERS counts below level 2 only"),
-        ({"MODEL_BASE_PATH": "/does/not/exist"}, "MODEL_BASE_PATH"), ({"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key"}, "--data"),
-        ({"OP_TOKEN_LEVEL": "3"}, "OP_TOKEN_LEVEL"), ({"MUSTER_RECONNECT_MAX_S": "soon"}, "must be a number of seconds"),
-        ({"MUSTER_OPS_PER_HOUR": "0"}, "MUSTER_OPS_PER_HOUR"),
-        ({"OP_TOKEN_MIN_SIGNERS": "0"}, "OP_TOKEN_MIN_SIGNERS"), ({"MAX_QUEUE_DEPTH": "many"}, "MAX_QUEUE_DEPTH"),
-        ({"QUEUE_TIMEOUT_MS": "0"}, "QUEUE_TIMEOUT_MS"), ({"METRICS_PORT": "70000"}, "METRICS_PORT"),
-        ({"ENABLE_METRICS": "perhaps"}, "ENABLE_METRICS"), ({"LOG_FORMAT": "xml"}, "LOG_FORMAT"),
-        ({"LLM_POOL_SETTINGS_PATH": "/does/not/exist.json"}, "LLM_POOL_SETTINGS_PATH"),
-        ({"MUSTER_MEMORY_BUDGET_MB": "-1"}, "--memory-budget-mb"),
-    ],
-)  # fmt: skip
-def test_a_variable_that_cannot_be_used_is_named(env: dict[str, str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        read_config(["--standalone"], env)
 
 
 def test_settings_in_the_data_folder_are_found_and_others_named_by_variable(tmp_path: Path) -> None:
@@ -228,30 +187,10 @@ def test_settings_in_the_data_folder_are_found_and_others_named_by_variable(tmp_
     assert files.find_settings()[1] == other, "a file that was named must be there: reading it says that it is not"
 
 
-@pytest.mark.parametrize(
-    ("env", "level", "is_given"),
-    [
-        ({}, 2, False),
-        ({"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key"}, 0, False),
-        ({"VERIFIED_OP_TOKEN_KEY_PATH": "/etc/key", "OP_TOKEN_LEVEL": "2"}, 2, True),
-        ({"OP_TOKEN_LEVEL": "1"}, 1, True),
-        ({"OP_TOKEN_LEVEL": "0"}, 0, True),
-    ],
-    ids=["unset", "own key", "own key at L2", "L1", "L0"],
-)
-def test_the_level_is_the_strongest_unless_its_owner_hands_out_a_key(
-    tmp_path: Path, env: dict[str, str], level: int, is_given: bool
-) -> None:
-    wanted = read_config(["--standalone", "--data", str(tmp_path)], env).operations
-    assert (wanted.level, wanted.is_level_given, wanted.ops_per_hour) == (level, is_given, 60)
-
-
 def test_a_log_level_has_the_words_that_the_server_knows() -> None:
     assert {word: level.upper() for word, level in LOG_LEVELS.items()} == server_env.LOG_LEVELS
     for word, level in LOG_LEVELS.items():
         assert read_config(["--standalone"], {"MUSTER_LOG_LEVEL": word.upper()}).log_level == level
-    with pytest.raises(ConfigError, match=r"MUSTER_LOG_LEVEL.* must be one of trace, debug, .*, not 'verbose'"):
-        read_config(["--standalone"], {"MUSTER_LOG_LEVEL": "verbose"})
 
 
 SETTINGS = [

@@ -127,31 +127,29 @@ def swap_token(model: DesiredModel, node: Node, token: Mapping[str, object], **c
     return resign(model, node, token=encode_token(token), **changes)
 
 
-async def test_what_was_approved_is_believed_long_after_its_token_and_its_policy_expired(tmp_path: Path) -> None:
-    async with node_in(tmp_path) as node:
-        model = await node.accept()
-        node.clock.now = LATER
-        assert node.state.verify(model).params == PARAMS
-        assert [each.document for each in await node.ledger.read_desired()] == [model.document]
-
-
-async def test_a_newer_policy_does_not_end_what_was_approved_under_the_one_before(tmp_path: Path) -> None:
+async def test_what_was_approved_is_believed_under_newer_policies_and_long_after_everything_expired(tmp_path: Path) -> None:
     async with node_in(tmp_path) as node:
         model = await node.accept()
         node.fleet.add_policy()
         await node.governance.take_policies(PolicyOffer(policies=node.fleet.links))
         assert node.governance.policy is not None
         assert node.governance.policy.ref.version == 2
-        assert node.state.verify(model).model_id == "a"
+        node.clock.now = LATER
+        assert node.state.verify(model).params == PARAMS
+        assert [each.document for each in await node.ledger.read_desired()] == [model.document]
 
 
-async def test_a_renewed_key_of_tokens_does_not_end_it(tmp_path: Path) -> None:
-    async with node_in(tmp_path, level=1) as node:
+async def test_a_renewed_key_does_not_end_it_and_a_node_that_asks_for_more_wants_it_approved_again(tmp_path: Path) -> None:
+    fleet = Fleet(T0)
+    async with node_in(tmp_path, level=1, fleet=fleet) as node:
         node.clock.now = time.time()
         model = await node.accept()
         for path in node.governance.key_path.iterdir():  # type: ignore[union-attr]  # a folder at level 1
             path.unlink()
         assert node.state.verify(model).model_id == "a"
+    async with node_in(tmp_path, level=2, fleet=fleet) as node:
+        with pytest.raises(NotDesired, match="level_too_low"):
+            node.state.verify(model)
 
 
 Forgery = Callable[[Node, DesiredModel], DesiredModel]
@@ -222,17 +220,6 @@ async def test_a_row_of_another_node_loads_nothing(tmp_path: Path) -> None:
             two.state.verify(model)
 
 
-async def test_a_node_that_asks_for_more_than_it_did_wants_it_approved_again(tmp_path: Path) -> None:
-    fleet = Fleet(T0)
-    async with node_in(tmp_path, level=1, fleet=fleet) as node:
-        node.clock.now = time.time()
-        model = await node.accept()
-        assert node.state.verify(model).model_id == "a"
-    async with node_in(tmp_path, level=2, fleet=fleet) as node:
-        with pytest.raises(NotDesired, match="level_too_low"):
-            node.state.verify(model)
-
-
 async def test_a_node_that_forgot_whom_it_trusts_keeps_nothing_loaded(tmp_path: Path) -> None:
     async with node_in(tmp_path) as node:
         model = await node.accept()
@@ -242,36 +229,30 @@ async def test_a_node_that_forgot_whom_it_trusts_keeps_nothing_loaded(tmp_path: 
             node.state.verify(model)
 
 
-@pytest.mark.parametrize(
-    "params", [{"modelId": "a"}, {"modelId": "a", "keepLoaded": False}], ids=["not said", "said that it is not kept"]
-)
-async def test_a_load_that_does_not_say_so_is_not_kept(tmp_path: Path, params: dict[str, object]) -> None:
+async def test_only_a_load_whose_statement_says_so_is_kept(tmp_path: Path) -> None:
     async with node_in(tmp_path) as node:
-        admitted = await node.gate.admit(
-            node.token(params), operation=Operation.MODEL_LOAD, model_id="a", params=params
-        )  # fmt: skip
-        assert admitted.keeps is None
-
-
-async def test_a_request_to_keep_that_the_statement_does_not_hold_is_refused(tmp_path: Path) -> None:
-    async with node_in(tmp_path) as node:
-        token = node.token({"modelId": "a"})
-        with pytest.raises(OpTokenRefused):
-            await node.gate.admit(
-                token, operation=Operation.MODEL_LOAD, model_id="a", params={"modelId": "a", "keepLoaded": True}
-            )
+        for params in ({"modelId": "a"}, {"modelId": "a", "keepLoaded": False}):
+            request: dict[str, Any] = {"operation": Operation.MODEL_LOAD, "model_id": "a"}
+            with pytest.raises(OpTokenRefused):
+                await node.gate.admit(node.token(params), **request, params={"modelId": "a", "keepLoaded": True})
+            assert (await node.gate.admit(node.token(params), **request, params=params)).keeps is None
         assert await node.ledger.read_desired() == []
 
 
-async def test_a_model_is_loaded_again_with_its_parameters_and_evicts_nothing(tmp_path: Path) -> None:
+async def test_a_model_is_loaded_again_with_its_parameters_and_evicts_nothing_also_after_a_failed_attempt(
+    tmp_path: Path,
+) -> None:
     async with node_in(tmp_path) as node:
         await node.accept({**PARAMS, "evictModel": "b"})
+        node.answers = [WrongState("no room")]
         await node.state.restore()
-        assert [(body.modelId, body.maxContextLength, body.evictModel) for body in node.bodies] == [("a", 512, None)]
-        assert node.state.models == {"a": ""}
+        assert [(body.modelId, body.maxContextLength, body.evictModel) for body in node.bodies] == [("a", 512, None)] * 2
+        assert (node.state.models, node.state.gave_up_ms) == ({"a": ""}, {})
 
 
-async def test_a_load_that_fails_is_tried_a_few_times_and_then_said_to_have_failed(tmp_path: Path) -> None:
+async def test_a_load_that_fails_is_tried_a_few_times_then_said_to_have_failed_and_keeps_no_other_from_loading(
+    tmp_path: Path,
+) -> None:
     async with node_in(tmp_path) as node:
         await node.accept()
         node.answers = [WrongState("no room"), {"status": "failed", "error": "no file"}, WrongState("no room at all")]
@@ -281,38 +262,12 @@ async def test_a_load_that_fails_is_tried_a_few_times_and_then_said_to_have_fail
         assert {"a": "attempt 1 of 3 failed: no room; the next follows after 0 s"} in node.changes
         assert node.state.gave_up_ms == {"a": NOW * 1000}
         assert [model.unfinished for model in await node.ledger.read_desired()] == [0]
-
-
-async def test_a_load_that_comes_right_in_the_end_leaves_no_problem(tmp_path: Path) -> None:
-    async with node_in(tmp_path) as node:
-        await node.accept()
-        node.answers = [WrongState("no room")]
-        await node.state.restore()
-        assert (len(node.bodies), node.state.models) == (2, {"a": ""})
-        assert node.state.gave_up_ms == {}
-
-
-async def test_while_attempts_follow_the_runner_has_not_given_up(tmp_path: Path) -> None:
-    async with node_in(tmp_path) as node:
-        await node.accept()
-        node.answers = [WrongState("no room")]
-        node.state = node.make_state(pauses_s=(3600.0,))
-        restoring = asyncio.create_task(node.state.restore())
-        await eventually(lambda: node.state.models["a"])
-        assert node.state.models["a"].startswith("attempt 1 of 2 failed")
-        assert node.state.gave_up_ms == {}
-        restoring.cancel()
-
-
-async def test_one_model_that_fails_does_not_keep_another_from_loading(tmp_path: Path) -> None:
-    async with node_in(tmp_path) as node:
-        await node.accept()
         await node.accept({"modelId": "b", "keepLoaded": True})
-        node.answers = [WrongState("no room")]
-        node.state = node.make_state(pauses_s=())
-        await node.state.restore()
-        assert [body.modelId for body in node.bodies] == ["a", "b"]
-        assert node.state.models == {"a": "1 attempts failed, the last with: no room", "b": ""}
+        node.answers, node.state = [WrongState("no room")], node.make_state(pauses_s=(3600.0,))
+        restoring = asyncio.create_task(node.state.restore())
+        await eventually(lambda: node.state.models["a"].startswith("attempt 1 of 2 failed") and node.state.models["b"] == "")
+        assert ([body.modelId for body in node.bodies[3:]], node.state.gave_up_ms) == (["a", "b"], {}), "attempts follow"
+        restoring.cancel()
 
 
 async def test_a_model_that_takes_the_runner_down_with_it_is_not_tried_for_ever(tmp_path: Path) -> None:
@@ -323,19 +278,14 @@ async def test_a_model_that_takes_the_runner_down_with_it_is_not_tried_for_ever(
         await node.state.restore()
         assert node.bodies == []
         assert "the runner ended 3 times in a row" in node.state.models["a"]
-        # An approval is the way out.
-        await node.accept()
+        await node.accept()  # an approval is the way out
         await node.state.restore()
         assert len(node.bodies) == 1
-
-
-async def test_a_row_that_does_not_hold_is_a_problem_that_is_told(tmp_path: Path) -> None:
-    async with node_in(tmp_path) as node:
-        model = await node.accept()
         await node.ledger._run(lambda db: db.execute("UPDATE desired_models SET seal = x'00'").rowcount)
         await node.state.restore()
-        assert node.bodies == []
-        assert "did not sign" in node.state.models[model.model_id]
+        assert ("did not sign" in node.state.models["a"], len(node.bodies)) == (True, 1)
+        with pytest.raises(msgspec.ValidationError):  # the document holds no more than what is verified
+            msgspec.convert({"v": 1, "surprise": True}, Accepted)
 
 
 @pytest.mark.parametrize("said_by", ["owner", "control"])
@@ -354,11 +304,6 @@ async def test_a_node_that_its_owner_took_back_loads_nothing_until_it_is_lent(tm
         await again.state.hear_mode(said_by=said_by, is_reclaimed=False)
         await work
         assert len(again.bodies) == 1
-
-
-async def test_the_document_holds_no_more_than_what_is_verified() -> None:
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"v": 1, "surprise": True}, Accepted)
 
 
 async def test_a_token_of_level_0_cannot_keep_a_model_loaded(tmp_path: Path) -> None:

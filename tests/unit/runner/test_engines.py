@@ -40,104 +40,37 @@ def run_call(book: SlotBook, owner: Owner, mode: CacheMode = "auto", *, was_answ
     return lease
 
 
-def test_the_first_call_of_a_tenant_reuses_nothing_and_the_second_its_own_slot() -> None:
+def test_an_owner_gets_its_own_slot_or_an_empty_one_or_that_unused_for_longest() -> None:
     book = SlotBook(2)
-    first, second = run_call(book, ALPHA), run_call(book, ALPHA)
-    assert (first.reuses, second.reuses) == (False, True)
-    assert first.slot == second.slot
-
-
-def test_another_tenant_gets_an_empty_slot_before_anybodys() -> None:
-    book = SlotBook(2)
-    first, second = run_call(book, ALPHA), run_call(book, BETA)
-    assert first.slot != second.slot
-    assert run_call(book, ALPHA).reuses
-    assert run_call(book, BETA).reuses
-
-
-def test_where_no_slot_is_free_of_others_the_one_unused_for_longest_is_taken_without_reuse() -> None:
-    book = SlotBook(2)
-    old, recent = run_call(book, ALPHA), run_call(book, BETA)
+    old, again = run_call(book, ALPHA), run_call(book, ALPHA)
+    assert (old.reuses, again.reuses, again.slot) == (False, True, old.slot)
+    recent = run_call(book, BETA)
+    assert recent.slot != old.slot
     taken = run_call(book, Owner("gamma", ""))
     assert (taken.slot, taken.reuses) == (old.slot, False)
     assert run_call(book, BETA) == Lease(recent.slot, BETA, reuses=True)
     assert not run_call(book, ALPHA).reuses
+    both = [book.take(ALPHA, "auto"), book.take(BETA, "auto")]
+    assert (book.take(BETA, "auto"), book.take_unpinned()) == (None, None), "all slots are in use"
+    for lease in both:
+        assert lease is not None
+        book.release(lease, was_answered=True)
+    assert [run_call(book, ALPHA).reuses, run_call(book, BETA).reuses] == [True, True]
 
 
-def test_of_several_own_slots_the_most_recent_is_preferred() -> None:
+def test_a_tag_is_an_owner_of_its_own_and_a_private_or_lost_call_leaves_nothing() -> None:
     book = SlotBook(3)
-    leases = [book.take(ALPHA, "auto"), book.take(ALPHA, "auto")]
-    first, second = [lease for lease in leases if lease is not None]
-    book.release(second, was_answered=True)
-    book.release(first, was_answered=True)
-    assert run_call(book, ALPHA).slot == first.slot
-
-
-def test_a_tag_is_an_owner_of_its_own_within_the_tenant() -> None:
-    book = SlotBook(2)
-    run_call(book, ALPHA)
-    assert not run_call(book, ALPHA_TAGGED).reuses
-    assert run_call(book, ALPHA_TAGGED).reuses
-
-
-def test_a_call_that_leaves_nothing_reuses_nothing_and_its_slot_is_nobodys_afterwards() -> None:
-    book = SlotBook(2)
     kept = run_call(book, ALPHA)
+    assert [run_call(book, ALPHA_TAGGED).reuses for _ in range(2)] == [False, True]
     private = run_call(book, ALPHA, "none")
-    assert private.slot != kept.slot
-    assert not private.reuses
+    assert (private.slot != kept.slot, private.reuses) == (True, False)
     assert run_call(book, BETA) == Lease(private.slot, BETA, reuses=False)
     assert run_call(book, ALPHA).reuses
-
-
-def test_a_call_without_an_answer_does_not_make_the_former_owners_prompt_its_own() -> None:
-    book = SlotBook(1)
-    run_call(book, ALPHA)
-    run_call(book, BETA, was_answered=False)
-    assert not run_call(book, BETA).reuses
-
-
-def test_a_call_without_an_answer_in_its_own_slot_keeps_it() -> None:
-    book = SlotBook(1)
-    run_call(book, ALPHA)
-    run_call(book, ALPHA, was_answered=False)
-    assert run_call(book, ALPHA).reuses
-
-
-def test_all_slots_in_use_is_an_outcome() -> None:
-    book = SlotBook(1)
-    lease = book.take(ALPHA, "auto")
-    assert lease is not None
-    assert book.take(BETA, "auto") is None
-    assert book.take_unpinned() is None
-    book.release(lease, was_answered=True)
-    assert book.take(BETA, "auto") is not None
-
-
-def test_after_a_call_of_unknown_place_no_slot_that_was_free_is_reused() -> None:
-    book = SlotBook(3)
-    run_call(book, ALPHA)
-    busy = book.take(BETA, "auto")
-    unpinned = book.take_unpinned()
-    assert busy is not None
-    assert unpinned is not None
-    assert not unpinned.is_pinned
-    assert not run_call(book, ALPHA).reuses  # it may be there at this moment
-    book.release(unpinned, was_answered=True)
-    book.release(busy, was_answered=True)  # never free meanwhile
-    assert not run_call(book, ALPHA).reuses
-    assert run_call(book, BETA).reuses
-
-
-def test_a_slot_freed_while_a_call_of_unknown_place_runs_is_nobodys() -> None:
-    book = SlotBook(2)
-    busy = book.take(BETA, "auto")
-    unpinned = book.take_unpinned()
-    assert busy is not None
-    assert unpinned is not None
-    book.release(busy, was_answered=True)
-    book.release(unpinned, was_answered=True)
-    assert not run_call(book, BETA).reuses
+    for owner in (ALPHA, BETA):
+        single = SlotBook(1)
+        run_call(single, ALPHA)
+        run_call(single, owner, was_answered=False)
+        assert run_call(single, owner).reuses is (owner is ALPHA)
 
 
 @pytest.mark.parametrize(
@@ -160,32 +93,21 @@ def test_a_flush_takes_the_slots_of_its_scope(request_: FlushRequest, wanted: se
     assert {lease.slot for lease in seized} == wanted
 
 
-def test_a_flush_takes_slots_that_are_nobodys_since_nobody_knows_what_they_hold() -> None:
+def test_a_flush_takes_what_is_nobodys_too_and_is_refused_by_a_busy_slot_of_its_scope() -> None:
     book = SlotBook(2)
     private = run_call(book, ALPHA, "none")
     seized = book.seize(FlushRequest(FlushScope.TENANT, tenant="alpha"))
-    assert seized is not None
-    assert [lease.slot for lease in seized] == [private.slot]
-
-
-def test_a_busy_slot_refuses_the_flush_of_its_owner_only_and_nothing_is_taken() -> None:
+    assert [lease.slot for lease in seized or ()] == [private.slot], "nobody knows what it holds"
     book = SlotBook(2)
-    lease = book.take(ALPHA, "auto")
-    assert lease is not None
+    assert book.take(ALPHA, "auto") is not None
     run_call(book, BETA)
     assert book.seize(ALL) is None
     assert book.seize(FlushRequest(FlushScope.TENANT, tenant="alpha")) is None
     assert book.seize(FlushRequest(FlushScope.TENANT, tenant="beta")) is not None
     assert book.take(BETA, "auto") is None  # it is being erased
-
-
-def test_a_call_of_unknown_place_refuses_every_flush() -> None:
     book = SlotBook(2)
     assert book.take_unpinned() is not None
     assert book.seize(FlushRequest(FlushScope.TENANT, tenant="beta")) is None
-
-
-def test_erased_slots_are_empty_and_the_others_keep_their_owner() -> None:
     book = SlotBook(2)
     first, second = run_call(book, ALPHA), run_call(book, BETA)
     seized = book.seize(ALL)
@@ -220,21 +142,15 @@ def test_whatever_happens_a_call_reuses_only_what_its_owner_left(steps: list[tup
             running.append((taken, Owner("private", "") if step == "private" else owner, step == "lost"))
 
 
-@pytest.mark.parametrize(
-    ("body", "sent"),
-    [
+def test_the_slot_comes_last_in_the_body_of_an_object_and_the_rest_stays_as_it_is() -> None:
+    for body, sent in (
         (b"{}", b'{"id_slot":1,"cache_prompt":false}'),
         (b' { "a" : "}" } \n', b' { "a" : "}" ,"id_slot":1,"cache_prompt":false}'),
         (b'{"id_slot":7,"cache_prompt":true}', b'{"id_slot":7,"cache_prompt":true,"id_slot":1,"cache_prompt":false}'),
-    ],
-)
-def test_the_slot_comes_last_in_the_body_and_the_rest_stays_as_it_is(body: bytes, sent: bytes) -> None:
-    assert pin_body(body, Lease(1, ALPHA)) == sent
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b'"}"', b'{"a":1}}', b'{"a":"b}', b"\xef\xbb\xbf{}", b"null", b"{" * 5000])
-def test_what_is_no_json_object_is_not_pinned(body: bytes) -> None:
-    assert not is_object(body)
+    ):
+        assert pin_body(body, Lease(1, ALPHA)) == sent
+    for body in (b"", b"[]", b'"}"', b'{"a":1}}', b'{"a":"b}', b"\xef\xbb\xbf{}", b"null", b"{" * 5000):
+        assert not is_object(body)
 
 
 VALUES: dict[str, str | int | float] = {
@@ -247,49 +163,21 @@ def template(**inputs: object) -> bytes:
     return json.dumps({"1": {"class_type": "Node", "inputs": inputs, "_meta": {"title": "kept"}}}).encode()
 
 
-# ---- templates ----
-
-
-def test_a_value_that_is_a_placeholder_keeps_its_type_and_one_within_a_text_is_text() -> None:
-    workflow = read_workflow(
-        template(a="{{prompt}}", b="{{ seed }}", c="{{cfg}}", d="style of {{prompt}}, {{seed}}", e=[["x", 0]])
-    )
-    assert workflow.fill(VALUES) == {
-        "1": {
-            "class_type": "Node",
-            "inputs": {"a": "a cat", "b": 7, "c": 6.5, "d": "style of a cat, 7", "e": [["x", 0]]},
-            "_meta": {"title": "kept"},
-        }
-    }
+def test_a_template_is_filled_with_values_and_a_prompt_is_never_read_as_one() -> None:
+    workflow = read_workflow(template(a="{{prompt}}", b="{{ seed }}", c="{{cfg}}", d="of {{prompt}}, {{seed}}", e=[["x", 0]]))
     assert workflow.placeholders == {"prompt", "seed", "cfg"}
-
-
-@pytest.mark.parametrize("prompt", ["{{seed}}", 'say "{{checkpoint}}"', "\\", '"}, "x": {"', "\\g<0>"])
-def test_a_prompt_is_never_read_as_a_template(prompt: str) -> None:
-    workflow = read_workflow(template(a="{{prompt}}", b="({{prompt}})"))
-    filled = workflow.fill({**VALUES, "prompt": prompt})
-    assert filled["1"] == {"class_type": "Node", "inputs": {"a": prompt, "b": f"({prompt})"}, "_meta": {"title": "kept"}}
-
-
-def test_a_template_is_not_changed_by_being_filled() -> None:
-    workflow = read_workflow(template(a="{{prompt}}"))
-    assert workflow.fill(VALUES) != workflow.fill({**VALUES, "prompt": "a dog"})
-
-
-def test_which_inputs_get_the_checkpoint_is_known() -> None:
-    data = json.dumps(
-        {"1": {"class_type": "UNETLoader", "inputs": {"unet_name": "{{checkpoint}}", "text": "{{prompt}}"}}}
-    ).encode()
-    assert read_workflow(data).checkpoint_inputs == (("UNETLoader", "unet_name"),)
-    assert make_text_to_image().checkpoint_inputs == (("CheckpointLoaderSimple", "ckpt_name"),)
+    for prompt in ("a cat", "{{seed}}", 'say "{{checkpoint}}"', "\\", '"}, "x": {"', "\\g<0>"):
+        inputs = {"a": prompt, "b": 7, "c": 6.5, "d": f"of {prompt}, 7", "e": [["x", 0]]}
+        filled = workflow.fill({**VALUES, "prompt": prompt})
+        assert filled == {"1": {"class_type": "Node", "inputs": inputs, "_meta": {"title": "kept"}}}
 
 
 def test_our_own_template_uses_every_placeholder_and_links_only_nodes_it_has() -> None:
     workflow = make_text_to_image()
     assert workflow.placeholders == VALUES.keys()
-    text = json.dumps(workflow.fill(VALUES))
-    assert "{{" not in text
-    graph = json.loads(text)
+    assert workflow.checkpoint_inputs == (("CheckpointLoaderSimple", "ckpt_name"),)
+    graph = workflow.fill(VALUES)
+    assert "{{" not in json.dumps(graph)
     links = [value for node in graph.values() for value in node["inputs"].values() if isinstance(value, list)]
     assert links
     assert all(link[0] in graph for link in links)
@@ -311,29 +199,21 @@ def test_a_template_that_cannot_be_used_says_why(data: bytes, words: str) -> Non
         read_workflow(data)
 
 
-# ---- requests ----
-
-
 def asked(**fields: object) -> bytes:
     return json.dumps({"model": "m", "prompt": "a cat", **fields}).encode()
 
 
-def test_what_a_request_leaves_open_has_a_default_and_a_seed_of_its_own() -> None:
+def test_what_a_request_names_is_taken_and_the_rest_has_a_default_and_a_seed_of_its_own() -> None:
     requests = [read_image_request(asked(quality="high", user="u", style=None), "application/json") for _ in range(8)]
     first = requests[0]
     assert (first.count, first.width, first.height, first.steps, first.cfg) == (1, 1024, 1024, 20, 7.0)
     assert (first.negative_prompt, first.is_streaming, first.given) == ("", False, frozenset())
     assert len({request.seed for request in requests}) == 8
-
-
-def test_what_a_request_names_is_taken() -> None:
-    request = read_image_request(
-        asked(n=3, size="512x768", seed=9, steps=5, cfg=1, negative_prompt="rain", stream=True, response_format="b64_json"),
-        "application/json",
-    )
+    named: dict[str, object] = {"size": "512x768", "seed": 9, "steps": 5, "cfg": 1, "negative_prompt": "rain"}
+    request = read_image_request(asked(n=3, stream=True, response_format="b64_json", **named), "application/json")
     assert (request.count, request.width, request.height, request.seed, request.steps) == (3, 512, 768, 9, 5)
     assert (request.cfg, request.negative_prompt, request.is_streaming) == (1.0, "rain", True)
-    assert request.given == {"size", "seed", "steps", "cfg", "negative_prompt"}
+    assert request.given == named.keys()
 
 
 @pytest.mark.parametrize(
@@ -342,28 +222,24 @@ def test_what_a_request_names_is_taken() -> None:
         ({"prompt": ""}, "prompt"), ({"prompt": 5}, "prompt"), ({"prompt": "x" * 32_001}, "prompt"),
         ({"negative_prompt": "x" * 32_001}, "negative_prompt"), ({"n": 0}, "n"), ({"n": 11}, "n"), ({"n": "2"}, "n"),
         ({"size": "big"}, "size"), ({"size": "500x500"}, "size"), ({"size": "56x512"}, "size"), ({"size": "4096x4096"}, "size"),
-        ({"size": "99999x8"}, "size"), ({"size": ""}, "size"), ({"steps": 0}, "steps"), ({"steps": 151}, "steps"),
-        ({"cfg": -0.1}, "cfg"), ({"cfg": 101}, "cfg"), ({"seed": -1}, "seed"), ({"seed": 2**63}, "seed"),
+        ({"size": "99999x8"}, "size"), ({"steps": 0}, "steps"), ({"steps": 151}, "steps"), ({"cfg": -0.1}, "cfg"),
+        ({"cfg": 101}, "cfg"), ({"seed": -1}, "seed"), ({"seed": 2**63}, "seed"),
         ({"response_format": "url"}, "response_format"), ({"output_format": "webp"}, "output_format"),
     ],
 )  # fmt: skip
-def test_a_field_out_of_its_limits_is_named(fields: dict[str, object], param: str) -> None:
+def test_a_field_out_of_its_limits_is_named_and_what_is_no_request_refused(fields: dict[str, object], param: str) -> None:
     with pytest.raises(Refusal) as caught:
         read_image_request(asked(**fields), "application/json")
     assert (caught.value.status, caught.value.param) == (400, param)
     assert "xxxx" not in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("body", "content_type"),
-    [(b"{}", "application/json"), (b"[", "application/json"), (b"\xff", "application/json"), (asked(), "multipart/form-data")],
-)
-def test_a_body_that_is_no_request_is_refused(body: bytes, content_type: str) -> None:
-    with pytest.raises(Refusal):
-        read_image_request(body, content_type)
-
-
-# ---- image files ----
+    for body, kind in (
+        (b"{}", "application/json"),
+        (b"[", "application/json"),
+        (b"\xff", "application/json"),
+        (asked(), "text/x"),
+    ):
+        with pytest.raises(Refusal):
+            read_image_request(body, kind)
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -374,20 +250,12 @@ START = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", b"h" * 13)
 END = chunk(b"IDAT", b"tEXt inside the data") + chunk(b"IEND", b"")
 
 
-def test_a_png_loses_its_texts_and_nothing_else() -> None:
-    texts = chunk(b"tEXt", b"prompt\0{}") + chunk(b"zTXt", b"a") + chunk(b"iTXt", b"b")
-    assert strip_texts(START + texts + END) == START + END
-    assert strip_texts(START + END) == START + END
+def test_a_png_loses_its_texts_and_nothing_else_also_when_it_is_cut_short() -> None:
+    texts = chunk(b"tEXt", b"prompt\0secret") + chunk(b"zTXt", b"a") + chunk(b"iTXt", b"b")
+    assert strip_texts(START + texts + END) == strip_texts(START + END) == START + END
     assert strip_texts(b"\xff\xd8\xff other") == b"\xff\xd8\xff other"
-
-
-def test_a_png_that_is_cut_short_keeps_no_half_text() -> None:
-    whole = START + chunk(b"tEXt", b"workflow\0secret") + END
-    for length in range(len(whole)):
-        assert b"secret" not in strip_texts(whole[:length])
-
-
-def test_formats_are_told_by_their_first_bytes() -> None:
+    whole = START + texts + END
+    assert not any(b"secret" in strip_texts(whole[:length]) for length in range(len(whole)))
     given = (START, b"\xff\xd8\xff\xe0", b"RIFF\0\0\0\0WEBP", b"GIF89a", b"")
     assert [image_format(image) for image in given] == ["png", "jpeg", "webp", "unknown", "unknown"]
 
@@ -403,30 +271,21 @@ DEAD_PID = 2**22 + 1
 """More than Linux ever gives to a process."""
 
 
-def test_it_is_for_us_alone() -> None:
-    assert stat.S_IMODE(make_private_folder("x").stat().st_mode) == 0o700
-
-
-def test_what_a_killed_runner_left_is_removed_and_nothing_else(base: Path) -> None:
-    gone = DEAD_PID
-    left, other = base / f"muster-x-{gone}-abc", base / f"muster-y-{gone}-abc"
+def test_a_private_folder_is_ours_alone_and_replaces_what_a_killed_runner_left_and_nothing_else(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, other = base / f"muster-x-{DEAD_PID}-abc", base / f"muster-y-{DEAD_PID}-abc"
     kept = [other, base / "muster-x-abc", base / f"muster-x-{os.getppid()}-abc", base / "elsewhere"]
     for folder in (left, *kept):
         folder.mkdir()
-    link = base / f"muster-x-{gone}-link"
+    link = base / f"muster-x-{DEAD_PID}-link"
     link.symlink_to(base / "elsewhere")
     mine = make_private_folder("x")
-    assert not left.exists()
+    assert (stat.S_IMODE(mine.stat().st_mode), left.exists(), link.is_symlink()) == (0o700, False, True)
     assert all(folder.is_dir() for folder in (*kept, mine))
-    assert link.is_symlink()
-
-
-def test_a_long_temporary_folder_is_not_used(monkeypatch: pytest.MonkeyPatch, base: Path) -> None:
     long = base / ("x" * 80)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    made = make_private_folder("x")
-    try:
-        assert len(str(made / "socket")) < 100
-    finally:
-        made.rmdir()
+    made = make_private_folder("x")  # a socket's path has less than 108 bytes
+    made.rmdir()
+    assert len(str(made / "socket")) < 100

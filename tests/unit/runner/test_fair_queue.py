@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine
 from dataclasses import dataclass
 
 import pytest
@@ -16,21 +15,6 @@ from runner.errors import ModelQueueFull, ModelUnloading, QueueFull, QueueTimeou
 from tests.fakes.clock import install_virtual_clock
 from tests.fakes.examples import examples
 from tests.fakes.queue_visitors import LONG_S, Visitors, settle
-
-
-def finish_at_once(entering: Coroutine[object, object, Turn]) -> Turn:
-    """Return what a coroutine returns that must not suspend."""
-    with pytest.raises(StopIteration) as stopped:
-        entering.send(None)
-    turn = stopped.value.value
-    assert isinstance(turn, Turn)
-    return turn
-
-
-def test_a_free_slot_is_taken_without_suspending() -> None:
-    queue = FairQueue(slots=1, limits=QueueLimits(), budget=WaitBudget(1), weight_of=lambda _: 1.0)
-    turn = finish_at_once(queue.enter(tenant="a", priority="normal", timeout_s=1.0))
-    assert (turn.tenant, turn.waited_ms, queue.active, queue.depth) == ("a", 0.0, 1, 0)
 
 
 async def test_tenants_of_equal_score_take_turns() -> None:
@@ -85,44 +69,31 @@ async def test_time_that_still_runs_counts() -> None:
     assert visitors.served == ["a1", "b1", "c1", "b2"]
 
 
-async def test_a_tenant_at_its_soft_cap_stands_behind_one_below_it_at_equal_score() -> None:
-    visitors = Visitors(slots=2)
-    await visitors.come("a1", "b1", "a2", "b2")
-    await visitors.go("b1")
-    assert visitors.served[-1] == "b2"  # although a was served longer ago
-
-
-async def test_the_soft_cap_can_be_borrowed_while_nobody_else_waits() -> None:
-    visitors = Visitors(slots=3)
-    await visitors.come("a1", "a2", "a3", "a4")
-    assert visitors.served == ["a1", "a2", "a3"]
-    await visitors.go("a1", after_s=1.0)
-    assert visitors.served[-1] == "a4"
-
-
-async def test_a_tenant_that_comes_gets_the_next_slot_of_one_who_borrowed_them_all() -> None:
+async def test_the_soft_cap_is_borrowed_while_nobody_else_waits_and_then_stands_behind() -> None:
     visitors = Visitors(slots=2)
     await visitors.come("a1", "a2", "a3", "a4")
+    assert visitors.served == ["a1", "a2"]
     visitors.clock.advance(0.5)
     await visitors.come("b1")
     await visitors.go("a1", after_s=0.1)
     assert visitors.served[-1] == "b1"
+    equal = Visitors(slots=2)
+    await equal.come("a1", "b1", "a2", "b2")
+    await equal.go("b1")
+    assert equal.served[-1] == "b2"  # although a was served longer ago
 
 
-async def test_a_new_tenant_starts_at_the_lowest_score_of_those_that_compete() -> None:
+async def test_a_new_tenant_starts_at_the_lowest_score_of_those_that_compete_or_where_the_last_one_ended() -> None:
     visitors = Visitors(slots=2, weight_of=lambda tenant: 2.0 if tenant == "b" else 1.0)
     await visitors.come("a1", "b1")
     visitors.clock.advance(5.0)
     await visitors.come("c1")
     assert [visitors.score_of(tenant) for tenant in "abc"] == [5000.0, 2500.0, 2500.0]
-
-
-async def test_a_new_tenant_starts_where_the_last_one_ended_when_nobody_competes() -> None:
-    visitors = Visitors()
-    await visitors.come("a1")
-    await visitors.go("a1", after_s=7.0)
-    await visitors.come("b1")
-    assert visitors.score_of("b") == 7000.0
+    alone = Visitors()
+    await alone.come("a1")
+    await alone.go("a1", after_s=7.0)
+    await alone.come("b1")
+    assert alone.score_of("b") == 7000.0
 
 
 async def test_a_tenant_that_was_away_has_saved_up_nothing_but_still_owes() -> None:
@@ -142,24 +113,16 @@ async def test_a_tenant_that_was_away_has_saved_up_nothing_but_still_owes() -> N
     assert visitors.score_of("a") == 160_000.0
 
 
-async def test_a_tenant_is_forgotten_after_the_idle_time_and_not_before() -> None:
-    visitors = Visitors(limits=QueueLimits())
-    await visitors.come("a1")
-    await visitors.go("a1")
-    visitors.clock.advance(299.0)
-    assert visitors.known() == {"a"}
-    visitors.clock.advance(1.0)
-    assert visitors.known() == set()
-
-
-async def test_accounts_of_tenants_that_never_come_back_are_bounded() -> None:
+async def test_a_tenant_is_forgotten_after_the_idle_time_and_accounts_are_bounded() -> None:
     visitors = Visitors()
     for number in range(1500):
         turn = await visitors.queue.enter(tenant=f"tenant-{number}", priority="normal", timeout_s=1.0)
         visitors.queue.leave(turn)
-    known = visitors.known()
-    assert len(known) == 1000
-    assert "tenant-1499" in known
+    assert (len(visitors.known()), "tenant-1499" in visitors.known()) == (1000, True)
+    visitors.clock.advance(299.0)
+    assert visitors.known()
+    visitors.clock.advance(1.0)
+    assert visitors.known() == set()
 
 
 async def test_leaving_twice_is_leaving_once() -> None:
@@ -175,7 +138,7 @@ async def test_leaving_twice_is_leaving_once() -> None:
     assert other.queue.active == 0
 
 
-async def test_the_snapshot_tells_what_each_tenant_has() -> None:
+async def test_the_snapshot_tells_what_each_tenant_has_and_a_turn_how_long_it_waited() -> None:
     visitors = Visitors(weight_of=lambda tenant: 2.0 if tenant == "b" else 1.0)
     await visitors.come("a1", "b1", "b2")
     visitors.clock.advance(4.0)
@@ -183,14 +146,8 @@ async def test_the_snapshot_tells_what_each_tenant_has() -> None:
         KeyShare(fairness_key="a", pending=0, active=1, weight=1.0, score=4000.0, rejected=0),
         KeyShare(fairness_key="b", pending=2, active=0, weight=2.0, score=0.0, rejected=0),
     ]
-
-
-async def test_a_turn_tells_how_long_it_waited() -> None:
-    visitors = Visitors()
-    await visitors.come("a1", "a2")
-    await visitors.go("a1", after_s=1.25)
-    assert visitors.turns["a2"].waited_ms == 1250.0
-    assert visitors.turns["a2"].started_at == visitors.clock.monotonic_s
+    await visitors.go("a1")
+    assert (visitors.turns["b1"].waited_ms, visitors.turns["b1"].started_at) == (4000.0, visitors.clock.monotonic_s)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
@@ -209,7 +166,7 @@ async def refused(visitors: Visitors, name: str) -> BaseException:
     return error
 
 
-async def test_a_tenant_may_have_only_so_many_requests_waiting() -> None:
+async def test_a_tenant_and_a_model_have_only_so_many_requests_waiting() -> None:
     visitors = Visitors(limits=QueueLimits(pending_per_key=2))
     await visitors.come("a1", "a2", "a3")
     error = await refused(visitors, "a4")
@@ -219,9 +176,6 @@ async def test_a_tenant_may_have_only_so_many_requests_waiting() -> None:
     assert not visitors.tasks["b1"].done()
     assert (visitors.queue.rejected_per_key_limit, visitors.queue.rejected_executor_limit) == (1, 0)
     assert {share.fairness_key: share.rejected for share in visitors.queue.snapshot()} == {"a": 1, "b": 0}
-
-
-async def test_a_model_has_only_so_many_requests_waiting() -> None:
     visitors = Visitors(limits=QueueLimits(pending_per_executor=2))
     await visitors.come("a1", "a2", "b1")
     error = await refused(visitors, "c1")
@@ -232,23 +186,19 @@ async def test_a_model_has_only_so_many_requests_waiting() -> None:
 
 
 async def test_the_box_has_only_so_many_requests_waiting_over_all_models() -> None:
-    budget = WaitBudget(2)
-    queues = [FairQueue(slots=1, limits=QueueLimits(), budget=budget, weight_of=lambda _: 1.0) for _ in range(2)]
-    tasks = [
-        asyncio.create_task(queue.enter(tenant="a", priority="normal", timeout_s=LONG_S)) for queue in queues for _ in range(2)
-    ]
+    first, second = Visitors(max_depth=2), Visitors()
+    second.queue = FairQueue(slots=1, limits=QueueLimits(), budget=first.budget, weight_of=lambda _: 1.0)
+    await first.come("a1", "a2")
+    await second.come("a1", "a2")
+    assert (first.budget.depth, first.queue.depth, second.queue.depth) == (2, 1, 1)
+    assert isinstance(await refused(first, "b1"), QueueFull)
+    assert first.queue.cancel_waiting(ModelUnloading("gone")) == 1
+    assert first.budget.depth == 1
     await settle()
-    assert (budget.depth, [queue.depth for queue in queues]) == (2, [1, 1])
-    with pytest.raises(QueueFull, match="Queue depth 2/2") as caught:
-        await queues[0].enter(tenant="b", priority="high", timeout_s=LONG_S)
-    assert caught.value.status == 503
-    assert queues[0].cancel_waiting(ModelUnloading("gone")) == 1
-    assert budget.depth == 1
-    assert isinstance((await asyncio.gather(*tasks[:2], return_exceptions=True))[1], ModelUnloading)
-    for task in tasks:
-        task.cancel()
+    assert isinstance(first.tasks["a2"].exception(), ModelUnloading)
+    second.tasks["a2"].cancel()
     await settle()
-    assert budget.depth == 0
+    assert first.budget.depth == 0
 
 
 async def test_a_full_box_tells_its_depth_its_average_wait_and_when_to_come_again() -> None:
@@ -261,21 +211,14 @@ async def test_a_full_box_tells_its_depth_its_average_wait_and_when_to_come_agai
     assert (error.code, error.status, error.retry_after_s) == ("queue_full", 503, 5)
     assert error.message == "Queue depth 2/2, retry in 5 seconds"
     assert error.details == {"queueDepth": 2, "avgWaitMs": 1250}
-
-
-async def test_the_advice_when_to_come_again_stays_between_one_second_and_sixty() -> None:
-    visitors = Visitors(max_depth=1)
-    await visitors.come("a1")
-    await visitors.go("a1", after_s=0.001)
-    await visitors.come("a2", "a3")
-    error = await refused(visitors, "a4")
-    assert isinstance(error, QueueFull)
-    assert (error.retry_after_s, error.message) == (1, "Queue depth 1/1, retry in 1 second")
-    await visitors.go("a2", after_s=10_000.0)
-    await visitors.come("a5")
-    error = await refused(visitors, "a6")
-    assert isinstance(error, QueueFull)
-    assert error.retry_after_s == 60
+    for wait_s, advice_s in ((0.001, 1), (10_000.0, 60)):
+        visitors = Visitors(max_depth=1)
+        await visitors.come("a1", "a2")
+        await visitors.go("a1", after_s=wait_s)
+        await visitors.come("a3")
+        error = await refused(visitors, "a4")
+        assert isinstance(error, QueueFull)
+        assert error.retry_after_s == advice_s
 
 
 async def test_a_request_that_waited_too_long_is_refused_and_its_place_given_up() -> None:
@@ -289,15 +232,6 @@ async def test_a_request_that_waited_too_long_is_refused_and_its_place_given_up(
     await visitors.come("b1")
     await visitors.go("a1")
     assert visitors.served == ["a1", "b1"]
-
-
-async def test_a_cancelled_request_leaves_the_queue_at_once() -> None:
-    visitors = Visitors()
-    await visitors.come("a1", "a2", "b1")
-    visitors.tasks["a2"].cancel()
-    await settle()
-    assert (visitors.queue.depth, visitors.budget.depth, visitors.tasks["a2"].cancelled()) == (1, 1, True)
-    assert await visitors.serve_all() == ["a1", "b1"]
 
 
 async def test_a_slot_granted_to_a_request_that_is_cancelled_in_the_same_tick_is_passed_on() -> None:
@@ -314,27 +248,6 @@ async def test_a_slot_granted_to_a_request_that_is_cancelled_in_the_same_tick_is
     assert visitors.queue.active == 0
 
 
-async def test_cancellation_just_before_a_grant_loses_no_slot() -> None:
-    visitors = Visitors()
-    await visitors.come("a1", "a2")
-    visitors.tasks["a2"].cancel()
-    visitors.queue.leave(visitors.turns.pop("a1"))
-    await settle()
-    assert (visitors.queue.active, visitors.queue.depth, visitors.tasks["a2"].cancelled()) == (0, 0, True)
-
-
-async def test_refusal_and_cancellation_in_the_same_tick_lose_nothing() -> None:
-    visitors = Visitors()
-    await visitors.come("a1", "a2", "a3")
-    visitors.tasks["a2"].cancel()
-    assert visitors.queue.cancel_waiting(ModelUnloading("gone")) == 2
-    visitors.tasks["a3"].cancel()
-    await settle()
-    assert (visitors.queue.depth, visitors.budget.depth) == (0, 0)
-    assert visitors.tasks["a2"].cancelled()
-    assert visitors.tasks["a3"].cancelled()
-
-
 async def test_a_drain_refuses_who_waits_and_lets_finish_who_runs() -> None:
     visitors = Visitors(slots=2)
     await visitors.come("a1", "b1", "a2", "b2")
@@ -342,11 +255,9 @@ async def test_a_drain_refuses_who_waits_and_lets_finish_who_runs() -> None:
     idle = asyncio.create_task(visitors.queue.wait_idle())
     assert visitors.queue.cancel_waiting(ModelUnloading("the model is being unloaded")) == 2
     await settle()
-    for name in ("a2", "b2"):
-        error = visitors.tasks[name].exception()
-        assert isinstance(error, ModelUnloading)
-        assert error.code == "model_unloading"
-    assert visitors.tasks["a2"].exception() is not visitors.tasks["b2"].exception()
+    errors = [visitors.tasks[name].exception() for name in ("a2", "b2")]
+    assert [isinstance(error, ModelUnloading) for error in errors] == [True, True]
+    assert errors[0] is not errors[1]
     await visitors.go("a1")
     assert not idle.done()
     await visitors.go("b1")
@@ -354,24 +265,15 @@ async def test_a_drain_refuses_who_waits_and_lets_finish_who_runs() -> None:
     await asyncio.wait_for(visitors.queue.wait_idle(), 30.0)
 
 
-async def test_nobody_is_let_in_during_a_pause_and_everybody_after_it() -> None:
-    visitors = Visitors(slots=2)
-    await visitors.come("a1")
-    visitors.queue.pause()
-    visitors.queue.pause()
-    await visitors.come("b1", "c1")
-    await visitors.go("a1")
-    assert (visitors.served, visitors.queue.active, visitors.queue.depth) == (["a1"], 0, 2)
-    visitors.queue.resume()
-    await settle()
-    assert visitors.served == ["a1", "b1", "c1"]
-
-
 async def test_more_slots_let_those_in_who_wait_and_fewer_stop_nobody() -> None:
     visitors = Visitors(slots=0)
     await visitors.come("a1", "b1", "c1", "d1")
-    assert visitors.served == []
+    visitors.queue.pause()
+    visitors.queue.pause()
     visitors.queue.resize(3)
+    await settle()
+    assert visitors.served == []
+    visitors.queue.resume()
     await settle()
     assert visitors.served == ["a1", "b1", "c1"]
     visitors.queue.resize(1)
@@ -423,9 +325,8 @@ async def test_waiting_long_gives_a_greedy_tenant_nothing_over_a_modest_one_of_h
     assert visitors.served[-1] == "b2"
 
 
-async def test_waits_are_averaged_over_the_last_five_minutes() -> None:
-    clock = install_virtual_clock()
-    budget = WaitBudget(16)
+async def test_waits_are_averaged_over_the_last_five_minutes_and_the_last_thousand() -> None:
+    clock, budget = install_virtual_clock(), WaitBudget(16)
     assert (budget.avg_wait_ms, budget.p95_wait_ms, budget.max_depth) == (0.0, 0.0, 16)
     budget.observe(9000.0)
     clock.advance(200.0)
@@ -436,10 +337,6 @@ async def test_waits_are_averaged_over_the_last_five_minutes() -> None:
     assert (budget.avg_wait_ms, budget.p95_wait_ms) == (50.5, 95.0)
     clock.advance(300.0)
     assert (budget.avg_wait_ms, budget.p95_wait_ms) == (0.0, 0.0)
-
-
-def test_only_the_last_thousand_waits_are_kept() -> None:
-    budget = WaitBudget(16)
     for number in range(5000):
         budget.observe(0.0 if number < 4000 else 2.0)
     assert (budget.avg_wait_ms, budget.p95_wait_ms) == (2.0, 2.0)

@@ -59,30 +59,31 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-async def test_a_ledger_is_new_once_and_keeps_its_birth(tmp_path: Path) -> None:
-    async with opened(tmp_path / "data" / "box", Clock()) as ledger:
+async def test_a_ledger_is_new_once_and_one_programs_until_it_is_closed(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "box"
+    async with opened(folder, Clock()) as ledger:
         assert (ledger.is_new, ledger.born_at) == (True, T0)
-    async with opened(tmp_path / "data" / "box", Clock(T0 + 1000)) as ledger:
+        with pytest.raises(LedgerError, match="in use by another runner"):
+            await Ledger.open(folder)
+    await ledger.close()
+    with pytest.raises(LedgerError, match="closed"):
+        await ledger.spend_nonce("n-1", expires_at=T0)
+    async with opened(folder, Clock(T0 + 1000)) as ledger:
         assert (ledger.is_new, ledger.born_at) == (False, T0)
 
 
-async def test_only_the_owner_reads_the_files(tmp_path: Path) -> None:
+async def test_only_the_owner_reads_the_files_and_every_commit_is_on_disk(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).touch(mode=0o644)
     (tmp_path / FILE_NAME).chmod(0o644)
     async with opened(tmp_path) as ledger:
         await ledger.spend_nonce("n-1", expires_at=T0)
         modes = modes_in(tmp_path)
+        pragmas = ("journal_mode", "synchronous")
+        settings = await ledger._run(lambda db: [db.execute(f"PRAGMA {name}").fetchone()[0] for name in pragmas])
+    assert settings == ["wal", 2], "every commit is on disk before it is believed"
     assert modes == dict.fromkeys((FILE_NAME, FILE_NAME + "-wal", FILE_NAME + "-shm", LOCK_NAME), 0o600)
     async with opened(tmp_path / "made-here"):
         assert mode_of(tmp_path / "made-here") == 0o700
-
-
-async def test_every_commit_is_on_disk_before_it_is_believed(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        settings = await ledger._run(
-            lambda db: [db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous")]
-        )
-    assert settings == ["wal", 2]
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut in half", "pages overwritten", "last page overwritten", "empty"])
@@ -114,51 +115,25 @@ async def test_a_damaged_file_is_moved_aside_and_counts_as_lost(
         assert "ledger is damaged" in caplog.text
 
 
-async def test_a_file_of_another_version_is_left_alone(tmp_path: Path) -> None:
-    async with opened(tmp_path):
-        pass
-    connection = sqlite3.connect(tmp_path / FILE_NAME)
-    connection.execute("PRAGMA user_version=99")
-    connection.close()
-    with pytest.raises(LedgerError, match="another version"):
-        await Ledger.open(tmp_path)
-    assert not damaged_files(tmp_path)
-
-
-async def test_a_second_program_is_kept_out_until_the_first_leaves(tmp_path: Path) -> None:
-    async with opened(tmp_path):
-        with pytest.raises(LedgerError, match="in use by another runner"):
-            await Ledger.open(tmp_path)
-    async with opened(tmp_path):
-        pass
-
-
-async def test_a_place_that_cannot_hold_a_ledger_is_named(tmp_path: Path) -> None:
+async def test_a_place_that_cannot_hold_a_ledger_is_named_and_a_failed_start_leaves_neither_thread_nor_lock(
+    tmp_path: Path,
+) -> None:
+    before = ledger_threads()
     (tmp_path / "file").touch()
     with pytest.raises(LedgerError, match="choose another data directory"):
         await Ledger.open(tmp_path / "file")
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(LedgerError, match=FILE_NAME):
         await Ledger.open(tmp_path)
-
-
-async def test_a_failed_start_leaves_neither_thread_nor_lock(tmp_path: Path) -> None:
-    before = ledger_threads()
-    (tmp_path / FILE_NAME).mkdir()
-    with pytest.raises(LedgerError):
-        await Ledger.open(tmp_path)
     (tmp_path / FILE_NAME).rmdir()
     async with opened(tmp_path):
         pass
     await eventually(lambda: ledger_threads() <= before)
-
-
-async def test_a_closed_ledger_says_so(tmp_path: Path) -> None:
-    ledger = await Ledger.open(tmp_path)
-    await ledger.close()
-    await ledger.close()
-    with pytest.raises(LedgerError, match="closed"):
-        await ledger.spend_nonce("n-1", expires_at=T0)
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
+        connection.execute("PRAGMA user_version=99")
+    with pytest.raises(LedgerError, match="another version"):
+        await Ledger.open(tmp_path)
+    assert not damaged_files(tmp_path)
 
 
 async def test_what_was_submitted_is_done_before_the_file_closes(tmp_path: Path) -> None:
@@ -181,33 +156,22 @@ async def test_a_failing_disk_is_our_error(tmp_path: Path) -> None:
         assert await ledger.spend_nonce("after", expires_at=T0 + 300)
 
 
-async def test_a_disk_that_hangs_is_given_up(tmp_path: Path) -> None:
+async def test_a_disk_that_hangs_is_given_up_and_the_queue_in_front_of_it_is_bounded(tmp_path: Path) -> None:
     release, usual_s = threading.Event(), limits().ledger.answer_s
+    set_runner_limits(ledger={"waiting": 5})
     async with opened(tmp_path) as ledger:
         set_runner_limits(ledger={"answer_s": 0.05})
         try:
             with pytest.raises(LedgerError, match="did not answer"):
                 await ledger._run(lambda _: release.wait(30))
-        finally:
-            release.set()
-        set_runner_limits(ledger={"answer_s": usual_s})
-        assert await ledger.spent("t", "2026-11") == 0
-
-
-async def test_the_queue_in_front_of_the_file_is_bounded(tmp_path: Path) -> None:
-    set_runner_limits(ledger={"waiting": 5})
-    release = threading.Event()
-    async with opened(tmp_path) as ledger:
-        blocked = asyncio.create_task(ledger._run(lambda _: release.wait(30)))
-        waiting = [asyncio.create_task(ledger.spent("t", "2026-11")) for _ in range(4)]
-        await asyncio.sleep(0)
-        try:
+            set_runner_limits(ledger={"answer_s": usual_s})
+            waiting = [asyncio.create_task(ledger.spent("t", "2026-11")) for _ in range(5)]
+            await asyncio.sleep(0)
             with pytest.raises(LedgerError, match="too slow"):
                 await ledger.spent("t", "2026-11")
         finally:
             release.set()
-        assert await asyncio.gather(*waiting) == [0, 0, 0, 0]
-        assert await blocked
+        assert sum(isinstance(got, LedgerError) for got in await asyncio.gather(*waiting, return_exceptions=True)) <= 1
         assert await ledger.spent("t", "2026-11") == 0
 
 
@@ -267,8 +231,7 @@ def shape_of(directory: Path) -> tuple[int, list[tuple[object, ...]], dict[str, 
 
 async def test_an_upgraded_file_is_like_a_new_one(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
-    for each in (old, new):
-        each.mkdir()
+    old.mkdir()
     write_first(old)
     for each in (old, new):
         async with opened(each):
@@ -360,32 +323,17 @@ async def test_the_newest_tasks_are_kept_and_running_ones_always(tmp_path: Path)
         assert [task.task_id for task in await ledger.recent_tasks(2)] == ["load-6", "load-5"]
 
 
-async def test_observations_come_newest_first_and_of_one_backend(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        await ledger.add_observation(SEEN)
-        await ledger.add_observation(replace(SEEN, load_s=2.5))
-        await ledger.add_observation(replace(SEEN, backend="vllm", plan_key="v", load_s=9.0))
-        assert await ledger.observations("llamacpp") == [replace(SEEN, load_s=2.5), SEEN]
-        assert await ledger.observations("llamacpp", 1) == [replace(SEEN, load_s=2.5)]
-        assert await ledger.observations("nobody") == []
-
-
-async def test_the_last_load_of_the_same_plan_is_the_expected_time(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        assert await ledger.last_load_s("m", "k") is None
-        await ledger.add_observation(SEEN)
-        await ledger.add_observation(replace(SEEN, load_s=2.5))
-        await ledger.add_observation(replace(SEEN, plan_key="other", load_s=99.0))
-        assert await ledger.last_load_s("m", "k") == 2.5
-
-
-async def test_observations_are_bounded_per_plan_and_in_all(tmp_path: Path) -> None:
+async def test_observations_come_newest_first_and_are_bounded_per_plan_and_in_all(tmp_path: Path) -> None:
     set_runner_limits(ledger={"observations_of_plan": 3, "observations": 10})
     async with opened(tmp_path) as ledger:
+        assert await ledger.last_load_s("m", "k") is None
+        await ledger.add_observation(replace(SEEN, backend="vllm", plan_key="v", load_s=9.0))
         await ledger.add_observation(replace(SEEN, plan_key="seldom", load_s=7.0))
         for number in range(9):
             await ledger.add_observation(replace(SEEN, load_s=float(number)))
+        assert await ledger.last_load_s("m", "k") == 8.0
         assert [seen.load_s for seen in await ledger.observations("llamacpp")] == [8.0, 7.0, 6.0, 7.0]
+        assert await ledger.observations("llamacpp", 1) == [replace(SEEN, load_s=8.0)]
         for number in range(20):
             await ledger.add_observation(replace(SEEN, plan_key=f"k{number}", load_s=100.0))
         assert len(await ledger.observations("llamacpp")) == 10

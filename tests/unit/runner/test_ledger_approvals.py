@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,38 +38,19 @@ async def begin(ledger: Ledger, op_id: str = "op-1", *, slot: str = "model:a", f
     return await ledger.begin_op(op_id, slot=slot, fence=fence, max_uses=max_uses, expires_at=EXPIRES)
 
 
-async def test_a_nonce_is_new_once_restarts_included(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        assert await ledger.spend_nonce("n-1", expires_at=EXPIRES)
-        assert not await ledger.spend_nonce("n-1", expires_at=EXPIRES + 1)
-    async with opened(tmp_path) as ledger:
-        assert not await ledger.spend_nonce("n-1", expires_at=EXPIRES)
-        assert await ledger.spend_nonce("n-2", expires_at=EXPIRES)
-
-
 async def test_of_many_who_bring_the_same_nonce_at_once_one_is_first(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        answers = await asyncio.gather(*(ledger.spend_nonce("n-1", expires_at=EXPIRES) for _ in range(50)))
-    assert answers.count(True) == 1
-
-
-async def test_a_nonce_is_remembered_for_longer_than_its_token_lives(tmp_path: Path) -> None:
-    clock = Clock()
+    clock, text = Clock(), "a-nonce-to-look-for"
     async with opened(tmp_path, clock) as ledger:
-        assert await ledger.spend_nonce("n-1", expires_at=EXPIRES)
+        answers = await asyncio.gather(*(ledger.spend_nonce(text, expires_at=EXPIRES) for _ in range(50)))
+        assert answers.count(True) == 1
+    assert text.encode() not in read_all(tmp_path)
+    async with opened(tmp_path, clock) as ledger:
         clock.now = EXPIRES + limits().ledger.nonce_grace_s
-        assert not await ledger.spend_nonce("n-1", expires_at=EXPIRES)
+        assert not await ledger.spend_nonce(text, expires_at=EXPIRES), "it is remembered for longer than its token lives"
         clock.now += 1
         assert await ledger.spend_nonce("n-2", expires_at=clock.now)
-    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
         assert connection.execute("SELECT count(*) FROM nonces").fetchone() == (1,)
-    connection.close()
-
-
-async def test_nonces_are_not_kept_in_clear(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        await ledger.spend_nonce("a-nonce-to-look-for", expires_at=EXPIRES)
-    assert b"a-nonce-to-look-for" not in read_all(tmp_path)
 
 
 async def test_a_full_memory_refuses_instead_of_forgetting(tmp_path: Path) -> None:
@@ -88,14 +70,19 @@ async def test_a_full_memory_refuses_instead_of_forgetting(tmp_path: Path) -> No
         assert await begin(ledger) == OpIsRunning()
 
 
-async def test_an_approval_is_one_operation(tmp_path: Path) -> None:
+async def test_a_caller_that_is_cancelled_leaves_no_operation_running_and_ends_none_that_runs(tmp_path: Path) -> None:
+    async def cancel(beginning: asyncio.Task[OpStart]) -> None:
+        await asyncio.sleep(0)
+        beginning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await beginning
+
     async with opened(tmp_path) as ledger:
-        assert await begin(ledger) == OpStarted()
-        assert await begin(ledger, fence=8) == OpIsRunning()
-        await ledger.finish_op("op-1", {"taskId": "load-1"})
-        assert await begin(ledger, fence=8) == OpAlreadyDone({"taskId": "load-1"})
-    async with opened(tmp_path) as ledger:
-        assert await begin(ledger, fence=9) == OpAlreadyDone({"taskId": "load-1"})
+        await cancel(asyncio.create_task(begin(ledger)))
+        assert await begin(ledger, fence=8) == OpAlreadyDone(approvals.INTERRUPTED)
+        assert await begin(ledger, "op-2", fence=9) == OpStarted()
+        await cancel(asyncio.create_task(begin(ledger, "op-2", fence=10)))
+        assert await begin(ledger, "op-2", fence=11) == OpIsRunning()
 
 
 async def test_of_many_who_bring_one_approval_at_once_one_begins(tmp_path: Path) -> None:
@@ -103,16 +90,6 @@ async def test_of_many_who_bring_one_approval_at_once_one_begins(tmp_path: Path)
         answers = await asyncio.gather(*(begin(ledger, fence=number) for number in range(1, 51)))
     assert answers.count(OpStarted()) == 1
     assert answers.count(OpIsRunning()) == 49
-
-
-async def test_the_first_outcome_stays(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        await begin(ledger)
-        await ledger.finish_op("op-1", {"ok": True})
-        await ledger.finish_op("op-1", {"ok": False})
-        await ledger.finish_op("never begun", {"ok": True})
-        assert await begin(ledger) == OpAlreadyDone({"ok": True})
-        assert await begin(ledger, "never begun", fence=8) == OpStarted()
 
 
 async def test_an_approval_for_several_uses_is_counted_down(tmp_path: Path) -> None:
@@ -124,13 +101,6 @@ async def test_an_approval_for_several_uses_is_counted_down(tmp_path: Path) -> N
         assert await begin(ledger, fence=30, max_uses=3) == OpAlreadyDone({"use": 2})
 
 
-async def test_an_operation_in_whose_midst_the_program_ended_is_interrupted(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        await begin(ledger)
-    async with opened(tmp_path) as ledger:
-        assert await begin(ledger, fence=8) == OpAlreadyDone(approvals.INTERRUPTED)
-
-
 @pytest.mark.parametrize("fence", [6, 7])
 async def test_an_operation_that_was_overtaken_is_stale(tmp_path: Path, fence: int) -> None:
     async with opened(tmp_path) as ledger:
@@ -140,27 +110,6 @@ async def test_an_operation_that_was_overtaken_is_stale(tmp_path: Path, fence: i
         assert await begin(ledger, "op-2", fence=fence) == StaleFence()
         assert await begin(ledger, "op-2", slot="model:b", fence=fence) == OpStarted()
         assert await begin(ledger, "op-3", fence=8) == OpStarted()
-
-
-async def test_a_caller_that_is_cancelled_leaves_no_operation_running(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        beginning = asyncio.create_task(begin(ledger))
-        await asyncio.sleep(0)
-        beginning.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await beginning
-        assert await begin(ledger, fence=8) == OpAlreadyDone(approvals.INTERRUPTED)
-
-
-async def test_a_cancelled_repetition_does_not_end_the_operation_that_runs(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        assert await begin(ledger) == OpStarted()
-        repeating = asyncio.create_task(begin(ledger, fence=8))
-        await asyncio.sleep(0)
-        repeating.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await repeating
-        assert await begin(ledger, fence=9) == OpIsRunning()
 
 
 DONE: dict[str, object] = {"state": "succeeded"}
@@ -237,13 +186,18 @@ async def test_what_is_desired_after_a_restart_follows_from_the_operations(tmp_p
             assert sorted(ledger.desired_fences) == expected
 
 
-async def test_an_unload_that_overtakes_the_writing_of_a_load_wins(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("newer", "kept"), [(UNLOAD, []), (LOAD, [2]), (Op("model-load", "a", FAILED), [1])])
+async def test_of_two_operations_that_end_in_the_other_order_the_newer_one_counts(
+    tmp_path: Path, newer: Op, kept: list[int]
+) -> None:
     async with opened(tmp_path) as ledger:
         await begin_op(ledger, LOAD, 1)
-        await begin_op(ledger, UNLOAD, 2)
-        await end_op(ledger, UNLOAD, 2)
-        await end_op(ledger, LOAD, 1)
-        assert await ledger.read_desired() == []
+        await begin_op(ledger, newer, 2)
+        for op, fence in ((newer, 2), (LOAD, 1)):
+            await end_op(ledger, op, fence)
+        assert [model.fence for model in await ledger.read_desired()] == kept
+        await ledger.finish_op("op-1", FAILED)  # a repeated outcome changes nothing
+        assert [model.fence for model in await ledger.read_desired()] == kept
 
 
 async def test_a_row_that_was_put_back_after_the_unload_is_dropped_at_the_start(tmp_path: Path) -> None:
@@ -254,23 +208,6 @@ async def test_a_row_that_was_put_back_after_the_unload_is_dropped_at_the_start(
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
         db.execute("INSERT INTO desired_models VALUES ('a', 1, x'00', x'00', 0)")
     async with opened(tmp_path) as ledger:
-        assert await ledger.read_desired() == []
-
-
-async def test_an_older_load_does_not_replace_what_a_newer_one_keeps(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        await begin_op(ledger, LOAD, 1)
-        await begin_op(ledger, LOAD, 2)
-        await end_op(ledger, LOAD, 2)
-        await end_op(ledger, LOAD, 1)
-        assert [model.fence for model in await ledger.read_desired()] == [2]
-
-
-async def test_a_repeated_outcome_changes_nothing(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        await begin_op(ledger, LOAD, 1)
-        await ledger.finish_op("op-1", FAILED)
-        await end_op(ledger, LOAD, 1)
         assert await ledger.read_desired() == []
 
 
@@ -288,6 +225,8 @@ async def test_loads_that_never_ended_are_counted_over_restarts_until_one_ends(t
         assert [each.unfinished for each in await ledger.read_desired()] == [2], "that is of another load"
         await ledger.count_unfinished(row(), has_ended=True)
         assert [each.unfinished for each in await ledger.read_desired()] == [0]
+        await ledger.forget_trust()
+        assert (ledger.desired_fences, await ledger.read_desired()) == ({}, [])
 
 
 async def test_desired_models_cannot_pile_up(tmp_path: Path) -> None:
@@ -300,12 +239,3 @@ async def test_desired_models_cannot_pile_up(tmp_path: Path) -> None:
         with pytest.raises(LedgerFull):
             await begin_op(ledger, LOAD, 1)
         assert await begin_op(ledger, Op("model-load", "a"), 1), "one that keeps nothing needs no room"
-
-
-async def test_a_node_that_forgets_whom_it_trusted_keeps_nothing_loaded(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        await begin_op(ledger, LOAD, 1)
-        await end_op(ledger, LOAD, 1)
-        await ledger.forget_trust()
-        assert ledger.desired_fences == {}
-        assert await ledger.read_desired() == []

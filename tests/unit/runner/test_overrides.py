@@ -87,131 +87,68 @@ def test_a_value_beyond_its_limits_is_refused_with_field_value_and_limit(backend
     definition = model(backend, replica_max=2)
     with pytest.raises(InvalidLoadRequest) as caught:
         check_overrides(definition, {name: value})
-
     assert caught.value.param == name
     assert caught.value.message.startswith(f"{name}: {json.dumps(value)} is not allowed; it must be ")
     for limit in ("minimum", "maximum"):
         number = load_constraints(definition)[name].get(limit)
         assert number is None or f"{number:.12g}" in caught.value.message
-
-
-@pytest.mark.parametrize("bits", [(2, 2), (8, 8), (2, 8)])
-def test_both_numbers_of_bits_within_two_and_eight_are_taken(bits: tuple[int, int]) -> None:
-    wanted: dict[str, object] = {"exllama_cache_k_bits": bits[0], "exllama_cache_v_bits": bits[1]}
-
-    assert check_overrides(model("exllamav3"), wanted) == wanted
-
-
-@pytest.mark.parametrize(
-    ("options", "overrides", "param", "words"),
-    [
-        ({}, {"exllama_cache_k_bits": 1, "exllama_cache_v_bits": 8}, "exllama_cache_k_bits", "from 2 to 8"),
-        ({}, {"exllama_cache_k_bits": 8, "exllama_cache_v_bits": 9}, "exllama_cache_v_bits", "from 2 to 8"),
-        ({}, {"exllama_cache_k_bits": 8}, "exllama_cache_v_bits", "is needed too"),
-        ({}, {"exllama_cache_v_bits": 8}, "exllama_cache_k_bits", "is needed too"),
-        (
-            {},
-            {"exllama_cache_k_bits": 8, "exllama_cache_v_bits": 8, "exllama_cache_quant": "8"},
-            "exllama_cache_quant",
-            "set one of the two ways to null",
-        ),
-        (
-            {"exllama_cache_quant": "8,8"},
-            {"exllama_cache_k_bits": 8, "exllama_cache_v_bits": 8},
-            "exllama_cache_quant",
-            "cannot go together",
-        ),
-        (
-            {"exllama_cache_k_bits": 8, "exllama_cache_v_bits": 8},
-            {"exllama_cache_v_bits": None},
-            "exllama_cache_v_bits",
-            "is needed too",
-        ),
-    ],
-)
-def test_the_two_ways_to_quantise_an_exllama_cache_exclude_each_other(
-    options: dict[str, object], overrides: dict[str, object], param: str, words: str
-) -> None:
-    with pytest.raises(InvalidLoadRequest) as caught:
-        check_overrides(model("exllamav3", **options), overrides)
-
-    assert caught.value.param == param
-    assert words in caught.value.message
-
-
-def test_null_takes_back_what_the_definition_says() -> None:
-    definition = model("exllamav3", exllama_cache_quant="8,8")
-    wanted: dict[str, object] = {"exllama_cache_quant": None, "exllama_cache_k_bits": 6, "exllama_cache_v_bits": 5}
-
-    plan = plan_of(definition, wanted)
-
-    assert check_overrides(definition, wanted) == wanted
-    assert plan.options == {"exllama_cache_k_bits": 6, "exllama_cache_v_bits": 5}
-
-
-def test_a_quantised_v_cache_needs_flash_attention() -> None:
-    definition = model("gguf", gguf_type_v="q8_0")
-
-    assert check_overrides(definition, {"gguf_flash_attn": "on"})
-    assert check_overrides(definition, {"gguf_flash_attn": "off", "gguf_type_v": "f16"})
-    with pytest.raises(InvalidLoadRequest, match="gguf_type_v cannot be q8_0 with gguf_flash_attn off") as caught:
-        check_overrides(definition, {"gguf_flash_attn": "off"})
-    assert caught.value.param == "gguf_type_v"
-
-
-def test_a_number_of_speculative_tokens_needs_a_way_to_speculate() -> None:
-    with pytest.raises(InvalidLoadRequest) as caught:
-        check_overrides(model("vllm"), {"vllm_num_speculative_tokens": 3})
-
-    assert caught.value.param == "vllm_num_speculative_tokens"
-    assert check_overrides(model("vllm"), {"vllm_num_speculative_tokens": 3, "vllm_speculative_method": "ngram"})
-    assert check_overrides(model("vllm", vllm_speculative_model="org/draft"), {"vllm_num_speculative_tokens": 3})
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("vllm_max_model_len", "is a field of vllm, and m runs on gguf"),
-        ("exllama_cache_size", "is a field of exllamav3, tabbyapi, and m runs on gguf"),
-        ("gguf_n_gpu_layers", "is set in the settings and not by a load"),
-        ("enabled", "is set in the settings and not by a load"),
-        ("gguf_ctx", "is not a field of any backend"),
-        ("trust_remote_code", "is not a field of any backend"),
-    ],
-)
-def test_a_field_that_a_load_cannot_set_is_refused_with_those_it_can(name: str, words: str) -> None:
-    with pytest.raises(InvalidLoadRequest) as caught:
-        check_overrides(model("gguf"), {name: 1})
-
-    assert caught.value.param == name
-    assert caught.value.message == (
-        f"{name} {words}; a load of this model may set replicas, target_inflight, gguf_n_ctx, gguf_flash_attn, "
-        "gguf_type_k, gguf_type_v."
-    )
-
-
-def test_a_server_given_on_the_command_line_takes_no_overrides() -> None:
-    assert load_constraints(model("attached")) == {}
-    with pytest.raises(InvalidLoadRequest, match="a load of this model may set nothing"):
-        check_overrides(model("attached"), {"target_inflight": 2})
-
-
-@pytest.mark.parametrize("name", ["llama_server_n_ctx", "llama_server_spec_draft_n_max", "maxContextLength"])
-def test_a_load_cannot_change_how_a_running_server_was_started(name: str) -> None:
-    definition = model("llama_server", server_url="http://127.0.0.1:1")
-
-    with pytest.raises(InvalidLoadRequest) as caught:
-        check_overrides(definition, {name: 4})
-
-    assert caught.value.param == name
-    assert load_constraints(definition).keys() == {"replicas", "target_inflight"}
-
-
-def test_a_long_value_is_not_repeated_whole() -> None:
     with pytest.raises(InvalidLoadRequest) as caught:
         check_overrides(model("gguf"), {"gguf_flash_attn": "x" * 5000})
+    assert len(caught.value.message) < 200, "a long value is not repeated whole"
 
-    assert len(caught.value.message) < 200
+
+def bits(k: int | None = None, v: int | None = None, **more: object) -> dict[str, object]:
+    return {f"exllama_cache_{name}_bits": value for name, value in (("k", k), ("v", v)) if value is not None} | more
+
+
+SETTABLE = "; a load of this model may set replicas, target_inflight, gguf_n_ctx, gguf_flash_attn, gguf_type_k, gguf_type_v."
+RUNNING = {"server_url": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("definition", "overrides", "param", "words"),
+    [
+        (model("exllamav3"), bits(1, 8), "exllama_cache_k_bits", "from 2 to 8"),
+        (model("exllamav3"), bits(8, 9), "exllama_cache_v_bits", "from 2 to 8"),
+        (model("exllamav3"), bits(8), "exllama_cache_v_bits", "is needed too"),
+        (model("exllamav3"), bits(None, 8), "exllama_cache_k_bits", "is needed too"),
+        (model("exllamav3"), bits(8, 8, exllama_cache_quant="8"), "exllama_cache_quant", "set one of the two ways to null"),
+        (model("exllamav3", exllama_cache_quant="8,8"), bits(8, 8), "exllama_cache_quant", "cannot go together"),
+        (model("exllamav3", **bits(8, 8)), {"exllama_cache_v_bits": None}, "exllama_cache_v_bits", "is needed too"),
+        (model("gguf", gguf_type_v="q8_0"), {"gguf_flash_attn": "off"}, "gguf_type_v", "cannot be q8_0 with gguf_flash_attn"),
+        (model("vllm"), {"vllm_num_speculative_tokens": 3}, "vllm_num_speculative_tokens", ""),
+        (model("gguf"), {"vllm_max_model_len": 1}, "vllm_max_model_len", "is a field of vllm, and m runs on gguf" + SETTABLE),
+        (model("gguf"), {"exllama_cache_size": 1}, "exllama_cache_size", "is a field of exllamav3, tabbyapi, and m runs on"),
+        (model("gguf"), {"gguf_n_gpu_layers": 1}, "gguf_n_gpu_layers", "is set in the settings and not by a load" + SETTABLE),
+        (model("gguf"), {"enabled": 1}, "enabled", "is set in the settings and not by a load" + SETTABLE),
+        (model("gguf"), {"trust_remote_code": 1}, "trust_remote_code", "is not a field of any backend" + SETTABLE),
+        (model("attached"), {"target_inflight": 2}, "target_inflight", "a load of this model may set nothing"),
+        (model("llama_server", **RUNNING), {"llama_server_n_ctx": 4}, "llama_server_n_ctx", ""),
+        (model("llama_server", **RUNNING), {"maxContextLength": 4}, "maxContextLength", ""),
+    ],
+)  # fmt: skip
+def test_a_field_that_cannot_be_set_or_not_with_the_others_is_refused_by_name(
+    definition: ModelDefinition, overrides: dict[str, object], param: str, words: str
+) -> None:
+    with pytest.raises(InvalidLoadRequest) as caught:
+        check_overrides(definition, overrides)
+    assert caught.value.param == param
+    assert words in caught.value.message
+    assert load_constraints(model("attached")) == {}
+    assert load_constraints(model("llama_server", **RUNNING)).keys() == {"replicas", "target_inflight"}
+
+
+def test_fields_that_go_together_are_taken_and_null_takes_back_what_the_definition_says() -> None:
+    for pair in ((2, 2), (8, 8), (2, 8)):
+        assert check_overrides(model("exllamav3"), bits(*pair)) == bits(*pair)
+    quantised = model("gguf", gguf_type_v="q8_0")
+    assert check_overrides(quantised, {"gguf_flash_attn": "on"})
+    assert check_overrides(quantised, {"gguf_flash_attn": "off", "gguf_type_v": "f16"})
+    assert check_overrides(model("vllm"), {"vllm_num_speculative_tokens": 3, "vllm_speculative_method": "ngram"})
+    assert check_overrides(model("vllm", vllm_speculative_model="org/draft"), {"vllm_num_speculative_tokens": 3})
+    definition, wanted = model("exllamav3", exllama_cache_quant="8,8"), bits(6, 5, exllama_cache_quant=None)
+    assert check_overrides(definition, wanted) == wanted
+    assert plan_of(definition, wanted).options == bits(6, 5)
 
 
 OVERRIDE_VALUES = {
@@ -226,39 +163,27 @@ _VLLM_VALUES = {
 
 
 @examples(25)
-@given(defined=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES), wanted=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES))
-def test_a_key_in_the_override_beats_the_definition_and_others_stay(
-    defined: dict[str, object], wanted: dict[str, object]
+@given(
+    backend=st.sampled_from(["gguf", "vllm"]), defined=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES | _VLLM_VALUES),
+    wanted=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES | _VLLM_VALUES),
+)  # fmt: skip
+def test_a_key_in_the_override_even_null_beats_the_definition_and_others_stay(
+    backend: Backend, defined: dict[str, object], wanted: dict[str, object]
 ) -> None:
-    plan = plan_of(model("gguf", **defined), wanted)
-    merged = {**defined, **wanted}
-
+    defined, wanted = (
+        {name: value for name, value in each.items() if name.startswith((backend, "target"))} for each in (defined, wanted)
+    )
+    checked = check_overrides(model(backend), wanted)
+    assert check_overrides(model(backend), checked) == checked == wanted
+    plan, merged = plan_of(model(backend, **defined), wanted), {**defined, **wanted}
     assert plan.slots == merged.pop("target_inflight", 1)
     assert plan.context_tokens == merged.get("gguf_n_ctx")
-    assert plan.options == merged
-
-
-@examples(25)
-@given(defined=st.fixed_dictionaries({}, optional=_VLLM_VALUES), wanted=st.fixed_dictionaries({}, optional=_VLLM_VALUES))
-def test_even_null_in_the_override_beats_the_definition(defined: dict[str, object], wanted: dict[str, object]) -> None:
-    plan = plan_of(model("vllm", **defined), wanted)
-
-    for name in _VLLM_VALUES:
-        expected = wanted[name] if name in wanted else defined.get(name)
-        assert plan.options.get(name) == expected
-
-
-@examples(25)
-@given(wanted=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES))
-def test_checked_overrides_pass_the_check_again(wanted: dict[str, object]) -> None:
-    checked = check_overrides(model("gguf"), wanted)
-
-    assert check_overrides(model("gguf"), checked) == checked == wanted
+    assert {name: plan.options.get(name) for name in merged} == merged
+    assert {name for name, value in plan.options.items() if value is not None} <= merged.keys()
 
 
 def test_constraints_are_the_table_as_data() -> None:
     constraints = load_constraints(model("vllm", replica_max=3, target_inflight=8, vllm_max_model_len=512))
-
     assert constraints["vllm_max_model_len"] == {
         "kind": "integer", "minimum": 256, "step": 256, "unit": "tokens", "display_unit": "tokens", "default": 512,
     }  # fmt: skip
@@ -280,7 +205,6 @@ def test_constraints_are_the_table_as_data() -> None:
 def test_constraints_of_every_backend_agree_with_the_check(backend: Backend) -> None:
     definition = model(backend, replica_max=2)
     constraints = load_constraints(definition)
-
     assert json.loads(json.dumps(constraints)) == constraints
     assert {"replicas", "target_inflight"} <= constraints.keys()
     for name, limits in constraints.items():
@@ -297,43 +221,28 @@ def test_constraints_of_every_backend_agree_with_the_check(backend: Backend) -> 
 
 @pytest.mark.parametrize("backend", ["gguf", "exllamav3", "tabbyapi"])
 def test_recommended_pairs_can_be_loaded(backend: Backend) -> None:
+    assert load_recommendations(model("vllm")) == [], "it has no types of cache"
     [recommendation] = load_recommendations(model(backend))
-
-    assert recommendation["kind"] == "pair_presets"
     fields, presets = recommendation["fields"], recommendation["presets"]
     assert isinstance(fields, list)
     assert isinstance(presets, list)
-    assert len(presets) >= 3
+    assert (recommendation["kind"], len(presets) >= 3) == ("pair_presets", True)
     for preset in presets:
         check_overrides(model(backend), dict(zip(fields, preset["values"], strict=True)))
 
 
-def test_backends_without_cache_types_recommend_nothing() -> None:
-    assert load_recommendations(model("vllm")) == []
-
-
 def test_the_fields_of_the_model_runner_request_become_those_of_the_backend() -> None:
     wanted: dict[str, object] = {"quantization": "awq-4bit", "maxContextLength": 32768, "gpuMemoryBudgetMB": 40000}
-
     plan = plan_of(model("vllm", vllm_max_model_len=256, target_inflight=4), wanted, gpu_ids=(0, 1))
-
     assert (plan.quantization, plan.context_tokens, plan.memory_budget_mb) == ("awq-4bit", 32768, 40000)
     assert (plan.options["vllm_max_model_len"], plan.slots, plan.gpu_ids) == (32768, 4, (0, 1))
-    assert plan_of(model("gguf"), {"maxContextLength": 77}).context_tokens == 77
-    assert plan_of(model("ct2"), {"maxContextLength": 77}).context_tokens == 77
+    assert check_overrides(model("tgi"), dict.fromkeys(wanted)) == {}, "null means not given"
+    assert [plan_of(model(name), {"maxContextLength": 77}).context_tokens for name in ("gguf", "ct2")] == [77, 77]
     assert plan_of(model("ct2"), {"quantization": "bf16"}).options == {"compute_type": "bfloat16"}
-
-
-def test_null_in_a_field_of_the_model_runner_request_means_not_given() -> None:
-    wanted: dict[str, object] = {"quantization": None, "maxContextLength": None, "gpuMemoryBudgetMB": None}
-
-    assert check_overrides(model("tgi"), wanted) == {}
-
-
-def test_an_exllama_cache_holds_the_context_of_every_slot() -> None:
+    common = {"device": "cpu", "compute_type": "int8", "revision": "abc", "enable_thinking": False, "prompt_format": "x"}
+    assert plan_of(model("ct2", **common)).options == common
     plan = plan_of(model("exllamav3", target_inflight=3), {"maxContextLength": 1000})
-
-    assert (plan.context_tokens, plan.slots, plan.options["exllama_cache_size"]) == (1000, 3, 3072)
+    assert (plan.context_tokens, plan.options["exllama_cache_size"]) == (1000, 3072), "the context of every slot"
     shared = plan_of(model("exllamav3", target_inflight=4, exllama_cache_size=16384))
     assert (shared.context_tokens, shared.options["exllama_cache_size"]) == (4096, 16384)
 
@@ -354,6 +263,7 @@ def test_an_exllama_cache_holds_the_context_of_every_slot() -> None:
         ("gguf", {"gpuMemoryBudgetMB": 0}, "gpuMemoryBudgetMB", "of at least 1"),
         ("gguf", {"gpuMemoryBudgetMB": 1.5}, "gpuMemoryBudgetMB", "1.5 is not allowed"),
         ("openai_compatible", {"gpuMemoryBudgetMB": 1}, "gpuMemoryBudgetMB", "takes no memory of this box"),
+        ("gguf", {"quantization": "q8 0; rm"}, "quantization", "quantization"),
     ],
 )
 def test_fields_of_the_model_runner_request_have_limits_too(
@@ -361,7 +271,6 @@ def test_fields_of_the_model_runner_request_have_limits_too(
 ) -> None:
     with pytest.raises(InvalidLoadRequest) as caught:
         check_overrides(model(backend), overrides)
-
     assert caught.value.param == param
     assert words in caught.value.message
 
@@ -374,13 +283,13 @@ def test_fields_of_the_model_runner_request_have_limits_too(
         ("ct2", "bf16", "int8", True), ("vllm", "bf16", "fp32", True), ("vllm", "bf16", "fp8", False),
         ("vllm", "awq-4bit", "awq", True), ("gguf", "fp16", "F16", True), ("gguf", "fp16", "fp16", True),
         ("gguf", "fp16", "bf16", False), ("gguf", "fp16", "q4_k_m", False), ("gguf", None, "q4_k_m", True),
+        ("gguf", "q8_0", "q8_0", True), ("gguf", "q8_0", "q4_k_m", False),
     ],
 )  # fmt: skip
 def test_a_quantisation_must_be_what_the_files_are_or_can_become(
     backend: Backend, wanted: str | None, files: str | None, *, fits: bool
 ) -> None:
     plan = plan_of(model(backend), {"quantization": wanted})
-
     if fits:
         check_quantization(plan, files)
         return
@@ -389,45 +298,25 @@ def test_a_quantisation_must_be_what_the_files_are_or_can_become(
     assert caught.value.param == "quantization"
 
 
-def test_what_adapters_need_of_the_common_fields_is_in_the_options() -> None:
-    definition = model("ct2", device="cpu", compute_type="int8", revision="abc", enable_thinking=False, prompt_format="x")
-
-    assert plan_of(definition).options == {
-        "device": "cpu", "compute_type": "int8", "revision": "abc", "enable_thinking": False, "prompt_format": "x",
-    }  # fmt: skip
-
-
-def test_vllm_variables_hold_where_nobody_says_otherwise() -> None:
+def test_vllm_variables_hold_where_nobody_says_otherwise_and_are_named_when_they_cannot_be_used() -> None:
     env = {
         "VLLM_MAX_MODEL_LEN": "1000", "VLLM_GPU_MEMORY_UTILIZATION": "0.5", "VLLM_ENABLE_PREFIX_CACHING": "False", "HOME": "/",
     }  # fmt: skip
-
     plan = plan_of(model("vllm"), defaults=env)
-    assert plan.context_tokens == 1000
-    assert plan.options["vllm_gpu_memory_utilization"] == 0.5
+    assert (plan.context_tokens, plan.options["vllm_gpu_memory_utilization"]) == (1000, 0.5)
     assert plan.options["vllm_enable_prefix_caching"] is False
     assert plan_of(model("vllm", vllm_max_model_len=512), defaults=env).context_tokens == 512
     assert plan_of(model("vllm", vllm_max_model_len=512), {"vllm_max_model_len": 256}, defaults=env).context_tokens == 256
-    assert plan_of(model("gguf"), defaults=env).options == {}
-    assert read_vllm_defaults({"VLLM_MAX_MODEL_LEN": " "}) == {}
-
-
-@pytest.mark.parametrize(
-    ("variable", "text"),
-    [
-        ("VLLM_MAX_MODEL_LEN", "0"), ("VLLM_MAX_MODEL_LEN", "4k"), ("VLLM_GPU_MEMORY_UTILIZATION", "0"),
-        ("VLLM_GPU_MEMORY_UTILIZATION", "1.1"), ("VLLM_GPU_MEMORY_UTILIZATION", "nan"), ("VLLM_ENABLE_PREFIX_CACHING", "maybe"),
-    ],
-)  # fmt: skip
-def test_a_vllm_variable_that_cannot_be_used_is_named(variable: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"{variable} must be .*, not '{text}'"):
-        read_vllm_defaults({variable: text})
+    assert plan_of(model("gguf"), defaults=env).options == read_vllm_defaults({"VLLM_MAX_MODEL_LEN": " "}) == {}
+    bad = (("MAX_MODEL_LEN", "0 4k"), ("GPU_MEMORY_UTILIZATION", "0 1.1 nan"), ("ENABLE_PREFIX_CACHING", "maybe"))
+    for name, text in ((name, text) for name, texts in bad for text in texts.split()):
+        with pytest.raises(ConfigError, match=f"VLLM_{name} must be .*, not '{text}'"):
+            read_vllm_defaults({f"VLLM_{name}": text})
 
 
 def test_the_key_of_a_plan_tells_memory_apart_and_nothing_else() -> None:
     definition = model("gguf", gguf_n_ctx=4096, gguf_type_k="f16", enable_thinking=True)
     base = plan_key(plan_of(definition))
-
     same = [
         plan_of(definition, threads=7, path=Path("/elsewhere/m")),
         plan_of(msgspec.structs.replace(definition, enable_thinking=False, replicas=2, enabled=True)),
@@ -440,31 +329,13 @@ def test_the_key_of_a_plan_tells_memory_apart_and_nothing_else() -> None:
         plan_of(definition, {"quantization": "fp16"}), plan_of(definition, gpu_ids=(0,)),
         plan_of(model("ct2"), {"maxContextLength": 4096}),
     ]  # fmt: skip
-
     assert len(base) == 16
     assert {plan_key(plan) for plan in same} == {base}
     assert len({base, *(plan_key(plan) for plan in others)}) == len(others) + 1
-
-
-def test_the_key_of_a_plan_stays_the_same_over_releases() -> None:
-    plan = LoadPlan(
-        model_id="m", backend="gguf", context_tokens=4096, slots=2, options={"gguf_type_v": "q8_0", "gguf_type_k": "q4_0"}
-    )
-
-    assert plan_key(plan) == "8efabddc264af34d"
-    assert plan_key(plan) == plan_key(LoadPlan("x", "gguf", None, 4096, 2, options=dict(reversed(list(plan.options.items())))))
-
-
-def test_a_gguf_load_may_repeat_the_quantisation_that_listings_show_and_not_another() -> None:
-    definition = ModelDefinition(model_id="m", backend="gguf")
-    plan = make_plan(
-        definition, overrides=check_overrides(definition, {"quantization": "q8_0"}), path=Path("m.gguf"), threads=1, gpu_ids=()
-    )
-    check_quantization(plan, "q8_0")
-    with pytest.raises(InvalidLoadRequest, match="q4_k_m"):
-        check_quantization(plan, "q4_k_m")
-    with pytest.raises(InvalidLoadRequest, match="quantization"):
-        check_overrides(definition, {"quantization": "q8 0; rm"})
+    options = {"gguf_type_v": "q8_0", "gguf_type_k": "q4_0"}
+    for name, order in (("m", options), ("x", dict(reversed(options.items())))):
+        plan = LoadPlan(model_id=name, backend="gguf", context_tokens=4096, slots=2, options=order)
+        assert plan_key(plan) == "8efabddc264af34d", "it stays the same over releases"
 
 
 IN_FORCE: list[tuple[Backend, dict[str, object], dict[str, object], set[str]]] = [

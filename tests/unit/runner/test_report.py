@@ -96,35 +96,22 @@ def write_card(sysfs: Path, number: int, **files: str) -> Path:
     return sysfs
 
 
-def test_an_nvidia_gpu_is_reported_in_mebibytes_celsius_and_watts() -> None:
+def test_nvidia_gpus_are_reported_with_what_the_driver_gives_and_selected_as_cuda_does() -> None:
     assert sample(make_driver()) == [
         GpuInfo(
             index=0, name="NVIDIA Test", memory_total_mb=24_576, memory_used_mb=1024, utilization_percent=37.0,
             temperature_c=54.0, power_w=71.5,
         )
     ]  # fmt: skip
-
-
-def test_a_field_the_driver_does_not_give_is_none_and_the_rest_stays() -> None:
     (gpu,) = sample(make_driver("nvmlDeviceGetPowerUsage", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetName"))
     assert (gpu.power_w, gpu.utilization_percent, gpu.name, gpu.temperature_c) == (None, None, "GPU 0", 54.0)
-
-
-def test_a_driver_that_does_not_answer_means_no_gpus() -> None:
-    assert sample(make_driver("nvmlInit")) == []
-    assert sample(make_driver("nvmlDeviceGetCount")) == []
-    assert sample(make_driver("nvmlDeviceGetHandleByIndex")) == []
-
-
-@pytest.mark.parametrize(
-    ("visible", "chosen"),
-    [
+    for call in ("nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"):
+        assert sample(make_driver(call)) == []
+    for visible, chosen in (
         ("0", {0}), (" 2 , 0 ", {0, 2}), ("GPU-b", {1}), ("gpu-CCCC", {2}), ("GPU-a,2", {0, 2}), ("1,9,0", {1}),
         ("GPU-", set()), ("", set()), ("-1", set()), ("0,,1", {0}), ("MIG-1234", set()), ("\u00b2", set()),
-    ],
-)  # fmt: skip
-def test_gpus_are_selected_as_cuda_selects_them(visible: str, chosen: set[int]) -> None:
-    assert select_visible(visible, [(0, "GPU-aaaa"), (1, "GPU-bbbb"), (2, "GPU-cccc")]) == chosen
+    ):  # fmt: skip
+        assert select_visible(visible, [(0, "GPU-aaaa"), (1, "GPU-bbbb"), (2, "GPU-cccc")]) == chosen
 
 
 def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> None:
@@ -148,31 +135,35 @@ def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> Non
     assert reading.total_mb == reading.used_mb + reading.free_mb >= 2 * 16_384
 
 
-def test_an_amd_gpu_that_tells_little_still_counts(tmp_path: Path) -> None:
+def test_an_amd_gpu_that_tells_little_still_counts_and_one_that_falls_silent_leaves_no_memory(tmp_path: Path) -> None:
     write_card(tmp_path, 0, gpu_busy_percent="", hwmon__hwmon5__temp1_input="", hwmon__hwmon5__power1_average="")
     write_card(tmp_path, 1, gpu_busy_percent="N/A\n", hwmon__hwmon5__power1_average="", hwmon__hwmon5__power1_input="9000000\n")
     quiet, other = (read_card(device, index=number) for number, device in enumerate(find_cards(tmp_path)))
     assert (quiet.utilization_percent, quiet.temperature_c, quiet.power_w, quiet.memory_used_mb) == (None, None, None, 3072)
     assert (other.utilization_percent, other.temperature_c, other.power_w) == (None, 61.0, 9.0)
-
-
-def test_an_amd_gpu_that_falls_silent_leaves_no_memory_to_give_away(tmp_path: Path) -> None:
-    write_card(tmp_path, 0)
     telemetry = open_telemetry(sysfs=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert telemetry.sample().free_mb == 13_312
-    (tmp_path / "card0" / "device" / "mem_info_vram_used").unlink()
+    assert telemetry.sample().free_mb == 2 * 13_312
+    for card in ("card0", "card1"):
+        (tmp_path / card / "device" / "mem_info_vram_used").unlink()
     reading = telemetry.sample()
     assert (reading.kind, reading.total_mb, reading.free_mb) == ("gpu", 0, 0)
-
-
-def test_a_box_without_drm_has_no_amd_gpus(tmp_path: Path) -> None:
     assert find_cards(tmp_path / "none") == []
 
 
 def test_the_host_is_what_psutil_says_where_nothing_limits_it(tmp_path: Path) -> None:
-    memory = read_host(cgroups=tmp_path, membership=tmp_path / "none")
-    assert memory.total_bytes == psutil.virtual_memory().total
-    assert memory.available_bytes == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    membership = write_files(tmp_path, {"membership": "0::/box/engine\n"}) / "membership"
+    write_files(tmp_path / "cgroup" / "box", {"memory.max": "max\n", "engine/memory.max": f"{2**60}\n"})
+    for cgroups, named in ((tmp_path, tmp_path / "none"), (tmp_path / "cgroup", membership)):
+        memory = read_host(cgroups=cgroups, membership=named)
+        assert memory.total_bytes == psutil.virtual_memory().total
+        assert memory.available_bytes == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+    write_files(tmp_path / "cgroup" / "box", {"memory.max": f"{64 * MIB}\n", "memory.current": f"{65 * MIB}\n"})
+    assert read_host(cgroups=tmp_path / "cgroup", membership=membership).available_bytes == 0
+    telemetry = open_telemetry()
+    reading, tree = telemetry.sample(), telemetry.measure([os.getpid()])
+    telemetry.close()
+    assert reading.total_mb == reading.used_mb + reading.free_mb > 0
+    assert (os.getpid() in tree.pids, tree.host_bytes > MIB) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -186,27 +177,6 @@ def test_a_container_has_no_more_than_its_limit(tmp_path: Path, line: str, group
     write_files(tmp_path / "cgroup" / group, limits)
     memory = read_host(cgroups=tmp_path / "cgroup", membership=membership)
     assert (memory.total_bytes, memory.available_bytes) == (512 * MIB, 312 * MIB)
-
-
-def test_a_limit_that_is_none_or_above_the_host_changes_nothing(tmp_path: Path) -> None:
-    membership = write_files(tmp_path, {"membership": "0::/box/engine\n"}) / "membership"
-    write_files(tmp_path / "cgroup" / "box", {"memory.max": "max\n", "engine/memory.max": f"{2**60}\n"})
-    assert read_host(cgroups=tmp_path / "cgroup", membership=membership).total_bytes == psutil.virtual_memory().total
-
-
-def test_a_container_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    membership = write_files(tmp_path, {"membership": "0::/\n"}) / "membership"
-    write_files(tmp_path / "cgroup", {"memory.max": f"{64 * MIB}\n", "memory.current": f"{65 * MIB}\n"})
-    assert read_host(cgroups=tmp_path / "cgroup", membership=membership).available_bytes == 0
-
-
-def test_this_machine_can_be_read() -> None:
-    telemetry = open_telemetry()
-    reading, tree = telemetry.sample(), telemetry.measure([os.getpid()])
-    telemetry.close()
-    assert reading.total_mb == reading.used_mb + reading.free_mb > 0
-    assert os.getpid() in tree.pids
-    assert tree.host_bytes > MIB
 
 
 READING = Reading(gpus=[], kind="gpu", total_mb=1000, used_mb=400, free_mb=600, driver_version=None, at=0.0)
@@ -230,10 +200,22 @@ def served(model: Model) -> Model:
     return model
 
 
-def test_a_model_that_nobody_wants_is_not_reported() -> None:
-    assert list_replicas([make_model()]) == []
-    assert list_endpoints([make_model()]) == []
-    assert read_memory(None, [make_model()]) is None
+async def test_gateways_are_not_told_of_what_they_are_to_translate_nor_of_what_goes() -> None:
+    every = set(INFERENCE_PATHS)
+    for paths, translate, told in (
+        ((CHAT, RESPONSES, MESSAGES), (), {CHAT, RESPONSES, MESSAGES, POOL_RESPONSES}),
+        ((CHAT, RESPONSES, MESSAGES), ("responses",), {CHAT, MESSAGES, POOL_RESPONSES}),
+        ((CHAT, RESPONSES, MESSAGES), ("messages", "responses"), {CHAT, POOL_RESPONSES}),
+        ((), (), set()), ((), ("messages",), every - {MESSAGES}),  # a server that names no paths
+    ):  # fmt: skip
+        model = served(make_model(replicas=2, translate=translate))
+        for replica in model.replicas:
+            replica.supervisor.engine.capabilities = Capabilities(paths)  # type: ignore[misc]  # a test's engine
+        assert set(list_replicas([model])[0].endpoints) == told
+        assert not paths or list_endpoints([model]) == sorted(told)
+        model.apply(ModelEvent.UNLOAD)
+        assert ([info.state for info in list_replicas([model])], list_endpoints([model])) == (["unloading"] * 2, [])
+    assert (list_replicas([make_model()]), list_endpoints([make_model()]), read_memory(None, [make_model()])) == ([], [], None)
 
 
 async def test_a_model_that_is_being_loaded_counts_as_one_with_its_progress() -> None:
@@ -277,30 +259,6 @@ async def test_every_replica_is_reported_with_what_runs_on_it_and_what_it_holds(
     assert [info.endpoints for info in infos] == [[CHAT, POOL_RESPONSES], [CHAT, POOL_RESPONSES]]
     assert [info.context_tokens for info in infos] == [2048, None]
     assert list_endpoints([model, served(make_model("other", replicas=1))]) == [CHAT, POOL_RESPONSES]
-
-
-async def test_what_gateways_are_to_translate_they_are_not_told_of() -> None:
-    paths = (CHAT, RESPONSES, MESSAGES)
-    for translate, told in (((), [*paths]), (("responses",), [CHAT, MESSAGES]), (("messages", "responses"), [CHAT])):
-        model = served(make_model(replicas=1, translate=translate))
-        model.replicas[0].supervisor.engine.capabilities = Capabilities(paths)  # type: ignore[misc]  # a test's engine
-        assert list_replicas([model])[0].endpoints == [*told, POOL_RESPONSES]
-        assert list_endpoints([model]) == sorted([*told, POOL_RESPONSES])
-
-
-async def test_of_a_server_that_names_no_paths_everything_is_told_but_what_is_to_be_translated() -> None:
-    for translate in ((), ("messages",)):
-        model = served(make_model(replicas=1, translate=translate))
-        model.replicas[0].supervisor.engine.capabilities = Capabilities(())  # type: ignore[misc]  # a test's engine
-        told = set(list_replicas([model])[0].endpoints)
-        assert told == (set(INFERENCE_PATHS) - {MESSAGES} if translate else set())
-
-
-async def test_a_model_on_its_way_out_says_so_for_each_replica() -> None:
-    model = served(make_model(replicas=2))
-    model.apply(ModelEvent.UNLOAD)
-    assert {info.state for info in list_replicas([model])} == {"unloading"}
-    assert list_endpoints([model]) == []
 
 
 async def test_memory_is_that_of_the_machine_with_the_models_parts_of_it() -> None:
@@ -348,21 +306,11 @@ e:broken{ 1
 """
 
 
-def test_samples_are_summed_over_their_labels() -> None:
+def test_samples_are_summed_over_labels_of_any_text_and_what_is_no_number_is_left_out() -> None:
     samples = read_samples(TEXT, "e:")
-    assert samples.total("e:running") == 5.0
-    assert samples.count("e:absent", "e:plain") == 700
-    assert samples.total("e:absent") is None
-
-
-def test_labels_may_hold_any_text() -> None:
-    samples = read_samples(TEXT, "e:")
+    assert (samples.total("e:running"), samples.count("e:absent", "e:plain"), samples.total("e:absent")) == (5.0, 700, None)
     assert samples.labels("e:config_info") == {"block_size": "16", "note": "x{y} 1"}
     assert samples.labels("e:absent") == {}
-
-
-def test_what_is_no_number_or_of_others_is_left_out() -> None:
-    samples = read_samples(TEXT, "e:")
     assert set(samples.found) == {"e:running", "e:config_info", "e:plain"}
 
 
@@ -383,38 +331,28 @@ def test_series_of_several_models_and_replicas_are_one_family_that_prometheus_re
     assert all(sample.labels.keys() == {"model", "replica", "engine"} for sample in family.samples)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "vllm:num_requests_waiting{ 1\n",
-        "vllm:num_requests_waiting nothing\n",
+def test_what_is_not_known_or_not_in_this_format_shows_nothing_and_one_engine_cannot_fill_the_page() -> None:
+    for text in (
+        "", "vllm:num_requests_waiting{ 1\n", "vllm:num_requests_waiting nothing\n",
         "# TYPE vllm:num_requests_waiting poem\nvllm:num_requests_waiting 1\n",
         "secret_of_the_engine 1\nvllm:unheard_of 1\nvllm_requests_total 1\nmuster_runner_info 1\n",
         WAITING + "#" * limits().engines.shown_bytes,
-    ],
-)
-def test_what_is_not_known_or_not_in_this_format_shows_nothing(text: str) -> None:
-    assert show_series([("a", 0, text)]) == []
-
-
-def test_one_engine_cannot_fill_the_page() -> None:
-    lines = "".join(
-        f'vllm:request_success_total{{finished_reason="{n}"}} 1\n' for n in range(2 * limits().engines.shown_samples)
-    )
+    ):  # fmt: skip
+        assert show_series([("a", 0, text)]) == []
+    most = limits().engines.shown_samples
+    lines = "".join(f'vllm:request_success_total{{finished_reason="{number}"}} 1\n' for number in range(2 * most))
     text = "# TYPE vllm:request_success_total counter\n" + lines
     (first, second) = show_series([("a", 0, text + WAITING), ("b", 0, WAITING)])
-    assert len(first.samples) == limits().engines.shown_samples
-    assert [sample.labels["model"] for sample in second.samples] == ["b"]
+    assert (len(first.samples), [sample.labels["model"] for sample in second.samples]) == (most, ["b"])
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(ModelState, ModelEvent)))
-def test_every_pair_either_has_its_place_in_the_table_or_is_refused(state: ModelState, event: ModelEvent) -> None:
-    if (state, event) in TRANSITIONS:
-        assert next_state(state, event) is TRANSITIONS[state, event]
-    else:
-        with pytest.raises(IllegalTransition, match=f"{state} cannot {event}"):
-            next_state(state, event)
+def test_every_pair_either_has_its_place_in_the_table_or_is_refused() -> None:
+    for state, event in itertools.product(ModelState, ModelEvent):
+        if (state, event) in TRANSITIONS:
+            assert next_state(state, event) is TRANSITIONS[state, event]
+        else:
+            with pytest.raises(IllegalTransition, match=f"{state} cannot {event}"):
+                next_state(state, event)
 
 
 def test_every_state_can_be_left_and_unloaded_can_be_reached_from_each() -> None:
@@ -429,21 +367,12 @@ def test_every_state_can_be_left_and_unloaded_can_be_reached_from_each() -> None
         assert ModelState.UNLOADED in reached
 
 
-def test_the_time_left_follows_the_last_load_like_it() -> None:
-    progress = LoadProgress(started_at=time.monotonic() - 400.0, expected_s=1000.0, fraction=0.2)
-    left = progress.eta_s()
-    assert left is not None
-    assert 560 <= left <= 800
+def test_the_time_left_follows_the_last_load_like_it_or_what_is_done() -> None:
+    def left(ago_s: float, **known: float) -> float:
+        found = LoadProgress(started_at=time.monotonic() - ago_s, **known).eta_s()
+        return -1.0 if found is None else found
 
-
-def test_the_time_left_is_taken_from_what_is_done_when_nothing_is_known_of_earlier_loads() -> None:
-    progress = LoadProgress(started_at=time.monotonic() - 300.0, fraction=0.25)
-    left = progress.eta_s()
-    assert left is not None
-    assert 850 <= left <= 1050
-    assert LoadProgress(started_at=time.monotonic() - 3.0, fraction=0.01).eta_s() is None
-    assert LoadProgress().eta_s() is None
-
-
-def test_a_load_that_takes_longer_than_the_last_has_no_negative_time_left() -> None:
-    assert LoadProgress(started_at=time.monotonic() - 30.0, expected_s=10.0, fraction=None).eta_s() == 0.0
+    assert 560 <= left(400.0, expected_s=1000.0, fraction=0.2) <= 800
+    assert 850 <= left(300.0, fraction=0.25) <= 1050
+    assert (left(3.0, fraction=0.01), LoadProgress().eta_s()) == (-1.0, None)
+    assert left(30.0, expected_s=10.0) == 0.0, "it takes longer than the last"

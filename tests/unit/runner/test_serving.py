@@ -64,30 +64,18 @@ def test_usage_is_read_wherever_an_api_puts_it(answer: bytes, cached: int) -> No
     assert (numbers.prompt_tokens, numbers.output_tokens, numbers.cached_tokens) == (30, 7, cached)
 
 
-def test_the_engines_own_times_make_the_gpu_time_and_without_them_the_wall_does() -> None:
-    numbers = Numbers(wall_ms=50.0)
-    numbers.take(CHAT)
-    assert numbers.gpu_ms == 50.0
+def test_the_engines_own_times_make_the_gpu_time_and_what_cannot_be_read_changes_nothing() -> None:
+    numbers = Numbers(wall_ms=50.0, queue_wait_ms=12.6)
+    assert numbers.headers() == {
+        "x-cache-hit": "false", "x-cache-tokens-reused": "0", "x-queue-wait-ms": "13", "x-gpu-time-ms": "50",
+    }  # fmt: skip
+    for answer in (CHAT, b"", b"no json", b"[1]", b'{"usage":"many"}', b'{"usage":{"prompt_tokens":"x"}}', b"\xff"):
+        numbers.take(answer)
+        assert (numbers.prompt_tokens, numbers.output_tokens, numbers.gpu_ms) == (30, 7, 50.0)
     numbers.take(b'{"timings":{"cache_n":9,"prompt_n":3,"prompt_ms":2.5,"predicted_n":7,"predicted_ms":10.0}}')
     assert (numbers.gpu_ms, numbers.cached_tokens) == (12.5, 9)
     numbers.reported_gpu_ms = 3.0
     assert numbers.gpu_ms == 3.0
-
-
-@pytest.mark.parametrize("answer", [b"", b"no json", b"[1]", b'{"usage":"many"}', b'{"usage":{"prompt_tokens":"x"}}', b"\xff"])
-def test_what_cannot_be_read_changes_nothing(answer: bytes) -> None:
-    numbers = Numbers(prompt_tokens=1)
-    numbers.take(answer)
-    assert (numbers.prompt_tokens, numbers.output_tokens) == (1, None)
-
-
-def test_headers_are_there_even_when_nothing_was_reused() -> None:
-    assert Numbers(queue_wait_ms=12.6).headers() == {
-        "x-cache-hit": "false",
-        "x-cache-tokens-reused": "0",
-        "x-queue-wait-ms": "13",
-        "x-gpu-time-ms": "0",
-    }
 
 
 def test_a_finished_stream_is_read_from_its_last_events_and_told_in_one_comment() -> None:
@@ -139,9 +127,6 @@ def test_counts_stay_bounded_however_many_tenants_are_named() -> None:
         tally.count(model="m", tenant=f"t{number}", status="success")
     assert len(tally.requests) == limits().serving.tenants + 1
     assert tally.requests["m", OTHER_TENANTS, "success"] == 50
-
-
-def test_a_histogram_counts_a_value_at_its_bound_and_everything_above_the_last() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 99.0):
         histogram.observe(value)
@@ -181,43 +166,26 @@ def test_a_tenant_beyond_its_rate_hears_the_limit_and_when_to_come_again() -> No
     assert error.details == {"limit": 100, "remaining": 0, "resetAt": 1_745_880_060}
 
 
-def test_the_window_moves_and_does_not_jump() -> None:
+def test_the_window_moves_and_refused_requests_are_not_counted() -> None:
     box = Rates({"DEFAULT_RATE_LIMIT": "2req/s"})
     box.take("a")
     box.clock.advance(0.9)
     box.take("a")
-    assert box.is_refused("a")
+    assert [box.is_refused("a") for _ in range(10)] == [True] * 10
     box.clock.advance(0.1)  # the first is a second old, the other is not
-    assert not box.is_refused("a")
-    assert box.is_refused("a")
+    assert [box.is_refused("a"), box.is_refused("a")] == [False, True]
     box.clock.advance(0.9)
     assert not box.is_refused("a")
-
-
-def test_refused_requests_are_not_counted() -> None:
-    box = Rates({"DEFAULT_RATE_LIMIT": "1req/min"})
-    box.take("a")
-    for _ in range(10):
-        box.clock.advance(5.9)
-        assert box.is_refused("a")
-    box.clock.advance(1.0)
-    assert not box.is_refused("a")
-
-
-@pytest.mark.parametrize(
-    ("text", "period_s"),
-    [
+    for text, period_s in (
         ("1req/s", 1.0), ("1req/second", 1.0), ("1req/min", 60.0), (" 1 REQ / minute ", 60.0), ("1req/h", 3600.0),
         ("1req/hour", 3600.0),
-    ],
-)  # fmt: skip
-def test_a_rate_is_per_second_minute_or_hour(text: str, period_s: float) -> None:
-    box = Rates({"TENANT_RATE_LIMIT_a": text})
-    box.take("a")
-    box.clock.advance(period_s - 0.01)
-    assert box.is_refused("a")
-    box.clock.advance(0.02)
-    assert not box.is_refused("a")
+    ):  # fmt: skip
+        box = Rates({"TENANT_RATE_LIMIT_a": text})
+        box.take("a")
+        box.clock.advance(period_s - 0.01)
+        assert box.is_refused("a")
+        box.clock.advance(0.02)
+        assert not box.is_refused("a")
 
 
 def test_tenants_have_windows_of_their_own_and_the_rate_that_is_set_for_them() -> None:
@@ -225,24 +193,14 @@ def test_tenants_have_windows_of_their_own_and_the_rate_that_is_set_for_them() -
         "TENANT_RATE_LIMIT_a": "1req/min", "TENANT_RATE_LIMIT_default": "2req/min", "DEFAULT_RATE_LIMIT": "9req/min",
     })  # fmt: skip
     assert [box.take(tenant).limit for tenant in "abc"] == [1, 2, 2]
-    assert box.is_refused("a")
-    assert box.take("b").remaining == 0
-    assert box.is_refused("b")
-    assert box.take("c").remaining == 0
-
-
-def test_without_any_rate_nobody_is_limited() -> None:
+    assert (box.is_refused("a"), box.take("b").remaining, box.is_refused("b"), box.take("c").remaining) == (True, 0, True, 0)
     box = Rates({"TENANT_RATE_LIMIT_a": "1req/min"})
     assert box.take("b", 1000) == RateState(limit=None, remaining=None, reset_at=None)
     assert box.rates.stranger_count == 0
-
-
-def test_without_tenants_all_share_one_window() -> None:
     box = Rates({"ENABLE_MULTI_TENANT": "false", "DEFAULT_RATE_LIMIT": "2req/min", "TENANT_RATE_LIMIT_a": "50req/min"})
     box.take("a")
     box.take("b")
-    assert box.is_refused("a")
-    assert box.is_refused("c")
+    assert (box.is_refused("a"), box.is_refused("c")) == (True, True), "without tenants all share one window"
     assert [box.rates.key_of(tenant) for tenant in "ab"] == ["default", "default"]
 
 
@@ -262,67 +220,36 @@ def test_invented_tenants_do_not_grow_memory_without_bound() -> None:
     assert box.is_refused("invented-again")
     assert box.take("stranger-5").remaining == 1
     assert box.take("known").remaining == 4
+    box.clock.advance(61.0)  # windows that are over make room
+    assert (box.take("late-3").remaining, box.rates.stranger_count) == (2, 1)
 
 
-def test_windows_that_are_over_make_room() -> None:
-    box = Rates({"DEFAULT_RATE_LIMIT": "3req/min"})
-    for number in range(limits().admission.tenant_windows):
-        box.take(f"stranger-{number}")
-    box.clock.advance(59.0)
-    box.take("stranger-0")
-    box.clock.advance(2.0)
-    assert box.take("late").remaining == 2
-    assert box.rates.stranger_count == 2
-    assert box.take("stranger-0").remaining == 1
-
-
-@pytest.mark.parametrize(
-    "text", ["", "100", "100/min", "req/min", "-1req/min", "0req/min", "1.5req/s", "100req/day", "999999req/s", "x"]
-)
-def test_a_rate_that_cannot_be_read_names_its_variable(text: str) -> None:
-    with pytest.raises(ConfigError, match="TENANT_RATE_LIMIT_community-x"):
-        read_rates({"TENANT_RATE_LIMIT_community-x": text})
-    if text:
-        with pytest.raises(ConfigError, match="DEFAULT_RATE_LIMIT"):
-            read_rates({"DEFAULT_RATE_LIMIT": text})
-
-
-@pytest.mark.parametrize(
-    "variable", ["TENANT_RATE_LIMIT_", "TENANT_RATE_LIMIT_ a", "TENANT_RATE_LIMIT_caf\u00e9", "TENANT_RATE_LIMIT_" + "x" * 129]
-)
-def test_a_variable_that_names_no_tenant_is_refused(variable: str) -> None:
-    with pytest.raises(ConfigError, match="names no tenant"):
-        read_rates({variable: "1req/s"})
-
-
-def test_the_switch_for_tenants_is_true_or_false() -> None:
+def test_a_rate_or_weight_that_cannot_be_read_names_its_variable() -> None:
+    for text in ("", "100", "100/min", "req/min", "-1req/min", "0req/min", "1.5req/s", "100req/day", "999999req/s", "x"):
+        for name in ("TENANT_RATE_LIMIT_community-x", "DEFAULT_RATE_LIMIT") if text else ("TENANT_RATE_LIMIT_x",):
+            with pytest.raises(ConfigError, match=name):
+                read_rates({name: text})
+    for name in ("", " a", "caf\u00e9", "x" * 129):
+        with pytest.raises(ConfigError, match="names no tenant"):
+            read_rates({f"TENANT_RATE_LIMIT_{name}": "1req/s"})
     with pytest.raises(ConfigError, match="ENABLE_MULTI_TENANT must be true or false"):
         read_rates({"ENABLE_MULTI_TENANT": "perhaps"})
-
-
-def test_weights_are_those_of_the_operator_and_one_otherwise() -> None:
+    for text in ("", "0", "-1", "nan", "inf", "1001", "two"):
+        with pytest.raises(ConfigError, match="TENANT_WEIGHT_a must be a number above 0"):
+            read_weights({"TENANT_WEIGHT_a": text})
     weight_of = read_weights({"TENANT_WEIGHT_community-x": "2.5", "TENANT_RATE_LIMIT_b": "1req/s"})
     assert (weight_of("community-x"), weight_of("b"), weight_of("default")) == (2.5, 1.0, 1.0)
     assert read_weights({"TENANT_WEIGHT_default": "0.5", "TENANT_WEIGHT_a": "4"})("b") == 0.5
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "1001", "two"])
-def test_a_weight_that_cannot_be_used_names_its_variable(text: str) -> None:
-    with pytest.raises(ConfigError, match="TENANT_WEIGHT_a must be a number above 0"):
-        read_weights({"TENANT_WEIGHT_a": text})
-
-
-def test_tenants_are_trimmed_and_the_nameless_are_anonymous() -> None:
+def test_a_tenant_is_a_short_printable_name_and_the_nameless_are_anonymous() -> None:
     assert [clean_tenant(text) for text in ("  community-x ", "", "   ", "a b", "x" * 128)] == [
         "community-x", "anonymous", "anonymous", "a b", "x" * 128,
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", ["x" * 129, "caf\u00e9", "a\x00b", "a\nb", "a\x7f", "\u202eb"])
-def test_a_tenant_that_is_no_short_printable_name_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest, match="128 printable ASCII") as caught:
-        clean_tenant(text)
-    assert caught.value.param == "X-Tenant-ID"
+    for text in ("x" * 129, "caf\u00e9", "a\x00b", "a\nb", "a\x7f", "\u202eb"):
+        with pytest.raises(InvalidRequest, match="128 printable ASCII") as caught:
+            clean_tenant(text)
+        assert caught.value.param == "X-Tenant-ID"
 
 
 FORM = "multipart/form-data; boundary=line"
@@ -345,33 +272,21 @@ def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> 
     assert len(caught.value.message) < 200
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
+def test_the_field_at_fault_is_named() -> None:
+    cases: list[tuple[dict[str, object], str]] = [
         ({}, "modelId"), ({"modelId": 5}, "modelId"), ({"modelId": "a", "maxContextLength": True}, "maxContextLength"),
         ({"modelId": "a", "overrides": []}, "overrides"), ({"modelId": "a", "surprise": 1}, "surprise"),
-    ],
-)  # fmt: skip
-def test_the_field_at_fault_is_named(fields: dict[str, object], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        decode(fields, LoadBody)
-    assert caught.value.param == param
+    ]  # fmt: skip
+    for fields, param in cases:
+        with pytest.raises(InvalidRequest) as caught:
+            decode(fields, LoadBody)
+        assert caught.value.param == param
 
 
 def test_a_form_gives_up_its_model_and_its_flags_and_no_more() -> None:
-    body = (
-        part("model", b" whisper ")
-        + part("stream", b"True")
-        + part("file", b"--lin\r\nmodel", '; filename="a.wav"')
-        + b"--line--\r\n"
-    )
-    fields = read_form_fields(FORM, body)
+    file = part("file", b"--lin\r\nmodel", '; filename="a.wav"') + part("model", b"other", '; filename="m"')
+    fields = read_form_fields(FORM, part("model", b" whisper ") + part("stream", b"True") + file + b"--line--\r\n")
     assert (fields.model, fields.stream, fields.allow_remote) == ("whisper", True, False)
-
-
-def test_a_file_that_is_called_model_is_not_the_model() -> None:
-    body = part("model", b"real") + part("model", b"other", '; filename="m"') + b"--line--\r\n"
-    assert read_form_fields(FORM, body).model == "real"
 
 
 @pytest.mark.parametrize(
@@ -392,18 +307,6 @@ def test_a_form_that_cannot_be_trusted_is_refused(content_type: str, body: bytes
         read_form_fields(content_type, body)
 
 
-@pytest.mark.parametrize(
-    ("name", "wire"),
-    [
-        ("gpu_memory_total_mb", "gpuMemoryTotalMB"), ("kv_mb", "kvMB"), ("avg_wait_ms", "avgWaitMs"),
-        ("p95_wait_ms", "p95WaitMs"),
-        ("gpu_ids", "gpuIds"), ("id", "id"), ("kv_cache_size_mb", "kvCacheSizeMB"), ("context_length", "contextLength"),
-    ],
-)  # fmt: skip
-def test_field_names_are_those_of_the_specification(name: str, wire: str) -> None:
-    assert spec_name(name) == wire
-
-
 def test_the_bodies_of_all_requests_share_one_budget_and_give_it_back() -> None:
     budget = BodyBudget(10)
     with budget.hold() as first, budget.hold() as second:
@@ -413,6 +316,14 @@ def test_the_bodies_of_all_requests_share_one_budget_and_give_it_back() -> None:
             first(1)
         assert budget.held_bytes == 10
     assert budget.held_bytes == 0
+    names = {
+        "gpu_memory_total_mb": "gpuMemoryTotalMB",
+        "kv_mb": "kvMB",
+        "p95_wait_ms": "p95WaitMs",
+        "gpu_ids": "gpuIds",
+        "id": "id",
+    }
+    assert {name: spec_name(name) for name in names} == names
 
 
 def make_model(*events: ModelEvent, error: str | None = None) -> Model:
@@ -441,47 +352,31 @@ LOADED = (ModelEvent.LOAD, ModelEvent.SERVE)
 FAILED = (ModelEvent.LOAD, ModelEvent.FAIL)
 
 
-def test_a_box_with_nothing_loaded_is_well() -> None:
+def test_a_node_is_unwell_while_it_starts_or_stops_or_has_no_memory_or_a_full_queue() -> None:
     assert find_ailments(make_parts(), make_reading(free_mb=5000)) == []
     assert find_ailments(make_parts(make_model(*LOADED)), None) == []
-
-
-@pytest.mark.parametrize(("phase", "reason"), [(Phase.STARTING, "starting"), (Phase.STOPPING, "stopping")])
-def test_it_is_unwell_while_it_starts_or_stops(phase: Phase, reason: str) -> None:
-    assert find_ailments(make_parts(phase=phase), None) == [f"the box is {reason}"]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
-        "ggml_backend_alloc: failed to allocate CUDA0 buffer",
-        "std::bad_alloc", "mmap: Cannot allocate memory", "killed by the OOM killer",
-    ],
-)  # fmt: skip
-def test_a_model_that_failed_for_lack_of_memory_is_named(error: str) -> None:
-    parts = make_parts(make_model(*LOADED), make_model(*FAILED, error=error))
-    assert find_ailments(parts, None) == [f"out of memory: m says {error}"]
-
-
-def test_memory_that_is_nearly_gone_makes_it_unwell() -> None:
+    for phase in (Phase.STARTING, Phase.STOPPING):
+        assert find_ailments(make_parts(phase=phase), None) == [f"the box is {phase.value}"]
     assert find_ailments(make_parts(), make_reading(free_mb=200)) == []
     assert find_ailments(make_parts(), make_reading(free_mb=199)) == ["out of memory: 199 of 10000 MiB of the gpu are free"]
+    for waiting, max_depth, is_well in ((8, 10, True), (9, 10, False), (0, 0, True), (1, 1, False)):
+        assert (find_ailments(make_parts(waiting=waiting, max_depth=max_depth), None) == []) is is_well
 
 
-def test_a_failed_load_makes_it_unwell_only_while_no_other_model_serves_or_comes() -> None:
+def test_a_failed_load_makes_it_unwell_for_lack_of_memory_or_while_no_other_model_serves_or_comes() -> None:
+    for error in (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "std::bad_alloc", "mmap: Cannot allocate memory",
+        "ggml_backend_alloc: failed to allocate CUDA0 buffer", "killed by the OOM killer",
+    ):  # fmt: skip
+        parts = make_parts(make_model(*LOADED), make_model(*FAILED, error=error))
+        assert find_ailments(parts, None) == [f"out of memory: m says {error}"]
     failed = make_model(*FAILED, error="no room: bloom filter")
     assert find_ailments(make_parts(failed), None) == ["no model serves, m failed: no room: bloom filter"]
-    assert find_ailments(make_parts(failed, make_model(ModelEvent.LOAD)), None) == []
-    assert find_ailments(make_parts(failed, make_model(*LOADED)), None) == []
+    for other in ((ModelEvent.LOAD,), LOADED):
+        assert find_ailments(make_parts(failed, make_model(*other)), None) == []
 
 
-@pytest.mark.parametrize(("waiting", "max_depth", "is_well"), [(8, 10, True), (9, 10, False), (0, 0, True), (1, 1, False)])
-def test_a_queue_that_is_nine_tenths_full_makes_it_unwell(waiting: int, max_depth: int, *, is_well: bool) -> None:
-    assert (find_ailments(make_parts(waiting=waiting, max_depth=max_depth), None) == []) is is_well
-
-
-async def test_a_handler_that_waits_is_interrupted_and_says_why() -> None:
+async def test_a_handler_that_waits_is_interrupted_and_answers_and_refusals_pass_as_they_are() -> None:
     interruptible, has_begun, was_cancelled = Interruptible(), asyncio.Event(), asyncio.Event()
 
     async def wait(_request: Request) -> Response:
@@ -492,17 +387,6 @@ async def test_a_handler_that_waits_is_interrupted_and_says_why() -> None:
             was_cancelled.set()
         return Response()
 
-    asked = asyncio.create_task(_call(interruptible, wait))
-    await asyncio.wait_for(has_begun.wait(), 30)
-    interruptible.close()
-    with pytest.raises(Unavailable):
-        await asyncio.wait_for(asked, 30)
-    assert was_cancelled.is_set()
-
-
-async def test_answers_and_refusals_pass_as_they_are() -> None:
-    interruptible = Interruptible()
-
     async def answer(_request: Request) -> Response:
         return Response(status_code=204)
 
@@ -512,7 +396,12 @@ async def test_answers_and_refusals_pass_as_they_are() -> None:
     assert (await _call(interruptible, answer)).status_code == 204
     with pytest.raises(UnknownModel):
         await _call(interruptible, refuse)
+    asked = asyncio.create_task(_call(interruptible, wait))
+    await asyncio.wait_for(has_begun.wait(), 30)
     interruptible.close()
+    with pytest.raises(Unavailable):
+        await asyncio.wait_for(asked, 30)
+    assert was_cancelled.is_set()
 
 
 async def _call(interruptible: Interruptible, handler: object) -> Response:
@@ -520,22 +409,16 @@ async def _call(interruptible: Interruptible, handler: object) -> Response:
     return await interruptible.wrap(handler)(request)  # type: ignore[arg-type]  # either of the handlers above
 
 
-PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("refusal", "kind"),
-    [
-        (AccessRefused("no"), "authentication_error"),
-        (UnknownModel("no"), "not_found_error"),
+def test_the_type_of_an_error_is_what_clients_choose_their_exception_by() -> None:
+    refusals: list[tuple[RequestRefused, str]] = [
+        (AccessRefused("no"), "authentication_error"), (UnknownModel("no"), "not_found_error"),
         (InvalidRequest("no", param="stream"), "invalid_request_error"),
-    ],
-)
-def test_the_type_of_an_error_is_what_clients_choose_their_exception_by(path: str, refusal: RequestRefused, kind: str) -> None:
-    said = json.loads(bytes(render(refusal, path=path).body))
-    assert (said["error"]["type"], said["error"]["code"], said["error"]["message"]) == (kind, refusal.code, "no")
-    assert said.get("type") == ("error" if path == "/v1/messages" else None)
+    ]  # fmt: skip
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        for refusal, kind in refusals:
+            said = json.loads(bytes(render(refusal, path=path).body))
+            assert (said["error"]["type"], said["error"]["code"], said["error"]["message"]) == (kind, refusal.code, "no")
+            assert said.get("type") == ("error" if path == "/v1/messages" else None)
 
 
 async def test_a_wrong_key_is_named_in_the_words_that_litellm_looks_for() -> None:
@@ -558,13 +441,6 @@ async def test_a_wrong_key_is_named_in_the_words_that_litellm_looks_for() -> Non
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/models/org-x_1.5:q8", "/v1/messages?beta=true", "/v1/threads/t_1/runs", "/v1/models/"]
-)
-def test_paths_below_v1_are_allowed(path: str) -> None:
-    assert is_allowed_path(path)
-
-
-@pytest.mark.parametrize(
     "path",
     [
         "", "/", "/v1", "/v1/", "/v2/models", "/slots", "/v1/../slots", "/v1/x/..", "/v1/./x", "/v1//slots", "v1/models",
@@ -574,6 +450,8 @@ def test_paths_below_v1_are_allowed(path: str) -> None:
 )  # fmt: skip
 def test_every_other_path_is_refused(path: str) -> None:
     assert not is_allowed_path(path)
+    for good in ("/v1/chat/completions", "/v1/models/org-x_1.5:q8", "/v1/messages?beta=true", "/v1/threads/t_1/runs"):
+        assert is_allowed_path(good)
 
 
 def test_answers_lose_hop_by_hop_headers_and_cookies_and_streams_their_length() -> None:

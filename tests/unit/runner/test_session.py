@@ -12,7 +12,6 @@ import pytest
 from core.limits import NodeLimits
 from nodes import session as server_side
 from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, SessionLost, StreamClosed
-from runner.limits import limits
 from runner.relay import Relay
 from runner.serving.request import Inference
 from runner.serving.service import Answer
@@ -62,32 +61,16 @@ def open_stream(session: ClientSession, number: int = 7, attempt: int = 1, windo
     return effect.stream
 
 
-def test_open_gives_the_request_with_its_meta_and_body() -> None:
-    session = accepted_session()
-    (effect,) = session.receive_bytes(open_frames(body=b'{"a":1}', window_bytes=99)[0])
-    assert isinstance(effect, Opened)
-    assert effect.body == b'{"a":1}'
-    assert (effect.stream.ident, effect.stream.attempt, effect.stream.window) == (7, 1, 99)
-    assert effect.stream.meta.path == "/v1/x"
-
-
-def test_a_body_after_its_last_part_is_a_violation() -> None:
-    session = accepted_session()
-    open_stream(session)
-    with pytest.raises(ProtocolError, match="after its last part"):
-        session.receive_bytes(frames.encode_frame(frames.BODY, 7, 1, b"more"))
-
-
-def test_a_body_beyond_the_limit_ends_its_stream_only() -> None:
-    usual = limits().connection.body_bytes
+def test_a_body_beyond_the_limit_ends_its_stream_only_and_one_after_its_last_part_is_a_violation() -> None:
     set_runner_limits(connection={"body_bytes": 300_000})
     session = accepted_session()
-    replies = [effect for frame in open_frames(body=bytes(400_000)) for effect in session.receive_bytes(frame)]
-    (reply,) = replies
+    (reply,) = [effect for frame in open_frames(body=bytes(400_000)) for effect in session.receive_bytes(frame)]
     assert isinstance(reply, Reply)
     assert frames.decode_end(frames.decode_frame(reply.frame).payload).error == "engine_failed"
     assert session.streams == []
-    assert usual == 64 * 1024 * 1024
+    open_stream(session, number=8)
+    with pytest.raises(ProtocolError, match="after its last part"):
+        session.receive_bytes(frames.encode_frame(frames.BODY, 8, 1, b"more"))
 
 
 def test_data_uses_the_window_up_and_credit_raises_it() -> None:
@@ -101,31 +84,23 @@ def test_data_uses_the_window_up_and_credit_raises_it() -> None:
     assert stream.window == 8
 
 
-def test_cancel_ends_the_stream_with_one_end_and_later_frames_are_dropped() -> None:
-    session = accepted_session()
-    stream = open_stream(session)
-    cancelled, reply = session.receive_bytes(frames.encode_frame(frames.CANCEL, 7, 1, b"client_disconnect"))
-    assert cancelled == Cancelled(stream, "client_disconnect")
-    assert isinstance(reply, Reply)
-    end = frames.decode_end(frames.decode_frame(reply.frame).payload)
-    assert (end.error, end.message) == ("cancelled", "client_disconnect")
-    assert session.receive_bytes(frames.encode_credit(7, 1, 5)) == []
-    assert session.receive_bytes(frames.encode_frame(frames.CANCEL, 7, 1, b"")) == []
-    with pytest.raises(StreamClosed):
-        stream.data(b"x")
-    with pytest.raises(StreamClosed):
-        stream.head(200, {})
-    with pytest.raises(StreamClosed):
-        stream.end(frames.End())
-
-
-def test_frames_of_another_attempt_are_dropped() -> None:
+def test_cancel_ends_the_stream_with_one_end_and_frames_of_another_attempt_or_later_ones_are_dropped() -> None:
     session = accepted_session()
     stream = open_stream(session, attempt=2)
     for kind in (frames.CANCEL, frames.BODY):
         assert session.receive_bytes(frames.encode_frame(kind, 7, 1, b"")) == []
     assert session.receive_bytes(frames.encode_credit(7, 3, 5)) == []
     assert (stream.is_open, stream.window) == (True, 10)
+    cancelled, reply = session.receive_bytes(frames.encode_frame(frames.CANCEL, 7, 2, b"client_disconnect"))
+    assert cancelled == Cancelled(stream, "client_disconnect")
+    assert isinstance(reply, Reply)
+    end = frames.decode_end(frames.decode_frame(reply.frame).payload)
+    assert (end.error, end.message) == ("cancelled", "client_disconnect")
+    assert session.receive_bytes(frames.encode_credit(7, 2, 5)) == []
+    assert session.receive_bytes(frames.encode_frame(frames.CANCEL, 7, 2, b"")) == []
+    for late in (lambda: stream.data(b"x"), lambda: stream.head(200, {}), lambda: stream.end(frames.End())):
+        with pytest.raises(StreamClosed):
+            late()
 
 
 def test_a_newer_attempt_replaces_the_older_one_and_an_older_one_is_a_violation() -> None:
@@ -140,19 +115,14 @@ def test_a_newer_attempt_replaces_the_older_one_and_an_older_one_is_a_violation(
         session.receive_bytes(open_frames(attempt=2)[0])
 
 
-def test_too_many_streams_are_refused_as_busy() -> None:
+def test_too_many_streams_are_refused_as_busy_and_closing_the_session_closes_and_names_them() -> None:
+    set_runner_limits(connection={"streams": 5})
     session = accepted_session()
-    for number in range(limits().connection.streams):
-        open_stream(session, number=number)
-    (reply,) = session.receive_bytes(open_frames(number=limits().connection.streams)[0])
+    streams = [open_stream(session, number=number) for number in range(5)]
+    (reply,) = session.receive_bytes(open_frames(number=5)[0])
     assert isinstance(reply, Reply)
     end = frames.decode_end(frames.decode_frame(reply.frame).payload)
     assert (end.error, end.retryable) == ("busy", True)
-
-
-def test_closing_the_session_closes_and_names_its_streams() -> None:
-    session = accepted_session()
-    streams = [open_stream(session, number=number) for number in (1, 2)]
     assert session.close() == streams
     assert not any(stream.is_open for stream in streams)
     assert session.close() == []
@@ -169,33 +139,20 @@ def test_control_messages_become_effects() -> None:
     assert effects == [Pinged(5), ModelsWanted(), LeaveAsked("bye", 9.0), LeaveAsked("", None), Noticed(notice)]
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        b"", b"\x01short", frames.encode_frame(frames.OPEN, 1, 1, b"\x00\x00"),
-        frames.encode_frame(frames.OPEN, 1, 1, b"\x00\x00\x00\xff{}"),
-        frames.encode_frame(frames.OPEN, 1, 1, b"\x00\x00\x00\x02[]"),
-        frames.encode_frame(frames.OPEN, 1, 1, b"\x00\x00\x00\x02\xff\xfe"),
+def test_malformed_and_misdirected_frames_are_violations() -> None:
+    of_open = (b"\x00\x00", b"\x00\x00\x00\xff{}", b"\x00\x00\x00\x02[]", b"\x00\x00\x00\x02\xff\xfe")
+    for frame in (
+        b"", b"\x01short", *(frames.encode_frame(frames.OPEN, 1, 1, payload) for payload in of_open),
         frames.encode_frame(frames.HEAD, 1, 1, b"{}"), frames.encode_frame(frames.DATA, 1, 1, b"x"),
-        frames.encode_frame(77, 1, 1, b""),
-    ],
-)  # fmt: skip
-def test_malformed_and_misdirected_binary_frames_are_violations(frame: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        accepted_session().receive_bytes(frame)
-
-
-def test_malformed_credit_is_a_violation() -> None:
-    session = accepted_session()
-    open_stream(session)
-    with pytest.raises(ProtocolError):
-        session.receive_bytes(frames.encode_frame(frames.CREDIT, 7, 1, b"\x00"))
-
-
-@pytest.mark.parametrize("frame", ["", "[]", "{}", '{"type":"surprise"}', '{"type":"ping","timestamp_unix_ms":"x"}'])
-def test_malformed_text_frames_are_violations(frame: str) -> None:
-    with pytest.raises(ProtocolError):
-        accepted_session().receive_text(frame)
+        frames.encode_frame(77, 1, 1, b""), frames.encode_frame(frames.CREDIT, 7, 1, b"\x00"),
+    ):  # fmt: skip
+        session = accepted_session()
+        open_stream(session)
+        with pytest.raises(ProtocolError):
+            session.receive_bytes(frame)
+    for text in ("", "[]", "{}", '{"type":"surprise"}', '{"type":"ping","timestamp_unix_ms":"x"}'):
+        with pytest.raises(ProtocolError):
+            accepted_session().receive_text(text)
 
 
 def test_nothing_may_come_before_the_ack_nor_a_second_one_nor_bridge_requests() -> None:
@@ -223,7 +180,6 @@ def test_box_and_server_sessions_understand_each_other_back_to_back() -> None:
         request_id="req", attempt=1, model="m", path="/v1/chat/completions", body=body, headers={},
         is_streaming=True, deadline_ms=5000, tenant="t",
     )  # fmt: skip
-
     number, to_box = server.open_stream(request)
     (opened,) = [effect for frame in to_box for effect in box.receive_bytes(as_bytes(frame))]
     assert isinstance(opened, Opened)
@@ -240,7 +196,6 @@ def test_box_and_server_sessions_understand_each_other_back_to_back() -> None:
     (credit,) = server.grant_credit(number, 3)
     assert box.receive_bytes(as_bytes(credit)) == [Credited(stream)]
     assert stream.window == before + 3
-
     late = stream.data(b"late")
     (cancel,) = server.cancel_stream(number, "client_disconnect")
     _, farewell = box.receive_bytes(as_bytes(cancel))
@@ -256,32 +211,16 @@ def as_bytes(frame: str | bytes) -> bytes:
     return frame
 
 
-def test_a_whole_answer_leaves_in_one_frame_and_closes_the_stream() -> None:
-    session = accepted_session()
-    stream = open_stream(session)
-    frame = frames.decode_frame(stream.reply(frames.Head(status=200), b"{}", frames.End()))
-    assert frame.kind == frames.REPLY
-    assert frames.decode_reply(frame.payload) == (frames.Head(status=200), b"{}", frames.End())
-    assert not stream.is_open
-    with pytest.raises(StreamClosed):
-        stream.end(frames.End())
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
+def test_what_the_control_plane_says_about_operations_is_handed_on_after_the_handshake() -> None:
+    said: list[bridge.Message] = [
         bridge.OpCommand(op_id="o", use=1, operation="model-load", body={"modelId": "m"}, token="t"),
-        bridge.OpQuery(op_id="o", use=1),
-        bridge.PolicyOffer(policies=[{}]),
-        bridge.CheckpointOffer(note="n", old_size=0),
-    ],
-    ids=lambda message: type(message).__name__,
-)
-def test_what_the_control_plane_says_about_operations_is_handed_on_after_the_handshake(message: bridge.Message) -> None:
-    frame = bridge.encode_message(message)
-    assert accepted_session().receive_text(frame) == [Instructed(message)]  # type: ignore[arg-type]  # one of its kinds
-    with pytest.raises(ProtocolError, match="register_ack"):
-        ClientSession().receive_text(frame)
+        bridge.OpQuery(op_id="o", use=1), bridge.PolicyOffer(policies=[{}]), bridge.CheckpointOffer(note="n", old_size=0),
+    ]  # fmt: skip
+    for message in said:
+        frame = bridge.encode_message(message)
+        assert accepted_session().receive_text(frame) == [Instructed(message)]  # type: ignore[arg-type]  # one of its kinds
+        with pytest.raises(ProtocolError, match="register_ack"):
+            ClientSession().receive_text(frame)
 
 
 class StreamGateway:
@@ -370,42 +309,30 @@ async def test_a_whole_answer_leaves_in_one_frame_and_the_request_says_what_the_
     assert (serve.seen[0].priority, serve.seen[0].on_socket, serve.closed) == ("low", True, 1)
 
 
-async def test_a_streamed_answer_ends_once() -> None:
-    gateway, serve = StreamGateway(), Serve()
-    serve.pieces = [b"data: 1\n\n", b"data: 2\n\n"]
-    await serve_stream(gateway, serve)
-    assert gateway.kinds == [frames.HEAD, frames.DATA, frames.DATA, frames.END]
-    assert gateway.end.error == ""
-
-
 @pytest.mark.parametrize(
     ("error", "code", "retryable"),
     [
-        (EngineUnavailable("it did not answer"), "engine_failed", True),
-        (ModelNotLoaded("it is gone"), "busy", True),
-        (ZeroDivisionError("a bug"), "engine_failed", False),
+        (EngineUnavailable("it did not answer"), "engine_failed", True), (ModelNotLoaded("it is gone"), "busy", True),
+        (ZeroDivisionError("a bug"), "engine_failed", False), (None, "", False),
     ],
-)
-async def test_what_fails_before_its_answer_ends_once(
-    error: Exception, code: str, *, retryable: bool, caplog: pytest.LogCaptureFixture
+)  # fmt: skip
+async def test_a_stream_ends_once_and_what_fails_in_its_answer_is_not_to_be_tried_again(
+    error: Exception | None, code: str, *, retryable: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    if error is not None:
+        gateway, serve = StreamGateway(), Serve()
+        serve.error = error
+        with caplog.at_level(logging.ERROR):
+            await serve_stream(gateway, serve)
+        assert gateway.kinds == [frames.END]
+        assert (gateway.end.error, gateway.end.retryable) == (code, retryable)
+        assert ("failed unexpectedly" in caplog.text) is isinstance(error, ZeroDivisionError)
+        assert "a bug" not in gateway.end.message
     gateway, serve = StreamGateway(), Serve()
-    serve.error = error
-    with caplog.at_level(logging.ERROR):
-        await serve_stream(gateway, serve)
-    assert gateway.kinds == [frames.END]
-    assert (gateway.end.error, gateway.end.retryable) == (code, retryable)
-    assert ("failed unexpectedly" in caplog.text) is isinstance(error, ZeroDivisionError)
-    assert "a bug" not in gateway.end.message
-
-
-@pytest.mark.parametrize("error", [EngineUnavailable("it broke off"), ZeroDivisionError("a bug")])
-async def test_what_fails_in_its_answer_ends_once_and_is_not_to_be_tried_again(error: Exception) -> None:
-    gateway, serve = StreamGateway(), Serve()
-    serve.pieces, serve.error_after = [b"data: 1\n\n"], error
+    serve.pieces, serve.error_after = [b"data: 1\n\n", b"data: 2\n\n"], None if code == "busy" else error
     await serve_stream(gateway, serve)
-    assert gateway.kinds == [frames.HEAD, frames.DATA, frames.END]
-    assert (gateway.end.error, gateway.end.retryable) == ("engine_failed", False)
+    assert gateway.kinds == [frames.HEAD, frames.DATA, frames.DATA, frames.END]
+    assert (gateway.end.error, gateway.end.retryable) == ("" if code == "busy" else code, False)
 
 
 async def test_a_refusal_keeps_its_status_and_says_when_to_come_back() -> None:
@@ -417,20 +344,13 @@ async def test_a_refusal_keeps_its_status_and_says_when_to_come_back() -> None:
     assert b'"param":"x"' in body
 
 
-async def test_a_deadline_ends_a_stream_once_and_frees_what_it_held() -> None:
-    gateway, serve = StreamGateway(deadline_ms=30), Serve()
+@pytest.mark.parametrize("window_bytes", [1 << 20, 4], ids=["waits for the engine", "waits for credit"])
+async def test_a_deadline_ends_a_stream_once_and_frees_what_it_held(window_bytes: int) -> None:
+    gateway, serve = StreamGateway(deadline_ms=30, window_bytes=window_bytes), Serve()
     serve.pieces, serve.waits = [b"data: 1\n\n"], asyncio.Event()
     await serve_stream(gateway, serve)
     assert gateway.kinds == [frames.HEAD, frames.DATA, frames.END]
     assert (gateway.end.error, serve.closed) == ("timeout", 1)
-
-
-async def test_a_deadline_that_passes_while_credit_is_waited_for_ends_it_too() -> None:
-    gateway, serve = StreamGateway(deadline_ms=30, window_bytes=4), Serve()
-    serve.pieces = [b"data: 1\n\n"]
-    await serve_stream(gateway, serve)
-    assert gateway.kinds == [frames.HEAD, frames.DATA, frames.END]
-    assert gateway.end.error == "timeout"
 
 
 async def test_an_answer_that_is_whole_when_time_runs_out_is_delivered() -> None:

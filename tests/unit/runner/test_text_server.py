@@ -41,27 +41,18 @@ def refused(body: bytes) -> Refusal:
     return caught.value
 
 
-def test_defaults_are_those_of_openai() -> None:
-    fields = parse_chat(chat_body())
-    sampling = fields.sampling(limit=100, asked=fields.most_tokens, scope="")
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (1.0, 1.0, 0, 100)
-    assert not fields.stream
-    assert fields.stops == []
-
-
-def test_null_means_the_default() -> None:
-    fields = parse_chat(chat_body(temperature=None, stop=None, max_tokens=None, stream=None, n=None))
-    assert fields.sampling(limit=7, asked=fields.most_tokens, scope="").temperature == 1.0
-
-
-def test_a_completion_is_sixteen_tokens_long_unless_told() -> None:
+def test_defaults_are_those_of_openai_and_more_tokens_than_fit_are_cut() -> None:
+    for nulls in ((), ("temperature", "stop", "max_tokens", "stream", "n")):
+        fields = parse_chat(chat_body(**dict.fromkeys(nulls)))
+        sampling = fields.sampling(limit=100, asked=fields.most_tokens, scope="")
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (1.0, 1.0, 0, 100)
+        assert (bool(fields.stream), fields.stops) == (False, [])
+    fields = parse_chat(chat_body(max_completion_tokens=5000, presence_penalty=0, frequency_penalty=0.0, logit_bias={}))
+    assert fields.sampling(limit=100, asked=fields.most_tokens, scope="").max_tokens == 100
     assert parse_completion(b'{"prompt": "a"}').most_tokens == 16
     assert parse_completion(b'{"prompt": ["a"], "max_tokens": 3}').most_tokens == 3
-
-
-def test_more_tokens_than_fit_are_cut_to_what_fits() -> None:
-    fields = parse_chat(chat_body(max_completion_tokens=5000))
-    assert fields.sampling(limit=100, asked=fields.most_tokens, scope="").max_tokens == 100
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert parse_chat(chat_body(messages=[{"role": "user", "content": parts}])).messages[0]["content"] == "one two"
 
 
 @pytest.mark.parametrize(
@@ -79,35 +70,14 @@ def test_a_value_that_does_not_do_is_refused_by_name(field: str, value: object) 
     assert "hot" not in refusal.message, "values of clients do not come back"
 
 
-def test_zero_penalties_are_accepted_as_clients_send_them() -> None:
-    assert parse_chat(chat_body(presence_penalty=0, frequency_penalty=0.0, logit_bias={})).n is None
-
-
-def test_a_missing_field_is_named() -> None:
+def test_a_message_that_no_text_model_takes_is_refused_by_place_and_what_is_no_json_as_such() -> None:
+    picture = [{"type": "image_url", "image_url": {"url": "x"}}]
+    for message, place in (({"role": "user", "content": picture}, "content"), ({"role": "user", "content": 5}, "content"),
+                           ({"content": "Hi"}, "role")):  # fmt: skip
+        assert refused(chat_body(messages=[message])).param == f"messages[0].{place}"
     assert refused(b"{}").param == "messages"
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b'{"messages": [{"a":' + b"[" * 100_000])
-def test_what_is_not_json_is_refused(body: bytes) -> None:
-    assert refused(body).code == "invalid_json"
-
-
-def test_parts_of_text_are_joined() -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    fields = parse_chat(chat_body(messages=[{"role": "user", "content": parts}]))
-    assert fields.messages[0]["content"] == "one two"
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content"),
-        ({"role": "user", "content": 5}, "messages[0].content"),
-        ({"content": "Hi"}, "messages[0].role"),
-    ],
-)
-def test_a_message_that_no_text_model_takes_is_refused_by_place(message: dict[str, object], param: str) -> None:
-    assert refused(chat_body(messages=[message])).param == param
+    for body in (b"", b"{", b"\xff\xfe", b'{"messages": [{"a":' + b"[" * 100_000):
+        assert refused(body).code == "invalid_json"
 
 
 def bytes_as_tokens(ids: Sequence[int]) -> str:
@@ -124,16 +94,12 @@ def test_every_text_comes_back_and_no_piece_has_half_a_character(text: str) -> N
     assert "\ufffd" in text or not any("\ufffd" in part for part in parts)
 
 
-def test_a_character_cut_off_at_the_end_is_left_out() -> None:
+def test_a_character_cut_off_at_the_end_is_left_out_and_no_byte_is_held_back_for_ever() -> None:
     pieces = Detokeniser(bytes_as_tokens)
     sent = "".join(pieces.add(byte) for byte in "good €".encode()[:-1])
     assert sent + pieces.finish() == "good "
-
-
-def test_bytes_that_never_make_a_character_are_not_held_back_for_ever() -> None:
     pieces = Detokeniser(bytes_as_tokens)
-    sent = "".join(pieces.add(0x80) for _ in range(64))
-    assert "\ufffd" in sent
+    assert "\ufffd" in "".join(pieces.add(0x80) for _ in range(64))
 
 
 def run(stops: list[str], parts: list[str]) -> tuple[list[str], bool]:
@@ -142,28 +108,17 @@ def run(stops: list[str], parts: list[str]) -> tuple[list[str], bool]:
     return [*sent, watch.finish()], watch.hit
 
 
-@pytest.mark.parametrize(
-    ("parts", "text", "hit"),
-    [
-        (["one ", "STOP two"], "one ", True), (["one S", "T", "OP two"], "one ", True),
-        (["one ST", "ART two"], "one START two", False), (["one STO"], "one STO", False), (["SSTOP"], "S", True),
+def test_a_stop_string_ends_the_text_across_borders_and_nothing_of_it_is_sent_early() -> None:
+    cases: list[tuple[list[str], str, bool]] = [
+        (["one S", "T", "OP two"], "one ", True), (["one ST", "ART two"], "one START two", False),
+        (["one STO"], "one STO", False),
         (["S", "S", "STOP", "more"], "SS", True), (["a", "b"], "ab", False),
-    ],
-)  # fmt: skip
-def test_a_stop_string_ends_the_text_across_borders(parts: list[str], text: str, hit: bool) -> None:
-    sent, was_hit = run(["STOP"], parts)
-    assert ("".join(sent), was_hit) == (text, hit)
-
-
-def test_nothing_of_a_possible_stop_string_is_sent_early() -> None:
-    sent, _hit = run(["</end>"], ["text</", "en", "x"])
-    assert sent == ["text", "", "</enx", ""]
-
-
-def test_of_several_stop_strings_the_first_in_the_text_counts() -> None:
-    sent, hit = run(["two", "one"], ["zero one two"])
-    assert "".join(sent) == "zero "
-    assert hit
+    ]  # fmt: skip
+    for parts, text, hit in cases:
+        sent, was_hit = run(["STOP"], parts)
+        assert ("".join(sent), was_hit) == (text, hit)
+    assert run(["</end>"], ["text</", "en", "x"])[0] == ["text", "", "</enx", ""]
+    assert "".join(run(["two", "one"], ["zero one two"])[0]) == "zero ", "the first in the text"
 
 
 @examples(25)
@@ -181,28 +136,24 @@ def asked(text: str = "Hi", **fields: object) -> ChatFields:
 def test_messages_specials_and_the_prompt_for_an_answer_reach_the_template() -> None:
     turns = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     source = "{{ bos_token }}" + turns + "{% if add_generation_prompt %}>{% endif %}"
-    assert ChatTemplate(source, {"bos_token": "<s>"}).render(asked()) == "<s>[user]Hi>"
-
-
-def test_what_the_template_says_itself_reaches_the_client() -> None:
-    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    specials = special_tokens({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None})
+    assert specials == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert ChatTemplate(source, specials).render(asked()) == "<s>[user]Hi>"
     with pytest.raises(Refusal, match="roles must alternate") as caught:
-        template.render(asked())
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(asked())
     assert caught.value.param == "messages"
+    with pytest.raises(ValueError, match="line 1"):  # a fault of the model
+        ChatTemplate("{% for %}", {})
 
 
-def test_an_error_inside_the_template_tells_nothing_of_the_conversation() -> None:
-    with pytest.raises(Refusal) as caught:
-        ChatTemplate("{{ messages[0].content + 1 }}", {}).render(asked("a secret"))
-    assert "secret" not in caught.value.message
-
-
-@pytest.mark.parametrize(
-    "source", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"]
-)
-def test_a_template_cannot_leave_the_sandbox_or_change_what_it_is_given(source: str) -> None:
-    with pytest.raises(Refusal):
-        ChatTemplate(source, {}).render(asked())
+def test_a_template_cannot_leave_the_sandbox_change_what_it_is_given_or_tell_of_the_conversation() -> None:
+    for source in (
+        "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}",
+        "{{ messages[0].content + 1 }}",
+    ):  # fmt: skip
+        with pytest.raises(Refusal) as caught:
+            ChatTemplate(source, {}).render(asked("a secret"))
+        assert "secret" not in caught.value.message
 
 
 def test_tools_go_to_a_template_that_takes_them_and_are_refused_by_one_that_does_not() -> None:
@@ -215,11 +166,6 @@ def test_tools_go_to_a_template_that_takes_them_and_are_refused_by_one_that_does
     assert caught.value.param == "tools"
 
 
-def test_a_broken_template_is_a_fault_of_the_model() -> None:
-    with pytest.raises(ValueError, match="line 1"):
-        ChatTemplate("{% for %}", {})
-
-
 def test_the_template_file_goes_before_the_one_in_the_tokenizer_settings(tmp_path: Path) -> None:
     assert read_template(tmp_path) is None
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
@@ -227,13 +173,6 @@ def test_the_template_file_goes_before_the_one_in_the_tokenizer_settings(tmp_pat
     assert read_template(tmp_path) == "D"
     (tmp_path / "chat_template.jinja").write_text("F", encoding="utf-8")
     assert read_template(tmp_path) == "F"
-
-
-def test_special_tokens_may_be_texts_or_objects() -> None:
-    assert special_tokens({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None}) == {
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    }
 
 
 @pytest.mark.parametrize(
@@ -249,29 +188,20 @@ def test_thinking_is_as_the_settings_say_unless_the_request_does(
     assert template.render(fields) == rendered
 
 
-@pytest.mark.parametrize(
-    ("wanted", "given", "sent"),
-    [
-        (None, {}, {}),
-        (False, {}, {"enable_thinking": False}),
+def test_the_settings_hold_where_the_client_says_nothing_and_a_body_that_cannot_be_read_passes() -> None:
+    cases: list[tuple[bool | None, dict[str, object], dict[str, object]]] = [
+        (None, {}, {}), (False, {}, {"enable_thinking": False}),
         (True, {"chat_template_kwargs": None}, {"enable_thinking": True}),
         (False, {"chat_template_kwargs": {"a": [1]}}, {"a": [1], "enable_thinking": False}),
         (False, {"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
-    ],
-)
-def test_the_settings_hold_where_the_client_says_nothing(
-    wanted: bool | None, given: dict[str, object], sent: dict[str, object]
-) -> None:
-    plan = LoadPlan("m", "tabbyapi", options={} if wanted is None else {"enable_thinking": wanted})
-    body = json.dumps({"model": "m", "messages": [], "temperature": 0.10, **given}).encode()
-    changed = json.loads(set_thinking(plan, body))
-    assert (changed.pop("chat_template_kwargs", None) or {}) == sent
-    assert changed == {"model": "m", "messages": [], "temperature": 0.1}
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"chat_template_kwargs": 7}', b"\xff"])
-def test_a_body_that_cannot_be_read_is_left_to_the_server(body: bytes) -> None:
-    assert set_thinking(LoadPlan("m", "tabbyapi", options={"enable_thinking": True}), body) == body
+    ]  # fmt: skip
+    for wanted, given_, sent in cases:
+        plan = LoadPlan("m", "tabbyapi", options={} if wanted is None else {"enable_thinking": wanted})
+        changed = json.loads(set_thinking(plan, json.dumps({"model": "m", "temperature": 0.10, **given_}).encode()))
+        assert (changed.pop("chat_template_kwargs", None) or {}) == sent
+        assert changed == {"model": "m", "temperature": 0.1}
+    for body in (b"", b"[]", b"{", b'{"chat_template_kwargs": 7}', b"\xff"):
+        assert set_thinking(LoadPlan("m", "tabbyapi", options={"enable_thinking": True}), body) == body
 
 
 def segment(text: str, start: float, end: float) -> Segment:
@@ -283,23 +213,14 @@ SEGMENTS = [segment(" One two.", 0.0, 1.5), segment(" Three.", 3599.9996, 3723.2
 OUTCOME = Outcome("transcribe", "en", audio_ms=3_723_250, speech_ms=3000, inference_ms=12.3456)
 
 
-def test_subtitles_count_hours_and_round_to_milliseconds() -> None:
-    assert as_srt(SEGMENTS) == ("1\n00:00:00,000 --> 00:00:01,500\nOne two.\n\n2\n01:00:00,000 --> 01:02:03,250\nThree.\n\n")
+def test_a_transcription_comes_in_the_form_that_was_asked_for() -> None:
+    assert as_srt(SEGMENTS) == "1\n00:00:00,000 --> 00:00:01,500\nOne two.\n\n2\n01:00:00,000 --> 01:02:03,250\nThree.\n\n"
     assert as_vtt(SEGMENTS).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nOne two.\n\n")
-
-
-def test_usage_is_in_whole_seconds_rounded_up() -> None:
-    assert as_json(SEGMENTS, OUTCOME)["usage"] == {"type": "duration", "seconds": 3724}
-
-
-def test_words_and_segments_come_as_asked() -> None:
+    assert as_json(SEGMENTS, OUTCOME)["usage"] == {"type": "duration", "seconds": 3724}, "rounded up"
     both = as_verbose_json(SEGMENTS, OUTCOME, {"word", "segment"})
     assert [word["word"] for word in both["words"]] == ["One", "two.", "Three."]  # type: ignore[attr-defined]  # JSON
     assert all("words" not in found for found in both["segments"])  # type: ignore[attr-defined]  # JSON
     assert "words" not in as_verbose_json(SEGMENTS, OUTCOME, {"segment"})
     assert "segments" not in as_verbose_json(SEGMENTS, OUTCOME, {"word"})
-
-
-def test_the_pieces_of_a_stream_make_the_whole_text() -> None:
     deltas = [str(delta_event(found, first=number == 0)["delta"]) for number, found in enumerate(SEGMENTS)]
     assert "".join(deltas) == text_of(SEGMENTS) == "One two. Three."

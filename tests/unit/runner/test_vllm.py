@@ -54,64 +54,38 @@ def test_a_plan_on_the_cpu_gets_a_bounded_cache_and_no_graphs(model: Path) -> No
     assert value(words, "--scheduling-policy") == "priority"
     assert value(words, "--kv-cache-memory-bytes") == str(limits().engines.vllm_cpu_kv_bytes)
     assert "--enforce-eager" in words
-    assert "--enable-prefix-caching" in words
+    assert {"--enable-prefix-caching", "--allowed-media-domains=none.invalid"} <= set(words)
     assert not {"--port", "--host", "--api-key", "--trust-remote-code", "--enable-sleep-mode"} & set(words)
 
 
-def test_a_plan_on_gpus_uses_them_all_and_leaves_the_cache_to_vllm(model: Path) -> None:
+def test_a_plan_on_gpus_uses_them_all_and_a_budget_becomes_the_cache_that_the_weights_leave(model: Path) -> None:
     words = flags(plan_for(model, gpu_ids=(1, 3)))
     assert value(words, "--tensor-parallel-size") == "2"
     assert not {"--enforce-eager", "--kv-cache-memory-bytes", "--gpu-memory-utilization"} & set(words)
-    assert build_environment(plan_for(model, gpu_ids=(1, 3)))["CUDA_VISIBLE_DEVICES"] == "1,3"
-    assert build_environment(plan_for(model))["CUDA_VISIBLE_DEVICES"] == ""
-
-
-def test_a_budget_becomes_the_cache_that_the_weights_leave(model: Path) -> None:
     words = flags(plan_for(model, gpu_ids=(0,), budget_mb=4096))
     assert int(value(words, "--kv-cache-memory-bytes")) == 4096 * MIB - 2 * MIB - limits().engines.vllm_overhead_bytes
     # The share would otherwise be nine tenths of a card that others use as well.
     assert float(value(words, "--gpu-memory-utilization")) < 0.1
 
 
-def test_a_budget_below_the_weights_is_refused_with_the_number_that_would_do(model: Path) -> None:
-    with pytest.raises(EngineError, match=r"a budget of 1000 MB .* need 1026 MB"):
-        flags(plan_for(model, gpu_ids=(0,), budget_mb=1000))
-
-
-@pytest.mark.parametrize(
-    ("option", "given", "flag", "expected"),
-    [
+def test_an_option_becomes_its_flag(model: Path) -> None:
+    for option, given, flag, expected in (
         ("vllm_kv_cache_memory_bytes", 268435456, "--kv-cache-memory-bytes", "268435456"),
-        ("vllm_gpu_memory_utilization", 0.5, "--gpu-memory-utilization", "0.5"),
-        ("vllm_kv_cache_dtype", "fp8", "--kv-cache-dtype", "fp8"),
-        ("vllm_max_model_len", 512, "--max-model-len", "512"),
+        ("vllm_gpu_memory_utilization", 0.5, "--gpu-memory-utilization", "0.5"), ("vllm_task", "embed", "--runner", "pooling"),
+        ("vllm_kv_cache_dtype", "fp8", "--kv-cache-dtype", "fp8"), ("vllm_max_model_len", 512, "--max-model-len", "512"),
         ("vllm_max_pixels", 200704, "--mm-processor-kwargs", '{"max_pixels":200704}'),
         ("vllm_tool_call_parser", "hermes", "--tool-call-parser", "hermes"),
         ("vllm_max_lora_rank", 12, "--max-lora-rank", "16"),
-        ("vllm_task", "embed", "--runner", "pooling"),
-    ],
-)
-def test_an_option_becomes_its_flag(model: Path, option: str, given: object, flag: str, expected: str) -> None:
-    assert value(flags(plan_for(model, gpu_ids=(0,), options={option: given})), flag) == expected
-
-
-def test_speculative_options_become_one_object(model: Path) -> None:
-    options = {"vllm_speculative_method": "ngram", "vllm_num_speculative_tokens": 4}
-    given = json.loads(value(flags(plan_for(model, options=options)), "--speculative-config"))
-    assert given == {"method": "ngram", "num_speculative_tokens": 4}
-
-
-def test_prefix_caching_can_be_switched_off(model: Path) -> None:
-    words = flags(plan_for(model, options={"vllm_enable_prefix_caching": False}))
-    assert "--no-enable-prefix-caching" in words
-    assert "--enable-prefix-caching" not in words
-
-
-def test_a_model_that_says_how_it_is_quantised_is_left_to_say_so(model: Path) -> None:
+    ):  # fmt: skip
+        assert value(flags(plan_for(model, gpu_ids=(0,), options={option: given})), flag) == expected
+    options = {"vllm_speculative_method": "ngram", "vllm_num_speculative_tokens": 4, "vllm_enable_prefix_caching": False}
+    words = flags(plan_for(model, options=options))
+    assert json.loads(value(words, "--speculative-config")) == {"method": "ngram", "num_speculative_tokens": 4}
+    assert ("--no-enable-prefix-caching" in words, "--enable-prefix-caching" in words) == (True, False)
     plan = LoadPlan("m", "vllm", model, quantization="awq")
     assert value(flags(plan), "--quantization") == "awq"
     (model / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
-    assert "--quantization" not in flags(plan)
+    assert "--quantization" not in flags(plan), "the model says it itself"
 
 
 def test_adapters_are_named_with_a_rank_that_holds_them_all(model: Path, tmp_path: Path) -> None:
@@ -119,27 +93,21 @@ def test_adapters_are_named_with_a_rank_that_holds_them_all(model: Path, tmp_pat
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
     words = flags(plan_for(model, options={"vllm_lora": {name: str(tmp_path / name) for name in "ab"}}))
-    assert value(words, "--max-lora-rank") == "32"
-    assert value(words, "--max-loras") == "2"
+    assert (value(words, "--max-lora-rank"), value(words, "--max-loras")) == ("32", "2")
     at = words.index("--lora-modules")
     assert [json.loads(word)["name"] for word in words[at + 1 : at + 3]] == ["a", "b"]
 
 
-def test_a_rank_beyond_vllms_is_refused(model: Path) -> None:
-    with pytest.raises(EngineError, match="up to rank 512, not 600"):
-        flags(plan_for(model, options={"vllm_max_lora_rank": 600}))
-
-
-def test_an_adapter_that_is_not_there_is_named(model: Path) -> None:
-    with pytest.raises(EngineError, match=r"vllm_lora a: /nowhere has no adapter_config.json"):
-        flags(plan_for(model, options={"vllm_lora": {"a": "/nowhere"}}))
-
-
-def test_a_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"has no config\.json"):
-        flags(plan_for(tmp_path))
-    with pytest.raises(EngineError, match="needs the folder of the model"):
-        flags(LoadPlan("m", "vllm"))
+def test_a_plan_that_cannot_be_started_says_why(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for plan, words in (
+        (plan_for(model, gpu_ids=(0,), budget_mb=1000), r"a budget of 1000 MB .* need 1026 MB"),
+        (plan_for(model, options={"vllm_max_lora_rank": 600}), "up to rank 512, not 600"),
+        (plan_for(model, options={"vllm_lora": {"a": "/nowhere"}}), r"vllm_lora a: /nowhere has no adapter_config.json"),
+        (plan_for(tmp_path / "empty"), r"has no config\.json"), (LoadPlan("m", "vllm"), "needs the folder of the model"),
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=words):
+            flags(plan)
 
 
 def test_the_environment_carries_no_secret_of_ours_and_opens_no_network(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,16 +117,8 @@ def test_the_environment_carries_no_secret_of_ours_and_opens_no_network(model: P
     assert not [name for name in environment if name.startswith("MUSTER_")]
     assert "VLLM_API_KEY" not in environment
     assert (environment["HF_HUB_OFFLINE"], environment["VLLM_NO_USAGE_STATS"], environment["DO_NOT_TRACK"]) == ("1", "1", "1")
-    assert environment["OMP_NUM_THREADS"] == "2"
-
-
-def test_pictures_are_not_fetched_by_address(model: Path) -> None:
-    assert "--allowed-media-domains=none.invalid" in flags(plan_for(model))
-
-
-def test_a_named_python_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
-    assert command.find_python() == sys.executable
+    assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("2", "")
+    assert build_environment(plan_for(model, gpu_ids=(1, 3)))["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 
 def test_without_vllm_the_error_says_where_to_put_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -169,28 +129,20 @@ def test_without_vllm_the_error_says_where_to_put_it(monkeypatch: pytest.MonkeyP
     beside.parent.mkdir(parents=True)
     beside.touch()
     assert command.find_python(tmp_path) == str(beside)
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
+    assert command.find_python(tmp_path) == sys.executable, "a named one wins"
 
 
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        ({}, None),
-        ({"enable_thinking": False}, '{"enable_thinking":false}'),
-        ({"enable_thinking": True}, '{"enable_thinking":true}'),
-        ({"enable_thinking": True, "vllm_task": "embed"}, None),
-    ],
-)
-def test_thinking_is_a_default_of_the_chat_template(model: Path, options: dict[str, object], given: str | None) -> None:
-    words, flag = flags(plan_for(model, options=options)), "--default-chat-template-kwargs"
-    assert (value(words, flag) if flag in words else None) == given
+def test_thinking_is_a_default_of_the_chat_template(model: Path) -> None:
+    for options, given in (
+        ({}, None), ({"enable_thinking": False}, '{"enable_thinking":false}'),
+        ({"enable_thinking": True}, '{"enable_thinking":true}'), ({"enable_thinking": True, "vllm_task": "embed"}, None),
+    ):  # fmt: skip
+        words, flag = flags(plan_for(model, options=options)), "--default-chat-template-kwargs"
+        assert (value(words, flag) if flag in words else None) == given
 
 
 ALPHA = Call("POST", COMPLETIONS, {}, b"{}", tenant="alpha")
-
-
-def test_a_tenant_and_tag_keep_their_salt() -> None:
-    salts = Salts()
-    assert salts.salt_for(ALPHA) == salts.salt_for(replace(ALPHA, body=b'{"other":1}'))
 
 
 def test_other_tenants_tags_and_processes_have_other_salts() -> None:
@@ -201,11 +153,9 @@ def test_other_tenants_tags_and_processes_have_other_salts() -> None:
     ]  # fmt: skip
     found = [salts.salt_for(call) for call in calls] + [Salts().salt_for(ALPHA)]
     assert all(first != second for first, second in combinations(found, 2))
-
-
-def test_nothing_is_reused_where_the_client_wants_that() -> None:
-    salts, private = Salts(), replace(ALPHA, cache_mode="none")
-    assert len({salts.salt_for(private), salts.salt_for(private), salts.salt_for(ALPHA)}) == 3
+    assert salts.salt_for(replace(ALPHA, body=b'{"other":1}')) == found[0], "a tenant and tag keep their own"
+    private = replace(ALPHA, cache_mode="none")
+    assert len({salts.salt_for(private), salts.salt_for(private), found[0]}) == 3, "nothing is to be reused"
 
 
 @pytest.mark.parametrize(
@@ -237,28 +187,19 @@ def test_memory_of_flushes_is_bounded_and_its_end_brings_no_salt_back() -> None:
     assert len(salts._epochs) <= 3
 
 
-def test_all_other_fields_stay_as_they_came() -> None:
+def test_a_field_is_ours_however_it_is_written_and_all_others_stay_as_they_came() -> None:
     body = b'{"model": "m","temperature":0.10, "messages":[ {"content":"\\u00e9 \xc3\xa9"} ],"cache_salt":7,"priority":"x"}'
     sealed = seal_body(body, salt="s", priority="high")
     assert b'"temperature":0.10' in sealed
     assert b'[ {"content":"\\u00e9 \xc3\xa9"} ]' in sealed
-    assert json.loads(sealed)["cache_salt"] == "s"
-    assert json.loads(sealed)["priority"] == -10
-
-
-@pytest.mark.parametrize("name", ["cache_salt", "cache\\u005fsalt", "request_id", "kv_transfer_params"])
-def test_a_field_is_ours_however_it_is_written(name: str) -> None:
-    sealed = seal_body(b'{"%b":"theirs","%b":"twice"}' % (name.encode(), name.encode()), salt="s", priority="normal")
-    assert b"theirs" not in sealed
-    assert b"twice" not in sealed
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"[]", b'"x"', b"{", b'{"a":NaN}', '{"cache_salt":"x"}'.encode("utf-16"), b"\xef\xbb\xbf{}", b'{"a":' * 5000]
-)
-def test_what_is_no_json_object_does_not_pass_unsealed(body: bytes) -> None:
-    with pytest.raises(InvalidRequest):
-        seal_body(body, salt="s", priority="normal")
+    assert (json.loads(sealed)["cache_salt"], json.loads(sealed)["priority"]) == ("s", -10)
+    for name in (b"cache_salt", b"cache\\u005fsalt", b"request_id", b"kv_transfer_params"):
+        sealed = seal_body(b'{"%b":"theirs","%b":"twice"}' % (name, name), salt="s", priority="normal")
+        assert not {b"theirs", b"twice"} & set(sealed.split(b'"'))
+    utf16 = '{"cache_salt":"x"}'.encode("utf-16")
+    for body in (b"", b"[]", b'"x"', b"{", b'{"a":NaN}', utf16, b"\xef\xbb\xbf{}", b'{"a":' * 5000):
+        with pytest.raises(InvalidRequest):
+            seal_body(body, salt="s", priority="normal")
 
 
 GIB = 1024**3
@@ -272,7 +213,7 @@ def read(*lines: str) -> tuple[StartupLog, list[Progress]]:
     return log, told
 
 
-def test_shards_move_the_share_through_the_weights() -> None:
+def test_the_share_moves_through_the_shards_and_never_back_and_sizes_are_those_of_all_gpus() -> None:
     _, told = read(
         "(Worker pid=1) INFO 11-21 19:16:38 [cpu_model_runner.py:68] Starting to load model /m...",
         "\rLoading safetensors checkpoint shards:   0% Completed | 0/4 [00:00<?, ?it/s]",
@@ -280,23 +221,15 @@ def test_shards_move_the_share_through_the_weights() -> None:
         "(Worker pid=1) INFO 11-21 19:16:38 [default_loader.py:501] Loading weights took 20.01 seconds",
     )
     assert [(progress.stage, progress.fraction) for progress in told] == [
-        ("loading weights", 0.2),
-        ("loading weights (2 of 4 files)", 0.45),
-        ("weights loaded", 0.7),
-    ]
-
-
-def test_the_share_never_goes_back() -> None:
+        ("loading weights", 0.2), ("loading weights (2 of 4 files)", 0.45), ("weights loaded", 0.7),
+    ]  # fmt: skip
     _, told = read(
         "init engine (profile, create kv cache) took 1 s", "Resolved architecture: Llama", "Starting to load model x"
     )
     assert [progress.fraction for progress in told] == [0.96]
-
-
-def test_sizes_are_those_of_all_gpus_together() -> None:
+    start = "INFO 11-21 19:16:38 [gpu_model_runner.py:5150]"
     log, _ = read(
-        "(Worker_TP0 pid=1) INFO 11-21 19:16:38 [gpu_model_runner.py:5150] Model loading took 7.5 GiB memory and 3.1 seconds",
-        "(Worker_TP1 pid=2) INFO 11-21 19:16:38 [gpu_model_runner.py:5150] Model loading took 7.5 GiB memory and 3.1 seconds",
+        *(f"(Worker_TP{gpu} pid=1) {start} Model loading took 7.5 GiB memory and 3.1 seconds" for gpu in range(2)),
         "(Worker_TP0 pid=1) INFO 11-21 19:16:38 [gpu_worker.py:760] Available KV cache memory: 12.25 GiB",
     )
     assert (log.weights_bytes, log.kv_bytes) == (15 * GIB, int(12.25 * GIB))
