@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,9 +43,10 @@ def write(folder: Path, content: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("isolated", [True, False], ids=["isolated", "plain"])
-def test_an_auditor_runs_the_program_from_anywhere(tmp_path: Path, isolated: bool) -> None:
-    done = run(write(tmp_path, make_bundle()), cwd=tmp_path, isolated=isolated)
+@pytest.mark.parametrize("how", ["isolated", "plain", "a copy alone"])
+def test_an_auditor_runs_the_program_from_anywhere(tmp_path: Path, how: str) -> None:
+    program = Path(shutil.copy(PROGRAM, tmp_path / "check.py")) if how == "a copy alone" else PROGRAM
+    done = run(write(tmp_path, make_bundle()), cwd=tmp_path, isolated=how != "plain", program=program)
     assert (done.returncode, done.stderr) == (0, "")
     words = policy_words(FIRST.ref.sha256)
     for told in ("APPROVED model-load", "ada, dan", "asked for by zoe", digest_words(PROVEN.digest), "version 2", words, BOX):
@@ -53,34 +54,16 @@ def test_an_auditor_runs_the_program_from_anywhere(tmp_path: Path, isolated: boo
     assert f'{BOX} says "succeeded"' in done.stdout
 
 
-def test_a_copy_of_the_program_alone_is_enough(tmp_path: Path) -> None:
-    copy = Path(shutil.copy(PROGRAM, tmp_path / "check.py"))
-    done = run(write(tmp_path, {"operation": make_bundle()}), cwd=tmp_path, program=copy)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("format_version", "told"), [(1, "stops at a failure"), (2, "goes on after failures")], ids=["first", "second"]
-)
-def test_the_program_proves_batches_of_both_formats(tmp_path: Path, format_version: int, told: str) -> None:
-    done = run(write(tmp_path, make_batch(format_version=format_version)), cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert told in done.stdout
-
-
-def test_the_program_says_which_rule_refused(tmp_path: Path) -> None:
+def test_the_program_proves_batches_and_says_which_rule_refused_or_how_it_is_called(tmp_path: Path) -> None:
+    for version, told in ((1, "stops at a failure"), (2, "goes on after failures")):
+        done = run(write(tmp_path, make_batch(format_version=version)), cwd=tmp_path)
+        assert (done.returncode, done.stderr, told in done.stdout) == (0, "", True)
     done = run(write(tmp_path, make_bundle(proofs=approve(PROVEN, [ANN]))), cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (1, "")
-    assert done.stdout.startswith("NOT APPROVED (too_few_approvers)")
-
-
-def test_the_program_says_how_it_is_called(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("no JSON")
+    assert (done.returncode, done.stdout.startswith("NOT APPROVED (too_few_approvers)")) == (1, True)
     (tmp_path / "deep").write_text("[" * 100_000)
-    for arguments in ((), ("nothing",), ("text",), ("deep",), (write(tmp_path, []),), (write(tmp_path, {"operation": 7}),)):
+    for arguments in ((), ("nothing",), ("deep",), (write(tmp_path, {"operation": 7}),)):
         done = run(*arguments, cwd=tmp_path)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("usage: ")
+        assert (done.returncode, done.stdout, done.stderr.startswith("usage: ")) == (2, "", True)
 
 
 @pytest.fixture
@@ -98,53 +81,32 @@ def alone(tmp_path: Path) -> Alone:
     return run
 
 
-def test_the_file_alone_tells_good_broken_short_and_rewritten_logs_apart(alone: Alone, tmp_path: Path) -> None:
-    forged = make_chain(make_body(number + 100) for number in range(SIZE))
-    cases: list[tuple[int, list[Record]]] = [
-        (0, [*LOG, seal(LOG), witness(LOG)]),
-        (1, [*LOG[:5], *LOG[6:], seal(LOG)]),
-        (2, [*LOG[:30], seal(LOG)]),
-        (3, [*forged, seal(LOG)]),
-    ]
-    for status, records in cases:
-        (tmp_path / "log").write_text(export(records))
-        done = alone("verify", "log", "--key", str(KEY))
-        assert (done.returncode, done.stderr) == (status, ""), done
-    (tmp_path / "log").write_text(export(cases[1][1]))
-    assert "entry 6: missing" in alone("verify", "log").stdout
-    (tmp_path / "log").write_text(export(LOG[:30]))
-    (tmp_path / "kept").write_text(seal(LOG).note)
-    assert [alone("verify", "log", *words).returncode for words in ([], ["--checkpoint", "kept"])] == [4, 2]
-
-
 def test_the_file_alone_calls_a_log_unwitnessed_that_no_checkpoint_covers_with_or_without_a_key(
     alone: Alone, tmp_path: Path
 ) -> None:
-    unproven = replace(witness(LOG), note="")
+    forged = make_chain(make_body(number + 100) for number in range(SIZE))
     cases: list[tuple[int, str, list[Record]]] = [
-        (4, "unwitnessed: 40 entries verified", [*LOG]),
-        (4, "no signed checkpoint covers any of it", [seal([]), *LOG]),
-        (4, "show no checkpoint that the log signed", [*LOG, unproven]),
+        (4, "unwitnessed: 40 entries verified", [*LOG]), (4, "no signed checkpoint covers any of it", [seal([]), *LOG]),
+        (4, "show no checkpoint that the log signed", [*LOG, replace(witness(LOG), note="")]),
         (0, "entries 31 to 40 are covered by no signed checkpoint yet", [*LOG[:30], seal(LOG[:30]), *LOG[30:]]),
-        (0, "good: 40 entries", [*LOG, witness(LOG)]),
-        (0, "good: 0 entries", []),
-        (1, "broken", [*LOG[:5], *LOG[6:]]),
-    ]
+        (0, "good: 40 entries", [*LOG, witness(LOG)]), (1, "entry 6: missing", [*LOG[:5], *LOG[6:]]),
+        (2, "", [*LOG[:30], seal(LOG)]), (3, "", [*forged, seal(LOG)]),
+    ]  # fmt: skip
     for status, words, records in cases:
         (tmp_path / "log").write_text(export(records))
-        for key in ([], ["--key", str(KEY)]):
+        for key in ([], ["--key", str(KEY)]) if status in {0, 1, 4} else (["--key", str(KEY)],):
             done = alone("verify", "log", *key)
-            assert (done.returncode, words in done.stdout) == (status, True), done
-    (tmp_path / "log").write_text(export(LOG))
+            assert (done.returncode, words in done.stdout, done.stderr) == (status, True, ""), done
     (tmp_path / "kept").write_text(seal(LOG).note)
-    assert alone("verify", "log", "--checkpoint", "kept").returncode == 0
+    for entries, status in ((LOG, 0), (LOG[:30], 2)):
+        (tmp_path / "log").write_text(export(entries))
+        assert alone("verify", "log", "--checkpoint", "kept").returncode == status
 
 
 def test_the_file_alone_checks_a_proof_and_never_mistakes_a_typing_error_for_a_short_log(alone: Alone, tmp_path: Path) -> None:
-    (tmp_path / "proof").write_text(json.dumps(make_proof()))
-    assert alone("prove-check", "proof").returncode == 0
-    (tmp_path / "proof").write_text(json.dumps(make_proof() | {"opId": "op-4"}))
-    assert alone("prove-check", "proof").returncode == 1
+    for changes, status in (({}, 0), ({"opId": "op-4"}, 1)):
+        (tmp_path / "proof").write_text(json.dumps(make_proof() | changes))
+        assert alone("prove-check", "proof").returncode == status
     for words in (["verify"], ["verify", "nowhere"], ["judge", "proof"], ["verify", "proof"]):
         assert alone(*words).returncode == USAGE_STATUS
 
@@ -164,28 +126,12 @@ def key_file(tmp_path: Path) -> Path:
 SIGN = ("--operation", "model-load", "--model", MODEL, "--signer", "a", "--signer", "b")
 
 
-@pytest.mark.parametrize("extra", [(), ("--base64url",)])
-@pytest.mark.parametrize("level", [Level.L0, Level.L1])
+@pytest.mark.parametrize(("level", "extra"), [(Level.L0, ()), (Level.L1, ("--base64url",))])
 async def test_the_signing_program_makes_tokens_that_are_admitted(
     key_file: Path, tmp_path: Path, level: Level, extra: tuple[str, ...]
 ) -> None:
-    params: Mapping[str, object] = {
-        "modelId": MODEL,
-        "maxContextLength": 4096,
-        "evictModel": "org/other",
-        "overrides": {"a": [1]},
-    }
-    given: tuple[str, ...] = (
-        "--level",
-        level,
-        "--runner-id",
-        "box-7",
-        "--param",
-        "maxContextLength=4096",
-        "--param",
-        "evictModel=org/other",
-    )
-    given += ("--param", 'overrides={"a": [1]}')
+    params: dict[str, object] = {"modelId": MODEL, "maxContextLength": 4096, "overrides": {"a": [1]}}
+    given = ("--level", level, "--runner-id", "box-7", "--param", "maxContextLength=4096", "--param", 'overrides={"a": [1]}')
     signed = await asyncio.to_thread(run_sign, "--key", str(key_file), *SIGN, *given, *extra)
     assert (signed.returncode, signed.stderr) == (0, "")
     async with opened(key_file, tmp_path / "data", level=level, clock=Clock(time.time())) as gate:
@@ -193,39 +139,18 @@ async def test_the_signing_program_makes_tokens_that_are_admitted(
     assert (admitted.level, admitted.signers) == (level, ("a", "b"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--level", "L1"), "--runner-id"),
-        (("--level", "L2"), "proofs of approvers"),
-        (("--level", "L1", "--runner-id", "x", "--param", "a"), "NAME=VALUE"),
-        (("--level", "L1", "--runner-id", "x", "--param", "a=0.5"), "float"),
-    ],
-)
-def test_the_signing_program_says_what_it_cannot_sign(key_file: Path, arguments: tuple[str, ...], words: str) -> None:
-    signed = run_sign("--key", str(key_file), *SIGN, *arguments)
-    assert (signed.returncode, signed.stdout) == (2, "")
-    assert words in signed.stderr
-
-
-def test_the_signing_program_names_a_key_it_cannot_read(tmp_path: Path) -> None:
-    signed = run_sign("--key", str(tmp_path / "missing.key"), *SIGN)
-    assert signed.returncode == 2
-    assert "missing.key" in signed.stderr
-
-
-def test_the_runner_prints_one_line_and_exits_with_2() -> None:
+def test_programs_say_in_one_line_what_they_cannot_do(key_file: Path) -> None:
+    bound = ("--level", "L1", "--runner-id", "x", "--param")
+    for arguments, words in (
+        (("--level", "L1"), "--runner-id"), (("--level", "L2"), "proofs of approvers"), ((*bound, "a"), "NAME=VALUE"),
+        ((*bound, "a=0.5"), "float"), (("--key", "/missing.key"), "missing.key"),
+    ):  # fmt: skip
+        signed = run_sign("--key", str(key_file), *SIGN, *arguments)
+        assert (signed.returncode, signed.stdout, words in signed.stderr) == (2, "", True)
     command = [sys.executable, "-m", "runner", "--gateway", "nonsense", "--token", "msw_x"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr.startswith("runner: --gateway must look like")
-
-
-def test_help_of_the_runner_names_the_owners_signals() -> None:
-    done = subprocess.run([sys.executable, "-m", "runner", "--help"], capture_output=True, text=True, check=True, timeout=30)
-    assert "SIGUSR1 takes the box back" in done.stdout
-    assert "MUSTER_TOKEN_FILE" in done.stdout
 
 
 def test_a_forked_process_draws_other_numbers() -> None:

@@ -104,53 +104,6 @@ async def test_an_unload_whose_runner_is_killed_leaves_nothing_that_loads_again(
     await ledger.close()
 
 
-@pytest.mark.parametrize("point", ["before outcome", "after outcome"])
-async def test_a_load_is_kept_from_the_moment_its_outcome_is_on_disk(tmp_path: Path, point: str) -> None:
-    fleet, (options, env) = Fleet(), options_of(tmp_path)
-    await enrol(tmp_path / "data", fleet)
-    async with run_gateway() as gateway:
-        async with run_box(tmp_path, gateway.url, *options, env={**env, "DIE_AT": point}, program=DYING) as process:
-            first = Control(await gateway.accept(), fleet)
-            load = first.command("model-load", KEEP)
-            await first.box.send(load)
-            assert await process.exit_status() == -signal.SIGKILL
-        async with run_box(tmp_path, gateway.url, *options, env=env):
-            control = Control(await gateway.accept(), fleet)
-            found = await control.query(load.op_id)
-            if point == "after outcome":
-                assert (found.state, found.result["keptLoaded"]) == ("succeeded", True)
-                await control.box.declares("a")
-            else:
-                assert (found.state, control.box.models()) == ("interrupted", [])
-                assert replica_of(control.box, "a") is None
-
-
-async def test_a_kept_model_whose_files_are_gone_is_told_as_failed_and_can_be_unloaded(tmp_path: Path) -> None:
-    fleet, (options, env) = Fleet(), options_of(tmp_path)
-    await enrol(tmp_path / "data", fleet)
-    async with run_gateway() as gateway:
-        async with run_box(tmp_path, gateway.url, *options, env=env):
-            first = Control(await gateway.accept(), fleet)
-            assert (await first.carry_out(first.command("model-load", KEEP))).state == "succeeded"
-            assert (
-                await first.carry_out(first.command("model-load", {"modelId": "b", "keepLoaded": True}))
-            ).state == "succeeded"
-        (tmp_path / "models" / "a.gguf").unlink()
-        async with run_box(tmp_path, gateway.url, *options, env=env):
-            control = follow(Control(await gateway.accept(), fleet), first)
-            await control.box.declares("b")
-            await eventually(
-                lambda: (said := replica_of(control.box, "a")) and "attempt 1 of 4 failed" in said.detail, "the reason is told"
-            )
-            said = replica_of(control.box, "a")
-            assert said is not None
-            assert (said.state, said.kept) == ("failed", True)
-            assert "There is no model 'a'" in said.detail
-            gone = await control.carry_out(control.command("model-unload", {"modelId": "a"}))
-            assert (gone.state, gone.result["wasLoaded"]) == ("succeeded", False)
-            await eventually(lambda: replica_of(control.box, "a") is None, "nobody waits for it any more")
-
-
 async def test_a_node_reclaimed_on_the_spot_stays_so_over_a_restart_and_loads_when_it_is_lent(tmp_path: Path) -> None:
     fleet, (options, env) = Fleet(), options_of(tmp_path)
     await enrol(tmp_path / "data", fleet)
@@ -224,7 +177,7 @@ async def kill_after(process: asyncio.subprocess.Process, confirmed: int) -> int
     return confirmed - 1 + rest.count(b"\n")
 
 
-async def test_nothing_that_was_confirmed_is_forgotten_by_a_kill(tmp_path: Path) -> None:
+async def test_nothing_that_was_confirmed_is_forgotten_by_a_kill_and_what_was_under_way_is_found(tmp_path: Path) -> None:
     async with spending(tmp_path) as process:
         last = await kill_after(process, 25)
     assert process.returncode == -signal.SIGKILL
@@ -234,20 +187,10 @@ async def test_nothing_that_was_confirmed_is_forgotten_by_a_kill(tmp_path: Path)
         again = [await ledger.spend_nonce(f"n-{number}", expires_at=time.time() + 300) for number in range(last + 1)]
         assert not any(again)
         assert await ledger.spend_nonce(f"n-{last + 2}", expires_at=time.time() + 300)
-    finally:
-        await ledger.close()
-
-
-async def test_a_start_after_a_kill_finds_what_was_under_way(tmp_path: Path) -> None:
-    async with spending(tmp_path) as process:
-        await kill_after(process, 1)
-    ledger = await Ledger.open(tmp_path)
-    try:
         (task,) = await ledger.interrupt_tasks(time.time())
         assert (task.task_id, task.state, task.stage) == ("load-1", TaskState.INTERRUPTED, "reading weights")
         begun = await ledger.begin_op("op-1", slot="model:m", fence=8, max_uses=1, expires_at=time.time() + 300)
         assert begun == OpAlreadyDone(approvals.INTERRUPTED)
-        assert await ledger.abandon_costs() == 1
-        assert await ledger.spent("t", "2026-11") == 100
+        assert (await ledger.abandon_costs(), await ledger.spent("t", "2026-11")) == (1, 100)
     finally:
         await ledger.close()

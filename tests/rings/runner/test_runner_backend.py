@@ -10,7 +10,7 @@ from aiohttp import web
 
 from tests.fakes.engines.scripted_server import run_engine
 from tests.fakes.runners.process import run_box
-from tests.fakes.scripted_gateway import ConnectedBox, run_gateway
+from tests.fakes.scripted_gateway import run_gateway
 from wire import bridge, frames
 from wire.limits import WIRE
 
@@ -24,24 +24,6 @@ STREAMED: dict[str, object] = {"model": "alpha", "stream": True, "messages": []}
 def event_stream() -> web.StreamResponse:
     """Return an empty event stream."""
     return web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Set-Cookie": "a=b"})
-
-
-def name_engines(box: ConnectedBox) -> set[str]:
-    """Return the engines that a box has named last."""
-    reports: list[bridge.Register | bridge.Telemetry] = [box.register]
-    reports += [message for message in box.messages if isinstance(message, bridge.Telemetry)]
-    return {replica.engine for replica in reports[-1].replicas}
-
-
-@pytest.mark.parametrize(("owner", "told"), [("llamacpp", "llama-server"), ("someone", "openai")])
-async def test_gateways_are_told_of_a_llama_server_by_whom_its_models_belong_to(tmp_path: Path, owner: str, told: str) -> None:
-    async with run_gateway() as gateway, run_engine() as engine:
-        engine.owner = owner
-        async with run_box(tmp_path, gateway.url, "--backend", engine.url):
-            box = await gateway.accept()
-            await box.declares("alpha", "beta")
-            async with asyncio.timeout(30), box.news:
-                await box.news.wait_for(lambda: name_engines(box) == {told})
 
 
 async def test_the_servers_key_is_added_and_a_wrong_one_is_explained_until_it_is_right(tmp_path: Path) -> None:

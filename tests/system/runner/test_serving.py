@@ -306,17 +306,6 @@ async def test_what_an_engine_refuses_is_logged_once_and_counted_by_whose_fault_
     assert (is_idle(parts), parts.pool.registry.ready_ids()) == (True, ["alpha", "beta"])
 
 
-async def test_an_error_inside_a_stream_is_logged_with_its_words(
-    parts: Parts, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine.handler = streamed(WORD, b'data: {"error":{"message":"CUDA out of memory","code":500}}\n\n')
-    request = replace(ask(stream=True), request_id="req_1", is_streaming=True, on_socket=True)
-    await serve(parts, request)
-    (line,) = [record.getMessage() for record in caplog.records if "engine answered with an error" in record.getMessage()]
-    assert "request=req_1" in line
-    assert line.endswith("status=200 error=CUDA out of memory")
-
-
 async def test_what_an_engine_says_stays_out_of_the_log_of_a_box_that_is_told_so(
     tmp_path: Path, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -63,19 +63,6 @@ def test_addresses_lists_and_files_are_read_into_one_form(tmp_path: Path) -> Non
     assert config.engine == LlamaConfig(model_path=model, model_name="small-q4", context_tokens=4096, threads=3)
 
 
-def test_what_gateways_are_to_translate_can_be_named_for_a_backend_and_a_model_file(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    for serving in (["--backend", "http://b:1"], ["--model-path", str(tmp_path / "m.gguf")]):
-        engine = read_config([*MINIMAL, *serving, "--translate", "responses, messages"], {}).engine
-        assert engine is not None
-        assert engine.translate == ("responses", "messages")
-        engine = read_config([*MINIMAL, *serving], {"MUSTER_TRANSLATE": "messages"}).engine
-        assert engine is not None
-        assert engine.translate == ("messages",)
-        with pytest.raises(ConfigError, match="--translate must be a comma list of messages, responses, not 'chat'"):
-            read_config([*MINIMAL, *serving, "--translate", "chat"], {})
-
-
 NAMELESS, ALONE = ["--gateway", "http://h"], ["--standalone"]
 
 
@@ -170,21 +157,6 @@ def test_the_names_of_signers_that_count_are_read(tmp_path: Path) -> None:
     assert read_config(flags, {}).operations.counted_signers is None
     with pytest.raises(ConfigError, match="has 1 names and OP_TOKEN_MIN_SIGNERS asks for 2"):
         read_config(flags, {**env, "OP_TOKEN_SIGNERS": "ann"})
-
-
-def test_settings_in_the_data_folder_are_found_and_others_named_by_variable(tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text("{}")
-    files = read_config(["--standalone", "--data", str(tmp_path)], {}).files
-    assert files.find_settings() == (tmp_path / "settings.json", None)
-    (tmp_path / "local.json").write_text("{}")
-    assert files.find_settings() == (tmp_path / "settings.json", tmp_path / "local.json"), "it came to be after the start"
-    (tmp_path / "settings.json").unlink()
-    assert files.find_settings() == (None, tmp_path / "local.json")
-    other = tmp_path / "other.json"
-    other.write_text("{}")
-    files = read_config(["--standalone", "--data", str(tmp_path)], {"LLM_POOL_LOCAL_SETTINGS_PATH": str(other)}).files
-    other.unlink()
-    assert files.find_settings()[1] == other, "a file that was named must be there: reading it says that it is not"
 
 
 def test_a_log_level_has_the_words_that_the_server_knows() -> None:

@@ -17,12 +17,6 @@ from tests.fakes.examples import examples
 from tests.fakes.queue_visitors import LONG_S, Visitors, settle
 
 
-async def test_tenants_of_equal_score_take_turns() -> None:
-    visitors = Visitors()
-    await visitors.come("x1", "a1", "a2", "a3", "b1", "b2", "b3", "c1", "c2")
-    assert (await visitors.serve_all())[1:] == ["a1", "b1", "c1", "a2", "b2", "c2", "a3", "b3"]
-
-
 async def test_weights_of_one_two_and_four_hold_within_five_percent_of_slot_time_in_the_long_run() -> None:
     weights = {"a": 1.0, "b": 2.0, "c": 4.0}
     visitors = Visitors(slots=3, weight_of=weights.__getitem__)
@@ -44,29 +38,6 @@ async def test_weights_of_one_two_and_four_hold_within_five_percent_of_slot_time
     total = sum(used.values())
     for tenant, weight in weights.items():
         assert used[tenant] / total == pytest.approx(weight / 7, rel=0.05)
-
-
-async def test_long_waits_do_not_turn_shares_into_first_come_first_served() -> None:
-    visitors = Visitors(weight_of=lambda tenant: 4.0 if tenant == "b" else 1.0)
-    visitors.queue.pause()
-    await visitors.come(*(f"a{n}" for n in range(10)))
-    visitors.clock.advance(15.0)  # one class up for all of a, none for b
-    await visitors.come(*(f"b{n}" for n in range(10)))
-    visitors.queue.resume()
-    await settle()
-    served = await visitors.serve_all(each_s=1.0)
-    assert Counter(name[0] for name in served[:10]) == {"a": 2, "b": 8}
-
-
-async def test_time_that_still_runs_counts() -> None:
-    visitors = Visitors(slots=2)
-    await visitors.come("a1", "b1", "c1")
-    await visitors.go("b1", after_s=1.0)
-    await visitors.come("a2", "b2")
-    visitors.clock.advance(4.0)  # nothing of a has finished yet
-    assert [visitors.score_of(tenant) for tenant in "abc"] == [5000.0, 1000.0, 4000.0]
-    await visitors.go("c1")
-    assert visitors.served == ["a1", "b1", "c1", "b2"]
 
 
 async def test_the_soft_cap_is_borrowed_while_nobody_else_waits_and_then_stands_behind() -> None:
@@ -285,16 +256,6 @@ async def test_more_slots_let_those_in_who_wait_and_fewer_stop_nobody() -> None:
     assert visitors.served[-1] == "d1"
     with pytest.raises(ValueError, match="-1 slots"):
         visitors.queue.resize(-1)
-
-
-async def test_a_higher_priority_goes_first_whatever_the_score() -> None:
-    visitors = Visitors()
-    await visitors.come("a1")
-    await visitors.come("b1", priority="low")
-    await visitors.come("c1", priority="normal")
-    await visitors.come("a2", priority="high")
-    await visitors.go("a1", after_s=5.0)
-    assert await visitors.serve_all() == ["a1", "a2", "c1", "b1"]
 
 
 @pytest.mark.parametrize("low", ["b1", "ax"], ids=["of another tenant", "of its own"])

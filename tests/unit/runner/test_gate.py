@@ -14,7 +14,7 @@ import pytest
 
 from runner.errors import OperationsDisabled, OpTokenRefused, Unavailable
 from runner.ledger import FILE_NAME, Ledger
-from runner.operations.gate import REFUSED, Admitted, Gate, GateRules, OperationRunning
+from runner.operations.gate import REFUSED, Admitted, Gate, GateRules
 from tests.fakes.ledgers import T0, Clock
 from tests.fakes.limits import set_runner_limits
 from wire.optoken import Binding, Grant, Level, Operation, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
@@ -138,33 +138,6 @@ async def test_two_who_bring_one_token_at_once_do_one_operation(key_file: Path, 
         answers = await asyncio.gather(*(admit(gate, l0()) for _ in range(20)), return_exceptions=True)
     assert sum(isinstance(answer, Admitted) for answer in answers) == 1
     assert sum(isinstance(answer, OpTokenRefused) for answer in answers) == 19
-
-
-async def test_a_second_token_from_one_approval_gets_the_first_outcome(key_file: Path, tmp_path: Path) -> None:
-    outcome: dict[str, object] = {"status": 202, "body": {"taskId": "load-1"}}
-    async with opened(key_file, tmp_path / "data", level=Level.L1) as gate:
-        first = await admit(gate, l1())
-        assert first.recorded is None
-        with pytest.raises(OperationRunning) as running:
-            await admit(gate, l1(nonce="second-nonce", fence=8))
-        assert (running.value.status, running.value.retryable) == (409, True)
-        await gate.finish(first, outcome)
-        again = await admit(gate, l1(nonce="third-nonce", fence=9))
-        assert again.recorded == outcome
-        await gate.finish(again, {"status": 500})
-    async with opened(key_file, tmp_path / "data", level=Level.L1) as gate:
-        assert (await admit(gate, l1(nonce="fourth-nonce", fence=10))).recorded == outcome
-
-
-async def test_an_operation_that_was_overtaken_is_refused(
-    key_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with opened(key_file, tmp_path / "data", level=Level.L1) as gate:
-        await admit(gate, l1())
-        for fence in (7, 6):
-            token = l1(nonce=f"nonce-of-{fence}", op_id=f"op-{fence}-late", fence=fence)
-            assert await refused(gate, token, caplog) == "stale_fence"
-        await admit(gate, l1(nonce="next-nonce", op_id="op-2", fence=8))
 
 
 @pytest.mark.parametrize(

@@ -279,19 +279,6 @@ SEEN = Observation(
 )
 
 
-async def test_a_task_reads_back_as_it_was_saved_last(tmp_path: Path) -> None:
-    done = replace(
-        TASK, state=TaskState.COMPLETED, fraction=None, finished_at=T0 + 9, result={"gpuMemoryUsedMB": 38500, "ä": [1.5, None]}
-    )
-    async with opened(tmp_path) as ledger:
-        assert await ledger.read_task("load-1") is None
-        await ledger.save_task(TASK)
-        assert await ledger.read_task("load-1") == TASK
-        await ledger.save_task(done)
-    async with opened(tmp_path) as ledger:
-        assert await ledger.read_task("load-1") == done
-
-
 async def test_unfinished_tasks_are_interrupted_and_finished_ones_are_not(tmp_path: Path) -> None:
     async with opened(tmp_path) as ledger:
         await ledger.save_task(replace(TASK, task_id="late", started_at=T0 + 1))

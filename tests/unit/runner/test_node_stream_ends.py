@@ -6,11 +6,9 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from multidict import CIMultiDict, CIMultiDictProxy
 
 from conformance.events import DONE, Stream, read_stream
 from runner.admission import FairQueue, QueueLimits, WaitBudget
@@ -20,7 +18,7 @@ from runner.api.inference import InferenceEndpoint
 from runner.definitions.decoding import Decoding
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
-from runner.engines.port import Call, Capabilities, EngineStats, FlushOutcome, FlushRequest, FlushResult, Health, Report
+from runner.engines.port import Call
 from runner.engines.supervisor import Supervisor
 from runner.fit import read_shape
 from runner.library import Library
@@ -30,6 +28,7 @@ from runner.serving.pool_surface import PoolSurface
 from runner.serving.request import Inference
 from runner.serving.service import Serving
 from runner.serving.tally import Tally
+from tests.fakes.engine import FakeEngine, FakeResponse
 from tests.fakes.examples import TIMES
 from tests.fakes.recorded_streams import (
     BARE_ERRORS,
@@ -68,50 +67,20 @@ PASSAGES = tuple(
 )
 
 
-class PaperEngine:
+class PaperEngine(FakeEngine):
     """An engine that answers every request with ``pieces`` of an event stream."""
 
-    name = "paper"
-    poll_s = 3600.0
-    restart_max_s = 1.0
-    capabilities = Capabilities(endpoints=(CHAT, COMPLETIONS, MESSAGES, RESPONSES))
-    pids: tuple[int, ...] = ()
-
     def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-
-    async def load(self, report: Report) -> None:
-        del report
-
-    async def unload(self, *, gently: bool) -> None:
-        del gently
-
-    async def flush(self, request: FlushRequest) -> FlushOutcome:
-        del request
-        return FlushOutcome(FlushResult.NOT_SUPPORTED)
-
-    async def stats(self) -> EngineStats:
-        return EngineStats()
-
-    async def health(self) -> Health:
-        return Health.OK
-
-    async def wait_gone(self) -> None:
-        await asyncio.get_running_loop().create_future()
+        super().__init__(endpoints=(CHAT, COMPLETIONS, MESSAGES, RESPONSES))
+        self.poll_s, self.pieces = 3600.0, list[bytes]()
 
     @asynccontextmanager
     async def stream(self, call: Call) -> AsyncIterator[Any]:  # as much of aiohttp.ClientResponse as is asked for
         del call
-        pieces = iter([*self.pieces, b""])
-
-        async def read() -> bytes:
-            return next(pieces)
-
-        headers = CIMultiDictProxy(CIMultiDict({"Content-Type": "text/event-stream"}))
-        yield SimpleNamespace(
-            status=200, headers=headers, content_type="text/event-stream", content_length=None,
-            content=SimpleNamespace(readany=read),
-        )  # fmt: skip
+        chunks = asyncio.Queue[bytes | Exception]()
+        for piece in (*self.pieces, b""):
+            chunks.put_nowait(piece)
+        yield FakeResponse(200, "text/event-stream", None, chunks)
 
 
 class Node:

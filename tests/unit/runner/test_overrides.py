@@ -182,25 +182,6 @@ def test_a_key_in_the_override_even_null_beats_the_definition_and_others_stay(
     assert {name for name, value in plan.options.items() if value is not None} <= merged.keys()
 
 
-def test_constraints_are_the_table_as_data() -> None:
-    constraints = load_constraints(model("vllm", replica_max=3, target_inflight=8, vllm_max_model_len=512))
-    assert constraints["vllm_max_model_len"] == {
-        "kind": "integer", "minimum": 256, "step": 256, "unit": "tokens", "display_unit": "tokens", "default": 512,
-    }  # fmt: skip
-    assert constraints["vllm_kv_cache_memory_bytes"] == {
-        "kind": "integer_or_null", "minimum": STEP, "step": STEP, "unit": "bytes", "display_unit": "MiB", "default": None,
-    }  # fmt: skip
-    assert constraints["vllm_kv_cache_dtype"] == {
-        "kind": "enum", "values": ["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], "default": "auto",
-    }  # fmt: skip
-    assert constraints["vllm_speculative_method"]["kind"] == "string_or_null"
-    assert (constraints["replicas"]["maximum"], constraints["replicas"]["default"]) == (3, 1)
-    assert constraints["target_inflight"]["default"] == 8
-    assert load_constraints(model("llama_server"))["llama_server_spec_draft_p_min"] == {
-        "kind": "number_or_null", "minimum": 0.0, "maximum": 1.0, "default": None,
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_constraints_of_every_backend_agree_with_the_check(backend: Backend) -> None:
     definition = model(backend, replica_max=2)

@@ -16,7 +16,6 @@ from runner.definitions.definition import Backend, ModelDefinition
 from runner.errors import EngineUnavailable, InvalidRequest, ModalityUnsupported, RemoteNotAllowed
 from runner.serving.responses import (
     POOL_BACKENDS,
-    PoolMetrics,
     PoolRequest,
     ResponseBuilder,
     make_metrics,
@@ -360,18 +359,6 @@ def test_a_reason_to_stop_or_a_failure_that_the_node_found_itself_ends_the_strea
     assert [event.get("error") for event in events(out)] == [
         None, {"code": "model_unloading", "message": "m is being unloaded"},
     ]  # fmt: skip
-
-
-def test_without_numbers_of_the_engine_the_rate_is_over_the_time_it_took() -> None:
-    metrics = make_metrics(
-        backend_ms=500.0, engine_ms=700.0, pool_ms=710.0, queue_wait_ms=190.0, first_token_ms=100.0, output_tokens=10
-    )
-    assert metrics == PoolMetrics(
-        backend_inference_wall_ms=500.0, engine_total_wall_ms=700.0, engine_outside_backend_wall_ms=200.0,
-        pool_total_wall_ms=710.0, engine_queue_wait_ms=190.0, gpu_time_to_first_token_ms=100.0,
-        gpu_decode_after_first_token_ms=400.0, engine_output_tokens=10, engine_tokens_per_second=20.0,
-    )  # fmt: skip
-    assert make_metrics(backend_ms=None, engine_ms=None, pool_ms=3.0) == PoolMetrics(pool_total_wall_ms=3.0)
 
 
 _ms = st.none() | st.floats(0, 1e6)

@@ -27,7 +27,7 @@ from runner.pool import LoadProgress, Model, ModelEvent, Replica
 from runner.pool.states import TRANSITIONS, IllegalTransition, ModelState, next_state
 from runner.report import list_endpoints, list_replicas, read_memory
 from runner.serving.headers import INFERENCE_PATHS
-from runner.telemetry import Reading, TreeMemory, open_telemetry
+from runner.telemetry import TreeMemory, open_telemetry
 from runner.telemetry.amdgpu import find_cards, read_card
 from runner.telemetry.host import read_host
 from runner.telemetry.nvml import NvmlProbe, select_visible
@@ -179,9 +179,6 @@ def test_a_container_has_no_more_than_its_limit(tmp_path: Path, line: str, group
     assert (memory.total_bytes, memory.available_bytes) == (512 * MIB, 312 * MIB)
 
 
-READING = Reading(gpus=[], kind="gpu", total_mb=1000, used_mb=400, free_mb=600, driver_version=None, at=0.0)
-
-
 def make_model(name: str = "m", *, replicas: int = 0, slots: int = 2, translate: tuple[str, ...] = ()) -> Model:
     queue = FairQueue(slots=1, limits=QueueLimits(), budget=WaitBudget(1), weight_of=lambda _tenant: 1.0)
     definition = ModelDefinition(model_id=name, backend="gguf", target_inflight=3, translate=translate)
@@ -218,19 +215,6 @@ async def test_gateways_are_not_told_of_what_they_are_to_translate_nor_of_what_g
     assert (list_replicas([make_model()]), list_endpoints([make_model()]), read_memory(None, [make_model()])) == ([], [], None)
 
 
-async def test_a_model_that_is_being_loaded_counts_as_one_with_its_progress() -> None:
-    model = make_model(replicas=1)
-    model.apply(ModelEvent.LOAD)
-    model.load = LoadProgress(stage="reading weights " * 100, fraction=0.56789, expected_s=1000.0)
-    (info,) = list_replicas([model])
-    assert (info.model, info.state, info.engine, info.slots, info.progress) == ("m", "loading", "gguf", 3, 0.568)
-    assert info.detail is not None
-    assert len(info.detail) == limits().connection.detail_chars
-    assert info.eta_s is not None
-    assert 0 < info.eta_s <= 1000
-    assert list_endpoints([model]) == []
-
-
 async def test_a_model_that_failed_says_why_whether_or_not_it_has_replicas() -> None:
     model = make_model()
     model.apply(ModelEvent.LOAD)
@@ -259,18 +243,6 @@ async def test_every_replica_is_reported_with_what_runs_on_it_and_what_it_holds(
     assert [info.endpoints for info in infos] == [[CHAT, POOL_RESPONSES], [CHAT, POOL_RESPONSES]]
     assert [info.context_tokens for info in infos] == [2048, None]
     assert list_endpoints([model, served(make_model("other", replicas=1))]) == [CHAT, POOL_RESPONSES]
-
-
-async def test_memory_is_that_of_the_machine_with_the_models_parts_of_it() -> None:
-    model = served(make_model(replicas=2))
-    memory = read_memory(READING, [model])
-    assert memory is not None
-    assert (memory.kind, memory.total_mb, memory.used_mb, memory.weights_mb, memory.kv_mb) == ("gpu", 1000, 400, None, None)
-    model.replicas[0].weights_bytes, model.replicas[0].kv_bytes = 30 * MIB, MIB
-    model.replicas[1].weights_bytes = 30 * MIB
-    memory = read_memory(replace(READING, used_mb=500), [model])
-    assert memory is not None
-    assert (memory.used_mb, memory.weights_mb, memory.kv_mb) == (500, 60, 1)
 
 
 def test_a_kept_model_is_marked_and_one_that_could_not_be_loaded_again_says_why() -> None:

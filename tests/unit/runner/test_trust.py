@@ -25,11 +25,11 @@ from runner.operations.identity import load_identity
 from runner.operations.keys import KeyRing
 from runner.operations.op_keys import FOLDER_NAME, OpKeys, TooManyKeys
 from runner.operations.policies import ANOTHER, FORGOTTEN, WAITING, PolicyStore
-from runner.operations.witness import FACT, Sighting, Witness
+from runner.operations.witness import Sighting, Witness
 from tests.fakes.approvals import Fleet
 from tests.fakes.audit_logs import FORK, KEY, LOG, checkpoint_of, offer_of, seal
 from tests.fakes.ledgers import T0, opened
-from wire.auditlog import Entry, to_bytes, to_text, verify_signature
+from wire.auditlog import Entry, to_bytes, verify_signature
 from wire.bridge import CheckpointOffer
 from wire.optoken import owns_runner_id
 
@@ -342,18 +342,6 @@ async def test_a_checkpoint_from_before_is_no_contradiction_and_is_answered_with
         require_seen(sighting, witness, LOG[:20])
         assert witness.seen == checkpoint_of(LOG[:20])
         assert (await judge(witness, offer_of(LOG[:30], old=20))).note == seal(LOG[:30]).note
-
-
-async def test_what_was_seen_before_notes_were_kept_is_shown_without_one_until_the_next(tmp_path: Path) -> None:
-    async with opened(tmp_path) as ledger:
-        seen = checkpoint_of(LOG[:5])
-        await ledger.write_fact(FACT, json.dumps({"origin": seen.origin, "size": seen.size, "root": to_text(seen.root)}))
-    async with witness_in(tmp_path) as witness:
-        assert witness.seen == seen
-        assert (await judge(witness, offer_of(LOG[:3]))).note == ""
-        assert (await judge(witness, offer_of(LOG[:5], old=5))).note == seal(LOG[:5]).note
-    async with witness_in(tmp_path) as witness:
-        assert (await judge(witness, offer_of(LOG[:3]))).note == seal(LOG[:5]).note
 
 
 async def test_growth_is_signed_and_remembered_over_a_restart(tmp_path: Path) -> None:
