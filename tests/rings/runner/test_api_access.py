@@ -154,14 +154,6 @@ def test_metrics_move_to_their_own_port_or_are_switched_off(tmp_path: Path) -> N
         assert running.client.get("/metrics").status_code == 404
 
 
-def test_a_port_that_is_taken_is_explained(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        words = rf"runner: cannot listen on 127\.0\.0\.1 port {port}: .*--api-port"
-        with pytest.raises(AssertionError, match=words), run_api_box(tmp_path, "--api-port", str(port)):
-            pass
-
-
 def test_a_box_that_starts_says_so_until_its_first_models_have_settled(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url, until = f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path / "go"

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from aiohttp import web
 
-from runner.config.reading import TINY_MODEL_PATH
-from tests.fakes.runners.process import ApiBox, run_api_box
+from tests.fakes.engines.scripted_server import ScriptedEngine, run_engine
+from tests.fakes.runners.process import NO_KEEP_ALIVE, ApiBox, open_api_box, run_api_box
+from tests.fakes.waiting import DEADLINE_S, eventually
 from wire.optoken import Operation
 
 pytestmark = pytest.mark.timeout(180)
@@ -87,21 +94,6 @@ def test_a_chat_reply_has_the_headers_of_the_specification_from_real_numbers(box
     assert [reply.headers["x-cache-hit"] for reply in (cold, warm, other)] == ["false", "true", "false"]
 
 
-def test_a_load_that_cannot_be_is_refused_by_name(box: ApiBox) -> None:
-    cases: list[tuple[dict[str, object], int, str, str | None]] = [
-        ({"modelId": "nobody"}, 404, "unknown_model", None),
-        ({"modelId": "b", "evictModel": "nobody"}, 404, "unknown_model", None),
-        ({"modelId": "b", "overrides": {"gguf_n_ctx": 0}}, 400, "invalid_load_request", "gguf_n_ctx"),
-        ({"modelId": "b", "maxContextLength": "many"}, 400, "invalid_request", "maxContextLength"),
-        ({"modelId": "b", "contextLength": 5}, 400, "invalid_request", "contextLength"),
-    ]
-    for fields, status, code, param in cases:
-        body = {**fields, "verifiedOpToken": box.token(Operation.MODEL_LOAD, str(fields.get("modelId")))}
-        reply = box.client.post("/v1/models/load", json=body)
-        error = reply.json()["error"]
-        assert (reply.status_code, error["code"], error["param"], error["retryable"]) == (status, code, param, False)
-
-
 def test_operations_without_a_good_token_are_refused_in_the_same_words(box: ApiBox) -> None:
     spent = box.token(Operation.MODEL_LOAD, "b")
     assert box.client.post("/v1/models/load", json={"modelId": "b", "verifiedOpToken": spent}).status_code in {200, 202}
@@ -139,53 +131,6 @@ def test_bodies_paths_and_methods_that_are_no_good_are_refused_in_json(box: ApiB
     assert box.client.get("/v1/models/load").headers["allow"] == "POST"
 
 
-def test_a_damaged_file_is_named_and_does_not_load(box: ApiBox) -> None:
-    for name in ("a", "b", "team/c"):
-        box.ensure_unloaded(name)
-    folder = box.log.parent / "models"
-    (folder / "cut.gguf").write_bytes(TINY_MODEL_PATH.read_bytes()[:3000])
-    # A header in order and an architecture that no engine knows: only the engine itself finds out.
-    (folder / "strange.gguf").write_bytes(TINY_MODEL_PATH.read_bytes().replace(b"llama", b"lxama"))
-    try:
-        # The files are looked through for an unknown name, at most once a second.
-        error = box.wait_for(lambda: box.load("cut").json()["error"], lambda error: error["code"] != "unknown_model")
-        assert error["code"] == "model_failed"
-        assert "cut.gguf is damaged" in str(error["message"])
-        task = box.finish_load(box.load("strange"))
-        assert (task["status"], task["code"]) == ("failed", "model_load_failed")
-        assert "lxama" in str(task["error"])
-        health = box.client.get("/health")
-        assert (health.status_code, health.json()["status"]) == (503, "unhealthy")
-        assert health.json()["reasons"][0].startswith("no model serves, strange failed: ")
-        box.ensure_loaded("a")
-        assert box.client.get("/health").json().keys() == {"status", "uptime", "modelsLoaded", "queueDepth"}
-    finally:
-        (folder / "cut.gguf").unlink()
-        (folder / "strange.gguf").unlink()
-
-
-def test_metrics_are_prometheus_text_with_the_names_of_the_specification(box: ApiBox) -> None:
-    box.ensure_loaded("a")
-    assert chat(box, "a", headers={"X-Tenant-ID": "metered"}).status_code == 200
-    families = {family.name: family for family in text_string_to_metric_families(box.client.get("/metrics").text)}
-
-    def shown(family: str, **labels: str) -> list[float]:
-        return [sample.value for sample in families[family].samples if labels.items() <= sample.labels.items()]
-
-    assert shown("vllm_requests", model="a", tenant="metered", status="success") == [1.0]
-    assert {"vllm_cache_hit_rate", "vllm_queue_depth", "vllm_gpu_memory_used", "vllm_inference_duration_seconds"} <= set(
-        families
-    )
-    assert all(value > 0 for value in shown("llamacpp:tokens_predicted", model="a", replica="0")), (
-        "what the engine counts itself"
-    )
-    (total,), (weights,), (kv,) = (
-        shown("muster_runner_model_memory_bytes", model="a", kind=k) for k in ("total", "weights", "kv")
-    )
-    assert total > weights + kv > 0
-    assert shown("muster_runner_model_state", model="a", state="loaded") == [1]
-
-
 def test_llm_pools_admin_lists_loads_and_unloads_with_its_own_words(box: ApiBox) -> None:
     box.ensure_unloaded("team/c")
     token, path = box.token(Operation.MODEL_LOAD, "team/c"), "/v1/admin/models/team/c"
@@ -206,3 +151,137 @@ def test_llm_pools_admin_lists_loads_and_unloads_with_its_own_words(box: ApiBox)
     assert {"gpus", "models", "error"} == set(box.client.get("/v1/admin/gpu-memory").json())
     gone = box.client.post(f"{path}/unload", json={"verifiedOpToken": box.token(Operation.MODEL_UNLOAD, "team/c")})
     assert (gone.status_code, gone.json()["runtime_state"], gone.json()["load_override"]) == (200, "unloaded", {})
+
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, object] = {"model": "alpha", "messages": []}
+EVENT = b'data: {"choices":[{"delta":{"content":"hello"}}]}\n\n'
+
+
+class Gate:
+    """An engine whose answers wait until the test opens it; ``order`` is who came."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+        self.order: list[str] = []
+
+    async def answer(self, _request: web.Request, body: bytes) -> web.StreamResponse:
+        self.order.append(json.loads(body).get("user", ""))
+        await self.open.wait()
+        usage = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6, "prompt_tokens_details": {"cached_tokens": 3}}
+        return web.json_response({"choices": [], "usage": usage})
+
+
+@asynccontextmanager
+async def serve(
+    tmp_path: Path, engine: ScriptedEngine, *options: str, env: dict[str, str] | None = None
+) -> AsyncIterator[tuple[ApiBox, httpx.AsyncClient]]:
+    """Yield a box in front of ``engine`` whose models are ready, and a client of it."""
+    async with (
+        open_api_box(tmp_path, "--backend", engine.url, *options, env=env) as box,
+        httpx.AsyncClient(base_url=box.url, timeout=DEADLINE_S, trust_env=False, limits=NO_KEEP_ALIVE) as client,
+    ):
+
+        async def is_ready() -> bool:
+            # A box whose server does not list its models in time serves without them at first.
+            return bool((await client.get("/health")).json()["modelsLoaded"] == len(engine.models))
+
+        await eventually(is_ready)
+        yield box, client
+
+
+async def depth_is(client: httpx.AsyncClient, depth: int) -> None:
+    """Return when so many requests wait."""
+
+    async def is_reached() -> bool:
+        return bool((await client.get("/health")).json()["queueDepth"] == depth)
+
+    await eventually(is_reached, f"the queue has {depth}")
+
+
+async def stream_for_ever(request: web.Request, _body: bytes) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(EVENT)
+    await asyncio.Event().wait()
+    return response
+
+
+async def test_a_client_that_leaves_frees_the_engine_also_while_it_waits(tmp_path: Path) -> None:
+    async with run_engine() as engine, serve(tmp_path, engine, "--max-concurrent", "1") as (_, client):
+        engine.handler = stream_for_ever
+        async with client.stream("POST", CHAT, json={**BODY, "stream": True}) as reply:
+            assert await anext(reply.aiter_raw()) == EVENT
+            waiting = asyncio.create_task(client.post(CHAT, json=BODY))
+            await depth_is(client, 1)
+            waiting.cancel()
+            await depth_is(client, 0)
+            assert not engine.gone.is_set()
+        await asyncio.wait_for(engine.gone.wait(), DEADLINE_S)
+        engine.handler = Gate().answer
+        silent = asyncio.create_task(client.post(CHAT, json=BODY))  # before a byte of the answer
+        engine.gone.clear()
+        await eventually(lambda: len(engine.seen) == 2, "the engine has the next")
+        silent.cancel()
+        await asyncio.wait_for(engine.gone.wait(), DEADLINE_S)
+
+
+async def test_audio_reaches_the_engine_byte_for_byte_and_keys_and_cookies_of_the_client_stay_here(tmp_path: Path) -> None:
+    key, path = "the-key-of-this-node", "/v1/audio/transcriptions"
+    async with run_engine() as engine, serve(tmp_path, engine, "--api-key", key) as (_, client):
+        client.headers |= {"Authorization": f"Bearer {key}", "Cookie": "a=b", "X-Request-ID": "r-1"}
+        sound = bytes(range(256)) * 4000
+        reply = await client.post(path + "?dim=3", data={"model": "alpha"}, files={"file": ("a.wav", sound)})
+        assert reply.status_code == 200
+        ((asked, seen, body),) = engine.seen
+        assert (asked, seen["x-request-id"], sound in body) == (path + "?dim=3", "r-1", True)
+        assert seen["content-type"].startswith("multipart/form-data; boundary=")
+        assert not {"authorization", "cookie", "x-api-key"} & set(seen)
+        missing = await client.post(path, data={"language": "en"}, files={"file": ("a.wav", sound)})
+        assert (missing.status_code, missing.json()["error"]["param"]) == (400, "model")
+        assert (await client.post(path, json=BODY)).status_code == 415
+        assert len(engine.seen) == 1
+
+
+async def test_a_node_in_a_hurry_tells_streams_that_it_goes(tmp_path: Path) -> None:
+    async with run_engine() as engine, serve(tmp_path, engine) as (box, client):
+        engine.handler = stream_for_ever
+        async with client.stream("POST", CHAT, json={**BODY, "stream": True}) as reply:
+            chunks = reply.aiter_raw()
+            assert await anext(chunks) == EVENT
+            box.process.send_signal(signal.SIGTERM)
+            await eventually(lambda: "stopping: " in box.log_text(), "it leaves")
+            box.process.send_signal(signal.SIGTERM)
+            rest = b"".join([chunk async for chunk in chunks])
+        assert json.loads(rest.removeprefix(b"data: "))["error"]["code"] == "unavailable"
+        assert await asyncio.to_thread(box.process.wait, DEADLINE_S) == 0
+        assert "Traceback" not in box.log_text()
+
+
+async def test_a_full_queue_and_a_spent_rate_are_refused_in_the_words_of_the_specification(tmp_path: Path) -> None:
+    env = {"MAX_QUEUE_DEPTH": "1", "TENANT_RATE_LIMIT_meagre": "2req/min"}
+    async with run_engine() as engine, serve(tmp_path, engine, "--max-concurrent", "1", env=env) as (_, client):
+        gate = Gate()
+        engine.handler = gate.answer
+        held = [asyncio.create_task(client.post(CHAT, json=BODY))]
+        await eventually(lambda: gate.order, "the engine has the first")
+        held.append(asyncio.create_task(client.post(CHAT, json=BODY)))
+        await depth_is(client, 1)
+        refused = await client.post(CHAT, json=BODY)
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["queueDepth"]) == (503, "queue_full", 1)
+        assert error["message"].startswith("Queue depth 1/1, retry in ")
+        assert (int(refused.headers["retry-after"]) >= 1, refused.headers["x-queue-wait-ms"]) == (True, "0")
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["reasons"]) == (503, ["the queue is saturated: 1 of 1 requests wait"])
+        gate.open.set()
+        first, second = await asyncio.gather(*held)
+        assert (first.status_code, second.status_code, int(second.headers["x-queue-wait-ms"]) > 0) == (200, 200, True)
+        answers = [await client.post(CHAT, json=BODY, headers={"X-Tenant-ID": "meagre"}) for _ in range(3)]
+        limited = answers[-1].json()["error"]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert (limited["code"], limited["limit"], limited["remaining"]) == ("rate_limit_exceeded", 2, 0)
+        assert 0 < limited["resetAt"] - time.time() < 62
+        metrics = (await client.get("/metrics")).text
+        assert 'muster_runner_refusals_total{code="queue_full"} 1.0' in metrics
+        assert 'vllm_requests_total{model="alpha",status="refused",tenant="meagre"} 1.0' in metrics

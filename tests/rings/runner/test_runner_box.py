@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import re
 import signal
 import tempfile
 from http import HTTPStatus
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
+from aiohttp import web
 
+from tests.fakes.engines.scripted_server import run_engine
 from tests.fakes.runners.process import PATIENT, RunningBox, is_alive, run_box
-from tests.fakes.scripted_gateway import TOKEN, ConnectedBox, run_gateway
+from tests.fakes.scripted_gateway import TOKEN, run_gateway
 from tests.fakes.waiting import eventually
 from wire import bridge, frames
+from wire.limits import WIRE
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -29,16 +31,6 @@ def read_events(body: bytes) -> list[dict[str, object]]:
     """Return the JSON of every event but ``[DONE]``."""
     lines = [line[6:] for line in body.split(b"\n\n") if line.startswith(b"data: ")]
     return [json.loads(line) for line in lines if line != b"[DONE]"]
-
-
-async def slots_taken(box: ConnectedBox, *, at_most: int) -> None:
-    """Wait until telemetry reports no more than so many active requests in the engine's slots."""
-    seen = sum(isinstance(message, bridge.Telemetry) for message in box.messages)
-    while True:
-        report = await box.expect(bridge.Telemetry, skip=seen)
-        if report.current_load <= at_most and report.replicas[0].active <= at_most:
-            return
-        seen += 1
 
 
 async def test_a_box_registers_with_its_loaded_model_and_streams_an_answer(tmp_path: Path) -> None:
@@ -61,45 +53,6 @@ async def test_a_box_registers_with_its_loaded_model_and_streams_an_answer(tmp_p
     assert answer.end.usage.completion_tokens >= 20
 
 
-async def test_requests_of_its_own_port_are_in_the_load_that_a_node_reports_and_in_what_it_leaves_unfinished(
-    tmp_path: Path,
-) -> None:
-    own_port = ("--api-port", "0", "--data", str(tmp_path / "data"))
-    async with (
-        run_gateway() as gateway,
-        run_box(tmp_path, gateway.url, *own_port, env={"MUSTER_RUNNER_DRAIN_S": "0.1"}, program=PATIENT) as running,
-        httpx.AsyncClient(timeout=60, trust_env=False) as client,
-    ):
-        node = await gateway.accept()
-        listening = re.search(r"api listening url=(http://\S+)", running.log_text())
-        assert listening is not None, running.log_text()
-        body = LONG | {"model": "muster-tiny"}
-        async with client.stream("POST", f"{listening[1]}/v1/chat/completions", json=body) as reply:
-            assert reply.status_code == HTTPStatus.OK
-            seen = 0
-            while (await node.expect(bridge.Telemetry, skip=seen)).current_load != 1:
-                seen += 1
-            running.signal(signal.SIGTERM)
-            assert await running.exit_status() == 0
-        assert "leaving with requests unfinished load=1" in running.log_text()
-
-
-async def test_cancel_ends_the_stream_and_frees_the_slot_of_the_engine(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1"):
-        box = await gateway.accept()
-        await box.declares("muster-tiny")
-        stream = await box.open(LONG, window_bytes=4000)
-        while (await stream.next()).kind != frames.DATA:
-            pass
-        await stream.cancel()
-        end = await stream.expect_end()
-        assert end.error == "cancelled"
-        # One slot only: this answer proves that llama.cpp has dropped the long one.
-        answer = await (await box.open(QUESTION | {"max_tokens": 4})).finish()
-        assert answer.end.usage is not None
-        await slots_taken(box, at_most=0)
-
-
 async def test_the_box_comes_back_after_a_drop_and_a_lost_session_stops_its_work(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1"):
         box = await gateway.accept()
@@ -114,17 +67,6 @@ async def test_the_box_comes_back_after_a_drop_and_a_lost_session_stops_its_work
         assert answer.end.error == ""
 
 
-async def test_a_silent_gateway_is_left_and_dialled_again(tmp_path: Path) -> None:
-    async with (
-        run_gateway() as gateway,
-        run_box(tmp_path, gateway.url, env={"MUSTER_OFFLINE_AFTER_S": "0.7"}) as process,
-    ):
-        gateway.pings = False
-        await gateway.accept()
-        await gateway.accept()
-        assert "nothing heard" in process.log_text()
-
-
 @pytest.mark.parametrize("how", ["http", "close", "name"])
 async def test_a_refused_credential_or_name_is_explained_in_one_line_and_not_hammered(tmp_path: Path, how: str) -> None:
     async with run_gateway() as gateway:
@@ -136,6 +78,14 @@ async def test_a_refused_credential_or_name_is_explained_in_one_line_and_not_ham
             await eventually(lambda: words in process.log_text(), "the refusal is explained")
             assert "; retrying every 30 s" in process.log_text()
             assert (gateway.attempts, TOKEN in process.log_text()) == (1, False)
+
+
+async def test_a_silent_gateway_is_left_and_dialled_again(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, env={"MUSTER_OFFLINE_AFTER_S": "0.7"}) as process:
+        gateway.pings = False
+        for _ in range(2):
+            await gateway.accept()
+        assert "nothing heard" in process.log_text()
 
 
 async def test_sigterm_drains_what_runs_refuses_the_rest_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -167,26 +117,6 @@ async def test_the_owner_takes_the_box_back_and_lends_it_again_by_signal(tmp_pat
         box.socket.transport.abort()
         again = await gateway.accept()
         assert (await again.expect(bridge.ModeChange)).mode == "spare_on"
-
-
-async def test_a_killed_engine_is_withdrawn_restarted_and_declared_again(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url) as process:
-        box = await gateway.accept()
-        await box.declares("muster-tiny")
-        stream = await box.open(LONG, window_bytes=2000)
-        while (await stream.next()).kind != frames.DATA:
-            pass
-        declared = sum(isinstance(message, bridge.ModelsUpdate) for message in box.messages)
-        only = await engine_of(process)
-        only.kill()
-        await stream.credit(1 << 30)
-        end = await stream.expect_end()
-        assert (end.error, end.retryable) == ("engine_failed", False)
-        assert (await box.expect(bridge.ModelsUpdate, skip=declared)).models == []
-        assert (await box.expect(bridge.ModelsUpdate, skip=declared + 1)).models == ["muster-tiny"]
-        answer = await (await box.open(QUESTION | {"max_tokens": 4})).finish()
-        assert answer.status == 200
-        assert (await engine_of(process)).pid != only.pid
 
 
 async def test_a_killed_runner_leaves_nothing_for_ever_and_no_runner_clears_up_after_a_living_one(tmp_path: Path) -> None:
@@ -251,18 +181,118 @@ async def engine_of(process: RunningBox) -> psutil.Process:
     return process.children()[0]
 
 
-async def test_a_box_tells_each_session_once_what_loads_of_its_models_take_and_may_set(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, program=PATIENT):
-        for _ in range(2):
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":6,"total_tokens":11}}\n\n'
+STREAMED: dict[str, object] = {"model": "alpha", "stream": True, "messages": []}
+
+
+async def test_the_servers_key_is_added_and_a_wrong_one_is_explained_until_it_is_right(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_engine() as engine:
+        engine.key = "sk-right"
+        wrong = ["--backend", engine.url, "--backend-key", "sk-later"]
+        async with run_box(tmp_path, gateway.url, *wrong) as process:
             box = await gateway.accept()
-            reports = [await box.expect(bridge.Telemetry, skip=number) for number in range(2)]
-            told = [report.memory.models for report in reports if report.memory is not None]
-            assert told[0] is not None
-            (facts,) = told[0]
-            assert (facts.name, facts.backend, facts.state, facts.loaded_replicas) == ("muster-tiny", "gguf", "loaded", 1)
-            assert facts.estimate_source in {"observed_load_delta", "model_artifact_size"}
-            assert facts.estimate_mb
-            assert (facts.target_inflight, facts.configured_target_inflight) == (4, 4)
-            assert facts.load_constraints["gguf_n_ctx"]["minimum"] == 1
-            assert told[1] is None or told[1] != told[0], "what has not changed is not said again"
-            await box.socket.close()
+
+            def last_error() -> str:
+                said = [message.last_error for message in box.messages if isinstance(message, bridge.Telemetry)]
+                return (said[-1] if said else None) or ""
+
+            async with asyncio.timeout(30), box.news:
+                await box.news.wait_for(lambda: "refuses the key (HTTP 401)" in last_error())
+            assert box.models() == []
+            assert "sk-later" not in process.log_text()
+            engine.key = "sk-later"
+            await box.declares("alpha", "beta")
+            async with asyncio.timeout(30), box.news:
+                await box.news.wait_for(lambda: not last_error())
+            headers = {"content-type": "application/json", "authorization": "Bearer client", "x-request-id": "r1"}
+            await (await box.open(b"{}", headers=headers)).finish()
+            _, seen, _ = engine.seen[0]
+            assert (seen["authorization"], seen["x-request-id"]) == ("Bearer sk-later", "r1")
+            assert seen["accept-encoding"] == "identity"
+
+
+async def test_bodies_and_paths_pass_byte_for_byte(tmp_path: Path) -> None:
+    body = b'{ "model":"alpha",\n "x": 1.50, "x": "\\u00e9", "unknown": [ ] }'
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        box = await gateway.accept()
+        await box.declares("alpha", "beta")
+        answer = await (await box.open(body, path="/v1/embeddings?dim=3")).finish()
+        assert (answer.status, answer.json()["ok"]) == (200, True)
+        assert engine.seen[0][0] == "/v1/embeddings?dim=3"
+        assert engine.seen[0][2] == body
+        refused = await (await box.open(body, path="/admin/shutdown")).finish()
+        assert refused.status == 400
+        assert b'"code":"invalid_request"' in refused.body
+        assert len(engine.seen) == 1
+
+
+async def test_a_server_that_is_gone_is_withdrawn_and_declared_again_when_it_is_back(tmp_path: Path) -> None:
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        box = await gateway.accept()
+        await box.declares("alpha", "beta")
+        await engine.stop()
+        end = await (await box.open(STREAMED)).expect_end()
+        assert end.error in {"engine_failed", "busy"}, "the second when the box has noticed before"
+        assert end.retryable
+        await box.declares()
+        await engine.start()
+        await box.declares("alpha", "beta")
+
+
+async def test_an_answer_without_credit_is_not_read_from_the_server(tmp_path: Path) -> None:
+    written = 0
+    total = 64 * 1024 * 1024
+
+    async def pour(request: web.Request, _body: bytes) -> web.StreamResponse:
+        nonlocal written
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        await response.prepare(request)
+        while written < total:
+            await response.write(bytes(256 * 1024))
+            written += 256 * 1024
+        return response
+
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        engine.handler = pour
+        box = await gateway.accept()
+        await box.declares("alpha", "beta")
+        stream = await box.open({"model": "alpha"}, window_bytes=100_000, deadline_ms=170_000)
+        received = 0
+        while received < 100_000:
+            frame = await stream.next()
+            received += len(frame.payload) if frame.kind == frames.DATA else 0
+        pongs = sum(isinstance(message, bridge.Pong) for message in box.messages)
+        await box.expect(bridge.Pong, skip=pongs + 2)
+        assert stream.frames.empty()
+        assert written < total / 2
+        answer_bytes = received
+        await stream.credit(1 << 30)
+        while (frame := await stream.next()).kind == frames.DATA:
+            assert len(frame.payload) <= WIRE.frame_payload_bytes
+            answer_bytes += len(frame.payload)
+    assert answer_bytes == total
+
+
+MANAGING = (
+    "/v1/models/load", "/v1/models/unload", "/v1/cache/flush", "/v1/admin/models/alpha/unload", "/v1/admin/settings/reload",
+    "/v1/model/load", "/v1/model/unload", "/v1/download", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/v1/model/unload?x=1", "/v1/chat/completions/../../model/unload", "/v1//model/unload", "/slots/0?action=erase", "/sleep",
+)  # fmt: skip
+
+
+async def test_paths_that_manage_an_engine_do_not_pass_also_with_forged_headers(tmp_path: Path) -> None:
+    forged = {
+        "content-type": "application/json", "x-http-method-override": "DELETE", "x-original-url": "/v1/model/unload",
+        "x-rewrite-url": "/v1/model/unload", "x-admin-key": "admin",
+    }  # fmt: skip
+    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
+        box = await gateway.accept()
+        await box.declares("alpha", "beta")
+        for path in MANAGING:
+            answer = await (await box.open({"model": "alpha"}, path=path, headers=forged)).finish()
+            assert answer.status == 400, path
+        assert engine.seen == []
+        assert (await (await box.open({"model": "alpha"}, headers=forged)).finish()).status == 200
+        ((path, headers, _),) = engine.seen
+        assert path == "/v1/chat/completions"
+        assert not (forged.keys() - {"content-type"}) & {name.lower() for name in headers}

@@ -230,7 +230,7 @@ async def test_of_two_reloads_at_once_the_settings_that_were_read_last_are_in_fo
         writer = await asyncio.to_thread(settings.open, "w")  # the first has the file open from here on
         newer.replace(settings)
         second = asyncio.create_task(parts.reload_settings())
-        await asyncio.wait({second}, timeout=0.5)
+        await asyncio.wait({second}, timeout=0.05)
         writer.write("{}")
         writer.close()
         await asyncio.gather(first, second)

@@ -115,9 +115,7 @@ async def hang(_request: web.Request, _body: bytes) -> web.StreamResponse:
     raise AssertionError("unreachable")
 
 
-async def test_a_whole_answer_carries_its_final_numbers_also_when_its_length_is_not_told(
-    parts: Parts, engine: ScriptedEngine
-) -> None:
+async def test_a_whole_answer_carries_its_final_numbers(parts: Parts, engine: ScriptedEngine) -> None:
     async def chunked(request: web.Request, _body: bytes) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json", "X-GPU-Time-Ms": "12.4"})
         response.enable_chunked_encoding()
@@ -231,9 +229,7 @@ async def test_a_client_that_leaves_holds_nothing(parts: Parts, engine: Scripted
 
 
 @pytest.mark.parametrize("moment", ["before", "in the stream", "in the body", "behind its closing event"])
-async def test_an_engine_that_breaks_off_is_an_error_that_may_be_asked_again_before_its_answer(
-    parts: Parts, engine: ScriptedEngine, moment: str
-) -> None:
+async def test_an_engine_that_breaks_off_is_an_error(parts: Parts, engine: ScriptedEngine, moment: str) -> None:
     async def cut(request: web.Request, _body: bytes) -> web.StreamResponse:
         assert request.transport is not None
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
@@ -409,9 +405,7 @@ async def test_models_of_somebody_elses_server_are_neither_loaded_nor_unloaded_h
     await eventually(lambda: pool.registry.ready_ids() == ["gamma"], "the change is seen")
 
 
-async def test_the_head_of_a_stream_says_that_nothing_is_reused_exactly_where_nothing_can_be(
-    parts: Parts, engine: ScriptedEngine
-) -> None:
+async def test_the_head_of_a_stream_says_where_nothing_is_reused(parts: Parts, engine: ScriptedEngine) -> None:
     engine.handler = streamed(WORD, DONE)
     isolating = Capabilities((CHAT,), prefix_caching=True, isolates_tenants=True)
     cases: list[tuple[Capabilities, Any, bool]] = [
@@ -455,9 +449,7 @@ async def test_a_node_refuses_a_format_that_its_engines_messages_would_forget(pa
     assert is_idle(parts)
 
 
-async def test_a_pool_request_for_a_stream_that_is_answered_whole_gets_the_four_events(
-    parts: Parts, engine: ScriptedEngine
-) -> None:
+async def test_a_pool_stream_that_is_answered_whole_gets_four_events(parts: Parts, engine: ScriptedEngine) -> None:
     async def answer_whole(_request: web.Request, body: bytes) -> web.StreamResponse:
         assert json.loads(body)["stream"] is True
         choice = {"index": 0, "message": {"role": "assistant", "content": "Het regende."}, "finish_reason": "stop"}

@@ -193,9 +193,7 @@ async def test_nothing_is_spent_when_it_cannot_be_written_down(tmp_path: Path) -
             await kept.costs.reserve(a_model(), a_request())
 
 
-async def test_a_settlement_that_cannot_be_written_is_logged_and_does_not_raise(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_settlement_that_cannot_be_written_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with books(tmp_path) as kept:
         charge = await kept.costs.reserve(a_model(), a_request())
         await kept.ledger.close()

@@ -239,7 +239,7 @@ async def test_only_a_load_whose_statement_says_so_is_kept(tmp_path: Path) -> No
         assert await node.ledger.read_desired() == []
 
 
-async def test_a_model_is_loaded_again_with_its_parameters_and_evicts_nothing_also_after_a_failed_attempt(
+async def test_a_model_is_loaded_again_with_its_parameters(
     tmp_path: Path,
 ) -> None:
     async with node_in(tmp_path) as node:
@@ -250,7 +250,7 @@ async def test_a_model_is_loaded_again_with_its_parameters_and_evicts_nothing_al
         assert (node.state.models, node.state.gave_up_ms) == ({"a": ""}, {})
 
 
-async def test_a_load_that_fails_is_tried_a_few_times_then_said_to_have_failed_and_keeps_no_other_from_loading(
+async def test_a_load_that_fails_is_tried_a_few_times_then_said_to_have_failed(
     tmp_path: Path,
 ) -> None:
     async with node_in(tmp_path) as node:

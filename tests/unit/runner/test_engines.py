@@ -6,25 +6,49 @@ import json
 import os
 import stat
 import struct
+import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.definitions.plan import LoadPlan
+from runner.engines.children.textserver.fields import ChatFields, parse_chat, parse_completion
+from runner.engines.children.textserver.pieces import Detokeniser, StopStrings
+from runner.engines.children.textserver.templates import ChatTemplate, read_template, special_tokens
 from runner.engines.children.web import Refusal
+from runner.engines.children.whisper_answer import (
+    Outcome,
+    Segment,
+    as_json,
+    as_srt,
+    as_verbose_json,
+    as_vtt,
+    delta_event,
+    text_of,
+)
 from runner.engines.comfyui.images import image_format, strip_texts
 from runner.engines.comfyui.request import read_image_request
 from runner.engines.comfyui.workflow import make_text_to_image, make_warm_up, read_workflow
+from runner.engines.elsewhere import set_thinking
 from runner.engines.llama_slots import is_object, pin_body
-from runner.engines.port import CacheMode, FlushRequest, FlushScope
+from runner.engines.port import COMPLETIONS, CacheMode, Call, FlushRequest, FlushScope, Progress
 from runner.engines.private_folders import make_private_folder
 from runner.engines.slots import Lease, Owner, SlotBook
-from runner.errors import EngineError
+from runner.engines.vllm import command
+from runner.engines.vllm.command import PYTHON_VARIABLE, build_command, build_environment
+from runner.engines.vllm.salts import Salts, seal_body
+from runner.engines.vllm.startup import StartupLog
+from runner.errors import EngineError, InvalidRequest
+from runner.limits import MIB, limits
 from tests.fakes.examples import examples
+from tests.fakes.limits import set_runner_limits
 
 ALPHA = Owner("alpha", "")
 BETA = Owner("beta", "")
@@ -271,9 +295,7 @@ DEAD_PID = 2**22 + 1
 """More than Linux ever gives to a process."""
 
 
-def test_a_private_folder_is_ours_alone_and_replaces_what_a_killed_runner_left_and_nothing_else(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_folder_is_ours_alone(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left, other = base / f"muster-x-{DEAD_PID}-abc", base / f"muster-y-{DEAD_PID}-abc"
     kept = [other, base / "muster-x-abc", base / f"muster-x-{os.getppid()}-abc", base / "elsewhere"]
     for folder in (left, *kept):
@@ -289,3 +311,440 @@ def test_a_private_folder_is_ours_alone_and_replaces_what_a_killed_runner_left_a
     made = make_private_folder("x")  # a socket's path has less than 108 bytes
     made.rmdir()
     assert len(str(made / "socket")) < 100
+
+
+SOCKET = Path("/run/s")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model-1.safetensors").write_bytes(b"\0" * MIB)
+    (tmp_path / "model-2.safetensors").write_bytes(b"\0" * MIB)
+    return tmp_path
+
+
+def plan_for(
+    model: Path, *, gpu_ids: tuple[int, ...] = (), budget_mb: int | None = None, options: Mapping[str, object] | None = None
+) -> LoadPlan:
+    return LoadPlan("m", "vllm", model, slots=3, threads=2, gpu_ids=gpu_ids, memory_budget_mb=budget_mb, options=options or {})
+
+
+def flags(plan: LoadPlan) -> list[str]:
+    return build_command("py", plan, SOCKET)
+
+
+def value(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_a_plan_on_the_cpu_gets_a_bounded_cache_and_no_graphs(model: Path) -> None:
+    words = flags(plan_for(model))
+    assert words[:3] == ["py", "-m", "vllm.entrypoints.openai.api_server"]
+    assert value(words, "--uds") == "/run/s"
+    assert value(words, "--max-num-seqs") == "3"
+    assert value(words, "--scheduling-policy") == "priority"
+    assert value(words, "--kv-cache-memory-bytes") == str(limits().engines.vllm_cpu_kv_bytes)
+    assert "--enforce-eager" in words
+    assert {"--enable-prefix-caching", "--allowed-media-domains=none.invalid"} <= set(words)
+    assert not {"--port", "--host", "--api-key", "--trust-remote-code", "--enable-sleep-mode"} & set(words)
+
+
+def test_a_plan_on_gpus_uses_them_all_and_a_budget_becomes_the_cache_that_the_weights_leave(model: Path) -> None:
+    words = flags(plan_for(model, gpu_ids=(1, 3)))
+    assert value(words, "--tensor-parallel-size") == "2"
+    assert not {"--enforce-eager", "--kv-cache-memory-bytes", "--gpu-memory-utilization"} & set(words)
+    words = flags(plan_for(model, gpu_ids=(0,), budget_mb=4096))
+    assert int(value(words, "--kv-cache-memory-bytes")) == 4096 * MIB - 2 * MIB - limits().engines.vllm_overhead_bytes
+    # The share would otherwise be nine tenths of a card that others use as well.
+    assert float(value(words, "--gpu-memory-utilization")) < 0.1
+
+
+def test_an_option_becomes_its_flag(model: Path) -> None:
+    for option, setting, flag, expected in (
+        ("vllm_kv_cache_memory_bytes", 268435456, "--kv-cache-memory-bytes", "268435456"),
+        ("vllm_gpu_memory_utilization", 0.5, "--gpu-memory-utilization", "0.5"), ("vllm_task", "embed", "--runner", "pooling"),
+        ("vllm_kv_cache_dtype", "fp8", "--kv-cache-dtype", "fp8"), ("vllm_max_model_len", 512, "--max-model-len", "512"),
+        ("vllm_max_pixels", 200704, "--mm-processor-kwargs", '{"max_pixels":200704}'),
+        ("vllm_tool_call_parser", "hermes", "--tool-call-parser", "hermes"),
+        ("vllm_max_lora_rank", 12, "--max-lora-rank", "16"),
+    ):  # fmt: skip
+        assert value(flags(plan_for(model, gpu_ids=(0,), options={option: setting})), flag) == expected
+    options = {"vllm_speculative_method": "ngram", "vllm_num_speculative_tokens": 4, "vllm_enable_prefix_caching": False}
+    words = flags(plan_for(model, options=options))
+    assert json.loads(value(words, "--speculative-config")) == {"method": "ngram", "num_speculative_tokens": 4}
+    assert ("--no-enable-prefix-caching" in words, "--enable-prefix-caching" in words) == (True, False)
+    plan = LoadPlan("m", "vllm", model, quantization="awq")
+    assert value(flags(plan), "--quantization") == "awq"
+    (model / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
+    assert "--quantization" not in flags(plan), "the model says it itself"
+
+
+def test_adapters_are_named_with_a_rank_that_holds_them_all(model: Path, tmp_path: Path) -> None:
+    for name, rank in (("a", 4), ("b", 24)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    words = flags(plan_for(model, options={"vllm_lora": {name: str(tmp_path / name) for name in "ab"}}))
+    assert (value(words, "--max-lora-rank"), value(words, "--max-loras")) == ("32", "2")
+    at = words.index("--lora-modules")
+    assert [json.loads(word)["name"] for word in words[at + 1 : at + 3]] == ["a", "b"]
+
+
+def test_a_plan_that_cannot_be_started_says_why(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for plan, words in (
+        (plan_for(model, gpu_ids=(0,), budget_mb=1000), r"a budget of 1000 MB .* need 1026 MB"),
+        (plan_for(model, options={"vllm_max_lora_rank": 600}), "up to rank 512, not 600"),
+        (plan_for(model, options={"vllm_lora": {"a": "/nowhere"}}), r"vllm_lora a: /nowhere has no adapter_config.json"),
+        (plan_for(tmp_path / "empty"), r"has no config\.json"), (LoadPlan("m", "vllm"), "needs the folder of the model"),
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match=words):
+            flags(plan)
+
+
+def test_the_environment_carries_no_secret_of_ours_and_opens_no_network(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUSTER_TOKEN", "secret")
+    monkeypatch.setenv("VLLM_API_KEY", "would lock us out")
+    environment = build_environment(plan_for(model))
+    assert not [name for name in environment if name.startswith("MUSTER_")]
+    assert "VLLM_API_KEY" not in environment
+    assert (environment["HF_HUB_OFFLINE"], environment["VLLM_NO_USAGE_STATS"], environment["DO_NOT_TRACK"]) == ("1", "1", "1")
+    assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("2", "")
+    assert build_environment(plan_for(model, gpu_ids=(1, 3)))["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+def test_without_vllm_the_error_says_where_to_put_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
+    with pytest.raises(EngineError, match=rf"not installed: .*\.venv-vllm .*{PYTHON_VARIABLE}"):
+        command.find_python(tmp_path)
+    beside = tmp_path / ".venv-vllm" / "bin" / "python"
+    beside.parent.mkdir(parents=True)
+    beside.touch()
+    assert command.find_python(tmp_path) == str(beside)
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
+    assert command.find_python(tmp_path) == sys.executable, "a named one wins"
+
+
+def test_thinking_is_a_default_of_the_chat_template(model: Path) -> None:
+    for options, said in (
+        ({}, None), ({"enable_thinking": False}, '{"enable_thinking":false}'),
+        ({"enable_thinking": True}, '{"enable_thinking":true}'), ({"enable_thinking": True, "vllm_task": "embed"}, None),
+    ):  # fmt: skip
+        words, flag = flags(plan_for(model, options=options)), "--default-chat-template-kwargs"
+        assert (value(words, flag) if flag in words else None) == said
+
+
+CALL = Call("POST", COMPLETIONS, {}, b"{}", tenant="alpha")
+
+
+def test_other_tenants_tags_and_processes_have_other_salts() -> None:
+    salts = Salts()
+    calls = [
+        CALL, replace(CALL, tenant="beta"), replace(CALL, cache_tag="t"), replace(CALL, tenant="alphat"),
+        replace(CALL, tenant="alph", cache_tag="at"), replace(CALL, tenant='alpha","'),
+    ]  # fmt: skip
+    found = [salts.salt_for(call) for call in calls] + [Salts().salt_for(CALL)]
+    assert all(first != second for first, second in combinations(found, 2))
+    assert salts.salt_for(replace(CALL, body=b'{"other":1}')) == found[0], "a tenant and tag keep their own"
+    private = replace(CALL, cache_mode="none")
+    assert len({salts.salt_for(private), salts.salt_for(private), found[0]}) == 3, "nothing is to be reused"
+
+
+@pytest.mark.parametrize(
+    ("request_", "changed"),
+    [
+        (FlushRequest(FlushScope.ALL), {"alpha", "alpha t", "beta t"}),
+        (FlushRequest(FlushScope.MODEL), {"alpha", "alpha t", "beta t"}),
+        (FlushRequest(FlushScope.TENANT, tenant="alpha"), {"alpha", "alpha t"}),
+        (FlushRequest(FlushScope.TAG, tag="t"), {"alpha t", "beta t"}),
+        (FlushRequest(FlushScope.TAG, tenant="alpha", tag="t"), {"alpha t"}),
+    ],
+)
+def test_a_flush_changes_the_salts_it_names_and_no_others(request_: FlushRequest, changed: set[str]) -> None:
+    salts = Salts()
+    calls = {"alpha": CALL, "alpha t": replace(CALL, cache_tag="t"), "beta t": replace(CALL, tenant="beta", cache_tag="t")}
+    before = {name: salts.salt_for(call) for name, call in calls.items()}
+    salts.forget(request_)
+    assert {name for name, call in calls.items() if salts.salt_for(call) != before[name]} == changed
+
+
+def test_memory_of_flushes_is_bounded_and_its_end_brings_no_salt_back() -> None:
+    set_runner_limits(engines={"vllm_epochs": 3})
+    salts, seen = Salts(), set()
+    for round_ in range(10):
+        seen.add(salts.salt_for(CALL))
+        salts.forget(FlushRequest(FlushScope.TENANT, tenant="alpha"))
+        salts.forget(FlushRequest(FlushScope.TENANT, tenant=f"t{round_}"))
+    assert len(seen) == 10
+    assert len(salts._epochs) <= 3
+
+
+def test_a_field_is_ours_however_it_is_written_and_all_others_stay_as_they_came() -> None:
+    body = b'{"model": "m","temperature":0.10, "messages":[ {"content":"\\u00e9 \xc3\xa9"} ],"cache_salt":7,"priority":"x"}'
+    sealed = seal_body(body, salt="s", priority="high")
+    assert b'"temperature":0.10' in sealed
+    assert b'[ {"content":"\\u00e9 \xc3\xa9"} ]' in sealed
+    assert (json.loads(sealed)["cache_salt"], json.loads(sealed)["priority"]) == ("s", -10)
+    for name in (b"cache_salt", b"cache\\u005fsalt", b"request_id", b"kv_transfer_params"):
+        sealed = seal_body(b'{"%b":"theirs","%b":"twice"}' % (name, name), salt="s", priority="normal")
+        assert not {b"theirs", b"twice"} & set(sealed.split(b'"'))
+    utf16 = '{"cache_salt":"x"}'.encode("utf-16")
+    for body in (b"", b"[]", b'"x"', b"{", b'{"a":NaN}', utf16, b"\xef\xbb\xbf{}", b'{"a":' * 5000):
+        with pytest.raises(InvalidRequest):
+            seal_body(body, salt="s", priority="normal")
+
+
+GIB = 1024**3
+
+
+def read(*lines: str) -> tuple[StartupLog, list[Progress]]:
+    told: list[Progress] = []
+    log = StartupLog(told.append)
+    for line in lines:
+        log.feed(line)
+    return log, told
+
+
+def test_the_share_moves_through_the_shards_and_never_back_and_sizes_are_those_of_all_gpus() -> None:
+    _, told = read(
+        "(Worker pid=1) INFO 11-21 19:16:38 [cpu_model_runner.py:68] Starting to load model /m...",
+        "\rLoading safetensors checkpoint shards:   0% Completed | 0/4 [00:00<?, ?it/s]",
+        "\rLoading safetensors checkpoint shards:  50% Completed | 2/4 [00:10<00:10,  5.1s/it]",
+        "(Worker pid=1) INFO 11-21 19:16:38 [default_loader.py:501] Loading weights took 20.01 seconds",
+    )
+    assert [(progress.stage, progress.fraction) for progress in told] == [
+        ("loading weights", 0.2), ("loading weights (2 of 4 files)", 0.45), ("weights loaded", 0.7),
+    ]  # fmt: skip
+    _, told = read(
+        "init engine (profile, create kv cache) took 1 s", "Resolved architecture: Llama", "Starting to load model x"
+    )
+    assert [progress.fraction for progress in told] == [0.96]
+    start = "INFO 11-21 19:16:38 [gpu_model_runner.py:5150]"
+    log, _ = read(
+        *(f"(Worker_TP{gpu} pid=1) {start} Model loading took 7.5 GiB memory and 3.1 seconds" for gpu in range(2)),
+        "(Worker_TP0 pid=1) INFO 11-21 19:16:38 [gpu_worker.py:760] Available KV cache memory: 12.25 GiB",
+    )
+    assert (log.weights_bytes, log.kv_bytes) == (15 * GIB, int(12.25 * GIB))
+
+
+GENERIC = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["(EngineCore pid=7) ERROR 11-21 19:00:00 [core.py:9] ValueError: the cause", GENERIC], "ValueError: the cause"),
+        (
+            ["(EngineCore pid=7) torch.OutOfMemoryError: CUDA out of memory", GENERIC],
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        (["api_server.py: error: unrecognized arguments: --x"], "api_server.py: error: unrecognized arguments: --x"),
+        (
+            [
+                "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+                "  Value error, Unknown quantization method: x. [type=value_error, input_value=ArgsKwargs]",
+            ],
+            "Unknown quantization method: x.",
+        ),
+        ([GENERIC], GENERIC),
+        (["INFO: nothing wrong", "KeyErrors are counted: 0"], ""),
+    ],
+)
+def test_the_reason_of_a_failure_is_its_cause(lines: list[str], expected: str) -> None:
+    assert read(*lines)[0].failure() == expected
+
+
+MESSAGES: list[dict[str, object]] = [{"role": "user", "content": "Hi"}]
+
+
+def chat_body(**fields: object) -> bytes:
+    return json.dumps({"messages": MESSAGES, **fields}).encode()
+
+
+def refused(body: bytes) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        parse_chat(body)
+    return caught.value
+
+
+def test_defaults_are_those_of_openai_and_more_tokens_than_fit_are_cut() -> None:
+    for nulls in ((), ("temperature", "stop", "max_tokens", "stream", "n")):
+        fields = parse_chat(chat_body(**dict.fromkeys(nulls)))
+        sampling = fields.sampling(limit=100, asked=fields.most_tokens, scope="")
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (1.0, 1.0, 0, 100)
+        assert (bool(fields.stream), fields.stops) == (False, [])
+    fields = parse_chat(chat_body(max_completion_tokens=5000, presence_penalty=0, frequency_penalty=0.0, logit_bias={}))
+    assert fields.sampling(limit=100, asked=fields.most_tokens, scope="").max_tokens == 100
+    assert parse_completion(b'{"prompt": "a"}').most_tokens == 16
+    assert parse_completion(b'{"prompt": ["a"], "max_tokens": 3}').most_tokens == 3
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert parse_chat(chat_body(messages=[{"role": "user", "content": parts}])).messages[0]["content"] == "one two"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 2.5), ("temperature", "hot"), ("top_p", 0), ("top_p", 1.1), ("top_k", -2), ("max_tokens", 0),
+        ("repetition_penalty", 0), ("beam_size", 17), ("n", 2), ("stop", ""), ("stop", ["x"] * 17), ("seed", "one"),
+        ("presence_penalty", 0.5), ("logit_bias", {"5": 1}), ("logprobs", True), ("response_format", {"type": "json_object"}),
+        ("messages", []), ("messages", "Hi"), ("tool_choice", "required"), ("stream", "yes"),
+    ],
+)  # fmt: skip
+def test_a_value_that_does_not_do_is_refused_by_name(field: str, value: object) -> None:
+    refusal = refused(chat_body(**{field: value}))
+    assert (refusal.status, refusal.param) == (400, field)
+    assert "hot" not in refusal.message, "values of clients do not come back"
+
+
+def test_a_message_that_no_text_model_takes_is_refused_by_place_and_what_is_no_json_as_such() -> None:
+    picture = [{"type": "image_url", "image_url": {"url": "x"}}]
+    for message, place in (({"role": "user", "content": picture}, "content"), ({"role": "user", "content": 5}, "content"),
+                           ({"content": "Hi"}, "role")):  # fmt: skip
+        assert refused(chat_body(messages=[message])).param == f"messages[0].{place}"
+    assert refused(b"{}").param == "messages"
+    for body in (b"", b"{", b"\xff\xfe", b'{"messages": [{"a":' + b"[" * 100_000):
+        assert refused(body).code == "invalid_json"
+
+
+def bytes_as_tokens(ids: Sequence[int]) -> str:
+    """A tokenizer whose tokens are single bytes."""
+    return bytes(ids).decode("utf-8", "replace")
+
+
+@examples(25)
+@given(st.text(max_size=40))
+def test_every_text_comes_back_and_no_piece_has_half_a_character(text: str) -> None:
+    pieces = Detokeniser(bytes_as_tokens)
+    parts = [pieces.add(byte) for byte in text.encode()]
+    assert "".join(parts) + pieces.finish() == text.rstrip("\ufffd") or "\ufffd" in text
+    assert "\ufffd" in text or not any("\ufffd" in part for part in parts)
+
+
+def test_a_character_cut_off_at_the_end_is_left_out_and_no_byte_is_held_back_for_ever() -> None:
+    pieces = Detokeniser(bytes_as_tokens)
+    sent = "".join(pieces.add(byte) for byte in "good €".encode()[:-1])
+    assert sent + pieces.finish() == "good "
+    pieces = Detokeniser(bytes_as_tokens)
+    assert "\ufffd" in "".join(pieces.add(0x80) for _ in range(64))
+
+
+def run(stops: list[str], parts: list[str]) -> tuple[list[str], bool]:
+    watch = StopStrings(stops)
+    sent = [watch.add(part) for part in parts]
+    return [*sent, watch.finish()], watch.hit
+
+
+def test_a_stop_string_ends_the_text_across_borders_and_nothing_of_it_is_sent_early() -> None:
+    cases: list[tuple[list[str], str, bool]] = [
+        (["one S", "T", "OP two"], "one ", True), (["one ST", "ART two"], "one START two", False),
+        (["one STO"], "one STO", False),
+        (["S", "S", "STOP", "more"], "SS", True), (["a", "b"], "ab", False),
+    ]  # fmt: skip
+    for parts, text, hit in cases:
+        sent, was_hit = run(["STOP"], parts)
+        assert ("".join(sent), was_hit) == (text, hit)
+    assert run(["</end>"], ["text</", "en", "x"])[0] == ["text", "", "</enx", ""]
+    assert "".join(run(["two", "one"], ["zero one two"])[0]) == "zero ", "the first in the text"
+
+
+@examples(25)
+@given(st.text("ab", max_size=30), st.text("ab", min_size=1, max_size=4), st.integers(1, 5))
+def test_pieces_make_no_difference_to_what_is_sent(text: str, stop: str, size: int) -> None:
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    sent, _hit = run([stop], parts)
+    assert "".join(sent) == text.partition(stop)[0]
+
+
+def chat_asked(text: str = "Hi", **fields: object) -> ChatFields:
+    return parse_chat(json.dumps({"messages": [{"role": "user", "content": text}], **fields}).encode())
+
+
+def test_messages_specials_and_the_prompt_for_an_answer_reach_the_template() -> None:
+    turns = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    source = "{{ bos_token }}" + turns + "{% if add_generation_prompt %}>{% endif %}"
+    specials = special_tokens({"bos_token": "<s>", "eos_token": {"content": "</s>"}, "pad_token": None})
+    assert specials == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert ChatTemplate(source, specials).render(chat_asked()) == "<s>[user]Hi>"
+    with pytest.raises(Refusal, match="roles must alternate") as caught:
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(chat_asked())
+    assert caught.value.param == "messages"
+    with pytest.raises(ValueError, match="line 1"):  # a fault of the model
+        ChatTemplate("{% for %}", {})
+
+
+def test_a_template_cannot_leave_the_sandbox_change_what_it_is_given_or_tell_of_the_conversation() -> None:
+    for source in (
+        "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}",
+        "{{ messages[0].content + 1 }}",
+    ):  # fmt: skip
+        with pytest.raises(Refusal) as caught:
+            ChatTemplate(source, {}).render(chat_asked("a secret"))
+        assert "secret" not in caught.value.message
+
+
+def test_tools_go_to_a_template_that_takes_them_and_are_refused_by_one_that_does_not() -> None:
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    taking = ChatTemplate("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}", {})
+    assert "look_up" in taking.render(chat_asked(tools=tools))
+    assert taking.render(chat_asked(tools=tools, tool_choice="none")) == ""
+    with pytest.raises(Refusal) as caught:
+        ChatTemplate("{{ messages[0].content }}", {}).render(chat_asked(tools=tools))
+    assert caught.value.param == "tools"
+
+
+def test_the_template_file_goes_before_the_one_in_the_tokenizer_settings(tmp_path: Path) -> None:
+    assert read_template(tmp_path) is None
+    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}), encoding="utf-8")
+    assert read_template(tmp_path) == "D"
+    (tmp_path / "chat_template.jinja").write_text("F", encoding="utf-8")
+    assert read_template(tmp_path) == "F"
+
+
+@pytest.mark.parametrize(
+    ("default", "kwargs", "rendered"),
+    [(None, None, "unset"), (False, None, "False"), (True, {"other": 1}, "True"), (False, {"enable_thinking": True}, "True")],
+)
+def test_thinking_is_as_the_settings_say(default: bool | None, kwargs: dict[str, object] | None, rendered: str) -> None:
+    template = ChatTemplate("{{ enable_thinking if enable_thinking is defined else 'unset' }}", {}, default)
+    fields = chat_asked()
+    fields.chat_template_kwargs = kwargs
+    assert template.render(fields) == rendered
+
+
+def test_the_settings_hold_where_the_client_says_nothing_and_a_body_that_cannot_be_read_passes() -> None:
+    cases: list[tuple[bool | None, dict[str, object], dict[str, object]]] = [
+        (None, {}, {}), (False, {}, {"enable_thinking": False}),
+        (True, {"chat_template_kwargs": None}, {"enable_thinking": True}),
+        (False, {"chat_template_kwargs": {"a": [1]}}, {"a": [1], "enable_thinking": False}),
+        (False, {"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+    ]  # fmt: skip
+    for wanted, given_, sent in cases:
+        plan = LoadPlan("m", "tabbyapi", options={} if wanted is None else {"enable_thinking": wanted})
+        changed = json.loads(set_thinking(plan, json.dumps({"model": "m", "temperature": 0.10, **given_}).encode()))
+        assert (changed.pop("chat_template_kwargs", None) or {}) == sent
+        assert changed == {"model": "m", "temperature": 0.1}
+    for body in (b"", b"[]", b"{", b'{"chat_template_kwargs": 7}', b"\xff"):
+        assert set_thinking(LoadPlan("m", "tabbyapi", options={"enable_thinking": True}), body) == body
+
+
+def segment(text: str, start: float, end: float) -> Segment:
+    words = [{"word": word, "start": start, "end": end} for word in text.split()]
+    return {"id": 0, "start": start, "end": end, "text": text, "words": words}
+
+
+SEGMENTS = [segment(" One two.", 0.0, 1.5), segment(" Three.", 3599.9996, 3723.25)]
+OUTCOME = Outcome("transcribe", "en", audio_ms=3_723_250, speech_ms=3000, inference_ms=12.3456)
+
+
+def test_a_transcription_comes_in_the_form_that_was_asked_for() -> None:
+    assert as_srt(SEGMENTS) == "1\n00:00:00,000 --> 00:00:01,500\nOne two.\n\n2\n01:00:00,000 --> 01:02:03,250\nThree.\n\n"
+    assert as_vtt(SEGMENTS).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nOne two.\n\n")
+    assert as_json(SEGMENTS, OUTCOME)["usage"] == {"type": "duration", "seconds": 3724}, "rounded up"
+    both = as_verbose_json(SEGMENTS, OUTCOME, {"word", "segment"})
+    assert [word["word"] for word in both["words"]] == ["One", "two.", "Three."]  # type: ignore[attr-defined]  # JSON
+    assert all("words" not in found for found in both["segments"])  # type: ignore[attr-defined]  # JSON
+    assert "words" not in as_verbose_json(SEGMENTS, OUTCOME, {"segment"})
+    assert "segments" not in as_verbose_json(SEGMENTS, OUTCOME, {"word"})
+    deltas = [str(delta_event(found, first=number == 0)["delta"]) for number, found in enumerate(SEGMENTS)]
+    assert "".join(deltas) == text_of(SEGMENTS) == "One two. Three."

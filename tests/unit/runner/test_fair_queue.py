@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.admission import FairQueue, KeyShare, Priority, QueueLimits, Turn, WaitBudget
+from runner.admission import FairQueue, Priority, QueueLimits, Turn, WaitBudget
 from runner.errors import ModelQueueFull, ModelUnloading, QueueFull, QueueTimeout, TenantQueueFull
 from tests.fakes.clock import install_virtual_clock
 from tests.fakes.examples import examples
@@ -54,19 +54,6 @@ async def test_the_soft_cap_is_borrowed_while_nobody_else_waits_and_then_stands_
     assert equal.served[-1] == "b2"  # although a was served longer ago
 
 
-async def test_a_new_tenant_starts_at_the_lowest_score_of_those_that_compete_or_where_the_last_one_ended() -> None:
-    visitors = Visitors(slots=2, weight_of=lambda tenant: 2.0 if tenant == "b" else 1.0)
-    await visitors.come("a1", "b1")
-    visitors.clock.advance(5.0)
-    await visitors.come("c1")
-    assert [visitors.score_of(tenant) for tenant in "abc"] == [5000.0, 2500.0, 2500.0]
-    alone = Visitors()
-    await alone.come("a1")
-    await alone.go("a1", after_s=7.0)
-    await alone.come("b1")
-    assert alone.score_of("b") == 7000.0
-
-
 async def test_a_tenant_that_was_away_has_saved_up_nothing_but_still_owes() -> None:
     visitors = Visitors(slots=2)
     await visitors.come("a1", "b1", "c1")
@@ -107,18 +94,6 @@ async def test_leaving_twice_is_leaving_once() -> None:
     other = Visitors()
     other.queue.leave(turn)
     assert other.queue.active == 0
-
-
-async def test_the_snapshot_tells_what_each_tenant_has_and_a_turn_how_long_it_waited() -> None:
-    visitors = Visitors(weight_of=lambda tenant: 2.0 if tenant == "b" else 1.0)
-    await visitors.come("a1", "b1", "b2")
-    visitors.clock.advance(4.0)
-    assert visitors.queue.snapshot() == [
-        KeyShare(fairness_key="a", pending=0, active=1, weight=1.0, score=4000.0, rejected=0),
-        KeyShare(fairness_key="b", pending=2, active=0, weight=2.0, score=0.0, rejected=0),
-    ]
-    await visitors.go("a1")
-    assert (visitors.turns["b1"].waited_ms, visitors.turns["b1"].started_at) == (4000.0, visitors.clock.monotonic_s)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])

@@ -34,9 +34,7 @@ from tests.fakes.model_files import (
     GGUF_F16,
     LLAMA,
     LLAMA_TENSORS,
-    SMALL_TENSORS,
     Tensor,
-    ct2_bytes,
     gguf_bytes,
     safetensors_bytes,
     write_ct2,
@@ -113,22 +111,9 @@ def _gemma(architecture: str, layers: int, **more: object) -> dict[str, object]:
         (_gemma("gemma3", 6, **{"attention.sliding_window": 0}), [0, 1, 2, 3, 4, 5]),
     ],
 )
-def test_layers_with_a_sliding_window_are_told_from_those_that_see_everything(
-    tmp_path: Path, metadata: dict[str, object], full: list[int]
-) -> None:
+def test_layers_with_a_sliding_window_are_told_apart(tmp_path: Path, metadata: dict[str, object], full: list[int]) -> None:
     layers = read_shape(write_gguf(tmp_path / "m.gguf", metadata)).kv_layers
     assert [index for index, layer in enumerate(layers) if layer.window is None] == full
-
-
-def test_layers_may_have_a_width_of_their_own_and_share_a_cache(tmp_path: Path) -> None:
-    config = {"num_hidden_layers": 30, "num_attention_heads": 8, "hidden_size": 64, "num_kv_shared_layers": 10}
-    assert len(read_shape(write_folder(tmp_path / "hf", config)).kv_layers) == 20
-    more = {
-        "attention.sliding_window_pattern": [True, False], "attention.key_length_swa": 64, "attention.value_length_swa": 64,
-        "attention.shared_kv_layers": 2, "attention.head_count_kv": [4, 1, 4, 1],
-    }  # fmt: skip
-    shape = read_shape(write_gguf(tmp_path / "m.gguf", _gemma("gemma4", 4, **more)))
-    assert shape.kv_layers == (KvLayer(4, 64, 64, 1024), KvLayer(1, 128, 128))
 
 
 @pytest.mark.parametrize(
@@ -212,9 +197,7 @@ def test_bytes_per_token_of_published_configurations_are_those_computed_by_hand(
         ({"model_type": "unheard_of", "sliding_window": 4096}, list(range(12))),
     ],
 )  # fmt: skip
-def test_windows_of_a_configuration_go_to_the_layers_that_have_them(
-    tmp_path: Path, config: dict[str, object], full: list[int]
-) -> None:
+def test_windows_go_to_the_layers_that_have_them(tmp_path: Path, config: dict[str, object], full: list[int]) -> None:
     base = {"num_hidden_layers": 12, "num_attention_heads": 4, "hidden_size": 64}
     layers = read_shape(write_folder(tmp_path / "m", base | config)).kv_layers
     assert len(layers) == 12
@@ -263,21 +246,6 @@ def test_ctranslate2_states_its_heads_layer_by_layer_and_whisper_keeps_the_audio
     (folder / "model.bin").write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(CorruptModel, match=r"weights of PyTorch are not loaded"):
         read_shape(folder)
-
-
-def test_a_large_ctranslate2_model_is_passed_over_without_reading_it(tmp_path: Path) -> None:
-    variables = [("decoder/num_heads", (), 2, struct.pack("<h", 4)), ("decoder/embeddings/weight", (10, 32), 1, bytes(320))]
-    head = ct2_bytes("TransformerDecoderSpec", variables)[:-4]
-    dims = (16_384, 16_384)
-    big = struct.pack("<H", 4) + b"big\0" + struct.pack("<B2IBI", 2, *dims, 0, dims[0] * dims[1] * 4)
-    raw = bytearray(head)
-    struct.pack_into("<I", raw, head.index(b"Spec\0") + 9, 3)
-    path = tmp_path / "m" / "model.bin"
-    path.parent.mkdir()
-    with path.open("wb") as file:
-        file.write(bytes(raw) + big)
-        file.truncate(len(raw) + len(big) + (1 << 30) + 4)
-    assert read_shape(tmp_path / "m").weights_bytes == (1 << 30) + 322
 
 
 def _truncate(path: Path, by: int) -> None:
@@ -344,18 +312,6 @@ def test_a_damaged_model_is_refused_naming_the_file_and_what_is_wrong(tmp_path: 
     path = make(tmp_path)
     with pytest.raises(CorruptModel, match=words):
         read_shape(path)
-
-
-def test_tensors_on_top_of_each_other_are_refused(tmp_path: Path) -> None:
-    header = {
-        "a": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
-        "b": {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]},
-    }
-    text = json.dumps(header).encode()
-    folder = write_folder(tmp_path / "m", _llama_8b(), SMALL_TENSORS)
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
-    with pytest.raises(CorruptModel, match="lie on top of each other"):
-        read_shape(folder)
 
 
 MIB = 1 << 20
@@ -530,9 +486,7 @@ def read_anyhow(path: Path) -> ModelShape | None:
 
 @examples(60)
 @given(kind=st.sampled_from(["gguf", "safetensors", "ct2"]), changes=edits, cut=cuts)
-def test_a_file_that_was_tampered_with_is_read_or_refused(
-    folder: Path, kind: str, changes: list[tuple[int, bytes]], cut: int | None
-) -> None:
+def test_a_tampered_file_is_read_or_refused(folder: Path, kind: str, changes: list[tuple[int, bytes]], cut: int | None) -> None:
     if kind == "gguf":
         model = path = folder / "m.gguf"
         path.write_bytes(GGUF)

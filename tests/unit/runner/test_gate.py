@@ -12,12 +12,16 @@ from typing import Any
 
 import pytest
 
-from runner.errors import OperationsDisabled, OpTokenRefused, Unavailable
-from runner.ledger import FILE_NAME, Ledger
-from runner.operations.gate import REFUSED, Admitted, Gate, GateRules
+from runner.config.values import OperationsConfig
+from runner.errors import OperationLimit, OperationsDisabled, OpTokenRefused, Unavailable
+from runner.ledger import FILE_NAME, Ledger, approvals
+from runner.operations.gate import LIMIT_REASON, REFUSED, Admitted, Gate, GateRules, OperationRunning
+from runner.operations.governance import Governance
+from runner.operations.op_keys import OpKeys
+from tests.fakes.approvals import Fleet, Issuer
 from tests.fakes.ledgers import T0, Clock
 from tests.fakes.limits import set_runner_limits
-from wire.optoken import Binding, Grant, Level, Operation, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
+from wire.optoken import Binding, Grant, Level, Operation, Policy, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = b"a key of the tests, 32 bytes long"
@@ -169,9 +173,7 @@ async def test_a_refused_token_spends_nothing(key_file: Path, tmp_path: Path, ca
         await admit(gate, l1())
 
 
-async def test_without_a_key_or_with_a_full_or_broken_ledger_nothing_is_carried_out(
-    key_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_key_or_ledger_nothing_is_done(key_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(None, tmp_path / "keyless") as gate:
         for token in (l0(), l1(), None):
             with pytest.raises(OperationsDisabled, match="VERIFIED_OP_TOKEN_KEY_PATH"):
@@ -185,9 +187,7 @@ async def test_without_a_key_or_with_a_full_or_broken_ledger_nothing_is_carried_
             await admit(gate, l0(nonce="third-nonce"))
 
 
-async def test_a_key_file_is_read_at_each_use_and_named_when_it_cannot_be_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_key_file_is_read_at_each_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "model-api.key"
     async with opened(path, tmp_path / "data") as gate:
         for content, words in (
@@ -211,9 +211,7 @@ async def test_a_key_file_is_read_at_each_use_and_named_when_it_cannot_be_used(
             await admit(gate, l0(OTHER_KEY, nonce="nonce-of-none"))
 
 
-async def test_keys_in_a_folder_rotate_and_a_bad_one_does_not_disable_the_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_keys_in_a_folder_rotate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "keys"
     folder.mkdir()
     old = write_key(folder / "2026-10.key", KEY)
@@ -260,3 +258,341 @@ async def test_a_token_counts_once_whichever_form_it_comes_in(
         first, second = reversed(forms) if is_jwt_first else forms
         assert (await admit(gate, first)).level is Level.L0
         assert "replayed" in await refused(gate, second, caplog)
+
+
+BOX = "attic#abcdefghijklmnopqrstuvwxyz"
+
+
+class Door:
+    """A gate with the control plane that makes tokens for it. ``policy``: what is pinned, None = nothing."""
+
+    def __init__(self, gate: Gate, ledger: Ledger, issuer: Issuer, clock: Clock) -> None:
+        self.gate = gate
+        self.ledger = ledger
+        self.issuer = issuer
+        self.clock = clock
+        self.policy: Policy | None = issuer.fleet.policy
+
+    def token(self, **changes: Any) -> dict[str, Any]:
+        return self.issuer.token("model-load", PARAMS, now=self.clock.now, **changes)
+
+    async def admit(self, token: object, *, params: dict[str, object] | None = None) -> Admitted:
+        used = PARAMS if params is None else params
+        return await self.gate.admit(token, operation=Operation.MODEL_LOAD, model_id=MODEL, params=used)
+
+    async def begin_and_end(self, **changes: Any) -> None:
+        await self.gate.finish(await self.admit(self.token(**changes)), {"state": "succeeded"})
+
+
+@asynccontextmanager
+async def door_in(tmp_path: Path, *, fleet: Fleet | None = None, **rules: Any) -> AsyncIterator[Door]:
+    keys = OpKeys(tmp_path / "op-keys")
+    keys.ensure(T0)
+    ((kid, key),) = keys.read().items()
+    clock = Clock(NOW)
+    issuer = Issuer(fleet or Fleet(T0), BOX, kid, key)
+    ledger = await Ledger.open(tmp_path / "data", clock=Clock(T0) if not (tmp_path / "data").exists() else clock)
+    ledger._clock = clock
+    fields: dict[str, Any] = {"key_path": keys.folder, "level": Level.L2, "min_signers": 2, "runner_id": BOX} | rules
+    gate = Gate(GateRules(policy=lambda: door.policy, **fields), ledger=ledger, clock=clock)
+    door = Door(gate, ledger, issuer, clock)
+    try:
+        yield door
+    finally:
+        await ledger.close()
+
+
+async def refused_at_l2(door: Door, token: object, caplog: pytest.LogCaptureFixture, **request: Any) -> str:
+    """Return the reason in the log; outside there is none."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO), pytest.raises(OpTokenRefused) as caught:
+        await door.admit(token, **request)
+    assert (str(caught.value), caught.value.details) == (REFUSED, {})
+    return caplog.text.rpartition("reason=")[2].partition("\n")[0]
+
+
+async def test_an_approved_operation_is_admitted_and_booked_with_what_was_signed(tmp_path: Path) -> None:
+    async with door_in(tmp_path) as door:
+        admitted = await door.admit(door.token(op_id="op-1", checkpoint="audit 12"))
+        row = await door.ledger.find_op("op-1", 1)
+    assert (admitted.level, admitted.op_id) == (Level.L2, "op-1")
+    assert admitted.booked is not None
+    assert row is not None
+    assert (row.op_key, row.operation, row.model_id, row.checkpoint) == ("op-1.1", "model-load", MODEL, "audit 12")
+    assert row.statement_digest == admitted.booked.statement_digest
+    assert len(row.statement_digest) == 64
+
+
+async def test_what_the_control_plane_makes_alone_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with door_in(tmp_path) as door:
+        bare = Issuer(door.issuer.fleet, BOX, door.issuer.kid, door.issuer.key).bare_token("model-load", PARAMS)
+        assert await refused_at_l2(door, bare, caplog) == "level_too_low"
+        spec = {"opToken": {k: v for k, v in bare["opToken"].items() if k != "v"}, "signature": "0" * 64}
+        assert await refused_at_l2(door, spec, caplog) == "level_too_low"
+        assert await refused_at_l2(door, door.token(approvers=1), caplog) == "not_approved (too_few_approvers)"
+        assert await refused_at_l2(door, door.token(requested_by="bob"), caplog) == "not_approved (requester_approves)"
+        assert await refused_at_l2(door, door.token(targets=["other#box"]), caplog) == "wrong_target"
+        other = {**PARAMS, "evictModel": "org/precious"}
+        assert await refused_at_l2(door, door.token(), caplog, params=other) == "wrong_params"
+        stranger = Issuer(Fleet(T0), BOX, door.issuer.kid, door.issuer.key)
+        assert (await refused_at_l2(door, stranger.token("model-load", PARAMS, now=NOW), caplog)).startswith("not_approved")
+        assert door.gate.refusals["level_too_low"] == 2
+        assert await door.ledger.find_op("op-1", 1) is None
+
+
+async def test_without_the_pinned_policy_nothing_is_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with door_in(tmp_path) as door:
+        token = door.token()
+        door.policy = None
+        assert await refused_at_l2(door, token, caplog) == "no_policy"
+        door.issuer.fleet.add_policy()
+        door.policy = door.issuer.fleet.policy
+        assert await refused_at_l2(door, token, caplog) == "not_approved (wrong_policy)"
+        assert (await door.admit(door.token())).recorded is None
+    async with door_in(tmp_path, disabled="start it with --data DIR") as door:
+        with pytest.raises(OperationsDisabled, match="--data DIR"):
+            await door.admit(door.token())
+
+
+async def test_a_second_token_of_one_use_gets_the_first_outcome_also_after_a_restart(tmp_path: Path) -> None:
+    fleet = Fleet(T0)
+    async with door_in(tmp_path, fleet=fleet) as door:
+        admitted = await door.admit(door.token(op_id="op-1"))
+        with pytest.raises(OperationRunning):
+            await door.admit(door.token(op_id="op-1"))
+        await door.gate.finish(admitted, {"state": "succeeded", "body": {"a": 1}}, receipt="signed")
+        again = await door.admit(door.token(op_id="op-1"))
+        assert (again.recorded, again.receipt) == ({"state": "succeeded", "body": {"a": 1}}, "signed")
+        used = door.token(op_id="op-2")
+        await door.admit(used)
+    async with door_in(tmp_path, fleet=fleet) as door:
+        door.issuer.fence = 100
+        again = await door.admit(door.token(op_id="op-1"))
+        assert again.receipt == "signed"
+        cut = await door.admit(door.token(op_id="op-2"))
+        assert cut.recorded == approvals.INTERRUPTED
+        with pytest.raises(OpTokenRefused):
+            await door.admit(used)
+
+
+async def test_every_use_of_a_standing_approval_is_its_own_operation(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    standing: dict[str, Any] = {"op_id": "op-1", "op_class": "standing", "max_uses": 2}
+    async with door_in(tmp_path) as door:
+        for use in (1, 2):
+            assert (await door.admit(door.token(use=use, **standing))).recorded is None
+            with pytest.raises(OperationRunning):
+                await door.admit(door.token(use=use, **standing))
+        assert await refused_at_l2(door, door.token(use=3, **standing), caplog) == "not_approved (too_many_uses)"
+
+
+async def test_a_reload_of_the_settings_is_approved_as_such(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    reload: dict[str, Any] = {"operation": Operation.SETTINGS_RELOAD, "model_id": None, "params": {}}
+    async with door_in(tmp_path) as door:
+        flush = door.issuer.token("cache-flush", {"scope": "all"}, now=NOW, fence=5)
+        late = door.issuer.token("settings-reload", {}, now=NOW, fence=6)
+        one_signer = door.issuer.token("settings-reload", {}, now=NOW, approvers=1)
+        other_class = door.issuer.token("settings-reload", {}, now=NOW, op_class="cache-flush")
+        with_params = door.issuer.token("settings-reload", {"scope": "all"}, now=NOW)
+        for token in (flush, one_signer, other_class, with_params):
+            with caplog.at_level(logging.WARNING), pytest.raises(OpTokenRefused):
+                await door.gate.admit(token, **reload)
+        admitted = await door.gate.admit(door.issuer.token("settings-reload", {}, now=NOW, fence=7), **reload)
+        assert (admitted.operation, admitted.signers) == (Operation.SETTINGS_RELOAD, ("ada", "bob"))
+        await door.gate.finish(admitted, {"state": "succeeded"})
+        with pytest.raises(OpTokenRefused):
+            await door.gate.admit(late, **reload)
+        again = door.issuer.token("cache-flush", {"scope": "all"}, now=NOW, fence=5)
+        await door.gate.admit(again, operation=Operation.CACHE_FLUSH, model_id=None, params={"scope": "all"})
+    assert [line.rpartition("reason=")[2] for line in caplog.messages if "operation refused" in line] == [
+        "wrong_operation", "not_approved (too_few_approvers)", "not_approved (unknown_class)", "wrong_params",
+        "stale_fence",
+    ]  # fmt: skip
+
+
+async def test_break_glass_opens_as_often_a_day_as_its_class_says_restarts_included(tmp_path: Path) -> None:
+    fleet, glass = Fleet(T0), {"op_class": "break-glass", "approvers": 1}
+    async with door_in(tmp_path, fleet=fleet) as door:
+        await door.begin_and_end(**glass)
+        await door.begin_and_end()
+        door.clock.now += 3600
+        await door.begin_and_end(**glass)
+    async with door_in(tmp_path, fleet=fleet) as door:
+        door.issuer.fence = 100
+        door.clock.now = NOW + 7200
+        with pytest.raises(
+            OperationLimit, match="2 operations of the class break-glass began on this box within 24 h"
+        ) as caught:
+            await door.admit(door.token(**glass))
+        assert caught.value.retry_after_s == pytest.approx(86_400 - 7200)
+        assert door.gate.refusals == {LIMIT_REASON: 1}
+        await door.begin_and_end()
+        door.clock.now = NOW + 86_400
+        await door.begin_and_end(**glass)
+
+
+async def test_no_more_operations_begin_within_an_hour_than_the_owner_allows(
+    tmp_path: Path,
+) -> None:
+    async with door_in(tmp_path, ops_per_hour=2) as door:
+        await door.begin_and_end()
+        door.clock.now += 60
+        await door.begin_and_end()
+        for now in (door.clock.now, NOW):  # what began in the future counts after the clock was set back
+            door.clock.now = now
+            with pytest.raises(OperationLimit, match="2 operations began on this box within 1 h"):
+                await door.admit(door.token(op_id="op-late"))
+            assert await door.ledger.find_op("op-late", 1) is None
+        door.clock.now = NOW + 3600
+        assert (await door.admit(door.token(op_id="op-late"))).recorded is None
+
+
+async def test_an_operation_is_remembered_for_longer_than_its_approval_can_be_used(tmp_path: Path) -> None:
+    fleet = Fleet(T0)
+    window = {"op_class": "standing", "max_uses": 2, "not_after": int(NOW) + 6 * 86_400}
+    async with door_in(tmp_path, fleet=fleet) as door:
+        await door.begin_and_end(op_id="op-1", **window)
+        door.clock.now = NOW + 6 * 86_400 - 400
+        await door.begin_and_end(op_id="op-2")
+        again = await door.admit(door.token(op_id="op-1", **{**window, "not_before": int(NOW) - 60}))
+        assert again.recorded == {"state": "succeeded"}
+
+
+@pytest.mark.parametrize("skew", [-400, 400], ids=["behind", "ahead"])
+async def test_a_token_outside_the_window_of_this_clock_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, skew: int
+) -> None:
+    async with door_in(tmp_path) as door:
+        token = door.token()
+        door.clock.now += skew
+        if skew < 0:
+            door.ledger.born_at = 0.0
+        assert await refused_at_l2(door, token, caplog) == ("expired" if skew > 0 else "not_yet_valid")
+
+
+WEEK_S = 7 * 86_400
+
+
+LOAD, OTHER = ("model-load", {"modelId": MODEL, "evictModel": "org/other"}), ("model-load", {"modelId": "org/other"})
+UNLOAD: tuple[str, dict[str, object]] = ("model-unload", {"modelId": MODEL})
+
+
+@pytest.mark.parametrize(("late", "newer"), [(UNLOAD, LOAD), (LOAD, OTHER), (OTHER, LOAD)], ids=["unload", "evicts", "evicted"])
+async def test_an_operation_that_was_held_back_undoes_nothing_newer(
+    tmp_path: Path, late: tuple[str, dict[str, object]], newer: tuple[str, dict[str, object]]
+) -> None:
+    async with door_in(tmp_path) as door:
+        held_back = door.issuer.token(*late, now=NOW, fence=5)
+        await carry_out(door, Operation(newer[0]), newer[1], fence=6)
+        with pytest.raises(OpTokenRefused):
+            await door.gate.admit(held_back, operation=Operation(late[0]), model_id=str(late[1]["modelId"]), params=late[1])
+        assert door.gate.refusals == {"stale_fence": 1}
+
+
+async def test_an_approval_that_says_it_was_asked_for_later_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with door_in(tmp_path) as door:
+        assert await refused_at_l2(door, door.token(op_id="op-1", requested_at=int(NOW) + 61), caplog) == "not_yet_valid"
+        await door.begin_and_end(op_id="op-1", requested_at=int(NOW) + 60)
+
+
+async def test_no_fence_blocks_a_model_for_good(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with door_in(tmp_path) as door:
+        for fence in (2**53 - 1, int(NOW + WEEK_S) * 1000 + 1):
+            assert await refused_at_l2(door, door.token(fence=fence), caplog) == "bad_field"
+        await carry_out(door, Operation.MODEL_LOAD, {"modelId": MODEL}, fence=int(NOW + WEEK_S) * 1000)
+
+
+async def carry_out(door: Door, operation: Operation, params: dict[str, object], **changes: Any) -> None:
+    model = params.get("modelId")
+    assert model is None or isinstance(model, str)
+    token = door.issuer.token(operation.value, params, now=door.clock.now, **changes)
+    admitted = await door.gate.admit(token, operation=operation, model_id=model, params=params)
+    await door.gate.finish(admitted, {"state": "succeeded"})
+
+
+async def test_a_clock_that_was_a_year_ahead_for_a_moment_makes_the_box_forget_nothing(tmp_path: Path) -> None:
+    fleet = Fleet(T0)
+    async with door_in(tmp_path, fleet=fleet) as door:
+        await door.begin_and_end(op_id="op-1")
+        door.clock.now = NOW + 29 * 86_400
+        await door.begin_and_end(op_id="op-2")
+        door.ledger._clock = Clock(NOW + 365 * 86_400)
+        await door.begin_and_end(op_id="op-3", not_after=int(door.clock.now) + 3600)
+        door.ledger._clock, door.clock.now = door.clock, NOW + 60
+        again = await door.admit(
+            door.token(op_id="op-1", requested_at=int(NOW), not_before=int(NOW) - 60, not_after=int(NOW) + 3600)
+        )
+    assert again.recorded == {"state": "succeeded"}
+
+
+WANTED = OperationsConfig(
+    key_path=None, level=2, is_level_given=True, min_signers=2, runner_id="", ops_per_hour=99, counted_signers=None
+)
+
+
+@asynccontextmanager
+async def started(data: Path, fleet: Fleet, *, true_time: float, ahead_s: float) -> AsyncIterator[Door]:
+    """Start a node whose clock is so far ahead; people and control plane go by the true time."""
+    clock = Clock(true_time + ahead_s)
+    ledger = await Ledger.open(data, clock=clock)
+    try:
+        node = Governance(WANTED, data=data, name="box-7", ledger=ledger, clock=clock)
+        await node.open()
+        assert node._own_keys is not None
+        kid, key = list(node._own_keys.read().items())[-1]
+        rules = GateRules(
+            key_path=node.key_path, level=Level.L2, min_signers=2, runner_id=node.runner_id, policy=lambda: fleet.policy
+        )
+        yield Door(Gate(rules, ledger=ledger, clock=clock), ledger, Issuer(fleet, node.runner_id, kid, key), Clock(true_time))
+    finally:
+        await ledger.close()
+
+
+def lose_files(data: Path, *beginnings: str) -> None:
+    """Remove the files whose names begin so."""
+    for each in data.iterdir():
+        if each.is_file() and each.name.startswith(beginnings):
+            each.unlink()
+
+
+@pytest.mark.parametrize("ahead_s", [-60, 0, 60, 62])
+async def test_a_new_node_takes_what_was_approved_in_its_first_moment_unless_its_clock_is_too_far_ahead(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ahead_s: float
+) -> None:
+    async with started(tmp_path, Fleet(T0), true_time=T0 + 10, ahead_s=ahead_s) as door:
+        early: dict[str, Any] = {"op_id": "op-1", "requested_at": int(T0) + 10}
+        if ahead_s > 60:
+            assert await refused_at_l2(door, door.token(**early), caplog) == "before_ledger"
+        else:
+            await door.begin_and_end(**early)
+
+
+@pytest.mark.parametrize("also_key", [False, True], ids=["the ledger alone", "the key too"])
+@pytest.mark.parametrize("ahead_s", [0, 30])
+async def test_an_approval_is_not_carried_out_again_after_the_memory_was_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ahead_s: float, *, also_key: bool
+) -> None:
+    fleet, moment = Fleet(T0), int(T0) + 10
+    async with started(tmp_path, fleet, true_time=moment, ahead_s=ahead_s) as door:
+        await door.begin_and_end(op_id="op-1", requested_at=moment)
+        first = door.issuer.runner_id
+    lose_files(tmp_path, *(["ledger", "identity"] if also_key else ["ledger"]))
+    caplog.set_level(logging.INFO)
+    async with started(tmp_path, fleet, true_time=moment + 5, ahead_s=ahead_s) as door:
+        door.issuer.runner_id = first
+        again = door.token(op_id="op-1", requested_at=moment, not_before=moment - 60, not_after=moment + 3600)
+        assert await refused_at_l2(door, again, caplog) == ("wrong_audience" if also_key else "before_ledger")
+
+
+async def test_the_allowance_outlives_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fleet, moment = Fleet(T0), int(T0) + 10
+    data, key = tmp_path / "data", tmp_path / "data" / "identity.key"
+    async with started(data, fleet, true_time=moment, ahead_s=30):
+        saved = key.read_bytes()
+    async with started(data, fleet, true_time=moment + 5, ahead_s=30) as door:
+        await door.begin_and_end(op_id="op-1", requested_at=moment + 1)
+    lose_files(data, "")
+    async with started(data, fleet, true_time=moment + 8, ahead_s=30):
+        key.write_bytes(saved)
+    async with started(data, fleet, true_time=moment + 9, ahead_s=30) as door:
+        again = door.token(op_id="op-1", requested_at=moment + 1, not_before=moment - 60, not_after=moment + 3600)
+        assert await refused_at_l2(door, again, caplog) == "before_ledger"

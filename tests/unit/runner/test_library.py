@@ -274,7 +274,8 @@ def test_a_snapshot_that_leads_out_of_the_cache_is_not_followed(tmp_path: Path) 
 
 def test_the_ways_of_naming_a_quantisation_do_not_count_and_another_model_stays_another() -> None:
     for model_id in (
-        "meta/Llama-3.1-8B-Instruct", "x/Llama-3.1-8B-Instruct-AWQ", "Llama-3.1-8B-Instruct-Q4_K_M", "llama-3.1-8b-instruct.Q8_0",
+        "meta/Llama-3.1-8B-Instruct", "x/Llama-3.1-8B-Instruct-AWQ", "Llama-3.1-8B-Instruct-Q4_K_M",
+        "llama-3.1-8b-instruct.Q8_0",
         "z/Llama-3.1-8B-Instruct-GGUF/Llama-3.1-8B-Instruct-UD-IQ2_XXS-00001-of-00003", "Llama-3.1-8B-Instruct-GPTQ-Int4",
         "Llama-3.1-8B-Instruct-bf16", "Llama-3.1-8B-Instruct_FP8-Dynamic", "Llama-3.1-8B-Instruct-exl3-4.0bpw",
         "Llama-3.1-8B-Instruct-4bit", "Llama-3.1-8B-Instruct-w4a16",

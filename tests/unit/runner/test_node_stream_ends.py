@@ -185,9 +185,7 @@ async def test_every_recorded_stream_cut_anywhere_is_whole_or_said_to_be_broken_
 
 
 @pytest.mark.parametrize("passage", [passage for passage in PASSAGES if passage.asked != POOL_RESPONSES], ids=str)
-async def test_a_gateway_gets_what_came_and_judges_it_itself(
-    passage: Passage, node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_gateway_gets_what_came(passage: Passage, node: Node, caplog: pytest.LogCaptureFixture) -> None:
     stream = passage.stream
     for length in (0, 1, len(stream.events[0]), stream.whole_at - 1, stream.whole_at, len(stream.data)):
         caplog.clear()

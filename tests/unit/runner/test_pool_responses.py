@@ -231,17 +231,6 @@ def test_every_backend_has_a_row_and_only_the_remote_one_must_be_allowed() -> No
             to_chat(ask(), definition)
 
 
-@pytest.mark.parametrize(
-    ("backend", "expected"), [("gguf", True), ("vllm", True), ("ct2", True), ("tgi", False), ("openai_compatible", False)]
-)
-def test_thinking_is_switched_through_the_template_where_the_backend_hands_it_on(backend: Backend, *, expected: bool) -> None:
-    request = ask(allow_remote=True)
-    for thinking in (True, False):
-        body = chat(request, model(backend, enable_thinking=thinking))
-        assert body.get("chat_template_kwargs") == ({"enable_thinking": thinking} if expected else None)
-    assert "chat_template_kwargs" not in chat(request, model(backend))
-
-
 LANGUAGES = {"source_lang_code": "nl", "target_lang_code": "pt-BR"}
 
 
@@ -348,38 +337,3 @@ def test_a_failure_in_the_stream_ends_it_with_an_error_and_without_completed(dat
     assert [event["type"] for event in events(out)] == ["response.created", "response.output_text.delta", "error"]
     failure = events(out)[-1]["error"]
     assert (failure["code"], words in failure["message"], builder.has_failed) == ("engine_failed", True, True)
-
-
-def test_a_reason_to_stop_or_a_failure_that_the_node_found_itself_ends_the_stream_too() -> None:
-    builder = ResponseBuilder(model="m")
-    out = builder.feed(sse(piece("Het", "length")).removesuffix(b"\n\n")) + builder.finish(METRICS)
-    assert events(out)[-1]["type"] == "response.completed"
-    builder = ResponseBuilder(model="m")
-    out = builder.begin() + builder.fail("model_unloading", "m is being unloaded") + builder.finish(METRICS)
-    assert [event.get("error") for event in events(out)] == [
-        None, {"code": "model_unloading", "message": "m is being unloaded"},
-    ]  # fmt: skip
-
-
-_ms = st.none() | st.floats(0, 1e6)
-
-
-@examples(25)
-@given(
-    backend=_ms, engine=_ms, pool=st.floats(0, 1e6), queue=_ms, first=_ms, generate=_ms, tokens=st.none() | st.integers(0, 9999)
-)
-def test_an_outer_timer_always_covers_the_inner_ones(
-    backend: float | None, engine: float | None, pool: float, queue: float | None, first: float | None,
-    generate: float | None, tokens: int | None,
-) -> None:  # fmt: skip
-    metrics = make_metrics(
-        backend_ms=backend, engine_ms=engine, pool_ms=pool, queue_wait_ms=queue, first_token_ms=first,
-        generate_ms=generate, output_tokens=tokens,
-    )  # fmt: skip
-    total, inner, outer = metrics.engine_total_wall_ms, metrics.backend_inference_wall_ms, metrics.pool_total_wall_ms
-    assert outer is not None
-    if total is not None:
-        assert outer >= total >= round((inner or 0.0) + (metrics.engine_queue_wait_ms or 0.0), 1)
-    if metrics.engine_outside_backend_wall_ms is not None:
-        assert metrics.engine_outside_backend_wall_ms >= (metrics.engine_queue_wait_ms or 0.0) - 0.11
-    assert metrics.gpu_decode_after_first_token_ms is None or metrics.gpu_decode_after_first_token_ms >= 0

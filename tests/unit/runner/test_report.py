@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from prometheus_client.core import Metric
-from prometheus_client.exposition import generate_latest
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 from runner.admission import FairQueue, QueueLimits, WaitBudget
 from runner.definitions.definition import ModelDefinition
@@ -23,7 +18,7 @@ from runner.engines.exposition import read_samples, show_series
 from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.limits import limits
-from runner.pool import LoadProgress, Model, ModelEvent, Replica
+from runner.pool import Model, ModelEvent, Replica
 from runner.pool.states import TRANSITIONS, IllegalTransition, ModelState, next_state
 from runner.report import list_endpoints, list_replicas, read_memory
 from runner.serving.headers import INFERENCE_PATHS
@@ -215,19 +210,6 @@ async def test_gateways_are_not_told_of_what_they_are_to_translate_nor_of_what_g
     assert (list_replicas([make_model()]), list_endpoints([make_model()]), read_memory(None, [make_model()])) == ([], [], None)
 
 
-async def test_a_model_that_failed_says_why_whether_or_not_it_has_replicas() -> None:
-    model = make_model()
-    model.apply(ModelEvent.LOAD)
-    model.apply(ModelEvent.FAIL, error="out of memory")
-    (info,) = list_replicas([model])
-    assert (info.state, info.detail, info.progress, info.eta_s) == ("failed", "out of memory", None, None)
-    lost = served(make_model(replicas=1))
-    lost.replicas[0].supervisor.state, lost.replicas[0].supervisor.last_error = EngineState.FAILED, "it died"
-    lost.engines_changed()
-    (info,) = list_replicas([lost])
-    assert (info.state, info.detail) == ("failed", "it died")
-
-
 async def test_every_replica_is_reported_with_what_runs_on_it_and_what_it_holds() -> None:
     model = served(make_model(replicas=2))
     first, second = model.replicas
@@ -289,20 +271,6 @@ def test_samples_are_summed_over_labels_of_any_text_and_what_is_no_number_is_lef
 WAITING = '# TYPE vllm:num_requests_waiting gauge\nvllm:num_requests_waiting{engine="0",model_name="x"} 2\n'
 
 
-def test_series_of_several_models_and_replicas_are_one_family_that_prometheus_reads_again() -> None:
-    made = show_series([("a", 0, WAITING), ("a", 1, WAITING), ("b", 0, WAITING + WAITING.splitlines()[1] + "\n")])
-
-    class Shown(Collector):
-        def collect(self) -> list[Metric]:
-            return made
-
-    (family,) = text_string_to_metric_families(generate_latest(Shown()).decode())
-    assert [(sample.labels["model"], sample.labels["replica"], sample.value) for sample in family.samples] == [
-        ("a", "0", 2.0), ("a", "1", 2.0), ("b", "0", 2.0),
-    ]  # fmt: skip
-    assert all(sample.labels.keys() == {"model", "replica", "engine"} for sample in family.samples)
-
-
 def test_what_is_not_known_or_not_in_this_format_shows_nothing_and_one_engine_cannot_fill_the_page() -> None:
     for text in (
         "", "vllm:num_requests_waiting{ 1\n", "vllm:num_requests_waiting nothing\n",
@@ -325,26 +293,3 @@ def test_every_pair_either_has_its_place_in_the_table_or_is_refused() -> None:
         else:
             with pytest.raises(IllegalTransition, match=f"{state} cannot {event}"):
                 next_state(state, event)
-
-
-def test_every_state_can_be_left_and_unloaded_can_be_reached_from_each() -> None:
-    for start in ModelState:
-        reached, waiting = {start}, [start]
-        while waiting:
-            state = waiting.pop()
-            onward = [after for (before, _), after in TRANSITIONS.items() if before is state]
-            assert onward, f"{state} has no exit"
-            waiting += [after for after in onward if after not in reached]
-            reached |= set(onward)
-        assert ModelState.UNLOADED in reached
-
-
-def test_the_time_left_follows_the_last_load_like_it_or_what_is_done() -> None:
-    def left(ago_s: float, **known: float) -> float:
-        found = LoadProgress(started_at=time.monotonic() - ago_s, **known).eta_s()
-        return -1.0 if found is None else found
-
-    assert 560 <= left(400.0, expected_s=1000.0, fraction=0.2) <= 800
-    assert 850 <= left(300.0, fraction=0.25) <= 1050
-    assert (left(3.0, fraction=0.01), LoadProgress().eta_s()) == (-1.0, None)
-    assert left(30.0, expected_s=10.0) == 0.0, "it takes longer than the last"

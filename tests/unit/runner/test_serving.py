@@ -47,22 +47,6 @@ from tests.fakes.clock import install_virtual_clock
 CHAT = b'{"usage":{"prompt_tokens":30,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":12}}}'
 
 
-@pytest.mark.parametrize(
-    ("answer", "cached"),
-    [
-        (CHAT, 12),
-        (b'{"usage":{"input_tokens":30,"output_tokens":7,"input_tokens_details":{"cached_tokens":3}}}', 3),
-        (b'{"usage":{"input_tokens":30,"output_tokens":7,"cache_read_input_tokens":4}}', 4),
-        (b'{"response":{"usage":{"input_tokens":30,"output_tokens":7,"input_tokens_details":{"cached_tokens":5}}}}', 5),
-        (b'{"message":{"usage":{"input_tokens":30,"output_tokens":7,"cache_read_input_tokens":6}}}', 6),
-    ],
-)
-def test_usage_is_read_wherever_an_api_puts_it(answer: bytes, cached: int) -> None:
-    numbers = Numbers()
-    numbers.take(answer)
-    assert (numbers.prompt_tokens, numbers.output_tokens, numbers.cached_tokens) == (30, 7, cached)
-
-
 def test_the_engines_own_times_make_the_gpu_time_and_what_cannot_be_read_changes_nothing() -> None:
     numbers = Numbers(wall_ms=50.0, queue_wait_ms=12.6)
     assert numbers.headers() == {

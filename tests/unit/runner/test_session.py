@@ -73,17 +73,6 @@ def test_a_body_beyond_the_limit_ends_its_stream_only_and_one_after_its_last_par
         session.receive_bytes(frames.encode_frame(frames.BODY, 8, 1, b"more"))
 
 
-def test_data_uses_the_window_up_and_credit_raises_it() -> None:
-    session = accepted_session()
-    stream = open_stream(session, window_bytes=10)
-    stream.data(b"x" * 7)
-    assert stream.window == 3
-    with pytest.raises(ValueError, match="exceed the window"):
-        stream.data(b"x" * 4)
-    assert session.receive_bytes(frames.encode_credit(7, 1, 5)) == [Credited(stream)]
-    assert stream.window == 8
-
-
 def test_cancel_ends_the_stream_with_one_end_and_frames_of_another_attempt_or_later_ones_are_dropped() -> None:
     session = accepted_session()
     stream = open_stream(session, attempt=2)
