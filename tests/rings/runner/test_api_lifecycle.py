@@ -211,7 +211,8 @@ async def test_a_client_that_leaves_frees_the_engine_also_while_it_waits(tmp_pat
     async with run_engine() as engine, serve(tmp_path, engine, "--max-concurrent", "1") as (_, client):
         engine.handler = stream_for_ever
         async with client.stream("POST", CHAT, json={**BODY, "stream": True}) as reply:
-            assert await anext(reply.aiter_raw()) == EVENT
+            chunks = reply.aiter_raw()
+            assert await anext(chunks) == EVENT
             waiting = asyncio.create_task(client.post(CHAT, json=BODY))
             await depth_is(client, 1)
             waiting.cancel()
@@ -229,7 +230,7 @@ async def test_a_client_that_leaves_frees_the_engine_also_while_it_waits(tmp_pat
 async def test_audio_reaches_the_engine_byte_for_byte_and_keys_and_cookies_of_the_client_stay_here(tmp_path: Path) -> None:
     key, path = "the-key-of-this-node", "/v1/audio/transcriptions"
     async with run_engine() as engine, serve(tmp_path, engine, "--api-key", key) as (_, client):
-        client.headers |= {"Authorization": f"Bearer {key}", "Cookie": "a=b", "X-Request-ID": "r-1"}
+        client.headers.update({"Authorization": f"Bearer {key}", "Cookie": "a=b", "X-Request-ID": "r-1"})
         sound = bytes(range(256)) * 4000
         reply = await client.post(path + "?dim=3", data={"model": "alpha"}, files={"file": ("a.wav", sound)})
         assert reply.status_code == 200

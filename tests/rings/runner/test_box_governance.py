@@ -200,9 +200,8 @@ async def test_a_load_whose_box_is_killed_is_done_once_at_most(tmp_path: Path, p
     fleet, (options, env) = Fleet(), options_of(tmp_path)
     await enrol(tmp_path / "data", fleet)
     dying = {**env, "DIE_AT": point}
-    program = "tests.fakes.runners.altered"
     async with run_gateway() as gateway:
-        async with run_box(tmp_path, gateway.url, *options, env=dying, program=program) as process:
+        async with run_box(tmp_path, gateway.url, *options, env=dying, program=DYING) as process:
             first = Control(await gateway.accept(), fleet)
             load = first.command("model-load", {"modelId": "a"})
             await first.box.send(load)
@@ -256,17 +255,17 @@ def test_a_load_and_an_unload_carry_receipts_and_say_the_same_when_repeated(enro
     box, issuer = enrolled.box, enrolled.issuer
     public_key = load_identity(enrolled.data, "attic").public_key
 
-    def post(path: str, operation: str, params: dict[str, object], **changes: str) -> httpx.Response:
+    def post(path: str, operation: str, params: dict[str, object], **changes: Any) -> httpx.Response:
         return box.client.post(path, json={**params, "verifiedOpToken": issuer.token(operation, params, **changes)})
 
-    load = ("/v1/models/load", "model-load", {"modelId": "a"})
+    model: dict[str, object] = {"modelId": "a"}
     op_id = new_uuid7().hex
-    done = box.finish_load(post(*load, op_id=op_id))
+    done = box.finish_load(post("/v1/models/load", "model-load", model, op_id=op_id))
     receipt = str(done.pop("receipt"))
     read = read_receipt(receipt, public_key)
     assert (done["status"], read.outcome, read.result_digest) == ("completed", "succeeded", digest_result(done))
-    assert post(*load, op_id=op_id).json() == {**done, "receipt": receipt, "repeated": True}
-    gone = post("/v1/models/unload", "model-unload", {"modelId": "a"}).json()
+    assert post("/v1/models/load", "model-load", model, op_id=op_id).json() == {**done, "receipt": receipt, "repeated": True}
+    gone = post("/v1/models/unload", "model-unload", model).json()
     signed = read_receipt(gone.pop("receipt"), public_key)
     assert signed.result_digest == digest_result(gone)
     answer = post("/v1/cache/flush", "cache-flush", {"scope": "all"}).json()
@@ -302,7 +301,6 @@ def test_capabilities_page_and_program_say_how_the_node_decides(
             assert "./muster trust WORDS" in said
 
 
-DYING = "tests.fakes.runners.altered"
 KEEP: dict[str, Any] = {"modelId": "a", "keepLoaded": True}
 
 
@@ -336,11 +334,8 @@ async def test_a_model_that_is_kept_serves_again_after_a_kill_and_after_a_stop_u
         async with run_box(tmp_path, gateway.url, *options, env=env) as process:
             second = follow(Control(await gateway.accept(), fleet), first)
             await second.box.declares("a")
-            assert (
-                await (
-                    await second.box.open({"model": "a", "messages": [{"role": "user", "content": "x"}]}, model="a")
-                ).finish()
-            ).status == 200
+            asked = await second.box.open({"model": "a", "messages": [{"role": "user", "content": "x"}]}, model="a")
+            assert (await asked.finish()).status == 200
             await eventually(lambda: (found := replica_of(second.box, "a")) and found.kept, "the node says that it is kept")
             # It was no new run: the operation has its one outcome, its one receipt, and its token is still spent.
             assert await second.query(load.op_id) == kept
@@ -358,51 +353,40 @@ async def test_a_model_that_is_kept_serves_again_after_a_kill_and_after_a_stop_u
             assert (last.box.models(), replica_of(last.box, "a")) == ([], None)
 
 
-@pytest.mark.parametrize("point", ["after booking", "before outcome", "after outcome"])
-async def test_an_unload_whose_runner_is_killed_leaves_nothing_that_loads_again(tmp_path: Path, point: str) -> None:
+DYING = "tests.fakes.runners.altered"
+
+
+@pytest.mark.parametrize(
+    ("operation", "point"),
+    [
+        ("model-load", "before outcome"), ("model-load", "after outcome"), ("model-unload", "after booking"),
+        ("model-unload", "before outcome"), ("model-unload", "after outcome"),
+    ],
+)  # fmt: skip
+async def test_what_stays_loaded_after_a_kill_follows_from_what_is_on_disk(tmp_path: Path, operation: str, point: str) -> None:
     fleet, (options, env) = Fleet(), options_of(tmp_path)
     await enrol(tmp_path / "data", fleet)
     async with run_gateway() as gateway:
-        async with run_box(tmp_path, gateway.url, *options, env=env):
-            first = Control(await gateway.accept(), fleet)
-            assert (await first.carry_out(first.command("model-load", KEEP))).state == "succeeded"
+        first: Control | None = None
+        if operation == "model-unload":
+            async with run_box(tmp_path, gateway.url, *options, env=env):
+                first = Control(await gateway.accept(), fleet)
+                assert (await first.carry_out(first.command("model-load", KEEP))).state == "succeeded"
         async with run_box(tmp_path, gateway.url, *options, env={**env, "DIE_AT": point}, program=DYING) as process:
-            second = follow(Control(await gateway.accept(), fleet), first)
-            await second.box.declares("a")
-            unload = second.command("model-unload", {"modelId": "a"})
-            await second.box.send(unload)
+            dying = Control(await gateway.accept(), fleet)
+            if first is not None:
+                await follow(dying, first).box.declares("a")
+            command = dying.command(operation, KEEP if operation == "model-load" else {"modelId": "a"})
+            await dying.box.send(command)
             assert await process.exit_status() == -signal.SIGKILL
         async with run_box(tmp_path, gateway.url, *options, env=env):
-            control = follow(Control(await gateway.accept(), fleet), second)
-            found = await control.query(unload.op_id)
+            control = follow(Control(await gateway.accept(), fleet), dying)
+            found = await control.query(command.op_id)
             assert found.state == ("succeeded" if point == "after outcome" else "interrupted")
-            assert (control.box.models(), replica_of(control.box, "a")) == ([], None)
-    ledger = await Ledger.open(tmp_path / "data")
-    assert await ledger.read_desired() == []
-    await ledger.close()
-
-
-async def test_a_node_reclaimed_on_the_spot_stays_so_over_a_restart_and_loads_when_it_is_lent(tmp_path: Path) -> None:
-    fleet, (options, env) = Fleet(), options_of(tmp_path)
-    await enrol(tmp_path / "data", fleet)
-    async with run_gateway() as gateway:
-        async with run_box(tmp_path, gateway.url, *options, env=env) as process:
-            first = Control(await gateway.accept(), fleet)
-            assert (await first.carry_out(first.command("model-load", KEEP))).state == "succeeded"
-            process.signal(signal.SIGUSR1)
-            assert (await first.box.expect(bridge.ModeChange)).mode == "spare_off"
-            process.signal(signal.SIGTERM)
-            await process.exit_status()
-        async with run_box(tmp_path, gateway.url, *options, env=env) as process:
-            second = Control(await gateway.accept(), fleet)
-            assert (await second.box.expect(bridge.ModeChange)).mode == "spare_off"
-            await eventually(
-                lambda: (said := replica_of(second.box, "a")) and said.detail.startswith("the owner took the node back"),
-                "the node says why it does not load it",
-            )
-            assert second.box.models() == []
-            process.signal(signal.SIGUSR2)
-            await second.box.declares("a")
+            if (operation, point) == ("model-load", "after outcome"):
+                await control.box.declares("a")
+            else:
+                assert (control.box.models(), replica_of(control.box, "a")) == ([], None)
 
 
 ROOT = Path(__file__).resolve().parents[3]

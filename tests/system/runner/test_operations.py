@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from runner.definitions.definition import ModelDefinition
-from runner.engines.port import CHAT, Capabilities, FlushOutcome, FlushRequest, FlushResult, FlushScope
+from runner.engines.port import CHAT, Capabilities, FlushRequest, FlushResult, FlushScope
 from runner.errors import (
     EngineError,
     InsufficientMemory,
@@ -31,7 +31,7 @@ from runner.errors import (
     UnknownModel,
     WrongState,
 )
-from runner.ledger import FILE_NAME, Ledger, TaskState
+from runner.ledger import FILE_NAME, TaskState
 from runner.limits import limits
 from runner.operations.bodies import FlushBody, LoadBody, Reply, UnloadBody
 from runner.operations.gate import Gate, GateRules
@@ -140,11 +140,34 @@ def full_disk(tmp_path: Path) -> Iterator[None]:
         other.close()
 
 
-async def leave(work: asyncio.Task[Reply]) -> None:
-    """Be a caller that goes away."""
-    work.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await work
+async def test_an_unload_a_load_and_a_flush_go_on_when_their_caller_leaves(desk: Desk) -> None:
+    async def leave(work: asyncio.Task[Reply]) -> None:
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+    desk.bench.prepare = lambda engine: engine.may_load.clear()
+    loading, model = asyncio.create_task(desk.load("a")), find(desk.parts, "a")
+    await eventually(lambda: model.state is ModelState.LOADING, "the load is let in")
+    if not loading.done():
+        await leave(loading)
+    await eventually(lambda: desk.bench.engines, "the engine is started")
+    engine = desk.bench.engines[0]
+    engine.may_load.set()
+    await eventually(lambda: model.state is ModelState.LOADED, "it is loaded")
+    engine.may_flush.clear()
+    flushing = asyncio.create_task(desk.flush(scope="all"))
+    await eventually(lambda: "flush" in engine.steps, "the flush is at it")
+    await leave(flushing)
+    waiting = asyncio.create_task(take_turn(model, within_s=30))
+    engine.may_flush.set()
+    await waiting
+    engine.may_unload.clear()
+    unloading = asyncio.create_task(desk.unload("a"))
+    await eventually(lambda: "unload" in engine.steps, "the engine is told to unload")
+    await leave(unloading)
+    engine.may_unload.set()
+    await eventually(lambda: model.state is ModelState.UNLOADED, "it is gone")
 
 
 async def test_a_load_becomes_a_task_that_is_on_disk_and_ends_completed(desk: Desk) -> None:
@@ -182,32 +205,6 @@ async def test_a_load_that_fails_ends_its_task_and_makes_room_for_another(desk: 
     assert (await desk.finish(await desk.load("a")))["status"] == "completed"
 
 
-async def test_an_unload_a_load_and_a_flush_go_on_when_their_caller_leaves(desk: Desk) -> None:
-    bench = desk.bench
-    bench.prepare = lambda engine: engine.may_load.clear()
-    loading = asyncio.create_task(desk.load("a"))
-    await eventually(lambda: find(desk.parts, "a").state is ModelState.LOADING, "the load is let in")
-    if not loading.done():
-        await leave(loading)
-    await eventually(lambda: bench.engines, "the engine is started")
-    engine = bench.engines[0]
-    engine.may_load.set()
-    await eventually(lambda: find(desk.parts, "a").state is ModelState.LOADED, "it is loaded")
-    engine.may_flush.clear()
-    flushing = asyncio.create_task(desk.flush(scope="all"))
-    await eventually(lambda: "flush" in engine.steps, "the flush is at it")
-    await leave(flushing)
-    waiting = asyncio.create_task(find(desk.parts, "a").queue.enter(tenant="t1", priority="normal", timeout_s=30))
-    engine.may_flush.set()
-    find(desk.parts, "a").queue.leave(await waiting)
-    engine.may_unload.clear()
-    unloading = asyncio.create_task(desk.unload("a"))
-    await eventually(lambda: "unload" in engine.steps, "the engine is told to unload")
-    await leave(unloading)
-    engine.may_unload.set()
-    await eventually(lambda: find(desk.parts, "a").state is ModelState.UNLOADED, "it is gone")
-
-
 async def test_an_approval_shown_again_gives_the_outcome_that_was_recorded(tmp_path: Path) -> None:
     async with desk_of(tmp_path, level=Level.L1) as desk:
         op_id = new_uuid7().hex
@@ -229,35 +226,6 @@ async def test_an_approval_shown_again_gives_the_outcome_that_was_recorded(tmp_p
         assert (refused.status, error["code"], error["type"], error["retryable"]) == (
             409, "insufficient_memory", "api_error", False,
         )  # fmt: skip
-
-
-async def test_an_operation_cut_off_by_the_end_of_the_box_is_interrupted_and_not_begun_again(tmp_path: Path) -> None:
-    op_id = new_uuid7().hex
-    async with desk_of(tmp_path, level=Level.L1) as desk:
-        await desk.finish(await desk.load("a"))
-        desk.bench.engines[0].may_flush.clear()
-        flushing = asyncio.create_task(desk.ask(Operation.CACHE_FLUSH, op_id=op_id, scope="all"))
-        await eventually(lambda: "flush" in desk.bench.engines[0].steps, "the flush is at it")
-        # As kill -9 leaves it: begun, with no outcome.
-        copy = tmp_path / "killed"
-        copy.mkdir()
-        with (
-            contextlib.closing(sqlite3.connect(tmp_path / "data" / FILE_NAME)) as source,
-            contextlib.closing(sqlite3.connect(copy / FILE_NAME)) as target,
-        ):
-            source.backup(target)
-        desk.bench.engines[0].may_flush.set()
-        await flushing
-        killed = await Ledger.open(copy)
-        try:
-            rules = GateRules(key_path=tmp_path / "op.key", level=Level.L1, min_signers=2, runner_id="box")
-            clerk = Clerk(desk.parts.governance.identity)
-            desk.operations = Operations(desk.parts.pool, Gate(rules, ledger=killed), killed, clerk)
-            with pytest.raises(OperationInterrupted):
-                await desk.ask(Operation.CACHE_FLUSH, op_id=op_id, scope="all")
-        finally:
-            await killed.close()
-    assert desk.bench.engines[0].steps.count("flush") == 1
 
 
 async def test_an_operation_that_the_box_cancels_on_its_way_out_is_recorded_as_interrupted(tmp_path: Path) -> None:
@@ -339,18 +307,6 @@ async def test_a_forced_unload_ends_a_load_and_its_task_says_so(desk: Desk) -> N
     await eventually(lambda: desk.bench.engines, "the engine is started")
     assert (await desk.unload("a", force=True)).status == 200
     assert ((await desk.finish(reply))["status"], find(desk.parts, "a").state) == ("failed", ModelState.UNLOADED)
-
-
-async def test_a_load_evicts_and_an_eviction_that_fails_leaves_a_failed_load(desk: Desk) -> None:
-    await desk.finish(await desk.load("a"))
-    done = await desk.finish(await desk.load("b", evictModel="a"))
-    assert (done["status"], done["evicted"]) == ("completed", "a")
-    assert (find(desk.parts, "a").state, desk.bench.engines[0].is_loaded) == (ModelState.UNLOADED, False)
-    desk.bench.engines[1].refuses_unload = EngineError("the server keeps it")
-    done = await desk.finish(await desk.load("a", evictModel="b"))
-    assert (done["status"], find(desk.parts, "a").reserved_bytes) == ("failed", 0)
-    assert "the server keeps it" in str(done["error"])
-    desk.bench.engines[1].refuses_unload = None
 
 
 async def test_a_download_that_fails_evicts_nothing(desk: Desk) -> None:
@@ -462,22 +418,6 @@ async def test_an_engine_that_does_not_go_leaves_a_failed_model_without_memory_t
     assert is_clean(model)
 
 
-async def test_requests_are_let_in_again_after_an_unload_that_was_forced_while_it_waited(bench: Bench) -> None:
-    model = await bench.load("a")
-    turn = await model.queue.enter(tenant="t1", priority="normal", timeout_s=1)
-    model.replicas[0].active += 1
-    gentle = asyncio.create_task(bench.unloader.unload("a"))
-    await eventually(lambda: model.state is ModelState.UNLOADING, "it waits for what runs")
-    # A client that takes nothing of its answer notices nothing: the engine goes all the same, and does not come back.
-    forced = asyncio.create_task(bench.unloader.unload("a", force=True))
-    await eventually(lambda: not bench.engines[0].is_loaded, "the engine is gone")
-    model.queue.leave(turn)
-    assert await gentle == await forced
-    assert (await forced).cut == 1
-    assert bench.engines[0].steps.count("load") == 1
-    await take_turn(await bench.load("a"))
-
-
 async def test_a_load_of_a_wanted_model_that_does_not_start_replaces_it_and_is_completed(bench: Bench) -> None:
     def refuse(engine: FakeEngine) -> None:
         engine.fails = EngineError("no such file")
@@ -506,23 +446,6 @@ async def test_two_flushes_are_carried_out_one_after_the_other_and_no_request_co
     engine.may_flush.set()
     assert [(await flush).result for flush in flushes] == [FlushResult.FLUSHED] * 2
     await waiting
-
-
-async def test_an_unload_ends_a_flush_that_loads_the_engine_anew(bench: Bench) -> None:
-    model = await bench.load("a")
-    engine = bench.engines[0]
-    engine.flushes = False
-    engine.may_load.clear()
-    flush: asyncio.Task[FlushOutcome] = asyncio.create_task(bench.unloader.flush(model, FLUSH))
-    await eventually(lambda: engine.steps.count("load") == 2, "it is being loaded anew")
-    await bench.unloader.unload("a")
-    assert is_clean(model)
-    with pytest.raises(WrongState):
-        await flush
-    engine.may_load.set()
-    await asyncio.sleep(0)
-    assert not engine.is_loaded
-    await take_turn(await bench.load("a"))
 
 
 async def test_an_engine_that_does_not_come_back_from_a_flush_is_tried_again(bench: Bench) -> None:
@@ -622,15 +545,3 @@ async def test_a_model_that_the_settings_switch_on_and_that_does_not_fit_is_fail
         model = find(parts, "big")
         await eventually(lambda: model.state is ModelState.FAILED, "the load is refused")
         assert "MiB" in (model.last_error or "")
-
-
-async def test_closing_ends_an_unload_that_waits(tmp_path: Path) -> None:
-    async with assembled(tmp_path) as parts:
-        bench = Bench(parts)
-        model = await bench.load("a")
-        await model.queue.enter(tenant="t1", priority="normal", timeout_s=1)
-        waiting = asyncio.create_task(bench.unloader.unload("a"))
-        await eventually(lambda: model.state is ModelState.UNLOADING, "it waits for what runs")
-    with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(waiting, 30)
-    assert not bench.engines[0].is_loaded

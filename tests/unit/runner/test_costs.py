@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import logging
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -315,18 +314,3 @@ async def test_amounts_and_endings_that_cannot_be_are_refused(tmp_path: Path) ->
             with pytest.raises(ValueError, match="does not end as"):
                 await ledger.settle_cost(cost_id, state=state)
         assert await ledger.spent("t", MONTH) == 1
-
-
-async def test_the_sum_is_always_that_of_the_rows(tmp_path: Path) -> None:
-    chance = random.Random(7)
-    endings = [state for state in CostState if state not in {CostState.RESERVED, CostState.ABANDONED}]
-    async with opened(tmp_path) as ledger:
-        pending: list[str] = []
-        for _ in range(80):
-            if pending and chance.random() < 0.5:
-                cost_id = pending.pop(chance.randrange(len(pending)))
-                await ledger.settle_cost(cost_id, state=chance.choice(endings), amount_micros=chance.randrange(100))
-            elif new_id := await reserve(ledger, chance.randrange(100)):
-                pending.append(new_id)
-            rows = await ledger.cost_rows(1000)
-            assert await ledger.spent("t", MONTH) == sum(row.counted_micros for row in rows)

@@ -77,25 +77,22 @@ LIMITS: list[tuple[Backend, str, list[object], list[object]]] = [
     ("llama_server", "llama_server_spec_draft_p_min", [0, 0.0, 0.5, 1, 1.0, None], [-0.01, 1.01, "0", True]),
     ("tabbyapi", "exllama_cache_size", [256], [255]),
 ]
-ACCEPTED = [(backend, name, value) for backend, name, good, _ in LIMITS for value in good]
-REFUSED = [(backend, name, value) for backend, name, _, bad in LIMITS for value in bad]
 
 
-@pytest.mark.parametrize(("backend", "name", "value"), ACCEPTED)
-def test_a_value_at_or_within_its_limits_is_taken(backend: Backend, name: str, value: object) -> None:
-    assert check_overrides(model(backend, replica_max=2), {name: value}) == {name: value}
-
-
-@pytest.mark.parametrize(("backend", "name", "value"), REFUSED)
-def test_a_value_beyond_its_limits_is_refused_with_field_value_and_limit(backend: Backend, name: str, value: object) -> None:
+@pytest.mark.parametrize(("backend", "name", "good", "bad"), LIMITS)
+def test_a_value_beyond_its_limits_is_refused_with_field_value_and_limit(
+    backend: Backend, name: str, good: list[object], bad: list[object]
+) -> None:
     definition = model(backend, replica_max=2)
-    with pytest.raises(InvalidLoadRequest) as caught:
-        check_overrides(definition, {name: value})
-    assert caught.value.param == name
-    assert caught.value.message.startswith(f"{name}: {json.dumps(value)} is not allowed; it must be ")
-    for limit in ("minimum", "maximum"):
-        number = load_constraints(definition)[name].get(limit)
-        assert number is None or f"{number:.12g}" in caught.value.message
+    for value in good:
+        assert check_overrides(definition, {name: value}) == {name: value}
+    numbers = [load_constraints(definition)[name].get(limit) for limit in ("minimum", "maximum")]
+    for value in bad:
+        with pytest.raises(InvalidLoadRequest) as caught:
+            check_overrides(definition, {name: value})
+        assert caught.value.param == name
+        assert caught.value.message.startswith(f"{name}: {json.dumps(value)} is not allowed; it must be ")
+        assert all(number is None or f"{number:.12g}" in caught.value.message for number in numbers)
     with pytest.raises(InvalidLoadRequest) as caught:
         check_overrides(model("gguf"), {"gguf_flash_attn": "x" * 5000})
     assert len(caught.value.message) < 200, "a long value is not repeated whole"
@@ -232,55 +229,46 @@ def test_the_fields_of_the_model_runner_request_become_those_of_the_backend() ->
     assert (shared.context_tokens, shared.options["exllama_cache_size"]) == (4096, 16384)
 
 
-@pytest.mark.parametrize(
-    ("backend", "overrides", "param", "words"),
-    [
-        ("vllm", {"quantization": "int3"}, "quantization", 'quantization: "int3" is not allowed; it must be one of awq-4bit'),
-        ("gguf", {"quantization": "awq-4bit"}, "quantization", "it must be one of fp16, bf16"),
-        ("exllamav3", {"quantization": "fp16"}, "quantization", "exllamav3 loads files as they are"),
-        ("vllm", {"maxContextLength": 0}, "maxContextLength", "of at least 256 in steps of 256"),
-        ("vllm", {"maxContextLength": 300}, "maxContextLength", "in steps of 256"),
-        ("gguf", {"maxContextLength": 0}, "maxContextLength", "of at least 1"),
-        ("ct2", {"maxContextLength": 0}, "maxContextLength", "of at least 1"),
-        ("tgi", {"maxContextLength": 4096}, "maxContextLength", "the context of a tgi model is its own"),
-        ("gguf", {"maxContextLength": 1, "gguf_n_ctx": 1}, "maxContextLength", "give one of them"),
-        ("exllamav3", {"maxContextLength": 1, "exllama_cache_size": 256}, "maxContextLength", "give one of them"),
-        ("gguf", {"gpuMemoryBudgetMB": 0}, "gpuMemoryBudgetMB", "of at least 1"),
-        ("gguf", {"gpuMemoryBudgetMB": 1.5}, "gpuMemoryBudgetMB", "1.5 is not allowed"),
-        ("openai_compatible", {"gpuMemoryBudgetMB": 1}, "gpuMemoryBudgetMB", "takes no memory of this box"),
-        ("gguf", {"quantization": "q8 0; rm"}, "quantization", "quantization"),
-    ],
-)
-def test_fields_of_the_model_runner_request_have_limits_too(
-    backend: Backend, overrides: dict[str, object], param: str, words: str
-) -> None:
-    with pytest.raises(InvalidLoadRequest) as caught:
-        check_overrides(model(backend), overrides)
-    assert caught.value.param == param
-    assert words in caught.value.message
+def test_fields_of_the_model_runner_request_have_limits_too() -> None:
+    cases: list[tuple[Backend, dict[str, object], str]] = [
+        ("vllm", {"quantization": "int3"}, 'quantization: "int3" is not allowed; it must be one of awq-4bit'),
+        ("gguf", {"quantization": "awq-4bit"}, "it must be one of fp16, bf16"),
+        ("gguf", {"quantization": "q8 0; rm"}, ""),
+        ("exllamav3", {"quantization": "fp16"}, "exllamav3 loads files as they are"),
+        ("vllm", {"maxContextLength": 0}, "of at least 256 in steps of 256"),
+        ("vllm", {"maxContextLength": 300}, "in steps of 256"),
+        ("gguf", {"maxContextLength": 0}, "of at least 1"),
+        ("ct2", {"maxContextLength": 0}, "of at least 1"),
+        ("tgi", {"maxContextLength": 4096}, "of a tgi model is its own"),
+        ("gguf", {"maxContextLength": 1, "gguf_n_ctx": 1}, "give one of them"),
+        ("exllamav3", {"maxContextLength": 1, "exllama_cache_size": 256}, "give one of them"),
+        ("gguf", {"gpuMemoryBudgetMB": 0}, "of at least 1"),
+        ("gguf", {"gpuMemoryBudgetMB": 1.5}, "1.5 is not allowed"),
+        ("openai_compatible", {"gpuMemoryBudgetMB": 1}, "takes no memory of this box"),
+    ]
+    for backend, overrides, words in cases:
+        with pytest.raises(InvalidLoadRequest) as caught:
+            check_overrides(model(backend), overrides)
+        assert (caught.value.param, words in caught.value.message) == (next(iter(overrides)), True)
 
 
-@pytest.mark.parametrize(
-    ("backend", "wanted", "files", "fits"),
-    [
+def test_a_quantisation_must_be_what_the_files_are_or_can_become() -> None:
+    cases: list[tuple[Backend, str | None, str | None, bool]] = [
         ("vllm", "awq-4bit", "awq-4bit", True), ("vllm", "awq-4bit", None, True), ("vllm", "fp16", "bf16", True),
         ("vllm", "awq-4bit", "bf16", False), ("vllm", "gptq-4bit", "awq-4bit", False), ("vllm", "fp16", "gptq-4bit", False),
         ("ct2", "bf16", "int8", True), ("vllm", "bf16", "fp32", True), ("vllm", "bf16", "fp8", False),
-        ("vllm", "awq-4bit", "awq", True), ("gguf", "fp16", "F16", True), ("gguf", "fp16", "fp16", True),
-        ("gguf", "fp16", "bf16", False), ("gguf", "fp16", "q4_k_m", False), ("gguf", None, "q4_k_m", True),
-        ("gguf", "q8_0", "q8_0", True), ("gguf", "q8_0", "q4_k_m", False),
-    ],
-)  # fmt: skip
-def test_a_quantisation_must_be_what_the_files_are_or_can_become(
-    backend: Backend, wanted: str | None, files: str | None, *, fits: bool
-) -> None:
-    plan = plan_of(model(backend), {"quantization": wanted})
-    if fits:
-        check_quantization(plan, files)
-        return
-    with pytest.raises(InvalidLoadRequest, match=f"the files of m are {files}") as caught:
-        check_quantization(plan, files)
-    assert caught.value.param == "quantization"
+        ("vllm", "awq-4bit", "awq", True), ("gguf", "fp16", "F16", True), ("gguf", "fp16", "bf16", False),
+        ("gguf", "fp16", "q4_k_m", False), ("gguf", None, "q4_k_m", True), ("gguf", "q8_0", "q8_0", True),
+        ("gguf", "q8_0", "q4_k_m", False),
+    ]  # fmt: skip
+    for backend, wanted, files, fits in cases:
+        plan = plan_of(model(backend), {"quantization": wanted})
+        if fits:
+            check_quantization(plan, files)
+            continue
+        with pytest.raises(InvalidLoadRequest, match=f"the files of m are {files}") as caught:
+            check_quantization(plan, files)
+        assert caught.value.param == "quantization"
 
 
 def test_vllm_variables_hold_where_nobody_says_otherwise_and_are_named_when_they_cannot_be_used() -> None:
@@ -351,25 +339,20 @@ def test_a_second_load_differs_in_what_it_names_and_what_is_otherwise_in_force(
     assert found.keys() == differing
 
 
-@pytest.mark.parametrize(
-    ("device", "given", "found", "chosen"),
-    [
+def test_a_device_is_made_into_gpus_of_the_node_or_refused() -> None:
+    cases: list[tuple[str | None, tuple[int, ...], tuple[int, ...], tuple[int, ...] | str]] = [
         (None, (2, 3), (0, 1, 2, 3), (2, 3)), ("auto", (), (0,), ()), ("cpu", (2, 3), (0, 1), ()),
         ("cuda", (2, 3), (0, 1, 2, 3), (2, 3)), ("cuda", (), (0, 1), (0, 1)), ("cuda:3", (2, 3), (0, 1, 2, 3), (3,)),
         ("cuda:1", (), (0, 1), (1,)), ("cuda", (), (), "this node has no GPU"),
         ("cuda:0", (2, 3), (0, 1, 2, 3), "this node has the GPUs 2, 3"), ("cuda:5", (), (0, 1), "this node has the GPUs 0, 1"),
-    ],
-)  # fmt: skip
-def test_a_device_is_made_into_gpus_of_the_node_or_refused(
-    device: str | None, given: tuple[int, ...], found: tuple[int, ...], chosen: tuple[int, ...] | str
-) -> None:
-    definition = model("vllm", device=device)
-    if isinstance(chosen, tuple):
-        assert choose_gpus(definition, given=given, found=found) == chosen
-        return
-    with pytest.raises(InvalidLoadRequest, match=chosen) as caught:
-        choose_gpus(definition, given=given, found=found)
-    assert caught.value.param == "device"
+    ]  # fmt: skip
+    for device, given_, found, chosen in cases:
+        if isinstance(chosen, tuple):
+            assert choose_gpus(model("vllm", device=device), given=given_, found=found) == chosen
+            continue
+        with pytest.raises(InvalidLoadRequest, match=chosen) as caught:
+            choose_gpus(model("vllm", device=device), given=given_, found=found)
+        assert caught.value.param == "device"
 
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "runner-settings.json"

@@ -228,13 +228,8 @@ async def test_show_says_what_the_box_is_and_believes(tmp_path: Path, capsys: py
     async with opened(tmp_path):  # while a box uses it
         assert run(tmp_path, "--show") == 0
     said = capsys.readouterr().out
-    for words in (
-        "attic#abc",
-        "L2",
-        f"main version 1, {fleet.words}",
-        "1745880000-",
-        "example.org/audit, 7 entries, root AAAA",
-    ):
+    version = f"main version 1, {fleet.words}"
+    for words in ("attic#abc", "L2", version, "1745880000-", "example.org/audit, 7 entries, root AAAA"):
         assert words in said
 
 
