@@ -20,7 +20,8 @@ from tests.fakes.audit_logs import KEY, LOG, export, make_body, make_chain, make
 from tests.fakes.evidence import ANN, BOX, FIRST, PROVEN, make_batch, make_bundle
 from tests.fakes.ledgers import Clock
 from tests.fakes.policies import approve
-from tests.unit.runner.test_gate import MODEL, ROOT, admit, opened, write_key
+from tests.fakes.runners.gates import MODEL, admit, opened, write_key
+from tests.fakes.runners.process import ROOT
 from wire import auditlog
 from wire.auditlog import USAGE_STATUS, Record
 from wire.ids import new_uuid7

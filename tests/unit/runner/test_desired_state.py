@@ -25,9 +25,10 @@ from runner.operations.governance import Governance
 from runner.operations.identity import Identity, load_identity
 from tests.fakes.approvals import Fleet, Issuer
 from tests.fakes.ledgers import T0, Clock
+from tests.fakes.runners.gates import admit, l0, opened, write_key
 from tests.fakes.waiting import eventually
 from wire.bridge import PolicyOffer
-from wire.optoken import Grant, Level, Operation, encode_token, sign_l0
+from wire.optoken import Operation, encode_token
 
 NOW = T0 + 10
 LATER = T0 + 400 * 86_400
@@ -239,9 +240,7 @@ async def test_only_a_load_whose_statement_says_so_is_kept(tmp_path: Path) -> No
         assert await node.ledger.read_desired() == []
 
 
-async def test_a_model_is_loaded_again_with_its_parameters(
-    tmp_path: Path,
-) -> None:
+async def test_a_model_is_loaded_again_with_its_parameters(tmp_path: Path) -> None:
     async with node_in(tmp_path) as node:
         await node.accept({**PARAMS, "evictModel": "b"})
         node.answers = [WrongState("no room")]
@@ -250,9 +249,7 @@ async def test_a_model_is_loaded_again_with_its_parameters(
         assert (node.state.models, node.state.gave_up_ms) == ({"a": ""}, {})
 
 
-async def test_a_load_that_fails_is_tried_a_few_times_then_said_to_have_failed(
-    tmp_path: Path,
-) -> None:
+async def test_a_load_that_fails_is_tried_a_few_times_then_said_to_have_failed(tmp_path: Path) -> None:
     async with node_in(tmp_path) as node:
         await node.accept()
         node.answers = [WrongState("no room"), {"status": "failed", "error": "no file"}, WrongState("no room at all")]
@@ -307,16 +304,9 @@ async def test_a_node_that_its_owner_took_back_loads_nothing_until_it_is_lent(tm
 
 
 async def test_a_token_of_level_0_cannot_keep_a_model_loaded(tmp_path: Path) -> None:
-    async with node_in(tmp_path, level=1) as node:
-        key_path = tmp_path / "op.key"
-        key_path.touch(mode=0o600)
-        key_path.write_bytes(b"a key of the tests, 32 bytes long")
-        gate = Gate(
-            GateRules(key_path=key_path, level=Level.L0, min_signers=1, runner_id="attic"), ledger=node.ledger, clock=node.clock
-        )
-        grant = Grant("model-load", "a", ["ann"], "a nonce of the tests", int(NOW))
-        token = sign_l0(b"a key of the tests, 32 bytes long", grant)
+    async with opened(write_key(tmp_path / "op.key"), tmp_path / "data") as gate:
+        token = l0(model_id="a")
         with pytest.raises(InvalidRequest, match="signs no parameters"):
-            await gate.admit(token, operation=Operation.MODEL_LOAD, model_id="a", params=PARAMS)
-        admitted = await gate.admit(token, operation=Operation.MODEL_LOAD, model_id="a", params={"modelId": "a"})
+            await admit(gate, token, model_id="a", params=PARAMS)
+        admitted = await admit(gate, token, model_id="a", params={"modelId": "a"})
         assert admitted.keeps is None, "the token was not spent by the refusal"

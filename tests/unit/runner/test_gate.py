@@ -21,39 +21,8 @@ from runner.operations.op_keys import OpKeys
 from tests.fakes.approvals import Fleet, Issuer
 from tests.fakes.ledgers import T0, Clock
 from tests.fakes.limits import set_runner_limits
-from wire.optoken import Binding, Grant, Level, Operation, Policy, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
-
-ROOT = Path(__file__).resolve().parents[3]
-KEY = b"a key of the tests, 32 bytes long"
-OTHER_KEY = b"another key of the tests, as long"
-MODEL = "org/model"
-NOW = T0 + 10
-PARAMS: dict[str, object] = {"modelId": MODEL, "evictModel": "org/other"}
-
-
-def l0(key: bytes = KEY, **changes: Any) -> dict[str, object]:
-    return sign_l0(key, grant(**changes))
-
-
-def l1(key: bytes = KEY, nonce: str = "nonce-of-l1", **changes: Any) -> dict[str, object]:
-    fields: dict[str, Any] = {
-        "audience": "box-7", "params_digest": params_digest(PARAMS), "op_id": "op-1", "fence": 7, "expires_at": int(NOW) + 300,
-    }  # fmt: skip
-    return sign_l1(key, grant(nonce=nonce), Binding(**(fields | changes)))
-
-
-def grant(**changes: Any) -> Grant:
-    fields: dict[str, Any] = {
-        "operation": Operation.MODEL_LOAD, "model_id": MODEL, "signers": ["a", "b"], "nonce": "nonce-of-l0",
-        "issued_at": int(NOW),
-    }  # fmt: skip
-    return Grant(**(fields | changes))
-
-
-def write_key(path: Path, content: bytes = KEY + b"\n", *, mode: int = 0o600) -> Path:
-    path.write_bytes(content)
-    path.chmod(mode)
-    return path
+from tests.fakes.runners.gates import KEY, MODEL, NOW, OTHER_KEY, PARAMS, admit, l0, l1, opened, write_key
+from wire.optoken import Level, Operation, Policy, encode_token, params_digest, sign_jwt
 
 
 def lose(data: Path, loss: str) -> None:
@@ -69,35 +38,11 @@ def key_file(tmp_path: Path) -> Path:
     return write_key(tmp_path / "model-api.key")
 
 
-@asynccontextmanager
-async def opened(
-    key_path: Path | None,
-    data: Path,
-    *,
-    level: Level = Level.L0,
-    clock: Clock | None = None,
-    boot: float = T0 + 0.5,
-    counted: frozenset[str] | None = None,
-) -> AsyncIterator[Gate]:
-    """A gate with a ledger that was begun before the tokens were issued."""
-    ledger = await Ledger.open(data, clock=Clock(boot))
-    try:
-        rules = GateRules(key_path=key_path, level=level, min_signers=2, runner_id="box-7", counted_signers=counted)
-        yield Gate(rules, ledger=ledger, clock=clock or Clock(NOW))
-    finally:
-        await ledger.close()
-
-
-async def admit(gate: Gate, token: object, **changes: Any) -> Admitted:
-    request: dict[str, Any] = {"operation": Operation.MODEL_LOAD, "model_id": MODEL, "params": PARAMS}
-    return await gate.admit(token, **(request | changes))
-
-
-async def refused(gate: Gate, token: object, caplog: pytest.LogCaptureFixture, **changes: Any) -> str:
+async def refused(gate: Gate | Door, token: object, caplog: pytest.LogCaptureFixture, **changes: Any) -> str:
     """Return the reason in the log; outside there is none."""
     caplog.clear()
     with caplog.at_level(logging.INFO), pytest.raises(OpTokenRefused) as caught:
-        await admit(gate, token, **changes)
+        await (gate.admit(token, **changes) if isinstance(gate, Door) else admit(gate, token, **changes))
     assert (str(caught.value), caught.value.status, caught.value.details) == (REFUSED, 403, {})
     assert "nonce-of" not in caplog.text
     return caplog.text.rpartition("reason=")[2].partition("\n")[0]
@@ -302,15 +247,6 @@ async def door_in(tmp_path: Path, *, fleet: Fleet | None = None, **rules: Any) -
         await ledger.close()
 
 
-async def refused_at_l2(door: Door, token: object, caplog: pytest.LogCaptureFixture, **request: Any) -> str:
-    """Return the reason in the log; outside there is none."""
-    caplog.clear()
-    with caplog.at_level(logging.INFO), pytest.raises(OpTokenRefused) as caught:
-        await door.admit(token, **request)
-    assert (str(caught.value), caught.value.details) == (REFUSED, {})
-    return caplog.text.rpartition("reason=")[2].partition("\n")[0]
-
-
 async def test_an_approved_operation_is_admitted_and_booked_with_what_was_signed(tmp_path: Path) -> None:
     async with door_in(tmp_path) as door:
         admitted = await door.admit(door.token(op_id="op-1", checkpoint="audit 12"))
@@ -326,16 +262,16 @@ async def test_an_approved_operation_is_admitted_and_booked_with_what_was_signed
 async def test_what_the_control_plane_makes_alone_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with door_in(tmp_path) as door:
         bare = Issuer(door.issuer.fleet, BOX, door.issuer.kid, door.issuer.key).bare_token("model-load", PARAMS)
-        assert await refused_at_l2(door, bare, caplog) == "level_too_low"
+        assert await refused(door, bare, caplog) == "level_too_low"
         spec = {"opToken": {k: v for k, v in bare["opToken"].items() if k != "v"}, "signature": "0" * 64}
-        assert await refused_at_l2(door, spec, caplog) == "level_too_low"
-        assert await refused_at_l2(door, door.token(approvers=1), caplog) == "not_approved (too_few_approvers)"
-        assert await refused_at_l2(door, door.token(requested_by="bob"), caplog) == "not_approved (requester_approves)"
-        assert await refused_at_l2(door, door.token(targets=["other#box"]), caplog) == "wrong_target"
+        assert await refused(door, spec, caplog) == "level_too_low"
+        assert await refused(door, door.token(approvers=1), caplog) == "not_approved (too_few_approvers)"
+        assert await refused(door, door.token(requested_by="bob"), caplog) == "not_approved (requester_approves)"
+        assert await refused(door, door.token(targets=["other#box"]), caplog) == "wrong_target"
         other = {**PARAMS, "evictModel": "org/precious"}
-        assert await refused_at_l2(door, door.token(), caplog, params=other) == "wrong_params"
+        assert await refused(door, door.token(), caplog, params=other) == "wrong_params"
         stranger = Issuer(Fleet(T0), BOX, door.issuer.kid, door.issuer.key)
-        assert (await refused_at_l2(door, stranger.token("model-load", PARAMS, now=NOW), caplog)).startswith("not_approved")
+        assert (await refused(door, stranger.token("model-load", PARAMS, now=NOW), caplog)).startswith("not_approved")
         assert door.gate.refusals["level_too_low"] == 2
         assert await door.ledger.find_op("op-1", 1) is None
 
@@ -344,10 +280,10 @@ async def test_without_the_pinned_policy_nothing_is_done(tmp_path: Path, caplog:
     async with door_in(tmp_path) as door:
         token = door.token()
         door.policy = None
-        assert await refused_at_l2(door, token, caplog) == "no_policy"
+        assert await refused(door, token, caplog) == "no_policy"
         door.issuer.fleet.add_policy()
         door.policy = door.issuer.fleet.policy
-        assert await refused_at_l2(door, token, caplog) == "not_approved (wrong_policy)"
+        assert await refused(door, token, caplog) == "not_approved (wrong_policy)"
         assert (await door.admit(door.token())).recorded is None
     async with door_in(tmp_path, disabled="start it with --data DIR") as door:
         with pytest.raises(OperationsDisabled, match="--data DIR"):
@@ -382,7 +318,7 @@ async def test_every_use_of_a_standing_approval_is_its_own_operation(tmp_path: P
             assert (await door.admit(door.token(use=use, **standing))).recorded is None
             with pytest.raises(OperationRunning):
                 await door.admit(door.token(use=use, **standing))
-        assert await refused_at_l2(door, door.token(use=3, **standing), caplog) == "not_approved (too_many_uses)"
+        assert await refused(door, door.token(use=3, **standing), caplog) == "not_approved (too_many_uses)"
 
 
 async def test_a_reload_of_the_settings_is_approved_as_such(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -430,9 +366,7 @@ async def test_break_glass_opens_as_often_a_day_as_its_class_says_restarts_inclu
         await door.begin_and_end(**glass)
 
 
-async def test_no_more_operations_begin_within_an_hour_than_the_owner_allows(
-    tmp_path: Path,
-) -> None:
+async def test_no_more_operations_begin_within_an_hour_than_the_owner_allows(tmp_path: Path) -> None:
     async with door_in(tmp_path, ops_per_hour=2) as door:
         await door.begin_and_end()
         door.clock.now += 60
@@ -466,7 +400,7 @@ async def test_a_token_outside_the_window_of_this_clock_is_refused(
         door.clock.now += skew
         if skew < 0:
             door.ledger.born_at = 0.0
-        assert await refused_at_l2(door, token, caplog) == ("expired" if skew > 0 else "not_yet_valid")
+        assert await refused(door, token, caplog) == ("expired" if skew > 0 else "not_yet_valid")
 
 
 WEEK_S = 7 * 86_400
@@ -490,14 +424,14 @@ async def test_an_operation_that_was_held_back_undoes_nothing_newer(
 
 async def test_an_approval_that_says_it_was_asked_for_later_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with door_in(tmp_path) as door:
-        assert await refused_at_l2(door, door.token(op_id="op-1", requested_at=int(NOW) + 61), caplog) == "not_yet_valid"
+        assert await refused(door, door.token(op_id="op-1", requested_at=int(NOW) + 61), caplog) == "not_yet_valid"
         await door.begin_and_end(op_id="op-1", requested_at=int(NOW) + 60)
 
 
 async def test_no_fence_blocks_a_model_for_good(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with door_in(tmp_path) as door:
         for fence in (2**53 - 1, int(NOW + WEEK_S) * 1000 + 1):
-            assert await refused_at_l2(door, door.token(fence=fence), caplog) == "bad_field"
+            assert await refused(door, door.token(fence=fence), caplog) == "bad_field"
         await carry_out(door, Operation.MODEL_LOAD, {"modelId": MODEL}, fence=int(NOW + WEEK_S) * 1000)
 
 
@@ -561,7 +495,7 @@ async def test_a_new_node_takes_what_was_approved_in_its_first_moment_unless_its
     async with started(tmp_path, Fleet(T0), true_time=T0 + 10, ahead_s=ahead_s) as door:
         early: dict[str, Any] = {"op_id": "op-1", "requested_at": int(T0) + 10}
         if ahead_s > 60:
-            assert await refused_at_l2(door, door.token(**early), caplog) == "before_ledger"
+            assert await refused(door, door.token(**early), caplog) == "before_ledger"
         else:
             await door.begin_and_end(**early)
 
@@ -580,7 +514,7 @@ async def test_an_approval_is_not_carried_out_again_after_the_memory_was_lost(
     async with started(tmp_path, fleet, true_time=moment + 5, ahead_s=ahead_s) as door:
         door.issuer.runner_id = first
         again = door.token(op_id="op-1", requested_at=moment, not_before=moment - 60, not_after=moment + 3600)
-        assert await refused_at_l2(door, again, caplog) == ("wrong_audience" if also_key else "before_ledger")
+        assert await refused(door, again, caplog) == ("wrong_audience" if also_key else "before_ledger")
 
 
 async def test_the_allowance_outlives_a_restart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -595,4 +529,4 @@ async def test_the_allowance_outlives_a_restart(tmp_path: Path, caplog: pytest.L
         key.write_bytes(saved)
     async with started(data, fleet, true_time=moment + 9, ahead_s=30) as door:
         again = door.token(op_id="op-1", requested_at=moment + 1, not_before=moment - 60, not_after=moment + 3600)
-        assert await refused_at_l2(door, again, caplog) == "before_ledger"
+        assert await refused(door, again, caplog) == "before_ledger"

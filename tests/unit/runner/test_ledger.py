@@ -109,9 +109,7 @@ async def test_a_damaged_file_is_moved_aside(tmp_path: Path, damage: str, caplog
     assert ("ledger is damaged" in caplog.text) is bool(spoilt)
 
 
-async def test_a_place_that_cannot_hold_a_ledger_is_named(
-    tmp_path: Path,
-) -> None:
+async def test_a_place_that_cannot_hold_a_ledger_is_named(tmp_path: Path) -> None:
     before = ledger_threads()
     (tmp_path / "file").touch()
     with pytest.raises(LedgerError, match="choose another data directory"):

@@ -368,9 +368,7 @@ async def test_a_node_signs_its_runner_id_for_a_control_plane_that_asks(tmp_path
         assert [bool(each.alarm) for each in said] == [False, True]
 
 
-async def test_a_checkpoint_of_an_unknown_signer_is_refused(
-    tmp_path: Path,
-) -> None:
+async def test_a_checkpoint_of_an_unknown_signer_is_refused(tmp_path: Path) -> None:
     async with witness_in(tmp_path) as witness:
         sighting = await witness.judge(offer_of(LOG), log_keys=[], runner_id="attic#abc")
         assert ("not signed by a log key" in sighting.alarm, witness.seen) == (True, None)
