@@ -191,7 +191,6 @@ class ScriptedGateway:
         self.refusal: HTTPStatus | None = None
         self.close_code: int | None = None
         self.close_reason = "worker authentication failed"
-        self.acks = True
         self.pings = True
         self.attempts = 0
         self.more_gateways: list[str] = []
@@ -215,17 +214,16 @@ class ScriptedGateway:
         request = socket.request
         assert request is not None
         box = ConnectedBox(socket, first, request.headers.get("x-worker-secret", ""), request.path)
-        if self.acks:
-            ack = bridge.RegisterAck(
-                worker_id="w1",
-                models=first.models,
-                protocol_version=bridge.MUSTER_V1,
-                node_id="node_1",
-                heartbeat_interval_s=0.2,
-                window_bytes=WIRE.stream_window_bytes,
-                gateways=self.more_gateways,
-            )
-            await box.send(ack)
+        ack = bridge.RegisterAck(
+            worker_id="w1",
+            models=first.models,
+            protocol_version=bridge.MUSTER_V1,
+            node_id="node_1",
+            heartbeat_interval_s=0.2,
+            window_bytes=WIRE.stream_window_bytes,
+            gateways=self.more_gateways,
+        )
+        await box.send(ack)
         self.arrivals.put_nowait(box)
         pinger = asyncio.create_task(self._ping(socket))
         try:
@@ -234,7 +232,7 @@ class ScriptedGateway:
             pinger.cancel()
 
     async def _ping(self, socket: ServerConnection) -> None:
-        while self.pings and self.acks:
+        while self.pings:
             try:
                 await socket.send(bridge.encode_message(bridge.Ping(timestamp_unix_ms=1)))
             except ConnectionClosed:
