@@ -392,6 +392,11 @@ async def test_models_of_somebody_elses_server_are_neither_loaded_nor_unloaded_h
     engine.models = ["gamma"]
     parts.refresh_attached()
     await eventually(lambda: pool.registry.ready_ids() == ["gamma"], "the change is seen")
+    model = await Bench(parts).load("a")
+    queue, engine.models = model.queue, ["delta", "a"]
+    parts.refresh_attached()
+    await eventually(lambda: pool.registry.ready_ids() == ["a", "delta"], "gamma is withdrawn")
+    assert (model.queue, model.definition.backend, len(model.replicas)) == (queue, "gguf", 1), "one loaded here stays ours"
 
 
 async def test_the_head_of_a_stream_says_where_nothing_is_reused(parts: Parts, engine: ScriptedEngine) -> None:

@@ -265,6 +265,8 @@ def _gguf_with(**metadata: object) -> Callable[[Path], Path]:
     return lambda folder: write_gguf(folder / "m.gguf", {k: v for k, v in (LLAMA | changed).items() if v is not None})
 
 
+_TWICE = json.dumps({name: {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]} for name in "ab"}).encode()
+TWICE = struct.pack("<Q", len(_TWICE)) + _TWICE + bytes(8)
 DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "cut off data": (_break_gguf(lambda path: _truncate(path, 100)), r"m\.gguf is damaged: it has \d+ bytes, and the tensor"),
     "cut off header": (_break_gguf(lambda path: path.write_bytes(path.read_bytes()[:200])), "in the middle of its header"),
@@ -292,6 +294,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda folder: write_folder(folder / "m", _llama_8b() | {"num_hidden_layers": -1}), "num_hidden_layers is '-1'"),
     "sizes that contradict each other": (
         lambda folder: write_folder(folder / "m", _llama_8b(), {"a": ("F16", (4,), 9)}), "do not fit its dimensions"),
+    "tensors on top": (
+        _break_folder(lambda path: (path / "model.safetensors").write_bytes(TWICE)), "lie on top of each other"),
     "nothing": (lambda folder: folder, "holds neither a config.json nor a model.bin"),
 }  # fmt: skip
 

@@ -80,6 +80,8 @@ def test_cancel_ends_the_stream_with_one_end_and_frames_of_another_attempt_or_la
         assert session.receive_bytes(frames.encode_frame(kind, 7, 1, b"")) == []
     assert session.receive_bytes(frames.encode_credit(7, 3, 5)) == []
     assert (stream.is_open, stream.window) == (True, 10)
+    with pytest.raises(ValueError, match="exceed the window"):
+        stream.data(b"x" * 11)
     cancelled, reply = session.receive_bytes(frames.encode_frame(frames.CANCEL, 7, 2, b"client_disconnect"))
     assert cancelled == Cancelled(stream, "client_disconnect")
     assert isinstance(reply, Reply)

@@ -178,6 +178,8 @@ def test_words_and_fingerprints_are_written_down_in_one_form(tmp_path: Path, cap
         assert read_trusted(tmp_path) == taken
         assert (tmp_path / TRUSTED_NAME).stat().st_mode & 0o777 == 0o600
         assert "within 5 seconds" in capsys.readouterr().out
+    assert run(tmp_path / "nowhere", WORDS) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
