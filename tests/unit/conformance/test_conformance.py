@@ -25,46 +25,34 @@ from conformance.readers import chat, messages, responses
 from conformance.report import format_json, format_summary, format_table
 from conformance.table import Surface, list_rows
 from conformance.verdicts import Finding, Verdict, Violation
-from controlplane.launcher.cli import _parse
 
 
-def test_every_surface_has_rows_and_every_row_says_whom_it_helps() -> None:
+def test_every_surface_has_rows_chosen_by_their_ids_and_every_row_says_whom_it_helps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     rows = list_rows()
     assert {row.surface for row in rows} == set(Surface)
-    assert len(rows) > 300
+    assert len(rows) == len({(row.surface, row.requirement) for row in rows}) > 300
     assert all(row.requirement and row.clients for row in rows)
-    assert len({(row.surface, row.requirement) for row in rows}) == len(rows)
-
-
-def test_rows_are_chosen_by_the_beginning_of_their_ids() -> None:
     assert {row.surface for row in list_rows(["chat.tools", "models"])} == {Surface.CHAT, Surface.MODELS}
-    with pytest.raises(ValueError, match="no requirement begins with 'chta'"):
-        list_rows(["chta"])
+    assert main(["--list", "--only", "images"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["images.reply", "images.no_nulls", "images.n"]
 
 
-def test_every_directive_is_explained() -> None:
-    listed = {word.strip(",").partition(":")[0] for word in (script.__doc__ or "").split()}
-    assert set(DIRECTIVES) <= listed
-
-
-def test_a_misspelt_directive_is_refused() -> None:
+def test_directives_are_explained_found_in_the_last_message_of_the_user_and_refused_when_misspelt() -> None:
+    assert set(DIRECTIVES) <= {word.strip(",").partition(":")[0] for word in (script.__doc__ or "").split()}
     assert read_script("[[slow:0.5]] [[tools]]").seconds("slow") == 0.5
     for text in ("[[tolls]]", "[[slow:soon]]"):
         with pytest.raises(ValueError, match=r"tolls|soon"):
             read_script(text)
-
-
-def test_directives_are_found_in_the_last_message_of_the_user() -> None:
     parts = [{"type": "input_text", "text": "[[tools]]"}, {"type": "input_image"}]
     turns = [
         {"role": "user", "content": "[[refusal]]"},
         {"role": "user", "content": parts},
         {"role": "tool", "content": "[[cut]]"},
     ]
-    assert find_prompt({"messages": turns}) == "[[tools]]"
-    assert find_prompt({"input": turns}) == "[[tools]]"
-    assert find_prompt({"prompt": ["[[length]]"]}) == "[[length]]"
-    assert find_prompt({"input": "[[cached]]"}) == "[[cached]]"
+    asked = [{"messages": turns}, {"input": turns}, {"prompt": ["[[length]]"]}, {"input": "[[cached]]"}]
+    assert [find_prompt(body) for body in asked] == ["[[tools]]", "[[tools]]", "[[length]]", "[[cached]]"]
 
 
 def test_what_does_not_fit_is_named_with_its_place() -> None:
@@ -87,45 +75,29 @@ def test_the_table_shows_verdict_and_detail_and_counts_by_surface() -> None:
     verdicts = [(Verdict.FAIL, "role is missing"), (Verdict.OK, ""), (Verdict.SKIPPED, "no such thing")]
     findings = [Finding(row.id, *verdict, 0.1) for row, verdict in zip(rows, verdicts, strict=True)]
     table = format_table(rows, findings)
-    assert "[chat.stream.role]" in table
-    assert "Node helper, runTools" in table
-    assert "→ role is missing" in table
+    for words in ("[chat.stream.role]", "Node helper, runTools", "→ role is missing"):
+        assert words in table
     assert format_summary(rows, findings).splitlines() == [
         "chat             1 requirements:    0 ok    1 failed    0 failed by the engine    0 skipped",
         "models           2 requirements:    1 ok    0 failed    0 failed by the engine    1 skipped",
         "all              3 requirements:    1 ok    1 failed    0 failed by the engine    1 skipped",
     ]
-    written = json.loads(format_json(rows, findings, base_url="http://x", model="m"))
-    assert written["rows"][0] == {
-        "id": "chat.stream.role",
-        "surface": "chat",
-        "requirement": "the first delta has role: assistant",
-        "clients": "Node helper, runTools",
-        "verdict": "FAIL",
-        "detail": "role is missing",
-        "took_s": 0.1,
-    }
+    assert json.loads(format_json(rows, findings, base_url="http://x", model="m"))["rows"][0] == {
+        "id": "chat.stream.role", "surface": "chat", "requirement": "the first delta has role: assistant",
+        "clients": "Node helper, runTools", "verdict": "FAIL", "detail": "role is missing", "took_s": 0.1,
+    }  # fmt: skip
 
 
 def test_nothing_checked_is_neither_success_nor_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    nobody = ["--base-url", "http://127.0.0.1:9", "--api-key", "k", "--model", "m"]
-    for arguments, words in (
-        (nobody, "cannot connect"),
-        ([*nobody, "--only", "chta"], "no requirement begins with"),
-        (["--base-url", "http://127.0.0.1:9", "--api-key", "k"], "--model are needed"),
+    server = ["--base-url", "http://127.0.0.1:9", "--api-key", "k"]
+    for more, words in (
+        (["--model", "m"], "cannot connect"),
+        (["--model", "m", "--only", "chta"], "no requirement begins with 'chta'"),
+        ([], "--model are needed"),
     ):
-        assert main([*arguments, "--json", str(tmp_path / "out.json")]) == 2
+        assert main([*server, *more, "--json", str(tmp_path / "out.json")]) == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
-
-
-def test_the_requirements_can_be_listed_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list", "--only", "images"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["images.reply", "images.no_nulls", "images.n"]
-
-
-def test_the_launcher_hands_everything_on() -> None:
-    assert _parse(["conformance", "--base-url", "http://x", "--help"])[1] == ["--base-url", "http://x", "--help"]
 
 
 Events = list[Any]
@@ -199,16 +171,6 @@ CHAT_FAULTS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", CHAT_FAULTS)
-def test_a_fault_in_a_chat_stream_is_found(fault: str) -> None:
-    events = [*make_events(stream_chat, "[[tools]]", stream_options={"include_usage": True}), "[DONE]"]
-    assert read_chat(copy.deepcopy(events)).first.calls[0].name == TOOL
-    change, words = CHAT_FAULTS[fault]
-    change(events)
-    with pytest.raises(Violation, match=words):
-        read_chat(events)
-
-
 MESSAGE_FAULTS: dict[str, tuple[Change, str]] = {
     "no event line": (lambda e: e[2].update({"!": ""}), "event line says ''"),
     "another event line": (lambda e: e[2].update({"!": "message"}), "event line says 'message'"),
@@ -251,17 +213,6 @@ MESSAGE_FAULTS: dict[str, tuple[Change, str]] = {
     ),
     "an unknown event": (lambda e: e.insert(1, {"type": "message_pause"}), "no event of Messages"),
 }
-
-
-@pytest.mark.parametrize("fault", MESSAGE_FAULTS)
-def test_a_fault_in_a_messages_stream_is_found(fault: str) -> None:
-    events = make_events(stream_message, "[[thinking]] [[text_then_tools]]")
-    good = read_messages(copy.deepcopy(events))
-    assert (good.texts("thinking"), good.texts("text")) == ([THOUGHT], [TEXT])
-    change, words = MESSAGE_FAULTS[fault]
-    change(events)
-    with pytest.raises(Violation, match=words):
-        read_messages(events)
 
 
 def find(events: Events, kind: str, number: int = 0) -> Any:
@@ -314,20 +265,33 @@ RESPONSE_FAULTS: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", RESPONSE_FAULTS)
-def test_a_fault_in_a_responses_stream_is_found(fault: str) -> None:
-    events = make_events(stream_response, "[[thinking]] [[text_then_tools]]")
-    good = read_responses(copy.deepcopy(events))
-    assert (good.texts("reasoning_text"), good.texts("output_text")) == ([THOUGHT], [TEXT])
-    change, words = RESPONSE_FAULTS[fault]
+SPOKEN: dict[str, tuple[dict[str, tuple[Change, str]], Callable[[], Events], Callable[[Events], Any]]] = {
+    "chat": (
+        CHAT_FAULTS,
+        lambda: [*make_events(stream_chat, "[[tools]]", stream_options={"include_usage": True}), "[DONE]"],
+        read_chat,
+    ),
+    "messages": (MESSAGE_FAULTS, lambda: make_events(stream_message, "[[thinking]] [[text_then_tools]]"), read_messages),
+    "responses": (RESPONSE_FAULTS, lambda: make_events(stream_response, "[[thinking]] [[text_then_tools]]"), read_responses),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("surface", "fault"), [(surface, fault) for surface in SPOKEN for fault in SPOKEN[surface][0]])
+def test_a_fault_in_a_stream_is_found(surface: str, fault: str) -> None:
+    faults, make, read = SPOKEN[surface]
+    change, words = faults[fault]
+    events = make()
     change(events)
     with pytest.raises(Violation, match=words):
-        read_responses(events)
+        read(events)
 
 
-def test_arguments_add_up_in_every_dialect() -> None:
-    said = read_chat([*make_events(stream_chat, "[[nasty_arguments]]"), "[DONE]"])
-    assert said.first.calls[0].arguments == NASTY
+def test_what_is_said_adds_up_in_every_dialect() -> None:
+    assert read_chat(SPOKEN["chat"][1]()).first.calls[0].name == TOOL
+    message, response = read_messages(SPOKEN["messages"][1]()), read_responses(SPOKEN["responses"][1]())
+    assert (message.texts("thinking"), message.texts("text")) == ([THOUGHT], [TEXT])
+    assert (response.texts("reasoning_text"), response.texts("output_text")) == ([THOUGHT], [TEXT])
+    assert read_chat([*make_events(stream_chat, "[[nasty_arguments]]"), "[DONE]"]).first.calls[0].arguments == NASTY
     assert read_messages(make_events(stream_message, "[[nasty_arguments]]")).texts("tool_use") == [NASTY]
     assert read_responses(make_events(stream_response, "[[nasty_arguments]]")).items[0].arguments == NASTY
 
@@ -335,20 +299,13 @@ def test_arguments_add_up_in_every_dialect() -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b"data: {}\n\ndata: {}\n", "inside an event"),
-        (b"data: {}\n\ndata: {", "last line"),
-        (b'{"error": "x"}\n\n', "none of an event stream"),
-        (b"data: \xff\n\n", "UTF-8"),
+        (b"data: {}\n\ndata: {}\n", "inside an event"), (b"data: {}\n\ndata: {", "last line"),
+        (b'{"error": "x"}\n\n', "none of an event stream"), (b"data: \xff\n\n", "UTF-8"),
+        *((body, "data") for body in (b"data:\n\n", b"event: ping\n\n", b"data: {\n\n", b"data: [1]\n\n", b'data: {"a": NaN}\n\n')),
     ],
-)
-def test_a_stream_that_is_none_is_refused(body: bytes, words: str) -> None:
+)  # fmt: skip
+def test_a_stream_that_is_none_and_an_event_without_json_are_refused(body: bytes, words: str) -> None:
     with pytest.raises(Violation, match=words):
-        read_stream(body)
-
-
-@pytest.mark.parametrize("body", [b"data:\n\n", b"event: ping\n\n", b"data: {\n\n", b"data: [1]\n\n", b'data: {"a": NaN}\n\n'])
-def test_an_event_without_json_is_refused(body: bytes) -> None:
-    with pytest.raises(Violation):
         check_event_data(read_stream(body))
 
 

@@ -1,0 +1,522 @@
+"""An installation: its places on the disk, private files, logs, locks and credentials, what each part is told, its ports."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from controlplane.launcher import locks
+from controlplane.launcher.backoff import Backoff
+from controlplane.launcher.credentials import (
+    Credentials,
+    describe_command,
+    read_credentials,
+    require_credentials,
+    run_credentials,
+)
+from controlplane.launcher.demo import MODEL, make_second_model
+from controlplane.launcher.environment import ROOT
+from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.files import read_json, read_or_create_secret, write_json, write_private
+from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently, read_holder
+from controlplane.launcher.logs import open_log, read_last_line, read_tail, rotate
+from controlplane.launcher.parts import (
+    FOR_THE_NODE,
+    TINY_MODEL,
+    Addresses,
+    Installation,
+    node_environment,
+    node_spec,
+    worker_spec,
+)
+from controlplane.launcher.places import (
+    Place,
+    check_data,
+    choose_place,
+    find_missing,
+    is_open_to_others,
+    lock_path,
+    prepare_data,
+    remove_unused,
+)
+from controlplane.launcher.ports import claim_port, describe_holder, list_addresses, list_names
+from controlplane.launcher.readiness import answers_ok, describe_unreachable, fetch, lists_model, names_process
+from controlplane.launcher.tiny_model import write_f16_model
+from core.limits import limits
+from runner.config import read_config
+from tests.fakes.limits import set_limits
+from tests.fakes.models.gguf_file import read_gguf
+from tests.unit.closed_port import closed_port
+
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells who holds a port, and lets it be held for a child"
+)
+
+
+def mode(path: Path) -> int:
+    return path.stat().st_mode & 0o777
+
+
+# places
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that everybody may enter."""
+    with tempfile.TemporaryDirectory(prefix="muster-test-", dir="/tmp") as name:
+        Path(name).chmod(0o711)
+        yield Path(name)
+
+
+def test_a_folder_is_made_with_its_places_and_one_that_was_there_keeps_its_mode(folder: Path) -> None:
+    data = prepare_data(folder / "a" / "b")
+    assert {entry.name for entry in data.iterdir()} == {"logs", "models", "node", "run"}
+    assert (mode(data / "logs"), mode(data) & 0o066) == (0o700, 0)
+    place, note = choose_place(data)
+    assert (note, place.postgres, place.sockets) == ("", data / "postgres", data / "sockets")
+    (folder / "mine").mkdir(mode=0o700)
+    assert mode(prepare_data(folder / "mine")) == 0o700
+    (folder / "file").touch()
+    with pytest.raises(LauncherError, match=r"cannot write to .*--data DIR"):
+        prepare_data(folder / "file")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root runs PostgreSQL as another user")
+def test_under_root_a_closed_directory_gets_an_open_place_and_keeps_it(folder: Path) -> None:
+    closed = folder / "closed"
+    closed.mkdir(mode=0o700)
+    data = prepare_data(closed / "d")
+    place, note = choose_place(data)
+    assert str(data) in note
+    assert is_open_to_others(place.postgres.parent)
+    assert (mode(closed), choose_place(data)[0]) == (0o700, place)
+
+
+def test_a_long_path_gets_short_sockets_and_those_of_somebody_else_are_refused(folder: Path) -> None:
+    data = prepare_data(folder / ("x" * 90))
+    place, _ = choose_place(data)
+    assert len(str(place.sockets)) < 80
+    assert choose_place(data)[0].sockets == place.sockets
+    place.make_socket_directory()
+    place.sockets.rmdir()
+    place.sockets.symlink_to(folder)
+    with pytest.raises(LauncherError, match="belongs to somebody else"):
+        place.make_socket_directory()
+    place.sockets.unlink()
+
+
+@pytest.mark.parametrize(
+    ("names", "is_empty"),
+    [([], True), (["lost+found"], False), (["up.lock", "logs", "postgres"], False), (["credentials.json", "notes.txt"], False)],
+)
+def test_an_empty_folder_and_one_of_an_installation_are_taken(folder: Path, names: list[str], is_empty: bool) -> None:
+    for name in names:
+        (folder / name).touch()
+    assert check_data(folder) is is_empty
+    assert check_data(folder / "not" / "there")
+
+
+@pytest.mark.parametrize(("names", "shown"), [(["api.md"], "(api.md)"), (["up.lock", *"dcba"], "(a, b, c and more)")])
+def test_a_folder_of_other_things_is_refused_with_their_names(folder: Path, names: list[str], shown: str) -> None:
+    for name in names:
+        (folder / name).touch()
+    with pytest.raises(LauncherError, match="--data DIR") as refusal:
+        check_data(folder)
+    assert str(refusal.value).startswith(f"{folder} is not empty and holds no installation of Muster {shown}.")
+
+
+def test_what_a_start_that_failed_had_made_is_removed_and_what_it_had_written_stays(folder: Path) -> None:
+    wanted = folder / "a" / "b"
+    made = find_missing(wanted)
+    data = prepare_data(wanted)
+    lock_path(data).touch()
+    remove_unused(data, made)
+    assert list(folder.iterdir()) == []
+    data = prepare_data(wanted)
+    (data / "logs" / "postgres.log").write_text("no space left")
+    remove_unused(data, [data])
+    assert (data / "logs" / "postgres.log").exists()
+
+
+# files, logs, locks
+
+
+def test_a_secret_is_made_once_and_only_its_owner_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("\n")
+    first = read_or_create_secret(path)
+    assert (len(first) >= 43, mode(path), read_or_create_secret(path)) == (True, 0o600, first)
+
+
+def test_a_file_that_was_open_to_others_is_closed_when_replaced_and_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    path.write_text("old")
+    path.chmod(0o644)
+    write_json(path, {"new": 1})
+    assert (read_json(path), mode(path)) == ({"new": 1}, 0o600)
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_private(tmp_path / "directory", "text")
+    assert {entry.name for entry in tmp_path.iterdir()} == {"ready.json", "directory"}
+    for content in ("", "[1]", "{broken"):
+        path.write_text(content)
+        assert read_json(path) == read_json(tmp_path / "missing") == {}
+
+
+def test_a_log_is_kept_once_when_it_has_grown_and_read_from_where_it_was_and_to_its_last_words(tmp_path: Path) -> None:
+    path = tmp_path / "part.log"
+    assert read_last_line(path) == "nothing in its log"
+    with open_log(path) as log:
+        log.write(b"x" * (limits().launcher.log_bytes + 1))
+        log.flush()
+        rotate(path)
+        log.write(b"after\n")
+    assert (path.read_bytes(), mode(path)) == (b"after\n", 0o600)
+    assert path.with_name("part.log.1").stat().st_size == limits().launcher.log_bytes + 1
+    path.write_text("after\nlast words\n\n  \n")
+    assert read_last_line(path) == "last words"
+    assert read_tail(path, since=len("after\n")) == "last words\n\n  \n"
+    path.write_text("cut\n")
+    assert read_tail(path, since=len("after\n")) == "cut\n"
+
+
+_HOLD = """
+import sys, time
+from pathlib import Path
+from controlplane.launcher.locks import FileLock
+FileLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_holder_is_refused_and_told_who_holds_it_and_one_killed_with_9_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert read_holder(path) is None
+    with FileLock(path):
+        assert read_holder(path) == os.getpid()
+        with pytest.raises(LockHeld) as refused:
+            FileLock(path).acquire()
+        assert refused.value.holder == str(os.getpid())
+    assert read_holder(path) is None
+    holder = subprocess.Popen([sys.executable, "-c", _HOLD, str(path)], stdout=subprocess.PIPE, cwd=ROOT)
+    assert holder.stdout is not None
+    with holder, holder.stdout as output:
+        assert output.readline() == b"held\n"
+        assert read_holder(path) == holder.pid
+        holder.kill()
+        holder.wait()
+        assert read_holder(path) is None
+        with FileLock(path):
+            pass
+
+
+class Clock:
+    """Stands in for the clock: time passes while somebody sleeps, and only then."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_waiting_for_a_lock_ends_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waited_for = Clock(), list[str]()
+    monkeypatch.setattr(locks, "clock", clock)
+    with FileLock(tmp_path / "lock"), pytest.raises(LockHeld):
+        acquire_patiently(FileLock(tmp_path / "lock"), deadline_s=5.0, on_wait=waited_for.append)
+    assert waited_for == [str(os.getpid())]
+    assert 5.0 <= clock.now < 6.0
+
+
+# credentials
+
+WHOLE = {
+    "admin": {"username": "admin", "password": "p"}, "admin_token": "msa_x", "api_key": "mst_x", "model": "muster-tiny",
+    "worker_secret": "msw_a", "node_token": "msw_b", "local_node_token": "msw_c",
+}  # fmt: skip
+
+
+def write_credentials(path: Path, **changes: object) -> Path:
+    path.write_text(json.dumps({**WHOLE, **changes}))
+    return path
+
+
+def test_credentials_are_shown_all_together_or_one_bare_from_any_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "it's here"
+    data.mkdir()
+    with pytest.raises(LauncherError, match=r"credentials\.json is missing.*\./muster up"):
+        run_credentials(data, None)
+    found = require_credentials(write_credentials(data / "credentials.json"))
+    assert (found.username, found.password, found.local_node_token) == ("admin", "p", "msw_c")
+    assert run_credentials(data, None) == 0
+    shown = {" ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    assert {"username admin", "password p", "api_key mst_x"} <= shown
+    pasted = ["sh", "-c", f"{describe_command(data)} api_key"]
+    assert subprocess.run(pasted, cwd="/", capture_output=True, text=True, check=True).stdout == "mst_x\n"
+    changed = write_credentials(data / "credentials.json", admin={"username": "admin", "password": ""})
+    assert require_credentials(changed).password == "", "a password that the operator changed is no fault"
+
+
+@pytest.mark.parametrize("changes", [{"api_key": ""}, {"api_key": None}, {"admin": "admin"}, {"admin": {"username": "admin"}}])
+def test_a_credential_that_is_missing_is_one_line(tmp_path: Path, changes: dict[str, object]) -> None:
+    path = write_credentials(tmp_path / "c.json", **changes)
+    assert read_credentials(path) is None
+    with pytest.raises(LauncherError, match="incomplete: delete it"):
+        require_credentials(path)
+
+
+# what each part is told
+
+CREDENTIALS = Credentials(
+    username="admin", password="", admin_token="", api_key="mst_x", model="muster-tiny", worker_secret="msw_a",
+    node_token="msw_b", local_node_token="msw_c",
+)  # fmt: skip
+NEAR = {"localhost", "127.0.0.1", "[::1]"}
+OUTSIDE = NEAR | {"192.168.1.4", "[fd00::4]", "gpu1", "gpu1.local"}
+
+
+def make_installation(tmp_path: Path, host: str = "127.0.0.1") -> Installation:
+    return Installation(
+        place=Place(data=tmp_path, postgres=tmp_path / "postgres", sockets=tmp_path / "sockets"),
+        addresses=Addresses(host=host, control_port=8000, gateway_ports=(8080,)),
+        database_url="postgresql:///x", redis_url="redis://x", secret_key="s", cluster_secret="c", log_key="l", run_id="r",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("host", "public", "hosts", "urls"),
+    [
+        ("127.0.0.1", "http://localhost:8000", NEAR, []),
+        ("::1", "http://localhost:8000", NEAR, []),
+        ("0.0.0.0", "http://localhost:8000", OUTSIDE, ["http://192.168.1.4:8000"]),
+        ("::", "http://localhost:8000", OUTSIDE, ["http://[fd00::4]:8000"]),
+        ("192.168.1.4", "http://192.168.1.4:8000", OUTSIDE, ["http://192.168.1.4:8000"]),
+    ],
+)
+def test_people_are_told_a_name_on_loopback_and_it_answers_to_every_name_of_its_machine_where_it_listens_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, public: str, hosts: set[str], urls: list[str]
+) -> None:
+    for name in ("MUSTER_PUBLIC_URL", "MUSTER_ALLOWED_HOSTS"):
+        monkeypatch.delenv(name, raising=False)
+    plain = make_installation(tmp_path, host)
+    made = replace(plain, addresses=replace(plain.addresses, own=("192.168.1.4", "fd00::4"), names=("gpu1", "gpu1.local")))
+    assert set(made.own_variables()["MUSTER_ALLOWED_HOSTS"].split(",")) == hosts
+    assert (made.own_variables()["MUSTER_PUBLIC_URL"], made.addresses.outside_urls(8000)) == (public, urls)
+    monkeypatch.setenv("MUSTER_ALLOWED_HOSTS", "gpu.example.com")
+    monkeypatch.setenv("MUSTER_PUBLIC_URL", "https://muster.example.com:8443")
+    told = made.own_variables()
+    assert set(told["MUSTER_ALLOWED_HOSTS"].split(",")) - {host} == NEAR - {host} | {"gpu.example.com", "muster.example.com"}
+    assert told["MUSTER_CSRF_TRUSTED_ORIGINS"] == told["MUSTER_PUBLIC_URL"] == "https://muster.example.com:8443"
+
+
+def test_the_local_node_keeps_its_identity_and_gets_no_secret_of_the_control_plane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = node_spec(make_installation(tmp_path), CREDENTIALS).command()
+    options = dict(zip(plain.argv[1:], plain.argv[2:], strict=False))
+    assert (options["--data"], options["--model-path"]) == (str(tmp_path / "node"), str(TINY_MODEL))
+    assert (options["--model-name"], plain.env["MODEL_BASE_PATH"]) == ("muster-tiny", str(tmp_path / "models"))
+    assert plain.env["MUSTER_TOKEN"] == "msw_c"
+    secrets = ("DATABASE_URL", "REDIS_URL", "MUSTER_SECRET_KEY", "MUSTER_CLUSTER_SECRET", "MUSTER_LOG_KEY")
+    of_another = ("MUSTER_BACKEND_URL", "MUSTER_PROVIDER", "MUSTER_TOKEN", "MUSTER_NAME", "OP_TOKEN_LEVEL")
+    for name in (*secrets, *of_another):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv(f"{name}_FILE", "/x")
+    environment = node_spec(make_installation(tmp_path), CREDENTIALS).command().env
+    assert environment == plain.env, "a shell that was set up for another node changes nothing for the local one"
+    assert not {f"{name}{suffix}" for name in secrets for suffix in ("", "_FILE")} & set(environment)
+
+
+class _Recorded(Mapping[str, str]):
+    """An environment that remembers which variables were looked for."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._values = values
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> str:
+        self.names.add(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--backend", "http://127.0.0.1:1"]])
+def test_no_variable_that_a_runner_reads_reaches_the_local_node_from_the_shell(arguments: list[str]) -> None:
+    read = _Recorded({"MUSTER_GATEWAY": "http://127.0.0.1:1", "MUSTER_TOKEN": "msw_x", "MUSTER_API_PORT": "0"})
+    read_config(arguments, read)
+    open_ended = {"TENANT_WEIGHT_a", "TENANT_RATE_LIMIT_a", "DEFAULT_RATE_LIMIT", "ENABLE_MULTI_TENANT"}
+    of_the_machine = {"CUDA_VISIBLE_DEVICES", "HF_HOME"}
+    assert {"MUSTER_TOKEN", "MUSTER_PROVIDER", "MUSTER_NAME", "OP_TOKEN_LEVEL"} <= read.names
+    shell = dict.fromkeys(read.names | open_ended, "x")
+    assert set(node_environment(shell)) == of_the_machine & read.names | set(FOR_THE_NODE) & read.names
+    machine = {
+        "PATH": "/bin",
+        "LC_ALL": "C",
+        "https_proxy": "http://p",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "HF_TOKEN": "t",
+        "VLLM_X": "y",
+    }
+    assert node_environment(machine) == machine
+
+
+# when a part is ready
+
+
+def test_the_worker_is_ready_when_it_says_so_itself_and_not_by_its_log(tmp_path: Path) -> None:
+    spec = worker_spec(make_installation(tmp_path))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker.log").write_text("worker ready.\n")
+    assert not spec.is_ready(12)
+    said = Path(dict(itertools.pairwise(spec.command().argv))["--ready-file"])
+    for text, is_ready in (("", False), ("1\n", False), ("12\n", True)):
+        said.write_text(text)
+        assert spec.is_ready(12) is names_process(said, 12) is is_ready
+    assert spec.before_start is not None
+    spec.before_start()
+    assert not spec.is_ready(12)
+
+
+class _Gateway(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        allowed = self.path == "/health" or self.headers.get("Authorization") == "Bearer key"
+        body = json.dumps({"data": [{"id": "muster-tiny"}]}).encode()
+        self.send_response(200 if allowed else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Stay silent."""
+
+
+@pytest.fixture
+def gateway_port() -> Iterator[int]:
+    """A server that answers, however long this machine stands still before it does."""
+    set_limits(launcher={"ready_answer_s": 30.0})
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Gateway) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+def test_a_part_is_ready_when_it_answers_200_and_a_model_when_the_holder_of_the_key_sees_it(gateway_port: int) -> None:
+    assert answers_ok("127.0.0.1", gateway_port, "/health")
+    assert not answers_ok("127.0.0.1", gateway_port, "/v1/models")
+    for key, model, is_listed in (("key", "muster-tiny", True), ("key", "another", False), ("wrong", "muster-tiny", False)):
+        assert lists_model("127.0.0.1", gateway_port, api_key=key, model=model) is is_listed
+    assert describe_unreachable(f"postgresql://u:p@127.0.0.1:{gateway_port}/db", default_port=5432) == ""
+    assert describe_unreachable("redis://127.0.0.1/0", default_port=gateway_port) == ""
+
+
+def test_where_nobody_answers_the_place_is_said() -> None:
+    with closed_port() as port:
+        assert not answers_ok("127.0.0.1", port, "/health")
+        assert fetch("127.0.0.1", port, "/") is None
+        said = describe_unreachable(f"redis://127.0.0.1:{port}", default_port=1)
+    assert f"nothing answers at 127.0.0.1 port {port}" in said
+    for url in ("postgresql:///muster?host=/nowhere", "unix:///nowhere/valkey.sock?db=0"):
+        assert "nothing answers at /nowhere" in describe_unreachable(url, default_port=5432)
+
+
+# ports, addresses and pauses
+
+
+@linux_only
+def test_a_busy_port_is_named_with_its_holder_and_the_option_to_change() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as held:
+        busy = server.getsockname()[1]
+        with pytest.raises(LauncherError, match=rf"port {busy} on 127.0.0.1 is in use.*--gateway-port"):
+            claim_port("127.0.0.1", busy, option="--gateway-port", held=held)
+        assert describe_holder(busy).startswith(f"process {os.getpid()} (")
+    with closed_port() as port:
+        assert describe_holder(port) == ""
+    with pytest.raises(LauncherError, match=r"--host 203\.0\.113\.1 is not an address of this machine"):
+        claim_port("203.0.113.1", 0, option="--port", held=ExitStack())
+
+
+@linux_only
+def test_a_claimed_port_is_held_for_a_server_that_asks_for_it_by_its_number() -> None:
+    with ExitStack() as held:
+        port = claim_port("127.0.0.1", 0, option="--port", held=held)
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)) as server:
+            assert server.getsockname()[1] == port
+    with ExitStack() as again:
+        assert claim_port("127.0.0.1", port, option="--port", held=again) == port
+
+
+def test_the_addresses_and_names_of_this_machine_are_those_it_can_listen_on_and_none_of_loopback() -> None:
+    addresses = [ipaddress.ip_address(text) for text in list_addresses()]
+    assert not any(address.is_loopback or address.is_link_local for address in addresses)
+    assert [address.version for address in addresses] == sorted(address.version for address in addresses)
+    for address in addresses:
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((str(address), 0))
+    names = list_names([])
+    assert (names[0], names) == (socket.gethostname().lower(), list(dict.fromkeys(names)))
+
+
+def test_a_first_death_costs_no_pause_the_next_ones_double_up_to_the_longest_and_a_healthy_run_starts_over() -> None:
+    backoff = Backoff()
+    assert [backoff.next_pause_s(1.0) for _ in range(8)] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
+    assert (backoff.next_pause_s(10.0), backoff.next_pause_s(9.9)) == (0.0, 0.5)
+    assert Backoff(failures=100_000).next_pause_s(0.0) == 15.0
+
+
+# the second model of the demo
+
+
+def test_the_second_model_is_the_shipped_one_to_half_precision_and_left_alone_once_it_is_there(tmp_path: Path) -> None:
+    written = make_second_model(tmp_path)
+    shipped, second = read_gguf(TINY_MODEL), read_gguf(written)
+    assert second.tensors.keys() == shipped.tensors.keys()
+    for name, tensor in shipped.tensors.items():
+        np.testing.assert_allclose(second.tensors[name], tensor, rtol=1e-3, atol=1e-6)
+    assert {key for key, value in shipped.metadata.items() if value != second.metadata[key]} == {"general.file_type"}
+    before = written.stat()
+    assert before.st_size > 1.5 * TINY_MODEL.stat().st_size
+    assert make_second_model(tmp_path) == written
+    assert (written.stat().st_ino, written.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{MODEL}.gguf"]
+
+
+def test_what_is_no_such_model_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    source = tmp_path / "source.gguf"
+    source.write_bytes(b"GGML" + bytes(40))
+    with pytest.raises(ValueError, match="not a GGUF file of version 3"):
+        write_f16_model(source, tmp_path / "target.gguf")
+    assert list(tmp_path.iterdir()) == [source]
+    with pytest.raises(LauncherError, match="Is an installation there"):
+        make_second_model(tmp_path / "nowhere")
