@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
+import psutil
 
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import FlushResult
 from runner.engines.tgi import TgiEngine
+from runner.engines.tgi_launcher import free_ports
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call
 
 SERVER = Path(__file__).with_name("programs") / "tgi_contract.py"
@@ -38,6 +42,32 @@ def launched_plan(folder: Path, **faults: object) -> LoadPlan:
     """Return a plan that starts the launcher."""
     options = {"tgi_launcher": contract_launcher(folder)}
     return LoadPlan("tiny", "tgi", contract_model(folder / "model", **faults), context_tokens=1024, slots=2, options=options)
+
+
+@contextlib.asynccontextmanager
+async def foreign_server(model_id: str, *flags: str, key: str = "") -> AsyncIterator[str]:
+    """Yield the URL of a TGI that is somebody else's."""
+    port = free_ports(1)[0]
+    command = [sys.executable, str(SERVER), "--hostname", "127.0.0.1", "--port", str(port), "--model-id", model_id, *flags]
+    process = await asyncio.create_subprocess_exec(*command, env={**os.environ, "API_KEY": key}, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    shards: list[psutil.Process] = []
+    try:
+        async with asyncio.timeout(30):
+            while b"Connected" not in await process.stdout.readline():
+                assert process.returncode is None
+        shards = psutil.Process(process.pid).children()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        for shard in shards:
+            shard.kill()
+        process.kill()
+        await process.wait()
+
+
+def foreign_plan(url: str, **options: object) -> LoadPlan:
+    """Return a plan for it."""
+    return LoadPlan("tiny", "tgi", options={"server_url": url, **options})
 
 
 @contextlib.asynccontextmanager

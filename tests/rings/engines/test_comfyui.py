@@ -22,18 +22,19 @@ from runner.errors import EngineError, ModalityUnsupported
 from runner.limits import limits
 from tests.fakes.engines.comfyui import ComfyContract, comfy_plan, image_call, make_png
 from tests.fakes.engines.suite import assert_health
+from tests.fakes.engines.talk import client_session
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
 
-PROMPT = "a lighthouse"
-OTHERS: dict[str, Any] = {  # Any: JSON
-    "s": {"class_type": "KSampler", "inputs": {"steps": 100_000}},
-    "i": {"class_type": "SaveImage", "inputs": {}},
-}
+PROMPT, FREED = "a lighthouse", 2**26
+Answer = dict[str, Any]  # JSON
 
-ORDER: tuple[Priority, ...] = ("low", "normal", "high")
+
+def of_others(steps: int = 100_000) -> dict[str, Any]:
+    """Return a prompt that is not ours."""
+    return {"s": {"class_type": "KSampler", "inputs": {"steps": steps}}, "i": {"class_type": "SaveImage", "inputs": {}}}
 
 
 @asynccontextmanager
@@ -41,8 +42,7 @@ async def prepared(
     server: ComfyContract | None = None, model: str = "sd15", **options: object
 ) -> AsyncIterator[tuple[ComfyUiEngine, ComfyContract]]:
     """Yield an adapter that is not loaded, and its server."""
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with (server or ComfyContract()).serve() as served, aiohttp.ClientSession(timeout=timeout) as client:
+    async with (server or ComfyContract()).serve() as served, client_session() as client:
         adapter = ComfyUiEngine(comfy_plan(served.url, model, **options), client)
         try:
             yield adapter, served
@@ -63,102 +63,75 @@ async def loaded(
         yield adapter, served
 
 
-async def ask(adapter: ComfyUiEngine, **fields: object) -> tuple[int, dict[str, Any]]:  # Any: JSON
+async def ask(adapter: ComfyUiEngine, **fields: object) -> tuple[int, Answer]:
     async with asyncio.timeout(30), adapter.stream(image_call(PROMPT, **fields)) as response:
         return response.status, await response.json()
 
 
-async def ask_stream(adapter: ComfyUiEngine, **fields: object) -> list[dict[str, Any]]:  # Any: JSON
+async def ask_stream(adapter: ComfyUiEngine, **fields: object) -> list[Answer]:
     async with asyncio.timeout(30), adapter.stream(image_call(PROMPT, stream=True, **fields)) as response:
         assert response.status == 200, await response.read()
-        body = await response.text()
-    return [json.loads(data) for data in re.findall(r"^data: (.*)$", body, re.MULTILINE)]
+        return [json.loads(data) for data in re.findall(r"^data: (.*)$", await response.text(), re.MULTILINE)]
 
 
-def pictures(answer: dict[str, Any]) -> list[bytes]:
+def pictures(answer: Answer) -> list[bytes]:
     return [base64.b64decode(item["b64_json"]) for item in answer["data"]]
 
 
-# ---- making images ----
+# making images
 
 
 async def test_a_request_becomes_a_graph_and_its_picture_comes_back_without_it() -> None:
     async with loaded() as (adapter, server):
-        status, answer = await ask(adapter, negative_prompt="rain", seed=5, cfg=3.5, size="64x128", user="u")
-        assert status == 200
-        assert pictures(answer) == [make_png(64, 128, {})]
-        assert (answer["size"], answer["output_format"]) == ("64x128", "png")
+        status, answer = await ask(adapter, negative_prompt="rain", seed=5, cfg=3.5, size="64x128", user="u", n=2)
+        assert (status, pictures(answer)) == (200, [make_png(64, 128, {})] * 2)
+        assert (answer["size"], answer["output_format"], server.history) == ("64x128", "png", {})
         (asked,) = server.asked
-        values: dict[str, str | int | float] = {
-            "prompt": "a lighthouse", "negative_prompt": "rain", "width": 64, "height": 128, "seed": 5, "steps": 4,
-            "cfg": 3.5, "batch_size": 1, "checkpoint": "sd15.safetensors",
-        }  # fmt: skip
-        assert asked["prompt"] == make_text_to_image().fill(values)
+        assert asked["prompt"] == make_text_to_image().fill({
+            "prompt": PROMPT, "negative_prompt": "rain", "width": 64, "height": 128, "seed": 5, "steps": 4, "cfg": 3.5,
+            "batch_size": 2, "checkpoint": "sd15.safetensors",
+        })  # fmt: skip
         assert not {"front", "number"} & asked.keys()
 
 
-async def test_several_images_are_one_batch() -> None:
-    async with loaded() as (adapter, server):
-        _, answer = await ask(adapter, n=3)
-        assert len(pictures(answer)) == 3
-        assert len(server.executed) == 1
-
-
-async def test_the_servers_history_forgets_what_was_asked() -> None:
-    async with loaded() as (adapter, server):
-        await ask(adapter)
-        await ask_stream(adapter)
-        assert len(server.executed) == 2
-        assert server.history == {}
-
-
-async def test_a_stream_tells_how_far_it_is_and_ends_with_the_images() -> None:
-    async with loaded(ComfyContract(step_s=0.01)) as (adapter, _):
+async def test_a_stream_tells_how_far_it_is_and_ends_with_the_images_and_history_forgets_them() -> None:
+    async with loaded(ComfyContract(step_s=0.01)) as (adapter, server):
         events = await ask_stream(adapter, n=2, steps=10)
         progress = [event for event in events if event["type"] == "image_generation.progress"]
-        percents = [event["percent"] for event in progress]
-        assert percents == sorted(percents)
-        assert percents[0] == 0
+        percents, done = [event["percent"] for event in progress], events[len(progress) :]
+        assert (percents, percents[0]) == (sorted(percents), 0)
         assert {20, 50, 90} <= set(percents)
         assert {event["stage"] for event in progress} == {"waiting", "working"}
-        done = events[len(progress) :]
         assert [(event["type"], event["index"]) for event in done] == [
             ("image_generation.completed", index) for index in (0, 1)
         ]
         assert [base64.b64decode(event["b64_json"]) for event in done] == [make_png(64, 64, {})] * 2
+        assert (len(server.executed), server.history) == (1, {})
 
 
 @pytest.mark.parametrize("is_mute", [True, False])
 async def test_an_image_comes_without_the_websocket_too(is_mute: bool) -> None:
     async with loaded(ComfyContract(is_mute=is_mute, step_s=0.05)) as (adapter, server):
         asking = asyncio.create_task(ask(adapter, steps=8))
-
         await eventually(lambda: server.running is not None)
         server.drop_sockets()
         status, answer = await asking
         assert (status, len(pictures(answer))) == (200, 1)
 
 
-async def test_an_older_server_serves_as_well() -> None:
-    async with loaded(ComfyContract(is_old=True)) as (adapter, _):
-        status, answer = await ask(adapter)
-        assert (status, len(pictures(answer))) == (200, 1)
-
-
 async def test_priorities_change_the_order_in_the_servers_queue() -> None:
     async with loaded(ComfyContract(step_s=0.01)) as (adapter, server):
-        running = server.enqueue(OTHERS)
+        running = server.enqueue(of_others())
 
         async def ask_as(priority: Priority) -> None:
-            call = dataclasses.replace(image_call(steps=1), priority=priority)
-            async with adapter.stream(call) as response:
+            async with adapter.stream(dataclasses.replace(image_call(steps=1), priority=priority)) as response:
                 assert response.status == 200
                 await response.read()
 
+        order: tuple[Priority, ...] = ("low", "normal", "high")
         tasks = []
-        for number, priority in enumerate(ORDER, start=1):
+        for number, priority in enumerate(order, start=1):
             tasks.append(asyncio.create_task(ask_as(priority)))
-
             await eventually(lambda count=number: len(server.pending) == count)  # type: ignore[misc]  # the number of this turn
         stats = await adapter.stats()
         assert (stats.running, stats.waiting, running in server.executed) == (1, 3, False)
@@ -168,9 +141,6 @@ async def test_priorities_change_the_order_in_the_servers_queue() -> None:
         assert server.executed == [running, *reversed(ids)]
 
 
-# ---- the owner's workflow ----
-
-
 def write_workflow(folder: Path, **nodes: dict[str, object]) -> str:
     path = folder / "workflow.json"
     path.write_text(json.dumps({name: {"class_type": name, "inputs": inputs} for name, inputs in nodes.items()}))
@@ -178,43 +148,33 @@ def write_workflow(folder: Path, **nodes: dict[str, object]) -> str:
 
 
 async def test_a_workflow_without_batches_runs_once_for_each_image_with_its_own_seed(tmp_path: Path) -> None:
-    path = write_workflow(
-        tmp_path, CLIPTextEncode={"text": "ink, {{prompt}}"}, KSampler={"seed": "{{seed}}", "steps": 2}, SaveImage={}
-    )
+    nodes: dict[str, dict[str, object]] = {"KSampler": {"seed": "{{seed}}", "steps": 2}, "SaveImage": {}}
+    path = write_workflow(tmp_path, CLIPTextEncode={"text": "ink, {{prompt}}"}, **nodes)
     async with loaded(model="ink", comfyui_workflow=path) as (adapter, server):
         status, answer = await ask(adapter, n=3, seed=10, size=None, steps=None)
         assert (status, len(pictures(answer)), "size" in answer) == (200, 3, False)
         assert [asked["prompt"]["KSampler"]["inputs"]["seed"] for asked in server.asked] == [10, 11, 12]
-        assert server.asked[0]["prompt"]["CLIPTextEncode"]["inputs"]["text"] == "ink, a lighthouse"
+        assert server.asked[0]["prompt"]["CLIPTextEncode"]["inputs"]["text"] == f"ink, {PROMPT}"
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"), [({"size": "64x64", "steps": None}, "size"), ({"size": "auto", "steps": 9}, "steps")]
+    ("output", "fields", "status", "key", "value"),
+    [
+        ("SaveImage", {"size": "64x64", "steps": None}, 400, "param", "size"),
+        ("SaveImage", {"size": "auto", "steps": 9}, 400, "param", "steps"),
+        ("PreviewAny", {"size": None, "steps": None}, 422, "code", "no_image"),
+    ],
 )
-async def test_what_a_workflow_sets_itself_cannot_be_asked_for(tmp_path: Path, fields: dict[str, object], param: str) -> None:
-    path = write_workflow(tmp_path, CLIPTextEncode={"text": "{{prompt}}"}, SaveImage={})
-    async with loaded(comfyui_workflow=path) as (adapter, server):
-        status, answer = await ask(adapter, **fields)
-        assert (status, answer["error"]["param"], server.asked) == (400, param, [])
-
-
-async def test_a_workflow_that_makes_no_image_is_an_error(tmp_path: Path) -> None:
-    path = write_workflow(tmp_path, PreviewAny={"source": "{{prompt}}"})
+async def test_what_a_workflow_sets_itself_or_does_not_make_cannot_be_asked_for(
+    tmp_path: Path, output: str, fields: dict[str, object], status: int, key: str, value: str
+) -> None:
+    path = write_workflow(tmp_path, CLIPTextEncode={"text": "{{prompt}}"}, **{output: {}})
     async with loaded(comfyui_workflow=path) as (adapter, _):
-        status, answer = await ask(adapter, size=None, steps=None)
-        assert (status, answer["error"]["code"]) == (422, "no_image")
+        got, answer = await ask(adapter, **fields)
+        assert (got, answer["error"][key]) == (status, value)
 
 
-# ---- what goes wrong ----
-
-
-async def test_a_refused_graph_is_the_nodes_word() -> None:
-    async with loaded() as (adapter, server):
-        server.checkpoints = ("other.safetensors",)
-        for stream in (False, True):
-            status, answer = await ask(adapter, stream=stream)
-            assert status == 400
-            assert "CheckpointLoaderSimple (node checkpoint): Value not in list: ckpt_name" in answer["error"]["message"]
+# what goes wrong
 
 
 @pytest.mark.parametrize(
@@ -228,47 +188,38 @@ async def test_a_failing_node_is_told_in_its_own_words(kind: str, words: str, st
         got, answer = await ask(adapter)
         assert (got, answer["error"]["message"]) == (status, f"ComfyUI could not make the image: VAEDecode: {words}")
         last = (await ask_stream(adapter))[-1]
-        assert (last["type"], words in last["error"]["message"]) == ("error", True)
-        assert server.history == {}
+        assert (last["type"], words in last["error"]["message"], server.history) == ("error", True, {})
+        server.checkpoints = ("other.safetensors",)
+        for stream in (False, True):
+            got, answer = await ask(adapter, stream=stream)
+            assert (got, "(node checkpoint): Value not in list: ckpt_name" in answer["error"]["message"]) == (400, True)
 
 
-async def test_a_prompt_that_somebody_interrupts_may_be_asked_again() -> None:
+async def test_a_prompt_that_is_interrupted_lost_or_takes_too_long_is_given_up() -> None:
     async with loaded(ComfyContract(step_s=0.02)) as (adapter, server):
         asking = asyncio.create_task(ask(adapter, steps=100))
-
         await eventually(lambda: server.running is not None)
         server._interrupted = True
         status, answer = await asking
         assert (status, "interrupted" in answer["error"]["message"]) == (503, True)
-
-
-async def test_a_prompt_that_the_server_loses_is_given_up() -> None:
-    async with loaded() as (adapter, server):
-        set_runner_limits(comfyui={"lost_s": 0.2, "look_s": 0.1})
+        set_runner_limits(comfyui={"job_s": 0.2})  # of this prompt alone: the load has one too
+        status, answer = await ask(adapter, steps=150)
+        assert (status, answer["error"]["code"], server.running) == (504, "engine_timeout", None)
+        set_runner_limits(comfyui={"job_s": 60.0, "lost_s": 0.2, "look_s": 0.1})
         server.loses_prompts = True
         status, answer = await ask(adapter)
         assert (status, "lost the request" in answer["error"]["message"]) == (502, True)
 
 
-async def test_a_prompt_that_takes_too_long_is_withdrawn() -> None:
-    async with loaded(ComfyContract(step_s=0.02)) as (adapter, server):
-        set_runner_limits(comfyui={"job_s": 0.2})  # of this prompt alone: the load has one too
-        status, answer = await ask(adapter, steps=150)
-        assert (status, answer["error"]["code"], server.running) == (504, "engine_timeout", None)
-
-
 async def test_a_server_that_goes_away_is_said() -> None:
     contract = ComfyContract(step_s=0.05)
-    async with aiohttp.ClientSession() as client:
-        served = contract.serve()
-        await served.__aenter__()
-        adapter = ComfyUiEngine(comfy_plan(contract.url), client)
-        await adapter.load(lambda _progress: None)
-        set_runner_limits(comfyui={"silent_s": 0.3})
-        asking = asyncio.create_task(ask(adapter, steps=150))
-
-        await eventually(lambda: contract.running is not None)
-        await served.__aexit__(None, None, None)
+    async with client_session() as client:
+        async with contract.serve():
+            adapter = ComfyUiEngine(comfy_plan(contract.url), client)
+            await adapter.load(lambda _progress: None)
+            set_runner_limits(comfyui={"silent_s": 0.3})
+            asking = asyncio.create_task(ask(adapter, steps=150))
+            await eventually(lambda: contract.running is not None)
         status, answer = await asking
         assert (status, answer["error"]["code"]) == (502, "engine_failed")
         await assert_health(adapter, Health.UNREACHABLE)
@@ -276,30 +227,23 @@ async def test_a_server_that_goes_away_is_said() -> None:
         await adapter.unload(gently=True)
 
 
-async def test_only_images_are_served() -> None:
-    async with loaded() as (adapter, server):
+async def test_only_images_are_served_and_nobody_else_on_the_machine_gets_any() -> None:
+    async with loaded() as (adapter, server), client_session() as client:
         call = image_call()
-        for other in (dataclasses.replace(call, path=CHAT), dataclasses.replace(call, path="/v1/images/edits"),
-                      dataclasses.replace(call, method="GET")):  # fmt: skip
+        for other in ({"path": CHAT}, {"path": "/v1/images/edits"}, {"method": "GET"}):
             with pytest.raises(ModalityUnsupported):
-                async with adapter.stream(other):
+                async with adapter.stream(dataclasses.replace(call, **other)):
                     pass
-        form = dataclasses.replace(call, headers={"content-type": "multipart/form-data; boundary=x"})
-        async with adapter.stream(form) as response:
-            assert response.status == 400
+        async with adapter.stream(
+            dataclasses.replace(call, headers={"content-type": "multipart/form-data; boundary=x"})
+        ) as form:
+            assert form.status == 400
+        async with client.post(form.url, data=call.body, headers={"Content-Type": "application/json"}) as response:
+            assert response.status == 401
         assert server.asked == []
 
 
-async def test_nobody_else_on_the_machine_gets_images() -> None:
-    async with loaded() as (adapter, server), aiohttp.ClientSession() as client:
-        async with adapter.stream(image_call()) as response:
-            url = response.url
-        async with client.post(url, data=image_call().body, headers={"Content-Type": "application/json"}) as response:
-            assert response.status == 401
-        assert len(server.asked) <= 1
-
-
-# ---- clients that leave ----
+# clients that leave
 
 
 @pytest.mark.parametrize("is_old", [False, True])
@@ -307,91 +251,56 @@ async def test_nobody_else_on_the_machine_gets_images() -> None:
 async def test_a_client_that_leaves_stops_its_own_prompt(is_old: bool, is_streaming: bool) -> None:
     async with loaded(ComfyContract(step_s=0.02, is_old=is_old)) as (adapter, server):
         asking = asyncio.create_task(ask(adapter, steps=150, stream=is_streaming))
-
         await eventually(lambda: server.running is not None)
         mine = server.running.prompt_id if server.running else ""
-        waiting = server.enqueue({**OTHERS, "s": {"class_type": "KSampler", "inputs": {"steps": 5}}})
+        waiting = server.enqueue(of_others(5))
         asking.cancel()
-
-        await eventually(lambda: mine in server.executed)
-
-        await eventually(lambda: waiting in server.history)
-        assert server.innocent == []
-        assert server.interrupts == [{"prompt_id": mine}]
+        await eventually(lambda: mine in server.executed and waiting in server.history)
+        assert (server.innocent, server.interrupts) == ([], [{"prompt_id": mine}])
         assert server.history[waiting]["status"]["status_str"] == "success"
-
         await eventually(lambda: mine not in server.history)
 
 
 async def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_queue() -> None:
     async with loaded(ComfyContract(step_s=0.01)) as (adapter, server):
-        running = server.enqueue(OTHERS)
+        running = server.enqueue(of_others())
         asking = asyncio.create_task(ask(adapter))
-
         await eventually(lambda: bool(server.pending))
         asking.cancel()
-
         await eventually(lambda: not server.pending)
         assert server.interrupts == []
         assert server.running is not None
         assert server.running.prompt_id == running
 
 
-async def test_an_unload_withdraws_what_still_runs() -> None:
-    call = image_call(steps=150, stream=True)
-    async with loaded(ComfyContract(step_s=0.02)) as (adapter, server), adapter.stream(call) as response:
-        await response.content.readany()
-        await asyncio.wait_for(adapter.unload(gently=True), 30)
-        assert server.running is None
-        assert server.pending == []
-        assert server.reserved < 2**26
-
-
-# ---- the checkpoint comes and goes ----
+# the checkpoint comes and goes
 
 
 async def test_a_load_has_the_server_read_the_checkpoint_and_an_unload_sees_it_go() -> None:
     async with prepared() as (adapter, server):
         reported: list[Progress] = []
         await adapter.load(reported.append)
-        assert server.reserved > 2**30
+        assert (server.reserved > 2**30, server.history) == (True, {})
         assert "loading the checkpoint" in [progress.stage for progress in reported]
-        assert server.history == {}
-        await adapter.unload(gently=True)
-        assert (server.reserved < 2**26, server.frees) == (True, 1)
-        await adapter.unload(gently=True)
-        assert server.frees == 1
-
-
-async def test_a_server_without_the_node_for_it_reads_the_checkpoint_with_the_first_image() -> None:
-    async with loaded(ComfyContract(lacks=frozenset({"PreviewAny"}))) as (adapter, server):
-        assert server.reserved < 2**26
-        assert (await ask(adapter))[0] == 200
-
-
-async def test_memory_that_a_server_keeps_fails_the_unload_until_it_goes() -> None:
-    async with loaded() as (adapter, server):
-        server.keeps_memory = True
-        usual_s = limits().comfyui.free_s
+        usual_s, server.keeps_memory = limits().comfyui.free_s, True
         set_runner_limits(comfyui={"free_s": 0.3})
         with pytest.raises(EngineError, match="still holds 4096 MB"):
             await adapter.unload(gently=True)
         set_runner_limits(comfyui={"free_s": usual_s})
-        server.keeps_memory = False
+        server.keeps_memory, frees = False, server.frees
+        server.enqueue(of_others(50))
         await adapter.unload(gently=True)
-        assert server.reserved < 2**26
-
-
-async def test_a_server_at_work_for_others_frees_its_memory_when_it_is_idle() -> None:
-    async with loaded(ComfyContract(step_s=0.01)) as (adapter, server):
-        server.enqueue({**OTHERS, "s": {"class_type": "KSampler", "inputs": {"steps": 50}}})
+        assert (server.reserved < FREED, server.interrupts) == (True, [])
         await adapter.unload(gently=True)
-        assert server.reserved < 2**26
-        assert server.interrupts == []
+        assert server.frees == frees + 1
 
 
-async def test_a_server_without_a_gpu_is_told_and_believed() -> None:
-    async with loaded(ComfyContract(device="cpu", keeps_memory=True)) as (adapter, server):
+@pytest.mark.parametrize(
+    "contract", [{"lacks": frozenset({"PreviewAny"})}, {"device": "cpu", "keeps_memory": True}, {"is_old": True}]
+)
+async def test_a_server_without_a_node_without_a_gpu_or_of_an_older_release_serves_as_well(contract: dict[str, Any]) -> None:
+    async with loaded(ComfyContract(**contract)) as (adapter, server):
+        assert (await ask(adapter))[0] == 200
         await adapter.unload(gently=True)
         assert server.frees == 1
 
@@ -399,29 +308,31 @@ async def test_a_server_without_a_gpu_is_told_and_believed() -> None:
 async def test_a_cancelled_load_interrupts_its_warm_up_and_frees_what_was_read() -> None:
     async with prepared(ComfyContract(step_s=0.2)) as (adapter, server):
         loading = asyncio.create_task(adapter.load(lambda _progress: None))
-
         await eventually(lambda: server.running is not None)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await loading
-        assert server.running is None
-        assert server.frees == 1
+        assert (server.running, server.frees) == (None, 1)
         await assert_health(adapter, Health.UNREACHABLE)
 
 
-@pytest.mark.parametrize("has_combo", [False, True])
 @pytest.mark.parametrize(
-    ("model", "options", "found"),
+    ("model", "options", "has_combo", "found"),
     [
-        ("sdxl.safetensors", {}, "sdxl.safetensors"),
-        ("sdxl", {}, "sdxl.safetensors"),
-        ("mine", {"server_model": "sd15.safetensors"}, "sd15.safetensors"),
+        ("sdxl.safetensors", {}, False, "sdxl.safetensors"),
+        ("sdxl", {}, True, "sdxl.safetensors"),
+        ("mine", {"server_model": "sd15.safetensors"}, False, "sd15.safetensors"),
     ],
 )
-async def test_the_checkpoint_is_found_by_its_name(model: str, options: dict[str, object], found: str, has_combo: bool) -> None:
-    async with loaded(ComfyContract(has_combo=has_combo), model, **options) as (adapter, server):
-        await ask(adapter)
+async def test_the_checkpoint_is_found_by_its_name_and_a_proxy_in_front_gets_its_key(
+    monkeypatch: pytest.MonkeyPatch, model: str, options: dict[str, object], has_combo: bool, found: str
+) -> None:
+    monkeypatch.setenv("TEST_COMFY_KEY", "secret")
+    contract = ComfyContract(has_combo=has_combo, key="secret")
+    async with loaded(contract, model, server_api_key_env="TEST_COMFY_KEY", **options) as (adapter, server):
+        assert (await ask_stream(adapter))[-1]["type"] == "image_generation.completed"
         assert server.asked[0]["prompt"]["checkpoint"]["inputs"]["ckpt_name"] == found
+        await assert_health(adapter, Health.OK)
 
 
 @pytest.mark.parametrize(
@@ -445,10 +356,3 @@ async def test_a_load_that_cannot_be_says_what_to_do(contract: ComfyContract, op
         await assert_health(adapter, Health.UNREACHABLE)
         with pytest.raises(aiohttp.ClientConnectionError):
             await ask(adapter)
-
-
-async def test_a_proxy_in_front_gets_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TEST_COMFY_KEY", "secret")
-    async with loaded(ComfyContract(key="secret"), server_api_key_env="TEST_COMFY_KEY") as (adapter, _):
-        assert (await ask_stream(adapter))[-1]["type"] == "image_generation.completed"
-        await assert_health(adapter, Health.OK)

@@ -1,27 +1,34 @@
-"""Every engine adapter keeps the promises of the port, and llama.cpp those of an engine behind a supervisor."""
+"""Every engine adapter keeps the promises of the port, and llama.cpp those of an engine behind a supervisor and in the pool."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import os
 import re
+import signal
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from runner.engines.descendants import list_left, list_tree
 from runner.engines.llamacpp import LlamaCpp
 from runner.engines.port import CHAT, MESSAGES, Call
 from runner.engines.supervisor import Supervisor
-from runner.errors import EngineError
+from runner.errors import EngineError, EngineUnavailable, InsufficientMemory, InvalidLoadRequest, RequestRefused
 from runner.limits import limits
+from runner.pool import LoadOrder, Model, ModelState
 from tests.fakes.engine import FakeEngine
 from tests.fakes.engines import comfyui, ct2, exllamav3, llama_server, llamacpp, provider, tabbyapi, tgi, vllm, whisper
 from tests.fakes.engines.llamacpp import ENDLESS, QUESTION, tiny_plan
 from tests.fakes.engines.suite import CHECKS, EngineCase, EngineUnderTest, ask, chat_call
+from tests.fakes.engines.talk import client_session
+from tests.fakes.runners import parts as pools
 from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.timeout(180)
@@ -35,7 +42,7 @@ def _registered_cases() -> list[EngineCase]:
 @contextlib.asynccontextmanager
 async def opened(case: EngineCase, folder: Path) -> AsyncIterator[EngineUnderTest]:
     """Yield the case's adapter; whatever the check leaves loaded is killed."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client, case.open(folder, client) as subject:
+    async with client_session() as client, case.open(folder, client) as subject:
         try:
             yield subject
         finally:
@@ -60,7 +67,7 @@ CROWDED = "root ::= " + "[a-z]* " * 2000
 @contextlib.asynccontextmanager
 async def supervised() -> AsyncIterator[Supervisor]:
     """Yield a supervisor whose engine serves."""
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
+    async with client_session() as client:
         supervisor = Supervisor(LlamaCpp(tiny_plan(), client), silent_s=60.0, on_change=lambda: None)
         await supervisor.load(lambda _progress: None)
         try:
@@ -88,6 +95,10 @@ async def leave(supervisor: Supervisor, call: Call, *, once: Callable[[], bool])
     supervisor.watch_left(len(call.body))
 
 
+async def has_let_go(supervisor: Supervisor) -> bool:
+    return not await asyncio.to_thread(list_left, supervisor.engine.pids)
+
+
 def is_reading(supervisor: Supervisor) -> Callable[[], bool]:
     """Return what tells whether the engine has begun to work on what comes next."""
 
@@ -106,10 +117,7 @@ async def test_an_engine_that_goes_on_without_its_client_is_killed_and_serves_ag
         neighbour = asyncio.create_task(ask(supervisor.engine, chat_call("tiny", QUESTION, **ENDLESS)))
         await leave(supervisor, Call("POST", CHAT, {"content-type": "application/json"}, STUCK), once=is_reading(supervisor))
 
-        async def is_restarted() -> bool:
-            return supervisor.restarts == 1 and supervisor.is_ready
-
-        await eventually(is_restarted)
+        await eventually(lambda: supervisor.restarts == 1 and supervisor.is_ready)
         assert supervisor.engine.pids != before
         (error,) = await asyncio.gather(neighbour, return_exceptions=True)
         assert isinstance(error, aiohttp.ClientError)  # what the node says as a failure that may be retried
@@ -130,11 +138,7 @@ async def test_an_engine_that_is_busy_and_lets_go_is_left_alone(call: Call) -> N
         async with asyncio.TaskGroup() as group:
             for _ in range(2):
                 group.create_task(leave(supervisor, call, once=is_reading(supervisor)))
-
-        async def has_let_go() -> bool:
-            return not await asyncio.to_thread(list_left, supervisor.engine.pids)
-
-        await eventually(has_let_go)
+        await eventually(partial(has_let_go, supervisor))
         answer = await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
         assert json.loads(answer)["usage"]["completion_tokens"]
         assert (supervisor.engine.pids, supervisor.restarts) == (before, 0)
@@ -154,14 +158,11 @@ async def test_a_flood_of_clients_that_leave_costs_no_engine_that_lets_go_its_mo
                         await ask(supervisor.engine, call)
                 supervisor.watch_left(len(body))
 
-        async def has_let_go() -> bool:
-            return not await asyncio.to_thread(list_left, supervisor.engine.pids)
-
         for _ in range(2):
             async with asyncio.TaskGroup() as group:
                 for _ in range(2):
                     group.create_task(leave_often())
-            await eventually(has_let_go, within_s=120)
+            await eventually(partial(has_let_go, supervisor), within_s=120)
         assert json.loads(await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4)))["usage"]["completion_tokens"]
         assert (supervisor.engine.pids, supervisor.restarts) == (before, 0)
 
@@ -187,11 +188,7 @@ async def test_an_engine_whose_loop_is_stuck_when_its_client_has_left_is_killed_
         await supervisor.engine.stats()  # as a node asks all the time: from here on it is known how fast the engine is
         stuck = chat_call("tiny", QUESTION, max_tokens=100, grammar=CROWDED)
         await leave(supervisor, stuck, once=is_reading(supervisor))
-
-        async def is_restarted() -> bool:
-            return supervisor.restarts == 1 and supervisor.is_ready
-
-        await eventually(is_restarted, within_s=60)
+        await eventually(lambda: supervisor.restarts == 1 and supervisor.is_ready, within_s=60)
         assert supervisor.engine.pids != before
         assert await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
 
@@ -240,3 +237,108 @@ async def test_a_step_may_take_what_llama_cpp_itself_has_counted_and_much_before
         await engine.stats()
         seconds = float(re.findall(r"^llamacpp:prompt_seconds_total (\S+)", await engine.read_metrics(), re.MULTILINE)[0])
         assert 0.1 * seconds < engine.batch_s < min(10 * seconds, limits().engines.llama_batch_s)
+
+
+# in the pool
+
+
+def pids_of(model: Model) -> list[int]:
+    return [pid for replica in model.replicas for pid in replica.supervisor.engine.pids]
+
+
+async def test_unloading_frees_the_memory_and_the_process_and_can_be_repeated(tmp_path: Path) -> None:
+    async with pools.assembled(tmp_path) as parts:
+        first = await pools.load(parts, "a")
+        assert await pools.answer(parts, "a") == 0
+        pids = pids_of(pools.find(parts, "a"))
+        result = await parts.pool.unloader.unload("a")
+        assert result.before_bytes > 10 * 1024 * 1024
+        assert (result.after_bytes, result.was_loaded) == (0, True)
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        again = await parts.pool.unloader.unload("a")
+        assert (again.before_bytes, again.was_loaded) == (0, False)
+        second = await pools.load(parts, "b")
+        # Not measured against the second load: shared pages are counted by share, so what that takes moves with what else runs.
+        took = max(first.memory_bytes or 0, result.before_bytes)
+        assert first.predicted_bytes != took == second.predicted_bytes, "what a load took is the next prediction"
+
+
+async def test_a_forced_unload_cuts_what_runs_and_says_how_much(tmp_path: Path) -> None:
+    async with pools.assembled(tmp_path) as parts:
+        await pools.load(parts, "a", gguf_n_ctx=2048)
+        async with parts.door.open(pools.ask("a", tokens=2000, is_weighty=True)) as running:
+            assert running.chunks is not None
+            await anext(running.chunks)
+            os.kill(pids_of(pools.find(parts, "a"))[0], signal.SIGSTOP)  # so that the answer cannot end before it is cut
+            unload = asyncio.create_task(parts.pool.unloader.unload("a", force=True))
+            with pytest.raises(EngineUnavailable):
+                [_ async for _ in running.chunks]
+        assert (await asyncio.wait_for(unload, 30)).cut == 1
+        assert pools.find(parts, "a").state is ModelState.UNLOADED
+
+
+async def test_of_two_loads_that_race_for_memory_one_wins_and_the_other_is_told_what_would_help(
+    tmp_path: Path,
+) -> None:
+    async with pools.assembled(tmp_path, "--memory-budget-mb", "70") as parts:
+        loader = parts.pool.loader
+        # Neither is carried out before both are decided: what a load takes may be less than what is set aside for it.
+        results = await asyncio.gather(*(loader.order(name, overrides={}) for name in ("a", "b")), return_exceptions=True)
+        (won,) = [result for result in results if isinstance(result, LoadOrder)]
+        (lost,) = [result for result in results if isinstance(result, InsufficientMemory)]
+        assert int(str(lost.details["requiredMB"])) > int(str(lost.details["freeMB"]))
+        winner = (await loader.carry_out(won, lambda _: None)).model_id
+        loser = "b" if winner == "a" else "a"
+        with pytest.raises(InsufficientMemory):
+            await pools.load(parts, loser, evict=winner, replicas=1, gguf_n_ctx=1_000_000)
+        assert pools.find(parts, winner).state is ModelState.LOADED, "an eviction that does not help is not made"
+        assert (await pools.load(parts, loser, evict=winner)).evicted == winner
+        assert pools.find(parts, winner).state is ModelState.UNLOADED
+
+
+async def test_an_engine_killed_in_the_middle_of_its_load_leaves_a_failed_model_and_no_process(tmp_path: Path) -> None:
+    async with pools.assembled(tmp_path) as parts:
+        order = await parts.pool.loader.order("a", overrides={})
+        assert isinstance(order, LoadOrder)
+        model, killed = order.model, list[int]()
+
+        def kill(_progress: object) -> None:
+            if not killed and (pids := pids_of(model)):
+                os.kill(pids[0], signal.SIGKILL)
+                killed.extend(pids)
+
+        with pytest.raises(EngineError):
+            await parts.pool.loader.carry_out(order, kill)
+        assert (model.state, bool(model.last_error), model.reserved_bytes) == (ModelState.FAILED, True, 0)
+        assert killed
+        assert not any(psutil.pid_exists(pid) for pid in killed)
+        assert (await pools.load(parts, "a")).model_id == "a"
+
+
+async def test_an_engine_that_dies_while_it_serves_is_withdrawn_and_comes_back_and_a_second_one_serves_meanwhile(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "data").mkdir()
+    twin = {"backend": "gguf", "model_path": "a.gguf", "replicas": 2, "replica_max": 3}
+    (tmp_path / "data" / "settings.json").write_text(json.dumps({"engine": {"models": {"twin": twin}}}))
+    async with pools.assembled(tmp_path) as parts:
+        await pools.load(parts, "a")
+        model, first = pools.find(parts, "a"), pids_of(pools.find(parts, "a"))
+        os.kill(first[0], signal.SIGKILL)
+        await eventually(lambda: model.state is ModelState.FAILED, "it is withdrawn")
+        with pytest.raises(RequestRefused):
+            await pools.answer(parts, "a")
+        await eventually(lambda: model.state is ModelState.LOADED, "it is back")
+        assert (pids_of(model) != first, await pools.answer(parts, "a")) == (True, 0)
+        result, model = await pools.load(parts, "twin"), pools.find(parts, "twin")
+        assert (result.replicas, len(pids_of(model)), model.slots) == (2, 2, 2)
+        one, two = pools.ask("twin", tokens=50), pools.ask("twin", tenant="t2", tokens=50)
+        async with parts.door.open(one), parts.door.open(two):
+            assert [replica.active for replica in model.replicas] == [1, 1]
+        os.kill(pids_of(model)[0], signal.SIGKILL)
+        await eventually(lambda: model.slots == 1, "one replica is missed")
+        assert model.state is ModelState.LOADED
+        await pools.answer(parts, "twin")
+        with pytest.raises(InvalidLoadRequest) as refused:
+            await pools.load(parts, "b", replicas=99)
+        assert refused.value.param == "replicas"

@@ -1,30 +1,40 @@
-"""Processes below the runner: children that break what was agreed, wardens, and the memory that trees of them hold."""
+"""Processes below the runner: children that break what was agreed, wardens, and the memory that trees hold, on GPUs too.
+
+GPUs are those of a driver library of ours, seen through the real bindings in a process of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from runner.engines.child import Child
 from runner.engines.port import Progress
 from runner.errors import EngineError
-from runner.telemetry import Telemetry, open_telemetry
+from runner.telemetry import open_telemetry
 from runner.telemetry.processes import find_tree, measure_host_bytes
 from tests.fakes.engines.suite import assert_gone
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.process import ROOT
 from tests.fakes.waiting import eventually
+from wire.bridge import GpuInfo
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to tell of a parent's death")
+pytestmark = [
+    pytest.mark.timeout(240), pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to tell of a parent's death"),
+]  # fmt: skip
+MIB = 1024 * 1024
+
+# children and wardens
 
 SERVER = """
 import os, pathlib, signal, subprocess, sys, time
@@ -46,81 +56,57 @@ time.sleep(600)
 """
 
 
-class Family:
-    """A runner, its warden, a server and the server's two workers, one of which has left the process group."""
-
-    def __init__(self, runner: asyncio.subprocess.Process, folder: Path) -> None:
-        self.runner = runner
-        self.told = folder / "told"
-        self.tree = psutil.Process(runner.pid).children(recursive=True)
-
-    def find(self, words: str) -> psutil.Process:
-        return next(process for process in self.tree if words in " ".join(process.cmdline()))
-
-
 @pytest.fixture
-async def family(tmp_path: Path) -> AsyncIterator[Family]:
+async def runner(tmp_path: Path) -> AsyncIterator[psutil.Process]:
+    """A runner with a warden, a server and the server's two workers, one of which has left the process group."""
     command = [sys.executable, "-c", RUNNER, sys.executable, "-c", SERVER, str(tmp_path)]
-    runner = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL)
-    ready = tmp_path / "ready"
-    await eventually(ready.exists, "the server has started its workers")
-    found = Family(runner, tmp_path)
-    assert len(found.tree) == 4
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL)
+    await eventually((tmp_path / "ready").exists, "the server has started its workers")
+    family = psutil.Process(process.pid)
+    tree = family.children(recursive=True)
     try:
-        yield found
+        yield family
     finally:
-        for process in found.tree:
-            if process.is_running():
-                process.kill()
-        if runner.returncode is None:
-            runner.kill()
-        await runner.wait()
+        for each in [*tree, family]:
+            if each.is_running():
+                each.kill()
+        await process.wait()
 
 
-async def test_the_runner_is_killed(family: Family) -> None:
-    family.runner.kill()
-    await assert_gone(family.tree)
-    assert not family.told.exists()
-
-
-async def test_the_server_is_killed(family: Family) -> None:
-    server = next(
-        process
-        for process in family.tree
-        if str(family.told.parent) in process.cmdline() and "warden" not in str(process.cmdline())
-    )
-    server.kill()
-    await assert_gone(family.tree)
-
-
-async def test_sigterm_is_for_the_server_and_its_workers_follow(family: Family) -> None:
-    os.kill(family.find("runner.engines.children.warden").pid, signal.SIGTERM)
-    await assert_gone(family.tree)
-    assert family.told.exists()
+@pytest.mark.parametrize(
+    ("number", "victim", "is_told"),
+    [(signal.SIGKILL, -1, False), (signal.SIGKILL, 1, False), (signal.SIGTERM, 0, True)],
+    ids=["the runner is killed", "the server is killed", "the warden is asked to end"],
+)
+async def test_nothing_of_a_server_outlives_it(
+    runner: psutil.Process, tmp_path: Path, number: signal.Signals, victim: int, is_told: bool
+) -> None:
+    (warden,) = runner.children()
+    (server,) = warden.children()
+    tree = [warden, server, *server.children()]
+    assert len(tree) == 4
+    (runner if victim < 0 else tree[victim]).send_signal(number)
+    await assert_gone(tree)
+    assert (tmp_path / "told").exists() is is_told
 
 
 async def test_the_exit_status_is_that_of_the_server() -> None:
-    async def run(*command: str) -> tuple[int, bytes]:
+    async def run(*command: str) -> tuple[int | None, bytes]:
         warden = [sys.executable, "-m", "runner.engines.children.warden", str(os.getpid()), *command]
         process = await asyncio.create_subprocess_exec(*warden, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
         _, errors = await asyncio.wait_for(process.communicate(), 30)
-        assert process.returncode is not None
         return process.returncode, errors
 
     assert await run(sys.executable, "-c", "raise SystemExit(5)") == (5, b"")
     assert await run("no-such-program") == (127, b"cannot start no-such-program: No such file or directory\n")
 
 
-async def test_a_child_that_prints_something_else_than_its_answer_is_an_engine_error() -> None:
+async def test_a_child_that_says_something_else_or_is_killed_before_it_has_said_why_is_an_engine_error() -> None:
+    set_runner_limits(engines={"last_words_s": 30.0})  # on a busy machine its end may be told later than that it is mute
     child = Child("chatty")
     with pytest.raises(EngineError, match="something else than its answer"):
         await child.start_ours("this", {}, lambda _: None, limit_s=60)  # a module that prints a poem
     assert (child.pid, child.is_running) == (None, False)
-
-
-async def test_a_child_that_is_killed_before_it_has_said_why_is_told_by_how_it_ended() -> None:
-    set_runner_limits(engines={"last_words_s": 30.0})  # on a busy machine its end may be told later than that it is mute
-    child = Child("silent")
 
     def kill_it(_progress: Progress) -> None:
         assert child.pid is not None
@@ -131,9 +117,9 @@ async def test_a_child_that_is_killed_before_it_has_said_why_is_told_by_how_it_e
     assert (child.pid, child.is_running) == (None, False)
 
 
-MIB = 1024 * 1024
-HELD_MB = 64
+# memory of the host
 
+HELD_MB = 64
 PARENT = f"""
 import os, sys
 block = bytearray(os.urandom(1024)) * (1024 * {HELD_MB})
@@ -146,7 +132,6 @@ sys.stdin.buffer.read()
 os.waitpid(child, 0)
 """
 """Allocates, then forks: parent and child have the same pages."""
-
 ORPHAN = """
 import os, subprocess, sys
 child = subprocess.Popen(["cat"])
@@ -155,80 +140,40 @@ if sys.argv[1:] == ["exit"]:
     os._exit(0)
 child.wait()
 """
-
-
-Start = Callable[..., tuple[subprocess.Popen[bytes], int]]
+Start = Callable[..., tuple[psutil.Popen, int]]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Start programs that print the id of their child and end, both, when their input does."""
-    started: list[tuple[subprocess.Popen[bytes], int]] = []
+    started: list[tuple[psutil.Popen, int]] = []
 
-    def launch(program: str, *arguments: str) -> tuple[subprocess.Popen[bytes], int]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert process.stdout is not None
+    def launch(program: str, *arguments: str) -> tuple[psutil.Popen, int]:
+        argv = [sys.executable, "-c", program, *arguments]
+        process = psutil.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         started.append((process, int(process.stdout.readline())))
         return started[-1]
 
     yield launch
     for process, child in started:
-        with process:
-            pass  # closes its input and waits for it
+        process.stdin.close()
+        process.wait(30)
+        process.stdout.close()
         try:
             psutil.Process(child).wait(30)
         except psutil.NoSuchProcess:
             pass
 
 
-@pytest.fixture
-def telemetry() -> Iterator[Telemetry]:
-    """The telemetry of this machine."""
-    opened = open_telemetry()
-    yield opened
-    opened.close()
-
-
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc/PID/smaps_rollup")
-def test_memory_that_parent_and_child_share_is_counted_once(start: Start, telemetry: Telemetry) -> None:
+def test_memory_that_parent_and_child_share_is_counted_once_and_as_resident_where_maps_cannot_be_read(
+    start: Start, tmp_path: Path
+) -> None:
     process, child = start(PARENT)
-    tree = telemetry.measure([process.pid])
+    tree = open_telemetry().measure([process.pid, child])
     assert set(tree.pids) == {process.pid, child}
-    resident_mb = sum(psutil.Process(pid).memory_info().rss for pid in tree.pids) / MIB
     assert HELD_MB <= tree.host_bytes / MIB < HELD_MB + 32
-    assert resident_mb > 2 * HELD_MB
-
-
-def test_several_roots_are_measured_together_and_each_process_once(start: Start, telemetry: Telemetry) -> None:
-    first, first_child = start(ORPHAN)
-    second, second_child = start(ORPHAN)
-    tree = telemetry.measure([first.pid, first_child, second.pid])
-    assert set(tree.pids) == {first.pid, first_child, second.pid, second_child}
-
-
-def test_a_process_that_outlives_its_engine_is_still_found(start: Start, telemetry: Telemetry) -> None:
-    process, child = start(ORPHAN, "exit")
-    process.wait(30)
-    assert telemetry.measure([process.pid]).pids == (child,)
-
-
-def test_an_engine_that_has_ended_holds_nothing(start: Start, telemetry: Telemetry) -> None:
-    process, child = start(ORPHAN)
-    assert process.stdin is not None
-    process.stdin.close()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie, which nobody has waited for yet
-    tree = telemetry.measure([process.pid])
-    assert (tree.host_bytes, tree.pids) == (0, ())
-    assert find_tree([child]) == ()
-
-
-def test_a_process_whose_maps_cannot_be_read_counts_with_its_resident_memory(start: Start, tmp_path: Path) -> None:
-    process, _ = start(PARENT)
+    assert sum(psutil.Process(pid).memory_info().rss for pid in tree.pids) / MIB > 2 * HELD_MB
     os.kill(process.pid, signal.SIGSTOP)  # it may still take memory on its way to its input
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     try:
@@ -237,21 +182,135 @@ def test_a_process_whose_maps_cannot_be_read_counts_with_its_resident_memory(sta
         os.kill(process.pid, signal.SIGCONT)
 
 
-def test_a_process_that_is_gone_holds_nothing() -> None:
-    assert measure_host_bytes(2**22 + 1) == 0
+def test_a_process_that_outlives_its_engine_is_still_found_and_one_that_has_ended_holds_nothing(start: Start) -> None:
+    telemetry = open_telemetry()
+    process, child = start(ORPHAN, "exit")
+    process.wait(30)
+    assert telemetry.measure([process.pid]).pids == (child,)
+    process, child = start(ORPHAN)
+    process.stdin.close()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie, which nobody has waited for yet
+    tree = telemetry.measure([process.pid])
+    assert (tree.host_bytes, tree.pids, find_tree([child]), measure_host_bytes(2**22 + 1)) == (0, (), (), 0)
 
 
-def test_the_host_is_read_as_the_kernel_tells(telemetry: Telemetry) -> None:
-    give_up_at = time.monotonic() + 30
-    while True:
-        before = psutil.virtual_memory().available
-        reading = telemetry.sample()
-        if reading.kind == "gpu":
-            pytest.skip("this machine has GPUs, so the reading is not that of its host")
-        after = psutil.virtual_memory().available
-        assert 0 < reading.total_mb <= psutil.virtual_memory().total // MIB
-        assert reading.used_mb + reading.free_mb == reading.total_mb
-        if reading.free_mb <= max(before, after) // MIB + 512:
-            break
-        assert time.monotonic() < give_up_at, "more is free than the kernel says, and not for a moment only"
-    assert abs(reading.at - time.time()) < 60.0
+# memory of GPUs
+
+SOURCE = ROOT / "tests" / "fakes" / "engines" / "programs" / "fake_nvml.c"
+WHOLE = ("WITH_V3", "WITH_V2", "WITH_V1")
+PROGRAM = """
+import os, sys
+import msgspec
+from pathlib import Path
+from runner.telemetry import open_telemetry
+
+telemetry = open_telemetry(sysfs=Path(os.devnull))
+reading, tree = telemetry.sample(), telemetry.measure([int(text) for text in sys.argv[1:]])
+telemetry.close()
+after = telemetry.sample()
+sys.stdout.buffer.write(msgspec.json.encode({"reading": reading, "tree": tree, "after": after}))
+"""
+
+
+class Reading(msgspec.Struct):
+    gpus: list[GpuInfo]
+    kind: str
+    total_mb: int
+    used_mb: int
+    free_mb: int
+    driver_version: str | None
+
+
+class Tree(msgspec.Struct):
+    gpu_bytes: int | None
+    pids: list[int]
+
+
+class Printed(msgspec.Struct):
+    """What a process prints that looks through a driver."""
+
+    reading: Reading
+    tree: Tree
+    after: Reading
+    log: str = ""
+
+
+Look = Callable[..., Printed]
+
+
+@pytest.fixture(scope="module")
+def look(tmp_path_factory: pytest.TempPathFactory) -> Look:
+    """Return what tells what telemetry says of processes, with a driver library that is built with some definitions."""
+    compiler, place = shutil.which("cc"), tmp_path_factory.mktemp("drivers")
+    if compiler is None:
+        pytest.skip("needs a C compiler (cc) to build a driver library")
+
+    def run(defines: tuple[str, ...], *roots: int, **env: str) -> Printed:
+        folder = place / "-".join(defines)
+        if not (folder / "libnvidia-ml.so.1").exists():
+            folder.mkdir()
+            flags = ["-shared", "-fPIC", "-Wall", "-Werror", *(f"-D{define}" for define in defines)]
+            subprocess.run([compiler, *flags, "-o", folder / "libnvidia-ml.so.1", SOURCE], check=True, timeout=60)
+        surroundings = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        surroundings |= {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": str(ROOT)} | env
+        command = [sys.executable, "-W", "error", "-c", PROGRAM, *map(str, roots)]
+        done = subprocess.run(command, env=surroundings, capture_output=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr.decode()
+        printed = msgspec.json.decode(done.stdout, type=Printed)
+        printed.log = done.stderr.decode()
+        return printed
+
+    return run
+
+
+def test_two_gpus_are_reported_and_their_memory_summed(look: Look) -> None:
+    printed = look(WHOLE)
+    reading = printed.reading
+    assert reading.gpus == [
+        GpuInfo(
+            index=index, name="Fake GPU 24GB", memory_total_mb=24_576, memory_used_mb=4096 * (index + 1),
+            utilization_percent=10.0 * (index + 1), temperature_c=55.0, power_w=120.5,
+        )
+        for index in (0, 1)
+    ]  # fmt: skip
+    assert (reading.kind, reading.total_mb, reading.used_mb, reading.free_mb) == ("gpu", 49_152, 12_288, 36_864)
+    assert (reading.driver_version, printed.log) == ("999.42-fake", "")
+    # Once the driver is let go, the box does not turn into one without GPUs whose models are judged by host memory.
+    assert (printed.after.gpus, printed.after.kind, printed.after.free_mb) == ([], "gpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "indexes", "log"),
+    [
+        ("1,0", [0, 1], ""), ("GPU-bbbb2222-0000", [1], ""), ("GPU-aaaa", [0], ""), ("0,7,1", [0], ""), ("", [], ""),
+        ("-1", [], ""), ("MIG-1234", [], "CUDA_VISIBLE_DEVICES selects no whole GPU"),
+    ],
+)  # fmt: skip
+def test_the_environment_narrows_which_gpus_count(look: Look, visible: str, indexes: list[int], log: str) -> None:
+    printed = look(WHOLE, CUDA_VISIBLE_DEVICES=visible)
+    reading = printed.reading
+    assert [gpu.index for gpu in reading.gpus] == indexes
+    assert (reading.kind, log in printed.log, bool(log) == bool(printed.log)) == ("gpu" if indexes else "host", True, True)
+    if indexes:
+        assert (reading.total_mb, reading.used_mb) == (24_576 * len(indexes), sum(4096 * (index + 1) for index in indexes))
+    assert reading.total_mb > 0
+
+
+@pytest.mark.parametrize("defines", [("WITH_V3",), ("WITH_V2",), ("WITH_V1",), WHOLE])
+def test_gpu_memory_of_a_process_tree_is_found_whatever_lists_the_driver_has(
+    look: Look, start: Start, defines: tuple[str, ...]
+) -> None:
+    engine, child = start(ORPHAN)
+    # The engine uses both GPUs, its child one of them for computing and drawing, which is one amount and not two.
+    listed = f"0:c:{engine.pid}:1000,1:c:{engine.pid}:500,1:c:{child}:200,1:g:{child}:200,0:c:{os.getpid()}:4000"
+    tree = look(defines, engine.pid, FAKE_NVML_PROCESSES=listed).tree
+    assert (set(tree.pids), tree.gpu_bytes) == ({engine.pid, child}, 1700 * MIB)
+    assert look(defines, engine.pid, FAKE_NVML_PROCESSES=f"0:c:{engine.pid}:-1").tree.gpu_bytes is None, "it does not tell"
+
+
+def test_a_driver_that_refuses_everything_or_does_not_start_leaves_the_host_to_judge_by(look: Look) -> None:
+    printed = look(("BARE",), os.getpid())
+    assert printed.reading.gpus == [GpuInfo(index=0, name="GPU 0"), GpuInfo(index=1, name="GPU 1")]
+    assert (printed.reading.kind, printed.reading.driver_version, printed.tree.gpu_bytes) == ("host", None, None)
+    printed = look(("WITH_V3",), os.getpid(), FAKE_NVML_BROKEN="1")
+    assert (printed.reading.gpus, printed.reading.kind, printed.tree.gpu_bytes) == ([], "host", None)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
@@ -20,7 +18,7 @@ from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.ct2 import Ct2Engine
 from runner.engines.llama_server import LlamaServer
-from runner.engines.port import CHAT, COMPLETIONS, MESSAGES, TOKENIZE, Capabilities, TokenCounter
+from runner.engines.port import CHAT, COMPLETIONS, MESSAGES, TOKENIZE, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.engines.tgi import TgiEngine
 from runner.engines.vllm import VllmEngine
@@ -45,18 +43,17 @@ from tests.fakes.engine import FakeEngine
 from tests.fakes.engines.ct2 import ct2_plan
 from tests.fakes.engines.llama_server import run_router, server_plan
 from tests.fakes.engines.scripted_server import run_engine
-from tests.fakes.engines.talk import client_session, loaded
+from tests.fakes.engines.talk import client_session, loaded, served
+from tests.fakes.engines.tgi import foreign_plan, foreign_server
 from tests.fakes.engines.vllm import contract_model, contract_plan, contract_python
 from tests.fakes.runners.parts import assembled, find, load
 from tests.fakes.waiting import eventually
-from tests.rings.engines.test_tgi import foreign_plan, foreign_server
 
 pytestmark = pytest.mark.timeout(180)
 
 CONTEXT = 1024
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
 TALK = [
-    {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "What is a λ? 你好"}]},
     {"role": "assistant", "content": "A function <|end|> without a name."},
     {"role": "user", "content": "And what is it good for?"},
@@ -66,8 +63,7 @@ TALK = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def box(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
     """A box that serves the tiny model with one slot; its tenant ``poor`` may ask twice an hour."""
-    folder = tmp_path_factory.mktemp("box")
-    async with assembled(folder, TENANT_RATE_LIMIT_poor="2req/hour") as parts:
+    async with assembled(tmp_path_factory.mktemp("box"), TENANT_RATE_LIMIT_poor="2req/hour") as parts:
         await load(parts, "a", gguf_n_ctx=CONTEXT, target_inflight=1)
         yield parts
 
@@ -91,21 +87,20 @@ async def answer(parts: Parts, request: Inference) -> dict[str, Any]:
 class TestTheRealEngine:
     """llama.cpp with the tiny model."""
 
-    @pytest.mark.parametrize("fields", [{}, {"tools": [TOOL]}], ids=["plain", "tools"])
-    async def test_a_conversation_has_as_many_tokens_as_its_answer_says(
-        self, box: Parts, fields: dict[str, Any]
-    ) -> None:  # Any: keywords
-        counted = await answer(box, ask(messages=TALK, temperature=0.5, **fields))
-        talked = await answer(box, ask(CHAT, messages=TALK, max_tokens=1, **fields))
-        assert counted == {"count": talked["usage"]["prompt_tokens"], "max_model_len": CONTEXT}
-
     @pytest.mark.parametrize(
-        "text", ["Once upon a time", "<|user|>Hi<|end|>", "naïve 你好 🦆"], ids=["plain", "special", "unicode"]
+        ("path", "fields"),
+        [
+            (CHAT, {"messages": [{"role": "system", "content": "Be brief."}, *TALK], "temperature": 0.5, "tools": [TOOL]}),
+            (COMPLETIONS, {"prompt": "<|user|>Hi<|end|>"}),
+            (COMPLETIONS, {"prompt": "naïve 你好 🦆"}),
+        ],
     )
-    async def test_a_text_has_as_many_tokens_as_its_completion_says(self, box: Parts, text: str) -> None:
-        counted = await answer(box, ask(prompt=text))
-        completed = await answer(box, ask(COMPLETIONS, prompt=text, max_tokens=1))
-        assert counted["count"] == completed["usage"]["prompt_tokens"]
+    async def test_a_prompt_has_as_many_tokens_as_its_answer_says(self, box: Parts, path: str, fields: dict[str, Any]) -> None:
+        said = await answer(box, ask(path, max_tokens=1, **fields))
+        assert await answer(box, ask(**fields)) == {"count": said["usage"]["prompt_tokens"], "max_model_len": CONTEXT}
+        (replica,) = list_replicas(box.pool.registry.models)
+        assert (replica.context_tokens, TOKENIZE in replica.endpoints) == (CONTEXT, True)
+        assert TOKENIZE in list_endpoints(box.pool.registry.models)
 
     async def test_a_prompt_beyond_the_context_and_a_body_of_more_than_a_megabyte_are_counted(self, box: Parts) -> None:
         long = [{"role": "user", "content": "word " * 4 * CONTEXT}]
@@ -114,53 +109,35 @@ class TestTheRealEngine:
         assert await answer(box, ask(messages=long, padding="x" * 1_200_000)) == counted
 
     async def test_the_owner_is_told_what_the_engines_own_messages_leave_out(self, box: Parts) -> None:
-        asked: dict[str, Any] = {"max_tokens": 1, "messages": TALK[1:], "thinking": {"type": "disabled"}, "seed": 7}
-        async with box.door.open(ask(MESSAGES, **asked)) as found:
-            assert (found.status, found.headers["x-muster-ignored"]) == (200, "thinking.type, seed")
-        async with box.door.open(ask(MESSAGES, max_tokens=1, messages=TALK[1:])) as found:
-            assert "x-muster-ignored" not in found.headers
-
-    async def test_gateways_hear_of_the_path_and_of_the_context(self, box: Parts) -> None:
-        (replica,) = list_replicas(box.pool.registry.models)
-        assert replica.context_tokens == CONTEXT
-        assert TOKENIZE in replica.endpoints
-        assert TOKENIZE in list_endpoints(box.pool.registry.models)
+        for more, ignored in (({"thinking": {"type": "disabled"}, "seed": 7}, "thinking.type, seed"), ({}, None)):
+            async with box.door.open(ask(MESSAGES, max_tokens=1, messages=TALK, **more)) as found:
+                assert (found.status, found.headers.get("x-muster-ignored")) == (200, ignored)
 
     async def test_a_prompt_is_counted_while_the_only_slot_generates(self, box: Parts) -> None:
-        model, before = find(box, "a"), dict(box.tally.requests)
+        model, before = find(box, "a"), sum(box.tally.requests.values())
         endless = ask(CHAT, messages=TALK, max_tokens=100_000, ignore_eos=True, stream=True, n_probs=1000)
         async with box.door.open(endless) as running:
             assert running.chunks is not None
             await anext(running.chunks)
-            assert model.queue.active == model.queue.slots == 1
-            counted = await answer(box, ask(messages=TALK, tenant="t2"))
-            assert counted["count"] > 0
-            assert (box.serving.load, model.queue.active, model.queue.depth) == (1, 1, 0)
-        assert sum(box.tally.requests.values()) == sum(before.values()) + 1, "a count is no request"
+            assert (await answer(box, ask(messages=TALK, tenant="t2")))["count"] > 0
+            assert (box.serving.load, model.queue.slots, model.queue.active, model.queue.depth) == (1, 1, 1, 0)
+        assert sum(box.tally.requests.values()) == before + 1, "a count is no request"
 
     @pytest.mark.parametrize(
         ("body", "param"),
         [
-            (b"[]", None),
-            (b'{"model":"a"', None),
-            (b'{"model":"a"}', "messages"),
-            (b'{"model":"a","messages":null,"prompt":null}', "messages"),
-            (b'{"model":"a","messages":[],"prompt":"x"}', "messages"),
-            (b'{"model":"a","messages":"hello"}', "messages"),
-            (b'{"model":"a","prompt":["x"]}', "prompt"),
-            (b'{"model":"a","messages":[{"role":7}]}', None),
+            (b"[]", None), (b'{"model":"a"', None), (b'{"model":"a"}', "messages"),
+            (b'{"model":"a","messages":null}', "messages"),
+            (b'{"model":"a","messages":[],"prompt":"x"}', "messages"), (b'{"model":"a","messages":"hello"}', "messages"),
+            (b'{"model":"a","prompt":["x"]}', "prompt"), (b'{"model":"a","messages":[{"role":7}]}', None),
             (b'{"model":"a","prompt":"' + b"x" * limits().serving.count_bytes + b'"}', None),
         ],
         ids=["list", "cut", "neither", "null", "both", "text-messages", "list-prompt", "engine-refuses", "large"],
-    )
+    )  # fmt: skip
     async def test_what_cannot_be_counted_is_refused(self, box: Parts, body: bytes, param: str | None) -> None:
         with pytest.raises(InvalidRequest) as refused:
             await answer(box, replace(ask(), body=body))
         assert refused.value.param == param
-
-    async def test_a_model_that_is_not_there_is_refused_like_any_request_for_it(self, box: Parts) -> None:
-        with pytest.raises(ModelNotLoaded):
-            await answer(box, ask(model="b", prompt="x"))
 
     async def test_counting_counts_against_the_rate_of_a_tenant_but_not_on_a_gateways_socket(self, box: Parts) -> None:
         asked = ask(prompt="x", tenant="poor")
@@ -169,6 +146,8 @@ class TestTheRealEngine:
         with pytest.raises(RateLimitExceeded):
             await answer(box, asked)
         assert (await answer(box, replace(asked, on_socket=True)))["count"] > 0
+        with pytest.raises(ModelNotLoaded):
+            await answer(box, ask(model="b", prompt="x"))
 
 
 async def test_a_server_of_somebody_elses_is_not_asked(tmp_path: Path) -> None:
@@ -176,8 +155,7 @@ async def test_a_server_of_somebody_elses_is_not_asked(tmp_path: Path) -> None:
         await eventually(lambda: parts.pool.registry.ready_ids() == ["alpha", "beta"], "the server's models are known")
         with pytest.raises(ModalityUnsupported):
             await answer(parts, ask(model="alpha", prompt="x"))
-        assert engine.seen == []
-        assert TOKENIZE not in list_endpoints(parts.pool.registry.models)
+        assert (engine.seen, TOKENIZE in list_endpoints(parts.pool.registry.models)) == ([], False)
 
 
 # the line in front of an engine
@@ -213,21 +191,23 @@ def serving(engine: FakeEngine) -> Model:
     return model
 
 
-async def test_few_are_counted_at_once_and_a_tenant_may_not_fill_the_line() -> None:
-    engine, counting = CountingEngine(), Counting(limit_s=30)
+async def test_few_are_counted_at_once_a_tenant_may_not_fill_the_line_and_who_leaves_takes_no_turn_along() -> None:
+    engine, counting, most = CountingEngine(), Counting(limit_s=30), limits().serving.counts
     model = serving(engine)
-    asked = [
-        asyncio.create_task(counting.count(model, ask(prompt="x", tenant="greedy")))
-        for _ in range(limits().serving.counts + 16)
-    ]
-    await eventually(lambda: engine.counting == limits().serving.counts, "as many count as may")
+    leaving = [asyncio.create_task(counting.count(model, ask(prompt="x", tenant=str(number)))) for number in range(most)]
+    await eventually(lambda: engine.counting == most, "as many count as may")
+    for task in leaving:
+        task.cancel()
+    await asyncio.gather(*leaving, return_exceptions=True)
+    asked = [asyncio.create_task(counting.count(model, ask(prompt="x", tenant="greedy"))) for _ in range(16)]
+    await asyncio.sleep(0)
+    assert engine.counting == most
     with pytest.raises(TenantQueueFull):
         await counting.count(model, ask(prompt="x", tenant="greedy"))
     asked.append(asyncio.create_task(counting.count(model, ask(prompt="x", tenant="modest"))))
     engine.may_count.set()
     bodies = [json.loads(body) for body, _waited_ms in await asyncio.gather(*asked)]
-    assert bodies == [{"count": 2, "max_model_len": 77}] * len(asked)
-    assert engine.counting == 0
+    assert (bodies, engine.counting) == ([{"count": 2, "max_model_len": 77}] * len(asked), 0)
 
 
 async def test_who_waits_in_vain_is_told_so_and_the_engine_gets_no_more_until_it_has_ended() -> None:
@@ -242,26 +222,6 @@ async def test_who_waits_in_vain_is_told_so_and_the_engine_gets_no_more_until_it
     engine.may_count.set()
     await eventually(lambda: engine.counting == 0, "the engine has ended")
     assert await counting.count(model, ask(prompt="x"))
-    assert model.replicas[0].supervisor.state is EngineState.LOADED
-
-
-async def test_a_client_that_leaves_takes_no_turn_with_it() -> None:
-    engine, counting = CountingEngine(), Counting(limit_s=30)
-    model = serving(engine)
-    asked = [
-        asyncio.create_task(counting.count(model, ask(prompt="x", tenant=str(number))))
-        for number in range(limits().serving.counts)
-    ]
-    await eventually(lambda: engine.counting == limits().serving.counts, "as many count as may")
-    for task in asked:
-        task.cancel()
-    await asyncio.gather(*asked, return_exceptions=True)
-    assert engine.counting == limits().serving.counts
-    engine.may_count.set()
-    assert await counting.count(model, ask(prompt="x"))
-
-
-async def test_a_replica_that_is_down_and_an_engine_that_cannot_count_are_told_apart() -> None:
     model = serving(FakeEngine())
     with pytest.raises(ModalityUnsupported):
         await Counting().count(model, ask(prompt="x"))
@@ -285,59 +245,42 @@ async def test_a_router_of_llama_servers_is_asked_under_its_own_name_for_the_mod
     async with run_router() as router, client_session() as client:
         router.is_old = is_old
         engine = LlamaServer(server_plan(router.url, "ours", server_model="tiny"), client)
-        asked = {**WORDS, **fields(model="ours")}
         with pytest.raises(EngineError):
-            await engine.count_tokens(asked)
+            await engine.count_tokens({**WORDS, **fields(model="ours")})
         async with loaded(engine):
             assert engine.capabilities.context_tokens == 4096
-            assert await engine.count_tokens(asked) == 3
+            assert await engine.count_tokens({**WORDS, **fields(model="ours")}) == 3
             assert await engine.count_tokens(fields(model="ours", prompt="one two")) == 2
-
-
-async def test_tgi_counts_short_prompts_and_says_why_it_refuses_one() -> None:
-    async with client_session() as client, foreign_server("tiny") as url:
-        engine = TgiEngine(foreign_plan(url), client)
-        async with loaded(engine):
-            assert engine.capabilities.context_tokens == 1024
-            assert await engine.count_tokens(WORDS) == 3
-            assert await engine.count_tokens(fields(model="tiny", prompt="one two")) == 2
-            with pytest.raises(InvalidRequest, match="cannot be empty"):
-                await engine.count_tokens(fields(model="tiny", messages=[]))
-            with pytest.raises(InvalidRequest, match="at most 131072 bytes"):
-                await engine.count_tokens(fields(model="tiny", prompt="x" * 131072))
-
-
-async def test_vllm_is_told_what_decides_the_length_of_a_prompt_and_no_more(tmp_path: Path) -> None:
-    async with AsyncExitStack() as stack:
-        stack.enter_context(contract_python(tmp_path))
-        client = await stack.enter_async_context(client_session())
-        engine = VllmEngine(contract_plan(contract_model(tmp_path / "model")), client)
-        await stack.enter_async_context(loaded(engine))
-        assert engine.capabilities.context_tokens == 512
-        assert await engine.count_tokens({**WORDS, **fields(chat_template="{{ 1 }}")}) == 3
-        with pytest.raises(InvalidRequest, match="index out of range"):
-            await engine.count_tokens(fields(model="tiny", messages=[]))
-        with pytest.raises(EngineError, match="404"):
-            await engine.count_tokens(fields(model="other", prompt="x"))
-
-
-async def test_our_own_text_server_counts_beside_its_slots() -> None:
-    async with client_session() as client:
-        engine = Ct2Engine(ct2_plan(context_tokens=300), client)
-        assert isinstance(engine, TokenCounter)
-        with pytest.raises(EngineError):
-            await engine.count_tokens(WORDS)
-        async with loaded(engine):
-            assert engine.capabilities.context_tokens == 300
-            assert await engine.count_tokens(fields(model="tiny", prompt="one two three")) > 2
-            with pytest.raises(InvalidRequest, match="parts of text only"):
-                await engine.count_tokens(fields(model="tiny", messages=[{"role": "user", "content": [{"type": "image_url"}]}]))
-
-
-async def test_an_answer_that_is_no_count_is_an_error_of_the_engine() -> None:
-    async with run_engine() as foreign, aiohttp.ClientSession() as client:
+    async with run_engine() as foreign, client_session() as client:
         engine = LlamaServer(server_plan(foreign.url), client)
         engine._is_loaded, engine._server.base_url = True, foreign.url
         for asked in (WORDS, fields(model="tiny", prompt="x")):
-            with pytest.raises(EngineError):
+            with pytest.raises(EngineError):  # an answer that is no count
                 await engine.count_tokens(asked)
+
+
+async def test_tgi_counts_short_prompts_and_says_why_it_refuses_one() -> None:
+    async with foreign_server("tiny") as url, served(TgiEngine, foreign_plan(url)) as engine:
+        assert engine.capabilities.context_tokens == 1024
+        assert [await engine.count_tokens(one) for one in (WORDS, fields(model="tiny", prompt="one two"))] == [3, 2]
+        for refused, words in (({"messages": []}, "cannot be empty"), ({"prompt": "x" * 131072}, "at most 131072 bytes")):
+            with pytest.raises(InvalidRequest, match=words):
+                await engine.count_tokens(fields(model="tiny", **refused))
+
+
+async def test_vllm_is_told_what_decides_the_length_of_a_prompt_and_no_more(tmp_path: Path) -> None:
+    with contract_python(tmp_path):
+        async with served(VllmEngine, contract_plan(contract_model(tmp_path / "model"))) as engine:
+            assert engine.capabilities.context_tokens == 512
+            assert await engine.count_tokens({**WORDS, **fields(chat_template="{{ 1 }}")}) == 3
+            with pytest.raises(InvalidRequest, match="index out of range"):
+                await engine.count_tokens(fields(model="tiny", messages=[]))
+            with pytest.raises(EngineError, match="404"):
+                await engine.count_tokens(fields(model="other", prompt="x"))
+
+
+async def test_our_own_text_server_counts_parts_of_text_only() -> None:
+    async with served(Ct2Engine, ct2_plan(context_tokens=300)) as engine:
+        assert engine.capabilities.context_tokens == 300
+        with pytest.raises(InvalidRequest, match="parts of text only"):
+            await engine.count_tokens(fields(model="tiny", messages=[{"role": "user", "content": [{"type": "image_url"}]}]))

@@ -171,18 +171,6 @@ def _tasks() -> None:
     app.loader.import_default_modules()
 
 
-def test_a_task_of_ours_is_given_to_the_worker_without_what_nobody_asked_for() -> None:
-    ident = str(uuid.uuid4())
-    sent = make_envelope(WORK, [ident], timelimit=[9999, 9999], chord="x", stamps={"a": 1})
-    rebuilt = rebuild(sent)
-    assert rebuilt is not None
-    message = json.loads(rebuilt)
-    assert message["headers"]["task"] == WORK
-    assert json.loads(base64.b64decode(message["body"])) == [[ident], {}, {}]
-    assert not message["headers"].keys() & {"timelimit", "chord", "stamps"}
-    assert rebuild(message) is not None, "what a worker gives back when it stops is taken again"
-
-
 def test_every_task_of_ours_passes_as_celery_sends_it(valkey: Valkey) -> None:
     names = sorted(name for name in app.tasks if not name.startswith("celery."))
     for name in names:

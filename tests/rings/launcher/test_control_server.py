@@ -49,10 +49,14 @@ def growth_mb(server: ServerProcess) -> float:
     return most - before
 
 
-def request(server: ServerProcess, path: str) -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    client.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+def start(server: ServerProcess, sent: bytes, source: str = "127.0.0.1") -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=30, source_address=(source, 0))
+    client.sendall(sent)
     return client
+
+
+def request(server: ServerProcess, path: str, more: str = "") -> socket.socket:
+    return start(server, f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{more}\r\n".encode())
 
 
 def is_cut_off(client: socket.socket) -> bool:
@@ -73,23 +77,17 @@ def get(server: ServerProcess, path: str, timeout: float = 30.0) -> bytes:
     return body
 
 
-def test_a_client_that_never_reads_a_response_costs_no_memory(tmp_path: Path) -> None:
-    with running(tmp_path) as server, request(server, "/endless"):
+UPGRADE = (
+    "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n"
+)
+
+
+@pytest.mark.parametrize(("more", "status"), [("", b"200"), (UPGRADE, b"101")], ids=["response", "socket"])
+def test_a_client_that_never_reads_costs_no_memory(tmp_path: Path, more: str, status: bytes) -> None:
+    with running(tmp_path) as server, request(server, "/endless", more) as client:
+        assert client.recv(12) == b"HTTP/1.1 " + status
         assert growth_mb(server) < FLAT_MB
         assert get(server, "/echo") == b"read 0"
-
-
-def test_a_client_that_never_reads_its_socket_costs_no_memory(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
-        client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-        client.sendall(
-            b"GET /endless HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-        )
-        assert client.recv(12) == b"HTTP/1.1 101"
-        with client:
-            assert growth_mb(server) < FLAT_MB
-            assert get(server, "/echo") == b"read 0"
 
 
 def test_a_client_that_floods_a_slow_application_is_held_back(tmp_path: Path) -> None:
@@ -117,44 +115,21 @@ def test_a_stalled_client_is_cut_off_after_the_write_timeout(tmp_path: Path) -> 
         assert is_cut_off(client)
 
 
-def test_a_reader_gets_every_byte_of_a_large_response(tmp_path: Path) -> None:
+def test_a_body_that_says_it_is_too_large_is_refused_and_one_that_has_grown_is_cut_off(
+    tmp_path: Path,
+) -> None:
+    chunk, post = b"10000\r\n" + b"z" * 0x10000 + b"\r\n", b"POST /echo HTTP/1.1\r\nHost: localhost\r\n"
     with running(tmp_path) as server:
-        assert get(server, "/large") == b"x" * 16384 * 64
-
-
-def test_a_connection_serves_one_request_after_the_other(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
-        client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-        for _ in range(5):
-            client.request("GET", "/large")
-            assert len(client.getresponse().read()) == 16384 * 64
-        client.close()
-
-
-def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent(tmp_path: Path) -> None:
-    with running(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
-        client.sendall(b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n")
-        answer = http.client.HTTPResponse(client)
-        answer.begin()
-        assert answer.status == 413
-        assert b"BODY_TOO_LARGE" in answer.read()
-
-
-def test_a_chunked_body_is_cut_off_when_it_has_grown_too_large(tmp_path: Path) -> None:
-    chunk = b"10000\r\n" + b"z" * 0x10000 + b"\r\n"
-    with running(tmp_path) as server, socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
-        client.sendall(b"POST /echo HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
-        with suppress(ConnectionResetError, BrokenPipeError):
+        with start(server, post + b"Content-Length: 99999999\r\n\r\n") as client:
+            answer = http.client.HTTPResponse(client)
+            answer.begin()
+            assert (answer.status, b"BODY_TOO_LARGE" in answer.read()) == (413, True)
+        growing = start(server, post + b"Transfer-Encoding: chunked\r\n\r\n")
+        with growing as client, suppress(ConnectionResetError, BrokenPipeError):
             for _ in range(2000):
                 client.sendall(chunk)
             pytest.fail("the server took 125 MiB")
         assert server.rss_mb() < 200
-
-
-def start(server: ServerProcess, sent: bytes, source: str = "127.0.0.1") -> socket.socket:
-    client = socket.create_connection(("127.0.0.1", server.port), timeout=30, source_address=(source, 0))
-    client.sendall(sent)
-    return client
 
 
 def is_open(client: socket.socket) -> bool:
@@ -244,37 +219,19 @@ def test_a_stop_lets_the_request_that_runs_finish(tmp_path: Path) -> None:
         assert answer.read() == b"read 0"
 
 
-def test_a_stop_closes_sockets_with_going_away(tmp_path: Path) -> None:
-    with running(tmp_path) as server, connect(f"ws://127.0.0.1:{server.port}/slow", open_timeout=30) as client:
+def test_a_stop_closes_sockets_with_going_away_and_does_not_wait_for_ever(tmp_path: Path) -> None:
+    with (
+        running(tmp_path, stop_grace_s=0.5) as server,
+        request(server, "/endless"),
+        connect(f"ws://127.0.0.1:{server.port}/slow", open_timeout=30) as client,
+    ):
+        with pytest.raises(InvalidStatus, match="404"):
+            connect(f"ws://127.0.0.1:{server.port}/nowhere", open_timeout=30)
         assert server.terminate() == 0
         with pytest.raises(ConnectionClosed) as closed:
             client.recv(timeout=30)
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == 1001
-
-
-def test_an_application_may_answer_an_upgrade_with_a_status_of_its_own(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
-        with pytest.raises(InvalidStatus) as caught, connect(f"ws://127.0.0.1:{server.port}/nowhere", open_timeout=30):
-            pass
-        assert caught.value.response.status_code == 404
-        assert get(server, "/echo").endswith(b"read 0")
-
-
-def test_a_stop_does_not_wait_for_ever(tmp_path: Path) -> None:
-    with running(tmp_path, stop_grace_s=0.5) as server, request(server, "/endless"):
-        assert server.terminate() == 0
-
-
-def test_an_idle_server_stops_at_once(tmp_path: Path) -> None:
-    with running(tmp_path, stop_grace_s=600) as server:
-        assert server.terminate() == 0
-
-
-def look_at_health(server: ServerProcess) -> tuple[int, object]:
-    """Return status and words of its health, which counts as away what does not answer within a second or three."""
-    answer = httpx.get(f"{server.url}/healthz", timeout=30)
-    return answer.status_code, answer.json()
 
 
 def test_it_serves_pages_static_files_and_health_and_stops_with_zero(tmp_path: Path) -> None:
@@ -288,25 +245,25 @@ def test_it_serves_pages_static_files_and_health_and_stops_with_zero(tmp_path: P
         assert "Traceback" not in server.log.read_text()
 
 
-def test_without_its_database_it_says_503_and_lives(tmp_path: Path) -> None:
-    nowhere = f"postgresql://muster@127.0.0.1:{free_port()}/muster"
-    with serve_control(tmp_path / "control.log", env={"DATABASE_URL": nowhere}) as server:
-        said = {"ok": False, "service": "control", "database": "unreachable", "redis": "ok"}
-        wait_until(lambda: look_at_health(server) == (503, said), what="it misses its database, and nothing else")
+@pytest.mark.parametrize(
+    ("variable", "status", "said"),
+    [
+        ("DATABASE_URL", 503, {"ok": False, "service": "control", "database": "unreachable", "redis": "ok"}),
+        ("REDIS_URL", 200, {"ok": True, "service": "control", "database": "ok", "redis": "unreachable"}),
+    ],
+)
+def test_without_its_database_it_is_down_and_without_redis_degraded_and_it_lives(
+    tmp_path: Path, variable: str, status: int, said: dict[str, object]
+) -> None:
+    nowhere = f"127.0.0.1:{free_port()}"
+    url = f"postgresql://muster@{nowhere}/muster" if variable == "DATABASE_URL" else f"redis://{nowhere}/0"
+    with serve_control(tmp_path / "control.log", env={variable: url}) as server:
 
+        def says_so() -> bool:
+            answer = httpx.get(f"{server.url}/healthz", timeout=30)
+            return (answer.status_code, answer.json()) == (status, said)
 
-def test_without_redis_it_is_degraded_and_not_down(tmp_path: Path) -> None:
-    nowhere = f"redis://127.0.0.1:{free_port()}/0"
-    with serve_control(tmp_path / "control.log", env={"REDIS_URL": nowhere}) as server:
-        said = {"ok": True, "service": "control", "database": "ok", "redis": "unreachable"}
-        wait_until(lambda: look_at_health(server) == (200, said), what="it misses Redis, and nothing else")
-
-
-def test_every_request_is_one_line_when_that_is_asked_for(tmp_path: Path) -> None:
-    with serve_control(tmp_path / "control.log", "--access-log") as server:
-        httpx.get(f"{server.url}/healthz", timeout=30)
-        assert server.terminate() == 0
-        assert "GET /healthz" in server.log.read_text()
+        wait_until(says_so, what="it misses that, and nothing else")
 
 
 BEHIND = {"MUSTER_BEHIND_TLS": "true", "MUSTER_TRUSTED_PROXIES": "127.0.0.1", "MUSTER_ALLOWED_HOSTS": "muster.example.com"}

@@ -30,8 +30,8 @@ from websockets.typing import Origin
 from controlplane.health import look_at_database
 from controlplane.launcher.embedded import EmbeddedServers
 from controlplane.live import CloseCode
-from core.db import Patience, limit_patience, limit_process
 from core.db import connection as patient
+from core.db import limit_process
 from governance import services
 from governance.models import AuditEvent, OperationRun
 from governance.states import RunState
@@ -100,7 +100,7 @@ def ask(statement: str) -> object:
 
 
 def connect_and_then(work: Callable[[], object]) -> tuple[Future[object], threading.Event]:
-    """Return the result to come of ``work`` over a connection that is open already, and what lets it begin."""
+    """Return the result to come of ``work`` over an open connection, and what lets it begin."""
     is_connected, go_on = threading.Event(), threading.Event()
 
     def run() -> object:
@@ -149,16 +149,6 @@ def test_without_a_bound_a_command_waits_until_the_server_goes_on_and_health_doe
         assert not command.done()
     assert command.result(WITHIN_S) == "0"
     wait_for(lambda: in_thread(look_at_database).result(WITHIN_S) == "ok", what="health says that the server is back")
-
-
-@pytest.mark.usefixtures("bound_process")
-def test_a_thread_with_a_limit_of_its_own_keeps_to_that_and_has_the_other_back_afterwards() -> None:
-    own = Patience(silence_s=9.0)
-    with limit_patience(own):
-        assert patient.read_patience() is own
-    after = patient.read_patience()
-    assert after is not None
-    assert after.silence_s == SILENCE_S
 
 
 # the control plane

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,115 +33,107 @@ from controlplane.launcher.processes import (
     wait_gone,
 )
 from controlplane.launcher.supervise import Supervisor, describe_status
+from tests.fakes.waiting import wait_until
 
-_RUN = "import time; time.sleep(60)"
-_STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
-
-
-def _spec(
-    name: str, program: str, *, is_ready: Callable[[int], bool] = lambda _pid: True, patience_s: float = 30.0
-) -> PartSpec:
-    command = Command(argv=[sys.executable, "-c", program], env=os.environ, cwd=Path("/"))
-    return PartSpec(name=name, command=lambda: command, is_ready=is_ready, stop_deadline_s=patience_s)
-
-
-@pytest.fixture
-def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    made = Supervisor(tmp_path, on_change=lambda: None)
-    yield made
-    made.stop([tuple(made.parts)])
-
-
-def _run_until(supervisor: Supervisor, condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
-    until = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < until, "the condition did not come true in time"
-        supervisor.check()
-        supervisor.sleep(0.02)
-
-
-def test_a_part_that_dies_is_started_again(supervisor: Supervisor, capsys: pytest.CaptureFixture[str]) -> None:
-    supervisor.start([_spec("part", _RUN)])
-    supervisor.wait_ready(["part"], lambda _name: None)
-    first = supervisor.pids["part"]
-    os.kill(first, signal.SIGKILL)
-    _run_until(supervisor, lambda: supervisor.pids.get("part", first) != first)
-    assert "part was killed by SIGKILL, starting it again in 0.0 s" in capsys.readouterr().err
-
-
-def test_a_part_that_cannot_start_is_given_up_with_its_last_words(supervisor: Supervisor) -> None:
-    supervisor.start([_spec("part", "raise SystemExit('the disk is full')", is_ready=lambda _pid: False)])
-    with pytest.raises(LauncherError, match="part keeps dying: the disk is full"):
-        supervisor.wait_ready(["part"], lambda _name: None)
-
-
-def test_what_a_dead_part_had_started_goes_with_it(supervisor: Supervisor, tmp_path: Path) -> None:
-    program = f"""
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+RUN = "import time; time.sleep(60)"
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+PARENT = """
+import os, subprocess, sys, time
+from pathlib import Path
+from controlplane.launcher.processes import Command, spawn
+command = Command(argv=[sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ, cwd=Path("/"))
+print(spawn(command, subprocess.DEVNULL).pid, flush=True)
 time.sleep(60)
 """
-    supervisor.start([_spec("part", program, is_ready=lambda _pid: (tmp_path / "child").exists())])
-    supervisor.wait_ready(["part"], lambda _name: None)
-    _run_until(supervisor, lambda: bool((tmp_path / "child").read_text()))
-    child = int((tmp_path / "child").read_text())
-    os.kill(supervisor.pids["part"], signal.SIGKILL)
-    _run_until(supervisor, lambda: identify(child) is None)
-
-
-def test_parts_stop_in_the_order_given(supervisor: Supervisor, tmp_path: Path) -> None:
-    def program(name: str) -> str:
-        return f"""
+LEAVING = """
 import signal, sys, time
 def leave(*_):
-    open({str(tmp_path / "order")!r}, "a").write("{name} ")
+    open(sys.argv[2], "a").write(sys.argv[1] + " ")
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
 print("listening", flush=True)
 time.sleep(60)
 """
-
-    def listens(name: str) -> Callable[[int], bool]:
-        return lambda _pid: "listening" in (tmp_path / f"{name}.log").read_text()
-
-    supervisor.start([_spec(name, program(name), is_ready=listens(name)) for name in ("a", "b", "c")])
-    supervisor.wait_ready(["a", "b", "c"], lambda _name: None)
-    supervisor.stop([("c",), ("a",), ("b",)])
-    assert (tmp_path / "order").read_text() == "c a b "
-    assert supervisor.pids == {}
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc or prctl, which only Linux has")
 
 
-def test_a_part_that_does_not_stop_is_killed(supervisor: Supervisor, tmp_path: Path) -> None:
-    def is_deaf(_pid: int) -> bool:
-        return "deaf" in (tmp_path / "part.log").read_text()
-
-    supervisor.start([_spec("part", _STUBBORN, is_ready=is_deaf, patience_s=0.2)])
-    supervisor.wait_ready(["part"], lambda _name: None)
-    began = time.monotonic()
-    supervisor.stop([("part",)])
-    assert time.monotonic() - began < 30.0
-    assert supervisor.pids == {}
+def python(*words: str, **options: object) -> Command:
+    return Command(argv=[sys.executable, "-c", *words], **{"env": os.environ, "cwd": Path("/"), **options})  # type: ignore[arg-type]
 
 
-def test_a_program_that_does_not_exist_is_one_line(supervisor: Supervisor) -> None:
-    command = Command(argv=["/nowhere/program"], env={}, cwd=Path("/"))
-    spec = PartSpec(name="part", command=lambda: command, is_ready=lambda _pid: True)
+def make_spec(name: str, *words: str, is_ready: Callable[[int], bool] = lambda _pid: True, **limits: float) -> PartSpec:
+    return PartSpec(name=name, command=lambda: python(*words), is_ready=is_ready, **limits)
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    made = Supervisor(tmp_path, on_change=lambda: None, late_after_s=0.1)
+    yield made
+    made.stop([tuple(made.parts)])
+
+
+def start(supervisor: Supervisor, *specs: PartSpec) -> None:
+    """Start parts and wait until they are ready."""
+    supervisor.start(list(specs))
+    supervisor.wait_ready([spec.name for spec in specs], lambda _name: None)
+
+
+def watch_until(supervisor: Supervisor, condition: Callable[[], bool]) -> None:
+    def is_so() -> bool:
+        supervisor.check()
+        return condition()
+
+    wait_until(is_so)
+
+
+def test_a_part_that_dies_is_started_again_and_what_it_had_started_goes_with_it(
+    supervisor: Supervisor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "part.log"
+    start(supervisor, make_spec("part", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{PARENT}"))
+    wait_until(lambda: log.read_text().endswith("\n"))
+    first, child = supervisor.pids["part"], int(log.read_text())
+    os.kill(first, signal.SIGKILL)
+    watch_until(supervisor, lambda: supervisor.pids.get("part", first) != first and identify(child) is None)
+    assert "part was killed by SIGKILL, starting it again in 0.0 s" in capsys.readouterr().err
+    assert [describe_status(status) for status in (1, -99)] == ["ended with status 1", "was killed by signal 99"]
+
+
+def test_a_part_that_cannot_start_or_is_never_ready_is_given_up_with_its_last_words(supervisor: Supervisor) -> None:
+    for program, limits, words in (
+        ("raise SystemExit('the disk is full')", {}, "part keeps dying: the disk is full"),
+        (RUN, {"start_deadline_s": 0.2}, "part is not ready after 0 s"),
+    ):
+        supervisor.start([make_spec("part", program, is_ready=lambda _pid: False, **limits)])
+        with pytest.raises(LauncherError, match=words):
+            supervisor.wait_ready(["part"], lambda _name: None)
+        supervisor.stop([("part",)])
+    nowhere = Command(argv=["/nowhere/program"], env={}, cwd=Path("/"))
     with pytest.raises(LauncherError, match="cannot start part: No such file"):
-        supervisor.start([spec])
+        supervisor.start([PartSpec(name="part", command=lambda: nowhere, is_ready=lambda _pid: True)])
 
 
-def test_a_part_that_is_never_ready_is_given_up(supervisor: Supervisor) -> None:
-    command = Command(argv=[sys.executable, "-c", _RUN], env=os.environ, cwd=Path("/"))
-    supervisor.start([PartSpec(name="part", command=lambda: command, is_ready=lambda _pid: False, start_deadline_s=0.2)])
-    with pytest.raises(LauncherError, match="part is not ready after 0 s"):
-        supervisor.wait_ready(["part"], lambda _name: None)
+def test_parts_stop_in_the_order_given_and_one_that_had_ended_or_does_not_stop_like_the_others(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    order = tmp_path / "order"
+
+    def says(name: str, word: str) -> Callable[[int], bool]:
+        return lambda _pid: word in (tmp_path / f"{name}.log").read_text()
+
+    parts = [make_spec(name, LEAVING, name, str(order), is_ready=says(name, "listening")) for name in "abc"]
+    deaf = make_spec("deaf", DEAF, is_ready=says("deaf", "deaf"), stop_deadline_s=0.2)
+    start(supervisor, *parts, deaf, make_spec("ended", RUN))
+    ended = supervisor.pids["ended"]
+    os.kill(ended, signal.SIGKILL)
+    os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+    supervisor.stop([("c",), ("deaf", "ended"), ("a",), ("b",)])
+    assert (order.read_text(), supervisor.pids) == ("c a b ", {})
 
 
 def test_a_part_that_is_late_is_named_with_its_last_line_until_it_is_ready(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    supervisor: Supervisor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    supervisor = Supervisor(tmp_path, on_change=lambda: None, late_after_s=0.1)
     said: list[str] = []
 
     def is_ready(_pid: int) -> bool:
@@ -151,25 +142,13 @@ def test_a_part_that_is_late_is_named_with_its_last_line_until_it_is_ready(
         return len(lines) >= 2 and lines[-1].endswith(" s. Last line: reading the weights")
 
     (tmp_path / "part.log").write_text("what an earlier start had said\n")
-    try:
-        supervisor.start([_spec("part", f"print('reading the weights', flush=True); {_RUN}", is_ready=is_ready)])
-        _run_until(supervisor, lambda: "reading" in (tmp_path / "part.log").read_text())
-        supervisor.wait_ready(["part"], lambda _name: None)
-        assert supervisor.parts["part"].is_ready
-    finally:
-        supervisor.stop([("part",)])
-
-
-def test_a_part_that_was_ready_is_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    supervisor = Supervisor(tmp_path, on_change=lambda: None, late_after_s=0.0)
-    try:
-        supervisor.start([_spec("part", _RUN)])
-        supervisor.wait_ready(["part"], lambda _name: None)
-        capsys.readouterr()
-        supervisor.check()
-        assert capsys.readouterr().out == ""
-    finally:
-        supervisor.stop([("part",)])
+    supervisor.start([make_spec("part", f"print('reading the weights', flush=True); {RUN}", is_ready=is_ready)])
+    watch_until(supervisor, lambda: "reading" in (tmp_path / "part.log").read_text())
+    supervisor.wait_ready(["part"], lambda _name: None)
+    assert supervisor.parts["part"].is_ready
+    capsys.readouterr()
+    supervisor.check()
+    assert capsys.readouterr().out == "", "one that was ready is not waited for"
 
 
 def test_a_signal_ends_the_watch(supervisor: Supervisor) -> None:
@@ -185,37 +164,9 @@ def test_a_signal_ends_the_watch(supervisor: Supervisor) -> None:
             signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(
-    ("status", "words"), [(1, "ended with status 1"), (-9, "was killed by SIGKILL"), (-99, "was killed by signal 99")]
-)
-def test_how_a_part_ended_is_said_in_words(status: int, words: str) -> None:
-    assert describe_status(status) == words
+# processes
 
-
-def test_a_part_that_had_ended_before_the_stop_is_stopped_like_the_others(tmp_path: Path) -> None:
-    supervisor = Supervisor(tmp_path, on_change=lambda: None)
-    supervisor.start([_spec("ended", _RUN), _spec("running", _RUN)])
-    supervisor.wait_ready(["ended", "running"], lambda _name: None)
-    ended = supervisor.pids["ended"]
-    os.kill(ended, signal.SIGKILL)
-    os.waitid(os.P_PID, ended, os.WEXITED | os.WNOWAIT)
-    supervisor.stop([("ended", "running")])
-    assert supervisor.pids == {}
-
-
-_PARENT = """
-import os, subprocess, sys, time
-from pathlib import Path
-from controlplane.launcher.processes import Command, spawn
-command = Command(argv=[sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ, cwd=Path("/"))
-child = spawn(command, subprocess.DEVNULL)
-print(child.pid, flush=True)
-time.sleep(60)
-"""
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc or prctl, which only Linux has")
-
-
-_LISTENER = """
+LISTENER = """
 import contextlib, signal, socket, sys
 listener = socket.socket(fileno=int(sys.argv[1]))
 listener.listen()
@@ -226,31 +177,7 @@ signal.pause()
 """
 
 
-@linux_only
-def test_who_dials_while_a_killed_listener_is_replaced_waits_and_is_served() -> None:
-    claims: list[socket.socket] = []
-    with ExitStack() as held:
-        port = claim_port("127.0.0.1", 0, option="--gateway-port", held=held, claims=claims)
-        number = claims[0].fileno()
-
-        def listen(word: str) -> subprocess.Popen[bytes]:
-            argv = [sys.executable, "-c", _LISTENER, str(number), word]
-            return spawn(Command(argv=argv, env=os.environ, cwd=Path("/"), sockets=(number,)), subprocess.DEVNULL)
-
-        first = listen("waits")
-        assert wait_gone(lambda: _takes_connections(port), 30)
-        first.kill()
-        first.wait()
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
-            second = listen("serves")
-            try:
-                assert client.recv(6) == b"served"
-            finally:
-                second.kill()
-                second.wait()
-
-
-def _takes_connections(port: int) -> bool:
+def takes_connections(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=30).close()
     except ConnectionRefusedError:
@@ -258,31 +185,28 @@ def _takes_connections(port: int) -> bool:
     return True
 
 
-def test_an_identity_belongs_to_one_process_only() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        identity = identify(child.pid)
-        assert identity
-        assert is_alive(child.pid, identity)
-        assert not is_alive(os.getpid(), identity)
-        assert not is_alive(child.pid, "the process that had this id before")
-    finally:
-        child.kill()
-        child.communicate()
-    assert identify(child.pid) is None
-
-
 @linux_only
-def test_a_zombie_is_not_alive() -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""])
-    identity = identify(child.pid) or "gone already"
-    assert wait_gone(lambda: not is_alive(child.pid, identity), 30.0)
-    child.wait()
+def test_who_dials_while_a_killed_listener_is_replaced_waits_and_is_served() -> None:
+    claims: list[socket.socket] = []
+    with ExitStack() as held:
+        port = claim_port("127.0.0.1", 0, option="--gateway-port", held=held, claims=claims)
+        number = claims[0].fileno()
+        first = spawn(python(LISTENER, str(number), "waits", sockets=(number,)), subprocess.DEVNULL)
+        wait_until(lambda: takes_connections(port))
+        first.kill()
+        first.wait()
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            second = spawn(python(LISTENER, str(number), "serves", sockets=(number,)), subprocess.DEVNULL)
+            try:
+                assert client.recv(6) == b"served"
+            finally:
+                second.kill()
+                second.wait()
 
 
 @linux_only
 def test_a_child_dies_when_its_parent_is_killed() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT], stdout=subprocess.PIPE, cwd=ROOT)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=ROOT)
     assert parent.stdout is not None
     with parent, parent.stdout as output:
         child = int(output.readline())
@@ -294,36 +218,14 @@ def test_a_child_dies_when_its_parent_is_killed() -> None:
 
 
 @linux_only
-def test_processes_are_found_by_directory_and_by_variable(tmp_path: Path) -> None:
-    command = Command(argv=[sys.executable, "-c", "input()"], env={"MUSTER_RUN_ID": str(tmp_path)}, cwd=tmp_path)
-    read_end, write_end = os.pipe()
-    child = subprocess.Popen(command.argv, env=dict(command.env), cwd=command.cwd, stdin=read_end)
-    try:
-        assert find_by_directory(tmp_path) == [child.pid]
-        assert wait_gone(lambda: find_by_variable("MUSTER_RUN_ID", str(tmp_path)) == [child.pid], 30.0)
-        assert find_by_variable("MUSTER_RUN_ID", "another") == []
-        assert "input()" in read_command_line(child.pid)
-    finally:
-        os.close(write_end)
-        os.close(read_end)
-        child.kill()
-        child.wait()
-    assert find_by_directory(tmp_path) == []
-
-
-def test_a_child_has_its_own_group_and_no_input(tmp_path: Path) -> None:
+def test_what_is_spawned_has_its_own_group_and_no_input_and_a_zombie_is_not_alive(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as stream:
-        program = "import os, sys; print(os.getpgid(0) == os.getpid(), repr(sys.stdin.read()))"
-        child = spawn(Command(argv=[sys.executable, "-c", program], env=os.environ, cwd=tmp_path), stream)
-    assert child.wait(timeout=30) == 0
-    assert log.read_text() == "True ''\n"
-
-
-def test_signalling_what_is_gone_is_no_error() -> None:
-    child = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
-    child.wait()
-    send(child.pid, signal.SIGTERM)
+        child = spawn(python("import os, sys; print(os.getpgid(0) == os.getpid(), repr(sys.stdin.read()))"), stream)
+    identity = identify(child.pid) or "gone already"
+    assert wait_gone(lambda: not is_alive(child.pid, identity), 30.0)
+    assert (child.wait(timeout=30), log.read_text()) == (0, "True ''\n")
+    send(child.pid, signal.SIGTERM)  # of what is gone: no error
     send_group(child.pid, signal.SIGTERM)
 
 
@@ -343,47 +245,54 @@ def test_what_we_start_may_open_as_many_files_as_the_system_lets_us(hard: str, r
     assert answer.stdout.strip() == f"({raised}, {hard})"
 
 
-_SLEEP = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+# what an earlier run has left
 
 
 @pytest.fixture
 def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process of the run that is called like ``tmp_path``; it ends well when its input does."""
+    argv = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     environment = {**os.environ, "MUSTER_RUN_ID": str(tmp_path)}
-    child = subprocess.Popen(_SLEEP, start_new_session=True, env=environment, stdin=subprocess.PIPE)
+    child = subprocess.Popen(argv, start_new_session=True, env=environment, stdin=subprocess.PIPE, cwd=tmp_path)
     try:
         # The kernel shows the environment of a process a moment after its program has replaced ours.
         if sys.platform == "linux":
-            assert wait_gone(lambda: find_by_variable("MUSTER_RUN_ID", str(tmp_path)) == [child.pid], 30.0)
+            wait_until(lambda: find_by_variable("MUSTER_RUN_ID", str(tmp_path)) == [child.pid])
         yield child
     finally:
         child.kill()
         child.communicate()
 
 
-def _record(path: Path, pid: int, identity: str | None, run_id: str = "no run") -> Path:
-    write_json(path, {"run_id": run_id, "children": {"control": {"pid": pid, "identity": identity}}})
-    return path
-
-
-def test_a_child_of_an_earlier_run_is_ended(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    end_leftovers(_record(tmp_path / "children.json", sleeper.pid, identify(sleeper.pid)))
+@pytest.mark.parametrize("known_by", ["its id", pytest.param("its run", marks=linux_only)])
+def test_a_child_of_an_earlier_run_is_ended_and_so_is_a_grandchild(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], known_by: str
+) -> None:
+    child: dict[str, object] = {"pid": sleeper.pid, "identity": identify(sleeper.pid)}
+    record = {"run_id": "no run", "children": {"control": child}}
+    if known_by == "its run":
+        record = {"run_id": str(tmp_path), "children": {"control": {"pid": 1, "identity": "nobody"}}}
+    write_json(tmp_path / "children.json", record)
+    end_leftovers(tmp_path / "children.json")
     assert sleeper.wait(timeout=30) != 0
 
 
-def test_a_stranger_with_the_same_id_is_left_alone(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    end_leftovers(_record(tmp_path / "children.json", sleeper.pid, "boot/12345"))
-    sleeper.communicate(timeout=30)
-    assert sleeper.returncode == 0
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows the environment of a process")
-def test_a_grandchild_is_found_by_its_run(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    end_leftovers(_record(tmp_path / "children.json", 1, "nobody", run_id=str(tmp_path)))
-    assert sleeper.wait(timeout=30) != 0
-
-
-def test_a_missing_or_broken_record_is_no_error(tmp_path: Path) -> None:
-    end_leftovers(tmp_path / "missing.json")
+@linux_only
+def test_a_stranger_with_the_same_id_is_left_alone_and_no_record_is_no_error(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes]
+) -> None:
+    identity = identify(sleeper.pid)
+    assert identity
+    assert is_alive(sleeper.pid, identity)
+    assert not is_alive(os.getpid(), identity)
+    assert not is_alive(sleeper.pid, "the process that had this id before")
+    assert find_by_directory(tmp_path) == [sleeper.pid]
+    assert find_by_variable("MUSTER_RUN_ID", "another") == []
+    assert "sys.stdin.read()" in read_command_line(sleeper.pid)
+    stranger = {"pid": sleeper.pid, "identity": "boot/12345"}
+    write_json(tmp_path / "children.json", {"run_id": "no run", "children": {"control": stranger}})
     (tmp_path / "broken.json").write_text("{")
-    end_leftovers(tmp_path / "broken.json")
+    for name in ("children.json", "missing.json", "broken.json"):
+        end_leftovers(tmp_path / name)
+    sleeper.communicate(timeout=30)
+    assert (sleeper.returncode, identify(sleeper.pid), find_by_directory(tmp_path)) == (0, None, [])

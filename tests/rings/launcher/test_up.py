@@ -1,30 +1,156 @@
-"""``./muster up`` as a person runs it: ready, one per directory, restarted parts, a killed supervisor, an orderly end."""
+"""``./muster`` as a person runs it: help before anything is installed, one line for what stops it, ``up`` to an orderly end."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any  # the ready file is JSON
 
 import psycopg
 import pytest
 
+from controlplane.env import LOG_LEVELS
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.processes import find_by_directory, identify
 from tests.fakes.control_process import free_port
+from tests.fakes.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)
 READY_S = 120.0
 BACK_S = 60.0  # the promise is 10 s on an idle machine; tests share theirs with other tests
+NONE: Mapping[str, str] = MappingProxyType({})
+Ended = subprocess.CompletedProcess[str]
+
+
+def run(*words: str, root: Path = ROOT, variables: Mapping[str, str] = NONE) -> Ended:
+    """Run Python with these words in our repository, or another, and with more variables."""
+    environment = {**os.environ, **variables}
+    return subprocess.run(
+        [sys.executable, *words], cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=180
+    )
+
+
+# before anything is installed
+
+# -I -S: no site-packages, so this fails when the launcher needs anything that is not in the standard library.
+BARE = ("-I", "-S", "muster")
+COMMANDS = {"up", "down", "credentials", "manage", "demo", "node", "trust", "test", "check", "bench", "lock"}
+
+
+@pytest.fixture(scope="module")
+def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which nothing has been installed, as far as the launcher reaches."""
+    root = tmp_path_factory.mktemp("checkout")
+    packages = ("controlplane", "core", "wire")
+    modules = ("controlplane/env.py", "core/limits.py", "wire/clock.py", "wire/limits.py")
+    for name in ("muster", *(f"{package}/__init__.py" for package in packages), *modules):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    for folder in ("controlplane/launcher", "controlplane/management", "requirements"):
+        shutil.copytree(ROOT / folder, root / folder)
+    return root
+
+
+@pytest.mark.parametrize("command", ["conformance", "bench", "node", "sign", "keys", "manage allow_model", "audit verify"])
+def test_no_help_installs_anything(command: str, bare_checkout: Path) -> None:
+    before = set(bare_checkout.iterdir())
+    answer = run(*BARE, *command.split(), "--help", root=bare_checkout)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout.startswith(f"usage: ./muster {command.split(maxsplit=1)[0]} ")
+    page = re.search(r"\b(docs|benchmarks)/[\w-]+\.md", answer.stdout)
+    assert page is not None
+    assert (ROOT / page[0]).is_file()
+    assert set(bare_checkout.iterdir()) == before
+
+
+def test_help_names_every_command_and_that_of_manage_ours_and_none_of_djangos_dangerous_ones() -> None:
+    assert set(re.findall(r"^    (\w+)\b", run(*BARE, "--help").stdout, re.MULTILINE)) >= COMMANDS
+    said = run(*BARE, "manage").stdout
+    assert re.search(r"^  allow_model +Let clients use a model\.", said, re.MULTILINE)
+    assert not re.search(r"^ +(flush|dumpdata|runserver)", said, re.MULTILINE)
+
+
+# what stops a program
+
+
+@pytest.mark.parametrize(
+    "program", ["-m controlplane.serve_control", "-m controlplane.serve_gateway", "-m controlplane.serve_worker"]
+)
+def test_a_setting_that_cannot_be_used_stops_every_program_with_one_line(program: str) -> None:
+    for name, value, words in (
+        ("MUSTER_LOG_LEVEL", "verbose", f"must be one of {', '.join(LOG_LEVELS)}, not 'verbose'"),
+        ("MUSTER_TRUSTED_PROXIES", "proxy.example", ""),
+    ):
+        ended = run(*program.split(), variables={name: value})
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert re.fullmatch(rf"muster: {name}\b.*{re.escape(words)}.*\n", ended.stderr)
+
+
+@pytest.mark.parametrize(("proxies", "found"), [("127.0.0.1", ""), ("", "controlplane.W001")])
+def test_a_production_environment_has_no_warning_and_one_without_its_proxy_has(proxies: str, found: str) -> None:
+    settings = {
+        "MUSTER_SECRET_KEY": "0123456789abcdef" * 4, "MUSTER_DEBUG": "off", "MUSTER_BEHIND_TLS": "true",
+        "MUSTER_ALLOWED_HOSTS": "muster.example.com", "MUSTER_CSRF_TRUSTED_ORIGINS": "https://muster.example.com",
+        "MUSTER_PUBLIC_URL": "https://muster.example.com", "MUSTER_TRUSTED_PROXIES": proxies,
+    }  # fmt: skip
+    ended = run("manage.py", "check", "--deploy", "--fail-level", "WARNING", variables=settings)
+    assert (ended.returncode, found in ended.stderr) == (1 if found else 0, True), ended.stderr
+
+
+def test_a_busy_port_stops_a_server_with_one_line_and_who_signs_on_a_desk_needs_nothing_of_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ended = run("-m", "controlplane.serve_control", "--port", str(taken.getsockname()[1]))
+    assert (ended.returncode, "already in use" in ended.stderr.splitlines()[-1]) == (1, True)
+    assert "Traceback" not in ended.stderr
+    program = (
+        "import sys; from controlplane.approver_cli import main; code = main(sys.argv[1:]); "
+        "assert not {'django', 'celery', 'psycopg'} & set(sys.modules); sys.exit(code)"
+    )
+    ended = run("-c", program, "keys", "show", "--dir", str(tmp_path))
+    assert (ended.returncode, ended.stderr, "There is no key file" in ended.stdout) == (0, "", True)
+
+
+LEAKING = """
+import pytest
+
+@pytest.mark.django_db
+async def test_leaks():
+    pass
+
+async def test_leaks_by_fixture(db):
+    pass
+
+@pytest.mark.browser
+def test_of_a_page():
+    pytest.skip("no browser")
+"""
+
+
+def test_leaking_tests_fail_and_skipped_pages_fail_in_ci(tmp_path: Path) -> None:
+    (tmp_path / "test_sample.py").write_text(LEAKING)
+    words = ("-m", "pytest", "-p", "no:cacheprovider", "-c", "pyproject.toml", str(tmp_path / "test_sample.py"))
+    answer = run(*words, variables={"CI": "true"})
+    assert answer.returncode == 1
+    assert "1 skipped, 2 errors" in answer.stdout, answer.stdout + answer.stderr
+    assert answer.stdout.count("an async test commits for real") >= 2
+    assert "1 × no browser" in answer.stdout
+    assert "CI: browser tests were skipped" in answer.stdout
+
+
+# up
+
 KEYS = {
     *("control_url", "public_url", "gateway_url", "admin", "admin_token", "api_key", "model"),
     *("worker_secret", "node_token", "database_url", "redis_url", "pids"),
@@ -37,30 +163,33 @@ class Installation:
     """A directory and the ``up`` that may run on it."""
 
     directory: Path
-    process: subprocess.Popen[str] | None = None
+    process: subprocess.Popen[bytes] | None = None
     seen_pids: set[int] = field(default_factory=set)
 
     @property
     def ready_file(self) -> Path:
         return self.directory.parent / "ready.json"
 
-    def start(self, *arguments: str) -> dict[str, Any]:
+    def start(self) -> dict[str, Any]:
         """Run ``up`` and return the ready file."""
-        log = (self.directory.parent / "up.log").open("a")
-        with log:
-            self.process = subprocess.Popen(
-                [*_muster("up", "--no-node"), *self._options(), *arguments],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                # As quiet as possible: no part may be judged by what it logs.
-                env={**_environment(), "MUSTER_LOG_LEVEL": "critical"},
-                start_new_session=True,
-            )
-        process = self.process
-        _wait(lambda: self.ready_file.exists() or process.poll() is not None, READY_S, self.said)
+        # Ports of ours: seconds pass before somebody listens, and one that was free by chance may be somebody else's then.
+        ports = ["--port", str(free_port()), "--gateway-port", str(free_port())]
+        command = muster("up", "--no-node", "--data", str(self.directory), "--ready-file", str(self.ready_file), *ports)
+        # As quiet as possible: no part may be judged by what it logs.
+        environment = {**surroundings(), "MUSTER_LOG_LEVEL": "critical"}
+        with (self.directory.parent / "up.log").open("a") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        self.process = process
+        self.wait(lambda: self.ready_file.exists() or process.poll() is not None, READY_S)
         assert process.poll() is None, self.said() + self.logs()
         return self.read()
+
+    def wait(self, condition: Callable[[], bool], within_s: float = BACK_S) -> None:
+        """Wait for something; what ``up`` printed explains a failure."""
+        try:
+            wait_until(condition, within_s=within_s, pause_s=0.05)
+        except AssertionError as late:
+            raise AssertionError(self.said()) from late
 
     def logs(self) -> str:
         """Return the last words of every part."""
@@ -77,47 +206,38 @@ class Installation:
         """Return what ``up`` printed."""
         return (self.directory.parent / "up.log").read_text()
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, command: str, *arguments: str) -> Ended:
         """Run another command on the directory to its end."""
-        command = _muster(arguments[0], "--data", str(self.directory), *arguments[1:])
-        return subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=120, check=False)
+        words = muster(command, "--data", str(self.directory), *arguments)
+        return subprocess.run(words, capture_output=True, text=True, env=surroundings(), timeout=120, check=False)
 
     def is_empty(self) -> bool:
-        """Return whether no process that we ever saw is alive."""
-        return not any(identify(pid) for pid in self.seen_pids) and not self.postgres_processes()
+        """Return whether no process that we ever saw is alive, and none works in the database's directory."""
+        return not any(map(identify, self.seen_pids)) and not find_by_directory(self.directory / "postgres" / "data")
 
-    def postgres_processes(self) -> list[int]:
-        """Return the processes that work in the database's directory."""
-        return find_by_directory(self.directory / "postgres" / "data")
-
-    def _options(self) -> list[str]:
-        # Ports of ours: seconds pass before somebody listens, and one that was free by chance may be somebody else's then.
-        ports = ["--port", str(free_port()), "--gateway-port", str(free_port())]
-        return ["--data", str(self.directory), "--ready-file", str(self.ready_file), *ports]
+    def paste_key(self) -> str:
+        """Return what the printed line puts into the variable, pasted in another folder."""
+        line = [line for line in self.said().splitlines() if "export MUSTER_API_KEY=" in line][-1]
+        pasted = ["sh", "-ec", f'{line}\nprintf %s "$MUSTER_API_KEY"']
+        return subprocess.run(pasted, cwd="/", capture_output=True, text=True, check=True).stdout
 
 
-def _muster(*arguments: str) -> list[str]:
+def muster(*arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "muster"), *arguments]
 
 
-def _environment() -> dict[str, str]:
+def surroundings() -> dict[str, str]:
     dropped = {"DATABASE_URL", "REDIS_URL", "MUSTER_SECRET_KEY"}
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
-def _wait(condition: Callable[[], bool], deadline_s: float, explain: Callable[[], str] = str) -> None:
-    until = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < until, explain()
-        time.sleep(0.05)
-
-
-def _answers(url: str) -> bool:
+def both_answer(ready: dict[str, Any]) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            return bool(answer.status == 200)
+        for url in (ready["control_url"] + "/healthz", ready["gateway_url"] + "/health"):
+            urllib.request.urlopen(url, timeout=30).close()
     except OSError:
         return False
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -133,70 +253,37 @@ def installation() -> Iterator[Installation]:
 
 def test_the_ready_file_is_private_and_names_everything(installation: Installation) -> None:
     ready = installation.start()
-    assert set(ready) == KEYS
-    assert set(ready["pids"]) == PARTS
+    assert (set(ready), set(ready["pids"])) == (KEYS, PARTS)
     assert installation.ready_file.stat().st_mode & 0o777 == 0o600
-    _wait(lambda: _answers(ready["control_url"] + "/healthz"), BACK_S, installation.said)
-    _wait(lambda: _answers(ready["gateway_url"] + "/health"), BACK_S, installation.said)
-    assert f"login admin / {ready['admin']['password']}\n" in installation.said()
-    assert installation.said().count(ready["api_key"]) == 1
-    assert paste_key(installation) == ready["api_key"]
+    assert (installation.directory / "log_key").stat().st_mode & 0o777 == 0o600
+    installation.wait(lambda: both_answer(ready))
+    said = installation.said()
+    assert f"login admin / {ready['admin']['password']}\n" in said
+    assert (said.count(ready["api_key"]), installation.paste_key()) == (1, ready["api_key"])
     # Nobody serves a model here, so nobody is told to ask one.
-    assert f'{ready["gateway_url"]}/v1/models -H "Authorization: Bearer $MUSTER_API_KEY"' in installation.said()
-    assert "chat/completions" not in installation.said()
+    assert f'{ready["gateway_url"]}/v1/models -H "Authorization: Bearer $MUSTER_API_KEY"' in said
+    assert "chat/completions" not in said
     # Browsers bind a passkey to a name: what people are told to open is no address.
     assert ready["public_url"] == ready["control_url"].replace("127.0.0.1", "localhost")
-    assert f"{ready['public_url']}/admin/" in installation.said()
-    assert (installation.directory / "log_key").stat().st_mode & 0o777 == 0o600
+    assert f"{ready['public_url']}/admin/" in said
 
 
-def paste_key(installation: Installation) -> str:
-    """Return what the printed line puts into the variable, pasted in another folder."""
-    line = [line for line in installation.said().splitlines() if "export MUSTER_API_KEY=" in line][-1]
-    pasted = ["sh", "-ec", f'{line}\nprintf %s "$MUSTER_API_KEY"']
-    told = subprocess.run(pasted, cwd="/", capture_output=True, text=True, check=True)
-    return told.stdout
-
-
-def test_a_second_up_on_the_same_directory_is_one_line(installation: Installation) -> None:
+def test_what_up_cannot_do_is_one_line_before_anything_starts(installation: Installation) -> None:
     assert installation.process is not None
-    answer = installation.run("up", "--port", "0", "--gateway-port", "0")
-    assert answer.returncode == 1
-    assert answer.stderr.count("\n") == 1
-    assert f"in use by another muster up (process {installation.process.pid})" in answer.stderr
-
-
-def test_a_busy_port_is_one_line_before_anything_starts(installation: Installation) -> None:
     port = installation.read()["control_url"].rpartition(":")[2]
+    again = installation.run("up", "--port", "0", "--gateway-port", "0")
+    assert f"in use by another muster up (process {installation.process.pid})" in again.stderr
     with tempfile.TemporaryDirectory(prefix="muster-up-", dir="/tmp") as name:
         other = Installation(Path(name) / "other")
-        answer = other.run("up", "--port", port, "--gateway-port", "0")
-        assert answer.returncode == 1
-        assert answer.stderr.startswith(f"muster: port {port} on 127.0.0.1 is in use by process ")
-        assert answer.stderr.count("\n") == 1
-        assert answer.stdout == ""
+        busy = other.run("up", "--port", port, "--gateway-port", "0")
+        assert busy.stderr.startswith(f"muster: port {port} on 127.0.0.1 is in use by process ")
         assert list(Path(name).iterdir()) == []
-
-
-def test_a_folder_of_somebody_elses_is_refused_and_left_as_it_was() -> None:
-    with tempfile.TemporaryDirectory(prefix="muster-up-", dir="/tmp") as name:
         (Path(name) / "thesis.tex").touch()
-        answer = Installation(Path(name)).run("up", "--port", "0", "--gateway-port", "0")
-        assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (1, "", 1)
-        assert answer.stderr.startswith(f"muster: {name} is not empty and holds no installation of Muster (thesis.tex).")
+        foreign = Installation(Path(name)).run("up", "--port", "0", "--gateway-port", "0")
+        assert foreign.stderr.startswith(f"muster: {name} is not empty and holds no installation of Muster (thesis.tex).")
         assert [entry.name for entry in Path(name).iterdir()] == ["thesis.tex"]
-
-
-@pytest.mark.parametrize("name", ["MUSTER_LOG_LEVEL", "MUSTER_SHUTDOWN_GRACE_S", "MUSTER_RUNNER_DRAIN_S"])
-def test_a_setting_that_cannot_be_used_is_one_line_before_anything_is_made(name: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="muster-up-", dir="/tmp") as place:
-        command = _muster("up", "--data", f"{place}/data", "--port", "0", "--gateway-port", "0")
-        environment = {**_environment(), name: "verbose"}
-        answer = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    for answer in (again, busy, foreign):
         assert (answer.returncode, answer.stdout, answer.stderr.count("\n")) == (1, "", 1)
-        assert answer.stderr.startswith(f"muster: {name} must be ")
-        assert answer.stderr.endswith(" not 'verbose'\n")
-        assert list(Path(place).iterdir()) == []
 
 
 def test_manage_reaches_the_running_installation(installation: Installation) -> None:
@@ -210,13 +297,12 @@ def test_a_part_killed_with_9_is_back_and_said_so(installation: Installation, na
     os.kill(before["pids"][name], signal.SIGKILL)
 
     def is_back() -> bool:
-        now = installation.read()
-        return now["pids"].get(name, before["pids"][name]) != before["pids"][name] and set(now["pids"]) == PARTS
+        pids = installation.read()["pids"]
+        return set(pids) == PARTS and pids[name] != before["pids"][name]
 
-    _wait(is_back, BACK_S, installation.said)
-    _wait(lambda: _answers(before["control_url"] + "/healthz"), BACK_S, installation.said)
-    _wait(lambda: _answers(before["gateway_url"] + "/health"), BACK_S, installation.said)
-    _wait(lambda: f"{name} is back" in installation.said(), BACK_S, installation.said)
+    installation.wait(is_back)
+    installation.wait(lambda: both_answer(before))
+    installation.wait(lambda: f"{name} is back" in installation.said())
     assert f"{name} was killed by SIGKILL, starting it again in" in installation.said()
 
 
@@ -224,21 +310,20 @@ def test_a_part_killed_with_9_is_back_and_said_so(installation: Installation, na
 def test_a_killed_supervisor_takes_its_children_along_and_the_next_up_carries_on(installation: Installation) -> None:
     before = installation.read()
     with psycopg.connect(before["database_url"], autocommit=True) as connection:
-        connection.execute("CREATE TABLE kept (n int)")
-        connection.execute("INSERT INTO kept VALUES (42)")
+        connection.execute("CREATE TABLE kept AS SELECT 42 AS n")
     assert installation.process is not None
     installation.process.kill()
     installation.process.wait()
-    _wait(installation.is_empty, 60.0)
+    installation.wait(installation.is_empty)
     installation.ready_file.unlink()
-    said = len(installation.said())
+    told = len(installation.said())
     after = installation.start()
+    said = installation.said()[told:]
     # Said once, by the first start: under systemd this is the journal.
-    for secret in (after["admin"]["password"], after["api_key"], after["admin_token"]):
-        assert secret not in installation.said()[said:]
-    assert "/admin/   login admin\n" in installation.said()[said:]
-    assert f"{installation.directory}/credentials.json, shown by: " in installation.said()[said:]
-    assert paste_key(installation) == after["api_key"]
+    assert not [secret for secret in (after["admin"]["password"], after["api_key"], after["admin_token"]) if secret in said]
+    assert "/admin/   login admin\n" in said
+    assert f"{installation.directory}/credentials.json, shown by: " in said
+    assert installation.paste_key() == after["api_key"]
     for name in ("admin", "admin_token", "api_key", "worker_secret", "node_token"):
         assert after[name] == before[name]
     with psycopg.connect(after["database_url"]) as connection:
@@ -251,18 +336,13 @@ def test_down_stops_everything_and_takes_the_ready_file_back(installation: Insta
     assert answer.returncode == 0, answer.stderr
     assert installation.process is not None
     assert installation.process.wait(timeout=60) == 0
-    assert installation.is_empty()
-    assert not installation.ready_file.exists()
+    assert (installation.is_empty(), installation.ready_file.exists()) == (True, False)
     assert installation.run("down").stdout.startswith("Not running:")
 
 
 def test_sigterm_while_starting_leaves_nothing(installation: Installation) -> None:
-    process = subprocess.Popen(
-        _muster("up", "--data", str(installation.directory), "--port", "0", "--gateway-port", "0"),
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = muster("up", "--data", str(installation.directory), "--port", "0", "--gateway-port", "0")
+    process = subprocess.Popen(command, env=surroundings(), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process, process.stdout as output:
         for line in output:
@@ -270,4 +350,4 @@ def test_sigterm_while_starting_leaves_nothing(installation: Installation) -> No
                 break
         process.terminate()
         assert process.wait(timeout=60) == 0
-    assert installation.postgres_processes() == []
+    assert installation.is_empty()
