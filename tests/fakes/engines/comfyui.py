@@ -19,6 +19,7 @@ from aiohttp import web
 from runner.definitions.plan import LoadPlan
 from runner.engines.comfyui import ComfyUiEngine
 from runner.engines.port import IMAGES, Call, FlushResult
+from tests.fakes.engines.scripted_server import listening
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest
 
 GIB = 2**30
@@ -95,20 +96,15 @@ class ComfyContract:
         ):  # fmt: skip
             app.router.add_route(method, path, handler)
         app.middlewares.append(self._check)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        worker = asyncio.create_task(self._run())
-        try:
-            yield self
-        finally:
-            worker.cancel()
-            await asyncio.gather(worker, return_exceptions=True)
-            for socket in tuple(self._sockets.values()):
-                await socket.close()
-            await runner.cleanup()
+        async with listening(app) as (self.url,):
+            worker = asyncio.create_task(self._run())
+            try:
+                yield self
+            finally:
+                worker.cancel()
+                await asyncio.gather(worker, return_exceptions=True)
+                for socket in tuple(self._sockets.values()):
+                    await socket.close()
 
     def _checkpoints(self) -> tuple[str, ...]:
         found = () if self.folder is None else tuple(path.name for path in self.folder.glob("*.safetensors"))
@@ -156,11 +152,8 @@ class ComfyContract:
             if name is not None and name not in self._checkpoints():
                 details = f"ckpt_name: '{name}' not in {list(self._checkpoints())}"
                 wrong = {"type": "value_not_in_list", "message": "Value not in list", "details": details}
-                error = {
-                    "type": "prompt_outputs_failed_validation",
-                    "message": "Prompt outputs failed validation",
-                    "details": "",
-                }
+                failed = "prompt_outputs_failed_validation"
+                error = {"type": failed, "message": "Prompt outputs failed validation", "details": ""}
                 return {"error": error, "node_errors": {node_id: {"errors": [wrong], "class_type": node["class_type"]}}}
         return None
 
@@ -310,7 +303,6 @@ class ComfyContract:
             if kind == "KSampler":
                 progress = {"value": step + 1, "max": steps, "prompt_id": item.prompt_id, "node": node_id}
                 await self._send(item, "progress", progress)
-                await self._preview(item)
         if kind in {"PreviewImage", "SaveImage"}:
             outputs[node_id] = {"images": self._save(item, "temp" if kind == "PreviewImage" else "output")}
         return None
@@ -320,10 +312,8 @@ class ComfyContract:
         saved: list[Fields] = []
         for index in range(latent.get("batch_size", 1)):
             name = f"made up & {item.prompt_id}_{index}.png"
-            image = make_png(
-                latent.get("width", 8), latent.get("height", 8), {"prompt": json.dumps(item.graph), "n": str(index)}
-            )
-            self.files[name, "a folder", kind] = image
+            texts = {"prompt": json.dumps(item.graph), "n": str(index)}
+            self.files[name, "a folder", kind] = make_png(latent.get("width", 8), latent.get("height", 8), texts)
             saved.append({"filename": name, "subfolder": "a folder", "type": kind})
         return saved
 
@@ -332,12 +322,8 @@ class ComfyContract:
         if socket is not None:
             with contextlib.suppress(ConnectionError):
                 await socket.send_json({"type": kind, "data": data})
-
-    async def _preview(self, item: Item) -> None:
-        socket = self._sockets.get(str(item.extra.get("client_id")))
-        if socket is not None:
-            with contextlib.suppress(ConnectionError):
-                await socket.send_bytes(struct.pack(">II", 1, 1) + b"\xff\xd8\xff a preview")
+                if kind == "progress":  # with a preview behind it
+                    await socket.send_bytes(struct.pack(">II", 1, 1) + b"\xff\xd8\xff a preview")
 
 
 def comfy_plan(url: str, model: str = "sd15", **options: object) -> LoadPlan:

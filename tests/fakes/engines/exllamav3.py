@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -14,7 +14,7 @@ import aiohttp
 from runner.definitions.plan import LoadPlan
 from runner.engines.exllamav3 import ExLlamaV3Engine
 from runner.engines.port import FlushResult
-from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, openai_cached_tokens
+from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, environment, openai_cached_tokens
 from tests.fakes.models.make import hf_model_dir
 
 FAKES = Path(__file__).resolve().parent / "packages"
@@ -22,18 +22,9 @@ QUESTION = "Explain the lambda expression of Python, its syntax, and what people
 """More than two pages of 256 tokens, which are characters there."""
 
 
-@contextlib.contextmanager
-def fake_library() -> Iterator[None]:
+def fake_library() -> contextlib.AbstractContextManager[None]:
     """Have children find the stand-in instead of the library."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FAKES), before]))
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+    return environment(PYTHONPATH=os.pathsep.join(filter(None, [str(FAKES), os.environ.get("PYTHONPATH")])))
 
 
 def exllama_plan(folder: Path, *, slots: int = 2, fake: dict[str, object] | None = None, **options: object) -> LoadPlan:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from tests.fakes.engines.scripted_server import listening
+
 COMMIT = "c0ffee" + "0" * 34
 
 
@@ -17,12 +19,10 @@ COMMIT = "c0ffee" + "0" * 34
 class Seen:
     """One request as it came."""
 
-    method: str
     path: str
     query: str
     range: str | None
     authorization: str | None
-    port: int
 
 
 @dataclass
@@ -86,12 +86,8 @@ class HubServer:
             return web.json_response({"error": "Entry not found"}, status=404, headers={"X-Error-Code": "EntryNotFound"})
         if name in self.lfs:
             digest = hashlib.sha256(self.files[repo][name]).hexdigest()
-            headers = {
-                "X-Repo-Commit": self.commit,
-                "X-Linked-Etag": f'"{digest}"',
-                "Location": f"{self.cdn}/cdn/{repo}/{name}",
-            }
-            return web.Response(status=302, headers=headers)
+            headers = {"X-Repo-Commit": self.commit, "X-Linked-Etag": f'"{digest}"'}
+            return web.Response(status=302, headers={**headers, "Location": f"{self.cdn}/cdn/{repo}/{name}"})
         return await self._deliver(request, name, self.files[repo][name])
 
     async def from_cdn(self, request: web.Request) -> web.StreamResponse:
@@ -102,18 +98,8 @@ class HubServer:
         return await self._deliver(request, name, self.files[repo][name])
 
     def _note(self, request: web.Request) -> None:
-        sockname = request.transport.get_extra_info("sockname") if request.transport else ("", 0)
         headers = request.headers
-        self.seen.append(
-            Seen(
-                request.method,
-                request.path,
-                request.query_string,
-                headers.get("Range"),
-                headers.get("Authorization"),
-                sockname[1],
-            )
-        )
+        self.seen.append(Seen(request.path, request.query_string, headers.get("Range"), headers.get("Authorization")))
 
     def _refuse(self, request: web.Request, repo: str) -> web.Response | None:
         self._note(request)
@@ -171,12 +157,5 @@ async def serve_hub(server: HubServer) -> AsyncIterator[HubServer]:
     app.router.add_get("/api/models/{org}/{name}/revision/{revision}", server.info)
     app.router.add_get("/{org}/{name}/resolve/{revision}/{path:.+}", server.resolve)
     app.router.add_get("/cdn/{org}/{name}/{path:.+}", server.from_cdn)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.5)
-    await runner.setup()
-    try:
-        for _ in range(2):
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-        server.url, server.cdn = (f"http://{host}:{port}" for host, port in runner.addresses)
+    async with listening(app, ports=2) as (server.url, server.cdn):
         yield server
-    finally:
-        await runner.cleanup()

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from runner.definitions.plan import LoadPlan
 from runner.engines.llama_server import LlamaServer
 from tests.fakes.engines.llamacpp import ENDLESS
 from tests.fakes.engines.llamacpp import QUESTION as LONG_QUESTION
+from tests.fakes.engines.scripted_server import listening
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, openai_cached_tokens, wait_until
 from tests.unit.closed_port import closed_port
 
@@ -62,7 +62,6 @@ class RouterContract:
         """Whether it is of before the middle of 2026 and counts no messages."""
         self.told: list[str] = []
         self.bodies: list[dict[str, object]] = []
-        self.headers: list[dict[str, str]] = []
         self.url = ""
         self._events: set[asyncio.Queue[dict[str, object]]] = set()
         self._loads: set[asyncio.Task[None]] = set()
@@ -180,7 +179,6 @@ class RouterContract:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
-        self.headers.append({name.lower(): value for name, value in request.headers.items()})
         model = self._loaded(body["model"])
         slot = model.slots[body.get("id_slot", 0)]
         words = read_words(body)
@@ -220,19 +218,14 @@ class RouterContract:
     def build_app(self) -> web.Application:
         """Return the application."""
         app = web.Application(middlewares=[self._check_key])
-        app.router.add_get("/health", healthy)
-        app.router.add_get("/models", self.list_models)
-        app.router.add_get("/models/sse", self.publish_events)
-        app.router.add_post("/models/load", self.load)
-        app.router.add_post("/models/unload", self.unload)
-        app.router.add_get("/props", self.properties)
-        app.router.add_get("/slots", self.show_slots)
-        app.router.add_post("/slots/{slot}", self.erase_slot)
-        app.router.add_post("/v1/chat/completions/input_tokens", self.count)
-        app.router.add_post("/apply-template", self.apply_template)
-        app.router.add_post("/tokenize", self.tokenize)
-        for path in ("/completion", "/v1/completions", "/v1/chat/completions"):
-            app.router.add_post(path, self.complete)
+        get, post = web.get, web.post
+        app.router.add_routes([
+            get("/health", healthy), get("/models", self.list_models), get("/models/sse", self.publish_events),
+            post("/models/load", self.load), post("/models/unload", self.unload), get("/props", self.properties),
+            get("/slots", self.show_slots), post("/slots/{slot}", self.erase_slot), post("/tokenize", self.tokenize),
+            post("/v1/chat/completions/input_tokens", self.count), post("/apply-template", self.apply_template),
+            *(post(path, self.complete) for path in ("/completion", "/v1/completions", "/v1/chat/completions")),
+        ])  # fmt: skip
         return app
 
 
@@ -259,18 +252,12 @@ def error(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"code": status, "message": message, "type": "invalid_request_error"}}, status=status)
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def run_router() -> AsyncIterator[RouterContract]:
     """Yield a listening router."""
     router = RouterContract()
-    runner = web.AppRunner(router.build_app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    router.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    async with listening(router.build_app()) as (router.url,):
         yield router
-    finally:
-        await runner.cleanup()
 
 
 QUESTION = "a question of a dozen words that somebody asks again and again here"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from aiohttp import web
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import FlushResult
 from runner.engines.remote import RemoteEngine
-from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call
+from tests.fakes.engines.scripted_server import listening
+from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, environment
 
 KEY = "sk-a-key-that-must-not-leak"
 NAME = "provider-large"
@@ -69,15 +69,9 @@ class ProviderContract:
         app = web.Application(client_max_size=64 * 1024 * 1024)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_get("/v1/models", self._models)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        try:
+        async with listening(app) as (url,):
+            self.url = url + "/v1"
             yield self
-        finally:
-            await runner.cleanup()
 
     def _check(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -136,14 +130,9 @@ class ProviderContract:
 KEY_NAME = "TEST_PROVIDER_KEY"
 
 
-@contextlib.contextmanager
-def key_in_environment(key: str = KEY) -> Iterator[None]:
+def key_in_environment(key: str = KEY) -> contextlib.AbstractContextManager[None]:
     """Set the variable that the plans name."""
-    os.environ[KEY_NAME] = key
-    try:
-        yield
-    finally:
-        os.environ.pop(KEY_NAME, None)
+    return environment(**{KEY_NAME: key})
 
 
 def remote_plan(url: str, **options: object) -> LoadPlan:

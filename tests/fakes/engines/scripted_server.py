@@ -83,6 +83,19 @@ async def answer_json(_request: web.Request, _body: bytes) -> web.StreamResponse
 
 
 @asynccontextmanager
+async def listening(app: web.Application, *, ports: int = 1, shutdown_s: float = 0.2) -> AsyncIterator[list[str]]:
+    """Serve an application on ports of loopback; yield their addresses. A handler whose client leaves is cancelled."""
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_s)
+    await runner.setup()
+    try:
+        for _ in range(ports):
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield [f"http://127.0.0.1:{address[1]}" for address in runner.addresses]
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
 async def run_engine() -> AsyncIterator[ScriptedEngine]:
     """Yield a listening engine."""
     engine = ScriptedEngine()

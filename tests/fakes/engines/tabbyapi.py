@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,9 +15,15 @@ from aiohttp import web
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import FlushResult
 from runner.engines.tabbyapi import TabbyApiEngine
-from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call
+from tests.fakes.engines.scripted_server import listening
+from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, environment
 
 API_KEY, ADMIN_KEY = "an-api-key", "an-admin-key"
+
+
+def refusal(kind: type[web.HTTPError], words: str) -> web.HTTPError:
+    """Return an error as TabbyAPI words it."""
+    return kind(text=json.dumps({"detail": words}), content_type="application/json")
 
 
 @dataclass
@@ -35,7 +40,6 @@ class TabbyContract:
     loaded: str | None = None
     loads: list[dict[str, object]] = field(default_factory=list)
     asked: list[dict[str, object]] = field(default_factory=list)
-    evicted: list[str] = field(default_factory=list)
     running: int = 0
     url: str = ""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -47,22 +51,15 @@ class TabbyContract:
         app.router.add_post("/v1/model/load", self._load)
         app.router.add_post("/v1/model/unload", self._unload)
         app.router.add_post("/v1/chat/completions", self._chat)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        try:
+        async with listening(app) as (self.url,):
             yield self
-        finally:
             for task in self._tasks:
                 task.cancel()
-            await runner.cleanup()
 
     def _check(self, request: web.Request, *, admin: bool = False) -> None:
         keys = {request.headers.get("x-admin-key"), request.headers.get("Authorization", "").removeprefix("Bearer ")}
         if not keys & ({ADMIN_KEY} if admin else {API_KEY, ADMIN_KEY}):
-            raise web.HTTPUnauthorized(text='{"detail":"Invalid key"}', content_type="application/json")
+            raise refusal(web.HTTPUnauthorized, "Invalid key")
 
     def _card(self) -> dict[str, object]:
         length = self.loads[-1].get("max_seq_len") if self.loads else None
@@ -70,9 +67,7 @@ class TabbyContract:
 
     def _require_model(self) -> None:
         if self.loaded is None:
-            raise web.HTTPServiceUnavailable(
-                text='{"detail":"No models are currently loaded."}', content_type="application/json"
-            )
+            raise refusal(web.HTTPServiceUnavailable, "No models are currently loaded.")
 
     async def _model(self, request: web.Request) -> web.Response:
         self._check(request)
@@ -83,9 +78,7 @@ class TabbyContract:
         self._check(request, admin=True)
         wishes = await request.json()
         if wishes["model_name"] not in self.folders:
-            raise web.HTTPBadRequest(
-                text='{"detail":"Could not find the model path for load."}', content_type="application/json"
-            )
+            raise refusal(web.HTTPBadRequest, "Could not find the model path for load.")
         self.loads.append(wishes)
         events: asyncio.Queue[dict[str, object] | None] = asyncio.Queue()
         # Detached: a listener that goes does not stop the load.
@@ -102,8 +95,7 @@ class TabbyContract:
         return response
 
     async def _run_load(self, name: str, events: asyncio.Queue[dict[str, object] | None]) -> None:
-        if self.loaded not in (None, name):
-            self.evicted.append(str(self.loaded))
+        if self.loaded != name:
             self.loaded = None
         for module in range(1, self.modules + 1):
             await asyncio.sleep(self.module_s)
@@ -148,18 +140,9 @@ class TabbyContract:
         return response
 
 
-KEY_NAMES = {"TEST_TABBY_KEY": API_KEY, "TEST_TABBY_ADMIN_KEY": ADMIN_KEY}
-
-
-@contextlib.contextmanager
-def keys_in_environment() -> Iterator[None]:
+def keys_in_environment() -> contextlib.AbstractContextManager[None]:
     """Set the variables that the plans name."""
-    os.environ.update(KEY_NAMES)
-    try:
-        yield
-    finally:
-        for name in KEY_NAMES:
-            os.environ.pop(name, None)
+    return environment(TEST_TABBY_KEY=API_KEY, TEST_TABBY_ADMIN_KEY=ADMIN_KEY)
 
 
 def tabby_plan(url: str, model: str = "tiny", *, context_tokens: int | None = 4096, **options: object) -> LoadPlan:

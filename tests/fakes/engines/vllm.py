@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ import aiohttp
 from runner.definitions.plan import LoadPlan
 from runner.engines.vllm import VllmEngine
 from runner.engines.vllm.command import PYTHON_VARIABLE
-from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, openai_cached_tokens
+from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, environment, openai_cached_tokens
 
 SERVER = Path(__file__).with_name("programs") / "vllm_contract.py"
 QUESTION = "What is a lambda? " * 12
@@ -27,15 +26,8 @@ def contract_python(folder: Path) -> Iterator[None]:
     wrapper = folder / "python-of-vllm"
     wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SERVER}" "$@"\n')
     wrapper.chmod(0o755)
-    before = os.environ.get(PYTHON_VARIABLE)
-    os.environ[PYTHON_VARIABLE] = str(wrapper)
-    try:
+    with environment(**{PYTHON_VARIABLE: str(wrapper)}):
         yield
-    finally:
-        if before is None:
-            del os.environ[PYTHON_VARIABLE]
-        else:
-            os.environ[PYTHON_VARIABLE] = before
 
 
 def contract_model(folder: Path, **faults: object) -> Path:

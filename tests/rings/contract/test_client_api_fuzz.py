@@ -26,8 +26,7 @@ from tests.fakes.lab import Lab
 from tests.fakes.request_bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED, list_kinds
 from tests.fakes.server_door import GET, Scope, Visitor, hello, serve
 from tests.fakes.stack import Gateway, Stack
-from tests.rings.fuzz.document import Attack
-from tests.rings.fuzz.rounds import MOST_CPU_MS, SETTINGS, Fuzzer, fuzz
+from tests.rings.fuzz.rounds import MOST_CPU_MS, SETTINGS, Attack, Fuzzer, fuzz
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]  # what is bounded is CPU: a busy machine may take its time
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1"))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
-import statistics
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,16 @@ from pathlib import Path
 from typing import Any  # errors are JSON
 
 import psutil
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as fix_seed
+from hypothesis import strategies as st
+from requests import RequestException
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
+from schemathesis.core.result import Ok
+from schemathesis.specs.openapi import checks
 
 from conformance.engine import media
 from conformance.engine.chat import render_chat, render_completion, stream_chat, stream_completion
@@ -55,7 +64,6 @@ from tests.fakes.request_bodies import (
 from tests.fakes.scripted_box import ScriptedBox, Stream
 from tests.fakes.stack import Gateway
 from tests.fakes.waiting import eventually
-from tests.rings.fuzz.document import UNREAD, Unread, converse, pour, read_status
 from wire.contract import ErrorCode
 
 
@@ -252,16 +260,17 @@ _TRIES = 3
 _BUG = re.compile(rb"request\.bug|Traceback|session\.bug|ERROR|CRITICAL")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """What one kind came to. ``wall_ms``: median, at the client; ``cpu_ms``: of the event loop, for each request."""
+class Cost:
+    """What one request came to. ``cpu_ms``: of the event loop, from the making of this to ``stop``."""
 
-    kind: str
-    path: str
-    statuses: tuple[int, ...]
-    wall_ms: float
-    cpu_ms: float
-    growth_bytes: int
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge, self._began_s = gauge, gauge.read_cpu_s()
+        self.cpu_ms = 0.0
+
+    def stop(self) -> Cost:
+        """Take the time."""
+        self.cpu_ms = (self._gauge.read_cpu_s() - self._began_s) * 1000
+        return self
 
 
 @dataclass
@@ -282,27 +291,19 @@ class Fuzzer:
 
     # requests
 
-    async def send_malformed(self, name: str, path: str, make: Make, *, repeats: int) -> Row:
+    async def send_malformed(self, name: str, path: str, make: Make, *, repeats: int) -> None:
         """Send one kind of malformed request, and check that it is refused as it has to be."""
-        walls: list[float] = []
         costs: list[float] = []
-        statuses: set[int] = set()
-        rss = self.gauge.read_rss_bytes()
         asked = make(path, self.translated if path in TRANSLATED else self.native)
         for _ in range(repeats):
-            began = time.perf_counter()
             reply, cpu_ms = await self._post_measured(asked.path, asked.body, asked.headers)
             costs.append(cpu_ms)
-            walls.append((time.perf_counter() - began) * 1000)
-            statuses.add(reply.status)
             fault = find_fault_of_refusal(path, reply, statuses=asked.statuses, param=asked.param)
             if fault:
                 self._note(f"{name} to {path}", fault)
                 break
         if min(costs) > MOST_CPU_MS:
             self._note(f"{name} to {path}", f"it took {min(costs):.0f} ms of the event loop")
-        growth = self.gauge.read_rss_bytes() - rss
-        return Row(name, path, tuple(sorted(statuses)), statistics.median(walls), statistics.median(costs), growth)
 
     async def send_spoilt(self, seeds: Iterable[int]) -> None:
         """Send bodies that were good once, to boxes that answer every path and to one that answers chat alone."""
@@ -323,37 +324,32 @@ class Fuzzer:
             if fault:
                 self._note(f"spoilt body {seed} to {path}", f"{fault}\n  {data[:600]!r}")
 
-    async def send_broken(self, name: str) -> Row:
+    async def send_broken(self, name: str) -> None:
         """Send one kind of broken HTTP on a connection of its own."""
         broken = BROKEN[name](self.lab.stack.ready.api_key, self.native)
-        rss, cpu_s, began = self.gauge.read_rss_bytes(), self.gauge.read_cpu_s(), time.perf_counter()
         answer = await converse(self.gateway, broken.data, leaves=broken.leaves, within_s=_WITHIN_S)
-        wall_ms = (time.perf_counter() - began) * 1000
         status = read_status(answer)
         self.statuses[status] += 1
         if status not in broken.statuses:
             self._note(name, f"the status is {status}, due is {broken.statuses}: {answer[:300]!r}")
-        cpu_ms = (self.gauge.read_cpu_s() - cpu_s) * 1000
-        return Row(name, "", (status,), wall_ms, cpu_ms, self.gauge.read_rss_bytes() - rss)
 
-    async def send_large(self, size_bytes: int, *, declared: bool) -> Row:
+    async def send_large(self, size_bytes: int, *, declared: bool) -> Cost:
         """Send a body that is larger than any may be; without a declared length it has to be cut off at the limit."""
         request = Unread(f"{size_bytes >> 20} MB {'declared' if declared else 'in chunks'}", 413)
         return await self._pour(request, self.lab.headers(), size_bytes, declared=declared)
 
-    async def send_unread(self, size_bytes: int) -> list[Row]:
+    async def send_unread(self, size_bytes: int) -> None:
         """Send large bodies with requests that are refused before anybody looks at one."""
-        return [await self._pour(request, {}, size_bytes, declared=True) for request in UNREAD]
+        for request in UNREAD:
+            await self._pour(request, {}, size_bytes, declared=True)
 
-    async def _pour(self, request: Unread, headers: dict[str, str], size_bytes: int, *, declared: bool) -> Row:
-        rss, cpu_s, began = self.gauge.read_rss_bytes(), self.gauge.read_cpu_s(), time.perf_counter()
+    async def _pour(self, request: Unread, headers: dict[str, str], size_bytes: int, *, declared: bool) -> Cost:
+        cost = Cost(self.gauge)
         status, taken = await pour(self.gateway, request, headers, size_bytes, declared=declared, within_s=_WITHIN_S)
         self.statuses[status] += 1
         if status != request.status:
             self._note(f"{request.kind}, {taken >> 20} MB of it taken", f"the status is {status}, due is {request.status}")
-        cpu_ms = (self.gauge.read_cpu_s() - cpu_s) * 1000
-        wall_ms = (time.perf_counter() - began) * 1000
-        return Row(request.kind, request.path, (status,), wall_ms, cpu_ms, self.gauge.read_rss_bytes() - rss)
+        return cost.stop()
 
     # engines
 
@@ -376,26 +372,23 @@ class Fuzzer:
             path, is_streaming = rng.choice([MESSAGES, RESPONSES, CHAT]), rng.random() < 0.3
             await self._hear(f"spoilt answer {seed}", path, Answer(content_type, pieces, status), is_streaming=is_streaming)
 
-    async def hear_flood(self, name: str, pieces: Iterable[bytes]) -> list[Row]:
+    async def hear_flood(self, name: str, pieces: Iterable[bytes]) -> None:
         """Have a box answer with a flood on each translated surface."""
-        return [await self._hear(name, path, Answer(STREAM, pieces)) for path in TRANSLATED]
+        for path in TRANSLATED:
+            await self._hear(name, path, Answer(STREAM, pieces))
 
     def choose(self) -> Answer:
         """Return what the hostile box says next."""
         assert self._said is not None
         return self._said
 
-    async def _hear(self, name: str, path: str, said: Answer, *, is_streaming: bool = True) -> Row:
+    async def _hear(self, name: str, path: str, said: Answer, *, is_streaming: bool = True) -> None:
         self._said = said
         body = {**make_plain(path, self.hostile), "stream": is_streaming}
-        rss, cpu_s, began = self.gauge.read_rss_bytes(), self.gauge.read_cpu_s(), time.perf_counter()
         reply = await self._post(path, write(body), {"content-type": "application/json"})
-        wall_ms = (time.perf_counter() - began) * 1000
         fault = find_fault_of_answer(path, reply, said, is_streaming=is_streaming)
         if fault:
             self._note(f"{name} to {path}", f"{fault}\n  {b''.join(said.pieces)[:900]!r}\n  {reply.body[-600:]!r}")
-        cpu_ms = (self.gauge.read_cpu_s() - cpu_s) * 1000
-        return Row(name, path, (reply.status,), wall_ms, cpu_ms, self.gauge.read_rss_bytes() - rss)
 
     # both
 
@@ -494,3 +487,172 @@ def find_fault_of_stream(path: str, reply: Reply) -> str:
     except Violation as violation:
         return "" if any(words in str(violation) for words in THE_ENGINES_OWN) else str(violation)
     return ""
+
+
+_STATUS = re.compile(rb"HTTP/1\.1 (\d\d\d) ")
+_PIECE = b"a" * 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A request whose body nobody wants. ``status``: what it has to be answered, however much of it is under way."""
+
+    kind: str
+    status: int
+    path: str = CHAT
+    method: str = "POST"
+
+
+UNREAD = (
+    Unread("a large body without a key", 401),
+    Unread("a large body to Anthropic's surface without a key", 401, path="/v1/messages"),
+    Unread("a large body to no path", 404, path="/v1/nothing"),
+    Unread("a large body to a path that is read", 405, path="/v1/models"),
+    Unread("a large body by another method", 405, method="PUT"),
+)
+
+
+def read_status(answer: bytes) -> int:
+    """Return the status of an answer; 0 = there is none."""
+    found = _STATUS.match(answer)
+    return int(found.group(1)) if found else 0
+
+
+async def converse(gateway: Gateway, data: bytes, *, leaves: bool, within_s: float) -> bytes:
+    """Send bytes and return the head of what is answered, or what came before the connection was closed.
+
+    ``leaves``: close our half behind the bytes. Raises AssertionError when neither comes in time.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    found = bytearray()
+    try:
+        async with asyncio.timeout(within_s):
+            with contextlib.suppress(ConnectionError):
+                writer.write(data)
+                if leaves:
+                    writer.write_eof()
+                while b"\r\n\r\n" not in found and (piece := await reader.read(65_536)):
+                    found += piece
+    except TimeoutError:
+        raise AssertionError(f"neither an answer nor an end within {within_s:g} s to {data[:600]!r}") from None
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    return bytes(found)
+
+
+async def pour(
+    gateway: Gateway, request: Unread, headers: dict[str, str], size_bytes: int, *, declared: bool, within_s: float
+) -> tuple[int, int]:
+    """Send a body as fast as it is taken until an answer comes; return its status and how much was taken."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    length = f"content-length: {size_bytes}" if declared else "transfer-encoding: chunked"
+    named = [f"{name}: {value}" for name, value in headers.items()]
+    writer.write("\r\n".join([f"{request.method} {request.path} HTTP/1.1", "host: gateway", length, *named, "", ""]).encode())
+    framed = _PIECE if declared else b"%x\r\n%b\r\n" % (len(_PIECE), _PIECE)
+    answering = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+    taken = 0
+    try:
+        async with asyncio.timeout(within_s):
+            while taken < size_bytes and not answering.done():
+                writer.write(framed)
+                await writer.drain()
+                await asyncio.sleep(0)
+                taken += len(_PIECE)
+            status = read_status(await answering)
+    except (ConnectionError, asyncio.IncompleteReadError):
+        status = 0
+    finally:
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    return status, taken
+
+
+CHECKS = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+REFUSED_FIELDS = frozenset({"store", "previous_response_id", "source_lang_code", "target_lang_code"})
+"""What is right in the document and refused where answers are not kept, or where no box speaks llm-pool's form."""
+OF_THE_MODEL = frozenset({ErrorCode.MAX_TOKENS_TOO_LARGE.value})
+"""Refusals of what is right in the document, by limits that each model has of its own."""
+_DOCUMENT_WITHIN_S = 30
+
+
+_FRAMING = frozenset({"connection", "content-length", "expect", "host", "te", "trailer", "transfer-encoding", "upgrade"})
+"""Headers that say where a request ends, not what it asks: a broken one is answered before there is an operation.
+
+tests/fakes/broken_http.py sends those.
+"""
+
+
+class Attack:
+    """Everything that is sent to one gateway for one model. ``statuses``: how often each came.
+
+    ``first``: the seed of what is drawn; the same number means the same data for as long as the document is the same.
+    """
+
+    def __init__(self, document: dict[str, Any], url: str, model: str, key: str, *, examples: int, first: int = 7) -> None:
+        self._document = document
+        self._url = url
+        self._model = model
+        self._key = key
+        self._examples = examples
+        self._first = first
+        self.statuses: Counter[int] = Counter()
+        self.findings: list[str] = []
+        """Of each operation and kind of data, the first answer that is wrong."""
+
+    def run(self, paths: Collection[str] = ()) -> None:
+        """Send it, blocking; ``paths`` empty = all there are."""
+        for found in schemathesis.openapi.from_dict(self._document).get_all_operations():
+            assert isinstance(found, Ok), found
+            operation = found.ok()
+            if paths and operation.path not in paths:
+                continue
+            self._send(operation.as_strategy(GenerationMode.POSITIVE), is_good=True)
+            if operation.body or operation.query:
+                self._send(operation.as_strategy(GenerationMode.NEGATIVE), is_good=False)
+
+    def _send(self, cases: st.SearchStrategy[Any], *, is_good: bool) -> None:
+        @_fixed(self._examples, self._first)
+        @given(cases)
+        def send(case: schemathesis.Case[Any]) -> None:
+            if is_good and isinstance(case.body, dict):
+                case.body = {**case.body, "model": self._model}
+            for name in _FRAMING & {name.lower() for name in case.headers or {}}:
+                del case.headers[name]
+            response = case.call(
+                base_url=self._url, headers={"Authorization": f"Bearer {self._key}"}, timeout=_DOCUMENT_WITHIN_S
+            )
+            self.statuses[response.status_code] += 1
+            case.validate_response(response, checks=CHECKS)
+            if is_good and case.operation.body and response.status_code >= 400:
+                error = response.json()["error"]
+                is_due = error["param"] in REFUSED_FIELDS or error["code"] in OF_THE_MODEL
+                assert is_due, f"{case.path}: {response.text} to {case.body!r}"
+
+        try:
+            send()
+        except (AssertionError, FailureGroup, RequestException) as fault:  # the other operations have their turn
+            self.findings.append(_describe(fault))
+
+
+def _describe(fault: BaseException) -> str:
+    inner = [_describe(one) for one in fault.exceptions] if isinstance(fault, BaseExceptionGroup) else []
+    return f"{fault!s:.3000}\n" + "\n".join(inner)
+
+
+def _fixed(examples: int, first: int) -> Callable[[Any], Any]:  # Any: decorators of Hypothesis
+    """The same examples for the same seed, without shrinking: the first failure says enough."""
+    fixed = settings(
+        max_examples=examples, derandomize=False, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    return lambda test: fix_seed(first)(fixed(test))

@@ -115,10 +115,12 @@ def test_a_key_that_is_no_list_is_moved_out_of_the_way(valkey: Valkey, queue: st
     assert b"was no list but a string" in valkey.lindex(UNREADABLE_KEY, 0)
 
 
-def test_a_command_to_the_remote_control_of_celery_ends_no_worker(valkey: Valkey, tmp_path: Path) -> None:
+def test_a_command_to_the_remote_control_of_celery_and_an_emptied_valkey_end_no_worker(valkey: Valkey, tmp_path: Path) -> None:
     with serve_worker(tmp_path / "worker.log") as worker:
         wait_until(is_task_done(valkey), what="the worker carries tasks out", within_s=90)
         app.control.shutdown()
+        wait_until(is_task_done(valkey), what="the worker carries tasks out", within_s=60)
+        valkey.flushdb()
         wait_until(is_task_done(valkey), what="the worker carries tasks out", within_s=60)
         assert worker.poll() is None
     assert valkey.pubsub_numsub("/0.celery.pidbox")[0][1] == 0
@@ -149,14 +151,6 @@ def test_a_task_list_that_takes_nothing_does_not_fail_who_rings(valkey: Valkey) 
     valkey.set(QUEUE, "x")
     ring(uuid.uuid4())
     ring_direct_box(uuid.uuid4())
-
-
-def test_with_everything_in_valkey_deleted_a_worker_goes_on(valkey: Valkey, tmp_path: Path) -> None:
-    with serve_worker(tmp_path / "worker.log") as worker:
-        wait_until(is_task_done(valkey), what="the worker carries tasks out", within_s=90)
-        valkey.flushdb()
-        wait_until(is_task_done(valkey), what="the worker carries tasks out", within_s=60)
-        assert worker.poll() is None
 
 
 # What a worker is given

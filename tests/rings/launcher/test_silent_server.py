@@ -27,7 +27,6 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
-from controlplane.health import look_at_database
 from controlplane.launcher.embedded import EmbeddedServers
 from controlplane.live import CloseCode
 from core.db import connection as patient
@@ -137,18 +136,6 @@ def test_silence_ends_the_wait_for_a_row_that_somebody_holds_and_not_a_long_answ
         talking = in_thread(lambda: ask(pieces))
         assert isinstance(blocked.exception(WITHIN_S), OperationalError)
         assert talking.result(WITHIN_S) == "x" * 20000
-
-
-def test_without_a_bound_a_command_waits_until_the_server_goes_on_and_health_does_not(servers: EmbeddedServers) -> None:
-    command, go_on = connect_and_then(lambda: ask("SELECT current_setting('statement_timeout')"))
-    health, look = connect_and_then(look_at_database)
-    with frozen(servers):
-        go_on.set()
-        look.set()
-        assert health.result(WITHIN_S) == "unreachable"
-        assert not command.done()
-    assert command.result(WITHIN_S) == "0"
-    wait_for(lambda: in_thread(look_at_database).result(WITHIN_S) == "ok", what="health says that the server is back")
 
 
 # the control plane

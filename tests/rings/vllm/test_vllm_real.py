@@ -167,16 +167,6 @@ async def test_every_endpoint_it_names_answers(engine: VllmEngine) -> None:
         assert await ask(engine, call(path, {"model": "tiny", **body}))
 
 
-async def test_a_chat_comes_whole_and_in_pieces(engine: VllmEngine) -> None:
-    whole = json.loads(await ask(engine, question(max_tokens=12, ignore_eos=True)))
-    assert whole["choices"][0]["message"]["content"].strip()
-    assert whole["usage"]["completion_tokens"] == 12
-    streamed = question(max_tokens=12, ignore_eos=True, stream=True, stream_options={"include_usage": True})
-    events = [line for line in (await ask(engine, streamed)).splitlines() if line.startswith(b"data: {")]
-    assert len(events) > 5
-    assert json.loads(events[-1][6:])["usage"]["completion_tokens"] == 12
-
-
 async def test_a_tenant_reuses_what_is_its_own_and_nobody_else_does(engine: VllmEngine, figures: Figures) -> None:
     alpha, beta = replace(SOON, tenant="alpha"), replace(SOON, tenant="beta")
     first, again, other = [await cached(engine, each) for each in (alpha, alpha, beta)]
@@ -209,14 +199,6 @@ async def test_a_flush_is_refused_while_a_request_runs_and_then_clears(engine: V
     assert after == 0
 
 
-async def test_a_flush_of_one_tenant_leaves_the_others_their_cache(engine: VllmEngine) -> None:
-    calls = [replace(SOON, tenant=name) for name in ("one", "two")]
-    for each in calls:
-        await ask(engine, each)
-    assert (await engine.flush(FlushRequest(FlushScope.TENANT, tenant="one"))).result is FlushResult.FLUSHED
-    assert [await cached(engine, each) > 0 for each in calls] == [False, True]
-
-
 async def test_waiting_requests_are_served_by_priority(engine: VllmEngine) -> None:
     order: list[str] = []
 
@@ -239,15 +221,6 @@ async def test_waiting_requests_are_served_by_priority(engine: VllmEngine) -> No
     assert order == ["high", "normal", "low"]
 
 
-async def test_a_client_that_leaves_frees_the_engine_within_a_second(engine: VllmEngine, figures: Figures) -> None:
-    async with engine.stream(question(**ENDLESS)) as response:
-        await first_bytes(response)
-        assert (await engine.stats()).running == 1
-    left_at = time.monotonic()
-    assert await wait_until(lambda: idle(engine), 1.0)
-    figures["free after a client left"] = f"{(time.monotonic() - left_at) * 1000:.0f} ms"
-
-
 async def test_adapters_load_and_unload_while_the_model_serves(engine: VllmEngine) -> None:
     await engine.load_lora("style", lora_dir())
     styled = call(COMPLETIONS, {"model": "style", "prompt": "The value of", "max_tokens": 4})
@@ -257,18 +230,6 @@ async def test_adapters_load_and_unload_while_the_model_serves(engine: VllmEngin
     await engine.unload_lora("style")
     with pytest.raises(AssertionError, match="does not exist"):
         await ask(engine, styled)
-
-
-async def test_an_adapter_that_cannot_be_read_is_refused_with_the_reason(engine: VllmEngine, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"vLLM refuses /v1/load_lora_adapter \(HTTP 4\d\d\): .*adapter"):
-        await engine.load_lora("absent", tmp_path)
-    assert await engine.health() is Health.OK
-
-
-async def test_sleep_is_not_offered_where_it_would_free_nothing(engine: VllmEngine) -> None:
-    assert not engine.capabilities.sleeps
-    with pytest.raises(EngineError, match="needs a GPU"):
-        await engine.sleep()
 
 
 async def test_stats_are_those_of_the_plan(engine: VllmEngine) -> None:
@@ -341,19 +302,10 @@ async def test_a_setting_that_cannot_work_is_named(options: dict[str, object], w
         assert not found.pids
 
 
-async def test_weights_that_end_half_way_are_refused_with_the_reason(tmp_path: Path, figures: Figures) -> None:
-    async with aiohttp.ClientSession() as client:
-        found = VllmEngine(tiny_plan(break_model(tmp_path / "half")), client)
-        began = time.monotonic()
-        with pytest.raises(EngineError, match=r"[Ss]afetensor") as caught:
-            await asyncio.wait_for(found.load(lambda _progress: None), LOAD_LIMIT_S)
-        figures["half a weight file: refused after"] = f"{time.monotonic() - began:.1f} s"
-        figures["half a weight file: the reason"] = str(caught.value)[:120]
-
-
 LOADER = """
 import asyncio, sys, aiohttp
 from runner.engines.vllm import VllmEngine
+from tests.rings.vllm.test_vllm_real import tiny_plan
 async def main():
     async with aiohttp.ClientSession() as client:
         engine = VllmEngine(tiny_plan(), client)

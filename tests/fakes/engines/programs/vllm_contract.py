@@ -1,8 +1,7 @@
 """Stands in for ``python -m vllm.entrypoints.openai.api_server``: its flags, log lines, routes, metrics and ways to fail.
 
 Run as a program. What it is to do wrong stands in ``contract.json`` in the model's folder: ``fail`` (a text it dies with
-while loading), ``hang`` (it never gets ready), ``lies`` (a reset says success and clears nothing), ``exits_s`` (seconds
-between the death of its worker and its own).
+while loading), ``hang`` (it never gets ready), ``lies`` (a reset says success and clears nothing).
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class Server:
         while self.worker.poll() is None:
             await asyncio.sleep(0.02)
         say("APIServer", "EngineCore encountered an issue. See stack trace for the root cause.", "ERROR")
-        await asyncio.sleep(self.faults.get("exits_s", 0.5))
+        await asyncio.sleep(0.5)
         os._exit(1)
 
     async def _health(self, _request: web.Request) -> web.Response:

@@ -1,16 +1,22 @@
-"""Every address of the REST API answers as its OpenAPI document says, whatever is sent: schemathesis, in process."""
+"""Pages and the REST API answer as their OpenAPI document says, whatever is sent, text that cannot be stored included."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import schemathesis
 from django.conf import settings as django_settings
+from django.contrib import admin
 from django.core.signals import request_finished, request_started
 from django.core.wsgi import get_wsgi_application
-from django.db import close_old_connections
+from django.db import DataError, close_old_connections
+from django.db.models import Model
+from django.test import Client, RequestFactory
+from django.urls import reverse
+from django.utils import timezone
 from drf_spectacular.drainage import GENERATOR_STATS
 from drf_spectacular.generators import SchemaGenerator
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -21,10 +27,15 @@ from schemathesis.core.result import Ok
 from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi import checks
 
+from controlplane.api_errors import describe_error
 from governance import services
 from governance.api.schema import STREAM_PATH
+from governance.models import AuditEvent
+from governance.services import create_admin_token
 from nodes.services import create_credential, create_provider
+from tests.system.gateway_admin.factories import make_operator
 from tests.system.governance.team import make_team, propose_token
+from wire.contract import ErrorCode
 from wire.optoken.approval import encode_bytes
 
 pytestmark = pytest.mark.timeout(240)
@@ -82,19 +93,19 @@ def test_every_address_keeps_to_its_description(document: BaseSchema) -> None:
             _attack(operation.as_strategy(path_parameters={"op_id": op_id}), headers, CHECKS)
 
 
-TEXTS = st.text(max_size=12) | st.sampled_from(
+WORDS = st.text(max_size=12) | st.sampled_from(
     ["control-plane", "ci", "all", "muster-tiny", "attic#kq3mzp6a7x2d5n4bwlhvyt3cre"]
 )
 VALUES = st.recursive(
-    TEXTS | st.integers() | st.booleans() | st.none(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    WORDS | st.integers() | st.booleans() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=6,
 )
-NAMES = st.sampled_from(["name", "modelId", "scope", "tenantId", "contextLength", "evictModel", "force", "limit"]) | TEXTS
+NAMES = st.sampled_from(["name", "modelId", "scope", "tenantId", "contextLength", "evictModel", "force", "limit"]) | WORDS
 PROPOSALS = st.fixed_dictionaries(
     {
         "operation": st.sampled_from(sorted(django_settings.OPERATIONS)),
-        "targets": st.lists(TEXTS, max_size=2),
+        "targets": st.lists(WORDS, max_size=2),
         "params": st.dictionaries(NAMES, VALUES, max_size=3),
         "reason": st.text(min_size=1, max_size=20),
     },
@@ -103,10 +114,10 @@ PROPOSALS = st.fixed_dictionaries(
         "max_uses": st.integers(-1, 1001),
         "not_before": st.datetimes().map(lambda moment: moment.isoformat() + "Z"),
         "not_after": st.datetimes().map(lambda moment: moment.isoformat() + "Z"),
-        "reviews": TEXTS | st.uuids().map(str),
+        "reviews": WORDS | st.uuids().map(str),
     },
 )
-BYTES = st.binary(max_size=60).map(encode_bytes) | TEXTS
+BYTES = st.binary(max_size=60).map(encode_bytes) | WORDS
 
 
 def test_whatever_is_asked_for_or_shown_as_a_proof_is_answered_as_described(document: BaseSchema) -> None:
@@ -116,7 +127,7 @@ def test_whatever_is_asked_for_or_shown_as_a_proof_is_answered_as_described(docu
     target = propose_token(team[1])
     proof, headers = team[0].proof(target), {"Authorization": f"Bearer {admin}"}
     proofs = st.fixed_dictionaries(
-        {name: st.just(value) | BYTES for name, value in proof.items()}, optional={"more": TEXTS}
+        {name: st.just(value) | BYTES for name, value in proof.items()}, optional={"more": WORDS}
     )  # fmt: skip
 
     @_fixed(60)
@@ -153,3 +164,88 @@ def _attack(cases: st.SearchStrategy[Any], headers: dict[str, str], wanted: list
         case.call_and_validate(headers=headers, checks=wanted)
 
     attack()
+
+
+TEXTS = ("\0", "a\0b", "9" * 30, "99999-01-01", "\udc80", "2024-13-45T25:61", "\u202e'\"\\%_;--")
+HOSTILE = (*TEXTS, "-1", "10000")
+DATES = ("__gte", "__lt", "__year", "__iso_year", "__date")
+LOOKUPS = ("", "__exact", "__in", "__isnull", "__id__exact", "__pk__exact", *DATES)
+MODELS = tuple(admin.site._registry)
+
+
+def client_that_sees_500() -> Client:
+    client = Client(raise_request_exception=False)
+    client.force_login(make_operator())
+    return client
+
+
+def list_parameters(model: type[Model]) -> list[str]:
+    """Return every parameter that the list of a model takes."""
+    shown = admin.site._registry[model]
+    request = RequestFactory().get("/")
+    found = ["q", "p", "o", "all", shown.date_hierarchy or "", "no_such_field"]
+    for each in shown.get_list_filter(request):
+        name = each[0] if isinstance(each, tuple) else each
+        found += [f"{name}{lookup}" for lookup in LOOKUPS] if isinstance(name, str) else [getattr(name, "parameter_name", "")]
+    return [name for name in found if name]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model._meta.label)
+@pytest.mark.django_db
+def test_no_filter_search_or_address_of_an_operators_list_breaks(model: type[Model]) -> None:
+    client = client_that_sees_500()
+    name = f"admin:{model._meta.app_label}_{model._meta.model_name}"
+    url = reverse(f"{name}_changelist")
+    assert client.get(url).status_code == 200
+    for parameter in list_parameters(model):
+        for value in HOSTILE:
+            assert client.get(f"{url}?{parameter}={quote(value, errors='surrogatepass')}").status_code < 500, (parameter, value)
+    for value in (*TEXTS, "a_00b", "_00"):
+        for page in ("", "/change", "/history", "/delete"):
+            address = f"{url}{quote(value, errors='surrogatepass')}{page}/"
+            assert client.get(address).status_code < 500, address
+
+
+@pytest.mark.parametrize("query", ["at__year=-1", "at__year=0", "at__year=10000"])
+@pytest.mark.django_db
+def test_a_list_refuses_a_year_that_no_calendar_has_in_words_and_takes_every_other(query: str) -> None:
+    AuditEvent.objects.create(actor="system:test", action="test.event", target="this year")
+    client = client_that_sees_500()
+    url = reverse("admin:governance_auditevent_changelist")
+    refused = client.get(f"{url}?{query}")
+    assert refused.status_code == 400
+    assert "A filter in the address has a value that it cannot take. Remove it and try again." in refused.content.decode()
+    year = timezone.now().year
+    assert "this year" in client.get(f"{url}?at__year={year}").content.decode()
+    assert "this year" not in client.get(f"{url}?at__year={year - 1}").content.decode()
+
+
+@pytest.mark.parametrize("error", [DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes"), OverflowError("int")])
+def test_a_program_is_told_the_same_in_the_contracts_envelope(error: Exception) -> None:
+    said = describe_error(error)
+    assert said is not None
+    assert (said.status, said.code, said.retryable) == (400, ErrorCode.BAD_REQUEST, False)
+    assert "Remove it and try again." in said.message
+
+
+def list_rest() -> list[tuple[str, list[str]]]:
+    """Return the paths of the REST API that are read, and their query parameters."""
+    paths = Client().get("/api/schema?format=json").json()["paths"]
+    return [
+        (path, [each["name"] for each in said["get"].get("parameters", []) if each["in"] == "query"])
+        for path, said in paths.items()
+        if "get" in said
+    ]
+
+
+@pytest.mark.django_db
+def test_no_query_or_path_of_the_rest_api_breaks() -> None:
+    _, token = create_admin_token(name="test", actor="user:test")
+    client = Client(raise_request_exception=False, headers={"Authorization": f"Bearer {token}"})
+    for path, parameters in list_rest():
+        for value in HOSTILE:
+            quoted = quote(value, safe="", errors="surrogatepass")
+            address = "/".join(quoted if part.startswith("{") else part for part in path.split("/"))
+            queries = [f"?{name}={quoted}" for name in (*parameters, "no_such")]
+            for asked in (address, *(f"{address}{query}" for query in queries)):
+                assert client.get(asked).status_code < 500, asked
