@@ -305,17 +305,6 @@ async def test_a_server_without_a_node_without_a_gpu_or_of_an_older_release_serv
         assert server.frees == 1
 
 
-async def test_a_cancelled_load_interrupts_its_warm_up_and_frees_what_was_read() -> None:
-    async with prepared(ComfyContract(step_s=0.2)) as (adapter, server):
-        loading = asyncio.create_task(adapter.load(lambda _progress: None))
-        await eventually(lambda: server.running is not None)
-        loading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await loading
-        assert (server.running, server.frees) == (None, 1)
-        await assert_health(adapter, Health.UNREACHABLE)
-
-
 @pytest.mark.parametrize(
     ("model", "options", "has_combo", "found"),
     [

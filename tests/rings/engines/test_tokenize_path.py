@@ -16,9 +16,8 @@ import pytest_asyncio
 from runner.admission import FairQueue, QueueLimits, WaitBudget
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
-from runner.engines.ct2 import Ct2Engine
 from runner.engines.llama_server import LlamaServer
-from runner.engines.port import CHAT, COMPLETIONS, MESSAGES, TOKENIZE, Capabilities
+from runner.engines.port import CHAT, MESSAGES, TOKENIZE, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.engines.tgi import TgiEngine
 from runner.engines.vllm import VllmEngine
@@ -36,11 +35,10 @@ from runner.errors import (
 from runner.limits import limits
 from runner.parts import Parts
 from runner.pool import Model, ModelEvent, Replica
-from runner.report import list_endpoints, list_replicas
+from runner.report import list_endpoints
 from runner.serving.counting import Counting
 from runner.serving.request import Inference
 from tests.fakes.engine import FakeEngine
-from tests.fakes.engines.ct2 import ct2_plan
 from tests.fakes.engines.llama_server import run_router, server_plan
 from tests.fakes.engines.scripted_server import run_engine
 from tests.fakes.engines.talk import client_session, loaded, served
@@ -86,21 +84,6 @@ async def answer(parts: Parts, request: Inference) -> dict[str, Any]:
 @pytest.mark.asyncio(loop_scope="module")
 class TestTheRealEngine:
     """llama.cpp with the tiny model."""
-
-    @pytest.mark.parametrize(
-        ("path", "fields"),
-        [
-            (CHAT, {"messages": [{"role": "system", "content": "Be brief."}, *TALK], "temperature": 0.5, "tools": [TOOL]}),
-            (COMPLETIONS, {"prompt": "<|user|>Hi<|end|>"}),
-            (COMPLETIONS, {"prompt": "naïve 你好 🦆"}),
-        ],
-    )
-    async def test_a_prompt_has_as_many_tokens_as_its_answer_says(self, box: Parts, path: str, fields: dict[str, Any]) -> None:
-        said = await answer(box, ask(path, max_tokens=1, **fields))
-        assert await answer(box, ask(**fields)) == {"count": said["usage"]["prompt_tokens"], "max_model_len": CONTEXT}
-        (replica,) = list_replicas(box.pool.registry.models)
-        assert (replica.context_tokens, TOKENIZE in replica.endpoints) == (CONTEXT, True)
-        assert TOKENIZE in list_endpoints(box.pool.registry.models)
 
     async def test_a_prompt_beyond_the_context_and_a_body_of_more_than_a_megabyte_are_counted(self, box: Parts) -> None:
         long = [{"role": "user", "content": "word " * 4 * CONTEXT}]
@@ -277,10 +260,3 @@ async def test_vllm_is_told_what_decides_the_length_of_a_prompt_and_no_more(tmp_
                 await engine.count_tokens(fields(model="tiny", messages=[]))
             with pytest.raises(EngineError, match="404"):
                 await engine.count_tokens(fields(model="other", prompt="x"))
-
-
-async def test_our_own_text_server_counts_parts_of_text_only() -> None:
-    async with served(Ct2Engine, ct2_plan(context_tokens=300)) as engine:
-        assert engine.capabilities.context_tokens == 300
-        with pytest.raises(InvalidRequest, match="parts of text only"):
-            await engine.count_tokens(fields(model="tiny", messages=[{"role": "user", "content": [{"type": "image_url"}]}]))

@@ -18,9 +18,8 @@ import psutil
 import pytest
 
 from benchmarks.answers import CHAT, MESSAGES, RESPONSES, find_voice
-from benchmarks.hotspots import read_hotspots
 from benchmarks.loadclient import LoadResult, LoadSpec, Target, run_load
-from benchmarks.processes import ROOT, Child
+from benchmarks.processes import ROOT
 from benchmarks.toolchain import Tools, build_tools, find_compiler
 from benchmarks.upstream import MockUpstream, Pace
 from controlplane.launcher.processes import find_by_directory
@@ -138,16 +137,6 @@ def test_one_bad_chunk_in_each_stream_is_reported(tools: Tools, mock: MockUpstre
     assert all(getattr(result, other) == 0 for other in others)
 
 
-def test_streams_that_are_cut_off_and_a_server_that_is_gone_are_errors(tools: Tools, mock: MockUpstream) -> None:
-    spec = LoadSpec(connections=4, seconds=0.1, is_streaming=True)
-    mock.set_fault("cut")
-    cut = run_load(tools.load, Target(mock.port), spec)
-    assert (cut.answered, cut.lost, "no answer at all" in cut.find_problems()) == (0, cut.errors * (CHUNKS - CHUNKS // 2), True)
-    mock.stop()
-    gone = run_load(tools.load, Target(mock.port), spec)
-    assert (gone.answered, gone.errors > 0, cut.errors > 0) == (0, True, True)
-
-
 PROGRAM = """
 import sys, time
 def idle_part():
@@ -161,27 +150,6 @@ while sys.stdin.readline():
     busy_part()
     print("burnt", flush=True)
 """
-
-
-@pytest.mark.parametrize(("how", "suffix"), [("samples", ".stacks"), ("calls", ".pstats")])
-def test_a_profile_names_what_burns_the_time(tmp_path: Path, how: str, suffix: str) -> None:
-    (tmp_path / "burning.py").write_text(PROGRAM)
-    path = tmp_path / f"profile{suffix}"
-    argv = [sys.executable, "-m", "benchmarks.profiled", "--how", how, "--to", str(path), "burning"]
-    child = Child("profiled", argv, log_dir=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, talks=True)
-    try:
-        assert child.read_line(30) == "up"
-        os.kill(child.popen.pid, signal.SIGUSR1)
-        child.send_line("go")
-        assert child.read_line(30) == "burnt"
-        os.kill(child.popen.pid, signal.SIGUSR2)
-        # The program waits in a system call; its handler runs as soon as that returns.
-        child.send_line("go")
-        child.wait_until(path.exists, "it was to write the profile", 30)
-    finally:
-        child.stop()
-    by_total = sorted(read_hotspots(path, units=1), key=lambda spot: spot.total_share, reverse=True)
-    assert any("busy_part" in spot.name and spot.total_share > 0.5 for spot in by_total[:4])
 
 
 def installation(place: Path) -> list[int]:

@@ -190,7 +190,7 @@ def _check_upgraded(url: str) -> None:
 
 
 @pytest.mark.parametrize("at", ["before the role was let in", "while files changed their owner"])
-def test_a_take_over_that_was_cut_short_is_done_again(home: Path, at: str) -> None:
+def test_a_take_over_that_was_cut_short_is_done_again_and_a_folder_that_moved_goes_on_elsewhere(home: Path, at: str) -> None:
     _make_as_the_last_release_did(home)
     Postgres(home=home / "postgres", sockets=home / "pg").prepare()
     data = home / "postgres" / "data"
@@ -201,6 +201,10 @@ def test_a_take_over_that_was_cut_short_is_done_again(home: Path, at: str) -> No
             os.chown(path, pwd.getpwnam("nobody").pw_uid, data.stat().st_gid)
     with _running(home) as url:
         _check_upgraded(url)
+    (home / "other").mkdir(mode=0o711)
+    (home / "postgres").rename(home / "other" / "postgres")
+    with _running(home / "other") as url, psycopg.connect(url) as connection:
+        assert connection.execute("SELECT count(*) FROM kept").fetchone() == (2,)
 
 
 @as_root

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from benchmarks.__main__ import choose, main
-from benchmarks.boxcheck import findings
 from benchmarks.boxcheck.__main__ import choose as choose_checks
 from benchmarks.boxcheck.arithmetic import (
     Stay,
@@ -19,8 +18,7 @@ from benchmarks.boxcheck.arithmetic import (
     shares,
     time_by_tenant,
 )
-from benchmarks.boxcheck.findings import Section
-from benchmarks.boxcheck.parsing import missing_fields, read_comments, read_events, read_metrics, read_url, sum_samples
+from benchmarks.boxcheck.parsing import read_comments, read_events, read_metrics, read_url, sum_samples
 from benchmarks.errors import BenchmarkError
 from benchmarks.figures import Sample, SampleSet, compute_figures, judge_floors
 from benchmarks.loadclient import LoadResult, Percentiles
@@ -174,27 +172,3 @@ def test_metrics_streams_and_logs_are_read() -> None:
     assert read_comments(STREAM) == {"x-cache-hit": "true", "x-gpu-time-ms": "12"}
     assert read_url("INFO starting\n") is None
     assert read_url("INFO starting\napi listening url=http://127.0.0.1:4711\nmore") == "http://127.0.0.1:4711"
-
-
-def test_missing_fields_are_named_by_their_path() -> None:
-    example = {"models": {"loaded": [{"id": "", "memory": 0}], "available": ["x"]}, "health": ""}
-    for found, missing in (
-        ({"models": {"loaded": [{"id": "a", "memory": None}], "available": []}, "health": "ok"}, []),
-        ({"models": {"loaded": [{"id": "a"}]}}, ["models.loaded[0].memory", "models.available", "health"]),
-        ({"models": {"loaded": [], "available": []}, "health": ""}, ["models.loaded[0]"]),
-        (None, ["(the document)"]),
-    ):
-        assert missing_fields(example, found) == missing
-
-
-def test_a_check_without_a_demand_or_with_one_that_was_missed_has_not_passed() -> None:
-    written: list[str] = []
-    section = Section("limits", written.append)
-    verdicts = [section.passed]
-    for is_good in (True, False, True):
-        section.judge("it answers", passed=is_good, shown=3)
-        verdicts.append(section.passed)
-    assert verdicts == [False, True, False, False]
-    assert written == ["  PASS  it answers: 3", "  FAIL  it answers: 3", "  PASS  it answers: 3"]
-    table = findings.render_table([["", "ms"], ["load", 1234.5], ["unload", None]])
-    assert table.splitlines() == ["            ms", "  ────────────", "  load    1234", "  unload     –"]

@@ -301,7 +301,7 @@ def test_what_is_said_adds_up_in_every_dialect() -> None:
     [
         (b"data: {}\n\ndata: {}\n", "inside an event"), (b"data: {}\n\ndata: {", "last line"),
         (b'{"error": "x"}\n\n', "none of an event stream"), (b"data: \xff\n\n", "UTF-8"),
-        *((body, ".") for body in (b"data:\n\n", b"event: ping\n\n", b"data: {\n\n", b"data: [1]\n\n", b'data: {"a": NaN}\n\n')),
+        *((body, ".") for body in (b"event: ping\n\n", b"data: {\n\n", b"data: [1]\n\n", b'data: {"a": NaN}\n\n')),
     ],
 )  # fmt: skip
 def test_a_stream_that_is_none_and_an_event_without_json_are_refused(body: bytes, words: str) -> None:
