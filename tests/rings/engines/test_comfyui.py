@@ -230,9 +230,10 @@ async def test_a_server_that_goes_away_is_said() -> None:
 async def test_only_images_are_served_and_nobody_else_on_the_machine_gets_any() -> None:
     async with loaded() as (adapter, server), client_session() as client:
         call = image_call()
-        for other in ({"path": CHAT}, {"path": "/v1/images/edits"}, {"method": "GET"}):
+        others = [dataclasses.replace(call, path=path) for path in (CHAT, "/v1/images/edits")]
+        for other in (*others, dataclasses.replace(call, method="GET")):
             with pytest.raises(ModalityUnsupported):
-                async with adapter.stream(dataclasses.replace(call, **other)):
+                async with adapter.stream(other):
                     pass
         async with adapter.stream(
             dataclasses.replace(call, headers={"content-type": "multipart/form-data; boundary=x"})

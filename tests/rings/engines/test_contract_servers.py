@@ -433,11 +433,9 @@ async def test_a_load_goes_on_when_the_connection_breaks_and_is_undone_when_it_i
         await asyncio.wait_for(engine.load(ignore), 30)
         assert (server.loaded, await engine.health()) == ("tiny", Health.OK)
     async with TabbyContract(module_s=0.1).serve() as server:
-        begun = asyncio.Event()
-        loading = asyncio.create_task(
-            TabbyApiEngine(tabby_plan(server.url), client).load(lambda said: said.fraction and begun.set())
-        )
-        await asyncio.wait_for(begun.wait(), 30)
+        engine, heard = TabbyApiEngine(tabby_plan(server.url), client), list[Progress]()
+        loading = asyncio.create_task(engine.load(heard.append))
+        await eventually(lambda: heard and heard[-1].fraction)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(loading, 30)

@@ -114,7 +114,12 @@ def is_reading(supervisor: Supervisor) -> Callable[[], bool]:
 async def test_an_engine_that_goes_on_without_its_client_is_killed_and_serves_again() -> None:
     async with supervised() as supervisor:
         before = supervisor.engine.pids
-        neighbour = asyncio.create_task(ask(supervisor.engine, chat_call("tiny", QUESTION, **ENDLESS)))
+
+        async def ask_on() -> None:  # a busy machine may end an answer before the engine is killed
+            while True:
+                await ask(supervisor.engine, chat_call("tiny", QUESTION, **ENDLESS))
+
+        neighbour = asyncio.create_task(ask_on())
         await leave(supervisor, Call("POST", CHAT, {"content-type": "application/json"}, STUCK), once=is_reading(supervisor))
 
         await eventually(lambda: supervisor.restarts == 1 and supervisor.is_ready)

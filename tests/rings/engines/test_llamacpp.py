@@ -14,6 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -218,7 +219,7 @@ def cached_tokens(body: bytes) -> int:
 
 async def reused(engine: LlamaCpp, path: str, tenant: str, *, tag: str = "", **fields: object) -> int:
     """Ask, and return how many prompt tokens the engine says it reused."""
-    return cached_tokens(await ask(engine, call_to(path, tenant, tag=tag, **fields)))
+    return cached_tokens(await ask(engine, call_to(path, tenant, tag=tag, mode="prefix", **fields)))
 
 
 async def held_tokens(engine: LlamaCpp) -> list[int]:
@@ -469,7 +470,8 @@ async def test_a_routers_progress_is_passed_on_and_what_is_loaded_is_not_loaded_
 async def test_dialects_that_the_template_is_told_nothing_in_are_left_to_translation(
     router: RouterContract, client: aiohttp.ClientSession, *, wanted: bool | None
 ) -> None:
-    engine = LlamaServer(server_plan(router.url, **({} if wanted is None else {"enable_thinking": wanted})), client)
+    options: dict[str, Any] = {} if wanted is None else {"enable_thinking": wanted}
+    engine = LlamaServer(server_plan(router.url, **options), client)
     await engine.load(ignore)
     assert (RESPONSES in engine.capabilities.endpoints) is (wanted is None)
     assert MESSAGES not in engine.capabilities.endpoints, "its slots are pinned"

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from email.utils import formatdate
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -104,8 +105,8 @@ async def test_the_provider_gets_its_own_name_and_nothing_that_only_the_box_read
     call = chat_call("cloud-large", "Hello", thinking={"type": "enabled"}, **fields)
     headers = {**call.headers, "x-secret-of-client": "1", "authorization": "Bearer of-the-client", "cookie": "a=b"}
     sent = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "top_p": 0.5}
-    for options, thinking in (({"remote_thinking": "disabled"}, "disabled"), ({}, "enabled")):
-        async with loaded(**options) as (engine, provider):
+    for told, thinking in (("disabled", "disabled"), (None, "enabled")):
+        async with loaded(remote_thinking=told) as (engine, provider):
             assert (provider.tries, provider.lists, await engine.health()) == (0, 0, Health.OK), "a load asks nothing"
             await ask(engine, dataclasses.replace(call, headers=headers, path=call.path + "?tenant=acme", tenant="acme"))
             assert provider.asked == [{**sent, "thinking": {"type": thinking}}]
@@ -236,9 +237,7 @@ async def test_a_page_instead_of_an_answer_is_an_error_and_one_instead_of_an_err
         *(("sk-no", {"remote_health_check": check}, f"not accept the key in {KEY_NAME}") for check in ("models", "completion")),
     ],
 )  # fmt: skip
-async def test_a_load_that_cannot_be_names_what_to_set_and_not_the_key(
-    key: str, options: dict[str, object], words: str
-) -> None:
+async def test_a_load_that_cannot_be_names_what_to_set_and_not_the_key(key: str, options: dict[str, Any], words: str) -> None:
     async with prepared(key=key, **options) as (engine, _):
         with pytest.raises(EngineError, match=words) as caught:
             await engine.load(lambda _progress: None)

@@ -92,7 +92,11 @@ class TestTheRealEngine:
         assert await answer(box, ask(messages=long, padding="x" * 1_200_000)) == counted
 
     async def test_the_owner_is_told_what_the_engines_own_messages_leave_out(self, box: Parts) -> None:
-        for more, ignored in (({"thinking": {"type": "disabled"}, "seed": 7}, "thinking.type, seed"), ({}, None)):
+        cases: list[tuple[dict[str, Any], str | None]] = [
+            ({"thinking": {"type": "disabled"}, "seed": 7}, "thinking.type, seed"),
+            ({}, None),
+        ]
+        for more, ignored in cases:
             async with box.door.open(ask(MESSAGES, max_tokens=1, messages=TALK, **more)) as found:
                 assert (found.status, found.headers.get("x-muster-ignored")) == (200, ignored)
 

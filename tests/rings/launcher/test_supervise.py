@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,8 +62,11 @@ def python(*words: str, **options: object) -> Command:
     return Command(argv=[sys.executable, "-c", *words], **{"env": os.environ, "cwd": Path("/"), **options})  # type: ignore[arg-type]
 
 
-def make_spec(name: str, *words: str, is_ready: Callable[[int], bool] = lambda _pid: True, **limits: float) -> PartSpec:
-    return PartSpec(name=name, command=lambda: python(*words), is_ready=is_ready, **limits)
+def make_spec(
+    name: str, *words: str, is_ready: Callable[[int], bool] = lambda _pid: True, starts_s: float = 60.0, stops_s: float = 30.0
+) -> PartSpec:
+    command = partial(python, *words)
+    return PartSpec(name=name, command=command, is_ready=is_ready, start_deadline_s=starts_s, stop_deadline_s=stops_s)
 
 
 @pytest.fixture
@@ -100,11 +104,11 @@ def test_a_part_that_dies_is_started_again_and_what_it_had_started_goes_with_it(
 
 
 def test_a_part_that_cannot_start_or_is_never_ready_is_given_up_with_its_last_words(supervisor: Supervisor) -> None:
-    for program, limits, words in (
-        ("raise SystemExit('the disk is full')", {}, "part keeps dying: the disk is full"),
-        (RUN, {"start_deadline_s": 0.2}, "part is not ready after 0 s"),
+    for program, starts_s, words in (
+        ("raise SystemExit('the disk is full')", 60.0, "part keeps dying: the disk is full"),
+        (RUN, 0.2, "part is not ready after 0 s"),
     ):
-        supervisor.start([make_spec("part", program, is_ready=lambda _pid: False, **limits)])
+        supervisor.start([make_spec("part", program, is_ready=lambda _pid: False, starts_s=starts_s)])
         with pytest.raises(LauncherError, match=words):
             supervisor.wait_ready(["part"], lambda _name: None)
         supervisor.stop([("part",)])
@@ -122,7 +126,7 @@ def test_parts_stop_in_the_order_given_and_one_that_had_ended_or_does_not_stop_l
         return lambda _pid: word in (tmp_path / f"{name}.log").read_text()
 
     parts = [make_spec(name, LEAVING, name, str(order), is_ready=says(name, "listening")) for name in "abc"]
-    deaf = make_spec("deaf", DEAF, is_ready=says("deaf", "deaf"), stop_deadline_s=0.2)
+    deaf = make_spec("deaf", DEAF, is_ready=says("deaf", "deaf"), stops_s=0.2)
     start(supervisor, *parts, deaf, make_spec("ended", RUN))
     ended = supervisor.pids["ended"]
     os.kill(ended, signal.SIGKILL)

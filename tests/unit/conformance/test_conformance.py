@@ -51,7 +51,7 @@ def test_directives_are_explained_found_in_the_last_message_of_the_user_and_refu
         {"role": "user", "content": parts},
         {"role": "tool", "content": "[[cut]]"},
     ]
-    asked = [{"messages": turns}, {"input": turns}, {"prompt": ["[[length]]"]}, {"input": "[[cached]]"}]
+    asked: list[dict[str, Any]] = [{"messages": turns}, {"input": turns}, {"prompt": ["[[length]]"]}, {"input": "[[cached]]"}]
     assert [find_prompt(body) for body in asked] == ["[[tools]]", "[[tools]]", "[[length]]", "[[cached]]"]
 
 

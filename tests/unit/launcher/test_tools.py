@@ -95,9 +95,11 @@ def test_where_nothing_runs_the_commands_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("DATABASE_URL")
-    for run in (lambda: run_demo(tmp_path, as_json=False), lambda: run_manage(tmp_path, ["check"])):
-        with pytest.raises(LauncherError, match=f"no Muster runs on {tmp_path}: start it with ./muster up"):
-            run()
+    words = f"no Muster runs on {tmp_path}: start it with ./muster up"
+    with pytest.raises(LauncherError, match=words):
+        run_demo(tmp_path, as_json=False)
+    with pytest.raises(LauncherError, match=words):
+        run_manage(tmp_path, ["check"])
     assert run_down(tmp_path) == 0
     assert capsys.readouterr().out == f"Not running: {tmp_path}\n"
 
