@@ -5,10 +5,12 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+T = TypeVar("T")
 Floats = NDArray[np.float32]
 Value = int | float | bool | str | list["Value"]
 
@@ -25,30 +27,11 @@ class GgufFile:
     metadata: dict[str, Value]
     tensors: dict[str, Floats]
 
-    def integer(self, key: str) -> int:
+    def get(self, key: str, kind: type[T]) -> T:
+        """Return a value of the metadata. Raises AssertionError when it is of another type."""
         value = self.metadata[key]
-        assert isinstance(value, int)
+        assert isinstance(value, kind)
         return value
-
-    def number(self, key: str) -> float:
-        value = self.metadata[key]
-        assert isinstance(value, float)
-        return value
-
-    def text(self, key: str) -> str:
-        value = self.metadata[key]
-        assert isinstance(value, str)
-        return value
-
-    def texts(self, key: str) -> list[str]:
-        value = self.metadata[key]
-        assert isinstance(value, list)
-        return [str(item) for item in value]
-
-    def integers(self, key: str) -> list[int]:
-        value = self.metadata[key]
-        assert isinstance(value, list)
-        return [item for item in value if isinstance(item, int)]
 
 
 class _Cursor:

@@ -27,7 +27,7 @@ def hf_tensors(gguf: GgufFile) -> dict[str, Floats]:
 
     GGUF keeps the two channels of a rotary pair side by side, Hugging Face half a head apart: Q and K are permuted back.
     """
-    heads = {"attn_q": gguf.integer("llama.attention.head_count"), "attn_k": gguf.integer("llama.attention.head_count_kv")}
+    heads = {"attn_q": gguf.get("llama.attention.head_count", int), "attn_k": gguf.get("llama.attention.head_count_kv", int)}
     found = {
         "model.embed_tokens.weight": gguf.tensors["token_embd.weight"],
         "model.norm.weight": gguf.tensors["output_norm.weight"],
@@ -48,36 +48,36 @@ def hf_tensors(gguf: GgufFile) -> dict[str, Floats]:
 
 def hf_config(gguf: GgufFile) -> dict[str, object]:
     """Return ``config.json`` of LlamaForCausalLM."""
-    base = gguf.number("llama.rope.freq_base")
+    base = gguf.get("llama.rope.freq_base", float)
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": True,
         "attention_bias": False, "mlp_bias": False, "dtype": "bfloat16", "torch_dtype": "bfloat16", "use_cache": True,
         "vocab_size": gguf.tensors["token_embd.weight"].shape[0],
-        "hidden_size": gguf.integer("llama.embedding_length"),
-        "intermediate_size": gguf.integer("llama.feed_forward_length"),
-        "num_hidden_layers": gguf.integer("llama.block_count"),
-        "num_attention_heads": gguf.integer("llama.attention.head_count"),
-        "num_key_value_heads": gguf.integer("llama.attention.head_count_kv"),
-        "head_dim": gguf.integer("llama.attention.key_length"),
-        "max_position_embeddings": gguf.integer("llama.context_length"),
-        "rms_norm_eps": gguf.number("llama.attention.layer_norm_rms_epsilon"),
+        "hidden_size": gguf.get("llama.embedding_length", int),
+        "intermediate_size": gguf.get("llama.feed_forward_length", int),
+        "num_hidden_layers": gguf.get("llama.block_count", int),
+        "num_attention_heads": gguf.get("llama.attention.head_count", int),
+        "num_key_value_heads": gguf.get("llama.attention.head_count_kv", int),
+        "head_dim": gguf.get("llama.attention.key_length", int),
+        "max_position_embeddings": gguf.get("llama.context_length", int),
+        "rms_norm_eps": gguf.get("llama.attention.layer_norm_rms_epsilon", float),
         "rope_theta": base, "rope_parameters": {"rope_theta": base, "rope_type": "default"},
-        "bos_token_id": gguf.integer("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": gguf.integer("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": gguf.integer("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": gguf.get("tokenizer.ggml.bos_token_id", int),
+        "eos_token_id": gguf.get("tokenizer.ggml.eos_token_id", int),
+        "pad_token_id": gguf.get("tokenizer.ggml.padding_token_id", int),
     }  # fmt: skip
 
 
 def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` with the chat template."""
-    tokens, kinds = gguf.texts("tokenizer.ggml.tokens"), gguf.integers("tokenizer.ggml.token_type")
+    tokens, kinds = gguf.get("tokenizer.ggml.tokens", list), gguf.get("tokenizer.ggml.token_type", list)
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     model = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
         "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
         "vocab": {token: number for number, token in enumerate(tokens)},
-        "merges": [merge.split(" ") for merge in gguf.texts("tokenizer.ggml.merges")],
+        "merges": [merge.split(" ") for merge in gguf.get("tokenizer.ggml.merges", list)],
     }  # fmt: skip
     tokenizer = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
@@ -90,11 +90,11 @@ def write_tokenizer(gguf: GgufFile, folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-        "bos_token": tokens[gguf.integer("tokenizer.ggml.bos_token_id")],
-        "eos_token": tokens[gguf.integer("tokenizer.ggml.eos_token_id")],
-        "pad_token": tokens[gguf.integer("tokenizer.ggml.padding_token_id")],
-        "model_max_length": gguf.integer("llama.context_length"),
-        "chat_template": gguf.text("tokenizer.chat_template"),
+        "bos_token": tokens[gguf.get("tokenizer.ggml.bos_token_id", int)],
+        "eos_token": tokens[gguf.get("tokenizer.ggml.eos_token_id", int)],
+        "pad_token": tokens[gguf.get("tokenizer.ggml.padding_token_id", int)],
+        "model_max_length": gguf.get("llama.context_length", int),
+        "chat_template": gguf.get("tokenizer.chat_template", str),
     }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
@@ -156,10 +156,10 @@ def write_ct2_model(folder: Path, *, quantization: str) -> None:
         layer.ffn.linear_0.weight = part["mlp.gate_proj"]
         layer.ffn.linear_0_noact.weight = part["mlp.up_proj"]
         layer.ffn.linear_1.weight = part["mlp.down_proj"]
-    tokens = gguf.texts("tokenizer.ggml.tokens")
+    tokens = gguf.get("tokenizer.ggml.tokens", list)
     spec.register_vocabulary(tokens)
-    spec.config.bos_token = tokens[gguf.integer("tokenizer.ggml.bos_token_id")]
-    spec.config.eos_token = tokens[gguf.integer("tokenizer.ggml.eos_token_id")]
+    spec.config.bos_token = tokens[gguf.get("tokenizer.ggml.bos_token_id", int)]
+    spec.config.eos_token = tokens[gguf.get("tokenizer.ggml.eos_token_id", int)]
     spec.config.unk_token = ""
     spec.config.layer_norm_epsilon = config["rms_norm_eps"]
     spec.validate()
