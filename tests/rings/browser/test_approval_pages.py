@@ -26,10 +26,10 @@ from governance.services.people import create_invitation
 from governance.signin import ASSURANCE
 from governance.states import ApprovalState
 from tests.fakes.control_process import ServerProcess
-from tests.fakes.governed_nodes import Identity, make_box
+from tests.fakes.governed_nodes import fake_boxes, propose_load
+from tests.fakes.governed_team import Member, Team, make_governed, make_team, propose_token
 from tests.rings.browser.conftest import REPORTER, Chromium, Visit, in_database
-from tests.system.governance.fake_box import fake_boxes, propose_load
-from tests.system.governance.team import Member, Team, make_governed, make_team, propose_token
+from tests.system.nodes.governed import Identity, make_box
 from wire.optoken.approval import canonical, decode_bytes, digest_words, read_statement
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]

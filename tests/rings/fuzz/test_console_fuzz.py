@@ -33,9 +33,7 @@ from governance.api.schema import STREAM_PATH
 from governance.models import AuditEvent
 from governance.services import create_admin_token
 from nodes.services import create_credential, create_provider
-from tests.system.gateway_admin.factories import make_operator
-from tests.system.governance.team import make_team, propose_token
-from wire.contract import ErrorCode
+from tests.fakes.governed_team import make_team, propose_token
 from wire.optoken.approval import encode_bytes
 
 pytestmark = pytest.mark.timeout(240)

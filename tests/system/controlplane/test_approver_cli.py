@@ -20,9 +20,9 @@ from governance.models import Decision
 from governance.services import create_admin_token
 from governance.services.approver_keys import add_key_file
 from tests.fakes.control_process import serve_control
+from tests.fakes.governed_team import make_team, propose_token
 from tests.fakes.passkeys import KeyFile
 from tests.fakes.policies import make_people, make_policy, make_statement
-from tests.system.governance.team import make_team, propose_token
 from wire.optoken.approval import Statement, decode_bytes, digest_words, encode_bytes, load_public_key, read_statement
 
 

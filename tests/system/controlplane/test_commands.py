@@ -23,9 +23,9 @@ from gateway.services import disallow_model, is_model_allowed, revoke_api_key
 from governance.services import revoke_admin_token, verify_admin_token
 from nodes.models import Node, Provider
 from nodes.services import find_credential, revoke_credential
-from tests.fakes.nodes import make_credential, make_node
+from tests.fakes.governed_team import make_governed, make_key
 from tests.system.gateway_admin.factories import audited
-from tests.system.governance.team import make_governed, make_key
+from tests.system.nodes.factories import make_credential, make_node
 from wire.credentials import CredentialKind, parse_keyid
 
 pytestmark = pytest.mark.django_db

@@ -13,8 +13,8 @@ from core.models import User
 from governance import services
 from governance.errors import ApprovalRefused
 from governance.services.people import create_invitation
-from tests.fakes.nodes import audited
-from tests.system.governance.team import make_governed, make_key, propose_token
+from tests.fakes.governed_team import make_governed, make_key, propose_token
+from tests.system.nodes.factories import audited
 from wire.optoken.approval import read_statement
 
 pytestmark = [pytest.mark.django_db, pytest.mark.timeout(180)]

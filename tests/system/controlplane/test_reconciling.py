@@ -12,9 +12,9 @@ from controlplane.reconciling import Reconciler
 from governance import services
 from governance.models import OperationRun
 from governance.states import RunState
+from tests.fakes.governed_team import make_governed, propose_token
 from tests.fakes.limits import set_limits
 from tests.fakes.waiting import wait_until
-from tests.system.governance.team import make_governed, propose_token
 
 WITHIN_S = 30.0
 pytestmark = pytest.mark.timeout(240)

@@ -21,8 +21,8 @@ from governance.models import Operation
 from governance.signin import ASSURANCE
 from governance.states import ApprovalState
 from governance.views.operation_parts import describe_proof
+from tests.fakes.governed_team import Member, Team, make_governed, make_team, propose_token
 from tests.fakes.limits import set_limits
-from tests.system.governance.team import Member, Team, make_governed, make_team, propose_token
 from wire.optoken.approval import canonical, digest_words, policy_words, verify_bundle
 from wire.optoken.proposal import DEFAULT_CLASSES
 

@@ -41,18 +41,18 @@ from governance.checkpoints import (
     root_at,
 )
 from governance.models import AuditCheckpoint, AuditEntry, AuditEvent, WitnessStatement
-from tests.fakes.waiting import wait_until
-from tests.system.governance.audit_rows import (
+from tests.fakes.audit_logs import (
     LOG_KEY,
     TABLES,
     append,
     append_at_once,
     database_url,
-    judge,
+    judge_database,
     raw_connection,
     sizes,
     tamper,
 )
+from tests.fakes.waiting import wait_until
 from wire import auditlog
 from wire.auditlog import (
     Checkpoint,
@@ -97,7 +97,7 @@ def test_an_entry_comes_with_the_commit_and_not_before() -> None:
         assert not AuditEntry.objects.exists()
     entry = AuditEntry.objects.get()
     assert (entry.seq, entry.event_id, bytes(entry.prev_hash)) == (1, event.pk, bytes(32))
-    assert judge().status is Status.GOOD
+    assert judge_database().status is Status.GOOD
 
 
 @pytest.mark.timeout(240)
@@ -120,7 +120,7 @@ def test_many_appenders_at_once_make_one_chain_in_the_order_of_their_commits() -
     kept = sum((2 if event % 3 == 0 else 1) for event in range(EVENTS_EACH) if event % 5 != 4)
 
     assert sizes() == list(range(1, APPENDERS * kept + 1))
-    verdict = judge()
+    verdict = judge_database()
     assert (verdict.status, verdict.size) == (Status.GOOD, APPENDERS * kept)
 
 
@@ -150,7 +150,7 @@ def test_whoever_appends_never_waits_for_a_row_while_others_wait_for_the_chain()
         with raw_connection() as session:
             session.execute("DROP TABLE chain_child, chain_parent")
     assert [event.target for event in AuditEvent.objects.order_by("entry__seq")] == ["other", "one"]
-    assert judge().status is Status.GOOD
+    assert judge_database().status is Status.GOOD
 
 
 def test_an_appender_with_an_old_snapshot_fails_whole_and_leaves_no_fork() -> None:
@@ -163,7 +163,7 @@ def test_an_appender_with_an_old_snapshot_fails_whole_and_leaves_no_fork() -> No
             session.commit()
         session.rollback()
     assert [event.target for event in AuditEvent.objects.all()] == ["t0"]
-    assert judge().status is Status.GOOD
+    assert judge_database().status is Status.GOOD
 
 
 def test_a_role_that_may_only_insert_and_select_still_appends_and_can_do_no_more() -> None:
@@ -256,7 +256,7 @@ def test_what_a_superuser_did_to_the_tables_is_found(seq: int, kind: Kind, state
     append(8)
     ids = [0, *AuditEvent.objects.order_by("pk").values_list("pk", flat=True)]
     tamper(*(statement.format(*ids) for statement in statements))
-    found = judge().findings[0]
+    found = judge_database().findings[0]
     assert (found.seq, found.kind) == (seq, kind)
 
     call_command("audit", "export", str(tmp_path / "log"), stdout=StringIO())
@@ -272,9 +272,9 @@ def test_a_log_that_lost_its_end_or_was_written_anew_is_told_by_its_checkpoints(
     checkpoint_if_due()
     tamper("DELETE FROM governance_auditevent WHERE id IN (SELECT event_id FROM governance_auditentry WHERE seq > 4)")
     tamper("DELETE FROM governance_auditentry WHERE seq > 4")
-    assert judge().status is Status.TRUNCATED
+    assert judge_database().status is Status.TRUNCATED
     append(3)
-    verdict = judge()
+    verdict = judge_database()
     assert verdict.status is Status.INCONSISTENT
     assert verdict.findings[0].seq == 6
     assert check_tail().bad is None
@@ -368,7 +368,7 @@ def test_an_export_is_checked_line_by_line_and_never_held_whole(tmp_path: Path) 
     verifier = Verifier(keys=keys, origin=origin, size_claimed=size)
     for record in read_records(iter(lines[1:])):
         verifier.feed(record)
-    assert verifier.finish() == judge()
+    assert verifier.finish() == judge_database()
 
 
 def test_rows_from_before_the_chain_are_in_it_after_the_migration() -> None:
@@ -388,7 +388,7 @@ def test_rows_from_before_the_chain_are_in_it_after_the_migration() -> None:
         with connection.cursor() as cursor:
             for table in TABLES:
                 cursor.execute(f"ALTER TABLE governance_{table} DISABLE TRIGGER governance_{table}_no_truncate")
-    verdict = judge()
+    verdict = judge_database()
     assert (verdict.status, verdict.size) == (Status.GOOD, 4)
     with connection.cursor() as cursor:
         cursor.execute("SELECT seq, hash, event_id FROM governance_auditentry ORDER BY seq LIMIT 3")
@@ -398,7 +398,7 @@ def test_rows_from_before_the_chain_are_in_it_after_the_migration() -> None:
         b'{"action":"a.b","actor":"user:bob","at_us":1767323045000006,"detail":{"reason":"fans"},"op_id":"","target":"x"}'
     )
     append(1)
-    assert judge().size == 5
+    assert judge_database().size == 5
 
 
 NOW = datetime(2026, 11, 2, 9, tzinfo=UTC)
@@ -519,7 +519,7 @@ def test_a_box_that_saw_what_the_log_says_is_kept_as_a_witness_once() -> None:
     assert tell(4, bytes(seen.root)) is WitnessStatus.OK
     assert [(row.size, row.alarm, row.note) for row in WitnessStatement.objects.all()] == [(4, False, seen.note)]
     assert not AuditEvent.objects.filter(action="audit.witness_alarm").exists()
-    verdict = judge()
+    verdict = judge_database()
     assert (verdict.status, verdict.witnesses, verdict.unproven) == (Status.GOOD, 1, 0)
 
 
@@ -535,7 +535,7 @@ def test_a_box_that_makes_up_a_checkpoint_leaves_no_mark_on_the_log() -> None:
                 tell(size, bytes(32), note=shown)
     assert not WitnessStatement.objects.exists()
     assert not AuditEvent.objects.filter(action="audit.witness_alarm").exists()
-    assert judge().status is Status.GOOD
+    assert judge_database().status is Status.GOOD
 
 
 def restore_older_dump(size: int) -> None:
@@ -554,7 +554,7 @@ def test_an_older_dump_that_was_restored_is_told_by_a_box_that_saw_more() -> Non
     append(4)
     seen = make()
     restore_older_dump(6)
-    assert judge().status is Status.GOOD
+    assert judge_database().status is Status.GOOD
 
     assert tell(9, bytes(seen.root), note=seen.note) is WitnessStatus.BEHIND
     alarm = AuditEvent.objects.get(action="audit.witness_alarm")
@@ -564,12 +564,12 @@ def test_an_older_dump_that_was_restored_is_told_by_a_box_that_saw_more() -> Non
         9,
         6,
     )
-    assert judge().status is Status.TRUNCATED
+    assert judge_database().status is Status.TRUNCATED
     append(5)
     for _ in range(2):
         assert tell(9, bytes(seen.root), note=seen.note) is WitnessStatus.INCONSISTENT
     assert AuditEvent.objects.filter(action="audit.witness_alarm").count() == 1
-    assert judge().status is Status.INCONSISTENT
+    assert judge_database().status is Status.INCONSISTENT
 
 
 def test_a_log_written_anew_with_all_its_checkpoints_is_told_by_a_box() -> None:
@@ -580,10 +580,10 @@ def test_a_log_written_anew_with_all_its_checkpoints_is_told_by_a_box() -> None:
     restore_older_dump(2)
     append(8)
     make()
-    assert judge().status is Status.GOOD
+    assert judge_database().status is Status.GOOD
     assert tell(6, seen, note=made.note) is WitnessStatus.INCONSISTENT
     assert AuditEvent.objects.filter(action="audit.witness_alarm").count() == 1
-    assert judge().status is Status.INCONSISTENT
+    assert judge_database().status is Status.INCONSISTENT
 
 
 def test_a_statement_that_the_box_did_not_sign_counts_for_nothing() -> None:
@@ -629,7 +629,7 @@ def test_a_box_is_kept_under_the_name_it_signed_and_one_of_an_earlier_release_un
         tell(6, bytes(second.root), signed_as="another#abc")
     assert list(WitnessStatement.objects.order_by("size").values_list("node_name", flat=True)) == ["box", "box#abc"]
     assert read_status().boxes == 1
-    verdict = judge()
+    verdict = judge_database()
     assert (verdict.status, verdict.witnesses, verdict.unnamed) == (Status.GOOD, 2, 1)
     tamper("UPDATE governance_witnessstatement SET node_name = 'other#abc' WHERE size = 6")
-    assert judge().status is Status.INCONSISTENT
+    assert judge_database().status is Status.INCONSISTENT

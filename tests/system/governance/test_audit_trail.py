@@ -16,7 +16,7 @@ from core.limits import limits
 from governance.audit import record_event
 from governance.checkpoints import make_checkpoint
 from governance.models import AuditCheckpoint, AuditEntry, AuditEvent, WitnessStatement
-from tests.system.governance.audit_rows import LOG_KEY, append, append_at_once, tamper
+from tests.fakes.audit_logs import LOG_KEY, append, append_at_once, tamper
 from wire.optoken.canonical import NotCanonical, canonical_bytes
 
 TABLES = ["auditevent", "auditentry", "auditcheckpoint", "witnessstatement"]

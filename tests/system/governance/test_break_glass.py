@@ -14,9 +14,9 @@ from governance.models import ApproverKey, Decision, Operation, OperationRun
 from governance.services.reviews import REVIEW, list_unreviewed
 from governance.services.sweeps import sweep_operations
 from governance.states import RunState
+from tests.fakes.governed_nodes import FakeBox, fake_boxes, propose_load
+from tests.fakes.governed_team import Member, Team, make_due, make_key
 from tests.fakes.passkeys import SoftPasskey
-from tests.system.governance.fake_box import FakeBox, fake_boxes, propose_load
-from tests.system.governance.team import Member, Team, make_due, make_key
 from wire.optoken.approval import BREAK_GLASS
 from wire.optoken.proposal import DEFAULT_CLASSES
 

@@ -22,10 +22,9 @@ from governance.errors import NotPermitted
 from governance.models import ApproverKey, AuditEvent, Invitation, PolicyVersion
 from governance.services.approver_keys import add_key_file, list_keys
 from governance.services.people import create_invitation
-from tests.fakes.passkeys import KeyFile, PrivateKey, SoftPasskey
+from tests.fakes.governed_team import make_key
+from tests.fakes.passkeys import Device, KeyFile, PrivateKey, SoftPasskey
 from tests.fakes.policies import Person, make_people, make_policy_bytes
-from tests.system.governance.device import Device
-from tests.system.governance.team import make_key
 from wire.optoken.approval import encode_bytes
 
 pytestmark = pytest.mark.django_db

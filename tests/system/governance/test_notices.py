@@ -30,7 +30,7 @@ from governance.services.delivery import deliver_due
 from governance.services.notices import NOTICE_EVENTS, notify
 from governance.services.webhooks import add_webhook, remove_webhook
 from governance.webhooks import SIGNATURE_HEADER, DeliveryFailed, InvalidWebhook, parse_webhook_url, post_notice
-from tests.system.governance.team import Team, make_governed, propose_token
+from tests.fakes.governed_team import Team, make_governed, propose_token
 from wire.optoken.approval import digest_words
 
 pytestmark = pytest.mark.django_db

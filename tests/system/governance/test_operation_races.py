@@ -20,10 +20,10 @@ from governance.errors import GovernanceError, TooManyOpen
 from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunState
+from tests.fakes.governed_nodes import fake_boxes, propose_load
+from tests.fakes.governed_team import Team, make_due, make_governed, make_key, propose_token
 from tests.fakes.limits import set_limits
 from tests.fakes.waiting import wait_until
-from tests.system.governance.fake_box import fake_boxes, propose_load
-from tests.system.governance.team import Team, make_due, make_governed, make_key, propose_token
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
 EXAMPLES = int(os.environ.get("MUSTER_TEST_EXAMPLES", "1"))

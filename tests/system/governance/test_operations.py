@@ -24,9 +24,9 @@ from governance.services import Proposer
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.clock import shift_clock
+from tests.fakes.governed_nodes import FakeBox, fake_boxes, propose_load
+from tests.fakes.governed_team import Team, make_due, make_governed, make_team, propose_token
 from tests.fakes.limits import set_limits
-from tests.system.governance.fake_box import FakeBox, fake_boxes, propose_load
-from tests.system.governance.team import Team, make_due, make_governed, make_team, propose_token
 from wire.ids import new_uuid7
 from wire.optoken.approval import canonical, read_statement
 

@@ -18,10 +18,9 @@ from pytest_django.fixtures import Settings
 from governance import checkpoints, services
 from governance.api.stream import StatusStream
 from governance.models import AdminToken, AuditEvent, Operation, PolicyVersion
+from tests.fakes.audit_logs import append
+from tests.fakes.governed_team import Member, Team, make_client, make_governed, make_team, post, propose_token, refusal
 from tests.fakes.limits import set_limits
-from tests.system.governance.audit_rows import append
-from tests.system.governance.governance_rest import make_client, post, refusal
-from tests.system.governance.team import Member, Team, make_governed, make_team, propose_token
 from wire import auditlog
 from wire.credentials import CredentialKind, mint_credential
 from wire.ids import format_id, new_uuid7

@@ -15,8 +15,8 @@ from governance.models import ApproverKey, AuditEvent, Notice, Operation, Operat
 from governance.services import Proposer
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
-from tests.system.governance.fake_box import FakeBox, fake_boxes, propose_load
-from tests.system.governance.team import Team, make_due, make_governed
+from tests.fakes.governed_nodes import FakeBox, fake_boxes, propose_load
+from tests.fakes.governed_team import Team, make_due, make_governed
 from wire.optoken.approval import canonical, read_statement, verify_bundle
 
 pytestmark = pytest.mark.django_db

@@ -28,9 +28,8 @@ from governance.models import ApproverKey, AuditEvent, Invitation, OneTimePasswo
 from governance.services.passkeys import KnownPasskey, verify_known
 from governance.services.people import create_invitation
 from governance.services.sign_in_throttle import ANYWHERE_PACE, NAME_PACE, REFUSAL, _hide, sweep_failures
-from tests.fakes.passkeys import USER_PRESENT, PrivateKey, SoftPasskey
+from tests.fakes.passkeys import USER_PRESENT, Device, PrivateKey, SoftPasskey
 from tests.fakes.policies import make_people, make_policy
-from tests.system.governance.device import Device
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 pytestmark = pytest.mark.django_db

@@ -24,11 +24,10 @@ from governance.models import ApproverKey, AuditEvent, Operation
 from governance.services.approver_keys import add_key_file
 from governance.services.sweeps import sweep_operations
 from governance.states import RunEvent
+from tests.fakes.audit_logs import LOG_KEY
+from tests.fakes.governed_nodes import fake_boxes, propose_load
+from tests.fakes.governed_team import Member, make_client, make_governed, make_key, make_team, post, propose_token, refusal
 from tests.fakes.passkeys import KeyFile
-from tests.system.governance.audit_rows import LOG_KEY
-from tests.system.governance.fake_box import fake_boxes, propose_load
-from tests.system.governance.governance_rest import make_client, post, refusal
-from tests.system.governance.team import Member, make_governed, make_key, make_team, propose_token
 from wire.optoken import approval
 from wire.optoken.approval import decode_bytes, encode_bytes
 

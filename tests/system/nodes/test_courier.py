@@ -24,11 +24,11 @@ from governance.models import Operation, WitnessStatement
 from governance.states import RunState
 from nodes.models import Node, NodeCommand, NodePresence
 from tests.fakes.governed_nodes import Identity, approve_load, only_run
+from tests.fakes.governed_team import Team, make_due, make_governed
 from tests.fakes.limits import set_limits
 from tests.fakes.node_socket import Door, NodeSocket, dial, hello
 from tests.fakes.nodes import make_credential
 from tests.fakes.waiting import eventually
-from tests.system.governance.team import Team, make_due, make_governed
 from wire import bridge
 from wire.auditlog import LogKey, open_note, to_bytes, verify_consistency, verify_signature
 from wire.optoken.approval import decode_bytes, encode_bytes, read_policy

@@ -28,10 +28,10 @@ from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeOpKey, Reach
 from nodes.services import revoke_credential, set_op_key, take_governance, take_report
 from tests.fakes.governed_nodes import Identity, make_box
+from tests.fakes.governed_team import make_governed
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink
 from tests.fakes.nodes import ACTOR, audited, make_node, make_provider
-from tests.system.governance.team import make_governed
 from wire.auditlog import Checkpoint, LogKey
 from wire.bridge import BoxGovernance, GovernanceReport, OpStatus
 from wire.optoken.approval import decode_bytes, encode_bytes

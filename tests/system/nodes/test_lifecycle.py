@@ -22,8 +22,8 @@ from nodes.services.sweep import LOCK_KEY
 from nodes.states import NodeRow
 from nodes.tasks import sweep_nodes
 from tests.fakes.clock import shift_clock
+from tests.fakes.governed_team import make_governed
 from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_presence
-from tests.system.governance.team import make_governed
 from wire import bridge
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 from wire.contract import NodeMode, NodeStatus

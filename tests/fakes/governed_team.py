@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from django.conf import settings
 from django.core.management.color import no_style
 from django.db import connection, transaction
 from django.db.models import Model
+from django.test import Client
 from django.utils import timezone
 
 from core.models import User
 from governance import services
-from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun, PolicyVersion
+from governance.models import AdminToken, ApproverKey, AuditEvent, Decision, Operation, OperationRun, PolicyVersion
 from governance.services import ApproverChoice, Proposer
 from tests.fakes.passkeys import SoftPasskey
 from tests.fakes.waiting import wait_until
 from wire import clock
+from wire.credentials import CredentialKind, mint_credential
 from wire.optoken.approval import encode_bytes, read_statement
 
 RP_ID = "localhost"
@@ -152,3 +155,24 @@ def propose_token(member: Member, **changes: object) -> Operation:
 def make_due(operation: Operation) -> None:
     """Let every run of an operation be due now."""
     operation.runs.update(due_at=timezone.now())
+
+
+def make_client(member: Member | None, *, name: str = "ci") -> Client:
+    """A client with an admin token of a person, or of nobody."""
+    minted = mint_credential(CredentialKind.ADMIN)
+    owner = member.user if member else None
+    AdminToken.objects.create(name=name, keyid=minted.keyid, digest=minted.digest, owner=owner)
+    return Client(headers={"authorization": f"Bearer {minted.text}"})
+
+
+def post(client: Client, path: str, body: object | None = None, **headers: str) -> Any:
+    """Send JSON."""
+    return client.post(path, body if body is not None else {}, content_type="application/json", headers=headers)
+
+
+def refusal(answer: Any, status: int) -> dict[str, Any]:
+    """The error of an answer that has this status."""
+    assert answer.status_code == status, answer.content
+    error: dict[str, Any] = answer.json()["error"]
+    assert {"code", "message", "retryable", "type", "param"} <= set(error)
+    return error
