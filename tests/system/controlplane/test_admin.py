@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
 
 import pytest
@@ -18,14 +17,13 @@ from django.utils import timezone
 from controlplane.overview import count_live, read_overview
 from core.admin_pages import CreatingAdmin, ShowingAdmin
 from core.models import User
-from gateway.models import ApiKey, GatewayProcess, RequestRecord
+from gateway.models import ApiKey, GatewayProcess
 from gateway.routing import Target
 from gateway.services import allow_model, change_response_policy, create_alias
 from gateway.services.overview import read_gateways
 from gateway.services.responses import keep_response
 from governance.services import create_admin_token
 from governance.services.webhooks import add_webhook
-from nodes.models import Node
 from tests.fakes.governed_team import make_governed
 from tests.system.gateway_admin.factories import ACTOR, make_gateway, make_key, make_operator, make_record
 from tests.system.nodes.factories import make_node, make_presence
@@ -78,21 +76,6 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     assert count_live(overview) == {"nodes_online": 1, "nodes_total": 3, "queued": 1, "running": 0}
 
 
-def test_what_waits_is_said_with_its_reason_and_what_to_do(boss: Client) -> None:
-    make_presence(make_node("attic", model_names=["tiny"], draining=True))
-    make_presence(make_node("cellar", model_names=["big"], max_concurrent=1))
-    running = make_record(model="big", state=RequestState.RUNNING)
-    RequestRecord.objects.filter(pk=running.pk).update(node_id=Node.objects.get(name="cellar").pk)
-    for model in ("tiny", "big", "unheard-of"):
-        make_record(model=model, state=RequestState.QUEUED, age_s=9)
-    page = boss.get(reverse("admin:index")).content.decode()
-
-    assert re.search(r"1 waits for tiny, for \d+\ss\.", page)
-    assert "Only attic has tiny, and it is being drained. Undrain attic, or load tiny on another node." in page
-    assert "Every node that has big is full: cellar 1 of 1." in page
-    assert "No node has unheard-of." in page
-
-
 def test_an_allowed_model_that_no_node_has_is_named_with_the_requests_for_it() -> None:
     make_presence(make_node("attic", model_names=["tiny"]), available_models=["big"])
     for name in ("tiny", "big", "llama3.2"):
@@ -137,23 +120,6 @@ def test_a_policy_and_a_key_that_end_soon_are_named_and_so_is_a_node_that_trusts
     assert "unused" not in said
 
 
-def test_a_replica_that_failed_is_named_with_the_words_of_its_engine(boss: Client) -> None:
-    node = make_node("attic", model_names=["tiny"])
-    make_presence(node, replicas=[{"model": "tiny", "state": "failed", "detail": "connection refused"}])
-    page = boss.get(reverse("admin:index")).content.decode()
-
-    assert "tiny failed on attic." in page
-    assert "connection refused" in page
-    assert reverse("admin:nodes_node_change", args=[node.pk]) in page.split('id="problems"')[1]
-
-
-def test_an_empty_installation_has_a_first_page(boss: Client) -> None:
-    page = boss.get(reverse("admin:index")).content.decode()
-
-    assert "No node has connected yet" in page
-    assert "No gateway runs." in page
-
-
 def test_the_page_takes_as_many_queries_for_many_rows_as_for_few(boss: Client) -> None:
     counts = []
     make_governed()
@@ -174,102 +140,12 @@ def test_the_page_takes_as_many_queries_for_many_rows_as_for_few(boss: Client) -
     assert counts[0] == counts[1] <= MOST_QUERIES, counts
 
 
-def test_names_and_errors_of_boxes_are_shown_as_text(boss: Client) -> None:
-    make_presence(make_node(POLYGLOT), reported_status="error", last_error=POLYGLOT)
-    page = boss.get(reverse("admin:index")).content.decode()
-
-    assert "<img src=x" not in page
-    assert page.count("&lt;img src=x") >= 2
-
-
-def test_the_sidebar_shows_an_operator_only_what_they_may_open() -> None:
-    operator = User.objects.create_user("bob", is_staff=True)
-    client = Client()
-    client.force_login(operator)
-    page = client.get(reverse("admin:index")).content.decode()
-
-    assert reverse("admin:gateway_apikey_changelist") not in page.split('id="overview"')[0]
-
-
-EMPTY = {
-    "nodes_node": ("A node is a machine with GPUs that answers requests.", "admin:nodes_nodecredential_add"),
-    "nodes_nodecredential": ("A node shows its credential when it connects.", "admin:nodes_nodecredential_add"),
-    "nodes_provider": ("A provider is a group of nodes", "admin:nodes_provider_add"),
-    "gateway_model": ("Clients may use the models that are allowed here.", "admin:gateway_model_add"),
-    "gateway_modelalias": ("An alias is another name for models", "admin:gateway_modelalias_add"),
-    "gateway_storedresponse": ("Answers of /v1/responses are kept here", "admin:gateway_tenant_changelist"),
-    "gateway_apikey": ("A client sends an API key with every request.", "admin:gateway_apikey_add"),
-    "gateway_tenant": ("A tenant is a team or a customer.", "admin:gateway_tenant_add"),
-    "governance_admintoken": ("Programs send an admin token", "admin:governance_admintoken_add"),
-    "governance_webhookendpoint": (
-        "Webhooks tell Slack, PagerDuty or a program of yours",
-        "admin:governance_webhookendpoint_add",
-    ),
-}
-"""List → what it is for, and the page that adds the first."""
-LIVE = ("nodes_node", "gateway_apikey", "gateway_requestrecord", "gateway_gatewayprocess")
-
-
-@pytest.mark.parametrize("name", EMPTY)
-def test_an_empty_list_says_what_it_is_for_and_how_to_add_the_first(boss: Client, name: str) -> None:
-    page = boss.get(reverse(f"admin:{name}_changelist")).content.decode()
-    shown = page.split('class="mst-empty"')[1].split("</div>")[0]
-    words, url = EMPTY[name]
-
-    assert words in shown
-    assert f'href="{reverse(url)}' in shown
-    assert "yielded" not in page
-
-
-@pytest.mark.parametrize("query", ["?q=no-such-thing", "?status=error"])
-def test_a_search_or_a_filter_that_matches_nothing_says_that_and_not_that_there_is_nothing(boss: Client, query: str) -> None:
-    make_node("attic")
-    page = boss.get(reverse("admin:nodes_node_changelist") + query).content.decode()
-
-    assert "Nothing matches" in page
-    assert "No nodes yet" not in page
-
-
-@pytest.mark.parametrize("name", LIVE)
-def test_a_list_with_ages_is_kept_current_and_says_as_of_when_it_is(boss: Client, name: str) -> None:
-    page = boss.get(reverse(f"admin:{name}_changelist")).content.decode()
-
-    assert re.search(r'id="list-as-of"[^>]*>As of \d\d:\d\d:\d\d UTC<', page)
-    assert re.search(r'<script[^>]*src="/static/muster/list.js"[^>]*type="module"|<script[^>]*type="module"[^>]*list.js', page)
-
-
 MOST_QUERIES_OF_A_SEARCH = 12
 """Session, operator, what waits for approval, and one for each kind of row."""
 
 
 def search(client: Client, text: str) -> str:
     return client.get(reverse("admin:search"), {"s": text, "extended": "1"}).content.decode()
-
-
-def test_nodes_models_keys_and_pages_are_found_by_a_part_of_their_name(boss: Client) -> None:
-    node = make_node("rack-2")
-    allow_model(name="rack-tuned", actor=ACTOR)
-    key, _ = make_key("rack bot")
-    make_operator("racker", is_superuser=False)
-    found = search(boss, "RACK")
-
-    assert reverse("admin:nodes_node_change", args=[node.pk]) in found
-    assert reverse("admin:gateway_apikey_change", args=[key.pk]) in found
-    assert "rack-tuned" in found
-    assert "racker" in found
-    assert reverse("admin:gateway_modelalias_changelist") in search(boss, "alias")
-
-
-def test_a_request_is_found_by_its_id(boss: Client) -> None:
-    record = make_record()
-
-    assert reverse("admin:gateway_requestrecord_change", args=[record.pk]) in search(boss, record.printed_id)
-
-
-def test_a_new_row_is_found_at_once(boss: Client) -> None:
-    assert "Nothing found" in search(boss, "rack-2")
-    make_node("rack-2")
-    assert "Nothing found" not in search(boss, "rack-2")
 
 
 @pytest.mark.parametrize("text", ["no such thing", "<script>alert(1)</script>", "%", "\x00", "req_" + "0" * 32])

@@ -14,7 +14,7 @@ from django.core.management.base import SystemCheckError
 from django.test import Client, override_settings
 
 from controlplane.launcher.credentials import require_credentials
-from controlplane.launcher.files import read_json, write_json
+from controlplane.launcher.files import read_json
 from controlplane.management.commands.bootstrap import ACTOR, MODEL, USERNAME, make_credentials
 from controlplane.management.service_command import SETTINGS_CHECKS
 from core.models import User
@@ -23,7 +23,7 @@ from gateway.services import disallow_model, is_model_allowed, revoke_api_key
 from governance.services import revoke_admin_token, verify_admin_token
 from nodes.models import Node, Provider
 from nodes.services import find_credential, revoke_credential
-from tests.fakes.governed_team import make_governed, make_key
+from tests.fakes.governed_team import make_governed
 from tests.system.gateway_admin.factories import audited
 from tests.system.nodes.factories import make_credential, make_node
 from wire.credentials import CredentialKind, parse_keyid
@@ -179,23 +179,6 @@ def test_a_password_that_the_operator_changed_stays_theirs(tmp_path: Path) -> No
     assert user.check_password("chosen by the operator")
 
 
-def test_an_operator_deleted_for_another_is_not_brought_back(tmp_path: Path) -> None:
-    path = tmp_path / "credentials.json"
-    _bootstrap(path)
-    User.objects.create_superuser("somebody", password="a long enough one")
-    User.objects.filter(username=USERNAME).delete()
-    _bootstrap(path)
-    assert not User.objects.filter(username=USERNAME).exists()
-
-
-def test_deleting_the_file_gives_a_new_password(tmp_path: Path) -> None:
-    path = tmp_path / "credentials.json"
-    _bootstrap(path)
-    path.unlink()
-    _bootstrap(path)
-    assert User.objects.get(username=USERNAME).check_password(require_credentials(path).password)
-
-
 def test_a_model_that_the_operator_took_off_the_list_stays_off() -> None:
     kept = make_credentials({})
     disallow_model(name=MODEL, actor=ACTOR)
@@ -244,31 +227,3 @@ def test_three_people_can_make_a_passkey_and_the_model_is_allowed() -> None:
     assert User.objects.get(username="ana").has_perm("governance.add_operation")
     assert not User.objects.get(username="ben").has_perm("governance.add_operation")
     assert not any(user.is_superuser or user.has_usable_password() for user in User.objects.all())
-
-
-def test_a_second_time_makes_new_links_for_whoever_has_no_passkey_yet() -> None:
-    first = json.loads(run_demo("--json"))["people"]
-    make_key(User.objects.get(username="ana"))
-    second = json.loads(run_demo("--json"))["people"]
-    assert second[0]["invitation"] == ""
-    assert second[1]["invitation"] not in {"", first[1]["invitation"]}
-    assert Client().get(first[1]["invitation"].removeprefix(settings.PUBLIC_URL)).status_code != 200
-    assert User.objects.count() == 3
-
-
-def test_the_steps_name_the_installation_its_gateway_and_the_key(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    write_json(tmp_path / "run" / "installation.json", {"gateway_url": "http://127.0.0.1:9", "api_key": "mst_mine"})
-    said = run_demo("--data", str(tmp_path))
-    assert f"./muster trust WORDS --data {tmp_path}" in said
-    assert "curl http://127.0.0.1:9/v1/chat/completions" in said
-    assert "Bearer mst_mine" in said
-    assert f"{settings.PUBLIC_URL}/approvals/policy" in said
-
-
-def test_the_first_step_says_that_password_sessions_become_read_only_and_where_a_passkey_is_made() -> None:
-    said = run_demo()
-    first = said[said.index("  0. ") : said.index("  1. ")]
-    assert "read-only" in first
-    assert "administrator" in first
-    assert f"{settings.PUBLIC_URL.rstrip('/')}/sign-in/keys" in first

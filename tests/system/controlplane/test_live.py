@@ -261,14 +261,6 @@ async def test_the_page_of_a_box_gets_its_state_again_while_it_loads() -> None:
     await page.disconnect(timeout=30)
 
 
-async def test_the_page_of_a_box_that_is_not_there_gets_nothing() -> None:
-    cookie = await database_sync_to_async(sign_in)("ada", "view_node", is_staff=True)
-    page = socket(cookie, path="/ws/nodes/00000000-0000-0000-0000-000000000000")
-    await page.connect(timeout=30)
-    assert (await receive(page)) == {"html": ""}
-    await page.disconnect(timeout=30)
-
-
 @pytest.mark.parametrize("path", ["/ws/nothing", "/ws/nodes/not-an-id", "/", "/nodes/connect"])
 @pytest.mark.parametrize("origin", ["http://localhost:8000", ""])
 async def test_an_unknown_socket_path_is_not_found_wherever_it_is_asked_from(path: str, origin: str) -> None:

@@ -17,8 +17,7 @@ from django.utils import timezone
 
 from core.models import User
 from core.throttle import AuthThrottle
-from governance.audit import record_event
-from governance.errors import AdminTokenNotFound, InvalidName
+from governance.errors import AdminTokenNotFound
 from governance.models import AdminToken, AuditEvent
 from governance.services import admin_tokens, create_admin_token, revoke_admin_token, verify_admin_token
 from wire.credentials import CredentialKind, _checksum, digest_credential, mint_credential
@@ -37,13 +36,6 @@ def test_a_new_token_is_accepted_and_only_its_digest_is_stored() -> None:
     event = AuditEvent.objects.get()
     assert (event.actor, event.action, event.target) == ("user:ada", "admin_token.create", "deploy")
     assert text not in str(event.detail)
-
-
-@pytest.mark.parametrize("name", ["", "   ", "x" * 81])
-def test_a_token_needs_a_name_of_some_length(name: str) -> None:
-    with pytest.raises(InvalidName) as caught:
-        create_admin_token(name=name, actor="user:ada")
-    assert caught.value.param == "name"
 
 
 def test_the_token_of_a_person_who_may_no_longer_sign_in_is_none() -> None:
@@ -166,17 +158,6 @@ def test_a_token_is_revoked_after_a_question(boss: Client) -> None:
     assert verify_admin_token(text) is not None
     assert "Revoked the admin token deploy" in boss.post(url, follow=True).content.decode()
     assert verify_admin_token(text) is None
-
-
-def test_the_audit_trail_is_shown_and_offers_no_change(boss: Client) -> None:
-    event = record_event(actor="user:bob", action="node.drain", target="node_1", detail={"reason": "fans"})
-    shown = boss.get(reverse("admin:governance_auditevent_changelist")).content.decode()
-    assert "user:bob" in shown
-    assert "reason=fans" in shown
-    assert boss.get(reverse("admin:governance_auditevent_add")).status_code == 403
-    for page in ("change", "delete"):
-        url = reverse(f"admin:governance_auditevent_{page}", args=[event.pk])
-        assert boss.post(url, {"actor": "user:eve"}).status_code == 403
 
 
 @pytest.mark.parametrize("name", ["admintoken", "auditevent"])

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable
 from io import StringIO
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import rsa
 from django.conf import LazySettings
 from django.contrib.auth.models import Permission
 from django.contrib.sessions.models import Session
@@ -23,7 +21,7 @@ from governance.models import ApproverKey, AuditEvent, Invitation, PolicyVersion
 from governance.services.approver_keys import add_key_file, list_keys
 from governance.services.people import create_invitation
 from tests.fakes.governed_team import make_key
-from tests.fakes.passkeys import Device, KeyFile, PrivateKey, SoftPasskey
+from tests.fakes.passkeys import Device, KeyFile, SoftPasskey
 from tests.fakes.policies import Person, make_people, make_policy_bytes
 from wire.optoken.approval import encode_bytes
 
@@ -88,15 +86,6 @@ def run(*words: str) -> str:
     return output.getvalue().strip()
 
 
-def test_a_password_enrols_no_key_beside_the_first_passkey(ada: User, password_session: Client) -> None:
-    by_passkey(ada, Device())
-    refused = enrol(password_session, Device())
-    assert refused.status_code == 403
-    assert "Sign in with your passkey" in refused.json()["error"]["message"]
-    assert password_session.post("/sign-in/keys", {"public": line_of(KeyFile())}).status_code == 403
-    assert ApproverKey.objects.count() == 1
-
-
 def test_the_session_that_has_just_made_a_passkey_may_act_at_once_under_a_new_session_key(password_session: Client) -> None:
     before = password_session.session.session_key
     assert enrol(password_session, Device()).status_code == 200
@@ -110,23 +99,6 @@ def test_the_session_that_has_just_made_a_passkey_may_act_at_once_under_a_new_se
     opened = AuditEvent.objects.filter(action="sign-in.open", target="ada").values_list("detail", flat=True)
     assert list(opened) == [{"by": "passkey"}]
     assert password_session.post("/admin/nodes/provider/add/", {"name": "rack"}).status_code != 403
-
-
-def test_a_passkey_session_that_adds_a_key_goes_on_under_its_own_key(ada: User) -> None:
-    client = by_passkey(ada, Device())
-    before = client.session.session_key
-    assert enrol(client, Device()).status_code == 200
-    assert client.session.session_key == before
-
-
-@pytest.mark.parametrize(("make", "is_marked"), [(lambda: rsa.generate_private_key(65537, 2048), True), (None, False)])
-def test_the_page_marks_an_rsa_passkey_that_older_runners_refuse(
-    ada: User, make: Callable[[], PrivateKey] | None, is_marked: bool
-) -> None:
-    client = by_passkey(ada, Device(SoftPasskey(make())) if make is not None else Device())
-    page = client.get("/sign-in/keys").content.decode()
-    assert "refuses a policy that names an RSA key: update the runners first" in page
-    assert ('<span class="badge">RSA</span>' in page) is is_marked
 
 
 READ_ONLY_PAGES = (
@@ -155,27 +127,6 @@ def test_every_page_of_a_read_only_session_says_why_and_leads_to_what_repairs_it
         assert banner is not None, path
         assert says in banner[0]
         assert f'href="{leads_to}' in banner[0]
-
-
-def test_no_page_speaks_of_read_only_to_a_session_that_may_act(ada: User, password_session: Client) -> None:
-    assert not [path for path in READ_ONLY_PAGES if 'id="read-only"' in password_session.get(path).content.decode()]
-    put_in_force(*make_people(3))
-    session = by_passkey(ada, Device())
-    assert not [path for path in READ_ONLY_PAGES if 'id="read-only"' in session.get(path).content.decode()]
-
-
-@pytest.mark.parametrize("path", ["/admin/gateway/apikey/add/", "/admin/nodes/provider/add/", "/approvals/policy/draft"])
-def test_a_form_of_a_read_only_session_takes_nothing(password_session: Client, path: str) -> None:
-    assert "disabled>" not in password_session.get(path).content.decode()
-    put_in_force(*make_people(3))
-    assert re.search(r"<fieldset[^>]* disabled>", password_session.get(path).content.decode())
-
-
-@pytest.mark.parametrize("path", ["/admin/gateway/apikey/", "/admin/controlplane/user/", "/admin/auth/group/"])
-def test_a_list_offers_a_read_only_session_nothing_to_add(password_session: Client, path: str) -> None:
-    assert f"{path}add/" in password_session.get(path).content.decode()
-    put_in_force(*make_people(3))
-    assert f"{path}add/" not in password_session.get(path).content.decode()
 
 
 def test_a_passkey_enrols_more_keys_and_the_page_says_what_they_are(ada: User) -> None:
@@ -230,18 +181,6 @@ def test_the_shell_registers_lists_and_revokes_keys(ada: User) -> None:
         run("approver_keys", "list", "nobody")
     actions = list(AuditEvent.objects.order_by("id").values_list("action", flat=True))
     assert actions == ["approver-key.enrol", "approver-key.revoke"]
-
-
-def test_a_key_is_removed_by_a_passkey_session_alone(ada: User, password_session: Client) -> None:
-    client = by_passkey(ada, Device())
-    key = ApproverKey.objects.get()
-    path = f"/sign-in/keys/{key.pk}/remove"
-    assert password_session.post(path).status_code == 403
-    assert "your last passkey" in client.get(path).content.decode()
-    assert ApproverKey.objects.filter(revoked_at=None).exists()
-    assert client.post(path).status_code == 302
-    assert not ApproverKey.objects.filter(revoked_at=None).exists()
-    assert client.post(path).status_code == 404
 
 
 def test_somebody_elses_key_cannot_be_removed(ada: User) -> None:
@@ -303,13 +242,6 @@ def test_the_form_for_a_new_operator_speaks_of_what_there_is(password_session: C
     form = {"username": "zoe", "usable_password": "false"}
     assert password_session.post("/admin/controlplane/user/add/", form).status_code == 302
     assert not User.objects.get(username="zoe").has_usable_password()
-
-
-def test_who_may_not_change_operators_invites_nobody(ada: User) -> None:
-    client = Client()
-    client.force_login(User.objects.create_user("bob", is_staff=True))
-    assert client.post(f"/admin/controlplane/user/{ada.pk}/invite/").status_code == 403
-    assert not Invitation.objects.exists()
 
 
 def test_nobody_invites_their_way_up_to_an_administrator(ada: User) -> None:

@@ -125,16 +125,6 @@ def test_a_batch_signed_in_the_first_format_stops_at_a_failure_and_stays_provabl
     assert verify_bundle(services.read_evidence(operation.printed_id))[1] == statement
 
 
-def test_a_batch_that_stops_on_failure_waits_for_a_box_that_is_away(box: FakeBox, team: Team) -> None:
-    box.away.add("box-a")
-    operation = approve(team, propose_load(team[0], "box-a", "box-b"))
-    services.run_due()
-    make_due(operation)
-    services.run_due()
-    assert states_of(operation) == ["queued", "queued"]
-    assert "takes no operations" in run_of(operation, "box-a").message
-
-
 def test_no_run_of_a_batch_stays_queued_when_its_window_ends_unused(box: FakeBox, team: Team) -> None:
     box.away.add("box-a")
     operation = approve(team, propose_load(team[0], "box-a", "box-b"))
@@ -285,16 +275,6 @@ def test_a_revoked_key_takes_its_approval_out_before_the_next_use(team: Team, st
     with pytest.raises(ApprovalRefused, match="revoked") as refusal:
         use(team, standing)
     assert refusal.value.rule == "too_few_approvers"
-
-
-def test_a_new_policy_ends_it(team: Team, standing: Operation) -> None:
-    use(team, standing)
-    change = services.draft_policy(approvers=team.choices(), reason="anew", proposer=team[0].proposer)
-    team[1].approve(change)
-    team[2].approve(change)
-    services.run_due()
-    with pytest.raises(GovernanceError, match="policy changed"):
-        use(team, standing)
 
 
 def test_its_window_bounds_it(team: Team, standing: Operation) -> None:

@@ -8,7 +8,7 @@ from django.db import InterfaceError, OperationalError
 from django.http import Http404
 from rest_framework import exceptions
 
-from controlplane.api_errors import describe_error, error_type, first_problem
+from controlplane.api_errors import describe_error, first_problem
 from gateway.services import InvalidValue, NameTaken
 from governance.errors import InvalidAdminToken
 from nodes.errors import NodeNotFound
@@ -49,20 +49,6 @@ def test_every_known_error_has_its_status_code_and_parameter(
 
 def test_a_defect_of_ours_is_not_described_to_the_caller() -> None:
     assert describe_error(ZeroDivisionError("division by zero")) is None
-
-
-@pytest.mark.parametrize(
-    ("status", "word"),
-    [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (404, "not_found_error"),
-        (429, "rate_limit_error"),
-        (503, "server_error"),
-    ],
-)
-def test_the_type_is_the_word_openai_clients_know(status: int, word: str) -> None:
-    assert error_type(status) == word
 
 
 def test_the_first_problem_names_a_field_inside_a_list() -> None:

@@ -74,15 +74,6 @@ async def test_a_client_is_held_back_above_the_high_mark_and_let_go_at_the_low_o
     assert taken == list(range(limits().console.inbox_high + 1 - limits().console.inbox_low))
 
 
-async def test_a_message_that_is_waited_for_arrives() -> None:
-    queue = PausingQueue(Transport())
-    waiting = asyncio.create_task(queue.get())
-
-    queue.put_nowait({"type": "websocket.disconnect"})
-
-    assert await asyncio.wait_for(waiting, 30) == {"type": "websocket.disconnect"}
-
-
 @pytest.mark.parametrize("extra", [0, 200])
 async def test_bytes_that_were_read_already_are_still_delivered(extra: int) -> None:
     queue = PausingQueue(Transport())
