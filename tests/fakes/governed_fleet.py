@@ -248,12 +248,6 @@ class Gateway:
             node.unlink()
 
 
-def chain_events() -> None:
-    """Have the database do what it does at a commit."""
-    with connection.cursor() as cursor:
-        cursor.execute("SET CONSTRAINTS ALL IMMEDIATE; SET CONSTRAINTS ALL DEFERRED")
-
-
 def make_folders(place: Path, names: Iterable[str]) -> list[Path]:
     """Data folders of runners on which a person confirmed the active policy, and that have pinned it."""
     found, folders = active_policy(), []

@@ -9,13 +9,7 @@ from typing import Any
 
 from tests.fakes.passkeys import ORIGIN, RP_ID, KeyFile, Proof, SoftPasskey
 from wire.optoken.approval import Policy, Statement, canonical, encode_bytes, read_policy, read_statement
-from wire.optoken.proposal import (
-    DEFAULT_CLASSES,
-    ApproverEntry,
-    KeyEntry,
-    build_policy,
-    build_statement,
-)
+from wire.optoken.proposal import DEFAULT_CLASSES, ApproverEntry, KeyEntry, build_policy, build_statement
 
 NOW = 1_745_880_000
 YEAR_S = 365 * 86_400

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import uuid
 from typing import Any
 
 import pytest
@@ -11,13 +10,10 @@ from django.contrib.sessions.models import Session
 from django.utils import timezone
 from playwright.sync_api import WebSocketRoute, expect
 
-from core.models import User
 from gateway.models import ApiKey, RequestRecord
 from gateway.routing import Target
-from gateway.services import allow_model, create_alias, create_tenant
+from gateway.services import allow_model, create_alias
 from nodes.models import Node
-from nodes.services.ejections import EjectionReport, write_ejections
-from tests.fakes.nodes import make_credential, make_node, make_presence
 from tests.rings.browser.conftest import Visit, find_violations, in_database
 from tests.system.gateway_admin.factories import ACTOR, make_gateway, make_key, make_record
 from wire.contract import RequestState
@@ -76,62 +72,6 @@ def find_node() -> Node:
     return in_database(Node.objects.get)
 
 
-def find_key() -> ApiKey:
-    return in_database(ApiKey.objects.get)
-
-
-def test_every_page_is_quiet(visit: Visit) -> None:
-    in_database(make_one_of_each)
-    visit.sign_in()
-    for name in LISTS:
-        visit.open(f"/admin/{name}/")
-        expect(visit.page.locator("#content")).to_be_visible()
-        rows = visit.page.locator("#result_list a[href$='/change/'], table a[href$='/change/']")
-        if rows.count():
-            visit.open(str(rows.first.get_attribute("href")))
-            expect(visit.page.locator("#content")).to_be_visible()
-    visit.open("/api/docs")
-    expect(visit.page.get_by_text("Muster control plane").first).to_be_visible()
-
-
-def test_a_node_is_drained_by_the_answer_and_never_by_looking(visit: Visit) -> None:
-    in_database(lambda: make_presence(make_node("attic")))
-    visit.sign_in()
-    visit.open("/admin/nodes/node/")
-    visit.page.get_by_role("link", name="Drain", exact=True).click()
-
-    expect(visit.page.get_by_role("heading", name="Drain: attic?")).to_be_visible()
-    assert not find_node().draining
-
-    visit.page.get_by_label("Reason").fill("new driver")
-    visit.page.get_by_role("button", name="Drain").click()
-    expect(visit.page.get_by_role("link", name="Undrain")).to_be_visible()
-    node = find_node()
-    assert (node.draining, node.drain_reason) == (True, "new driver")
-
-
-def test_a_new_key_is_shown_once_and_copied(visit: Visit) -> None:
-    in_database(lambda: create_tenant(name="research", actor=ACTOR))
-    visit.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    visit.sign_in()
-    visit.open("/admin/gateway/apikey/add/")
-    visit.page.get_by_label("Name").fill("ci")
-    visit.page.get_by_label("Tenant").select_option(label="research")
-    visit.page.get_by_role("button", name="Create").click()
-    text = visit.page.locator("#secret").inner_text()
-
-    assert re.fullmatch(r"mst_[0-9A-Za-z]{12}_[0-9A-Za-z]{38}", text)
-    copy = visit.page.locator("[data-copy=secret]")
-    expect(copy).to_be_visible()
-    copy.click()
-    expect(visit.page.get_by_role("button", name="Copied")).to_be_visible()
-    assert visit.page.evaluate("navigator.clipboard.readText()") == text
-
-    visit.page.get_by_role("link", name="Done").click()
-    expect(visit.page.get_by_text(f"mst_{find_key().keyid}…")).to_be_visible()
-    assert text not in visit.page.content()
-
-
 def test_text_from_boxes_never_runs(visit: Visit) -> None:
     node, record = in_database(make_hostile_rows)
     visit.sign_in()
@@ -179,16 +119,6 @@ window.fetch = async (place, options) => {
 """A control plane that takes three seconds for every answer."""
 
 
-def test_the_page_of_a_request_follows_also_a_busy_control_plane(visit: Visit) -> None:
-    alive = in_database(lambda: make_gateway(silent_s=-3600))
-    record = in_database(lambda: make_record(state=RequestState.QUEUED, gateway_id=alive.pk))
-    visit.sign_in()
-    visit.page.add_init_script(SLOW)
-    visit.open(f"/admin/gateway/requestrecord/{record.pk}/change/")
-    in_database(lambda: RequestRecord.objects.update(state="failed", error_code="NODE_DRAINING"))
-    expect(visit.page.locator("#request")).to_contain_text("Every box that serves the model was being held back.")
-
-
 def test_a_list_is_followed_without_a_reload_and_holds_still_under_a_hand(visit: Visit) -> None:
     node = in_database(lambda: make_node("attic"))
     in_database(lambda: make_presence(node, age_s=-3600))
@@ -213,25 +143,6 @@ def test_a_list_is_followed_without_a_reload_and_holds_still_under_a_hand(visit:
     assert find_violations(page) == []
 
 
-def test_the_search_is_found_by_a_button_and_finds_rows(visit: Visit) -> None:
-    node = in_database(lambda: make_node("rack-2"))
-    visit.sign_in()
-    page = visit.page
-    page.get_by_role("button", name="Search").click()
-    field = page.get_by_role("searchbox", name="Search")
-    field.press_sequentially("no such thing")
-    expect(page.get_by_text("Nothing found.")).to_be_visible()
-    field.press("Enter")
-    assert find_violations(page, ".mst-palette") == []
-
-    field.fill("")
-    field.press_sequentially("rack")
-    expect(page.locator(".mst-palette").get_by_role("link", name="rack-2")).to_be_visible()
-    assert find_violations(page, ".mst-palette") == []
-    field.press("Enter")
-    expect(page).to_have_url(re.compile(f"/admin/nodes/node/{node.pk}/change/"))
-
-
 @pytest.mark.parametrize("width", [360, 768, 1440])
 def test_pages_fit_the_screen(visit: Visit, width: int) -> None:
     in_database(make_one_of_each)
@@ -248,32 +159,6 @@ def test_pages_fit_the_screen(visit: Visit, width: int) -> None:
         for name in ("gateway/requestrecord", "gateway/modelalias", "gateway/apikey", "governance/webhookendpoint"):
             visit.open(f"/admin/{name}/")
             assert find_violations(visit.page) == []
-
-
-def make_ejected_node() -> None:
-    allow_model(name="tiny", actor=ACTOR)
-    node = make_node("joy-07")
-    make_presence(node)
-    report = EjectionReport(node_id=node.pk, model="tiny", reason="slow", age_s=5.0, left_s=3600.0, is_news=True)
-    write_ejections([report], gateway_id=uuid.UUID(int=7))
-
-
-def test_an_ejected_node_and_the_form_of_a_canary_question_are_plain(visit: Visit) -> None:
-    in_database(make_ejected_node)
-    visit.sign_in()
-    expect(visit.page.get_by_text("Gateways hold joy-07 back for tiny.")).to_be_visible()
-    visit.open(f"/admin/nodes/node/{find_node().pk}/change/")
-    expect(visit.page.get_by_text("tiny: it answers much more slowly than other nodes; no new requests until")).to_be_visible()
-    visit.open("/admin/gateway/model/")
-    visit.page.get_by_role("link", name="tiny", exact=True).click()
-    visit.page.get_by_role("link", name="Set canary question").click()
-    visit.page.get_by_label("Question").fill("Say Paris.")
-    visit.page.get_by_label("The answer contains").fill("paris")
-    visit.page.get_by_role("button", name="Set canary question").click()
-    expect(visit.page.get_by_text("a node that repeats what it is asked would pass")).to_be_visible()
-    visit.page.get_by_label("Question").fill("What is the capital of France?")
-    visit.page.get_by_role("button", name="Set canary question").click()
-    expect(visit.page.get_by_text("Nodes are asked for tiny.")).to_be_visible()
 
 
 def test_a_page_says_since_when_nothing_has_come_and_stops_saying_so_when_something_comes(visit: Visit) -> None:
@@ -304,11 +189,3 @@ def test_a_page_whose_reader_was_signed_out_says_so_and_leads_to_the_way_in(visi
     assert find_violations(visit.page, ".silent") == []
     note.get_by_role("link", name="Sign in again").click()
     expect(visit.page.get_by_label("Username")).to_be_visible()
-
-
-def test_a_page_whose_reader_may_not_see_it_any_more_says_so(visit: Visit) -> None:
-    visit.sign_in()
-    in_database(lambda: User.objects.update(is_staff=False))
-    note = visit.page.get_by_role("status").filter(has_text="Not live: you may not see this any more, since")
-    expect(note).to_be_visible()
-    expect(note.get_by_role("link", name="Load the page again")).to_be_visible()

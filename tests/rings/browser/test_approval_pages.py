@@ -19,18 +19,15 @@ from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize
 
 from controlplane.live import CloseCode
 from core.models import User
-from gateway.services import create_tenant
 from governance import services
 from governance.models import Operation
 from governance.services.people import create_invitation
 from governance.signin import ASSURANCE
-from governance.states import ApprovalState
 from tests.fakes.control_process import ServerProcess
-from tests.fakes.governed_nodes import fake_boxes, propose_load
 from tests.fakes.governed_team import Member, Team, make_governed, make_team, propose_token
 from tests.rings.browser.conftest import REPORTER, Chromium, Visit, in_database
 from tests.system.nodes.governed import Identity, make_box
-from wire.optoken.approval import canonical, decode_bytes, digest_words, read_statement
+from wire.optoken.approval import canonical, decode_bytes, digest_words
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
 
@@ -279,104 +276,6 @@ def test_a_page_signs_only_what_it_shows_and_writes_it_as_the_verifier_does(
     assert posts == []
     assert not in_database(operation.decisions.exists)
     assert ben.complaints == []
-
-
-def propose_raise(team: Team) -> Operation:
-    create_tenant(name="research", actor="user:ana", requests_per_minute=10)
-    asked: dict[str, object] = {"targets": ["tenant:research"], "params": {"requests_per_minute": 100}}
-    return propose_token(team[0], operation="limit-raise", **asked)
-
-
-BATCH_CHANGES = (
-    "member('stopsOnFailure').textContent = 'true'",
-    "member('stopsOnFailure').textContent = 'False'",
-    "member('stopsOnFailure').hidden = true",
-    "member('v').textContent = '1'",
-)
-ADD_BATCH = """member('maxUses').insertAdjacentHTML('afterend', '<dd data-member="stopsOnFailure">true</dd>')"""
-
-
-def propose_batch(member: Member) -> Operation:
-    with fake_boxes():
-        return propose_load(member, "box-a", "box-b", stops_on_failure=False)
-
-
-def write_as_version_1(operation: Operation) -> None:
-    members = {name: value for name, value in json.loads(bytes(operation.statement)).items() if name != "stopsOnFailure"}
-    statement = read_statement(canonical(members | {"v": 1}))
-    Operation.objects.filter(pk=operation.pk).update(statement=statement.raw, digest=statement.digest.hex())
-
-
-def require_unsignable(page: Page, change: str) -> None:
-    page.evaluate(REMEMBER)
-    page.evaluate(change)
-    approve_button(page).click()
-    expect(page.locator("#approve-fault")).to_contain_text("Do not approve")
-    page.evaluate("window.putBack()")
-
-
-def test_what_a_failure_does_to_a_batch_is_signed_and_batches_of_the_first_format_are_read_too(site: Site, team: Team) -> None:
-    operation = in_database(lambda: propose_batch(team[0]))
-    ben = site.visit_as(team[1].user)
-    put_passkey(ben, team[1])
-    ben.open(path_of(operation))
-    expect(ben.page.locator("#own-verdict")).to_contain_text("Same words")
-    for change in BATCH_CHANGES:
-        require_unsignable(ben.page, change)
-    in_database(lambda: write_as_version_1(operation))
-    ben.page.reload()
-    expect(ben.page.locator("#own-verdict")).to_contain_text("Same words")
-    require_unsignable(ben.page, ADD_BATCH)
-    assert not in_database(operation.decisions.exists)
-    assert ben.complaints == []
-
-
-def test_the_page_of_an_operation_says_since_when_nothing_has_come(site: Site, team: Team, operation: Operation) -> None:
-    ben = site.visit_as(team[1].user)
-    ben.page.route_web_socket(re.compile("/ws/"), lambda _socket: None)
-    ben.page.route(re.compile("/live$"), lambda _route: None)
-    ben.page.clock.install()
-    ben.open(path_of(operation))
-    with ben.page.expect_request(re.compile("/live$")):
-        ben.page.clock.fast_forward(16_000)
-    expect(ben.page.get_by_role("status").filter(has_text="nothing has come from the control plane since")).to_be_visible()
-    assert find_violations(ben.page, is_dark_too=True) == []
-    assert ben.complaints == []
-
-
-def test_decisions_are_seen_by_the_others_and_buttons_go_with_the_state(site: Site, team: Team) -> None:
-    operation = in_database(lambda: propose_raise(team))
-    otto = site.visit_as(in_database(lambda: User.objects.create_user("otto")))
-    ana, ben = site.visit_as(team[0].user), site.visit_as(team[1].user)
-    put_passkey(ben, team[1])
-    deaf = site.visit_as(team[2].user)
-    deaf.page.route_web_socket(re.compile("/ws/"), lambda socket: socket.close())
-    for visit in (otto, ana, ben, deaf):
-        visit.open(path_of(operation))
-    for visit in (otto, ana, ben):
-        wait_live(visit.page)
-        expect(visit.page.get_by_role("heading", name="Impact now")).to_be_visible()
-    expect(approve_button(otto.page)).to_be_hidden()
-    expect(otto.page.get_by_text("The policy does not name you as an approver")).to_be_visible()
-    ben.page.get_by_label("Comment (optional)").fill("checked the name")
-    approve_here(ben.page)
-    expect(ana.page.get_by_text("checked the name")).to_be_visible()
-    ana.page.get_by_text("Proof of ben").click()
-    expect(ana.page.locator("[data-live=approvals]")).to_contain_text(site.url)
-    ben.page.get_by_role("button", name="Withdraw my decision").click()
-    expect(ben.page.get_by_text("Your decision is withdrawn.")).to_be_visible()
-    expect(ana.page.locator("[data-live=approvals]")).to_contain_text("0 of 2 approvals")
-    expect(ana.page.locator("[data-live=approvals]")).to_contain_text(site.url)  # what was opened stays open
-    ben.page.get_by_label("Why do you reject it?").fill("nobody needs it")
-    ben.page.get_by_role("button", name="Reject").click()
-    expect(ben.page.get_by_text("Your rejection is recorded.")).to_be_visible()
-    for visit in (ana, deaf):  # with a socket, and by asking every three seconds
-        expect(visit.page.get_by_text("rejected by ben: nobody needs it")).to_be_visible()
-        expect(visit.page.get_by_role("heading", name="Impact now")).to_have_count(0)
-    expect(ana.page.get_by_role("button", name="Cancel the operation")).to_be_hidden()
-    expect(ana.page.locator("#said")).to_contain_text("rejected")
-    assert in_database(lambda: Operation.objects.get(pk=operation.pk).state) == ApprovalState.REJECTED
-    assert [visit.complaints for visit in (otto, ana, ben)] == [[], [], []]
 
 
 def test_an_obstacle_is_said_at_the_button_and_the_keyboard_is_enough(site: Site, team: Team, operation: Operation) -> None:

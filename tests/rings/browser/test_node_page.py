@@ -103,51 +103,6 @@ def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: LoadingNo
     wait_until(lambda: in_database(declared.exists), what="the models declared are stored")
 
 
-def test_memory_is_shown_in_words_too(visit: Visit, attic: LoadingNode) -> None:
-    attic.load(0.5)
-    page = visit.page
-    said = "weights 7.4 GiB, KV cache 1.2 GiB, other 6.8 GiB, free 32.5 GiB"
-    bar = page.locator("#box").get_by_role("img", name=said)
-    expect(bar).to_be_visible()
-    expect(page.locator("#box .mst-legend")).to_contain_text("KV cache 1.2 GiB")
-    widths = [float(part.get_attribute("width") or 0) for part in bar.locator("rect").all()]
-    assert sum(widths) == pytest.approx(100, abs=0.01)
-    for text in ("0 · NVIDIA RTX 4090", "14.8 GiB of 24.0 GiB", "87 %", "61 °C", "288 W"):
-        expect(table(page, "GPUs")).to_contain_text(text)
-
-
-@pytest.mark.parametrize("width", [360])
-def test_a_busy_box_fits_a_narrow_screen(visit: Visit, attic: LoadingNode, width: int) -> None:
-    attic.load(0.5, stage="copying " + "weights_of_a_very_long_name_without_a_space" * 3)
-    visit.page.set_viewport_size({"width": width, "height": 800})
-    expect(table(visit.page, "Loading")).to_be_visible()
-    assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_without_scripts_the_page_is_a_plain_table(visit: Visit, attic: LoadingNode) -> None:
-    attic.load(0.25)
-    stored = Node.objects.filter(presence__replicas__1__progress=0.25)
-    wait_until(lambda: in_database(stored.exists), what="progress stored")
-    node = in_database(stored.get)
-    cookies = visit.page.context.cookies()
-    browser = visit.page.context.browser
-    assert browser is not None
-    context = browser.new_context(java_script_enabled=False)
-    context.add_cookies([{**cookie} for cookie in cookies])  # type: ignore[typeddict-item]  # the same keys by another name
-    page = context.new_page()
-    page.goto(f"{visit.url}/admin/nodes/node/{node.pk}/change/")
-    expect(table(page, "Loading").locator("progress")).to_have_attribute("value", "25")
-    context.close()
-
-
-def test_a_box_that_went_away_says_how_old_its_state_is(visit: Visit, attic: LoadingNode) -> None:
-    attic.load(0.5)
-    expect(table(visit.page, "Loading")).to_be_visible()
-    attic.die()
-    small = visit.page.locator("#box h2 small").first
-    expect(small).to_contain_text("as last reported")
-
-
 def test_words_of_a_box_never_become_markup(visit: Visit, attic: LoadingNode) -> None:
     evil = "<img src=x onerror=alert(1)>'\"</script><script>alert(2)</script>"
     attic.say(

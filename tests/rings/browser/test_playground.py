@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import Page, expect
 
 from gateway.services import allow_model, create_tenant
 from tests.fakes.control_process import ServerProcess
@@ -149,26 +148,6 @@ def test_asking_watching_stopping_and_taking_the_code(visit: Visit, attic: Answe
     assert page.locator("#playground img[src=x], #playground script").count() == 0
     visit.open(record_page)
     expect(page.get_by_text("cancelled").first).to_be_visible()
-
-
-def test_what_the_record_says_is_shown_also_when_it_is_written_late(visit: Visit, attic: AnsweringNode) -> None:
-    page, looks = visit.page, 0
-
-    def answer(route: Route) -> None:
-        nonlocal looks
-        looks += 1
-        if looks <= 5:
-            route.fulfill(json={"is_final": False})
-        else:
-            route.continue_()
-
-    page.route(re.compile("/playground/facts"), answer)
-    page.get_by_label("Prompt", exact=True).fill("Tell me")
-    page.get_by_role("button", name="Send").click()
-    stream = attic.run(attic.box.stream())
-    attic.run(attic.box.head(stream, content_type="text/event-stream"))
-    attic.finish(stream)
-    expect(fact(page, "state")).to_have_text("completed")
 
 
 STREAMS: dict[str, tuple[str, list[dict[str, Any]]]] = {

@@ -69,16 +69,6 @@ async def test_an_operator_gets_counters_at_once_and_again_on_a_hint() -> None:
     await page.disconnect(timeout=30)
 
 
-async def test_counters_come_again_without_a_hint_and_whatever_the_page_sends_is_ignored() -> None:
-    page = socket(await database_sync_to_async(sign_in)("ada", is_staff=True))
-    await page.connect(timeout=30)
-    await receive(page)
-    await page.send_to(text_data="not json")
-
-    assert set(await receive(page)) == {"nodes_online", "nodes_total", "queued", "running", "html"}
-    await page.disconnect(timeout=30)
-
-
 async def expect_close(page: WebsocketCommunicator) -> int:
     """Return the code that the page is closed with; what is pushed before goes unread."""
     while (event := await page.receive_output(timeout=30))["type"] != "websocket.close":
@@ -144,17 +134,6 @@ async def test_a_host_that_is_not_ours_makes_no_origin_ours() -> None:
     await page.disconnect(timeout=30)
 
 
-async def test_behind_tls_the_origin_is_that_of_https(settings: LazySettings) -> None:
-    settings.PUBLIC_URL = "https://muster.example"
-    cookie = await database_sync_to_async(sign_in)("ada", is_staff=True)
-    for origin, is_ours in (("https://localhost:8000", True), (OWN, False)):
-        page = socket(cookie, origin)
-        page.scope["scheme"] = "wss"  # as the server puts it for what a trusted proxy sends
-        connected, _ = await page.connect(timeout=30)
-        assert connected is is_ours
-        await page.disconnect(timeout=30)
-
-
 # the end of a session
 
 
@@ -162,10 +141,6 @@ def change_session(cookie: str, **marks: int) -> None:
     session = SessionStore(cookie.partition("=")[2])
     session.update(marks)
     session.save()
-
-
-def read_session(cookie: str) -> dict[str, Any]:
-    return dict(SessionStore(cookie.partition("=")[2]).items())
 
 
 def end(how: str, cookie: str) -> None:
@@ -206,27 +181,6 @@ async def test_a_page_that_is_open_ends_with_its_session(how: str, code: int) ->
     await receive(page)
     await database_sync_to_async(end)(how, cookie)
     assert await expect_close(page) == code
-    await page.disconnect(timeout=30)
-
-
-@pytest.mark.parametrize(("how", "code"), ENDS)
-async def test_no_page_opens_with_a_session_that_has_ended(how: str, code: int) -> None:
-    node = await database_sync_to_async(make_loading_box)()
-    cookie = await database_sync_to_async(sign_in)("ada", "view_node", is_staff=True)
-    await database_sync_to_async(end)(how, cookie)
-    assert await expect_nothing_but_close(socket(cookie, path=f"/ws/nodes/{node.pk}")) == code
-
-
-async def test_what_is_pushed_is_no_use_of_the_session_and_leaves_it_alive() -> None:
-    cookie = await database_sync_to_async(sign_in)("ada", is_staff=True)
-    now = int(time.time())
-    await database_sync_to_async(change_session)(cookie, muster_signed_in_at=now - 3600, muster_seen_at=now - 20 * 60)
-    before = await database_sync_to_async(read_session)(cookie)
-    page = socket(cookie)
-    await page.connect(timeout=30)
-    for _ in range(3):
-        await receive(page)
-    assert await database_sync_to_async(read_session)(cookie) == before
     await page.disconnect(timeout=30)
 
 

@@ -59,20 +59,6 @@ def test_a_database_that_is_away_is_said_once_and_waited_for(caplog: pytest.LogC
     assert said == ["reconcile_waits reason=OperationalError", "reconcile_goes_on"]
 
 
-def test_one_look_that_fails_does_not_end_the_looks(caplog: pytest.LogCaptureFixture) -> None:
-    looks: list[int] = []
-
-    def look() -> int:
-        looks.append(1)
-        raise KeyError("a defect")
-
-    reconciler = Reconciler(look, every_s=0.01)
-    reconciler.start()
-    wait_until(lambda: len(looks) >= 3)
-    assert reconciler.stop()
-    assert "reconcile_failed" in caplog.text
-
-
 def test_it_ends_at_once_between_two_looks_and_waits_for_the_one_under_way() -> None:
     is_looking, may_end = threading.Event(), threading.Event()
 

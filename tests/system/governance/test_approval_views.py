@@ -20,7 +20,6 @@ from governance.signin import ASSURANCE
 from governance.states import ApprovalState
 from governance.views.operation_parts import describe_proof
 from tests.fakes.governed_team import Team, make_governed, make_team, propose_token
-from tests.fakes.limits import set_limits
 from wire.optoken.approval import digest_words, policy_words
 from wire.optoken.proposal import DEFAULT_CLASSES
 
@@ -95,19 +94,6 @@ def test_each_person_is_offered_what_they_may_do(team: Team, operation: Operatio
     assert offers_of(approver, operation) == {"withdraw"}
     services.cancel(op_id=operation.pk, proposer=team[0].proposer)
     assert offers_of(approver, operation) == set()
-
-
-def test_a_session_by_password_looks_and_changes_nothing(team: Team, operation: Operation) -> None:
-    client = sign_in(team[1].user, by="password")
-    assert offers_of(client, operation) == set()
-    assert "This session is for looking" in text_of(client, page_of(operation))
-    assert client.post(page_of(operation, "reject"), {"comment": "no"}).status_code == 403
-    sent = client.post(page_of(operation, "approve"), {"proof": team[1].proof(operation)}, content_type="application/json")
-    assert sent.status_code == 403
-    assert client.post(reverse("approvals:freeze"), {"reason": "x"}).status_code == 403
-    operation.refresh_from_db()
-    assert operation.state == ApprovalState.PENDING
-    assert services.read_freeze() is None
 
 
 def test_a_proof_of_the_browser_is_kept_and_shown(team: Team, operation: Operation) -> None:
@@ -265,20 +251,6 @@ def test_a_freeze_is_on_every_page(team: Team, operation: Operation) -> None:
     assert "Only approvers" in outsider.post(reverse("approvals:freeze"), {"reason": "x"}).content.decode()
 
 
-def test_history_goes_back_page_by_page(team: Team) -> None:
-    set_limits(governance={"history_rows": 2})
-    for number in range(3):
-        propose_token(team[0], params={"name": f"t{number}"})
-    client, path, seen = sign_in(team[1].user), reverse("approvals:history"), []
-    while path:
-        html = text_of(client, path)
-        seen += re.findall(r'href="(/approvals/[0-9a-f-]{36}/)"', html)
-        older = re.search(r'href="(\?before=[^"]+)">Older', html)
-        path = reverse("approvals:history") + older.group(1) if older else ""
-    assert len(seen) == len(set(seen)) == 4
-    assert client.get(reverse("approvals:history") + "?before=never").status_code == 200
-
-
 def test_text_of_people_never_becomes_markup(team: Team) -> None:
     hostile = "<img src=x onerror=alert(1)>\"'"
     operation = propose_token(team[0], params={"name": hostile}, reason=hostile)
@@ -301,23 +273,6 @@ def test_a_list_takes_as_many_queries_for_many_as_for_one(team: Team, name: str)
     for number in range(6):
         team[2].approve(propose_token(team[0], params={"name": f"t{number}"}))
     assert count() <= few <= 14
-
-
-def test_the_page_of_an_operation_takes_a_fixed_number_of_queries(team: Team, operation: Operation) -> None:
-    client = sign_in(team[1].user)
-
-    def count() -> int:
-        with CaptureQueriesContext(connection) as queries:
-            assert client.get(page_of(operation)).status_code == 200
-        return len(queries)
-
-    team[1].approve(operation)
-    few = count()
-    for _ in range(3):
-        services.withdraw(op_id=operation.pk, user=team[1].user)
-        team[1].approve(operation)
-    assert operation.decisions.count() == 4
-    assert count() <= few <= 16
 
 
 def test_a_standing_approval_is_used_from_its_page(team: Team, operation: Operation) -> None:

@@ -69,18 +69,6 @@ def unreachable(settings: Settings, url: str) -> Iterator[None]:
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.django_db(transaction=True)
-def test_a_hint_arrives_once_the_change_is_committed() -> None:
-    ident = str(uuid.uuid4())
-
-    def change() -> None:
-        with transaction.atomic():
-            publish_hint("nodes", ident)
-
-    assert asyncio.run(listen(change, ident)) == {"type": "hint", "topic": "nodes", "ident": ident}
-
-
-@pytest.mark.usefixtures("patient")
-@pytest.mark.django_db(transaction=True)
 def test_a_change_that_is_rolled_back_sends_no_hint() -> None:
     undone, kept = str(uuid.uuid4()), str(uuid.uuid4())
 

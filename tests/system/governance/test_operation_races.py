@@ -158,12 +158,6 @@ def test_a_policy_change_and_the_last_approval_at_once_never_run_under_the_old_p
     assert not OperationRun.objects.filter(operation=pending, state=RunState.SUCCEEDED.value).exists()
 
 
-def test_two_freezes_at_once_are_one(team: Team) -> None:
-    answers = at_once(*[lambda: services.freeze(user=team[1].user, reason="odd")] * 2)
-    assert sum(isinstance(answer, GovernanceError) for answer in answers) == 1
-    assert services.read_freeze() is not None
-
-
 def test_six_workers_on_one_batch_wait_for_each_other_and_never_in_a_circle(team: Team) -> None:
     targets = ("box-a", "box-b", "box-c", "box-d")
     with fake_boxes() as box:

@@ -11,7 +11,7 @@ from django.utils import timezone
 
 from governance import services
 from governance.errors import ApprovalRefused, GovernanceError, NotPermitted, StateChanged
-from governance.models import ApproverKey, AuditEvent, Notice, Operation, OperationRun, WebhookEndpoint
+from governance.models import AuditEvent, Operation, OperationRun
 from governance.services import Proposer
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
@@ -135,14 +135,6 @@ def test_no_run_of_a_batch_stays_queued_when_its_window_ends_unused(box: FakeBox
     assert states_of(operation) == ["skipped", "skipped"]
     assert Operation.objects.get(pk=operation.pk).state == ApprovalState.EXPIRED.value
     assert AuditEvent.objects.filter(op_id=operation.printed_id, action="operation.expire").count() == 1
-
-
-def test_what_a_busy_box_was_not_sent_can_still_be_withdrawn(box: FakeBox, team: Team) -> None:
-    box.busy.add("box-a")
-    operation = approve(team, propose_load(team[0]))
-    services.run_due()
-    assert run_of(operation, "box-a").message == "box-a is busy"
-    assert services.withdraw(op_id=operation.pk, user=team[1].user).state == ApprovalState.PENDING.value
 
 
 def test_one_run_that_cannot_be_handled_does_not_hold_up_the_others(box: FakeBox, team: Team) -> None:
@@ -269,14 +261,6 @@ def test_an_approval_withdrawn_after_a_use_stops_the_next_and_the_proof_of_the_f
     assert verify_bundle(services.read_evidence(standing.printed_id))[2].is_met
 
 
-def test_a_revoked_key_takes_its_approval_out_before_the_next_use(team: Team, standing: Operation) -> None:
-    use(team, standing)
-    ApproverKey.objects.filter(user=team[1].user).update(revoked_at=timezone.now())
-    with pytest.raises(ApprovalRefused, match="revoked") as refusal:
-        use(team, standing)
-    assert refusal.value.rule == "too_few_approvers"
-
-
 def test_its_window_bounds_it(team: Team, standing: Operation) -> None:
     use(team, standing)
     Operation.objects.filter(pk=standing.pk).update(not_after=timezone.now())
@@ -290,16 +274,6 @@ def test_only_those_who_may_ask_for_it_use_it(team: Team, standing: Operation) -
         services.use_approval(op_id=standing.pk, proposer=outsider.proposer)
     with pytest.raises(NotPermitted):
         services.use_approval(op_id=standing.pk, proposer=Proposer("ana", outsider.user.pk))
-
-
-def test_people_are_told_of_every_use(team: Team, standing: Operation) -> None:
-    WebhookEndpoint.objects.create(name="chat", url="https://chat.example/x", secret="s" * 32)
-    use(team, standing)
-    use(team, standing)
-    use(team, standing, end=RunEvent.LOSE)
-    assert sorted(Notice.objects.filter(operation=standing).values_list("event", flat=True)) == [
-        "succeeded.1.0", "succeeded.2.0", "unknown.3.0",
-    ]  # fmt: skip
 
 
 def test_a_window_of_years_ahead_is_refused(box: FakeBox, team: Team) -> None:

@@ -8,7 +8,7 @@ from django.db import InterfaceError, OperationalError
 from django.http import Http404
 from rest_framework import exceptions
 
-from controlplane.api_errors import describe_error, first_problem
+from controlplane.api_errors import describe_error
 from gateway.services import InvalidValue, NameTaken
 from governance.errors import InvalidAdminToken
 from nodes.errors import NodeNotFound
@@ -49,14 +49,6 @@ def test_every_known_error_has_its_status_code_and_parameter(
 
 def test_a_defect_of_ours_is_not_described_to_the_caller() -> None:
     assert describe_error(ZeroDivisionError("division by zero")) is None
-
-
-def test_the_first_problem_names_a_field_inside_a_list() -> None:
-    assert first_problem({"gpus": [{}, {"vram": ["must be a number"]}]}) == ("gpus.vram", "gpus.vram: must be a number")
-
-
-def test_a_problem_of_the_whole_body_names_no_field() -> None:
-    assert first_problem({"non_field_errors": ["expected an object"]}) == (None, "expected an object")
 
 
 @pytest.mark.parametrize(("method", "is_safe"), [("GET", True), ("HEAD", True), ("POST", False), ("DELETE", False)])

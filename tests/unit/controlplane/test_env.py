@@ -14,7 +14,6 @@ from controlplane.env import (
     read_database,
     read_float,
     read_int,
-    read_list,
     read_log_level,
     read_networks,
     read_text,
@@ -62,19 +61,6 @@ def test_a_value_that_means_nothing_names_its_variable(
         read()
 
 
-def test_an_unset_variable_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(NAME, raising=False)
-    assert (read_int(NAME, 3), read_float(NAME, 0.5), read_list(NAME, ["a"])) == (3, 0.5, ["a"])
-    assert read_bool(NAME, default=True)
-
-
-def test_lists_lose_their_blanks_and_switches_have_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NAME, " a, ,b ,")
-    assert read_list(NAME) == ["a", "b"]
-    monkeypatch.setenv(NAME, "Off")
-    assert not read_bool(NAME, default=True)
-
-
 BOUNDS = {
     "connect_timeout": "5",
     "keepalives_idle": "5",
@@ -96,11 +82,6 @@ def test_a_database_is_named_by_host_or_by_socket() -> None:
     assert (over_tcp["HOST"], over_tcp["PORT"], over_tcp["USER"], over_tcp["PASSWORD"]) == ("db.example", "6432", "u@x", "p:")
     assert over_tcp["OPTIONS"] == {**BOUNDS, "sslmode": "require"}
     assert (over_socket["HOST"], over_socket["PORT"], over_socket["NAME"]) == ("/run/pg", "5433", "muster")
-
-
-def test_another_kind_of_database_is_refused() -> None:
-    with pytest.raises(SettingError, match="postgresql://"):
-        read_database("sqlite:///db.sqlite3")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from controlplane.chart import HEIGHT, draw_minutes, round_up
 from controlplane.overview import CASES, Facts, PolicyFact, Severity, SlowFacts, find_problems
 from core.limits import limits
 from gateway.services.overview import ExpiringKey, GatewayHealth
@@ -190,25 +189,6 @@ def test_a_queue_needs_attention_only_when_its_head_has_waited() -> None:
     assert problems[1].what == "1 waits for big, for 4\u00a0s."
 
 
-def test_the_most_urgent_stands_first() -> None:
-    given = facts(node(model_names=(), policy_version=0), silent(), gateways=())
-
-    severities = [problem.severity for problem in find_problems(given)]
-
-    assert severities == sorted(severities)
-    assert set(severities) == set(Severity)
-
-
-def test_many_of_one_kind_are_counted_and_hide_nothing_else() -> None:
-    given = facts(node(clock_skew_ms=90_000), *(silent(f"rig{number}") for number in range(50)))
-
-    problems = find_problems(given)
-
-    assert len(problems) == limits().console.problem_lines_per_case + 1
-    assert problems[limits().console.problem_lines_per_case - 1].beyond == 50 - limits().console.problem_lines_per_case
-    assert problems[-1].what.startswith("The clock of rig")
-
-
 def test_everything_at_once_is_counted_in_full_on_a_list_that_stays_short() -> None:
     ill: dict[str, Any] = {
         "model_names": (), "failed": (("a", ""), ("b", ""), ("c", "")), "witness_alarm": "w", "policy_error": "p",
@@ -229,20 +209,3 @@ START = datetime(2026, 11, 21, 8, 0, tzinfo=UTC)
 def minutes(*counts: tuple[int, int, int]) -> list[Minute]:
     """Return minutes with so many requests, and of them refused and failed ones."""
     return [Minute(START + timedelta(minutes=step), *count) for step, count in enumerate(counts)]
-
-
-@pytest.mark.parametrize(("value", "top"), [(0, 5), (5, 5), (7, 8), (9, 10), (11, 20), (21, 30), (51, 60), (1001, 2000)])
-def test_the_scale_ends_at_a_round_number(value: int, top: int) -> None:
-    assert round_up(value) == top
-
-
-def test_what_failed_stands_on_what_was_refused_and_that_on_what_was_served() -> None:
-    bar = draw_minutes(minutes((10, 3, 1))).bars[0]
-
-    assert bar.good_height == pytest.approx(HEIGHT * 0.6)
-    assert bar.refused_height == pytest.approx(HEIGHT * 0.3)
-    assert bar.fault_height == pytest.approx(HEIGHT * 0.1)
-    assert bar.fault_y + bar.fault_height == pytest.approx(bar.refused_y)
-    assert bar.refused_y + bar.refused_height == pytest.approx(bar.good_y)
-    assert bar.good_y + bar.good_height == pytest.approx(HEIGHT)
-    assert bar.label.endswith("10 requests, 3 refused, 1 failed")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,12 +27,6 @@ def test_the_time_is_that_of_the_machine_until_another_source_is_put_in_its_plac
     assert clock.monotonic() >= before
 
 
-def test_without_a_beat_nobody_knows_of_a_standstill() -> None:
-    with virtual_clock() as virtual:
-        virtual.advance(3600.0)
-        assert clock.awake() == clock.monotonic()
-
-
 def test_of_a_pause_two_seconds_count_as_silence_of_others() -> None:
     with virtual_clock() as virtual:
         assert clock.beat() == 0.0
@@ -49,15 +42,6 @@ def test_of_a_pause_two_seconds_count_as_silence_of_others() -> None:
         assert clock.awake() - began == 3.5
 
 
-def test_another_source_knows_of_no_pause_of_the_one_before() -> None:
-    with virtual_clock() as virtual:
-        clock.beat()
-        virtual.advance(30.0)
-        clock.beat()
-        with virtual_clock() as other:
-            assert clock.awake() == other.monotonic()
-
-
 @examples(25)
 @given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=50))
 def test_time_awake_never_goes_back_and_never_runs_faster(steps: list[tuple[float, bool]]) -> None:
@@ -70,12 +54,3 @@ def test_time_awake_never_goes_back_and_never_runs_faster(steps: list[tuple[floa
             assert -1e-6 <= clock.awake() - awake <= seconds + 1e-6
             awake = clock.awake()
         assert awake <= clock.monotonic() + 1e-6
-
-
-@pytest.mark.parametrize("pause_s", [0.0, 1.9, 2.0])
-def test_a_short_pause_is_none(pause_s: float) -> None:
-    with virtual_clock() as virtual:
-        clock.beat()
-        virtual.advance(pause_s)
-        assert clock.beat() == 0.0
-        assert clock.awake() == clock.monotonic()

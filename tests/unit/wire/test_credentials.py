@@ -56,12 +56,6 @@ def test_a_credential_with_one_character_changed_is_never_taken(kind: Credential
     assert not verify_credential(text, minted.digest)
 
 
-@examples(25)
-@given(st.text(max_size=80))
-def test_noise_is_no_credential(text: str) -> None:
-    assert all(parse_keyid(text, kind) is None for kind in CredentialKind)
-
-
 @pytest.mark.parametrize("spoil", [lambda t: t + "\n", lambda t: t + "a", lambda t: " " + t, lambda t: t[:-1], lambda t: t * 2])
 def test_a_credential_with_something_around_it_is_refused(spoil: object) -> None:
     assert callable(spoil)
@@ -82,11 +76,6 @@ def test_the_published_pattern_finds_a_credential_inside_a_log_line() -> None:
     assert [m.group(0) for m in re.finditer(CREDENTIAL_PATTERN, f'token="{text}" x')] == [text]
 
 
-def test_two_credentials_share_nothing() -> None:
-    minted = [mint_credential(CredentialKind.ADMIN) for _ in range(200)]
-    assert len({m.keyid for m in minted}) == len({m.text for m in minted}) == len({m.digest for m in minted}) == 200
-
-
 def test_an_id_carries_version_variant_and_the_time() -> None:
     before = time.time_ns() // 1_000_000
     values = [new_uuid7() for _ in range(2000)]
@@ -98,17 +87,6 @@ def test_an_id_carries_version_variant_and_the_time() -> None:
     assert stamps[-1] <= after
     assert stamps == sorted(stamps)
     assert len(set(values)) == len(values)
-
-
-def test_every_random_bit_moves() -> None:
-    values = [new_uuid7().int for _ in range(400)]
-    ever_set, always_set = 0, (1 << 128) - 1
-    for value in values:
-        ever_set |= value
-        always_set &= value
-    random_bits = (0xFFF << 64) | ((1 << 62) - 1)
-    assert ever_set & random_bits == random_bits
-    assert always_set & random_bits == 0
 
 
 @examples(25)
@@ -161,12 +139,6 @@ def test_a_client_never_chooses_its_address(lines: list[bytes], is_same_line: bo
     """The proxy appends to the client's line, or adds a line of its own."""
     wrote = [*lines[:-1], lines[-1] + b", " + CLIENT.encode()] if lines and is_same_line else [*lines, CLIENT.encode()]
     assert address_of(PROXY, *wrote) == CLIENT
-
-
-@examples(25)
-@given(FORGERIES)
-def test_nor_through_two_proxies(lines: list[bytes]) -> None:
-    assert address_of(PROXY, *lines, f"{CLIENT}, {OUTER_PROXY}".encode()) == CLIENT
 
 
 @examples(25)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Callable
@@ -18,26 +19,16 @@ from wire.limits import WIRE
 U8, U32, U64 = st.integers(0, 255), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 TEXTS = st.text(max_size=20)
 HEADERS = st.dictionaries(TEXTS, TEXTS, max_size=4)
+COUNTS = st.builds(TokenCounts, prompt_tokens=st.integers(0, 9), completion_tokens=st.integers(0, 9))
 HEADS = st.builds(frames.Head, status=st.integers(0, 999), headers=HEADERS)
 ENDS = st.builds(
-    frames.End,
-    error=TEXTS,
-    message=TEXTS,
-    retryable=st.booleans(),
-    usage=st.none() | st.builds(TokenCounts, prompt_tokens=st.integers(0, 9), completion_tokens=st.integers(0, 9)),
-    queue_wait_ms=st.none() | U32,
+    frames.End, error=TEXTS, message=TEXTS, retryable=st.booleans(), usage=st.none() | COUNTS, queue_wait_ms=st.none() | U32,
     engine_ms=st.none() | U32,
-)
+)  # fmt: skip
 METAS = st.builds(
-    frames.OpenMeta,
-    request_id=TEXTS,
-    model=TEXTS,
-    path=TEXTS,
-    headers=HEADERS,
-    is_streaming=st.booleans(),
-    deadline_ms=U32,
+    frames.OpenMeta, request_id=TEXTS, model=TEXTS, path=TEXTS, headers=HEADERS, is_streaming=st.booleans(), deadline_ms=U32,
     tenant=TEXTS,
-)
+)  # fmt: skip
 
 
 @examples(25)
@@ -50,7 +41,9 @@ def test_a_frame_reads_back(kind: int, flags: int, stream: int, attempt: int, pa
 def test_the_header_has_the_documented_layout() -> None:
     data = frames.encode_frame(frames.DATA, 0x0102030405060708, 9, b"x", frames.FLAG_FIN)
     assert data == bytes([17, 1, 1, 2, 3, 4, 5, 6, 7, 8, 0, 0, 0, 9]) + b"x"
-    assert frames.HEADER_BYTES == 14
+    for length in range(frames.HEADER_BYTES):
+        with pytest.raises(ProtocolError, match="shorter"):
+            frames.decode_frame(b"\x11" * length)
 
 
 def join_body(opening: list[bytes]) -> tuple[frames.OpenMeta, bytes, list[frames.Frame]]:
@@ -61,19 +54,25 @@ def join_body(opening: list[bytes]) -> tuple[frames.OpenMeta, bytes, list[frames
 
 
 @examples(25)
-@given(meta=METAS, body=st.binary(max_size=300), stream=U64, attempt=U32)
-def test_an_opening_reads_back(meta: frames.OpenMeta, body: bytes, stream: int, attempt: int) -> None:
+@given(meta=METAS, body=st.binary(max_size=300), stream=U64, attempt=U32, cut=st.integers(0, 400))
+def test_an_opening_reads_back_and_cut_short_never_with_another_meta(
+    meta: frames.OpenMeta, body: bytes, stream: int, attempt: int, cut: int
+) -> None:
     opening = frames.encode_open(stream, attempt, meta, body)
-    assert len(opening) == 1
     again, whole, decoded = join_body(opening)
-    assert (again, whole) == (meta, body)
+    assert (again, whole, len(opening)) == (meta, body, 1)
     assert decoded[0][:4] == (frames.OPEN, frames.FLAG_FIN, stream, attempt)
+    try:
+        again, rest = frames.decode_open(decoded[0].payload[:cut])
+    except ProtocolError:
+        return
+    assert again == meta
+    assert body.startswith(rest)
 
 
-@pytest.mark.parametrize("size", [0, 1, *(WIRE.frame_payload_bytes * n + d for n in (1, 2, 3) for d in (-1, 0, 1))])
+@pytest.mark.parametrize("size", [0, 1, *(WIRE.frame_payload_bytes * n + d for n in (1, 2) for d in (-1, 0, 1))])
 def test_a_body_is_cut_into_frames_and_only_the_last_ends_it(size: int) -> None:
-    body = bytes(i * 31 & 0xFF for i in range(min(size, 4096))) * (size // 4096 + 1)
-    body = body[:size]
+    body = (bytes(i * 31 & 0xFF for i in range(min(size, 4096))) * (size // 4096 + 1))[:size]
     meta = frames.OpenMeta(request_id="r", model="m", path="/p")
     again, whole, decoded = join_body(frames.encode_open(1, 2, meta, body))
     assert (again, whole) == (meta, body)
@@ -84,91 +83,55 @@ def test_a_body_is_cut_into_frames_and_only_the_last_ends_it(size: int) -> None:
 
 
 @examples(25)
-@given(head=HEADS, end=ENDS, body=st.binary(max_size=100))
-def test_heads_ends_and_replies_read_back(head: frames.Head, end: frames.End, body: bytes) -> None:
+@given(head=HEADS, end=ENDS, body=st.binary(max_size=100), amount=U32, cut=st.integers(0, 400))
+def test_heads_ends_credit_and_replies_read_back_and_a_reply_cut_short_is_shorter_or_refused(
+    head: frames.Head, end: frames.End, body: bytes, amount: int, cut: int
+) -> None:
     assert frames.decode_head(frames.encode_json(head)) == head
     assert frames.decode_end(frames.encode_json(end)) == end
+    assert frames.decode_credit(frames.decode_frame(frames.encode_credit(1, 1, amount)).payload) == amount
     kind, _, stream, attempt, payload = frames.decode_frame(frames.encode_reply(3, 4, head, body, end))
     assert (kind, stream, attempt) == (frames.REPLY, 3, 4)
     assert frames.decode_reply(payload) == (head, body, end)
-
-
-@examples(25)
-@given(U32)
-def test_credit_reads_back(amount: int) -> None:
-    frame = frames.decode_frame(frames.encode_credit(1, 1, amount))
-    assert frame.kind == frames.CREDIT
-    assert frames.decode_credit(frame.payload) == amount
-
-
-DECODERS: list[Callable[[bytes], object]] = [frames.decode_open, frames.decode_head, frames.decode_end, frames.decode_reply]
-LYING_LENGTHS = [b"", b"\0", b"\0\0\0", struct.pack(">I", 5) + b"{}", struct.pack(">I", 2**32 - 1) + b"{}"]
-GARBAGE = [b"", b"{", b"null", b"[]", b"\xff" * 9, b'{"x":' + b"[" * 100_000, *LYING_LENGTHS]
-
-
-@pytest.mark.parametrize("decode", DECODERS, ids=lambda decode: decode.__name__)
-@pytest.mark.parametrize("payload", GARBAGE, ids=lambda payload: repr(payload[:12]))
-def test_a_broken_payload_is_a_protocol_error(decode: Callable[[bytes], object], payload: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        decode(payload)
-
-
-@examples(25)
-@given(payload=st.binary(max_size=60))
-def test_no_payload_raises_anything_but_a_protocol_error(payload: bytes) -> None:
-    for decode in [*DECODERS, frames.decode_credit, frames.decode_frame]:
-        try:
-            decode(payload)
-        except ProtocolError:
-            pass
-
-
-@examples(25)
-@given(meta=METAS, cut=st.integers(0, 400))
-def test_a_truncated_opening_is_refused_or_gives_a_shorter_body_never_another_meta(meta: frames.OpenMeta, cut: int) -> None:
-    (opening,) = frames.encode_open(1, 1, meta, b"body")
-    payload = frames.decode_frame(opening).payload
     try:
-        again, body = frames.decode_open(payload[:cut])
-    except ProtocolError:
-        return
-    assert again == meta
-    assert b"body".startswith(body)
-
-
-@pytest.mark.parametrize("length", range(frames.HEADER_BYTES))
-def test_a_frame_shorter_than_its_header_is_refused(length: int) -> None:
-    with pytest.raises(ProtocolError, match="shorter"):
-        frames.decode_frame(b"\x11" * length)
-
-
-@pytest.mark.parametrize("payload", [b"", b"\0\0\0", b"\0\0\0\0\0"])
-def test_credit_of_another_size_is_refused(payload: bytes) -> None:
-    with pytest.raises(ProtocolError, match="four bytes"):
-        frames.decode_credit(payload)
-
-
-@pytest.mark.parametrize("payload", [b"{}", b'{"status":"200"}', b'{"status":200,"headers":{"a":1}}'])
-def test_a_head_of_another_shape_is_refused(payload: bytes) -> None:
-    with pytest.raises(ProtocolError, match="HEAD"):
-        frames.decode_head(payload)
-
-
-@examples(25)
-@given(head=HEADS, body=st.binary(max_size=50), end=ENDS, cut=st.integers(0, 400))
-def test_a_whole_answer_cut_short_is_a_protocol_error_or_a_shorter_body(
-    head: frames.Head, body: bytes, end: frames.End, cut: int
-) -> None:
-    payload = frames.decode_frame(frames.encode_reply(7, 2, head, body, end)).payload
-    kept = payload[: max(0, len(payload) - 1 - cut)]
-    try:
-        _head, rest, _end = frames.decode_reply(kept)
+        _head, rest, _end = frames.decode_reply(payload[: max(0, len(payload) - 1 - cut)])
     except ProtocolError:
         return
     assert body.startswith(rest)
     assert len(rest) < len(body)
 
 
+DECODERS: list[Callable[[bytes], object]] = [frames.decode_open, frames.decode_head, frames.decode_end, frames.decode_reply]
+LYING_LENGTHS = [b"", b"\0", b"\0\0\0", struct.pack(">I", 5) + b"{}", struct.pack(">I", 2**32 - 1) + b"{}"]
+GARBAGE = [b"", b"{", b"null", b"[]", b"\xff" * 9, b'{"x":' + b"[" * 100_000, *LYING_LENGTHS]
+OTHER_SHAPES = [b"{}", b'{"status":"200"}', b'{"status":200,"headers":{"a":1}}']
+BROKEN = [*((decode, payload) for decode in DECODERS for payload in GARBAGE), *((frames.decode_head, p) for p in OTHER_SHAPES)]
+
+
+@pytest.mark.parametrize(("decode", "payload"), [*BROKEN, *((frames.decode_credit, bytes(size)) for size in (0, 3, 5))])
+def test_a_broken_payload_is_a_protocol_error(decode: Callable[[bytes], object], payload: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(payload)
+
+
+@examples(25)
+@given(
+    payload=st.binary(max_size=60),
+    frame=st.one_of(st.text(), st.binary(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)),
+)
+def test_nothing_raises_anything_but_a_protocol_error(payload: bytes, frame: str | bytes) -> None:
+    for decode in [*DECODERS, frames.decode_credit, frames.decode_frame]:
+        with contextlib.suppress(ProtocolError):
+            decode(payload)
+    for read in (decode_worker_message, decode_server_message):
+        with contextlib.suppress(ProtocolError):
+            read(frame)
+
+
+REQUEST = bridge.Request(
+    request_id="request-1", model="m", endpoint_path="/v1/chat/completions", is_streaming=False, body='{"a":1}',
+    headers={"content-type": "application/json"},
+)  # fmt: skip
 GOLDEN: list[tuple[bridge.Message, str]] = [
     (
         bridge.RegisterAck(worker_id="worker-1", models=["m"], warnings=["w"], protocol_version=bridge.BRIDGE_V1),
@@ -176,18 +139,9 @@ GOLDEN: list[tuple[bridge.Message, str]] = [
     ),
     (bridge.RegisterAck(worker_id="w", models=[]), '{"type":"register_ack","worker_id":"w","models":[]}'),
     (
-        bridge.Request(
-            request_id="request-1",
-            model="m",
-            endpoint_path="/v1/chat/completions",
-            is_streaming=False,
-            body='{"a":1}',
-            headers={"content-type": "application/json"},
-        ),
-        (
-            '{"type":"request","request_id":"request-1","model":"m","endpoint_path":"/v1/chat/completions",'
-            '"is_streaming":false,"body":"{\\"a\\":1}","headers":{"content-type":"application/json"}}'
-        ),
+        REQUEST,
+        ('{"type":"request","request_id":"request-1","model":"m","endpoint_path":"/v1/chat/completions",'
+        '"is_streaming":false,"body":"{\\"a\\":1}","headers":{"content-type":"application/json"}}'),
     ),
     (
         bridge.Request(request_id="r", model="m", endpoint_path="/x", is_streaming=True, body=""),
@@ -207,15 +161,17 @@ GOLDEN: list[tuple[bridge.Message, str]] = [
     (bridge.GracefulShutdown(), '{"type":"graceful_shutdown"}'),
     (bridge.ModelsRefresh(reason="why"), '{"type":"models_refresh","reason":"why"}'),
     (bridge.ModelsRefresh(), '{"type":"models_refresh"}'),
-]
+]  # fmt: skip
 """Server to worker, byte for byte; optional fields that say nothing are left out."""
 
+COMPLETE = bridge.ResponseComplete(
+    request_id="request-1", status_code=200, headers={"content-type": "x"}, body="b",
+    token_counts=TokenCounts(prompt_tokens=1, completion_tokens=2, total_tokens=3),
+)  # fmt: skip
 WORKER_FRAMES: list[tuple[str, bridge.WorkerMessage]] = [
     (
-        (
-            '{"type":"register","worker_name":"worker","models":["default"],"max_concurrent":1,'
-            '"protocol_version":"2026-04-bridge-v1","current_load":0}'
-        ),
+        ('{"type":"register","worker_name":"worker","models":["default"],"max_concurrent":1,'
+        '"protocol_version":"2026-04-bridge-v1","current_load":0}'),
         bridge.Register(models=["default"], protocol_version=bridge.BRIDGE_V1),
     ),
     ('{"type":"register"}', bridge.Register()),
@@ -224,21 +180,9 @@ WORKER_FRAMES: list[tuple[str, bridge.WorkerMessage]] = [
         bridge.ResponseChunk(request_id="request-1", chunk="data: {}\n\n"),
     ),
     (
-        (
-            '{"type":"response_complete","request_id":"request-1","status_code":200,"headers":{"content-type":"x"},'
-            '"body":"b","token_counts":{"prompt_tokens":1,"completion_tokens":2,"total_tokens":3}}'
-        ),
-        bridge.ResponseComplete(
-            request_id="request-1",
-            status_code=200,
-            headers={"content-type": "x"},
-            body="b",
-            token_counts=bridge.TokenCounts(prompt_tokens=1, completion_tokens=2, total_tokens=3),
-        ),
-    ),
-    (
-        '{"type":"response_complete","request_id":"r","status_code":500}',
-        bridge.ResponseComplete(request_id="r", status_code=500),
+        ('{"type":"response_complete","request_id":"request-1","status_code":200,"headers":{"content-type":"x"},'
+        '"body":"b","token_counts":{"prompt_tokens":1,"completion_tokens":2,"total_tokens":3}}'),
+        COMPLETE,
     ),
     (
         '{"type":"pong","current_load":2,"timestamp_unix_ms":1775000000000}',
@@ -249,7 +193,7 @@ WORKER_FRAMES: list[tuple[str, bridge.WorkerMessage]] = [
         '{"type":"error","request_id":"request-1","code":"c","message":"m"}',
         bridge.WorkerError(request_id="request-1", code="c", message="m"),
     ),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "frame"), GOLDEN, ids=lambda value: value[:40] if isinstance(value, str) else "")
@@ -259,84 +203,35 @@ def test_a_server_message_has_its_golden_frame(message: bridge.Message, frame: s
 
 
 @pytest.mark.parametrize(("frame", "message"), WORKER_FRAMES, ids=lambda value: value[:40] if isinstance(value, str) else "")
-def test_a_worker_frame_is_understood_as_text_and_as_bytes(frame: str, message: bridge.WorkerMessage) -> None:
-    assert decode_worker_message(frame) == message
-    assert decode_worker_message(frame.encode()) == message
-
-
-@pytest.mark.parametrize("frame", [frame for frame, _ in WORKER_FRAMES])
-def test_extra_fields_and_another_order_of_a_worker_are_tolerated(frame: str) -> None:
-    fields = json.loads(frame)
-    shuffled = json.dumps({"extra": [1, {"deep": None}], **dict(reversed(fields.items()))})
-    assert decode_worker_message(shuffled) == decode_worker_message(frame)
+def test_a_worker_frame_is_understood_as_text_as_bytes_and_in_another_order(frame: str, message: bridge.WorkerMessage) -> None:
+    shuffled = json.dumps({"extra": [1, {"deep": None}], **dict(reversed(json.loads(frame).items()))})
+    for said in (frame, frame.encode(), shuffled):
+        assert decode_worker_message(said) == message
 
 
 def test_what_muster_adds_to_the_acknowledgement_is_left_out_for_a_bridge_worker() -> None:
     plain = encode_message(bridge.RegisterAck(worker_id="w", models=["m"], protocol_version=bridge.BRIDGE_V1))
     assert list(json.loads(plain)) == ["type", "worker_id", "models", "protocol_version"]
     ack = bridge.RegisterAck(worker_id="w", models=[], node_id="n", heartbeat_interval_s=5.0, window_bytes=1, accepting=False)
-    assert list(json.loads(encode_message(ack))) == [
-        "type",
-        "worker_id",
-        "models",
-        "node_id",
-        "heartbeat_interval_s",
-        "window_bytes",
-        "accepting",
-    ]
+    added = ["node_id", "heartbeat_interval_s", "window_bytes", "accepting"]
+    assert list(json.loads(encode_message(ack))) == ["type", "worker_id", "models", *added]
 
 
 @pytest.mark.parametrize(
     "frame",
     [
-        "",
-        " ",
-        "null",
-        "[]",
-        "{}",
-        "7",
-        '"register"',
-        '{"type":5}',
-        '{"type":"unknown"}',
+        "", " ", "null", "[]", "{}", "7", '"register"', '{"type":5}', '{"type":"unknown"}',
         '{"type":"ping"}',  # a server's message from a worker
-        '{"type":"register","models":"m"}',
-        '{"type":"register","models":[1]}',
-        '{"type":"register","max_concurrent":"1"}',
-        '{"type":"response_chunk","request_id":"r"}',
-        '{"type":"response_complete","request_id":"r","status_code":"200"}',
-        '{"type":"mode_change","mode":"maybe"}',
-        '{"type":"pong","current_load":1.5}',
-        '{"type":"pong","current_load":1e999}',
-        '{"type":"pong","current_load":NaN}',
-        '{"type":"response_chunk","request_id":"r","chunk":"\\ud800"}',
-        '{"type":"pong"',
-        '{"type":"pong"} x',
-        '{"type":"pong","x":' + "[" * 200_000,
-        '{"type":"pong","x":' + "[" * 5_000 + "]" * 5_000 + "}",
+        '{"type":"register","models":"m"}', '{"type":"register","models":[1]}', '{"type":"register","max_concurrent":"1"}',
+        '{"type":"response_chunk","request_id":"r"}', '{"type":"response_complete","request_id":"r","status_code":"200"}',
+        '{"type":"mode_change","mode":"maybe"}', '{"type":"pong","current_load":1.5}', '{"type":"pong","current_load":1e999}',
+        '{"type":"pong","current_load":NaN}', '{"type":"response_chunk","request_id":"r","chunk":"\\ud800"}', '{"type":"pong"',
+        '{"type":"pong"} x', '{"type":"pong","x":' + "[" * 200_000, '{"type":"pong","x":' + "[" * 5_000 + "]" * 5_000 + "}",
+        b'{"type":"response_chunk","request_id":"a","chunk":"\xff"}', '{"type":"pong","current_load":"my secret prompt"}',
     ],
-    ids=lambda frame: frame[:40],
-)
-def test_a_frame_outside_the_protocol_is_a_protocol_error(frame: str) -> None:
-    with pytest.raises(ProtocolError):
-        decode_worker_message(frame)
-
-
-def test_bytes_that_are_not_utf8_are_a_protocol_error() -> None:
-    with pytest.raises(ProtocolError):
-        decode_worker_message(b'{"type":"response_chunk","request_id":"a","chunk":"\xff"}')
-
-
-@examples(25)
-@given(st.one_of(st.text(), st.binary(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))
-def test_no_frame_raises_anything_but_a_protocol_error(frame: str | bytes) -> None:
-    for decode in (decode_worker_message, decode_server_message):
-        try:
-            decode(frame)
-        except ProtocolError:
-            pass
-
-
-def test_an_error_does_not_repeat_what_the_frame_said() -> None:
+    ids=lambda frame: str(frame[:40]),
+)  # fmt: skip
+def test_a_frame_outside_the_protocol_is_a_protocol_error_that_does_not_repeat_it(frame: str | bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
-        decode_worker_message('{"type":"pong","current_load":"my secret prompt"}')
+        decode_worker_message(frame)
     assert "secret" not in str(caught.value)

@@ -21,7 +21,7 @@ from tests.fakes.tables import by_outcome
 from wire.limits import WIRE
 from wire.optoken import Level, NotCanonical, Operation, OpTokenError, Reason, encode_token, params_digest, read_token, sign_jwt
 from wire.optoken.approval import RECEIPT_DOMAIN, canonical, decode_bytes, encode_bytes, read_canonical
-from wire.optoken.canonical import MAX_INTEGER, canonical_bytes, spec_bytes
+from wire.optoken.canonical import MAX_INTEGER, canonical_bytes
 from wire.optoken.identity import make_runner_id, owns_runner_id
 from wire.optoken.receipt import Receipt, ReceiptError, digest_result, read_receipt, sign_receipt
 from wire.optoken.signed_token import decode_base64url
@@ -208,12 +208,6 @@ def test_canonical_bytes_are_those_of_the_rfc(value: object) -> None:
     assert canonical_bytes(value) == encode_by_the_rfc(value).encode()
 
 
-@examples(25)
-@given(st.dictionaries(KEYS, st.integers(0, 9) | TEXTS | st.lists(TEXTS), min_size=1, max_size=5))
-def test_no_object_has_the_same_bytes_at_both_levels(claims: dict[str, object]) -> None:
-    assert spec_bytes(claims) != canonical_bytes(claims)
-
-
 @pytest.mark.parametrize(
     "value",
     [
@@ -226,14 +220,6 @@ def test_what_has_no_canonical_form_is_refused_at_any_depth(value: object) -> No
     for nested in (value, [value], {"a": {"b": [value]}}):
         with pytest.raises(NotCanonical):
             canonical_bytes(nested)
-
-
-def test_nesting_is_bounded_before_it_can_exhaust_the_stack() -> None:
-    value: object = 0
-    for _ in range(5000):
-        value = [value]
-    with pytest.raises(NotCanonical):
-        canonical_bytes(value)
 
 
 def test_the_digest_is_a_domain_separated_hash_of_the_canonical_bytes() -> None:
@@ -282,11 +268,6 @@ def test_a_jwt_proves_what_the_json_form_of_its_claims_proves(header: object) ->
 
 def test_what_we_sign_is_what_others_make() -> None:
     assert verify(sign_jwt(KEY, L0)) == verify(jwt(L0)) == verify(f" {jwt(L0)}\n")
-
-
-def test_registered_claims_that_hold_change_nothing() -> None:
-    claims = changed_claims(iat=NOW, nbf=NOW - 5, exp=NOW + 60, aud=BOX)
-    assert verify(jwt(claims)) == verify(make_l0())
 
 
 ALG_NONE, ALG_ALONE = b'{"alg":"none"}', b'{"alg":"HS256"}'
