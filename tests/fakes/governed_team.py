@@ -77,6 +77,17 @@ class Team:
         ids = {m.name: tuple(ApproverKey.objects.filter(user=m.user).values_list("pk", flat=True)) for m in self.members}
         return [ApproverChoice(m.name, (), ids[m.name]) for m in self.members]
 
+    def sign(self, operation: Operation) -> Operation:
+        """Have the second and the third approve."""
+        self[1].approve(operation)
+        return self[2].approve(operation)
+
+    def change_policy(self, **changes: object) -> Operation:
+        """Have a policy of everybody as they are now asked for by the first; nobody has signed it."""
+        return services.draft_policy(
+            approvers=self.choices(), reason="anew", proposer=self[0].proposer, **changes,  # type: ignore[arg-type]
+        )  # fmt: skip
+
     def start(self, **changes: object) -> PolicyVersion:
         """Draft, sign and carry out the first policy: asked for by the first person, approved by two others."""
         operation = services.draft_policy(

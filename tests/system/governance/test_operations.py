@@ -3,127 +3,51 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from io import StringIO
+from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
+from django.conf import LazySettings
+from django.core.management import call_command
+from django.test import Client
+from django.urls import reverse
 from django.utils import timezone
 
 from core.models import User
 from governance import services
-from governance.errors import InvalidProposal, NeedsApproval, NotPermitted, StateChanged
-from governance.models import AdminToken, AuditEvent, Freeze, Operation, OperationRun, PolicyVersion
+from governance.errors import ApprovalRefused, InvalidProposal, NeedsApproval, NotPermitted, StateChanged
+from governance.models import ApproverKey, AuditEvent, Freeze, Operation, OperationRun, PolicyVersion
 from governance.registry import find_kind
 from governance.services import Proposer
+from governance.services.approver_keys import add_key_file
 from governance.services.sweeps import sweep_operations
-from governance.states import ApprovalState, RunState
+from governance.states import ApprovalState, RunEvent, RunState
+from tests.fakes.audit_logs import LOG_KEY, chain_events
 from tests.fakes.clock import shift_clock
 from tests.fakes.governed_nodes import FakeBox, fake_boxes, propose_load
-from tests.fakes.governed_team import Team, make_due, make_governed, make_team, propose_token
+from tests.fakes.governed_team import (
+    Member,
+    Team,
+    make_client,
+    make_due,
+    make_governed,
+    make_key,
+    make_team,
+    post,
+    propose_token,
+    refusal,
+)
+from tests.fakes.passkeys import KeyFile
 from wire.ids import new_uuid7
-from wire.optoken.approval import canonical, read_statement
+from wire.optoken import approval
+from wire.optoken.approval import canonical, decode_bytes, encode_bytes, read_statement
 
 pytestmark = pytest.mark.django_db
-
-
-def test_an_approved_operation_is_carried_out_once_and_its_token_claimed_once() -> None:
-    team = make_governed()
-    operation = propose_token(team[0])
-    assert team[1].approve(operation).state == ApprovalState.PENDING.value
-    assert services.run_due() == 0
-    assert team[2].approve(operation).state == ApprovalState.APPROVED.value
-    assert services.run_due() == 1
-    assert services.run_due() == 0
-    run = OperationRun.objects.get(operation=operation)
-    assert (run.state, run.attempt) == (RunState.SUCCEEDED.value, 1)
-    token, text = services.claim_admin_token(op_id=operation.pk, user=team[0].user)
-    assert token.owner_id == team[0].user.pk
-    assert services.verify_admin_token(text) == token
-    with pytest.raises(StateChanged, match="claimed already"):
-        services.claim_admin_token(op_id=operation.pk, user=team[0].user)
-    actions = list(AuditEvent.objects.filter(op_id=operation.printed_id).order_by("id").values_list("action", flat=True))
-    assert actions == [
-        "operation.propose", "operation.approve", "operation.approve", "operation.approved", "operation.run.succeeded",
-        "admin_token.create",
-    ]  # fmt: skip
-
-
-def test_governed_changes_are_direct_only_until_there_is_a_policy() -> None:
-    services.create_admin_token(name="first", actor="user:admin")
-    make_governed()
-    with pytest.raises(NeedsApproval, match="propose admin-token-mint"):
-        services.create_admin_token(name="second", actor="user:admin")
-    assert AdminToken.objects.count() == 1
-
-
-def test_a_withdrawn_approval_takes_the_quorum_away_until_somebody_else_signs() -> None:
-    team = make_governed("ana", "ben", "cleo", "dan")
-    operation = propose_token(team[0], not_before=timezone.now() + timedelta(minutes=5))
-    team[1].approve(operation)
-    team[2].approve(operation)
-    assert services.withdraw(op_id=operation.pk, user=team[2].user).state == ApprovalState.PENDING.value
-    assert services.run_due() == 0
-    assert team[3].approve(operation).state == ApprovalState.APPROVED.value
-    assert OperationRun.objects.filter(operation=operation).count() == 1
-
-
-def test_what_nobody_approves_expires() -> None:
-    team = make_governed()
-    operation = propose_token(team[0])
-    Operation.objects.filter(pk=operation.pk).update(expires_at=timezone.now())
-    with pytest.raises(StateChanged, match="in time"):
-        team[1].approve(operation)
-    sweep_operations()
-    assert Operation.objects.get(pk=operation.pk).state == ApprovalState.EXPIRED.value
-
-
-def test_a_change_of_policy_ends_as_succeeded_and_the_log_does_not_say_that_it_was_blocked() -> None:
-    team = make_governed()
-    pending = propose_token(team[0])
-    for version in (2, 3):
-        change = services.draft_policy(approvers=team.choices(), reason=f"version {version}", proposer=team[0].proposer)
-        for member in team.members[1:]:
-            member.approve(change)
-        services.run_due()
-        sweep_operations()
-        ended = services.read_operation(change.pk, None)
-        assert (ended.summary.state, ended.summary.run_state, ended.state_reason) == ("approved", "succeeded", "")
-        assert ended.runs[0].message == f"Version {version} is in force; {3 - version} pending operations were blocked."
-        actions = list(AuditEvent.objects.filter(op_id=change.printed_id).order_by("id").values_list("action", flat=True))
-        assert actions[-2:] == ["policy.activate", "operation.run.succeeded"]
-    assert AuditEvent.objects.get(action="operation.block").op_id == pending.printed_id
-    with pytest.raises(StateChanged, match="policy changed"):
-        team[1].approve(pending)
-
-
-def test_approvals_forged_in_the_database_are_not_carried_out() -> None:
-    team = make_governed()
-    operation = propose_token(team[0])
-    team[1].approve(operation)
-    Operation.objects.filter(pk=operation.pk).update(state=ApprovalState.APPROVED.value)
-    OperationRun.objects.create(operation=operation, target="control-plane", due_at=timezone.now())
-    services.run_due()
-    assert OperationRun.objects.get(operation=operation).code == "approval_invalid"
-
-
-def test_a_freeze_stops_what_is_approved_until_a_quorum_lifts_it() -> None:
-    team = make_governed()
-    operation = propose_token(team[0])
-    services.freeze(user=team[2].user, reason="something is odd")
-    team[1].approve(operation)
-    team[2].approve(operation)
-    services.run_due()
-    assert OperationRun.objects.get(operation=operation).message == "everything is frozen"
-    lift = services.propose(
-        operation="unfreeze", targets=["control-plane"], params={}, reason="all is well", proposer=team[2].proposer
-    )
-    team[0].approve(lift)
-    team[1].approve(lift)
-    services.run_due()
-    make_due(operation)
-    services.run_due()
-    assert services.read_freeze() is None
-    assert OperationRun.objects.get(operation=operation).state == RunState.SUCCEEDED.value
 
 
 @pytest.fixture
@@ -137,50 +61,137 @@ def box() -> Iterator[FakeBox]:
         yield found
 
 
-def approve(team: Team, operation: Operation) -> Operation:
-    team[1].approve(operation)
-    return team[2].approve(operation)
-
-
 def state_of(operation: Operation) -> str:
     return Operation.objects.get(pk=operation.pk).state
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [
-        ("statement", b'"name":"cj"'),
-        ("operation", "unfreeze"),
-        ("requested_by", "mallory"),
-        ("op_class", "standing"),
-        ("max_uses", 9),
-        ("digest", "0" * 64),
-    ],
-)
+def run_of(operation: Operation) -> OperationRun:
+    return OperationRun.objects.get(operation=operation)
+
+
+def actions_of(operation: Operation) -> list[str]:
+    return list(AuditEvent.objects.filter(op_id=operation.printed_id).order_by("id").values_list("action", flat=True))
+
+
+def test_an_approved_operation_is_carried_out_once_and_its_token_claimed_once() -> None:
+    services.create_admin_token(name="first", actor="user:admin")
+    team = make_governed()
+    with pytest.raises(NeedsApproval, match="propose admin-token-mint"):
+        services.create_admin_token(name="second", actor="user:admin")
+    operation = propose_token(team[0])
+    assert team[1].approve(operation).state == ApprovalState.PENDING.value
+    assert services.run_due() == 0
+    assert team[2].approve(operation).state == ApprovalState.APPROVED.value
+    assert [services.run_due(), services.run_due()] == [1, 0]
+    assert (run_of(operation).state, run_of(operation).attempt) == (RunState.SUCCEEDED.value, 1)
+    token, text = services.claim_admin_token(op_id=operation.pk, user=team[0].user)
+    assert token.owner_id == team[0].user.pk
+    assert services.verify_admin_token(text) == token
+    with pytest.raises(StateChanged, match="claimed already"):
+        services.claim_admin_token(op_id=operation.pk, user=team[0].user)
+    assert actions_of(operation) == [
+        "operation.propose", "operation.approve", "operation.approve", "operation.approved", "operation.run.succeeded",
+        "admin_token.create",
+    ]  # fmt: skip
+    with pytest.raises(StateChanged, match="on its way already"):
+        services.withdraw(op_id=operation.pk, user=team[1].user)
+
+
+def test_a_withdrawn_approval_takes_the_quorum_away_until_somebody_else_signs(team: Team) -> None:
+    operation = team.sign(propose_token(team[0], not_before=timezone.now() + timedelta(minutes=5)))
+    assert services.withdraw(op_id=operation.pk, user=team[2].user).state == ApprovalState.PENDING.value
+    assert services.run_due() == 0
+    assert team[3].approve(operation).state == ApprovalState.APPROVED.value
+    assert operation.runs.count() == 1
+    expired = propose_token(team[0])
+    Operation.objects.filter(pk=expired.pk).update(expires_at=timezone.now())
+    with pytest.raises(StateChanged, match="in time"):
+        team[1].approve(expired)
+    sweep_operations()
+    assert state_of(expired) == ApprovalState.EXPIRED.value
+
+
+def test_outsiders_and_people_who_are_switched_off_do_not_count_and_decide_nothing(team: Team) -> None:
+    outsider, operation = Team().add("mallory", is_staff=False), propose_token(team[0])
+    team[1].approve(operation)
+    User.objects.filter(pk=team[1].user.pk).update(is_active=False)
+    team[2].approve(operation)
+    assert state_of(operation) == ApprovalState.PENDING.value
+    for member in (team[1], outsider):
+        for act in (
+            lambda member=member: services.reject(op_id=operation.pk, user=member.user, comment="no"),
+            lambda member=member: services.freeze(user=member.user, reason="no"),
+            lambda member=member: services.draft_policy(approvers=team.choices(), reason="x", proposer=member.proposer),
+        ):
+            with pytest.raises(NotPermitted):
+                act()
+    with pytest.raises(NotPermitted):
+        team[1].approve(operation)
+    with pytest.raises(ApprovalRefused) as refusal:
+        outsider.approve(operation)
+    assert refusal.value.rule == "unknown_key"
+    for proposer in (Proposer("ben", team[0].user.pk), Proposer("ben")):  # under the name of another
+        with pytest.raises(NotPermitted):
+            propose_token(team[0], proposer=proposer)
+
+
+def test_a_change_of_policy_ends_as_succeeded_and_the_log_does_not_say_that_it_was_blocked() -> None:
+    team = make_governed()
+    pending = propose_token(team[0])
+    for version in (2, 3):
+        change = team.sign(team.change_policy())
+        services.run_due()
+        sweep_operations()
+        ended = services.read_operation(change.pk, None)
+        assert (ended.summary.state, ended.summary.run_state, ended.state_reason) == ("approved", "succeeded", "")
+        assert ended.runs[0].message == f"Version {version} is in force; {3 - version} pending operations were blocked."
+        assert actions_of(change)[-2:] == ["policy.activate", "operation.run.succeeded"]
+    assert AuditEvent.objects.get(action="operation.block").op_id == pending.printed_id
+    with pytest.raises(StateChanged, match="policy changed"):
+        team[1].approve(pending)
+
+
+def test_approvals_forged_in_the_database_are_not_carried_out() -> None:
+    team = make_governed()
+    operation = propose_token(team[0])
+    team[1].approve(operation)
+    Operation.objects.filter(pk=operation.pk).update(state=ApprovalState.APPROVED.value)
+    OperationRun.objects.create(operation=operation, target="control-plane", due_at=timezone.now())
+    services.run_due()
+    assert run_of(operation).code == "approval_invalid"
+
+
+WRITTEN: list[tuple[str, object]] = [
+    ("statement", b'"name":"cj"'), ("operation", "unfreeze"), ("requested_by", "mallory"), ("op_class", "standing"),
+    ("max_uses", 9), ("digest", "0" * 64),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "value"), WRITTEN)
 def test_a_row_that_says_something_else_than_was_signed_carries_nothing_out(team: Team, column: str, value: object) -> None:
-    operation = approve(team, propose_token(team[0]))
+    operation = team.sign(propose_token(team[0]))
     if isinstance(value, bytes):
         value = bytes(operation.statement).replace(b'"name":"ci"', value)
     Operation.objects.filter(pk=operation.pk).update(**{column: value})
     services.run_due()
-    run = OperationRun.objects.get(operation=operation)
+    run = run_of(operation)
     assert (run.state, run.code) == (RunState.FAILED.value, "approval_invalid")
     assert state_of(operation) == ApprovalState.BLOCKED.value
 
 
 def test_a_run_for_a_target_or_a_use_that_nobody_approved_is_not_carried_out(box: FakeBox, team: Team) -> None:
-    operation = approve(team, propose_load(team[0], "box-a"))
+    operation = team.sign(propose_load(team[0], "box-a"))
     OperationRun.objects.filter(operation=operation).update(target="box-z")
     services.run_due()
     assert box.sent == []
-    other = approve(team, propose_load(team[0], "box-b"))
+    other = team.sign(propose_load(team[0], "box-b"))
     OperationRun.objects.filter(operation=other).update(use=2)
     services.run_due()
     assert box.sent == []
 
 
 def test_an_approval_copied_to_another_operation_is_not_carried_out_again(team: Team) -> None:
-    operation = approve(team, propose_token(team[0]))
+    operation = team.sign(propose_token(team[0]))
     services.run_due()
     copy = Operation.objects.get(pk=operation.pk)
     decisions = list(operation.decisions.all())
@@ -194,11 +205,11 @@ def test_an_approval_copied_to_another_operation_is_not_carried_out_again(team: 
         decision.save(force_insert=True)
     OperationRun.objects.create(operation=copy, target="control-plane", due_at=timezone.now())
     services.run_due()
-    assert OperationRun.objects.get(operation=copy).code == "approval_invalid"
+    assert run_of(copy).code == "approval_invalid"
 
 
 def test_a_claimed_token_has_the_name_and_the_owner_that_were_signed(team: Team) -> None:
-    operation = approve(team, propose_token(team[0]))
+    operation = team.sign(propose_token(team[0]))
     services.run_due()
     OperationRun.objects.filter(operation=operation).update(result={"claimable": True, "name": "other"})
     Operation.objects.filter(pk=operation.pk).update(requested_by="ben")
@@ -219,29 +230,8 @@ def test_one_row_that_cannot_be_read_takes_no_list_away(team: Team) -> None:
     assert {state_of(operation), state_of(fine)} == {ApprovalState.EXPIRED.value}
 
 
-def test_a_person_who_is_deactivated_does_not_count_and_decides_nothing(team: Team) -> None:
-    operation = propose_token(team[0])
-    team[1].approve(operation)
-    User.objects.filter(pk=team[1].user.pk).update(is_active=False)
-    team[2].approve(operation)
-    assert state_of(operation) == ApprovalState.PENDING.value
-    for act in (
-        lambda: services.reject(op_id=operation.pk, user=team[1].user, comment="no"),
-        lambda: services.freeze(user=team[1].user, reason="no"),
-        lambda: team[1].approve(operation),
-    ):
-        with pytest.raises(NotPermitted):
-            act()
-
-
-def test_nobody_asks_under_the_name_of_another(team: Team) -> None:
-    for proposer in (Proposer("ben", team[0].user.pk), Proposer("ben")):
-        with pytest.raises(NotPermitted):
-            propose_token(team[0], proposer=proposer)
-
-
 def test_a_token_that_nobody_claimed_in_the_window_is_not_made(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    operation = approve(team, propose_token(team[0]))
+    operation = team.sign(propose_token(team[0]))
     services.run_due()
     shift_clock(monkeypatch, 25 * 3600)
     with pytest.raises(StateChanged, match="window is over"):
@@ -249,20 +239,11 @@ def test_a_token_that_nobody_claimed_in_the_window_is_not_made(team: Team, monke
     assert "claim" not in services.read_operation(operation.pk, team[0].user).actions
 
 
-def draft(team: Team, **changes: object) -> Operation:
-    return services.draft_policy(
-        approvers=team.choices(),
-        reason="anew",
-        proposer=team[0].proposer,
-        **changes,  # type: ignore[arg-type]
-    )
-
-
 def test_of_two_first_policies_one_comes_into_force_and_the_other_is_blocked() -> None:
     team = make_team("ana", "ben", "cleo", "dan")
-    one, other = draft(team), draft(team)
+    one, other = team.change_policy(), team.change_policy()
     for operation in (one, other):
-        approve(team, operation)
+        team.sign(operation)
     services.run_due()
     sweep_operations()
     make_due(one)
@@ -278,7 +259,7 @@ def test_a_policy_that_has_expired_can_still_be_followed_by_another(monkeypatch:
     team.start(expires_at=timezone.now() + timedelta(hours=1))
     row = PolicyVersion.objects.get(state=PolicyVersion.State.ACTIVE)
     assert row.version == 1
-    change = draft(team)
+    change = team.change_policy()
     team[1].approve(change)
     shift_clock(monkeypatch, 2 * 3600)
     with pytest.raises(InvalidProposal, match="has expired"):
@@ -290,8 +271,8 @@ def test_a_policy_that_has_expired_can_still_be_followed_by_another(monkeypatch:
 
 def test_a_stolen_key_is_taken_out_of_the_policy_while_everything_is_frozen(team: Team) -> None:
     services.freeze(user=team[3].user, reason="a laptop is gone")
-    change = draft(team)
-    approve(team, change)
+    change = team.change_policy()
+    team.sign(change)
     services.run_due()
     assert services.active_policy()[0].version == 2  # type: ignore[index]
     assert services.read_freeze() is not None
@@ -303,18 +284,24 @@ def ask(team: Team, **params: object) -> Operation:
 
 
 def carry_out(team: Team, operation: Operation) -> OperationRun:
-    team[1].approve(operation)
-    team[2].approve(operation)
+    team.sign(operation)
     services.run_due()
-    return OperationRun.objects.get(operation=operation)
+    return run_of(operation)
 
 
 def freeze(team: Team, reason: str) -> Freeze:
     return services.freeze(user=team[3].user, reason=reason)
 
 
-def test_what_is_signed_names_the_freeze_that_it_ends(team: Team) -> None:
+def test_a_freeze_stops_what_is_approved_until_a_quorum_lifts_it_by_its_name(team: Team) -> None:
     row = freeze(team, "one")
+    waiting = team.sign(propose_token(team[0]))
+    services.run_due()
+    assert run_of(waiting).message == "everything is frozen"
+    with pytest.raises(InvalidProposal, match=f"freeze {row.pk}, by dan") as refusal:
+        ask(team, freeze=row.pk + 1)
+    assert refusal.value.param == "freeze"
+    assert ask(team, freeze=row.pk).digest
     operation = ask(team)
     signed = read_statement(bytes(operation.statement)).params
     assert signed == {"freeze": row.pk, "frozenBy": "dan", "frozenAt": int(row.frozen_at.timestamp())}
@@ -323,13 +310,18 @@ def test_what_is_signed_names_the_freeze_that_it_ends(team: Team) -> None:
     assert told.lines[0].now == "in force"
     assert carry_out(team, operation).state == RunState.SUCCEEDED.value
     assert Freeze.objects.get(pk=row.pk).lifted_by == operation
+    make_due(waiting)
+    services.run_due()
+    assert services.read_freeze() is None
+    assert run_of(waiting).state == RunState.SUCCEEDED.value
 
 
 def test_what_was_signed_for_one_freeze_does_not_end_a_later_one(team: Team) -> None:
     freeze(team, "one")
-    one, other = ask(team), ask(team)
+    one, other, third = ask(team), ask(team), ask(team)
     carry_out(team, one)
     assert services.read_freeze() is None
+    assert "not frozen any more" in carry_out(team, third).message
     later = freeze(team, "two")
     Freeze.objects.filter(pk=later.pk).update(frozen_at=other.requested_at - timedelta(seconds=5))  # a clock that was wrong
     assert (
@@ -361,16 +353,223 @@ def test_what_was_signed_before_freezes_were_named_ends_none(team: Team) -> None
     assert services.read_freeze() is not None
 
 
-def test_a_freeze_that_has_ended_is_not_lifted_twice(team: Team) -> None:
-    freeze(team, "one")
-    one, other = ask(team), ask(team)
-    carry_out(team, one)
-    assert "not frozen any more" in carry_out(team, other).message
+# Proofs that were taken back or dropped, and who brought one
+
+P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+Proof = dict[str, object]
 
 
-def test_nobody_asks_to_lift_another_freeze_than_the_one_in_force(team: Team) -> None:
-    row = freeze(team, "one")
-    assert ask(team, freeze=row.pk).digest
-    with pytest.raises(InvalidProposal, match=f"freeze {row.pk}, by dan") as refusal:
-        ask(team, freeze=row.pk + 1)
-    assert refusal.value.param == "freeze"
+def by_rest(member: Member, operation: Operation, proof: Proof, client: Client) -> None:
+    error = refusal(post(client, f"/api/v1/operations/{operation.pk}/approvals", {"proof": proof}), 403)
+    assert error["rule"] == "withdrawn_proof"
+    assert "taken back" in error["message"]
+
+
+def by_page(member: Member, operation: Operation, proof: Proof, client: Client) -> None:
+    page = open_session(member)
+    answer = page.post(reverse("approvals:approve", args=[operation.pk]), {"proof": proof}, content_type="application/json")
+    assert answer.status_code == 403
+    assert "taken back" in answer.json()["error"]["message"]
+
+
+def open_session(member: Member) -> Client:
+    """A session of hers that a passkey opened."""
+    client = Client()
+    client.force_login(member.user)
+    session = client.session
+    session["muster_assurance"] = "passkey"
+    session.save()
+    return client
+
+
+def withdraw(member: Member, operation: Operation) -> None:
+    services.withdraw(op_id=operation.pk, user=member.user)
+
+
+def reject(member: Member, operation: Operation) -> None:
+    services.reject(op_id=operation.pk, user=member.user, comment="not so")
+    Operation.objects.filter(pk=operation.pk).update(state="pending")
+    operation.decisions.filter(is_approval=False).update(withdrawn_at=timezone.now())
+
+
+def switch_off_and_on(member: Member, operation: Operation) -> None:
+    User.objects.filter(pk=member.user.pk).update(is_active=False)
+    assert sweep_operations()
+    User.objects.filter(pk=member.user.pk).update(is_active=True)
+
+
+def revoke_and_restore(member: Member, operation: Operation) -> None:
+    ApproverKey.objects.filter(pk=member.key.pk).update(revoked_at=timezone.now())
+    assert sweep_operations()
+    ApproverKey.objects.filter(pk=member.key.pk).update(revoked_at=None)
+
+
+def off_and_on_by_page(member: Member) -> None:
+    """An administrator's two clicks, between two sweeps."""
+    chief = User.objects.create_superuser("chief")
+    boss, path = open_session(Member(chief, *make_key(chief))), f"/admin/controlplane/user/{member.user.pk}/change/"
+    whole = {"first_name": "", "last_name": "", "email": "", "date_joined_0": "2026-01-01", "date_joined_1": "00:00:00"}
+    assert boss.post(path, whole).status_code == 302
+    assert not User.objects.get(pk=member.user.pk).is_active
+    assert boss.post(path, whole | {"is_active": "on"}).status_code == 302
+
+
+def off_and_on_by_shell(member: Member) -> None:
+    for is_active in (False, True):
+        User.objects.filter(pk=member.user.pk).update(is_active=is_active)
+
+
+def revoked_by_page_and_restored(member: Member) -> None:
+    path = f"/sign-in/keys/{member.key.pk}/remove"
+    assert open_session(member).post(path, {"accept": "on"}).status_code == 302
+    ApproverKey.objects.filter(pk=member.key.pk).update(revoked_at=None)
+
+
+def revoked_by_command_and_restored(member: Member) -> None:
+    call_command("approver_keys", "revoke", member.name, member.key.thumbprint[:8], stdout=StringIO())
+    ApproverKey.objects.filter(pk=member.key.pk).update(revoked_at=None)
+
+
+MOMENTS = [off_and_on_by_page, off_and_on_by_shell, revoked_by_page_and_restored, revoked_by_command_and_restored]
+
+
+@pytest.mark.parametrize("pass_moment", MOMENTS)
+def test_who_was_off_for_a_moment_between_two_sweeps_has_approved_nothing_that_waits(
+    pass_moment: Callable[[Member], None],
+) -> None:
+    team = make_governed("ana", "ben", "cleo", "dan")
+    ana, ben, cleo, dan = team.members
+    waiting, approved, other = (propose_token(ana, params={"name": name}) for name in ("waits", "approved", "other"))
+    proof = ben.proof(waiting)
+    services.approve(op_id=waiting.pk, user=ben.user, proof=proof, brought_by="session:ben")
+    for member in (ben, cleo):
+        member.approve(approved)
+    for member in (cleo, dan):
+        member.approve(other)
+    pass_moment(ben)
+    assert cleo.approve(waiting).state == "pending"
+    services.run_due()
+    states = {row.pk: row.state for row in Operation.objects.filter(pk__in=[waiting.pk, approved.pk])}
+    assert states == {waiting.pk: "pending", approved.pk: "pending"}
+    assert other.runs.filter(state="succeeded").exists()
+    with pytest.raises(ApprovalRefused, match="never counts again"):
+        services.approve(op_id=waiting.pk, user=ben.user, proof=proof, brought_by="session:ben")
+    # Dan signs instead of ben, and ben himself anew: nobody has to ask again.
+    assert dan.approve(approved).state == "approved"
+    assert ben.approve(waiting).state == "approved"
+
+
+def test_a_standing_approval_ends_with_a_moment_off_also_while_a_use_is_on_its_way_and_other_changes_cost_nothing() -> None:
+    team = make_governed()
+    with fake_boxes():
+        standing = propose_load(team[0], op_class="standing", max_uses=3)
+        for member in team.members[1:]:
+            member.approve(standing)
+        run = services.use_approval(op_id=standing.pk, proposer=team[0].proposer)[0]
+        services.run_due()
+        User.objects.filter(pk=team[2].user.pk).update(is_active=True, first_name="Cleo")
+        ApproverKey.objects.filter(pk=team[2].key.pk).update(label="blue")
+        sweep_operations()
+        assert not standing.decisions.filter(withdrawn_at__isnull=False).exists()
+        off_and_on_by_shell(team[1])
+        assert services.finish_run(run_id=run.pk, event=RunEvent.SUCCEED)
+        with pytest.raises(ApprovalRefused, match="another approver must sign"):
+            services.use_approval(op_id=standing.pk, proposer=team[0].proposer)
+        sweep_operations()
+        assert [d.person_name for d in standing.decisions.filter(withdrawn_at=None)] == ["cleo"]
+        team[1].approve(standing)
+        assert services.use_approval(op_id=standing.pk, proposer=team[0].proposer)
+
+
+def same(proof: Proof) -> Proof:
+    return proof
+
+
+def second_signature(proof: Proof) -> Proof:
+    """The other signature that ECDSA has for the same message, which anybody can compute from the first."""
+    r, s = decode_dss_signature(decode_bytes(proof["signature"]))
+    return proof | {"signature": encode_bytes(encode_dss_signature(r, P256_ORDER - s))}
+
+
+@pytest.mark.parametrize(("door", "alter"), [(by_rest, second_signature), (by_page, same)])
+@pytest.mark.parametrize("end", [withdraw, reject, switch_off_and_on, revoke_and_restore])
+def test_a_proof_that_was_taken_back_counts_never_again_and_a_new_one_of_the_person_does(
+    end: Callable[[Member, Operation], None],
+    door: Callable[[Member, Operation, Proof, Client], None],
+    alter: Callable[[Proof], Proof],
+) -> None:
+    team = make_governed()
+    client = make_client(team[1])
+    operation = propose_token(team[0])
+    proof = team[1].proof(operation)
+    services.approve(op_id=operation.pk, user=team[1].user, proof=proof, brought_by="session:ben")
+    end(team[1], operation)
+    door(team[1], operation, alter(proof), client)
+    assert not operation.decisions.filter(withdrawn_at=None).exists()
+    # Ben thinks again and signs anew, and cleo beside him.
+    team[1].approve(operation)
+    assert team[2].approve(operation).state == "approved"
+
+
+def test_a_key_file_that_signs_the_same_bytes_again_is_told_what_to_do_and_another_key_counts() -> None:
+    team, key, other = make_team(), KeyFile(), KeyFile()
+    for each in (key, other):
+        add_key_file(user=team[1].user, line=f"ed25519 {encode_bytes(each.public_key)} ben", actor="user:ben")
+    team.start()
+    operation = propose_token(team[0])
+    digest = bytes.fromhex(operation.digest)
+
+    def sign(each: KeyFile) -> Operation:
+        proof = each.sign(digest, approver="ben")
+        return services.approve(op_id=operation.pk, user=team[1].user, proof=proof, brought_by="session:ben")
+
+    sign(key)
+    services.withdraw(op_id=operation.pk, user=team[1].user)
+    with pytest.raises(ApprovalRefused, match="another key of yours, or ask for the operation again"):
+        sign(key)
+    sign(other)
+    assert team[2].approve(operation).state == "approved"
+
+
+def test_a_token_of_nobody_brings_no_proof_and_is_told_which_would() -> None:
+    team = make_governed()
+    robot, ben = make_client(None, name="robot"), make_client(team[1])
+    operation = propose_token(team[0])
+    body = {"proof": team[1].proof(operation)}
+    error = refusal(post(robot, f"/api/v1/operations/{operation.pk}/approvals", body), 403)
+    assert error["code"] == "NOT_PERMITTED"
+    assert "admin-token-mint" in error["message"]
+    assert post(ben, f"/api/v1/operations/{operation.pk}/approvals", body).status_code == 200
+
+
+def test_who_brought_a_proof_is_in_the_log_and_in_evidence_that_holds_alone(tmp_path: Path, settings: LazySettings) -> None:
+    settings.GOVERNANCE_LOG_KEY = LOG_KEY
+    team = make_governed()
+    chain_events()
+    ben = make_client(team[1], name="of ben")
+    operation = propose_token(team[0])
+    assert post(ben, f"/api/v1/operations/{operation.pk}/approvals", {"proof": team[1].proof(operation)}).status_code == 200
+    page = open_session(team[2])
+    body = {"proof": team[2].proof(operation)}
+    assert (
+        page.post(reverse("approvals:approve", args=[operation.pk]), body, content_type="application/json").status_code == 200
+    )
+    token = team[1].user.admin_tokens.get()
+    brought = {"ben": f"token:of ben#{token.keyid}", "cleo": "session:cleo"}
+    events = AuditEvent.objects.filter(action="operation.approve", op_id=operation.printed_id)
+    assert {event.actor: event.detail["brought_by"] for event in events} == {f"user:{k}": v for k, v in brought.items()}
+    bundle = page.get(reverse("approvals:evidence", args=[operation.pk])).json()
+    assert {each["approver"]: each["broughtBy"] for each in bundle["decisions"]} == brought
+    shown = ben.get(f"/api/v1/operations/{operation.pk}").json()["decisions"]
+    assert {each["person"]: each["brought_by"] for each in shown} == brought
+    chain_events()
+    said = StringIO()
+    call_command("audit", "prove", operation.printed_id, stdout=said)
+    older = {name: member for name, member in bundle.items() if name != "decisions"}
+    for name, evidence in (("new", bundle), ("older", older), ("proof", json.loads(said.getvalue()))):
+        (tmp_path / name).write_text(json.dumps(evidence))
+        command = [sys.executable, "-I", str(approval.__file__), name]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 0, done
+        assert "APPROVED admin-token-mint" in done.stdout
+        assert ("token:of ben#" in done.stdout) is (name != "older")

@@ -1,4 +1,4 @@
-"""Runs of one approval, on several nodes and in several uses: their order, what a failure stops, what ends them."""
+"""Runs of one approval, on several nodes and in several uses; break-glass and its review by people who did not use it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import pytest
 from django.utils import timezone
 
 from governance import services
-from governance.errors import ApprovalRefused, GovernanceError, NotPermitted, StateChanged
-from governance.models import AuditEvent, Operation, OperationRun
+from governance.errors import ApprovalRefused, GovernanceError, InvalidProposal, NotPermitted, StateChanged
+from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun
 from governance.services import Proposer
+from governance.services.reviews import REVIEW, list_unreviewed
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.governed_nodes import FakeBox, fake_boxes, propose_load
-from tests.fakes.governed_team import Team, make_due, make_governed
-from wire.optoken.approval import canonical, read_statement, verify_bundle
+from tests.fakes.governed_team import Member, Team, make_due, make_governed, make_key, make_team
+from tests.fakes.passkeys import SoftPasskey
+from wire.optoken.approval import BREAK_GLASS, canonical, read_statement, verify_bundle
+from wire.optoken.proposal import DEFAULT_CLASSES
 
 pytestmark = pytest.mark.django_db
+ANA, BEN, CLEO, DAN, EVE = range(5)
 
 
 @pytest.fixture
@@ -33,105 +37,96 @@ def team() -> Team:
     return make_governed("ana", "ben", "cleo", "dan")
 
 
-def approve(team: Team, operation: Operation) -> Operation:
-    team[1].approve(operation)
-    return team[2].approve(operation)
-
-
 def states_of(operation: Operation) -> list[str]:
     return list(operation.runs.order_by("position").values_list("state", flat=True))
 
 
-def run_of(operation: Operation, target: str) -> OperationRun:
+def run_of(operation: Operation, target: str = "box-a") -> OperationRun:
     return operation.runs.get(target=target)
 
 
+def end(operation: Operation, event: RunEvent, target: str = "box-a") -> bool:
+    return services.finish_run(run_id=run_of(operation, target).pk, event=event, code="no_memory")
+
+
+def run_again(operation: Operation) -> None:
+    make_due(operation)
+    services.run_due()
+
+
 def test_a_batch_is_carried_out_in_its_order_one_at_a_time(box: FakeBox, team: Team) -> None:
-    operation = approve(team, propose_load(team[0], "box-c", "box-a", "box-b"))
+    operation = team.sign(propose_load(team[0], "box-c", "box-a", "box-b"))
     for expected in ("box-c", "box-a", "box-b"):  # the end of one wakes the next
         services.run_due()
+        run_again(operation)
         assert [order.target for order in box.sent][-1] == expected
-        make_due(operation)
-        services.run_due()
-        assert box.sent[-1].target == expected
-        assert services.finish_run(run_id=run_of(operation, expected).pk, event=RunEvent.SUCCEED)
+        assert end(operation, RunEvent.SUCCEED, expected)
     assert states_of(operation) == ["succeeded"] * 3
+    assert set(box.sent[0].approved_by) == {"ben", "cleo"}
 
 
-def test_a_failure_stops_the_rest_of_a_batch_at_once_and_each_has_its_event(box: FakeBox, team: Team) -> None:
-    operation = approve(team, propose_load(team[0], "box-a", "box-b", "box-c"))
+def test_a_failure_and_an_end_of_which_nobody_knows_stop_the_rest_of_a_batch_and_each_has_its_event(
+    box: FakeBox, team: Team
+) -> None:
+    operation, other = (team.sign(propose_load(team[0], "box-a", "box-b", "box-c")) for _ in range(2))
     services.run_due()
-    services.finish_run(run_id=run_of(operation, "box-a").pk, event=RunEvent.FAIL, code="no_memory")
+    end(operation, RunEvent.FAIL)
     assert states_of(operation) == ["failed", "skipped", "skipped"]
     assert AuditEvent.objects.filter(op_id=operation.printed_id, action="operation.run.skipped").count() == 2
-    services.run_due()
-    assert len(box.sent) == 1
-
-
-def test_an_end_of_which_nobody_knows_how_it_went_stops_the_rest_of_a_batch_as_well(box: FakeBox, team: Team) -> None:
-    operation = approve(team, propose_load(team[0], "box-a", "box-b"))
-    services.run_due()
     for event, states in [(RunEvent.LOSE, ["unknown", "queued"]), (RunEvent.RESOLVE, ["resolved", "skipped"])]:
-        services.finish_run(run_id=run_of(operation, "box-a").pk, event=event, code="interrupted")
-        assert states_of(operation) == states
+        end(other, event)
+        assert states_of(other)[:2] == states
+    services.run_due()
+    assert len(box.sent) == 2
 
 
 def test_a_batch_that_goes_on_after_failures_passes_a_box_that_is_away(box: FakeBox, team: Team) -> None:
     box.away.add("box-a")
-    operation = approve(team, propose_load(team[0], "box-a", "box-b", stops_on_failure=False))
+    operation = team.sign(propose_load(team[0], "box-a", "box-b", stops_on_failure=False))
     services.run_due()
     OperationRun.objects.filter(operation=operation, target="box-b").update(due_at=timezone.now())
     services.run_due()
     assert states_of(operation) == ["queued", "dispatched"]
     box.away.clear()
-    make_due(operation)
-    services.run_due()
+    run_again(operation)
     assert states_of(operation) == ["queued", "dispatched"]
-    services.finish_run(run_id=run_of(operation, "box-b").pk, event=RunEvent.FAIL)
+    end(operation, RunEvent.FAIL, "box-b")
     services.run_due()
     assert states_of(operation) == ["dispatched", "failed"]
 
 
 @pytest.mark.parametrize("signed", [True, False], ids=["stops", "goes on"])
 def test_what_was_signed_decides_what_a_failure_stops_whatever_the_row_says(box: FakeBox, team: Team, signed: bool) -> None:
-    operation = approve(team, propose_load(team[0], "box-a", "box-b", stops_on_failure=signed))
+    operation, other = (team.sign(propose_load(team[0], "box-a", "box-b", stops_on_failure=signed)) for _ in range(2))
+    Operation.objects.filter(pk=other.pk).update(stops_on_failure=not signed)
     services.run_due()
+    assert (len(box.sent), run_of(other).code) == (1, "approval_invalid")
     Operation.objects.filter(pk=operation.pk).update(stops_on_failure=not signed)
-    services.finish_run(run_id=run_of(operation, "box-a").pk, event=RunEvent.FAIL)
+    end(operation, RunEvent.FAIL)
     assert states_of(operation) == ["failed", "skipped" if signed else "queued"]
-
-
-def test_a_row_that_says_another_end_of_a_batch_than_was_signed_is_not_carried_out(box: FakeBox, team: Team) -> None:
-    operation = approve(team, propose_load(team[0], "box-a", "box-b"))
-    Operation.objects.filter(pk=operation.pk).update(stops_on_failure=False)
-    services.run_due()
-    assert box.sent == []
-    assert states_of(operation) == ["failed", "skipped"]
-    assert run_of(operation, "box-a").code == "approval_invalid"
 
 
 def test_a_batch_signed_in_the_first_format_stops_at_a_failure_and_stays_provable(box: FakeBox, team: Team) -> None:
     operation = propose_load(team[0], "box-a", "box-b")
     members = {name: value for name, value in json.loads(bytes(operation.statement)).items() if name != "stopsOnFailure"}
     statement = read_statement(canonical(members | {"v": 1}))
-    Operation.objects.filter(pk=operation.pk).update(
-        statement=statement.raw, digest=statement.digest.hex(), stops_on_failure=False
-    )
+    rows = Operation.objects.filter(pk=operation.pk)
+    rows.update(statement=statement.raw, digest=statement.digest.hex(), stops_on_failure=False)
     operation.refresh_from_db()
-    approve(team, operation)
+    team.sign(operation)
     services.run_due()
-    services.finish_run(run_id=run_of(operation, "box-a").pk, event=RunEvent.FAIL)
+    end(operation, RunEvent.FAIL)
     assert states_of(operation) == ["failed", "skipped"]
     assert verify_bundle(services.read_evidence(operation.printed_id))[1] == statement
 
 
 def test_no_run_of_a_batch_stays_queued_when_its_window_ends_unused(box: FakeBox, team: Team) -> None:
     box.away.add("box-a")
-    operation = approve(team, propose_load(team[0], "box-a", "box-b"))
+    operation = team.sign(propose_load(team[0], "box-a", "box-b"))
     services.run_due()
+    assert "takes no operations" in run_of(operation).message
     Operation.objects.filter(pk=operation.pk).update(not_after=timezone.now())
-    make_due(operation)
-    services.run_due()
+    run_again(operation)
     assert states_of(operation) == ["skipped", "skipped"]
     assert Operation.objects.get(pk=operation.pk).state == ApprovalState.EXPIRED.value
     assert AuditEvent.objects.filter(op_id=operation.printed_id, action="operation.expire").count() == 1
@@ -139,46 +134,39 @@ def test_no_run_of_a_batch_stays_queued_when_its_window_ends_unused(box: FakeBox
 
 def test_one_run_that_cannot_be_handled_does_not_hold_up_the_others(box: FakeBox, team: Team) -> None:
     box.broken.add("box-a")
-    broken = approve(team, propose_load(team[0], "box-a"))
-    fine = approve(team, propose_load(team[0], "box-b"))
+    box.busy.add("box-c")
+    broken, fine, busy = (team.sign(propose_load(team[0], target)) for target in ("box-a", "box-b", "box-c"))
     with pytest.raises(LookupError):
         services.run_due()
     services.run_due()
-    assert states_of(broken) == ["queued"]
-    assert states_of(fine) == ["dispatched"]
+    assert [states_of(each) for each in (broken, fine, busy)] == [["queued"], ["dispatched"], ["queued"]]
     assert Operation.objects.get(pk=broken.pk).dispatched_at is None
+    assert run_of(busy, "box-c").message == "box-c is busy"
+    assert services.withdraw(op_id=busy.pk, user=team[1].user).state == ApprovalState.PENDING.value, "it was not sent"
 
 
 def test_a_box_that_is_silent_for_a_day_after_the_window_is_given_up(box: FakeBox, team: Team) -> None:
-    operation = approve(team, propose_load(team[0]))
+    operation = team.sign(propose_load(team[0]))
     services.run_due()
     long_ago = timezone.now() - timedelta(hours=25)
     Operation.objects.filter(pk=operation.pk).update(not_after=long_ago)
-    OperationRun.objects.filter(operation=operation).update(updated_at=long_ago + timedelta(hours=1, minutes=1))
-    make_due(operation)
-    services.run_due()
+    runs = OperationRun.objects.filter(operation=operation)
+    runs.update(updated_at=long_ago + timedelta(hours=1, minutes=1))
+    run_again(operation)
     assert states_of(operation) == ["dispatched"]
-    OperationRun.objects.filter(operation=operation).update(updated_at=F_BEFORE(operation))
-    make_due(operation)
-    services.run_due()
-    found = run_of(operation, "box-a")
-    assert (found.state, found.code) == (RunState.RESOLVED.value, "box_lost")
+    runs.update(updated_at=runs.get().updated_at - timedelta(minutes=2))  # looking at it was no hearing of it
+    run_again(operation)
+    assert (run_of(operation).state, run_of(operation).code) == (RunState.RESOLVED.value, "box_lost")
     actions = list(AuditEvent.objects.filter(op_id=operation.printed_id).order_by("id").values_list("action", flat=True))
     assert actions[-2:] == ["operation.run.unknown", "operation.run.resolved"]
 
 
-def F_BEFORE(operation: Operation) -> object:  # noqa: N802
-    """Return what the row says it was last heard, two minutes earlier: looking at it must not count as hearing it."""
-    return operation.runs.get().updated_at - timedelta(minutes=2)
-
-
 def test_a_change_of_policy_ends_what_a_batch_has_not_sent(box: FakeBox, team: Team) -> None:
-    operation = approve(team, propose_load(team[0], "box-a", "box-b"))
+    operation = team.sign(propose_load(team[0], "box-a", "box-b"))
     services.run_due()
-    change = services.draft_policy(approvers=team.choices(), reason="anew", proposer=team[0].proposer)
-    approve(team, change)
+    team.sign(team.change_policy())
     services.run_due()
-    services.finish_run(run_id=run_of(operation, "box-a").pk, event=RunEvent.SUCCEED)
+    end(operation, RunEvent.SUCCEED)
     services.run_due()
     assert states_of(operation) == ["succeeded", "skipped"]
     assert "policy changed" in run_of(operation, "box-b").message
@@ -188,29 +176,31 @@ def test_a_change_of_policy_ends_what_a_batch_has_not_sent(box: FakeBox, team: T
 
 @pytest.mark.parametrize("event", [RunEvent.SUCCEED, RunEvent.FAIL], ids=["success", "failure"])
 def test_a_box_that_tells_the_end_of_what_it_was_never_sent_is_not_heard(box: FakeBox, team: Team, event: RunEvent) -> None:
-    operation = approve(team, propose_load(team[0], "box-a", "box-b"))
+    operation = team.sign(propose_load(team[0], "box-a", "box-b"))
     services.run_due()
-    assert not services.finish_run(run_id=run_of(operation, "box-b").pk, event=event)
+    assert not end(operation, event, "box-b")
     assert states_of(operation) == ["dispatched", "queued"]
-    assert services.requeue_run(run_id=run_of(operation, "box-a").pk, reason="cut off")
-    assert services.finish_run(run_id=run_of(operation, "box-a").pk, event=event), "it had been sent"
+    assert services.requeue_run(run_id=run_of(operation).pk, reason="cut off")
+    assert end(operation, event), "it had been sent"
+    assert not end(operation, event)
 
 
-def test_a_run_that_comes_back_before_its_window_waits_and_does_not_fail(box: FakeBox, team: Team) -> None:
+def test_a_run_waits_for_its_window_which_is_not_years_ahead(box: FakeBox, team: Team) -> None:
+    with pytest.raises(GovernanceError, match="30 days"):
+        propose_load(team[0], not_before=timezone.now() + timedelta(days=400))
     begins = timezone.now() + timedelta(hours=1)
-    operation = approve(team, propose_load(team[0], not_before=begins))
-    make_due(operation)
-    services.run_due()
-    found = run_of(operation, "box-a")
-    assert found.state == RunState.QUEUED.value
-    assert found.due_at >= begins - timedelta(seconds=2)
+    operation = team.sign(propose_load(team[0], not_before=begins))
+    run_again(operation)
+    assert run_of(operation).state == RunState.QUEUED.value
+    assert run_of(operation).due_at >= begins - timedelta(seconds=2)
+
+
+# Several uses
 
 
 @pytest.fixture
 def standing(box: FakeBox, team: Team) -> Operation:
-    operation = propose_load(team[0], op_class="standing", max_uses=3)
-    team[1].approve(operation)
-    return team[2].approve(operation)
+    return team.sign(propose_load(team[0], op_class="standing", max_uses=3))
 
 
 def use(team: Team, operation: Operation, *, end: RunEvent | None = RunEvent.SUCCEED) -> OperationRun:
@@ -222,20 +212,19 @@ def use(team: Team, operation: Operation, *, end: RunEvent | None = RunEvent.SUC
 
 
 def test_each_use_has_its_number_and_the_last_one_ends_it(box: FakeBox, team: Team, standing: Operation) -> None:
-    for _ in range(3):
-        use(team, standing)
-    assert [order.use for order in box.sent] == [1, 2, 3]
-    assert len({order.op_id for order in box.sent}) == 1
-    with pytest.raises(ApprovalRefused, match="All 3 uses are spent"):
-        use(team, standing)
-
-
-def test_no_use_begins_while_nobody_knows_how_the_last_one_went(team: Team, standing: Operation) -> None:
+    outsider = Team().add("mallory", is_staff=False)
+    for proposer in (outsider.proposer, Proposer("ana", outsider.user.pk)):
+        with pytest.raises(NotPermitted):
+            services.use_approval(op_id=standing.pk, proposer=proposer)
     run = use(team, standing, end=RunEvent.LOSE)
-    with pytest.raises(StateChanged, match="has not ended"):
+    with pytest.raises(StateChanged, match="has not ended"):  # while nobody knows how it went
         use(team, standing)
     services.finish_run(run_id=run.pk, event=RunEvent.RESOLVE)
-    use(team, standing)
+    for _ in range(2):
+        use(team, standing)
+    assert [(order.use, order.op_id) for order in box.sent] == [(number, standing.printed_id) for number in (1, 2, 3)]
+    with pytest.raises(ApprovalRefused, match="All 3 uses are spent"):
+        use(team, standing)
 
 
 def test_the_requester_ends_it_between_two_uses_but_not_during_one(team: Team, standing: Operation) -> None:
@@ -259,23 +248,123 @@ def test_an_approval_withdrawn_after_a_use_stops_the_next_and_the_proof_of_the_f
     team[2].approve(standing)
     use(team, standing)
     assert verify_bundle(services.read_evidence(standing.printed_id))[2].is_met
-
-
-def test_its_window_bounds_it(team: Team, standing: Operation) -> None:
-    use(team, standing)
     Operation.objects.filter(pk=standing.pk).update(not_after=timezone.now())
     with pytest.raises(StateChanged, match="window"):
         use(team, standing)
 
 
-def test_only_those_who_may_ask_for_it_use_it(team: Team, standing: Operation) -> None:
-    outsider = Team().add("mallory", is_staff=False)
-    with pytest.raises(NotPermitted):
-        services.use_approval(op_id=standing.pk, proposer=outsider.proposer)
-    with pytest.raises(NotPermitted):
-        services.use_approval(op_id=standing.pk, proposer=Proposer("ana", outsider.user.pk))
+# Break-glass
 
 
-def test_a_window_of_years_ahead_is_refused(box: FakeBox, team: Team) -> None:
-    with pytest.raises(GovernanceError, match="30 days"):
-        propose_load(team[0], not_before=timezone.now() + timedelta(days=400))
+def break_glass(team: Team, key: SoftPasskey, target: str) -> Operation:
+    """What the first asked for and the second signed."""
+    asked = propose_load(team[ANA], target, op_class=BREAK_GLASS)
+    proof = key.sign(bytes.fromhex(asked.digest), approver=team[BEN].name)
+    return services.approve(op_id=asked.pk, user=team[BEN].user, proof=proof, brought_by="session:ben")
+
+
+def make_emergency(*names: str, **policy: object) -> tuple[Team, SoftPasskey]:
+    """People of whom the second and the third have a key for break-glass, and the key of the second."""
+    team = make_team(*names)
+    keys = [make_key(member.user, is_break_glass=True)[0] for member in team.members[1:3]]
+    team.start(**policy)
+    return team, keys[0]
+
+
+def use_break_glass(box: FakeBox, *names: str, **policy: object) -> tuple[Team, Operation]:
+    """People of an emergency, and what has been carried out in it."""
+    box.local.add("box-a")
+    team, key = make_emergency(*names, **policy)
+    used = break_glass(team, key, "box-a")
+    services.run_due()
+    assert run_of(used).state == RunState.SUCCEEDED.value
+    return team, used
+
+
+def review(member: Member, used: Operation, **changes: object) -> Operation:
+    asked: dict[str, object] = {
+        "operation": REVIEW, "targets": [used.printed_id], "params": {}, "reason": "looked at", "proposer": member.proposer,
+    }  # fmt: skip
+    return services.propose(**(asked | changes))  # type: ignore[arg-type]
+
+
+def test_whoever_used_it_does_not_review_it_and_a_signature_that_is_stored_all_the_same_closes_nothing(box: FakeBox) -> None:
+    team, used = use_break_glass(box, "ana", "ben", "cleo", "dan", "eve")
+    for who, how in ((ANA, "asked for it"), (BEN, "signed it"), (CLEO, "began a use of it")):
+        OperationRun.objects.filter(operation=used).update(started_by="cleo" if who == CLEO else "")
+        asked = review(team[ANA if who == CLEO else EVE], used)
+        with pytest.raises(ApprovalRefused, match="somebody else") as refusal:
+            team[who].approve(asked)
+        assert refusal.value.rule == "reviewer_used_it", how
+        view = services.read_operation(asked.pk, team[who].user)
+        assert "approve" not in view.actions
+        assert "somebody else" in view.hindrances["approve"]
+        assert "approve" in services.read_operation(asked.pk, team[DAN].user).actions
+    OperationRun.objects.filter(operation=used).update(started_by="")
+    asked = review(team[EVE], used)
+    Decision.objects.create(
+        operation=asked, person=team[BEN].user, person_name="ben", is_approval=True, proof=team[BEN].proof(asked),
+        key=ApproverKey.objects.get(user=team[BEN].user, is_break_glass=False),
+    )  # fmt: skip
+    team[CLEO].approve(asked)
+    services.run_due()
+    run = OperationRun.objects.get(operation=asked)
+    assert run.state == RunState.FAILED.value
+    assert "ben used" in run.message
+    assert list_unreviewed().get() == used
+
+
+def test_a_review_that_too_few_could_sign_is_refused_with_what_would_help(box: FakeBox) -> None:
+    team, used = use_break_glass(box, "ana", "ben", "cleo")
+    with pytest.raises(InvalidProposal, match=r"2 approvers who did not use it.* leaves cleo.*change of the policy") as refusal:
+        review(team[ANA], used)
+    assert refusal.value.param == "targets"
+    team.add("dan")
+    team.sign(team.change_policy())
+    services.run_due()
+    with pytest.raises(InvalidProposal, match="leaves cleo"):
+        review(team[3], used)  # whoever asks for the review cannot sign it
+    asked = review(team[BEN], used)
+    team[CLEO].approve(asked)
+    team[3].approve(asked)
+    services.run_due()
+    assert not list_unreviewed().exists()
+
+
+def test_a_review_closes_only_what_its_signers_read_and_is_reminded_of(box: FakeBox) -> None:
+    team, used = use_break_glass(box, "ana", "ben", "cleo", "dan", "eve")
+    asked, other = review(team[EVE], used, reviews=None), propose_load(team[ANA], "box-b")
+    assert asked.reviews_id == used.pk
+    with pytest.raises(InvalidProposal, match="same operation"):
+        review(team[ANA], used, reviews=other.pk)
+    Operation.objects.filter(pk=used.pk).update(dispatched_at=timezone.now() - timedelta(hours=25))
+    sweep_operations()
+    assert Operation.objects.get(pk=used.pk).warned_percent == 100
+    team[CLEO].approve(asked)
+    team[DAN].approve(asked)
+    Operation.objects.filter(pk=asked.pk).update(reviews=other)
+    services.run_due()
+    assert OperationRun.objects.get(operation=asked).state == RunState.FAILED.value
+    assert list_unreviewed().get() == used
+
+
+def test_of_two_break_glass_operations_the_second_waits_for_the_review_of_the_first(box: FakeBox) -> None:
+    classes = {**DEFAULT_CLASSES, BREAK_GLASS: {**DEFAULT_CLASSES[BREAK_GLASS], "maxUses": 3}}
+    box.local.update({"box-a", "box-b"})
+    team, key = make_emergency("ana", "ben", "cleo", "dan", classes=classes)
+    with pytest.raises(InvalidProposal, match="used once") as refusal:  # whatever the policy allows
+        propose_load(team[ANA], "box-a", op_class=BREAK_GLASS, max_uses=2)
+    assert refusal.value.param == "max_uses"
+    first, second = break_glass(team, key, "box-a"), break_glass(team, key, "box-b")
+    services.run_due()
+    run_again(second)
+    assert [order.target for order in box.sent] == ["box-a"]
+    assert "has not been reviewed" in OperationRun.objects.get(operation=second).message
+    with pytest.raises(NotPermitted, match="propose its review first"):
+        propose_load(team[0], "box-c", op_class="break-glass")
+    looked_at = review(team[ANA], first)
+    team[2].approve(looked_at)
+    team[3].approve(looked_at)
+    services.run_due()
+    run_again(second)
+    assert [order.target for order in box.sent] == ["box-a", "box-b"]
