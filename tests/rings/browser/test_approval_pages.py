@@ -20,14 +20,15 @@ from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize
 from controlplane.live import CloseCode
 from core.models import User
 from governance import services
-from governance.models import Operation
+from governance.models import ApproverKey, Operation
 from governance.services.people import create_invitation
 from governance.signin import ASSURANCE
-from tests.fakes.control_process import ServerProcess
+from tests.fakes.control_process import ROOT, ServerProcess
 from tests.fakes.governed_team import Member, Team, make_governed, make_team, propose_token
-from tests.rings.browser.conftest import REPORTER, Chromium, Visit, in_database
+from tests.fakes.policies import make_people, make_policy, make_statement
+from tests.rings.browser.conftest import REPORTER, Chromium, Visit, in_database, press
 from tests.system.nodes.governed import Identity, make_box
-from wire.optoken.approval import canonical, decode_bytes, digest_words
+from wire.optoken.approval import canonical, decode_bytes, digest_words, encode_bytes
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
 
@@ -159,11 +160,6 @@ def run_due() -> None:
     in_database(services.run_due)
 
 
-def wait_live(page: Page) -> None:
-    """Wait until the page has heard from its socket."""
-    expect(page.locator("#said")).not_to_be_empty()
-
-
 def test_from_an_invitation_to_a_token_that_two_others_approved(site: Site) -> None:
     others = in_database(lambda: make_team("ana", "cleo"))
     ana, ben, cleo = site.visit_as(others[0].user), accept_invitation(site, "ben"), site.visit_as(others[1].user)
@@ -278,41 +274,6 @@ def test_a_page_signs_only_what_it_shows_and_writes_it_as_the_verifier_does(
     assert ben.complaints == []
 
 
-def test_an_obstacle_is_said_at_the_button_and_the_keyboard_is_enough(site: Site, team: Team, operation: Operation) -> None:
-    by_number = site.visit_as(team[2].user, host="127.0.0.1")
-    by_number.open(path_of(operation))
-    approve_button(by_number.page).click()
-    expect(by_number.page.locator("#approve-fault")).to_contain_text("address made of numbers")
-
-    ben = site.visit_as(team[1].user)
-    session, _ = add_device(ben)
-    ben.open(path_of(operation))
-    fault = ben.page.locator("#approve-fault")
-    approve_button(ben.page).click()
-    expect(fault).to_contain_text("none of your passkeys is on this device")
-    session.send("WebAuthn.disable")
-    put_passkey(ben, team[1])
-    ben.page.reload()
-    expect(ben.page.locator("#own-verdict")).to_contain_text("Same words")
-    wait_live(ben.page)  # what comes by the socket renews parts of the page, and with them what has the focus
-    ben.page.keyboard.press("Tab")
-    expect(ben.page.get_by_role("link", name="Skip to the content")).to_be_focused()
-    ben.page.keyboard.press("Enter")
-    for _ in range(12):
-        ben.page.keyboard.press("Tab")
-        if approve_button(ben.page).evaluate("button => button === document.activeElement"):
-            break
-    assert approve_button(ben.page).evaluate("button => getComputedStyle(button).outlineStyle") == "solid"
-    ben.page.keyboard.press("Space")
-    expect(ben.page.get_by_text("Your approval is recorded.")).to_be_visible()
-    assert not find_violations(ben.page, is_dark_too=False)
-
-    in_database(lambda: services.cancel(op_id=operation.pk, proposer=team[0].proposer))
-    expect(approve_button(ben.page)).to_be_hidden()
-    ben.page.evaluate("document.getElementById('approve').requestSubmit()")
-    expect(fault).to_contain_text("cancelled")
-
-
 KNOCK = """(url) => new Promise((tell) => {
     const socket = new WebSocket(url);
     socket.onmessage = () => tell("let in");
@@ -356,3 +317,80 @@ def test_pages_fit_a_phone_and_have_no_serious_barrier(site: Site, team: Team, o
         assert find_violations(ben.page, is_dark_too=path in dark) == []
         ben.page.set_viewport_size(PHONE)
         assert ben.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], path
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A fingerprint reader in the browser."""
+
+    session: CDPSession
+    ident: str
+
+    def know_nobody(self) -> None:
+        """Find the wrong finger from now on."""
+        self.session.send("WebAuthn.setUserVerified", {"authenticatorId": self.ident, "isUserVerified": False})
+
+
+@pytest.fixture
+def authenticator(visit: Visit) -> Iterator[Reader]:
+    """A fingerprint reader in the browser that always finds its owner."""
+    session = visit.page.context.new_cdp_session(visit.page)
+    session.send("WebAuthn.enable")
+    options = {
+        "protocol": "ctap2",
+        "transport": "internal",
+        "hasResidentKey": True,
+        "hasUserVerification": True,
+        "isUserVerified": True,
+        "automaticPresenceSimulation": True,
+    }
+    added = session.send("WebAuthn.addVirtualAuthenticator", {"options": options})
+    yield Reader(session, added["authenticatorId"])
+    session.detach()
+
+
+@pytest.fixture
+def at_home(visit: Visit) -> Visit:
+    """The browser at the address that passkeys belong to."""
+    visit.url = visit.url.replace("127.0.0.1", "localhost")
+    return visit
+
+
+def invite(name: str) -> str:
+    """The path of an invitation of a new person."""
+
+    def make() -> str:
+        person = User.objects.create_user(name, first_name="Grace", last_name="Hopper", is_staff=True)
+        return create_invitation(user=person, actor="user:ada")[1]
+
+    return f"/sign-in/invitation/{in_database(make)}"
+
+
+def test_an_invited_person_makes_a_passkey_and_signs_in_with_it_again(at_home: Visit, authenticator: Reader) -> None:
+    page = at_home.page
+    at_home.open(invite("grace"))
+    expect(page.get_by_role("heading", level=1)).to_have_text("Welcome, Grace Hopper")
+    page.get_by_label("Name of this passkey").fill("blue laptop")
+    page.get_by_role("button", name="Make a passkey and sign in").click()
+    expect(page.get_by_role("rowheader")).to_contain_text("blue laptop")
+    page.get_by_role("button", name="Sign out").click()
+    press(page, "Sign in with a passkey")
+    page.wait_for_url("**/admin/")
+    assert in_database(lambda: ApproverKey.objects.get().last_used_at is not None)
+
+
+def test_the_offline_page_reads_a_statement_from_a_disk_and_from_the_server(at_home: Visit) -> None:
+    page = at_home.page
+    statement = make_statement(make_policy(make_people(3)))
+    for where in (
+        (ROOT / "governance/static/governance/offline.html").as_uri(),
+        f"{at_home.url}/static/governance/offline.html",
+    ):
+        page.goto(where)
+        page.get_by_label("Statement").fill(encode_bytes(statement.raw))
+        expect(page.locator(".words")).to_have_text(digest_words(statement.digest))
+        expect(page.get_by_role("row", name="params.modelId")).to_contain_text("org/model")
+        expect(page.get_by_role("row", name="digest", exact=False).last).to_contain_text(statement.digest.hex())
+        page.get_by_label("Statement").fill(encode_bytes(statement.raw.replace(b",", b", ", 1)))
+        expect(page.locator(".bad")).to_contain_text("Do not sign this")
+        expect(page.locator(".words")).to_have_count(0)

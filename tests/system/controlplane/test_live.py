@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
@@ -15,14 +16,21 @@ from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_K
 from django.contrib.auth.models import Permission
 from django.contrib.sessions.backends.db import SessionStore
 from django.contrib.sessions.models import Session
+from django.db import OperationalError
 from django.utils import timezone
 
 from controlplane.asgi import application
 from controlplane.live import CloseCode
+from controlplane.reconciling import Reconciler
 from core.hints import HINT_GROUP
 from core.models import User
+from governance import services
+from governance.models import OperationRun
+from governance.states import RunState
 from nodes.models import Node, NodePresence
-from tests.fakes.nodes import make_node, make_presence
+from tests.fakes.governed_team import make_governed, propose_token
+from tests.fakes.limits import set_limits
+from tests.fakes.waiting import wait_until
 from tests.system.gateway_admin.factories import make_record
 from wire.contract import RequestState
 
@@ -223,3 +231,45 @@ async def test_an_unknown_socket_path_is_not_found_wherever_it_is_asked_from(pat
     await page.send_input({"type": "websocket.connect"})
     started = await page.receive_output(timeout=30)
     assert (started["type"], started["status"]) == ("websocket.http.response.start", 404)
+
+
+WITHIN_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def patient_stop() -> None:
+    """Let a look that is under way take long to end, as it does where the machine stands still."""
+    set_limits(console={"reconcile_stop_s": WITHIN_S})
+
+
+@pytest.mark.django_db(transaction=True)
+def test_what_is_due_is_carried_out_without_any_message() -> None:
+    team = make_governed()
+    operation = propose_token(team[0])
+    for member in team.members[1:]:
+        member.approve(operation)
+    reconciler = Reconciler(every_s=0.05)
+    reconciler.start()
+    try:
+        wait_until(lambda: OperationRun.objects.filter(operation=operation, state=RunState.SUCCEEDED.value).exists())
+    finally:
+        assert reconciler.stop()
+    assert services.run_due() == 0
+
+
+def test_a_database_that_is_away_is_said_once_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    looks: list[bool] = []
+
+    def look() -> int:
+        looks.append(len(looks) < 3)
+        if looks[-1]:
+            raise OperationalError("the server closed the connection")
+        return 0
+
+    with caplog.at_level(logging.INFO, logger="controlplane.reconciling"):
+        reconciler = Reconciler(look, every_s=0.01)
+        reconciler.start()
+        wait_until(lambda: len(looks) >= 6)
+        assert reconciler.stop()
+    said = [record.getMessage() for record in caplog.records if record.name == "controlplane.reconciling"]
+    assert said == ["reconcile_waits reason=OperationalError", "reconcile_goes_on"]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 from channels.layers import channel_layers, get_channel_layer
-from django.db import connection, transaction
+from django.db import connection
 from pytest_django import Settings
 from redis import asyncio as aioredis
 
@@ -65,21 +65,6 @@ def unreachable(settings: Settings, url: str) -> Iterator[None]:
         yield
     finally:
         channel_layers.backends.clear()
-
-
-@pytest.mark.usefixtures("patient")
-@pytest.mark.django_db(transaction=True)
-def test_a_change_that_is_rolled_back_sends_no_hint() -> None:
-    undone, kept = str(uuid.uuid4()), str(uuid.uuid4())
-
-    def change() -> None:
-        with transaction.atomic():
-            publish_hint("nodes", undone)
-            transaction.set_rollback(True)
-        with transaction.atomic():
-            publish_hint("models", kept)
-
-    assert asyncio.run(listen(change, undone, kept))["ident"] == kept
 
 
 async def flood(valkey: aioredis.Redis, messages: list[bytes]) -> tuple[list[str], list[str]]:
