@@ -319,34 +319,10 @@ def test_pages_fit_a_phone_and_have_no_serious_barrier(site: Site, team: Team, o
         assert ben.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], path
 
 
-@dataclass(frozen=True)
-class Reader:
-    """A fingerprint reader in the browser."""
-
-    session: CDPSession
-    ident: str
-
-    def know_nobody(self) -> None:
-        """Find the wrong finger from now on."""
-        self.session.send("WebAuthn.setUserVerified", {"authenticatorId": self.ident, "isUserVerified": False})
-
-
 @pytest.fixture
-def authenticator(visit: Visit) -> Iterator[Reader]:
+def authenticator(visit: Visit) -> None:
     """A fingerprint reader in the browser that always finds its owner."""
-    session = visit.page.context.new_cdp_session(visit.page)
-    session.send("WebAuthn.enable")
-    options = {
-        "protocol": "ctap2",
-        "transport": "internal",
-        "hasResidentKey": True,
-        "hasUserVerification": True,
-        "isUserVerified": True,
-        "automaticPresenceSimulation": True,
-    }
-    added = session.send("WebAuthn.addVirtualAuthenticator", {"options": options})
-    yield Reader(session, added["authenticatorId"])
-    session.detach()
+    add_device(visit)
 
 
 @pytest.fixture
@@ -366,7 +342,7 @@ def invite(name: str) -> str:
     return f"/sign-in/invitation/{in_database(make)}"
 
 
-def test_an_invited_person_makes_a_passkey_and_signs_in_with_it_again(at_home: Visit, authenticator: Reader) -> None:
+def test_an_invited_person_makes_a_passkey_and_signs_in_with_it_again(at_home: Visit, authenticator: None) -> None:
     page = at_home.page
     at_home.open(invite("grace"))
     expect(page.get_by_role("heading", level=1)).to_have_text("Welcome, Grace Hopper")

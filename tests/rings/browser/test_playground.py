@@ -90,16 +90,6 @@ def watch_an_answer(page: Page, attic: AnsweringNode) -> None:
         expect(fact(page, name)).not_to_have_text("–")
 
 
-def wait_with_a_reason(page: Page) -> None:
-    """Ask for a model that no box has; see why nothing comes, and stop."""
-    page.get_by_label("Model or alias").select_option("unserved")
-    page.get_by_role("button", name="Send").click()
-    expect(page.locator("#pg-status")).to_contain_text("Waiting. No node has unserved. Start a node that has it.")
-    page.locator("#pg-stop").click()
-    expect(page.locator("#pg-status")).to_have_text("Stopped.")
-    page.get_by_label("Model or alias").select_option(MODEL)
-
-
 def stop_an_answer(page: Page, attic: AnsweringNode) -> str:
     """Stop by the keyboard in the middle; see that the request ended as cancelled. Returns the address of its page."""
     page.get_by_role("button", name="Send").click()
@@ -116,25 +106,11 @@ def stop_an_answer(page: Page, attic: AnsweringNode) -> str:
     return str(fact(page, "request").get_by_role("link").get_attribute("href"))
 
 
-def take_the_code(page: Page) -> None:
-    """Walk to the Python program, and see it follow the form."""
-    page.get_by_role("tab", name="curl").press("ArrowRight")
-    expect(page.get_by_role("tab", name="Python SDK")).to_be_focused()
-    expect(page.locator("#pg-code")).to_contain_text('api_key=os.environ["MUSTER_API_KEY"]')
-    page.get_by_label("Messages").check()
-    expect(page.locator("#pg-code")).to_contain_text("from anthropic import Anthropic")
-    page.get_by_label("Embeddings").check()
-    expect(page.get_by_label("System prompt")).to_be_hidden()
-    page.get_by_label("Responses").check()
-
-
-def test_asking_watching_stopping_and_taking_the_code(visit: Visit, attic: AnsweringNode) -> None:
+def test_asking_watching_and_stopping(visit: Visit, attic: AnsweringNode) -> None:
     page = visit.page
     watch_an_answer(page, attic)
     assert find_violations(page) == []
     record_page = stop_an_answer(page, attic)
-    take_the_code(page)
-    wait_with_a_reason(page)
 
     visit.awaited.append("400 (Bad Request)")  # what the browser itself reports of a refusal
     page.get_by_text("Tools", exact=True).click()

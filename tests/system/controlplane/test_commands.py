@@ -321,7 +321,7 @@ LIES: list[tuple[dict[str, Any], str | None, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("lie", "words", "said"), LIES)
+@pytest.mark.parametrize(("lie", "words", "said"), LIES, ids=range(len(LIES)))
 def test_lies_other_words_and_nobody_to_ask_sign_nothing(
     plane: Plane, key: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lie: dict[str, Any],
     words: str | None, said: str,

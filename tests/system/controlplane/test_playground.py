@@ -25,9 +25,12 @@ from controlplane.playground.passage import Call, Passage
 from core.limits import limits
 from core.models import User
 from gateway.models import ApiKey
+from gateway.routing import Target
 from gateway.services import allow_model, create_tenant, disable_tenant
+from gateway.services.aliases import create_alias
 from tests.fakes.control_process import free_port
-from tests.system.gateway_admin.factories import ACTOR, audited, make_operator
+from tests.fakes.nodes import make_node, make_presence
+from tests.system.gateway_admin.factories import ACTOR, audited, make_operator, make_record
 
 pytestmark = pytest.mark.django_db(transaction=True)
 PAGE, SEND, CODE, FACTS, WAIT = (f"/admin/playground/{name}" for name in ("", "send", "code", "facts", "wait"))
@@ -89,6 +92,22 @@ def test_the_same_question_as_code(operator: Client, settings: Any) -> None:
     wrong = post(operator, CODE, tools="[")
     assert (wrong.status_code, say_error(wrong)["param"]) == (200, "tools")
     assert not ApiKey.objects.exists()
+
+
+def test_a_record_is_followed_and_why_it_is_long_in_coming_is_said(operator: Client) -> None:
+    record = make_record(node_name="attic", queue_ms=7, completion_tokens=5)
+    facts = operator.get(FACTS, {"request": record.printed_id}).json()
+    assert (facts["state"], facts["is_final"], facts["node"], facts["queue_ms"]) == ("completed", True, "attic", 7)
+    assert operator.get(facts["url"]).status_code == 200
+    assert operator.get(FACTS, {"request": "req_7"}).status_code == 400
+    make_presence(make_node("attic", model_names=[MODEL], cordoned=True))
+    create_alias(name="fast", targets=[Target(MODEL)], actor=ACTOR)
+    whys = [str(operator.get(WAIT, {"model": model}).json()["why"]) for model in (MODEL, "fast", "other", "auto", "")]
+    held = f"Waiting. Only attic has {MODEL}, and it is cordoned. Uncordon attic, or load {MODEL} on another node."
+    assert (whys[:2], whys[3:]) == ([held, held], ["", ""])
+    assert "No node has other." in whys[2]
+    helper = make_helper("view_apikey")
+    assert [helper.get(path).status_code for path in (f"{FACTS}?request={record.printed_id}", f"{WAIT}?model=x")] == [403, 403]
 
 
 # The key

@@ -138,22 +138,6 @@ def test_forged_posts_are_refused(team: Team, operation: Operation) -> None:
     assert operation.state == ApprovalState.PENDING
 
 
-def test_rejecting_withdrawing_and_cancelling_say_what_happened(team: Team, operation: Operation) -> None:
-    approver = sign_in(team[1].user)
-    team[1].approve(operation)
-    said = approver.post(page_of(operation, "withdraw"), follow=True).content.decode()
-    assert "Your decision is withdrawn." in said
-    assert "Waiting for approval." in said
-    assert (
-        "Say why you reject it" in approver.post(page_of(operation, "reject"), {"comment": " "}, follow=True).content.decode()
-    )
-    said = approver.post(page_of(operation, "reject"), {"comment": "wrong box"}, follow=True).content.decode()
-    assert "Your rejection is recorded." in said
-    assert "rejected by ben: wrong box" in said
-    late = sign_in(team[0].user).post(page_of(operation, "cancel"), follow=True).content.decode()
-    assert "This operation is rejected already" in late
-
-
 def test_an_approved_token_is_shown_once_to_its_requester(team: Team, operation: Operation) -> None:
     team[1].approve(operation)
     team[2].approve(operation)

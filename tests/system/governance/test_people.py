@@ -117,28 +117,6 @@ def test_the_session_that_has_just_made_a_passkey_may_act_at_once_under_a_new_se
     assert boss.post("/admin/nodes/provider/add/", {"name": "rack"}).status_code != 403
 
 
-@pytest.mark.parametrize(
-    ("key", "says", "leads_to"),
-    [
-        (None, "./muster manage invite", "/sign-in/keys"),
-        ({}, "signed in without your passkey", "/sign-in/?next="),
-        ({"revoked_at": timezone.now()}, "none that is in use", "/sign-in/keys"),
-    ],
-)
-def test_a_page_of_a_read_only_session_says_why_and_leads_to_what_repairs_it(
-    ada: User, boss: Client, key: dict[str, Any] | None, says: str, leads_to: str
-) -> None:
-    put_in_force(*make_people(3))
-    if key is not None:
-        make_key(ada)
-        ApproverKey.objects.update(**key)
-    for path in ("/admin/gateway/apikey/add/", "/approvals/", "/sign-in/keys"):
-        banner = re.search(r'id="read-only".*?</p>', boss.get(path).content.decode(), re.DOTALL)
-        assert banner is not None, path
-        assert says in banner[0]
-        assert f'href="{leads_to}' in banner[0]
-
-
 def test_nobody_has_more_keys_than_a_policy_can_name(ada: User) -> None:
     for _ in range(8):
         add_key_file(user=ada, line=line_of(KeyFile()), actor="t")

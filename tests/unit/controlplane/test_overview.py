@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from controlplane.overview import CASES, Facts, PolicyFact, Severity, SlowFacts, find_problems
+from controlplane.templatetags.muster import age, beside, compact, seconds
 from core.limits import limits
+from gateway.admin.requests import print_ms
 from gateway.services.overview import ExpiringKey, GatewayHealth
 from gateway.services.traffic import Minute, OpenRequests, Traffic
 from gateway.services.waiting import Wait, WaitingModel
@@ -209,3 +212,12 @@ START = datetime(2026, 11, 21, 8, 0, tzinfo=UTC)
 def minutes(*counts: tuple[int, int, int]) -> list[Minute]:
     """Return minutes with so many requests, and of them refused and failed ones."""
     return [Minute(START + timedelta(minutes=step), *count) for step, count in enumerate(counts)]
+
+
+def test_numbers_are_printed_short_and_with_their_units() -> None:
+    assert [age(value) for value in (None, 3.2, 119, 180, 10_800)] == ["never", "3 s ago", "119 s ago", "3 min ago", "3 h ago"]
+    assert [compact(value) for value in (0, 950, 1234, 2_751_801)] == ["0", "950", "1.23k", "2.75M"]
+    assert [seconds(value) for value in (7, 1623, 345_600)] == ["0.007", "1.62", "346"]
+    assert [print_ms(value) for value in (None, 12, 12_345)] == ["–", "12\u00a0ms", "12.3\u00a0s"]
+    shared = [re.sub("<[^>]*>", "", beside(*pair)).replace("\u00a0", " ") for pair in ((36, 201), (900, 1234), (1500, 120_000))]
+    assert shared == ["36 · 201 ms", "900 ms · 1.23 s", "1.5 · 120 s"]

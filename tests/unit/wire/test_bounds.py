@@ -15,7 +15,7 @@ from runner.errors import InvalidRequest
 from runner.serving.request import check_bounds, check_crowd
 from wire.bounds import BOUNDS, find_out_of_bounds
 from wire.limits import WIRE
-from wire.messages_fields import find_unhonoured
+from wire.messages_fields import HONOURED, find_unhonoured
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 ASKED: dict[str, dict[str, Any]] = {
@@ -205,44 +205,31 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("engine", "fields", "forgotten"),
-    [
-        ("llamacpp", {"output_config": {"format": SCHEMA}}, ("output_config.format",)),
-        (
-            "llama-server",
-            {"output_config": {"format": SCHEMA, "effort": "low"}},
-            ("output_config.format", "output_config.effort"),
-        ),
-        ("llamacpp", {"output_format": SCHEMA}, ("output_format",)),
-        ("llamacpp", {"output_config": {"format": None}}, ()),
-        ("llamacpp", {"output_config": {}}, ()),
-        ("llamacpp", {"output_config": None}, ()),
-        ("llamacpp", {"seed": 7}, ("seed",)),
-        ("llamacpp", {"service_tier": "auto"}, ("service_tier",)),
-        ("llamacpp", {"context_management": {"edits": []}}, ("context_management",)),
-        ("llamacpp", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, ()),
-        ("llamacpp", {"thinking": {"type": "adaptive"}}, ()),
-        ("llamacpp", {"thinking": {"type": "disabled"}}, ("thinking.type",)),
-        ("llamacpp", {"tool_choice": {"type": "any"}}, ()),
-        ("llamacpp", {"tool_choice": {"type": "none"}}, ("tool_choice.type",)),
-        ("llamacpp", {"tool_choice": {"type": "tool", "name": "f"}}, ("tool_choice.name", "tool_choice.type")),
-        ("llamacpp", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}, ()),
-        (
-            "llamacpp",
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            ("tool_choice.disable_parallel_tool_use",),
-        ),
-        ("vllm", {"output_config": {"format": SCHEMA, "effort": "low"}}, ("output_config.format",)),
-        ("vllm", {"tool_choice": {"type": "tool", "name": "f"}}, ()),
-        ("vllm", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, ("thinking.type",)),
-        ("somebody-elses", {"output_config": {"format": SCHEMA}}, ()),
-    ],
-)
-def test_what_an_engine_would_forget_is_found_by_its_path(
-    engine: str, fields: dict[str, Any], forgotten: tuple[str, ...]
-) -> None:
-    assert find_unhonoured([engine], json.dumps({**PLAIN, **fields}).encode()) == forgotten
+TOOL: dict[str, Any] = {"type": "tool", "name": "f"}
+SHAPED = {"output_config": {"format": SCHEMA, "effort": "low"}}
+FORGOTTEN: list[tuple[str, dict[str, Any], str]] = [
+    ("llamacpp", {"output_config": {"format": SCHEMA}}, "output_config.format"),
+    ("llama-server", SHAPED, "output_config.format output_config.effort"),
+    ("llamacpp", {"output_format": SCHEMA}, "output_format"),
+    ("llamacpp", {"output_config": {"format": None}}, ""), ("llamacpp", {"output_config": {}}, ""),
+    ("llamacpp", {"output_config": None}, ""), ("llamacpp", {"seed": 7}, "seed"),
+    ("llamacpp", {"service_tier": "auto"}, "service_tier"),
+    ("llamacpp", {"context_management": {"edits": []}}, "context_management"),
+    ("llamacpp", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, ""),
+    ("llamacpp", {"thinking": {"type": "adaptive"}}, ""), ("llamacpp", {"thinking": {"type": "disabled"}}, "thinking.type"),
+    ("llamacpp", {"tool_choice": {"type": "any"}}, ""), ("llamacpp", {"tool_choice": {"type": "none"}}, "tool_choice.type"),
+    ("llamacpp", {"tool_choice": TOOL}, "tool_choice.name tool_choice.type"),
+    ("llamacpp", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}, ""),
+    ("llamacpp", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice.disable_parallel_tool_use"),
+    ("vllm", SHAPED, "output_config.format"), ("vllm", {"tool_choice": TOOL}, ""),
+    ("vllm", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"), ("somebody-elses", SHAPED, ""),
+    *((engine, {}, "") for engine in HONOURED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine", "fields", "forgotten"), FORGOTTEN)
+def test_what_an_engine_would_forget_is_found_by_its_path(engine: str, fields: dict[str, Any], forgotten: str) -> None:
+    assert find_unhonoured([engine], json.dumps({**PLAIN, **fields}).encode()) == tuple(forgotten.split())
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"thinking":5,"tool_choice":"x"}', b'{"output_config":"x"}', b"\xff"])
