@@ -24,10 +24,10 @@ from governance.models import ApproverKey, Operation
 from governance.services.people import create_invitation
 from governance.signin import ASSURANCE
 from tests.fakes.control_process import ROOT, ServerProcess
+from tests.fakes.governed_nodes import Identity, make_box
 from tests.fakes.governed_team import Member, Team, make_governed, make_team, propose_token
 from tests.fakes.policies import make_people, make_policy, make_statement
 from tests.rings.browser.conftest import REPORTER, Chromium, Visit, in_database, press
-from tests.system.nodes.governed import Identity, make_box
 from wire.optoken.approval import canonical, decode_bytes, digest_words, encode_bytes
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]

@@ -18,7 +18,7 @@ from pytest_django.fixtures import Settings
 from governance import checkpoints, services
 from governance.api.stream import StatusStream
 from governance.models import AdminToken, AuditEvent, Operation, PolicyVersion
-from tests.fakes.audit_logs import append
+from tests.fakes.audit_rows import append
 from tests.fakes.governed_team import Team, make_client, make_governed, make_team, post, propose_token, refusal
 from tests.fakes.limits import set_limits
 from wire import auditlog

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes.evidence import ANN, OTHER_BOX_KEY, PROVEN, SECOND, make_batch, make_bundle, make_receipt
+from tests.fakes.approvals import ANN, OTHER_BOX_KEY, PROVEN, SECOND, make_batch, make_bundle, make_receipt
 from tests.fakes.examples import examples
 from tests.fakes.passkeys import KeyFile, SoftPasskey, spki_of
 from tests.fakes.policies import NOW, Person, make_people, make_policy_bytes, make_statement
