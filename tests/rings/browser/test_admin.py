@@ -109,12 +109,10 @@ def test_a_list_is_followed_without_a_reload_and_holds_still_under_a_hand(visit:
     table = page.locator("#result_list")
     expect(table).to_contain_text("available")
     page.evaluate("window.isSamePage = true")
-
     in_database(lambda: make_presence(make_node("aft"), age_s=-3600))
     in_database(lambda: Node.objects.filter(pk=node.pk).update(draining=True))
     expect(table).to_contain_text("aft")
     expect(table).to_contain_text("draining")
-
     table.get_by_role("link", name="attic").focus()
     in_database(lambda: make_presence(make_node("able"), age_s=-3600))
     in_database(lambda: Node.objects.filter(pk=node.pk).update(draining=False, cordoned=True))
@@ -247,7 +245,6 @@ def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: LoadingNo
     expect(page.locator("#box")).to_contain_text("3 waiting on the node, 0.42 s on average")
     expect(page.locator("#box .mst-chips")).to_contain_text("nomic-embed-text-v1.5")
     expect(page.locator("#box h2 small").first).to_contain_text("live")
-
     attic.say(replicas=[LLAMA, ReplicaInfo(model="qwen3-14b", state="loaded", engine="vllm", slots=8, memory_mb=9_000)])
     attic.declare("llama-3.1-8b-instruct", "qwen3-14b")
     expect(table(page, "Loaded")).to_contain_text("0 / 8")

@@ -164,7 +164,6 @@ def test_from_an_invitation_to_a_token_that_two_others_approved(site: Site) -> N
     others = in_database(lambda: make_team("ana", "cleo"))
     ana, ben, cleo = site.visit_as(others[0].user), accept_invitation(site, "ben"), site.visit_as(others[1].user)
     put_passkey(cleo, others[1])
-
     ana.open("/approvals/policy")
     expect(ana.page.get_by_role("heading", name="No policy is in force yet")).to_be_visible()
     ana.page.get_by_role("link", name="Draft the first policy").click()
@@ -182,7 +181,6 @@ def test_from_an_invitation_to_a_token_that_two_others_approved(site: Site) -> N
     ana.page.reload()  # by now everything is as it was asked for
     expect(ana.page.get_by_role("columnheader", name="Asked for")).to_be_visible()
     expect(ana.page.get_by_role("columnheader", name="Now")).to_have_count(0)
-
     ana.open("/approvals/propose?operation=admin-token-mint")
     field = ana.page.locator("[name='param-name'], [name='param-']")
     field.fill("ci" if field.get_attribute("name") == "param-name" else '{"name": "ci"}')
@@ -194,7 +192,6 @@ def test_from_an_invitation_to_a_token_that_two_others_approved(site: Site) -> N
     expect(approve_button(ana.page)).to_be_hidden()
     operation = in_database(lambda: Operation.objects.exclude(pk=draft.pk).get())
     assert ana.page.locator("#own-words").inner_text() == digest_words(bytes.fromhex(operation.digest))
-
     for number, visit in enumerate((ben, cleo), start=1):
         visit.open(path_of(operation))
         approve_here(visit.page)

@@ -111,7 +111,6 @@ def test_asking_watching_and_stopping(visit: Visit, attic: AnsweringNode) -> Non
     watch_an_answer(page, attic)
     assert find_violations(page) == []
     record_page = stop_an_answer(page, attic)
-
     visit.awaited.append("400 (Bad Request)")  # what the browser itself reports of a refusal
     page.get_by_text("Tools", exact=True).click()
     page.get_by_label("Tools as JSON").fill("[{")

@@ -58,9 +58,7 @@ def test_the_numbers_are_those_of_the_rows() -> None:
     make_record(state=RequestState.CANCELLED, status_code=499)
     make_record(state=RequestState.QUEUED, age_s=8)
     make_record(age_s=2 * 3600)
-
     overview = read_overview()
-
     assert (overview.fleet.online, len(overview.fleet.nodes)) == (1, 3)
     assert (overview.open_requests.queued, overview.open_requests.running) == (1, 0)
     assert 7 <= overview.open_requests.oldest_wait_s < 60
@@ -82,9 +80,7 @@ def test_a_gateway_that_died_counts_until_another_one_took_its_place() -> None:
     GatewayProcess.objects.filter(pk=died.pk).update(started_at=timezone.now() - timedelta(hours=1))
     assert [gateway.silent_s >= 120 for gateway in read_gateways()] == [True]
     assert "No gateway runs." in {problem.what for problem in read_overview().problems}
-
     make_gateway()
-
     assert [gateway.silent_s < 60 for gateway in read_gateways()] == [True]
     assert not any("gateway" in problem.what for problem in read_overview().problems)
 
@@ -105,7 +101,6 @@ def test_the_page_takes_as_many_queries_for_many_rows_as_for_few(boss: Client) -
         with CaptureQueriesContext(connection) as queries:
             boss.get(reverse("admin:index"))
         counts.append(len(queries))
-
     assert counts[0] == counts[1] <= MOST_QUERIES, counts
 
 
@@ -121,7 +116,6 @@ def test_an_operator_finds_only_what_they_may_look_at() -> None:
     client = Client()
     client.force_login(person)
     found = search(client, "rack")
-
     assert "rack-2" in found
     assert "rack bot" not in found
 
@@ -147,7 +141,6 @@ def test_no_form_of_a_model_is_offered_even_to_a_superuser(model: type[Model]) -
     request = RequestFactory().get("/")
     request.user = User(username="ada", is_superuser=True, is_staff=True, is_active=True)
     request.session = {"muster_assurance": "passkey"}  # type: ignore[assignment]  # all that the pages read of one
-
     assert isinstance(page, ShowingAdmin)
     assert not page.has_change_permission(request)
     assert not page.has_delete_permission(request)
@@ -176,7 +169,6 @@ def test_posting_to_a_row_or_to_its_deletion_is_refused(model: type[Model]) -> N
     row = model._default_manager.first()
     assert row is not None, f"make a row of {model.__name__} above"
     before = model._default_manager.filter(pk=row.pk).values().get()
-
     for page in ("change", "delete"):
         answer = client.post(reverse(f"admin:{name_of(model)}_{page}", args=[row.pk]), {"name": "changed", "post": "yes"})
         assert answer.status_code == 403
@@ -184,6 +176,5 @@ def test_posting_to_a_row_or_to_its_deletion_is_refused(model: type[Model]) -> N
         reverse(f"admin:{name_of(model)}_changelist"),
         {"action": "delete_selected", "_selected_action": str(row.pk), "post": "yes", "_save": "Save"},
     )
-
     assert answer.status_code in {200, 302, 403}
     assert model._default_manager.filter(pk=row.pk).values().get() == before

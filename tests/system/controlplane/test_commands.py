@@ -57,21 +57,18 @@ def test_models_keys_credentials_tokens_and_providers_are_managed() -> None:
     run("disallow_model", "tiny")
     assert not Model.objects.get(name="tiny").allowed
     assert audited("model.allow")[0].actor == "system:cli"
-
     text = run("create_key", "--tenant", "research", "--name", "ci", "--rpm", "7", "--models", "a,b", "--priority", "low")
     key = ApiKey.objects.get()
     assert text.startswith(f"mst_{key.keyid}_")
     assert (key.tenant.name, key.requests_per_minute, key.allowed_models, key.priority) == ("research", 7, ["a", "b"], "low")
     run("create_key", "--tenant", "research", "--name", "second")
     assert ApiKey.objects.count() == 2
-
     credential = find_credential(run("create_worker_credential", "--name", "box", "--provider", "lab", "--max-nodes", "3"))
     assert credential is not None
     assert (credential.provider.name, credential.max_nodes) == ("lab", 3)
     for state in ("disabled", "enabled"):
         run("set_provider_state", "lab", state)
         assert Provider.objects.get(name="lab").state == state
-
     ben = User.objects.create_user("ben")
     for words, owner in (((), None), (("--owner", "ben"), ben)):
         token = verify_admin_token(run("create_admin_token", "--name", "ci", *words))

@@ -30,7 +30,6 @@ def test_health_says_what_can_be_reached(client: Client, monkeypatch: pytest.Mon
     # A machine that stands still is not what is told.
     set_limits(console={"health_database_s": 30.0}, core={"hint_read_s": 30.0})
     answer = client.get("/healthz")
-
     assert answer.status_code == 200
     assert answer.json() == {"ok": True, "service": "control", "database": "ok", "redis": "ok"}
     assert "no-store" in answer["Cache-Control"]
@@ -75,7 +74,6 @@ def test_without_the_database_people_get_a_page_and_scripts_the_envelope(
             raise OperationalError("a word of the server")
         except OperationalError:
             answer = server_error(request)
-
     assert (answer.status_code, answer["Retry-After"]) == (503, "5")
     assert answer["Content-Type"].startswith("text/html" if is_page else "application/json")
     assert "may or may not have been done" in answer.content.decode()
@@ -105,7 +103,6 @@ def test_a_host_that_is_not_allowed_is_named_on_a_page_with_the_setting_that_all
 ) -> None:
     answer = client.get(path, headers={**headers, "host": host})
     text = answer.content.decode()
-
     assert (answer.status_code, answer["Content-Type"]) == (400, "text/html; charset=utf-8")
     assert escape(host[:255]) in text
     assert "<script>" not in text
@@ -121,7 +118,6 @@ def test_a_program_is_told_of_a_host_that_is_not_allowed_in_the_envelope(
     client: Client, path: str, headers: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     answer = client.get(path, headers={**headers, "host": "gpu1.lan"})
-
     assert (answer.status_code, set(answer.json()["error"])) == (400, ENVELOPE)
     assert "'gpu1.lan'" in answer.json()["error"]["message"]
     assert "MUSTER_ALLOWED_HOSTS" in answer.json()["error"]["message"]

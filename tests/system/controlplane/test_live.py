@@ -63,12 +63,10 @@ async def test_an_operator_gets_counters_at_once_and_again_on_a_hint() -> None:
     connected, _ = await page.connect(timeout=30)
     assert connected
     assert (await receive(page))["queued"] == 0
-
     await database_sync_to_async(make_record)(state=RequestState.QUEUED, age_s=9, model="<b>tiny</b>")
     layer = get_channel_layer()
     assert layer is not None
     await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "nodes", "ident": ""})
-
     async with asyncio.timeout(30):
         while (pushed := await receive(page))["queued"] == 0:
             pass  # it looks every few seconds as well, and may have done so before
@@ -215,7 +213,6 @@ async def test_the_page_of_a_box_gets_its_state_again_while_it_loads() -> None:
     html = (await receive(page))["html"]
     assert 'value="25"' in html
     assert "&lt;b&gt;weights&lt;/b&gt;" in html
-
     await database_sync_to_async(advance)(node, 0.5)
     async with asyncio.timeout(30):
         while 'value="50"' not in (await receive(page))["html"]:

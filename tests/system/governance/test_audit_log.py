@@ -103,7 +103,6 @@ def test_many_appenders_at_once_make_one_chain_in_the_order_of_their_commits() -
     with ThreadPoolExecutor(APPENDERS) as pool:
         list(pool.map(append_some, range(APPENDERS)))
     kept = sum((2 if event % 3 == 0 else 1) for event in range(EVENTS_EACH) if event % 5 != 4)
-
     assert sizes() == list(range(1, APPENDERS * kept + 1))
     verdict = judge_database()
     assert (verdict.status, verdict.size) == (Status.GOOD, APPENDERS * kept)
@@ -210,7 +209,6 @@ def test_what_a_superuser_did_to_the_tables_is_found(seq: int, kind: Kind, state
     tamper(*(statement.format(*ids) for statement in statements))
     found = judge_database().findings[0]
     assert (found.seq, found.kind) == (seq, kind)
-
     call_command("audit", "export", str(tmp_path / "log"), stdout=StringIO())
     with (tmp_path / "log").open() as lines:
         exported = auditlog.verify_export(lines)
@@ -238,7 +236,6 @@ def test_the_command_ends_with_a_status_for_each_outcome(tmp_path: Path, setting
     assert (status, "5 entries verified" in text, "1 checkpoints" in text) == (0, True, True)
     run("export", str(tmp_path / "good"))
     assert run("verify", str(tmp_path / "good"))[0] == 0
-
     settings.GOVERNANCE_LOG_KEY = "A" * 43
     assert run("verify")[0] == 3
     old = auditlog.LogKey.parse(auditlog.read_header((tmp_path / "good").read_text().splitlines()[0])[1][0].__str__())
@@ -447,7 +444,6 @@ def test_an_older_dump_that_was_restored_is_told_by_a_box_that_saw_more() -> Non
     seen = make()
     restore_older_dump(6)
     assert judge_database().status is Status.GOOD
-
     assert tell(9, bytes(seen.root), note=seen.note) is WitnessStatus.BEHIND
     alarm = AuditEvent.objects.get(action="audit.witness_alarm")
     assert (alarm.target, alarm.detail["status"], alarm.detail["seen_size"], alarm.detail["log_size"]) == (

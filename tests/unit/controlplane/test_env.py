@@ -37,7 +37,6 @@ def test_a_secret_may_stand_in_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path:
     path.write_text("from a file\n")
     monkeypatch.setenv(f"{NAME}_FILE", str(path))
     assert read_text(NAME) == "from a file"
-
     monkeypatch.setenv(NAME, "from the environment")
     assert read_text(NAME) == "from the environment"
 
@@ -82,7 +81,6 @@ BOUNDS = {
 def test_a_database_is_named_by_host_or_by_socket() -> None:
     over_tcp = read_database("postgresql://u%40x:p%3A@db.example:6432/muster?sslmode=require")
     over_socket = read_database("postgresql://postgres@/muster?host=/run/pg&port=5433")
-
     assert (over_tcp["HOST"], over_tcp["PORT"], over_tcp["USER"], over_tcp["PASSWORD"]) == ("db.example", "6432", "u@x", "p:")
     assert over_tcp["OPTIONS"] == {**BOUNDS, "sslmode": "require"}
     assert (over_socket["HOST"], over_socket["PORT"], over_socket["NAME"]) == ("/run/pg", "5433", "muster")
@@ -133,7 +131,6 @@ def test_every_known_error_has_its_status_code_and_parameter(
     error: Exception, status: int, code: ErrorCode, param: str | None
 ) -> None:
     known = describe_error(error)
-
     assert known is not None
     assert (known.status, known.code, known.param) == (status, code, param)
     assert set(known.body()["error"]) == {"code", "message", "retryable", "type", "param"}
@@ -146,7 +143,6 @@ def test_a_defect_of_ours_is_not_described_to_the_caller() -> None:
 @pytest.mark.parametrize(("method", "is_safe"), [("GET", True), ("HEAD", True), ("POST", False), ("DELETE", False)])
 def test_without_the_database_only_what_changes_nothing_may_blindly_be_sent_again(method: str, is_safe: bool) -> None:
     known = describe_error(OperationalError("gone"), method=method)
-
     assert known is not None
     assert known.retryable is is_safe
     assert ("Nothing was changed" in known.message, "may or may not have been done" in known.message) == (is_safe, not is_safe)

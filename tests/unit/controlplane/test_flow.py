@@ -38,10 +38,8 @@ async def is_open(gate: WriteGate) -> bool:
 async def test_a_gate_is_closed_while_the_transport_is_full() -> None:
     gate = WriteGate()
     assert await is_open(gate)
-
     gate.pauseProducing()
     assert not await is_open(gate)
-
     gate.resumeProducing()
     assert await is_open(gate)
 
@@ -50,11 +48,9 @@ async def test_nobody_waits_at_the_gate_of_a_lost_connection() -> None:
     gate = WriteGate()
     gate.pauseProducing()
     waiting = asyncio.create_task(gate.wait_open())
-
     gate.stopProducing()
     await asyncio.wait_for(waiting, 30)
     gate.pauseProducing()
-
     assert await is_open(gate)
 
 
@@ -64,10 +60,8 @@ async def test_a_client_is_held_back_above_the_high_mark_and_let_go_at_the_low_o
     for number in range(limits().console.inbox_high):
         queue.put_nowait({"number": number})
     assert not transport.is_paused()
-
     queue.put_nowait({"number": limits().console.inbox_high})
     assert transport.is_paused()
-
     taken = []
     while transport.is_paused():
         taken.append((await queue.get())["number"])
@@ -80,5 +74,4 @@ async def test_bytes_that_were_read_already_are_still_delivered(extra: int) -> N
     total = limits().console.inbox_high + 1 + extra
     for number in range(total):
         queue.put_nowait({"number": number})
-
     assert [(await queue.get())["number"] for _ in range(total)] == list(range(total))

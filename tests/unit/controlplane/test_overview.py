@@ -152,9 +152,7 @@ TABLE: dict[str, tuple[Facts, str, Severity]] = {
 @pytest.mark.parametrize("case", TABLE)
 def test_one_thing_that_is_wrong_is_one_line_with_a_way_to_mend_it(case: str) -> None:
     given, what, severity = TABLE[case]
-
     (problem,) = find_problems(given)
-
     assert (problem.what, problem.severity) == (what, severity)
     assert problem.url or problem.what.startswith("Valkey")
     assert bool(problem.link) == bool(problem.url)
@@ -182,7 +180,6 @@ def test_what_is_no_problem_is_not_listed(case: str) -> None:
 
 def test_a_queue_needs_attention_only_when_its_head_has_waited() -> None:
     wait = Wait("nodes full", "Every node is full.", "Add one.")
-
     assert find_problems(facts(waits=[WaitingModel("tiny", 40, 1.0, wait)])) == ()
     problems = find_problems(facts(waits=[WaitingModel("tiny", 3, 9.0, wait), WaitingModel("big", 1, 4.0, wait)]))
     assert (problems[0].what, problems[0].advice) == (
@@ -198,10 +195,8 @@ def test_everything_at_once_is_counted_in_full_on_a_list_that_stays_short() -> N
         "clock_skew_ms": 90_000, "rival_seen_at": NOW, "probe_error": "e", "policy_version": 0,
     }  # fmt: skip
     given = facts(*(node(f"rig{number}", **ill) for number in range(7)), gateways=())
-
     problems = find_problems(given)
     said = [problem for case in CASES for problem in case(given)]
-
     assert len(problems) == limits().console.problem_lines
     assert sum(1 + problem.beyond for problem in problems) == len(said)
 

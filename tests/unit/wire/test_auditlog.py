@@ -178,7 +178,6 @@ def test_a_verifier_key_is_read_as_other_tools_write_it() -> None:
     key = LogKey.parse(text)
     said = b"If you think cryptography is the answer to your problem,\nthen you don't know what your problem is.\n"
     raw = to_bytes("x08go/ZJkuBS9UG/SffcvIAQxVBtiFupLLr8pAcElZInNIuGUgYN1FFYC2pZSNXgKvqfqdngotpRZb6KE6RyyBwJnAM=")
-
     assert str(key) == text
     assert raw[:4] == key.keyid
     assert verify_signature(key.public, said, raw[4:])
@@ -192,7 +191,6 @@ def test_a_checkpoint_opens_with_the_key_that_signed_it_alone() -> None:
     key = LogKey("example.org/log", signer.public_key().public_bytes_raw())
     checkpoint = Checkpoint("example.org/log", 7, bytes(32))
     note = checkpoint.note(key, signer.sign(checkpoint.text().encode()))
-
     assert note.startswith(f"example.org/log\n7\n{'A' * 43}=\n\n\u2014 example.org/log ")
     assert open_note(note, [key]) == checkpoint
     assert open_note(note + "\u2014 witness.example 3q2+7wAA\n", [key]) == checkpoint
