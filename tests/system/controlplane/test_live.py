@@ -1,28 +1,36 @@
-"""The sockets of pages: who may open them, what they push, and when they end."""
+"""The sockets of pages: who may open them, what they push, when they end; and the hints and looks that wake what waits."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from channels.db import database_sync_to_async
-from channels.layers import get_channel_layer
+from channels.layers import channel_layers, get_channel_layer
 from channels.testing import WebsocketCommunicator
 from django.conf import LazySettings, settings
 from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY
 from django.contrib.auth.models import Permission
 from django.contrib.sessions.backends.db import SessionStore
 from django.contrib.sessions.models import Session
-from django.db import OperationalError
+from django.db import OperationalError, connection
 from django.utils import timezone
+from pytest_django import Settings
+from redis import asyncio as aioredis
 
 from controlplane.asgi import application
 from controlplane.live import CloseCode
 from controlplane.reconciling import Reconciler
-from core.hints import HINT_GROUP
+from core import hints
+from core.hints import HINT_GROUP, publish_hint
 from core.models import User
 from governance import services
 from governance.models import OperationRun
@@ -49,7 +57,7 @@ def sign_in(name: str, *permissions: str, is_staff: bool) -> str:
     return f"{settings.SESSION_COOKIE_NAME}={session.session_key}"
 
 
-def socket(cookie: str = "", origin: str = "http://localhost:8000", path: str = "/ws/overview") -> WebsocketCommunicator:
+def dial(cookie: str = "", origin: str = "http://localhost:8000", path: str = "/ws/overview") -> WebsocketCommunicator:
     headers = [(b"origin", origin.encode()), (b"host", b"localhost:8000"), (b"cookie", cookie.encode())]
     return WebsocketCommunicator(application, path, headers=[pair for pair in headers if pair[1]])
 
@@ -59,7 +67,7 @@ async def receive(open_socket: WebsocketCommunicator) -> Any:
 
 
 async def test_an_operator_gets_counters_at_once_and_again_on_a_hint() -> None:
-    page = socket(await database_sync_to_async(sign_in)("ada", is_staff=True))
+    page = dial(await database_sync_to_async(sign_in)("ada", is_staff=True))
     connected, _ = await page.connect(timeout=30)
     assert connected
     assert (await receive(page))["queued"] == 0
@@ -97,7 +105,7 @@ async def expect_nothing_but_close(page: WebsocketCommunicator) -> int:
 )
 async def test_everybody_else_is_told_only_why(is_staff: bool | None, code: int) -> None:
     cookie = "" if is_staff is None else await database_sync_to_async(sign_in)("bob", is_staff=is_staff)
-    assert await expect_nothing_but_close(socket(cookie)) == code
+    assert await expect_nothing_but_close(dial(cookie)) == code
 
 
 OWN = "http://localhost:8000"
@@ -126,14 +134,14 @@ async def test_only_pages_of_our_own_origins_open_a_socket(settings: LazySetting
     settings.CSRF_TRUSTED_ORIGINS = ["https://pages.example:8443"]
     cookie, opened = await database_sync_to_async(sign_in)("ada", is_staff=True), {}
     for origin in ORIGINS:
-        page = socket(cookie, origin)
+        page = dial(cookie, origin)
         opened[origin], _ = await page.connect(timeout=30)
         await page.disconnect(timeout=30)
     assert opened == ORIGINS
 
 
 async def test_a_host_that_is_not_ours_makes_no_origin_ours() -> None:
-    page = socket(await database_sync_to_async(sign_in)("ada", is_staff=True), "http://evil.example")
+    page = dial(await database_sync_to_async(sign_in)("ada", is_staff=True), "http://evil.example")
     page.scope["headers"] = [(name, b"evil.example" if name == b"host" else value) for name, value in page.scope["headers"]]
     connected, _ = await page.connect(timeout=30)
     assert not connected
@@ -182,7 +190,7 @@ ENDS = [
 async def test_a_page_that_is_open_ends_with_its_session(how: str, code: int) -> None:
     node = await database_sync_to_async(make_loading_box)()
     cookie = await database_sync_to_async(sign_in)("ada", "view_node", is_staff=True)
-    page = socket(cookie, path=f"/ws/nodes/{node.pk}")
+    page = dial(cookie, path=f"/ws/nodes/{node.pk}")
     await page.connect(timeout=30)
     await receive(page)
     await database_sync_to_async(end)(how, cookie)
@@ -207,7 +215,7 @@ def advance(node: Node, progress: float) -> None:
 async def test_the_page_of_a_box_gets_its_state_again_while_it_loads() -> None:
     node = await database_sync_to_async(make_loading_box)()
     cookie = await database_sync_to_async(sign_in)("ada", "view_node", is_staff=True)
-    page = socket(cookie, path=f"/ws/nodes/{node.pk}")
+    page = dial(cookie, path=f"/ws/nodes/{node.pk}")
     connected, _ = await page.connect(timeout=30)
     assert connected
     html = (await receive(page))["html"]
@@ -223,7 +231,7 @@ async def test_the_page_of_a_box_gets_its_state_again_while_it_loads() -> None:
 @pytest.mark.parametrize("path", ["/ws/nothing", "/ws/nodes/not-an-id", "/", "/nodes/connect"])
 @pytest.mark.parametrize("origin", ["http://localhost:8000", ""])
 async def test_an_unknown_socket_path_is_not_found_wherever_it_is_asked_from(path: str, origin: str) -> None:
-    page = socket(origin=origin, path=path)
+    page = dial(origin=origin, path=path)
     page.scope["extensions"] = {"websocket.http.response": {}}
     await page.send_input({"type": "websocket.connect"})
     started = await page.receive_output(timeout=30)
@@ -270,3 +278,120 @@ def test_a_database_that_is_away_is_said_once_and_waited_for(caplog: pytest.LogC
         assert reconciler.stop()
     said = [record.getMessage() for record in caplog.records if record.name == "controlplane.reconciling"]
     assert said == ["reconcile_waits reason=OperationalError", "reconcile_goes_on"]
+
+
+@pytest.fixture
+def patient() -> None:
+    """Let no hint be lost because the machine stands still."""
+    set_limits(core={"hint_send_s": WITHIN_S})
+
+
+async def listen(publish: Callable[[], None], *idents: str) -> dict[str, str]:
+    """Join the group, call ``publish`` in a thread and return the first hint about one of ``idents``.
+
+    Others come as well: Valkey's channels belong to no database of it, so this hears what other tests publish meanwhile.
+    """
+
+    def work() -> None:
+        try:
+            publish()
+        finally:
+            connection.close()
+
+    layer = get_channel_layer()
+    assert layer is not None
+    channel = await layer.new_channel()
+    await layer.group_add(HINT_GROUP, channel)
+    await asyncio.to_thread(work)
+    async with asyncio.timeout(WITHIN_S):
+        while (heard := await layer.receive(channel))["ident"] not in idents:
+            pass
+    await layer.flush()
+    return dict(heard)
+
+
+@contextmanager
+def unreachable(settings: Settings, url: str) -> Iterator[None]:
+    """Point the channel layer somewhere else."""
+    settings.CHANNEL_LAYERS = {
+        "default": {"BACKEND": "channels_redis.pubsub.RedisPubSubChannelLayer", "CONFIG": {"hosts": [url]}}
+    }
+    channel_layers.backends.clear()
+    try:
+        yield
+    finally:
+        channel_layers.backends.clear()
+
+
+async def flood(valkey: aioredis.Redis, messages: list[bytes]) -> tuple[list[str], list[str]]:
+    """Publish to two listeners, one of whom stands still until the other has heard ``end``; return what each heard."""
+    layer = get_channel_layer()
+    assert layer is not None
+    reader, sleeper = await layer.new_channel(), await layer.new_channel()
+    for channel in (sleeper, reader):
+        await layer.group_add(HINT_GROUP, channel)
+
+    async def read(channel: str) -> list[str]:
+        heard: list[str] = []
+        async with asyncio.timeout(WITHIN_S):
+            while heard[-1:] != ["end"]:
+                heard.append((await layer.receive(channel))["ident"])
+        return heard
+
+    reading = asyncio.create_task(read(reader))
+    for message in [*messages, make_hint("end")]:
+        await valkey.publish(f"muster__group__{HINT_GROUP}", message)
+        await asyncio.sleep(0)
+    heard = await reading, await read(sleeper)
+    await layer.flush()
+    return heard
+
+
+def make_hint(ident: str) -> bytes:
+    return msgspec.msgpack.encode({"type": "hint", "topic": "nodes", "ident": ident})
+
+
+async def test_of_the_hints_that_nobody_takes_the_newest_are_kept_and_whoever_reads_gets_all(settings: Settings) -> None:
+    sent = [f"{uuid.uuid4().hex}:{number}" for number in range(1500)]
+    dropped = hints.dropped_hints.total
+    async with aioredis.Redis.from_url(settings.REDIS_URL) as valkey:
+        read, kept = await flood(valkey, [make_hint(ident) for ident in sent])
+    assert [ident for ident in read if ident in sent] == sent
+    ours = [ident for ident in kept if ident in sent]  # other tests send hints through the same server meanwhile
+    assert 900 < len(kept) <= 1000
+    assert ours == sent[-len(ours) :]
+    assert len(ours) > 900
+    assert kept[-1] == "end"
+    assert hints.dropped_hints.total - dropped >= 501
+
+
+async def test_a_message_longer_than_any_hint_is_not_kept(settings: Settings) -> None:
+    unreadable = hints.unreadable_hints.total
+    async with aioredis.Redis.from_url(settings.REDIS_URL) as valkey:
+        read, kept = await flood(valkey, [make_hint("x" * 100_000), make_hint("short")])
+    assert {"short", "end"} <= set(read) & set(kept)
+    assert max(map(len, (*read, *kept))) < 1000
+    assert hints.unreadable_hints.total - unreadable >= 2
+
+
+@pytest.mark.django_db(transaction=True)
+def test_nobody_listening_at_redis_is_logged_and_not_raised(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        with unreachable(settings, f"redis://127.0.0.1:{closed.getsockname()[1]}/0"):
+            publish_hint("keys")
+    assert "hint_not_sent" in caplog.text
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_redis_that_does_not_answer_holds_the_caller_for_a_second_only(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with unreachable(settings, f"redis://127.0.0.1:{silent.getsockname()[1]}/0"):
+            started = time.monotonic()
+            publish_hint("keys")
+            assert time.monotonic() - started < 30
+    assert "hint_not_sent" in caplog.text

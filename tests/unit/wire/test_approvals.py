@@ -95,7 +95,7 @@ def test_two_people_approve_with_passkeys_of_any_kind_key_files_or_both() -> Non
     assert judge(STATEMENT, ada_with(client_changes={"crossOrigin": ..., "extra": {"any": [1.5]}}), POLICY).is_met
 
 
-BARE = ADA.passkey.private_key.sign(STATEMENT.digest, ECDSA(SHA256()))  # type: ignore[call-arg]  # a P-256 key
+BARE = ADA.passkey.private_key.sign(STATEMENT.digest, ECDSA(SHA256()))  # type: ignore[call-arg, arg-type]  # a P-256 key
 
 PROOF_ROWS: dict[Rule, dict[str, list[Any]]] = {
     Rule.DUPLICATE_PROOF: {
