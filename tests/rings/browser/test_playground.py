@@ -126,37 +126,26 @@ def test_asking_watching_and_stopping(visit: Visit, attic: AnsweringNode) -> Non
 
 
 STREAMS: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    "chat": ("data: ", [
-        {"choices": [{"delta": {"role": "assistant", "reasoning": "hm "}}]},
-        {"choices": [{"delta": {"content": "Grüße 🦙"}}]},
-        {"choices": [{"delta": {"tool_calls": [{"index": 0, "id": "c1", "function": {"name": "f", "arguments": ""}}]}}]},
-        {"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": '{"a":1}'}}]}}]},
-        {"choices": [{"delta": {}, "finish_reason": "stop"}]},
-        {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}},
-    ]),
-    "messages": ("event: x\r\ndata:", [
-        {"type": "message_start", "message": {"usage": {"input_tokens": 3, "output_tokens": 1}}},
-        {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
-        {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "hm "}},
-        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
-        {"type": "ping"},
+    "chat": ("data: ", [{"choices": [{"delta": {"role": "assistant", "reasoning": "hm "}}]},
+        {"choices": [{"delta": {"content": "Grüße 🦙"}}]}, {"choices": [{"delta": {"tool_calls": [{"index": 0, "id": "c1",
+        "function": {"name": "f", "arguments": ""}}]}}]}, {"choices": [{"delta": {"tool_calls": [{"index": 0,
+        "function": {"arguments": '{"a":1}'}}]}}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}, {"choices": [],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 4}}]),
+    "messages": ("event: x\r\ndata:", [{"type": "message_start", "message": {"usage": {"input_tokens": 3,
+        "output_tokens": 1}}}, {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking",
+        "thinking": ""}}, {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "hm "}},
+        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}}, {"type": "ping"},
         {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "Grüße 🦙"}},
-        {"type": "content_block_start", "index": 2,
-         "content_block": {"type": "tool_use", "id": "c1", "name": "f", "input": {}}},
-        {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '{"a":1}'}},
-        {"type": "message_delta", "delta": {"stop_reason": "stop"}, "usage": {"output_tokens": 4}},
-        {"type": "message_stop"},
-    ]),
-    "responses": ("data: ", [
-        {"type": "response.created", "response": {"status": "in_progress", "error": None}},
-        {"type": "response.reasoning_text.delta", "output_index": 0, "delta": "hm "},
-        {"type": "response.output_text.delta", "output_index": 1, "delta": "Grüße 🦙"},
-        {"type": "response.output_item.added", "output_index": 2,
-         "item": {"type": "function_call", "call_id": "c1", "name": "f"}},
-        {"type": "response.function_call_arguments.delta", "output_index": 2, "delta": '{"a":1}'},
-        {"type": "response.completed",
-         "response": {"status": "stop", "usage": {"input_tokens": 3, "output_tokens": 4}}},
-    ]),
+        {"type": "content_block_start", "index": 2, "content_block": {"type": "tool_use", "id": "c1", "name": "f",
+        "input": {}}}, {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta",
+        "partial_json": '{"a":1}'}}, {"type": "message_delta", "delta": {"stop_reason": "stop"},
+        "usage": {"output_tokens": 4}}, {"type": "message_stop"}]),
+    "responses": ("data: ", [{"type": "response.created", "response": {"status": "in_progress", "error": None}},
+        {"type": "response.reasoning_text.delta", "output_index": 0, "delta": "hm "}, {"type": "response.output_text.delta",
+        "output_index": 1, "delta": "Grüße 🦙"}, {"type": "response.output_item.added", "output_index": 2,
+        "item": {"type": "function_call", "call_id": "c1", "name": "f"}}, {"type": "response.function_call_arguments.delta",
+        "output_index": 2, "delta": '{"a":1}'}, {"type": "response.completed", "response": {"status": "stop",
+        "usage": {"input_tokens": 3, "output_tokens": 4}}}]),
 }  # fmt: skip
 READ = """
 async ([surface, text, size]) => {
@@ -173,11 +162,9 @@ async ([surface, text, size]) => {
 BREAKS = {
     "chat": ('data: {"error":{"message":"gone","code":"REQUEST_INTERRUPTED"}}\n\n', "REQUEST_INTERRUPTED"),
     "messages": ('event: error\ndata: {"type":"error","error":{"type":"api_error","message":"gone"}}\n\n', "api_error"),
-    "responses": (
-        'data: {"type":"response.failed","response":{"error":{"code":"server_error","message":"gone"}}}\n\n',
-        "server_error",
-    ),
-}
+    "responses": ('data: {"type":"response.failed","response":{"error":{"code":"server_error","message":"gone"}}}\n\n',
+        "server_error"),
+}  # fmt: skip
 
 
 def test_every_surface_is_read_however_its_stream_is_cut(visit: Visit) -> None:

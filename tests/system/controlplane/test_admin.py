@@ -1,19 +1,28 @@
-"""The admin: its first page, its lists and search; no page of it writes state past the services."""
+"""The console over HTTP: who is asked, its first page, lists and search, errors; no page writes state past the services."""
 
 from __future__ import annotations
 
+import re
+import uuid
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import pytest
 from django.contrib import admin
 from django.contrib.auth.models import Group, Permission
-from django.db import connection
+from django.core.exceptions import PermissionDenied
+from django.db import OperationalError, connection
 from django.db.models import Model
 from django.test import Client, RequestFactory
 from django.test.utils import CaptureQueriesContext
-from django.urls import reverse
+from django.urls import URLPattern, URLResolver, get_resolver, reverse
+from django.urls.converters import get_converters
 from django.utils import timezone
+from django.utils.html import escape
+from pytest_django import DjangoAssertNumQueries
 
+from controlplane.api_errors import permission_denied, server_error
+from controlplane.middleware import ADMIN_POLICY, POLICY
 from controlplane.overview import count_live, read_overview
 from core.admin_pages import CreatingAdmin, ShowingAdmin
 from core.models import User
@@ -24,7 +33,9 @@ from gateway.services.overview import read_gateways
 from gateway.services.responses import keep_response
 from governance.services import create_admin_token
 from governance.services.webhooks import add_webhook
+from governance.views.content_policy import STRICT_POLICY
 from tests.fakes.governed_team import make_governed
+from tests.fakes.limits import set_limits
 from tests.system.gateway_admin.factories import ACTOR, make_gateway, make_key, make_operator, make_record
 from tests.system.nodes.factories import make_node, make_presence
 from wire.contract import RequestState
@@ -153,8 +164,7 @@ def test_no_form_of_a_model_is_offered_even_to_a_superuser(model: type[Model]) -
         assert type(page).add_view is CreatingAdmin.add_view
 
 
-@pytest.mark.parametrize("model", STATE, ids=name_of)
-def test_posting_to_a_row_or_to_its_deletion_is_refused(model: type[Model]) -> None:
+def test_posting_to_a_row_or_to_its_deletion_is_refused(boss: Client) -> None:
     key, _ = make_key()
     keep_answer(key)
     make_record()
@@ -164,17 +174,155 @@ def test_posting_to_a_row_or_to_its_deletion_is_refused(model: type[Model]) -> N
     create_alias(name="small", targets=[Target("tiny")], actor=ACTOR)
     create_admin_token(name="tests", actor=ACTOR)
     add_webhook(name="tests", url="https://chat.example.com/", actor=ACTOR)
-    client = Client()
-    client.force_login(User.objects.create_superuser("ada"))
-    row = model._default_manager.first()
-    assert row is not None, f"make a row of {model.__name__} above"
-    before = model._default_manager.filter(pk=row.pk).values().get()
-    for page in ("change", "delete"):
-        answer = client.post(reverse(f"admin:{name_of(model)}_{page}", args=[row.pk]), {"name": "changed", "post": "yes"})
-        assert answer.status_code == 403
-    answer = client.post(
-        reverse(f"admin:{name_of(model)}_changelist"),
-        {"action": "delete_selected", "_selected_action": str(row.pk), "post": "yes", "_save": "Save"},
-    )
-    assert answer.status_code in {200, 302, 403}
-    assert model._default_manager.filter(pk=row.pk).values().get() == before
+    for model in STATE:
+        name, row = name_of(model), model._default_manager.first()
+        assert row is not None, f"make a row of {name} above"
+        before = model._default_manager.filter(pk=row.pk).values().get()
+        for page in ("change", "delete"):
+            answer = boss.post(reverse(f"admin:{name}_{page}", args=[row.pk]), {"name": "changed", "post": "yes"})
+            assert answer.status_code == 403, name
+        form = {"action": "delete_selected", "_selected_action": str(row.pk), "post": "yes", "_save": "Save"}
+        assert boss.post(reverse(f"admin:{name}_changelist"), form).status_code in {200, 302, 403}
+        assert model._default_manager.filter(pk=row.pk).values().get() == before, name
+
+
+ENVELOPE = {"code", "message", "retryable", "type", "param"}
+
+
+def test_health_says_what_can_be_reached(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A machine that stands still is not what is told.
+    set_limits(console={"health_database_s": 30.0}, core={"hint_read_s": 30.0})
+    answer = client.get("/healthz")
+    assert answer.status_code == 200
+    assert answer.json() == {"ok": True, "service": "control", "database": "ok", "redis": "ok"}
+    assert "no-store" in answer["Cache-Control"]
+
+
+@pytest.mark.parametrize("path", ["/approvals/nothing/at/all", "/sign-in/nothing"])
+def test_where_people_read_pages_an_unknown_address_is_a_page_unless_json_is_asked_for(client: Client, path: str) -> None:
+    for accept in ("text/html,application/xhtml+xml,*/*;q=0.8", "*/*"):
+        page = client.get(path, headers={"accept": accept})
+        assert (page.status_code, page["Content-Security-Policy"]) == (404, STRICT_POLICY)
+        assert "To the approvals" in page.content.decode()
+    for said in (
+        client.get(path, headers={"accept": "application/json"}),
+        client.post(path, {}, content_type="application/json"),
+    ):
+        assert (said.status_code, said.json()["error"]["code"]) == (404, "NOT_FOUND")
+
+
+def test_a_defect_and_a_refusal_there_are_pages_that_say_nothing_of_what_broke(rf: RequestFactory) -> None:
+    request = rf.get("/approvals/")
+    for page, status in ((server_error(request), 500), (permission_denied(request, PermissionDenied("why")), 403)):
+        assert (page.status_code, page["Content-Security-Policy"]) == (status, STRICT_POLICY)
+        assert page["Content-Type"].startswith("text/html")
+        assert "why" not in page.content.decode()
+    assert server_error(rf.get("/requests"))["Content-Type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type", "is_page"),
+    [
+        ("/approvals/", "", True), ("/admin/", "", True), ("/admin/login/", "application/x-www-form-urlencoded", True),
+        ("/admin/playground/send", "application/json", False), ("/approvals/", "application/json", False),
+        ("/requests", "", False),
+    ],
+)  # fmt: skip
+def test_without_the_database_people_get_a_page_and_scripts_the_envelope(
+    rf: RequestFactory, django_assert_num_queries: DjangoAssertNumQueries, path: str, content_type: str, *, is_page: bool
+) -> None:
+    request = rf.generic("POST", path, b"{}", content_type=content_type)
+    with django_assert_num_queries(0):
+        try:
+            raise OperationalError("a word of the server")
+        except OperationalError:
+            answer = server_error(request)
+    assert (answer.status_code, answer["Retry-After"]) == (503, "5")
+    assert answer["Content-Type"].startswith("text/html" if is_page else "application/json")
+    assert "may or may not have been done" in answer.content.decode()
+    assert "a word of the server" not in answer.content.decode()
+
+
+HOSTS = ("gpu1.lan", "<script>alert(1)</script>", "a" * 4000)
+PLACES = [
+    ("/admin/login/", {}, True), ("/", {"accept": "text/html,*/*;q=0.8"}, True), ("/approvals/", {}, True),
+    ("/nothing", {"accept": "text/html"}, True), ("/requests", {}, False), ("/api/v1/nodes", {"accept": "text/html"}, False),
+    ("/admin/", {"accept": "application/json"}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "headers", "is_page"), PLACES)
+def test_a_host_that_is_not_allowed_is_named_with_the_setting_that_allows_it(
+    client: Client, path: str, headers: dict[str, str], caplog: pytest.LogCaptureFixture, *, is_page: bool
+) -> None:
+    for host in HOSTS:
+        answer = client.get(path, headers={**headers, "host": host})
+        text, kind = answer.content.decode(), "text/html; charset=utf-8" if is_page else "application/json"
+        assert (answer.status_code, answer["Content-Type"]) == (400, kind)
+        said = text if is_page else answer.json()["error"]["message"]
+        assert is_page or set(answer.json()["error"]) == ENVELOPE
+        assert "MUSTER_ALLOWED_HOSTS" in said
+        assert not is_page or (escape(host[:255]) in text and "<script>" not in text)
+        assert len(text) < 4000
+    first = caplog.records[0]
+    assert (first.levelname, first.getMessage()) == ("WARNING", "host_refused host='gpu1.lan'")
+
+
+METHODS = ("get", "post", "put", "patch", "delete")
+REFUSED = {401, 403}
+NOT_SERVED = {404, 405}
+PUBLIC = {
+    "", "admin", "favicon.ico", "healthz", "api/schema", "api/docs",
+    "sign-in/", "sign-in/passkey/options", "sign-in/passkey", "sign-in/out", "admin/login/", "admin/logout/",
+    *(f"sign-in/invitation/<str:token>{part}" for part in ("", "/options", "/passkey")),  # the invitation is the credential
+    "admin/jsi18n/",  # words of Django's own scripts
+}  # fmt: skip
+"""Routes that answer whoever asks."""
+SAMPLES = {"int": "1", "str": "x", "path": "x", "slug": "x", "uuid": str(uuid.UUID(int=1)), "operation": f"op_{'0' * 32}"}
+
+
+def walk(patterns: Sequence[URLPattern | URLResolver], before: str = "") -> Iterator[str]:
+    """Return every route as it is written in the URL tables."""
+    for each in patterns:
+        route = before + str(each.pattern)
+        if isinstance(each, URLResolver):
+            yield from walk(each.url_patterns, route)
+        else:
+            yield route
+
+
+ROUTES = sorted(set(walk(get_resolver().url_patterns)))
+
+
+def fill(route: str) -> str:
+    """Return an address of a route: ``<int:key_id>`` becomes a number."""
+    path = re.sub(r"\(\?P<\w+>[^)]*\)", "x", route).replace("^", "").replace("/?$", "").replace("$", "")
+    for name in get_converters():
+        while f"<{name}:" in path:
+            head, _, tail = path.partition(f"<{name}:")
+            path = head + SAMPLES[name] + tail.partition(">")[2]
+    return "/" + path
+
+
+def test_every_public_route_exists_and_no_policy_lets_a_script_in_or_a_frame_around() -> None:
+    for policy in (POLICY, ADMIN_POLICY):
+        assert not [
+            words for words in ("script-src 'self'", "frame-ancestors 'none'", "default-src 'none'") if words not in policy
+        ]
+        assert "script-src 'self' 'unsafe-inline'" not in policy
+    assert set(ROUTES) >= PUBLIC
+    assert len(ROUTES) > 100
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route not in PUBLIC])
+def test_every_route_of_the_control_plane_asks_who_it_is_or_is_public(route: str) -> None:
+    client, path = Client(), fill(route)
+    answers = {method: getattr(client, method)(path, content_type="application/json") for method in METHODS}
+    leads_in = {name for name, answer in answers.items() if answer.status_code == 302 and is_way_in(answer["Location"])}
+    statuses = {name: answer.status_code for name, answer in answers.items() if name not in leads_in}
+    assert set(statuses.values()) <= REFUSED | NOT_SERVED, (path, statuses)
+    assert leads_in or set(statuses.values()) & REFUSED, (path, statuses)
+
+
+def is_way_in(location: str) -> bool:
+    return location.startswith(("/sign-in/", "/admin/login/"))

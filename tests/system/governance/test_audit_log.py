@@ -189,16 +189,13 @@ TAMPERED: dict[str, tuple[int, Kind, list[str]]] = {
     "event gone": (4, Kind.MISSING, [NO_EVENT]),
     "event and entry gone": (4, Kind.MISSING, [NO_EVENT, NO_ENTRY]),
     "entry gone": (4, Kind.MISSING, [NO_ENTRY]),
-    "contents swapped": (4, Kind.REORDERED, [
-        ENTRY + "event_id = 0 WHERE seq = 4", ENTRY + "event_id = {4} WHERE seq = 7", ENTRY + "event_id = {7} WHERE seq = 4",
-    ]),
-    "numbers swapped": (4, Kind.REORDERED, [
-        ENTRY + "seq = 99 WHERE seq = 4", ENTRY + "seq = 4 WHERE seq = 7", ENTRY + "seq = 7 WHERE seq = 99",
-    ]),
+    "contents swapped": (4, Kind.REORDERED, [ENTRY + "event_id = 0 WHERE seq = 4", ENTRY + "event_id = {4} WHERE seq = 7",
+        ENTRY + "event_id = {7} WHERE seq = 4"]),
+    "numbers swapped": (4, Kind.REORDERED, [ENTRY + "seq = 99 WHERE seq = 4", ENTRY + "seq = 4 WHERE seq = 7",
+        ENTRY + "seq = 7 WHERE seq = 99"]),
     "event without an entry": (9, Kind.INSERTED, [FORGED]),
-    "entry in between": (4, Kind.INSERTED, [
-        FORGED, ENTRY + "seq = -seq WHERE seq > 3", ENTRY + "seq = 1 - seq WHERE seq < 0", FORGED_ENTRY,
-    ]),
+    "entry in between": (4, Kind.INSERTED, [FORGED, ENTRY + "seq = -seq WHERE seq > 3", ENTRY + "seq = 1 - seq WHERE seq < 0",
+        FORGED_ENTRY]),
 }  # fmt: skip
 
 

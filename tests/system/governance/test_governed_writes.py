@@ -67,16 +67,10 @@ LIMIT_WRITERS: dict[str, set[str]] = {
 """Table → the modules that may write those columns."""
 
 COUNTERPARTS: dict[str, set[str]] = {
-    "limit-raise": {
-        "gateway/services/keys.py::create_api_key",
-        "gateway/services/keys.py::change_key_limits",
-        "gateway/services/keys.py::raise_key_limit",
-        "gateway/services/tenants.py::create_tenant",
-        "gateway/services/tenants.py::change_tenant_limit",
-        "gateway/services/models.py::allow_model",
-        "gateway/services/models.py::change_model_caps",
-        "gateway/services/models.py::raise_model_caps",
-    },
+    "limit-raise": {"gateway/services/keys.py::create_api_key", "gateway/services/keys.py::change_key_limits",
+        "gateway/services/keys.py::raise_key_limit", "gateway/services/tenants.py::create_tenant",
+        "gateway/services/tenants.py::change_tenant_limit", "gateway/services/models.py::allow_model",
+        "gateway/services/models.py::change_model_caps", "gateway/services/models.py::raise_model_caps"},
     "admin-token-mint": {f"{SERVICES}/admin_tokens.py::create_admin_token"},
     "node-drain": {"nodes/services/lifecycle.py::drain_node"},
     "node-evict": {"nodes/services/lifecycle.py::drain_node"},
@@ -87,7 +81,7 @@ COUNTERPARTS: dict[str, set[str]] = {
     "policy-change": set(),
     "unfreeze": set(),
     "break-glass-review": set(),
-}
+}  # fmt: skip
 """Operation → the services that do the same directly, each of which asks the guard. Empty: only carrying out a run does it."""
 ASKED_BY_ITS_CALLERS = {f"{SERVICES}/admin_tokens.py::_mint"}
 """``create_admin_token`` asks; ``claim_admin_token`` looks for the approved run itself."""

@@ -276,15 +276,12 @@ POLICY_ROWS: dict[str, bytes] = {
     "duplicate groups": edited(approvers=[approver(groups=["a", "a"]), *REST]),
     "groups of lists": edited(approvers=[approver(groups=[["a"]]), *REST]),
     "same key under two approvers": edited(approvers=[approver(), {**REST[0], "keys": approver()["keys"]}, REST[1]]),
-    "same key under two approvers and two ids": edited(
-        approvers=[approver(), {**REST[0], "keys": [{**approver()["keys"][0], "keyid": "other"}]}, REST[1]]
-    ),
-    "same key as passkey and key file": edited(
-        approvers=[approver(keys=[approver()["keys"][2], {**approver()["keys"][2], "keyid": "x", "type": "webauthn"}]), *REST]
-    ),
-    "two keys of one id": edited(
-        approvers=[approver(keys=[approver()["keys"][0], {**approver()["keys"][1], "keyid": ADA.passkey.keyid}]), *REST]
-    ),
+    "same key under two approvers and two ids": edited(approvers=[approver(), {**REST[0], "keys": [{**approver()["keys"][0],
+        "keyid": "other"}]}, REST[1]]),
+    "same key as passkey and key file": edited(approvers=[approver(keys=[approver()["keys"][2], {**approver()["keys"][2],
+        "keyid": "x", "type": "webauthn"}]), *REST]),
+    "two keys of one id": edited(approvers=[approver(keys=[approver()["keys"][0], {**approver()["keys"][1],
+        "keyid": ADA.passkey.keyid}]), *REST]),
     "key type unknown": with_key(type="totp"),
     "key type a list": with_key(type=["webauthn"]),
     "key type left out": with_key(type=...),
@@ -312,9 +309,8 @@ POLICY_ROWS: dict[str, bytes] = {
     "M = N": with_class("policy-change", threshold=3),
     "M > N": with_class("policy-change", threshold=4),
     "a policy that fewer may change than may load": with_class(people=make_people(4), threshold=3),
-    "a policy that fewer may change than a factor asks for": with_class(
-        people=make_people(4, groups=["owners"]), factors={"owners": 3}
-    ),
+    "a policy that fewer may change than a factor asks for": with_class(people=make_people(4, groups=["owners"]),
+        factors={"owners": 3}),
     "a policy that one may change alone": with_class("policy-change", solo=True),
     "deny threshold 0": with_class(denyThreshold=0),
     "no uses": with_class(maxUses=0),
@@ -331,10 +327,9 @@ POLICY_ROWS: dict[str, bytes] = {
     "proposers of lists": with_class(proposers=[["ada"]]),
     "break-glass without a key for it": with_class(BREAK_GLASS, threshold=1, dailyCap=2),
     "break-glass without a cap": with_class(BREAK_GLASS, make_people(3, break_glass=True), threshold=1, dailyCap=0),
-    "break-glass that one lost key ends": with_class(
-        BREAK_GLASS, [*make_people(1, break_glass=True), *make_people(4)[1:]], threshold=1, dailyCap=2
-    ),
-}
+    "break-glass that one lost key ends": with_class(BREAK_GLASS, [*make_people(1, break_glass=True), *make_people(4)[1:]],
+        threshold=1, dailyCap=2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("raw", POLICY_ROWS.values(), ids=POLICY_ROWS)
@@ -450,15 +445,11 @@ BUNDLE_ROWS: dict[str, tuple[dict[str, Any], Rule]] = {
     "another end of a batch": (CHANGED_BATCH, Rule.WRONG_CHALLENGE),
     "proofs left out": ({"proofs": None}, Rule.WRONG_POLICY),
     "statement left out": ({"statement": None}, Rule.BAD_PROOF),
-    "statement changed": (
-        {"statement": encode_bytes(PROVEN.raw.replace(b'"requestedBy":"zoe"', b'"requestedBy":"zo3"'))},
-        Rule.WRONG_CHALLENGE,
-    ),
-    "requester among the approvers": (
-        {"statement": encode_bytes(PROVEN.raw.replace(b'"requestedBy":"zoe"', b'"requestedBy":"ada"'))},
-        Rule.WRONG_CHALLENGE,
-    ),
-}
+    "statement changed": ({"statement": encode_bytes(PROVEN.raw.replace(b'"requestedBy":"zoe"', b'"requestedBy":"zo3"'))},
+        Rule.WRONG_CHALLENGE),
+    "requester among the approvers": ({"statement": encode_bytes(PROVEN.raw.replace(b'"requestedBy":"zoe"',
+        b'"requestedBy":"ada"'))}, Rule.WRONG_CHALLENGE),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "rule"), BUNDLE_ROWS.values(), ids=BUNDLE_ROWS)

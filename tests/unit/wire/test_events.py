@@ -292,39 +292,22 @@ GOOD = [
 LOOK = {"name": "look"}
 TGI = {"index": 0, "id": "", "type": "function"}
 SLOPPY: dict[str, list[bytes]] = {
-    "null ids and names behind": [
-        tidy_chunk({"content": ""}),
-        tidy_chunk(call("", index=0, id="call_1", type="function", function=LOOK)),
-        tidy_chunk(call('{"a"', index=0, id=None, type=None, function={"name": None})),
-        tidy_chunk(call(":1}", index=0, id="", type="function", function={"name": ""})),
-        tidy_chunk(finish="tool_calls"),
-    ],
-    "the id again and again": [
-        tidy_chunk({"role": "assistant"}),
-        tidy_chunk(call('{"a"', index=0, id="call_1", type="function", function=LOOK)),
-        tidy_chunk(call(":1}", index=0, id="call_1", type="function", function=LOOK)),
-        tidy_chunk(finish="tool_calls"),
-    ],
-    "no index": [
-        tidy_chunk(call('{"a"', id="call_1", type="function", function=LOOK)),
-        tidy_chunk(call(":1}", id=None)),
-        tidy_chunk({"tool_calls": None}, finish="tool_calls"),
-    ],
-    "no id at all": [
-        tidy_chunk(call('{"a"', index=0, id="", function=LOOK)),
-        tidy_chunk(call(":1}", index=0, id="")),
-        tidy_chunk({"tool_calls": []}, finish="tool_calls"),
-    ],
-    "no list (TGI)": [
-        tidy_chunk({"role": "assistant", "tool_calls": {**TGI, "function": {"name": "look", "arguments": '{"a"'}}}),
-        tidy_chunk({"role": "assistant", "tool_calls": {**TGI, "function": {"name": None, "arguments": ":1}"}}}),
-        tidy_chunk(finish="tool_calls"),
-    ],
-    "an object": [
-        tidy_chunk({"role": None, **call({"a": 1}, index=0, id="call_1", function=LOOK)}),
-        tidy_chunk(finish="tool_calls"),
-    ],
-}
+    "null ids and names behind": [tidy_chunk({"content": ""}), tidy_chunk(call("", index=0, id="call_1", type="function",
+        function=LOOK)), tidy_chunk(call('{"a"', index=0, id=None, type=None, function={"name": None})),
+        tidy_chunk(call(":1}", index=0, id="", type="function", function={"name": ""})), tidy_chunk(finish="tool_calls")],
+    "the id again and again": [tidy_chunk({"role": "assistant"}), tidy_chunk(call('{"a"', index=0, id="call_1",
+        type="function", function=LOOK)), tidy_chunk(call(":1}", index=0, id="call_1", type="function", function=LOOK)),
+        tidy_chunk(finish="tool_calls")],
+    "no index": [tidy_chunk(call('{"a"', id="call_1", type="function", function=LOOK)), tidy_chunk(call(":1}", id=None)),
+        tidy_chunk({"tool_calls": None}, finish="tool_calls")],
+    "no id at all": [tidy_chunk(call('{"a"', index=0, id="", function=LOOK)), tidy_chunk(call(":1}", index=0, id="")),
+        tidy_chunk({"tool_calls": []}, finish="tool_calls")],
+    "no list (TGI)": [tidy_chunk({"role": "assistant", "tool_calls": {**TGI, "function": {"name": "look",
+        "arguments": '{"a"'}}}), tidy_chunk({"role": "assistant", "tool_calls": {**TGI, "function": {"name": None,
+        "arguments": ":1}"}}}), tidy_chunk(finish="tool_calls")],
+    "an object": [tidy_chunk({"role": None, **call({"a": 1}, index=0, id="call_1", function=LOOK)}),
+        tidy_chunk(finish="tool_calls")],
+}  # fmt: skip
 
 
 def tidy(stream: bytes, size: int = 1 << 20) -> bytes:
@@ -466,16 +449,12 @@ def ask(text: str = SECRET, **more: object) -> bytes:
     ("message", "quoted"),
     [
         ("max_tokens must be at least 1, got 0.", "max_tokens must be at least 1, got 0."),
-        (
-            "The model `org/a-model-with-a-long-name` does not exist.",
-            "The model `org/a-model-with-a-long-name` does not exist.",
-        ),
+        ("The model `org/a-model-with-a-long-name` does not exist.",
+            "The model `org/a-model-with-a-long-name` does not exist."),
         ("two\n lines\x1b[31m of\ttext", "two lines [31m of text"),
         (f"Field required [type=missing, input_value={SECRET!r}, input_type=str]", "Field required [type=missing,…"),
-        (
-            f"[{{'type': 'missing', 'msg': 'Field required', 'input': {{'a': {SECRET!r}}}}}]",
-            "[{'type': 'missing', 'msg': 'Field required',…",
-        ),
+        (f"[{{'type': 'missing', 'msg': 'Field required', 'input': {{'a': {SECRET!r}}}}}]",
+            "[{'type': 'missing', 'msg': 'Field required',…"),
         (f'[{{"msg":"Field required","input":"{SECRET}"}}]', '[{"msg":"Field required",…'),
         (f'Unsupported content part type: "image_url"; messages = [ {SECRET}', 'Unsupported content part type: "image_url";…'),
         ('Failed to parse tools: no; tools = [ { "a": 1 } ]', "Failed to parse tools: no;…"),
@@ -487,7 +466,7 @@ def ask(text: str = SECRET, **more: object) -> bytes:
         (SECRET, "…"),
         ("", ""),
     ],
-)
+)  # fmt: skip
 def test_the_words_of_an_engine_are_quoted_without_those_of_the_request(message: str, quoted: str) -> None:
     assert quote_message(message, ask()) == quoted
 

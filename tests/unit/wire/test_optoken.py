@@ -320,16 +320,11 @@ def test_a_reload_of_the_settings_is_of_no_model_and_its_token_for_nothing_else(
 
 
 SIGNER_ROWS: dict[Reason, dict[str, object]] = {
-    Reason.TOO_FEW_SIGNERS: {
-        "one of two": ["admin1"],
-        "nobody": [],
-        "one twice": ["admin1", "admin1"],
-        "one twice with blanks": ["admin1", " admin1", "admin1\t"],
-    },
-    Reason.BAD_FIELD: {
-        "an empty name": ["admin1", ""], "a blank name": ["admin1", "admin2", " \n"], "a text": "admin1,admin2", "a number": 2,
-        "left out": ..., "a crowd": [f"admin{number}" for number in range(65)], "an endless name": ["admin1", "a" * 201],
-    },
+    Reason.TOO_FEW_SIGNERS: {"one of two": ["admin1"], "nobody": [], "one twice": ["admin1", "admin1"],
+        "one twice with blanks": ["admin1", " admin1", "admin1\t"]},
+    Reason.BAD_FIELD: {"an empty name": ["admin1", ""], "a blank name": ["admin1", "admin2", " \n"],
+        "a text": "admin1,admin2", "a number": 2, "left out": ..., "a crowd": [f"admin{number}" for number in range(65)],
+        "an endless name": ["admin1", "a" * 201]},
 }  # fmt: skip
 
 
@@ -415,33 +410,26 @@ def test_a_box_of_a_lower_level_takes_an_l2_token_for_an_l1_token(level: Level) 
 # The signed part, as at L1
 
 ISSUER_ROWS: dict[Reason, dict[str, Token]] = {
-    Reason.BAD_SIGNATURE: {
-        "wrong key": make_l2(OTHER_KEY),
-        "HMAC with the bytes of a public key": make_l2(ADA.passkey.public_key),
-        "algorithm swap": {**make_l2(), "signature": encode_bytes(hmac.digest(KEY, b"{}", "sha512"))},
-    },
+    Reason.BAD_SIGNATURE: {"wrong key": make_l2(OTHER_KEY),
+        "HMAC with the bytes of a public key": make_l2(ADA.passkey.public_key), "algorithm swap": {**make_l2(),
+        "signature": encode_bytes(hmac.digest(KEY, b"{}", "sha512"))}},
     Reason.UNKNOWN_KEY: {"unknown kid": make_l2(kid="2031-01")},
     Reason.WRONG_AUDIENCE: {"other runner's token": make_l2(audience="box-9")},
     Reason.EXPIRED: {"expired": make_l2(expires_at=NOW - 1, grant=make_grant(issued_at=NOW - 300))},
     Reason.NOT_YET_VALID: {"from the future": make_l2(grant=make_grant(issued_at=NOW + 61))},
     Reason.LIFETIME_TOO_LONG: {"lives too long": make_l2(expires_at=NOW + 301)},
-    Reason.BAD_FIELD: {
-        "without the digest of its statement": reclaimed(make_l2(), stmtDigest=...),
-        "use 0": reclaimed(make_l2(), use=0),
-        "use as text": reclaimed(make_l2(), use="1"),
+    Reason.BAD_FIELD: {"without the digest of its statement": reclaimed(make_l2(), stmtDigest=...),
+        "use 0": reclaimed(make_l2(), use=0), "use as text": reclaimed(make_l2(), use="1"),
         "no proofs at all": {name: item for name, item in make_l2().items() if name != "proofs"},
-        "proofs that are no list": {**make_l2(), "proofs": {"0": PROOFS[0]}},
-        "something unsigned beside": {**make_l2(), "note": "hello"},
-    },
-    Reason.WRONG_STATEMENT: {
-        "digest of another statement": reclaimed(make_l2(), stmtDigest="ab" * 32),
+        "proofs that are no list": {**make_l2(), "proofs": {"0": PROOFS[0]}}, "something unsigned beside": {**make_l2(),
+        "note": "hello"}},
+    Reason.WRONG_STATEMENT: {"digest of another statement": reclaimed(make_l2(), stmtDigest="ab" * 32),
         "digest in capitals": reclaimed(make_l2(), stmtDigest=STATEMENT.digest.hex().upper()),
-        "digest not ASCII": reclaimed(make_l2(), stmtDigest="ä" * 64),
-        "another approval's id": reclaimed(make_l2(), opId="op-2"),
-    },
+        "digest not ASCII": reclaimed(make_l2(), stmtDigest="ä" * 64), "another approval's id": reclaimed(make_l2(),
+        opId="op-2")},
     Reason.UNKNOWN_VERSION: {"stale version of the format": reclaimed(make_l2(), v=2)},
     Reason.TOO_LARGE: {"a token of a megabyte": {**make_l2(), "proofs": ["A" * 1_000_000]}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("token", "reason"), by_outcome(ISSUER_ROWS))
