@@ -187,3 +187,13 @@ def refusal(answer: Any, status: int) -> dict[str, Any]:
     error: dict[str, Any] = answer.json()["error"]
     assert {"code", "message", "retryable", "type", "param"} <= set(error)
     return error
+
+
+def open_session(user: User, *, by: str = "passkey") -> Client:
+    """A browser in which the person has signed in so."""
+    client = Client()
+    client.force_login(user)
+    session = client.session
+    session["muster_assurance"] = by
+    session.save()
+    return client

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ec import ECDSA, SECP256R1, Ellip
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.padding import PKCS1v15
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
@@ -22,6 +23,7 @@ ORIGIN = "https://muster.example"
 RP_ID = "muster.example"
 USER_PRESENT, USER_VERIFIED, BACKUP_ELIGIBLE, BACKED_UP = 0x01, 0x04, 0x08, 0x10
 
+P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 Proof = dict[str, Any]  # Any: tests put anything into a proof.
 
 
@@ -85,6 +87,12 @@ class SoftPasskey:
         if isinstance(self.private_key, RSAPrivateKey):
             return self.private_key.sign(message, PKCS1v15(), SHA256())
         return self.private_key.sign(message, ECDSA(SHA256()))
+
+
+def twin_of(proof: Proof) -> Proof:
+    """The other signature that ECDSA has for the same message, which anybody can compute from the first."""
+    r, s = decode_dss_signature(decode_bytes(proof["signature"]))
+    return proof | {"signature": encode_bytes(encode_dss_signature(r, P256_ORDER - s))}
 
 
 @dataclass(frozen=True)

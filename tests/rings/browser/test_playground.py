@@ -176,11 +176,8 @@ def test_every_surface_is_read_however_its_stream_is_cut(visit: Visit) -> None:
         for size in (1, 7, 10_000):
             answer = visit.page.evaluate(READ, [surface, text, size])
             assert (answer["text"], answer["reasoning"], answer["finish"], answer["isEnded"]) == (
-                "Grüße 🦙",
-                "hm ",
-                "stop",
-                True,
-            )
+                "Grüße 🦙", "hm ", "stop", True,
+            )  # fmt: skip
             assert answer["calls"] == [{"id": "c1", "name": "f", "text": '{"a":1}'}]
             assert (answer["usage"], answer["error"]) == ({"prompt": 3, "completion": 4}, None)
         text, code = BREAKS[surface]

@@ -16,10 +16,9 @@ from core.models import User
 from governance import services
 from governance.errors import InvalidProposal
 from governance.models import Operation
-from governance.signin import ASSURANCE
 from governance.states import ApprovalState
 from governance.views.operation_parts import describe_proof
-from tests.fakes.governed_team import Team, make_governed, make_team, propose_token
+from tests.fakes.governed_team import Team, make_governed, make_team, open_session, propose_token
 from wire.optoken.approval import digest_words, policy_words
 from wire.optoken.proposal import DEFAULT_CLASSES
 
@@ -27,15 +26,6 @@ pytestmark = pytest.mark.django_db
 
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
 POLICY += "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-
-
-def sign_in(user: User, *, by: str = "passkey") -> Client:
-    client = Client()
-    client.force_login(user)
-    session = client.session
-    session[ASSURANCE] = by
-    session.save()
-    return client
 
 
 def page_of(operation: Operation, name: str = "operation") -> str:
@@ -60,7 +50,7 @@ def operation(team: Team) -> Operation:
 
 def test_pages_are_for_people_who_are_signed_in_and_run_no_foreign_script(team: Team, operation: Operation) -> None:
     """A freeze is on every one of them."""
-    client = sign_in(team[1].user)
+    client = open_session(team[1].user)
     client.post(reverse("approvals:freeze"), {"reason": "strange loads"})
     for name in ("inbox", "history", "propose", "policy", "draft_policy", "freeze"):
         path = reverse(f"approvals:{name}")
@@ -74,7 +64,7 @@ def test_pages_are_for_people_who_are_signed_in_and_run_no_foreign_script(team: 
         assert "strange loads" in html
     again = client.post(reverse("approvals:freeze"), {"reason": "again"})
     assert (again.status_code, "frozen already" in again.content.decode()) == (409, True)
-    outsider = sign_in(User.objects.create_user("otto"))
+    outsider = open_session(User.objects.create_user("otto"))
     assert "Only approvers" in outsider.post(reverse("approvals:freeze"), {"reason": "x"}).content.decode()
     for name in ("", "evidence", "live"):
         answer = client.get(f"/approvals/op_{'0' * 32}/{name}")
@@ -93,11 +83,11 @@ def offers_of(client: Client, operation: Operation) -> set[str]:
 
 def test_each_person_is_offered_what_they_may_do_and_is_told_what_they_did(team: Team, operation: Operation) -> None:
     outsider = User.objects.create_user("otto")
-    requester, approver = sign_in(team[0].user), sign_in(team[1].user)
+    requester, approver = open_session(team[0].user), open_session(team[1].user)
     for client, offers, said in (
         (requester, {"cancel"}, "You asked for this and cannot approve it"), (approver, {"approve", "reject"}, "0 of 2"),
-        (sign_in(outsider), set(), "does not name you as an approver"),
-        (sign_in(team[1].user, by="password"), set(), "This session is for looking"),
+        (open_session(outsider), set(), "does not name you as an approver"),
+        (open_session(team[1].user, by="password"), set(), "This session is for looking"),
     ):  # fmt: skip
         assert offers_of(client, operation) == offers
         assert said in text_of(client, page_of(operation))
@@ -142,7 +132,7 @@ def test_an_approved_token_is_shown_once_to_its_requester(team: Team, operation:
     team[1].approve(operation)
     team[2].approve(operation)
     services.run_due()
-    client = sign_in(team[0].user)
+    client = open_session(team[0].user)
     assert offers_of(client, operation) == {"claim"}
     shown = client.post(page_of(operation, "claim"))
     found = re.search(r"msa_\w+", shown.content.decode())
@@ -153,7 +143,7 @@ def test_an_approved_token_is_shown_once_to_its_requester(team: Team, operation:
 
 
 def test_proposing_looks_before_it_sends(team: Team) -> None:
-    client, path = sign_in(team[0].user), reverse("approvals:propose")
+    client, path = open_session(team[0].user), reverse("approvals:propose")
     form = text_of(client, f"{path}?operation=admin-token-mint&reason=for+the+build")
     assert "for the build" in form
     filled = {"operation": "admin-token-mint", "reason": "for the build", "max_uses": "1", "stops_on_failure": "on"}
@@ -180,7 +170,7 @@ def fill_policy(client: Client, marked: str = "", **fields: Any) -> dict[str, An
 
 def test_the_first_policy_is_explained_and_drafted() -> None:
     team = make_team("ana", "ben", "cleo")
-    client = sign_in(team[0].user)
+    client = open_session(team[0].user)
     assert "No policy is in force yet" in text_of(client, reverse("approvals:policy"))
     filled = fill_policy(client, reason="begin", **{f"groups-{team[1].user.pk}": "owners, ops"})
     sent = client.post(reverse("approvals:draft_policy"), filled)
@@ -202,7 +192,7 @@ def test_an_operation_that_is_newer_than_the_policy_is_refused_until_the_next_ve
     for op_class in ({"op_class": "model-load"}, {}):
         with pytest.raises(InvalidProposal, match="names nobody for admin-token-mint"):
             propose_token(team[0], **op_class)
-    client = sign_in(team[0].user)
+    client = open_session(team[0].user)
     filled = fill_policy(client, " checked", reason="name it")
     assert (filled["threshold-admin-token-mint"], len(filled["key"])) == ("2", 3)
     client.post(reverse("approvals:draft_policy"), filled)
@@ -218,11 +208,11 @@ def test_text_of_people_never_becomes_markup(team: Team) -> None:
     operation = propose_token(team[0], params={"name": hostile}, reason=hostile)
     services.reject(op_id=operation.pk, user=team[1].user, comment=hostile)
     for path in (page_of(operation), reverse("approvals:inbox"), reverse("approvals:history")):
-        assert "<img" not in sign_in(team[2].user).get(path).content.decode()
+        assert "<img" not in open_session(team[2].user).get(path).content.decode()
 
 
 def test_a_list_takes_as_many_queries_for_many_as_for_one(team: Team) -> None:
-    client = sign_in(team[1].user)
+    client = open_session(team[1].user)
 
     def count() -> list[int]:
         counts = []
@@ -241,7 +231,7 @@ def test_a_list_takes_as_many_queries_for_many_as_for_one(team: Team) -> None:
 
 
 def test_a_standing_approval_is_used_from_its_page(team: Team, operation: Operation) -> None:
-    client = sign_in(team[0].user)
+    client = open_session(team[0].user)
     Operation.objects.filter(pk=operation.pk).update(state=ApprovalState.APPROVED.value)
     assert "no standing approval" in client.post(page_of(operation, "use"), follow=True).content.decode()
     Operation.objects.filter(pk=operation.pk).update(max_uses=2)

@@ -444,11 +444,8 @@ def test_an_older_dump_that_was_restored_is_told_by_a_box_that_saw_more() -> Non
     assert tell(9, bytes(seen.root), note=seen.note) is WitnessStatus.BEHIND
     alarm = AuditEvent.objects.get(action="audit.witness_alarm")
     assert (alarm.target, alarm.detail["status"], alarm.detail["seen_size"], alarm.detail["log_size"]) == (
-        "box",
-        "behind",
-        9,
-        6,
-    )
+        "box", "behind", 9, 6,
+    )  # fmt: skip
     assert judge_database().status is Status.TRUNCATED
     append(5)
     for _ in range(2):

@@ -19,7 +19,7 @@ from gateway.models import ApiKey, Tenant
 from governance import services
 from governance.models import ApproverKey, Invitation, OneTimePassword, Operation
 from governance.services.people import create_invitation
-from tests.fakes.governed_team import RP_ID, Member, Team, make_client, make_team, post, propose_token
+from tests.fakes.governed_team import RP_ID, Member, Team, make_client, make_team, open_session, post, propose_token
 from tests.fakes.passkeys import Device, KeyFile, SoftPasskey
 from tests.system.gateway_admin.factories import make_tenant
 from wire.optoken.approval import encode_bytes
@@ -137,29 +137,20 @@ TABLE = {
 """What is allowed, by the way of coming in and the state of the policy; whatever is absent is refused."""
 
 
-def make_session(user: User, assurance: str) -> Client:
-    client = Client()
-    client.force_login(user)
-    session = client.session
-    session["muster_assurance"] = assurance
-    session.save()
-    return client
-
-
 def come_in(kind: str, ben: Member, eve: User) -> tuple[Client, User, str]:
     """A client that came in so, whose it is, and the address of an invitation."""
     match kind:
         case "nobody":
             return Client(), eve, ""
         case "password":
-            return make_session(eve, "password"), eve, ""
+            return open_session(eve, by="password"), eve, ""
         case "password and code":
             OneTimePassword.objects.create(user=eve, secret=pyotp.random_base32(), confirmed_at=timezone.now())
-            return make_session(eve, "totp"), eve, ""
+            return open_session(eve, by="totp"), eve, ""
         case "password of a person with a passkey":
-            return make_session(ben.user, "password"), ben.user, ""
+            return open_session(ben.user, by="password"), ben.user, ""
         case "passkey":
-            return make_session(ben.user, "passkey"), ben.user, ""
+            return open_session(ben.user, by="passkey"), ben.user, ""
         case "invitation":
             return Client(), eve, f"/sign-in/invitation/{create_invitation(user=eve, actor='user:ana')[1]}"
         case "token of nobody":
