@@ -45,10 +45,6 @@ def make_hostile_rows() -> tuple[Node, RequestRecord]:
     return node, make_record(model=text, node_name=text[:120], tenant=text[:80], key_name=text[:80])
 
 
-def find_node() -> Node:
-    return in_database(Node.objects.get)
-
-
 def test_text_from_boxes_never_runs(visit: Visit) -> None:
     node, record = in_database(make_hostile_rows)
     visit.sign_in()
@@ -59,17 +55,6 @@ def test_text_from_boxes_never_runs(visit: Visit) -> None:
         visit.open(path)
         expect(visit.page.locator("#content")).to_be_visible()
         assert visit.page.locator("#content img[src=x], #content svg[onload]").count() == 0
-
-
-SLOW = """const ask = window.fetch;
-window.fetch = async (place, options) => {
-    await new Promise((answer, giveUp) => {
-        setTimeout(answer, 3000);
-        options.signal.addEventListener("abort", () => giveUp(options.signal.reason));
-    });
-    return ask(place, options);
-};"""
-"""A control plane that takes three seconds for every answer."""
 
 
 def test_a_list_is_followed_without_a_reload_and_holds_still_under_a_hand(visit: Visit) -> None:

@@ -46,7 +46,6 @@ pytestmark = pytest.mark.django_db
 MOST_QUERIES = 21
 """Session, operator, and one or two each for nodes, gateways, open requests, the last hour, allowed models, the policy and keys
 that end; three for what waits, two for models that no node answers for, and one for those that a node lost."""
-POLYGLOT = "\"'><img src=x onerror=alert(1)>"
 
 
 @pytest.fixture
@@ -196,6 +195,12 @@ def test_health_says_what_can_be_reached(client: Client, monkeypatch: pytest.Mon
     assert answer.status_code == 200
     assert answer.json() == {"ok": True, "service": "control", "database": "ok", "redis": "ok"}
     assert "no-store" in answer["Cache-Control"]
+    for path in ("/healthz", "/nothing", "/api/docs", "/requests", "/"):
+        assert client.get(path)["Content-Security-Policy"] == POLICY
+    assert client.get("/admin/login/")["Content-Security-Policy"] == ADMIN_POLICY
+    assert "unsafe-eval" not in POLICY
+    assert client.get("/nothing", headers={"accept": "text/html"})["Content-Type"].startswith("text/html")
+    assert client.get("/nothing").json()["error"]["code"] == "NOT_FOUND"
 
 
 @pytest.mark.parametrize("path", ["/approvals/nothing/at/all", "/sign-in/nothing"])

@@ -21,7 +21,7 @@ from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_K
 from django.contrib.auth.models import Permission
 from django.contrib.sessions.backends.db import SessionStore
 from django.contrib.sessions.models import Session
-from django.db import OperationalError, connection
+from django.db import OperationalError, connection, transaction
 from django.utils import timezone
 from pytest_django import Settings
 from redis import asyncio as aioredis
@@ -138,6 +138,12 @@ async def test_only_pages_of_our_own_origins_open_a_socket(settings: LazySetting
         opened[origin], _ = await page.connect(timeout=30)
         await page.disconnect(timeout=30)
     assert opened == ORIGINS
+    for origin, is_ours in (("https://localhost:8000", True), (OWN, False)):  # behind TLS it is that of https
+        page = dial(cookie, origin)
+        page.scope["scheme"] = "wss"  # as the server puts it for what a trusted proxy sends
+        connected, _ = await page.connect(timeout=30)
+        assert connected is is_ours
+        await page.disconnect(timeout=30)
 
 
 async def test_a_host_that_is_not_ours_makes_no_origin_ours() -> None:
@@ -196,6 +202,14 @@ async def test_a_page_that_is_open_ends_with_its_session(how: str, code: int) ->
     await database_sync_to_async(end)(how, cookie)
     assert await expect_close(page) == code
     await page.disconnect(timeout=30)
+
+
+@pytest.mark.parametrize(("how", "code"), [ENDS[0], ENDS[3], ENDS[6]])
+async def test_no_page_opens_with_a_session_that_has_ended(how: str, code: int) -> None:
+    node = await database_sync_to_async(make_loading_box)()
+    cookie = await database_sync_to_async(sign_in)("ada", "view_node", is_staff=True)
+    await database_sync_to_async(end)(how, cookie)
+    assert await expect_nothing_but_close(dial(cookie, path=f"/ws/nodes/{node.pk}")) == code
 
 
 # one box
@@ -262,28 +276,41 @@ def test_what_is_due_is_carried_out_without_any_message() -> None:
     assert services.run_due() == 0
 
 
-def test_a_database_that_is_away_is_said_once_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_database_that_is_away_is_said_once_and_waited_for_and_a_defect_ends_none(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     looks: list[bool] = []
 
     def look() -> int:
         looks.append(len(looks) < 3)
         if looks[-1]:
             raise OperationalError("the server closed the connection")
+        if len(looks) == 5:
+            raise KeyError("a defect")
         return 0
 
     with caplog.at_level(logging.INFO, logger="controlplane.reconciling"):
         reconciler = Reconciler(look, every_s=0.01)
         reconciler.start()
-        wait_until(lambda: len(looks) >= 6)
+        wait_until(lambda: len(looks) >= 7)
         assert reconciler.stop()
     said = [record.getMessage() for record in caplog.records if record.name == "controlplane.reconciling"]
-    assert said == ["reconcile_waits reason=OperationalError", "reconcile_goes_on"]
+    assert said[:2] == ["reconcile_waits reason=OperationalError", "reconcile_goes_on"]
+    assert [each for each in said[2:] if "reconcile_failed" not in each] == []
+    assert len(said) == 3, "one look that fails does not end the looks"
 
 
-@pytest.fixture
-def patient() -> None:
-    """Let no hint be lost because the machine stands still."""
-    set_limits(core={"hint_send_s": WITHIN_S})
+@contextmanager
+def unreachable(settings: Settings, url: str) -> Iterator[None]:
+    """Point the channel layer somewhere else."""
+    settings.CHANNEL_LAYERS = {
+        "default": {"BACKEND": "channels_redis.pubsub.RedisPubSubChannelLayer", "CONFIG": {"hosts": [url]}}
+    }
+    channel_layers.backends.clear()
+    try:
+        yield
+    finally:
+        channel_layers.backends.clear()
 
 
 async def listen(publish: Callable[[], None], *idents: str) -> dict[str, str]:
@@ -310,17 +337,18 @@ async def listen(publish: Callable[[], None], *idents: str) -> dict[str, str]:
     return dict(heard)
 
 
-@contextmanager
-def unreachable(settings: Settings, url: str) -> Iterator[None]:
-    """Point the channel layer somewhere else."""
-    settings.CHANNEL_LAYERS = {
-        "default": {"BACKEND": "channels_redis.pubsub.RedisPubSubChannelLayer", "CONFIG": {"hosts": [url]}}
-    }
-    channel_layers.backends.clear()
-    try:
-        yield
-    finally:
-        channel_layers.backends.clear()
+def test_a_hint_arrives_once_the_change_is_committed_and_none_of_one_that_is_rolled_back() -> None:
+    set_limits(core={"hint_send_s": WITHIN_S})  # none is lost because the machine stands still
+    undone, kept = str(uuid.uuid4()), str(uuid.uuid4())
+
+    def change() -> None:
+        with transaction.atomic():
+            publish_hint("nodes", undone)
+            transaction.set_rollback(True)
+        with transaction.atomic():
+            publish_hint("models", kept)
+
+    assert asyncio.run(listen(change, undone, kept))["ident"] == kept
 
 
 async def flood(valkey: aioredis.Redis, messages: list[bytes]) -> tuple[list[str], list[str]]:

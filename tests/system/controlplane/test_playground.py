@@ -19,7 +19,8 @@ from django.test import Client, RequestFactory
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.playground.errors import SignedOut, TooManyAnswers
+from controlplane.playground import passage
+from controlplane.playground.errors import GatewayUnreachable, SignedOut, TooManyAnswers
 from controlplane.playground.keys import SESSION_KEYS, _cipher, _open_held, lend_key
 from controlplane.playground.passage import Call, Passage
 from core.limits import limits
@@ -35,7 +36,6 @@ from tests.system.gateway_admin.factories import ACTOR, audited, make_operator, 
 pytestmark = pytest.mark.django_db(transaction=True)
 PAGE, SEND, CODE, FACTS, WAIT = (f"/admin/playground/{name}" for name in ("", "send", "code", "facts", "wait"))
 MODEL = "tiny"
-CSRF = "a" * 32
 
 
 def form(**fields: Any) -> dict[str, Any]:
@@ -270,15 +270,6 @@ async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, s
     await writer.drain()
 
 
-async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: Rogue) -> None:
-    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 99\r\n\r\ndata: half")
-    await writer.drain()
-
-
-async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: Rogue) -> None:
-    writer.close()
-
-
 async def test_a_reader_that_stops_reading_stops_the_gateway_and_leaving_closes_it(settings: Any) -> None:
     async with rogue(talk_for_ever, settings) as server:
         answer = Passage(CALL)
@@ -310,3 +301,26 @@ async def test_a_redirect_leads_nowhere(settings: Any) -> None:
         head = await answer.head()
         assert (head.status, "location" in head.headers) == (307, False)
         assert [chunk async for chunk in answer] == []
+
+
+async def break_off(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: Rogue) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: 99\r\n\r\ndata: half")
+    await writer.drain()
+
+
+async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: Rogue) -> None:
+    writer.close()
+
+
+async def test_an_answer_that_breaks_off_ends_and_a_gateway_that_hangs_up_is_said_without_the_key(
+    settings: Any, caplog: Any
+) -> None:
+    async with rogue(break_off, settings):
+        answer = Passage(CALL)
+        await answer.head()
+        assert b"".join([chunk async for chunk in answer]) == b"data: half"
+    async with rogue(hang_up, settings):
+        with pytest.raises(GatewayUnreachable, match="broke the connection off"):
+            await Passage(CALL).head()
+    assert "mst_x" not in caplog.text + repr(CALL)
+    assert passage._open == set()

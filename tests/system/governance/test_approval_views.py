@@ -189,9 +189,11 @@ def test_the_first_policy_is_explained_and_drafted() -> None:
 def test_an_operation_that_is_newer_than_the_policy_is_refused_until_the_next_version_names_it() -> None:
     older = {name: needs for name, needs in DEFAULT_CLASSES.items() if name != "admin-token-mint"}
     team = make_governed(classes=older)
-    for op_class in ({"op_class": "model-load"}, {}):
-        with pytest.raises(InvalidProposal, match="names nobody for admin-token-mint"):
-            propose_token(team[0], **op_class)
+    with pytest.raises(InvalidProposal, match="names nobody for admin-token-mint: approve a policy that does") as caught:
+        propose_token(team[0])
+    assert caught.value.param == "operation"
+    with pytest.raises(InvalidProposal, match="names nobody for admin-token-mint"):
+        propose_token(team[0], op_class="model-load")
     client = open_session(team[0].user)
     filled = fill_policy(client, " checked", reason="name it")
     assert (filled["threshold-admin-token-mint"], len(filled["key"])) == ("2", 3)

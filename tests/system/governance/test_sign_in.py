@@ -251,6 +251,7 @@ def test_signing_in_changes_the_key_of_the_session_and_drops_what_it_held(ada: U
     before = client.session.session_key
     by_password(client)
     assert client.session.session_key != before
+    assert (client.cookies["sessionid"]["httponly"], client.cookies["sessionid"]["samesite"]) == (True, "Lax")
     assert "muster_challenge" not in client.session
     stepped_up = client.session.session_key
     device = Device()

@@ -28,7 +28,6 @@ from governance.errors import InvalidAdminToken
 from nodes.errors import NodeNotFound
 from wire.contract import ErrorCode
 
-ROOT = Path(__file__).resolve().parents[3]
 NAME = "MUSTER_A_SETTING"
 
 

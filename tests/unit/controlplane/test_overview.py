@@ -169,14 +169,6 @@ def test_everything_at_once_is_counted_in_full_on_a_list_that_stays_short() -> N
     assert sum(1 + problem.beyond for problem in problems) == len(said)
 
 
-START = datetime(2026, 11, 21, 8, 0, tzinfo=UTC)
-
-
-def minutes(*counts: tuple[int, int, int]) -> list[Minute]:
-    """Return minutes with so many requests, and of them refused and failed ones."""
-    return [Minute(START + timedelta(minutes=step), *count) for step, count in enumerate(counts)]
-
-
 def test_numbers_are_printed_short_and_with_their_units() -> None:
     assert [age(value) for value in (None, 3.2, 119, 180, 10_800)] == ["never", "3 s ago", "119 s ago", "3 min ago", "3 h ago"]
     assert [compact(value) for value in (0, 950, 1234, 2_751_801)] == ["0", "950", "1.23k", "2.75M"]

@@ -49,7 +49,7 @@ from tests.fakes.tables import by_outcome
 from wire.optoken import Level, Operation, OpTokenError, Reason, Rule, Verifier, params_digest
 from wire.optoken.approval import Policy, Statement, encode_bytes
 
-ADA, BOB, CLEO, DAN = PEOPLE
+ADA, BOB = PEOPLE[:2]
 L2 = make_verifier(Level.L2)
 
 
@@ -373,12 +373,6 @@ def reclaimed(token: Token, **changes: Any) -> Token:
     """The token with other claims, well signed by the issuer; ``...`` leaves one out."""
     claims = {name: value for name, value in {**token["opToken"], **changes}.items() if value is not ...}
     return {**token, **sign_claims(claims)}
-
-
-def approved(**changes: Any) -> Token:
-    """A token for a statement that differs and that Ada and Bob approved as it is."""
-    statement = edit_statement(STATEMENT, **changes)
-    return make_l2(statement=statement, proofs=approve(statement, [ADA, BOB]))
 
 
 def test_a_valid_l2_token_proves_who_approved_what() -> None:
