@@ -129,6 +129,9 @@ def test_the_key_is_made_once_for_a_person_and_tenant_and_is_stored_nowhere_in_c
     post(operator, SEND, tenant="research")
     assert sorted(ApiKey.objects.values_list("tenant__name", flat=True)) == ["default", "research"]
     assert not ApiKey.objects.exclude(revoked_at=None).exists()
+    operator.post(reverse("admin:logout"))
+    assert not ApiKey.objects.filter(revoked_at=None).exists()
+    assert {event.target for event in audited("api_key.revoke")} == {"playground: ada"}
 
 
 def test_a_second_tab_that_asks_at_the_same_time_takes_the_key_of_the_first(operator: Client) -> None:
