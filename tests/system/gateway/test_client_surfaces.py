@@ -49,52 +49,6 @@ async def test_messages_reach_a_chat_engine_and_its_answer_comes_back_as_a_messa
     )
 
 
-async def test_a_streamed_message_ends_with_message_stop_and_is_counted(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=True)
-    stream = await request.on(link)
-    assert json.loads(stream.request.body)["stream_options"] == {"include_usage": True}
-    stream.answer(*STREAM, headers=SSE)
-    await request.done()
-    kinds = [event["type"] for event in read_events(request.client.body)]
-    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
-    assert b"[DONE]" not in request.client.body
-    assert await request.record("state", "prompt_tokens", "completion_tokens", "tokens_estimated") == ("completed", 3, 4, False)
-
-
-@pytest.mark.parametrize("ending", ["cut", "error", "garbage", "no finish"])
-@pytest.mark.parametrize("surface", [MESSAGES, RESPONSES], ids=["messages", "responses"])
-async def test_a_translated_stream_that_breaks_ends_in_one_error_of_its_dialect(
-    make_gateway: Make, surface: Any, ending: str
-) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=surface, max_tokens=5, stream=True, input="hi")
-    stream = await request.on(link)
-    stream.answer(*STREAM[:2], headers=SSE, ends=False)
-    if ending == "cut":
-        stream.end(EndKind.ENGINE_FAILED)
-    else:
-        last = {
-            "error": b'data: {"error":{"message":"out of memory","code":500}}\n\n',
-            "garbage": b"data: {x\n\n",
-            "no finish": b"",
-        }
-        if last[ending]:
-            stream.sink.on_data(last[ending])
-        stream.end(EndKind.COMPLETE)
-    await request.done()
-    events = read_events(request.client.body)
-    kinds = [event["type"] for event in events]
-    assert kinds[-1] == ("error" if surface is MESSAGES else "response.failed")
-    assert not {"message_stop", "response.completed", "response.incomplete"} & set(kinds)
-    if ending == "error":
-        assert "out of memory" in json.dumps(events[-1])
-    assert request.client.is_whole
-    assert (await request.record("state"))[0] == ("interrupted" if ending == "no finish" else "failed")
-
-
 @pytest.mark.parametrize("surface", [SURFACES[CHAT], MESSAGES, RESPONSES], ids=["chat", "messages", "responses"])
 async def test_an_engines_own_stream_that_just_ends_is_recorded_and_counted_as_interrupted(
     make_gateway: Make, surface: Any
@@ -107,18 +61,6 @@ async def test_an_engines_own_stream_that_just_ends_is_recorded_and_counted_as_i
     assert b'"completed"' not in request.client.body
     assert await request.record("state", "error_code", "tokens_estimated") == ("interrupted", "REQUEST_INTERRUPTED", True)
     assert REGISTRY.get_sample_value("muster_requests_total", {"model": "m", "state": "interrupted"}) == before + 1
-
-
-async def test_a_request_that_cannot_be_said_in_other_words_is_refused_before_it_is_accepted(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT})
-    content = [{"type": "image", "source": {"type": "file", "file_id": "file_1"}}]
-    request = gateway.ask(surface=MESSAGES, max_tokens=5, messages=[{"role": "user", "content": content}])
-    await request.done()
-    assert request.client.status == 400
-    assert request.error["type"] == "invalid_request_error"
-    assert request.error["param"].startswith("messages[0].content[0]")
-    assert link.streams == []
 
 
 @pytest.mark.parametrize("paths", [None, {CHAT, "/v1/messages"}], ids=["declares nothing", "declares what it does not know"])
@@ -142,15 +84,6 @@ async def test_a_box_that_does_not_know_the_path_is_asked_again_in_chat(make_gat
     assert (await first.record("state", "attempts"), await second.record("state", "attempts")) == (
         ("completed", 2), ("completed", 1),
     )  # fmt: skip
-
-
-async def test_what_an_engine_does_not_do_on_a_path_that_its_box_declares_is_no_unknown_path(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT, "/v1/messages"})
-    request = gateway.ask(surface=MESSAGES, max_tokens=5)
-    await request.served(link, b'{"error":{"message":"Thinking is not supported.","code":501}}', status=501)
-    assert (request.client.status, request.error["message"]) == (501, "Thinking is not supported.")
-    assert link.find_path("m", "/v1/messages") == "/v1/messages"
 
 
 AT_LEAST = {"error": {"message": (
@@ -206,14 +139,6 @@ async def test_an_alias_is_answered_by_its_target_and_the_record_has_both_names(
     await request.done()
     assert request.client.headers["x-muster-model"] == "big"
     assert await request.record("model", "asked_model", "state") == ("big", "gpt-4o-mini", "completed")
-
-
-async def test_a_fallback_answers_at_once_while_the_model_has_no_box(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": ("spare",), "spare": ()})
-    link = gateway.link("spare")
-    request = gateway.ask()
-    await request.served(link, REPLY)
-    assert await request.record("model", "asked_model") == ("spare", "m")
 
 
 async def test_a_fallback_answers_when_the_queue_is_too_long_for_the_client(make_gateway: Make) -> None:
@@ -276,15 +201,6 @@ async def test_a_fallback_that_came_free_takes_over_when_the_wait_is_over(make_g
     await first.done()
 
 
-async def test_auto_goes_where_there_is_room(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": (), "roomy": ()})
-    gateway.link("m", slots=1)
-    link = gateway.link("roomy", slots=4)
-    request = gateway.ask(model="auto")
-    await request.served(link, REPLY)
-    assert await request.record("model", "asked_model") == ("roomy", "auto")
-
-
 async def test_a_client_may_lower_its_priority(make_gateway: Make) -> None:
     gateway = make_gateway(priority=Priority.HIGH)
     link = gateway.link(slots=2)
@@ -300,23 +216,6 @@ async def test_a_client_may_lower_its_priority(make_gateway: Make) -> None:
 # signs of life
 
 QUICK = GatewayLimits(stream_ping_s=0.01, no_node_wait_s=29.0)
-
-
-@pytest.mark.parametrize("surface", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-async def test_a_stream_that_waits_for_its_engine_shows_signs_of_life_and_then_its_answer(
-    make_gateway: Make, surface: str
-) -> None:
-    gateway = make_gateway(limits=QUICK)
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=SURFACES[surface], stream=True, max_tokens=5, input="hi")
-    stream = await request.on(link)
-    await request.client.wait(lambda: request.client.body.count(b": ping\n\n") >= 2)
-    stream.answer(*STREAM, headers=SSE)
-    await request.done()
-    assert request.client.status == 200
-    assert request.client.body.startswith(b": ping\n\n: ping\n\n")
-    assert [event for event in read_events(request.client.body) if "Hel" in json.dumps(event)]
-    assert (await request.record("state"))[0] == "completed"
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"], ids=["translated", "native"])
@@ -336,30 +235,6 @@ async def test_no_ping_event_precedes_the_beginning_of_a_message(make_gateway: M
     await request.done()
 
 
-@pytest.mark.parametrize(
-    ("surface", "last"),
-    [
-        ("/v1/chat/completions", '"code":"FORWARDED_REQUEST_FAILED"'),
-        ("/v1/messages", '"type":"overloaded_error"'),
-        ("/v1/responses", '"type":"response.failed"'),
-    ],
-)
-async def test_an_error_after_signs_of_life_is_an_event_of_the_stream(make_gateway: Make, surface: str, last: str) -> None:
-    gateway = make_gateway(limits=QUICK)
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=SURFACES[surface], stream=True, max_tokens=5, input="hi")
-    stream = await request.on(link)
-    await request.client.wait(lambda: b": ping" in request.client.body)
-    stream.answer(b'{"error":{"message":"no memory left"}}', status=503)
-    await request.done()
-    events = request.client.body.split(b"\n\n")
-    assert (events[-1], request.client.is_whole) == (b"", True)
-    assert last in events[-2].decode().replace('": "', '":"')
-    assert b"no memory left" in events[-2]
-    assert b"[DONE]" not in request.client.body
-    assert (await request.record("state", "status_code")) == ("failed", 503)
-
-
 async def test_a_wait_that_ends_after_signs_of_life_is_told_in_the_stream(make_gateway: Make) -> None:
     gateway = make_gateway(limits=QUICK)
     surfaces = (MESSAGES, RESPONSES, SURFACES[CHAT])
@@ -373,20 +248,6 @@ async def test_a_wait_that_ends_after_signs_of_life_is_told_in_the_stream(make_g
         assert b"NO_AVAILABLE_NODE" in request.client.body or b"No workers available" in request.client.body
         assert request.client.is_whole
         assert await request.record("state", "error_code") == ("failed", "NO_AVAILABLE_NODE")
-
-
-async def test_another_box_takes_over_after_signs_of_life(make_gateway: Make) -> None:
-    gateway = make_gateway(limits=QUICK)
-    one = gateway.link()
-    request = gateway.ask(stream=True)
-    stream = await request.on(one)
-    await request.client.wait(lambda: b": ping" in request.client.body)
-    two = gateway.link()
-    stream.end(EndKind.LINK_LOST)
-    one.policy.cordoned = True
-    await request.served(two, *STREAM, headers=SSE)
-    assert request.client.body.endswith(b"data: [DONE]\n\n")
-    assert await request.record("state", "attempts") == ("completed", 2)
 
 
 @pytest.mark.parametrize(
@@ -415,16 +276,6 @@ async def test_tools_that_an_engine_refuses_as_they_are_do_not_cost_the_request(
     await request.done()
     assert request.client.status == 200
     assert await request.record("state", "attempts") == ("completed", 2)
-
-
-async def test_an_engines_refusal_of_plain_tools_stands(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT, "/v1/messages"})
-    tools = [{"name": "f", "input_schema": {"type": "object"}}]
-    request = gateway.ask(surface=MESSAGES, max_tokens=5, tools=tools)
-    body = b'{"type":"error","error":{"type":"BadRequestError","message":"no"}}'
-    await request.served(link, body, status=400)
-    assert (request.client.status, request.error["type"], request.error["message"]) == (400, "invalid_request_error", "no")
 
 
 COMPACT = SURFACES["/v1/responses/compact"]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import uuid
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -14,23 +12,15 @@ import httpx
 import httpx2
 import openai
 import pytest
-from pytest_django import Settings
 
 from gateway.catalogue import AliasEntry, KeyEntry, ModelEntry
 from gateway.routing import Alias, Target
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application
 from gateway.values import Caller
-from nodes.links import EndKind
 from nodes.states import TOKENIZE
-from runner.definitions.plan import LoadPlan
-from runner.engines.port import Capabilities
-from runner.engines.remote import RemoteEngine
-from runner.engines.tabbyapi import TabbyApiEngine
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink
-from tests.fakes.models.make import hf_model_dir
-from tests.fakes.waiting import eventually
 from wire.credentials import CredentialKind, mint_credential
 
 MESSAGES, RESPONSES = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
@@ -122,54 +112,11 @@ async def test_without_a_box_that_counts_it_is_an_estimate_and_says_so(setting: 
     assert longer.json()["input_tokens"] > answer.json()["input_tokens"]
 
 
-@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
-@pytest.mark.parametrize(
-    "capabilities",
-    [
-        RemoteEngine(LoadPlan("m", "openai_compatible", slots=2), None).capabilities,  # type: ignore[arg-type]  # not asked
-        TabbyApiEngine(LoadPlan("m", "tabbyapi", slots=2), None).capabilities,  # type: ignore[arg-type]  # not asked
-        Capabilities(endpoints=()),
-    ],
-    ids=["a provider", "TabbyAPI", "a server that says nothing"],
-)
-async def test_a_model_of_an_engine_that_does_not_count_gets_an_estimate(
-    setting: Setting, path: str, capabilities: Capabilities
-) -> None:
-    told = capabilities.declared_endpoints
-    setting.link.endpoints = {"m": frozenset(told)} if told else {}
-    setting.runtime.registry.add(setting.link)
-    answer = await setting.ask({**ASKED, "input": "What is a λ?"}, path=path)
-    assert (answer.status_code, answer.json()["estimated"]) == (200, True)
-    assert answer.headers["x-muster-token-count"] == "estimate"
-    assert setting.link.streams == [], "the box was not asked"
-
-
-async def test_a_prompt_longer_than_the_cap_is_counted_all_the_same(setting: Setting) -> None:
-    answer = await setting.ask({**ASKED, "messages": [{"role": "user", "content": "x" * 4000}]})
-    assert answer.json()["input_tokens"] == 1000 + 4 + 3
-
-
-async def test_a_registered_tokenizer_counts_without_a_box(settings: Settings, tmp_path: Path) -> None:
-    shutil.copytree(hf_model_dir(), tmp_path / "tiny", ignore=shutil.ignore_patterns("*.safetensors"))
-    settings.TOKENIZERS_DIR = str(tmp_path)
-    answer = await Setting().ask({**ASKED, "model": "tiny"})
-    assert answer.headers["x-muster-token-count"] == "tokenizer"
-    assert answer.json().keys() == {"input_tokens"}
-
-
 async def test_an_alias_is_counted_as_its_model_and_what_was_left_out_is_named(setting: Setting) -> None:
     body = {**ASKED, "model": "claude", "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
     answer = await setting.ask_box(body)
     assert (setting.asked["model"], answer.headers["x-muster-model"]) == ("m", "m")
     assert "web_search" in answer.headers["x-muster-ignored"] or "tools[0]" in answer.headers["x-muster-ignored"]
-
-
-async def test_a_box_that_fails_costs_no_answer(setting: Setting) -> None:
-    setting.runtime.registry.add(setting.link)
-    asking = asyncio.create_task(setting.ask())
-    await eventually(lambda: asyncio.sleep(0, bool(setting.link.streams)), what="the box is asked")
-    setting.link.streams[0].end(EndKind.ENGINE_FAILED)
-    assert (await asking).json()["estimated"]
 
 
 # refusals

@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from django.test import Client
 from django.utils import timezone
 
 from gateway.models import GatewayProcess
@@ -127,12 +126,6 @@ def test_a_reclaimed_node_is_drained_too_and_lending_it_again_clears_that() -> N
     assert set_mode(node_id=node.pk, mode=NodeMode.SPARE_ON, reason="", actor="node:box").drained_at is None
 
 
-def test_a_drain_of_a_release_that_did_not_name_it_is_named_by_the_sweep() -> None:
-    node = make_node(draining=True, drain_deadline_at=timezone.now())
-    assert sweep_presence().drained == 1
-    assert drained_at(node) is not None
-
-
 def test_counts_of_drains_that_are_over_are_forgotten() -> None:
     gateway = make_gateway()
     node = drain()
@@ -176,15 +169,6 @@ def test_a_page_says_no_more_than_is_known(changes: dict[str, Any], ends: str, d
     assert is_drained(node, node.presence) is drained
 
 
-def test_a_draining_node_says_what_still_runs_and_until_when() -> None:
-    node = drain(active=3)
-    deadline = node.drain_deadline_at
-    presence = NodePresence.objects.get()
-    assert describe_drain(node, presence) == (
-        f"draining: 3 requests now; what still runs at {deadline:%Y-%m-%d %H:%M:%S} UTC is interrupted"
-    )
-
-
 def test_whoever_asked_for_the_drain_and_every_webhook_are_told(settings: Any) -> None:
     settings.NOTICE_SENDER = "muster@example.org"
     ada = make_operator("ada")
@@ -204,18 +188,6 @@ def test_whoever_asked_for_the_drain_and_every_webhook_are_told(settings: Any) -
     body = json.loads(json.dumps(dict(write_message(hook).body)))
     assert (body["event"], body["node"]) == ("drained", {"id": node.printed_id, "name": "box"})
     assert body["link"].endswith(f"/admin/nodes/node/{node.pk}/change/")
-
-
-def test_the_admin_and_the_list_say_drained(client: Client) -> None:
-    node = drain()
-    client.force_login(make_operator("eve"))
-    before = client.get("/admin/nodes/node/").content.decode()
-    assert "drained" not in before.split("<tbody", 1)[1].lower()
-    mark_drained()
-    page = client.get(f"/admin/nodes/node/{node.pk}/change/").content.decode()
-    assert "safe to power off" in page
-    assert "asked for by user:ada" in page
-    assert ">drained<" in "".join(client.get("/admin/nodes/node/").content.decode().split()).lower()
 
 
 def test_the_counts_of_a_node_that_is_not_there_are_skipped() -> None:

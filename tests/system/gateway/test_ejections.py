@@ -85,34 +85,6 @@ async def test_one_request_that_kills_every_node_it_meets_ejects_none(make_gatew
     assert {first for _status, first in ends} == set(links)
 
 
-async def test_what_callers_ask_wrongly_ejects_no_node(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    first, second = gateway.link(slots=4), gateway.link(slots=4)
-    wrong: Behaviour = lambda stream: stream.answer(b'{"error":{"message":"no such field"}}', status=400)  # noqa: E731
-    for _ in range(20):
-        await send(gateway, {first: GOOD, second: wrong}, streams=False)
-    assert list(gateway.registry.ejections) == []
-
-
-async def test_an_owner_who_takes_a_node_back_ejects_it_not(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    first, second = gateway.link(slots=40), gateway.link(slots=40)
-    for _ in range(12):
-        await send(gateway, {first: GOOD, second: GOOD}, streams=False)
-    requests = [gateway.ask(stream=True) for _ in range(20)]
-    await requests[-1].client.wait(lambda: len(first.streams) + len(second.streams) == 20)
-    for stream in [*first.streams, *second.streams]:
-        stream.answer(CHUNK, headers=SSE, ends=False)
-    second.policy.reclaimed = True
-    second.end_streams(EndKind.RECLAIMED, "the owner took it back")
-    for stream in list(first.streams):
-        stream.sink.on_data(b"data: [DONE]\n\n")
-        stream.end(EndKind.COMPLETE)
-    for request in requests:
-        await request.done()
-    assert list(gateway.registry.ejections) == []
-
-
 FOREVER_S = 1e6
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -15,11 +14,7 @@ from tests.fakes.engine import PROMPT_TOKENS, CallState, EngineCall
 from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet, Node, Rows
 from tests.fakes.limits import set_limits
 
-pytestmark = [
-    pytest.mark.django_db,
-    pytest.mark.asyncio(loop_factories=["virtual"]),
-    pytest.mark.timeout(120),
-]
+pytestmark = [pytest.mark.django_db, pytest.mark.asyncio(loop_factories=["virtual"]), pytest.mark.timeout(120)]
 
 
 @pytest.fixture
@@ -56,20 +51,6 @@ async def test_a_wait_of_half_a_minute_takes_no_such_time_and_ends_to_the_second
     assert second.ended_at - second.asked_at == pytest.approx(limits().gateway.queue_s)
     assert time.monotonic() - began < limits().gateway.queue_s
     assert node.engine.running == first.calls
-
-
-async def test_two_directions_of_a_link_stall_apart(fleet: Fleet) -> None:
-    node = await fleet.add_node()
-    answer = fleet.ask(stream=True)
-    call = await fleet.next_call(answer)
-    node.link.up.stall()
-    call.emit(2)
-    call.finish()
-    await fleet.settle()
-    assert answer.pieces == []
-    node.link.resume()
-    await asyncio.wait_for(answer.done(), 0.001)
-    assert len(answer.pieces) == 2
 
 
 # lost and silent links
@@ -237,19 +218,6 @@ async def test_a_cancel_never_overtakes_its_request_and_what_comes_late_reaches_
     assert [(await answer.row())["state"] for answer in (*hasty, left)] == ["cancelled"] * 3
 
 
-async def test_a_request_whose_client_has_left_is_not_given_to_another_node(fleet: Fleet) -> None:
-    node = await fleet.add_node()
-    answer = fleet.ask()
-    call = await fleet.next_call(answer)
-    other = await fleet.add_node()
-    answer.leave()
-    node.link.cut()
-    await fleet.until(lambda: len(node.links) > 1 and node.gateway_link is not None)
-    assert (call.state, answer.calls, other.engine.calls) == (CallState.CANCELLED, [call], [])
-    row = await answer.row()
-    assert (row["state"], row["attempts"]) == ("cancelled", 1)
-
-
 # clients
 
 
@@ -314,22 +282,6 @@ async def test_a_client_that_reads_late_gets_all_of_its_answer(fleet_rows: Rows)
         row = await answer.row()
         assert (row["state"], row["completion_tokens"]) == ("completed", 61)
         assert answer.pieces == [(call.ident, place) for place in range(61)]
-
-
-async def test_streams_of_one_node_keep_their_order_and_never_mix(fleet: Fleet) -> None:
-    node = await fleet.add_node(slots=12)
-    answers = [fleet.ask(stream=True) for _ in range(12)]
-    calls = [await fleet.next_call(answer) for answer in answers]
-    for turn in range(5):
-        node.link.delay(0.01 * turn)
-        for call in calls:
-            call.emit()
-        await fleet.advance(0.02)
-    for call in calls:
-        call.finish()
-    for answer, call in zip(answers, calls, strict=True):
-        assert (await answer.row())["state"] == "completed"
-        assert answer.pieces == [(call.ident, place) for place in range(5)]
 
 
 # records

@@ -16,13 +16,8 @@ from core.db.threads import run_upkeep
 from governance.services import create_admin_token
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet, Rows
-from wire.credentials import CredentialKind, mint_credential
 
-pytestmark = [
-    pytest.mark.django_db,
-    pytest.mark.asyncio(loop_factories=["virtual"]),
-    pytest.mark.timeout(120),
-]
+pytestmark = [pytest.mark.django_db, pytest.mark.asyncio(loop_factories=["virtual"]), pytest.mark.timeout(120)]
 RESPONSES_PATH, COUNT_PATH = "/v1/responses", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "hi"}]
 AUDIO_PATH, EMBEDDINGS_PATH = "/v1/audio/transcriptions", "/v1/embeddings"
@@ -62,16 +57,6 @@ async def test_a_body_that_is_not_plain_json_is_refused_by_the_header_that_says_
         assert (value if name == "content-encoding" else "application/json") in error["message"]
     for name, value in (("content-encoding", "Identity"), ("content-type", "application/vnd.api+json"), ("content-type", "")):
         assert read(await fleet.call(path, b"{}", headers={name: value}))["error"]["param"] == "model"
-
-
-async def test_no_usable_key_is_one_refusal_that_repeats_nothing(fleet: Fleet) -> None:
-    unknown = mint_credential(CredentialKind.CLIENT).text
-    for value in ("", "Bearer", "Basic abc", "Bearer nonsense", f"Bearer {unknown}", f"Bearer {fleet.rows.credential}"):
-        refused = await fleet.call(CHAT_PATH, b"{}", key="", headers={"authorization": value})
-        assert read_error(refused) == (401, "INVALID_API_KEY", None)
-        assert refused.headers["x-request-id"].startswith("req_")
-        assert unknown.encode() not in refused.body
-        assert fleet.rows.credential.encode() not in refused.body
 
 
 async def test_of_two_credentials_the_one_that_is_ours_counts(fleet: Fleet) -> None:

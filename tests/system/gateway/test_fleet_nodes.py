@@ -30,11 +30,7 @@ from tests.fakes.engine import CallState, EngineCall
 from tests.fakes.fleet import Answer, Fleet, Node, Rows
 from tests.fakes.limits import set_limits, set_runner_limits
 
-pytestmark = [
-    pytest.mark.django_db,
-    pytest.mark.asyncio(loop_factories=["virtual"]),
-    pytest.mark.timeout(120),
-]
+pytestmark = [pytest.mark.django_db, pytest.mark.asyncio(loop_factories=["virtual"]), pytest.mark.timeout(120)]
 IMPATIENT = {"max_latency_ms": 300}
 
 
@@ -78,37 +74,6 @@ async def age_drains(fleet: Fleet, seconds: float) -> None:
 # who gets a request
 
 
-async def test_requests_spread_over_nodes_and_go_where_the_least_runs(fleet: Fleet) -> None:
-    first, second = await fleet.add_node(slots=4), await fleet.add_node(slots=4)
-    for _ in range(4):
-        fleet.ask()
-        await fleet.settle()
-    assert [len(node.engine.running) for node in (first, second)] == [2, 2]
-    idle = await fleet.add_node(slots=4)
-    for _ in range(2):
-        fleet.ask()
-        await fleet.settle()
-    assert [len(node.engine.running) for node in (first, second, idle)] == [2, 2, 2]
-
-
-async def test_equally_busy_nodes_take_turns(fleet: Fleet) -> None:
-    for _ in range(3):
-        await fleet.add_node(slots=2)
-    served = [(await serve(fleet, fleet.ask())).engine for _ in range(6)]
-    assert len(set(served[:3])) == 3
-    assert served[3:] == served[:3]
-
-
-async def test_a_node_without_the_model_gets_no_request_for_it(fleet: Fleet) -> None:
-    other, node = await fleet.add_node(models=["tight"], slots=4), await fleet.add_node()
-    running, waiting = fleet.ask(), fleet.ask()
-    await fleet.settle()
-    assert not other.engine.calls
-    await serve(fleet, running)
-    await serve(fleet, waiting)
-    assert (len(node.engine.calls), other.engine.calls) == (2, [])
-
-
 async def test_a_large_request_arrives_whole(fleet: Fleet) -> None:
     await fleet.add_node()
     url = "data:image/png;base64," + "QUJD" * (512 * 1024)
@@ -136,18 +101,6 @@ async def test_a_request_that_a_full_node_sends_back_goes_to_another_one(fleet: 
 # who waits
 
 
-async def test_the_queue_is_served_in_the_order_of_asking_whatever_the_model(fleet: Fleet) -> None:
-    node = await fleet.add_node(models=["m", "tight"])
-    answers = []
-    for model in ("m", "m", "tight", "tight", "m"):
-        answers.append(fleet.ask(model))
-        await fleet.settle()
-    assert fleet.runtime.dispatcher.depth == 4
-    for answer in answers:
-        await serve(fleet, answer)
-    assert [call.number for call in node.engine.calls] == [answer.number for answer in answers]
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_queue_at_its_bound_refuses_at_once_and_keeps_who_waits(fleet: Fleet, *, stream: bool) -> None:
     await fleet.add_node(models=["tight"])
@@ -168,15 +121,6 @@ async def test_a_request_that_nobody_can_serve_waits_a_moment_and_is_told_when_t
     await assert_refused(answer, NoAvailableNode, retry_after_s=5)
     assert answer.ended_at is not None
     assert answer.ended_at - answer.asked_at == pytest.approx(limits().gateway.no_node_wait_s, abs=0.01)
-
-
-async def test_a_node_that_joins_gets_what_waits_at_once(fleet: Fleet) -> None:
-    answer = fleet.ask()
-    await fleet.advance(limits().gateway.no_node_wait_s / 2)
-    node = await fleet.add_node()
-    (call,) = node.engine.running
-    call.finish()
-    assert [(row["state"], row["attempts"]) for row in [await answer.row()]] == [("completed", 1)]
 
 
 async def test_what_a_node_loads_is_served_at_once_and_what_it_unloads_no_more(fleet: Fleet) -> None:

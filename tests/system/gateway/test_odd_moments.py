@@ -15,7 +15,6 @@ from gateway import metrics
 from gateway.dialects import SURFACES
 from gateway.dialects.translation import Translation
 from gateway.errors import ShuttingDown
-from gateway.routing import Alias, Target
 from gateway.values import InferenceRequest
 from nodes.links import EndKind
 from nodes.states import POOL_RESPONSES
@@ -40,24 +39,6 @@ from tests.fakes.pipeline import (
 )
 
 # other models
-
-
-async def test_a_fallback_answers_while_the_models_queue_is_full(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": ("spare",), "spare": ()}, max_queue=0)
-    link, spare = gateway.link(), gateway.link("spare")
-    first = gateway.ask()
-    stream = await first.on(link)
-    second = gateway.ask()
-    await second.served(spare, REPLY)
-    assert await second.record("model", "asked_model", "state") == ("spare", "m", "completed")
-    third = gateway.ask(model="spare")
-    other = await third.on(spare)
-    refused = gateway.ask()
-    await refused.done()
-    assert (refused.client.status, refused.error["message"]) == (503, "Service temporarily at capacity, please retry")
-    for one, its in ((first, stream), (third, other)):
-        its.answer(REPLY)
-        await one.done()
 
 
 async def test_a_fallback_answers_when_the_models_providers_are_switched_off(make_gateway: Make) -> None:
@@ -149,25 +130,6 @@ async def test_a_translation_that_breaks_gives_the_slot_back(make_gateway: Make)
     assert link.active == 0
 
 
-async def test_a_missing_model_does_not_make_a_path_unknown(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link()
-    request = gateway.ask(surface=MESSAGES, max_tokens=5)
-    body = b'{"error":{"message":"The model `m` does not exist.","type":"NotFoundError","code":404}}'
-    await request.served(link, body, status=404)
-    assert (request.client.status, request.error["message"]) == (404, "The model `m` does not exist.")
-    assert link.find_path("m", "/v1/messages") == "/v1/messages"
-
-
-async def test_an_error_in_a_stream_is_noticed_for_clients_that_ask_for_the_pools_numbers_too(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link()
-    request = gateway.ask(stream=True, x_pool_options={})
-    await request.served(link, STREAM[0], b'data: {"error":{"message":"oom"}}\n\n', headers=SSE)
-    assert b"x_pool_meta" not in request.client.body
-    assert await request.record("state", "error_code") == ("failed", "FORWARDED_REQUEST_FAILED")
-
-
 # kept answers
 
 
@@ -205,21 +167,6 @@ async def test_an_answer_that_cannot_be_kept_says_so_whatever_it_speaks_of(make_
 # what cannot be said in other words
 
 UNSAYABLE = [{"role": "user", "content": [{"type": "holograph", "data": "x"}]}]
-
-
-async def test_what_cannot_be_translated_waits_for_the_box_that_speaks_it(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    native, other = gateway.link(paths={"/v1/messages", CHAT}), gateway.link(paths={CHAT})
-    first = gateway.ask(surface=MESSAGES, max_tokens=5)
-    stream = await first.on(native)
-    second = gateway.ask(surface=MESSAGES, max_tokens=5, messages=UNSAYABLE)
-    await second.client.wait(lambda: gateway.dispatcher.depth or second.task.done())
-    assert other.active == 0
-    stream.answer(REPLY)
-    await first.done()
-    await second.served(native, REPLY)
-    assert second.client.status == 200
-    assert await second.record("state", "attempts") == ("completed", 1)
 
 
 async def test_what_cannot_be_translated_is_refused_by_name_once_nobody_speaks_it(make_gateway: Make) -> None:
@@ -348,14 +295,6 @@ async def test_what_an_engine_refuses_for_its_size_is_the_callers_mistake(make_g
 # models
 
 
-async def test_a_refusal_behind_an_alias_is_recorded_under_both_names(make_gateway: Make) -> None:
-    gateway = make_gateway(aliases=(Alias("nickname", (Target("m"),)),), max_queue=0)
-    request = gateway.ask(model="nickname")
-    await request.done()
-    assert request.client.status == 503
-    assert await request.record("state", "model", "asked_model") == ("rejected", "m", "nickname")
-
-
 async def occupy(gateway: Gateway) -> Any:
     """Have the one box of ``m``, which speaks Messages itself, taken for an hour."""
     link = gateway.link(paths={"/v1/messages"})
@@ -476,32 +415,11 @@ async def test_pictures_of_earlier_turns_do_not_count_as_text(make_gateway: Make
     assert await following.record("state") == ("completed",)
 
 
-async def test_text_of_earlier_turns_counts(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    allow_keeping(gateway)
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=RESPONSES, input="a" * 900)
-    await request.served(link, REPLY)
-    kept_id = json.loads(request.client.body)["id"]
-    following = gateway.ask(surface=RESPONSES, input="a" * 200, previous_response_id=kept_id)
-    await following.done()
-    assert (following.client.status, following.error["code"]) == (400, "PROMPT_TOO_LARGE")
-
-
 def nest(levels: int) -> Any:
     nested: Any = "deep"
     for _ in range(levels):
         nested = {"a": [nested]}
     return nested
-
-
-async def test_a_tool_that_is_nested_without_end_is_refused_by_name(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    allow_keeping(gateway)
-    gateway.link(paths={CHAT})
-    request = gateway.ask(surface=RESPONSES, input="hi", tools=[{"type": "mcp", "more": nest(220)}])
-    await request.done()
-    assert (request.client.status, request.error["param"]) == (400, "tools")
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])

@@ -7,37 +7,15 @@ import gc
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import datetime
 from typing import Any
 
 import psycopg
 import pytest
 
 from core.limits import GatewayLimits
-from gateway.errors import ShuttingDown
 from nodes.links import EndKind
 from tests.fakes.links import FakeLink, FakeStream
 from tests.fakes.pipeline import ANSWER, MESSAGES, SSE, Gateway, Make, Request, Rows
-
-
-async def test_an_answer_and_its_record(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link()
-    request = gateway.ask(max_tokens=9)
-    stream = await request.on(link)
-    assert gateway.rows.execute("SELECT state, node_name FROM gateway_requestrecord").fetchall()
-    stream.answer(ANSWER)
-    await request.done()
-    assert (request.client.status, request.client.body) == (200, ANSWER)
-    assert request.client.headers["x-ratelimit-remaining-requests"] == "999"
-    row = await request.record(
-        "state", "status_code", "node_name", "attempts", "prompt_tokens", "completion_tokens", "tokens_estimated", "max_tokens"
-    )
-    assert row == ("completed", 200, link.node_name, 1, 3, 4, False, 9)
-    created, finished = await request.record("created_at", "finished_at")
-    assert isinstance(created, datetime)
-    assert isinstance(finished, datetime)
-    assert created <= finished
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -71,15 +49,6 @@ async def test_the_last_bytes_wait_until_the_records_end_is_sent_and_never_long(
             await asyncio.sleep(0.005)
 
 
-async def test_an_engines_error_is_passed_on_and_recorded_as_a_failure(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link()
-    request = gateway.ask()
-    await request.served(link, b'{"error":{"message":"oom"}}', status=500)
-    assert (request.client.status, request.client.body) == (500, b'{"error":{"message":"oom"}}')
-    assert await request.record("state", "status_code", "error_code") == ("failed", 500, "FORWARDED_REQUEST_FAILED")
-
-
 async def test_a_lost_box_before_the_first_byte_is_another_boxs_turn(make_gateway: Make) -> None:
     gateway = make_gateway()
     first, second = gateway.link(), gateway.link()
@@ -89,18 +58,6 @@ async def test_a_lost_box_before_the_first_byte_is_another_boxs_turn(make_gatewa
     await request.served(second, ANSWER)
     assert request.client.status == 200
     assert await request.record("state", "attempts", "node_name") == ("completed", 2, second.node_name)
-
-
-async def test_after_three_more_boxes_it_is_given_up(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    request = gateway.ask()
-    for _ in range(4):
-        link = gateway.link()
-        await request.on(link)
-        gateway.registry.remove(link)
-    await request.done()
-    assert (request.client.status, request.error["code"]) == (503, "REQUEST_INTERRUPTED")
-    assert await request.record("state", "attempts") == ("interrupted", 4)
 
 
 async def test_a_busy_box_costs_no_attempt_of_the_four(make_gateway: Make) -> None:
@@ -144,18 +101,6 @@ async def test_what_a_full_node_refused_waits_for_a_node_that_is_at_work(make_ga
     await running.served(first, ANSWER)
     await request.served(first, ANSWER)
     assert request.client.status == 200
-
-
-async def test_a_stream_that_broke_is_told_and_recorded(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link()
-    request = gateway.ask(stream=True)
-    stream = await request.on(link)
-    stream.answer(b"data: 1\n\n", headers=SSE, ends=False)
-    gateway.registry.remove(link)
-    await request.done()
-    assert request.client.body.count(b"REQUEST_INTERRUPTED") == 1
-    assert await request.record("state", "error_code") == ("interrupted", "REQUEST_INTERRUPTED")
 
 
 @pytest.mark.parametrize("moment", ["queued", "waiting", "streaming"])
@@ -212,64 +157,6 @@ async def test_a_refusal_is_said_and_recorded_and_harms_nobody(
     await other.served(link, ANSWER)
     assert await other.record("state") == ("completed",)
     assert gateway.records.is_healthy
-
-
-async def test_an_unknown_key_is_refused_without_a_record(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    request = gateway.ask("sk-x")
-    await request.done()
-    assert (request.client.status, request.error["code"]) == (401, "INVALID_API_KEY")
-    assert request.client.headers["www-authenticate"] == "Bearer"
-    assert gateway.rows.execute("SELECT count(*) FROM gateway_requestrecord").fetchone() == (0,)
-
-
-async def test_a_key_over_its_rate_is_told_when_to_come_back(make_gateway: Make) -> None:
-    gateway = make_gateway(per_minute=1)
-    link = gateway.link()
-    first = gateway.ask()
-    await first.served(link, ANSWER)
-    second = gateway.ask()
-    await second.done()
-    assert (second.client.status, second.error["code"]) == (429, "RATE_LIMITED")
-    assert 1 <= int(second.client.headers["retry-after"]) <= 60
-    assert second.client.headers["x-ratelimit-remaining-requests"] == "0"
-
-
-async def test_a_full_queue_refuses_before_anything_is_accepted(make_gateway: Make) -> None:
-    gateway = make_gateway(max_queue=1)
-    link = gateway.link()
-    running = gateway.ask()
-    stream = await running.on(link)
-    waiting = gateway.ask()
-    await waiting.client.wait(lambda: gateway.dispatcher.depth)
-    refused = gateway.ask()
-    await refused.done()
-    assert (refused.client.status, refused.error["code"]) == (503, "NO_AVAILABLE_NODE")
-    assert "retry-after" in refused.client.headers
-    assert await refused.record("state") == ("rejected",)
-    stream.answer(ANSWER)
-    (await waiting.on(link)).answer(ANSWER)
-    await asyncio.gather(running.done(), waiting.done())
-
-
-async def test_nobody_to_serve_the_model_is_said_after_a_short_wait(make_gateway: Make) -> None:
-    gateway = make_gateway(limits=GatewayLimits(no_node_wait_s=0.5))
-    request = gateway.ask()
-    await request.done()
-    assert (request.client.status, request.error["code"]) == (503, "NO_AVAILABLE_NODE")
-    assert await request.record("state") == ("failed",)
-
-
-async def test_stopping_sends_the_waiting_away_and_takes_nothing_new(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    waiting = gateway.ask()
-    await waiting.client.wait(lambda: gateway.dispatcher.depth)
-    gateway.pipeline.is_stopping = True
-    gateway.dispatcher.fail_waiting(ShuttingDown(retry_after_s=2))
-    late = gateway.ask()
-    await asyncio.gather(waiting.done(), late.done())
-    assert [request.client.status for request in (waiting, late)] == [503, 503]
-    assert await waiting.record("state") == ("interrupted",)
 
 
 async def test_usage_beyond_all_reason_is_clamped(make_gateway: Make) -> None:

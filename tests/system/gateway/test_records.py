@@ -42,18 +42,6 @@ def end_connections(rows: Rows) -> None:
     rows.execute(f"SELECT pg_terminate_backend(pid) {OURS}")
 
 
-async def test_an_accepted_request_is_durable(writer: RecordWriter, rows: Rows) -> None:
-    record = make_record(max_tokens=7, prompt_tokens_est=3)
-    await writer.accept(record)
-    assert read(rows, record, "state", "tenant", "model", "max_tokens", "created_at") == (
-        "queued",
-        "t",
-        "m",
-        7,
-        record.created_at,
-    )
-
-
 async def test_every_column_is_written_back(writer: RecordWriter, rows: Rows) -> None:
     record = make_record()
     await writer.accept(record)
@@ -131,13 +119,6 @@ async def test_a_final_state_is_never_overwritten(writer: RecordWriter, rows: Ro
     writer.touch(record)
     await written(writer)
     assert read(rows, record, "state", "attempts") == (final.value, 0)
-
-
-async def test_a_refusal_is_written_without_anybody_waiting(writer: RecordWriter, rows: Rows) -> None:
-    record = make_record(state=RequestState.REJECTED, error_code="RATE_LIMITED", finished_at=datetime.now(UTC))
-    writer.add_final(record)
-    await written(writer)
-    assert read(rows, record, "state", "error_code") == ("rejected", "RATE_LIMITED")
 
 
 async def test_a_client_that_left_while_it_was_accepted_has_a_final_row(writer: RecordWriter, rows: Rows) -> None:

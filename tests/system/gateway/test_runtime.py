@@ -156,15 +156,6 @@ async def test_a_database_that_was_replaced_by_one_with_lower_marks_is_read_whol
         await until(lambda: runtime.catalogue.keys[key.keyid].revoked)
 
 
-async def test_the_heartbeat_goes_on() -> None:
-    async with run_gateway() as runtime:
-        row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
-        first = (await row.aget()).heartbeat_at
-        async with asyncio.timeout(30):
-            while (await row.aget()).heartbeat_at == first:
-                await asyncio.sleep(0.05)
-
-
 async def test_a_gateway_whose_clock_is_wrong_is_alive_by_the_clock_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     shift_clock(monkeypatch, -3600)
     async with run_gateway() as runtime:
@@ -211,10 +202,3 @@ async def test_a_gateway_whose_background_dies_stops_itself() -> None:
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert stopped == [signal.SIGTERM]
-
-
-async def test_stopping_leaves_no_task_behind() -> None:
-    before = asyncio.all_tasks()
-    async with run_gateway():
-        assert len(asyncio.all_tasks()) > len(before)
-    await until(lambda: asyncio.all_tasks() == before)

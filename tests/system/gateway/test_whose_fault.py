@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from core.limits import GatewayLimits
 from gateway.dialects import SURFACES, Surface
-from gateway.errors import GatewayError, InvalidApiKey, NoAvailableNode, QueueFull, RateLimited
 from gateway.records import Record, RecordWriter
 from gateway.values import RequestOutcome, judge_outcome
 from tests.fakes.pipeline import CHAT, MESSAGES, RESPONSES, Make
@@ -98,19 +96,6 @@ async def test_the_words_of_an_engine_are_kept_and_logged_without_those_of_the_p
     assert prompt not in caplog.text
 
 
-async def test_nothing_of_what_engines_say_is_kept_where_that_is_switched_off(
-    make_gateway: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    gateway = make_gateway()
-    gateway.pipeline.limits = GatewayLimits(max_engine_error_chars=0)
-    link = gateway.link()
-    request = gateway.ask()
-    await request.served(link, fail("out of memory"), status=500)
-    assert await request.record("state", "engine_error") == ("failed", "")
-    assert "out of memory" not in caplog.text
-    assert request.client.headers["x-request-id"] in caplog.text
-
-
 @pytest.mark.parametrize("surface", [SURFACES[CHAT], MESSAGES], ids=["as it is", "translated"])
 async def test_an_error_inside_a_stream_is_kept_too(make_gateway: Make, surface: Surface) -> None:
     gateway = make_gateway()
@@ -119,15 +104,6 @@ async def test_an_error_inside_a_stream_is_kept_too(make_gateway: Make, surface:
     oom = b'data: {"error":{"message":"CUDA out of memory","code":500}}\n\n'
     await request.served(link, oom, headers={"content-type": "text/event-stream"})
     assert await request.record("state", "engine_error") == ("failed", "CUDA out of memory")
-
-
-async def test_what_the_caller_did_wrong_is_refused_in_a_stream_too(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link()
-    request = gateway.ask(stream=True)
-    event = b'data: {"error":{"message":"max_tokens is too large","code":400}}\n\n'
-    await request.served(link, event, headers={"content-type": "text/event-stream"})
-    assert await request.record("state", "status_code", "engine_error") == ("rejected", 400, "max_tokens is too large")
 
 
 class NotingWriter(RecordWriter):
@@ -181,19 +157,6 @@ def test_a_state_and_a_status_say_what_became_of_a_request(
     state: str, status: int | None, outcome: RequestOutcome | None
 ) -> None:
     assert judge_outcome(RequestState(state), status) is outcome
-
-
-@pytest.mark.parametrize(
-    ("error", "outcome"),
-    [
-        (InvalidApiKey(), RequestOutcome.REFUSED),
-        (RateLimited(), RequestOutcome.REFUSED),
-        (QueueFull(), RequestOutcome.FAILED),
-        (NoAvailableNode(), RequestOutcome.FAILED),
-    ],
-)
-def test_our_own_refusals_are_the_callers_mistake_or_a_lack_of_capacity(error: GatewayError, outcome: RequestOutcome) -> None:
-    assert judge_outcome(error.state, error.status) is outcome
 
 
 async def test_a_request_without_a_key_counts_as_refused(make_gateway: Make) -> None:
@@ -296,17 +259,6 @@ async def test_what_an_engines_own_messages_would_forget_is_said_in_chat(
     await request.done()
 
 
-async def test_a_node_that_knows_no_chat_gets_the_request_as_it_is(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={"/v1/messages"})
-    link.engines = {"m": frozenset({"llamacpp"})}
-    request = gateway.ask(surface=MESSAGES, max_tokens=5, messages=[HELLO], output_config=FORMAT)
-    stream = await request.on(link)
-    assert stream.request.path == "/v1/messages"
-    stream.answer(b'{"error":{"message":"no"}}', status=400)
-    await request.done()
-
-
 async def test_a_document_that_can_be_said_in_no_words_is_refused_before_an_engine_leaves_it_out(make_gateway: Make) -> None:
     gateway = make_gateway()
     link = gateway.link(paths={CHAT, "/v1/messages"})
@@ -362,12 +314,6 @@ async def test_a_picture_is_named_when_the_engine_speaks_of_pictures(make_gatewa
     words = "At most 0 image(s) may be provided in one prompt."
     error = await refuse(make_gateway, "/v1/messages", words, messages=[HELLO, ask_about(DOCUMENT, PICTURE)])
     assert (error["param"], error["code"]) == ("messages[1].content[2]", "BAD_REQUEST")
-
-
-@pytest.mark.parametrize("words", ["temperature must be at most 2", "unknown sampler"])
-async def test_another_refusal_of_a_request_with_a_document_stays_what_it_is(make_gateway: Make, words: str) -> None:
-    error = await refuse(make_gateway, "/v1/messages", words, messages=[ask_about(DOCUMENT)])
-    assert (error["message"], error["param"]) == (words, None)
 
 
 async def test_a_refusal_of_a_text_names_no_document(make_gateway: Make) -> None:

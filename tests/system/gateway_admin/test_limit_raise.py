@@ -246,14 +246,6 @@ def test_the_description_says_what_is_now_and_what_would_be(key: ApiKey) -> None
     assert impact.text.startswith("1 keys of research have no limit of their own")
 
 
-def test_the_page_offers_keys_and_tenants_with_what_they_have(key: ApiKey) -> None:
-    offered = dict(LIMIT_RAISE.choices()["targets"])  # type: ignore[call-overload]  # what a page reads
-    assert offered == {
-        "tenant:research": "tenant research (60 a minute)",
-        f"key:{key.pk}": "key notebook of research (30 a minute, normal)",
-    }
-
-
 def read_offer(text: str) -> dict[str, list[str]]:
     """Return what the page proposes, or nothing."""
     if "Propose it" not in text:
@@ -413,11 +405,6 @@ def test_caps_that_give_nobody_more_are_changed_at_once(caps_team: Team, subtest
             transaction.set_rollback(True)
 
 
-def test_what_is_allowed_with_too_much_says_what_can_be_done_at_once(caps_team: Team) -> None:
-    with pytest.raises(ApprovalNeeded, match=r"a new model has today, which is .* Allow it without, then have it raised\."):
-        allow_model(name="new", max_tokens=10**9, max_queue=10**9, actor=ACTOR)
-
-
 def test_an_approved_raise_is_carried_out_once_with_the_approved_values(caps_team: Team) -> None:
     operation = propose_caps(caps_team, params={"max_tokens": 4096, "max_queue": 50})
     caps_team[1].approve(operation)
@@ -435,12 +422,6 @@ def test_an_approved_raise_is_carried_out_once_with_the_approved_values(caps_tea
     spent = order_of(operation, {"max_tokens": 4096, "max_queue": 50})
     with pytest.raises(ApprovalNeeded):
         raise_model_caps(name="big", max_tokens=4096, max_queue=50, actor=ACTOR, order=spent)
-
-
-def test_a_raise_above_the_setting_is_carried_out(caps_team: Team) -> None:
-    run = carry_out(caps_team, propose_caps(caps_team, params={"max_prompt_chars": LIMITS.max_prompt_chars * 2}))
-    assert run.state == RunState.SUCCEEDED.value
-    assert caps_of("big") == (1024, LIMITS.max_prompt_chars * 2, 10)
 
 
 OTHER_CAPS: dict[str, Callable[[RunOrder], object]] = {
@@ -481,13 +462,6 @@ def test_caps_that_are_no_raise_any_more_end_with_the_reason_and_lowers_nothing(
     run = carry_out(caps_team, waiting)
     assert (run.state, caps_of("big")) == (RunState.FAILED.value, (8192, None, 10))
     assert run.message.startswith("The model big has 8192 tokens to generate by now, and approved were 4096")
-
-
-def test_what_was_lowered_meanwhile_is_raised_to_what_was_approved(caps_team: Team) -> None:
-    operation = propose_caps(caps_team)
-    change_caps(max_tokens=5)
-    assert carry_out(caps_team, operation).state == RunState.SUCCEEDED.value
-    assert caps_of("big") == (4096, None, 10)
 
 
 def test_a_model_that_is_gone_ends_with_the_reason(caps_team: Team) -> None:
@@ -565,23 +539,6 @@ def test_what_cannot_be_asked_for_names_the_field_and_says_why(big: Model, subte
             assert refusal.value.param == param
 
 
-def test_targets_of_several_kinds_go_together_where_the_params_fit_all_of_them(big: Model) -> None:
-    create_tenant(name="research", requests_per_minute=5, actor=ACTOR)
-    key, _ = make_key(requests_per_minute=4)
-    targets = ["tenant:research", f"key:{key.pk}"]
-    assert LIMIT_RAISE.clean(targets, {"requests_per_minute": 9}).targets == tuple(targets)
-
-
-def test_the_description_of_caps_says_what_is_now_and_what_would_be(big: Model) -> None:
-    said = LIMIT_RAISE.describe(["model:big"], {"max_queue": 50, "max_tokens": 4096, "max_prompt_chars": 2_000_000})
-    assert said.title == "Raise the limits of model big"
-    assert [(line.label, line.value, line.now) for line in said.lines] == [
-        ("Most tokens to generate of model big", "4096", "1024"),
-        ("Longest prompt in characters of model big", "2000000", str(LIMITS.max_prompt_chars)),
-        ("Longest queue in requests of model big", "50", "10"),
-    ]
-
-
 def test_the_preview_says_whose_slots_are_held_and_who_waits(big: Model) -> None:
     (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_tokens": 4096})
     assert (impact.level, "No node serves big now." in impact.text) == ("caution", True)
@@ -636,17 +593,6 @@ def test_allowing_a_declared_model_with_more_offers_to_raise_it_and_a_new_one_sa
     assert not Model.objects.filter(name="new").exists()
     assert not Model.objects.get(name="seen").allowed
     assert boss.post(url, {"name": "new", **more, "max_tokens": ""}).status_code == 302
-
-
-def test_a_declared_model_is_offered_as_one_and_can_be_raised_before_it_is_allowed(caps_team: Team) -> None:
-    remember_models(names=["seen"])
-    offered = dict(LIMIT_RAISE.choices()["targets"])  # type: ignore[call-overload]  # what a page reads
-    assert offered["model:big"] == f"model big (1,024 tokens, {LIMITS.max_prompt_chars:,} characters, 10 waiting)"
-    assert offered["model:seen"].endswith("; not allowed yet)")
-    carry_out(caps_team, propose_caps(caps_team, "model:seen", params={"max_tokens": 10**6}))
-    assert caps_of("seen") == (10**6, None, None)
-    assert not Model.objects.get(name="seen").allowed
-    assert allow_model(name="seen", actor=ACTOR).max_tokens == 10**6
 
 
 def test_commands_go_on_under_a_policy_and_say_what_to_do_where_they_may_not(caps_team: Team) -> None:

@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import uuid
-from datetime import date, timedelta
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from controlplane.management.commands.invite import let_propose
 from gateway.admin import paginator
 from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord, StoredResponse, Tenant
 from gateway.routing import Target
-from gateway.services import allow_model, change_response_policy, create_alias, remember_models, revoke_api_key
+from gateway.services import allow_model, change_response_policy, create_alias, remember_models
 from gateway.services.requests import find_records
 from gateway.services.responses import keep_response
 from gateway.services.traffic import FAILED, REFUSED
@@ -117,25 +117,6 @@ def test_the_page_of_a_new_key_has_lines_that_run_as_they_stand(
     assert ("Allow one first" in page) is is_warned
 
 
-def test_what_a_service_refuses_is_said_beside_its_field(boss: Client) -> None:
-    tenant = make_tenant()
-    form = {"name": "ci", "tenant": tenant.pk, "priority": "normal", "last_day": date(2020, 1, 1).isoformat()}
-    answer = boss.post(reverse("admin:gateway_apikey_add"), form)
-
-    assert "expire in the future" in answer.content.decode()
-    assert not ApiKey.objects.exists()
-
-
-@pytest.mark.parametrize("name", ["revoke", "limits"])
-def test_looking_at_a_question_changes_nothing(boss: Client, name: str) -> None:
-    key, _ = make_key()
-    page = boss.get(reverse("admin:gateway_apikey_confirm", args=[key.pk, name]))
-
-    assert page.status_code == 200
-    key.refresh_from_db()
-    assert key.revoked_at is None
-
-
 def test_a_key_is_revoked_by_the_answer_to_the_question(boss: Client) -> None:
     key, _ = make_key()
     page = boss.post(reverse("admin:gateway_apikey_confirm", args=[key.pk, "revoke"]), follow=True).content.decode()
@@ -205,12 +186,6 @@ def test_a_declared_model_is_allowed_capped_and_disallowed(boss: Client) -> None
     boss.post(reverse(url, args=[model.pk, "disallow"]))
     model.refresh_from_db()
     assert not model.allowed
-
-
-def test_a_model_is_allowed_by_name_before_any_box_serves_it(boss: Client) -> None:
-    boss.post(reverse("admin:gateway_model_add"), {"name": "qwen3-8b", "max_tokens": "100"})
-
-    assert Model.objects.get(name="qwen3-8b", allowed=True).max_tokens == 100
 
 
 @pytest.mark.parametrize(
@@ -298,15 +273,6 @@ def test_requests_are_found_by_the_name_of_a_model_a_tenant_or_a_key(boss: Clien
     assert search(boss, "nobody") == []
 
 
-def test_tokens_that_the_engine_did_not_report_are_marked(boss: Client) -> None:
-    make_record(prompt_tokens=11, completion_tokens=22, tokens_estimated=True)
-    make_record(prompt_tokens_est=33, state=RequestState.RUNNING)
-    page = boss.get(reverse("admin:gateway_requestrecord_changelist")).content.decode().replace("\u00a0", " ")
-
-    assert "~11 / ~22" in page
-    assert "~33 / –" in page
-
-
 def test_a_long_table_is_estimated_and_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(gateway={"page_exact_rows": 3})
     for _ in range(5):
@@ -331,16 +297,6 @@ def test_text_from_outside_is_shown_as_text(boss: Client) -> None:
         assert "<img src=x" not in html
         assert "<script>alert" not in html
         assert "{{7*7}}" in html
-
-
-def test_a_key_shows_why_it_does_not_work(boss: Client) -> None:
-    revoked, _ = make_key("one")
-    revoke_api_key(key_id=revoked.pk, actor=ACTOR)
-    expired, _ = make_key("two")
-    ApiKey.objects.filter(pk=expired.pk).update(expires_at=timezone.now() - timedelta(minutes=1))
-    page = boss.get(reverse("admin:gateway_apikey_changelist")).content.decode()
-
-    assert all(word in page for word in ("revoked", "expired"))
 
 
 def test_the_page_of_a_request_says_how_it_ended_and_the_names_of_its_model(boss: Client) -> None:
@@ -480,15 +436,6 @@ def test_the_list_shows_no_prompt_and_reads_none(boss: Client) -> None:
     assert counts[0] == counts[1] <= 10
 
 
-def test_a_row_shows_its_content_folded_and_as_text(boss: Client) -> None:
-    keep("resp_1", POLYGLOT)
-    html = boss.get(reverse(PAGE, args=["resp_1"])).content.decode()
-
-    assert html.count("<summary") >= 2
-    assert "<img src=x" not in html
-    assert "&lt;img src=x onerror=alert(1)&gt;{{7*7}}" in html
-
-
 def test_a_long_content_is_cut(boss: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(gateway={"page_body_chars": 50})
     keep("resp_1", "x" * 500)
@@ -505,12 +452,6 @@ def test_who_may_not_view_kept_answers_sees_none(permissions: tuple[str, ...]) -
 
     assert viewer.get(reverse(LIST)).status_code == 403
     assert viewer.get(reverse(PAGE, args=["resp_1"])).status_code == 403
-
-
-def test_who_may_view_them_sees_them() -> None:
-    keep("resp_1")
-
-    assert "a secret question" in make_viewer("view").get(reverse(PAGE, args=["resp_1"])).content.decode()
 
 
 def test_who_is_invited_to_propose_may_not_read_prompts() -> None:
@@ -548,11 +489,3 @@ def test_what_is_kept_is_deleted_by_the_answer_to_the_question_alone(boss: Clien
     assert "Deleted what was kept for research: 1 answers." in page
     assert [row.pk for row in StoredResponse.objects.all()] == ["resp_2"]
     assert audited("tenant.forget_responses")[0].detail == {"responses": 1}
-
-
-def test_a_tenant_without_kept_answers_offers_nothing_to_delete(boss: Client) -> None:
-    make_tenant()
-    assert "Delete kept answers" not in boss.get(reverse("admin:gateway_tenant_changelist")).content.decode()
-
-    keep("resp_1")
-    assert "Delete kept answers" in boss.get(reverse("admin:gateway_tenant_changelist")).content.decode()

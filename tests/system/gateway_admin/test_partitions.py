@@ -78,16 +78,6 @@ def test_rows_that_came_before_their_partition_move_into_it() -> None:
     assert RequestRecord.objects.count() == 4
 
 
-def test_new_rows_land_in_the_partition_of_their_utc_day() -> None:
-    maintain_partitions(today=TODAY)
-
-    last = make_record(created_at=datetime(2031, 5, 17, 23, 59, 59, 999999, tzinfo=UTC))
-    first = make_record(created_at=datetime(2031, 5, 18, tzinfo=UTC))
-
-    assert partition_of(last) == partition_name(TODAY)
-    assert partition_of(first) == partition_name(TODAY + timedelta(days=1))
-
-
 def test_what_is_past_its_retention_goes_wherever_it_lies() -> None:
     set_limits(gateway={"retention_days": 3})
     kept = make_record(created_at=NOON - timedelta(days=3))

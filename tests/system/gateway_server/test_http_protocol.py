@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from controlplane.gateway_server.http_protocol import Handle
 from core.limits import GatewayLimits
 from gateway.client import ClientConnection
 from gateway.errors import ClientTooSlow
@@ -29,13 +28,6 @@ async def test_headers_that_do_not_come_in_time_get_a_408_in_the_contracts_shape
         assert (status, headers["connection"], headers["content-type"]) == (408, "close", "application/json")
         assert error_of(body)["retryable"] is True
         assert await visitor.rest() == b""
-
-
-async def test_the_deadline_of_headers_runs_again_for_the_next_request_on_a_connection() -> None:
-    async with serve(hello, header_s=0.5) as door, door.visit(GET) as visitor:
-        assert (await visitor.answer())[2] == b"hello"
-        await visitor.say(b"GET /y HT")
-        assert (await visitor.answer())[0] == 408
 
 
 async def test_a_body_that_does_not_come_in_time_gets_a_408() -> None:
@@ -74,28 +66,6 @@ async def test_a_long_answer_outlives_both_deadlines_once_the_request_is_whole()
 
 async def receive_nothing() -> None:
     return None
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [b"nonsense\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01", b"GET /x HTTP/1.1\r\nbad header\r\n\r\n"],
-)
-async def test_malformed_http_gets_a_400_in_the_contracts_shape(sent: bytes) -> None:
-    async with serve(hello) as door, door.visit() as visitor:
-        await visitor.say(sent)
-        status, headers, body = await visitor.answer()
-        assert (status, headers["connection"]) == (400, "close")
-        assert error_of(body)["code"] == "BAD_REQUEST"
-        assert await visitor.rest() == b""
-
-
-async def test_headers_just_over_the_bound_are_told_so() -> None:
-    async with serve(hello) as door, door.visit() as visitor:
-        await visitor.say(b"GET /x HTTP/1.1\r\nx-long: ")
-        await visitor.say(b"a" * (64 * 1024))
-        status, _, body = await visitor.answer()
-        assert status == 431
-        assert error_of(body)["retryable"] is False
 
 
 async def test_an_error_never_lands_in_the_middle_of_another_answer() -> None:
@@ -161,21 +131,6 @@ async def test_a_callback_set_after_the_client_went_fires_at_once_and_a_removed_
     assert calls == ["late"]
 
 
-async def test_the_next_request_on_a_connection_has_a_handle_of_its_own() -> None:
-    handles: list[Handle] = []
-
-    async def app(scope: Scope, receive: Any, send: Any) -> None:
-        handles.append(handle_of(scope))
-        await hello(scope, receive, send)
-
-    async with serve(app) as door, door.visit() as visitor:
-        for _ in range(2):
-            await visitor.say(GET)
-            await visitor.answer()
-    assert handles[0] is not handles[1]
-    assert handles[0].cycle is not handles[1].cycle
-
-
 async def test_abort_resets_the_connection() -> None:
     async def app(scope: Scope, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -198,21 +153,6 @@ async def test_close_after_response_ends_the_connection_in_order() -> None:
         await visitor.say(GET)
         await visitor.head()
         assert await visitor.rest() == b"3\r\nabc\r\n0\r\n\r\n"
-
-
-@pytest.mark.parametrize(("method", "body"), [(b"GET", b"hello"), (b"HEAD", b"")])
-async def test_a_response_in_one_piece_leaves_the_connection_usable(method: bytes, body: bytes) -> None:
-    async def app(scope: Scope, receive: Any, send: Any) -> None:
-        await receive()
-        handle_of(scope).respond(201, [(b"x-a", b"b")], b"hello")
-
-    async with serve(app) as door, door.visit() as visitor:
-        for _ in range(3):
-            await visitor.say(GET.replace(b"GET", method))
-            status, headers = await visitor.head()
-            assert (status, headers["x-a"], headers["content-length"]) == (201, "b", "5")
-            assert "date" in headers
-            assert await visitor.reader.readexactly(len(body)) == body
 
 
 async def test_a_response_in_one_piece_obeys_connection_close_and_old_clients() -> None:
@@ -352,18 +292,6 @@ async def test_a_client_that_sends_all_before_it_reads_still_gets_the_refusal(fi
         await until_closed(door)
 
 
-async def test_a_refusal_in_the_middle_of_a_body_is_read_too() -> None:
-    async def refuse_late(scope: Scope, receive: Any, send: Any) -> None:
-        size = 0
-        while size < 1_000_000:
-            size += len((await receive())["body"])
-        await refuse(scope, receive, send)
-
-    async with serve(refuse_late) as door:
-        answer = await asyncio.to_thread(send_all_then_read, door.port, CHUNKED, CHUNK, PIECES)
-        assert answer.endswith(b"\r\n\r\ntoo large")
-
-
 @pytest.mark.parametrize(
     ("first", "piece", "status"),
     [
@@ -465,15 +393,6 @@ async def test_a_server_that_stops_does_not_wait_for_those_who_are_refused() -> 
         protocol = next(iter(door.server.server_state.connections))
         protocol.shutdown()
         await until_closed(door)
-
-
-async def test_a_refusal_of_a_request_that_came_whole_leaves_the_connection_open() -> None:
-    async with serve(refuse) as door, door.visit() as visitor:
-        for _ in range(2):
-            await visitor.say(head(b"content-length: 5") + b"hello")
-            status, headers, _ = await visitor.answer()
-            assert status == 413
-            assert "connection" not in headers
 
 
 async def test_blank_lines_between_requests_do_not_keep_a_connection_for_ever() -> None:

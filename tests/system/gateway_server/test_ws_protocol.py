@@ -113,20 +113,6 @@ async def test_small_messages_keep_their_place_behind_a_large_one() -> None:
             assert await client.recv() == str(number)
 
 
-async def test_a_large_message_from_a_worker_is_taken() -> None:
-    got: asyncio.Queue[bytes] = asyncio.Queue()
-
-    async def app(scope: Scope, receive: Any, send: Any) -> None:
-        await accept(receive, send)
-        got.put_nowait((await receive())["bytes"])
-
-    async with serve(app) as url, dial(url) as client:
-        payload = os.urandom(5 * MEGABYTE)
-        await client.send(payload)
-        async with asyncio.timeout(30):
-            assert await got.get() == payload
-
-
 @pytest.mark.parametrize("size", [10, 2 * MEGABYTE])
 async def test_writing_to_a_worker_that_closed_is_a_refused_write_not_a_crash(size: int) -> None:
     stuck: asyncio.Queue[str] = asyncio.Queue()
@@ -171,18 +157,6 @@ async def test_a_worker_that_reads_nothing_is_cut_off_by_a_close() -> None:
         with pytest.raises(websockets.ConnectionClosed):
             await read_all(client)
         await client.close()
-
-
-@pytest.mark.parametrize("code", [1000, 1002, 1008])
-async def test_a_close_reaches_the_worker_with_code_and_reason(code: int) -> None:
-    async def app(scope: Scope, receive: Any, send: Any) -> None:
-        await accept(receive, send)
-        await send({"type": "websocket.close", "code": code, "reason": "why"})
-
-    async with serve(app) as url, dial(url) as client:
-        with pytest.raises(websockets.ConnectionClosed):
-            await client.recv()
-        assert (client.close_code, client.close_reason) == (code, "why")
 
 
 async def test_an_unknown_socket_path_is_not_found_in_the_words_of_the_api() -> None:

@@ -9,31 +9,13 @@ from pytest_django import Settings
 
 from core.limits import GatewayLimits
 from gateway.checks import check_settings
-from gateway.client import ClientConnection
 from gateway.cors import admit_origin, is_preflight
-from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, ClientTooSlow, RequestTimeout
+from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, RequestTimeout
 from gateway.keepalive import KeepAlive
 from gateway.views.nearness import came_directly
 from tests.fakes.asgi_client import MemoryClient
 
 SMALL = GatewayLimits(max_body_bytes=10, max_buffer_bytes=100)
-
-
-async def test_a_body_in_parts_is_put_together() -> None:
-    assert await MemoryClient(body=[b"ab", b"", b"cde"]).connection.read_body() == b"abcde"
-    assert await MemoryClient(body=[b""]).connection.read_body() == b""
-
-
-async def test_headers_are_read_by_lower_case_name_and_the_last_of_a_repeated_one_counts() -> None:
-    scope = {"headers": [(b"x-a", b"1"), (b"x-a", b"\xe9")]}
-
-    async def nothing(*_: object) -> None:
-        raise AssertionError
-
-    client = ClientConnection(scope, nothing, nothing, limits=SMALL)  # type: ignore[arg-type]
-    assert client.headers["x-a"] == "é"
-    assert client.headers.get("x-b") is None
-    assert dict(client.headers) == {"x-a": "é"}
 
 
 @pytest.mark.parametrize("body", [[b"x" * 11], [b"x" * 10, b"x"], [b"x" * 4, b"x" * 4, b"x" * 4, b"never read"]])
@@ -45,12 +27,6 @@ async def test_a_body_over_the_limit_is_refused(body: list[bytes]) -> None:
 
 async def test_a_body_at_the_limit_is_taken() -> None:
     assert len(await MemoryClient(body=[b"x" * 6, b"x" * 4], limits=SMALL).connection.read_body()) == 10
-
-
-async def test_a_caller_may_set_another_limit() -> None:
-    assert len(await MemoryClient(body=[b"x" * 11], limits=SMALL).connection.read_body(12)) == 11
-    with pytest.raises(BodyTooLarge):
-        await MemoryClient(body=[b"x" * 7, b"x" * 7], limits=SMALL).connection.read_body(12)
 
 
 async def test_a_declared_length_over_the_limit_is_refused_before_the_body_comes() -> None:
@@ -118,34 +94,6 @@ async def test_after_unwatch_nobody_is_told_and_no_task_is_left() -> None:
         assert asyncio.all_tasks() == before
 
 
-@pytest.mark.parametrize("with_handle", [True, False])
-async def test_a_whole_response_has_its_length(*, with_handle: bool) -> None:
-    client = MemoryClient(with_handle=with_handle)
-    client.connection.respond(418, [(b"x-a", b"b")], b"teapot")
-    assert (client.status, client.body, client.is_whole, client.headers["x-a"]) == (418, b"teapot", True, "b")
-    if not with_handle:
-        assert client.headers["content-length"] == "6"
-
-
-async def test_drain_waits_for_a_client_that_reads_late() -> None:
-    client = MemoryClient()
-    connection = client.connection
-    await connection.drain()
-    connection.start(200, [])
-    client.reading.clear()
-    connection.write(b"a")
-    connection.write(b"b")
-    connection.finish()
-    task = asyncio.create_task(connection.drain())
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not task.done()
-    client.reading.set()
-    await task
-    assert client.body == b"ab"
-    assert client.is_whole
-
-
 async def test_drain_ends_when_the_client_leaves_or_takes_too_long() -> None:
     for patience, error in ((30.0, ClientLeft), (0.01, ClientTooSlow)):
         client = MemoryClient(limits=GatewayLimits(client_write_s=patience))
@@ -158,17 +106,6 @@ async def test_drain_ends_when_the_client_leaves_or_takes_too_long() -> None:
             await client.connection.drain()
         assert client.connection.outbox.dead
         assert client.handle.aborted == (error is ClientTooSlow)
-
-
-async def test_a_client_with_too_much_waiting_is_cut_off() -> None:
-    client = MemoryClient(limits=SMALL)
-    client.reading.clear()
-    client.connection.start(200, [])
-    for _ in range(11):
-        client.connection.write(b"x" * 10)
-    assert client.connection.is_gone
-    assert client.handle.aborted
-    assert client.events == []
 
 
 async def test_a_client_that_leaves_ends_a_wait_for_work_and_the_work() -> None:
@@ -191,19 +128,6 @@ async def test_a_client_that_leaves_ends_a_wait_for_work_and_the_work() -> None:
         await ended.wait()
 
 
-async def test_work_gives_its_result_and_its_error() -> None:
-    connection: ClientConnection = MemoryClient().connection
-
-    async def give(error: Exception | None) -> int:
-        if error is not None:
-            raise error
-        return 7
-
-    assert await connection.wait_for_work(give(None)) == 7
-    with pytest.raises(BadRequest):
-        await connection.wait_for_work(give(BadRequest()))
-
-
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
@@ -211,17 +135,6 @@ def start(client: MemoryClient) -> KeepAlive:
     keepalive = KeepAlive(client.connection, extra=[(b"x-request-id", b"req_1")], every_s=0.01)
     keepalive.start()
     return keepalive
-
-
-async def test_a_stream_without_an_answer_begins_with_a_comment_and_goes_on_with_them() -> None:
-    client = MemoryClient()
-    keepalive = start(client)
-    await client.wait(lambda: client.body.count(b": ping\n\n") >= 3)
-    keepalive.stop()
-    assert client.status == 200
-    assert client.headers["content-type"].startswith("text/event-stream")
-    assert client.headers["x-request-id"] == "req_1"
-    assert set(client.body.split(b"\n\n")) == {b": ping", b""}
 
 
 @pytest.mark.parametrize(("part", "rest"), [(b'data: {"half', b'":1}\n\n'), (b"event: message\n", b"data: 1\n\n")])
@@ -241,28 +154,6 @@ async def test_silence_is_filled_between_events_and_never_inside_one(part: bytes
     await client.wait(lambda: len(client.body) > length)
     keepalive.stop()
     assert client.body[length:].startswith(PING)
-
-
-async def test_nothing_follows_the_end_of_an_answer() -> None:
-    client = MemoryClient()
-    keepalive = start(client)
-    client.connection.start(200, [])
-    client.connection.finish(b"data: [DONE]\n\n")
-    ticks = asyncio.get_running_loop().time() + 0.03
-    await client.wait(lambda: asyncio.get_running_loop().time() > ticks)
-    keepalive.stop()
-    assert client.body == b"data: [DONE]\n\n"
-
-
-async def test_a_client_that_left_gets_nothing() -> None:
-    client = MemoryClient()
-    client.connection.watch()
-    keepalive = start(client)
-    client.leave()
-    ticks = asyncio.get_running_loop().time() + 0.03
-    await client.wait(lambda: asyncio.get_running_loop().time() > ticks)
-    keepalive.stop()
-    assert client.events == []
 
 
 PAGE = "https://chat.example.com"

@@ -20,7 +20,7 @@ from gateway.catalogue import ModelEntry
 from gateway.checks import check_settings
 from gateway.counting import Count, Source, TokenCounter
 from gateway.counting.bounds import measure
-from gateway.counting.boxes import ask_box, find_counting
+from gateway.counting.boxes import ask_box
 from gateway.counting.folders import TokenizerFolders, find_folder, load_tokenizer
 from gateway.counting.templates import ChatTemplate, TemplateFailed
 from gateway.counting.values import ChatPrompt, UnusableFolder, estimate_tokens, read_prompt
@@ -90,16 +90,6 @@ def test_four_bytes_are_taken_for_a_token_and_pictures_for_a_fixed_number() -> N
     assert estimate_tokens(prompt(say("λλλλ"))) == 2 + framed
     shown = {"role": "user", "content": [{"type": "text", "text": "four"}, PICTURE, {"type": "file", "file": {}}]}
     assert estimate_tokens(prompt(shown)) == 1 + framed + 2 * limits().gateway.token_media
-
-
-def test_an_estimate_grows_with_system_tools_calls_and_every_message() -> None:
-    talk = prompt(*TALK)
-    assert estimate_tokens(prompt(*TALK, tools=[TOOL])) > estimate_tokens(talk)
-    assert [estimate_tokens(prompt(*TALK[:count])) for count in range(1, 5)] == sorted(
-        {estimate_tokens(prompt(*TALK[:count])) for count in range(1, 5)}
-    )
-    without_call: list[dict[str, object]] = [*TALK[:2], {"role": "assistant", "content": None}, *TALK[3:]]
-    assert estimate_tokens(prompt(*without_call)) < estimate_tokens(talk)
 
 
 # templates
@@ -242,11 +232,6 @@ def test_no_name_leads_out_of_the_root(root: Path, name: str) -> None:
         find_folder(root, name)
 
 
-def test_a_root_that_is_not_there_has_no_folders(tmp_path: Path) -> None:
-    with pytest.raises(UnusableFolder):
-        find_folder(tmp_path / "absent", "tiny")
-
-
 def test_a_tokenizer_stays_in_memory_until_its_files_change(root: Path) -> None:
     folders = TokenizerFolders(root)
     first = folders.get("tiny")
@@ -347,27 +332,8 @@ async def stream_of(link: FakeLink) -> FakeStream:
     return link.streams[0]
 
 
-def test_boxes_that_say_that_they_count_are_asked_the_least_loaded_first() -> None:
-    busy, idle, silent, drained, other = counting_link(load=9), counting_link(), FakeLink(), counting_link(), counting_link("n")
-    drained.policy.draining = True
-    registry = registry_of(busy, idle, silent, drained, other)
-    assert find_counting(registry, "m") == [idle, busy]
-    assert find_counting(registry, "unknown") == []
-
-
 async def ask(link: FakeLink, *, deadline_ms: int = PATIENT_MS) -> int | None:
     return await ask_box(link, model="m", body=b"{}", tenant="t", request_id="req_1", deadline_ms=deadline_ms)
-
-
-async def test_a_box_is_asked_without_a_slot_and_its_count_is_taken() -> None:
-    link = counting_link()
-    asked = asyncio.create_task(ask(link))
-    stream = await stream_of(link)
-    request = stream.request
-    assert (request.path, request.tenant, request.is_streaming, request.deadline_ms) == (TOKENIZE, "t", False, PATIENT_MS)
-    assert link.active == 0
-    stream.answer(b'{"count": 4', b'2, "max_model_len": null}')
-    assert await asked == 42
 
 
 @pytest.mark.parametrize(
@@ -422,14 +388,6 @@ async def test_a_registered_tokenizer_is_asked_before_any_box(root: Path) -> Non
     assert link.streams == []
 
 
-async def test_pictures_make_a_count_an_estimate_also_with_a_tokenizer(root: Path) -> None:
-    counter = TokenCounter(LinkRegistry(), root)
-    shown = {"role": "user", "content": [{"type": "text", "text": "hi"}, PICTURE]}
-    plain = await count(counter, tokenizer="tiny", body=chat(say("hi")))
-    found = await count(counter, tokenizer="tiny", body=chat(shown))
-    assert found == Count(plain.tokens + limits().gateway.token_media, Source.TOKENIZER, is_estimated=True)
-
-
 @pytest.mark.parametrize("tokenizer", ["", "absent", "../tokenizers/tiny", "foreign"])
 async def test_a_box_is_asked_where_no_tokenizer_can_be_used_and_an_operator_hears_of_it_once(
     root: Path, tokenizer: str, caplog: pytest.LogCaptureFixture
@@ -445,19 +403,6 @@ async def test_a_box_is_asked_where_no_tokenizer_can_be_used_and_an_operator_hea
             assert await asked == Count(42, Source.ENGINE, node=link.node_name)
     said = [record for record in caplog.records if record.name == "muster.gateway"]
     assert len(said) == (1 if tokenizer else 0)
-
-
-async def test_without_a_folder_of_tokenizers_none_is_looked_for(root: Path) -> None:
-    assert (await count(TokenCounter(LinkRegistry(), None), tokenizer="tiny")).source is Source.ESTIMATE
-
-
-async def test_a_second_box_is_asked_when_the_first_has_no_count() -> None:
-    first, second, third = counting_link(), counting_link(load=1), counting_link(load=2)
-    counter = TokenCounter(registry_of(first, second, third), None)
-    asked = asyncio.create_task(count(counter))
-    (await stream_of(first)).end(EndKind.BUSY)
-    (await stream_of(second)).answer(b'{"count": 42}')
-    assert await asked == Count(42, Source.ENGINE, node=second.node_name)
 
 
 async def test_after_two_boxes_it_is_estimated() -> None:
@@ -570,13 +515,6 @@ BOMBS = {
 def test_a_template_that_would_fill_the_memory_is_given_up(name: str) -> None:
     with pytest.raises((TemplateFailed, ValueError)):  # ValueError: it uses what no template may use
         ChatTemplate(BOMBS[name], {}).render(PROMPT)
-
-
-def test_what_is_held_several_times_is_counted_each_time() -> None:
-    inner: list[object] = ["abc", {"key": (1, "de")}]
-    shared = {"x": inner, "y": [inner, inner, inner[1]]}
-    unshared = json.loads(json.dumps(shared))
-    assert measure(shared) == measure(unshared) > 3 * measure(inner) > measure(inner) + 2
 
 
 def test_a_list_within_itself_is_given_up() -> None:

@@ -36,7 +36,6 @@ from tests.fakes.chat_engine import (
     Json,
     Said,
     call,
-    chunk,
     cut,
     open_answer,
     read_said,
@@ -296,12 +295,6 @@ def test_no_bytes_make_a_translator_raise_or_speak_ill(path: str, pieces: list[b
     out, failure = run(path, pieces)
     assert (b"message_stop" in out or b"\nevent: response.completed" in out) == (failure is None)
     assert out.endswith(b"\n\n")
-
-
-def test_numbers_and_the_order_of_keys_go_back_as_they_were_written() -> None:
-    arguments = '{"b":1.50,"a":123456789012345678901234567890}'
-    out, _ = run(MESSAGES, [chunk({"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": arguments}}]}, "stop")])
-    assert json.dumps(arguments)[1:-1].encode() in out
 
 
 THE_ENGINES_OWN = ("the pieces of a tool's input are no JSON", "response.usage must be an object and is null")

@@ -90,17 +90,6 @@ async def fails(future: asyncio.Future[Lease]) -> GatewayError:
     return caught.value
 
 
-async def test_a_free_slot_is_had_at_once_and_loads_are_even() -> None:
-    floor = Floor()
-    boxes = [floor.link(slots=2) for _ in range(3)]
-    leases = [floor.take() for _ in range(6)]
-    assert [box.active for box in boxes] == [2, 2, 2]
-    assert [lease.link for lease in leases] == boxes * 2
-    for lease in leases:
-        lease.release()
-    assert [box.active for box in boxes] == [0, 0, 0]
-
-
 async def test_release_is_idempotent() -> None:
     floor = Floor()
     box = floor.link(slots=2)
@@ -128,18 +117,6 @@ async def test_waiting_requests_are_served_oldest_first_over_all_models_of_a_box
     assert (box.active, floor.dispatcher.depth, floor.dispatcher.depths()) == (0, 0, {})
 
 
-async def test_a_newcomer_never_overtakes_one_that_waits() -> None:
-    floor = Floor()
-    floor.link()
-    lease = floor.take()
-    first, second = floor.queue(), floor.queue()
-    lease.release()
-    late = floor.queue()
-    assert (first.done(), second.done(), late.done()) == (True, False, False)
-    first.result().release()
-    assert (second.done(), late.done()) == (True, False)
-
-
 async def test_a_join_and_a_new_model_place_what_waits_within_the_call() -> None:
     floor = Floor()
     waits = [floor.queue() for _ in range(3)]
@@ -150,38 +127,6 @@ async def test_a_join_and_a_new_model_place_what_waits_within_the_call() -> None
     floor.registry.update_models(other, frozenset({"m"}))
     assert waits[2].result().link is other
     assert box.active == 2
-
-
-async def test_the_place_of_a_client_that_left_goes_to_the_next() -> None:
-    floor = Floor()
-    floor.link()
-    lease = floor.take()
-    first, second, third = floor.queue(), floor.queue(), floor.queue()
-    first.cancel()
-    second.set_exception(ClientLeft())
-    await settle()
-    assert floor.dispatcher.depth == 1
-    lease.release()
-    assert third.result().link.active == 1
-    assert isinstance(second.exception(), ClientLeft)
-
-
-@pytest.mark.parametrize("leave", [lambda future: future.cancel(), lambda future: future.set_exception(ClientLeft())])
-async def test_a_slot_freed_in_the_same_turn_in_which_the_waiter_left_goes_to_the_next(
-    leave: Callable[[asyncio.Future[Lease]], object],
-) -> None:
-    floor = Floor()
-    box = floor.link()
-    lease = floor.take()
-    first, second = floor.queue(), floor.queue()
-    leave(first)
-    lease.release()  # before the loop could tell the queue that the first one is gone
-    assert second.done()
-    assert box.active == 1
-    second.result().release()
-    await settle()
-    assert (box.active, floor.dispatcher.depth) == (0, 0)
-    assert first.cancelled() or isinstance(first.exception(), ClientLeft)
 
 
 async def test_ending_every_wait_spares_those_that_left_already() -> None:
@@ -213,14 +158,6 @@ async def test_a_full_queue_refuses_and_a_requeued_request_keeps_its_place() -> 
     assert (again.done(), second.done(), third.done()) == (True, False, False)
 
 
-async def test_without_a_queue_there_is_a_slot_now_or_a_refusal() -> None:
-    floor = Floor()
-    with pytest.raises(QueueFull):
-        floor.dispatcher.check_room("m", CHAT, 0)
-    floor.link()
-    floor.dispatcher.check_room("m", CHAT, 0)
-
-
 async def test_a_request_that_gives_its_slot_back_tries_an_ejected_box_no_longer() -> None:
     floor = Floor()
     box = floor.link()
@@ -229,15 +166,6 @@ async def test_a_request_that_gives_its_slot_back_tries_an_ejected_box_no_longer
     box.active += 1
     Lease(floor.dispatcher, box, "m", granted=now, probed=ejection).release()
     assert not ejection.is_probing
-
-
-async def test_a_box_that_failed_the_request_is_avoided_while_there_is_another() -> None:
-    floor = Floor()
-    first, second = floor.link(slots=5), floor.link(slots=5)
-    job = floor.job()
-    job.avoid.add(first)
-    leases = [floor.dispatcher.acquire(job) for _ in range(3)]
-    assert [lease.link for lease in leases if isinstance(lease, Lease)] == [second] * 3
 
 
 async def test_a_box_that_failed_the_request_is_avoided_too_where_only_some_speak_its_dialect() -> None:
@@ -328,22 +256,6 @@ async def test_a_wait_for_boxes_that_take_no_work_ends_early_and_says_why(
 async def test_a_wait_for_a_model_nobody_serves_ends_early() -> None:
     floor = Floor(replace(SHORT, queue_s=5.0))
     assert type(await fails(floor.queue())) is NoAvailableNode
-
-
-async def test_a_wait_whose_only_box_stops_ends_at_its_timeout_with_the_reason() -> None:
-    floor = Floor(GatewayLimits(queue_s=0.02, no_node_wait_s=10.0))
-    box = floor.link()
-    floor.take()
-    wait = floor.queue()
-    _drain(box)
-    assert type(await fails(wait)) is NodeDraining
-
-
-async def test_the_deadline_of_a_request_bounds_its_wait() -> None:
-    floor = Floor(GatewayLimits(queue_s=30, no_node_wait_s=20, request_s=0.02))
-    floor.link()
-    floor.take()
-    assert type(await fails(floor.queue())) is QueueTimeout
 
 
 @pytest.mark.parametrize(("state", "error"), [("disabled", ProviderDisabled), ("deleted", ProviderDeleted)])
@@ -515,24 +427,6 @@ async def test_a_box_that_says_nothing_of_a_model_answers_it_on_every_path() -> 
     assert [floor.take("m", endpoint=path).link for path in (CHAT, AUDIO)] == [box, box]
 
 
-async def test_a_path_on_which_no_box_answers_is_refused_and_the_others_are_named() -> None:
-    floor = Floor()
-    floor.link(m={EMBED, CHAT})
-    floor.dispatcher.check_room("m", CHAT, 1)
-    with pytest.raises(EndpointNotAnswered) as caught:
-        floor.dispatcher.check_room("m", AUDIO, 1)
-    assert caught.value.message == f"The model 'm' does not answer {AUDIO}; it answers {CHAT}, {EMBED}."
-    assert (caught.value.status, caught.value.param, caught.value.retryable) == (400, "model", False)
-
-
-async def test_a_model_without_a_box_is_waited_for_on_any_path() -> None:
-    floor = Floor(SHORT)
-    floor.dispatcher.check_room("m", AUDIO, 1)
-    waiting = floor.queue(endpoint=AUDIO)
-    floor.link(m={AUDIO})
-    assert waiting.done()
-
-
 async def test_text_links_are_not_asked_to_carry_a_file() -> None:
     floor = Floor()
     floor.link().carries_bytes = False
@@ -558,33 +452,11 @@ async def test_a_free_slot_goes_to_the_oldest_that_the_box_can_answer() -> None:
     assert floor.dispatcher.depths() == {}
 
 
-async def test_the_length_of_a_queue_counts_all_paths_of_a_model() -> None:
-    floor = Floor()
-    floor.link(m={CHAT, EMBED})
-    floor.take()
-    floor.queue(endpoint=CHAT)
-    floor.queue(endpoint=EMBED)
-    with pytest.raises(QueueFull):
-        floor.dispatcher.check_room("m", EMBED, 2)
-    with pytest.raises(QueueFull):
-        floor.dispatcher.acquire(floor.job(endpoint=CHAT, max_queue=2))
-
-
 async def test_a_wait_ends_when_only_boxes_came_that_do_not_answer_the_path() -> None:
     floor = Floor(SHORT)
     waiting = floor.queue(endpoint=AUDIO)
     floor.link(m={CHAT})
     assert type(await fails(waiting)) is EndpointNotAnswered
-
-
-async def test_a_change_of_paths_places_what_waits() -> None:
-    floor = Floor()
-    box = floor.link(m={CHAT})
-    other = floor.link(slots=0, m={EMBED})
-    waiting = floor.queue(endpoint=EMBED)
-    floor.registry.update_models(box, frozenset({"m"}), {"m": frozenset({CHAT, EMBED})})
-    assert waiting.result().link is box
-    assert other.active == 0
 
 
 async def test_under_five_times_the_load_every_slot_works_and_what_has_no_place_is_refused_at_once() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
 from gateway.dialects import SURFACES
-from gateway.errors import EndpointNotAnswered, NoAvailableNode, NodeDraining
+from gateway.errors import NoAvailableNode, NodeDraining
 from gateway.heads import render_head
 from gateway.outlook import Busy, Closed, Outlook, Ready, pick_name
 from gateway.peer import serve_peer
@@ -23,29 +22,9 @@ from gateway.values import InferenceRequest, PoolOptions
 from nodes.links.http import END_HEADER
 from nodes.states import POOL_RESPONSES
 from tests.fakes.asgi_client import MemoryClient
-from tests.unit.gateway.test_dispatch import CHAT, EMBED, Floor, fails
+from tests.unit.gateway.test_dispatch import CHAT, EMBED, Floor
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-
-
-async def test_a_box_that_speaks_chat_alone_is_asked_there_for_messages_and_responses() -> None:
-    floor = Floor()
-    link = floor.link("m", m={CHAT})
-    for endpoint in (MESSAGES, RESPONSES):
-        assert floor.take(endpoint=endpoint).link is link
-        link.active = 0
-        assert link.find_path("m", endpoint) == CHAT
-        assert floor.dispatcher.needs_translation("m", endpoint=endpoint, lane=endpoint)
-
-
-async def test_a_box_that_speaks_the_clients_path_is_asked_on_it() -> None:
-    floor = Floor()
-    link = floor.link("m", m={CHAT, MESSAGES})
-    assert link.find_path("m", MESSAGES) == MESSAGES
-    assert not floor.dispatcher.needs_translation("m", endpoint=MESSAGES, lane=MESSAGES)
-    assert link.find_path("m", EMBED) is None
-    with pytest.raises(EndpointNotAnswered):
-        floor.dispatcher.check_room("m", EMBED, 10)
 
 
 async def test_boxes_that_speak_the_clients_path_come_first_and_the_others_when_those_are_full() -> None:
@@ -63,22 +42,6 @@ async def test_a_box_that_declares_nothing_is_asked_natively_until_it_says_that_
     assert link.find_path("m", MESSAGES) == CHAT
     assert link.find_path("m", RESPONSES) == RESPONSES
     assert floor.take(endpoint=MESSAGES).link is link
-
-
-async def test_what_serves_one_model_of_a_box_says_nothing_of_what_serves_the_others() -> None:
-    floor = Floor()
-    link = floor.link("m", "n", m={CHAT, MESSAGES}, n={CHAT, MESSAGES})
-    floor.dispatcher.note_unspoken(link, "m", MESSAGES)
-    assert (link.find_path("m", MESSAGES), link.find_path("n", MESSAGES)) == (CHAT, MESSAGES)
-
-
-async def test_what_is_translated_waits_for_the_same_slots_as_what_is_not() -> None:
-    floor = Floor()
-    floor.link("m", m={CHAT})
-    lease = floor.take()
-    waiting = floor.queue(endpoint=MESSAGES)
-    lease.release()
-    assert (await waiting).link is lease.link
 
 
 async def test_the_outlook_tells_free_from_full_from_closed() -> None:
@@ -99,18 +62,6 @@ async def test_the_outlook_tells_free_from_full_from_closed() -> None:
     assert isinstance(found.error, NodeDraining)
     for lease in leases:
         lease.release()
-
-
-async def test_how_long_a_slot_is_held_follows_what_is_measured() -> None:
-    floor = Floor()
-    floor.link("m")
-    for _ in range(100):
-        floor.dispatcher.note_held("m", 2.0)
-    lease = floor.take()
-    found = floor.dispatcher.outlook("m", CHAT)
-    assert isinstance(found, Busy)
-    assert found.wait_s == pytest.approx(2.0)
-    lease.release()
 
 
 async def test_models_rank_by_free_room_and_only_where_the_path_is_answered() -> None:
@@ -139,24 +90,6 @@ async def test_a_preferred_box_is_taken_while_it_has_room_and_nothing_waits_for_
         return getattr(found, "link", None)
 
     assert [ask(), ask(), ask()] == [liked, other, other]
-
-
-async def test_a_client_waits_no_longer_than_it_said() -> None:
-    floor = Floor(GatewayLimits(queue_s=30, no_node_wait_s=20))
-    floor.link("m").policy.draining = True
-    request = InferenceRequest(
-        endpoint=CHAT, model="m", is_streaming=False, max_tokens=None, prompt_chars=1, body=b"{}", headers={},
-        options=PoolOptions(max_latency_ms=10),
-    )  # fmt: skip
-    found = floor.dispatcher.acquire(floor.dispatcher.new_job(request_id="r", request=request, tenant="t", max_queue=9))
-    assert isinstance(found, asyncio.Future)
-    assert isinstance(await fails(found), NoAvailableNode)
-
-
-async def test_a_box_that_declares_nothing_is_not_asked_for_what_only_boxes_of_ours_answer() -> None:
-    floor = Floor()
-    link = floor.link("m")
-    assert link.find_path("m", POOL_RESPONSES) is None
 
 
 async def test_a_path_a_box_did_not_know_is_tried_again_after_a_while_and_when_the_box_changes() -> None:
@@ -190,14 +123,6 @@ def test_a_model_with_room_comes_first_then_one_that_answers_in_time_then_the_sh
     outlooks: list[Outlook], picked: str
 ) -> None:
     assert pick_name(zip("abcd", outlooks, strict=False), budget_s=5.0) == picked
-
-
-def test_no_more_is_looked_at_than_needed() -> None:
-    def look() -> Iterator[tuple[str, Outlook]]:
-        yield "a", Ready()
-        raise AssertionError("the first one has room")
-
-    assert pick_name(look(), budget_s=5.0) == "a"
 
 
 @dataclass(eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import uuid
 from dataclasses import replace
 
@@ -22,12 +21,10 @@ from gateway.relay import Exchange
 from gateway.values import InferenceRequest
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper
-from nodes.links.port import LinkEnd
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink, FakeStream
 from wire.bridge import TokenCounts
-from wire.frames import End
 
 SSE = {"content-type": "text/event-stream; charset=utf-8"}
 JSON = {"content-type": "application/json"}
@@ -97,24 +94,6 @@ class Attempt:
                 assert self.link.active == 0
 
 
-def let_pass(seconds: float) -> None:
-    """Move the clock of the running loop on: what was to come within that time is due."""
-    loop = asyncio.get_running_loop()
-    read = loop.time
-    loop.time = lambda: read() + seconds  # type: ignore[method-assign]  # of this one loop, which ends with the test
-
-
-async def test_the_box_is_asked_for_exactly_this_attempt() -> None:
-    attempt = Attempt(deadline_s=3600.0)
-    stream = await attempt.begin()
-    request = stream.request
-    assert (request.request_id, request.attempt, request.model, request.tenant) == ("req_1", 1, "m", "t")
-    assert (request.path, request.body, request.is_streaming) == ("/v1/chat/completions", b'{"a":1}', True)
-    assert 3_500_000 < request.deadline_ms <= 3_600_000
-    stream.answer(b"x")
-    await attempt.outcome()
-
-
 async def test_an_event_stream_passes_through_byte_for_byte_as_its_events_become_whole() -> None:
     attempt = Attempt()
     stream = await attempt.begin()
@@ -149,29 +128,6 @@ async def test_headers_that_could_split_the_response_are_left_out() -> None:
     assert attempt.client.headers.keys() == {"content-type", "x-ok", "x-queue-wait-ms", "x-request-id"}
 
 
-async def test_a_whole_answer_is_held_until_it_is_whole() -> None:
-    attempt = Attempt(streams=False)
-    stream = await attempt.begin()
-    stream.answer(b'{"usage":', b'{"prompt_tokens":3,"completion_tokens":4}}', ends=False)
-    assert attempt.client.events == []
-    stream.end(EndKind.COMPLETE)
-    usage = TokenCounts(prompt_tokens=3, completion_tokens=4, total_tokens=7)
-    assert await attempt.outcome() == Served(200, usage)
-    assert attempt.client.body == b'{"usage":{"prompt_tokens":3,"completion_tokens":4}}'
-    assert attempt.client.is_whole
-
-
-@pytest.mark.parametrize("streams", [True, False])
-@pytest.mark.parametrize("status", [400, 404, 429, 500, 529])
-async def test_an_error_of_the_engine_keeps_status_and_body(status: int, *, streams: bool) -> None:
-    attempt = Attempt(streams=streams)
-    stream = await attempt.begin()
-    stream.answer(b'{"error":{"message":"no","x":1}}', status=status)
-    assert await attempt.outcome() == Served(status, None)
-    assert (attempt.client.status, attempt.client.is_whole) == (status, True)
-    assert attempt.client.body == b'{"error":{"message":"no","x":1}}'
-
-
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize(
     ("body", "words"),
@@ -194,15 +150,6 @@ async def test_an_error_whose_words_sdks_would_lose_is_said_in_the_callers_diale
     error = json.loads(attempt.client.body)["error"]
     assert (attempt.client.status, error["message"], error["type"]) == (502, words, "server_error")
     assert attempt.client.headers["content-type"] == "application/json"
-
-
-@pytest.mark.parametrize("streams", [True, False])
-async def test_an_answer_without_a_body_is_an_answer(*, streams: bool) -> None:
-    attempt = Attempt(streams=streams)
-    stream = await attempt.begin()
-    stream.answer(b"", status=204, headers={})
-    assert await attempt.outcome() == Served(204, None)
-    assert (attempt.client.status, attempt.client.body, attempt.client.is_whole) == (204, b"", True)
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -252,15 +199,6 @@ async def test_an_impossible_status_never_reaches_the_server(status: int, *, str
     assert attempt.client.events == []
 
 
-async def test_a_box_that_ends_without_a_head_failed() -> None:
-    attempt = Attempt()
-    stream = await attempt.begin()
-    stream.end(EndKind.COMPLETE)
-    outcome = await attempt.outcome()
-    assert isinstance(outcome, Broken)
-    assert type(outcome.error) is ForwardedRequestFailed
-
-
 # endings before the first byte
 
 BEFORE = [
@@ -293,25 +231,6 @@ async def test_nothing_reached_the_client_so_another_box_may_try(
         assert isinstance(outcome, Retry)
         assert outcome.reason is reason
     assert type(outcome.error) is error
-
-
-async def test_a_held_answer_that_broke_may_be_given_by_another_box() -> None:
-    attempt = Attempt(streams=False)
-    stream = await attempt.begin()
-    stream.answer(b"x" * 1000, ends=False)
-    stream.end(EndKind.LINK_LOST)
-    outcome = await attempt.outcome()
-    assert isinstance(outcome, Retry)
-    assert attempt.client.events == []
-
-
-async def test_a_box_lost_before_the_request_could_be_opened_is_a_retry() -> None:
-    attempt = Attempt()
-    attempt.link.closed = True
-    outcome = await attempt.exchange.run()
-    assert isinstance(outcome, Retry)
-    assert outcome.reason is RetryReason.LOST
-    assert attempt.link.active == 0
 
 
 # endings after the first byte
@@ -406,28 +325,6 @@ async def test_the_deadline_before_the_first_byte_is_a_timeout(*, streams: bool)
     assert stream.cancelled == "timeout"
 
 
-async def test_the_deadline_after_the_first_byte_ends_the_stream_with_an_error() -> None:
-    attempt = Attempt(deadline_s=3600.0)
-    stream = await attempt.begin()
-    stream.answer(b"data: 1\n\n", headers=SSE, ends=False)
-    let_pass(3600.0)
-    outcome = await attempt.outcome()
-    assert isinstance(outcome, Broken)
-    assert (type(outcome.error), outcome.told) == (RequestTimeout, True)
-    assert attempt.client.body.count(b"data: ") == 2
-    assert stream.cancelled == "timeout"
-
-
-async def test_a_deadline_that_passed_already_asks_the_box_for_nothing_long() -> None:
-    attempt = Attempt()
-    attempt.job.deadline = time.monotonic() - 1
-    stream = await attempt.begin()
-    assert stream.request.deadline_ms == 1
-    outcome = await attempt.outcome()
-    assert isinstance(outcome, Broken)
-    assert type(outcome.error) is RequestTimeout
-
-
 # the client
 
 
@@ -446,16 +343,6 @@ async def test_a_client_that_leaves_frees_slot_and_box_at_once(*, began: bool, w
         await attempt.outcome()
     assert stream.cancelled == "client_disconnect"
     assert not attempt.client.is_whole
-
-
-async def test_a_client_that_left_before_is_not_served() -> None:
-    attempt = Attempt()
-    attempt.client.connection.watch()
-    attempt.client.leave()
-    with pytest.raises(ClientLeft):
-        await attempt.exchange.run()
-    assert attempt.link.active == 0
-    assert attempt.link.streams == []
 
 
 async def test_a_slow_client_gets_no_credit_for_the_box_until_it_has_read() -> None:
@@ -481,17 +368,6 @@ async def test_a_slow_client_gets_no_credit_for_the_box_until_it_has_read() -> N
         attempt.client.body
         == b"data: %b\n\n" % (b"a" * 92) + b"data: %b\n\n" % (b"b" * 92) * 5 + b"data: %b\n\n" % (b"c" * 92) + DONE
     )
-
-
-async def test_a_client_that_reads_nothing_is_closed_and_its_box_freed() -> None:
-    attempt = Attempt(limits=GatewayLimits(client_write_s=0.01))
-    stream = await attempt.begin()
-    attempt.client.reading.clear()
-    stream.answer(b"data: 1\n\n", headers=SSE, ends=False)
-    with pytest.raises(ClientTooSlow):
-        await attempt.outcome()
-    assert stream.cancelled
-    assert attempt.client.handle.aborted
 
 
 async def test_a_client_with_too_much_waiting_is_closed_within_the_call() -> None:
@@ -570,16 +446,6 @@ async def test_a_whole_answer_that_is_not_what_was_expected_is_passed_on_without
     stream.answer(body)
     assert await attempt.outcome() == Served(200, None)
     assert attempt.client.body == body
-
-
-async def test_what_the_box_reports_is_believed_over_the_bytes() -> None:
-    attempt = Attempt()
-    attempt.exchange._sniff = False
-    stream = await attempt.begin()
-    stream.answer(b'data: {"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n', DONE, headers=SSE, ends=False)
-    attempt.link.streams.clear()
-    stream.sink.on_end(LinkEnd(kind=EndKind.COMPLETE, detail=End(usage=USAGE)))
-    assert await attempt.outcome() == Served(200, USAGE)
 
 
 async def test_looking_for_usage_costs_little_on_a_hostile_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,14 +60,6 @@ def test_what_stands_in_the_way_is_said_and_what_to_do(boxes: list[ServingBox], 
     assert said in f"{wait.reason} {wait.advice}"
 
 
-def test_every_obstacle_has_a_word_and_an_advice() -> None:
-    for obstacle in Obstacle:
-        wait = explain_wait("tiny", [box(obstacle=obstacle)])
-        assert wait.reason == f"Only attic has tiny, and it {obstacle}."
-        assert wait.brief
-        assert wait.advice
-
-
 UNRECORDED = {ErrorCode.INVALID_API_KEY, ErrorCode.INVALID_ADMIN_TOKEN, ErrorCode.NOT_FOUND, ErrorCode.NOT_PERMITTED}
 """Nobody is known then in whose name a record could be."""
 
