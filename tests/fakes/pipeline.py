@@ -216,12 +216,6 @@ def end_waits(gateway: Gateway) -> None:
         dispatcher._take_timer(waiter, is_last=True)
 
 
-async def until_record(gateway: Gateway, columns: str, *wanted: object) -> None:
-    """Wait until the only open record says that."""
-    row = f"SELECT {columns} FROM gateway_requestrecord WHERE state IN ('queued', 'assigned', 'running')"
-    await eventually(lambda: gateway.rows.execute(row).fetchone() == wanted, f"the record says {wanted}")
-
-
 def is_waited_for(rows: Rows) -> bool:
     """Whether somebody waits for a lock of a table of this database that another connection holds."""
     here = "(SELECT oid FROM pg_database WHERE datname = current_database())"

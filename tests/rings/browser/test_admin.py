@@ -14,10 +14,10 @@ from gateway.models import RequestRecord
 from gateway.routing import Target
 from gateway.services import allow_model, create_alias
 from nodes.models import Node
-from tests.fakes.control_process import ServerProcess
-from tests.fakes.waiting import wait_until
-from tests.rings.browser.conftest import NodeThread, Visit, find_violations, in_database
-from tests.system.gateway_admin.factories import ACTOR, make_key, make_record
+from nodes.services.ejections import EjectionReport, write_ejections
+from tests.fakes.nodes import ACTOR
+from tests.fakes.tenants import make_gateway, make_key, make_record
+from tests.rings.browser.conftest import Visit, find_violations, in_database
 from tests.system.nodes.factories import make_credential, make_node, make_presence
 from wire.bridge import GpuInfo, MemoryInfo, ModelsUpdate, ReplicaInfo, Telemetry
 

@@ -39,8 +39,8 @@ from gateway.urls import make_application
 from governance.services import create_admin_token
 from nodes.models import Provider, ProviderState
 from tests.fakes.links import FakeLink
-from tests.fakes.nodes import make_node, make_presence
-from tests.system.gateway_admin.factories import ACTOR, audited, make_operator
+from tests.fakes.nodes import ACTOR, audited, make_node, make_presence
+from tests.fakes.tenants import make_operator
 
 pytestmark = pytest.mark.django_db
 POLYGLOT = "\"'><img src=x onerror=alert(1)>{{7*7}}<script>alert(2)</script>"

@@ -21,34 +21,6 @@ def read_events(body: bytes) -> list[dict[str, Any]]:
     return [json.loads(data) for data in re.findall(rb"^data: (\{.*)$", body, re.MULTILINE)]
 
 
-async def test_messages_reach_a_chat_engine_and_its_answer_comes_back_as_a_message(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(
-        surface=MESSAGES, max_tokens=5, system="Be brief", tools=[{"type": "web_search_20250305", "name": "w"}]
-    )
-    stream = await request.on(link)
-    assert stream.request.path == CHAT
-    assert json.loads(stream.request.body)["messages"][0] == {"role": "system", "content": "Be brief"}
-    stream.answer(REPLY)
-    await request.done()
-    message = json.loads(request.client.body)
-    assert (message["type"], message["content"], message["stop_reason"]) == (
-        "message", [{"type": "text", "text": "Hello"}], "end_turn",
-    )  # fmt: skip
-    headers = request.client.headers
-    assert headers["request-id"] == headers["x-request-id"]
-    assert (headers["x-muster-node"], headers["x-muster-model"]) == (link.node_name, "m")
-    assert "tools" in headers["x-muster-ignored"]
-    assert "anthropic-ratelimit-requests-remaining" in headers
-    assert await request.record("state", "endpoint", "prompt_tokens", "completion_tokens") == (
-        "completed",
-        "/v1/messages",
-        3,
-        4,
-    )
-
-
 @pytest.mark.parametrize("surface", [SURFACES[CHAT], MESSAGES, RESPONSES], ids=["chat", "messages", "responses"])
 async def test_an_engines_own_stream_that_just_ends_is_recorded_and_counted_as_interrupted(
     make_gateway: Make, surface: Any

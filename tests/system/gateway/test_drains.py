@@ -14,12 +14,12 @@ from governance.models import Notice
 from governance.services.notice_text import write_message
 from governance.services.webhooks import add_webhook
 from nodes.models import Node, NodeDrainCount, NodePresence
-from nodes.services import describe_drain, drain_node, is_drained, set_mode, sweep_presence, undrain_node
+from nodes.services import describe_drain, drain_node, set_mode, sweep_presence, undrain_node
 from nodes.services.drains import mark_drained, write_drain_counts
 from nodes.states import DrainCount
 from tests.fakes.nodes import ACTOR, audited, make_node, make_presence
-from tests.system.gateway_admin.factories import make_gateway, make_operator, make_record
-from wire.bridge import BRIDGE_V1, MUSTER_V1
+from tests.fakes.tenants import make_gateway, make_operator, make_record
+from wire.bridge import MUSTER_V1
 from wire.contract import ErrorCode, NodeMode, RequestState
 from wire.ids import new_uuid7
 
@@ -150,23 +150,6 @@ def test_what_the_deadline_interrupted_is_counted_and_said() -> None:
     assert found.drain_interrupted == 2
     said = describe_drain(found, NodePresence.objects.get())
     assert said == f"drained at {found.drained_at:%Y-%m-%d %H:%M:%S} UTC, 2 requests interrupted: safe to power off"
-
-
-@pytest.mark.parametrize(
-    ("changes", "ends", "drained"),
-    [
-        ({}, ": safe to power off", True),
-        ({"active_requests": 1}, "; 1 request now on its own port", False),
-        ({"protocol": BRIDGE_V1}, "; a ModelRelay worker does not say what else it does", True),
-    ],
-)
-def test_a_page_says_no_more_than_is_known(changes: dict[str, Any], ends: str, drained: bool) -> None:
-    drain()
-    mark_drained()
-    NodePresence.objects.update(**changes)
-    node = Node.objects.select_related("presence").get()
-    assert describe_drain(node, node.presence).endswith(ends)
-    assert is_drained(node, node.presence) is drained
 
 
 def test_whoever_asked_for_the_drain_and_every_webhook_are_told(settings: Any) -> None:

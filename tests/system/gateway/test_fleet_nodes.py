@@ -74,14 +74,6 @@ async def age_drains(fleet: Fleet, seconds: float) -> None:
 # who gets a request
 
 
-async def test_a_large_request_arrives_whole(fleet: Fleet) -> None:
-    await fleet.add_node()
-    url = "data:image/png;base64," + "QUJD" * (512 * 1024)
-    said = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
-    call = await serve(fleet, fleet.ask(messages=said))
-    assert url.encode() in bytes(call.call.body)
-
-
 async def test_a_request_that_a_full_node_sends_back_goes_to_another_one(fleet: Fleet) -> None:
     leaving = await fleet.add_node(slots=2)
     running, call = await fleet.begin_stream()

@@ -20,7 +20,6 @@ from nodes.links import EndKind
 from nodes.states import POOL_RESPONSES
 from tests.fakes.links import FakeLink, FakeStream
 from tests.fakes.pipeline import (
-    ANSWER,
     CHAT,
     MESSAGES,
     REPLY,
@@ -35,7 +34,6 @@ from tests.fakes.pipeline import (
     end_waits,
     is_waited_for,
     last_data,
-    until_record,
 )
 
 # other models
@@ -66,33 +64,6 @@ async def test_a_fallback_answers_after_the_models_only_box_did_not(make_gateway
     assert await request.record("model", "attempts", "state") == ("spare", 2, "completed")
 
 
-async def test_a_fallback_answers_when_the_models_last_box_was_taken_back(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": ("spare",), "spare": ()})
-    link, spare = gateway.link(), gateway.link("spare")
-    request = gateway.ask()
-    stream = await request.on(link)
-    link.policy.reclaimed = True
-    stream.end(EndKind.RECLAIMED)
-    await request.served(spare, REPLY)
-    assert await request.record("model", "state") == ("spare", "completed")
-
-
-async def test_each_model_keeps_to_its_own_bound_of_waiting_requests(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": ("spare",), "spare": ()}, max_queue=1)
-    entries = gateway.pipeline.admission._catalogue.models
-    gateway.pipeline.admission._catalogue.apply_models([entries["m"], replace(entries["spare"], max_queue=0)])
-    spare = gateway.link("spare")
-    first = gateway.ask(model="spare")
-    stream = await first.on(spare)
-    second = gateway.ask()
-    await second.client.wait(lambda: gateway.dispatcher.depth or second.task.done())
-    assert gateway.dispatcher.depths() == {"m": 1}
-    stream.answer(REPLY)
-    await first.done()
-    second.client.leave()
-    await second.done()
-
-
 async def test_a_pool_shaped_request_goes_to_a_fallback_that_speaks_chat_alone(make_gateway: Make) -> None:
     gateway = make_gateway(models={"m": ("spare",), "spare": ()})
     link, spare = gateway.link(paths={POOL_RESPONSES, CHAT}), gateway.link("spare", paths={CHAT})
@@ -113,21 +84,6 @@ async def test_a_pool_shaped_request_goes_to_a_fallback_that_speaks_chat_alone(m
 
 
 # other words
-
-
-async def test_a_translation_that_breaks_gives_the_slot_back(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT})
-
-    def translate(request: InferenceRequest) -> Translation:
-        if link.active:
-            raise RuntimeError("a bug")
-        return Translation(path=CHAT, body=request.body, open_answer=lambda context: translate(request))  # type: ignore[arg-type,return-value]
-
-    request = gateway.ask(surface=replace(MESSAGES, translate=translate), max_tokens=5)
-    with pytest.raises(RuntimeError):
-        await request.done()
-    assert link.active == 0
 
 
 # kept answers
@@ -276,22 +232,6 @@ async def test_a_bug_of_ours_is_a_failure_and_no_interruption(make_gateway: Make
     assert final == ("failed", "INTERNAL_ERROR", 500)
 
 
-@pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
-async def test_what_an_engine_refuses_for_its_size_is_the_callers_mistake(make_gateway: Make, *, streams: bool) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=streams)
-    stream = await request.on(link)
-    said = b'{"error":{"message":"This model\'s maximum context length is 10 tokens, you asked for 20 tokens","code":400}}'
-    if streams:
-        stream.answer(chunk({"content": "a"}), b"data: " + said + b"\n\n", headers=SSE)
-    else:
-        stream.answer(said)
-    await request.done()
-    assert b"prompt is too long" in request.client.body
-    assert await request.record("state", "error_code") == ("rejected", "context_length_exceeded")
-
-
 # models
 
 
@@ -316,18 +256,6 @@ async def test_a_fallback_that_cannot_be_told_the_request_does_not_cost_it(make_
     await second.done()
     assert second.client.status == 200
     assert await second.record("model", "asked_model", "attempts") == ("m", "", 1)
-
-
-async def test_a_wait_that_no_fallback_can_end_is_over_in_time(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": ("spare",), "spare": ()}, limits=GatewayLimits(queue_s=0.05))
-    first, stream = await occupy(gateway)
-    gateway.link("spare", paths={CHAT})
-    second = gateway.ask(surface=MESSAGES, max_tokens=5, messages=DOCUMENT)
-    await second.done()
-    assert (second.client.status, second.error["code"]) == (504, "REQUEST_TIMEOUT")
-    assert await second.record("state", "model") == ("failed", "m")
-    stream.answer(REPLY)
-    await first.done()
 
 
 def find_chats(link: FakeLink) -> list[FakeStream]:
@@ -437,30 +365,3 @@ async def test_an_item_that_is_nested_without_end_costs_the_keeping_and_not_the_
     response = last_data(request.client.body)["response"] if streams else last_data(request.client.body)
     assert (response["store"], response["status"]) == (False, "completed")
     assert await request.record("state") == ("completed",)
-
-
-async def test_a_request_that_lost_its_box_is_queued_until_it_has_another(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    first = gateway.link()
-    request = gateway.ask()
-    await request.on(first)
-    await until_record(gateway, "state, node_name", "running", first.node_name)
-    gateway.registry.remove(first)
-    await until_record(gateway, "state, model, attempts", "queued", "m", 1)
-    second = gateway.link()
-    await request.served(second, ANSWER)
-    assert await request.record("state", "attempts", "node_name") == ("completed", 2, second.node_name)
-
-
-async def test_a_request_that_waits_for_a_fallback_is_written_down_under_that_model(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": ("spare",), "spare": ()})
-    spare = gateway.link("spare")
-    busy = gateway.ask(model="spare")
-    held = await busy.on(spare)
-    gateway.rows.execute("DELETE FROM gateway_requestrecord")
-    request = gateway.ask()
-    await until_record(gateway, "state, model, asked_model", "queued", "spare", "m")
-    held.answer(ANSWER)
-    await busy.done()
-    await request.served(spare, ANSWER)
-    assert await request.record("state", "model", "asked_model") == ("completed", "spare", "m")

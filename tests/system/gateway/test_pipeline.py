@@ -90,19 +90,6 @@ async def test_what_full_nodes_refuse_goes_to_another_node_then_to_a_fallback_th
     assert all(link.busy_until > time.monotonic() + 1 for link in (first, second, fallback))
 
 
-async def test_what_a_full_node_refused_waits_for_a_node_that_is_at_work(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    first = gateway.link()
-    running = gateway.ask()
-    await running.on(first)
-    full = gateway.link()
-    request = gateway.ask()
-    (await request.on(full)).end(EndKind.BUSY, retry_after_s=60.0)
-    await running.served(first, ANSWER)
-    await request.served(first, ANSWER)
-    assert request.client.status == 200
-
-
 @pytest.mark.parametrize("moment", ["queued", "waiting", "streaming"])
 async def test_a_client_that_leaves_is_recorded_as_cancelled(make_gateway: Make, moment: str) -> None:
     gateway = make_gateway()

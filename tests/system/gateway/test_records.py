@@ -98,17 +98,6 @@ async def test_a_gateway_that_stood_still_and_was_taken_over_changes_nothing_any
     assert read(rows, alive, "state", "completion_tokens") == ("completed", 9)
 
 
-async def test_only_the_newest_content_is_written(writer: RecordWriter, rows: Rows) -> None:
-    record = make_record()
-    await writer.accept(record)
-    for attempt in range(1, 50):
-        record.attempts = attempt
-        writer.touch(record)
-    assert writer.pending <= 1  # 0 when the thread came by, as it does once a second
-    await written(writer)
-    assert read(rows, record, "attempts") == (49,)
-
-
 @pytest.mark.parametrize("final", [s for s in RequestState if s.value not in {"queued", "assigned", "running"}])
 async def test_a_final_state_is_never_overwritten(writer: RecordWriter, rows: Rows, final: RequestState) -> None:
     record = make_record()

@@ -126,14 +126,6 @@ def test_an_answer_is_kept_for_the_days_of_the_key_or_the_tenant_whichever_are_f
     assert kept == {"resp_1": 2, "resp_2": 5}
 
 
-def test_keeping_again_changes_nothing() -> None:
-    make_keeper()
-    keep("resp_1")
-    keep("resp_1", body=answer("resp_1", say("assistant", "another")))
-
-    assert texts_of(load_history(tenant="acme", response_id="resp_1").items) == ["ask resp_1", "answer resp_1"]
-
-
 def test_the_id_of_another_tenants_answer_is_refused_and_that_answer_stays() -> None:
     make_keeper()
     make_keeper("other")
@@ -366,29 +358,6 @@ def test_items_are_listed_with_id_type_and_parts_as_clients_read_them() -> None:
         {**result, "id": "fco_1_2"},
         {**parts, "id": "msg_1_3", "type": "message"},
     ]
-
-
-def test_pages_end_although_a_client_named_two_items_alike() -> None:
-    make_keeper()
-    keep("resp_1", input_items=[{**say("user", str(number)), "id": "same"} for number in range(3)])
-
-    assert read_page(limit=1)["has_more"]
-    assert read_page(limit=1, after="same") == {
-        "object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [({"limit": 0}, "limit"), ({"limit": 101}, "limit"), ({"order": "up"}, "order"), ({"after": "msg_9"}, "after")],
-    ids=["no rows", "too many rows", "order", "unknown item"],
-)
-def test_a_page_that_cannot_be_is_refused_by_name(change: dict[str, Any], param: str) -> None:
-    make_keeper()
-    keep("resp_1")
-    with pytest.raises(BadRequest) as caught:
-        read_page(**change)
-    assert caught.value.param == param
 
 
 # how it goes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 from prometheus_client import REGISTRY
 
 from gateway.dialects import SURFACES, Surface
-from gateway.records import Record, RecordWriter
 from gateway.values import RequestOutcome, judge_outcome
 from tests.fakes.pipeline import CHAT, MESSAGES, RESPONSES, Make
 from wire.contract import RequestState
@@ -106,37 +104,6 @@ async def test_an_error_inside_a_stream_is_kept_too(make_gateway: Make, surface:
     assert await request.record("state", "engine_error") == ("failed", "CUDA out of memory")
 
 
-class NotingWriter(RecordWriter):
-    """Notes the states that it is given to write."""
-
-    def __init__(self) -> None:
-        super().__init__(accept_s=30.0, max_pending=1000)
-        self.states: list[RequestState] = []
-
-    def touch(self, record: Record) -> None:
-        self.states.append(record.state)
-        super().touch(record)
-
-
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-async def test_every_request_is_assigned_before_it_runs(make_gateway: Make, *, streams: bool) -> None:
-    gateway = make_gateway()
-    await gateway.records.stop()
-    gateway.records = gateway.pipeline.records = gateway.pipeline.books.records = writer = NotingWriter()
-    writer.start()
-    link = gateway.link()
-    request = gateway.ask(stream=streams)
-    stream = await request.on(link)
-    assert writer.states == [RequestState.ASSIGNED, RequestState.RUNNING]
-    while gateway.rows.execute("SELECT state FROM gateway_requestrecord WHERE finished_at IS NULL").fetchall() != [
-        ("running",)
-    ]:
-        await asyncio.sleep(0.005)
-    stream.answer(b'{"choices":[]}')
-    await request.done()
-    assert writer.states[2:] == [RequestState.COMPLETED]
-
-
 @pytest.mark.parametrize(
     ("state", "status", "outcome"),
     [
@@ -157,14 +124,6 @@ def test_a_state_and_a_status_say_what_became_of_a_request(
     state: str, status: int | None, outcome: RequestOutcome | None
 ) -> None:
     assert judge_outcome(RequestState(state), status) is outcome
-
-
-async def test_a_request_without_a_key_counts_as_refused(make_gateway: Make) -> None:
-    before = count("muster_request_outcomes_total", outcome="refused")
-    request = make_gateway().ask("mst_wrong")
-    await request.done()
-    assert request.client.status == 401
-    assert count("muster_request_outcomes_total", outcome="refused") == before + 1
 
 
 PDF = "JVBERi0xLjQ="
@@ -314,8 +273,3 @@ async def test_a_picture_is_named_when_the_engine_speaks_of_pictures(make_gatewa
     words = "At most 0 image(s) may be provided in one prompt."
     error = await refuse(make_gateway, "/v1/messages", words, messages=[HELLO, ask_about(DOCUMENT, PICTURE)])
     assert (error["param"], error["code"]) == ("messages[1].content[2]", "BAD_REQUEST")
-
-
-async def test_a_refusal_of_a_text_names_no_document(make_gateway: Make) -> None:
-    error = await refuse(make_gateway, "/v1/messages", LLAMA_WORDS, messages=[ask_about(PLAIN)])
-    assert (error["message"], error["param"]) == (LLAMA_WORDS, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from django.test import Client
 
-from tests.system.gateway_admin.factories import make_operator
+from tests.fakes.tenants import make_operator
 
 
 @pytest.fixture

@@ -38,12 +38,12 @@ from gateway.services import (
 )
 from governance import services
 from governance.errors import InvalidProposal
-from governance.models import AdminToken, AuditEvent, Operation, OperationRun
+from governance.models import AuditEvent, Operation, OperationRun
 from governance.registry import RunOrder
 from governance.states import RunState
-from tests.fakes.governed_team import Team, make_governed, make_team
-from tests.fakes.nodes import make_node, make_presence
-from tests.system.gateway_admin.factories import ACTOR, audited, make_key
+from tests.fakes.nodes import ACTOR, audited
+from tests.fakes.tenants import make_key
+from tests.system.governance.team import Team, make_governed, make_team
 from wire.contract import ErrorCode
 from wire.optoken.proposal import DEFAULT_CLASSES
 
@@ -263,27 +263,6 @@ def test_the_page_of_a_key_says_that_approval_is_needed_and_offers_to_propose_it
     wanted = {"operation": ["limit-raise"], "target": [f"key:{key.pk}"], "requests_per_minute": ["500"], "priority": ["high"]}
     assert read_offer(page) == wanted
     assert boss.post(url, {"requests_per_minute": 29, "allowed_models": "", "priority": "low"}).status_code == 302
-
-
-def test_the_page_of_a_tenant_offers_the_setting_for_an_empty_limit(boss: Client, team: Team) -> None:
-    url = reverse("admin:gateway_tenant_confirm", args=[Tenant.objects.get().pk, "limits"])
-    page = boss.post(url, {"requests_per_minute": ""}).content.decode()
-    wanted = {"operation": ["limit-raise"], "target": ["tenant:research"], "requests_per_minute": [str(SETTING)]}
-    assert read_offer(page) == wanted
-
-
-def test_a_new_key_above_its_tenant_is_refused_on_its_page_without_an_offer(boss: Client, team: Team, key: ApiKey) -> None:
-    body = {"name": "greedy", "tenant": key.tenant_id, "requests_per_minute": 61, "allowed_models": "", "priority": "normal"}
-    page = boss.post(reverse("admin:gateway_apikey_add"), body).content.decode()
-    assert "more than the tenant research has today" in page
-    assert read_offer(page) == {}
-    assert ApiKey.objects.count() == 1
-
-
-def test_minting_an_admin_token_on_its_page_offers_to_propose_it(boss: Client, team: Team) -> None:
-    page = boss.post(reverse("admin:governance_admintoken_add"), {"name": "grafana"}).content.decode()
-    assert read_offer(page) == {"operation": ["admin-token-mint"], "target": ["control-plane"], "name": ["grafana"]}
-    assert not AdminToken.objects.exists()
 
 
 LIMITS = GatewayLimits()
@@ -537,18 +516,6 @@ def test_what_cannot_be_asked_for_names_the_field_and_says_why(big: Model, subte
             with pytest.raises(InvalidProposal, match=re.escape(said)) as refusal:
                 LIMIT_RAISE.clean([target.format(key=key.pk) for target in targets], params)
             assert refusal.value.param == param
-
-
-def test_the_preview_says_whose_slots_are_held_and_who_waits(big: Model) -> None:
-    (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_tokens": 4096})
-    assert (impact.level, "No node serves big now." in impact.text) == ("caution", True)
-    for name, slots, draining in (("rig", 4, False), ("other", 2, False), ("away", 8, True)):
-        make_presence(make_node(name, model_names=["big"], max_concurrent=slots, draining=draining))
-    (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_prompt_chars": 2_000_000})
-    assert impact.text.startswith("Longer requests for big hold a slot longer")
-    assert impact.text.endswith("2 nodes serve big now, with 6 slots in all.")
-    (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_queue": 50})
-    assert impact.text.startswith("More requests for big may wait")
 
 
 def read_offered_address(text: str) -> str:

@@ -23,8 +23,8 @@ from gateway.partitions import (
 )
 from gateway.tasks import maintain_partitions as maintain_task
 from tests.fakes.limits import set_limits
+from tests.fakes.tenants import make_record
 from tests.fakes.waiting import wait_until
-from tests.system.gateway_admin.factories import make_record
 
 pytestmark = pytest.mark.django_db(transaction=True)
 TODAY = date(2031, 5, 17)

@@ -14,7 +14,7 @@ from gateway.models import GatewayProcess, RequestRecord
 from gateway.reconciler import close_orphaned_requests
 from gateway.tasks import RECONCILE_LOCK, reconcile_requests
 from tests.fakes.limits import set_limits
-from tests.system.gateway_admin.factories import make_gateway, make_record
+from tests.fakes.tenants import make_gateway, make_record
 from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, RequestState
 from wire.ids import new_uuid7
 

@@ -9,7 +9,8 @@ from django.test.utils import CaptureQueriesContext
 
 from governance.services import create_admin_token
 from nodes.services import create_credential, create_provider
-from tests.system.gateway_admin.factories import ACTOR, make_key, make_operator, make_record
+from tests.fakes.nodes import ACTOR
+from tests.fakes.tenants import make_key, make_operator, make_record
 from wire.contract import RequestState
 from wire.ids import format_id, new_uuid7
 

@@ -24,7 +24,6 @@ from gateway.services import (
     allow_model,
     change_key_limits,
     change_model_canary,
-    change_model_caps,
     create_api_key,
     create_tenant,
     disable_tenant,
@@ -35,7 +34,8 @@ from gateway.services import (
     revoke_api_key,
 )
 from gateway.values import Priority
-from tests.system.gateway_admin.factories import ACTOR, audited, make_key, make_tenant
+from tests.fakes.nodes import ACTOR, audited
+from tests.fakes.tenants import make_key, make_tenant
 
 pytestmark = pytest.mark.django_db
 
@@ -147,15 +147,6 @@ def test_allowing_again_keeps_caps_that_are_not_given_and_writes_nothing() -> No
     assert again.updated_at == first.updated_at
     assert len(audited("model.allow")) == 1
     assert allow_model(name="tiny", max_tokens=50, actor=ACTOR).max_tokens == 50
-
-
-def test_caps_are_replaced_as_a_whole() -> None:
-    allow_model(name="tiny", max_tokens=100, actor=ACTOR)
-    changed = change_model_caps(name="tiny", max_tokens=None, max_prompt_chars=9, max_queue=None, actor=ACTOR)
-
-    assert (changed.max_tokens, changed.max_prompt_chars) == (None, 9)
-    with pytest.raises(ModelNotFound):
-        change_model_caps(name="x", max_tokens=None, max_prompt_chars=None, max_queue=None, actor=ACTOR)
 
 
 def test_declared_models_are_remembered_without_being_allowed() -> None:

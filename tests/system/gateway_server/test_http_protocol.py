@@ -155,20 +155,6 @@ async def test_close_after_response_ends_the_connection_in_order() -> None:
         assert await visitor.rest() == b"3\r\nabc\r\n0\r\n\r\n"
 
 
-async def test_a_response_in_one_piece_obeys_connection_close_and_old_clients() -> None:
-    async def app(scope: Scope, receive: Any, send: Any) -> None:
-        handle_of(scope).respond(204, [], b"")
-
-    async with serve(app) as door:
-        for request in (b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n", b"GET / HTTP/1.0\r\n\r\n"):
-            async with door.visit() as visitor:
-                await visitor.say(request)
-                status, headers = await visitor.head()
-                assert (status, headers["connection"]) == (204, "close")
-                assert "content-length" not in headers
-                assert await visitor.rest() == b""
-
-
 async def test_pipelined_requests_are_answered_in_order_by_either_way_of_answering() -> None:
     async def app(scope: Scope, receive: Any, send: Any) -> None:
         await receive()
@@ -191,32 +177,6 @@ TOTAL = 8 * 1024 * 1024
 
 def _connection(scope: Scope, receive: Any, send: Any, **timeouts: Any) -> ClientConnection:
     return ClientConnection(scope, receive, send, limits=GatewayLimits(max_buffer_bytes=2 * TOTAL, **timeouts))
-
-
-async def test_a_client_that_reads_late_gets_the_whole_answer() -> None:
-    finished = asyncio.Event()
-
-    async def app(scope: Scope, receive: Any, send: Any) -> None:
-        client = _connection(scope, receive, send)
-        await client.read_body()
-        client.watch()
-        client.start(200, [(b"content-type", b"text/event-stream")])
-        for _ in range(TOTAL // 65536):
-            client.write(b"x" * 65536)
-        client.finish()
-        assert client.is_blocked
-        finished.set()
-        await client.drain()
-        client.unwatch()
-
-    async with serve(app) as door, door.visit() as visitor:
-        await visitor.say(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
-        async with asyncio.timeout(30):
-            await finished.wait()
-        await visitor.head()
-        body = await visitor.rest()
-    assert body.count(b"x") == TOTAL
-    assert body.endswith(b"0\r\n\r\n")
 
 
 async def test_a_client_that_reads_nothing_is_reset_and_told_as_too_slow() -> None:
@@ -290,25 +250,6 @@ async def test_a_client_that_sends_all_before_it_reads_still_gets_the_refusal(fi
         assert b"\r\nconnection: close\r\n" in answer
         assert answer.endswith(b"\r\n\r\ntoo large")
         await until_closed(door)
-
-
-@pytest.mark.parametrize(
-    ("first", "piece", "status"),
-    [
-        pytest.param(b"GET /x HTTP/1.1\r\nx-long: ", PIECE, 431, id="headers without end"),
-        pytest.param(b"no HTTP\r\n\r\n", PIECE, 400, id="no HTTP"),
-        pytest.param(CHUNKED + b"5\r\nhello\r\nzz\r\n", PIECE, 400, id="a broken chunk"),
-    ],
-)
-async def test_what_is_no_http_is_told_so_however_long_it_goes_on(first: bytes, piece: bytes, status: int) -> None:
-    async def wait_for_all(scope: Scope, receive: Any, send: Any) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    async with serve(wait_for_all) as door:
-        answer = await asyncio.to_thread(send_all_then_read, door.port, first, piece, 32)
-        assert answer.startswith(b"HTTP/1.1 %d " % status)
-        assert error_of(answer.partition(b"\r\n\r\n")[2])["code"] == "BAD_REQUEST"
 
 
 async def test_the_application_hears_at_once_that_a_broken_body_will_not_come() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -19,6 +20,7 @@ from gateway.dialects.crowding import is_crowded
 from gateway.errors import BadRequest, BodyTooLarge, GatewayError
 from gateway.values import InferenceRequest
 from nodes.states import BINARY_ENDPOINTS
+from tests.fakes.examples import examples
 from wire.limits import WIRE
 
 CHAT, MESSAGES, RESPONSES, AUDIO = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/audio/transcriptions"
@@ -45,13 +47,12 @@ def find_refusal(path: str, body: bytes) -> GatewayError | None:
     return None
 
 
+@examples(50)
 @given(st.binary(max_size=200))
 def test_no_body_raises_anything_but_a_bad_request(body: bytes) -> None:
     for surface in SURFACES.values():
-        try:
+        with contextlib.suppress(BadRequest):
             surface.parse(body, {})
-        except BadRequest:
-            pass
 
 
 def test_a_32_mb_body_costs_a_few_calls_for_each_part_of_it() -> None:
@@ -91,6 +92,7 @@ def lay_out(pairs: list[tuple[str, object]], layout: tuple[str, str], *, ascii_o
     return ("{" + comma.join(parts) + "}").encode()
 
 
+@examples(60)
 @given(st.lists(st.tuples(KEYS, VALUES), max_size=6), LAYOUTS, st.booleans())
 @example([("a", 1), ("b", 2), ("c", 3), ("d", 4), ("a", 12)], (",", ":"), False)
 @example([("model", "a"), ("model", "a")], (", ", ": "), True)
@@ -122,16 +124,16 @@ def test_a_key_in_another_spelling_is_compared_whatever_stands_beside_it(rest: b
     assert caught.value.param == "a"
 
 
-@pytest.mark.parametrize("levels", [900, 985, 990, 995, 1000, 100_000])
 @pytest.mark.parametrize("field", ["messages", "input", "tools", "system", "metadata", "text", "x_pool_options", "anything"])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-def test_no_depth_makes_a_surface_raise_anything_but_a_refusal(path: str, field: str, levels: int) -> None:
+def test_no_depth_makes_a_surface_raise_anything_but_a_refusal(path: str, field: str) -> None:
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "input": "a"}
     body.pop(field, None)
-    for opening, middle, closing in (("[", "", "]"), ('{"a":', "1", "}")):
-        value = opening * levels + middle + closing * levels
-        error = find_refusal(path, f'{json.dumps(body)[:-1]},"{field}":{value}}}'.encode())
-        assert error is None or error.status == 400
+    for levels in (900, 985, 990, 995, 1000, 100_000):
+        for opening, middle, closing in (("[", "", "]"), ('{"a":', "1", "}")):
+            value = opening * levels + middle + closing * levels
+            error = find_refusal(path, f'{json.dumps(body)[:-1]},"{field}":{value}}}'.encode())
+            assert error is None or error.status == 400, levels
 
 
 def crowd(before: bytes, piece: bytes, after: bytes, *, size_bytes: int = 8_000_000) -> bytes:
@@ -141,16 +143,7 @@ def crowd(before: bytes, piece: bytes, after: bytes, *, size_bytes: int = 8_000_
 
 CROWDS: dict[str, Callable[[], tuple[str, bytes]]] = {
     "lists among the tools": lambda: (CHAT, crowd(HELLO + b',"tools":[', b"[],", b"1]}")),
-    "lists of lists": lambda: (CHAT, crowd(HELLO + b',"tools":[', b"[[[[[]]]]],", b"1]}")),
-    "messages": lambda: (CHAT, crowd(b'{"model":"m","messages":[', b'{"role":"a"},', b"{}]}")),
-    "blocks": lambda: (
-        MESSAGES,
-        crowd(
-            b'{"model":"m","max_tokens":1,"messages":[{"role":"user","content":[',
-            b'{"type":"text","text":""},',
-            b'{"type":"a"}]}]}',
-        ),
-    ),
+    "blocks": lambda: (MESSAGES, crowd(b'{"model":"m","max_tokens":1,"messages":[{"content":[', b'{"type":"text"},', b"1]}]}")),
     "items": lambda: (RESPONSES, crowd(b'{"model":"m","input":[', b'{"role":"user","content":""},', b"{}]}")),
     "fields": lambda: (CHAT, HELLO + b"".join(b',"k%d":1' % n for n in range(700_000)) + b"}"),
     "texts": lambda: (RESPONSES, crowd(b'{"model":"m","input":[', b'"",', b"1]}")),
@@ -164,40 +157,19 @@ def test_a_body_with_millions_of_values_is_refused_before_they_are_built(name: s
     assert isinstance(find_refusal(path, body), BodyTooLarge)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param(
-            crowd(b'{"model":"m","messages":[{"role":"user","content":"', b'1,2,[{ \\"', b'"}]}'), id="a text full of commas",
-        ),
-        pytest.param(crowd(b'{"model":"m","prompt":"x","messages":[{"a":"', b"A", b'"}]}'), id="a picture"),
-        pytest.param(
-            crowd(b'{"model":"m","messages":[{}],"input":[', b"1234,", b"1]}", size_bytes=1_500_000), id="300,000 tokens",
-        ),
-    ],
-)  # fmt: skip
-def test_a_large_body_of_few_values_passes(body: bytes) -> None:
-    assert not is_crowded(body)
-    assert parse(CHAT, body).model == "other"
-
-
 def test_the_bound_is_counted_outside_of_strings_only() -> None:
+    for body in (
+        crowd(b'{"model":"m","messages":[{"role":"user","content":"', b'1,2,[{ \\"', b'"}]}'),  # a text full of commas
+        crowd(b'{"model":"m","messages":[{}],"input":[', b"1234,", b"1]}", size_bytes=1_500_000),  # 300,000 tokens
+    ):
+        assert not is_crowded(body)
+        assert parse(CHAT, body).model == "other"
     marks = b"[" + b"0," * WIRE.body_marks + b"0]"
     assert not is_crowded(b"[" + marks[7:])
     assert is_crowded(marks)
     assert is_crowded(b'["\\\\",' + marks + b"]")
     assert not is_crowded(b'["' + marks + b'"]')
     assert not is_crowded(b'["\\"' + marks)
-
-
-def test_nesting_at_the_edge_of_what_can_be_read_is_the_clients_fault() -> None:
-    for depth in range(900, 1100):
-        body = HELLO + b',"\\u0061":' + b"[" * depth + b"]" * depth + b"}"
-        try:
-            SURFACES[CHAT].parse(body, JSON)
-        except BadRequest:
-            return
-    pytest.fail("no depth was too deep")
 
 
 # Whole numbers
@@ -216,7 +188,7 @@ LIMITS = [
     ("/v1/responses", "decoding.max_tokens"),
 ]
 WRITTEN = {"5": 5, "5.0": 5, "5e0": 5, "0.5e1": 5, "50E-1": 5, "1e3": 1000, "4294967296.0": 2**32}
-NOT_WHOLE = ["1.5", "1e-3", '"5"', "true", "[]", "1e400"]
+NOT_WHOLE = ["1.5", "1e-3", '"5"', "true", "[]", "1e400", "9" * 5000]
 
 
 def write(path: str, field: str, number: str) -> bytes:
@@ -228,44 +200,25 @@ def write(path: str, field: str, number: str) -> bytes:
 
 
 @pytest.mark.parametrize(("path", "field"), LIMITS)
-@pytest.mark.parametrize("number", WRITTEN)
-def test_a_limit_counts_as_the_number_it_is_and_the_bytes_stay_as_they_came(path: str, field: str, number: str) -> None:
-    request = SURFACES[path].parse(write(path, field, number), {})
-    due = WRITTEN[number] if path != "/v1/messages" or field == "max_tokens" else max(9, WRITTEN[number])
-    assert request.max_tokens == due
-    assert type(request.max_tokens) is int
-    assert request.body == write(path, field, number)
-
-
-@pytest.mark.parametrize(("path", "field"), LIMITS)
-@pytest.mark.parametrize("number", NOT_WHOLE, ids=lambda number: str(number)[:9])
-def test_what_is_not_whole_is_refused_with_its_field_named(path: str, field: str, number: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        SURFACES[path].parse(write(path, field, number), {})
-    assert caught.value.param == field
-    assert len(caught.value.message) < 300
-
-
-@pytest.mark.parametrize(("path", "field"), LIMITS)
-def test_a_number_of_thousands_of_digits_is_refused_by_its_outermost_field(path: str, field: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        SURFACES[path].parse(write(path, field, "9" * 5000), {})
-    assert caught.value.param == field.partition(".")[0]
-    assert len(caught.value.message) < 300
+def test_a_limit_counts_as_the_number_it_is_and_the_bytes_stay_as_they_came(path: str, field: str) -> None:
+    for number, value in WRITTEN.items():
+        request = SURFACES[path].parse(write(path, field, number), {})
+        assert request.max_tokens == (value if path != "/v1/messages" or field == "max_tokens" else max(9, value))
+        assert type(request.max_tokens) is int
+        assert request.body == write(path, field, number)
+    for number in NOT_WHOLE:
+        with pytest.raises(BadRequest) as caught:
+            SURFACES[path].parse(write(path, field, number), {})
+        assert caught.value.param == (field if len(number) < 100 else field.partition(".")[0])
+        assert len(caught.value.message) < 300
 
 
 @pytest.mark.parametrize("path", ASKED)
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "05", "5.", ".5", "0x5"])
-def test_what_is_no_number_in_json_is_refused(path: str, number: str) -> None:
-    with pytest.raises(BadRequest):
-        SURFACES[path].parse(write(path, "max_tokens", number), {})
-
-
-@pytest.mark.parametrize("path", ASKED)
-def test_a_negative_number_with_a_point_is_negative(path: str) -> None:
-    with pytest.raises(BadRequest) as caught:
-        SURFACES[path].parse(write(path, "max_tokens", "-1.0"), {})
-    assert caught.value.param == "max_tokens"
+def test_what_is_no_number_in_json_is_refused(path: str) -> None:
+    for number in ("NaN", "Infinity", "-Infinity", "05", "5.", ".5", "0x5", "-1.0"):
+        with pytest.raises(BadRequest) as caught:
+            SURFACES[path].parse(write(path, "max_tokens", number), {})
+        assert number != "-1.0" or caught.value.param == "max_tokens"
 
 
 def test_options_of_the_pool_count_so_too() -> None:
@@ -305,18 +258,13 @@ def test_the_forms_are_exactly_what_text_links_cannot_carry() -> None:
 GOOD = form(file(b"x" * 100), field("model", "m"))
 
 
-@given(st.binary(max_size=300), st.integers(0, 300))
-def test_any_bytes_are_read_or_refused(noise: bytes, at: int) -> None:
+@examples(50)
+@given(st.binary(max_size=300).filter(lambda noise: EDGE.encode() not in noise), st.integers(0, 300))
+def test_any_bytes_are_read_or_refused_and_any_file_travels(noise: bytes, at: int) -> None:
+    assert parse_form(form(file(noise), field("model", "m"))).model == "m"
     for body in (noise, GOOD[:at] + noise + GOOD[at:], GOOD[:at] + noise):
-        try:
+        with contextlib.suppress(BadRequest):
             assert parse_form(body).model
-        except BadRequest:
-            pass
-
-
-@given(st.binary(max_size=2000).filter(lambda data: EDGE.encode() not in data))
-def test_any_file_travels(data: bytes) -> None:
-    assert parse_form(form(file(data), field("model", "m"))).model == "m"
 
 
 @pytest.mark.parametrize(
@@ -332,14 +280,12 @@ def test_any_file_travels(data: bytes) -> None:
         f"--{EDGE}\r\n".encode() + b"x" * (16 * MEGABYTE),
         f"--{EDGE}\r\nX:".encode() + b" " * (16 * MEGABYTE),
     ],
-    ids=["dashes", "returns", "near misses", "padding", "first padding", "blank lines", "no start", "header", "value"],
+    ids=range(9),
 )
 def test_no_form_keeps_the_gateway_busy(body: bytes) -> None:
     began = time.process_time()
-    try:
+    with contextlib.suppress(BadRequest):
         parse_form(body)
-    except BadRequest:
-        pass
     assert time.process_time() - began < 20.0  # a reader that looks at every byte a few times takes hundredths of a second
 
 

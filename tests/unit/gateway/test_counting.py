@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -145,14 +144,6 @@ def test_a_template_that_does_too_much_or_fails_is_given_up_without_a_word_of_th
     assert str(failed.value) == ""
 
 
-def test_a_template_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = ChatTemplate("{% for message in messages %}{{ message.role }}{% endfor %}", {})
-    assert template.render(prompt(say("x"))) == "user"
-    set_limits(gateway={"template_s": -1.0})
-    with pytest.raises(TemplateFailed):
-        template.render(prompt(say("x")))
-
-
 def test_what_a_client_hands_to_a_template_cannot_take_the_place_of_what_is_ours() -> None:
     variables = {
         "messages": [],
@@ -230,17 +221,6 @@ def test_no_name_leads_out_of_the_root(root: Path, name: str) -> None:
     (root / "loop").symlink_to(root / "loop")
     with pytest.raises(UnusableFolder):
         find_folder(root, name)
-
-
-def test_a_tokenizer_stays_in_memory_until_its_files_change(root: Path) -> None:
-    folders = TokenizerFolders(root)
-    first = folders.get("tiny")
-    assert folders.get("tiny") is first
-    os.utime(root / "tiny" / "tokenizer.json", ns=(1, 1))
-    second = folders.get("tiny")
-    assert second is not first
-    (root / "tiny" / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    assert folders.get("tiny").count(prompt(say("hi"))) != second.count(prompt(say("hi")))
 
 
 def test_of_many_tokenizers_those_used_last_stay(root: Path) -> None:

@@ -190,15 +190,6 @@ async def test_a_request_whose_node_was_lost_waits_no_longer_than_it_would_have_
         assert type(await fails(wait)) is QueueTimeout
 
 
-async def test_a_box_that_said_busy_is_left_alone_for_a_moment_and_then_tried_again() -> None:
-    floor = Floor()
-    box = floor.link(slots=2)
-    floor.dispatcher.note_busy(box)
-    wait = floor.queue()
-    async with asyncio.timeout(30):
-        assert (await wait).link is box
-
-
 # how a wait ends
 
 
@@ -419,12 +410,6 @@ async def test_a_request_goes_only_to_boxes_that_answer_the_model_on_its_path() 
     waiting = floor.queue(endpoint=EMBED)
     assert floor.take(endpoint=CHAT).link is chat
     assert not waiting.done()
-
-
-async def test_a_box_that_says_nothing_of_a_model_answers_it_on_every_path() -> None:
-    floor = Floor()
-    box = floor.link("m", "n", slots=2, n={CHAT})
-    assert [floor.take("m", endpoint=path).link for path in (CHAT, AUDIO)] == [box, box]
 
 
 async def test_text_links_are_not_asked_to_carry_a_file() -> None:

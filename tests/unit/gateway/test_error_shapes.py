@@ -71,51 +71,35 @@ def read_event(event: bytes) -> tuple[str, dict[str, object]]:
 
 
 @each_error
-def test_openai_clients_find_message_type_param_and_code(error: GatewayError) -> None:
+def test_each_dialect_says_an_error_in_its_shape_whole_and_in_a_stream(error: GatewayError) -> None:
     for surface in SURFACES.values():
-        if surface is MESSAGES:
-            continue
-        said = json.loads(surface.render_error(error, "req_1"))["error"]
-        assert {"message", "type", "param", "code"} <= set(said)
-        assert said["message"] == error.message
-        assert said["type"] == EXPECTED[error.status][0]
-        assert isinstance(said["code"], str)
-        assert isinstance(said["param"], str | None)
-
-
-@each_error
-def test_anthropic_clients_find_type_message_and_the_id_of_the_request(error: GatewayError) -> None:
-    said = json.loads(MESSAGES.render_error(error, "req_1"))
-    assert (said["type"], said["request_id"]) == ("error", "req_1")
-    assert said["error"]["type"] in ANTHROPIC_TYPES
+        if surface is not MESSAGES:
+            said = json.loads(surface.render_error(error, "req_1"))["error"]
+            assert {"message", "type", "param", "code"} <= set(said)
+            assert (said["message"], said["type"]) == (error.message, EXPECTED[error.status][0])
+            assert isinstance(said["code"], str)
+            assert isinstance(said["param"], str | None)
+    told = json.loads(MESSAGES.render_error(error, "req_1"))
+    assert (told["type"], told["request_id"]) == ("error", "req_1")
+    assert told["error"]["type"] in ANTHROPIC_TYPES
     is_of_the_contract = isinstance(error, ModelNotAllowed)  # a model is known, and not for this key: 400
-    assert said["error"]["type"] == EXPECTED[error.status][1] or is_of_the_contract
-    assert error.message in said["error"]["message"]
+    assert told["error"]["type"] == EXPECTED[error.status][1] or is_of_the_contract
+    assert error.message in told["error"]["message"]
+    assert read_event(CHAT.render_stream_error(error, "req_1")) == ("", json.loads(CHAT.render_error(error, "req_1")))
+    assert read_event(MESSAGES.render_stream_error(error, "req_1")) == ("error", told)
+    name, event = read_event(RESPONSES.render_stream_error(error, "req_1"))
+    assert (name, event["type"], event["message"]) == ("error", "error", error.message)
 
 
 @each_error
 def test_sdks_raise_what_the_status_means_and_show_the_words(error: GatewayError) -> None:
     request = httpx2.Request("POST", "http://gateway.test/v1")
-    body = json.loads(CHAT.render_error(error, "req_1"))
-    reply = httpx2.Response(error.status, request=request, json=body)
-    raised = OPENAI._make_status_error_from_response(reply)
-    kind = OPENAI_EXCEPTIONS.get(min(error.status, 500), openai.APIStatusError)
-    assert isinstance(raised, kind)
-    assert error.message in raised.message
-    told = json.loads(MESSAGES.render_error(error, "req_1"))
-    answer = ANTHROPIC._make_status_error_from_response(httpx2.Response(error.status, request=request, json=told))
-    assert error.message in answer.message
-
-
-@each_error
-def test_in_a_stream_each_dialect_has_one_event(error: GatewayError) -> None:
-    assert read_event(CHAT.render_stream_error(error, "req_1")) == ("", json.loads(CHAT.render_error(error, "req_1")))
-    assert read_event(MESSAGES.render_stream_error(error, "req_1")) == (
-        "error",
-        json.loads(MESSAGES.render_error(error, "req_1")),
-    )
-    name, said = read_event(RESPONSES.render_stream_error(error, "req_1"))
-    assert (name, said["type"], said["message"]) == ("error", "error", error.message)
+    for client, surface in ((OPENAI, CHAT), (ANTHROPIC, MESSAGES)):
+        reply = httpx2.Response(error.status, request=request, json=json.loads(surface.render_error(error, "req_1")))
+        raised = client._make_status_error_from_response(reply)
+        assert error.message in raised.message
+        if client is OPENAI:
+            assert isinstance(raised, OPENAI_EXCEPTIONS.get(min(error.status, 500), openai.APIStatusError))
 
 
 @each_error
@@ -168,58 +152,39 @@ def feed(stream: bytes, cut: int) -> bytes:
     return out
 
 
-@pytest.mark.parametrize("cut", range(0, 2 * len(CHUNK) + 14, 7))
-def test_a_chat_stream_gets_one_chunk_without_choices_before_done(cut: int) -> None:
-    out = feed(CHUNK + CHUNK + b"data: [DONE]\n\n", cut)
-    events = out.split(b"\n\n")
-    assert out.startswith(CHUNK + CHUNK)
-    assert events[3:] == [b"data: [DONE]", b""]
-    chunk = json.loads(events[2].removeprefix(b"data: "))
-    assert (chunk["id"], chunk["created"], chunk["choices"], chunk["x_pool_meta"]["gpu_id"]) == ("chatcmpl-1", 7, [], "node_1")
+def name_event(name: str, **fields: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), json.dumps({"type": name, **fields}).encode())
 
 
-def test_messages_get_an_event_before_message_stop() -> None:
-    stop = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
-    begin = b'event: message_start\ndata: {"type":"message_start","message":{"id":"msg_1"}}\n\n'
-    delta = b'event: message_delta\ndata: {"type":"message_delta"}\n\n'
-    for cut in (0, 10, len(begin), len(begin + delta) + 3):
-        out = feed(begin + delta + stop, cut)
-        assert out.startswith(begin + delta + b"event: x_pool_meta\n")
-        assert out.endswith(stop)
+DONE, WORDS = b"data: [DONE]\n\n", b'data: {"id":"c","choices":[{"delta":{"content":"it ends with data: [DONE] always"}}]}\n\n'
+BEGUN = name_event("message_start", message={"id": "msg_1"}) + name_event("message_delta")
+ECHO = name_event("response.created", response={"metadata": {"type": "response.completed"}})
 
 
-def test_responses_get_a_field_in_the_closing_object() -> None:
-    first = b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_1"}}\n\n'
-    data = b'{"type":"response.completed","sequence_number":3,"response":{"id":"resp_1","output":[]}}'
-    last = b"event: response.completed\ndata: " + data + b"\n\n"
-    out = feed(first + last, len(first) + 5)
-    assert out.startswith(first + b"event: response.completed\ndata: ")
-    event = json.loads(out[len(first) :].partition(b"data: ")[2])
-    assert (event["sequence_number"], event["response"]["id"], event["response"]["x_pool_meta"]["attempts"]) == (3, "resp_1", 1)
+@pytest.mark.parametrize(
+    ("first", "last", "shown"),
+    [
+        (CHUNK + CHUNK, DONE, b'data: {"id":"chatcmpl-1"'),
+        (WORDS, DONE, b'data: {"id":"c"'),  # text that looks like the end is text
+        (BEGUN, name_event("message_stop"), b"event: x_pool_meta\n"),
+        (ECHO, name_event("response.completed", response={"id": "r"}), b"event: response.completed\n"),
+    ],
+    ids=["chat", "words", "messages", "responses"],
+)
+def test_the_pools_numbers_stand_once_before_the_end_wherever_a_stream_is_cut(first: bytes, last: bytes, shown: bytes) -> None:
+    for cut in range(0, len(first + last), 7):
+        out = feed(first + last, cut)
+        assert out.startswith(first + shown)
+        assert [b"x_pool_meta" in event for event in out.split(b"\n\n")].count(True) == 1
+        assert out.endswith(last if last == DONE else b"}\n\n")
+    broken = first + b'data: {"error":{"message":"no"}}\n\n'
+    assert feed(broken, 30) == broken
 
 
 def test_a_whole_answer_gets_a_field_and_what_is_no_object_stays() -> None:
     assert json.loads(add_meta(b'{"id":"x"}', META))["x_pool_meta"]["node"] == "box"
     assert add_meta(b"[1]", META) == b"[1]"
     assert add_meta(b"RIFF\xff", META) == b"RIFF\xff"
-
-
-def test_text_that_looks_like_the_end_of_a_stream_is_text() -> None:
-    first = b'data: {"id":"c","choices":[{"delta":{"content":"it ends with data: [DONE] always"}}]}\n\n'
-    out = feed(first + b"data: [DONE]\n\n", 9)
-    assert out.startswith(first)
-    assert out.count(b"x_pool_meta") == 1
-    assert out.endswith(b"}\n\ndata: [DONE]\n\n")
-
-
-def test_an_echo_that_looks_like_the_closing_event_is_an_echo() -> None:
-    first = (
-        b'event: response.created\ndata: {"type":"response.created","response":{"metadata":{"type":"response.completed"}}}\n\n'
-    )
-    last = b'event: response.completed\ndata: {"type":"response.completed","response":{"id":"r"}}\n\n'
-    out = feed(first + last, 9)
-    assert out.startswith(first)
-    assert out.count(b"x_pool_meta") == 1
 
 
 @pytest.mark.parametrize("blanks", [b"", b" "], ids=["tight", "spaced"])

@@ -36,28 +36,18 @@ class Attempt:
     """An exchange that runs, with the box and the client in the hands of the test."""
 
     def __init__(
-        self,
-        *,
-        streams: bool = True,
-        limits: GatewayLimits | None = None,
-        surface: Surface | None = CHAT,
-        deadline_s: float = 30.0,
-        with_handle: bool = True,
-    ) -> None:
+        self, *, streams: bool = True, limits: GatewayLimits | None = None, surface: Surface | None = CHAT,
+        deadline_s: float = 30.0, with_handle: bool = True,
+    ) -> None:  # fmt: skip
         registry = LinkRegistry()
         keeper = LinkKeeper(registry, gateway_id=uuid.UUID(int=9), connect_s=1.0)
         dispatcher = Dispatcher(registry, keeper, GatewayLimits(request_s=deadline_s))
         self.link = FakeLink()
         registry.add(self.link)
         request = InferenceRequest(
-            endpoint="/v1/chat/completions",
-            model="m",
-            is_streaming=streams,
-            max_tokens=None,
-            prompt_chars=1,
-            body=b'{"a":1}',
-            headers={"content-type": "application/json"},
-        )
+            endpoint="/v1/chat/completions", model="m", is_streaming=streams, max_tokens=None, prompt_chars=1,
+            body=b'{"a":1}', headers={"content-type": "application/json"},
+        )  # fmt: skip
         self.job = dispatcher.new_job(request_id="req_1", request=request, tenant="t", max_queue=1)
         lease = dispatcher.acquire(self.job)
         assert isinstance(lease, Lease)
@@ -65,13 +55,9 @@ class Attempt:
         self.job.attempts = 1
         self.client = MemoryClient(limits=limits, with_handle=with_handle)
         self.exchange = Exchange(
-            job=self.job,
-            lease=lease,
-            client=self.client.connection,
-            surface=surface,
-            limits=limits or GatewayLimits(),
+            job=self.job, lease=lease, client=self.client.connection, surface=surface, limits=limits or GatewayLimits(),
             extra=[(b"x-request-id", b"req_1")],
-        )
+        )  # fmt: skip
         self.task: asyncio.Task[Outcome] | None = None
 
     async def begin(self) -> FakeStream:
@@ -93,6 +79,12 @@ class Attempt:
                 self.lease.release()
                 assert self.link.active == 0
 
+    async def broken(self, error: type, *, told: bool) -> None:
+        """Check that it ended as a failure of this kind, of which the client was told or not."""
+        outcome = await self.outcome()
+        assert isinstance(outcome, Broken)
+        assert (type(outcome.error), outcome.told) == (error, told)
+
 
 async def test_an_event_stream_passes_through_byte_for_byte_as_its_events_become_whole() -> None:
     attempt = Attempt()
@@ -109,14 +101,8 @@ async def test_an_event_stream_passes_through_byte_for_byte_as_its_events_become
     client = attempt.client
     assert client.body == b"data: \xc3\xa9\n\n" + DONE
     assert client.is_whole
-    assert client.headers == {
-        **SSE,
-        "x-engine": "yes",
-        "x-accel-buffering": "no",
-        "cache-control": "no-cache",
-        "x-queue-wait-ms": "0",
-        "x-request-id": "req_1",
-    }
+    ours = {"x-accel-buffering": "no", "cache-control": "no-cache", "x-queue-wait-ms": "0", "x-request-id": "req_1"}
+    assert client.headers == {**SSE, "x-engine": "yes", **ours}
     assert (attempt.exchange.bytes_out, attempt.exchange.events) == (24, 2)
 
 
@@ -133,10 +119,8 @@ async def test_headers_that_could_split_the_response_are_left_out() -> None:
     ("body", "words"),
     [
         (b'{"error":"no such thing"}', "no such thing"),
-        (b'{"detail":"Not Found"}', "Not Found"),
         (b'{"object":"error","message":"too hot"}', "too hot"),
         (b"<html><head><title>502</title></head><body><h1>Bad Gateway</h1></body></html>", "502 Bad Gateway"),
-        (b"plain words", "plain words"),
         (b"[]", "[]"),
     ],
 )
@@ -159,9 +143,7 @@ async def test_a_body_where_there_may_be_none_is_a_failure(*, content_type: str,
     stream = await attempt.begin()
     stream.sink.on_head(204, {"content-type": content_type})
     stream.sink.on_data(b"data: x\n\n")
-    outcome = await attempt.outcome()
-    assert isinstance(outcome, Broken)
-    assert (type(outcome.error), outcome.told) == (ForwardedRequestFailed, False)
+    await attempt.broken(ForwardedRequestFailed, told=False)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +152,7 @@ async def test_a_body_where_there_may_be_none_is_a_failure(*, content_type: str,
         ("application/problem+json", "application/problem+json"),
         ("application/json; charset=utf-8", "application/json; charset=utf-8"),
         ("text/html", "application/json"),
-        ("text/event-stream", "application/json"),
         ("application/json, text/html", "application/json"),
-        ("application/jsonp", "application/json"),
         ("", "application/json"),
     ],
 )
@@ -186,15 +166,13 @@ async def test_an_error_in_the_engines_own_words_keeps_the_kind_of_json_it_is(sa
     assert attempt.client.body == body
 
 
-@pytest.mark.parametrize("status", [0, 99, 101, 199, 302, 304, 600, 99999, -1])
+@pytest.mark.parametrize("status", [0, 199, 302, 600, -1])
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_impossible_status_never_reaches_the_server(status: int, *, streams: bool) -> None:
     attempt = Attempt(streams=streams)
     stream = await attempt.begin()
     stream.answer(b"x", status=status)
-    outcome = await attempt.outcome()
-    assert isinstance(outcome, Broken)
-    assert (type(outcome.error), outcome.told) == (ForwardedRequestFailed, False)
+    await attempt.broken(ForwardedRequestFailed, told=False)
     assert stream.cancelled
     assert attempt.client.events == []
 
@@ -261,9 +239,7 @@ async def test_a_broken_body_that_is_no_event_stream_is_cut(surface: Surface | N
     stream = await attempt.begin()
     stream.answer(b'{"half":\n\n', headers=SSE if surface is None else JSON, ends=False)
     stream.end(EndKind.ENGINE_FAILED)
-    outcome = await attempt.outcome()
-    assert isinstance(outcome, Broken)
-    assert outcome.told
+    await attempt.broken(ForwardedRequestFailed, told=True)
     assert attempt.client.handle.aborted
     assert not attempt.client.is_whole
     assert attempt.client.body == b'{"half":\n\n'
@@ -279,9 +255,7 @@ async def test_an_answer_over_the_ceiling_is_ended(*, streams: bool) -> None:
     stream.answer(b"x" * 1000, headers=SSE, ends=False)
     assert stream in attempt.link.streams
     stream.sink.on_data(b"y")
-    outcome = await attempt.outcome()
-    assert isinstance(outcome, Broken)
-    assert (type(outcome.error), outcome.told) == (StreamTooLarge, streams)
+    await attempt.broken(StreamTooLarge, told=streams)
     assert stream.cancelled
     assert b"y" not in attempt.client.body.partition(b"data:")[0]
 
@@ -319,9 +293,7 @@ async def test_a_large_answer_is_held_only_up_to_a_bound_and_then_passed_on() ->
 async def test_the_deadline_before_the_first_byte_is_a_timeout(*, streams: bool) -> None:
     attempt = Attempt(streams=streams, deadline_s=0.01)
     stream = await attempt.begin()
-    outcome = await attempt.outcome()
-    assert isinstance(outcome, Broken)
-    assert (type(outcome.error), outcome.told) == (RequestTimeout, False)
+    await attempt.broken(RequestTimeout, told=False)
     assert stream.cancelled == "timeout"
 
 
@@ -364,10 +336,8 @@ async def test_a_slow_client_gets_no_credit_for_the_box_until_it_has_read() -> N
     stream.sink.on_data(DONE)
     stream.end(EndKind.COMPLETE)
     await attempt.outcome()
-    assert (
-        attempt.client.body
-        == b"data: %b\n\n" % (b"a" * 92) + b"data: %b\n\n" % (b"b" * 92) * 5 + b"data: %b\n\n" % (b"c" * 92) + DONE
-    )
+    events = [b"data: %b\n\n" % (letter * 92) for letter in (b"a", *[b"b"] * 5, b"c")]
+    assert attempt.client.body == b"".join(events) + DONE
 
 
 async def test_a_client_with_too_much_waiting_is_closed_within_the_call() -> None:
@@ -404,8 +374,6 @@ USAGE = TokenCounts(prompt_tokens=5, completion_tokens=6, total_tokens=11)
     "parts",
     [
         [b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6,"total_tokens":11}}\n\n', b"data: [DONE]\n\n"],
-        [b'data: {"usage": {"prompt_tokens":1}}\n\ndata: {"usage":{"prompt_tokens":5,"completion_tokens":6}}\n\n'],
-        [b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6,"prompt_tokens_details":{"cached_tokens":1}}}\n\n'],
         [b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":1},"prompt_tokens":5,"completion_tokens":6}}\n\n'],
         [b'event: message_delta\ndata: {"usage":{"input_tokens":5,"output_tokens":6}}\n\n'],
         [b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6},"x":1}\n\n', b'data: {"usage":null}\n\n'],
@@ -420,13 +388,7 @@ async def test_usage_is_read_from_the_stream_when_the_link_does_not_report_it(pa
 
 @pytest.mark.parametrize(
     "part",
-    [
-        b'data: {"usage":{"prompt_tokens":"many"}}\n\n',
-        b'data: {"usage":{',
-        b'"usage":{{{{{}}}}',
-        b'{"usage":{"a":1}}',
-        b'"usage"',
-    ],
+    [b'data: {"usage":{"prompt_tokens":"many"}}\n\n', b'data: {"usage":{', b'"usage":{{{{{}}}}', b'"usage"'],
 )
 async def test_usage_that_makes_no_sense_is_no_usage(part: bytes) -> None:
     attempt = Attempt()

@@ -31,6 +31,7 @@ from gateway.routing import AUTO, Alias, Route, Target, choose_by_weight, may_us
 from gateway.values import Caller, InferenceRequest, PoolOptions
 from gateway.views.models import ListedModel, ModelList, cut_page, render_anthropic, render_openai, render_page
 from nodes.links import LinkRegistry
+from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink
 
 
@@ -80,26 +81,48 @@ def route(
     return "".join(found.models)
 
 
-def test_what_the_client_names_comes_before_the_fallbacks_of_the_model() -> None:
-    assert route("a", extra=("c", "b"), fallbacks={"a": ("d", "b")}) == "acbd"
+X = table(alias("x", a=5, b=1, c=7))
 
 
-def test_only_the_fallbacks_of_the_first_candidate_count() -> None:
-    assert route("a", fallbacks={"a": ("b",), "b": ("c",)}) == "ab"
+@pytest.mark.parametrize(
+    ("name", "things", "expected"),
+    [
+        ("a", {"extra": "cb", "fallbacks": {"a": "db"}}, "acbd"),  # what the client names comes before the model's own
+        ("a", {"fallbacks": {"a": "b", "b": "c"}}, "ab"),  # those of the first candidate alone count
+        ("a", {"aliases": table(alias("a", b=1))}, "b"),  # an alias wins over a model of its name
+        ("a", {"aliases": table(alias("a", a=1, b=9)), "chosen": 1}, "ab"),  # and may lead to it
+        ("x", {"aliases": table(alias("x", a=1), alias("a", b=1))}, "a"),  # a target is a model
+        ("x", {"aliases": X}, "cab"),  # the choice comes first, and the others follow by weight
+        ("x", {"aliases": X, "chosen": 2}, "bca"),
+        ("x", {"aliases": X, "chosen": 1, "refuse": allow_only("a", "b")}, "ba"),  # what is refused is left out before
+        ("a", {"extra": "bc", "fallbacks": {"a": "d"}, "refuse": allow_only("a", "c")}, "ac"),
+        ("z", {"extra": "b", "fallbacks": {"b": "c"}}, "bc"),
+        ("a", {"aliases": table(alias("x", b=1, c=2)), "extra": "xd"}, "acbd"),
+        (AUTO, {"served": "cab", "fallbacks": {"c": "d"}}, "cabd"),
+        (AUTO, {"served": "cab", "refuse": allow_only("a", "b", "c", key=("a", "b"))}, "ab"),
+        ("z", {"extra": (AUTO,), "served": "ba"}, "ba"),
+        (AUTO, {"aliases": table(alias(AUTO, b=1)), "served": "a"}, "b"),
+        ("x", {"aliases": table(alias("x", a=1, b=9)), "refuse": allow_only("a", "b", key=("a",))}, "a"),
+    ],
+)
+def test_candidates_stand_in_their_order(name: str, things: dict[str, Any], expected: str) -> None:
+    assert route(name, **things) == expected
 
 
-def test_an_alias_wins_over_a_model_of_its_name_and_may_lead_to_it() -> None:
-    assert route("a", aliases=table(alias("a", b=1))) == "b"
-    assert route("a", aliases=table(alias("a", a=1, b=9)), chosen=1) == "ab"
-
-
-def test_a_target_is_a_model_even_when_an_alias_has_its_name() -> None:
-    assert route("x", aliases=table(alias("x", a=1), alias("a", b=1))) == "a"
-
-
-@pytest.mark.parametrize(("chosen", "expected"), [(0, "cab"), (1, "acb"), (2, "bca")], ids=["first", "second", "third"])
-def test_the_choice_comes_first_and_the_others_follow_by_weight(chosen: int, expected: str) -> None:
-    assert route("x", aliases=table(alias("x", a=5, b=1, c=7)), chosen=chosen) == expected
+@pytest.mark.parametrize(
+    ("name", "things", "error"),
+    [
+        ("z", {"extra": "y"}, ModelUnknown("no z")),
+        ("x", {"aliases": table(alias("x", z=1, b=2)), "refuse": allow_only("b", key=("c",))}, ModelNotAllowed("not b")),
+        (AUTO, {"served": ""}, NoAvailableNode("No box serves a model that this key may use; please retry.")),
+        (AUTO, {"served": "z"}, NoAvailableNode("No box serves a model that this key may use; please retry.")),
+    ],
+)
+def test_with_no_candidate_left_the_error_is_that_of_the_first(name: str, things: dict[str, Any], error: GatewayError) -> None:
+    with pytest.raises(GatewayError) as refusal:
+        route(name, **things)
+    assert (type(refusal.value), refusal.value.message) == (type(error), error.message)
+    assert bool(refusal.value.retry_after_s) == (name == AUTO)
 
 
 def test_weights_are_offered_heaviest_first_and_zero_only_stands_in() -> None:
@@ -116,45 +139,6 @@ def test_weights_are_offered_heaviest_first_and_zero_only_stands_in() -> None:
     assert found == Route("x", ("b", "c", "a", "d"))
 
 
-def test_what_the_key_may_not_use_is_left_out_before_the_choice() -> None:
-    aliases = table(alias("x", a=5, b=1, c=7))
-    assert route("x", aliases=aliases, refuse=allow_only("a", "b"), chosen=1) == "ba"
-    assert route("a", refuse=allow_only("a", "c"), extra=("b", "c"), fallbacks={"a": ("d",)}) == "ac"
-
-
-def test_when_none_is_left_the_error_is_that_of_the_first() -> None:
-    with pytest.raises(ModelUnknown, match="no z"):
-        route("z", extra=("y",))
-    with pytest.raises(ModelNotAllowed, match="not b"):
-        route("x", aliases=table(alias("x", z=1, b=2)), refuse=allow_only("b", key=("c",)))
-
-
-def test_a_model_that_is_refused_is_replaced_by_what_the_client_names() -> None:
-    assert route("z", extra=("b",), fallbacks={"b": ("c",)}) == "bc"
-
-
-def test_an_alias_that_the_client_names_as_a_fallback_stands_for_its_targets() -> None:
-    assert route("a", aliases=table(alias("x", b=1, c=2)), extra=("x", "d")) == "acbd"
-
-
-def test_auto_takes_what_is_served_best_first_and_leaves_out_what_the_key_may_not_use() -> None:
-    assert route(AUTO, served="cab", fallbacks={"c": ("d",)}) == "cabd"
-    assert route(AUTO, served="cab", refuse=allow_only("a", "b", "c", key=("a", "b"))) == "ab"
-    assert route("z", extra=(AUTO,), served="ba") == "ba"
-
-
-@pytest.mark.parametrize("served", ["", "z"], ids=["nothing", "nothing for this key"])
-def test_auto_without_a_model_is_a_matter_of_time(served: str) -> None:
-    with pytest.raises(NoAvailableNode) as refusal:
-        route(AUTO, served=served)
-    assert type(refusal.value) is NoAvailableNode
-    assert refusal.value.retry_after_s
-
-
-def test_an_alias_called_auto_takes_its_place() -> None:
-    assert route(AUTO, aliases=table(alias(AUTO, b=1)), served="a") == "b"
-
-
 def test_a_key_that_names_an_alias_may_use_its_targets_through_it_alone() -> None:
     refuse = allow_only(*"abcd", key=("x",))
     aliases = table(alias("x", a=1, b=0), alias("y", a=1))
@@ -162,10 +146,6 @@ def test_a_key_that_names_an_alias_may_use_its_targets_through_it_alone() -> Non
     for name in ("a", "y"):
         with pytest.raises(ModelNotAllowed):
             route(name, aliases=aliases, refuse=refuse)
-
-
-def test_a_key_that_names_models_reaches_them_by_any_name() -> None:
-    assert route("x", aliases=table(alias("x", a=1, b=9)), refuse=allow_only(*"ab", key=("a",))) == "a"
 
 
 def test_what_a_client_names_is_bounded() -> None:
@@ -189,6 +169,7 @@ ALIASES = st.dictionaries(
 )
 
 
+@examples(40)
 @given(NAMES, ALIASES, st.lists(NAMES, max_size=40), MODELS, MODELS, st.integers(0, 99))
 def test_candidates_are_few_each_once_and_all_usable(
     name: str, aliases: dict[str, dict[str, int]], extra: list[str], own: list[str], served: list[str], draw: int
@@ -212,7 +193,6 @@ def test_candidates_are_few_each_once_and_all_usable(
 @pytest.mark.parametrize(
     ("drawn", "expected"),
     [(0.0, 0), (0.299, 0), (0.3, 1), (0.899, 1), (0.9, 2), (0.999999, 2)],
-    ids=["lowest", "end of first", "start of second", "end of second", "start of third", "highest"],
 )
 def test_a_draw_falls_into_the_share_of_its_weight(drawn: float, expected: int) -> None:
     assert choose_by_weight([3, 6, 1], draw=lambda: drawn) == expected
@@ -229,48 +209,25 @@ class Clock:
         return self.now
 
 
-def test_the_window_moves_and_the_wait_is_right() -> None:
-    clock = Clock()
-    limiter = RateLimiter(clock)
-    for second in (0, 10, 20):
-        clock.now = 1000.0 + second
-        state = limiter.take(KEY, 3)
-        assert (state.limit, state.remaining, state.reset_s) == (3, 2 - second // 10, 60.0 - second)
-    clock.now = 1030.0
-    with pytest.raises(RateLimited) as caught:
-        limiter.take(KEY, 3)
-    assert caught.value.retry_after_s == pytest.approx(30.0)
-    clock.now = 1059.9
-    with pytest.raises(RateLimited):
-        limiter.take(KEY, 3)
-    clock.now = 1060.0
-    assert limiter.take(KEY, 3).remaining == 0
-
-
 def test_a_lowered_limit_holds_at_once_and_says_when_it_would_pass() -> None:
     clock = Clock()
     limiter = RateLimiter(clock)
     for second in range(10):
         clock.now = 1000.0 + second
-        limiter.take(KEY, 10)
+        state = limiter.take(KEY, 10)
+        assert (state.limit, state.remaining, state.reset_s) == (10, 9 - second, 60.0 - second)
     with pytest.raises(RateLimited) as caught:
         limiter.take(KEY, 2)
     assert caught.value.retry_after_s == pytest.approx(1008 + 60 - 1009)
+    assert limiter.take(OTHER, 1).remaining == 0
     clock.now += caught.value.retry_after_s or 0
     limiter.take(KEY, 2)
-
-
-def test_peek_counts_nothing_and_headers_speak_of_whole_seconds() -> None:
-    clock = Clock()
-    limiter = RateLimiter(clock)
-    assert limiter.peek(KEY, 5).remaining == 5
-    limiter.take(KEY, 5)
     clock.now += 0.25
     assert limiter.peek(KEY, 5) == limiter.peek(KEY, 5)
     assert limiter.peek(KEY, 5).headers() == [
         (b"x-ratelimit-limit-requests", b"5"),
-        (b"x-ratelimit-remaining-requests", b"4"),
-        (b"x-ratelimit-reset-requests", b"60s"),
+        (b"x-ratelimit-remaining-requests", b"3"),
+        (b"x-ratelimit-reset-requests", b"1s"),
     ]
 
 
@@ -286,6 +243,7 @@ def test_idle_keys_are_forgotten_and_busy_ones_are_not() -> None:
     assert limiter._windows.keys() == {OTHER}
 
 
+@examples(40)
 @given(limit=st.integers(1, 5), steps=st.lists(st.floats(0, 40, allow_nan=False), min_size=1, max_size=60))
 def test_never_more_than_the_limit_in_any_minute_and_never_fewer_than_could_pass(limit: int, steps: list[float]) -> None:
     clock = Clock()
@@ -313,12 +271,8 @@ def test_never_more_than_the_limit_in_any_minute_and_never_fewer_than_could_pass
 def make_admission(*known: str, **caps: int) -> Admission:
     limits: dict[str, Any] = {"max_tokens": 100, "max_prompt_chars": 1000, "max_queue": 10, **caps}
     catalogue = Catalogue(GatewayLimits())
-    catalogue.apply_models(
-        [
-            ModelEntry(name="m", allowed=True, owned_by="x", created=0, **limits),
-            ModelEntry(name="known", allowed=False, owned_by="x", created=0, **limits),
-        ]
-    )
+    names = ("m", "known")
+    catalogue.apply_models([ModelEntry(name=name, allowed=name == "m", owned_by="x", created=0, **limits) for name in names])
     return Admission(catalogue, lambda name: name in known, lambda models, path: [])
 
 
@@ -328,20 +282,9 @@ def a_caller(*allowed: str) -> Caller:
 
 def a_request(model: str = "m", *, prompt_chars: int = 1, max_tokens: int | None = None) -> InferenceRequest:
     return InferenceRequest(
-        endpoint="/v1/chat/completions",
-        model=model,
-        is_streaming=False,
-        max_tokens=max_tokens,
-        prompt_chars=prompt_chars,
-        body=b"",
-        headers={},
-    )
-
-
-def test_an_allowed_request_gets_the_models_row() -> None:
-    [entry] = make_admission().admit(a_caller(), a_request(prompt_chars=1000, max_tokens=100))
-    assert entry.name == "m"
-    assert [row.name for row in make_admission().admit(a_caller("m"), a_request())] == ["m"]
+        endpoint="/v1/chat/completions", model=model, is_streaming=False, max_tokens=max_tokens, prompt_chars=prompt_chars,
+        body=b"", headers={},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -353,12 +296,12 @@ def test_an_allowed_request_gets_the_models_row() -> None:
         (a_caller("other"), a_request(), ModelNotAllowed, 400, "model"),
         (a_caller(), a_request(prompt_chars=1001), PromptTooLarge, 400, "messages"),
         (a_caller(), a_request(max_tokens=101), MaxTokensTooLarge, 400, "max_tokens"),
-        (a_caller(), a_request(max_tokens=10**40), MaxTokensTooLarge, 400, "max_tokens"),
     ],
 )
 def test_the_first_broken_rule_is_named(
     caller: Caller, request_: InferenceRequest, error: type[GatewayError], status: int, param: str
 ) -> None:
+    assert [row.name for row in make_admission().admit(a_caller("m"), a_request(prompt_chars=1000, max_tokens=100))] == ["m"]
     with pytest.raises(error) as caught:
         make_admission("declared").admit(caller, request_)
     assert type(caught.value) is error
@@ -454,90 +397,53 @@ def names(found: ModelList, who: Caller | None) -> list[str]:
 
 
 def test_what_is_allowed_and_served_is_listed_by_name_with_the_aliases_that_lead_to_it() -> None:
-    found = make_list(
-        models=[entry("b"), entry("a"), entry("c", allowed=False), entry("d")],
-        aliases=[
-            entry_of_alias("anything", ("b", 1), ("d", 9)),
-            entry_of_alias("nobody", ("d", 1)),
-            entry_of_alias("hidden", ("c", 1)),
-        ],
-    )
+    models = [entry("b"), entry("a"), entry("c", allowed=False), entry("d")]
+    leading, nobody, hidden = [("b", 1), ("d", 9)], ("d", 1), ("c", 1)
+    aliases = [entry_of_alias("anything", *leading), entry_of_alias("nobody", nobody), entry_of_alias("hidden", hidden)]
+    found = make_list(models=models, aliases=aliases)
     assert names(found, caller()) == ["a", "anything", "b"]
     (shown,) = [model for model in found.read(caller()) if model.targets]
     assert (shown.name, shown.owned_by, shown.targets, shown.created) == ("anything", "alias", ("b",), 86401)
-
-
-def test_a_tenant_sees_its_own_aliases_and_nobody_elses() -> None:
-    found = make_list(
-        models=[entry("a"), entry("b")],
-        aliases=[
-            entry_of_alias("x", ("a", 1)),
-            entry_of_alias("x", ("b", 1), tenant="acme"),
-            entry_of_alias("y", ("a", 1), tenant="umbrella"),
-        ],
-    )
-    assert [model.targets for model in found.read(caller()) if model.name == "x"] == [("b",)]
-    assert names(found, caller()) == ["a", "b", "x"]
-    assert names(found, caller(tenant="umbrella")) == ["a", "b", "x", "y"]
-    assert names(found, None) == ["a", "b", "x"]
-
-
-def test_an_alias_hides_the_model_of_its_name_also_when_nothing_answers_it() -> None:
-    assert names(make_list(models=[entry("a"), entry("b")], aliases=[entry_of_alias("a", ("b", 1))]), None) == ["a", "b"]
     assert names(make_list(models=[entry("a"), entry("d")], aliases=[entry_of_alias("a", ("d", 1))]), None) == []
 
 
-def test_a_key_sees_what_it_names_and_the_aliases_of_that() -> None:
-    found = make_list(
-        models=[entry("a"), entry("b")], aliases=[entry_of_alias("x", ("a", 2), ("b", 1)), entry_of_alias("y", ("b", 1))]
-    )
-    assert names(found, caller("a")) == ["a", "x"]
+def test_a_key_sees_what_it_may_use_and_the_aliases_of_its_tenant() -> None:
+    own, others = entry_of_alias("x", ("b", 1), tenant="acme"), entry_of_alias("y", ("a", 1), tenant="umbrella")
+    found = make_list(models=[entry("a"), entry("b")], aliases=[entry_of_alias("x", ("a", 1)), own, others])
+    assert [model.targets for model in found.read(caller()) if model.name == "x"] == [("b",)]
+    for who, seen in ((caller(), "abx"), (caller(tenant="umbrella"), "abxy"), (None, "abx")):
+        assert names(found, who) == list(seen)
+    aliases = [entry_of_alias("x", ("a", 2), ("b", 1)), entry_of_alias("y", ("b", 1))]
+    found = make_list(models=[entry("a"), entry("b")], aliases=aliases)
+    assert (names(found, caller("a")), names(found, caller("y"))) == (["a", "x"], ["y"])
     assert found.find(caller("a"), "x") == ListedModel("x", 86401, "alias", 1000, None, ("a",))
-    assert names(found, caller("y")) == ["y"]
     assert found.find(caller("y"), "b") is None
 
 
-def test_limits_are_those_that_hold_whichever_model_answers() -> None:
-    found = make_list(
-        models=[entry("a", context_tokens=8192), entry("b", context_tokens=512), entry("c", max_tokens=300)],
-        aliases=[
-            entry_of_alias("x", ("a", 1), ("b", 1)),
-            entry_of_alias("y", ("a", 1), ("c", 1)),
-            entry_of_alias("z", ("c", 1)),
-        ],
-    )
+def test_limits_are_those_that_hold_whichever_model_and_box_answers() -> None:
+    models = [entry("a", context_tokens=8192), entry("b", context_tokens=512), entry("c", max_tokens=300)]
+    aliases = [entry_of_alias("x", ("a", 1), ("b", 1)), entry_of_alias("y", ("a", 1), ("c", 1))]
+    found = make_list(models=models, aliases=aliases)
     limits = {model.name: (model.context_tokens, model.max_tokens) for model in found.read(None)}
-    assert limits == {
-        "a": (8192, 1000), "b": (512, 512), "c": (None, 300), "x": (512, 512), "y": (8192, 300), "z": (None, 300),
-    }  # fmt: skip
-
-
-def test_a_context_window_is_the_operators_or_else_the_smallest_that_a_box_reports() -> None:
-    found = make_list(
-        models=[entry("a"), entry("b", context_tokens=100), entry("c")],
-        aliases=[],
-        contexts=[{"a": 4096, "b": 4096}, {"a": 512}, {}],
-    )
+    assert limits == {"a": (8192, 1000), "b": (512, 512), "c": (None, 300), "x": (512, 512), "y": (8192, 300)}
+    models, contexts = [entry("a"), entry("b", context_tokens=100), entry("c")], [{"a": 4096, "b": 4096}, {"a": 512}, {}]
+    found = make_list(models=models, aliases=[], contexts=contexts)
     assert {model.name: model.context_tokens for model in found.read(None)} == {"a": 512, "b": 100, "c": None}
 
 
-def test_openai_sdk_reads_the_shape_and_unknown_limits_are_left_out() -> None:
-    known = ListedModel("x", 86400, "alias", 100, 4096, ("a", "b"))
+def test_sdks_read_the_shape_and_unknown_limits_are_left_out() -> None:
+    known, bare = ListedModel("x", 86400, "alias", 100, 4096, ("a", "b")), ListedModel("a", 86400, "muster", 100, None)
     assert render_openai(known) == {
         "id": "x", "object": "model", "created": 86400, "owned_by": "alias", "context_window": 4096, "max_output_tokens": 100,
         "x_muster": {"targets": ("a", "b")},
     }  # fmt: skip
-    plain = render_openai(ListedModel("a", 86400, "muster", 100, None))
+    plain = render_openai(bare)
     assert set(plain) == {"id", "object", "created", "owned_by", "max_output_tokens"}
     assert openai.types.Model.model_validate(plain, strict=True).id == "a"
-
-
-def test_anthropic_sdk_reads_the_shape_and_unknown_limits_are_left_out() -> None:
-    shown = render_anthropic(ListedModel("x", 86400, "alias", 100, 4096, ("a",)))
-    info = anthropic.types.ModelInfo.model_validate(shown)
+    info = anthropic.types.ModelInfo.model_validate(render_anthropic(known))
     assert (info.id, info.display_name, info.max_input_tokens, info.max_tokens) == ("x", "x", 4096, 100)
     assert (info.created_at.isoformat(), info.lifecycle) == ("1970-01-02T00:00:00+00:00", "active")
-    assert "max_input_tokens" not in render_anthropic(ListedModel("a", 86400, "muster", 100, None))
+    assert "max_input_tokens" not in render_anthropic(bare)
 
 
 FIVE = [ListedModel(name, 0, "muster", 1, None) for name in ("a", "b", "c", "d/e", "f")]
@@ -547,7 +453,6 @@ FIVE = [ListedModel(name, 0, "muster", 1, None) for name in ("a", "b", "c", "d/e
     ("query", "page", "has_more"),
     [
         (b"", "a b c d/e f", False),
-        (b"limit=5", "a b c d/e f", False),
         (b"limit=2", "a b", True),
         (b"limit=2&after_id=b", "c d/e", True),
         (b"limit=2&after_id=d%2Fe", "f", False),
@@ -569,15 +474,10 @@ def test_a_page_is_what_stands_next_to_its_cursor(query: bytes, page: str, has_m
 @pytest.mark.parametrize(
     ("query", "param"),
     [
-        (b"limit=0", "limit"),
-        (b"limit=1001", "limit"),
-        (b"limit=-1", "limit"),
-        (b"limit=%C2%B2", "limit"),
-        (b"limit=99999999999999999999", "limit"),
+        *((b"limit=" + limit, "limit") for limit in (b"0", b"1001", b"%C2%B2", b"9" * 20)),
         (b"before_id=a&after_id=b", "before_id"),
         (b"&".join([b"a=1"] * 33), None),
     ],
-    ids=["zero", "too many", "negative", "not ascii", "huge", "both ways", "too many parameters"],
 )
 def test_what_cannot_be_a_page_is_refused_with_its_parameter(query: bytes, param: str | None) -> None:
     with pytest.raises(BadRequest) as refusal:

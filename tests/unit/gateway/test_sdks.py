@@ -19,7 +19,6 @@ from conformance.events import read_stream
 from core.limits import limits
 from gateway.dialects import SURFACES
 from gateway.dialects.messages import to_chat_body
-from gateway.dialects.refusal import read_stream_failure
 from gateway.dialects.responses import (
     ResponsesTranslator,
     list_input_items,
@@ -37,7 +36,6 @@ from gateway.errors import (
     GatewayError,
     NoAvailableNode,
     RateLimited,
-    RequestInterrupted,
     RequestTimeout,
     StreamTooLarge,
 )
@@ -109,39 +107,26 @@ def connect(answer: Callable[[httpx2.Request], bytes], kind: str = "text/event-s
     )
 
 
-def test_the_sdks_stream_helper_puts_the_answer_together() -> None:
+def test_the_sdks_stream_helper_puts_the_answer_together_and_sends_it_back_as_it_is() -> None:
     with connect(lambda request: stream_of(request, RICH)).responses.stream(model="m", input="hi", tools=TOOLS) as stream:
         names = [event.type for event in stream]
         response = stream.get_final_response()
-    assert names[0] == "response.created"
-    assert names[-1] == "response.completed"
-    assert response.output_text == "I will look."
-    thought, message, look, patch, send = response.output
-    assert thought.type == "reasoning"
-    assert thought.content is not None
-    assert thought.content[0].text == "hm"
-    assert message.type == "message"
-    assert look.type == "function_call"
-    assert (look.call_id, look.name, look.arguments) == ("a", "look", '{"x":1}')
-    assert patch.type == "custom_tool_call"
-    assert (patch.call_id, patch.name, patch.input) == ("b", "apply_patch", PATCH)
-    assert send.type == "function_call"
-    assert (send.name, send.namespace) == ("send", "mail")
+    assert (names[0], names[-1], response.output_text) == ("response.created", "response.completed", "I will look.")
+    thought, message, *calls = [item.to_dict() for item in response.output]
+    assert (thought["type"], thought["content"][0]["text"], message["type"]) == ("reasoning", "hm", "message")
+    assert [(call["type"], call["name"], call.get("arguments", call.get("input"))) for call in calls] == [
+        ("function_call", "look", '{"x":1}'), ("custom_tool_call", "apply_patch", PATCH), ("function_call", "send", "{}"),
+    ]  # fmt: skip
+    assert ([call["call_id"] for call in calls], calls[2]["namespace"]) == (["a", "b", "c"], "mail")
     assert response.usage is not None
     assert (response.usage.input_tokens, response.usage.input_tokens_details.cached_tokens) == (7, 2)
-
-
-def test_what_the_sdk_got_can_be_sent_back_as_it_is() -> None:
-    client = connect(lambda request: stream_of(request, RICH))
-    with client.responses.stream(model="m", input="hi", tools=TOOLS) as stream:
-        output = stream.get_final_response().output
     seen: list[httpx2.Request] = []
 
     def note(request: httpx2.Request) -> bytes:
         seen.append(request)
         return stream_of(request, [chunk({"content": "ok"}, "stop")])
 
-    given: list[Any] = [{"role": "user", "content": "hi"}, *[item.to_dict() for item in output]]
+    given: list[Any] = [{"role": "user", "content": "hi"}, thought, message, *calls]
     given += [{"type": "function_call_output", "call_id": call_id, "output": "1"} for call_id in ("a", "c")]
     given.append({"type": "custom_tool_call_output", "call_id": "b", "output": "done"})
     with connect(note).responses.stream(model="m", input=given, tools=TOOLS) as stream:
@@ -149,23 +134,6 @@ def test_what_the_sdk_got_can_be_sent_back_as_it_is() -> None:
     said = json.loads(translate_responses(_read(seen[0])).body)["messages"][1]
     assert (said["content"], said["reasoning_content"]) == ("I will look.", "hm")
     assert [call["function"]["name"] for call in said["tool_calls"]] == ["look", "apply_patch", "mail__send"]
-
-
-@pytest.mark.parametrize("begun", [True, False], ids=["after-some-text", "before-anything"])
-def test_a_failure_reaches_the_caller_as_the_failed_response(*, begun: bool) -> None:
-    def answer(request: httpx2.Request) -> bytes:
-        if begun:
-            return stream_of(request, [*RICH[:4], b'data: {"error":{"message":"the GPU is gone","code":500}}\n\n'])
-        error = NoAvailableNode("the GPU is gone")
-        return render_failed_response(error, response_id="resp_1", model="m", created=1, body=request.content)
-
-    with connect(answer).responses.stream(model="m", input="hi", tools=TOOLS) as stream:
-        last = list(stream)[-1]
-        with pytest.raises(RuntimeError, match=r"response\.completed"):
-            stream.get_final_response()
-    assert last.type == "response.failed"
-    assert last.response.error is not None
-    assert (last.response.error.code, last.response.error.message) == ("server_error", "the GPU is gone")
 
 
 def test_every_event_and_object_fits_the_published_types() -> None:
@@ -262,20 +230,10 @@ def test_what_waits_for_its_turn_is_bounded() -> None:
     assert isinstance(failure, StreamTooLarge)
 
 
-@pytest.mark.parametrize(
-    ("message", "roles"),
-    [
-        ({"role": "assistant", "content": "a"}, ["assistant"]),
-        ({"role": "user", "content": "a"}, ["user"]),
-        ({"role": "system", "content": "a"}, ["system"]),
-        ({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "a"}]}, ["tool"] * 4000),
-    ],
-    ids=["assistant", "user", "system", "results"],
-)
-def test_long_conversations_are_carried_whole(message: Json, roles: list[str]) -> None:
-    chat = json.loads(say_request(MESSAGES, messages=[message] * 4000).body)["messages"]
-    assert [turn["role"] for turn in chat] == roles
-    assert sum(turn["content"].count("a") for turn in chat) == 4000
+@pytest.mark.parametrize("role", ["assistant", "user", "system"])
+def test_long_conversations_are_carried_whole(role: str) -> None:
+    (turn,) = json.loads(say_request(MESSAGES, messages=[{"role": role, "content": "a"}] * 4000).body)["messages"]
+    assert (turn["role"], turn["content"].count("a")) == (role, 4000)
 
 
 def test_names_that_are_left_out_fit_into_a_header_and_are_few() -> None:
@@ -294,8 +252,6 @@ def test_names_that_are_left_out_fit_into_a_header_and_are_few() -> None:
     ("error", "code"),
     [
         (ForwardedRequestFailed(), "server_error"),
-        (RequestTimeout(), "server_error"),
-        (NoAvailableNode(), "server_error"),
         (ContextTooLong(), "context_length_exceeded"),
         (RateLimited(), "rate_limit_exceeded"),
         (EngineRefused("busy", status=429), "rate_limit_exceeded"),
@@ -318,20 +274,16 @@ def test_a_stream_that_broke_ends_with_the_failed_response(error: GatewayError, 
     assert translator.kept is None
 
 
-def test_half_a_custom_call_shows_nothing_of_its_text() -> None:
+def test_half_a_custom_call_shows_nothing_of_its_text_and_nothing_fails_after_the_end() -> None:
     translator = open_answer(RESPONSES, tools=[{"type": "custom", "name": "patch"}])
     assert isinstance(translator, ResponsesTranslator)
     translator.feed(chunk(call(0, '{"input": "*** Beg', name="patch", id="c")))
     failed = json.loads(translator.fail(RequestTimeout()).rpartition(b"data: ")[2])
     assert failed["response"]["output"][0]["input"] == ""
-
-
-def test_nothing_fails_after_the_end() -> None:
-    translator = open_answer(RESPONSES)
-    assert isinstance(translator, ResponsesTranslator)
-    _, failure = run(RESPONSES, [chunk({"content": "a"}, "stop")], translator)
-    assert translator.fail(RequestTimeout()) == b""
-    assert failure is translator.failure is None
+    ended = open_answer(RESPONSES)
+    assert isinstance(ended, ResponsesTranslator)
+    assert run(RESPONSES, [chunk({"content": "a"}, "stop")], ended)[1] is None
+    assert (ended.fail(RequestTimeout()), ended.failure) == (b"", None)
 
 
 def test_a_response_can_fail_without_any_translator() -> None:
@@ -340,29 +292,8 @@ def test_a_response_can_fail_without_any_translator() -> None:
         created, failed = (json.loads(event.partition(b"data: ")[2]) for event in said.split(b"\n\n")[:-1])
         assert [created["type"], failed["type"]] == ["response.created", "response.failed"]
         response = failed["response"]
-        assert (response["instructions"], response["created_at"], response["error"]["code"]) == (
-            instructions,
-            7,
-            "server_error",
-        )
-
-
-def test_an_engines_own_stream_that_broke_ends_as_the_response_it_had_begun() -> None:
-    first = b'event: response.created\ndata: {"type":"response.created","sequence_number":0,"response":{"id":"resp_x"}}\n\n'
-    last = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":41}\n\n'
-    said = SURFACES[RESPONSES].render_broken(RequestInterrupted(), first=first, last=last)
-    event = json.loads(said.removeprefix(b"event: response.failed\ndata: "))
-    assert (event["type"], event["sequence_number"]) == ("response.failed", 42)
-    assert (event["response"]["id"], event["response"]["status"]) == ("resp_x", "failed")
-    assert event["response"]["error"]["code"] == "server_error"
-    for nothing in (b"", b"data: {", b'data: {"type":"error"}\n\n', b'data: {"type":"response.created"}\n\n'):
-        assert SURFACES[RESPONSES].render_broken(RequestInterrupted(), first=nothing, last=b"data: x\n\n") == b""
-
-
-@pytest.mark.parametrize("error", [b"null", b'{"message":null,"code":9}'])
-def test_an_error_that_says_nothing_is_said_to_be_one(error: bytes) -> None:
-    found = read_stream_failure(error)
-    assert (found.status, found.message) == (502, "The engine answered with HTTP 502 and no reason.")
+        assert (response["instructions"], response["created_at"]) == (instructions, 7)
+        assert response["error"]["code"] == "server_error"
 
 
 # What is kept
@@ -371,14 +302,6 @@ def test_an_error_that_says_nothing_is_said_to_be_one(error: bytes) -> None:
 def list_kept(given: object, **more: object) -> list[Json]:
     body = json.dumps({"model": "m", "input": given, **more}).encode()
     return [json.loads(item) for item in list_input_items(body)]
-
-
-def test_text_is_kept_as_one_message_of_the_user_each_time_under_another_id() -> None:
-    (first,), (second,) = list_kept("hi"), list_kept("hi")
-    assert first.pop("id").startswith("msg_")
-    assert second.pop("id") not in (first.get("id"), None)
-    said = {"type": "message", "role": "user", "status": "completed", "content": [{"type": "input_text", "text": "hi"}]}
-    assert first == second == said
 
 
 def test_items_are_kept_with_an_id_and_a_type_and_tools_without_their_credentials() -> None:

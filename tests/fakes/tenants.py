@@ -1,4 +1,4 @@
-"""Rows for the tests of the gateway's pages and background work; each takes only what the test is about."""
+"""Rows of tenants, their keys and requests, of gateways and operators; each takes only what the test is about."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from django.utils import timezone
 from core.models import User
 from gateway.models import ApiKey, GatewayProcess, RequestRecord, Tenant
 from gateway.services import create_api_key, create_tenant
-from governance.models import AuditEvent
+from tests.fakes.nodes import ACTOR
 from wire.contract import RequestState
 from wire.ids import new_uuid7
 
-ACTOR = "user:ada"
 PASSWORD = "a password for tests only"
 
 
@@ -45,18 +44,7 @@ def make_gateway(*, silent_s: float = 0.0, stopped: bool = False) -> GatewayProc
 def make_record(*, age_s: float = 1.0, state: RequestState = RequestState.COMPLETED, **changes: Any) -> RequestRecord:
     """Return a request that arrived ``age_s`` seconds ago."""
     values: dict[str, Any] = {
-        "gateway_id": new_uuid7(),
-        "tenant": "research",
-        "key_id": new_uuid7(),
-        "key_name": "notebook",
-        "endpoint": "/v1/chat/completions",
-        "model": "tiny",
-        "state": state.value,
-        "created_at": timezone.now() - timedelta(seconds=age_s),
-    }
+        "gateway_id": new_uuid7(), "tenant": "research", "key_id": new_uuid7(), "key_name": "notebook", "model": "tiny",
+        "endpoint": "/v1/chat/completions", "state": state.value, "created_at": timezone.now() - timedelta(seconds=age_s),
+    }  # fmt: skip
     return RequestRecord.objects.create(**{**values, **changes})
-
-
-def audited(action: str) -> list[AuditEvent]:
-    """Return the events of an action, oldest first."""
-    return list(AuditEvent.objects.filter(action=action).order_by("pk"))
