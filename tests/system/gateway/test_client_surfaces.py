@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
 
 from core.limits import GatewayLimits
 from gateway.dialects import SURFACES
@@ -19,20 +18,6 @@ from tests.fakes.pipeline import CHAT, MESSAGES, REPLY, RESPONSES, SSE, STREAM, 
 
 def read_events(body: bytes) -> list[dict[str, Any]]:
     return [json.loads(data) for data in re.findall(rb"^data: (\{.*)$", body, re.MULTILINE)]
-
-
-@pytest.mark.parametrize("surface", [SURFACES[CHAT], MESSAGES, RESPONSES], ids=["chat", "messages", "responses"])
-async def test_an_engines_own_stream_that_just_ends_is_recorded_and_counted_as_interrupted(
-    make_gateway: Make, surface: Any
-) -> None:
-    gateway = make_gateway()
-    link = gateway.link()
-    request = gateway.ask(surface=surface, max_tokens=5, stream=True, input="hi")
-    before = REGISTRY.get_sample_value("muster_requests_total", {"model": "m", "state": "interrupted"}) or 0
-    await request.served(link, b'data: {"type":"x","choices":[]}\n\n', headers=SSE)
-    assert b'"completed"' not in request.client.body
-    assert await request.record("state", "error_code", "tokens_estimated") == ("interrupted", "REQUEST_INTERRUPTED", True)
-    assert REGISTRY.get_sample_value("muster_requests_total", {"model": "m", "state": "interrupted"}) == before + 1
 
 
 @pytest.mark.parametrize("paths", [None, {CHAT, "/v1/messages"}], ids=["declares nothing", "declares what it does not know"])
@@ -101,12 +86,14 @@ async def test_a_count_of_ours_is_never_below_what_the_engine_counted(make_gatew
 # names
 
 
-async def test_an_alias_is_answered_by_its_target_and_the_record_has_both_names(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": (), "big": ()}, aliases=(Alias("gpt-4o-mini", (Target("big"),)),))
+async def test_an_alias_is_answered_by_its_target_at_a_lower_priority_and_the_record_has_both_names(make_gateway: Make) -> None:
+    models, alias = {"m": (), "big": ()}, Alias("gpt-4o-mini", (Target("big"),))
+    gateway = make_gateway(models=models, aliases=(alias,), priority=Priority.HIGH)
     link = gateway.link("big")
-    request = gateway.ask(model="gpt-4o-mini")
+    request = gateway.ask(model="gpt-4o-mini", x_pool_options={"priority": "low"})
     stream = await request.on(link)
     assert (stream.request.model, json.loads(stream.request.body)["model"]) == ("big", "big")
+    assert stream.request.priority == "low"
     stream.answer(REPLY)
     await request.done()
     assert request.client.headers["x-muster-model"] == "big"
@@ -140,10 +127,7 @@ async def test_a_fallback_answers_when_the_queue_is_too_long_for_the_client(make
     ("options", "unmatched"),
     [
         ({"prefer_gpu": "node", "fallback_models": ["spare"]}, None),
-        ({"prefer_gpu": "H100"}, {"prefer_gpu": "H100"}),
-        ({"fallback_models": ["spare", "nobody-has-this", "auto"]}, {"fallback_models": ["nobody-has-this"]}),
-        ({"prefer_gpu": "x", "fallback_models": ["y"]}, {"prefer_gpu": "x", "fallback_models": ["y"]}),
-        ({}, None),
+        ({"prefer_gpu": "x", "fallback_models": ["spare", "y", "auto"]}, {"prefer_gpu": "x", "fallback_models": ["y"]}),
     ],
 )
 async def test_a_client_is_told_what_it_named_that_is_nothing_here(
@@ -151,7 +135,7 @@ async def test_a_client_is_told_what_it_named_that_is_nothing_here(
 ) -> None:
     gateway = make_gateway(models={"m": (), "spare": ()})
     link = gateway.link()
-    if options.get("prefer_gpu") == "node":
+    if unmatched is None:
         options = {**options, "prefer_gpu": link.node_name}
     request = gateway.ask(x_pool_options=options)
     await request.served(link, REPLY)
@@ -171,18 +155,6 @@ async def test_a_fallback_that_came_free_takes_over_when_the_wait_is_over(make_g
     assert await waiting.record("model", "state") == ("spare", "completed")
     one.answer(REPLY)
     await first.done()
-
-
-async def test_a_client_may_lower_its_priority(make_gateway: Make) -> None:
-    gateway = make_gateway(priority=Priority.HIGH)
-    link = gateway.link(slots=2)
-    plain, lowered = gateway.ask(), gateway.ask(x_pool_options={"priority": "low"})
-    await plain.client.wait(lambda: len(link.streams) == 2)
-    assert [stream.request.priority for stream in link.streams] == ["high", "low"]
-    for stream in list(link.streams):
-        stream.answer(REPLY)
-    await plain.done()
-    await lowered.done()
 
 
 # signs of life

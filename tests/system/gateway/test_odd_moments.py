@@ -28,6 +28,7 @@ from tests.fakes.pipeline import (
     STREAM,
     Gateway,
     Make,
+    Request,
     Rows,
     allow_keeping,
     chunk,
@@ -39,29 +40,38 @@ from tests.fakes.pipeline import (
 # other models
 
 
-async def test_a_fallback_answers_when_the_models_providers_are_switched_off(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": ("spare",), "spare": ()})
-    gateway.pipeline.dispatcher._keeper.disabled_models = frozenset({"m"})
-    request = gateway.ask()
-    await request.done()
-    assert (request.client.status, request.error["message"]) == (503, "Provider is currently disabled")
-    spare = gateway.link("spare")
-    request = gateway.ask()
-    await request.served(spare, REPLY)
-    assert await request.record("model", "asked_model") == ("spare", "m")
-
-
-@pytest.mark.parametrize("kind", [EndKind.ENGINE_FAILED, EndKind.BUSY], ids=["failed", "busy"])
+@pytest.mark.parametrize("kind", [EndKind.ENGINE_FAILED, EndKind.BUSY, EndKind.RECLAIMED], ids=str)
 async def test_a_fallback_answers_after_the_models_only_box_did_not(make_gateway: Make, kind: EndKind) -> None:
     gateway = make_gateway(models={"m": ("spare",), "spare": ()})
     link, spare = gateway.link(), gateway.link("spare")
     request = gateway.ask()
-    (await request.on(link)).end(kind, retryable=True)
+    stream = await request.on(link)
+    link.policy.reclaimed = kind is EndKind.RECLAIMED
+    stream.end(kind, retryable=True)
     await request.client.wait(lambda: spare.streams or link.streams or request.task.done())
     assert link.streams == []
     spare.streams[0].answer(REPLY)
     await request.done()
-    assert await request.record("model", "attempts", "state") == ("spare", 2, "completed")
+    assert await request.record("model", "asked_model", "attempts", "state") == ("spare", "m", 2, "completed")
+
+
+async def test_a_fallback_answers_while_the_models_queue_is_full_or_its_provider_is_off(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": ("spare",), "spare": ()}, max_queue=0)
+    link, spare = gateway.link(), gateway.link("spare")
+    first = gateway.ask()
+    stream = await first.on(link)
+    second = gateway.ask()
+    await second.served(spare, REPLY)
+    assert await second.record("model", "asked_model", "state") == ("spare", "m", "completed")
+    gateway.registry.remove(spare)
+    for message, is_off in (("Service temporarily at capacity, please retry", False), ("Provider is currently disabled", True)):
+        gateway.pipeline.dispatcher._keeper.disabled_models = frozenset({"m"} if is_off else ())
+        refused = gateway.ask()
+        await refused.done()
+        assert (refused.client.status, refused.error["message"]) == (503, message)
+        assert await refused.record("state", "model") == ("rejected", "m")
+    stream.answer(REPLY)
+    await first.done()
 
 
 async def test_a_pool_shaped_request_goes_to_a_fallback_that_speaks_chat_alone(make_gateway: Make) -> None:
@@ -89,6 +99,16 @@ async def test_a_pool_shaped_request_goes_to_a_fallback_that_speaks_chat_alone(m
 # kept answers
 
 
+async def finish(request: Request, stream: FakeStream, *, streams: bool) -> Any:
+    """Have the engine answer, and return the response that the client gets."""
+    stream.answer(*(STREAM if streams else [REPLY]), headers=SSE if streams else None)
+    await request.done()
+    said = last_data(request.client.body)
+    assert request.client.is_whole
+    assert await request.record("state") == ("completed",)
+    return said["response"] if streams else said
+
+
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
 async def test_a_kept_answer_with_the_pools_numbers_is_whole_and_durable(make_gateway: Make, *, streams: bool) -> None:
     gateway = make_gateway()
@@ -96,12 +116,9 @@ async def test_a_kept_answer_with_the_pools_numbers_is_whole_and_durable(make_ga
     link = gateway.link(paths={CHAT})
     request = gateway.ask(surface=RESPONSES, input="hi", stream=streams, x_pool_options={})
     stream = await request.on(link)
-    stream.answer(*(STREAM if streams else [REPLY]), headers=SSE if streams else None)
-    await request.done()
-    response = last_data(request.client.body)["response"] if streams else last_data(request.client.body)
+    response = await finish(request, stream, streams=streams)
     assert (response["store"], response["x_pool_meta"]["model"]) == (True, "m")
     assert gateway.rows.execute("SELECT id FROM gateway_storedresponse").fetchall() == [(response["id"],)]
-    assert await request.record("state") == ("completed",)
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
@@ -112,12 +129,8 @@ async def test_an_answer_that_cannot_be_kept_says_so_whatever_it_speaks_of(make_
     request = gateway.ask(surface=RESPONSES, input="hi", instructions="data: x", stream=streams)
     stream = await request.on(link)
     gateway.rows.execute("DELETE FROM gateway_tenant WHERE name = 't'")
-    stream.answer(*(STREAM if streams else [REPLY]), headers=SSE if streams else None)
-    await request.done()
-    response = last_data(request.client.body)["response"] if streams else last_data(request.client.body)
+    response = await finish(request, stream, streams=streams)
     assert (response["store"], response["status"]) == (False, "completed")
-    assert request.client.is_whole
-    assert await request.record("state") == ("completed",)
 
 
 # what cannot be said in other words
@@ -147,7 +160,7 @@ async def test_what_cannot_be_translated_is_refused_by_name_once_nobody_speaks_i
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
-@pytest.mark.parametrize("trouble", ["whole", "empty", "large", "unknown path", "deadline"])
+@pytest.mark.parametrize("trouble", ["whole", "empty", "large", "unknown path", "deadline", "refused"])
 async def test_after_signs_of_life_every_trouble_is_one_event_and_an_end(make_gateway: Make, path: str, trouble: str) -> None:
     gateway = make_gateway(limits=GatewayLimits(stream_ping_s=0.01))
     link = gateway.link()
@@ -156,6 +169,8 @@ async def test_after_signs_of_life_every_trouble_is_one_event_and_an_end(make_ga
     await request.client.wait(lambda: b": ping" in request.client.body)
     if trouble == "whole":
         stream.answer(REPLY)
+    elif trouble == "refused":
+        stream.answer(b'{"error":{"message":"no memory left"}}', status=503)
     elif trouble == "empty":
         for _ in range(GatewayLimits().max_requeues):
             stream.answer(headers=SSE)
@@ -177,6 +192,7 @@ async def test_after_signs_of_life_every_trouble_is_one_event_and_an_end(make_ga
     assert request.client.is_whole
     assert len([one for one in said if "error" in one or one.get("type") == "response.failed"]) == 1
     assert b"[DONE]" not in request.client.body
+    assert (b"no memory left" in events[-1]) is (trouble == "refused")
     assert (await request.record("state"))[0] == "failed"
 
 
@@ -360,8 +376,5 @@ async def test_an_item_that_is_nested_without_end_costs_the_keeping_and_not_the_
     brought = {"type": "tool_search_output", "call_id": "c", "tools": [{"type": "mcp", "more": nest(220)}]}
     request = gateway.ask(surface=RESPONSES, input=[{"role": "user", "content": "hi"}, brought], stream=streams)
     stream = await request.on(link)
-    stream.answer(*(STREAM if streams else [REPLY]), headers=SSE if streams else None)
-    await request.done()
-    response = last_data(request.client.body)["response"] if streams else last_data(request.client.body)
+    response = await finish(request, stream, streams=streams)
     assert (response["store"], response["status"]) == (False, "completed")
-    assert await request.record("state") == ("completed",)
