@@ -231,9 +231,6 @@ def test_details_that_make_no_sense_are_refused(changes: dict[str, Any], param: 
     assert not audited("model.details")
 
 
-# pages
-
-
 @pytest.fixture
 def boss() -> Client:
     """The browser of an operator who may do everything."""
@@ -255,7 +252,6 @@ def test_an_alias_lives_its_life_on_the_pages(boss: Client) -> None:
     assert made.status_code == 302
     alias = ModelAlias.objects.get(name="x", tenant=tenant)
     assert alias.targets == [{"model": "a", "weight": 9}, {"model": "b", "weight": 0}, {"model": "c", "weight": 1}]
-
     assert "a 9\nb 0\nc 1" in boss.get(confirm(alias, "targets")).content.decode()
     boss.post(confirm(alias, "targets"), {"targets": "c 2"})
     boss.post(confirm(alias, "off"))
@@ -264,7 +260,6 @@ def test_an_alias_lives_its_life_on_the_pages(boss: Client) -> None:
     boss.post(confirm(alias, "on"))
     alias.refresh_from_db()
     assert alias.is_active
-
     gone = boss.post(confirm(alias, "delete"), follow=True)
     assert gone.redirect_chain == [(reverse(LIST), 302)]
     assert "Deleted the alias x of acme." in gone.content.decode()
@@ -335,9 +330,6 @@ def test_details_of_a_model_are_changed_on_its_page(boss: Client) -> None:
     assert "cannot stand in for itself" in refused
 
 
-# REST
-
-
 @pytest.fixture
 def admin() -> Client:
     """A client that shows an admin token."""
@@ -361,7 +353,6 @@ def test_an_alias_lives_its_life_over_rest(admin: Client) -> None:
     assert shown["created_at"].endswith("Z")
     assert admin.get("/api/v1/aliases").json() == {"aliases": [shown]}
     assert admin.get(made["Location"]).json() == shown
-
     off = admin.patch(made["Location"], {"is_active": False}, "application/json").json()
     assert (off["is_active"], off["targets"]) == (False, shown["targets"])
     moved = admin.patch(made["Location"], {"targets": [{"model": "c"}]}, "application/json").json()
@@ -393,9 +384,6 @@ def test_what_cannot_be_made_names_the_field(admin: Client, body: dict[str, Any]
     assert ModelAlias.objects.count() == 1
 
 
-# a running gateway
-
-
 @asynccontextmanager
 async def run_gateway() -> AsyncIterator[GatewayRuntime]:
     runtime = GatewayRuntime()
@@ -425,13 +413,11 @@ async def test_the_model_list_answers_each_caller_in_its_dialect() -> None:
         assert [model["id"] for model in everybody["data"]] == ["a"]
         assert [model["id"] for model in own["data"]] == ["a", "x"]
         assert own["data"][1]["x_muster"] == {"targets": ["a"]}
-
         claude = {"x-api-key": key, "anthropic-version": "2026-10-21"}
         page = (await client.get("/v1/models?limit=1", headers=claude)).json()
         assert (page["has_more"], page["first_id"], page["last_id"]) == (True, "a", "a")
         one = (await client.get("/v1/models/x", headers=claude)).json()
         assert (one["type"], one["id"], one["lifecycle"]) == ("model", "x", "active")
-
         for path, status, kind in (
             ("/v1/models/b", 404, "not_found_error"),
             ("/v1/models?limit=0", 400, "invalid_request_error"),

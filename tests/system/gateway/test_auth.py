@@ -60,8 +60,6 @@ async def _close_connections() -> AsyncIterator[None]:
     await sync_to_async(connections.close_all)()
 
 
-# the ring, over committed rows
-
 over_rows = [pytest.mark.django_db(transaction=True), pytest.mark.usefixtures("_close_connections")]
 
 
@@ -154,9 +152,6 @@ class TestKeyRing:
         catalogue.apply_keys(await sync_to_async(catalogue.load_keys)(since), replace=False)
         await refuse(ring, {"authorization": f"Bearer {text}"})
         assert catalogue.lookups == 1
-
-
-# the catalogue
 
 
 def mark_now() -> int:

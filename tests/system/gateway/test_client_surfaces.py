@@ -83,9 +83,6 @@ async def test_a_count_of_ours_is_never_below_what_the_engine_counted(make_gatew
     assert "3585 + 512 > 4096" in request.error["message"]
 
 
-# names
-
-
 async def test_an_alias_is_answered_by_its_target_at_a_lower_priority_and_the_record_has_both_names(make_gateway: Make) -> None:
     models, alias = {"m": (), "big": ()}, Alias("gpt-4o-mini", (Target("big"),))
     gateway = make_gateway(models=models, aliases=(alias,), priority=Priority.HIGH)
@@ -156,8 +153,6 @@ async def test_a_fallback_that_came_free_takes_over_when_the_wait_is_over(make_g
     one.answer(REPLY)
     await first.done()
 
-
-# signs of life
 
 QUICK = GatewayLimits(stream_ping_s=0.01, no_node_wait_s=29.0)
 

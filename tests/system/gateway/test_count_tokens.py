@@ -87,9 +87,6 @@ def setting() -> Setting:
     return Setting()
 
 
-# answers
-
-
 async def test_a_box_counts_system_and_tools_too_and_no_limit_of_an_answer_is_needed(setting: Setting) -> None:
     body = {**ASKED, "system": "Be brief.", "tools": [TOOL]}
     answer = await setting.ask_box(body, path=MESSAGES + "?beta=true")
@@ -117,9 +114,6 @@ async def test_an_alias_is_counted_as_its_model_and_what_was_left_out_is_named(s
     answer = await setting.ask_box(body)
     assert (setting.asked["model"], answer.headers["x-muster-model"]) == ("m", "m")
     assert "web_search" in answer.headers["x-muster-ignored"] or "tools[0]" in answer.headers["x-muster-ignored"]
-
-
-# refusals
 
 
 @pytest.mark.parametrize(
@@ -165,9 +159,6 @@ async def test_other_methods_large_bodies_and_a_gateway_that_stops_are_refused(s
     assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
     setting.runtime.pipeline.is_stopping = True
     assert (await setting.ask()).status_code == 503
-
-
-# SDKs
 
 
 async def test_the_sdk_of_anthropic_reads_a_count(setting: Setting) -> None:

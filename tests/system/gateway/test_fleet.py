@@ -53,9 +53,6 @@ async def test_a_wait_of_half_a_minute_takes_no_such_time_and_ends_to_the_second
     assert node.engine.running == first.calls
 
 
-# lost and silent links
-
-
 BREAKS: list[tuple[Callable[[Node, EngineCall], None], str]] = [
     (lambda node, _call: node.link.cut(), RequestInterrupted.code),
     (lambda _node, call: call.fail(), ForwardedRequestFailed.code),
@@ -150,9 +147,6 @@ async def test_a_silent_node_is_given_up_and_what_it_had_goes_elsewhere_or_ends(
     assert [await begun.row(), await waiting.row()] == before
 
 
-# cancellations
-
-
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_is_told_to_the_node_and_its_slot_goes_to_the_next(fleet: Fleet, *, stream: bool) -> None:
     node = await fleet.add_node()
@@ -218,9 +212,6 @@ async def test_a_cancel_never_overtakes_its_request_and_what_comes_late_reaches_
     assert [(await answer.row())["state"] for answer in (*hasty, left)] == ["cancelled"] * 3
 
 
-# clients
-
-
 async def test_a_stream_whose_answer_does_not_come_is_never_silent_for_long(fleet_rows: Rows) -> None:
     set_limits(gateway={"stream_ping_s": 1.0, "queue_s": 4.0})
     async with Fleet(rows=fleet_rows) as fleet:
@@ -282,9 +273,6 @@ async def test_a_client_that_reads_late_gets_all_of_its_answer(fleet_rows: Rows)
         row = await answer.row()
         assert (row["state"], row["completion_tokens"]) == ("completed", 61)
         assert answer.pieces == [(call.ident, place) for place in range(61)]
-
-
-# records
 
 
 @pytest.mark.parametrize("stream", [True, False])

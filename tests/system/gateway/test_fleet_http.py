@@ -42,9 +42,6 @@ def read_error(answer: MemoryClient) -> tuple[int, str, str | None]:
     return answer.status, error["code"], error["param"]
 
 
-# requests that are refused before they are one
-
-
 @pytest.mark.parametrize("path", [CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH, COUNT_PATH])
 async def test_a_body_that_is_not_plain_json_is_refused_by_the_header_that_says_so(fleet: Fleet, path: str) -> None:
     for name, value in (
@@ -133,9 +130,6 @@ async def test_every_answer_names_its_request_as_its_client_reads_it(fleet: Flee
         assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
-# paths that models answer
-
-
 async def test_a_path_that_no_node_answers_is_refused_at_once_with_those_that_are(fleet: Fleet) -> None:
     await fleet.add_node(endpoints=[EMBEDDINGS_PATH, "/v1/completions"])
     refused = await fleet.call(CHAT_PATH, json.dumps({"model": "m", "messages": HELLO}).encode())
@@ -188,9 +182,6 @@ async def test_a_recording_travels_byte_for_byte(fleet: Fleet) -> None:
     assert (asked.status, asked.client.body.decode()) == (200, "Grüß Gott.\n")
 
 
-# what operators and monitors ask
-
-
 async def test_the_admin_api_makes_lists_and_ends_keys_and_refuses_everyone_else(fleet: Fleet) -> None:
     _, token = await fleet.operate(create_admin_token, name=f"t{uuid.uuid4().hex[:8]}")
     node = await fleet.add_node(slots=2)
@@ -205,7 +196,6 @@ async def test_the_admin_api_makes_lists_and_ends_keys_and_refuses_everyone_else
     assert {**shown, "is_draining": False}.items() <= worker.items()
     stats = read(await fleet.call("/admin/stats", method="GET", **admin))
     assert (stats["queue_depth"], stats["active_workers"], stats["in_flight"]) == ({"local": 0}, 1, 1)
-
     made = await fleet.call("/admin/keys", b'{"name": "new", "tenant": "acme", "priority": "low"}', **admin)
     row = read(made)
     assert (made.status, row["name"], row["revoked"], row["last_used_at"]) == (201, "new", False, None)

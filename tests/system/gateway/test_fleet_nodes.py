@@ -71,9 +71,6 @@ async def age_drains(fleet: Fleet, seconds: float) -> None:
     await fleet.advance(limits().gateway.sweep_s + limits().gateway.tick_s)
 
 
-# who gets a request
-
-
 async def test_a_request_that_a_full_node_sends_back_goes_to_another_one(fleet: Fleet) -> None:
     leaving = await fleet.add_node(slots=2)
     running, call = await fleet.begin_stream()
@@ -88,9 +85,6 @@ async def test_a_request_that_a_full_node_sends_back_goes_to_another_one(fleet: 
     assert [(row["state"], row["attempts"]) for row in [await sent_back.row()]] == [("completed", 2)]
     call.finish()
     assert (await running.row())["state"] == "completed"
-
-
-# who waits
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -177,9 +171,6 @@ async def test_a_provider_that_is_switched_off_refuses_at_once(fleet: Fleet) -> 
         await fleet.operate(enable_provider, name="local")
     await fleet.until(lambda: "m" not in fleet.runtime.keeper.disabled_models)
     await serve(fleet, fleet.ask())
-
-
-# nodes that are held back
 
 
 @pytest.mark.parametrize(("begin", "end"), [(cordon_node, uncordon_node), (drain_node, undrain_node)])
@@ -274,9 +265,6 @@ async def test_what_a_leaving_runner_does_not_finish_in_time_is_cut(fleet_rows: 
         assert running.ended_at - left_at == pytest.approx(3.0, abs=0.1)
         assert (running.error_code, call.state) == (RequestInterrupted.code, CallState.CANCELLED)
         assert (row["state"], row["attempts"]) == ("interrupted", 1)
-
-
-# gateways that stop
 
 
 async def crowd(fleet: Fleet) -> tuple[Node, Answer, EngineCall, Answer, Answer]:

@@ -37,8 +37,6 @@ from tests.fakes.pipeline import (
     last_data,
 )
 
-# other models
-
 
 @pytest.mark.parametrize("kind", [EndKind.ENGINE_FAILED, EndKind.BUSY, EndKind.RECLAIMED], ids=str)
 async def test_a_fallback_answers_after_the_models_only_box_did_not(make_gateway: Make, kind: EndKind) -> None:
@@ -93,12 +91,6 @@ async def test_a_pool_shaped_request_goes_to_a_fallback_that_speaks_chat_alone(m
     await second.served(link, REPLY)
 
 
-# other words
-
-
-# kept answers
-
-
 async def finish(request: Request, stream: FakeStream, *, streams: bool) -> Any:
     """Have the engine answer, and return the response that the client gets."""
     stream.answer(*(STREAM if streams else [REPLY]), headers=SSE if streams else None)
@@ -133,8 +125,6 @@ async def test_an_answer_that_cannot_be_kept_says_so_whatever_it_speaks_of(make_
     assert (response["store"], response["status"]) == (False, "completed")
 
 
-# what cannot be said in other words
-
 UNSAYABLE = [{"role": "user", "content": [{"type": "holograph", "data": "x"}]}]
 
 
@@ -154,9 +144,6 @@ async def test_what_cannot_be_translated_is_refused_by_name_once_nobody_speaks_i
     assert second.client.status == 400
     assert second.error["param"] == "messages[0].content[0].type"
     assert await second.record("state") == ("rejected",)
-
-
-# signs of life, then ...
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
@@ -198,9 +185,6 @@ async def test_after_signs_of_life_every_trouble_is_one_event_and_an_end(make_ga
 
 DOCUMENT = [{"role": "user", "content": [{"type": "document", "source": {"type": "file", "file_id": "f"}}]}]
 """What no chat completion can carry."""
-
-
-# final states
 
 
 async def test_a_request_that_was_tried_more_often_than_a_column_can_count_is_final_all_the_same(make_gateway: Make) -> None:
@@ -248,9 +232,6 @@ async def test_a_bug_of_ours_is_a_failure_and_no_interruption(make_gateway: Make
     assert final == ("failed", "INTERNAL_ERROR", 500)
 
 
-# models
-
-
 async def occupy(gateway: Gateway) -> Any:
     """Have the one box of ``m``, which speaks Messages itself, taken for an hour."""
     link = gateway.link(paths={"/v1/messages"})
@@ -294,9 +275,6 @@ async def test_requests_that_find_a_path_unknown_one_after_the_other_are_all_ask
         assert await request.record("state", "attempts") == ("completed", 2)
 
 
-# tokens
-
-
 @pytest.mark.parametrize("ending", ["left", "lost", "failed"])
 async def test_a_stream_that_ends_in_the_middle_is_counted_as_far_as_it_came(make_gateway: Make, ending: str) -> None:
     gateway = make_gateway()
@@ -336,9 +314,6 @@ async def test_what_was_counted_is_written_down_for_a_client_that_leaves_before_
     row = await request.record("state", "status_code", "prompt_tokens", "completion_tokens", "tokens_estimated")
     assert row == ("cancelled", 499, 3, 4, False)
     assert (request.client.is_whole, metrics.TALLY.in_flight) == (False, before)
-
-
-# kept conversations
 
 
 async def test_pictures_of_earlier_turns_do_not_count_as_text(make_gateway: Make) -> None:

@@ -18,13 +18,7 @@ from django.utils import timezone
 
 from gateway.errors import BadRequest, ResponseNotFound
 from gateway.models import StoredResponse, Tenant
-from gateway.services import (
-    ResponseNotKept,
-    change_response_policy,
-    create_tenant,
-    delete_expired_responses,
-    forget_responses,
-)
+from gateway.services import ResponseNotKept, change_response_policy, create_tenant, delete_expired_responses, forget_responses
 from gateway.services import responses as responses_module
 from gateway.services.responses import (
     delete_response,
@@ -105,14 +99,10 @@ def is_found(response_id: str, *, tenant: str = "acme") -> bool:
     return True
 
 
-# what is kept
-
-
 def test_an_answer_is_given_back_byte_for_byte() -> None:
     make_keeper()
     body = b'{"output": [],  "b": 1, "a": 1.50, "id": "resp_1", "text": "\\u0000 \\ud83d\\ude00 \xc3\xa9"}'
     keep("resp_1", body=body, input_items=[say("user", "before\x00after")])
-
     assert get_response(tenant="acme", response_id="resp_1") == body
     assert texts_of(load_history(tenant="acme", response_id="resp_1").items) == ["before\x00after"]
 
@@ -121,7 +111,6 @@ def test_an_answer_is_kept_for_the_days_of_the_key_or_the_tenant_whichever_are_f
     make_keeper(days=5)
     keep("resp_1", kept_days=2)
     keep("resp_2", kept_days=30)
-
     kept = {row.pk: (row.expires_at - row.created_at).days for row in StoredResponse.objects.all()}
     assert kept == {"resp_1": 2, "resp_2": 5}
 
@@ -130,7 +119,6 @@ def test_the_id_of_another_tenants_answer_is_refused_and_that_answer_stays() -> 
     make_keeper()
     make_keeper("other")
     keep("resp_1")
-
     with pytest.raises(ResponseNotKept):
         keep("resp_1", tenant="other")
     assert is_found("resp_1")
@@ -139,7 +127,6 @@ def test_the_id_of_another_tenants_answer_is_refused_and_that_answer_stays() -> 
 
 def test_nothing_is_kept_for_a_tenant_that_does_not_allow_it() -> None:
     create_tenant(name="acme", actor=ACTOR)
-
     with pytest.raises(ResponseNotKept):
         keep("resp_1")
     with pytest.raises(ResponseNotKept):
@@ -178,7 +165,6 @@ def test_nothing_is_written_once_the_caller_has_given_up() -> None:
     with pytest.raises(ResponseNotKept):
         keep("resp_1", give_up_at=time.monotonic() - 0.001)
     keep("resp_2", give_up_at=time.monotonic() + 60)
-
     assert not is_found("resp_1")
     assert is_found("resp_2")
 
@@ -189,7 +175,6 @@ def test_what_is_written_after_the_caller_has_given_up_is_taken_back(monkeypatch
     monkeypatch.setattr(responses_module, "clock", SimpleNamespace(monotonic=lambda: next(clock)))
     with pytest.raises(ResponseNotKept):
         keep("resp_1", give_up_at=5.0)
-
     assert not is_found("resp_1")
 
 
@@ -214,7 +199,6 @@ def test_a_database_that_makes_wait_is_given_up_on_in_time() -> None:
         keeper.start()
         keeper.join(30)
         assert not keeper.is_alive()
-
     assert len(failures) == 1
     assert not StoredResponse.objects.exists()
 
@@ -239,12 +223,8 @@ def test_no_answer_slips_in_behind_a_policy_that_was_switched_off() -> None:
         keeper.start()
         wait_for_lock(keeper)
     keeper.join(30)
-
     assert outcomes == ["refused"]
     assert not StoredResponse.objects.exists()
-
-
-# how a conversation is read back
 
 
 def test_a_conversation_comes_back_oldest_first_in_one_query() -> None:
@@ -252,7 +232,6 @@ def test_a_conversation_comes_back_oldest_first_in_one_query() -> None:
     last = keep_chain(12)
     with CaptureQueriesContext(connection) as queries:
         history = load_history(tenant="acme", response_id=last)
-
     assert len(queries) == 1
     assert history.turns == 12
     expected = [f"{side} resp_{number}" for number in range(12) for side in ("ask", "answer")]
@@ -268,7 +247,6 @@ def test_a_conversation_with_a_turn_missing_is_not_found(gone: str, way: str) ->
         delete_response(tenant="acme", response_id=gone)
     else:
         expire(gone)
-
     with pytest.raises(ResponseNotFound) as caught:
         load_history(tenant="acme", response_id=last)
     assert (caught.value.code, caught.value.status) == ("previous_response_not_found", 404)
@@ -281,7 +259,6 @@ def test_a_conversation_never_leads_into_another_tenants() -> None:
     make_keeper("other")
     keep("resp_theirs", tenant="other")
     keep("resp_mine", "resp_theirs")
-
     with pytest.raises(ResponseNotFound):
         load_history(tenant="acme", response_id="resp_mine")
     with pytest.raises(ResponseNotFound):
@@ -294,7 +271,6 @@ def test_a_conversation_never_leads_into_another_tenants() -> None:
 def test_whatever_is_called_a_response_that_is_none_is_not_found(text: str) -> None:
     make_keeper()
     keep("resp_1")
-
     for ask in (load_history, get_response, delete_response, require_response):
         with pytest.raises(ResponseNotFound):
             ask(tenant="acme", response_id=text)
@@ -305,16 +281,12 @@ def test_a_conversation_that_is_too_long_is_refused_by_name(limit: str, most: in
     make_keeper()
     last = keep_chain(5)
     set_limits(gateway={limit: most})
-
     assert load_history(tenant="acme", response_id="resp_1").turns == 2
     with pytest.raises(BadRequest) as caught:
         load_history(tenant="acme", response_id=last)
     assert not isinstance(caught.value, ResponseNotFound)
     assert (caught.value.status, caught.value.param) == (400, "previous_response_id")
     assert str(most) in caught.value.message
-
-
-# the list of a turn's input
 
 
 def read_page(**changes: Any) -> dict[str, Any]:
@@ -330,7 +302,6 @@ def test_input_is_listed_page_by_page_each_item_once(order: str) -> None:
     pages = [read_page(order=order, limit=2)]
     while pages[-1]["has_more"]:
         pages.append(read_page(order=order, limit=2, after=pages[-1]["last_id"]))
-
     listed = [item["content"][0]["text"] for page in pages for item in page["data"]]
     assert listed == sorted("01234", reverse=order == "desc")
     assert [(page["first_id"], page["last_id"]) for page in pages] == [
@@ -345,7 +316,6 @@ def test_items_are_listed_with_id_type_and_parts_as_clients_read_them() -> None:
     result = {"type": "function_call_output", "call_id": "c", "output": "4", "id": None}
     parts = {"role": "user", "content": [{"type": "input_text", "text": "hi"}], "status": "in_progress"}
     keep("resp_1", input_items=[{"role": "assistant", "content": "hello"}, call, result, parts])
-
     assert read_page()["data"] == [
         {
             "id": "msg_1_0",
@@ -360,16 +330,12 @@ def test_items_are_listed_with_id_type_and_parts_as_clients_read_them() -> None:
     ]
 
 
-# how it goes
-
-
 def test_an_expired_answer_is_unreadable_at_once_and_deleted_by_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(gateway={"kept_batch": 2})
     make_keeper()
     keep_chain(6)
     for number in range(5):
         expire(f"resp_{number}")
-
     assert [is_found(f"resp_{number}") for number in (0, 5)] == [False, True]
     assert forget_expired_responses() == 5
     assert [row.pk for row in StoredResponse.objects.all()] == ["resp_5"]
@@ -382,7 +348,6 @@ def test_an_operator_deletes_everything_of_one_tenant_and_the_audit_says_how_muc
     keep("resp_1")
     keep("resp_2")
     keep("resp_3", tenant="other")
-
     assert forget_responses(tenant="acme", actor=ACTOR) == 2
     assert [row.pk for row in StoredResponse.objects.all()] == ["resp_3"]
     event = AuditEvent.objects.get(action="tenant.forget_responses")
@@ -392,7 +357,6 @@ def test_an_operator_deletes_everything_of_one_tenant_and_the_audit_says_how_muc
 def test_a_change_of_the_policy_is_audited_once_and_only_when_something_changed() -> None:
     tenant = make_keeper(days=9)
     change_response_policy(name="acme", stores_responses=True, responses_kept_days=9, actor=ACTOR)
-
     assert (tenant.stores_responses, tenant.responses_kept_days) == (True, 9)
     event = AuditEvent.objects.get(action="tenant.response_policy")
     assert event.detail == {

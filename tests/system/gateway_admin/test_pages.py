@@ -62,7 +62,6 @@ def test_a_list_takes_as_many_queries_for_many_rows_as_for_few(boss: Client, pag
         with CaptureQueriesContext(connection) as queries:
             assert boss.get(reverse(f"admin:gateway_{page}_changelist")).status_code == 200
         counts.append(len(queries))
-
     assert counts[0] == counts[1] <= MOST_QUERIES
 
 
@@ -71,7 +70,6 @@ def test_a_new_key_is_shown_exactly_once(boss: Client) -> None:
     form: dict[str, Any] = {"name": "ci", "tenant": tenant.pk, "requests_per_minute": 30, "allowed_models": "b\na\n\n b "}
     answer = boss.post(reverse("admin:gateway_apikey_add"), {**form, "last_day": "2031-01-31", "priority": "high"})
     (text,) = set(re.findall(r"mst_[0-9A-Za-z_]{51}", answer.content.decode()))
-
     key = ApiKey.objects.get()
     assert "no-store" in answer["Cache-Control"]
     assert (key.requests_per_minute, key.allowed_models) == (30, ["a", "b"])
@@ -85,7 +83,6 @@ def test_a_new_key_is_shown_exactly_once(boss: Client) -> None:
 def test_a_key_is_revoked_by_the_answer_to_the_question(boss: Client) -> None:
     key, _ = make_key()
     page = boss.post(reverse("admin:gateway_apikey_confirm", args=[key.pk, "revoke"]), follow=True).content.decode()
-
     key.refresh_from_db()
     assert key.revoked_at is not None
     assert f"Revoked the key {key.name}" in page
@@ -97,7 +94,6 @@ def test_a_post_without_the_csrf_token_changes_nothing() -> None:
     client = Client(enforce_csrf_checks=True)
     client.force_login(make_operator())
     key, _ = make_key()
-
     assert client.post(reverse("admin:gateway_apikey_confirm", args=[key.pk, "revoke"])).status_code == 403
     key.refresh_from_db()
     assert key.revoked_at is None
@@ -106,7 +102,6 @@ def test_a_post_without_the_csrf_token_changes_nothing() -> None:
 def test_the_form_of_limits_shows_what_applies_now(boss: Client) -> None:
     key, _ = make_key(requests_per_minute=77, allowed_models=["qwen3-8b"])
     page = boss.get(reverse("admin:gateway_apikey_confirm", args=[key.pk, "limits"])).content.decode()
-
     assert 'value="77"' in page
     assert "qwen3-8b" in page
     boss.post(
@@ -119,7 +114,6 @@ def test_the_form_of_limits_shows_what_applies_now(boss: Client) -> None:
 
 def test_an_operator_without_permission_sees_and_does_nothing(stranger: Client) -> None:
     key, _ = make_key()
-
     assert stranger.get(reverse("admin:gateway_apikey_changelist")).status_code == 403
     assert stranger.get(reverse("admin:gateway_apikey_add")).status_code == 403
     assert stranger.post(reverse("admin:gateway_apikey_confirm", args=[key.pk, "revoke"])).status_code == 403
@@ -134,7 +128,6 @@ def test_a_tenant_is_created_limited_and_switched_off_and_on(boss: Client) -> No
     boss.post(reverse("admin:gateway_tenant_confirm", args=[tenant.pk, "disable"]))
     tenant.refresh_from_db()
     assert (tenant.requests_per_minute, tenant.is_active) == (9, False)
-
     boss.post(reverse("admin:gateway_tenant_confirm", args=[tenant.pk, "enable"]))
     tenant.refresh_from_db()
     assert tenant.is_active
@@ -148,7 +141,6 @@ def test_a_declared_model_is_allowed_capped_and_disallowed(boss: Client) -> None
     boss.post(reverse(url, args=[model.pk, "caps"]), {"max_tokens": "256", "max_prompt_chars": "", "max_queue": "7"})
     model.refresh_from_db()
     assert (model.allowed, model.max_tokens, model.max_queue) == (True, 256, 7)
-
     boss.post(reverse(url, args=[model.pk, "disallow"]))
     model.refresh_from_db()
     assert not model.allowed
@@ -184,7 +176,6 @@ def search(boss: Client, text: str) -> list[uuid.UUID]:
 def test_a_request_is_found_by_its_id_and_by_the_end_of_it_that_the_list_shows(boss: Client) -> None:
     wanted, _other = make_record(finished_at=timezone.now()), make_record(finished_at=timezone.now())
     waiting = make_record(state=RequestState.QUEUED)
-
     for record in (wanted, waiting):
         tail = record.printed_id[-12:]
         assert tail in boss.get(reverse("admin:gateway_requestrecord_changelist")).content.decode()
@@ -221,7 +212,6 @@ def test_requests_are_found_by_the_name_of_a_model_a_tenant_or_a_key(boss: Clien
     by_model, by_alias = make_record(model="big"), make_record(model="big", asked_model="gpt-4o")
     by_key, by_tenant = make_record(key_id=key.pk), make_record(tenant="mobile")
     unknown, _old = make_record(model="gpt-9"), make_record(model="gpt-9", age_s=3 * 86_400)
-
     assert set(search(boss, "Big")) == {by_model.pk, by_alias.pk}
     assert search(boss, "gpt-4o") == [by_alias.pk]
     assert search(boss, "notebook") == [by_key.pk]
@@ -235,7 +225,6 @@ def test_a_long_table_is_estimated_and_not_counted(monkeypatch: pytest.MonkeyPat
     for _ in range(5):
         make_record()
     rows = RequestRecord.objects.order_by("-created_at")
-
     with CaptureQueriesContext(connection) as queries:
         everything = paginator.EstimatedPaginator(rows, 2).count
         filtered = paginator.EstimatedPaginator(rows.filter(model="tiny"), 2).count
@@ -248,7 +237,6 @@ def test_text_from_outside_is_shown_as_text(boss: Client) -> None:
     make_key(POLYGLOT[:80], allowed_models=[POLYGLOT])
     allow_model(name=POLYGLOT, actor=ACTOR)
     make_record(model=POLYGLOT, node_name=POLYGLOT, tenant=POLYGLOT[:80], key_name=POLYGLOT[:80])
-
     for page in ("apikey", "model", "requestrecord"):
         html = boss.get(reverse(f"admin:gateway_{page}_changelist")).content.decode()
         assert "<img src=x" not in html
@@ -262,7 +250,6 @@ def test_the_page_of_a_request_says_how_it_ended_and_the_names_of_its_model(boss
     changes: dict[str, Any] = {"model": "tiny", "asked_model": "gpt-4o-mini", "node_id": node.pk, "node_name": "attic"}
     failed = make_record(state=RequestState.FAILED, error_code="NODE_DRAINING", **changes)
     page = boss.get(reverse("admin:gateway_requestrecord_change", args=[failed.pk])).content.decode()
-
     assert "Every box that serves the model was being held back." in page
     assert "Now: Only attic has tiny, and it is cordoned. Uncordon attic" in page
     assert all(text in page for text in ("gpt-4o-mini", reverse("admin:nodes_node_change", args=[node.pk])))
@@ -368,7 +355,6 @@ def test_who_is_invited_to_propose_may_not_read_prompts() -> None:
     let_propose(bob)
     client = Client()
     client.force_login(bob)
-
     assert client.get(reverse("admin:gateway_requestrecord_changelist")).status_code == 200
     assert client.get(reverse(LIST)).status_code == 403
 
@@ -380,7 +366,6 @@ def test_a_tenants_policy_is_switched_on_and_off_by_the_answer_to_the_question(b
     tenant.refresh_from_db()
     assert (tenant.stores_responses, tenant.responses_kept_days) == (True, 7)
     assert "7 days" in boss.get(reverse("admin:gateway_tenant_changelist")).content.decode()
-
     boss.post(url, {"responses_kept_days": "7"})
     assert not Tenant.objects.get().stores_responses
     assert [event.actor for event in audited("tenant.response_policy")] == ["user:ada"] * 2
@@ -392,7 +377,6 @@ def test_what_is_kept_is_deleted_by_the_answer_to_the_question_alone(boss: Clien
     url = reverse("admin:gateway_tenant_confirm", args=[make_tenant().pk, "forget"])
     assert boss.get(url).status_code == 200
     assert StoredResponse.objects.count() == 2
-
     page = boss.post(url, follow=True).content.decode()
     assert "Deleted what was kept for research: 1 answers." in page
     assert [row.pk for row in StoredResponse.objects.all()] == ["resp_2"]

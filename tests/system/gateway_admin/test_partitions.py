@@ -57,7 +57,6 @@ def partition_of(record: RequestRecord) -> str:
 
 def test_partitions_of_today_and_the_next_days_are_made_once() -> None:
     report = maintain_partitions(today=TODAY)
-
     assert len(report.created) == limits().gateway.partition_days_ahead + 1
     assert list_partition_days() == {TODAY + timedelta(days=step) for step in range(limits().gateway.partition_days_ahead + 1)}
     assert maintain_partitions(today=TODAY).created == ()
@@ -69,9 +68,7 @@ def test_partitions_of_today_and_the_next_days_are_made_once() -> None:
 def test_rows_that_came_before_their_partition_move_into_it() -> None:
     early = [make_record(created_at=NOON + timedelta(hours=hour)) for hour in (-12, 0, 11)]
     later = make_record(created_at=NOON + timedelta(days=100))
-
     report = maintain_partitions(today=TODAY)
-
     assert report.moved_rows == 3
     assert {partition_of(record) for record in early} == {partition_name(TODAY)}
     assert partition_of(later) == DEFAULT_PARTITION
@@ -84,9 +81,7 @@ def test_what_is_past_its_retention_goes_wherever_it_lies() -> None:
     make_record(created_at=NOON - timedelta(days=4))
     maintain_partitions(today=TODAY - timedelta(days=4))
     stray = make_record(created_at=NOON - timedelta(days=40))
-
     report = maintain_partitions(today=TODAY)
-
     assert report.dropped == (partition_name(TODAY - timedelta(days=4)),)
     assert list(RequestRecord.objects.values_list("pk", flat=True)) == [kept.pk]
     assert not RequestRecord.objects.filter(pk=stray.pk).exists()
@@ -103,7 +98,6 @@ def test_a_table_that_stays_in_use_is_left_for_the_next_call() -> None:
         with pytest.raises(PartitionsBusy):
             maintain_partitions(today=TODAY)
         assert maintain_task() == 0
-
     set_limits(gateway={"partition_lock_ms": PATIENT_MS})
     assert len(maintain_partitions(today=TODAY).created) == limits().gateway.partition_days_ahead + 1
 
@@ -128,7 +122,6 @@ def test_an_update_that_waits_for_the_move_finds_its_row() -> None:
         wait_until(lambda: waiting_statements() >= 2, what="the update waits behind it")
     mover.join(30)
     updater.join(30)
-
     assert updated == [1]
     record.refresh_from_db()
     assert record.model == "changed"

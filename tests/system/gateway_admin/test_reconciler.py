@@ -26,9 +26,7 @@ DEAD_AFTER_S = 0.2
 @pytest.mark.parametrize("state", sorted(OPEN_REQUEST_STATES))
 def test_open_requests_of_a_silent_gateway_are_interrupted(state: RequestState) -> None:
     record = make_record(gateway_id=make_gateway(silent_s=60).pk, state=state, age_s=30)
-
     assert close_orphaned_requests(dead_after_s=DEAD_AFTER_S, confirm_s=0.01) == 1
-
     record.refresh_from_db()
     assert (record.state, record.error_code) == ("interrupted", "REQUEST_INTERRUPTED")
     assert record.finished_at is not None
@@ -38,7 +36,6 @@ def test_open_requests_of_a_silent_gateway_are_interrupted(state: RequestState) 
 
 def test_a_gateway_that_stopped_is_dead_at_once() -> None:
     make_record(gateway_id=make_gateway(stopped=True).pk, state=RequestState.RUNNING)
-
     assert close_orphaned_requests() == 1
 
 
@@ -60,7 +57,6 @@ def test_gateways_that_could_not_write_while_the_database_stood_still_are_not_ta
 
 def test_nobody_is_dead_before_a_database_that_began_anew_has_run_for_as_long() -> None:
     record = make_record(gateway_id=make_gateway(silent_s=2e8).pk, state=RequestState.RUNNING, age_s=60)
-
     assert close_orphaned_requests(dead_after_s=1e8, confirm_s=0.01) == 0
     record.refresh_from_db()
     assert record.state == "running"
@@ -69,14 +65,12 @@ def test_nobody_is_dead_before_a_database_that_began_anew_has_run_for_as_long() 
 def test_an_unknown_gateway_gets_time_to_write_its_first_heartbeat() -> None:
     make_record(gateway_id=new_uuid7(), state=RequestState.QUEUED, age_s=1)
     make_record(gateway_id=new_uuid7(), state=RequestState.QUEUED, age_s=11)
-
     assert close_orphaned_requests() == 1
 
 
 @pytest.mark.parametrize("state", sorted(FINAL_REQUEST_STATES))
 def test_a_final_state_is_never_changed(state: RequestState) -> None:
     record = make_record(gateway_id=make_gateway(stopped=True).pk, state=state, age_s=60)
-
     assert close_orphaned_requests(dead_after_s=DEAD_AFTER_S) == 0
     record.refresh_from_db()
     assert (record.state, record.error_code, record.finished_at) == (state.value, None, None)
@@ -87,7 +81,6 @@ def test_more_than_one_batch_is_closed_in_one_call() -> None:
     gateway = make_gateway(stopped=True)
     for _ in range(7):
         make_record(gateway_id=gateway.pk, state=RequestState.RUNNING)
-
     assert close_orphaned_requests() == 7
 
 
@@ -109,7 +102,6 @@ def test_a_row_that_is_being_written_is_left_for_the_next_call() -> None:
         other = threading.Thread(target=close)
         other.start()
         other.join(30)
-
     assert closed == [1]
     busy.refresh_from_db()
     assert busy.state == "completed"
@@ -131,6 +123,5 @@ def test_a_second_worker_leaves_the_work_to_the_first() -> None:
         other = threading.Thread(target=close)
         other.start()
         other.join(30)
-
     assert closed == [0]
     assert reconcile_requests() == 1

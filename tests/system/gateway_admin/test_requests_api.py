@@ -38,9 +38,7 @@ def admin() -> Client:
 def test_a_record_has_exactly_the_fields_of_the_contract(admin: Client) -> None:
     node_id = new_uuid7()
     record = make_record(node_id=node_id, prompt_tokens_est=384, max_tokens=256, latency_ms=4820)
-
     (shown,) = admin.get("/requests").json()["requests"]
-
     assert list(shown)[: len(CONTRACT_KEYS)] == CONTRACT_KEYS
     assert list(shown)[len(CONTRACT_KEYS) :] == ["state", "outcome", "status_code", "engine_error"]
     assert shown["request_id"] == record.printed_id
@@ -52,10 +50,8 @@ def test_a_record_has_exactly_the_fields_of_the_contract(admin: Client) -> None:
 def test_a_caller_that_left_is_interrupted_in_the_contracts_words_and_cancelled_in_ours(admin: Client) -> None:
     left = make_record(state=RequestState.CANCELLED, status_code=499, age_s=1)
     cut = make_record(state=RequestState.INTERRUPTED, status_code=503, age_s=2)
-
     both = admin.get("/requests?status=interrupted").json()["requests"]
     one = admin.get("/requests?status=cancelled").json()["requests"]
-
     assert [(shown["request_id"], shown["status"], shown["state"], shown["outcome"]) for shown in both] == [
         (left.printed_id, "interrupted", "cancelled", "cancelled"),
         (cut.printed_id, "interrupted", "interrupted", "failed"),
@@ -65,9 +61,7 @@ def test_a_caller_that_left_is_interrupted_in_the_contracts_words_and_cancelled_
 
 def test_a_refused_request_says_whose_fault_it_was_and_what_the_engine_said(admin: Client) -> None:
     make_record(state=RequestState.REJECTED, status_code=400, error_code="BAD_REQUEST", engine_error="no such field")
-
     (shown,) = admin.get("/requests?status=rejected").json()["requests"]
-
     assert (shown["status"], shown["outcome"], shown["status_code"]) == ("rejected", "refused", 400)
     assert shown["engine_error"] == "no such field"
 
@@ -77,7 +71,6 @@ def test_records_are_filtered_by_status_and_node(admin: Client) -> None:
     wanted = make_record(node_id=node_id, state=RequestState.FAILED)
     make_record(node_id=node_id)
     make_record(state=RequestState.FAILED)
-
     for written in (format_id("node", node_id), str(node_id)):
         answer = admin.get(f"/requests?status=failed&node_id={written}").json()
         assert [shown["request_id"] for shown in answer["requests"]] == [wanted.printed_id]
@@ -101,7 +94,6 @@ def test_records_are_filtered_by_status_and_node(admin: Client) -> None:
 )
 def test_a_parameter_that_means_nothing_is_named(admin: Client, query: str, param: str) -> None:
     answer = admin.get(f"/requests?{query}")
-
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["code"], error["param"], error["retryable"]) == ("BAD_REQUEST", param, False)
@@ -114,7 +106,6 @@ def test_only_an_admin_token_opens_the_list() -> None:
     _, worker = create_credential(name="box", provider_name="local", actor=ACTOR)
     signed_in = Client()
     signed_in.force_login(make_operator())
-
     answers = [
         Client().get("/requests"),
         signed_in.get("/requests"),
@@ -122,7 +113,6 @@ def test_only_an_admin_token_opens_the_list() -> None:
         Client().get("/requests", headers={"authorization": f"Bearer {worker}"}),
         Client().get("/requests", headers={"authorization": "Basic dTpw"}),
     ]
-
     for answer in answers:
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "INVALID_ADMIN_TOKEN"
@@ -133,8 +123,6 @@ def test_the_list_takes_one_query_however_long(admin: Client) -> None:
     admin.get("/requests")
     for _ in range(20):
         make_record()
-
     with CaptureQueriesContext(connection) as queries:
         admin.get("/requests")
-
     assert len([query for query in queries if "gateway_requestrecord" in query["sql"]]) == 1

@@ -42,7 +42,6 @@ pytestmark = pytest.mark.django_db
 
 def test_a_tenant_is_created_once_and_audited() -> None:
     create_tenant(name=" research ", requests_per_minute=60, actor=ACTOR)
-
     assert Tenant.objects.get().name == "research"
     assert [(event.actor, event.target) for event in audited("tenant.create")] == [(ACTOR, "research")]
     with pytest.raises(NameTaken):
@@ -53,7 +52,6 @@ def test_a_tenant_is_created_once_and_audited() -> None:
 def test_a_name_that_nobody_could_read_is_refused(name: str) -> None:
     with pytest.raises(InvalidValue) as refusal:
         create_tenant(name=name, actor=ACTOR)
-
     assert refusal.value.param == "name"
 
 
@@ -61,7 +59,6 @@ def test_a_name_that_nobody_could_read_is_refused(name: str) -> None:
 def test_a_limit_that_means_nothing_is_refused(limit: int) -> None:
     with pytest.raises(InvalidValue) as refusal:
         create_tenant(name="research", requests_per_minute=limit, actor=ACTOR)
-
     assert refusal.value.param == "requests_per_minute"
 
 
@@ -69,7 +66,6 @@ def test_disabling_a_tenant_touches_updated_at_once() -> None:
     tenant = make_tenant()
     changed = disable_tenant(name="research", actor=ACTOR)
     again = disable_tenant(name="research", actor=ACTOR)
-
     assert not changed.is_active
     assert changed.updated_at > tenant.updated_at
     assert again.updated_at == changed.updated_at
@@ -79,7 +75,6 @@ def test_disabling_a_tenant_touches_updated_at_once() -> None:
 
 def test_a_key_is_stored_as_a_hash_and_never_in_the_audit() -> None:
     key, text = make_key(requests_per_minute=10, allowed_models=["b", "a", "a"])
-
     assert bytes(ApiKey.objects.get().digest) == hashlib.sha256(text.encode()).digest()
     assert key.allowed_models == ["a", "b"]
     event = audited("api_key.create")[0]
@@ -99,7 +94,6 @@ def test_revoking_a_key_is_for_good_and_happens_once() -> None:
     key, _ = make_key()
     first = revoke_api_key(key_id=key.pk, actor=ACTOR)
     second = revoke_api_key(key_id=key.pk, actor=ACTOR)
-
     assert first.revoked_at == second.revoked_at
     assert first.updated_at > key.updated_at
     assert len(audited("api_key.revoke")) == 1
@@ -130,9 +124,7 @@ def test_a_model_is_allowed_and_disallowed() -> None:
     assert not is_model_allowed("tiny")
     allow_model(name="tiny", max_tokens=100, actor=ACTOR)
     assert is_model_allowed("tiny")
-
     disallow_model(name="tiny", actor=ACTOR)
-
     assert not is_model_allowed("tiny")
     assert Model.objects.get().max_tokens == 100
     with pytest.raises(ModelNotFound):
@@ -142,7 +134,6 @@ def test_a_model_is_allowed_and_disallowed() -> None:
 def test_allowing_again_keeps_caps_that_are_not_given_and_writes_nothing() -> None:
     first = allow_model(name="tiny", max_tokens=100, max_queue=3, actor=ACTOR)
     again = allow_model(name="tiny", actor=ACTOR)
-
     assert (again.max_tokens, again.max_queue) == (100, 3)
     assert again.updated_at == first.updated_at
     assert len(audited("model.allow")) == 1
@@ -151,7 +142,6 @@ def test_allowing_again_keeps_caps_that_are_not_given_and_writes_nothing() -> No
 
 def test_declared_models_are_remembered_without_being_allowed() -> None:
     allow_model(name="tiny", actor=ACTOR)
-
     assert remember_models(names=["tiny", "new"]) == 1
     assert remember_models(names=["tiny", "new"]) == 0
     assert is_model_allowed("tiny")
@@ -173,7 +163,6 @@ def test_every_change_sends_one_hint_after_the_commit(
     make_tenant()
     with django_capture_on_commit_callbacks() as callbacks:
         change()
-
     assert len(callbacks) == 1
 
 

@@ -17,8 +17,6 @@ from gateway.client import ClientConnection
 from gateway.errors import ClientTooSlow
 from tests.fakes.server_door import GET, Door, Scope, Visitor, error_of, handle_of, hello, serve, until
 
-# receiving
-
 
 @pytest.mark.parametrize("sent", [b"", b"GET /x HT", b"GET /x HTTP/1.1\r\nhost: a\r\nx-long: "])
 async def test_headers_that_do_not_come_in_time_get_a_408_in_the_contracts_shape(sent: bytes) -> None:
@@ -87,9 +85,6 @@ async def test_an_error_never_lands_in_the_middle_of_another_answer() -> None:
                     assert await visitor.rest() == b"4\r\ndata\r\n"  # not whole: it has no last chunk
                 except ConnectionResetError:
                     pass
-
-
-# the handle
 
 
 @pytest.mark.parametrize("how", ["fin", "rst"])
@@ -169,8 +164,6 @@ async def test_pipelined_requests_are_answered_in_order_by_either_way_of_answeri
         await visitor.say(b"".join(b"GET /%d HTTP/1.1\r\nhost: a\r\n\r\n" % n for n in range(4)))
         assert [(await visitor.answer())[2] for _ in range(4)] == [b"/0", b"/1", b"/2", b"/3"]
 
-
-# clients that read slowly
 
 TOTAL = 8 * 1024 * 1024
 

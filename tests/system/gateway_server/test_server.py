@@ -169,9 +169,6 @@ async def test_a_stream_that_outlives_the_grace_is_interrupted_and_told() -> Non
         writer.close()
 
 
-# lifespan
-
-
 class Started:
     """A runtime that starts or fails."""
 

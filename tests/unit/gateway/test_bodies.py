@@ -172,8 +172,6 @@ def test_the_bound_is_counted_outside_of_strings_only() -> None:
     assert not is_crowded(b'["\\"' + marks)
 
 
-# Whole numbers
-
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
     "/v1/completions": {"prompt": "hi"},
@@ -227,8 +225,6 @@ def test_options_of_the_pool_count_so_too() -> None:
         read_options(msgspec.Raw(b'{"max_latency_ms":0.5}'))
     assert caught.value.param == "x_pool_options.max_latency_ms"
 
-
-# Forms
 
 EDGE = "----edge"
 Part = tuple[str, bytes]

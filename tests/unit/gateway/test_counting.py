@@ -60,9 +60,6 @@ def say(text: str) -> dict[str, object]:
     return {"role": "user", "content": text}
 
 
-# prompts and estimates
-
-
 def test_a_prompt_is_read_as_templates_want_it() -> None:
     found = prompt(tools=[TOOL], chat_template_kwargs={"enable_thinking": False}, temperature=1)
     assert [message["content"] for message in found.messages] == [
@@ -89,9 +86,6 @@ def test_four_bytes_are_taken_for_a_token_and_pictures_for_a_fixed_number() -> N
     assert estimate_tokens(prompt(say("λλλλ"))) == 2 + framed
     shown = {"role": "user", "content": [{"type": "text", "text": "four"}, PICTURE, {"type": "file", "file": {}}]}
     assert estimate_tokens(prompt(shown)) == 1 + framed + 2 * limits().gateway.token_media
-
-
-# templates
 
 
 def render(source: str, *messages: Mapping[str, object], **specials: str) -> str:
@@ -172,9 +166,6 @@ def test_what_a_client_hands_to_a_template_cannot_take_the_place_of_what_is_ours
 def test_what_is_no_template_says_so(source: str) -> None:
     with pytest.raises(ValueError, match="chat template"):
         ChatTemplate(source, {})
-
-
-# folders
 
 
 @pytest.fixture
@@ -288,9 +279,6 @@ def test_a_folder_that_cannot_be_used_says_why(root: Path, name: str, content: b
         load_tokenizer(root / "tiny")
 
 
-# boxes
-
-
 def counting_link(*models: str, load: int = 0) -> FakeLink:
     link = FakeLink(*models)
     link.endpoints = {model: frozenset({"/v1/chat/completions", TOKENIZE}) for model in link.models}
@@ -345,9 +333,6 @@ async def test_a_box_that_does_not_answer_in_time_is_cancelled() -> None:
     with pytest.raises(TimeoutError):
         await asked
     assert stream.cancelled == "timeout"
-
-
-# the order of sources
 
 
 def entry(tokenizer: str = "") -> ModelEntry:
@@ -423,9 +408,6 @@ async def test_two_prompts_are_tokenized_at_once_and_a_crowd_goes_on_to_the_next
     assert sources.count(Source.TOKENIZER) == 10
     assert sources.count(Source.ESTIMATE) == 20
     assert (await count(counter, tokenizer="tiny")).source is Source.TOKENIZER
-
-
-# settings
 
 
 @pytest.mark.parametrize(

@@ -314,9 +314,6 @@ def check_grammar(path: str, data: bytes, failure: GatewayError | None) -> None:
         assert answer.ending == "response.failed" if failure else answer.ending in responses_reader.LAST_EVENTS[:2]
 
 
-# Legal whatever is said
-
-
 @both
 def test_whatever_an_engine_says_the_stream_is_legal_and_ends_once(path: str) -> None:
     for number in range(100 * TIMES):
@@ -371,9 +368,6 @@ def test_a_golden_stream_is_legal(name: str) -> None:
     except Violation as violation:
         if not any(words in str(violation) for words in THE_ENGINES_OWN):
             raise
-
-
-# Cheap whatever is said
 
 
 @both

@@ -190,9 +190,6 @@ async def test_a_request_whose_node_was_lost_waits_no_longer_than_it_would_have_
         assert type(await fails(wait)) is QueueTimeout
 
 
-# how a wait ends
-
-
 async def test_a_wait_for_a_model_with_busy_boxes_times_out_and_frees_its_place() -> None:
     floor = Floor(SHORT)
     floor.link()
@@ -283,8 +280,6 @@ async def test_a_deleted_provider_ends_the_waits_for_its_boxes_at_once() -> None
     assert not elsewhere.done()  # another provider has the model too
     elsewhere.cancel()
 
-
-# any order of events
 
 STEP = st.tuples(
     st.sampled_from(["arrive", "finish", "leave", "leave and finish", "join", "lose", "drain", "resume", "turn"]),
@@ -398,9 +393,6 @@ def test_no_schedule_leaks_a_slot_idles_a_box_or_loses_a_request(schedule: list[
         assert all(link.active == 0 for link in crowd.links)
 
     asyncio.run(play())
-
-
-# API paths
 
 
 async def test_a_request_goes_only_to_boxes_that_answer_the_model_on_its_path() -> None:

@@ -177,8 +177,6 @@ async def test_an_impossible_status_never_reaches_the_server(status: int, *, str
     assert attempt.client.events == []
 
 
-# endings before the first byte
-
 BEFORE = [
     (EndKind.LINK_LOST, False, RetryReason.LOST, RequestInterrupted),
     (EndKind.RECLAIMED, False, RetryReason.RECLAIMED, RequestInterrupted),
@@ -211,9 +209,6 @@ async def test_nothing_reached_the_client_so_another_box_may_try(
     assert type(outcome.error) is error
 
 
-# endings after the first byte
-
-
 @pytest.mark.parametrize(("kind", "retryable", "_reason", "error"), BEFORE)
 async def test_a_stream_that_breaks_says_so_once_and_never_done(
     kind: EndKind, _reason: RetryReason | None, error: type, *, retryable: bool
@@ -243,9 +238,6 @@ async def test_a_broken_body_that_is_no_event_stream_is_cut(surface: Surface | N
     assert attempt.client.handle.aborted
     assert not attempt.client.is_whole
     assert attempt.client.body == b'{"half":\n\n'
-
-
-# limits
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -295,9 +287,6 @@ async def test_the_deadline_before_the_first_byte_is_a_timeout(*, streams: bool)
     stream = await attempt.begin()
     await attempt.broken(RequestTimeout, told=False)
     assert stream.cancelled == "timeout"
-
-
-# the client
 
 
 @pytest.mark.parametrize("with_handle", [True, False])
@@ -365,8 +354,6 @@ async def test_the_tail_of_an_answer_waits_for_a_slow_client() -> None:
     assert attempt.client.is_whole
 
 
-# token usage
-
 USAGE = TokenCounts(prompt_tokens=5, completion_tokens=6, total_tokens=11)
 
 
@@ -387,8 +374,7 @@ async def test_usage_is_read_from_the_stream_when_the_link_does_not_report_it(pa
 
 
 @pytest.mark.parametrize(
-    "part",
-    [b'data: {"usage":{"prompt_tokens":"many"}}\n\n', b'data: {"usage":{', b'"usage":{{{{{}}}}', b'"usage"'],
+    "part", [b'data: {"usage":{"prompt_tokens":"many"}}\n\n', b'data: {"usage":{', b'"usage":{{{{{}}}}', b'"usage"']
 )
 async def test_usage_that_makes_no_sense_is_no_usage(part: bytes) -> None:
     attempt = Attempt()
@@ -426,8 +412,6 @@ async def test_looking_for_usage_costs_little_on_a_hostile_stream(monkeypatch: p
     assert 0 < len(looked_at) < 20
     assert sum(looked_at) < 100_000
 
-
-# any order of events
 
 MOVE = st.sampled_from(["head", "data", "empty", "block", "open", "turn", "leave", "complete", "lost", "engine"])
 ENDS = {"complete": EndKind.COMPLETE, "lost": EndKind.LINK_LOST, "engine": EndKind.ENGINE_FAILED}

@@ -190,10 +190,7 @@ def test_candidates_are_few_each_once_and_all_usable(
         assert aliases[name][found.models[0]] > 0
 
 
-@pytest.mark.parametrize(
-    ("drawn", "expected"),
-    [(0.0, 0), (0.299, 0), (0.3, 1), (0.899, 1), (0.9, 2), (0.999999, 2)],
-)
+@pytest.mark.parametrize(("drawn", "expected"), [(0.0, 0), (0.299, 0), (0.3, 1), (0.899, 1), (0.9, 2), (0.999999, 2)])
 def test_a_draw_falls_into_the_share_of_its_weight(drawn: float, expected: int) -> None:
     assert choose_by_weight([3, 6, 1], draw=lambda: drawn) == expected
 
@@ -263,9 +260,6 @@ def test_never_more_than_the_limit_in_any_minute_and_never_fewer_than_could_pass
         else:
             assert in_window < limit
             taken.append(clock.now)
-
-
-# models
 
 
 def make_admission(*known: str, **caps: int) -> Admission:

@@ -163,9 +163,6 @@ def test_a_compaction_is_what_the_sdk_reads() -> None:
     assert "short" not in last.encrypted_content  # clients pass it on unread
 
 
-# Anthropic's
-
-
 def read_message(chunks: list[bytes]) -> dict[str, Any]:
     """Return the message that Anthropic's SDK puts together of a stream."""
     data, _ = run(MESSAGES, chunks)
@@ -196,9 +193,6 @@ both = pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
 COMPACT = "/v1/responses/compact"
 HELLO: list[Json] = [{"role": "user", "content": "hello"}]
 WHOLE = b'{"choices":[{"message":{"role":"assistant","content":"hi"},"finish_reason":"stop"}]}'
-
-
-# Size
 
 
 @both
@@ -243,9 +237,6 @@ def test_names_that_are_left_out_fit_into_a_header_and_are_few() -> None:
     assert ignored[0] == "tools.plain"
     assert len(ignored) == len(set(ignored)) <= 32
     assert all(len(name) <= 64 and name.isascii() and name.isprintable() and " " not in name for name in ignored)
-
-
-# Ends from outside
 
 
 @pytest.mark.parametrize(
@@ -294,9 +285,6 @@ def test_a_response_can_fail_without_any_translator() -> None:
         response = failed["response"]
         assert (response["instructions"], response["created_at"]) == (instructions, 7)
         assert response["error"]["code"] == "server_error"
-
-
-# What is kept
 
 
 def list_kept(given: object, **more: object) -> list[Json]:
@@ -367,9 +355,6 @@ async def test_the_id_of_a_kept_answer_does_not_follow_from_that_of_its_request(
         assert request_id.removeprefix("req_") not in first
         names.append(first)
     assert len(set(names)) == 2
-
-
-# Compacted
 
 
 def compact(summary: str, given: object) -> list[Json]:

@@ -49,7 +49,6 @@ def record(code: ErrorCode | str | None, **changes: Any) -> RequestRecord:
 )
 def test_what_stands_in_the_way_is_said_and_what_to_do(boxes: list[ServingBox], brief: str, said: str) -> None:
     wait = explain_wait("tiny", boxes)
-
     assert wait.brief == brief
     assert said in f"{wait.reason} {wait.advice}"
 
@@ -85,7 +84,6 @@ def test_every_way_in_which_a_gateway_ends_a_request_is_explained() -> None:
 )
 def test_an_ending_says_what_the_record_knows(ended: RequestRecord, said: str | None) -> None:
     ending = explain_ending(ended)
-
     assert ending is None if said is None else ending is not None and said in ending.what
 
 
