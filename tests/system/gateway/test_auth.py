@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import connections
-from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from core.limits import GatewayLimits
@@ -181,15 +180,6 @@ def test_expired_and_revoked_keys_and_those_of_a_closed_tenant_are_not_usable() 
     assert usable == {"fine", "later"}
 
 
-@pytest.mark.django_db
-@pytest.mark.parametrize(("key", "tenant", "limit"), [(5, 9, 5), (None, 9, 9), (None, None, 77)])
-def test_the_rate_of_a_key_is_its_own_else_its_tenants_else_ours(key: int | None, tenant: int | None, limit: int) -> None:
-    create_tenant(name="acme", actor=ACTOR, requests_per_minute=tenant)
-    make_key(requests_per_minute=key)
-    ((_, entry),) = Catalogue(LIMITS).load_keys(None)
-    assert entry.caller.requests_per_minute == limit
-
-
 @pytest.mark.django_db(transaction=True)
 def test_only_what_changed_is_loaded_again_and_a_tenant_counts_as_part_of_its_keys() -> None:
     make_key("old")
@@ -259,15 +249,6 @@ def test_neither_use_nor_writing_the_same_again_is_a_change() -> None:
     store_key_use({key.pk: timezone.now().timestamp()})
     ApiKey.objects.update(name="k")
     assert Catalogue(LIMITS).load_keys(since) == []
-
-
-@pytest.mark.django_db
-def test_loading_costs_one_query_however_many_keys() -> None:
-    for number in range(5):
-        make_key(f"k{number}", tenant=f"t{number}")
-    with CaptureQueriesContext(connections["default"]) as queries:
-        assert len(Catalogue(LIMITS).load_keys(None)) == 5
-    assert len(queries) == 1
 
 
 @pytest.mark.django_db

@@ -13,34 +13,11 @@ from gateway.dialects import SURFACES
 from gateway.routing import Alias, Target
 from gateway.values import Priority
 from nodes.links import EndKind
-from tests.fakes.pipeline import CHAT, MESSAGES, REPLY, RESPONSES, SSE, STREAM, Make, end_waits
+from tests.fakes.pipeline import CHAT, MESSAGES, REPLY, RESPONSES, SSE, STREAM, Make
 
 
 def read_events(body: bytes) -> list[dict[str, Any]]:
     return [json.loads(data) for data in re.findall(rb"^data: (\{.*)$", body, re.MULTILINE)]
-
-
-@pytest.mark.parametrize("paths", [None, {CHAT, "/v1/messages"}], ids=["declares nothing", "declares what it does not know"])
-async def test_a_box_that_does_not_know_the_path_is_asked_again_in_chat(make_gateway: Make, paths: set[str] | None) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths=paths)
-    first = gateway.ask(surface=MESSAGES, max_tokens=5)
-    stream = await first.on(link)
-    assert stream.request.path == "/v1/messages"
-    stream.answer(b"404: Not Found", status=404, headers={"content-type": "text/plain"})
-    stream = await first.on(link)
-    assert stream.request.path == CHAT
-    stream.answer(REPLY)
-    await first.done()
-    assert json.loads(first.client.body)["type"] == "message"
-    second = gateway.ask(surface=MESSAGES, max_tokens=5)
-    stream = await second.on(link)
-    assert stream.request.path == CHAT
-    stream.answer(REPLY)
-    await second.done()
-    assert (await first.record("state", "attempts"), await second.record("state", "attempts")) == (
-        ("completed", 2), ("completed", 1),
-    )  # fmt: skip
 
 
 AT_LEAST = {"error": {"message": (
@@ -172,21 +149,6 @@ async def test_no_ping_event_precedes_the_beginning_of_a_message(make_gateway: M
     assert request.client.body.index(b"event: message_start") < request.client.body.index(b"event: ping")
     stream.end(EndKind.ENGINE_FAILED)
     await request.done()
-
-
-async def test_a_wait_that_ends_after_signs_of_life_is_told_in_the_stream(make_gateway: Make) -> None:
-    gateway = make_gateway(limits=QUICK)
-    surfaces = (MESSAGES, RESPONSES, SURFACES[CHAT])
-    requests = [gateway.ask(surface=surface, stream=True, max_tokens=5, input="hi") for surface in surfaces]
-    await requests[0].client.wait(lambda: all(b": ping" in request.client.body for request in requests))
-    end_waits(gateway)
-    for request in requests:
-        await request.done()
-        assert request.client.status == 200
-        assert request.client.body.startswith(b": ping\n\n")
-        assert b"NO_AVAILABLE_NODE" in request.client.body or b"No workers available" in request.client.body
-        assert request.client.is_whole
-        assert await request.record("state", "error_code") == ("failed", "NO_AVAILABLE_NODE")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import uuid
 from typing import Any
 
-import anthropic
 import httpx
 import httpx2
 import openai
@@ -100,22 +99,6 @@ async def test_a_box_counts_system_and_tools_too_and_no_limit_of_an_answer_is_ne
     assert setting.asked["model"] == "m"
 
 
-async def test_without_a_box_that_counts_it_is_an_estimate_and_says_so(setting: Setting) -> None:
-    answer = await setting.ask()
-    assert answer.json() == {"input_tokens": 4 + 4 + 3, "estimated": True}
-    assert answer.headers["x-muster-token-count"] == "estimate"
-    assert "x-muster-node" not in answer.headers
-    longer = await setting.ask({**ASKED, "system": "Be brief.", "tools": [TOOL]})
-    assert longer.json()["input_tokens"] > answer.json()["input_tokens"]
-
-
-async def test_an_alias_is_counted_as_its_model_and_what_was_left_out_is_named(setting: Setting) -> None:
-    body = {**ASKED, "model": "claude", "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
-    answer = await setting.ask_box(body)
-    assert (setting.asked["model"], answer.headers["x-muster-model"]) == ("m", "m")
-    assert "web_search" in answer.headers["x-muster-ignored"] or "tools[0]" in answer.headers["x-muster-ignored"]
-
-
 @pytest.mark.parametrize(
     ("body", "status", "kind"),
     [
@@ -159,18 +142,6 @@ async def test_other_methods_large_bodies_and_a_gateway_that_stops_are_refused(s
     assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
     setting.runtime.pipeline.is_stopping = True
     assert (await setting.ask()).status_code == 503
-
-
-async def test_the_sdk_of_anthropic_reads_a_count(setting: Setting) -> None:
-    sdk = anthropic.AsyncAnthropic(
-        api_key=setting.key, base_url="http://gateway", http_client=setting.sdk_client(), max_retries=0
-    )
-    found = await sdk.messages.count_tokens(model="m", messages=ASKED["messages"], system="Be brief.")
-    assert found.input_tokens > 0
-    beta = await sdk.beta.messages.count_tokens(model="m", messages=ASKED["messages"], betas=["unknown-2099-01-01"])
-    assert beta.input_tokens > 0
-    with pytest.raises(anthropic.NotFoundError):
-        await sdk.messages.count_tokens(model="absent", messages=ASKED["messages"])
 
 
 async def test_the_sdk_of_openai_reads_a_count(setting: Setting) -> None:

@@ -63,14 +63,6 @@ def test_a_node_is_drained_when_the_last_gateway_has_said_zero() -> None:
     assert len(audited("node.drained")) == 1
 
 
-def test_gateways_that_stopped_or_died_are_not_waited_for() -> None:
-    make_gateway(stopped=True)
-    make_gateway(silent_s=11)
-    node = drain()
-    assert sweep_presence().drained == 1
-    assert drained_at(node) is not None
-
-
 @pytest.mark.parametrize(
     ("presence", "is_done"),
     [
@@ -124,17 +116,6 @@ def test_a_reclaimed_node_is_drained_too_and_lending_it_again_clears_that() -> N
     assert mark_drained() == 1
     assert not Notice.objects.exists()
     assert set_mode(node_id=node.pk, mode=NodeMode.SPARE_ON, reason="", actor="node:box").drained_at is None
-
-
-def test_counts_of_drains_that_are_over_are_forgotten() -> None:
-    gateway = make_gateway()
-    node = drain()
-    tell(node, gateway, 1)
-    sweep_presence()
-    assert NodeDrainCount.objects.count() == 1
-    undrain_node(node_id=node.pk, actor=ACTOR)
-    sweep_presence()
-    assert not NodeDrainCount.objects.exists()
 
 
 def test_what_the_deadline_interrupted_is_counted_and_said() -> None:

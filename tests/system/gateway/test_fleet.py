@@ -10,7 +10,7 @@ import pytest
 from core.limits import limits
 from gateway.errors import ForwardedRequestFailed, QueueTimeout, RequestInterrupted, RequestTimeout, RequeueExhausted
 from runner.limits import limits as runner_limits
-from tests.fakes.engine import PROMPT_TOKENS, CallState, EngineCall
+from tests.fakes.engine import CallState, EngineCall
 from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet, Node, Rows
 from tests.fakes.limits import set_limits
 
@@ -21,21 +21,6 @@ pytestmark = [pytest.mark.django_db, pytest.mark.asyncio(loop_factories=["virtua
 async def fleet(fleet_rows: Rows) -> AsyncIterator[Fleet]:
     async with Fleet(rows=fleet_rows) as made:
         yield made
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", MESSAGES_PATH])
-async def test_an_answer_goes_from_an_engine_to_a_client_and_its_record(fleet: Fleet, *, stream: bool, path: str) -> None:
-    node = await fleet.add_node()
-    answer = fleet.ask(stream=stream, path=path)
-    call = await fleet.next_call(answer)
-    call.emit(3)
-    call.finish()
-    row = await answer.row()
-    assert (answer.status, answer.error_code) == (200, "")
-    assert answer.pieces == [(call.ident, place) for place in range(3)]
-    assert (row["state"], row["node_name"], row["attempts"]) == ("completed", node.name, 1)
-    assert (row["prompt_tokens"], row["completion_tokens"]) == (PROMPT_TOKENS, 3)
 
 
 async def test_a_wait_of_half_a_minute_takes_no_such_time_and_ends_to_the_second(fleet: Fleet) -> None:

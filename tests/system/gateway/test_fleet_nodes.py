@@ -19,7 +19,6 @@ from gateway.errors import (
     NodeDraining,
     NodeStale,
     ProviderDisabled,
-    QueueFull,
     RequestInterrupted,
     ShuttingDown,
 )
@@ -87,28 +86,6 @@ async def test_a_request_that_a_full_node_sends_back_goes_to_another_one(fleet: 
     assert (await running.row())["state"] == "completed"
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_queue_at_its_bound_refuses_at_once_and_keeps_who_waits(fleet: Fleet, *, stream: bool) -> None:
-    await fleet.add_node(models=["tight"])
-    running, *waiting = [fleet.ask("tight", stream=stream) for _ in range(3)]
-    await fleet.settle()
-    refused = fleet.ask("tight", stream=stream)
-    await assert_refused(refused, QueueFull, retry_after_s=1)
-    assert refused.ended_at == pytest.approx(refused.asked_at, abs=0.1)
-    for answer in (running, *waiting):
-        await serve(fleet, answer)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_request_that_nobody_can_serve_waits_a_moment_and_is_told_when_to_come_back(
-    fleet: Fleet, *, stream: bool
-) -> None:
-    answer = fleet.ask(stream=stream)
-    await assert_refused(answer, NoAvailableNode, retry_after_s=5)
-    assert answer.ended_at is not None
-    assert answer.ended_at - answer.asked_at == pytest.approx(limits().gateway.no_node_wait_s, abs=0.01)
-
-
 async def test_what_a_node_loads_is_served_at_once_and_what_it_unloads_no_more(fleet: Fleet) -> None:
     node = await fleet.add_node(slots=2)
     waiting = fleet.ask("tight")
@@ -133,17 +110,6 @@ async def list_models(fleet: Fleet) -> list[str]:
     """Return what ``GET /v1/models`` lists."""
     answer = await fleet.call("/v1/models", method="GET")
     return [row["id"] for row in json.loads(answer.body)["data"]]
-
-
-async def test_a_request_of_the_only_node_waits_for_its_return(fleet: Fleet) -> None:
-    node = await fleet.add_node()
-    answer = fleet.ask()
-    await fleet.next_call(answer)
-    node.link.cut()
-    await fleet.next_call(answer, count=2)
-    await serve(fleet, answer)
-    assert [call.state for call in answer.calls] == [CallState.CANCELLED, CallState.FINISHED]
-    assert [(row["state"], row["attempts"]) for row in [await answer.row()]] == [("completed", 2)]
 
 
 async def test_a_node_that_is_silent_for_long_gets_nothing_new_until_it_is_heard_again(fleet: Fleet) -> None:
@@ -236,21 +202,6 @@ async def test_an_owner_takes_a_node_back_and_lends_it_again(fleet: Fleet) -> No
     assert not node.engine.running
     node.box.set_mode("spare_on")
     await serve(fleet, waiting)
-
-
-async def test_a_runner_that_leaves_finishes_what_runs_and_gets_nothing_new(fleet: Fleet) -> None:
-    leaving = await fleet.add_node(slots=4)
-    running, call = await fleet.begin_stream()
-    leaving.leave()
-    await fleet.settle()
-    await assert_refused(fleet.ask(x_pool_options=IMPATIENT), NodeDraining, retry_after_s=10)
-    other = await fleet.add_node()
-    assert (await serve(fleet, fleet.ask())).engine is other.engine
-    call.emit()
-    call.finish()
-    assert (await running.row())["state"] == "completed"
-    await fleet.until(lambda: not leaving.is_running)
-    assert len(leaving.engine.calls) == 1
 
 
 async def test_what_a_leaving_runner_does_not_finish_in_time_is_cut(fleet_rows: Rows) -> None:

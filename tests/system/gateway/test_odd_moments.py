@@ -17,7 +17,6 @@ from gateway.dialects.translation import Translation
 from gateway.errors import ShuttingDown
 from gateway.values import InferenceRequest
 from nodes.links import EndKind
-from nodes.states import POOL_RESPONSES
 from tests.fakes.links import FakeLink, FakeStream
 from tests.fakes.pipeline import (
     CHAT,
@@ -70,25 +69,6 @@ async def test_a_fallback_answers_while_the_models_queue_is_full_or_its_provider
         assert await refused.record("state", "model") == ("rejected", "m")
     stream.answer(REPLY)
     await first.done()
-
-
-async def test_a_pool_shaped_request_goes_to_a_fallback_that_speaks_chat_alone(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": ("spare",), "spare": ()})
-    link, spare = gateway.link(paths={POOL_RESPONSES, CHAT}), gateway.link("spare", paths={CHAT})
-    first, second = [gateway.ask(surface=RESPONSES, input="hi", decoding={"temperature": 0.5}) for _ in range(2)]
-    native = await first.on(link)
-    assert native.request.path == POOL_RESPONSES
-    await second.client.wait(lambda: gateway.dispatcher.depth or second.task.done())  # it may have been accepted later
-    gateway.dispatcher.note_held("m", 3600.0)
-    third = gateway.ask(surface=RESPONSES, input="hi", decoding={"temperature": 0.5})
-    stream = await third.on(spare)
-    assert stream.request.path == CHAT
-    stream.answer(REPLY)
-    await third.done()
-    assert json.loads(third.client.body)["output_text"] == "Hello"
-    native.answer(REPLY)
-    await first.done()
-    await second.served(link, REPLY)
 
 
 async def finish(request: Request, stream: FakeStream, *, streams: bool) -> Any:
@@ -314,24 +294,6 @@ async def test_what_was_counted_is_written_down_for_a_client_that_leaves_before_
     row = await request.record("state", "status_code", "prompt_tokens", "completion_tokens", "tokens_estimated")
     assert row == ("cancelled", 499, 3, 4, False)
     assert (request.client.is_whole, metrics.TALLY.in_flight) == (False, before)
-
-
-async def test_pictures_of_earlier_turns_do_not_count_as_text(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    allow_keeping(gateway)
-    link = gateway.link(paths={CHAT})
-    picture = {"type": "input_image", "image_url": "data:image/png;base64," + "A" * 5000}
-    request = gateway.ask(
-        surface=RESPONSES, input=[{"role": "user", "content": [{"type": "input_text", "text": "?"}, picture]}]
-    )
-    await request.served(link, REPLY)
-    kept_id = json.loads(request.client.body)["id"]
-    following = gateway.ask(surface=RESPONSES, input="and now?", previous_response_id=kept_id)
-    stream = await following.on(link)
-    assert "A" * 5000 in stream.request.body.decode()
-    stream.answer(REPLY)
-    await following.done()
-    assert await following.record("state") == ("completed",)
 
 
 def nest(levels: int) -> Any:

@@ -295,21 +295,6 @@ def read_page(**changes: Any) -> dict[str, Any]:
     return page
 
 
-@pytest.mark.parametrize("order", ["asc", "desc"])
-def test_input_is_listed_page_by_page_each_item_once(order: str) -> None:
-    make_keeper()
-    keep("resp_1", input_items=[say("user", str(number)) for number in range(5)])
-    pages = [read_page(order=order, limit=2)]
-    while pages[-1]["has_more"]:
-        pages.append(read_page(order=order, limit=2, after=pages[-1]["last_id"]))
-    listed = [item["content"][0]["text"] for page in pages for item in page["data"]]
-    assert listed == sorted("01234", reverse=order == "desc")
-    assert [(page["first_id"], page["last_id"]) for page in pages] == [
-        (page["data"][0]["id"], page["data"][-1]["id"]) for page in pages
-    ]
-    assert all(page["object"] == "list" for page in pages)
-
-
 def test_items_are_listed_with_id_type_and_parts_as_clients_read_them() -> None:
     make_keeper()
     call = {"type": "function_call", "id": "fc_own", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -363,22 +348,3 @@ def test_a_change_of_the_policy_is_audited_once_and_only_when_something_changed(
         "from": {"stores_responses": False, "responses_kept_days": 30},
         "to": {"stores_responses": True, "responses_kept_days": 9},
     }
-
-
-@pytest.mark.parametrize(
-    ("ask", "most"),
-    [
-        (lambda: get_response(tenant="acme", response_id="resp_1"), 1),
-        (lambda: delete_response(tenant="acme", response_id="resp_1"), 1),
-        (lambda: require_response(tenant="acme", response_id="resp_1"), 1),
-        (lambda: load_history(tenant="acme", response_id="resp_1"), 1),
-        (lambda: keep("resp_2", "resp_1"), 3),
-    ],
-    ids=["get", "delete", "require", "history", "keep"],
-)
-def test_each_call_takes_a_fixed_number_of_statements(ask: Any, most: int) -> None:
-    make_keeper()
-    keep("resp_1")
-    with CaptureQueriesContext(connection) as queries:
-        ask()
-    assert len(queries) <= most

@@ -12,7 +12,6 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import connection, connections
 from django.db.models.functions import Now
-from pytest_django import Settings
 
 from core.db.threads import run_upkeep
 from core.limits import GatewayLimits
@@ -39,12 +38,6 @@ async def _close_connections() -> AsyncIterator[None]:
 def make_key() -> tuple[ApiKey, str]:
     create_tenant(name="acme", actor=ACTOR)
     return create_api_key(name="k", tenant_name="acme", actor=ACTOR)
-
-
-@sync_to_async
-def make_other_process(**columns: object) -> uuid.UUID:
-    # In one statement: between two of them a sweep would see a process that has not stopped yet.
-    return GatewayProcess.objects.create(host="h", pid=1, heartbeat_at=Now(), **columns).pk
 
 
 @pytest.fixture
@@ -97,16 +90,6 @@ async def test_boxes_that_leave_while_their_rows_are_held_do_not_make_a_gateway_
                     await asyncio.sleep(0.05)
         other.rollback()
     await farewell
-
-
-async def test_gateways_that_cannot_reach_each_other_still_know_of_each_other(
-    settings: Settings, runtime: GatewayRuntime
-) -> None:
-    assert settings.CLUSTER_SECRET == ""
-    alive = await make_other_process()
-    await make_other_process(stopped_at=Now())
-    await until(lambda: runtime.keeper.other_gateways)
-    assert runtime.keeper.other_gateways == {alive}
 
 
 @sync_to_async

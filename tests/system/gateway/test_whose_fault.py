@@ -242,9 +242,3 @@ async def test_a_document_that_the_engine_cannot_read_is_named_by_its_field(
     error = await refuse(make_gateway, surface, words, **fields)
     assert error["param"] == place
     assert error["message"] == f"The {kind} in '{place}' cannot be given to this model. Its engine says: {words}"
-
-
-async def test_a_picture_is_named_when_the_engine_speaks_of_pictures(make_gateway: Make) -> None:
-    words = "At most 0 image(s) may be provided in one prompt."
-    error = await refuse(make_gateway, MESSAGES, words, messages=[HELLO, ask_about(DOCUMENT, PICTURE)])
-    assert (error["param"], error["code"]) == ("messages[1].content[2]", "BAD_REQUEST")

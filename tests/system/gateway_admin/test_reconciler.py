@@ -34,11 +34,6 @@ def test_open_requests_of_a_silent_gateway_are_interrupted(state: RequestState) 
     assert 30_000 <= record.latency_ms < 60_000
 
 
-def test_a_gateway_that_stopped_is_dead_at_once() -> None:
-    make_record(gateway_id=make_gateway(stopped=True).pk, state=RequestState.RUNNING)
-    assert close_orphaned_requests() == 1
-
-
 def test_gateways_that_could_not_write_while_the_database_stood_still_are_not_taken_for_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -131,15 +131,6 @@ def test_a_model_is_allowed_and_disallowed() -> None:
         disallow_model(name="other", actor=ACTOR)
 
 
-def test_allowing_again_keeps_caps_that_are_not_given_and_writes_nothing() -> None:
-    first = allow_model(name="tiny", max_tokens=100, max_queue=3, actor=ACTOR)
-    again = allow_model(name="tiny", actor=ACTOR)
-    assert (again.max_tokens, again.max_queue) == (100, 3)
-    assert again.updated_at == first.updated_at
-    assert len(audited("model.allow")) == 1
-    assert allow_model(name="tiny", max_tokens=50, actor=ACTOR).max_tokens == 50
-
-
 def test_declared_models_are_remembered_without_being_allowed() -> None:
     allow_model(name="tiny", actor=ACTOR)
     assert remember_models(names=["tiny", "new"]) == 1

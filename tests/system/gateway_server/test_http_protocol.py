@@ -45,27 +45,6 @@ async def test_a_body_that_does_not_come_in_time_gets_a_408() -> None:
         assert seen == ["http.disconnect"]
 
 
-async def test_a_long_answer_outlives_both_deadlines_once_the_request_is_whole() -> None:
-    go = asyncio.Event()
-
-    async def slow(scope: Scope, receive: Any, send: Any) -> None:
-        await receive()
-        await go.wait()
-        await hello(scope, receive_nothing, send)
-
-    whole = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nab"
-    async with serve(slow, header_s=0.3, body_s=0.3) as door, door.visit(whole) as visitor:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.6):
-                await visitor.reader.read(1)
-        go.set()
-        assert (await visitor.answer())[2] == b"hello"
-
-
-async def receive_nothing() -> None:
-    return None
-
-
 async def test_an_error_never_lands_in_the_middle_of_another_answer() -> None:
     streaming = asyncio.Event()
 
@@ -85,24 +64,6 @@ async def test_an_error_never_lands_in_the_middle_of_another_answer() -> None:
                     assert await visitor.rest() == b"4\r\ndata\r\n"  # not whole: it has no last chunk
                 except ConnectionResetError:
                     pass
-
-
-@pytest.mark.parametrize("how", ["fin", "rst"])
-async def test_the_lost_callback_fires_when_the_client_goes(how: str) -> None:
-    watching, lost = asyncio.Event(), asyncio.Event()
-
-    async def app(scope: Scope, receive: Any, send: Any) -> None:
-        handle_of(scope).set_lost_callback(lost.set)
-        watching.set()
-        await lost.wait()
-
-    async with serve(app) as door, door.visit() as visitor:
-        await visitor.say(GET)
-        async with asyncio.timeout(30):
-            await watching.wait()
-        visitor.reset() if how == "rst" else visitor.writer.close()
-        async with asyncio.timeout(30):
-            await lost.wait()
 
 
 async def test_a_callback_set_after_the_client_went_fires_at_once_and_a_removed_one_never() -> None:
@@ -136,18 +97,6 @@ async def test_abort_resets_the_connection() -> None:
         await visitor.say(GET)
         with pytest.raises(ConnectionResetError):
             await visitor.rest()
-
-
-async def test_close_after_response_ends_the_connection_in_order() -> None:
-    async def app(scope: Scope, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        handle_of(scope).close_after_response()
-        await send({"type": "http.response.body", "body": b"abc"})
-
-    async with serve(app) as door, door.visit() as visitor:
-        await visitor.say(GET)
-        await visitor.head()
-        assert await visitor.rest() == b"3\r\nabc\r\n0\r\n\r\n"
 
 
 async def test_pipelined_requests_are_answered_in_order_by_either_way_of_answering() -> None:
@@ -245,22 +194,6 @@ async def test_a_client_that_sends_all_before_it_reads_still_gets_the_refusal(fi
         await until_closed(door)
 
 
-async def test_the_application_hears_at_once_that_a_broken_body_will_not_come() -> None:
-    seen: list[str] = []
-
-    async def read(scope: Scope, receive: Any, send: Any) -> None:
-        while (event := await receive())["type"] == "http.request":
-            pass
-        seen.append(event["type"])
-        handle_of(scope).respond(200, [], b"never")
-
-    async with serve(read) as door, door.visit() as visitor:
-        await visitor.say(head(b"transfer-encoding: chunked", b"expect: 100-continue") + b"zz\r\n")
-        assert (await visitor.answer())[0] == 400
-        await until(lambda: seen)
-        assert await visitor.rest() == b""
-
-
 async def test_a_client_that_neither_sends_nor_leaves_is_waited_for_a_short_time_only() -> None:
     async with serve(refuse, linger_idle_s=0.05) as door, door.visit() as visitor:
         await visitor.say(DECLARED)
@@ -318,15 +251,6 @@ async def test_a_client_that_waits_for_leave_to_send_is_refused_without_it_and_n
         visitor.writer.close()
         await until_closed(door)
     assert paths == ["/x"]
-
-
-async def test_a_server_that_stops_does_not_wait_for_those_who_are_refused() -> None:
-    async with serve(refuse, linger_idle_s=60.0) as door, door.visit() as visitor:
-        await visitor.say(DECLARED)
-        assert (await visitor.answer())[0] == 413
-        protocol = next(iter(door.server.server_state.connections))
-        protocol.shutdown()
-        await until_closed(door)
 
 
 async def test_blank_lines_between_requests_do_not_keep_a_connection_for_ever() -> None:
@@ -450,16 +374,6 @@ async def test_of_requests_without_number_a_few_are_answered_and_the_connection_
         assert await visitor.rest() == b""
         assert {status for status, _, _ in answers} == {200}
         assert len(answers) == len(service.served) == 65
-
-
-async def test_a_client_is_missed_that_sent_requests_without_number() -> None:
-    async with visit() as (service, visitor):
-        await visitor.say(GET * 10_000)
-        await wait_for(service.watching)
-        await visitor.say(GET * 200_000)
-        visitor.writer.close()
-        await wait_for(service.lost)
-        assert len(service.served) == 1
 
 
 async def test_a_body_that_nobody_reads_yet_has_no_deadline() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,8 +10,6 @@ from typing import Any
 
 import pytest
 import uvicorn
-from hypothesis import given
-from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
@@ -181,18 +178,6 @@ async def test_a_broken_request_is_the_same_wherever_it_is_split(name: str) -> N
     for pieces in split_everywhere(data):
         again = await judge(pieces)
         assert (again.statuses, again.seen) == (whole.statuses, whole.seen), len(pieces[0])
-
-
-@given(st.lists(st.integers(1, len(SERVED["a trailer before another request"][0]) - 1), max_size=8).map(sorted))
-def test_nor_does_any_number_of_packets_matter(positions: list[int]) -> None:
-    data = SERVED["a trailer before another request"][0]
-    bounds = [0, *positions, len(data)]
-    pieces = [data[start:end] for start, end in itertools.pairwise(bounds) if start < end]
-
-    async def compare() -> None:
-        assert await judge(pieces) == await judge([data])
-
-    asyncio.run(compare())
 
 
 async def test_trailers_and_chunk_extensions_without_end_are_refused() -> None:

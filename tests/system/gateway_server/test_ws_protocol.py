@@ -86,18 +86,6 @@ async def test_no_frame_is_larger_than_a_worker_takes(size: int, kind: str) -> N
         assert joined == payload
 
 
-async def test_a_fragment_may_split_a_character() -> None:
-    text = "a" + "é" * MEGABYTE
-
-    async def app(scope: Scope, receive: Any, send: Any) -> None:
-        await accept(receive, send)
-        await send({"type": "websocket.send", "text": text})
-        await receive()
-
-    async with serve(app) as url, dial(url) as client:
-        assert await client.recv() == text
-
-
 async def test_small_messages_keep_their_place_behind_a_large_one() -> None:
     async def app(scope: Scope, receive: Any, send: Any) -> None:
         await accept(receive, send)

@@ -219,11 +219,12 @@ def test_what_is_no_number_in_json_is_refused(path: str) -> None:
         assert number != "-1.0" or caught.value.param == "max_tokens"
 
 
-def test_options_of_the_pool_count_so_too() -> None:
+def test_options_of_the_pool_count_so_too_and_forms_are_what_text_links_cannot_carry() -> None:
     assert read_options(msgspec.Raw(b'{"max_latency_ms":3e3}')).max_latency_ms == 3000
     with pytest.raises(BadRequest) as caught:
         read_options(msgspec.Raw(b'{"max_latency_ms":0.5}'))
     assert caught.value.param == "x_pool_options.max_latency_ms"
+    assert {path for path, surface in SURFACES.items() if surface.is_form} == BINARY_ENDPOINTS
 
 
 EDGE = "----edge"
@@ -245,10 +246,6 @@ def form(*parts: Part) -> bytes:
 
 def parse_form(body: bytes) -> InferenceRequest:
     return SURFACES[AUDIO].parse(body, {"content-type": f"multipart/form-data; boundary={EDGE}"})
-
-
-def test_the_forms_are_exactly_what_text_links_cannot_carry() -> None:
-    assert {path for path, surface in SURFACES.items() if surface.is_form} == BINARY_ENDPOINTS
 
 
 GOOD = form(file(b"x" * 100), field("model", "m"))

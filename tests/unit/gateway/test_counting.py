@@ -60,25 +60,6 @@ def say(text: str) -> dict[str, object]:
     return {"role": "user", "content": text}
 
 
-def test_a_prompt_is_read_as_templates_want_it() -> None:
-    found = prompt(tools=[TOOL], chat_template_kwargs={"enable_thinking": False}, temperature=1)
-    assert [message["content"] for message in found.messages] == [
-        "Be brief.",
-        "What is\na λ?",
-        "",
-        "A function without a name.",
-    ]
-    assert found.messages[2]["tool_calls"][0]["function"]["arguments"] == {"word": "λ"}
-    assert (found.tools, found.variables, found.media) == ([TOOL], {"enable_thinking": False}, 0)
-
-
-@pytest.mark.parametrize("arguments", ["", "not JSON", "[1]", "[" * 100_000], ids=["none", "text", "list", "deep"])
-def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    found = prompt({"role": "assistant", "content": "", "tool_calls": [call, {"function": None}]})
-    assert found.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments
-
-
 def test_four_bytes_are_taken_for_a_token_and_pictures_for_a_fixed_number() -> None:
     framed = limits().gateway.token_message + limits().gateway.token_answer
     assert estimate_tokens(prompt(say("four"))) == 1 + framed
@@ -111,24 +92,18 @@ def test_a_template_is_rendered_the_way_of_hugging_face() -> None:
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
         "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
         "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
         "{% for i in range(90000) %}{{ 'forty letters of text, each of them twice' }}{% endfor %}",
         "{{ 'a' * 1000000000 }}",
-        "{{ [1] * 1000000000 }}",
         "{{ 9 ** 999999999 }}",
         "{{ '%1000000000d' % 1 }}",
-        "{{ '{:1000000000}'.format(1) }}",
         "{{ 'a'['format'](1) }}",
         "{{ 'a'.ljust(1000000000) }}",
         "{{ range(1000000) | list }}",
         "{{ messages.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
         "{{ raise_exception('roles must alternate') }}",
-        "{{ messages[99].content.text }}",
         "{{ 1 / 0 }}",
-        "{{ messages[0].content() }}",
     ],
 )
 def test_a_template_that_does_too_much_or_fails_is_given_up_without_a_word_of_the_conversation(source: str) -> None:
@@ -192,13 +167,6 @@ def tokens_of(folder: Path, found: ChatPrompt | None = None) -> tuple[int, bool]
     return counted
 
 
-def test_folders_are_found_below_the_root(root: Path) -> None:
-    assert find_folder(root, "tiny") == root.resolve() / "tiny"
-    assert find_folder(root, "of/tiny") == root.resolve() / "of" / "tiny"
-    (root / "link").symlink_to(root / "of")
-    assert find_folder(root, "link/tiny") == root.resolve() / "of" / "tiny"
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -248,14 +216,6 @@ def test_several_templates_by_name_and_special_tokens_as_objects_are_understood(
     assert found.template is not None
     assert found.template.render(prompt(say("hi"))) == "<|user|>hi"
     assert found.count(prompt(say("hi"))) == (1 + len(found.tokenizer.encode("hi", add_special_tokens=False)), False)
-
-
-def test_a_tokenizer_that_cuts_and_fills_is_kept_from_it(root: Path) -> None:
-    path = root / "tiny" / "tokenizer.json"
-    fields = json.loads(path.read_text())
-    fields["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
-    path.write_text(json.dumps(fields))
-    assert tokens_of(root / "tiny") == tokens_of(root / "of/tiny")
 
 
 @pytest.mark.parametrize(
@@ -326,15 +286,6 @@ async def test_what_is_no_count_is_none_and_the_stream_is_let_go(answer: Callabl
     assert link.streams == []
 
 
-async def test_a_box_that_does_not_answer_in_time_is_cancelled() -> None:
-    link = counting_link()
-    asked = asyncio.create_task(ask(link, deadline_ms=1))
-    stream = await stream_of(link)
-    with pytest.raises(TimeoutError):
-        await asked
-    assert stream.cancelled == "timeout"
-
-
 def entry(tokenizer: str = "") -> ModelEntry:
     return ModelEntry(
         name="m", allowed=True, owned_by="x", max_tokens=1, max_prompt_chars=1, max_queue=1, created=0, tokenizer=tokenizer
@@ -390,15 +341,8 @@ async def test_a_body_that_is_too_large_to_send_about_is_estimated(root: Path) -
         is_estimated=True,
     )
     assert link.streams == []
-
-
-async def test_a_text_beyond_the_bound_is_not_tokenized(root: Path) -> None:
-    found = await count(
-        TokenCounter(LinkRegistry(), root),
-        tokenizer="tiny",
-        body=chat(say("word " * (limits().gateway.template_chars // 5 + 1))),
-    )
-    assert found.source is Source.ESTIMATE
+    long = chat(say("word " * (limits().gateway.template_chars // 5 + 1)))
+    assert (await count(TokenCounter(LinkRegistry(), root), tokenizer="tiny", body=long)).source is Source.ESTIMATE
 
 
 async def test_two_prompts_are_tokenized_at_once_and_a_crowd_goes_on_to_the_next_source(root: Path) -> None:
@@ -440,25 +384,15 @@ def room() -> Iterator[None]:
 BOMBS = {
     "lipsum": "{{ lipsum(n=1000000) | length }}",
     "batch": "{{ [1] | batch(1000000000, 'x') | list | length }}",
-    "slice": "{{ [1] | slice(1000000000) | list | length }}",
     "filter replace": TEXT + "{{ t | replace('a', t) | length }}",
-    "method replace": TEXT + "{{ t.replace('a', t) | length }}",
-    "empty replace": TEXT + "{{ t.replace('', t) | length }}",
-    "filter join": TEXT + "{{ range(90000) | join(t) | length }}",
     "method join": TEXT + "{{ t.join(['a'] + range(90000) | map('string') | list) | length }}",
     "mapped": TEXT + "{{ range(90000) | map('replace', '1', t) | list | length }}",
     "translate": TEXT + "{{ 'aaaa'.translate({97: t}) | length }}",
     "bytes": "{{ (5).to_bytes(1000000000, 'big') | length }}",
     "round": "{{ 5 | round(-1000000000) }}",
-    "round up": "{{ 5 | round(1000000000, 'ceil') }}",
     "nested printed": DOUBLED + "{{ a }}",
-    "nested put together": DOUBLED + "{{ a ~ 'x' }}",
-    "nested text": DOUBLED + "{{ a | string | length }}",
     "nested JSON": DOUBLED + "{{ a | tojson | length }}",
-    "nested joined": DOUBLED + "{{ a | join | length }}",
     "nested tuples": DOUBLED.replace("[", "(").replace("]", ")") + "{{ a in [a] | unique | list }}",
-    "nested objects": "{% set a = {'k': 1} %}" + "{% set a = {'x': a, 'y': a} %}" * 40 + "{{ a | length }}{{ a | tojson }}",
-    "nested dicts": "{% set a = 1 %}" + "{% set a = dict(x=a, y=a) %}" * 40 + "{{ a }}",
     "namespaces": "{% set a = namespace(x=1) %}" + "{% set a = namespace(x=a, y=a) %}" * 40 + "{{ a }}",
     "summed": TEXT
     + "{{ [t.split('a')] * 1 }}{{ [t | list, t | list, t | list, t | list, t | list] | sum(start=[]) | length }}",

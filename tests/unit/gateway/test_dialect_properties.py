@@ -46,7 +46,7 @@ from tests.fakes.chat_engine import (
 from tests.fakes.chat_engine import chunk as spoilt_chunk
 from tests.fakes.engine_streams import FLOODS, GOOD, VALUES, list_places, spoil_stream
 from tests.fakes.examples import TIMES
-from tests.unit.gateway.test_golden_cases import STREAMS, Player
+from tests.fakes.golden_cases import STREAMS, Player
 
 TOOLS: list[Json] = [
     {"type": "function", "name": "look"},

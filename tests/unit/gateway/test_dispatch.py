@@ -117,18 +117,6 @@ async def test_waiting_requests_are_served_oldest_first_over_all_models_of_a_box
     assert (box.active, floor.dispatcher.depth, floor.dispatcher.depths()) == (0, 0, {})
 
 
-async def test_a_join_and_a_new_model_place_what_waits_within_the_call() -> None:
-    floor = Floor()
-    waits = [floor.queue() for _ in range(3)]
-    box = floor.link(slots=2)
-    assert [wait.done() for wait in waits] == [True, True, False]
-    other = floor.link("x")
-    assert not waits[2].done()
-    floor.registry.update_models(other, frozenset({"m"}))
-    assert waits[2].result().link is other
-    assert box.active == 2
-
-
 async def test_ending_every_wait_spares_those_that_left_already() -> None:
     floor = Floor()
     first, second = floor.queue(), floor.queue()
@@ -166,16 +154,6 @@ async def test_a_request_that_gives_its_slot_back_tries_an_ejected_box_no_longer
     box.active += 1
     Lease(floor.dispatcher, box, "m", granted=now, probed=ejection).release()
     assert not ejection.is_probing
-
-
-async def test_a_box_that_failed_the_request_is_avoided_too_where_only_some_speak_its_dialect() -> None:
-    floor = Floor()
-    first, second = floor.link(slots=5, m={MESSAGES}), floor.link(slots=5, m={MESSAGES})
-    floor.link(slots=5, m={CHAT})
-    job = floor.job(endpoint=MESSAGES)
-    job.avoid.add(first)
-    leases = [floor.dispatcher.acquire(job) for _ in range(3)]
-    assert [lease.link for lease in leases if isinstance(lease, Lease)] == [second] * 3
 
 
 async def test_a_request_whose_node_was_lost_waits_no_longer_than_it_would_have_at_first() -> None:
@@ -393,15 +371,6 @@ def test_no_schedule_leaks_a_slot_idles_a_box_or_loses_a_request(schedule: list[
         assert all(link.active == 0 for link in crowd.links)
 
     asyncio.run(play())
-
-
-async def test_a_request_goes_only_to_boxes_that_answer_the_model_on_its_path() -> None:
-    floor = Floor()
-    chat, embed = floor.link(m={CHAT}), floor.link(m={EMBED})
-    assert floor.take(endpoint=EMBED).link is embed
-    waiting = floor.queue(endpoint=EMBED)
-    assert floor.take(endpoint=CHAT).link is chat
-    assert not waiting.done()
 
 
 async def test_text_links_are_not_asked_to_carry_a_file() -> None:

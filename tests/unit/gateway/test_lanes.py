@@ -27,23 +27,6 @@ from tests.unit.gateway.test_dispatch import CHAT, EMBED, Floor
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 
 
-async def test_boxes_that_speak_the_clients_path_come_first_and_the_others_when_those_are_full() -> None:
-    floor = Floor()
-    plain, native = floor.link("m", slots=2, m={CHAT}), floor.link("m", slots=2, m={CHAT, MESSAGES})
-    leases = [floor.take(endpoint=MESSAGES) for _ in range(4)]
-    assert [lease.link for lease in leases] == [native, native, plain, plain]
-
-
-async def test_a_box_that_declares_nothing_is_asked_natively_until_it_says_that_it_does_not_know_the_path() -> None:
-    floor = Floor()
-    link = floor.link("m")
-    assert link.find_path("m", MESSAGES) == MESSAGES
-    floor.dispatcher.note_unspoken(link, "m", MESSAGES)
-    assert link.find_path("m", MESSAGES) == CHAT
-    assert link.find_path("m", RESPONSES) == RESPONSES
-    assert floor.take(endpoint=MESSAGES).link is link
-
-
 async def test_the_outlook_tells_free_from_full_from_closed() -> None:
     floor = Floor()
     assert isinstance(floor.dispatcher.outlook("m", CHAT), Closed)

@@ -146,26 +146,6 @@ async def test_a_body_where_there_may_be_none_is_a_failure(*, content_type: str,
     await attempt.broken(ForwardedRequestFailed, told=False)
 
 
-@pytest.mark.parametrize(
-    ("said", "passed"),
-    [
-        ("application/problem+json", "application/problem+json"),
-        ("application/json; charset=utf-8", "application/json; charset=utf-8"),
-        ("text/html", "application/json"),
-        ("application/json, text/html", "application/json"),
-        ("", "application/json"),
-    ],
-)
-async def test_an_error_in_the_engines_own_words_keeps_the_kind_of_json_it_is(said: str, passed: str) -> None:
-    attempt = Attempt()
-    stream = await attempt.begin()
-    body = b'{"error":{"message":"no","type":"x","code":null,"param":null}}'
-    stream.answer(body, status=400, headers={"content-type": said})
-    await attempt.outcome()
-    assert attempt.client.headers["content-type"] == passed
-    assert attempt.client.body == body
-
-
 @pytest.mark.parametrize("status", [0, 199, 302, 600, -1])
 @pytest.mark.parametrize("streams", [True, False])
 async def test_an_impossible_status_never_reaches_the_server(status: int, *, streams: bool) -> None:
@@ -339,19 +319,6 @@ async def test_a_client_with_too_much_waiting_is_closed_within_the_call() -> Non
     with pytest.raises(ClientTooSlow):
         await attempt.outcome()
     assert attempt.client.handle.aborted
-
-
-async def test_the_tail_of_an_answer_waits_for_a_slow_client() -> None:
-    attempt = Attempt()
-    stream = await attempt.begin()
-    attempt.client.reading.clear()
-    stream.answer(b"data: 1\n\n", b"data: [DONE]\n\n", headers=SSE)
-    assert await attempt.outcome() == Served(200, None)
-    assert attempt.client.connection.is_blocked
-    attempt.client.reading.set()
-    await attempt.client.connection.drain()
-    assert attempt.client.body == b"data: 1\n\ndata: [DONE]\n\n"
-    assert attempt.client.is_whole
 
 
 USAGE = TokenCounts(prompt_tokens=5, completion_tokens=6, total_tokens=11)

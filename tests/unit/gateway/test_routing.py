@@ -27,7 +27,7 @@ from gateway.errors import (
     RateLimited,
 )
 from gateway.records import RecordWriter
-from gateway.routing import AUTO, Alias, Route, Target, choose_by_weight, may_use, resolve
+from gateway.routing import AUTO, Alias, Target, choose_by_weight, may_use, resolve
 from gateway.values import Caller, InferenceRequest, PoolOptions
 from gateway.views.models import ListedModel, ModelList, cut_page, render_anthropic, render_openai, render_page
 from nodes.links import LinkRegistry
@@ -123,20 +123,6 @@ def test_with_no_candidate_left_the_error_is_that_of_the_first(name: str, things
         route(name, **things)
     assert (type(refusal.value), refusal.value.message) == (type(error), error.message)
     assert bool(refusal.value.retry_after_s) == (name == AUTO)
-
-
-def test_weights_are_offered_heaviest_first_and_zero_only_stands_in() -> None:
-    offered: list[Sequence[int]] = []
-    found = resolve(
-        "x",
-        aliases=table(alias("x", a=0, b=2, c=3, d=0)),
-        refuse=lambda model, via: None,
-        fallbacks_of=lambda model: (),
-        rank_auto=tuple,
-        choose=lambda weights: offered.append(weights) or 1,  # type: ignore[func-returns-value]  # remembers and chooses
-    )
-    assert offered == [[3, 2]]
-    assert found == Route("x", ("b", "c", "a", "d"))
 
 
 def test_a_key_that_names_an_alias_may_use_its_targets_through_it_alone() -> None:

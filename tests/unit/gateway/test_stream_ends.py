@@ -273,25 +273,6 @@ async def test_a_node_that_is_lost_behind_its_closing_event_has_answered(passage
         assert lost.usage == whole.usage is not None
 
 
-@every_passage
-async def test_a_node_that_is_lost_before_its_closing_event_has_not(passage: Passage) -> None:
-    *before, _closing = passage.stream.events
-    outcome, client = await Serving(passage).serve(*before, end=EndKind.LINK_LOST)
-    assert isinstance(outcome, Broken)
-    assert len(list_errors(passage.asked, read_stream(client.body))) == 1
-
-
-@pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
-async def test_a_closing_event_too_large_to_hold_closes_too(path: str) -> None:
-    passage = next(passage for passage in PASSAGES if passage.asked == passage.stream.path == path)
-    *before, closing = passage.stream.events
-    large = closing.replace(b'"type":', b'"padding":"%b","type":' % (b"x" * 2 * WIRE.event_held_bytes), 1)
-    pieces = [large[at : at + 60_000] for at in range(0, len(large), 60_000)]
-    outcome, client = await Serving(passage).serve(*before, *pieces, end=EndKind.LINK_LOST)
-    assert isinstance(outcome, Served)
-    assert client.body == b"".join(before) + large
-
-
 async def test_an_engine_that_lingers_behind_its_closing_event_keeps_no_client_waiting() -> None:
     passage = PASSAGES[0]
     serving = Serving(passage)
