@@ -11,6 +11,7 @@ from django.core.management import call_command
 from django.db import connection, connections
 from pytest_django import DjangoDbBlocker
 
+from tests.fakes.fleet import Fleet
 from tests.fakes.fleet import Rows as FleetRows
 from tests.fakes.pipeline import Make, Rows, gateways
 from tests.fakes.virtual_loop import VirtualLoop
@@ -31,6 +32,13 @@ def fleet_rows(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Ite
         yield FleetRows.create(models={"m": None, "tight": 2}, keys={"k": None, "few": 3})
         call_command("flush", verbosity=0, interactive=False)
         connections.close_all()
+
+
+@pytest.fixture
+async def fleet(fleet_rows: FleetRows) -> AsyncIterator[Fleet]:
+    """A gateway on a virtual clock, without nodes."""
+    async with Fleet(rows=fleet_rows) as made:
+        yield made
 
 
 @pytest.fixture

@@ -113,33 +113,23 @@ class TestKeyRing:
         clock[0] += 1.0
         await refuse(ring, {"authorization": f"Bearer {mint_credential(CredentialKind.CLIENT).text}"})
 
-    async def test_noise_costs_no_query(self) -> None:
-        _, text = await sync_to_async(make_key)()
-        catalogue = CountingCatalogue()
-        ring = KeyRing(catalogue)
-        changed = text[:-1] + ("a" if text[-1] != "a" else "b")
-        others = [mint_credential(kind).text for kind in (CredentialKind.WORKER, CredentialKind.ADMIN)]
-        for wrong in ("", "x", "sk-1234", changed, text + "a", *others, "é", "mst_" * 50):
-            error = await refuse(ring, {"authorization": f"Bearer {wrong}"})
-            assert wrong not in error.message or not wrong or wrong == "x"
-        assert catalogue.lookups == 0
-
     async def test_the_right_key_id_with_another_secret_is_refused(self) -> None:
         key, text = await sync_to_async(make_key)()
-        ring = KeyRing(CountingCatalogue())
-        await identify(ring, text)
-        forged = mint_credential(CredentialKind.CLIENT).text
-        await refuse(ring, {"authorization": f"Bearer mst_{key.keyid}{forged[16:]}"})
-
-    async def test_where_a_key_may_stand(self) -> None:
-        _, text = await sync_to_async(make_key)()
-        ring = KeyRing(CountingCatalogue())
+        catalogue = CountingCatalogue()
+        ring = KeyRing(catalogue)
         for headers in ({"authorization": f"bearer  {text} "}, {"x-api-key": f" {text}"}):
             assert (await ring.identify(headers, allow_x_api_key=True)).tenant == "acme"
-        assert (await refuse(ring, {"x-api-key": text}, allow_x_api_key=False)).message == "API key is missing."
-        assert (await refuse(ring, {})).message == "API key is missing."
-        await refuse(ring, {"authorization": f"Basic {text}"})
-        await refuse(ring, {"authorization": text})
+        forged = mint_credential(CredentialKind.CLIENT).text
+        changed = text[:-1] + ("a" if text[-1] != "a" else "b")
+        others = [mint_credential(kind).text for kind in (CredentialKind.WORKER, CredentialKind.ADMIN)]
+        for wrong in (f"mst_{key.keyid}{forged[16:]}", "", "sk-1234", changed, text + "a", *others, "é", "mst_" * 50):
+            error = await refuse(ring, {"authorization": f"Bearer {wrong}"})
+            assert not wrong or wrong not in error.message
+        for value in (f"Basic {text}", text):
+            await refuse(ring, {"authorization": value})
+        for headers in ({"x-api-key": text}, {}):
+            assert (await refuse(ring, headers, allow_x_api_key=False)).message == "API key is missing."
+        assert catalogue.lookups == 1, "noise costs no query"
 
     async def test_a_revoked_key_stops_with_the_next_sweep(self) -> None:
         key, text = await sync_to_async(make_key)()
@@ -243,20 +233,13 @@ def test_rows_restored_from_a_server_that_had_counted_further_are_no_changes() -
 
 
 @pytest.mark.django_db(transaction=True)
-def test_neither_use_nor_writing_the_same_again_is_a_change() -> None:
-    key, _ = make_key("k")
-    since = mark_now()
-    store_key_use({key.pk: timezone.now().timestamp()})
-    ApiKey.objects.update(name="k")
-    assert Catalogue(LIMITS).load_keys(since) == []
-
-
-@pytest.mark.django_db
 def test_use_of_a_key_is_stored_without_looking_like_a_change_and_never_backwards() -> None:
     key, _ = make_key()
+    since = mark_now()
     store_key_use({key.pk: 2_000_000_000.0})
     store_key_use({key.pk: 1_000_000_000.0})
+    ApiKey.objects.update(name="k")  # as it was
+    assert Catalogue(LIMITS).load_keys(since) == []
     again = ApiKey.objects.get(pk=key.pk)
     assert again.last_used_at is not None
-    assert again.last_used_at.timestamp() == 2_000_000_000.0
-    assert again.updated_at == key.updated_at
+    assert (again.last_used_at.timestamp(), again.updated_at) == (2_000_000_000.0, key.updated_at)

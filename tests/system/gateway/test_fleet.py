@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -15,27 +14,6 @@ from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet, Node, Rows
 from tests.fakes.limits import set_limits
 
 pytestmark = [pytest.mark.django_db, pytest.mark.asyncio(loop_factories=["virtual"]), pytest.mark.timeout(120)]
-
-
-@pytest.fixture
-async def fleet(fleet_rows: Rows) -> AsyncIterator[Fleet]:
-    async with Fleet(rows=fleet_rows) as made:
-        yield made
-
-
-async def test_a_wait_of_half_a_minute_takes_no_such_time_and_ends_to_the_second(fleet: Fleet) -> None:
-    node = await fleet.add_node()
-    began, first = time.monotonic(), fleet.ask()
-    await fleet.next_call(first)
-    second = fleet.ask()
-    row = await second.row()
-    assert (second.status, second.error_code) == (QueueTimeout.status, QueueTimeout.code)
-    assert (row["state"], row["error_code"], row["attempts"]) == ("failed", QueueTimeout.code, 0)
-    assert second.client.headers["retry-after"] == str(QueueTimeout.retry_after_s)
-    assert second.ended_at is not None
-    assert second.ended_at - second.asked_at == pytest.approx(limits().gateway.queue_s)
-    assert time.monotonic() - began < limits().gateway.queue_s
-    assert node.engine.running == first.calls
 
 
 BREAKS: list[tuple[Callable[[Node, EngineCall], None], str]] = [

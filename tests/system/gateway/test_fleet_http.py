@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,18 +14,12 @@ from django.db import connection
 from core.db.threads import run_upkeep
 from governance.services import create_admin_token
 from tests.fakes.asgi_client import MemoryClient
-from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet, Rows
+from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet
 
 pytestmark = [pytest.mark.django_db, pytest.mark.asyncio(loop_factories=["virtual"]), pytest.mark.timeout(120)]
 RESPONSES_PATH, COUNT_PATH = "/v1/responses", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "hi"}]
 AUDIO_PATH, EMBEDDINGS_PATH = "/v1/audio/transcriptions", "/v1/embeddings"
-
-
-@pytest.fixture
-async def fleet(fleet_rows: Rows) -> AsyncIterator[Fleet]:
-    async with Fleet(rows=fleet_rows) as made:
-        yield made
 
 
 def read(answer: MemoryClient) -> Any:

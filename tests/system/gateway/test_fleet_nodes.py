@@ -6,7 +6,7 @@ Who gets a request, who waits and for how long, and what becomes of both when a 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -17,26 +17,18 @@ from core.limits import limits
 from gateway.errors import (
     NoAvailableNode,
     NodeDraining,
-    NodeStale,
-    ProviderDisabled,
     RequestInterrupted,
     ShuttingDown,
 )
 from nodes.links import LinkCondition
 from nodes.models import Node as NodeRecord
-from nodes.services import cordon_node, disable_provider, drain_node, enable_provider, uncordon_node, undrain_node
+from nodes.services import cordon_node, drain_node, uncordon_node, undrain_node
 from tests.fakes.engine import CallState, EngineCall
 from tests.fakes.fleet import Answer, Fleet, Node, Rows
 from tests.fakes.limits import set_limits, set_runner_limits
 
 pytestmark = [pytest.mark.django_db, pytest.mark.asyncio(loop_factories=["virtual"]), pytest.mark.timeout(120)]
 IMPATIENT = {"max_latency_ms": 300}
-
-
-@pytest.fixture
-async def fleet(fleet_rows: Rows) -> AsyncIterator[Fleet]:
-    async with Fleet(rows=fleet_rows) as made:
-        yield made
 
 
 async def serve(fleet: Fleet, answer: Answer) -> EngineCall:
@@ -110,33 +102,6 @@ async def list_models(fleet: Fleet) -> list[str]:
     """Return what ``GET /v1/models`` lists."""
     answer = await fleet.call("/v1/models", method="GET")
     return [row["id"] for row in json.loads(answer.body)["data"]]
-
-
-async def test_a_node_that_is_silent_for_long_gets_nothing_new_until_it_is_heard_again(fleet: Fleet) -> None:
-    node = await fleet.add_node()
-    node.link.up.stall()
-    await fleet.advance(limits().nodes.stale_after_s)
-    await assert_refused(fleet.ask(x_pool_options=IMPATIENT), NodeStale, retry_after_s=5)
-    waiting = fleet.ask()
-    await fleet.settle()
-    assert not node.engine.calls
-    node.link.up.resume()
-    await serve(fleet, waiting)
-    assert len(node.links) == 1
-
-
-async def test_a_provider_that_is_switched_off_refuses_at_once(fleet: Fleet) -> None:
-    await fleet.add_node()
-    try:
-        await fleet.operate(disable_provider, name="local")
-        await fleet.until(lambda: "m" in fleet.runtime.keeper.disabled_models)
-        refused = fleet.ask()
-        await assert_refused(refused, ProviderDisabled, retry_after_s=30, state="rejected")
-        assert refused.ended_at == pytest.approx(refused.asked_at, abs=0.1)
-    finally:
-        await fleet.operate(enable_provider, name="local")
-    await fleet.until(lambda: "m" not in fleet.runtime.keeper.disabled_models)
-    await serve(fleet, fleet.ask())
 
 
 @pytest.mark.parametrize(("begin", "end"), [(cordon_node, uncordon_node), (drain_node, undrain_node)])

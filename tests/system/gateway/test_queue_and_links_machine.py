@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 from collections.abc import Callable, Coroutine
@@ -106,7 +107,7 @@ class QueueAndLinks(RuleBasedStateMachine):
         return running[which % len(running)] if running else None
 
     def disturb(self, node: Node) -> None:
-        self.disturbed_at[node] = self.fleet.loop.time()
+        self.disturbed_at[node] = max(self.fleet.loop.time(), self.disturbed_at.get(node, 0.0))
 
     def add(self, slots: int) -> None:
         self.run(self.fleet.add_node(models=[MODEL], slots=slots))
@@ -213,7 +214,7 @@ class QueueAndLinks(RuleBasedStateMachine):
     @rule(which=WHICH, way=WAYS, seconds=st.sampled_from([0.0, 0.02, 0.4]))
     def delay(self, which: int, way: Way | None, seconds: float) -> None:
         if (node := self.node(which)) is not None:
-            self.disturb(node)
+            self.disturbed_at[node] = math.inf if seconds else self.fleet.loop.time()  # what is delayed stays so
             self.act(lambda: node.link.delay(seconds, way))
 
     # time, and the gateway

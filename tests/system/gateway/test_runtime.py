@@ -10,13 +10,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 
+import psycopg
 import pytest
 from asgiref.sync import sync_to_async
 from channels.layers import get_channel_layer
-from django.db import connections
+from django.db import connection, connections
 from django.db.models.functions import Now
 
+from core.db.threads import run_upkeep
 from core.hints import HINT_GROUP
+from core.limits import GatewayLimits
+from gateway.auth import KeyRing
+from gateway.catalogue import Catalogue, KeyEntry
+from gateway.errors import InvalidApiKey
 from gateway.models import ApiKey, GatewayProcess
 from gateway.runtime import GatewayRuntime
 from gateway.services import allow_model, create_api_key, create_tenant, revoke_api_key
@@ -24,6 +30,7 @@ from nodes.consumers.courier import Courier
 from nodes.links import Link, LinkRegistry
 from nodes.models import NodePresence
 from nodes.services.ejections import list_ejections
+from nodes.services.sessions import SessionEnd, close_sessions
 from tests.fakes.clock import shift_clock
 from tests.fakes.nodes import audited, make_node, make_presence
 from wire.credentials import CredentialKind, parse_keyid
@@ -202,3 +209,66 @@ async def test_a_gateway_whose_background_dies_stops_itself() -> None:
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert stopped == [signal.SIGTERM]
+
+
+@pytest.fixture
+async def runtime() -> AsyncIterator[GatewayRuntime]:
+    runtime = GatewayRuntime()
+    await runtime.start()
+    yield runtime
+    await runtime.stop()
+
+
+class OvertakenCatalogue(Catalogue):
+    """A catalogue whose look-up of a key is still on its way when the key is revoked and a sweep takes the change."""
+
+    def load_key(self, keyid: str) -> KeyEntry | None:
+        entry = super().load_key(keyid)
+        revoke_api_key(key_id=ApiKey.objects.get(keyid=keyid).pk, actor=ACTOR)
+        self.apply_keys(self.load_keys(None), replace=False)
+        return entry
+
+
+async def test_a_look_up_that_a_revocation_overtook_does_not_let_the_key_live_on() -> None:
+    _, text = await make_key()
+    ring = KeyRing(OvertakenCatalogue(GatewayLimits()))
+    for _ in range(2):
+        with pytest.raises(InvalidApiKey):
+            await ring.identify({"authorization": f"Bearer {text}"}, allow_x_api_key=True)
+
+
+async def test_boxes_that_leave_while_their_rows_are_held_do_not_make_a_gateway_look_dead(runtime: GatewayRuntime) -> None:
+    parameters = connection.get_connection_params()
+    wanted = {name: parameters[name] for name in ("dbname", "user", "password", "host", "port") if name in parameters}
+    with psycopg.connect(**wanted) as other:
+        other.execute("LOCK TABLE nodes_nodepresence IN ACCESS EXCLUSIVE MODE")  # as a migration does
+        leaving = [
+            run_upkeep(close_sessions, [SessionEnd(uuid.uuid4(), uuid.uuid4(), "gone")], gateway_id=uuid.uuid4())
+            for _ in range(64)
+        ]
+        farewell = asyncio.gather(*leaving, return_exceptions=True)
+        row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
+        for _ in range(3):
+            last = (await row.aget()).heartbeat_at
+            async with asyncio.timeout(30):
+                while (await row.aget()).heartbeat_at == last:
+                    await asyncio.sleep(0.05)
+        other.rollback()
+    await farewell
+
+
+@sync_to_async
+def end_key(key: ApiKey, **columns: object) -> None:
+    ApiKey.objects.filter(pk=key.pk).update(**columns)
+
+
+@pytest.mark.parametrize("column", ["revoked_at", "expires_at"])
+async def test_keys_that_ended_long_ago_are_not_held_in_memory_and_stay_refused(column: str) -> None:
+    key, text = await make_key()
+    catalogue = Catalogue(GatewayLimits())
+    await end_key(key, **{column: Now() - timedelta(hours=23)})
+    assert [keyid for keyid, _entry in await sync_to_async(catalogue.load_keys)(None)] == [key.keyid]
+    await end_key(key, **{column: Now() - timedelta(hours=25)})
+    assert await sync_to_async(catalogue.load_keys)(None) == []
+    with pytest.raises(InvalidApiKey):
+        await KeyRing(catalogue).identify({"authorization": f"Bearer {text}"}, allow_x_api_key=True)

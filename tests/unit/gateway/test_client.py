@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from pytest_django import Settings
 
 from core.limits import GatewayLimits
 from gateway.checks import check_settings
 from gateway.cors import admit_origin, is_preflight
-from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, RequestTimeout
+from gateway.dialects import SURFACES
+from gateway.dialects.body import read_fields, read_options
+from gateway.dialects.crowding import is_crowded
+from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, ClientTooSlow, GatewayError, RequestTimeout
 from gateway.keepalive import KeepAlive
+from gateway.values import InferenceRequest
 from gateway.views.nearness import came_directly
+from nodes.states import BINARY_ENDPOINTS
 from tests.fakes.asgi_client import MemoryClient
+from tests.fakes.examples import examples
+from wire.limits import WIRE
 
 SMALL = GatewayLimits(max_body_bytes=10, max_buffer_bytes=100)
 
@@ -163,3 +179,276 @@ def test_only_a_program_on_this_machine_that_asks_for_it_and_was_not_passed_on_i
     for host in ELSEWHERE:
         assert not is_direct(host=host), host
     assert not is_direct(version="1.0", host=HERE[0]), "as a proxy speaks to its upstream"
+
+
+CHAT, MESSAGES, RESPONSES, AUDIO = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/audio/transcriptions"
+JSON = {"content-type": "application/json"}
+HELLO = b'{"model":"m","messages":[{"role":"user","content":"hi"}]'
+MEGABYTE = 1024 * 1024
+
+
+def parse(path: str, body: bytes) -> InferenceRequest:
+    """Read a body as the pipeline does, and translate it where there is something to translate."""
+    surface = SURFACES[path]
+    request = surface.parse(body, JSON)
+    if surface.translate is not None:
+        surface.translate(request)
+    return surface.rename(request, "other")
+
+
+def find_refusal(path: str, body: bytes) -> GatewayError | None:
+    """Return how a body is refused, if it is; whatever else it makes a surface raise is raised."""
+    try:
+        parse(path, body)
+    except GatewayError as error:
+        return error
+    return None
+
+
+@examples(50)
+@given(st.binary(max_size=200))
+def test_no_body_raises_anything_but_a_bad_request(body: bytes) -> None:
+    for surface in SURFACES.values():
+        with contextlib.suppress(BadRequest):
+            surface.parse(body, {})
+
+
+def test_a_32_mb_body_costs_a_few_calls_for_each_part_of_it() -> None:
+    parts = 20_000
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 24 * MEGABYTE}}
+    content = [image, *[{"type": "text", "text": "abc"}] * parts]
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}]}).encode()
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        SURFACES[CHAT].parse(body, JSON)
+    finally:
+        sys.setprofile(None)
+    assert 0 < calls < 20 * parts, "reading must stay linear in the parts, and never walk the bytes of an image in Python"
+
+
+KEYS = st.text(st.sampled_from('ab"\\é\n😀'), max_size=3)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=5,
+)
+LAYOUTS = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " :\t"), (",  ", ":")])
+
+
+def lay_out(pairs: list[tuple[str, object]], layout: tuple[str, str], *, ascii_only: bool) -> bytes:
+    comma, colon = layout
+    parts = [
+        json.dumps(key, ensure_ascii=ascii_only) + colon + json.dumps(value, separators=layout, ensure_ascii=ascii_only)
+        for key, value in pairs
+    ]
+    return ("{" + comma.join(parts) + "}").encode()
+
+
+@examples(60)
+@given(st.lists(st.tuples(KEYS, VALUES), max_size=6), LAYOUTS, st.booleans())
+@example([("a", 1), ("b", 2), ("c", 3), ("d", 4), ("a", 12)], (",", ":"), False)
+@example([("model", "a"), ("model", "a")], (", ", ": "), True)
+def test_a_key_is_refused_exactly_when_it_is_given_twice(
+    pairs: list[tuple[str, object]], layout: tuple[str, str], ascii_only: bool
+) -> None:
+    body = lay_out(pairs, layout, ascii_only=ascii_only)
+    names = [key for key, _value in pairs]
+    if len(set(names)) == len(names):
+        assert {key: json.loads(bytes(raw)) for key, raw in read_fields(body).items()} == dict(pairs)
+        return
+    with pytest.raises(BadRequest, match="given twice") as caught:
+        read_fields(body)
+    assert caught.value.param in {name for name in names if names.count(name) > 1}
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        pytest.param(b'"n":' + b"9" * 5000, id="a number of 5000 digits"),
+        pytest.param(b'"n":' + b"[" * 900 + b"]" * 900, id="nearly as deep as a parser goes"),
+        pytest.param(b'"n":1e999', id="a number out of range"),
+    ],
+)
+def test_a_key_in_another_spelling_is_compared_whatever_stands_beside_it(rest: bytes) -> None:
+    assert "n" in read_fields(HELLO + b',"\\u0061":1,' + rest + b"}")
+    with pytest.raises(BadRequest) as caught:
+        read_fields(HELLO + b',"\\u0061":1,"a":2,' + rest + b"}")
+    assert caught.value.param == "a"
+
+
+@pytest.mark.parametrize("field", ["messages", "input", "tools", "system", "metadata", "text", "x_pool_options", "anything"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_no_depth_makes_a_surface_raise_anything_but_a_refusal(path: str, field: str) -> None:
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "input": "a"}
+    body.pop(field, None)
+    for levels in (900, 985, 990, 995, 1000, 100_000):
+        for opening, middle, closing in (("[", "", "]"), ('{"a":', "1", "}")):
+            value = opening * levels + middle + closing * levels
+            error = find_refusal(path, f'{json.dumps(body)[:-1]},"{field}":{value}}}'.encode())
+            assert error is None or error.status == 400, levels
+
+
+def crowd(before: bytes, piece: bytes, after: bytes, *, size_bytes: int = 8_000_000) -> bytes:
+    """Return a body of about that size that is nearly all ``piece``."""
+    return before + piece * (size_bytes // len(piece)) + after
+
+
+CROWDS: dict[str, Callable[[], tuple[str, bytes]]] = {
+    "lists among the tools": lambda: (CHAT, crowd(HELLO + b',"tools":[', b"[],", b"1]}")),
+    "blocks": lambda: (MESSAGES, crowd(b'{"model":"m","max_tokens":1,"messages":[{"content":[', b'{"type":"text"},', b"1]}]}")),
+    "items": lambda: (RESPONSES, crowd(b'{"model":"m","input":[', b'{"role":"user","content":""},', b"{}]}")),
+    "fields": lambda: (CHAT, HELLO + b"".join(b',"k%d":1' % n for n in range(700_000)) + b"}"),
+    "texts": lambda: (RESPONSES, crowd(b'{"model":"m","input":[', b'"",', b"1]}")),
+    "a key in another spelling": lambda: (CHAT, crowd(HELLO + b',"\\u0061":[', b"[],", b"1]}")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CROWDS)
+def test_a_body_with_millions_of_values_is_refused_before_they_are_built(name: str) -> None:
+    path, body = CROWDS[name]()
+    assert isinstance(find_refusal(path, body), BodyTooLarge)
+
+
+def test_the_bound_is_counted_outside_of_strings_only() -> None:
+    for body in (
+        crowd(b'{"model":"m","messages":[{"role":"user","content":"', b'1,2,[{ \\"', b'"}]}'),  # a text full of commas
+        crowd(b'{"model":"m","messages":[{}],"input":[', b"1234,", b"1]}", size_bytes=1_500_000),  # 300,000 tokens
+    ):
+        assert not is_crowded(body)
+        assert parse(CHAT, body).model == "other"
+    marks = b"[" + b"0," * WIRE.body_marks + b"0]"
+    assert not is_crowded(b"[" + marks[7:])
+    assert is_crowded(marks)
+    assert is_crowded(b'["\\\\",' + marks + b"]")
+    assert not is_crowded(b'["' + marks + b'"]')
+    assert not is_crowded(b'["\\"' + marks)
+
+
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9},
+    "/v1/responses": {"input": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/rerank": {"query": "q", "documents": ["d"]},
+    "/v1/images/generations": {"prompt": "p"},
+}
+LIMITS = [
+    *[(path, field) for path in ASKED for field in ("max_tokens", "max_completion_tokens", "max_output_tokens")],
+    ("/v1/responses", "decoding.max_tokens"),
+]
+WRITTEN = {"5": 5, "5.0": 5, "5e0": 5, "0.5e1": 5, "50E-1": 5, "1e3": 1000, "4294967296.0": 2**32}
+NOT_WHOLE = ["1.5", "1e-3", '"5"', "true", "[]", "1e400", "9" * 5000]
+
+
+def write(path: str, field: str, number: str) -> bytes:
+    """Return a body in which the field stands as it is written here."""
+    body = {name: value for name, value in ASKED[path].items() if name != field}
+    outer, _, inner = field.partition(".")
+    value = f'{{"{inner}":{number}}}' if inner else number
+    return json.dumps({"model": "m", **body}).encode()[:-1] + f',"{outer}":{value}}}'.encode()
+
+
+@pytest.mark.parametrize(("path", "field"), LIMITS)
+def test_a_limit_counts_as_the_number_it_is_and_the_bytes_stay_as_they_came(path: str, field: str) -> None:
+    for number, value in WRITTEN.items():
+        request = SURFACES[path].parse(write(path, field, number), {})
+        assert request.max_tokens == (value if path != "/v1/messages" or field == "max_tokens" else max(9, value))
+        assert type(request.max_tokens) is int
+        assert request.body == write(path, field, number)
+    for number in NOT_WHOLE:
+        with pytest.raises(BadRequest) as caught:
+            SURFACES[path].parse(write(path, field, number), {})
+        assert caught.value.param == (field if len(number) < 100 else field.partition(".")[0])
+        assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_what_is_no_number_in_json_is_refused(path: str) -> None:
+    for number in ("NaN", "Infinity", "-Infinity", "05", "5.", ".5", "0x5", "-1.0"):
+        with pytest.raises(BadRequest) as caught:
+            SURFACES[path].parse(write(path, "max_tokens", number), {})
+        assert number != "-1.0" or caught.value.param == "max_tokens"
+
+
+def test_options_of_the_pool_count_so_too_and_forms_are_what_text_links_cannot_carry() -> None:
+    assert read_options(msgspec.Raw(b'{"max_latency_ms":3e3}')).max_latency_ms == 3000
+    with pytest.raises(BadRequest) as caught:
+        read_options(msgspec.Raw(b'{"max_latency_ms":0.5}'))
+    assert caught.value.param == "x_pool_options.max_latency_ms"
+    assert {path for path, surface in SURFACES.items() if surface.is_form} == BINARY_ENDPOINTS
+
+
+EDGE = "----edge"
+Part = tuple[str, bytes]
+
+
+def field(name: str, value: str | bytes) -> Part:
+    return f'form-data; name="{name}"', value if isinstance(value, bytes) else value.encode()
+
+
+def file(data: bytes = b"RIFF", name: str = "file") -> Part:
+    return f'form-data; name="{name}"; filename="a.wav"', data
+
+
+def form(*parts: Part) -> bytes:
+    pieces = [f"--{EDGE}\r\nContent-Disposition: {head}\r\n\r\n".encode() + data + b"\r\n" for head, data in parts]
+    return b"".join(pieces) + f"--{EDGE}--\r\n".encode()
+
+
+def parse_form(body: bytes) -> InferenceRequest:
+    return SURFACES[AUDIO].parse(body, {"content-type": f"multipart/form-data; boundary={EDGE}"})
+
+
+GOOD = form(file(b"x" * 100), field("model", "m"))
+
+
+@examples(50)
+@given(st.binary(max_size=300).filter(lambda noise: EDGE.encode() not in noise), st.integers(0, 300))
+def test_any_bytes_are_read_or_refused_and_any_file_travels(noise: bytes, at: int) -> None:
+    assert parse_form(form(file(noise), field("model", "m"))).model == "m"
+    for body in (noise, GOOD[:at] + noise + GOOD[at:], GOOD[:at] + noise):
+        with contextlib.suppress(BadRequest):
+            assert parse_form(body).model
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        form(file(b"\r\n--" * (4 * MEGABYTE)), field("model", "m")),
+        form(file(b"\r" * (16 * MEGABYTE)), field("model", "m")),
+        form(file((b"\r\n--" + EDGE.encode() + b"x") * MEGABYTE), field("model", "m")),
+        GOOD[:-4] + b" " * (16 * MEGABYTE),
+        f"--{EDGE}".encode() + b" " * (16 * MEGABYTE),
+        b"\r\n" * (8 * MEGABYTE) + GOOD,
+        b"-" * (16 * MEGABYTE),
+        f"--{EDGE}\r\n".encode() + b"x" * (16 * MEGABYTE),
+        f"--{EDGE}\r\nX:".encode() + b" " * (16 * MEGABYTE),
+    ],
+    ids=range(9),
+)
+def test_no_form_keeps_the_gateway_busy(body: bytes) -> None:
+    began = time.process_time()
+    with contextlib.suppress(BadRequest):
+        parse_form(body)
+    assert time.process_time() - began < 20.0  # a reader that looks at every byte a few times takes hundredths of a second
+
+
+def test_another_model_stands_in_the_form_and_the_file_stays_as_it_is() -> None:
+    surface = SURFACES["/v1/audio/transcriptions"]
+    sound = bytes(range(256)) * 700  # over the size of one piece of the parser
+    form = (
+        b'--xx\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n' + sound + b"\r\n"
+        b'--xx\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhisper-1\r\n'
+        b'--xx\r\ncontent-disposition: form-data; name="language"\r\n\r\nwhisper-1\r\n--xx--\r\n'
+    )
+    request = surface.parse(form, {"content-type": "multipart/form-data; boundary=xx"})
+    renamed = surface.rename(request, "tiny-whisper")
+    assert renamed.body == form.replace(b"\r\n\r\nwhisper-1", b"\r\n\r\ntiny-whisper", 1)
+    assert surface.parse(renamed.body, renamed.headers).model == "tiny-whisper"

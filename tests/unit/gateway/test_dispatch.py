@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
+from gateway.dialects import SURFACES
 from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import (
     ClientLeft,
@@ -28,16 +29,23 @@ from gateway.errors import (
     QueueTimeout,
     ShuttingDown,
 )
+from gateway.heads import render_head
+from gateway.outlook import Busy, Closed, Outlook, Ready, pick_name
+from gateway.peer import serve_peer
+from gateway.placement import choose_link
 from gateway.values import InferenceRequest
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Ejection, Fault
+from nodes.links.http import END_HEADER
 from nodes.links.keeper import LinkKeeper
+from nodes.states import POOL_RESPONSES
+from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink, make_row
 from wire import clock
 
 CHAT, EMBED, AUDIO = "/v1/chat/completions", "/v1/embeddings", "/v1/audio/transcriptions"
-MESSAGES = "/v1/messages"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 SHORT = GatewayLimits(queue_s=0.04, no_node_wait_s=0.01, request_s=5.0)
 
 
@@ -179,41 +187,22 @@ async def test_a_wait_for_a_model_with_busy_boxes_times_out_and_frees_its_place(
     assert floor.dispatcher.depth == 0
 
 
-def _stale(link: FakeLink) -> None:
-    link.last_seen = time.monotonic() - 11
-
-
-def _drain(link: FakeLink) -> None:
-    link.policy.draining = True
-
-
-def _sicken(link: FakeLink) -> None:
-    link.unhealthy_reason = "ECC"
-
-
-def _occupy(link: FakeLink) -> None:
-    link.busy_elsewhere = True
-
-
-def _disable(link: FakeLink) -> None:
-    link.policy.provider_enabled = False
-
-
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("place", "name", "value", "error"),
     [
-        (_stale, NodeStale),
-        (_drain, NodeDraining),
-        (_sicken, NodeUnhealthy),
-        (_occupy, NoAvailableNode),
-        (_disable, NoAvailableNode),
+        ("", "last_seen", -1e9, NodeStale),
+        ("policy", "draining", True, NodeDraining),
+        ("", "unhealthy_reason", "ECC", NodeUnhealthy),
+        ("", "busy_elsewhere", True, NoAvailableNode),
+        ("policy", "provider_enabled", False, NoAvailableNode),
     ],
 )
 async def test_a_wait_for_boxes_that_take_no_work_ends_early_and_says_why(
-    change: Callable[[FakeLink], None], error: type[GatewayError]
+    place: str, name: str, value: object, error: type[GatewayError]
 ) -> None:
     floor = Floor(replace(SHORT, queue_s=5.0))
-    change(floor.link())
+    link = floor.link()
+    setattr(getattr(link, place) if place else link, name, value)
     caught = await fails(floor.queue())
     assert type(caught) is error
     assert caught.retry_after_s
@@ -431,3 +420,140 @@ async def test_under_five_times_the_load_every_slot_works_and_what_has_no_place_
     for lease in running:
         lease.release()
     assert (box.active, floor.dispatcher.depth) == (0, 0)
+
+
+async def test_the_outlook_tells_free_from_full_from_closed() -> None:
+    floor = Floor()
+    assert isinstance(floor.dispatcher.outlook("m", CHAT), Closed)
+    link = floor.link("m", slots=2)
+    assert floor.dispatcher.outlook("m", CHAT) == Ready()
+    leases = [floor.take(), floor.take()]
+    assert floor.dispatcher.outlook("m", CHAT) == Busy(0.0)
+    floor.dispatcher.note_held("m", 8.0)
+    assert floor.dispatcher.outlook("m", CHAT) == Busy(4.0)
+    waiting = floor.queue()
+    assert floor.dispatcher.outlook("m", CHAT) == Busy(8.0)
+    waiting.cancel()
+    link.policy.draining = True
+    found = floor.dispatcher.outlook("m", CHAT)
+    assert isinstance(found, Closed)
+    assert isinstance(found.error, NodeDraining)
+    for lease in leases:
+        lease.release()
+
+
+async def test_models_rank_by_free_room_and_only_where_the_path_is_answered() -> None:
+    floor = Floor()
+    floor.link("small", slots=1)
+    floor.link("large", slots=4)
+    floor.link("vectors", slots=9, vectors={EMBED})
+    floor.link("away", slots=9).policy.cordoned = True
+    assert floor.dispatcher.rank_models(["small", "large", "vectors", "away", "unknown"], CHAT) == ["large", "small"]
+    for _ in range(4):
+        floor.take("large")
+    assert floor.dispatcher.rank_models(["large", "small"], CHAT) == ["small", "large"]
+
+
+async def test_a_path_a_box_did_not_know_is_tried_again_after_a_while_and_when_the_box_changes() -> None:
+    floor = Floor()
+    link = floor.link("m")
+    floor.dispatcher.note_unspoken(link, "m", MESSAGES)
+    assert link.find_path("m", MESSAGES) == CHAT
+    floor.registry.update_models(link, frozenset({"m", "n"}))
+    assert link.find_path("m", MESSAGES) == MESSAGES
+    floor.dispatcher.note_unspoken(link, "m", MESSAGES)
+    link.unspoken["m", MESSAGES] = time.monotonic() - 1
+    assert link.find_path("m", MESSAGES) == MESSAGES
+
+
+CLOSED = Closed(NoAvailableNode())
+
+
+@pytest.mark.parametrize(
+    ("outlooks", "picked"),
+    [
+        ([CLOSED, Ready(), Ready()], "b"),
+        ([Busy(1.0), Ready()], "a"),
+        ([Busy(9.0), Busy(2.0), Ready()], "b"),
+        ([Busy(9.0), CLOSED, Busy(8.0), Busy(8.5)], "c"),
+        ([Busy(math.inf), CLOSED], "a"),
+        ([CLOSED, Busy(8.0)], "b"),
+        ([CLOSED, CLOSED], "a"),
+    ],
+)
+def test_a_model_with_room_comes_first_then_one_that_answers_in_time_then_the_shortest_queue(
+    outlooks: list[Outlook], picked: str
+) -> None:
+    assert pick_name(zip("abcd", outlooks, strict=False), budget_s=5.0) == picked
+
+
+@dataclass(eq=False)
+class Box:
+    load: int
+    last_served: int
+    is_free: bool = True
+
+    def can_take(self, now: float) -> bool:
+        return self.is_free
+
+    def is_called(self, name: str) -> bool:
+        return name == f"box-{self.load}"
+
+
+BOXES = st.lists(st.builds(Box, load=st.integers(0, 4), last_served=st.integers(0, 4), is_free=st.booleans()), max_size=8)
+
+
+@given(boxes=BOXES, avoided=st.sets(st.integers(0, 7)))
+def test_the_least_loaded_free_box_wins_and_ties_go_to_the_one_served_longest_ago(boxes: list[Box], avoided: set[int]) -> None:
+    avoid = {box for index, box in enumerate(boxes) if index in avoided}
+    chosen = choose_link(boxes, now=0.0, avoid=avoid)
+    free = [box for box in boxes if box.is_free]
+    preferred = [box for box in free if box not in avoid] or free
+    if not preferred:
+        assert chosen is None
+        return
+    assert chosen in preferred
+    assert chosen is not None
+    assert (chosen.load, chosen.last_served) == min((box.load, box.last_served) for box in preferred)
+
+
+@given(BOXES, st.integers(0, 4))
+def test_a_preferred_box_is_taken_while_it_is_free_and_is_no_condition(boxes: list[Box], load: int) -> None:
+    found = choose_link(boxes, now=0.0, prefer=f"box-{load}")
+    liked = [box for box in boxes if box.is_free and box.load == load]
+    assert found in liked if liked else found is choose_link(boxes, now=0.0)
+
+
+@pytest.mark.parametrize("lane", ["", POOL_RESPONSES], ids=["the client's path", "what only boxes of ours answer"])
+async def test_a_peer_names_model_and_tenant_in_any_script_and_may_send_a_kept_conversation_too(lane: str) -> None:
+    floor, limits = Floor(), GatewayLimits(max_body_bytes=100)  # a conversation that was kept stands beside the largest request
+    link = floor.link("модель")
+    link.endpoints = {"модель": frozenset({POOL_RESPONSES})} if lane else {}
+    headers = {"x-muster-model": "модель", "x-muster-tenant": "大学", "x-muster-deadline-ms": "30000"}
+    said = {name: value.encode().decode("latin-1") for name, value in headers.items()}
+    client = MemoryClient(headers=said, body=[b"x" * 101], limits=limits)
+    surface, more = SURFACES[RESPONSES], {"lane": lane} if lane else {}
+    serving = asyncio.create_task(
+        serve_peer(dispatcher=floor.dispatcher, limits=limits, client=client.connection, link=link, surface=surface, **more)
+    )
+    await client.wait(lambda: link.streams or serving.done())
+    request = link.streams[0].request
+    assert (request.model, request.tenant, request.body, request.path) == ("модель", "大学", b"x" * 101, lane or RESPONSES)
+    link.streams[0].answer(b"{}")
+    await serving
+    assert (client.status, client.body, link.active) == (200, b"{}", 0)
+
+
+def test_no_box_speaks_for_a_gateway() -> None:
+    said = {"content-type": "application/json", END_HEADER: "busy", "x-muster-anything": "1", "x-cache-hit": "1"}
+    names = {name for name, _ in render_head(said, queue_ms=0, is_event_stream=False)}
+    assert names == {b"content-type", b"x-cache-hit", b"x-queue-wait-ms"}
+
+
+def test_headers_that_describe_the_engines_bytes_do_not_describe_ours() -> None:
+    headers = {"content-type": "text/html", "content-encoding": "gzip", "etag": "x", "x-engine": "yes"}
+    head = dict(render_head(headers, queue_ms=0, is_event_stream=False, content_type="application/json"))
+    assert head[b"content-type"] == b"application/json"
+    assert head[b"x-engine"] == b"yes"
+    assert not {b"content-encoding", b"etag"} & set(head)
+    assert dict(render_head(headers, queue_ms=0, is_event_stream=False))[b"content-encoding"] == b"gzip"

@@ -1,0 +1,384 @@
+"""What a dead gateway left open is closed exactly once; nothing else is touched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, date, datetime, timedelta
+from types import SimpleNamespace
+
+import pytest
+from django.db import connection, transaction
+from django.db.models.functions import Now
+from django.test import Client
+
+from core.limits import limits
+from gateway.models import GatewayProcess, RequestRecord
+from gateway.partitions import (
+    ADVISORY_LOCK,
+    DEFAULT_PARTITION,
+    TABLE,
+    PartitionsBusy,
+    list_partition_days,
+    maintain_partitions,
+    partition_name,
+)
+from gateway.reconciler import close_orphaned_requests
+from gateway.tasks import RECONCILE_LOCK, reconcile_requests
+from gateway.tasks import maintain_partitions as maintain_task
+from governance.services import create_admin_token
+from nodes.services import create_credential, create_provider
+from tests.fakes.limits import set_limits
+from tests.fakes.nodes import ACTOR
+from tests.fakes.tenants import make_gateway, make_key, make_operator, make_record
+from tests.fakes.waiting import wait_until
+from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, RequestState
+from wire.ids import format_id, new_uuid7
+
+pytestmark = pytest.mark.django_db
+DEAD_AFTER_S = 0.2
+"""Short, because nobody counts as dead before the test's own database server has run for that long."""
+
+
+@pytest.mark.parametrize("state", sorted(OPEN_REQUEST_STATES))
+def test_open_requests_of_a_silent_gateway_are_interrupted(state: RequestState) -> None:
+    record = make_record(gateway_id=make_gateway(silent_s=60).pk, state=state, age_s=30)
+    assert close_orphaned_requests(dead_after_s=DEAD_AFTER_S, confirm_s=0.01) == 1
+    record.refresh_from_db()
+    assert (record.state, record.error_code) == ("interrupted", "REQUEST_INTERRUPTED")
+    assert record.finished_at is not None
+    assert record.latency_ms is not None
+    assert 30_000 <= record.latency_ms < 60_000
+
+
+def test_gateways_that_could_not_write_while_the_database_stood_still_are_not_taken_for_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alive, dead = make_gateway(silent_s=60), make_gateway(silent_s=60)
+    running, orphan = [make_record(gateway_id=one.pk, state=RequestState.RUNNING, age_s=60) for one in (alive, dead)]
+
+    def write_heartbeat(_seconds: float) -> None:
+        GatewayProcess.objects.filter(pk=alive.pk).update(heartbeat_at=Now() + timedelta(hours=1))
+
+    monkeypatch.setattr("gateway.reconciler.clock", SimpleNamespace(sleep=write_heartbeat))  # not that of every thread
+    assert close_orphaned_requests(dead_after_s=DEAD_AFTER_S) == 1
+    running.refresh_from_db()
+    orphan.refresh_from_db()
+    assert (running.state, orphan.state) == ("running", "interrupted")
+
+
+def test_nobody_is_dead_before_a_database_that_began_anew_has_run_for_as_long() -> None:
+    record = make_record(gateway_id=make_gateway(silent_s=2e8).pk, state=RequestState.RUNNING, age_s=60)
+    assert close_orphaned_requests(dead_after_s=1e8, confirm_s=0.01) == 0
+    record.refresh_from_db()
+    assert record.state == "running"
+
+
+def test_an_unknown_gateway_gets_time_to_write_its_first_heartbeat() -> None:
+    make_record(gateway_id=new_uuid7(), state=RequestState.QUEUED, age_s=1)
+    make_record(gateway_id=new_uuid7(), state=RequestState.QUEUED, age_s=11)
+    assert close_orphaned_requests() == 1
+
+
+@pytest.mark.parametrize("state", sorted(FINAL_REQUEST_STATES))
+def test_a_final_state_is_never_changed(state: RequestState) -> None:
+    record = make_record(gateway_id=make_gateway(stopped=True).pk, state=state, age_s=60)
+    assert close_orphaned_requests(dead_after_s=DEAD_AFTER_S) == 0
+    record.refresh_from_db()
+    assert (record.state, record.error_code, record.finished_at) == (state.value, None, None)
+
+
+def test_more_than_one_batch_is_closed_in_one_call() -> None:
+    set_limits(gateway={"orphans_batch": 3})
+    gateway = make_gateway(stopped=True)
+    for _ in range(7):
+        make_record(gateway_id=gateway.pk, state=RequestState.RUNNING)
+    assert close_orphaned_requests() == 7
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_row_that_is_being_written_is_left_for_the_next_call() -> None:
+    gateway = make_gateway(stopped=True)
+    busy = make_record(gateway_id=gateway.pk, state=RequestState.RUNNING)
+    make_record(gateway_id=gateway.pk, state=RequestState.RUNNING)
+    closed: list[int] = []
+
+    def close() -> None:
+        try:
+            closed.append(close_orphaned_requests())
+        finally:
+            connection.close()
+
+    with transaction.atomic():
+        RequestRecord.objects.filter(pk=busy.pk).update(state="completed")
+        other = threading.Thread(target=close)
+        other.start()
+        other.join(30)
+    assert closed == [1]
+    busy.refresh_from_db()
+    assert busy.state == "completed"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_second_worker_leaves_the_work_to_the_first() -> None:
+    make_record(gateway_id=make_gateway(stopped=True).pk, state=RequestState.RUNNING)
+    closed: list[int] = []
+
+    def close() -> None:
+        try:
+            closed.append(reconcile_requests())
+        finally:
+            connection.close()
+
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(%s)", [RECONCILE_LOCK])
+        other = threading.Thread(target=close)
+        other.start()
+        other.join(30)
+    assert closed == [0]
+    assert reconcile_requests() == 1
+
+
+TODAY = date(2031, 5, 17)
+NOON = datetime(2031, 5, 17, 12, tzinfo=UTC)
+PATIENT_MS = 30_000
+
+
+@pytest.fixture
+def no_partitions(transactional_db: None) -> Iterator[None]:
+    """Start and end with the DEFAULT partition alone, and have the maintainer wait for its locks as long as that takes."""
+    set_limits(gateway={"partition_lock_ms": PATIENT_MS})
+    drop_days()
+    yield
+    drop_days()
+
+
+def drop_days() -> None:
+    with connection.cursor() as cursor:
+        for day in list_partition_days():
+            cursor.execute(f"DROP TABLE {partition_name(day)}")
+
+
+def partition_of(record: RequestRecord) -> str:
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT tableoid::regclass::text FROM {TABLE} WHERE id = %s", [record.pk])
+        row = cursor.fetchone()
+    assert row is not None
+    return str(row[0])
+
+
+@pytest.mark.usefixtures("no_partitions")
+def test_partitions_of_today_and_the_next_days_are_made_once() -> None:
+    report = maintain_partitions(today=TODAY)
+    assert len(report.created) == limits().gateway.partition_days_ahead + 1
+    assert list_partition_days() == {TODAY + timedelta(days=step) for step in range(limits().gateway.partition_days_ahead + 1)}
+    assert maintain_partitions(today=TODAY).created == ()
+    assert maintain_partitions(today=TODAY + timedelta(days=1)).created == (
+        partition_name(TODAY + timedelta(days=limits().gateway.partition_days_ahead + 1)),
+    )
+
+
+@pytest.mark.usefixtures("no_partitions")
+def test_rows_that_came_before_their_partition_move_into_it() -> None:
+    early = [make_record(created_at=NOON + timedelta(hours=hour)) for hour in (-12, 0, 11)]
+    later = make_record(created_at=NOON + timedelta(days=100))
+    report = maintain_partitions(today=TODAY)
+    assert report.moved_rows == 3
+    assert {partition_of(record) for record in early} == {partition_name(TODAY)}
+    assert partition_of(later) == DEFAULT_PARTITION
+    assert RequestRecord.objects.count() == 4
+
+
+@pytest.mark.usefixtures("no_partitions")
+def test_what_is_past_its_retention_goes_wherever_it_lies() -> None:
+    set_limits(gateway={"retention_days": 3})
+    kept = make_record(created_at=NOON - timedelta(days=3))
+    make_record(created_at=NOON - timedelta(days=4))
+    maintain_partitions(today=TODAY - timedelta(days=4))
+    stray = make_record(created_at=NOON - timedelta(days=40))
+    report = maintain_partitions(today=TODAY)
+    assert report.dropped == (partition_name(TODAY - timedelta(days=4)),)
+    assert list(RequestRecord.objects.values_list("pk", flat=True)) == [kept.pk]
+    assert not RequestRecord.objects.filter(pk=stray.pk).exists()
+
+
+@pytest.mark.usefixtures("no_partitions")
+def test_a_second_maintainer_leaves_at_once() -> None:
+    with hold(f"SELECT pg_advisory_xact_lock({ADVISORY_LOCK})"), pytest.raises(PartitionsBusy):
+        maintain_partitions(today=TODAY)
+
+
+@pytest.mark.usefixtures("no_partitions")
+def test_a_table_that_stays_in_use_is_left_for_the_next_call() -> None:
+    set_limits(gateway={"partition_lock_ms": 500})
+    with hold(f"LOCK TABLE {TABLE} IN ACCESS SHARE MODE"):
+        with pytest.raises(PartitionsBusy):
+            maintain_partitions(today=TODAY)
+        assert maintain_task() == 0
+    set_limits(gateway={"partition_lock_ms": PATIENT_MS})
+    assert len(maintain_partitions(today=TODAY).created) == limits().gateway.partition_days_ahead + 1
+
+
+@pytest.mark.usefixtures("no_partitions")
+@pytest.mark.timeout(180)  # above the sum of the waits
+def test_an_update_that_waits_for_the_move_finds_its_row() -> None:
+    """A statement planned before the partition existed must still see the row that moved into it."""
+    set_limits(gateway={"partition_lock_ms": 120_000})  # the maintainer must not give up before the update waits too
+    record = make_record(created_at=NOON)
+    updated: list[int] = []
+
+    def update() -> None:
+        try:
+            updated.append(RequestRecord.objects.filter(pk=record.pk).update(model="changed"))
+        finally:
+            connection.close()
+
+    with hold(f"LOCK TABLE {TABLE} IN SHARE MODE", f"LOCK TABLE {DEFAULT_PARTITION} IN SHARE MODE"):
+        mover = in_thread(lambda: maintain_partitions(today=TODAY))
+        wait_until(lambda: waiting_statements() >= 1, what="the maintainer waits for the table")
+        updater = in_thread(update)
+        wait_until(lambda: waiting_statements() >= 2, what="the update waits behind it")
+    mover.join(30)
+    updater.join(30)
+    assert updated == [1]
+    record.refresh_from_db()
+    assert record.model == "changed"
+
+
+def waiting_statements() -> int:
+    with connection.cursor() as cursor:
+        # Of this database alone: other tests wait for locks on the same server.
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()")
+        row = cursor.fetchone()
+    return int(row[0]) if row else 0
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    def run() -> None:
+        try:
+            work()
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextmanager
+def hold(*statements: str) -> Iterator[None]:
+    """Run statements in another connection's transaction and keep it open for the block."""
+    ready, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with transaction.atomic(), connection.cursor() as cursor:
+            for statement in statements:
+                cursor.execute(statement)
+            ready.set()
+            done.wait(120)
+
+    thread = in_thread(work)
+    try:
+        assert ready.wait(30)
+        yield
+    finally:
+        done.set()
+        thread.join(30)
+
+
+CONTRACT_KEYS = [
+    "request_id",
+    "node_id",
+    "model",
+    "status",
+    "prompt_tokens_est",
+    "max_tokens",
+    "latency_ms",
+    "error_code",
+    "created_at",
+]
+
+
+@pytest.fixture
+def admin() -> Client:
+    """A client that shows an admin token."""
+    _, text = create_admin_token(name="tests", actor=ACTOR)
+    return Client(headers={"authorization": f"Bearer {text}"})
+
+
+def test_a_record_has_exactly_the_fields_of_the_contract(admin: Client) -> None:
+    node_id = new_uuid7()
+    record = make_record(node_id=node_id, prompt_tokens_est=384, max_tokens=256, latency_ms=4820)
+    (shown,) = admin.get("/requests").json()["requests"]
+    assert list(shown)[: len(CONTRACT_KEYS)] == CONTRACT_KEYS
+    assert list(shown)[len(CONTRACT_KEYS) :] == ["state", "outcome", "status_code", "engine_error"]
+    assert shown["request_id"] == record.printed_id
+    assert shown["node_id"] == format_id("node", node_id)
+    assert (shown["status"], shown["latency_ms"], shown["error_code"]) == ("completed", 4820, None)
+    assert shown["created_at"].endswith("Z")
+
+
+def test_a_caller_that_left_is_interrupted_in_the_contracts_words_and_cancelled_in_ours(admin: Client) -> None:
+    left = make_record(state=RequestState.CANCELLED, status_code=499, age_s=1)
+    cut = make_record(state=RequestState.INTERRUPTED, status_code=503, age_s=2)
+    both = admin.get("/requests?status=interrupted").json()["requests"]
+    one = admin.get("/requests?status=cancelled").json()["requests"]
+    assert [(shown["request_id"], shown["status"], shown["state"], shown["outcome"]) for shown in both] == [
+        (left.printed_id, "interrupted", "cancelled", "cancelled"),
+        (cut.printed_id, "interrupted", "interrupted", "failed"),
+    ]
+    assert [shown["request_id"] for shown in one] == [left.printed_id]
+
+
+def test_records_are_filtered_by_status_and_node(admin: Client) -> None:
+    node_id = new_uuid7()
+    wanted = make_record(node_id=node_id, state=RequestState.FAILED)
+    make_record(node_id=node_id)
+    make_record(state=RequestState.FAILED)
+    for written in (format_id("node", node_id), str(node_id)):
+        answer = admin.get(f"/requests?status=failed&node_id={written}").json()
+        assert [shown["request_id"] for shown in answer["requests"]] == [wanted.printed_id]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("limit=0", "limit"),
+        ("limit=1001", "limit"),
+        ("limit=-1", "limit"),
+        ("limit=ten", "limit"),
+        ("limit=", "limit"),
+        ("limit=%D9%A3", "limit"),
+        ("limit=99999999999999999999", "limit"),
+        ("status=done", "status"),
+        ("status=", "status"),
+        ("node_id=node_7", "node_id"),
+        ("node_id=", "node_id"),
+    ],
+)
+def test_a_parameter_that_means_nothing_is_named(admin: Client, query: str, param: str) -> None:
+    answer = admin.get(f"/requests?{query}")
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"], error["retryable"]) == ("BAD_REQUEST", param, False)
+
+
+def test_only_an_admin_token_opens_the_list() -> None:
+    make_record()
+    create_provider(name="local", actor=ACTOR)
+    _, client_key = make_key()
+    _, worker = create_credential(name="box", provider_name="local", actor=ACTOR)
+    signed_in = Client()
+    signed_in.force_login(make_operator())
+    answers = [
+        Client().get("/requests"),
+        signed_in.get("/requests"),
+        Client().get("/requests", headers={"authorization": f"Bearer {client_key}"}),
+        Client().get("/requests", headers={"authorization": f"Bearer {worker}"}),
+        Client().get("/requests", headers={"authorization": "Basic dTpw"}),
+    ]
+    for answer in answers:
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "INVALID_ADMIN_TOKEN"
+        assert answer["WWW-Authenticate"].startswith("Bearer")
