@@ -19,11 +19,10 @@ import psycopg
 import pytest
 
 from tests.fakes.control_process import ServerProcess, free_port, serve
-from tests.fakes.documented_nginx import CONTROL_HOST, GATEWAY_HOST, DocumentedNginx, run_documented_nginx
 from tests.fakes.lab import CHAT, Lab, bearer, chat_body, unique
 from tests.fakes.scripted_worker import ScriptedWorker, delta_text
-from tests.fakes.stack import ROOT, Gateway, Stack, answers
-from tests.fakes.waiting import eventually, wait_until
+from tests.fakes.stack import CONTROL_HOST, GATEWAY_HOST, DocumentedNginx, Gateway, Stack, run_documented_nginx
+from tests.fakes.waiting import eventually
 
 SETTINGS = {
     "MUSTER_TRUSTED_PROXIES": "127.0.0.1",

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import redis
 
-from tests.fakes.broken_http import KINDS as BROKEN
 from tests.fakes.engine_streams import FLOODS
 from tests.fakes.http_client import call
 from tests.fakes.lab import ACTOR, Lab, unique
 from tests.fakes.queue_noise import QUEUES, send_noise
 from tests.fakes.request_bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED, list_kinds
+from tests.fakes.request_bodies import KINDS as BROKEN
 from tests.fakes.stack import Stack
 from tests.fakes.waiting import eventually
 from tests.rings.fuzz.rounds import SETTINGS, Attack, Cost, Fuzzer, fuzz

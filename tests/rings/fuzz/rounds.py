@@ -40,7 +40,6 @@ from conformance.readers.messages import read_messages
 from conformance.readers.messages import require_end as require_end_of_message
 from conformance.readers.responses import LAST_EVENTS, read_responses
 from conformance.verdicts import Violation
-from tests.fakes.broken_http import KINDS as BROKEN
 from tests.fakes.engine_streams import spoil_answer, spoil_body, spoil_stream
 from tests.fakes.http_client import Reply, call
 from tests.fakes.lab import Lab
@@ -61,6 +60,7 @@ from tests.fakes.request_bodies import (
     make_plain,
     write,
 )
+from tests.fakes.request_bodies import KINDS as BROKEN
 from tests.fakes.scripted_box import ScriptedBox, Stream
 from tests.fakes.stack import Gateway
 from tests.fakes.waiting import eventually

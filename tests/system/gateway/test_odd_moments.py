@@ -315,3 +315,15 @@ async def test_an_item_that_is_nested_without_end_costs_the_keeping_and_not_the_
     stream = await request.on(link)
     response = await finish(request, stream, streams=streams)
     assert (response["store"], response["status"]) == (False, "completed")
+
+
+async def test_text_of_earlier_turns_counts(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    allow_keeping(gateway)
+    link = gateway.link(paths={CHAT})
+    request = gateway.ask(surface=RESPONSES, input="a" * 900)
+    await request.served(link, REPLY)
+    kept_id = json.loads(request.client.body)["id"]
+    following = gateway.ask(surface=RESPONSES, input="a" * 200, previous_response_id=kept_id)
+    await following.done()
+    assert (following.client.status, following.error["code"]) == (400, "PROMPT_TOO_LARGE")

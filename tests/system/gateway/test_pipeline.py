@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -53,17 +52,6 @@ async def test_the_last_bytes_wait_until_the_records_end_is_sent_and_never_long(
             await asyncio.sleep(0.005)
 
 
-async def test_a_lost_box_before_the_first_byte_is_another_boxs_turn(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    first, second = gateway.link(), gateway.link()
-    request = gateway.ask()
-    await request.on(first)
-    gateway.registry.remove(first)
-    await request.served(second, ANSWER)
-    assert request.client.status == 200
-    assert await request.record("state", "attempts", "node_name") == ("completed", 2, second.node_name)
-
-
 async def test_a_busy_box_costs_no_attempt_of_the_four(make_gateway: Make) -> None:
     gateway = make_gateway()
     link = gateway.link()
@@ -92,24 +80,6 @@ async def test_what_full_nodes_refuse_goes_to_another_node_then_to_a_fallback_th
     assert request.client.headers["retry-after"] == "7"
     assert await request.record("state", "attempts") == ("failed", 3)
     assert all(link.busy_until > time.monotonic() + 1 for link in (first, second, fallback))
-
-
-@pytest.mark.parametrize("moment", ["queued", "waiting", "streaming"])
-async def test_a_client_that_leaves_is_recorded_as_cancelled(make_gateway: Make, moment: str) -> None:
-    gateway = make_gateway()
-    link = gateway.link() if moment != "queued" else None
-    request = gateway.ask(stream=True)
-    if link is None:
-        await request.client.wait(lambda: gateway.dispatcher.depth)
-    else:
-        stream = await request.on(link)
-        if moment == "streaming":
-            stream.answer(b"data: 1\n\n", headers=SSE, ends=False)
-    ((row_id,),) = gateway.rows.execute("SELECT id FROM gateway_requestrecord").fetchall()
-    request.client.leave()
-    await request.done()
-    row = await request.gateway_record(uuid.UUID(str(row_id)), "state", "error_code", "status_code")
-    assert row == ("cancelled", "CLIENT_CLOSED_REQUEST", 499)
 
 
 async def test_a_task_that_is_cancelled_as_its_slot_is_granted_gives_it_back(make_gateway: Make) -> None:
@@ -148,36 +118,6 @@ async def test_a_refusal_is_said_and_recorded_and_harms_nobody(
     await other.served(link, ANSWER)
     assert await other.record("state") == ("completed",)
     assert gateway.records.is_healthy
-
-
-async def test_many_requests_over_boxes_that_come_and_go_all_end_in_one_state(make_gateway: Make) -> None:
-    gateway = make_gateway(max_queue=1000)
-    requests = [gateway.ask(stream=number % 2 == 0) for number in range(120)]
-    pending = {request.task for request in requests}
-    turn = 0
-    while pending:
-        links = [link for link in gateway.registry if isinstance(link, FakeLink)]
-        if len(links) < 3:
-            links.append(gateway.link(slots=3))
-        turn += 1
-        for link in links:
-            for stream in list(link.streams)[: 1 + turn % 3]:
-                stream.answer(ANSWER)
-        if turn % 7 == 0:
-            gateway.registry.remove(links[turn % len(links)])
-        if turn % 5 == 0 and turn < 60:
-            requests[turn].client.leave()
-        await asyncio.sleep(0.001)
-        pending = {task for task in pending if not task.done()}
-    await asyncio.gather(*(request.task for request in requests))
-    async with asyncio.timeout(30):
-        while gateway.records.pending:
-            await asyncio.sleep(0.005)
-    await gateway.records.stop()
-    states = [state for (state,) in gateway.rows.execute("SELECT state FROM gateway_requestrecord").fetchall()]
-    assert len(states) == 120
-    assert set(states) <= {"completed", "cancelled", "interrupted"}
-    assert states.count("completed") > 80
 
 
 Story = Callable[[Gateway], Awaitable[None]]

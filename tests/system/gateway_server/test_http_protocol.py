@@ -20,8 +20,8 @@ from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from core.limits import GatewayLimits
 from gateway.client import ClientConnection
 from gateway.errors import ClientTooSlow
-from tests.fakes.broken_http import KINDS
 from tests.fakes.examples import TIMES
+from tests.fakes.request_bodies import KINDS
 from tests.fakes.server_door import GET, Door, Scope, Visitor, error_of, handle_of, hello, serve, until
 from wire.limits import WIRE
 
@@ -572,3 +572,12 @@ async def test_trailers_and_chunk_extensions_without_end_are_refused() -> None:
         start = SPLIT_CHUNKED if endless[0] == ord("x") else SPLIT_CHUNKED.removesuffix(b"0\r\n")
         pieces = [start + endless, *[b"b" * 8192] * (WIRE.request_head_bytes // 8192 + 2)]
         assert (await judge(pieces)).statuses == [431]
+
+
+async def test_a_server_that_stops_does_not_wait_for_those_who_are_refused() -> None:
+    async with serve(refuse, linger_idle_s=60.0) as door, door.visit() as visitor:
+        await visitor.say(DECLARED)
+        assert (await visitor.answer())[0] == 413
+        protocol = next(iter(door.server.server_state.connections))
+        protocol.shutdown()
+        await until_closed(door)

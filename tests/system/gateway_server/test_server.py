@@ -188,7 +188,7 @@ async def test_a_runtime_that_cannot_start_keeps_the_server_from_listening() -> 
     async def send(event: Any) -> None:
         sent.append(event)
 
-    await GatewayApp(cast("GatewayRuntime", FailingRuntime()), show_client)({"type": "lifespan"}, receive, send)  # type: ignore[arg-type]
+    await GatewayApp(cast("GatewayRuntime", FailingRuntime()), show_client)({"type": "lifespan"}, receive, send)
     assert sent == [{"type": "lifespan.startup.failed", "message": "no database"}]
 
 

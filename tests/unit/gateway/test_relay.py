@@ -115,28 +115,6 @@ async def test_headers_that_could_split_the_response_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("streams", [True, False])
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b'{"error":"no such thing"}', "no such thing"),
-        (b'{"object":"error","message":"too hot"}', "too hot"),
-        (b"<html><head><title>502</title></head><body><h1>Bad Gateway</h1></body></html>", "502 Bad Gateway"),
-        (b"[]", "[]"),
-    ],
-)
-async def test_an_error_whose_words_sdks_would_lose_is_said_in_the_callers_dialect(
-    body: bytes, words: str, *, streams: bool
-) -> None:
-    attempt = Attempt(streams=streams)
-    stream = await attempt.begin()
-    stream.answer(body, status=502)
-    assert await attempt.outcome() == Served(502, None)
-    error = json.loads(attempt.client.body)["error"]
-    assert (attempt.client.status, error["message"], error["type"]) == (502, words, "server_error")
-    assert attempt.client.headers["content-type"] == "application/json"
-
-
-@pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
 async def test_a_body_where_there_may_be_none_is_a_failure(*, content_type: str, streams: bool) -> None:
     attempt = Attempt(streams=streams)
@@ -187,25 +165,6 @@ async def test_nothing_reached_the_client_so_another_box_may_try(
         assert isinstance(outcome, Retry)
         assert outcome.reason is reason
     assert type(outcome.error) is error
-
-
-@pytest.mark.parametrize(("kind", "retryable", "_reason", "error"), BEFORE)
-async def test_a_stream_that_breaks_says_so_once_and_never_done(
-    kind: EndKind, _reason: RetryReason | None, error: type, *, retryable: bool
-) -> None:
-    attempt = Attempt()
-    stream = await attempt.begin()
-    stream.answer(b'data: {"x":1}\n\n', headers=SSE, ends=False)
-    stream.end(kind, retryable=retryable)
-    outcome = await attempt.outcome()
-    assert isinstance(outcome, Broken)
-    assert (type(outcome.error), outcome.told) == (error, True)
-    first, last, rest = attempt.client.body.split(b"\n\n")
-    assert (first, rest) == (b'data: {"x":1}', b"")
-    assert json.loads(last[6:])["error"]["code"] == outcome.error.code
-    assert b"[DONE]" not in attempt.client.body
-    assert attempt.client.is_whole
-    assert attempt.client.handle.closes
 
 
 @pytest.mark.parametrize("surface", [None, CHAT])

@@ -111,7 +111,8 @@ def test_the_sdks_stream_helper_puts_the_answer_together_and_sends_it_back_as_it
         names = [event.type for event in stream]
         response = stream.get_final_response()
     assert (names[0], names[-1], response.output_text) == ("response.created", "response.completed", "I will look.")
-    thought, message, *calls = [item.to_dict() for item in response.output]
+    items: list[Any] = [item.to_dict() for item in response.output]
+    thought, message, *calls = items
     assert (thought["type"], thought["content"][0]["text"], message["type"]) == ("reasoning", "hm", "message")
     assert [(call["type"], call["name"], call.get("arguments", call.get("input"))) for call in calls] == [
         ("function_call", "look", '{"x":1}'), ("custom_tool_call", "apply_patch", PATCH), ("function_call", "send", "{}"),
@@ -216,12 +217,6 @@ def test_what_waits_for_its_turn_is_bounded() -> None:
     waiting = chunk(call(1, "x" * (limits().gateway.held_chars // 4), name="g", id="c2"))
     _, failure = run(MESSAGES, [chunk(call(0, '{"a', name="f", id="c1")), *[waiting] * 5])
     assert isinstance(failure, StreamTooLarge)
-
-
-@pytest.mark.parametrize("role", ["assistant", "user", "system"])
-def test_long_conversations_are_carried_whole(role: str) -> None:
-    (turn,) = json.loads(say_request(MESSAGES, messages=[{"role": role, "content": "a"}] * 4000).body)["messages"]
-    assert (turn["role"], turn["content"].count("a")) == (role, 4000)
 
 
 def test_names_that_are_left_out_fit_into_a_header_and_are_few() -> None:
