@@ -15,6 +15,7 @@ import uvicorn
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, Handle
 from gateway.client import SCOPE_HANDLE
 from tests.fakes.limits import set_limits
+from tests.fakes.waiting import eventually
 
 
 @asynccontextmanager
@@ -22,11 +23,9 @@ async def run_server(server: uvicorn.Server, sockets: list[socket.socket] | None
     """Serve until the block ends; yields the port. Signals stay with the test runner."""
     task = asyncio.create_task(server._serve(sockets))
     try:
-        async with asyncio.timeout(30):
-            while not server.started:
-                if task.done():
-                    await task
-                await asyncio.sleep(0.001)
+        await until(lambda: server.started or task.done())
+        if not server.started:
+            await task
         yield server.servers[0].sockets[0].getsockname()[1]
     finally:
         server.should_exit = True
@@ -148,9 +147,7 @@ async def hello(scope: Scope, receive: Any, send: Any) -> None:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
+    await eventually(condition, pause_s=0.001)
 
 
 def error_of(body: bytes) -> dict[str, Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -331,12 +330,6 @@ async def run_gateway() -> AsyncIterator[GatewayRuntime]:
     finally:
         await runtime.stop()
         await sync_to_async(connections.close_all)()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.django_db(transaction=True)

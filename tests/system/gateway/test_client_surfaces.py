@@ -1,4 +1,4 @@
-"""Requests that are translated, renamed, sent elsewhere or kept alive on their way, from their bytes to their record."""
+"""Requests that are translated, renamed or sent elsewhere, from their bytes to their record; and whose fault their end is."""
 
 from __future__ import annotations
 
@@ -318,26 +318,19 @@ async def test_an_error_inside_a_stream_is_kept_too(make_gateway: Make, surface:
     assert await request.record("state", "engine_error") == ("failed", "CUDA out of memory")
 
 
-@pytest.mark.parametrize(
-    ("state", "status", "outcome"),
-    [
-        *((state, None, None) for state in ("queued", "assigned", "running")),
-        ("completed", 200, RequestOutcome.SERVED),
-        ("failed", 500, RequestOutcome.FAILED),
-        ("failed", 401, RequestOutcome.FAILED),
-        ("interrupted", 503, RequestOutcome.FAILED),
-        ("cancelled", 499, RequestOutcome.CANCELLED),
-        ("rejected", 400, RequestOutcome.REFUSED),
-        ("rejected", 404, RequestOutcome.REFUSED),
-        ("rejected", 429, RequestOutcome.REFUSED),
-        ("rejected", 503, RequestOutcome.FAILED),
-        ("rejected", None, RequestOutcome.FAILED),
-    ],
-)
-def test_a_state_and_a_status_say_what_became_of_a_request(
-    state: str, status: int | None, outcome: RequestOutcome | None
-) -> None:
-    assert judge_outcome(RequestState(state), status) is outcome
+OUTCOMES: dict[RequestOutcome | None, tuple[tuple[str, int | None], ...]] = {
+    None: (("queued", None), ("assigned", None), ("running", None)),
+    RequestOutcome.SERVED: (("completed", 200),),
+    RequestOutcome.FAILED: (("failed", 500), ("failed", 401), ("interrupted", 503), ("rejected", 503), ("rejected", None)),
+    RequestOutcome.CANCELLED: (("cancelled", 499),),
+    RequestOutcome.REFUSED: (("rejected", 400), ("rejected", 404), ("rejected", 429)),
+}
+
+
+def test_a_state_and_a_status_say_what_became_of_a_request() -> None:
+    for outcome, ends in OUTCOMES.items():
+        for state, status in ends:
+            assert judge_outcome(RequestState(state), status) is outcome, (state, status)
 
 
 PDF = "JVBERi0xLjQ="

@@ -1,4 +1,4 @@
-"""The life of a request from its bytes to its record, over a real writer and boxes played by the test."""
+"""The life of a request from its bytes to its record, over boxes played by the test; bad boxes beside good ones."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from nodes.links import EndKind
 from nodes.links.ejections import Fault
 from tests.fakes.links import FakeLink, FakeStream
 from tests.fakes.pipeline import ANSWER, MESSAGES, SSE, Gateway, Make, Request, Rows
+from tests.fakes.waiting import eventually
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -31,9 +32,7 @@ async def test_the_last_bytes_wait_until_the_records_end_is_sent_and_never_long(
     def list_states() -> set[object]:
         return {row[0] for row in gateway.rows.execute("SELECT state FROM gateway_requestrecord").fetchall()}
 
-    async with asyncio.timeout(30):
-        while list_states() != {"running"}:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: list_states() == {"running"})
     with psycopg.connect(gateway.rows.info.dsn, password=gateway.rows.info.password) as other:
         other.execute("SELECT 1 FROM gateway_requestrecord FOR UPDATE")
         answered_at = 0.0
@@ -47,9 +46,7 @@ async def test_the_last_bytes_wait_until_the_records_end_is_sent_and_never_long(
         assert first.client.is_whole
         assert second.client.is_whole
         assert list_states() == {"running"}
-    async with asyncio.timeout(30):
-        while list_states() != {"completed"}:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: list_states() == {"completed"})
 
 
 async def test_a_busy_box_costs_no_attempt_of_the_four(make_gateway: Make) -> None:
@@ -376,14 +373,8 @@ async def test_a_question_looks_like_any_request_and_is_in_nobodys_books(make_ga
     assert (body["temperature"], body["max_tokens"]) == (0, 64)
     stream.answer(b'{"choices":[{"message":{"content":"51"}}],"usage":{"prompt_tokens":7,"completion_tokens":2}}')
     await asker.told
-    async with asyncio.timeout(30):
-        while not (
-            rows := gateway.rows.execute(
-                "SELECT tenant, state, prompt_tokens FROM gateway_requestrecord WHERE key_name = 'canary'"
-            ).fetchall()
-        ):
-            await asyncio.sleep(0.005)
-    assert rows == [("", "completed", 7)]
+    written = "SELECT tenant, state, prompt_tokens FROM gateway_requestrecord WHERE key_name = 'canary'"
+    assert await eventually(lambda: gateway.rows.execute(written).fetchall()) == [("", "completed", 7)]
 
 
 async def test_only_a_node_with_a_free_slot_whose_time_has_come_is_asked(make_gateway: Make) -> None:

@@ -47,21 +47,11 @@ async def test_every_column_is_written_back(writer: RecordWriter, rows: Rows) ->
     await writer.accept(record)
     node = uuid.uuid4()
     changes: dict[str, object] = {
-        "error_code": "NODE_STALE",
-        "status_code": 503,
-        "node_id": node,
-        "node_name": "rig é \U0001f600",
-        "attempts": 3,
-        "prompt_tokens": 1,
-        "completion_tokens": limits().gateway.record_integer,
-        "tokens_estimated": True,
-        "bytes_out": 2**40,
-        "queue_ms": 4,
-        "ttfb_ms": 5,
-        "latency_ms": 6,
-        "finished_at": datetime.now(UTC),
+        "error_code": "NODE_STALE", "status_code": 503, "node_id": node, "node_name": "rig é \U0001f600", "attempts": 3,
+        "prompt_tokens": 1, "completion_tokens": limits().gateway.record_integer, "tokens_estimated": True,
+        "bytes_out": 2**40, "queue_ms": 4, "ttfb_ms": 5, "latency_ms": 6, "finished_at": datetime.now(UTC),
         "state": RequestState.FAILED,
-    }
+    }  # fmt: skip
     for name, value in changes.items():
         setattr(record, name, value)
     writer.touch(record)
@@ -158,15 +148,9 @@ def _transactions(rows: Rows) -> int:
 
 
 POISON: list[dict[str, object]] = [
-    {"model": "a\x00b"},
-    {"max_tokens": 2**31},
-    {"max_tokens": 10**40},
-    {"prompt_tokens": -1},
-    {"status_code": 99_999},
-    {"bytes_out": 2**63},
-    {"node_name": "\ud800"},
-    {"tenant": "t" * 500},
-]
+    {"model": "a\x00b"}, {"max_tokens": 2**31}, {"max_tokens": 10**40}, {"prompt_tokens": -1}, {"status_code": 99_999},
+    {"bytes_out": 2**63}, {"node_name": "\ud800"}, {"tenant": "t" * 500},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("poison", POISON, ids=lambda poison: next(iter(poison)))

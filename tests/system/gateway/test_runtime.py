@@ -1,4 +1,4 @@
-"""A gateway's background: start, staying in step with the rows, and stopping when a part of it dies."""
+"""A gateway's background: start, staying in step with rows that others change and hold, and stopping when a part of it dies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 
@@ -33,6 +33,7 @@ from nodes.services.ejections import list_ejections
 from nodes.services.sessions import SessionEnd, close_sessions
 from tests.fakes.clock import shift_clock
 from tests.fakes.nodes import audited, make_node, make_presence
+from tests.fakes.waiting import eventually
 from wire.credentials import CredentialKind, parse_keyid
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -62,12 +63,6 @@ def make_key() -> tuple[ApiKey, str]:
     return create_api_key(name="k", tenant_name="acme", actor=ACTOR)
 
 
-async def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_a_gateway_knows_keys_and_models_when_it_has_started_and_says_good_bye() -> None:
     key, _ = await make_key()
     await sync_to_async(allow_model)(name="m", actor=ACTOR)
@@ -85,9 +80,9 @@ async def test_a_revoked_key_stops_working() -> None:
         key, text = await make_key()
         keyid = parse_keyid(text, CredentialKind.CLIENT)
         assert keyid is not None
-        await until(lambda: keyid in runtime.catalogue.keys)
+        await eventually(lambda: keyid in runtime.catalogue.keys)
         await sync_to_async(revoke_api_key)(key_id=key.pk, actor=ACTOR)
-        await until(lambda: runtime.catalogue.keys[keyid].revoked)
+        await eventually(lambda: runtime.catalogue.keys[keyid].revoked)
 
 
 class CountingRuntime(GatewayRuntime):
@@ -112,7 +107,7 @@ async def test_a_storm_of_hints_costs_ten_sweeps_a_second_and_a_single_hint_is_f
         waits = []
         for _ in range(10):
             quiet_at = loop.time() + 0.2
-            await until(lambda quiet_at=quiet_at: loop.time() > quiet_at)  # type: ignore[misc]  # of a default
+            await eventually(lambda quiet_at=quiet_at: loop.time() > quiet_at)  # type: ignore[misc]  # of a default
             before, sent_at = runtime.sweeps, loop.time()
             await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "models", "ident": ""})
             while runtime.sweeps == before:
@@ -135,7 +130,7 @@ async def test_a_storm_of_hints_costs_ten_looks_at_the_commands_of_nodes_a_secon
     loop, registry = asyncio.get_running_loop(), CountedRegistry()
     courier = Courier(registry, gateway_id=uuid.uuid4())
     running = asyncio.create_task(courier.run())
-    await until(lambda: registry.rounds)
+    await eventually(lambda: registry.rounds)
     begun_at, begun_with = loop.time(), registry.rounds
     while registry.rounds < begun_with + 6:
         courier.wake("commands")
@@ -147,20 +142,20 @@ async def test_a_storm_of_hints_costs_ten_looks_at_the_commands_of_nodes_a_secon
 async def test_a_change_without_a_hint_is_found_by_the_sweep() -> None:
     async with run_gateway() as runtime:
         key, _ = await make_key()
-        await until(lambda: key.keyid in runtime.catalogue.keys)
+        await eventually(lambda: key.keyid in runtime.catalogue.keys)
         now = runtime.catalogue.keys[key.keyid]
         await ApiKey.objects.filter(pk=key.pk).aupdate(requests_per_minute=3)
-        await until(lambda: runtime.catalogue.keys[key.keyid] != now)
+        await eventually(lambda: runtime.catalogue.keys[key.keyid] != now)
         assert runtime.catalogue.keys[key.keyid].caller.requests_per_minute == 3
 
 
 async def test_a_database_that_was_replaced_by_one_with_lower_marks_is_read_whole() -> None:
     async with run_gateway() as runtime:
         key, _ = await make_key()
-        await until(lambda: key.keyid in runtime.catalogue.keys)
+        await eventually(lambda: key.keyid in runtime.catalogue.keys)
         runtime._keys_mark = 2**60  # as read from the one before it
         await sync_to_async(revoke_api_key)(key_id=key.pk, actor=ACTOR)
-        await until(lambda: runtime.catalogue.keys[key.keyid].revoked)
+        await eventually(lambda: runtime.catalogue.keys[key.keyid].revoked)
 
 
 async def test_a_gateway_whose_clock_is_wrong_is_alive_by_the_clock_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +163,7 @@ async def test_a_gateway_whose_clock_is_wrong_is_alive_by_the_clock_that_counts(
     async with run_gateway() as runtime:
         row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
         first = (await row.aget()).heartbeat_at
-        async with asyncio.timeout(30):
-            while (await row.aget()).heartbeat_at == first:
-                await asyncio.sleep(0.05)
+        await eventually(row.exclude(heartbeat_at=first).aexists)
         assert await row.filter(heartbeat_at__gt=Now() - timedelta(minutes=1)).aexists()
 
 
@@ -182,18 +175,16 @@ async def test_what_a_gateway_ejects_is_written_down_and_told_once() -> None:
     def read() -> list[str]:
         return [one.reason for one in list_ejections(NodePresence.objects.get(pk=node.pk), now=datetime.now(UTC))]
 
-    async def shows(reasons: list[str]) -> None:
-        async with asyncio.timeout(30):
-            while await read() != reasons:
-                await asyncio.sleep(0.05)
+    async def shows(reasons: list[str]) -> bool:
+        return await read() == reasons
 
     async with run_gateway() as runtime:
         ejections = runtime.registry.ejections
         for _ in range(12):
             ejections.note_connect(node.pk, time.monotonic())
-        await shows(["unsteady"])
+        await eventually(lambda: shows(["unsteady"]))
         ejections.tick(time.monotonic() + 3600)
-        await shows([])
+        await eventually(lambda: shows([]))
     assert len(await sync_to_async(audited)("node.ejected")) == 1
 
 
@@ -204,8 +195,8 @@ async def test_a_gateway_whose_background_dies_stops_itself() -> None:
         async with run_gateway() as runtime:
             sweeps = runtime._tasks[0]
             runtime.keeper.apply = None  # type: ignore[method-assign, assignment]  # whatever bug there may be
-            await until(sweeps.done)
-            await until(lambda: stopped)
+            await eventually(sweeps.done)
+            await eventually(lambda: stopped)
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert stopped == [signal.SIGTERM]
@@ -250,9 +241,7 @@ async def test_boxes_that_leave_while_their_rows_are_held_do_not_make_a_gateway_
         row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
         for _ in range(3):
             last = (await row.aget()).heartbeat_at
-            async with asyncio.timeout(30):
-                while (await row.aget()).heartbeat_at == last:
-                    await asyncio.sleep(0.05)
+            await eventually(row.exclude(heartbeat_at=last).aexists)
         other.rollback()
     await farewell
 

@@ -48,18 +48,15 @@ def test_a_tenant_is_created_once_and_audited() -> None:
         create_tenant(name="research", actor=ACTOR)
 
 
-@pytest.mark.parametrize("name", ["", "   ", "x" * 81, "line\nbreak", "nul\x00", "\u202eevil"])
-def test_a_name_that_nobody_could_read_is_refused(name: str) -> None:
-    with pytest.raises(InvalidValue) as refusal:
-        create_tenant(name=name, actor=ACTOR)
-    assert refusal.value.param == "name"
-
-
-@pytest.mark.parametrize("limit", [0, -1, 2**31])
-def test_a_limit_that_means_nothing_is_refused(limit: int) -> None:
-    with pytest.raises(InvalidValue) as refusal:
-        create_tenant(name="research", requests_per_minute=limit, actor=ACTOR)
-    assert refusal.value.param == "requests_per_minute"
+def test_a_name_that_nobody_could_read_and_a_limit_that_means_nothing_are_refused() -> None:
+    for name in ("", "   ", "x" * 81, "line\nbreak", "nul\x00", "\u202eevil"):
+        with pytest.raises(InvalidValue) as refusal:
+            create_tenant(name=name, actor=ACTOR)
+        assert refusal.value.param == "name"
+    for limit in (0, -1, 2**31):
+        with pytest.raises(InvalidValue) as refusal:
+            create_tenant(name="research", requests_per_minute=limit, actor=ACTOR)
+        assert refusal.value.param == "requests_per_minute"
 
 
 def test_disabling_a_tenant_touches_updated_at_once() -> None:
@@ -167,20 +164,16 @@ def test_a_canary_question_is_set_and_taken_away_and_gateways_hear_of_it() -> No
     assert [event.detail for event in audited("model.canary")] == [{"is_asked": True}, {"is_asked": False}]
 
 
-@pytest.mark.parametrize(
-    ("question", "answer", "param"),
-    [
-        ("What is 17 times 3?", "", "answer"),
-        ("", "51", "question"),
-        ("Say Paris.", "paris", "answer"),
-        ("two\nlines", "x", "question"),
-        ("q", "x" * 201, "answer"),
-        ("q" * 501, "x", "question"),
-    ],
-)
-def test_a_canary_question_that_would_tell_nothing_is_refused(question: str, answer: str, param: str) -> None:
+TELLS_NOTHING = [
+    ("What is 17 times 3?", "", "answer"), ("", "51", "question"), ("Say Paris.", "paris", "answer"),
+    ("two\nlines", "x", "question"), ("q", "x" * 201, "answer"), ("q" * 501, "x", "question"),
+]  # fmt: skip
+
+
+def test_a_canary_question_that_would_tell_nothing_is_refused() -> None:
     allow_model(name="m", actor=ACTOR)
-    with pytest.raises(InvalidValue) as refusal:
-        change_model_canary(name="m", question=question, answer=answer, actor=ACTOR)
-    assert refusal.value.param == param
+    for question, answer, param in TELLS_NOTHING:
+        with pytest.raises(InvalidValue) as refusal:
+            change_model_canary(name="m", question=question, answer=answer, actor=ACTOR)
+        assert refusal.value.param == param
     assert Model.objects.get().canary_question == ""

@@ -1,4 +1,4 @@
-"""The gateway's HTTP server on a real socket: deadlines, limits, the connection handle, and what a client is told."""
+"""The gateway's HTTP server: deadlines, limits, the connection handle, and requests that mean the same however split."""
 
 from __future__ import annotations
 

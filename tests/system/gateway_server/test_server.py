@@ -1,4 +1,4 @@
-"""Starting and stopping: a running stream finishes, new requests are refused, and the end is bounded."""
+"""The gateway's server starts and stops within bounds; its worker socket carries large messages and cuts off idle readers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from core.limits import GatewayLimits
 from core.outbox import Outbox
 from gateway.refusing import admit_programs, refuse_unknown_socket
 from gateway.runtime import GatewayRuntime
-from tests.fakes.server_door import run_server
+from tests.fakes.server_door import run_server, until
 from wire.client_address import TrustedProxies
 
 Scope = dict[str, Any]
@@ -88,15 +88,9 @@ async def serve(
     runtime: Runtime, app: Any, sockets: list[socket.socket] | None = None
 ) -> AsyncIterator[tuple[GatewayServer, int]]:
     config = uvicorn.Config(
-        app,
-        host="127.0.0.1",
-        port=0,
-        http=GatewayHttpProtocol,
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
+        app, host="127.0.0.1", port=0, http=GatewayHttpProtocol, lifespan="off", interface="asgi3", log_config=None,
         timeout_graceful_shutdown=20,
-    )
+    )  # fmt: skip
     server = GatewayServer(config, cast("GatewayRuntime", runtime))
     async with run_server(server, sockets) as port:
         yield server, port
@@ -104,12 +98,6 @@ async def serve(
 
 async def visit(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", port)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_a_running_stream_finishes_while_new_work_is_refused() -> None:
@@ -275,18 +263,9 @@ MEGABYTE = 1024 * 1024
 async def serve_socket(app: App) -> AsyncIterator[str]:
     """Serve ``app`` with our protocols; yields the URL of the socket."""
     config = uvicorn.Config(
-        app,
-        host="127.0.0.1",
-        port=0,
-        http=GatewayHttpProtocol,
-        ws=GatewayWebSocketProtocol,
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        ws_max_size=64 * MEGABYTE,
-        ws_per_message_deflate=False,
-        timeout_graceful_shutdown=1,
-    )
+        app, host="127.0.0.1", port=0, http=GatewayHttpProtocol, ws=GatewayWebSocketProtocol, lifespan="off", interface="asgi3",
+        log_config=None, ws_max_size=64 * MEGABYTE, ws_per_message_deflate=False, timeout_graceful_shutdown=1,
+    )  # fmt: skip
     async with run_server(uvicorn.Server(config)) as port:
         yield f"ws://127.0.0.1:{port}/v1/worker/connect"
 

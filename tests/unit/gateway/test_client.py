@@ -1,4 +1,4 @@
-"""The client's side of one exchange: bodies, ordered writing, signs of life, who may call, and noticing that it left."""
+"""The client's side of one exchange: how bodies and forms are read, signs of life, who may call, and noticing that it left."""
 
 from __future__ import annotations
 

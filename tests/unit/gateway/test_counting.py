@@ -1,4 +1,4 @@
-"""Counting tokens at the gateway: chat templates within bounds, folders of tokenizers, questions to boxes, estimates."""
+"""Counting tokens at the gateway: templates within bounds, folders of tokenizers, questions to boxes, estimates, its routes."""
 
 from __future__ import annotations
 
@@ -124,13 +124,8 @@ def test_a_template_that_does_too_much_or_fails_is_given_up_without_a_word_of_th
 
 def test_what_a_client_hands_to_a_template_cannot_take_the_place_of_what_is_ours() -> None:
     variables = {
-        "messages": [],
-        "bos_token": "X",
-        "muster_step": 1,
-        "muster_bound": 1,
-        "add_generation_prompt": False,
-        "own": "!",
-    }
+        "messages": [], "bos_token": "X", "muster_step": 1, "muster_bound": 1, "add_generation_prompt": False, "own": "!",
+    }  # fmt: skip
     source = "{{ bos_token ~ own }}{% for m in messages %}{{ m.role }} {% endfor %}{{ add_generation_prompt }}"
     found = ChatTemplate(source, {"bos_token": "<s>"}).render(prompt(say("x"), chat_template_kwargs=variables))
     assert found == "<s>!user True"

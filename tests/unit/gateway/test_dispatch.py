@@ -1,4 +1,4 @@
-"""Slots and the wait queue on a real event loop, over links whose boxes are the test."""
+"""Slots, the wait queue and the choice of a box and its words, on a real event loop over links whose boxes are the test."""
 
 from __future__ import annotations
 

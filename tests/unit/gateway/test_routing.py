@@ -1,4 +1,4 @@
-"""Which models may answer a name, in which order."""
+"""Which models may answer a name, in which order, how often a key may ask, and what a list of models shows."""
 
 from __future__ import annotations
 
@@ -429,37 +429,25 @@ def test_sdks_read_the_shape_and_unknown_limits_are_left_out() -> None:
 FIVE = [ListedModel(name, 0, "muster", 1, None) for name in ("a", "b", "c", "d/e", "f")]
 
 
-@pytest.mark.parametrize(
-    ("query", "page", "has_more"),
-    [
-        (b"", "a b c d/e f", False),
-        (b"limit=2", "a b", True),
-        (b"limit=2&after_id=b", "c d/e", True),
-        (b"limit=2&after_id=d%2Fe", "f", False),
-        (b"after_id=bb", "c d/e f", False),
-        (b"after_id=f", "", False),
-        (b"limit=2&before_id=f", "c d/e", True),
-        (b"limit=2&before_id=c", "a b", False),
-        (b"before_id=a", "", False),
-        (b"beta=true&limit=1&lifecycle=active", "a", True),
-    ],
-)
-def test_a_page_is_what_stands_next_to_its_cursor(query: bytes, page: str, has_more: bool) -> None:
-    shown = render_page(cut_page(FIVE, query))
-    found = [str(model["id"]) for model in shown["data"]]  # type: ignore[attr-defined]  # JSON
-    assert (found, shown["has_more"]) == (page.split(), has_more)
-    assert (shown["first_id"], shown["last_id"]) == ((found[0], found[-1]) if found else (None, None))
+PAGES = [
+    (b"", "a b c d/e f", False), (b"limit=2", "a b", True), (b"limit=2&after_id=b", "c d/e", True),
+    (b"limit=2&after_id=d%2Fe", "f", False), (b"after_id=bb", "c d/e f", False), (b"after_id=f", "", False),
+    (b"limit=2&before_id=f", "c d/e", True), (b"limit=2&before_id=c", "a b", False), (b"before_id=a", "", False),
+    (b"beta=true&limit=1&lifecycle=active", "a", True),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [
-        *((b"limit=" + limit, "limit") for limit in (b"0", b"1001", b"%C2%B2", b"9" * 20)),
-        (b"before_id=a&after_id=b", "before_id"),
-        (b"&".join([b"a=1"] * 33), None),
-    ],
-)
-def test_what_cannot_be_a_page_is_refused_with_its_parameter(query: bytes, param: str | None) -> None:
-    with pytest.raises(BadRequest) as refusal:
-        cut_page(FIVE, query)
-    assert refusal.value.param == param
+def test_a_page_is_what_stands_next_to_its_cursor() -> None:
+    for query, page, has_more in PAGES:
+        shown = render_page(cut_page(FIVE, query))
+        found = [str(model["id"]) for model in shown["data"]]  # type: ignore[attr-defined]  # JSON
+        assert (found, shown["has_more"]) == (page.split(), has_more), query
+        assert (shown["first_id"], shown["last_id"]) == ((found[0], found[-1]) if found else (None, None))
+
+
+def test_what_cannot_be_a_page_is_refused_with_its_parameter() -> None:
+    wrong: list[tuple[bytes, str | None]] = [(b"limit=" + limit, "limit") for limit in (b"0", b"1001", b"%C2%B2", b"9" * 20)]
+    for query, param in [*wrong, (b"before_id=a&after_id=b", "before_id"), (b"&".join([b"a=1"] * 33), None)]:
+        with pytest.raises(BadRequest) as refusal:
+            cut_page(FIVE, query)
+        assert refusal.value.param == param, query

@@ -65,20 +65,11 @@ TOOLS: list[Any] = [
 ]
 USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10, "prompt_tokens_details": {"cached_tokens": 2}}
 RICH = [
-    chunk({"role": "assistant", "content": ""}),
-    chunk({"reasoning_content": "hm"}),
-    chunk({"content": "I will "}),
-    chunk({"content": "look."}),
-    chunk(call(0, "", name="look", id="a")),
-    chunk(call(1, "", name="apply_patch", id="b")),
-    chunk(call(0, '{"x":')),
-    chunk(call(1, json.dumps({"input": PATCH}))),
-    chunk(call(0, "1}")),
-    chunk(call(2, "{}", name="mail__send", id="c")),
-    chunk({}, "tool_calls"),
-    chunk(usage=USAGE),
-    b"data: [DONE]\n\n",
-]
+    chunk({"role": "assistant", "content": ""}), chunk({"reasoning_content": "hm"}), chunk({"content": "I will "}),
+    chunk({"content": "look."}), chunk(call(0, "", name="look", id="a")), chunk(call(1, "", name="apply_patch", id="b")),
+    chunk(call(0, '{"x":')), chunk(call(1, json.dumps({"input": PATCH}))), chunk(call(0, "1}")),
+    chunk(call(2, "{}", name="mail__send", id="c")), chunk({}, "tool_calls"), chunk(usage=USAGE), b"data: [DONE]\n\n",
+]  # fmt: skip
 _events: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 
 

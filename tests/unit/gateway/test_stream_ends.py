@@ -108,14 +108,9 @@ class Serving:
         assert isinstance(lease, Lease)
         client = MemoryClient()
         exchange = Exchange(
-            job=job,
-            lease=lease,
-            client=client.connection,
-            surface=self.surface,
-            limits=GatewayLimits(),
-            extra=[],
+            job=job, lease=lease, client=client.connection, surface=self.surface, limits=GatewayLimits(), extra=[],
             translation=self.translation,
-        )
+        )  # fmt: skip
         running = asyncio.create_task(exchange.run())
         await client.wait(lambda: self.link.streams)
         (stream,) = self.link.streams
