@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import timedelta
 
@@ -130,6 +131,12 @@ class TestKeyRing:
         for headers in ({"x-api-key": text}, {}):
             assert (await refuse(ring, headers, allow_x_api_key=False)).message == "API key is missing."
         assert catalogue.lookups == 1, "noise costs no query"
+
+    async def test_many_requests_with_a_new_key_at_once_all_pass(self) -> None:
+        _, text = await sync_to_async(make_key)()
+        ring = KeyRing(CountingCatalogue())
+        callers = await asyncio.gather(*(identify(ring, text) for _ in range(20)))
+        assert len(set(callers)) == 1
 
     async def test_a_revoked_key_stops_with_the_next_sweep(self) -> None:
         key, text = await sync_to_async(make_key)()

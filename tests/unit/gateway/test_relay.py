@@ -245,6 +245,16 @@ async def test_a_client_that_leaves_frees_slot_and_box_at_once(*, began: bool, w
     assert not attempt.client.is_whole
 
 
+async def test_a_client_that_left_before_is_not_served() -> None:
+    attempt = Attempt()
+    attempt.client.connection.watch()
+    attempt.client.leave()
+    with pytest.raises(ClientLeft):
+        await attempt.exchange.run()
+    assert attempt.link.active == 0
+    assert attempt.link.streams == []
+
+
 async def test_a_slow_client_gets_no_credit_for_the_box_until_it_has_read() -> None:
     attempt = Attempt()
     stream = await attempt.begin()
