@@ -14,11 +14,11 @@ from gateway.models import RequestRecord
 from gateway.routing import Target
 from gateway.services import allow_model, create_alias
 from nodes.models import Node
-from nodes.services.ejections import EjectionReport, write_ejections
-from tests.fakes.nodes import ACTOR
-from tests.fakes.tenants import make_gateway, make_key, make_record
-from tests.rings.browser.conftest import Visit, find_violations, in_database
-from tests.system.nodes.factories import make_credential, make_node, make_presence
+from tests.fakes.control_process import ServerProcess
+from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
+from tests.fakes.tenants import make_key, make_record
+from tests.fakes.waiting import wait_until
+from tests.rings.browser.conftest import NodeThread, Visit, find_violations, in_database
 from wire.bridge import GpuInfo, MemoryInfo, ModelsUpdate, ReplicaInfo, Telemetry
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]

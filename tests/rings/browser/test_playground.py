@@ -11,10 +11,9 @@ from playwright.sync_api import Page, expect
 
 from gateway.services import allow_model, create_tenant
 from tests.fakes.control_process import ServerProcess
-from tests.fakes.nodes import ACTOR
+from tests.fakes.nodes import ACTOR, make_credential
 from tests.fakes.scripted_box import Stream
 from tests.rings.browser.conftest import NodeThread, Visit, find_violations, in_database
-from tests.system.nodes.factories import make_credential
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
 

@@ -18,11 +18,12 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from controlplane.launcher.environment import ROOT
 from tests.fakes.control_process import ServerProcess, free_port, serve
 from tests.fakes.lab import CHAT, Lab, bearer, chat_body, unique
 from tests.fakes.scripted_worker import ScriptedWorker, delta_text
-from tests.fakes.stack import CONTROL_HOST, GATEWAY_HOST, DocumentedNginx, Gateway, Stack, run_documented_nginx
-from tests.fakes.waiting import eventually
+from tests.fakes.stack import CONTROL_HOST, GATEWAY_HOST, DocumentedNginx, Gateway, Stack, answers, run_documented_nginx
+from tests.fakes.waiting import eventually, wait_until
 
 SETTINGS = {
     "MUSTER_TRUSTED_PROXIES": "127.0.0.1",

@@ -20,7 +20,6 @@ from tests.fakes.audit_rows import raw_connection
 from tests.fakes.control_process import ServerProcess, serve_control
 from tests.fakes.governed_team import Team, make_team, propose_token
 from tests.fakes.waiting import wait_until
-from wire.ids import format_id, new_uuid7
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
 WITHIN_S = 30.0

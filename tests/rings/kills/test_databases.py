@@ -34,20 +34,14 @@ from gateway.errors import RecordsUnavailable
 from gateway.records import Record, RecordWriter
 from gateway.runtime import GatewayRuntime
 from governance.models import AuditEvent, Operation
+from tests.fakes.audit_logs import judge
+from tests.fakes.audit_rows import LOG_KEY, database_url, raw_connection, sizes
 from tests.fakes.frozen_database import frozen, in_thread, wait_for
+from tests.fakes.governed_team import make_client, make_team
 from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import SSE, STREAM, Make, Rows, allow_keeping, is_waited_for, last_data
 from tests.fakes.records import ACCEPT_S, count, make_record, read, written
 from tests.fakes.waiting import eventually, wait_until
-from tests.system.governance.audit_rows import (
-    LOG_KEY,
-    database_url,
-    judge,
-    raw_connection,
-    sizes,
-)
-from tests.system.governance.governance_rest import make_client
-from tests.system.governance.team import make_team
 from wire.auditlog import Status
 from wire.contract import RequestState
 from wire.credentials import CredentialKind, mint_credential

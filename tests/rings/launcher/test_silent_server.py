@@ -49,11 +49,10 @@ from tests.fakes.frozen_database import (
     wait_for,
     wait_for_the_abandoned,
 )
+from tests.fakes.governed_nodes import approve_load, only_run
 from tests.fakes.governed_team import Team, make_due, make_governed, propose_token
+from tests.fakes.nodes import ACTOR, make_node, make_presence
 from tests.fakes.standing_still import go_on, stop_tree
-from tests.system.nodes.box_contract import run_box_contract
-from tests.system.nodes.factories import ACTOR, make_node, make_presence
-from tests.system.nodes.governed import approve_load, only_run
 
 COMMIT_LOCK = 77
 LOAD = "/v1/models/load"

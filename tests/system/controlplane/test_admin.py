@@ -33,11 +33,11 @@ from gateway.services.overview import read_gateways
 from gateway.services.responses import keep_response
 from governance.services import create_admin_token
 from governance.services.webhooks import add_webhook
-from nodes.models import Node
-from tests.fakes.nodes import ACTOR
+from governance.views.content_policy import STRICT_POLICY
+from tests.fakes.governed_team import make_governed
+from tests.fakes.limits import set_limits
+from tests.fakes.nodes import ACTOR, make_node, make_presence
 from tests.fakes.tenants import make_gateway, make_key, make_operator, make_record
-from tests.system.governance.team import make_governed
-from tests.system.nodes.factories import make_node, make_presence
 from wire.contract import RequestState
 
 pytestmark = pytest.mark.django_db

@@ -34,9 +34,11 @@ from governance.services import create_admin_token, revoke_admin_token, verify_a
 from governance.services.approver_keys import add_key_file
 from nodes.models import Node, Provider
 from nodes.services import find_credential, revoke_credential
-from tests.fakes.nodes import audited
-from tests.system.governance.team import make_governed, make_key
-from tests.system.nodes.factories import make_credential, make_node
+from tests.fakes.control_process import serve_control
+from tests.fakes.governed_team import make_governed, make_key, make_team, propose_token
+from tests.fakes.nodes import audited, make_credential, make_node
+from tests.fakes.passkeys import KeyFile
+from tests.fakes.policies import make_people, make_policy, make_statement
 from wire.credentials import CredentialKind, parse_keyid
 from wire.optoken.approval import Statement, decode_bytes, digest_words, encode_bytes, load_public_key, read_statement
 

@@ -36,8 +36,11 @@ from governance import services
 from governance.models import OperationRun
 from governance.states import RunState
 from nodes.models import Node, NodePresence
+from tests.fakes.governed_team import make_governed, propose_token
+from tests.fakes.limits import set_limits
+from tests.fakes.nodes import make_node, make_presence
 from tests.fakes.tenants import make_record
-from tests.system.nodes.factories import make_node, make_presence
+from tests.fakes.waiting import wait_until
 from wire.contract import RequestState
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]

@@ -30,10 +30,8 @@ from gateway.routing import Target
 from gateway.services import allow_model, create_tenant, disable_tenant
 from gateway.services.aliases import create_alias
 from tests.fakes.control_process import free_port
-from tests.fakes.nodes import ACTOR, audited
+from tests.fakes.nodes import ACTOR, audited, make_node, make_presence
 from tests.fakes.tenants import make_operator, make_record
-from tests.system.governance.team import make_governed
-from tests.system.nodes.factories import make_node, make_presence
 
 pytestmark = pytest.mark.django_db(transaction=True)
 PAGE, SEND, CODE, FACTS, WAIT = (f"/admin/playground/{name}" for name in ("", "send", "code", "facts", "wait"))

@@ -41,9 +41,9 @@ from governance.errors import InvalidProposal
 from governance.models import AuditEvent, Operation, OperationRun
 from governance.registry import RunOrder
 from governance.states import RunState
+from tests.fakes.governed_team import Team, make_governed, make_team
 from tests.fakes.nodes import ACTOR, audited
 from tests.fakes.tenants import make_key
-from tests.system.governance.team import Team, make_governed, make_team
 from wire.contract import ErrorCode
 from wire.optoken.proposal import DEFAULT_CLASSES
 

@@ -40,9 +40,9 @@ from tests.fakes.audit_rows import chain_events
 from tests.fakes.clock import TickingClock, VirtualClock
 from tests.fakes.governed_fleet import BROKER, BROKER_PATH, FleetNode, Gateway, Processes, make_folders
 from tests.fakes.governed_team import Member, Team, make_team
+from tests.fakes.nodes import make_node, make_presence
 from tests.fakes.passkeys import KeyFile, SoftPasskey
 from tests.fakes.runner_process import Effect, read_ops
-from tests.system.nodes.factories import make_node, make_presence
 from wire import bridge, clock
 from wire.auditlog import entry_hash
 from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l2

@@ -19,11 +19,9 @@ from gateway.models import ApiKey, Tenant
 from governance import services
 from governance.models import ApproverKey, Invitation, OneTimePassword, Operation
 from governance.services.people import create_invitation
-from tests.fakes.passkeys import KeyFile, SoftPasskey
+from tests.fakes.governed_team import RP_ID, Member, Team, make_client, make_team, open_session, post, propose_token
+from tests.fakes.passkeys import Device, KeyFile, SoftPasskey
 from tests.fakes.tenants import make_tenant
-from tests.system.governance.device import Device
-from tests.system.governance.governance_rest import make_client, post
-from tests.system.governance.team import RP_ID, Member, Team, make_team, propose_token
 from wire.optoken.approval import encode_bytes
 
 pytestmark = pytest.mark.django_db

@@ -9,8 +9,8 @@ from django.test import Client
 from pytest_django import DjangoDbBlocker
 
 from governance.services.people import Assurance
+from tests.fakes.governed_team import Team, make_governed
 from tests.fakes.rows import shared_rows
-from tests.system.governance.team import Team, make_governed
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from nodes.commands import Ask, Command, Delivery, Send, plan_deliveries, put_co
 from nodes.commands.rows import park_command
 from nodes.models import Node, NodeCommand
 from tests.fakes.governed_nodes import Identity, approve_load, make_box, only_run
-from tests.fakes.governed_team import Team, make_due, make_governed
+from tests.fakes.governed_team import Team, make_due
 from tests.fakes.nodes import audited
 from tests.fakes.rows import find_tables, shared_rows
 from wire.bridge import OpStatus

@@ -27,7 +27,7 @@ from nodes.operations import MODEL_LOAD
 from nodes.operations.lost_models import find_lost_models, tell_failed_reloads
 from nodes.tasks import sweep_nodes
 from tests.fakes.governed_nodes import Identity, approve_load, make_box
-from tests.fakes.governed_team import Team, make_due, make_governed
+from tests.fakes.governed_team import Team, make_due
 from tests.fakes.rows import shared_rows
 from wire.ids import format_id
 from wire.optoken.approval import read_statement

@@ -35,8 +35,8 @@ from nodes.services.boxes import BoxView, count_replicas, describe_box, describe
 from nodes.services.ejections import EjectionReport, list_ejections, write_ejections
 from nodes.services.overview import read_fleet
 from tests.fakes.governed_nodes import Identity, make_box
+from tests.fakes.governed_team import make_governed
 from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_presence, make_provider
-from tests.system.governance.team import make_governed
 from wire.bridge import BRIDGE_V1, GpuInfo, MemoryInfo, ModelFacts
 from wire.contract import NodeMode, NodeStatus
 
