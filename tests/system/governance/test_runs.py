@@ -368,3 +368,32 @@ def test_of_two_break_glass_operations_the_second_waits_for_the_review_of_the_fi
     services.run_due()
     run_again(second)
     assert [order.target for order in box.sent] == ["box-a", "box-b"]
+
+
+def test_a_key_revoked_after_a_use_was_asked_for_stops_that_use(box: FakeBox, team: Team, standing: Operation) -> None:
+    use(team, standing)
+    services.use_approval(op_id=standing.pk, proposer=team[0].proposer)
+    ApproverKey.objects.filter(user=team[2].user).update(revoked_at=timezone.now())
+    services.run_due()
+    assert len(box.sent) == 1
+    assert Operation.objects.get(pk=standing.pk).state == ApprovalState.PENDING.value
+    with pytest.raises(ApprovalRefused) as refusal:
+        team[2].approve(standing)
+    assert refusal.value.rule == "unknown_key"
+
+
+def test_each_run_has_a_fence_above_all_others_and_keeps_it_when_it_is_sent_again(box: FakeBox, team: Team) -> None:
+    first, second = (team.sign(propose_load(team[0], target)) for target in ("box-a", "box-b"))
+    services.run_due()
+    fences = [run_of(first).fence, run_of(second, "box-b").fence]
+    assert fences[0] is not None
+    assert fences[1] is not None
+    assert fences[0] < fences[1]
+    OperationRun.objects.filter(operation=second).update(fence=fences[1] + 60_000)
+    third = team.sign(propose_load(team[0], "box-c"))
+    services.run_due()
+    assert run_of(third, "box-c").fence == fences[1] + 60_001
+    assert services.requeue_run(run_id=run_of(first).pk, reason="it was away")
+    run_again(first)
+    assert [order.target for order in box.sent].count("box-a") == 2
+    assert run_of(first).fence == fences[0]
