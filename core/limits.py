@@ -567,8 +567,6 @@ class GatewayLimits:
     # Nodes that say at once that they are busy are asked many times a second.
     record_attempts: int = bound(2**15 - 1, "attempts", "A larger number is cut to it: PostgreSQL's `smallint`.")
     records_linger_s: float = bound(0.02, "s", "A change that nobody waits for is committed.")
-    records_gather_s: float = bound(0.001, "s", "The commit after one of several requests waits so long for more.")
-    records_busy_batch: int = bound(6, "requests", "A commit of so many makes the next one wait for more.")
     records_retry_s: float = bound(0.25, "s", "The writer tries again after an error of the database.")
     # A slow database must not hold it.
     records_send_s: float = bound(0.25, "s", "A finished answer waits no longer for the statement of its end.")

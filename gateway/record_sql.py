@@ -1,4 +1,4 @@
-"""The statements that write request records: rows travel as one JSON text (``inserts``, ``updates``) for each of them.
+"""The prepared statements that write request records: rows travel as one JSON text for inserts, one for updates.
 
 The columns are the fields of ``gateway.records.Record``.
 """
@@ -44,12 +44,18 @@ _OPEN = ", ".join(f"'{state.value}'" for state in sorted(OPEN_REQUEST_STATES))
 # Built from the constants above alone; values travel as parameters.
 # An id is made once, so a row that is there already is the same one: a commit whose acknowledgement was lost. Its second
 # attempt waits for the first where that is still under way.
-INSERT = (
+_INSERT = (
     f"INSERT INTO gateway_requestrecord ({_COLUMNS}) SELECT {_COLUMNS} "  # noqa: S608
-    f"FROM json_to_recordset(%(inserts)s::json) AS i({_RECORDSET}) ON CONFLICT DO NOTHING"
+    f"FROM json_to_recordset($1::json) AS i({_RECORDSET}) ON CONFLICT DO NOTHING"
 )
-UPDATE = (
-    f"UPDATE gateway_requestrecord r SET {_ASSIGNMENTS} FROM json_to_recordset(%(updates)s::json) AS v({_RECORDSET}) "  # noqa: S608
+_UPDATE = (
+    f"UPDATE gateway_requestrecord r SET {_ASSIGNMENTS} FROM json_to_recordset($NUMBER::json) AS v({_RECORDSET}) "  # noqa: S608
     f"WHERE r.id = v.id AND r.created_at = v.created_at AND r.state IN ({_OPEN})"
 )
-BOTH = f"WITH added AS ({INSERT}) {UPDATE}"
+INSERT, UPDATE, BOTH = "records_insert", "records_update", "records_both"
+"""Names of the statements. ``BOTH`` takes the inserts first."""
+STATEMENTS = {
+    INSERT: _INSERT,
+    UPDATE: _UPDATE.replace("NUMBER", "1"),
+    BOTH: f"WITH added AS ({_INSERT}) {_UPDATE.replace('NUMBER', '2')}",
+}

@@ -3,8 +3,8 @@
 A request is accepted when its row is durable; that is what ``accept`` waits for. Later changes ride along with the next
 commit, at most ``records_linger_s`` later. A final state goes at once: ``finish`` is done when the kernel has its statement, so
 that PostgreSQL carries it out even if this process is killed; only then the client gets its last bytes. A final state is never
-overwritten: the update only finds open rows, so a gateway that was declared dead and comes back changes nothing. One thread
-with its own connection does the SQL; rows travel as one JSON text per commit, which costs the event loop almost nothing.
+overwritten: the update only finds open rows, so a gateway that was declared dead and comes back changes nothing. The event loop
+writes on a connection of its own, one commit under way at a time; rows travel as one JSON text.
 
 What could not be accepted because the database did not take it in time gets a row too, a final one, once it is back: in
 small portions beside the others, and no more of them than the writer may hold.
@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import uuid
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from datetime import datetime
 
 import msgspec
 import psycopg
 from django.db import connection as django_connection
 
-from core.db import Patience, PatientConnection, ServerSilent
+from core.db import LoopConnection, ServerSilent
 from core.limits import limits
 from gateway.errors import RecordsUnavailable
 from gateway.metrics import RECORD_FLUSHES, RECORDS_DROPPED, RECORDS_PENDING
-from gateway.record_sql import BOTH, INSERT, UPDATE
+from gateway.record_sql import BOTH, INSERT, STATEMENTS, UPDATE
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
@@ -96,8 +96,23 @@ class _Accept:
         return self.future is None or self.future.done()
 
 
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """What one commit writes."""
+
+    inserts: list[_Accept]
+    updates: dict[uuid.UUID, Record]
+    finishing: list[asyncio.Future[None]] = field(default_factory=list)
+    """Of those who wait until the statement is sent."""
+    was_repeated: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.inserts) + len(self.updates)
+
+
 class RecordWriter:
-    """Writes records. ``accept``, ``touch`` and ``add_final`` are called on the event loop; the rest is the thread's."""
+    """Writes records. Everything is called on the event loop."""
 
     def __init__(self, *, accept_s: float, max_pending: int) -> None:
         self._limits = limits().gateway
@@ -108,38 +123,46 @@ class RecordWriter:
         self._updates: dict[uuid.UUID, Record] = {}
         self._finishing: list[asyncio.Future[None]] = []
         """Of those who wait until the updates are sent."""
-        self._prepared: set[str] = set()
-        self._lock = threading.Lock()
-        """Held while the three above change hands: a dict insertion may yield to the other thread half-way (UUID.__hash__)."""
         self._outstanding: deque[_Accept] = deque()
         self._refused: deque[Record] = deque()
-        """Final rows of requests that never were on their way in. Both threads add to it, the writer's takes from it."""
+        """Final rows of requests that never were on their way in."""
         self._doubtful: deque[Record] = deque()
         """Refused, but perhaps on their way in: they are closed or added when the database has been back for a while."""
+        self._single: deque[_Batch] = deque()
+        """Of a batch in which one row is at fault: each is written alone."""
+        self._under_way: _Batch | None = None
+        self._database: LoopConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self._wake = threading.Event()
-        self._lingering: asyncio.TimerHandle | None = None
+        self._next: asyncio.Handle | None = None
+        """When the next batch is begun."""
+        self._is_due = False
+        """Whether something waits that shall be written as soon as nothing is under way."""
+        self._rest: asyncio.TimerHandle | None = None
+        """Until then the database is left alone: it was away a moment ago."""
         self._stopping = False
-        self._thread: threading.Thread | None = None
-        self._database: PatientConnection | None = None
+        self._ended: asyncio.Future[None] | None = None
         self.is_healthy = True
 
     def start(self) -> None:
-        """Start the writer thread. Call on the event loop."""
+        """Connect. Call on the event loop."""
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="records", daemon=True)
-        self._thread.start()
+        self._connecting = self._loop.create_task(self._connect())
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """Write everything that waits, then end the thread."""
+        """Write everything that waits, then close the connection."""
+        assert self._loop is not None
         self._close_late()
         self._stopping = True
-        self._wake.set()
-        thread = self._thread
-        if thread is not None:
-            await asyncio.get_running_loop().run_in_executor(None, thread.join, timeout_s)
-            if thread.is_alive():
-                logger.error("records.not_flushed pending=%d", len(self._updates) + len(self._inserts))
+        self._ended = self._loop.create_future()
+        self._wake()
+        await asyncio.wait([self._ended], timeout=timeout_s)
+        if not self._ended.done():
+            logger.error("records.not_flushed pending=%d", self.pending)
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._database is not None:
+            self._database.close()
 
     def accept(self, record: Record) -> asyncio.Future[None]:
         """Insert a row; the future is done when it is durable, or fails with RecordsUnavailable."""
@@ -151,9 +174,8 @@ class RecordWriter:
             future.set_exception(RecordsUnavailable(retry_after_s=2))
             return future
         entry = _Accept(record, future)
-        with self._lock:
-            self._inserts.append(entry)
-        self._wake.set()
+        self._inserts.append(entry)
+        self._wake()
         entry.due_at = self._loop.time() + self._accept_s
         self._outstanding.append(entry)
         if self._watch is None:
@@ -161,10 +183,9 @@ class RecordWriter:
         return future
 
     def touch(self, record: Record) -> None:
-        """Write a row's new content soon."""
-        with self._lock:
-            self._updates[record.id] = record
-        self._arrange_flush()
+        """Write a row's new content soon, together with what comes until then."""
+        self._updates[record.id] = record
+        self._wake(self._limits.records_linger_s)
 
     async def finish(self, record: Record) -> None:
         """Write a row's final state; return when PostgreSQL will carry that out whatever becomes of us, or can not soon."""
@@ -172,12 +193,9 @@ class RecordWriter:
             self.touch(record)
             return
         future: asyncio.Future[None] = self._loop.create_future()
-        with self._lock:
-            self._updates[record.id] = record
-            self._finishing.append(future)
-        if self._lingering is not None:
-            self._lingering.cancel()
-        self._end_linger()
+        self._updates[record.id] = record
+        self._finishing.append(future)
+        self._wake()
         timer = self._loop.call_later(self._limits.records_send_s, _settle, [future])
         try:
             await future
@@ -187,27 +205,18 @@ class RecordWriter:
     def add_final(self, record: Record) -> None:
         """Insert a row that is final from the start (a refusal); nobody waits for it and overload drops it."""
         if self.is_healthy and len(self._inserts) < self._max_pending:
-            with self._lock:
-                self._inserts.append(_Accept(record, None))
-            self._arrange_flush()
+            self._inserts.append(_Accept(record, None))
+            self._wake(self._limits.records_linger_s)
         else:
             RECORDS_DROPPED.inc()
 
     @property
     def pending(self) -> int:
         """Changes not yet written."""
-        return len(self._inserts) + len(self._updates) + len(self._refused)
+        under_way = self._under_way.size if self._under_way is not None else 0
+        return len(self._inserts) + len(self._updates) + len(self._refused) + len(self._single) + under_way
 
-    # event loop
-
-    def _arrange_flush(self) -> None:
-        """Have the thread write soon, together with what comes until then."""
-        if self._lingering is None and self._loop is not None:
-            self._lingering = self._loop.call_later(self._limits.records_linger_s, self._end_linger)
-
-    def _end_linger(self) -> None:
-        self._lingering = None
-        self._wake.set()
+    # inside
 
     def _check_outstanding(self) -> None:
         """Give up on what waits too long. One timer for all: requests are many, and a stuck database is rare."""
@@ -249,8 +258,6 @@ class RecordWriter:
             self._keep(record, self._refused)
             self.touch(record)
 
-    # either
-
     def _keep(self, record: Record, waiting: deque[Record]) -> None:
         """Have a refused request's row written later, unless too many wait for that already."""
         if len(waiting) < self._max_pending:
@@ -258,123 +265,123 @@ class RecordWriter:
         else:
             RECORDS_DROPPED.inc()
 
-    # thread
+    # the connection
 
-    def _run(self) -> None:
-        gathered = 0
-        while True:
-            self._wake.wait(timeout=1.0)
-            if gathered >= self._limits.records_busy_batch and not self._stopping:
-                clock.sleep(self._limits.records_gather_s)
-            self._wake.clear()
-            with self._lock:
-                inserts, self._inserts = self._inserts, []
-                updates, self._updates = self._updates, {}
-                finishing, self._finishing = self._finishing, []
-            for entry in inserts:
-                if entry.given_up:
-                    self._keep(entry.record, self._refused)
-            inserts = [entry for entry in inserts if not entry.given_up]
-            gathered = len(inserts) + len(finishing)
-            if self._refused and (self.is_healthy or not (inserts or updates)):
-                inserts += self._take_refused()
-            if inserts or updates:
-                self._flush(inserts, updates, finishing)
-            RECORDS_PENDING.set(self.pending)
-            if self._stopping and not self.pending:
-                break
-        if self._database is not None:
-            self._database.close()
+    def _wake(self, delay_s: float = 0.0) -> None:
+        """Have a batch begun: in ``delay_s``, or at once behind all that this turn of the loop does."""
+        if self._loop is None or self._is_due:
+            return
+        if delay_s and self._next is None:
+            self._next = self._loop.call_later(delay_s, self._make_due)
+        elif not delay_s:
+            if self._next is not None:
+                self._next.cancel()
+            self._is_due = True
+            self._next = self._loop.call_soon(self._begin)
 
-    def _take_refused(self) -> list[_Accept]:
-        self._wake.set()  # there may be more
-        number = min(self._limits.records_refused_batch, len(self._refused))
-        return [_Accept(self._refused.popleft(), None, was_refused=True) for _ in range(number)]
+    def _make_due(self) -> None:
+        self._is_due = True
+        self._begin()
 
-    def _flush(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record], finishing: list[asyncio.Future[None]]) -> bool:
-        """Write a batch; return False when the database is away and the batch was given back."""
+    def _begin(self) -> None:
+        """Write what waits, unless a batch is under way: its end begins the next one."""
+        self._next = None
+        if self._under_way is not None or self._connecting is not None or self._rest is not None:
+            return
+        self._is_due = False
+        batch = self._take_batch()
+        if batch is not None:
+            self._write(batch)
+        elif self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _take_batch(self) -> _Batch | None:
+        if self._single:
+            self._is_due = True
+            return self._single.popleft()
+        inserts, self._inserts = self._inserts, []
+        updates, self._updates = self._updates, {}
+        finishing, self._finishing = self._finishing, []
+        for entry in inserts:
+            if entry.given_up:
+                self._keep(entry.record, self._refused)
+        inserts = [entry for entry in inserts if not entry.given_up]
+        if self._refused and (self.is_healthy or not (inserts or updates)):
+            number = min(self._limits.records_refused_batch, len(self._refused))
+            inserts += [_Accept(self._refused.popleft(), None, was_refused=True) for _ in range(number)]
+            self._is_due = True  # there may be more
+        if not inserts and not updates:
+            _settle(finishing)
+            return None
+        return _Batch(inserts, updates, finishing)
+
+    def _write(self, batch: _Batch) -> None:
         assert self._loop is not None
+        self._under_way = batch
+        if self._database is None or self._database.is_closed:
+            self._connecting = self._loop.create_task(self._connect())
+            return
+        inserts, updates = batch.inserts, batch.updates
+        values = []
         try:
-            self._write(inserts, updates, finishing)
+            if inserts:
+                values.append(_encoder.encode([entry.record for entry in inserts]))
+            if updates:
+                values.append(_encoder.encode(list(updates.values())))
         except _REFUSED as error:
-            if len(inserts) + len(updates) > 1:
-                return self._flush_singly(inserts, updates)
-            self._drop_refused(inserts, updates, type(error).__name__)
-            return True
-        except (psycopg.Error, OSError) as error:
-            self._fail(inserts, updates, error)
+            self._loop.call_soon(self._end_batch, batch, error)
+            return
+        statement = BOTH if len(values) > 1 else INSERT if inserts else UPDATE
+        self._database.send(
+            statement, values, on_sent=lambda: _settle(batch.finishing), on_done=lambda error: self._end_batch(batch, error)
+        )
+
+    def _end_batch(self, batch: _Batch, error: Exception | None) -> None:
+        """Take what became of a batch, and begin the next one."""
+        if self._repeats(batch, error):
+            logger.info("records.reconnecting")
+            self._write(batch)
+            return
+        self._under_way = None
+        _settle(batch.finishing)
+        if error is None:
+            self._take_success(batch)
+        elif not isinstance(error, _REFUSED):
+            self._fail(batch, error)
+        elif batch.size > 1:  # one of them holds a value that the table refuses: written each alone, only that one is lost
+            self._single.extend(_Batch([entry], {}) for entry in batch.inserts)
+            self._single.extend(_Batch([], {key: record}) for key, record in batch.updates.items())
+            self._is_due = True
+        else:
+            self._drop_refused(batch, type(error).__name__)
+        RECORDS_PENDING.set(self.pending)
+        if (self._is_due or self._stopping) and self._next is None:
+            self._begin()
+
+    def _repeats(self, batch: _Batch, error: Exception | None) -> bool:
+        """Whether a batch is written once more because the connection turned out to have died: that changes nothing twice."""
+        if not isinstance(error, psycopg.OperationalError) or isinstance(error, ServerSilent) or batch.was_repeated:
             return False
+        batch.was_repeated = True
+        return self._database is not None and self._database.is_closed
+
+    def _take_success(self, batch: _Batch) -> None:
+        assert self._loop is not None
         if not self.is_healthy:
             logger.info("records.recovered")
-            self._loop.call_soon_threadsafe(self._loop.call_later, limits().gateway.records_late_s, self._close_late)
+            self._loop.call_later(self._limits.records_late_s, self._close_late)
         self.is_healthy = True
         RECORD_FLUSHES.labels("ok").inc()
-        if any(entry.future is not None for entry in inserts):
-            self._loop.call_soon_threadsafe(self._resolve, inserts)
-        return True
+        self._resolve(batch.inserts)
 
-    def _flush_singly(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> bool:
-        """One of them holds a value that the table refuses: write each alone, so that only that one is lost."""
-        while inserts or updates:
-            key = next(iter(updates)) if not inserts else None
-            first, rest = inserts[:1], inserts[1:]
-            one = {key: updates.pop(key)} if key is not None else {}
-            inserts = rest
-            if not self._flush(first, one, []):
-                self._give_back(inserts, updates)
-                return False
-        return True
-
-    def _drop_refused(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record], reason: str) -> None:
-        assert self._loop is not None
-        for record in [entry.record for entry in inserts] + list(updates.values()):
+    def _drop_refused(self, batch: _Batch, reason: str) -> None:
+        for record in [*(entry.record for entry in batch.inserts), *batch.updates.values()]:
             logger.error("records.refused id=%s error=%s", record.id, reason)
         RECORD_FLUSHES.labels("refused").inc()
-        self._loop.call_soon_threadsafe(self._reject, inserts)
+        self._reject(batch.inserts)
 
-    def _give_back(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record]) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._reject_unknown, [entry for entry in inserts if not entry.was_refused])
-        self._refused.extendleft(entry.record for entry in inserts if entry.was_refused)
-        with self._lock:
-            for key, record in updates.items():
-                self._updates.setdefault(key, record)
-
-    def _write(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record], finishing: list[asyncio.Future[None]]) -> None:
-        """Write a batch, a second time where the connection turns out to have died: doing it twice changes nothing."""
-        values: dict[str, str] = {}
-        if inserts:
-            values["inserts"] = _encoder.encode([entry.record for entry in inserts]).decode()
-        if updates:
-            values["updates"] = _encoder.encode(list(updates.values())).decode()
-        statement = BOTH if inserts and updates else INSERT if inserts else UPDATE
-        known = self._database
-        try:
-            self._execute(statement, values, finishing)
-        except ServerSilent:
-            raise
-        except psycopg.OperationalError:
-            if known is None or not known.closed or known is not self._database:
-                raise
-            logger.info("records.reconnecting")
-            self._execute(statement, values, finishing)
-        finally:
-            self._tell_sent(finishing)
-
-    def _execute(self, statement: str, values: dict[str, str], finishing: list[asyncio.Future[None]]) -> None:
-        database = self._connect()
-        if finishing and statement in self._prepared:  # else the first answer is that it was prepared
-            database.on_sent = lambda: self._tell_sent(finishing)
-        database.execute(statement, values, prepare=True)
-        self._prepared.add(statement)
-
-    def _tell_sent(self, finishing: list[asyncio.Future[None]]) -> None:
-        """Let those go on who wait for a statement of this batch to be sent, once."""
-        if finishing and self._loop is not None:
-            self._loop.call_soon_threadsafe(_settle, finishing.copy())
-            finishing.clear()
-
-    def _fail(self, inserts: list[_Accept], updates: dict[uuid.UUID, Record], error: Exception) -> None:
+    def _fail(self, batch: _Batch, error: Exception) -> None:
+        """The database is away: nobody was promised anything, and what has a row is written when it is back."""
         assert self._loop is not None
         if self.is_healthy:
             logger.error("records.unavailable error=%s", type(error).__name__)
@@ -383,25 +390,47 @@ class RecordWriter:
         if self._database is not None:
             self._database.close()
             self._database = None
-        self._give_back(inserts, updates)
-        if not self._stopping:
-            threading.Event().wait(limits().gateway.records_retry_s)
-            self._wake.set()
-        else:
+        while self._single:
+            one = self._single.popleft()
+            batch.inserts += one.inserts
+            batch.updates |= one.updates
+        for key, record in batch.updates.items():
+            self._updates.setdefault(key, record)
+        self._refused.extendleft(entry.record for entry in batch.inserts if entry.was_refused)
+        self._reject_unknown([entry for entry in batch.inserts if not entry.was_refused])
+        if self._stopping:
             self._updates.clear()
             self._refused.clear()
+            return
+        self._is_due = False
+        if self._next is not None:
+            self._next.cancel()
+        self._next = None
+        self._rest = self._loop.call_later(self._limits.records_retry_s, self._end_rest)
 
-    def _connect(self) -> PatientConnection:
-        if self._database is None or self._database.closed:
-            parameters = django_connection.get_connection_params()
-            wanted = {name: value for name, value in parameters.items() if name not in _NOT_OF_LIBPQ}
-            options = f"{parameters.get('options', '')} -c statement_timeout=5000".strip()
-            own = {"connect_timeout": 3, "application_name": "muster-records", "options": options}
-            database = PatientConnection.connect(**{**wanted, **own}, autocommit=True)
-            database.patience = Patience(silence_s=limits().gateway.records_silence_s)
-            self._database = database
-            self._prepared.clear()
-        return self._database
+    def _end_rest(self) -> None:
+        self._rest = None
+        self._make_due()
+
+    async def _connect(self) -> None:
+        parameters = django_connection.get_connection_params()
+        wanted = {name: value for name, value in parameters.items() if name not in _NOT_OF_LIBPQ}
+        options = f"{parameters.get('options', '')} -c statement_timeout=5000".strip()
+        own = {"connect_timeout": 3, "application_name": "muster-records", "options": options}
+        failure: Exception | None = None
+        try:
+            self._database = await LoopConnection.open({**wanted, **own}, STATEMENTS, silence_s=self._limits.records_silence_s)
+        except (psycopg.Error, OSError) as error:
+            failure = error
+        self._connecting = None
+        batch = self._under_way
+        if batch is None:
+            self._begin()
+        elif failure is None:
+            self._write(batch)
+        else:
+            batch.was_repeated = True
+            self._end_batch(batch, failure)
 
 
 def _settle(waiting: Iterable[asyncio.Future[None]]) -> None:

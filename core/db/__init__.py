@@ -1,5 +1,6 @@
 """Our Django database backend: PostgreSQL's own, whose connections give up on a server that has gone silent."""
 
 from core.db.connection import Patience, PatientConnection, ServerSilent, limit_patience, limit_process
+from core.db.loop import LoopConnection
 
-__all__ = ["Patience", "PatientConnection", "ServerSilent", "limit_patience", "limit_process"]
+__all__ = ["LoopConnection", "Patience", "PatientConnection", "ServerSilent", "limit_patience", "limit_process"]

@@ -54,7 +54,7 @@ from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.counted_hints import LAYERS, CountedHintLayer, close_layer
 from tests.fakes.engine import EngineCall, FakeEngine
 from tests.fakes.memory_link import MemoryLink
-from tests.fakes.virtual_loop import VirtualLoop, WorkBell
+from tests.fakes.virtual_loop import VirtualLoop
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES
 
@@ -354,7 +354,6 @@ class Fleet:
     async def start_gateway(self) -> None:
         """Start a gateway: the first, or the next after one that was stopped."""
         runtime = _Runtime()
-        self._bell = runtime.records._wake = WorkBell(self.loop)
         self.app = make_application(runtime)
         await runtime.start()
         self.gateways.append(runtime)
@@ -379,7 +378,6 @@ class Fleet:
         if self._sockets:
             await asyncio.wait(list(self._sockets))
         await runtime.stop()
-        self._bell.retire()
 
     def serve_socket(self, link: MemoryLink, scope: dict[str, Any]) -> None:
         """Have the gateway serve its end of a link, as its server does."""

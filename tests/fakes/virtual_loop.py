@@ -1,8 +1,8 @@
 """An event loop on a virtual clock, which moves by itself to the next timer as soon as nothing real is under way.
 
 Under way is what the loop waits for that no timer tells of: jobs of any ThreadPoolExecutor (the ORM's threads, the ledger's),
-threads that work when a ``WorkBell`` rings, and blocks of ``underway`` (commands to Valkey). They are counted, so that a wait
-of 30 s takes no such time and is never cut short by a slow machine. Real sockets are waited for while the clock stands.
+statements of a LoopConnection, and blocks of ``underway`` (commands to Valkey). They are counted, so that a wait of 30 s takes
+no such time and is never cut short by a slow machine. Real sockets are waited for while the clock stands.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import asyncio
 import selectors
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, thread
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from core.db import LoopConnection
 from tests.fakes.clock import VirtualClock
 from wire import clock
 
@@ -69,8 +70,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._quiet: list[asyncio.Future[None]] = []
         selector = _Selector()
         selector.loop = self
-        self._executors = _count_executors(self)
-        self._executors.__enter__()
+        self._counted = ExitStack()
+        self._counted.enter_context(_count_executors(self))
+        self._counted.enter_context(_count_statements(self))
         super().__init__(selector)
 
     def time(self) -> float:
@@ -80,7 +82,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def close(self) -> None:
         """Close the loop and give the clock back."""
         if not self.is_closed():
-            self._executors.__exit__(None, None, None)
+            self._counted.close()
             clock.install(self._before)
         super().close()
 
@@ -142,44 +144,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return []
 
 
-class WorkBell(threading.Event):
-    """The event on which a worker thread sleeps: from the ring until the thread waits again, its work is under way.
-
-    Only the ring wakes it, never a time-out of the machine's clock.
-    """
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        super().__init__()
-        self._loop = loop
-        self._mutex = threading.Lock()
-        self._is_busy = self._is_retired = False
-
-    def set(self) -> None:
-        """Ring."""
-        with self._mutex:
-            if not self._is_busy and not self._is_retired:
-                self._is_busy = True
-                self._loop.begin("work of a bell")
-            super().set()
-
-    def retire(self) -> None:
-        """Take it that the thread has ended: a timer that rings later leads to nothing."""
-        with self._mutex:
-            self._is_retired = True
-            if self._is_busy:
-                self._is_busy = False
-                self._loop.end("work of a bell")
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for a ring, for however long."""
-        del timeout
-        with self._mutex:
-            if self._is_busy and not self.is_set():
-                self._is_busy = False
-                self._loop.end("work of a bell")
-        return super().wait()
-
-
 def _nothing() -> None:
     """Wakes the loop."""
 
@@ -207,6 +171,40 @@ def _count_executors(loop: VirtualLoop) -> Iterator[None]:
                 loop.end(job.name)
 
     with _replaced(ThreadPoolExecutor, "submit", submit_counted), _replaced(thread._WorkItem, "run", run_counted):
+        yield
+
+
+@contextmanager
+def _count_statements(loop: VirtualLoop) -> Iterator[None]:
+    """Count every statement of a LoopConnection until what its end calls was called, or its connection was closed."""
+    send, close = LoopConnection.send, LoopConnection.close
+    running: dict[LoopConnection, object] = {}
+
+    def end(connection: LoopConnection, statement: object) -> None:
+        if connection in running and running[connection] is statement:
+            del running[connection]
+            loop.end("statement")
+
+    def send_counted(connection: LoopConnection, name: str, values: Sequence[bytes], **calls: Callable[..., None]) -> None:
+        statement = object()
+
+        def take_end(error: Exception | None) -> None:
+            loop.begin("end of a statement")
+            end(connection, statement)
+            try:
+                calls["on_done"](error)
+            finally:
+                loop.end("end of a statement")
+
+        running[connection] = statement
+        loop.begin("statement")
+        send(connection, name, values, on_sent=calls["on_sent"], on_done=take_end)
+
+    def close_counted(connection: LoopConnection) -> None:
+        end(connection, running.get(connection))
+        close(connection)
+
+    with _replaced(LoopConnection, "send", send_counted), _replaced(LoopConnection, "close", close_counted):
         yield
 
 

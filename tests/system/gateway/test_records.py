@@ -185,13 +185,25 @@ async def test_a_change_that_cannot_be_stored_does_not_hold_up_the_next(writer: 
 
 async def test_more_than_the_bound_is_refused_at_once(rows: Rows) -> None:
     writer = RecordWriter(accept_s=0.2, max_pending=3)
-    writer._loop = asyncio.get_running_loop()  # the thread does not run: nothing is ever written
-    waiting = [writer.accept(make_record()) for _ in range(4)]
-    assert [future.done() for future in waiting] == [False, False, False, True]
-    assert isinstance(waiting[3].exception(), RecordsUnavailable)
-    for future in waiting[:3]:
-        with pytest.raises(RecordsUnavailable):
-            await future
+    writer.start()
+    with rows.transaction():
+        rows.execute("LOCK TABLE gateway_requestrecord IN ACCESS EXCLUSIVE MODE")
+        waiting = [writer.accept(make_record()) for _ in range(4)]
+        assert [future.done() for future in waiting] == [False, False, False, True]
+        assert isinstance(waiting[3].exception(), RecordsUnavailable)
+        for future in waiting[:3]:
+            with pytest.raises(RecordsUnavailable):
+                await future
+    await writer.stop()
+
+
+async def test_more_than_a_socket_takes_at_once_becomes_durable_in_few_commits(writer: RecordWriter, rows: Rows) -> None:
+    flushes = metrics.RECORD_FLUSHES.labels("ok")
+    before = flushes._value.get()
+    records = [make_record(model="m" * 200) for _ in range(3000)]
+    await asyncio.gather(*(writer.accept(record) for record in records))
+    assert count(rows, RequestState.QUEUED) == 3000
+    assert flushes._value.get() - before <= 3
 
 
 async def test_a_database_that_hangs_bounds_the_wait_and_closes_what_got_in_late(rows: Rows) -> None:
@@ -328,7 +340,7 @@ async def let_in_late(writer: RecordWriter, rows: Rows) -> Record | None:
     """Have a request refused, and its row come in once the writer is well again. None: not before the last look at it."""
     await written(writer)
     assert writer._database is not None
-    writer._database.patience = Patience(silence_s=0.2)  # of this connection alone
+    writer._database.silence_s = 0.2  # of this connection alone
     record = make_record()
     with rows.transaction():
         rows.execute("LOCK TABLE gateway_requestrecord IN ACCESS EXCLUSIVE MODE")
@@ -339,30 +351,5 @@ async def let_in_late(writer: RecordWriter, rows: Rows) -> Record | None:
     if read(rows, record) is not None:
         return None
     late = msgspec.json.encode([make_record(id=record.id, created_at=record.created_at)]).decode()
-    rows.execute(record_sql.INSERT, {"inserts": late})
+    rows.execute(record_sql.STATEMENTS[record_sql.INSERT].replace("$1", "%s"), [late])
     return record if writer._doubtful else None
-
-
-async def test_the_writer_outlives_its_loop_being_busy(writer: RecordWriter, rows: Rows) -> None:
-    """The thread takes rows while the loop adds them: none falls between."""
-    stop = threading.Event()
-
-    def steal_the_lock() -> None:
-        while not stop.is_set():
-            writer._wake.set()
-
-    thread = threading.Thread(target=steal_the_lock)
-    thread.start()
-    try:
-        records = [make_record() for _ in range(300)]
-        await asyncio.gather(*(writer.accept(record) for record in records))
-        for round_ in range(1, 6):
-            for record in records:
-                record.attempts = round_
-                writer.touch(record)
-            await asyncio.sleep(0)
-    finally:
-        stop.set()
-        thread.join()
-    await written(writer)
-    assert {read(rows, record, "attempts") for record in records} == {(5,)}
