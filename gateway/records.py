@@ -16,7 +16,7 @@ import asyncio
 import logging
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -111,11 +111,23 @@ class _Batch:
         return len(self.inserts) + len(self.updates)
 
 
+async def connect_records() -> LoopConnection:
+    """Return a connection to Django's database with the statements of records. Raises psycopg.Error, OSError."""
+    parameters = django_connection.get_connection_params()
+    wanted = {name: value for name, value in parameters.items() if name not in _NOT_OF_LIBPQ}
+    options = f"{parameters.get('options', '')} -c statement_timeout=5000".strip()
+    own = {"connect_timeout": 3, "application_name": "muster-records", "options": options}
+    return await LoopConnection.open({**wanted, **own}, STATEMENTS, silence_s=limits().gateway.records_silence_s)
+
+
 class RecordWriter:
     """Writes records. Everything is called on the event loop."""
 
-    def __init__(self, *, accept_s: float, max_pending: int) -> None:
+    def __init__(
+        self, *, accept_s: float, max_pending: int, connect: Callable[[], Awaitable[LoopConnection]] = connect_records
+    ) -> None:
         self._limits = limits().gateway
+        self._open = connect
         self._accept_s = accept_s
         self._max_pending = max_pending
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -309,7 +321,7 @@ class RecordWriter:
         if self._refused and (self.is_healthy or not (inserts or updates)):
             number = min(self._limits.records_refused_batch, len(self._refused))
             inserts += [_Accept(self._refused.popleft(), None, was_refused=True) for _ in range(number)]
-            self._is_due = True  # there may be more
+        self._is_due = bool(self._refused)  # the others go with later batches
         if not inserts and not updates:
             _settle(finishing)
             return None
@@ -413,13 +425,9 @@ class RecordWriter:
         self._make_due()
 
     async def _connect(self) -> None:
-        parameters = django_connection.get_connection_params()
-        wanted = {name: value for name, value in parameters.items() if name not in _NOT_OF_LIBPQ}
-        options = f"{parameters.get('options', '')} -c statement_timeout=5000".strip()
-        own = {"connect_timeout": 3, "application_name": "muster-records", "options": options}
         failure: Exception | None = None
         try:
-            self._database = await LoopConnection.open({**wanted, **own}, STATEMENTS, silence_s=self._limits.records_silence_s)
+            self._database = await self._open()
         except (psycopg.Error, OSError) as error:
             failure = error
         self._connecting = None

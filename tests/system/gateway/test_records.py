@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import uuid
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -12,7 +11,6 @@ import msgspec
 import pytest
 from django.db import connections
 
-from core.db import Patience
 from core.limits import limits
 from gateway import metrics, record_sql
 from gateway.errors import RecordsUnavailable
@@ -301,6 +299,13 @@ async def test_a_commit_whose_connection_dies_promises_nothing_and_leaves_no_ope
     assert {read(rows, record) for record in accepted} == {("queued",)}
     assert {read(rows, record) for record in refused} <= {None, ("rejected",)}
     await writer.stop()
+
+
+async def test_a_commit_whose_acknowledgement_was_lost_is_repeated(writer: RecordWriter, rows: Rows) -> None:
+    record = make_record()
+    await writer.accept(record)
+    await writer.accept(record)
+    assert count(rows, RequestState.QUEUED) == 1
 
 
 async def test_a_connection_that_died_while_nobody_used_it_costs_no_request(writer: RecordWriter, rows: Rows) -> None:
