@@ -122,3 +122,19 @@ async def live_through(steps: list[tuple[str, int]]) -> None:
             lost += 1
     assert lost <= RECORDS_DROPPED._value.get() - dropped, "rows are dropped only beyond the bound, and counted"
     await writer.stop()
+
+
+async def test_what_came_last_is_written_before_the_writer_stops() -> None:
+    database = MemoryDatabase()
+    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=6, connect=database.connect)
+    writer.start()
+    record, refusal = make_record(), make_record(state=RequestState.REJECTED, finished_at=clock.now())
+    await writer.accept(record)
+    record.state = RequestState.COMPLETED
+    writer.touch(record)
+    writer.add_final(refusal)
+    await writer.stop()
+    assert {key: row["state"] for key, row in database.rows.items()} == {
+        str(record.id): RequestState.COMPLETED,
+        str(refusal.id): RequestState.REJECTED,
+    }
