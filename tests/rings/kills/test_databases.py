@@ -34,8 +34,7 @@ from gateway.errors import RecordsUnavailable
 from gateway.records import Record, RecordWriter
 from gateway.runtime import GatewayRuntime
 from governance.models import AuditEvent, Operation
-from tests.fakes.audit_logs import judge
-from tests.fakes.audit_rows import LOG_KEY, database_url, raw_connection, sizes
+from tests.fakes.audit_rows import LOG_KEY, database_url, judge_database, raw_connection, sizes
 from tests.fakes.frozen_database import frozen, in_thread, wait_for
 from tests.fakes.governed_team import make_client, make_team
 from tests.fakes.limits import set_limits
@@ -490,7 +489,7 @@ def test_a_process_killed_while_it_appends_leaves_a_whole_chain(settings: Settin
             process.kill()
         process.wait(10)
     wait_until(lambda: count_backends(name) == 0, what="the server is through with what the process had begun")
-    verdict = judge()
+    verdict = judge_database()
     assert verdict.status is Status.GOOD
     assert verdict.size == AuditEvent.objects.count() >= told
     assert sizes() == list(range(1, verdict.size + 1))
