@@ -312,6 +312,17 @@ def test_a_node_that_was_cut_off_or_forgot_what_it_had_begun_is_resolved_by_what
         assert "Loaded on it now: old" in run.message
 
 
+def test_a_word_of_being_cut_off_that_comes_when_it_is_about_to_be_sent_again_ends_nothing(sent: Sent) -> None:
+    sent.plan()
+    sent.pass_time(6)
+    sent.say("refused", code="unavailable")
+    assert sent.states == (RunState.QUEUED.value, "waiting")
+    sent.say("interrupted")
+    assert sent.states == (RunState.QUEUED.value, "waiting")
+    sent.dispatch_again()
+    assert isinstance(sent.plan()[0], Send)
+
+
 def test_a_batch_goes_to_one_node_after_the_other_and_stops_at_a_failure(team: Team) -> None:
     first, second = Identity("one"), Identity("two")
     make_box(first)

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import psycopg
 import pytest
 from asgiref.sync import sync_to_async
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -152,6 +153,25 @@ async def test_an_approved_load_is_carried_out_and_its_end_is_proved_though_the_
         await eventually(lambda: not door.endpoint.courier.waiting_statuses, "nothing that waits")
     run = await sync_to_async(only_run)(operation)
     assert (run.code, run.result, bool(run.receipt)) == ("", {"gpuMemoryUsedMB": 7}, True)
+
+
+async def test_a_last_word_that_comes_while_progress_is_being_stored_is_stored_next(governed: Governed) -> None:
+    @sync_to_async
+    def is_held_up() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'")
+            return cursor.fetchone() is not None
+
+    async with gateway() as door, governed.link(door) as socket:
+        operation = await governed.approve()
+        command = await received(socket, bridge.OpCommand)
+        with psycopg.connect(**connection.get_connection_params()) as other:
+            other.execute("SELECT 1 FROM nodes_nodecommand FOR UPDATE")
+            socket.say(bridge.OpStatus(op_id=command.op_id, use=1, state="running", stage="weights"))
+            await eventually(cast("Callable[[], Awaitable[bool]]", is_held_up), "progress that waits for the row")
+            socket.say(governed.rig.end(command.op_id, "succeeded"))
+            await eventually(lambda: [each.state for each in door.endpoint.courier.waiting_statuses] == ["succeeded"])
+        await reaches(operation, RunState.SUCCEEDED)
 
 
 async def test_a_box_that_was_away_gets_its_command_when_it_comes_back(governed: Governed) -> None:

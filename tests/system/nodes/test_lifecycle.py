@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import psycopg
 import pytest
@@ -169,6 +170,21 @@ def test_a_silent_box_goes_offline_once_and_is_recorded() -> None:
     (event,) = audited("node.offline")
     assert (event.actor, event.target) == ("system:sweep", node.printed_id)
     assert sweep_presence() == SweepReport()
+
+
+def test_a_heartbeat_that_comes_while_the_sweep_looks_keeps_the_node_online() -> None:
+    presence = make_presence(make_node(), age_s=16, connected=True, protocol=MUSTER_V1)
+    rows, beats = NodePresence.objects.filter(pk=presence.pk), ["one"]
+
+    def beat(execute: Callable[..., object], sql: str, *rest: Any) -> object:
+        if sql.startswith("UPDATE") and beats:
+            beats.clear()
+            rows.update(last_heartbeat_at=timezone.now())
+        return execute(sql, *rest)
+
+    with connection.execute_wrapper(beat):
+        assert sweep_presence().went_offline == 0
+    assert (beats, rows.get().connected, audited("node.offline")) == ([], True, [])
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,43 @@ async def test_a_node_that_leaves_or_cannot_read_its_ledger_refuses_so_that_anot
     assert (asked.heard, desk.bench.engines) == ([], [])
 
 
+async def test_a_command_that_was_refused_for_its_token_is_carried_out_with_a_better_one(desk: Desk) -> None:
+    command = desk.command(modelId="a")
+    desk.commands.take(msgspec.structs.replace(command, token=desk.command("cache-flush", scope="all").token), ear := Ear())
+    assert ((await ear.end()).state, ear.last.code) == ("refused", "op_token_refused")
+    desk.commands.take(command, ear := Ear())
+    assert (await ear.end()).state == "succeeded"
+
+
+async def test_what_had_begun_when_the_ledger_broke_is_not_told_as_refused(desk: Desk) -> None:
+    assert (await hear(desk, modelId="a")).state == "succeeded"
+    engine = desk.bench.engines[0]
+    engine.refuses_unload = EngineError("it stays")
+    engine.may_unload.clear()
+    desk.commands.take(desk.command("model-unload", modelId="a"), ear := Ear())
+    await eventually(lambda: "unload" in engine.steps, "the unload is at it")
+    await desk.parts.ledger.close()
+    engine.may_unload.set()
+    assert (await ear.end()).state == "failed"
+
+
+async def test_an_operation_goes_on_when_whoever_brought_it_leaves(desk: Desk) -> None:
+    assert (await hear(desk, modelId="a")).state == "succeeded"
+    engine = desk.bench.engines[0]
+    engine.may_flush.clear()
+    command = desk.command("cache-flush", scope="all")
+    desk.commands.take(command, Ear())
+    await eventually(lambda: "flush" in engine.steps, "the flush is at it")
+    await desk.commands.close()
+    engine.may_flush.set()
+
+    async def outcome() -> object:
+        row = await desk.parts.ledger.find_op(command.op_id, 1)
+        return None if row is None or row.outcome is None else row.outcome["state"]
+
+    assert await eventually(outcome, "its end is in the ledger") == "succeeded"
+
+
 async def test_an_approved_reload_tells_what_may_be_loaded_now_and_never_touches_what_is(desk: Desk, tmp_path: Path) -> None:
     settings = tmp_path / "data" / "settings.json"
 

@@ -106,6 +106,25 @@ async def test_an_event_stream_passes_through_byte_for_byte_as_its_events_become
     assert (attempt.exchange.bytes_out, attempt.exchange.events) == (24, 2)
 
 
+async def test_a_second_attempt_is_told_apart_from_the_first() -> None:
+    attempt = Attempt()
+    attempt.job.attempts = 2
+    stream = await attempt.begin()
+    assert stream.request.attempt == 2
+    stream.end(EndKind.COMPLETE)
+    await attempt.outcome()
+
+
+async def test_whoever_left_before_it_is_waited_for_waits_for_nothing() -> None:
+    client = MemoryClient()
+    client.connection.watch()
+    client.leave()
+    waited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    with pytest.raises(ClientLeft):
+        await client.connection.wait(waited)
+    assert waited.cancelled()
+
+
 async def test_headers_that_could_split_the_response_are_left_out() -> None:
     attempt = Attempt(streams=False)
     stream = await attempt.begin()
