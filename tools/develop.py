@@ -40,6 +40,8 @@ def run_tests(arguments: Sequence[str], *, ring: str = "") -> int:
         environment |= vllm_environment()
     elif ring == "clients":
         environment |= client_environment()
+    elif ring == "fast":
+        environment |= mutants.NO_SERVERS
     command = [sys.executable, "-m", "pytest", *arguments]
     if not _names_tests(arguments):
         command += paths

@@ -39,8 +39,8 @@ PROMISES = "defences"
 RINGS = {"unit": "tests/unit", "system": "tests/system", "smoke": "tests/smoke", "rings": "tests/rings"}
 """Folders of the tests that may kill a mutant without tests of its own, in the order in which they are run."""
 _GATE = ("unit", "system", "smoke")
-_NO_SERVERS = {"MUSTER_TEST_DATABASE_URL": "postgresql://127.0.0.1:9/none", "MUSTER_TEST_REDIS_URL": "redis://127.0.0.1:9"}
-"""For unit tests, which use neither: to start both takes longer than most mutants live."""
+NO_SERVERS = {"MUSTER_TEST_DATABASE_URL": "postgresql://127.0.0.1:9/none", "MUSTER_TEST_REDIS_URL": "redis://127.0.0.1:9"}
+"""For unit tests, which use neither: to start both takes seconds."""
 _RING_S = 120.0
 """Tests of one ring that take longer than this together are not run against one mutant: the most specific of them are."""
 _KINDS = {"threat": "T", "failure": "F", "mutant": "M"}
@@ -305,7 +305,7 @@ def _hunt(
             its = [test for test in tests if test.startswith(f"{RINGS[ring]}/")]
             its.sort(key=lambda test: (reached[test], tests[test], test))
             taken = list(_take_within(its, tests, _RING_S))
-            given = {**environment, **_NO_SERVERS} if ring == "unit" else environment
+            given = {**environment, **NO_SERVERS} if ring == "unit" else environment
             killer, note = _try_tests(copy, taken, given) if taken else ("", "")
             if killer:
                 return ring, killer, clock.monotonic() - began
