@@ -55,14 +55,6 @@ async def test_a_prompt_of_which_the_engine_says_only_that_it_is_too_long_is_cou
     assert await request.record("state", "error_code", "status_code") == ("rejected", "context_length_exceeded", 400)
 
 
-async def test_a_count_of_ours_is_never_below_what_the_engine_counted(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=MESSAGES, max_tokens=50)
-    await request.served(link, json.dumps(AT_LEAST).encode(), status=400)
-    assert "3585 + 512 > 4096" in request.error["message"]
-
-
 async def test_an_alias_is_answered_by_its_target_at_a_lower_priority_and_the_record_has_both_names(make_gateway: Make) -> None:
     models, alias = {"m": (), "big": ()}, Alias("gpt-4o-mini", (Target("big"),))
     gateway = make_gateway(models=models, aliases=(alias,), priority=Priority.HIGH)
@@ -77,13 +69,15 @@ async def test_an_alias_is_answered_by_its_target_at_a_lower_priority_and_the_re
     assert await request.record("model", "asked_model", "state") == ("big", "gpt-4o-mini", "completed")
 
 
-async def test_a_fallback_answers_when_the_queue_is_too_long_for_the_client(make_gateway: Make) -> None:
+async def test_a_fallback_answers_when_the_queue_is_too_long_for_the_client_who_is_told_what_it_named_in_vain(
+    make_gateway: Make,
+) -> None:
     gateway = make_gateway(models={"m": (), "spare": ()})
     link, spare = gateway.link(), gateway.link("spare")
     busy = gateway.ask()
     stream = await busy.on(link)
     gateway.dispatcher.note_held("m", 60.0)
-    options = {"max_latency_ms": 500, "fallback_models": ["spare"], "priority": "high"}
+    options = {"max_latency_ms": 500, "fallback_models": ["spare", "y", "auto"], "priority": "high", "prefer_gpu": "x"}
     request = gateway.ask(x_pool_options=options)
     other = await request.on(spare)
     assert "x_pool_options" not in json.loads(other.request.body)
@@ -92,31 +86,14 @@ async def test_a_fallback_answers_when_the_queue_is_too_long_for_the_client(make
     await request.done()
     meta = json.loads(request.client.body)["x_pool_meta"]
     assert (meta["node"], meta["model"], meta["asked_model"], meta["attempts"]) == (spare.node_name, "spare", "m", 1)
-    patient = gateway.ask(x_pool_options={"fallback_models": ["spare"], "max_latency_ms": 3_600_000})
+    assert meta["unmatched"] == {"prefer_gpu": "x", "fallback_models": ["y"]}
+    named = {"fallback_models": ["spare"], "max_latency_ms": 3_600_000, "prefer_gpu": link.node_name}
+    patient = gateway.ask(x_pool_options=named)
     stream.answer(REPLY)
     await busy.done()
     await patient.served(link, REPLY)
-    assert (await patient.record("model"))[0] == "m"
+    assert (json.loads(patient.client.body)["x_pool_meta"]["unmatched"], await patient.record("model")) == (None, ("m",))
     assert b"x_pool_meta" not in busy.client.body
-
-
-@pytest.mark.parametrize(
-    ("options", "unmatched"),
-    [
-        ({"prefer_gpu": "node", "fallback_models": ["spare"]}, None),
-        ({"prefer_gpu": "x", "fallback_models": ["spare", "y", "auto"]}, {"prefer_gpu": "x", "fallback_models": ["y"]}),
-    ],
-)
-async def test_a_client_is_told_what_it_named_that_is_nothing_here(
-    make_gateway: Make, options: dict[str, object], unmatched: dict[str, object] | None
-) -> None:
-    gateway = make_gateway(models={"m": (), "spare": ()})
-    link = gateway.link()
-    if unmatched is None:
-        options = {**options, "prefer_gpu": link.node_name}
-    request = gateway.ask(x_pool_options=options)
-    await request.served(link, REPLY)
-    assert json.loads(request.client.body)["x_pool_meta"]["unmatched"] == unmatched
 
 
 async def test_a_fallback_that_came_free_takes_over_when_the_wait_is_over(make_gateway: Make) -> None:
@@ -204,34 +181,8 @@ async def test_a_compaction_is_a_request_like_any_other(make_gateway: Make) -> N
     await after.done()
 
 
-async def test_a_model_that_cannot_chat_cannot_compact_either_and_says_so(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    gateway.link(paths={"/v1/embeddings"})
-    request = gateway.ask(surface=COMPACT, input="A long talk")
-    await request.done()
-    assert (request.client.status, request.error["type"], request.error["code"]) == (404, "not_found_error", "NOT_FOUND")
-    assert "/v1/responses/compact" in request.error["message"]
-    assert "/v1/chat/completions" in request.error["message"]
-
-
 SLOPPY = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"Hi"},"finish_reason":null}]}\n\n'
 ENDED = b'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
-
-
-@pytest.mark.parametrize("options", [None, {}], ids=["plain", "with the pool's numbers"])
-@pytest.mark.parametrize("tidy", [True, False])
-async def test_chunks_of_a_model_that_is_to_be_tidied_are_put_right_whatever_node_they_come_from(
-    make_gateway: Make, options: dict[str, object] | None, *, tidy: bool
-) -> None:
-    gateway = make_gateway(tidy=tidy)
-    link = gateway.link()
-    more: dict[str, Any] = {} if options is None else {"x_pool_options": options}
-    request = gateway.ask(stream=True, **more)
-    await request.served(link, SLOPPY[:30], SLOPPY[30:], ENDED, headers={"content-type": "text/event-stream"})
-    body = request.client.body
-    assert ((SLOPPY in body), b'"role":"assistant"' in body) == (not tidy, tidy)
-    assert (b"x_pool_meta" in body) is (options is not None)
-    assert body.endswith(b"data: [DONE]\n\n")
 
 
 HINT = "image input is not supported - hint: if this is unexpected, you may need to provide the mmproj"
@@ -240,10 +191,6 @@ TOO_LONG = "This model's maximum context length is 4096 tokens. However, you req
 
 def fail(message: str, code: object = None) -> bytes:
     return json.dumps({"error": {"message": message, "type": "t", "code": code}}).encode()
-
-
-def count(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
 @pytest.mark.parametrize(
@@ -263,32 +210,18 @@ def count(name: str, **labels: str) -> float:
 async def test_what_the_caller_did_wrong_is_refused_and_everything_else_failed(
     make_gateway: Make, status: int, body: bytes, said: int, code: str
 ) -> None:
+    def count() -> tuple[float, float]:
+        outcomes = REGISTRY.get_sample_value("muster_request_outcomes_total", {"outcome": outcome})
+        return outcomes or 0.0, REGISTRY.get_sample_value("muster_request_errors_total", {"code": code}) or 0.0
+
     is_failed = code == "FORWARDED_REQUEST_FAILED"
     gateway, outcome = make_gateway(), "failed" if is_failed else "refused"
-    before = count("muster_request_outcomes_total", outcome=outcome), count("muster_request_errors_total", code=code)
+    before = count()
     request = gateway.ask(stream=status % 2 == 0)
     await request.served(gateway.link(), body, status=status)
     assert request.client.status == said
     assert await request.record("state", "status_code", "error_code") == ("failed" if is_failed else "rejected", said, code)
-    after = count("muster_request_outcomes_total", outcome=outcome), count("muster_request_errors_total", code=code)
-    assert after == (before[0] + 1, before[1] + is_failed)
-
-
-@pytest.mark.parametrize("paths", [None, {CHAT}], ids=["as it is", "translated"])
-@pytest.mark.parametrize("surface", [SURFACES[CHAT], MESSAGES, RESPONSES], ids=["chat", "messages", "responses"])
-async def test_a_picture_for_a_model_that_cannot_see_is_a_bad_request_in_each_dialect(
-    make_gateway: Make, surface: Surface, paths: set[str] | None
-) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths=paths)
-    fields: dict[str, Any] = {"input": "hi"} if surface is RESPONSES else {"max_tokens": 5}
-    request = gateway.ask(surface=surface, **fields)
-    await request.served(link, fail(HINT, 500), status=500)
-    assert request.client.status == 400
-    said = request.error
-    assert (said["type"], said["retryable"], said["code"]) == ("invalid_request_error", False, "BAD_REQUEST")
-    assert HINT in said["message"]
-    assert await request.record("state", "status_code", "engine_error") == ("rejected", 400, HINT)
+    assert count() == (before[0] + 1, before[1] + is_failed)
 
 
 async def test_the_words_of_an_engine_are_kept_and_logged_without_those_of_the_prompt(
@@ -306,16 +239,6 @@ async def test_the_words_of_an_engine_are_kept_and_logged_without_those_of_the_p
     assert "status=500" in line
     assert "No template takes this:" in line
     assert prompt not in caplog.text
-
-
-@pytest.mark.parametrize("surface", [SURFACES[CHAT], MESSAGES], ids=["as it is", "translated"])
-async def test_an_error_inside_a_stream_is_kept_too(make_gateway: Make, surface: Surface) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=surface, max_tokens=5, stream=True)
-    oom = b'data: {"error":{"message":"CUDA out of memory","code":500}}\n\n'
-    await request.served(link, oom, headers={"content-type": "text/event-stream"})
-    assert await request.record("state", "engine_error") == ("failed", "CUDA out of memory")
 
 
 OUTCOMES: dict[RequestOutcome | None, tuple[tuple[str, int | None], ...]] = {
@@ -356,43 +279,25 @@ NESTED = {"type": "tool_result", "tool_use_id": "t", "content": [DOCUMENT]}
 CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
 
 
-@pytest.mark.parametrize(
-    ("engine", "blocks", "path"),
-    [
-        ("llamacpp", [DOCUMENT], CHAT),
-        ("llama-server", [PLAIN], CHAT),
-        ("llamacpp", [NESTED], CHAT),
-        ("llamacpp", [FOUND], CHAT),
-        ("llamacpp", [PICTURE, {"type": "text", "text": 'a "document"'}], "/v1/messages"),
-        ("vllm", [DOCUMENT], "/v1/messages"),
-        ("", [DOCUMENT], "/v1/messages"),
-    ],
-    ids=range(7),
-)
-async def test_a_document_is_said_in_chat_to_an_engine_whose_messages_leave_it_out(
-    make_gateway: Make, engine: str, blocks: list[dict[str, Any]], path: str
-) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT, "/v1/messages"})
-    link.engines = {"m": frozenset({engine})} if engine else {}
-    request = gateway.ask(surface=MESSAGES, max_tokens=5, messages=[HELLO, CALL, ask_about(*blocks)])
-    stream = await request.on(link)
-    assert stream.request.path == path
-    if path == CHAT:
-        assert (b'"file_data"' in stream.request.body) is (blocks in ([DOCUMENT], [NESTED]))
-        assert (b"A text" in stream.request.body) is (blocks in ([PLAIN], [FOUND]))
-    stream.answer(json.dumps({"error": {"message": LLAMA_WORDS, "code": 400}}).encode(), status=400)
-    await request.done()
-    assert request.client.status == 400
-
-
+SOMEWHERE = {"type": "document", "source": {"type": "file", "file_id": "file_1"}}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 FORMAT = {"format": {"type": "json_schema", "schema": SCHEMA}}
+
+
+def asked(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [HELLO, CALL, ask_about(*blocks)]}
 
 
 @pytest.mark.parametrize(
     ("engine", "fields", "path", "said"),
     [
+        ("llamacpp", asked(DOCUMENT), CHAT, b'"file_data"'),
+        ("llama-server", asked(PLAIN), CHAT, b"A text"),
+        ("llamacpp", asked(NESTED), CHAT, b'"file_data"'),
+        ("llamacpp", asked(FOUND), CHAT, b"A text"),
+        ("llamacpp", asked(PICTURE, {"type": "text", "text": 'a "document"'}), "/v1/messages", b'"image"'),
+        ("vllm", asked(DOCUMENT), "/v1/messages", b'"document"'),
+        ("", asked(DOCUMENT), "/v1/messages", b'"document"'),
         ("llamacpp", {"output_config": FORMAT}, CHAT, b'"response_format":{"type":"json_schema"'),
         ("vllm", {"output_config": FORMAT}, CHAT, b'"response_format":{"type":"json_schema"'),
         ("llamacpp", {"thinking": {"type": "disabled"}}, CHAT, b'"enable_thinking":false'),
@@ -400,44 +305,24 @@ FORMAT = {"format": {"type": "json_schema", "schema": SCHEMA}}
         ("llamacpp", {"metadata": {"user_id": "u"}, "top_k": 3}, "/v1/messages", b'"top_k"'),
         ("vllm", {"output_config": {"effort": "low"}}, "/v1/messages", b'"effort"'),
         ("", {"output_config": FORMAT}, "/v1/messages", b'"output_config"'),
+        ("llamacpp", asked(SOMEWHERE), "", b""),
     ],
+    ids=range(15),
 )
-async def test_what_an_engines_own_messages_would_forget_is_said_in_chat(
+async def test_what_an_engines_own_messages_would_leave_out_is_said_in_chat_or_refused(
     make_gateway: Make, engine: str, fields: dict[str, Any], path: str, said: bytes
 ) -> None:
     gateway = make_gateway()
     link = gateway.link(paths={CHAT, "/v1/messages"})
     link.engines = {"m": frozenset({engine})} if engine else {}
-    request = gateway.ask(surface=MESSAGES, max_tokens=5, messages=[HELLO], **fields)
-    stream = await request.on(link)
-    assert stream.request.path == path
-    assert said in stream.request.body
-    stream.answer(b'{"error":{"message":"no"}}', status=400)
+    request = gateway.ask(surface=MESSAGES, **{"max_tokens": 5, "messages": [HELLO], **fields})
+    if path:
+        stream = await request.on(link)
+        assert (stream.request.path, said in stream.request.body) == (path, True)
+        stream.answer(fail(LLAMA_WORDS, 400), status=400)
     await request.done()
-
-
-async def test_a_document_that_can_be_said_in_no_words_is_refused_before_an_engine_leaves_it_out(make_gateway: Make) -> None:
-    gateway = make_gateway()
-    link = gateway.link(paths={CHAT, "/v1/messages"})
-    link.engines = {"m": frozenset({"llamacpp"})}
-    somewhere = {"type": "document", "source": {"type": "file", "file_id": "file_1"}}
-    request = gateway.ask(surface=MESSAGES, max_tokens=5, messages=[ask_about(somewhere)])
-    await request.done()
-    assert (request.client.status, request.error["param"]) == (400, "messages[0].content[1].source.type")
-    assert link.streams == []
-
-
-async def refuse(make: Make, surface: Surface, words: str, **fields: Any) -> dict[str, Any]:
-    """Ask, have the engine refuse with these words, and return the error that the client gets."""
-    gateway = make()
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=surface, max_tokens=5, **fields)
-    stream = await request.on(link)
-    stream.answer(json.dumps({"error": {"message": words, "type": "invalid_request_error", "code": 400}}).encode(), status=400)
-    await request.done()
-    assert request.client.status == 400
-    error: dict[str, Any] = json.loads(request.client.body)["error"]
-    return error
+    assert (request.client.status, link.streams) == (400, [])
+    assert path or request.error["param"] == "messages[2].content[1].source.type", "no words say it"
 
 
 @pytest.mark.parametrize(
@@ -452,6 +337,8 @@ async def refuse(make: Make, surface: Surface, words: str, **fields: Any) -> dic
 async def test_a_document_that_the_engine_cannot_read_is_named_by_its_field(
     make_gateway: Make, words: str, surface: Surface, fields: dict[str, Any], place: str, kind: str
 ) -> None:
-    error = await refuse(make_gateway, surface, words, **fields)
-    assert error["param"] == place
-    assert error["message"] == f"The {kind} in '{place}' cannot be given to this model. Its engine says: {words}"
+    gateway = make_gateway()
+    request = gateway.ask(surface=surface, max_tokens=5, **fields)
+    await request.served(gateway.link(paths={CHAT}), fail(words, 400), status=400)
+    said = f"The {kind} in '{place}' cannot be given to this model. Its engine says: {words}"
+    assert (request.client.status, request.error["param"], request.error["message"]) == (400, place, said)

@@ -13,7 +13,7 @@ from gateway.models import GatewayProcess
 from governance.models import Notice
 from governance.services.notice_text import write_message
 from governance.services.webhooks import add_webhook
-from nodes.models import Node, NodeDrainCount, NodePresence
+from nodes.models import Node, NodePresence
 from nodes.services import describe_drain, drain_node, set_mode, sweep_presence, undrain_node
 from nodes.services.drains import mark_drained, write_drain_counts
 from nodes.states import DrainCount
@@ -21,7 +21,6 @@ from tests.fakes.nodes import ACTOR, audited, make_node, make_presence
 from tests.fakes.tenants import make_gateway, make_operator, make_record
 from wire.bridge import MUSTER_V1
 from wire.contract import ErrorCode, NodeMode, RequestState
-from wire.ids import new_uuid7
 
 pytestmark = pytest.mark.django_db
 
@@ -101,15 +100,6 @@ def test_what_a_gateway_said_of_an_earlier_drain_counts_for_nothing() -> None:
     assert drained_at(node) is not None
 
 
-def test_undraining_clears_it_and_a_new_drain_starts_anew() -> None:
-    node = drain()
-    assert mark_drained() == 1
-    assert drain_node(node_id=node.pk, actor=ACTOR, reason="longer", timeout_s=600).drained_at is not None
-    lifted = undrain_node(node_id=node.pk, actor=ACTOR)
-    assert (lifted.drained_at, lifted.draining_since, describe_drain(lifted, None)) == (None, None, "")
-    assert drain_node(node_id=node.pk, actor=ACTOR, reason="").drained_at is None
-
-
 def test_a_reclaimed_node_is_drained_too_and_lending_it_again_clears_that() -> None:
     node = make_node()
     set_mode(node_id=node.pk, mode=NodeMode.SPARE_OFF, reason="mine", actor="node:box")
@@ -152,9 +142,3 @@ def test_whoever_asked_for_the_drain_and_every_webhook_are_told(settings: Any) -
     body = json.loads(json.dumps(dict(write_message(hook).body)))
     assert (body["event"], body["node"]) == ("drained", {"id": node.printed_id, "name": "box"})
     assert body["link"].endswith(f"/admin/nodes/node/{node.pk}/change/")
-
-
-def test_the_counts_of_a_node_that_is_not_there_are_skipped() -> None:
-    gateway = make_gateway()
-    write_drain_counts([DrainCount(new_uuid7(), timezone.now(), 0)], gateway_id=gateway.pk)
-    assert not NodeDrainCount.objects.exists()

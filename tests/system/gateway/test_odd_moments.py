@@ -25,7 +25,6 @@ from tests.fakes.pipeline import (
     RESPONSES,
     SSE,
     STREAM,
-    Gateway,
     Make,
     Request,
     Rows,
@@ -37,7 +36,7 @@ from tests.fakes.pipeline import (
 )
 
 
-@pytest.mark.parametrize("kind", [EndKind.ENGINE_FAILED, EndKind.BUSY, EndKind.RECLAIMED], ids=str)
+@pytest.mark.parametrize("kind", [EndKind.ENGINE_FAILED, EndKind.RECLAIMED], ids=str)
 async def test_a_fallback_answers_after_the_models_only_box_did_not(make_gateway: Make, kind: EndKind) -> None:
     gateway = make_gateway(models={"m": ("spare",), "spare": ()})
     link, spare = gateway.link(), gateway.link("spare")
@@ -45,10 +44,8 @@ async def test_a_fallback_answers_after_the_models_only_box_did_not(make_gateway
     stream = await request.on(link)
     link.policy.reclaimed = kind is EndKind.RECLAIMED
     stream.end(kind, retryable=True)
-    await request.client.wait(lambda: spare.streams or link.streams or request.task.done())
+    await request.served(spare, REPLY)
     assert link.streams == []
-    spare.streams[0].answer(REPLY)
-    await request.done()
     assert await request.record("model", "asked_model", "attempts", "state") == ("spare", "m", 2, "completed")
 
 
@@ -81,28 +78,40 @@ async def finish(request: Request, stream: FakeStream, *, streams: bool) -> Any:
     return said["response"] if streams else said
 
 
-@pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
-async def test_a_kept_answer_with_the_pools_numbers_is_whole_and_durable(make_gateway: Make, *, streams: bool) -> None:
-    gateway = make_gateway()
-    allow_keeping(gateway)
-    link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=RESPONSES, input="hi", stream=streams, x_pool_options={})
-    stream = await request.on(link)
-    response = await finish(request, stream, streams=streams)
-    assert (response["store"], response["x_pool_meta"]["model"]) == (True, "m")
-    assert gateway.rows.execute("SELECT id FROM gateway_storedresponse").fetchall() == [(response["id"],)]
+def nest(levels: int) -> Any:
+    nested: Any = "deep"
+    for _ in range(levels):
+        nested = {"a": [nested]}
+    return nested
+
+
+DEEP = {"type": "tool_search_output", "call_id": "c", "tools": [{"type": "mcp", "more": nest(220)}]}
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
-async def test_an_answer_that_cannot_be_kept_says_so_whatever_it_speaks_of(make_gateway: Make, *, streams: bool) -> None:
+@pytest.mark.parametrize(
+    ("fields", "is_kept"),
+    [
+        ({"input": "hi", "x_pool_options": {}}, True),
+        ({"input": "hi", "instructions": "data: x"}, False),  # its tenant is gone by then
+        ({"input": [{"role": "user", "content": "hi"}, DEEP]}, False),
+    ],
+    ids=["kept", "gone", "nested"],
+)
+async def test_an_answer_is_whole_and_kept_or_says_that_it_is_not(
+    make_gateway: Make, fields: dict[str, Any], *, is_kept: bool, streams: bool
+) -> None:
     gateway = make_gateway()
     allow_keeping(gateway)
     link = gateway.link(paths={CHAT})
-    request = gateway.ask(surface=RESPONSES, input="hi", instructions="data: x", stream=streams)
+    request = gateway.ask(surface=RESPONSES, stream=streams, **fields)
     stream = await request.on(link)
-    gateway.rows.execute("DELETE FROM gateway_tenant WHERE name = 't'")
+    if "instructions" in fields:
+        gateway.rows.execute("DELETE FROM gateway_tenant WHERE name = 't'")
     response = await finish(request, stream, streams=streams)
-    assert (response["store"], response["status"]) == (False, "completed")
+    assert (response["store"], response["status"], "x_pool_meta" in response) == (is_kept, "completed", is_kept)
+    kept = gateway.rows.execute("SELECT id FROM gateway_storedresponse").fetchall()
+    assert kept == ([(response["id"],)] if is_kept else [])
 
 
 UNSAYABLE = [{"role": "user", "content": [{"type": "holograph", "data": "x"}]}]
@@ -212,29 +221,6 @@ async def test_a_bug_of_ours_is_a_failure_and_no_interruption(make_gateway: Make
     assert final == ("failed", "INTERNAL_ERROR", 500)
 
 
-async def occupy(gateway: Gateway) -> Any:
-    """Have the one box of ``m``, which speaks Messages itself, taken for an hour."""
-    link = gateway.link(paths={"/v1/messages"})
-    first = gateway.ask(surface=MESSAGES, max_tokens=5)
-    stream = await first.on(link)
-    gateway.dispatcher.note_held("m", 3600.0)
-    return first, stream
-
-
-async def test_a_fallback_that_cannot_be_told_the_request_does_not_cost_it(make_gateway: Make) -> None:
-    gateway = make_gateway(models={"m": ("spare",), "spare": ()})
-    first, stream = await occupy(gateway)
-    gateway.link("spare", paths={CHAT})
-    second = gateway.ask(surface=MESSAGES, max_tokens=5, messages=DOCUMENT)
-    await second.client.wait(lambda: gateway.dispatcher.depth or second.task.done())
-    stream.answer(REPLY)
-    await first.done()
-    (await second.on(stream.link)).answer(REPLY)
-    await second.done()
-    assert second.client.status == 200
-    assert await second.record("model", "asked_model", "attempts") == ("m", "", 1)
-
-
 def find_chats(link: FakeLink) -> list[FakeStream]:
     return [one for one in link.streams if one.request.path == CHAT]
 
@@ -294,27 +280,6 @@ async def test_what_was_counted_is_written_down_for_a_client_that_leaves_before_
     row = await request.record("state", "status_code", "prompt_tokens", "completion_tokens", "tokens_estimated")
     assert row == ("cancelled", 499, 3, 4, False)
     assert (request.client.is_whole, metrics.TALLY.in_flight) == (False, before)
-
-
-def nest(levels: int) -> Any:
-    nested: Any = "deep"
-    for _ in range(levels):
-        nested = {"a": [nested]}
-    return nested
-
-
-@pytest.mark.parametrize("streams", [True, False], ids=["streamed", "whole"])
-async def test_an_item_that_is_nested_without_end_costs_the_keeping_and_not_the_answer(
-    make_gateway: Make, *, streams: bool
-) -> None:
-    gateway = make_gateway()
-    allow_keeping(gateway)
-    link = gateway.link(paths={CHAT})
-    brought = {"type": "tool_search_output", "call_id": "c", "tools": [{"type": "mcp", "more": nest(220)}]}
-    request = gateway.ask(surface=RESPONSES, input=[{"role": "user", "content": "hi"}, brought], stream=streams)
-    stream = await request.on(link)
-    response = await finish(request, stream, streams=streams)
-    assert (response["store"], response["status"]) == (False, "completed")
 
 
 async def test_text_of_earlier_turns_counts(make_gateway: Make) -> None:

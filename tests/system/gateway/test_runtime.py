@@ -25,7 +25,7 @@ from gateway.catalogue import Catalogue, KeyEntry
 from gateway.errors import InvalidApiKey
 from gateway.models import ApiKey, GatewayProcess
 from gateway.runtime import GatewayRuntime
-from gateway.services import allow_model, create_api_key, create_tenant, revoke_api_key
+from gateway.services import create_api_key, create_tenant, revoke_api_key
 from nodes.consumers.courier import Courier
 from nodes.links import Link, LinkRegistry
 from nodes.models import NodePresence
@@ -34,7 +34,6 @@ from nodes.services.sessions import SessionEnd, close_sessions
 from tests.fakes.clock import shift_clock
 from tests.fakes.nodes import audited, make_node, make_presence
 from tests.fakes.waiting import eventually
-from wire.credentials import CredentialKind, parse_keyid
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -61,28 +60,6 @@ async def run_gateway(runtime: GatewayRuntime | None = None) -> AsyncIterator[Ga
 def make_key() -> tuple[ApiKey, str]:
     create_tenant(name="acme", actor=ACTOR)
     return create_api_key(name="k", tenant_name="acme", actor=ACTOR)
-
-
-async def test_a_gateway_knows_keys_and_models_when_it_has_started_and_says_good_bye() -> None:
-    key, _ = await make_key()
-    await sync_to_async(allow_model)(name="m", actor=ACTOR)
-    async with run_gateway() as runtime:
-        assert key.keyid in runtime.catalogue.keys
-        assert runtime.catalogue.models["m"].allowed
-        assert runtime.is_known_model("m")
-        process = await GatewayProcess.objects.aget(pk=runtime.gateway_id)
-        assert process.stopped_at is None
-    assert (await GatewayProcess.objects.aget(pk=runtime.gateway_id)).stopped_at is not None
-
-
-async def test_a_revoked_key_stops_working() -> None:
-    async with run_gateway() as runtime:
-        key, text = await make_key()
-        keyid = parse_keyid(text, CredentialKind.CLIENT)
-        assert keyid is not None
-        await eventually(lambda: keyid in runtime.catalogue.keys)
-        await sync_to_async(revoke_api_key)(key_id=key.pk, actor=ACTOR)
-        await eventually(lambda: runtime.catalogue.keys[keyid].revoked)
 
 
 class CountingRuntime(GatewayRuntime):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import uuid
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -13,10 +12,9 @@ from pytest_django import DjangoCaptureOnCommitCallbacks
 
 from core.limits import GatewayLimits
 from gateway.catalogue import Catalogue
-from gateway.models import ApiKey, Model, Tenant
+from gateway.models import ApiKey, Model
 from gateway.services import (
     InvalidValue,
-    KeyNotFound,
     KeyRevoked,
     ModelNotFound,
     NameTaken,
@@ -26,9 +24,7 @@ from gateway.services import (
     change_model_canary,
     create_api_key,
     create_tenant,
-    disable_tenant,
     disallow_model,
-    enable_tenant,
     is_model_allowed,
     remember_models,
     revoke_api_key,
@@ -40,15 +36,7 @@ from tests.fakes.tenants import make_key, make_tenant
 pytestmark = pytest.mark.django_db
 
 
-def test_a_tenant_is_created_once_and_audited() -> None:
-    create_tenant(name=" research ", requests_per_minute=60, actor=ACTOR)
-    assert Tenant.objects.get().name == "research"
-    assert [(event.actor, event.target) for event in audited("tenant.create")] == [(ACTOR, "research")]
-    with pytest.raises(NameTaken):
-        create_tenant(name="research", actor=ACTOR)
-
-
-def test_a_name_that_nobody_could_read_and_a_limit_that_means_nothing_are_refused() -> None:
+def test_what_cannot_be_made_is_refused_and_a_tenant_is_created_once_and_audited() -> None:
     for name in ("", "   ", "x" * 81, "line\nbreak", "nul\x00", "\u202eevil"):
         with pytest.raises(InvalidValue) as refusal:
             create_tenant(name=name, actor=ACTOR)
@@ -57,17 +45,15 @@ def test_a_name_that_nobody_could_read_and_a_limit_that_means_nothing_are_refuse
         with pytest.raises(InvalidValue) as refusal:
             create_tenant(name="research", requests_per_minute=limit, actor=ACTOR)
         assert refusal.value.param == "requests_per_minute"
-
-
-def test_disabling_a_tenant_touches_updated_at_once() -> None:
-    tenant = make_tenant()
-    changed = disable_tenant(name="research", actor=ACTOR)
-    again = disable_tenant(name="research", actor=ACTOR)
-    assert not changed.is_active
-    assert changed.updated_at > tenant.updated_at
-    assert again.updated_at == changed.updated_at
-    assert len(audited("tenant.disable")) == 1
-    assert enable_tenant(name="research", actor=ACTOR).is_active
+    create_tenant(name=" research ", requests_per_minute=60, actor=ACTOR)
+    assert [(event.actor, event.target) for event in audited("tenant.create")] == [(ACTOR, "research")]
+    with pytest.raises(NameTaken):
+        create_tenant(name="research", actor=ACTOR)
+    with pytest.raises(TenantNotFound):
+        create_api_key(name="k", tenant_name="nobody", actor=ACTOR)
+    with pytest.raises(InvalidValue) as refusal:
+        make_key(expires_at=timezone.now() - timedelta(seconds=1))
+    assert refusal.value.param == "expires_at"
 
 
 def test_a_key_is_stored_as_a_hash_and_never_in_the_audit() -> None:
@@ -77,14 +63,6 @@ def test_a_key_is_stored_as_a_hash_and_never_in_the_audit() -> None:
     event = audited("api_key.create")[0]
     assert text not in str(event.detail)
     assert event.detail["keyid"] == key.keyid
-
-
-def test_a_key_needs_a_tenant_and_a_future() -> None:
-    with pytest.raises(TenantNotFound):
-        create_api_key(name="k", tenant_name="nobody", actor=ACTOR)
-    with pytest.raises(InvalidValue) as refusal:
-        make_key(expires_at=timezone.now() - timedelta(seconds=1))
-    assert refusal.value.param == "expires_at"
 
 
 def test_revoking_a_key_is_for_good_and_happens_once() -> None:
@@ -109,14 +87,6 @@ def test_a_key_has_a_priority_that_stays_until_it_is_changed() -> None:
     assert dict(Catalogue(GatewayLimits()).load_keys(None))[key.keyid].caller.priority is Priority.HIGH
 
 
-def test_a_key_that_is_not_there_cannot_change() -> None:
-    missing = uuid.uuid4()
-    with pytest.raises(KeyNotFound):
-        revoke_api_key(key_id=missing, actor=ACTOR)
-    with pytest.raises(KeyNotFound):
-        change_key_limits(key_id=missing, requests_per_minute=1, allowed_models=(), actor=ACTOR)
-
-
 def test_a_model_is_allowed_and_disallowed() -> None:
     assert not is_model_allowed("tiny")
     allow_model(name="tiny", max_tokens=100, actor=ACTOR)
@@ -126,14 +96,6 @@ def test_a_model_is_allowed_and_disallowed() -> None:
     assert Model.objects.get().max_tokens == 100
     with pytest.raises(ModelNotFound):
         disallow_model(name="other", actor=ACTOR)
-
-
-def test_declared_models_are_remembered_without_being_allowed() -> None:
-    allow_model(name="tiny", actor=ACTOR)
-    assert remember_models(names=["tiny", "new"]) == 1
-    assert remember_models(names=["tiny", "new"]) == 0
-    assert is_model_allowed("tiny")
-    assert not is_model_allowed("new")
 
 
 @pytest.mark.parametrize(
@@ -154,26 +116,21 @@ def test_every_change_sends_one_hint_after_the_commit(
     assert len(callbacks) == 1
 
 
-def test_a_canary_question_is_set_and_taken_away_and_gateways_hear_of_it() -> None:
+def test_a_canary_question_is_set_and_taken_away_and_one_that_would_tell_nothing_is_refused() -> None:
     allow_model(name="m", actor=ACTOR)
-    assert Catalogue(GatewayLimits()).load_models()[0].canary_question == ""
     change_model_canary(name="m", question=" What is 17 times 3? ", answer="51", actor=ACTOR)
     (entry,) = Catalogue(GatewayLimits()).load_models()
     assert (entry.canary_question, entry.canary_answer) == ("What is 17 times 3?", "51")
     change_model_canary(name="m", question="", answer="", actor=ACTOR)
     assert [event.detail for event in audited("model.canary")] == [{"is_asked": True}, {"is_asked": False}]
+    for question, answer, param in TELLS_NOTHING:
+        with pytest.raises(InvalidValue) as refusal:
+            change_model_canary(name="m", question=question, answer=answer, actor=ACTOR)
+        assert refusal.value.param == param
+    assert Catalogue(GatewayLimits()).load_models()[0].canary_question == ""
 
 
 TELLS_NOTHING = [
     ("What is 17 times 3?", "", "answer"), ("", "51", "question"), ("Say Paris.", "paris", "answer"),
     ("two\nlines", "x", "question"), ("q", "x" * 201, "answer"), ("q" * 501, "x", "question"),
 ]  # fmt: skip
-
-
-def test_a_canary_question_that_would_tell_nothing_is_refused() -> None:
-    allow_model(name="m", actor=ACTOR)
-    for question, answer, param in TELLS_NOTHING:
-        with pytest.raises(InvalidValue) as refusal:
-            change_model_canary(name="m", question=question, answer=answer, actor=ACTOR)
-        assert refusal.value.param == param
-    assert Model.objects.get().canary_question == ""

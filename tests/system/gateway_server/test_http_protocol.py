@@ -202,13 +202,6 @@ async def test_a_client_that_sends_all_before_it_reads_still_gets_the_refusal(fi
         await until_closed(door)
 
 
-async def test_a_client_that_neither_sends_nor_leaves_is_waited_for_a_short_time_only() -> None:
-    async with serve(refuse, linger_idle_s=0.05) as door, door.visit() as visitor:
-        await visitor.say(DECLARED)
-        assert (await visitor.answer())[0] == 413
-        await until_closed(door)
-
-
 async def test_a_client_that_sends_a_little_for_ever_is_cut_off_in_the_end() -> None:
     async with serve(refuse, linger_s=0.2, linger_idle_s=0.05) as door, door.visit() as visitor:
         await visitor.say(DECLARED)

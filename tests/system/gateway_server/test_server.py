@@ -309,21 +309,6 @@ async def test_no_frame_is_larger_than_a_worker_takes(size: int, kind: str) -> N
         assert joined == payload
 
 
-async def test_small_messages_keep_their_place_behind_a_large_one() -> None:
-    async def app(scope: Scope, receive: Any, send: Any) -> None:
-        await accept(receive, send)
-        outbox = Outbox(send, limit_bytes=100 * MEGABYTE, timeout_s=30, on_stuck=lambda reason: None)
-        for number in range(3):
-            outbox.put({"type": "websocket.send", "bytes": bytes(8 * MEGABYTE)}, 8 * MEGABYTE)
-            outbox.put({"type": "websocket.send", "text": str(number)}, 1)
-        await receive()
-
-    async with serve_socket(app) as url, dial(url) as client:
-        for number in range(3):
-            assert len(await client.recv()) == 8 * MEGABYTE
-            assert await client.recv() == str(number)
-
-
 @pytest.mark.parametrize("size", [10, 2 * MEGABYTE])
 async def test_writing_to_a_worker_that_closed_is_a_refused_write_not_a_crash(size: int) -> None:
     stuck: asyncio.Queue[str] = asyncio.Queue()

@@ -14,12 +14,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from django.conf import settings
 from django.db import OperationalError, connection, transaction
 from django.utils import timezone
-from django.utils.module_loading import import_string
 from pytest_django import Settings
 
 from core.limits import limits
 from governance.checkpoints import consistency, make_checkpoint, root_at
-from governance.models import AuditCheckpoint, PolicyVersion
+from governance.models import AuditCheckpoint
 from nodes.consumers import courier
 from nodes.consumers.courier import Courier
 from nodes.errors import BadRequest
@@ -28,7 +27,6 @@ from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeOpKey, Reach
 from nodes.services import revoke_credential, set_op_key, take_governance, take_report
 from tests.fakes.governed_nodes import Identity, make_box
-from tests.fakes.governed_team import make_governed
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink
 from tests.fakes.nodes import ACTOR, audited, make_node, make_provider
@@ -335,13 +333,3 @@ def test_no_proof_is_computed_from_a_size_that_was_never_signed(settings: Settin
     AuditCheckpoint.objects.create(size=4, root=b"r" * 32, frontier=b"", note="", made_at=timezone.now())
     assert courier._prove([9, 7, 3, 2], 8) == {9: [], 7: [], 3: [], 2: []}
     assert asked == []
-
-
-def test_before_a_policy_and_behind_it_is_said_too() -> None:
-    make_box(Identity())
-    read_pins = import_string(settings.GOVERNANCE_BOXES)
-    assert read_pins()[0]["text"] == "level L2, version 1 pinned; none is in force here"
-    make_governed()
-    Node.objects.update(policy_version=1)
-    PolicyVersion.objects.update(version=3)
-    assert "version 3 is in force, which is offered to it" in read_pins()[0]["text"]

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 from django.conf import LazySettings
-from django.db import connection
 from django.test import Client
-from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 from pytest_django import DjangoDbBlocker
@@ -104,14 +102,6 @@ def test_a_model_that_is_there_on_its_way_or_on_a_node_that_is_away_is_not_lost(
     for age_s in (600, 3600):
         NodePresence.objects.update(last_heartbeat_at=timezone.now() - timedelta(seconds=age_s))
         assert lost() == []
-
-
-def test_a_kept_model_that_could_not_be_loaded_again_is_told_with_the_reason(team: Team, rig: Identity, box: Node) -> None:
-    done(team, rig.runner_id, keepLoaded=True)
-    report({"model": "m", "state": "failed", "detail": "4 attempts failed, the last with: no room.", "kept": True})
-    (found,) = find_lost_models()
-    assert found.what == GONE[0]
-    assert "It is approved to stay loaded, and rig says: 4 attempts failed, the last with: no room." in found.advice
 
 
 def fail(gave_up_ms: int | None, **changes: Any) -> None:
@@ -214,29 +204,6 @@ def test_overview_says_so_with_the_page_that_asks_for_the_same_again(
     done(team, rig.runner_id, keepLoaded=True)
     (found,) = find_lost_models()
     assert browser.get(f"{reverse('approvals:propose')}?{found.again}").context["form"]["param-keepLoaded"].value()
-
-
-def test_the_page_of_the_operation_says_so_and_that_of_an_older_one_does_not(
-    browser: Client, team: Team, rig: Identity, loaded: Operation
-) -> None:
-    older, newest = loaded, done(team, rig.runner_id)
-    pages = [browser.get(reverse("approvals:operation", args=[row.pk])).content.decode() for row in (newest, older)]
-    assert [GONE[0] in page for page in pages] == [True, False]
-    assert "Propose it again" in pages[0]
-    report({"model": "m", "state": "loaded"})
-    assert GONE[0] not in browser.get(reverse("approvals:operation", args=[newest.pk])).content.decode()
-
-
-def test_looking_takes_as_many_queries_for_many_as_for_few(team: Team, rig: Identity, box: Node) -> None:
-    report({"model": "m", "state": "loaded"})
-    with CaptureQueriesContext(connection) as few:
-        find_lost_models()
-    for name in ("a", "b"):
-        done(team, rig.runner_id, modelId=name)
-        report(*({"model": each, "state": "loaded"} for each in ("m", "a", "b")))
-    with CaptureQueriesContext(connection) as many:
-        assert lost() == []
-    assert len(few) == len(many) == 3
 
 
 def test_keeping_is_signed_shown_and_left_out_where_it_is_not_asked_for(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import uuid
 from datetime import timedelta
-from html import unescape
 from typing import Any
 
 import pytest
-from django.conf import settings
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
-from django.utils.module_loading import import_string
 from pytest_django import Settings
 
 from core.limits import limits
@@ -21,8 +18,8 @@ from gateway.models import RequestRecord
 from governance import services
 from governance.errors import InvalidProposal, NeedsApproval
 from governance.models import Operation
-from governance.registry import NotNow, OffersChoices, RunOrder, find_kind
-from governance.states import RunEvent, RunState
+from governance.registry import NotNow, RunOrder
+from governance.states import RunState
 from nodes.models import Node, NodeCommand, NodeOpKey, NodePresence, Reach
 from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT, SETTINGS_RELOAD
 from nodes.services import drain_node, revoke_credential
@@ -66,12 +63,6 @@ KINDS: list[Any] = [MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH, SETTINGS_RELOAD, NODE
 PARAMS: dict[str, object] = {"modelId": "m"}
 
 
-def test_the_settings_name_these_operations_and_each_has_fields_of_its_own() -> None:
-    assert [find_kind(kind.name) for kind in KINDS] == KINDS
-    assert [kind.is_remote for kind in KINDS] == [True, True, True, True, False, False]
-    assert [name for name in sorted(settings.OPERATIONS) if not isinstance(find_kind(name), OffersChoices)] == ["policy-change"]
-
-
 # Targets
 
 
@@ -105,11 +96,6 @@ def test_of_two_rows_of_one_box_the_one_whose_credential_works_is_meant(rig: Ide
     assert signer is not None
     NodeOpKey.objects.filter(node=newer).delete()
     assert MODEL_LOAD.find_signer(rig.runner_id) is None
-
-
-def test_a_box_that_calls_itself_like_another_one_is_not_meant_by_that_name(box: Node) -> None:
-    make_box(Identity("thief"), level="L1", runner_id="rig")
-    assert NODE_EVICT.clean(["rig"], {}).targets == (box.printed_id,)
 
 
 def test_nodes_that_cannot_reload_their_settings_from_here_are_named_before_anybody_signs(rig: Identity) -> None:
@@ -237,17 +223,6 @@ def test_the_preview_says_what_stands_in_the_way(
     assert said in texts(MODEL_LOAD, rig.runner_id, params=LOAD)
 
 
-def test_the_preview_tells_how_it_went_the_last_time(team: Team, rig: Identity, box: Node) -> None:
-    operation = approve_load(team, rig.runner_id)
-    services.run_due()
-    run = only_run(operation)
-    services.finish_run(run_id=run.pk, event=RunEvent.FAIL, code="insufficient_memory", result={"gpuMemoryUsedMB": 123})
-    assert "it failed" in texts(MODEL_LOAD, rig.runner_id, params={"modelId": "m"})
-    NodePresence.objects.update(memory={"total_mb": 200, "used_mb": 0})
-    assert "m took 123 MiB" in texts(MODEL_LOAD, rig.runner_id, params={"modelId": "m"})
-    assert "never done" in texts(MODEL_LOAD, rig.runner_id, params={"modelId": "another"})
-
-
 # Carrying out
 
 
@@ -323,40 +298,6 @@ def fields(kind: Any) -> dict[str, Any]:
     return {field["name"]: field for field in kind.choices()["params"]}
 
 
-def test_boxes_are_offered_by_name_with_what_an_operator_must_know(rig: Identity, box: Node) -> None:
-    make_box(Identity("attic"), age_s=900, policy_version=0)
-    make_box(Identity("shed"), level="L0")
-    make_node("bare")
-    gone = make_box(Identity("gone"))
-    assert gone.credential is not None
-    revoke_credential(credential_id=gone.credential.pk, actor=ACTOR)
-    Node.objects.filter(name="shed").update(cordoned=True)
-    assert labels(MODEL_LOAD) == {
-        "attic": "away · L2, no policy pinned · has old loaded",
-        "rig": "available · L2 with policy version 1 · has old loaded",
-        "shed": "cordoned · L0, checks a key and no approvals · has old loaded",
-        "bare": "away · takes no operations from here · nothing loaded",
-    }
-    assert list(labels(MODEL_LOAD))[-1] == "bare"
-    assert labels(NODE_DRAIN) == labels(NODE_EVICT)
-    assert labels(NODE_DRAIN)["bare"] == "away · nothing loaded"
-    assert (rig.runner_id, box.printed_id) == (MODEL_LOAD.clean([rig.runner_id], {"modelId": "m"}).targets[0], box.printed_id)
-    assert rig.runner_id in dict(MODEL_LOAD.choices()["targets"])  # type: ignore[call-overload]
-    assert box.printed_id in dict(NODE_DRAIN.choices()["targets"])  # type: ignore[call-overload]
-
-
-def test_what_is_offered_is_taken_as_the_operation_takes_it(box: Node) -> None:
-    assert fields(MODEL_LOAD)["modelId"]["choices"][1:] == [("new", "new (on rig)"), ("old", "old (loaded on rig)")]
-    assert fields(MODEL_LOAD)["evictModel"]["choices"] == [("", "nothing"), ("old", "old (on rig)")]
-    assert fields(MODEL_UNLOAD)["modelId"]["choices"][1:] == [("old", "old (on rig)")]
-    assert [value for value, _ in fields(CACHE_FLUSH)["scope"]["choices"]] == ["", "tag", "tenant", "model", "all"]
-    assert (fields(NODE_DRAIN)["timeout_s"]["min"], fields(NODE_DRAIN)["timeout_s"]["max"]) == (0, 86_400)
-    for kind in (MODEL_LOAD, MODEL_UNLOAD, CACHE_FLUSH):
-        given: dict[str, object] = {"modelId": "old", "scope": "model"}
-        known = {name: given[name] for name in fields(kind) if name in given}
-        assert kind.clean([value for value, _ in kind.choices()["targets"]], known).params == known  # type: ignore[attr-defined]
-
-
 def test_names_that_cannot_be_signed_are_not_offered_and_without_boxes_they_are_typed(rig: Identity) -> None:
     assert MODEL_LOAD.choices()["targets"] == []
     assert "choices" not in fields(MODEL_LOAD)["modelId"]
@@ -393,39 +334,4 @@ def test_a_load_is_filled_in_looked_at_and_sent(browser: Client, rig: Identity, 
     assert signed.params == {"modelId": "new", "evictModel": "old", "maxContextLength": 4096, "overrides": {"n_ctx": 9}}
 
 
-def test_an_address_fills_the_form_in(browser: Client, rig: Identity, box: Node) -> None:
-    make_box(Identity("second"))
-    drain = browser.get(f"{PROPOSE}?operation=node-drain&target={box.printed_id}&timeout_s=5").content.decode()
-    assert 'name="param-timeout_s" value="5"' in drain
-    assert drain.count("checked") == 2  # the box of the address, and stopping at the first failure
-    for model, filled in (("old", '<option value="old" selected>'), ("rare", 'name="param-modelId_other" value="rare"')):
-        assert filled in browser.get(f"{PROPOSE}?operation=model-load&modelId={model}").content.decode()
-
-
-def test_a_node_that_takes_no_operations_is_refused_with_what_would_help(browser: Client) -> None:
-    bare = make_node("bare")
-    filled = {"operation": "cache-flush", "targets": bare.printed_id, "param-scope": "all", "reason": "x", "max_uses": "1"}
-    answer = browser.post(PROPOSE, {**filled, "step": "look"})
-    assert answer.status_code == 400
-    assert "its program must be connected with a data folder" in unescape(answer.content.decode())
-
-
 # What boxes hold
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        ({"policy_version": 1}, "level L2, version 1 pinned"),
-        ({"policy_version": 0}, "level L2, none pinned: run ./muster trust on it"),
-        ({"policy_version": 2}, "level L2, version 2 pinned; version 1 is in force here, an older one"),
-        ({"policy_version": 1, "policy_error": "a gap"}, "level L2, version 1 pinned; it says: a gap"),
-        ({"level": "L1"}, "level L1: it checks a key and no approvals, so it pins no policy"),
-        ({"level": ""}, "takes no operations from here; it says: the box named no level that is known here"),
-    ],
-    ids=["newest", "none", "ahead", "error", "L1", "no-level"],
-)
-def test_the_page_of_the_policy_says_what_each_box_holds(browser: Client, said: dict[str, Any], words: str) -> None:
-    make_box(Identity(), **said)
-    assert import_string(settings.GOVERNANCE_BOXES)() == [{"name": "rig", "text": words}]
-    assert words in unescape(browser.get("/approvals/policy").content.decode())

@@ -27,7 +27,6 @@ from nodes.services import (
     enable_provider,
     read_credential_digests,
     revoke_credential,
-    undrain_node,
 )
 from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_presence
 from tests.fakes.rows import find_tables, shared_rows
@@ -294,19 +293,6 @@ def test_a_heartbeat_answers_exactly_what_the_contract_says_and_costs_few_querie
     assert len(audited("node.offline")) == 1
 
 
-def test_a_held_back_box_is_told_to_drain(token: str, node_id: str) -> None:
-    node = own_node()
-    drain_node(node_id=node.pk, actor=ACTOR, reason="")
-    told = [beat(token, node_id)]
-    undrain_node(node_id=node.pk, actor=ACTOR)
-    told.append(beat(token, node_id))
-    cordon_node(node_id=node.pk, actor=ACTOR)
-    told.append(beat(token, node_id))
-    assert [(answer["effective_status"], answer["should_drain"]) for answer in told] == [
-        ("draining", True), ("available", False), ("draining", True),
-    ]  # fmt: skip
-
-
 def test_a_heartbeat_may_reclaim_the_box_and_never_lends_it_again(token: str, node_id: str) -> None:
     answer = beat(token, node_id, mode="spare_off")
     assert (answer["effective_status"], answer["should_drain"]) == ("draining", True)
@@ -384,16 +370,3 @@ def test_the_list_shows_the_contracts_fields_first_and_ours_after(token: str, no
     assert told == ["silent", "offline", None, None, None, []]
     make_presence(silent, age_s=-timedelta(hours=1).total_seconds())
     assert list_nodes()[1]["status"] == "draining", "a presence in the future breaks nothing"
-
-
-def test_the_list_takes_as_many_queries_for_many_boxes_as_for_one(django_assert_num_queries: DjangoAssertNumQueries) -> None:
-    credential, _ = make_credential("many", max_nodes=50)
-    before = len(list_nodes())
-    for number in range(20):
-        make_presence(make_node(str(number), credential=credential))
-    make_node("without presence", credential=credential)
-    _, admin_token = create_admin_token(name="more", actor=ACTOR)
-    # Token, its last use, the boxes.
-    with django_assert_num_queries(3):
-        response = Client().get("/nodes", headers={"authorization": f"Bearer {admin_token}"})
-    assert len(response.json()["nodes"]) == before + 21

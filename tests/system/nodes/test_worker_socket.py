@@ -152,7 +152,7 @@ async def test_a_node_of_another_or_a_disabled_provider_is_refused() -> None:
 # registration
 
 
-async def test_a_muster_box_is_acknowledged_linked_and_marked_as_connected() -> None:
+async def test_a_box_is_acknowledged_linked_and_marked_as_connected() -> None:
     credential, secret = await enrol()
     door = Door()
     async with dial(door, secret) as socket:
@@ -169,9 +169,6 @@ async def test_a_muster_box_is_acknowledged_linked_and_marked_as_connected() -> 
     assert len(door.registry) == 0
     assert not await NodePresence.objects.filter(connected=True).aexists()
     assert len(await sync_to_async(audited)("node.disconnect")) == 1
-
-
-async def test_a_bridge_worker_gets_the_plain_acknowledgement() -> None:
     async with linked(version=bridge.BRIDGE_V1) as (_, socket, link):
         assert list(json.loads(socket.sent[1]["text"])) == ["type", "worker_id", "models", "protocol_version"]
         assert link.offline_after_s == 45.0
@@ -210,32 +207,25 @@ async def test_a_bad_first_frame_or_none_at_all_closes_the_socket() -> None:
         assert await socket.closed() == (1008, "no register frame in time")
 
 
-async def test_a_fleet_that_shares_a_name_and_starts_at_once_gets_a_node_each() -> None:
-    _, secret = await enrol(max_nodes=8)
-    door = Door()
-    sockets = [NodeSocket(headers={"x-worker-secret": secret}) for _ in range(6)]
-    tasks = [asyncio.create_task(door.endpoint(s.scope, s.to_server.get, s.send)) for s in sockets]
-    for socket in sockets:
-        socket.say(hello("worker", bridge.BRIDGE_V1))
-    for socket in sockets:
-        await socket.acknowledged()
-    assert sorted(link.node_name for link in door.links) == ["worker", *(f"worker-{n}" for n in range(2, 7))]
-    assert [event for socket in sockets for event in socket.sent if event["type"] == "websocket.close"] == []
-    for socket in sockets:
-        socket.hang_up()
-    await asyncio.gather(*tasks)
-
-
-async def test_a_newer_session_of_a_box_replaces_the_older() -> None:
+async def test_a_newer_session_of_a_box_replaces_the_older_and_a_second_box_is_told() -> None:
     _, secret = await enrol()
     door = Door()
+
+    def box(key: str, start: str) -> bridge.Register:
+        governance = bridge.BoxGovernance(level="L1", runner_id=f"rig-{key}", public_key=key)
+        return hello(instance_id=start, governance=governance)
+
     async with dial(door, secret) as old:
-        old.say(hello())
+        old.say(box("a", "i1"))
         await old.acknowledged()
+        async with dial(door, secret) as second:
+            second.say(box("b", "of b"))
+            assert await second.closed() == (1008, bridge.NAME_TAKEN)
+        assert (door.links[0].epoch, door.links[0].closed) == (1, False)
         sink = RequestSink()
         door.links[0].open_stream(open_request(), sink)
         async with dial(door, secret) as new:
-            new.say(hello(instance_id="i2"))
+            new.say(box("a", "i2"))
             await new.acknowledged()
             assert (await old.closed())[0] == 1000
             assert sink.heard == [EndKind.LINK_LOST]
@@ -243,24 +233,6 @@ async def test_a_newer_session_of_a_box_replaces_the_older() -> None:
             assert link.epoch == 2
             await eventually(old.to_server.empty)
             assert await NodePresence.objects.filter(node_id=link.node_id, connected=True).aexists()
-
-
-async def test_a_second_box_is_told_and_the_first_serves_on() -> None:
-    _, secret = await enrol()
-    door = Door()
-
-    def box(key: str) -> bridge.Register:
-        governance = bridge.BoxGovernance(level="L1", runner_id=f"rig-{key}", public_key=key)
-        return hello(instance_id=f"start of {key}", governance=governance)
-
-    async with dial(door, secret) as first:
-        first.say(box("a"))
-        await first.acknowledged()
-        async with dial(door, secret) as second:
-            second.say(box("b"))
-            assert await second.closed() == (1008, bridge.NAME_TAKEN)
-        (link,) = door.links
-        assert (link.epoch, link.closed) == (1, False)
 
 
 # serving
@@ -331,14 +303,13 @@ async def test_a_node_that_serves_nothing_and_says_why_is_in_error() -> None:
 
 
 async def test_only_boxes_that_said_something_new_are_written_between_two_full_rounds() -> None:
-    async with linked(replicas=[bridge.ReplicaInfo(model="m", state="loaded")]) as (door, socket, link):
-        assert len(presence_reports(door.registry, news_only=True)) == 1
-        assert presence_reports(door.registry, news_only=True) == []
-        same = bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="loaded")], queue_depth=1)
-        socket.say(same)
+    loaded, unloading = ([bridge.ReplicaInfo(model="m", state=state)] for state in ("loaded", "unloading"))
+    async with linked(replicas=loaded) as (door, socket, link):
+        assert [len(presence_reports(door.registry, news_only=True)) for _ in range(2)] == [1, 0]
+        socket.say(bridge.Telemetry(replicas=loaded, queue_depth=1))
         await eventually(lambda: link.telemetry is not None and link.telemetry.queue_depth == 1)
         assert presence_reports(door.registry, news_only=True) == []
-        socket.say(bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="m", state="unloading")]))
+        socket.say(bridge.Telemetry(replicas=unloading))
         await eventually(lambda: link.has_news)
         (report,) = presence_reports(door.registry, news_only=True)
         assert report.said is not None
@@ -349,38 +320,26 @@ async def test_only_boxes_that_said_something_new_are_written_between_two_full_r
 # the owner at the box
 
 
-async def test_the_owner_takes_the_box_back_at_once_and_for_good() -> None:
+async def test_the_owner_takes_the_box_back_at_once_and_for_good_until_lending_it_again_ends_no_work() -> None:
     async with linked() as (door, socket, link):
         rows = await sync_to_async(load_node_rows)()
+
+        async def sweep() -> bool:
+            door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})
+            return link.policy.reclaimed and link.policy.drain_deadline_at is not None
+
         with psycopg.connect(**connection.get_connection_params()) as other:
             other.execute("SELECT 1 FROM nodes_node FOR UPDATE")  # until here the owner's word cannot be stored
             socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
             await eventually(lambda: link.policy.reclaimed)
             assert link.wanted_mode is not None
             door.keeper.apply(rows, targets={}, peers={})  # rows from before the owner spoke
-            assert link.policy.reclaimed
-            assert link.policy.drain_deadline_at is not None
+            assert (link.policy.reclaimed, link.policy.drain_deadline_at is not None) == (True, True)
         await eventually(lambda: link.wanted_mode is None)
         assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_OFF.value
-        door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})
-        assert link.policy.reclaimed
-        assert link.policy.drain_deadline_at is not None
-        for mode in ("spare_on", "spare_off", "spare_on"):
-            socket.say(f'{{"type":"mode_change","mode":"{mode}"}}')
-        await eventually(lambda: socket.to_server.empty() and link.wanted_mode is None)
-        stored = (await Node.objects.aget(pk=link.node_id)).mode
-        assert (stored, link.policy.reclaimed) == (NodeMode.SPARE_ON.value, False), "of quick decisions the last stands"
-        await sync_to_async(set_mode)(node_id=link.node_id, mode=NodeMode.SPARE_OFF, reason="r", actor=ACTOR)
-        door.keeper.apply(await sync_to_async(load_node_rows)(), targets={}, peers={})
-        assert link.policy.reclaimed, "an operator's decision reaches it, too"
-
-
-async def test_work_on_a_box_that_is_lent_again_is_not_ended_with_the_grace_of_before() -> None:
-    async with linked() as (door, socket, link):
+        assert await sweep()
         with psycopg.connect(**connection.get_connection_params()) as other:
-            other.execute("SELECT 1 FROM nodes_node FOR UPDATE")  # until here no row can say what the owner said
-            socket.say(bridge.ModeChange(mode="spare_off", reason="gaming"))
-            await eventually(lambda: link.policy.reclaimed)
+            other.execute("SELECT 1 FROM nodes_node FOR UPDATE")
             link.policy.drain_deadline_at = time.monotonic()  # the grace is over
             socket.say(bridge.ModeChange(mode="spare_on", reason="done"))
             await eventually(lambda: not link.policy.reclaimed)
@@ -388,8 +347,14 @@ async def test_work_on_a_box_that_is_lent_again_is_not_ended_with_the_grace_of_b
             link.active += 1
             link.open_stream(open_request(), sink)
             door.keeper.tick()
-            assert sink.heard == []
-        await eventually(lambda: link.wanted_mode is None)
+            assert sink.heard == [], "the grace of before ends no work"
+        for mode in ("spare_on", "spare_off", "spare_on"):
+            socket.say(f'{{"type":"mode_change","mode":"{mode}"}}')
+        await eventually(lambda: socket.to_server.empty() and link.wanted_mode is None)
+        stored = (await Node.objects.aget(pk=link.node_id)).mode
+        assert (stored, link.policy.reclaimed) == (NodeMode.SPARE_ON.value, False), "of quick decisions the last stands"
+        await sync_to_async(set_mode)(node_id=link.node_id, mode=NodeMode.SPARE_OFF, reason="r", actor=ACTOR)
+        assert await sweep(), "an operator's decision reaches it, too"
 
 
 async def test_what_the_owner_said_just_before_the_link_closed_is_stored() -> None:
@@ -402,19 +367,15 @@ async def test_what_the_owner_said_just_before_the_link_closed_is_stored() -> No
 
 
 async def test_a_word_of_the_owner_that_waits_for_the_database_holds_for_the_next_link() -> None:
-    door = Door()
+    door, effect = Door(), ModeRequested("spare_off", "gaming")
     _, secret = await enrol()
-    async with dial(door, secret) as socket:
-        socket.say(hello(instance_id="i"))
-        await socket.acknowledged()
-        node_id = door.links[0].node_id
-    effect = ModeRequested("spare_off", "gaming")
-    door.endpoint.owner_words[node_id] = OwnerWord(effect, time.monotonic())
-    async with dial(door, secret) as socket:
-        socket.say(hello(instance_id="i"))
-        await socket.acknowledged()
-        (link,) = door.links
-        assert (link.policy.reclaimed, link.wanted_mode) == (True, effect)
+    for turn in range(2):
+        async with dial(door, secret) as socket:
+            socket.say(hello(instance_id="i"))
+            await socket.acknowledged()
+            (link,) = door.links
+            assert (link.policy.reclaimed, link.wanted_mode) == ((True, effect) if turn else (False, None))
+        door.endpoint.owner_words[link.node_id] = OwnerWord(effect, time.monotonic())
 
 
 async def test_when_a_gateway_stops_its_nodes_leave_at_once_and_cut_off_sockets_print_no_traceback(

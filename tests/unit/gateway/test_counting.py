@@ -16,11 +16,9 @@ import httpx
 import httpx2
 import openai
 import pytest
-from pytest_django import Settings
 
 from core.limits import limits
 from gateway.catalogue import AliasEntry, KeyEntry, ModelEntry
-from gateway.checks import check_settings
 from gateway.counting import Count, Source, TokenCounter
 from gateway.counting.bounds import measure
 from gateway.counting.boxes import ask_box
@@ -90,36 +88,14 @@ def test_a_template_is_rendered_the_way_of_hugging_face() -> None:
         "<{{ message.role }}>{{ message['content'] | trim + ';' }}\n"
         "{% endfor %}\n"
         "{% generation %}{% if add_generation_prompt %}{{ '<' ~ 'assistant' ~ '>' }}{% endif %}{% endgeneration %}"
+        "{% set ns = namespace(found=false) %}{%- for m in messages -%}{% if m.role == 'system' and not ns.found %}"
+        "{% set ns.found = true %}{{ m['content'][1:] | trim }}{% endif %}{%- endfor -%}"
+        "{% for key, value in {'b': 1, 'a': [2, 3]} | dictsort %}{{ key ~ '=' ~ (value | tojson) }};{% endfor %}"
+        "{{ [1, 2] | sum }}{{ ['x', 'y'] | join(', ') }}{{ 'a-b'.split('-')[-1].replace('b', 'c') }}{{ 1.5 | round | int }}"
+        "{% macro call(t) %}<{{ t.name | upper }}>{% endmacro %}{{ call({'name': 'f'}) }}{{ [[1, 2], ('a',)] }}"
     )
-    length = len(json.dumps([TOOL], indent=1))
-    assert render(source, bos_token="<s>") == f"<s>{length}<system>Be brief.;\n<assistant>;\n<assistant>"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
-        "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
-        "{% for i in range(90000) %}{{ 'forty letters of text, each of them twice' }}{% endfor %}",
-        "{{ 'a' * 1000000000 }}",
-        "{{ 9 ** 999999999 }}",
-        "{{ '%1000000000d' % 1 }}",
-        "{{ 'a'['format'](1) }}",
-        "{{ 'a'.ljust(1000000000) }}",
-        "{{ range(1000000) | list }}",
-        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception('roles must alternate') }}",
-        "{{ 1 / 0 }}",
-    ],
-)
-def test_a_template_that_does_too_much_or_fails_is_given_up_without_a_word_of_the_conversation(source: str) -> None:
-    template = ChatTemplate(source, {})
-    with pytest.raises(TemplateFailed) as failed:
-        template.render(prompt())
-    assert str(failed.value) == ""
+    begun = f"<s>{len(json.dumps([TOOL], indent=1))}<system>Be brief.;\n<assistant>;\n<assistant>"
+    assert render(source, bos_token="<s>") == begun + "e brief.a=[2, 3];b=1;3x, yc2<F>[[1, 2], ('a',)]"
 
 
 def test_what_a_client_hands_to_a_template_cannot_take_the_place_of_what_is_ours() -> None:
@@ -187,30 +163,26 @@ def test_no_name_leads_out_of_the_root(root: Path, name: str) -> None:
 
 
 def test_of_many_tokenizers_those_used_last_stay(root: Path) -> None:
-    for number in range(limits().gateway.count_folders):
+    most = limits().gateway.count_folders
+    for number in range(most):
         put_tokenizer(root / str(number))
     folders = TokenizerFolders(root)
-    kept = folders.get("tiny")
-    for number in range(limits().gateway.count_folders - 1):
-        folders.get(str(number))
-    assert folders.get("tiny") is kept
-    zero = folders.get("0")
-    folders.get(str(limits().gateway.count_folders - 1))
-    assert len(folders._loaded) == limits().gateway.count_folders
-    assert folders.get("0") is zero
+    first = folders.get("tiny")
+    kept = [folders.get(str(number)) for number in range(most - 1)]
+    assert folders.get("tiny") is first
+    assert folders.get("0") is kept[0]
+    folders.get(str(most - 1))
+    assert (len(folders._loaded), folders.get("0") is kept[0]) == (most, True)
     assert folders.get("1") is not None
 
 
 def test_without_a_template_messages_are_put_one_after_the_other_and_that_is_said(root: Path) -> None:
     put_tokenizer(root / "bare", chat_template=None)
     put_tokenizer(root / "broken", chat_template="{{ raise_exception('no') }}")
-    whole, whole_estimated = tokens_of(root / "tiny")
-    found = load_tokenizer(root / "bare")
-    bare = tokens_of(root / "bare")
-    assert (whole_estimated, bare[1]) == (False, True)
-    assert bare == tokens_of(root / "broken")
-    assert bare[0] != whole
-    assert bare[0] == len(found.tokenizer.encode(prompt().to_text())) + prompt().framing_tokens
+    plain = len(load_tokenizer(root / "bare").tokenizer.encode(prompt().to_text())) + prompt().framing_tokens
+    assert tokens_of(root / "bare") == tokens_of(root / "broken") == (plain, True)
+    whole, is_guess = tokens_of(root / "tiny")
+    assert (whole != plain, is_guess) == (True, False)
 
 
 def test_several_templates_by_name_and_special_tokens_as_objects_are_understood(root: Path) -> None:
@@ -290,22 +262,33 @@ async def test_what_is_no_count_is_none_and_the_stream_is_let_go(answer: Callabl
     assert link.streams == []
 
 
-def entry(tokenizer: str = "") -> ModelEntry:
-    return ModelEntry(
-        name="m", allowed=True, owned_by="x", max_tokens=1, max_prompt_chars=1, max_queue=1, created=0, tokenizer=tokenizer
-    )
+def entry(tokenizer: str = "", *, name: str = "m", allowed: bool = True) -> ModelEntry:
+    return ModelEntry(name, allowed, "x", max_tokens=10, max_prompt_chars=10, max_queue=1, created=0, tokenizer=tokenizer)
 
 
 async def count(counter: TokenCounter, *, tokenizer: str = "", body: bytes = b"") -> Count:
     return await counter.count(entry(tokenizer), body or chat(), tenant="t", request_id="req_1")
 
 
-async def test_a_registered_tokenizer_is_asked_before_any_box(root: Path) -> None:
-    link = counting_link()
+async def test_a_registered_tokenizer_is_asked_before_any_box_and_what_is_too_large_nobody(root: Path) -> None:
+    link, bounds = counting_link(), limits().gateway
     counter = TokenCounter(registry_of(link), root)
-    tokens, _ = tokens_of(root / "tiny")
-    assert await count(counter, tokenizer="tiny") == Count(tokens, Source.TOKENIZER)
+    assert await count(counter, tokenizer="tiny") == Count(tokens_of(root / "tiny")[0], Source.TOKENIZER)
+    found = await count(counter, tokenizer="tiny", body=chat(say("x" * bounds.count_body_bytes)))
+    guess = bounds.count_body_bytes // 4 + bounds.token_message + bounds.token_answer
+    assert found == Count(guess, Source.ESTIMATE, is_estimated=True)
+    long = chat(say("word " * (bounds.template_chars // 5 + 1)))
+    assert (await count(TokenCounter(LinkRegistry(), root), tokenizer="tiny", body=long)).source is Source.ESTIMATE
     assert link.streams == []
+
+
+async def test_after_two_boxes_it_is_estimated() -> None:
+    links = [counting_link(load=load) for load in range(3)]
+    asked = asyncio.create_task(count(TokenCounter(registry_of(*links), None)))
+    for link in links[:2]:
+        (await stream_of(link)).end(EndKind.ENGINE_FAILED)
+    assert await asked == Count(estimate_tokens(prompt()), Source.ESTIMATE, is_estimated=True)
+    assert links[2].streams == []
 
 
 @pytest.mark.parametrize("tokenizer", ["", "absent", "../tokenizers/tiny", "foreign"])
@@ -325,30 +308,6 @@ async def test_a_box_is_asked_where_no_tokenizer_can_be_used_and_an_operator_hea
     assert len(said) == (1 if tokenizer else 0)
 
 
-async def test_after_two_boxes_it_is_estimated() -> None:
-    links = [counting_link(load=load) for load in range(3)]
-    counter = TokenCounter(registry_of(*links), None)
-    asked = asyncio.create_task(count(counter))
-    for link in links[:2]:
-        (await stream_of(link)).end(EndKind.ENGINE_FAILED)
-    assert await asked == Count(estimate_tokens(prompt()), Source.ESTIMATE, is_estimated=True)
-    assert links[2].streams == []
-
-
-async def test_a_body_that_is_too_large_to_send_about_is_estimated(root: Path) -> None:
-    link = counting_link()
-    counter = TokenCounter(registry_of(link), root)
-    found = await count(counter, tokenizer="tiny", body=chat(say("x" * limits().gateway.count_body_bytes)))
-    assert found == Count(
-        limits().gateway.count_body_bytes // 4 + limits().gateway.token_message + limits().gateway.token_answer,
-        Source.ESTIMATE,
-        is_estimated=True,
-    )
-    assert link.streams == []
-    long = chat(say("word " * (limits().gateway.template_chars // 5 + 1)))
-    assert (await count(TokenCounter(LinkRegistry(), root), tokenizer="tiny", body=long)).source is Source.ESTIMATE
-
-
 async def test_two_prompts_are_tokenized_at_once_and_a_crowd_goes_on_to_the_next_source(root: Path) -> None:
     counter = TokenCounter(LinkRegistry(), root)
     found = await asyncio.gather(*(count(counter, tokenizer="tiny") for _ in range(30)))
@@ -356,17 +315,6 @@ async def test_two_prompts_are_tokenized_at_once_and_a_crowd_goes_on_to_the_next
     assert sources.count(Source.TOKENIZER) == 10
     assert sources.count(Source.ESTIMATE) == 20
     assert (await count(counter, tokenizer="tiny")).source is Source.TOKENIZER
-
-
-@pytest.mark.parametrize(
-    ("place", "found"), [("", []), ("tokenizers", []), ("absent", ["gateway.E001"]), ("file", ["gateway.E001"])]
-)
-def test_a_folder_of_tokenizers_that_is_not_there_is_an_error_at_start(
-    settings: Settings, root: Path, place: str, found: list[str]
-) -> None:
-    (root.parent / "file").touch()
-    settings.TOKENIZERS_DIR = str(root.parent / place) if place else ""
-    assert [message.id for message in check_settings(None)] == found
 
 
 PROMPT = ChatPrompt([{"role": "user", "content": "Hello"}], None, {}, 0)
@@ -386,6 +334,21 @@ def room() -> Iterator[None]:
 
 
 BOMBS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "recursion": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "doubled": "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "squared": "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "printed": "{% for i in range(90000) %}{{ 'forty letters of text, each of them twice' }}{% endfor %}",
+    "times": "{{ 'a' * 1000000000 }}",
+    "power": "{{ 9 ** 999999999 }}",
+    "formatted": "{{ '%1000000000d' % 1 }}",
+    "format": "{{ 'a'['format'](1) }}",
+    "ljust": "{{ 'a'.ljust(1000000000) }}",
+    "range": "{{ range(1000000) | list }}",
+    "classes": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+    "append": "{{ messages.append(1) }}",
+    "raised": "{{ raise_exception('roles must alternate') }}",
+    "by zero": "{{ 1 / 0 }}",
     "lipsum": "{{ lipsum(n=1000000) | length }}",
     "batch": "{{ [1] | batch(1000000000, 'x') | list | length }}",
     "filter replace": TEXT + "{{ t | replace('a', t) | length }}",
@@ -398,8 +361,7 @@ BOMBS = {
     "nested JSON": DOUBLED + "{{ a | tojson | length }}",
     "nested tuples": DOUBLED.replace("[", "(").replace("]", ")") + "{{ a in [a] | unique | list }}",
     "namespaces": "{% set a = namespace(x=1) %}" + "{% set a = namespace(x=a, y=a) %}" * 40 + "{{ a }}",
-    "summed": TEXT
-    + "{{ [t.split('a')] * 1 }}{{ [t | list, t | list, t | list, t | list, t | list] | sum(start=[]) | length }}",
+    "summed": TEXT + "{{ [t.split('a')] * 1 }}{{ [t|list, t|list, t|list, t|list, t|list] | sum(start=[]) | length }}",
     "separators": TEXT + "{{ range(90000) | list | tojson(separators=[t, t]) | length }}",
     "slices": TEXT + "{% set s = [" + "t[1:]," * 1200 + "] %}{{ s | length }}",
     "macro": TEXT + "{% macro m() %}{% for i in range(90000) %}{{ t }}{% endfor %}{% endmacro %}{{ m() | length }}",
@@ -412,9 +374,10 @@ BOMBS = {
 
 @pytest.mark.usefixtures("room")
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_template_that_would_fill_the_memory_is_given_up(name: str) -> None:
-    with pytest.raises((TemplateFailed, ValueError)):  # ValueError: it uses what no template may use
+def test_a_template_that_does_too_much_or_fails_is_given_up_without_a_word_of_the_conversation(name: str) -> None:
+    with pytest.raises((TemplateFailed, ValueError)) as failed:  # ValueError: it uses what no template may use
         ChatTemplate(BOMBS[name], {}).render(PROMPT)
+    assert "Hello" not in str(failed.value)
 
 
 def test_a_list_within_itself_is_given_up() -> None:
@@ -441,18 +404,6 @@ def test_many_times_the_same_is_measured_no_longer_than_once() -> None:
     assert looked_at == 13
 
 
-def test_what_real_templates_do_is_still_done() -> None:
-    source = (
-        "{% set ns = namespace(found=false) %}{%- for m in messages -%}{% if m.role == 'user' and not ns.found %}"
-        "{% set ns.found = true %}{{ m['content'][1:] | trim }}{% endif %}{%- endfor -%}"
-        "{% for key, value in {'b': 1, 'a': [2, 3]} | dictsort %}{{ key ~ '=' ~ (value | tojson) }};{% endfor %}"
-        "{{ [1, 2] | sum }}{{ ['x', 'y'] | join(', ') }}{{ 'a-b'.split('-')[-1].replace('b', 'c') }}{{ 1.5 | round | int }}"
-        "{% macro call(t) %}<{{ t.name | upper }}>{% endmacro %}{{ call({'name': 'f'}) }}{{ [[1, 2], ('a',)] }}"
-        "{{ messages | length }}"
-    )
-    assert ChatTemplate(source, {}).render(PROMPT) == "elloa=[2, 3];b=1;3x, yc2<F>[[1, 2], ('a',)]1"
-
-
 MESSAGES, RESPONSES = "/v1/messages/count_tokens", "/v1/responses/input_tokens"
 CLAUDE_TOOL = {"name": "look_up", "description": "Find a word", "input_schema": {"type": "object", "properties": {}}}
 ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "What is a λ?"}]}  # JSON
@@ -465,44 +416,27 @@ class Setting:
         self.runtime = GatewayRuntime()
         minted = mint_credential(CredentialKind.CLIENT)
         self.key = minted.text
-        caller = Caller(
-            key_id=uuid.uuid4(), key_name="k", tenant="t", requests_per_minute=per_minute, allowed_models=frozenset()
-        )
+        caller = Caller(uuid.uuid4(), "k", "t", per_minute, frozenset())
         catalogue = self.runtime.catalogue
         catalogue.apply_keys([(minted.keyid, KeyEntry(minted.digest, caller, revoked=False, expires_at=None))], replace=True)
-        catalogue.apply_models([self.entry("m"), self.entry("other", allowed=False), self.entry("tiny", tokenizer="tiny")])
+        catalogue.apply_models([entry(), entry(name="other", allowed=False)])
         catalogue.apply_aliases([AliasEntry(None, Alias("claude", (Target("m"),)))])
-        self.link = FakeLink("m")
-        self.link.endpoints = {"m": frozenset({TOKENIZE})}
+        self.link = counting_link()
         self.application = make_application(self.runtime)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.application), base_url="http://gateway")
 
-    @staticmethod
-    def entry(name: str, *, allowed: bool = True, tokenizer: str = "") -> ModelEntry:
-        return ModelEntry(
-            name=name, allowed=allowed, owned_by="x", max_tokens=10, max_prompt_chars=10, max_queue=1, created=0,
-            tokenizer=tokenizer,
-        )  # fmt: skip
-
-    def sdk_client(self) -> httpx2.AsyncClient:
-        """A client that leads to this gateway, for the SDKs."""
-        return httpx2.AsyncClient(transport=httpx2.ASGITransport(self.application))
-
-    async def ask(self, body: object = ASKED, *, path: str = MESSAGES, key: str = "", **headers: str) -> httpx.Response:
+    async def ask(self, body: object = ASKED, *, path: str = MESSAGES, key: str = "") -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self.client.post(path, content=content, headers={"x-api-key": key or self.key, **headers})
+        return await self.client.post(path, content=content, headers={"x-api-key": key or self.key})
 
-    async def ask_box(self, body: object = ASKED, answer: bytes = b'{"count": 42}', *, path: str = MESSAGES) -> httpx.Response:
-        """Ask, and have the box answer that. What it was asked is the last of ``self.asked``."""
+    async def ask_box(self, body: object = ASKED, *, path: str = MESSAGES) -> httpx.Response:
+        """Ask, and have the box answer 42. What it was asked stands in ``self.asked``."""
         self.runtime.registry.add(self.link)
         asking = asyncio.create_task(self.ask(body, path=path))
-        async with asyncio.timeout(30):
-            while not self.link.streams and not asking.done():
-                await asyncio.sleep(0)
-        stream = self.link.streams[0]
+        stream = await stream_of(self.link)
         self.asked: dict[str, Any] = json.loads(stream.request.body)
         assert self.link.active == 0
-        stream.answer(answer)
+        stream.answer(b'{"count": 42}')
         return await asking
 
 
@@ -512,16 +446,13 @@ def setting() -> Setting:
 
 
 async def test_a_box_counts_system_and_tools_too_and_no_limit_of_an_answer_is_needed(setting: Setting) -> None:
-    body = {**ASKED, "system": "Be brief.", "tools": [CLAUDE_TOOL]}
-    answer = await setting.ask_box(body, path=MESSAGES + "?beta=true")
+    answer = await setting.ask_box({**ASKED, "system": "Be brief.", "tools": [CLAUDE_TOOL]}, path=MESSAGES + "?beta=true")
     assert (answer.status_code, answer.json()) == (200, {"input_tokens": 42})
-    assert answer.headers["x-muster-token-count"] == "engine"
-    assert (answer.headers["x-muster-model"], answer.headers["x-muster-node"]) == ("m", setting.link.node_name)
+    told = {"x-muster-token-count": "engine", "x-muster-model": "m", "x-muster-node": setting.link.node_name}
+    assert {**told, "anthropic-ratelimit-requests-remaining": "99"}.items() <= dict(answer.headers).items()
     assert answer.headers["request-id"] == answer.headers["x-request-id"]
-    assert answer.headers["anthropic-ratelimit-requests-remaining"] == "99"
-    assert [message["role"] for message in setting.asked["messages"]] == ["system", "user"]
+    assert ([message["role"] for message in setting.asked["messages"]], setting.asked["model"]) == (["system", "user"], "m")
     assert setting.asked["tools"][0]["function"]["name"] == "look_up"
-    assert setting.asked["model"] == "m"
 
 
 PICTURED = [{"role": "user", "content": [{"type": "image"}]}]
@@ -537,43 +468,39 @@ REFUSED: list[tuple[object, int, str]] = [
 
 
 async def test_refusals_have_the_shape_of_anthropic(setting: Setting) -> None:
-    for body, status, kind in REFUSED:
+    large = (b" " * (setting.runtime.limits.max_body_bytes + 1), 413, "request_too_large")
+    for body, status, kind in [*REFUSED, large]:
         answer = await setting.ask(body)
         said = answer.json()
         assert (answer.status_code, said["type"], said["error"]["type"]) == (status, "error", kind)
         assert said["request_id"] == answer.headers["request-id"]
-
-
-async def test_a_key_is_needed_and_its_rate_holds_over_both_apis() -> None:
-    setting = Setting(per_minute=2)
-    refused = await setting.ask(key="mst_wrong")
-    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
-    assert (await setting.ask()).status_code == 200
-    assert (await setting.ask({"model": "m", "input": "x"}, path=RESPONSES)).status_code == 200
-    limited = await setting.ask()
-    assert (limited.status_code, limited.json()["error"]["type"]) == (429, "rate_limit_error")
-    assert limited.headers["anthropic-ratelimit-requests-remaining"] == "0"
-    assert int(limited.headers["retry-after"]) > 0
-
-
-async def test_other_methods_large_bodies_and_a_gateway_that_stops_are_refused(setting: Setting) -> None:
     wrong = await setting.client.get(MESSAGES)
     assert (wrong.status_code, wrong.headers["allow"], wrong.json()["type"]) == (405, "POST", "error")
-    large = await setting.ask(b" " * (setting.runtime.limits.max_body_bytes + 1))
-    assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
     setting.runtime.pipeline.is_stopping = True
     assert (await setting.ask()).status_code == 503
 
 
-async def test_the_sdk_of_openai_reads_a_count(setting: Setting) -> None:
-    sdk = openai.AsyncOpenAI(api_key=setting.key, base_url="http://gateway/v1", http_client=setting.sdk_client(), max_retries=0)
+async def test_a_key_is_needed_and_its_rate_holds_over_both_apis() -> None:
+    setting = Setting(per_minute=2)
+    asked = [
+        await setting.ask(key="mst_wrong"),
+        await setting.ask(),
+        await setting.ask({"model": "m", "input": "x"}, path=RESPONSES),
+    ]
+    assert [answer.status_code for answer in asked] == [401, 200, 200]
+    assert asked[0].json()["error"]["type"] == "authentication_error"
+    limited = await setting.ask()
+    assert (limited.status_code, limited.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert (limited.headers["anthropic-ratelimit-requests-remaining"], int(limited.headers["retry-after"]) > 0) == ("0", True)
+
+
+async def test_input_of_responses_is_counted_as_the_conversation_it_is_and_its_sdk_reads_it(setting: Setting) -> None:
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(setting.application))
+    sdk = openai.AsyncOpenAI(api_key=setting.key, base_url="http://gateway/v1", http_client=http, max_retries=0)
     found = await sdk.responses.input_tokens.count(model="m", input="What is a λ?", instructions="Be brief.")
     assert (found.object, found.input_tokens > 0) == ("response.input_tokens", True)
     with pytest.raises(openai.NotFoundError):
         await sdk.responses.input_tokens.count(model="m", input="x", previous_response_id="resp_1")
-
-
-async def test_input_of_responses_is_counted_as_the_conversation_it_is(setting: Setting) -> None:
     body = {"model": "claude", "instructions": "Be brief.", "input": [{"role": "user", "content": "Hi"}]}
     answer = await setting.ask_box(body, path=RESPONSES)
     assert answer.json() == {"object": "response.input_tokens", "input_tokens": 42}

@@ -27,7 +27,7 @@ from gateway.errors import (
     RateLimited,
 )
 from gateway.records import RecordWriter
-from gateway.routing import AUTO, Alias, Target, choose_by_weight, may_use, resolve
+from gateway.routing import AUTO, Alias, Target, may_use, resolve
 from gateway.values import Caller, InferenceRequest, PoolOptions
 from gateway.views.models import ListedModel, ModelList, cut_page, render_anthropic, render_openai, render_page
 from nodes.links import LinkRegistry
@@ -103,6 +103,11 @@ X = table(alias("x", a=5, b=1, c=7))
         ("z", {"extra": (AUTO,), "served": "ba"}, "ba"),
         (AUTO, {"aliases": table(alias(AUTO, b=1)), "served": "a"}, "b"),
         ("x", {"aliases": table(alias("x", a=1, b=9)), "refuse": allow_only("a", "b", key=("a",))}, "a"),
+        (
+            "x",
+            {"aliases": table(alias("x", a=1, b=0)), "refuse": allow_only(*"abc", key=("x",)), "fallbacks": {"a": "c"}},
+            "ab",
+        ),
     ],
 )
 def test_candidates_stand_in_their_order(name: str, things: dict[str, Any], expected: str) -> None:
@@ -116,22 +121,16 @@ def test_candidates_stand_in_their_order(name: str, things: dict[str, Any], expe
         ("x", {"aliases": table(alias("x", z=1, b=2)), "refuse": allow_only("b", key=("c",))}, ModelNotAllowed("not b")),
         (AUTO, {"served": ""}, NoAvailableNode("No box serves a model that this key may use; please retry.")),
         (AUTO, {"served": "z"}, NoAvailableNode("No box serves a model that this key may use; please retry.")),
+        # A key that names an alias may use its targets through it alone.
+        ("a", {"aliases": table(alias("x", a=1, b=0)), "refuse": allow_only(*"ab", key=("x",))}, ModelNotAllowed("not a")),
+        ("y", {"aliases": table(alias("y", a=1)), "refuse": allow_only("a", key=("x",))}, ModelNotAllowed("not a")),
     ],
-)
+)  # fmt: skip
 def test_with_no_candidate_left_the_error_is_that_of_the_first(name: str, things: dict[str, Any], error: GatewayError) -> None:
     with pytest.raises(GatewayError) as refusal:
         route(name, **things)
     assert (type(refusal.value), refusal.value.message) == (type(error), error.message)
     assert bool(refusal.value.retry_after_s) == (name == AUTO)
-
-
-def test_a_key_that_names_an_alias_may_use_its_targets_through_it_alone() -> None:
-    refuse = allow_only(*"abcd", key=("x",))
-    aliases = table(alias("x", a=1, b=0), alias("y", a=1))
-    assert route("x", aliases=aliases, refuse=refuse, fallbacks={"a": ("c",)}) == "ab"
-    for name in ("a", "y"):
-        with pytest.raises(ModelNotAllowed):
-            route(name, aliases=aliases, refuse=refuse)
 
 
 def test_what_a_client_names_is_bounded() -> None:
@@ -176,11 +175,6 @@ def test_candidates_are_few_each_once_and_all_usable(
         assert aliases[name][found.models[0]] > 0
 
 
-@pytest.mark.parametrize(("drawn", "expected"), [(0.0, 0), (0.299, 0), (0.3, 1), (0.899, 1), (0.9, 2), (0.999999, 2)])
-def test_a_draw_falls_into_the_share_of_its_weight(drawn: float, expected: int) -> None:
-    assert choose_by_weight([3, 6, 1], draw=lambda: drawn) == expected
-
-
 KEY, OTHER = uuid.UUID(int=1), uuid.UUID(int=2)
 
 
@@ -217,11 +211,15 @@ def test_a_lowered_limit_holds_at_once_and_says_when_it_would_pass() -> None:
 def test_idle_keys_are_forgotten_and_busy_ones_are_not() -> None:
     clock = Clock()
     limiter = RateLimiter(clock)
+    books = Bookkeeper(uuid.uuid4(), RecordWriter(accept_s=1.0, max_pending=1000), limiter)
+    for number in range(100):
+        who = Caller(uuid.UUID(int=number + 3), "k", "t", 1, frozenset())
+        books.record_refusal(BadRequest("no"), who, unread_request("/v1/models"), uuid.uuid4())
     limiter.take(KEY, 5)
     clock.now += 30
     limiter.take(OTHER, 5)
-    clock.now += 30
-    limiter.forget_idle()
+    clock.now += 31
+    books.forget_idle()
     assert limiter.peek(OTHER, 5).remaining == 4
     assert limiter._windows.keys() == {OTHER}
 
@@ -248,16 +246,10 @@ def test_never_more_than_the_limit_in_any_minute_and_never_fewer_than_could_pass
             taken.append(clock.now)
 
 
-def make_admission(*known: str, **caps: int) -> Admission:
-    limits: dict[str, Any] = {"max_tokens": 100, "max_prompt_chars": 1000, "max_queue": 10, **caps}
+def make_admission(*known: str) -> Admission:
     catalogue = Catalogue(GatewayLimits())
-    names = ("m", "known")
-    catalogue.apply_models([ModelEntry(name=name, allowed=name == "m", owned_by="x", created=0, **limits) for name in names])
+    catalogue.apply_models([entry("m", max_tokens=100), entry("known", allowed=False)])
     return Admission(catalogue, lambda name: name in known, lambda models, path: [])
-
-
-def a_caller(*allowed: str) -> Caller:
-    return Caller(key_id=KEY, key_name="k", tenant="t", requests_per_minute=1, allowed_models=frozenset(allowed))
 
 
 def a_request(model: str = "m", *, prompt_chars: int = 1, max_tokens: int | None = None) -> InferenceRequest:
@@ -268,45 +260,24 @@ def a_request(model: str = "m", *, prompt_chars: int = 1, max_tokens: int | None
 
 
 @pytest.mark.parametrize(
-    ("caller", "request_", "error", "status", "param"),
+    ("allowed", "request_", "error", "status", "param"),
     [
-        (a_caller(), a_request("nobody"), ModelUnknown, 404, "model"),
-        (a_caller(), a_request("declared"), ModelNotAllowed, 400, "model"),
-        (a_caller(), a_request("known"), ModelNotAllowed, 400, "model"),
-        (a_caller("other"), a_request(), ModelNotAllowed, 400, "model"),
-        (a_caller(), a_request(prompt_chars=1001), PromptTooLarge, 400, "messages"),
-        (a_caller(), a_request(max_tokens=101), MaxTokensTooLarge, 400, "max_tokens"),
+        ((), a_request("nobody"), ModelUnknown, 404, "model"),
+        ((), a_request("declared"), ModelNotAllowed, 400, "model"),
+        ((), a_request("known"), ModelNotAllowed, 400, "model"),
+        (("other",), a_request(), ModelNotAllowed, 400, "model"),
+        ((), a_request(prompt_chars=1001), PromptTooLarge, 400, "messages"),
+        ((), a_request(max_tokens=101), MaxTokensTooLarge, 400, "max_tokens"),
     ],
 )
 def test_the_first_broken_rule_is_named(
-    caller: Caller, request_: InferenceRequest, error: type[GatewayError], status: int, param: str
+    allowed: tuple[str, ...], request_: InferenceRequest, error: type[GatewayError], status: int, param: str
 ) -> None:
-    assert [row.name for row in make_admission().admit(a_caller("m"), a_request(prompt_chars=1000, max_tokens=100))] == ["m"]
+    assert [row.name for row in make_admission().admit(caller("m"), a_request(prompt_chars=1000, max_tokens=100))] == ["m"]
     with pytest.raises(error) as caught:
-        make_admission("declared").admit(caller, request_)
+        make_admission("declared").admit(caller(*allowed), request_)
     assert type(caught.value) is error
     assert (caught.value.status, caught.value.param, caught.value.retryable) == (status, param, False)
-
-
-def test_callers_that_are_refused_nothing_any_more_are_forgotten() -> None:
-    now = 1000.0
-    records = RecordWriter(accept_s=1.0, max_pending=1000)
-    limiter = RateLimiter(lambda: now)
-    books = Bookkeeper(uuid.uuid4(), records, limiter)
-
-    def refuse(key_id: uuid.UUID) -> None:
-        caller = Caller(key_id=key_id, key_name="k", tenant="t", requests_per_minute=1, allowed_models=frozenset())
-        books.record_refusal(BadRequest("no"), caller, unread_request("/v1/models"), uuid.uuid4())
-
-    for _ in range(100):
-        refuse(uuid.uuid4())
-    now += 30
-    stays = uuid.uuid4()
-    refuse(stays)
-    assert records.pending == 101
-    now += 31
-    books.forget_idle()
-    assert set(limiter._windows) == {stays}
 
 
 HIDDEN = "project-nightjar-70b"
@@ -324,28 +295,22 @@ def hide_model(*, is_allowed: bool) -> Admission:
 
 
 @pytest.mark.parametrize("is_allowed", [True, False], ids=["allowed", "not allowed"])
-@pytest.mark.parametrize("name", ["fast", "auto", "other"])
+@pytest.mark.parametrize(
+    "name", ["fast", "auto", "other", "Mine", "mine ", "mine\u200b", "m\u0456ne", "ｍine"], ids=ascii
+)  # fmt: skip
 def test_a_refusal_names_what_was_asked_for_and_never_the_model_behind_it(name: str, is_allowed: bool) -> None:
-    admission = hide_model(is_allowed=is_allowed)
-    caller = Caller(uuid.uuid4(), "k", "acme", 60, frozenset({"mine"}))
+    """And what looks like the name of an allowed one is another."""
+    options = PoolOptions(fallback_models=("fast",))
     with pytest.raises(GatewayError) as refused:
-        admission.route(caller, name, "/v1/chat/completions", PoolOptions(fallback_models=("fast",)))
+        hide_model(is_allowed=is_allowed).route(caller("mine"), name, "/v1/chat/completions", options)
     assert HIDDEN not in refused.value.message
     assert name in refused.value.message or name == "auto"
 
 
-@pytest.mark.parametrize("name", ["Mine", "mine ", "mine\u200b", "m\u0456ne", "ｍine"], ids=ascii)
-def test_a_name_that_looks_like_an_allowed_one_is_another(name: str) -> None:
-    admission = hide_model(is_allowed=True)
-    with pytest.raises(GatewayError):
-        admission.route(Caller(uuid.uuid4(), "k", "acme", 60, frozenset({"mine"})), name, "/v1/chat/completions")
-
-
 def entry(name: str, *, allowed: bool = True, context_tokens: int | None = None, max_tokens: int = 1000) -> ModelEntry:
     return ModelEntry(
-        name=name, allowed=allowed, owned_by="muster", max_tokens=max_tokens, max_prompt_chars=1, max_queue=1, created=86400,
-        context_tokens=context_tokens,
-    )  # fmt: skip
+        name, allowed, "muster", max_tokens, max_prompt_chars=1000, max_queue=1, created=86400, context_tokens=context_tokens
+    )
 
 
 def entry_of_alias(name: str, *targets: tuple[str, int], tenant: str | None = None) -> AliasEntry:
@@ -353,9 +318,7 @@ def entry_of_alias(name: str, *targets: tuple[str, int], tenant: str | None = No
 
 
 def caller(*models: str, tenant: str = "acme") -> Caller:
-    return Caller(
-        key_id=uuid.UUID(int=1), key_name="k", tenant=tenant, requests_per_minute=1, allowed_models=frozenset(models),
-    )  # fmt: skip
+    return Caller(KEY, "k", tenant, 1, frozenset(models))
 
 
 def make_list(

@@ -16,14 +16,12 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from conformance.events import read_stream
-from core.limits import limits
 from gateway.dialects import SURFACES
 from gateway.dialects.messages import to_chat_body
 from gateway.dialects.responses import (
     ResponsesTranslator,
     list_input_items,
     read_responses_body,
-    render_failed_response,
     translate_responses,
 )
 from gateway.dialects.responses.compaction import pack_summary
@@ -34,10 +32,7 @@ from gateway.errors import (
     EngineRefused,
     ForwardedRequestFailed,
     GatewayError,
-    NoAvailableNode,
     RateLimited,
-    RequestTimeout,
-    StreamTooLarge,
 )
 from gateway.keeping import plan_keeping
 from gateway.values import Caller, InferenceRequest
@@ -192,24 +187,6 @@ def test_one_event_may_be_larger_than_what_is_usually_held(path: str, size: int)
     assert [json.loads(arguments) for _, _, arguments in said.calls] == [json.loads(words)]
 
 
-@both
-def test_one_event_is_bounded(path: str) -> None:
-    piece, fed = b"x" * 1024 * 1024, 0
-    translator = open_answer(path)
-    translator.feed(b'data: {"choices": [{"delta": {"content": "')
-    while translator.failure is None and fed < 40:
-        translator.feed(piece)
-        fed += 1
-    assert isinstance(translator.failure, StreamTooLarge)
-    assert path == RESPONSES or fed <= limits().gateway.messages_event_bytes // len(piece) + 1
-
-
-def test_what_waits_for_its_turn_is_bounded() -> None:
-    waiting = chunk(call(1, "x" * (limits().gateway.held_chars // 4), name="g", id="c2"))
-    _, failure = run(MESSAGES, [chunk(call(0, '{"a', name="f", id="c1")), *[waiting] * 5])
-    assert isinstance(failure, StreamTooLarge)
-
-
 def test_names_that_are_left_out_fit_into_a_header_and_are_few() -> None:
     tools = [{"type": "plain"}, {"type": "plain"}]
     tools += [{"type": f"kind\r\n: ☃ {'x' * 100} {number % 40}"} for number in range(100)]
@@ -245,28 +222,6 @@ def test_a_stream_that_broke_ends_with_the_failed_response(error: GatewayError, 
     assert translator.kept is None
 
 
-def test_half_a_custom_call_shows_nothing_of_its_text_and_nothing_fails_after_the_end() -> None:
-    translator = open_answer(RESPONSES, tools=[{"type": "custom", "name": "patch"}])
-    assert isinstance(translator, ResponsesTranslator)
-    translator.feed(chunk(call(0, '{"input": "*** Beg', name="patch", id="c")))
-    failed = json.loads(translator.fail(RequestTimeout()).rpartition(b"data: ")[2])
-    assert failed["response"]["output"][0]["input"] == ""
-    ended = open_answer(RESPONSES)
-    assert isinstance(ended, ResponsesTranslator)
-    assert run(RESPONSES, [chunk({"content": "a"}, "stop")], ended)[1] is None
-    assert (ended.fail(RequestTimeout()), ended.failure) == (b"", None)
-
-
-def test_a_response_can_fail_without_any_translator() -> None:
-    for body, instructions in ((b'{"model":"m","input":"x","instructions":"Be brief."}', "Be brief."), (b"{", None)):
-        said = render_failed_response(NoAvailableNode(), response_id="resp_1", model="m", created=7, body=body)
-        created, failed = (json.loads(event.partition(b"data: ")[2]) for event in said.split(b"\n\n")[:-1])
-        assert [created["type"], failed["type"]] == ["response.created", "response.failed"]
-        response = failed["response"]
-        assert (response["instructions"], response["created_at"]) == (instructions, 7)
-        assert response["error"]["code"] == "server_error"
-
-
 def list_kept(given: object, **more: object) -> list[Json]:
     body = json.dumps({"model": "m", "input": given, **more}).encode()
     return [json.loads(item) for item in list_input_items(body)]
@@ -293,23 +248,6 @@ def test_items_are_kept_with_an_id_and_a_type_and_tools_without_their_credential
     assert kept[0]["content"] == [{"type": "output_text", "text": "ok", "annotations": []}]
     assert kept[1] == {**own, "status": "completed"}
     assert kept[4]["tools"] == [{"type": "mcp", "server_label": "tracker"}, plain, "odd"]
-
-
-def test_kept_items_say_the_same_as_the_input_they_came_from() -> None:
-    given: list[Json] = [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": "6 * 7?"},
-        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": "42"},
-        {"role": "assistant", "content": "42"},
-    ]
-    history = [json.dumps(item).encode() for item in list_kept(given)]
-    surface, last = SURFACES[RESPONSES], {"role": "user", "content": "And 7 * 7?"}
-    request = surface.parse(json.dumps({"model": "m", "input": [last]}).encode(), {})
-    assert surface.translate is not None
-    again: Any = surface.translate
-    said = json.loads(again(request, history=history).body)["messages"]
-    assert said == json.loads(say_request(RESPONSES, input=[*given, last], tools=[]).body)["messages"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"model":"m","input":NaN}', b"[" * 100_000])

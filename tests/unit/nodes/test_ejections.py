@@ -214,14 +214,6 @@ def test_a_request_that_fails_everywhere_ejects_nobody(fleet: Fleet) -> None:
     assert fleet.faults() == []
 
 
-def test_a_poison_request_that_always_meets_the_same_node_ejects_nobody(fleet: Fleet) -> None:
-    fleet.add(), fleet.add()
-    for _ in range(60):  # idle nodes take turns, so good and bad requests in turn keep apart
-        fleet.serve(caller=CALLER)
-        fleet.serve(caller=OTHER, is_poison=True)
-    assert fleet.faults() == []
-
-
 def test_an_ejected_node_is_tried_by_one_request_at_a_time_and_then_gets_its_share_back(fleet: Fleet) -> None:
     fleet.add()
     bad = fleet.add(is_failing=True)

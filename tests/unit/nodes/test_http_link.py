@@ -462,21 +462,6 @@ def test_a_tricky_url_is_refused_before_any_name_is_looked_up(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "scheme", "host", "port", "path"),
-    [
-        ("http://10.0.0.5", "http", "10.0.0.5", 80, ""),
-        ("HTTPS://GPU1.LAN/", "https", "gpu1.lan", 443, ""),
-        ("http://gpu1.lan:8000/v1/", "http", "gpu1.lan", 8000, "/v1"),
-        ("http://[FD00:1:0::5]:65535/a/b", "http", "fd00:1::5", 65535, "/a/b"),
-        ("http://xn--bx_1-lka.lan", "http", "xn--bx_1-lka.lan", 80, ""),
-    ],
-)
-def test_a_plain_url_is_taken_apart(url: str, scheme: str, host: str, port: int, path: str) -> None:
-    parts = parse_direct_url(url)
-    assert (parts.scheme, parts.host, parts.port, parts.base_path) == (scheme, host, port, path)
-
-
-@pytest.mark.parametrize(
     ("url", "answer", "address"),
     [
         ("http://10.1.2.3:8000/", [], "10.1.2.3"),

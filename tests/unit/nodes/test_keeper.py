@@ -185,18 +185,6 @@ def test_slots_and_a_busy_pause_hold_work_back_and_what_a_box_says_of_its_load_d
 # rows
 
 
-async def test_policy_of_a_row_reaches_the_link(setting: Setting) -> None:
-    box = setting.box()
-    setting.apply(make_row(box.link.node_id, cordoned=True, provider="lab"))
-    assert box.link.policy.cordoned
-    assert box.link.policy.provider == "lab"
-    assert box.link.condition() is LinkCondition.DRAINING
-    setting.apply(make_row(box.link.node_id))
-    assert box.link.condition() is LinkCondition.READY
-    setting.apply(make_row(box.link.node_id, provider_state="disabled"))
-    assert box.link.condition() is LinkCondition.DISABLED
-
-
 async def test_rows_that_were_read_before_the_owners_word_was_stored_do_not_undo_it(setting: Setting) -> None:
     link = setting.box().link
     taken_back = make_row(link.node_id, mode="spare_off", drain_remaining_s=-1.0)
@@ -212,28 +200,6 @@ async def test_rows_that_were_read_before_the_owners_word_was_stored_do_not_undo
     setting.apply(taken_back, read_at=began + 2)
     assert link.condition() is LinkCondition.DRAINING
     assert ends.kinds == [EndKind.RECLAIMED]
-
-
-async def test_context_and_engine_of_a_model_are_known_from_its_node_and_from_the_row_of_another(setting: Setting) -> None:
-    box = setting.box()
-    assert box.link.context_of("m") is None
-    replicas = [
-        bridge.ReplicaInfo(model="m", state="loaded", context_tokens=tokens, engine=engine)
-        for tokens, engine in ((8192, "llamacpp"), (4096, "vllm"))
-    ]
-    box.link.take_register(bridge.Register(models=["m"], protocol_version=MUSTER_V1, replicas=replicas))
-    assert (box.link.context_of("m"), dict(box.link.engines)) == (4096, {"m": frozenset({"llamacpp", "vllm"})})
-    box.link.take_telemetry(bridge.Telemetry(replicas=replicas[:1]))
-    assert (box.link.context_of("m"), box.link.context_of("other")) == (8192, None)
-    assert box.link.engines == {"m": frozenset({"llamacpp"})}
-    engines = {"m": frozenset({"tgi"})}
-    elsewhere = make_row(
-        uuid.uuid4(), is_direct=True, public_base_url="http://box.example", contexts={"m": 77}, engines=engines
-    )
-    setting.apply(make_row(box.link.node_id), elsewhere)
-    link = setting.registry.get(elsewhere.node_id)
-    assert link is not None
-    assert (link.context_of("m"), link.engines) == (77, engines)
 
 
 async def test_a_muster_box_is_told_once_what_was_decided(setting: Setting) -> None:
@@ -451,22 +417,6 @@ async def test_a_drain_that_was_read_while_a_session_was_being_opened_holds_for_
     assert late.link.policy.draining is is_newer
 
 
-async def test_what_a_box_told_of_its_models_holds_until_it_tells_it_again(setting: Setting) -> None:
-    link = setting.box().link
-
-    def hear(models: list[bridge.ModelFacts] | None) -> list[str] | None:
-        link.take_telemetry(bridge.Telemetry(memory=bridge.MemoryInfo(used_mb=1, models=models)))
-        assert link.telemetry is not None
-        assert link.telemetry.memory is not None
-        known = link.telemetry.memory.models
-        return None if known is None else [facts.name for facts in known]
-
-    first, second = [bridge.ModelFacts(name="a")], [bridge.ModelFacts(name="b")]
-    assert [hear(told) for told in (None, first, None, None, second, None, [])] == [
-        None, ["a"], ["a"], ["a"], ["b"], ["b"], [],
-    ]  # fmt: skip
-
-
 # What a scrape says
 
 
@@ -482,37 +432,6 @@ def read_series(setting: Setting) -> dict[str, float]:
     """Return each series with its value."""
     lines = [line for line in scrape(setting.keeper).splitlines() if not line.startswith("#")]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
-
-
-async def test_nodes_are_counted_by_their_status_and_those_of_deleted_providers_are_not(setting: Setting) -> None:
-    gone, silent = {"provider_state": "deleted"}, {"heartbeat_age_s": 60.0}
-    changes: list[dict[str, object]] = [{}, {}, {"draining": True}, {"reported_status": "error"}, dict(silent), dict(gone)]
-    setting.apply(*(make_row(uuid.uuid4(), **each) for each in changes))
-    said = read_series(setting)
-    counts = {"available": 2.0, "busy": 0.0, "draining": 1.0, "error": 1.0, "offline": 1.0}
-    found = {name: value for name, value in said.items() if name.startswith("muster_nodes")}
-    assert found == {f'muster_nodes{{status="{status}"}}': count for status, count in counts.items()}
-    assert "muster_" not in "".join(line for line in scrape(None).splitlines() if not line.startswith("#"))
-
-
-async def test_a_linked_node_has_its_slots_and_gpus_once_each(setting: Setting) -> None:
-    box = Box(uuid.UUID(int=7))
-    gpus = [
-        bridge.GpuInfo(index=0, name="L4", memory_total_mb=1024, memory_used_mb=512, utilization_percent=25.0),
-        bridge.GpuInfo(index=0, name="L4", memory_total_mb=1024),
-        bridge.GpuInfo(index=1, name="L4"),
-    ]
-    box.link.take_telemetry(bridge.Telemetry(current_load=1, gpus=gpus))
-    box.link.node_name = 'rack "2"\n'
-    setting.registry.add(box.link)
-    said = read_series(setting)
-    node = r'node="rack \"2\"\n",node_id="node_00000000000000000000000000000007"'
-
-    assert said[f"muster_node_slots{{{node}}}"] == 2.0
-    assert said[f"muster_node_slots_used{{{node}}}"] == 1.0
-    gpu = {name: value for name, value in said.items() if name.startswith("muster_gpu")}
-    assert set(gpu) == {f'muster_gpu_memory_bytes{{gpu="0",{node}}}'}
-    assert next(iter(gpu.values())) == 1024 * 1024 * 1024
 
 
 async def test_a_fleet_that_is_large_has_a_bounded_number_of_series(setting: Setting) -> None:

@@ -22,12 +22,9 @@ from nodes.session import (
     find_engines,
     read_capabilities,
     read_contexts,
-    read_endpoints,
     read_engines,
-    store_endpoints,
 )
-from nodes.session.reports import clean_register, clean_telemetry
-from tests.fakes.direct_node import CAPABILITIES
+from nodes.session.reports import clean_telemetry
 from tests.fakes.examples import examples
 from wire import bridge
 from wire.bridge import GpuInfo, MemoryInfo, ModelFacts, ProtocolError, ReplicaInfo, Telemetry
@@ -132,12 +129,6 @@ def test_text_becomes_printable_and_only_paths_are_taken_for_endpoints(text: str
     assert message.replicas[0].endpoints == [CHAT]
 
 
-def test_a_bridge_worker_says_nothing_of_replicas() -> None:
-    message = bridge.Register(endpoints=[CHAT], replicas=[loaded("m")], available=["x"], memory=MemoryInfo())
-    clean_register(message)
-    assert (message.endpoints, message.replicas, message.available, message.memory) == ([], [], [], None)
-
-
 @examples(15)
 @given(st.lists(st.tuples(st.text(), st.text(), st.integers() | st.none(), st.floats(allow_nan=False) | st.none()), max_size=8))
 def test_whatever_is_said_can_be_written_as_json_for_postgresql(rows: list[tuple[str, str, int | None, float | None]]) -> None:
@@ -190,14 +181,6 @@ def test_a_model_is_asked_on_the_paths_that_its_copies_name_or_else_its_box(
     assert find_endpoints(["a", "b"], replicas=replicas, registered=registered) == found
 
 
-def test_paths_are_stored_in_order_and_read_back() -> None:
-    paths = {"b": frozenset({EMBED, CHAT}), "a": frozenset({CHAT})}
-    stored = store_endpoints(paths)
-    assert json.dumps(stored) == json.dumps({"a": [CHAT], "b": [CHAT, EMBED]})
-    assert read_endpoints(stored) == paths
-    assert read_endpoints(None) == {}
-
-
 def test_the_smallest_context_and_the_engines_of_the_replicas_that_are_there_count_and_are_found_again() -> None:
     told = [
         ("a", "llamacpp", "loaded", 8192),
@@ -217,19 +200,6 @@ def test_the_smallest_context_and_the_engines_of_the_replicas_that_are_there_cou
 
 
 # the model-runner API
-
-
-def test_capabilities_in_the_words_of_the_model_runner_api_become_telemetry() -> None:
-    said = read_capabilities(CAPABILITIES.encode(), policy=NodeLimits(), gpu_name="H100")
-    assert (said.models, said.ailment) == (("meta-llama/Llama-3.1-70B-Instruct",), "")
-    assert (said.vram_used_mb, said.vram_free_mb, said.gpu_util_percent) == (58000, 23920, 67.0)
-    told = said.telemetry
-    assert (told.replicas[0].engine, told.replicas[0].context_tokens, told.replicas[0].memory_mb) == ("vllm", 32768, 24000)
-    assert (told.replicas[1].state, told.replicas[1].progress, told.replicas[1].eta_s) == ("loading", 0.45, 180.0)
-    gpu = GpuInfo(index=0, name="H100", memory_total_mb=81920, memory_used_mb=58000, utilization_percent=67.0)
-    assert told.gpus == [gpu]
-    assert told.memory == MemoryInfo(kind="gpu", total_mb=81920, used_mb=58000, kv_mb=12000)
-    assert (told.queue_depth, told.avg_wait_ms) == (3, 150)
 
 
 COPIES = [{"id": "a", "replicas": 2, "gpuMemoryMB": 9.0}]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,26 +12,21 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from core.limits import NodeLimits
 from nodes.session import (
-    BoxLeaving,
     DataArrived,
     Effect,
     FrameDropped,
     HeadArrived,
     LoadReported,
     ModelsChanged,
-    ModeRequested,
     OpenRequest,
     Registered,
     ServerSession,
     StreamEnded,
-    TelemetryArrived,
 )
-from runner.session import Cancelled, ClientSession, Opened
 from tests.fakes.examples import examples
 from tests.fakes.links import open_request
 from wire import bridge, frames
 from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
-from wire.limits import WIRE
 
 SSE = {"content-type": "text/event-stream"}
 
@@ -83,13 +77,6 @@ def end(stream: int, error: str = "", *, attempt: int = 1) -> bytes:
 
 
 # registration
-
-
-@pytest.mark.parametrize(("version", "protocol"), [(None, BRIDGE_V1), (BRIDGE_V1, BRIDGE_V1), (MUSTER_V1, MUSTER_V1)])
-def test_known_versions_are_spoken_and_none_means_bridge(version: str | None, protocol: str) -> None:
-    session = ServerSession(NodeLimits())
-    assert register(session, protocol_version=version).protocol == protocol
-    assert session.speaks_muster == (protocol == MUSTER_V1)
 
 
 @pytest.mark.parametrize(
@@ -179,16 +166,6 @@ def test_max_concurrent_is_kept_between_one_and_the_cap(asked: int, given: int) 
     assert bool(effect.warnings) == (asked != given)
 
 
-def test_reports_become_effects() -> None:
-    session = make_session(MUSTER_V1)
-    assert session.receive_text('{"type":"pong","current_load":4}') == [LoadReported(4)]
-    assert session.receive_text('{"type":"pong","current_load":-4}') == [LoadReported(0)]
-    assert session.receive_text('{"type":"telemetry","current_load":1}') == [TelemetryArrived(bridge.Telemetry(current_load=1))]
-    assert session.receive_text('{"type":"mode_change","mode":"spare_off","reason":"r"}') == [ModeRequested("spare_off", "r")]
-    assert session.receive_text('{"type":"draining","reason":"r"}') == [BoxLeaving("r")]
-    assert session.receive_text('{"type":"error","message":"disk full"}') == []
-
-
 # bridge v1 streams
 
 
@@ -266,25 +243,20 @@ def test_held_text_has_a_limit_and_costs_no_more_than_its_size() -> None:
     assert effects == [HeadArrived(stream, 200, SSE), DataArrived(stream, b"x" * pieces)]
 
 
-@pytest.mark.parametrize("status", [-1, 0, 101, 199, 600, 10**12, 500])
-def test_an_impossible_status_or_an_error_after_the_stream_began_is_the_engines_failure(status: int) -> None:
-    session = make_session()
-    stream = opened(session)
-    if status == 500:
-        session.receive_text(chunk("req_1", "data: x\n\n"))
-    (effect,) = session.receive_text(complete("req_1", status, body="x"))
-    assert isinstance(effect, StreamEnded)
-    assert (effect.stream, effect.end.error, effect.end.retryable) == (stream, "engine_failed", False)
-
-
 @pytest.mark.parametrize("began", [False, True])
-def test_an_error_frame_ends_its_request_and_is_retryable_only_before_the_first_chunk(*, began: bool) -> None:
+@pytest.mark.parametrize("status", [-1, 0, 101, 199, 600, 10**12, 500, None])
+def test_an_error_or_an_impossible_status_is_the_engines_failure_and_retryable_only_before_the_first_chunk(
+    status: int | None, *, began: bool
+) -> None:
     session = make_session()
     stream = opened(session)
-    if began:
+    if began or status == 500:
         session.receive_text(chunk("req_1", "data: x\n\n"))
-    (effect,) = session.receive_text('{"type":"error","request_id":"req_1","code":"c","message":"m"}')
-    assert effect == StreamEnded(stream, frames.End(error="engine_failed", message="m", retryable=not began))
+    error = '{"type":"error","request_id":"req_1","code":"c","message":"m"}'
+    (effect,) = session.receive_text(error if status is None else complete("req_1", status, body="x"))
+    assert isinstance(effect, StreamEnded)
+    assert (effect.stream, effect.end.error) == (stream, "engine_failed")
+    assert effect.end.retryable is (status is None and not began)
     assert session.receive_text('{"type":"error","request_id":"req_1"}') == [FrameDropped(0)]
 
 
@@ -307,32 +279,18 @@ def test_late_frames_of_a_bridge_stream_are_dropped_and_counted_however_many_cam
 # muster v1 streams
 
 
-def test_a_reply_is_a_whole_answer() -> None:
-    session = make_session(MUSTER_V1)
-    stream = opened(session)
-    frame = frames.encode_reply(stream, 1, frames.Head(status=200, headers={"A": "b"}), b"body", frames.End())
-    assert session.receive_bytes(frame) == [
-        HeadArrived(stream, 200, {"a": "b"}), DataArrived(stream, b"body"), StreamEnded(stream, frames.End()),
-    ]  # fmt: skip
-    assert session.open_streams == 0
-
-
-def test_nothing_comes_twice_within_a_stream() -> None:
-    reply = frames.encode_reply(1, 1, frames.Head(status=200), b"", frames.End())
-    for second in (head(1), reply):
-        session = make_session(MUSTER_V1)
-        opened(session)
-        session.receive_bytes(head(1))
-        with pytest.raises(ProtocolError):
-            session.receive_bytes(second)
-
-
 def test_streams_and_attempts_that_were_never_opened_end_the_session() -> None:
     for stream, attempt in ((0, 1), (2, 1), (2**63, 1), (1, 2), (1, 0)):
         session = make_session(MUSTER_V1)
         opened(session)
         with pytest.raises(ProtocolError):
             session.receive_bytes(head(stream, attempt=attempt))
+    for second in (head(1), frames.encode_reply(1, 1, frames.Head(status=200), b"", frames.End())):
+        session = make_session(MUSTER_V1)
+        opened(session)
+        session.receive_bytes(head(1))
+        with pytest.raises(ProtocolError):  # nothing comes twice within a stream
+            session.receive_bytes(second)
 
 
 def test_late_frames_are_dropped_however_many_streams_came_since() -> None:
@@ -359,65 +317,6 @@ def test_credit_and_cancel_name_stream_and_attempt() -> None:
 def _binary(frame: str | bytes) -> bytes:
     assert isinstance(frame, bytes)
     return frame
-
-
-def join_sessions() -> tuple[ServerSession, ClientSession]:
-    """Return both halves of one socket, past the handshake."""
-    server, box = ServerSession(NodeLimits()), ClientSession()
-    (effect,) = server.receive_text(box.register(bridge.Register(worker_name="rig", models=["m"], max_concurrent=4)))
-    assert isinstance(effect, Registered)
-    ack = bridge.RegisterAck(worker_id="w", models=list(effect.models), protocol_version=effect.protocol)
-    box.receive_text(bridge.encode_message(ack))
-    return server, box
-
-
-@pytest.mark.parametrize("size", [0, 10, WIRE.frame_payload_bytes, WIRE.frame_payload_bytes * 3 + 1])
-def test_both_halves_carry_a_body_and_its_answer(size: int) -> None:
-    server, box = join_sessions()
-    body = bytes(size)
-    number, sent = server.open_stream(a_request(body=body))
-    effects = [effect for frame in sent for effect in box.receive_bytes(_binary(frame))]
-    (opening,) = effects
-    assert isinstance(opening, Opened)
-    assert opening.body == body
-    stream = opening.stream
-    answer = [stream.head(200, {"content-type": "x"}), stream.data(b"abc"), stream.end(frames.End())]
-    assert [effect for frame in answer for effect in server.receive_bytes(frame)] == [
-        HeadArrived(number, 200, {"content-type": "x"}),
-        DataArrived(number, b"abc"),
-        StreamEnded(number, frames.End()),
-    ]
-    assert box.streams == []
-    assert server.open_streams == 0
-
-
-def test_credit_widens_the_window_and_a_cancel_crosses_what_the_box_sent_before_it_heard() -> None:
-    server, box = join_sessions()
-    number, sent = server.open_stream(a_request())
-    (opening,) = box.receive_bytes(_binary(sent[0]))
-    assert isinstance(opening, Opened)
-    before = opening.stream.window
-    (credit,) = server.grant_credit(number, 1000)
-    box.receive_bytes(_binary(credit))
-    assert opening.stream.window == before + 1000
-    crossing = [opening.stream.head(200, {}), opening.stream.data(b"x")]
-    (cancel,) = server.cancel_stream(number, bridge.CANCEL_CLIENT_DISCONNECT)
-    cancelled, farewell = box.receive_bytes(_binary(cancel))
-    assert isinstance(cancelled, Cancelled)
-    assert cancelled.reason == "client_disconnect"
-    for frame in [*crossing, farewell.frame]:  # type: ignore[union-attr]  # the session's Reply
-        assert server.receive_bytes(frame) == [FrameDropped(number)]
-
-
-def test_priority_travels_on_muster_and_cache_wishes_on_muster_alone() -> None:
-    request = msgspec.structs.replace(
-        a_request(), priority="low", headers={"content-type": "x", "x-cache-mode": "none", "x-cache-tag": "t"}
-    )
-    _, (frame,) = make_session(MUSTER_V1).open_stream(request)
-    meta, _body = frames.decode_open(frames.decode_frame(_binary(frame)).payload)
-    assert (meta.tenant, meta.priority, meta.headers) == ("t", "low", request.headers)
-    _, (text,) = make_session(BRIDGE_V1).open_stream(request)
-    assert json.loads(text)["headers"] == {"content-type": "x"}
 
 
 # any order of events

@@ -11,12 +11,11 @@ from pytest_django import Settings
 
 from core.limits import NodeLimits
 from governance.errors import InvalidProposal
-from nodes import errors
 from nodes.checks import check_settings
 from nodes.operations.params import DRAIN_FIELDS, EVICT_FIELDS, LOAD_FIELDS, UNLOAD_FIELDS, Field, clean_flush, clean_params
-from nodes.states import Freshness, NodeFacts, Obstacle, freshness_windows, judge_availability, judge_freshness
+from nodes.states import Freshness, NodeFacts, Obstacle, judge_availability
 from tests.fakes.limits import set_limits
-from wire.bridge import BRIDGE_V1, MUSTER_V1
+from wire.bridge import MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
 from wire.optoken.approval import canonical
 
@@ -26,17 +25,6 @@ WELL = NodeFacts(
     age_s=1.0, protocol=MUSTER_V1, reported=NodeStatus.AVAILABLE, mode=NodeMode.SPARE_ON, draining=False, cordoned=False,
     is_accepting_jobs=True,
 )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("age_s", "freshness"),
-    [(None, OFFLINE), (0.0, FRESH), (9.99, FRESH), (10.0, STALE), (14.99, STALE), (15.0, OFFLINE), (1e9, OFFLINE)],
-)
-def test_freshness_follows_the_contracts_ten_and_fifteen_seconds(age_s: float | None, freshness: Freshness) -> None:
-    assert judge_freshness(age_s, NodeLimits(), protocol="") is freshness
-    assert freshness_windows(NodeLimits(), protocol=BRIDGE_V1) == (45.0, 45.0)
-    for protocol in (MUSTER_V1, ""):
-        assert freshness_windows(NodeLimits(), protocol=protocol) == (10.0, 15.0)
 
 
 def test_every_combination_has_the_status_that_overrides_most() -> None:
@@ -84,21 +72,6 @@ def test_every_combination_has_the_status_that_overrides_most() -> None:
 )
 def test_of_what_keeps_work_from_a_node_the_first_is_said(changes: dict[str, Any], obstacle: Obstacle | None) -> None:
     assert judge_availability(replace(WELL, **changes), NodeLimits()).obstacle is obstacle
-
-
-def test_an_error_has_its_status_and_code() -> None:
-    for kind, status, code in (
-        (errors.BadRequest, 400, "BAD_REQUEST"),
-        (errors.AddressRefused, 400, "BAD_REQUEST"),
-        (errors.EnrolmentRefused, 400, "BAD_REQUEST"),
-        (errors.ModelNotAllowed, 400, "MODEL_NOT_ALLOWED"),
-        (errors.InvalidNodeToken, 401, "INVALID_NODE_TOKEN"),
-        (errors.ProviderUnavailable, 403, "BAD_REQUEST"),
-        (errors.NodeNotFound, 404, "BAD_REQUEST"),
-        (errors.Conflict, 409, "BAD_REQUEST"),
-    ):
-        error = kind("what to do", param="field")
-        assert (error.status, error.code.value, error.message, error.param) == (status, code, "what to do", "field")
 
 
 # Settings
