@@ -6,7 +6,6 @@ import json
 import threading
 import time
 import uuid
-from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from gateway.services.responses import (
     delete_response,
     get_response,
     keep_response,
-    list_input_items,
     load_history,
     require_response,
 )
@@ -98,63 +96,37 @@ def is_found(response_id: str, *, tenant: str = "acme") -> bool:
     return True
 
 
-def test_an_answer_is_given_back_byte_for_byte() -> None:
-    make_keeper()
+def test_an_answer_is_given_back_byte_for_byte_for_the_days_of_key_or_tenant_whichever_are_fewer() -> None:
+    make_keeper(days=5)
     body = b'{"output": [],  "b": 1, "a": 1.50, "id": "resp_1", "text": "\\u0000 \\ud83d\\ude00 \xc3\xa9"}'
-    keep("resp_1", body=body, input_items=[say("user", "before\x00after")])
+    keep("resp_1", body=body, input_items=[say("user", "before\x00after")], kept_days=2)
     assert get_response(tenant="acme", response_id="resp_1") == body
     assert texts_of(load_history(tenant="acme", response_id="resp_1").items) == ["before\x00after"]
-
-
-def test_an_answer_is_kept_for_the_days_of_the_key_or_the_tenant_whichever_are_fewer() -> None:
-    make_keeper(days=5)
-    keep("resp_1", kept_days=2)
     keep("resp_2", kept_days=30)
     kept = {row.pk: (row.expires_at - row.created_at).days for row in StoredResponse.objects.all()}
     assert kept == {"resp_1": 2, "resp_2": 5}
 
 
-def test_the_id_of_another_tenants_answer_is_refused_and_that_answer_stays() -> None:
+def test_what_is_not_allowed_not_readable_too_large_or_given_up_is_not_kept() -> None:
     make_keeper()
-    make_keeper("other")
-    keep("resp_1")
-    with pytest.raises(ResponseNotKept):
-        keep("resp_1", tenant="other")
-    assert is_found("resp_1")
-    assert not is_found("resp_1", tenant="other")
-
-
-def test_nothing_is_kept_for_a_tenant_that_does_not_allow_it() -> None:
-    create_tenant(name="acme", actor=ACTOR)
-    with pytest.raises(ResponseNotKept):
-        keep("resp_1")
-    with pytest.raises(ResponseNotKept):
-        keep("resp_1", tenant="nobody")
+    create_tenant(name="closed", actor=ACTOR)
+    set_limits(gateway={"kept_bytes": 1000})
+    wrong = [*UNREADABLE, {"tenant": "closed"}, {"tenant": "nobody"}, {"give_up_at": time.monotonic() - 0.001}]
+    for change in wrong:
+        with pytest.raises(ResponseNotKept):
+            keep("resp_1", **change)
     assert not StoredResponse.objects.exists()
+    keep("resp_1", give_up_at=time.monotonic() + 60)
+    make_keeper("other")
+    with pytest.raises(ResponseNotKept):  # the id of another tenant's answer, which stays
+        keep("resp_1", tenant="other")
+    assert (is_found("resp_1"), is_found("resp_1", tenant="other")) == (True, False)
 
 
 UNREADABLE: list[dict[str, Any]] = [
     {"body": b"not json"}, {"body": answer("chatcmpl-1")}, {"body": answer("resp_" + "x" * 76)}, {"body": b'{"id": "resp_1"}'},
     {"input_items": ["words"]}, {"input_items": [b'{"broken": ']}, {"input_items": [say("user", "x" * 1000)]},
 ]  # fmt: skip
-
-
-def test_what_could_not_be_read_back_or_is_too_large_to_go_on_from_is_not_kept() -> None:
-    make_keeper()
-    set_limits(gateway={"kept_bytes": 1000})
-    for change in UNREADABLE:
-        with pytest.raises(ResponseNotKept):
-            keep("resp_1", **change)
-    assert not StoredResponse.objects.exists()
-
-
-def test_nothing_is_written_once_the_caller_has_given_up() -> None:
-    make_keeper()
-    with pytest.raises(ResponseNotKept):
-        keep("resp_1", give_up_at=time.monotonic() - 0.001)
-    keep("resp_2", give_up_at=time.monotonic() + 60)
-    assert not is_found("resp_1")
-    assert is_found("resp_2")
 
 
 def test_what_is_written_after_the_caller_has_given_up_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,51 +139,36 @@ def test_what_is_written_after_the_caller_has_given_up_is_taken_back(monkeypatch
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_database_that_makes_wait_is_given_up_on_in_time() -> None:
-    make_keeper()
-    failures: list[BaseException] = []
-
-    def keep_late() -> None:
-        try:
-            while not failures:
-                with suppress(ResponseNotKept):  # the machine stood still before the database was asked at all
-                    keep("resp_1", give_up_at=time.monotonic() + 0.1)
-        except DatabaseError as error:
-            failures.append(error)
-        finally:
-            connection.close()
-
-    with transaction.atomic():
-        Tenant.objects.select_for_update().get(name="acme")
-        keeper = threading.Thread(target=keep_late)
-        keeper.start()
-        keeper.join(30)
-        assert not keeper.is_alive()
-    assert len(failures) == 1
-    assert not StoredResponse.objects.exists()
-
-
-@pytest.mark.django_db(transaction=True)
-def test_no_answer_slips_in_behind_a_policy_that_was_switched_off() -> None:
+@pytest.mark.parametrize("gives_up", [True, False], ids=["a database that makes wait", "a policy that was switched off"])
+def test_a_database_that_makes_wait_is_given_up_on_and_no_answer_slips_in_behind_a_policy(*, gives_up: bool) -> None:
     make_keeper()
     outcomes: list[str] = []
 
     def keep_meanwhile() -> None:
         try:
-            keep("resp_1")
-            outcomes.append("kept")
-        except ResponseNotKept:
-            outcomes.append("refused")
+            while not outcomes:
+                try:
+                    keep("resp_1", give_up_at=time.monotonic() + (0.1 if gives_up else 600.0))
+                    outcomes.append("kept")
+                except ResponseNotKept:
+                    outcomes.extend(
+                        [] if gives_up else ["refused"]
+                    )  # the machine stood still before the database was asked at all
+        except DatabaseError:
+            outcomes.append("given up")
         finally:
             connection.close()
 
+    keeper = threading.Thread(target=keep_meanwhile)
     with transaction.atomic():
-        change_response_policy(name="acme", stores_responses=False, responses_kept_days=30, actor=ACTOR)
-        keeper = threading.Thread(target=keep_meanwhile)
+        if gives_up:
+            Tenant.objects.select_for_update().get(name="acme")
+        else:
+            change_response_policy(name="acme", stores_responses=False, responses_kept_days=30, actor=ACTOR)
         keeper.start()
-        wait_for_lock(keeper)
+        keeper.join(30) if gives_up else wait_for_lock(keeper)
     keeper.join(30)
-    assert outcomes == ["refused"]
+    assert outcomes == ["given up" if gives_up else "refused"]
     assert not StoredResponse.objects.exists()
 
 
@@ -242,21 +199,15 @@ def test_a_conversation_with_a_turn_missing_is_not_found(gone: str, way: str) ->
     assert f"'{gone}'" in caught.value.message
 
 
-def test_a_conversation_never_leads_into_another_tenants() -> None:
+def test_whatever_is_called_a_response_that_is_none_or_leads_to_another_tenants_is_not_found() -> None:
     make_keeper()
     make_keeper("other")
+    keep("resp_1")
     keep("resp_theirs", tenant="other")
     keep("resp_mine", "resp_theirs")
     with pytest.raises(ResponseNotFound):
         load_history(tenant="acme", response_id="resp_mine")
-    with pytest.raises(ResponseNotFound):
-        load_history(tenant="acme", response_id="resp_theirs")
-
-
-def test_whatever_is_called_a_response_that_is_none_is_not_found() -> None:
-    make_keeper()
-    keep("resp_1")
-    for text in ("", "resp_unknown", "resp_\x00", "resp_1\n", "msg_1", "resp_" + "x" * 1000, "resp_' OR '1'='1"):
+    for text in ("resp_theirs", "", "resp_unknown", "resp_\x00", "resp_1\n", "msg_1", "resp_" + "x" * 1000, "resp_' OR '1'='1"):
         for ask in (load_history, get_response, delete_response, require_response):
             with pytest.raises(ResponseNotFound):
                 ask(tenant="acme", response_id=text)
@@ -273,12 +224,6 @@ def test_a_conversation_that_is_too_long_is_refused_by_name(limit: str, most: in
     assert not isinstance(caught.value, ResponseNotFound)
     assert (caught.value.status, caught.value.param) == (400, "previous_response_id")
     assert str(most) in caught.value.message
-
-
-def read_page(**changes: Any) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"after": "", "limit": 20, "order": "asc", **changes}
-    page: dict[str, Any] = json.loads(list_input_items(tenant="acme", response_id="resp_1", **arguments))
-    return page
 
 
 def test_an_expired_answer_is_unreadable_at_once_and_deleted_by_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,14 +66,15 @@ def limit(name: str = "research", most: int | None = None) -> Tenant:
     return change_tenant_limit(name=name, requests_per_minute=most, actor=ACTOR)
 
 
-def change_caps(name: str = "big", **caps: int | None) -> Model:
+def change_caps(name: str = "big", **caps: Any) -> Model:
     """Change the caps that are named and leave the others as they are."""
     now: dict[str, Any] = dict(Model.objects.filter(name=name).values(*CAPS).get())
     return gateway.change_model_caps(name=name, actor=ACTOR, **(now | caps))
 
 
 def caps_of(name: str = "big") -> tuple[int | None, ...]:
-    return Model.objects.values_list(*CAPS).get(name=name)
+    found: tuple[int | None, ...] = Model.objects.values_list(*CAPS).get(name=name)
+    return found
 
 
 def propose(team: Team, *targets: str, max_uses: int = 1, **params: object) -> Operation:
@@ -107,8 +108,8 @@ def order_of(operation: Operation, **params: object) -> RunOrder:
 def test_before_the_first_policy_an_operator_raises_alone(key: ApiKey) -> None:
     assert change(key, requests_per_minute=1000, priority="high").requests_per_minute == 1000
     assert limit().requests_per_minute is None
-    change_caps(**dict.fromkeys(CAPS, 10**9))
-    change_caps(**dict.fromkeys(CAPS))
+    change_caps("big", **dict.fromkeys(CAPS, 10**9))
+    change_caps("big", **dict.fromkeys(CAPS))
     allow_model(name="new", max_tokens=10**9, actor=ACTOR)
     assert (caps_of(), caps_of("new")) == ((None, None, None), (10**9, None, None))
 

@@ -19,7 +19,8 @@ import pytest
 import uvicorn
 import websockets
 from pytest_django import Settings
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import ClientConnection as WorkerConnection
+from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosedError, InvalidStatus
 from websockets.frames import Frame, Opcode
 
@@ -31,11 +32,8 @@ from core.limits import GatewayLimits
 from core.outbox import Outbox
 from gateway.refusing import admit_programs, refuse_unknown_socket
 from gateway.runtime import GatewayRuntime
-from tests.fakes.server_door import run_server, until
+from tests.fakes.server_door import GET, Scope, run_server, until
 from wire.client_address import TrustedProxies
-
-Scope = dict[str, Any]
-GET = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
 
 
 class Runtime:
@@ -84,7 +82,7 @@ class Streams:
 
 
 @asynccontextmanager
-async def serve(
+async def run(
     runtime: Runtime, app: Any, sockets: list[socket.socket] | None = None
 ) -> AsyncIterator[tuple[GatewayServer, int]]:
     config = uvicorn.Config(
@@ -96,29 +94,31 @@ async def serve(
         yield server, port
 
 
-async def visit(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def knock(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection("127.0.0.1", port)
 
 
-async def test_a_running_stream_finishes_while_new_work_is_refused() -> None:
-    runtime = Runtime()
+@pytest.mark.parametrize("grace_s", [60.0, 0.05], ids=["finishes", "is interrupted and told"])
+async def test_a_running_stream_goes_on_for_the_grace_while_new_work_is_refused(grace_s: float) -> None:
+    runtime = Runtime(grace_s=grace_s)
     app = Streams(runtime)
-    async with serve(runtime, app) as (server, port):
-        idle, idle_out = await visit(port)
+    async with run(runtime, app) as (server, port):
+        idle, idle_out = await knock(port)
         idle_out.write(b"GET /x HT")  # a kept connection whose next request is on its way
-        reader, writer = await visit(port)
+        reader, writer = await knock(port)
         writer.write(GET)
         await app.started.wait()
         server.handle_exit(15, None)
-        await until(lambda: runtime.is_stopping)
-        with pytest.raises(OSError, match=r".*"):
-            await visit(port)
-        idle_out.write(GET[9:])
-        assert b"503" in await idle.readuntil(b"\r\n\r\n")
-        app.go.set()
+        if grace_s > 1:
+            await until(lambda: runtime.is_stopping)
+            with pytest.raises(OSError, match=r".*"):
+                await knock(port)
+            idle_out.write(GET[9:])
+            assert b"503" in await idle.readuntil(b"\r\n\r\n")
+            app.go.set()
         async with asyncio.timeout(30):
             body = await reader.read()
-        assert body.endswith(b"5\r\nfirst\r\n4\r\nlast\r\n0\r\n\r\n")
+        assert body.endswith(b"5\r\nfirst\r\n" + (b"4\r\nlast" if grace_s > 1 else b"3\r\ncut") + b"\r\n0\r\n\r\n")
         writer.close()
         idle_out.close()
 
@@ -132,32 +132,19 @@ async def test_a_held_port_refuses_while_its_gateway_stops_and_is_served_again_b
             runtime = Runtime()
             app = Streams(runtime)
             inherited = socket.socket(fileno=os.dup(claims[0].fileno()))
-            async with serve(runtime, app, [inherited]) as (server, port):
+            async with run(runtime, app, [inherited]) as (server, port):
                 assert port == claimed
-                reader, writer = await visit(port)
+                reader, writer = await knock(port)
                 writer.write(GET)
                 await app.started.wait()
                 server.handle_exit(15, None)
                 await until(partial(getattr, runtime, "is_stopping"))
                 with pytest.raises(OSError, match=r".*"):
-                    await visit(port)
+                    await knock(port)
                 app.go.set()
                 async with asyncio.timeout(30):
                     assert (await reader.read()).endswith(b"4\r\nlast\r\n0\r\n\r\n")
                 writer.close()
-
-
-async def test_a_stream_that_outlives_the_grace_is_interrupted_and_told() -> None:
-    runtime = Runtime(grace_s=0.05)
-    app = Streams(runtime)
-    async with serve(runtime, app) as (server, port):
-        reader, writer = await visit(port)
-        writer.write(GET)
-        await app.started.wait()
-        server.handle_exit(15, None)
-        async with asyncio.timeout(30):
-            assert (await reader.read()).endswith(b"3\r\ncut\r\n0\r\n\r\n")
-        writer.close()
 
 
 class FailingRuntime:
@@ -279,13 +266,13 @@ async def accept(receive: Any, send: Any) -> None:
     await send({"type": "websocket.accept"})
 
 
-async def fragments(client: ClientConnection) -> list[str | bytes]:
+async def fragments(client: WorkerConnection) -> list[str | bytes]:
     """Return the frames of the next message, as they came."""
     async with asyncio.timeout(30):
         return [part async for part in client.recv_streaming()]
 
 
-async def read_all(client: ClientConnection) -> None:
+async def read_all(client: WorkerConnection) -> None:
     """Read until the connection ends. Raises ConnectionClosed."""
     while True:
         await client.recv()
@@ -355,34 +342,28 @@ async def test_a_worker_that_reads_nothing_is_cut_off_by_a_close() -> None:
         await client.close()
 
 
-async def test_an_unknown_socket_path_is_not_found_in_the_words_of_the_api() -> None:
-    async with serve_socket(refuse_unknown_socket) as url:
-        with pytest.raises(InvalidStatus) as caught:
-            async with dial(url):
-                pass
+async def is_refused(url: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    """Dial where a socket must be refused; return the status and the error."""
+    with pytest.raises(InvalidStatus) as caught:
+        async with dial(url, **options):
+            pass
     response = caught.value.response
-    assert (response.status_code, response.headers["content-type"]) == (404, "application/json")
-    error = json.loads(response.body)["error"]
-    assert (error["code"], error["retryable"]) == ("NOT_FOUND", False)
-    assert "/v1/worker/connect" in error["message"]
+    assert response.headers["content-type"] == "application/json"
+    return response.status_code, json.loads(response.body)["error"]
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "http://localhost:9", "null", "https://own.example.evil.example"])
-async def test_a_page_of_another_origin_opens_no_socket_and_is_told_why(origin: str) -> None:
+async def test_a_page_of_another_origin_opens_no_socket_and_is_told_why_and_programs_and_own_pages_do() -> None:
     async with serve_socket(admit_programs(hold, {"https://own.example"})) as url:
-        with pytest.raises(InvalidStatus) as caught:
-            async with dial(url, origin=origin):
-                pass
-    response = caught.value.response
-    assert response.status_code == 403
-    assert "Send no Origin header" in json.loads(response.body)["error"]["message"]
-
-
-async def test_programs_and_own_pages_open_the_socket() -> None:
-    async with serve_socket(admit_programs(hold, {"https://own.example"})) as url:
-        for origin in (None, "https://own.example", url.replace("ws://", "http://").removesuffix("/v1/worker/connect")):
-            async with dial(url, origin=origin) as client:
+        for origin in ("http://evil.example", "http://localhost:9", "null", "https://own.example.evil.example"):
+            status, error = await is_refused(url, origin=origin)
+            assert (status, "Send no Origin header" in error["message"]) == (403, True), origin
+        for own in (None, "https://own.example", url.replace("ws://", "http://").removesuffix("/v1/worker/connect")):
+            async with dial(url, origin=own) as client:
                 await client.send("x")
+    async with serve_socket(refuse_unknown_socket) as url:
+        status, error = await is_refused(url)
+    assert (status, error["code"], error["retryable"]) == (404, "NOT_FOUND", False)
+    assert "/v1/worker/connect" in error["message"]
 
 
 async def hold(scope: Scope, receive: Any, send: Any) -> None:

@@ -17,19 +17,10 @@ from gateway.services import allow_model
 from governance import services
 from governance.models import Operation, OperationRun
 from governance.states import RunState
+from nodes import services as nodes_services
 from nodes.commands.direct import _hand_over, call_direct_box, find_unattended
 from nodes.models import Node, NodeCommand, NodeCredential, NodePresence, Reach
 from nodes.serializers import NodeSerializer
-from nodes.services import (
-    Heartbeat,
-    Registration,
-    describe_box,
-    probe_direct_nodes,
-    record_heartbeat,
-    register_direct_node,
-    set_api_key,
-    set_op_key,
-)
 from nodes.services.clock import clock_of, with_clock
 from nodes.services.direct_calls import TASK_NAME
 from nodes.services.overview import read_fleet, read_served_models
@@ -74,10 +65,12 @@ def make_direct(url: str) -> Node:
     return node
 
 
-def register(far: DirectNode, **changes: Any) -> tuple[NodeCredential, Registration]:
+def register(far: DirectNode, **changes: Any) -> tuple[NodeCredential, nodes_services.Registration]:
     """What the node registers with, for a model that is allowed."""
     allow_model(name="m", actor=ACTOR)
-    return make_credential()[0], Registration(node_name="agent", current_model="m", public_base_url=far.url, **changes)
+    return make_credential()[0], nodes_services.Registration(
+        node_name="agent", current_model="m", public_base_url=far.url, **changes
+    )
 
 
 def let_probe_be_due() -> None:
@@ -89,7 +82,7 @@ def let_probe_be_due() -> None:
 
 def test_a_node_that_answers_is_reachable_and_asked_below_its_base_path_by_its_name(far: DirectNode) -> None:
     make_direct(f"{far.url}/engine")
-    assert probe_direct_nodes() == 0
+    assert nodes_services.probe_direct_nodes() == 0
     presence = NodePresence.objects.get()
     assert (presence.probe_error, presence.probed_at is not None) == ("", True)
     assert (far.paths(), set(far.hosts)) == (
@@ -103,29 +96,29 @@ def test_a_node_whose_url_nobody_listens_on_is_told_so_and_is_not_available_unti
 ) -> None:
     far.answers[MODELS] = (503, {})
     credential, about = register(far)
-    registered = register_direct_node(credential=credential, registration=about)
+    registered = nodes_services.register_direct_node(credential=credential, registration=about)
     assert registered.unreachable == "answers with 503"
-    heartbeat = Heartbeat(node_id=registered.node.pk, status=NodeStatus.AVAILABLE, is_accepting_jobs=True)
-    beaten = record_heartbeat(credential=credential, heartbeat=heartbeat)
+    heartbeat = nodes_services.Heartbeat(node_id=registered.node.pk, status=NodeStatus.AVAILABLE, is_accepting_jobs=True)
+    beaten = nodes_services.record_heartbeat(credential=credential, heartbeat=heartbeat)
     assert (beaten.effective_status, beaten.unreachable) == (NodeStatus.OFFLINE, "answers with 503")
     (row,) = load_node_rows()
     assert row.unreachable == "answers with 503"
     assert read_fleet().served_models == frozenset()
     far.answers[MODELS] = (404, {})  # it has no such path, and it is there
     let_probe_be_due()
-    assert probe_direct_nodes() == 0
-    assert record_heartbeat(credential=credential, heartbeat=heartbeat).effective_status is NodeStatus.AVAILABLE
+    assert nodes_services.probe_direct_nodes() == 0
+    assert nodes_services.record_heartbeat(credential=credential, heartbeat=heartbeat).effective_status is NodeStatus.AVAILABLE
     assert read_served_models() == read_fleet().served_models == frozenset({"m"})
     far.seen.clear()
     NodePresence.objects.update(probed_at=None)
     settings.NODE_DIRECT_ALLOW_LOOPBACK = False
-    assert probe_direct_nodes() == 1
+    assert nodes_services.probe_direct_nodes() == 1
     assert (bool(NodePresence.objects.get().probe_error), far.seen) == (True, []), "what is not allowed any more is not called"
     settings.NODE_DIRECT_ALLOW_LOOPBACK = True
     with closed_port() as port:
         Node.objects.update(public_base_url=f"http://127.0.0.1:{port}")
         NodePresence.objects.update(probed_at=None)
-        assert probe_direct_nodes() == 1
+        assert nodes_services.probe_direct_nodes() == 1
     assert "ConnectError" in NodePresence.objects.get().probe_error
 
 
@@ -139,7 +132,7 @@ def test_a_node_that_does_not_answer_or_tells_its_capabilities_is_called_again_s
         before = timezone.now() - timedelta(seconds=age_s)
         NodePresence.objects.update(probed_at=before, probe_error=error, capabilities_at=before if tells else None)
         far.seen.clear()
-        probe_direct_nodes()
+        nodes_services.probe_direct_nodes()
         assert len(far.seen) == calls, (error, tells, age_s)
 
 
@@ -147,7 +140,7 @@ def test_what_a_node_says_of_its_capabilities_stands_where_the_telemetry_of_a_di
     far.answers[TOLD] = (200, EXAMPLE)
     make_direct(far.url)
     Node.objects.update(gpu_name="NVIDIA H100", model_names=["registered"])
-    assert probe_direct_nodes() == 0
+    assert nodes_services.probe_direct_nodes() == 0
     node = with_clock(Node.objects.select_related("provider", "presence")).get()
     said, large = NodeSerializer(node).data, "meta-llama/Llama-3.1-70B-Instruct"
     assert (said["status"], said["reachable"], said["models"]) == ("available", True, [large])
@@ -156,7 +149,7 @@ def test_what_a_node_says_of_its_capabilities_stands_where_the_telemetry_of_a_di
     assert said["available_models"] == ["meta-llama/Llama-3.1-8B-Instruct", "deepseek-ai/deepseek-r1-distill-llama-70b"]
     assert (said["queue_depth"], said["avg_wait_ms"], said["vram_free_mb"]) == (3, 150, 23920)
     assert load_node_rows()[0].contexts == {large: 32768}
-    view = describe_box(node, now=clock_of(node))
+    view = nodes_services.describe_box(node, now=clock_of(node))
     assert view.memory is not None
     assert (view.memory.total_mb, view.memory.used_mb, view.gpus[0].name) == (81920, 58000, "NVIDIA H100")
 
@@ -164,7 +157,7 @@ def test_what_a_node_says_of_its_capabilities_stands_where_the_telemetry_of_a_di
 def test_a_call_that_tells_nothing_changes_nothing_but_whether_the_node_is_reachable(far: DirectNode) -> None:
     far.answers[TOLD] = (200, EXAMPLE)
     make_direct(far.url)
-    probe_direct_nodes()
+    nodes_services.probe_direct_nodes()
     changed = {"presence__probed_at", "presence__probe_error"}
     fields = [f"presence__{field.attname}" for field in NodePresence._meta.concrete_fields]
     kept = [name for name in ("model_names", "model_endpoints", *fields) if name not in changed]
@@ -182,13 +175,13 @@ def test_a_call_that_tells_nothing_changes_nothing_but_whether_the_node_is_reach
     for answer, error in answers:
         let_probe_be_due()
         far.answers[TOLD] = answer
-        assert probe_direct_nodes() == bool(error)
+        assert nodes_services.probe_direct_nodes() == bool(error)
         assert Node.objects.values(*kept).get() == before
         assert NodePresence.objects.get().probe_error == error
     NodePresence.objects.update(connected=True, replicas=[])
     let_probe_be_due()
     far.answers[TOLD] = (200, EXAMPLE)
-    probe_direct_nodes()
+    nodes_services.probe_direct_nodes()
     assert NodePresence.objects.get().replicas == [], "a node that holds a socket is not overwritten by what its URL says"
 
 
@@ -206,14 +199,16 @@ def test_a_node_that_never_sent_a_heartbeat_lives_by_its_capabilities_and_any_ot
 ) -> None:
     far.answers[TOLD] = (200, EXAMPLE.replace(b'"healthy"', b'"%s"' % health.encode()))
     credential, about = register(far)
-    registered = register_direct_node(credential=credential, registration=about)
+    registered = nodes_services.register_direct_node(credential=credential, registration=about)
     assert registered.status is (NodeStatus.AVAILABLE if health == "healthy" else NodeStatus.ERROR)
     if beats is not None:
-        heartbeat = Heartbeat(node_id=registered.node.pk, status=beats, is_accepting_jobs=beats is not NodeStatus.DRAINING)
-        record_heartbeat(credential=credential, heartbeat=heartbeat)
+        heartbeat = nodes_services.Heartbeat(
+            node_id=registered.node.pk, status=beats, is_accepting_jobs=beats is not NodeStatus.DRAINING
+        )
+        nodes_services.record_heartbeat(credential=credential, heartbeat=heartbeat)
     let_probe_be_due()
     heard_at = NodePresence.objects.get().last_heartbeat_at
-    assert probe_direct_nodes() == 0
+    assert nodes_services.probe_direct_nodes() == 0
     presence = NodePresence.objects.get()
     assert (presence.reported_status, presence.last_error) == (status, last_error)
     assert (presence.last_heartbeat_at == heard_at) is (beats is not None)
@@ -237,13 +232,13 @@ def test_a_key_is_kept_until_another_is_given_or_the_node_has_another_url(
     far: DirectNode, first: str | None, second: str | None, path: str, kept: str
 ) -> None:
     credential, about = register(far, api_key=first)
-    register_direct_node(credential=credential, registration=about)
+    nodes_services.register_direct_node(credential=credential, registration=about)
     before = Node.objects.values("sealed_api_key", "updated_at").get()
-    register_direct_node(credential=credential, registration=about)
+    nodes_services.register_direct_node(credential=credential, registration=about)
     assert Node.objects.values("sealed_api_key", "updated_at").get() == before, "the same key again is no change"
     far.bearers.clear()
     moved = replace(about, public_base_url=far.url + path, api_key=second)
-    register_direct_node(credential=credential, registration=moved)
+    nodes_services.register_direct_node(credential=credential, registration=moved)
     assert set(far.bearers) == {f"Bearer {kept}" if kept else ""}
     assert Node.objects.get().read_api_key() == kept
     (row,) = load_node_rows()
@@ -253,22 +248,22 @@ def test_a_key_is_kept_until_another_is_given_or_the_node_has_another_url(
 def test_a_key_that_the_node_does_not_accept_or_that_cannot_be_decrypted_is_said(far: DirectNode, settings: Settings) -> None:
     far.api_key, far.answers[TOLD] = "right", (200, EXAMPLE)
     node = make_direct(far.url)
-    assert probe_direct_nodes() == 0  # without a key any answer says that somebody is there
-    set_api_key(node_id=node.pk, api_key="wrong", actor=ACTOR)
-    assert probe_direct_nodes() == 1
+    assert nodes_services.probe_direct_nodes() == 0  # without a key any answer says that somebody is there
+    nodes_services.set_api_key(node_id=node.pk, api_key="wrong", actor=ACTOR)
+    assert nodes_services.probe_direct_nodes() == 1
     assert "does not accept the API key" in NodePresence.objects.get().probe_error
-    set_api_key(node_id=node.pk, api_key="right", actor=ACTOR)
-    assert probe_direct_nodes() == 0
+    nodes_services.set_api_key(node_id=node.pk, api_key="right", actor=ACTOR)
+    assert nodes_services.probe_direct_nodes() == 0
     assert NodePresence.objects.get().queue_depth == 3
     far.answers |= {TOLD: (307, "/elsewhere"), MODELS: (307, "/elsewhere")}
     far.seen.clear()
     let_probe_be_due()
-    probe_direct_nodes()
+    nodes_services.probe_direct_nodes()
     assert far.paths() == [f"GET {TOLD}", f"GET {MODELS}"], "a key does not follow a redirect"
     NodePresence.objects.update(probed_at=None)
     settings.SECRET_KEY = "another"
     far.seen.clear()
-    assert probe_direct_nodes() == 1
+    assert nodes_services.probe_direct_nodes() == 1
     assert "MUSTER_SECRET_KEY" in NodePresence.objects.get().probe_error
     assert (far.seen, load_node_rows()[0].api_key) == ([], "")
 
@@ -286,7 +281,7 @@ class Called:
     def __init__(self, team: Team, url: str, *, level: str = "L0", **asked: Any) -> None:
         self.node: Node = make_node("far", reach=Reach.DIRECT, public_base_url=url)
         make_presence(self.node, age_s=-3600.0)
-        set_op_key(node_id=self.node.pk, kid="k1", secret=SECRET, level=level, actor=ACTOR)
+        nodes_services.set_op_key(node_id=self.node.pk, kid="k1", secret=SECRET, level=level, actor=ACTOR)
         self.operation: Operation = approve_load(team, self.node.printed_id, **asked)
         services.run_due()
 
@@ -315,7 +310,7 @@ def sent(team: Team, listening: DirectNode, django_db_blocker: DjangoDbBlocker) 
 @pytest.mark.parametrize(("level", "kind"), [("L0", Level.L0), ("L1", Level.L1)])
 def test_a_load_is_handed_over_polled_and_ended(team: Team, far: DirectNode, level: str, kind: Level) -> None:
     called = Called(team, far.url, level=level)
-    set_api_key(node_id=called.node.pk, api_key="a-key-of-the-node", actor=ACTOR)
+    nodes_services.set_api_key(node_id=called.node.pk, api_key="a-key-of-the-node", actor=ACTOR)
     far.answers[LOAD] = BEGUN
     assert called.call()
     (_, _, body) = far.seen[0]

@@ -23,7 +23,7 @@ from gateway.cors import admit_origin, is_preflight
 from gateway.dialects import SURFACES
 from gateway.dialects.body import read_fields, read_options
 from gateway.dialects.crowding import is_crowded
-from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, ClientTooSlow, GatewayError, RequestTimeout
+from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, GatewayError, RequestTimeout
 from gateway.keepalive import KeepAlive
 from gateway.values import InferenceRequest
 from gateway.views.nearness import came_directly
@@ -65,40 +65,6 @@ async def test_after_unwatch_nobody_is_told_and_no_task_is_left() -> None:
         assert asyncio.all_tasks() == before
 
 
-async def test_drain_ends_when_the_client_leaves_or_takes_too_long() -> None:
-    for patience, error in ((30.0, ClientLeft), (0.01, ClientTooSlow)):
-        client = MemoryClient(limits=GatewayLimits(client_write_s=patience))
-        client.connection.watch()
-        client.reading.clear()
-        client.connection.start(200, [])
-        if error is ClientLeft:
-            asyncio.get_running_loop().call_soon(client.leave)
-        with pytest.raises(error):
-            await client.connection.drain()
-        assert client.connection.outbox.dead
-        assert client.handle.aborted == (error is ClientTooSlow)
-
-
-async def test_a_client_that_leaves_ends_a_wait_for_work_and_the_work() -> None:
-    client = MemoryClient()
-    ended = asyncio.Event()
-
-    async def work() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    client.connection.watch()
-    waiting = asyncio.create_task(client.connection.wait_for_work(work()))
-    await asyncio.sleep(0)
-    client.leave()
-    with pytest.raises(ClientLeft):
-        await waiting
-    async with asyncio.timeout(30):
-        await ended.wait()
-
-
 PING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 
@@ -106,25 +72,6 @@ def start(client: MemoryClient) -> KeepAlive:
     keepalive = KeepAlive(client.connection, extra=[(b"x-request-id", b"req_1")], every_s=0.01)
     keepalive.start()
     return keepalive
-
-
-@pytest.mark.parametrize(("part", "rest"), [(b'data: {"half', b'":1}\n\n'), (b"event: message\n", b"data: 1\n\n")])
-async def test_silence_is_filled_between_events_and_never_inside_one(part: bytes, rest: bytes) -> None:
-    client = MemoryClient()
-    keepalive = start(client)
-    keepalive.event = PING
-    client.connection.start(200, [(b"content-type", b"text/event-stream")])
-    client.connection.write(b"data: 1\n\n")
-    await client.wait(lambda: PING in client.body)
-    client.connection.write(part)
-    ticks = asyncio.get_running_loop().time() + 0.05
-    await client.wait(lambda: asyncio.get_running_loop().time() > ticks)
-    assert client.body.endswith(part)
-    client.connection.write(rest)
-    length = len(client.body)
-    await client.wait(lambda: len(client.body) > length)
-    keepalive.stop()
-    assert client.body[length:].startswith(PING)
 
 
 PAGE = "https://chat.example.com"

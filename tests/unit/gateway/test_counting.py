@@ -185,15 +185,6 @@ def test_without_a_template_messages_are_put_one_after_the_other_and_that_is_sai
     assert (whole != plain, is_guess) == (True, False)
 
 
-def test_several_templates_by_name_and_special_tokens_as_objects_are_understood(root: Path) -> None:
-    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"}]
-    put_tokenizer(root / "named", chat_template=named, bos_token={"content": "<|user|>"})
-    found = load_tokenizer(root / "named")
-    assert found.template is not None
-    assert found.template.render(prompt(say("hi"))) == "<|user|>hi"
-    assert found.count(prompt(say("hi"))) == (1 + len(found.tokenizer.encode("hi", add_special_tokens=False)), False)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [

@@ -46,6 +46,8 @@ from tests.fakes.chat_engine import (
 from tests.fakes.chat_engine import chunk as spoilt_chunk
 from tests.fakes.engine_streams import FLOODS, GOOD, VALUES, list_places, spoil_stream
 from tests.fakes.examples import TIMES
+from tests.fakes.golden_cases import CASES, STREAMS, Player
+from tests.fakes.golden_cases import write_event as write_golden
 
 TOOLS: list[Json] = [
     {"type": "function", "name": "look"},
@@ -395,3 +397,19 @@ def test_no_refusal_is_too_much_to_read(body: bytes) -> None:
             said = json.loads(SURFACES[path].render_refusal(status, body, "req_1"))
             assert said["error"]["message"] is not None
         assert len(read_refusal(400, body).message) <= 1000
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_comes_out_to_the_byte(name: str) -> None:
+    played = Player(CASES[name]).play()
+    assert played == CASES[name]
+    assert json.dumps(played) == json.dumps(CASES[name])  # 1 is not 1.0, and keys have an order
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_is_the_same_wherever_it_is_cut(name: str) -> None:
+    entries = [entry for entry in STREAMS[name]["stream"] if entry[0] == "client"]
+    expected = b"".join(write_golden(entry, STREAMS[name]["client"], number) for number, entry in enumerate(entries))
+    player = Player(STREAMS[name])
+    for size in (1, 7, 1 << 20):
+        assert player.stream(size) == expected, f"in pieces of {size} bytes"

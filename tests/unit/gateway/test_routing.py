@@ -13,19 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.limits import GatewayLimits, limits
+from gateway import errors
 from gateway.admission import Admission, RateLimiter
 from gateway.bookkeeping import Bookkeeper, unread_request
 from gateway.catalogue import AliasEntry, Catalogue, ModelEntry
-from gateway.errors import (
-    BadRequest,
-    GatewayError,
-    MaxTokensTooLarge,
-    ModelNotAllowed,
-    ModelUnknown,
-    NoAvailableNode,
-    PromptTooLarge,
-    RateLimited,
-)
 from gateway.records import RecordWriter
 from gateway.routing import AUTO, Alias, Target, may_use, resolve
 from gateway.values import Caller, InferenceRequest, PoolOptions
@@ -43,13 +34,13 @@ def table(*aliases: Alias) -> dict[str, Alias]:
     return {one.name: one for one in aliases}
 
 
-def allow_only(*models: str, key: Sequence[str] = ()) -> Callable[[str, str], GatewayError | None]:
+def allow_only(*models: str, key: Sequence[str] = ()) -> Callable[[str, str], errors.GatewayError | None]:
     """Return a rule: these models are allow-listed, and the key names these (none: all)."""
 
-    def refuse(model: str, via: str) -> GatewayError | None:
+    def refuse(model: str, via: str) -> errors.GatewayError | None:
         if model not in models:
-            return ModelUnknown(f"no {model}")
-        return None if may_use(frozenset(key), model, via=via) else ModelNotAllowed(f"not {model}")
+            return errors.ModelUnknown(f"no {model}")
+        return None if may_use(frozenset(key), model, via=via) else errors.ModelNotAllowed(f"not {model}")
 
     return refuse
 
@@ -61,7 +52,7 @@ def route(
     name: str,
     *,
     aliases: Mapping[str, Alias] | None = None,
-    refuse: Callable[[str, str], GatewayError | None] = ALL,
+    refuse: Callable[[str, str], errors.GatewayError | None] = ALL,
     fallbacks: Mapping[str, Sequence[str]] | None = None,
     extra: Sequence[str] = (),
     served: Sequence[str] = (),
@@ -117,17 +108,19 @@ def test_candidates_stand_in_their_order(name: str, things: dict[str, Any], expe
 @pytest.mark.parametrize(
     ("name", "things", "error"),
     [
-        ("z", {"extra": "y"}, ModelUnknown("no z")),
-        ("x", {"aliases": table(alias("x", z=1, b=2)), "refuse": allow_only("b", key=("c",))}, ModelNotAllowed("not b")),
-        (AUTO, {"served": ""}, NoAvailableNode("No box serves a model that this key may use; please retry.")),
-        (AUTO, {"served": "z"}, NoAvailableNode("No box serves a model that this key may use; please retry.")),
+        ("z", {"extra": "y"}, errors.ModelUnknown("no z")),
+        ("x", {"aliases": table(alias("x", z=1, b=2)), "refuse": allow_only("b", key=("c",))}, errors.ModelNotAllowed("not b")),
+        (AUTO, {"served": ""}, errors.NoAvailableNode("No box serves a model that this key may use; please retry.")),
+        (AUTO, {"served": "z"}, errors.NoAvailableNode("No box serves a model that this key may use; please retry.")),
         # A key that names an alias may use its targets through it alone.
-        ("a", {"aliases": table(alias("x", a=1, b=0)), "refuse": allow_only(*"ab", key=("x",))}, ModelNotAllowed("not a")),
-        ("y", {"aliases": table(alias("y", a=1)), "refuse": allow_only("a", key=("x",))}, ModelNotAllowed("not a")),
+        ("a", {"aliases": table(alias("x", a=1)), "refuse": allow_only(*"ab", key=("x",))}, errors.ModelNotAllowed("not a")),
+        ("y", {"aliases": table(alias("y", a=1)), "refuse": allow_only("a", key=("x",))}, errors.ModelNotAllowed("not a")),
     ],
 )  # fmt: skip
-def test_with_no_candidate_left_the_error_is_that_of_the_first(name: str, things: dict[str, Any], error: GatewayError) -> None:
-    with pytest.raises(GatewayError) as refusal:
+def test_with_no_candidate_left_the_error_is_that_of_the_first(
+    name: str, things: dict[str, Any], error: errors.GatewayError
+) -> None:
+    with pytest.raises(errors.GatewayError) as refusal:
         route(name, **things)
     assert (type(refusal.value), refusal.value.message) == (type(error), error.message)
     assert bool(refusal.value.retry_after_s) == (name == AUTO)
@@ -136,11 +129,11 @@ def test_with_no_candidate_left_the_error_is_that_of_the_first(name: str, things
 def test_what_a_client_names_is_bounded() -> None:
     asked: list[str] = []
 
-    def refuse(model: str, via: str) -> GatewayError | None:
+    def refuse(model: str, via: str) -> errors.GatewayError | None:
         asked.append(model)
-        return ModelUnknown(model)
+        return errors.ModelUnknown(model)
 
-    with pytest.raises(ModelUnknown):
+    with pytest.raises(errors.ModelUnknown):
         route("a", refuse=refuse, extra=[f"m{number}" for number in range(100_000)])
     assert len(asked) == limits().gateway.candidates + 1
 
@@ -165,7 +158,7 @@ def test_candidates_are_few_each_once_and_all_usable(
             name, aliases=made, refuse=allow_only(*"abcdefgh"), fallbacks_of=lambda model: own, rank_auto=lambda: served,
             extra=extra, choose=lambda weights: draw % len(weights),
         )  # fmt: skip
-    except (ModelUnknown, NoAvailableNode):
+    except (errors.ModelUnknown, errors.NoAvailableNode):
         assert not set(served) & set("abcdefgh") or name != AUTO or AUTO in made
         return
     assert 1 <= len(found.models) <= limits().gateway.candidates
@@ -193,7 +186,7 @@ def test_a_lowered_limit_holds_at_once_and_says_when_it_would_pass() -> None:
         clock.now = 1000.0 + second
         state = limiter.take(KEY, 10)
         assert (state.limit, state.remaining, state.reset_s) == (10, 9 - second, 60.0 - second)
-    with pytest.raises(RateLimited) as caught:
+    with pytest.raises(errors.RateLimited) as caught:
         limiter.take(KEY, 2)
     assert caught.value.retry_after_s == pytest.approx(1008 + 60 - 1009)
     assert limiter.take(OTHER, 1).remaining == 0
@@ -214,7 +207,7 @@ def test_idle_keys_are_forgotten_and_busy_ones_are_not() -> None:
     books = Bookkeeper(uuid.uuid4(), RecordWriter(accept_s=1.0, max_pending=1000), limiter)
     for number in range(100):
         who = Caller(uuid.UUID(int=number + 3), "k", "t", 1, frozenset())
-        books.record_refusal(BadRequest("no"), who, unread_request("/v1/models"), uuid.uuid4())
+        books.record_refusal(errors.BadRequest("no"), who, unread_request("/v1/models"), uuid.uuid4())
     limiter.take(KEY, 5)
     clock.now += 30
     limiter.take(OTHER, 5)
@@ -235,7 +228,7 @@ def test_never_more_than_the_limit_in_any_minute_and_never_fewer_than_could_pass
         in_window = sum(at > clock.now - 60.0 for at in taken)
         try:
             limiter.take(KEY, limit)
-        except RateLimited as refusal:
+        except errors.RateLimited as refusal:
             assert in_window == limit
             wait = refusal.retry_after_s
             assert wait is not None
@@ -262,16 +255,16 @@ def a_request(model: str = "m", *, prompt_chars: int = 1, max_tokens: int | None
 @pytest.mark.parametrize(
     ("allowed", "request_", "error", "status", "param"),
     [
-        ((), a_request("nobody"), ModelUnknown, 404, "model"),
-        ((), a_request("declared"), ModelNotAllowed, 400, "model"),
-        ((), a_request("known"), ModelNotAllowed, 400, "model"),
-        (("other",), a_request(), ModelNotAllowed, 400, "model"),
-        ((), a_request(prompt_chars=1001), PromptTooLarge, 400, "messages"),
-        ((), a_request(max_tokens=101), MaxTokensTooLarge, 400, "max_tokens"),
+        ((), a_request("nobody"), errors.ModelUnknown, 404, "model"),
+        ((), a_request("declared"), errors.ModelNotAllowed, 400, "model"),
+        ((), a_request("known"), errors.ModelNotAllowed, 400, "model"),
+        (("other",), a_request(), errors.ModelNotAllowed, 400, "model"),
+        ((), a_request(prompt_chars=1001), errors.PromptTooLarge, 400, "messages"),
+        ((), a_request(max_tokens=101), errors.MaxTokensTooLarge, 400, "max_tokens"),
     ],
 )
 def test_the_first_broken_rule_is_named(
-    allowed: tuple[str, ...], request_: InferenceRequest, error: type[GatewayError], status: int, param: str
+    allowed: tuple[str, ...], request_: InferenceRequest, error: type[errors.GatewayError], status: int, param: str
 ) -> None:
     assert [row.name for row in make_admission().admit(caller("m"), a_request(prompt_chars=1000, max_tokens=100))] == ["m"]
     with pytest.raises(error) as caught:
@@ -301,7 +294,7 @@ def hide_model(*, is_allowed: bool) -> Admission:
 def test_a_refusal_names_what_was_asked_for_and_never_the_model_behind_it(name: str, is_allowed: bool) -> None:
     """And what looks like the name of an allowed one is another."""
     options = PoolOptions(fallback_models=("fast",))
-    with pytest.raises(GatewayError) as refused:
+    with pytest.raises(errors.GatewayError) as refused:
         hide_model(is_allowed=is_allowed).route(caller("mine"), name, "/v1/chat/completions", options)
     assert HIDDEN not in refused.value.message
     assert name in refused.value.message or name == "auto"
@@ -411,6 +404,6 @@ def test_a_page_is_what_stands_next_to_its_cursor() -> None:
 def test_what_cannot_be_a_page_is_refused_with_its_parameter() -> None:
     wrong: list[tuple[bytes, str | None]] = [(b"limit=" + limit, "limit") for limit in (b"0", b"1001", b"%C2%B2", b"9" * 20)]
     for query, param in [*wrong, (b"before_id=a&after_id=b", "before_id"), (b"&".join([b"a=1"] * 33), None)]:
-        with pytest.raises(BadRequest) as refusal:
+        with pytest.raises(errors.BadRequest) as refusal:
             cut_page(FIVE, query)
         assert refusal.value.param == param, query

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -16,24 +16,19 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from conformance.events import read_stream
-from gateway.dialects import SURFACES
+from gateway import errors
+from gateway.dialects import SURFACES, Surface
 from gateway.dialects.messages import to_chat_body
+from gateway.dialects.pool_meta import MetaStream, PoolMeta, add_meta
+from gateway.dialects.refusal import ANTHROPIC_TYPES
 from gateway.dialects.responses import (
     ResponsesTranslator,
     list_input_items,
     read_responses_body,
-    translate_responses,
 )
 from gateway.dialects.responses.compaction import pack_summary
 from gateway.dialects.translation import AnswerContext, AnswerTranslator
-from gateway.errors import (
-    BadRequest,
-    ContextTooLong,
-    EngineRefused,
-    ForwardedRequestFailed,
-    GatewayError,
-    RateLimited,
-)
+from gateway.errors import ClientLeft, EngineRefused, GatewayError, InvalidApiKey, ModelNotAllowed, ModelUnknown
 from gateway.keeping import plan_keeping
 from gateway.values import Caller, InferenceRequest
 from tests.fakes.chat_engine import (
@@ -92,36 +87,6 @@ def connect(answer: Callable[[httpx2.Request], bytes], kind: str = "text/event-s
     )
 
 
-def test_the_sdks_stream_helper_puts_the_answer_together_and_sends_it_back_as_it_is() -> None:
-    with connect(lambda request: stream_of(request, RICH)).responses.stream(model="m", input="hi", tools=TOOLS) as stream:
-        names = [event.type for event in stream]
-        response = stream.get_final_response()
-    assert (names[0], names[-1], response.output_text) == ("response.created", "response.completed", "I will look.")
-    items: list[Any] = [item.to_dict() for item in response.output]
-    thought, message, *calls = items
-    assert (thought["type"], thought["content"][0]["text"], message["type"]) == ("reasoning", "hm", "message")
-    assert [(call["type"], call["name"], call.get("arguments", call.get("input"))) for call in calls] == [
-        ("function_call", "look", '{"x":1}'), ("custom_tool_call", "apply_patch", PATCH), ("function_call", "send", "{}"),
-    ]  # fmt: skip
-    assert ([call["call_id"] for call in calls], calls[2]["namespace"]) == (["a", "b", "c"], "mail")
-    assert response.usage is not None
-    assert (response.usage.input_tokens, response.usage.input_tokens_details.cached_tokens) == (7, 2)
-    seen: list[httpx2.Request] = []
-
-    def note(request: httpx2.Request) -> bytes:
-        seen.append(request)
-        return stream_of(request, [chunk({"content": "ok"}, "stop")])
-
-    given: list[Any] = [{"role": "user", "content": "hi"}, thought, message, *calls]
-    given += [{"type": "function_call_output", "call_id": call_id, "output": "1"} for call_id in ("a", "c")]
-    given.append({"type": "custom_tool_call_output", "call_id": "b", "output": "done"})
-    with connect(note).responses.stream(model="m", input=given, tools=TOOLS) as stream:
-        assert stream.get_final_response().output_text == "ok"
-    said = json.loads(translate_responses(_read(seen[0])).body)["messages"][1]
-    assert (said["content"], said["reasoning_content"]) == ("I will look.", "hm")
-    assert [call["function"]["name"] for call in said["tool_calls"]] == ["look", "apply_patch", "mail__send"]
-
-
 def test_every_event_and_object_fits_the_published_types() -> None:
     """The SDK itself does not check what it reads."""
     request = httpx2.Request(
@@ -136,19 +101,6 @@ def test_every_event_and_object_fits_the_published_types() -> None:
                 Response.model_validate(event["response"])
 
 
-def test_a_compaction_is_what_the_sdk_reads() -> None:
-    usage = b'{"prompt_tokens":40,"completion_tokens":6}'
-    body = b'{"choices":[{"message":{"content":"short"},"finish_reason":"stop"}],"usage":%b}' % usage
-    client = connect(lambda request: _open(request).translate_whole(body), "application/json")
-    found = client.responses.compact(model="m", input="x")
-    assert (found.object, found.id, found.created_at) == ("response.compaction", "resp_ab12", 1_795_000_000)
-    assert (found.usage.input_tokens, found.usage.output_tokens) == (40, 6)
-    assert [item.type for item in found.output] == ["message", "compaction"]
-    last = found.output[-1]
-    assert last.type == "compaction"
-    assert "short" not in last.encrypted_content  # clients pass it on unread
-
-
 def read_message(chunks: list[bytes]) -> dict[str, Any]:
     """Return the message that Anthropic's SDK puts together of a stream."""
     data, _ = run(MESSAGES, chunks)
@@ -159,15 +111,6 @@ def read_message(chunks: list[bytes]) -> dict[str, Any]:
         client = anthropic.Anthropic(api_key="key", base_url="http://gateway.invalid", http_client=http, max_retries=0)
         with client.messages.stream(model="m", max_tokens=5, messages=[{"role": "user", "content": "a"}]) as stream:
             return stream.get_final_message().to_dict()
-
-
-def test_anthropics_sdk_reads_what_the_model_said() -> None:
-    message = read_message(RICH)
-    assert message["stop_reason"] == "tool_use"
-    assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use", "tool_use", "tool_use"]
-    assert (message["content"][0]["thinking"], message["content"][1]["text"]) == ("hm", "I will look.")
-    assert [block["input"] for block in message["content"][2:]] == [{"x": 1}, {"input": PATCH}, {}]
-    assert (message["usage"]["input_tokens"], message["usage"]["output_tokens"]) == (5, 3)
 
 
 both = pytest.mark.parametrize("path", [MESSAGES, RESPONSES])
@@ -199,20 +142,20 @@ def test_names_that_are_left_out_fit_into_a_header_and_are_few() -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ForwardedRequestFailed(), "server_error"),
-        (ContextTooLong(), "context_length_exceeded"),
-        (RateLimited(), "rate_limit_exceeded"),
-        (EngineRefused("busy", status=429), "rate_limit_exceeded"),
-        (EngineRefused("no such parameter", status=400), "invalid_prompt"),
+        (errors.ForwardedRequestFailed(), "server_error"),
+        (errors.ContextTooLong(), "context_length_exceeded"),
+        (errors.RateLimited(), "rate_limit_exceeded"),
+        (errors.EngineRefused("busy", status=429), "rate_limit_exceeded"),
+        (errors.EngineRefused("no such parameter", status=400), "invalid_prompt"),
     ],
-    ids=lambda value: f"{type(value).__name__}-{value.status}" if isinstance(value, GatewayError) else value,
+    ids=lambda value: f"{type(value).__name__}-{value.status}" if isinstance(value, errors.GatewayError) else value,
 )
-def test_a_stream_that_broke_ends_with_the_failed_response(error: GatewayError, code: str) -> None:
+def test_a_stream_that_broke_ends_with_the_failed_response(error: errors.GatewayError, code: str) -> None:
     translator = open_answer(RESPONSES)
     assert isinstance(translator, ResponsesTranslator)
     translator.feed(chunk({"reasoning": "hm"}) + chunk({"content": "par"}))
     event = json.loads(translator.fail(error).rpartition(b"data: ")[2])
-    response, param = event["response"], "input" if isinstance(error, ContextTooLong) else None
+    response, param = event["response"], "input" if isinstance(error, errors.ContextTooLong) else None
     assert (event["type"], response["status"]) == ("response.failed", "failed")
     assert response["error"] == {"code": code, "message": error.message, "type": error.type, "param": param}
     assert [item["status"] for item in response["output"]] == ["completed", "in_progress"]
@@ -253,7 +196,7 @@ def test_items_are_kept_with_an_id_and_a_type_and_tools_without_their_credential
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"model":"m","input":NaN}', b"[" * 100_000])
 def test_a_body_that_cannot_be_read_is_a_bad_request_to_every_reader(body: bytes) -> None:
     for read in (read_responses_body, list_input_items, to_chat_body):
-        with pytest.raises(BadRequest):
+        with pytest.raises(errors.BadRequest):
             read(body)
 
 
@@ -297,3 +240,149 @@ def test_the_output_of_a_compaction_is_the_input_of_the_next_request(summary: st
     (turn,) = json.loads(say_request(RESPONSES, **asked).body)["messages"]
     assert turn == {"role": "user", "content": f"hello\n\nSummary of the conversation so far:\n{summary}\n\nGo on."}
     assert compact("shorter", output)[-1]["encrypted_content"] == pack_summary("shorter")
+
+
+EXPECTED = {
+    400: ("invalid_request_error", "invalid_request_error"), 401: ("authentication_error", "authentication_error"),
+    403: ("invalid_request_error", "permission_error"), 404: ("not_found_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"), 413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "invalid_request_error"), 429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"), 502: ("server_error", "api_error"), 503: ("server_error", "overloaded_error"),
+    504: ("server_error", "timeout_error"), 529: ("server_error", "overloaded_error"),
+}  # fmt: skip
+OPENAI_EXCEPTIONS = {
+    400: openai.BadRequestError, 401: openai.AuthenticationError, 403: openai.PermissionDeniedError,
+    404: openai.NotFoundError, 429: openai.RateLimitError, 500: openai.InternalServerError,
+}  # fmt: skip
+RESPONSES_CODES = {"server_error", "context_length_exceeded", "rate_limit_exceeded", "invalid_prompt"}
+CODES_AGENTS_RETRY = {"server_error", "rate_limit_exceeded"}
+
+
+def list_errors() -> Iterator[GatewayError]:
+    """Yield one error of every class that a client may be told."""
+    waiting: list[type[GatewayError]] = [GatewayError]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        if kind is EngineRefused:
+            yield from (EngineRefused("said by the engine", status=status) for status in EXPECTED)
+        elif kind.__module__ == GatewayError.__module__ and not issubclass(kind, ClientLeft):
+            yield kind("said by the test")
+
+
+ERRORS = sorted(list_errors(), key=lambda error: (type(error).__name__, error.status))
+each_error = pytest.mark.parametrize("error", ERRORS, ids=lambda error: f"{type(error).__name__}-{error.status}")
+OPENAI, ANTHROPIC = openai.OpenAI(api_key="k"), anthropic.Anthropic(api_key="k")
+OF_CHAT, OF_MESSAGES, OF_RESPONSES = (SURFACES[f"/v1/{name}"] for name in ("chat/completions", "messages", "responses"))
+
+
+def read_event(event: bytes) -> tuple[str, dict[str, object]]:
+    """Return name and data of the one event that these bytes are."""
+    head, _, data = event.rpartition(b"data: ")
+    assert data.endswith(b"\n\n")
+    assert data.count(b"\n") == 2
+    found: dict[str, object] = json.loads(data)
+    return head.decode().removeprefix("event: ").strip(), found
+
+
+@each_error
+def test_each_dialect_says_an_error_in_its_shape_whole_and_in_a_stream(error: GatewayError) -> None:
+    for surface in SURFACES.values():
+        if surface is not OF_MESSAGES:
+            said = json.loads(surface.render_error(error, "req_1"))["error"]
+            assert {"message", "type", "param", "code"} <= set(said)
+            assert (said["message"], said["type"]) == (error.message, EXPECTED[error.status][0])
+            assert isinstance(said["code"], str)
+            assert isinstance(said["param"], str | None)
+    told = json.loads(OF_MESSAGES.render_error(error, "req_1"))
+    assert (told["type"], told["request_id"]) == ("error", "req_1")
+    assert told["error"]["type"] in ANTHROPIC_TYPES
+    is_of_the_contract = isinstance(error, ModelNotAllowed)  # a model is known, and not for this key: 400
+    assert told["error"]["type"] == EXPECTED[error.status][1] or is_of_the_contract
+    assert error.message in told["error"]["message"]
+    assert read_event(OF_CHAT.render_stream_error(error, "req_1")) == ("", json.loads(OF_CHAT.render_error(error, "req_1")))
+    assert read_event(OF_MESSAGES.render_stream_error(error, "req_1")) == ("error", told)
+    name, event = read_event(OF_RESPONSES.render_stream_error(error, "req_1"))
+    assert (name, event["type"], event["message"]) == ("error", "error", error.message)
+
+
+@each_error
+def test_sdks_raise_what_the_status_means_and_show_the_words(error: GatewayError) -> None:
+    request = httpx2.Request("POST", "http://gateway.test/v1")
+    for client, surface in ((OPENAI, OF_CHAT), (ANTHROPIC, OF_MESSAGES)):
+        reply = httpx2.Response(error.status, request=request, json=json.loads(surface.render_error(error, "req_1")))
+        raised = client._make_status_error_from_response(reply)
+        assert error.message in raised.message
+        if client is OPENAI:
+            assert isinstance(raised, OPENAI_EXCEPTIONS.get(min(error.status, 500), openai.APIStatusError))
+
+
+@each_error
+def test_a_response_that_failed_before_it_began_begins_and_fails(error: GatewayError) -> None:
+    request = OF_RESPONSES.parse(b'{"model":"m","input":"x","stream":true}', {})
+    events = OF_RESPONSES.render_first_error(error, "req_1", request).split(b"\n\n")[:-1]
+    (_, created), (_, failed) = (read_event(event + b"\n\n") for event in events)
+    assert [created["type"], failed["type"]] == ["response.created", "response.failed"]
+    assert [created["sequence_number"], failed["sequence_number"]] == [0, 1]
+    response = failed["response"]
+    assert isinstance(response, dict)
+    assert response["status"] == "failed"
+    assert response["error"]["message"] == error.message
+    assert response["error"]["code"] in RESPONSES_CODES
+    is_tried_again = response["error"]["code"] in CODES_AGENTS_RETRY
+    assert is_tried_again == (error.status >= 500 or error.status == 429)
+
+
+@pytest.mark.parametrize("surface", SURFACES.values(), ids=lambda surface: surface.path)
+def test_litellm_takes_a_wrong_key_and_an_unknown_model_for_what_they_are(surface: Surface) -> None:
+    """Its client looks for ``invalid_request_error`` in the text of an error before it looks at the status."""
+    for error, kind, code in (
+        (InvalidApiKey(), "authentication_error", "INVALID_API_KEY"),
+        (ModelUnknown("The model 'x' does not exist."), "not_found_error", "MODEL_NOT_ALLOWED"),
+    ):
+        text = surface.render_error(error, "req_1").decode()
+        said = json.loads(text)["error"]
+        assert (said["type"], said["code"]) == (kind, code)
+        assert "invalid_request_error" not in text
+    assert "Incorrect API key provided" in surface.render_error(InvalidApiKey(), "req_1").decode()
+
+
+META = PoolMeta(
+    gpu_id="node_1", node="box", model="m", asked_model="auto", queue_ms=1, inference_ms=2, ttfb_ms=None, attempts=1
+)
+CHUNK = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":7,"model":"m","choices":[]}\n\n'
+
+
+def name_event(name: str, **fields: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), json.dumps({"type": name, **fields}).encode())
+
+
+WORDS = b'data: {"id":"c","choices":[{"delta":{"content":"it ends with data: [DONE] always"}}]}\n\n'
+BEGUN = name_event("message_start", message={"id": "msg_1"}) + name_event("message_delta")
+ECHO = name_event("response.created", response={"metadata": {"type": "response.completed"}})
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "shown"),
+    [
+        (CHUNK + CHUNK, DONE, b'data: {"id":"chatcmpl-1"'),
+        (WORDS, DONE, b'data: {"id":"c"'),  # text that looks like the end is text
+        (BEGUN, name_event("message_stop"), b"event: x_pool_meta\n"),
+        (ECHO, name_event("response.completed", response={"id": "r"}), b"event: response.completed\n"),
+    ],
+    ids=["chat", "words", "messages", "responses"],
+)
+def test_the_pools_numbers_stand_once_before_the_end_wherever_a_stream_is_cut(first: bytes, last: bytes, shown: bytes) -> None:
+    def feed(stream: bytes, place: int) -> bytes:
+        meta = MetaStream(lambda: META)
+        return meta.feed(stream[:place]) + meta.feed(stream[place:]) + meta.finish()
+
+    for place in range(0, len(first + last), 7):
+        out = feed(first + last, place)
+        assert out.startswith(first + shown)
+        assert [b"x_pool_meta" in event for event in out.split(b"\n\n")].count(True) == 1
+        assert out.endswith(last if last == DONE else b"}\n\n")
+    broken = first + b'data: {"error":{"message":"no"}}\n\n'
+    assert feed(broken, 30) == broken
+    assert json.loads(add_meta(b'{"id":"x"}', META))["x_pool_meta"]["node"] == "box"
+    assert (add_meta(b"[1]", META), add_meta(b"RIFF\xff", META)) == (b"[1]", b"RIFF\xff")

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from pytest_django import Settings
 
 from core.limits import NodeLimits, limits
 from core.outbox import AsgiMessage
+from governance.errors import InvalidProposal
+from nodes.checks import check_settings
 from nodes.links import EndKind, LinkCondition, LinkRegistry
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.keeper import FleetGauges, LinkKeeper
 from nodes.links.port import Link
 from nodes.links.relay import RelayLink
+from nodes.operations.params import DRAIN_FIELDS, EVICT_FIELDS, LOAD_FIELDS, UNLOAD_FIELDS, Field, clean_flush, clean_params
 from nodes.session import ServerSession
-from nodes.states import TOKENIZE, DrainCount, NodeRow
+from nodes.states import TOKENIZE, DrainCount, Freshness, NodeFacts, NodeRow, Obstacle, judge_availability
 from tests.fakes.clock import virtual_clock
+from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, RequestSink, make_row, open_request
 from wire import bridge
 from wire.bridge import BRIDGE_V1, MUSTER_V1
-from wire.contract import NodeStatus
+from wire.contract import NodeMode, NodeStatus
+from wire.optoken.approval import canonical
 
 HERE, THERE = uuid.UUID(int=1), uuid.UUID(int=2)
 TARGET = HttpTarget(scheme="http", host="box.example", address="10.0.0.9", port=8000)
@@ -242,28 +250,26 @@ async def test_work_that_outlives_a_drains_deadline_ends_as_reclaimed(setting: S
     assert box.kicks == []
 
 
+REPLACED = "replaced by a newer session of the same node"
+
+
 @pytest.mark.parametrize(
-    ("version", "changes", "kicks"),
+    ("version", "changes", "reason"),
     [
-        (MUSTER_V1, {"epoch": 2, "instance_id": "i2"}, ["replaced by a newer session of the same node"]),
-        (BRIDGE_V1, {"epoch": 2, "instance_id": ""}, ["replaced by a newer session of the same node"]),
-        (MUSTER_V1, {"provider_state": "deleted"}, ["provider was deleted"]),
-        (MUSTER_V1, {"epoch": 1, "instance_id": "i1"}, []),
-        (MUSTER_V1, {"epoch": 2, "instance_id": "i1"}, []),
-        (MUSTER_V1, {"epoch": 0, "instance_id": "i2"}, []),
-        (MUSTER_V1, {"epoch": 1, "instance_id": "i2"}, []),
+        (MUSTER_V1, {"epoch": 2, "instance_id": "i2"}, REPLACED), (BRIDGE_V1, {"epoch": 2, "instance_id": ""}, REPLACED),
+        (MUSTER_V1, {"provider_state": "deleted"}, "provider was deleted"),
+        (MUSTER_V1, {"epoch": 1, "instance_id": "i1"}, ""), (MUSTER_V1, {"epoch": 2, "instance_id": "i1"}, ""),
+        (MUSTER_V1, {"epoch": 0, "instance_id": "i2"}, ""), (MUSTER_V1, {"epoch": 1, "instance_id": "i2"}, ""),
     ],
-)
+)  # fmt: skip
 async def test_a_newer_session_of_another_instance_and_a_deleted_provider_let_the_box_go(
-    setting: Setting, version: str, changes: dict[str, object], kicks: list[str]
+    setting: Setting, version: str, changes: dict[str, object], reason: str
 ) -> None:
     box = setting.box(version, instance_id="i1" if version == MUSTER_V1 else "")
     ends = run_on(box.link)
     setting.apply(make_row(box.link.node_id, **changes))
-    assert [kick for kick in box.kicks if kick[1] in kicks] == [(1000, reason) for reason in kicks]
-    assert ends.kinds == ([EndKind.LINK_LOST] if kicks else [])
-    assert len(setting.registry) == (not kicks)
-    assert bool(box.kicks) == bool(kicks)
+    assert box.kicks == ([(1000, reason)] if reason else [])
+    assert (ends.kinds, len(setting.registry)) == (([EndKind.LINK_LOST], 0) if reason else ([], 1))
 
 
 async def test_a_direct_node_is_linked_kept_and_dropped_with_its_heartbeat(setting: Setting) -> None:
@@ -287,7 +293,6 @@ async def test_a_direct_node_is_linked_kept_and_dropped_with_its_heartbeat(setti
     ("changes", "active", "condition"),
     [
         ({"reported_status": "error"}, 0, LinkCondition.UNHEALTHY),
-        ({"reported_status": "draining"}, 0, LinkCondition.DRAINING),
         ({"is_accepting_jobs": False}, 0, LinkCondition.DRAINING),
         ({"reported_status": "busy"}, 0, LinkCondition.BUSY),
         ({"reported_status": "busy"}, 1, LinkCondition.READY),  # with our own request
@@ -299,21 +304,19 @@ async def test_a_direct_node_is_linked_kept_and_dropped_with_its_heartbeat(setti
 async def test_what_a_direct_node_reports_decides_its_condition(
     setting: Setting, changes: dict[str, object], active: int, condition: LinkCondition
 ) -> None:
-    node_id = uuid.uuid4()
-    link = setting.link_of(make_row(node_id, is_direct=True))
+    row = make_row(uuid.uuid4(), is_direct=True)
+    link = setting.link_of(row)
     link.active = active
-    setting.apply(make_row(node_id, is_direct=True, **changes))
-    assert link.condition() is condition
-    setting.apply(make_row(node_id, is_direct=True))
-    assert link.condition() is LinkCondition.READY
+    for said, expected in ((changes, condition), ({}, LinkCondition.READY)):
+        setting.apply(make_row(row.node_id, is_direct=True, **said))
+        assert link.condition() is expected
 
 
 async def test_a_direct_node_that_moved_gets_a_new_link_and_one_with_another_api_key_keeps_it(setting: Setting) -> None:
     row = make_row(uuid.uuid4(), is_direct=True)
     setting.keeper.apply([row], targets={}, peers={})
     assert len(setting.registry) == 0, "no address of it is allowed"
-    old = setting.link_of(row)
-    keyed = replace(TARGET, headers={"authorization": "Bearer k"})
+    old, keyed = setting.link_of(row), replace(TARGET, headers={"authorization": "Bearer k"})
     setting.keeper.apply([row], targets={row.node_id: keyed}, peers={})
     assert (setting.registry.get(row.node_id), old.target, old.closed) == (old, keyed, False)
     assert "Bearer k" not in repr(old.target)
@@ -428,37 +431,187 @@ def scrape(keeper: LinkKeeper | None) -> str:
     return generate_latest(registry).decode()
 
 
-def read_series(setting: Setting) -> dict[str, float]:
-    """Return each series with its value."""
-    lines = [line for line in scrape(setting.keeper).splitlines() if not line.startswith("#")]
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
-
-
-async def test_a_fleet_that_is_large_has_a_bounded_number_of_series(setting: Setting) -> None:
-    for number in range(limits().nodes.named_in_metrics + 50):
-        setting.registry.add(Link(node_id=uuid.UUID(int=number + 1), node_name="n", models=frozenset(), max_concurrent=2))
-    said = read_series(setting)
-
-    assert sum(name.startswith("muster_node_slots{") for name in said) == limits().nodes.named_in_metrics + 1
-    assert said['muster_node_slots{node="others",node_id=""}'] == 100.0
-
-
 async def test_whatever_nodes_call_themselves_and_their_gpus_series_stay_few_and_readable(setting: Setting) -> None:
-    counts = []
+    counts, most = [], limits().nodes
     boxes = [Box(uuid.UUID(int=number + 1)) for number in range(3)]
     for box in boxes:
         setting.registry.add(box.link)
     for turn in range(30):
         for number, box in enumerate(boxes):
             box.link.node_name = f'{turn}"}} 1\nmuster_nodes{{status="made up\\{number}'
-            gpus = [
-                bridge.GpuInfo(index=turn * 1000 + index, name="G", memory_total_mb=1)
-                for index in range(limits().nodes.report_gpus)
-            ]
+            gpus = [bridge.GpuInfo(index=turn * 1000 + n, name="G", memory_total_mb=1) for n in range(most.report_gpus)]
             box.link.take_telemetry(bridge.Telemetry(current_load=0, gpus=gpus))
         families = list(text_string_to_metric_families(scrape(setting.keeper)))
         counts.append(sum(len(family.samples) for family in families))
         (statuses,) = (family for family in families if family.name == "muster_nodes")
         assert {sample.labels["status"] for sample in statuses.samples} == {status.value for status in NodeStatus}
     assert set(counts) == {counts[0]}, "a name or a GPU that is gone leaves no series"
-    assert counts[0] <= len(NodeStatus) + len(boxes) * (2 + limits().nodes.report_gpus)
+    assert counts[0] <= len(NodeStatus) + len(boxes) * (2 + most.report_gpus)
+
+
+async def test_a_fleet_that_is_large_has_a_bounded_number_of_series(setting: Setting) -> None:
+    for number in range(limits().nodes.named_in_metrics + 50):
+        setting.registry.add(Link(node_id=uuid.UUID(int=number + 1), node_name="n", models=frozenset(), max_concurrent=2))
+    said = scrape(setting.keeper)
+    assert said.count("\nmuster_node_slots{") == limits().nodes.named_in_metrics + 1
+    assert '\nmuster_node_slots{node="others",node_id=""} 100.0\n' in said
+
+
+FRESH, STALE, OFFLINE = Freshness.FRESH, Freshness.STALE, Freshness.OFFLINE
+AGES = {FRESH: 0.0, STALE: 10.0, OFFLINE: 15.0}
+WELL = NodeFacts(
+    age_s=1.0, protocol=MUSTER_V1, reported=NodeStatus.AVAILABLE, mode=NodeMode.SPARE_ON, draining=False, cordoned=False,
+    is_accepting_jobs=True,
+)  # fmt: skip
+
+
+def test_every_combination_has_the_status_that_overrides_most() -> None:
+    for freshness, reported, mode, draining, cordoned, accepting in itertools.product(
+        Freshness, NodeStatus, NodeMode, (False, True), (False, True), (False, True)
+    ):
+        facts = replace(
+            WELL, age_s=AGES[freshness], protocol="", reported=reported, mode=mode, draining=draining, cordoned=cordoned,
+            is_accepting_jobs=accepting,
+        )  # fmt: skip
+        found = judge_availability(facts, NodeLimits())
+        status = found.status
+        assert found.freshness is freshness
+        is_able = status in {NodeStatus.AVAILABLE, NodeStatus.BUSY} and freshness is FRESH
+        assert (found.obstacle is None) == is_able
+        if freshness is OFFLINE or reported is NodeStatus.OFFLINE:
+            assert status is NodeStatus.OFFLINE
+        elif reported is NodeStatus.ERROR:
+            assert status is NodeStatus.ERROR
+        elif draining or cordoned or not accepting or mode is NodeMode.SPARE_OFF or reported is NodeStatus.DRAINING:
+            assert status is NodeStatus.DRAINING
+        else:
+            assert status is reported
+
+
+@pytest.mark.parametrize(
+    ("changes", "obstacle"),
+    [
+        ({}, None),
+        ({"age_s": None}, Obstacle.SILENT),
+        ({"reported": NodeStatus.OFFLINE}, Obstacle.SILENT),
+        ({"unreachable": "answers with 503"}, Obstacle.UNREACHABLE),
+        ({"unreachable": "answers with 503", "age_s": 15.0}, Obstacle.SILENT),
+        ({"is_enabled": False}, Obstacle.PROVIDER_OFF),
+        ({"reported": NodeStatus.ERROR}, Obstacle.ERROR),
+        ({"draining": True, "cordoned": True}, Obstacle.DRAINING),
+        ({"draining": True, "is_drained": True}, Obstacle.DRAINED),
+        ({"cordoned": True}, Obstacle.CORDONED),
+        ({"mode": NodeMode.SPARE_OFF, "is_drained": True}, Obstacle.TAKEN_BACK),
+        ({"is_accepting_jobs": False}, Obstacle.HOLDS_BACK),
+        ({"reported": NodeStatus.DRAINING}, Obstacle.HOLDS_BACK),
+        ({"age_s": 10.0}, Obstacle.LATE),
+        ({"reported": NodeStatus.BUSY}, None),
+    ],
+)
+def test_of_what_keeps_work_from_a_node_the_first_is_said(changes: dict[str, Any], obstacle: Obstacle | None) -> None:
+    assert judge_availability(replace(WELL, **changes), NodeLimits()).obstacle is obstacle
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits", "found"),
+    [
+        ({}, {}, []),
+        ({"NODE_MODEL_CHECK": "nowhere.is_model_allowed"}, {}, ["nodes.E001"]),
+        ({"NODE_MODEL_CHECK": "gateway.services.no_such_function"}, {}, ["nodes.E001"]),
+        ({"NODE_MODEL_CHECK": "plain"}, {}, ["nodes.E001"]),
+        ({"NODE_MODEL_CHECK": "nodes.errors.__doc__"}, {}, ["nodes.E001"]),
+        ({"NODE_DIRECT_HOSTS": ["gpu1.lan", "10.0.0.1/8"]}, {}, ["nodes.E002"]),
+        ({}, {"stale_after_s": 5.0}, ["nodes.E003"]),
+        ({}, {"stale_after_s": 16.0}, ["nodes.E003"]),
+        ({}, {"bridge_pong_window_s": 15.0}, ["nodes.E004"]),
+    ],
+)
+def test_settings_that_mean_nothing_or_contradict_each_other_are_errors(
+    settings: Settings, changes: dict[str, object], limits: dict[str, float], found: list[str]
+) -> None:
+    for name, value in changes.items():
+        setattr(settings, name, value)
+    set_limits(nodes=limits)
+    assert [str(message.id) for message in check_settings(None)] == found
+
+
+# Parameters of operations, in the one form that is signed
+
+LOAD: dict[str, object] = {"modelId": "org/m", "quantization": "awq", "maxContextLength": 4096, "evictModel": "old"}
+
+
+def test_a_load_is_signed_as_it_was_asked_for() -> None:
+    asked = {**LOAD, "gpuMemoryBudgetMB": 9000, "overrides": {"n_ctx": 5, "flags": ["a"], "deep": {"on": True}}}
+    assert clean_params(asked, LOAD_FIELDS) == asked
+    assert canonical(clean_params(asked, LOAD_FIELDS))
+    assert clean_params({"modelId": "m", "quantization": None, "evictModel": ""}, LOAD_FIELDS) == {"modelId": "m"}
+    assert clean_params({"timeout_s": 0}, DRAIN_FIELDS) == {"timeout_s": 0}
+    assert clean_params({"modelId": "m", "force": True}, UNLOAD_FIELDS) == {"modelId": "m", "force": True}
+
+
+UNSIGNABLE: list[tuple[Mapping[str, Field], dict[str, object], str, str]] = [
+    (LOAD_FIELDS, {"modelId": ""}, "modelId", "must be given"),
+    (LOAD_FIELDS, {"modelId": 7}, "modelId", "printable text"),
+    (LOAD_FIELDS, {"modelId": "a\u202eb"}, "modelId", "printable text"),
+    (LOAD_FIELDS, {"modelId": " m"}, "modelId", "outer blanks"),
+    (LOAD_FIELDS, {"modelId": "m" * 201}, "modelId", "at most 200"),
+    (LOAD_FIELDS, {"maxContextLength": 4096.0}, "maxContextLength", "only whole numbers can be signed"),
+    (LOAD_FIELDS, {"maxContextLength": 0}, "maxContextLength", "from 1 to"),
+    (LOAD_FIELDS, {"maxContextLength": True}, "maxContextLength", "whole number"),
+    (LOAD_FIELDS, {"maxContextLength": "4096"}, "maxContextLength", "whole number"),
+    (LOAD_FIELDS, {"gpuMemoryBudgetMB": 2**31}, "gpuMemoryBudgetMB", "whole number"),
+    (LOAD_FIELDS, {"overrides": {"gpu_memory_utilization": 0.9}}, "overrides.gpu_memory_utilization", "only whole numbers"),
+    (LOAD_FIELDS, {"overrides": {"a": {"b": [1, 0.5]}}}, "overrides.a.b", "only whole numbers"),
+    (LOAD_FIELDS, {"overrides": [1]}, "overrides", "must be an object"),
+    (LOAD_FIELDS, {"overrides": {"a": None}}, "params", "cannot be signed"),
+    (LOAD_FIELDS, {"overrides": {"ä": 1}}, "params", "cannot be signed"),
+    (LOAD_FIELDS, {"overrides": {str(number): 1 for number in range(65)}}, "overrides", "at most 64"),
+    (LOAD_FIELDS, {"verifiedOpToken": "x"}, "verifiedOpToken", "There is no parameter 'verifiedOpToken' here"),
+    (DRAIN_FIELDS, {"timeout_s": -1}, "timeout_s", ""),
+    (DRAIN_FIELDS, {"timeout_s": 1.5}, "timeout_s", ""),
+    (DRAIN_FIELDS, {}, "timeout_s", ""),
+    (EVICT_FIELDS, {"timeout_s": 0}, "timeout_s", ""),
+    (UNLOAD_FIELDS, {"modelId": "m", "force": 1}, "force", ""),
+    (UNLOAD_FIELDS, {"modelId": "m", "force": "true"}, "force", ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "changes", "param", "words"), UNSIGNABLE, ids=range(len(UNSIGNABLE)))
+def test_what_cannot_be_signed_is_refused_in_words(
+    fields: Mapping[str, Field], changes: dict[str, object], param: str, words: str
+) -> None:
+    with pytest.raises(InvalidProposal, match=words or None) as caught:
+        clean_params({**(LOAD if fields is LOAD_FIELDS else {}), **changes}, fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"scope": "all"}, None),
+        ({"scope": "all", "modelId": "m"}, None),
+        ({"scope": "model", "modelId": "m"}, None),
+        ({"scope": "tenant", "tenantId": "t"}, None),
+        ({"scope": "tenant", "tenantId": "t", "modelId": "m"}, None),
+        ({"scope": "tag", "tag": "x"}, None),
+        ({"scope": "tag", "tag": "x", "tenantId": "t"}, None),
+        ({}, "scope"),
+        ({"scope": "world"}, "scope"),
+        ({"scope": "model"}, "modelId"),
+        ({"scope": "tenant", "modelId": "m"}, "tenantId"),
+        ({"scope": "tag"}, "tag"),
+        ({"scope": "all", "tenantId": "t"}, "tenantId"),
+        ({"scope": "model", "modelId": "m", "tag": "x"}, "tag"),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_a_flush_says_what_its_scope_needs_and_nothing_else(params: dict[str, object], param: str | None) -> None:
+    if param is None:
+        assert clean_flush(params) == params
+        return
+    with pytest.raises(InvalidProposal) as caught:
+        clean_flush(params)
+    assert caught.value.param == param
