@@ -219,14 +219,11 @@ async def test_a_flush_while_something_runs_is_refused_and_does_nothing(tmp_path
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"exllama_cache_size": 1000}, "multiple of 256"),
-        ({"exllama_cache_quant": "9,9"}, "exllama_cache_quant"),
-        ({"exllama_cache_k_bits": 4}, "go together"),
-        ({"exllama_gpu_split": "24,all"}, "exllama_gpu_split"),
-        ({"exllama_tensor_parallel": "yes"}, "exllama_tensor_parallel"),
-        ({}, r"muster\[exllamav3\]"),
+        ({"exllama_cache_size": 1000}, "multiple of 256"), ({"exllama_cache_quant": "9,9"}, "exllama_cache_quant"),
+        ({"exllama_cache_k_bits": 4}, "go together"), ({"exllama_gpu_split": "24,all"}, "exllama_gpu_split"),
+        ({"exllama_tensor_parallel": "yes"}, "exllama_tensor_parallel"), ({}, r"muster\[exllamav3\]"),
     ],
-)
+)  # fmt: skip
 async def test_an_option_that_does_not_do_and_a_library_that_is_not_there_are_said_before_anything_starts(
     tmp_path: Path, options: dict[str, Any], words: str
 ) -> None:

@@ -282,9 +282,7 @@ async def test_a_forced_unload_cuts_what_runs_and_says_how_much(tmp_path: Path) 
         assert pools.find(parts, "a").state is ModelState.UNLOADED
 
 
-async def test_of_two_loads_that_race_for_memory_one_wins_and_the_other_is_told_what_would_help(
-    tmp_path: Path,
-) -> None:
+async def test_of_two_loads_that_race_for_memory_one_wins_and_the_other_is_told_what_would_help(tmp_path: Path) -> None:
     async with pools.assembled(tmp_path, "--memory-budget-mb", "70") as parts:
         loader = parts.pool.loader
         # Neither is carried out before both are decided: what a load takes may be less than what is set aside for it.

@@ -84,14 +84,12 @@ def ignore(_progress: Progress) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "No such file"),
-        (b"", "failed to read magic"),
-        (b"this is no model " * 100, "invalid magic"),
+        (None, "No such file"), (b"", "failed to read magic"), (b"this is no model " * 100, "invalid magic"),
         (TINY_MODEL_PATH.read_bytes()[:100], "failed to read key-value pairs"),
         (TINY_MODEL_PATH.read_bytes()[:600_000], "data is not within the file bounds, model is corrupted or incomplete"),
     ],
     ids=["none", "empty", "something else", "cut in its header", "cut in its weights"],
-)
+)  # fmt: skip
 async def test_a_file_that_is_no_whole_model_fails_with_the_reason(
     tmp_path: Path, client: aiohttp.ClientSession, content: bytes | None, words: str
 ) -> None:
@@ -130,19 +128,6 @@ async def test_a_child_killed_half_way_is_an_error_and_the_next_load_works(
         await assert_health(engine, Health.OK)
     finally:
         await engine.unload(gently=True)
-
-
-async def test_what_the_log_says_of_a_load_is_heard_although_it_comes_after_the_answer(
-    client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LlamaCpp, "child_module", "tests.fakes.engines.programs.late_log_child")
-    engine, reported = LlamaCpp(tiny_plan(), client), list[Progress]()
-    try:
-        await engine.load(reported.append)
-        assert (await engine.stats()).kv_bytes == 4 * 1024 * 1024
-    finally:
-        await engine.unload(gently=False)
-    assert reported[-1].stage == "warming up"
 
 
 async def test_many_loads_and_unloads_leave_no_process_and_no_file_handle(client: aiohttp.ClientSession) -> None:
@@ -300,12 +285,10 @@ async def test_a_request_that_is_given_up_while_it_waits_for_a_slot_holds_nobody
 @pytest.mark.parametrize(
     ("asked", "removed"),
     [
-        (FlushRequest(FlushScope.ALL), 2),
-        (FlushRequest(FlushScope.MODEL), 2),
-        (FlushRequest(FlushScope.TENANT, tenant="alpha"), 1),
-        (FlushRequest(FlushScope.TAG, tag="night", tenant="alpha"), 1),
+        (FlushRequest(FlushScope.ALL), 2), (FlushRequest(FlushScope.MODEL), 2),
+        (FlushRequest(FlushScope.TENANT, tenant="alpha"), 1), (FlushRequest(FlushScope.TAG, tag="night", tenant="alpha"), 1),
     ],
-)
+)  # fmt: skip
 async def test_a_flush_empties_what_it_names_and_leaves_the_others(asked: FlushRequest, removed: int) -> None:
     async with serving(slots=2) as engine:
         await reused(engine, CHAT, "alpha", tag="night")
@@ -453,11 +436,8 @@ async def test_a_routers_progress_is_passed_on_and_what_is_loaded_is_not_loaded_
     assert Progress("text_model", 0.5) in reported
     able = engine.capabilities
     assert (able.function_calling, able.vision_input, able.isolates_tenants, able.version) == (
-        True,
-        True,
-        True,
-        "b6000-0123abc",
-    )
+        True, True, True, "b6000-0123abc",
+    )  # fmt: skip
     await LlamaServer(server_plan(router.url), client).load(ignore)
     assert router.told == ["load tiny"]
     await ask(engine, chat_call("house model", SHORT_QUESTION))
@@ -546,11 +526,9 @@ async def plain_server(*, cache_ram_mib: int = 0, slot_save_path: str = "/dev/nu
 
 
 CHECKS_ON_A_PLAIN_SERVER = (
-    suite.check_a_streamed_answer_comes_in_pieces_to_its_end,
-    suite.check_leaving_a_stream_early_frees_the_engine,
-    suite.check_a_flush_is_honest_about_what_it_did,
-    suite.check_what_one_tenant_left_is_reused_by_no_other,
-)
+    suite.check_a_streamed_answer_comes_in_pieces_to_its_end, suite.check_leaving_a_stream_early_frees_the_engine,
+    suite.check_a_flush_is_honest_about_what_it_did, suite.check_what_one_tenant_left_is_reused_by_no_other,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("check", CHECKS_ON_A_PLAIN_SERVER, ids=[check.__name__ for check in CHECKS_ON_A_PLAIN_SERVER])
@@ -558,12 +536,10 @@ async def test_a_plain_server_keeps_the_promises_of_the_port(check: object, clie
     assert callable(check)
     async with plain_server() as url:
         subject = EngineUnderTest(
-            engine=LlamaServer(server_plan(url), client),
-            call=chat_call("tiny", QUESTION, max_tokens=8),
-            streamed=chat_call("tiny", QUESTION, max_tokens=8, stream=True),
-            long=chat_call("tiny", QUESTION, **ENDLESS),
+            engine=LlamaServer(server_plan(url), client), call=chat_call("tiny", QUESTION, max_tokens=8),
+            streamed=chat_call("tiny", QUESTION, max_tokens=8, stream=True), long=chat_call("tiny", QUESTION, **ENDLESS),
             cached=openai_cached_tokens,
-        )
+        )  # fmt: skip
         await check(subject)
 
 

@@ -573,11 +573,8 @@ async def pour(
 
 
 CHECKS = [
-    not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_schema_conformance,
-]
+    not_a_server_error, checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance,
+]  # fmt: skip
 REFUSED_FIELDS = frozenset({"store", "previous_response_id", "source_lang_code", "target_lang_code"})
 """What is right in the document and refused where answers are not kept, or where no box speaks llm-pool's form."""
 OF_THE_MODEL = frozenset({ErrorCode.MAX_TOKENS_TOO_LARGE.value})

@@ -40,12 +40,9 @@ from wire.optoken.approval import encode_bytes
 
 pytestmark = pytest.mark.timeout(240)
 CHECKS = [
-    not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_headers_conformance,
+    not_a_server_error, checks.status_code_conformance, checks.content_type_conformance, checks.response_headers_conformance,
     checks.response_schema_conformance,
-]
+]  # fmt: skip
 WITHOUT_CREDENTIAL = [*CHECKS, checks.ignored_auth]
 """Asks again without a credential and with a wrong one."""
 EXAMPLES = 6
@@ -104,19 +101,15 @@ VALUES = st.recursive(
 NAMES = st.sampled_from(["name", "modelId", "scope", "tenantId", "contextLength", "evictModel", "force", "limit"]) | WORDS
 PROPOSALS = st.fixed_dictionaries(
     {
-        "operation": st.sampled_from(sorted(django_settings.OPERATIONS)),
-        "targets": st.lists(WORDS, max_size=2),
-        "params": st.dictionaries(NAMES, VALUES, max_size=3),
-        "reason": st.text(min_size=1, max_size=20),
+        "operation": st.sampled_from(sorted(django_settings.OPERATIONS)), "targets": st.lists(WORDS, max_size=2),
+        "params": st.dictionaries(NAMES, VALUES, max_size=3), "reason": st.text(min_size=1, max_size=20),
     },
     optional={
-        "op_class": st.sampled_from(["", "standing", "break-glass", "model-load"]),
-        "max_uses": st.integers(-1, 1001),
+        "op_class": st.sampled_from(["", "standing", "break-glass", "model-load"]), "max_uses": st.integers(-1, 1001),
         "not_before": st.datetimes().map(lambda moment: moment.isoformat() + "Z"),
-        "not_after": st.datetimes().map(lambda moment: moment.isoformat() + "Z"),
-        "reviews": WORDS | st.uuids().map(str),
+        "not_after": st.datetimes().map(lambda moment: moment.isoformat() + "Z"), "reviews": WORDS | st.uuids().map(str),
     },
-)
+)  # fmt: skip
 BYTES = st.binary(max_size=60).map(encode_bytes) | WORDS
 
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from benchmarks.answers import CHAT, MESSAGES, RESPONSES, find_voice
 from benchmarks.loadclient import LoadResult, LoadSpec, Target, run_load
 from benchmarks.processes import ROOT
 from benchmarks.toolchain import Tools, build_tools, find_compiler
-from benchmarks.upstream import MockUpstream, Pace
 from controlplane.launcher.processes import find_by_directory
 from gateway.dialects import SURFACES
 from gateway.dialects.translation import AnswerContext
@@ -104,52 +103,6 @@ async def test_whole_streams_of_every_path_have_no_problems_and_what_is_left_out
     endless = await load_surface(tools, path, say_stream(path)[:-1])
     assert endless.without_done == endless.answered > 0
     assert f"{endless.answered} streams without the event that ends them" in endless.find_problems()
-
-
-@pytest.fixture
-def mock(tools: Tools, tmp_path: Path) -> Iterator[MockUpstream]:
-    upstream = MockUpstream(tools, log_dir=tmp_path)
-    upstream.set_pace(Pace(chunks=CHUNKS, delay_us=100))
-    yield upstream
-    upstream.stop()
-
-
-@pytest.mark.parametrize(
-    ("fault", "field", "word"),
-    [
-        ("lose", "lost", "chunks lost"),
-        ("duplicate", "duplicated", "chunks duplicated"),
-        ("swap", "reordered", "chunks reordered"),
-        ("foreign", "foreign", "chunks of another stream"),
-    ],
-)
-def test_one_bad_chunk_in_each_stream_is_reported(tools: Tools, mock: MockUpstream, fault: str, field: str, word: str) -> None:
-    spec = LoadSpec(connections=4, seconds=0.1, is_streaming=True)
-    good = run_load(tools.load, Target(mock.port), spec)
-    assert good.chunks == good.answered * CHUNKS == mock.read_counters()["chunks"] > 0
-    assert (good.find_problems(), 0 < good.ttfb_us.p50 <= good.latency_us.p50) == ([], True)
-    mock.set_fault(fault)
-    result = run_load(tools.load, Target(mock.port), spec)
-    assert getattr(result, field) == result.answered > 0
-    assert f"{result.answered} {word}" in result.find_problems()
-    # What went to another stream is missing from its own.
-    others = {"lost", "duplicated", "reordered", "foreign"} - {field} - ({"lost"} if fault == "foreign" else set())
-    assert all(getattr(result, other) == 0 for other in others)
-
-
-PROGRAM = """
-import sys, time
-def idle_part():
-    pass
-def busy_part():
-    end = time.process_time() + 0.3
-    while time.process_time() < end:
-        idle_part()
-print("up", flush=True)
-while sys.stdin.readline():
-    busy_part()
-    print("burnt", flush=True)
-"""
 
 
 def installation(place: Path) -> list[int]:

@@ -115,9 +115,7 @@ def test_a_stalled_client_is_cut_off_after_the_write_timeout(tmp_path: Path) -> 
         assert is_cut_off(client)
 
 
-def test_a_body_that_says_it_is_too_large_is_refused_and_one_that_has_grown_is_cut_off(
-    tmp_path: Path,
-) -> None:
+def test_a_body_that_says_it_is_too_large_is_refused_and_one_that_has_grown_is_cut_off(tmp_path: Path) -> None:
     chunk, post = b"10000\r\n" + b"z" * 0x10000 + b"\r\n", b"POST /echo HTTP/1.1\r\nHost: localhost\r\n"
     with running(tmp_path) as server:
         with start(server, post + b"Content-Length: 99999999\r\n\r\n") as client:

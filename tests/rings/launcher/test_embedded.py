@@ -48,10 +48,8 @@ def test_postgres_is_durable_valkey_keeps_nothing_and_refuses_rather_than_evicts
     names = ("fsync", "server_encoding", "listen_addresses")
     with psycopg.connect(servers.database_url) as connection:
         assert [connection.execute("SELECT current_setting(%s)", [name]).fetchone() for name in names] == [
-            ("on",),
-            ("UTF8",),
-            ("",),
-        ]
+            ("on",), ("UTF8",), ("",),
+        ]  # fmt: skip
     with redis.Redis.from_url(servers.redis_url) as client:
         settings = client.config_get("*")
         wanted = {"port": "0", "save": "", "appendonly": "no", "maxmemory-policy": "noeviction"}

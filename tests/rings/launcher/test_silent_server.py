@@ -78,11 +78,7 @@ def team(servers: EmbeddedServers) -> Team:
 @pytest.fixture(scope="module")
 def processes(servers: EmbeddedServers) -> dict[str, str]:
     """The environment of processes on the private servers, with less patience than we ship: what is tested waits it out."""
-    return {
-        "DATABASE_URL": servers.database_url,
-        "REDIS_URL": servers.redis_url,
-        "MUSTER_DATABASE_SILENCE_S": str(SILENCE_S),
-    }
+    return {"DATABASE_URL": servers.database_url, "REDIS_URL": servers.redis_url, "MUSTER_DATABASE_SILENCE_S": str(SILENCE_S)}
 
 
 @pytest.fixture

@@ -135,26 +135,6 @@ def test_parts_stop_in_the_order_given_and_one_that_had_ended_or_does_not_stop_l
     assert (order.read_text(), supervisor.pids) == ("c a b ", {})
 
 
-def test_a_part_that_is_late_is_named_with_its_last_line_until_it_is_ready(
-    supervisor: Supervisor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said: list[str] = []
-
-    def is_ready(_pid: int) -> bool:
-        said.append(capsys.readouterr().out)
-        lines = [line for line in "".join(said).splitlines() if "Still waiting for part after " in line]
-        return len(lines) >= 2 and lines[-1].endswith(" s. Last line: reading the weights")
-
-    (tmp_path / "part.log").write_text("what an earlier start had said\n")
-    supervisor.start([make_spec("part", f"print('reading the weights', flush=True); {RUN}", is_ready=is_ready)])
-    watch_until(supervisor, lambda: "reading" in (tmp_path / "part.log").read_text())
-    supervisor.wait_ready(["part"], lambda _name: None)
-    assert supervisor.parts["part"].is_ready
-    capsys.readouterr()
-    supervisor.check()
-    assert capsys.readouterr().out == "", "one that was ready is not waited for"
-
-
 def test_a_signal_ends_the_watch(supervisor: Supervisor) -> None:
     kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)}
     try:
@@ -206,19 +186,6 @@ def test_who_dials_while_a_killed_listener_is_replaced_waits_and_is_served() -> 
             finally:
                 second.kill()
                 second.wait()
-
-
-@linux_only
-def test_a_child_dies_when_its_parent_is_killed() -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, cwd=ROOT)
-    assert parent.stdout is not None
-    with parent, parent.stdout as output:
-        child = int(output.readline())
-        identity = identify(child)
-        assert identity
-        parent.kill()
-        parent.wait()
-    assert wait_gone(lambda: not is_alive(child, identity), 30.0)
 
 
 @linux_only

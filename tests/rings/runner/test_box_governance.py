@@ -186,12 +186,9 @@ async def test_what_a_stolen_control_plane_sends_is_refused_and_uses_nothing_up(
 
 
 ENDS = {
-    "before booking": "unknown",
-    "after booking": "interrupted",
-    "after task": "interrupted",
-    "before outcome": "interrupted",
+    "before booking": "unknown", "after booking": "interrupted", "after task": "interrupted", "before outcome": "interrupted",
     "after outcome": "succeeded",
-}
+}  # fmt: skip
 """What the box says of an approved load after it was killed there: booked, its task begun, loaded, its outcome recorded."""
 
 

@@ -152,10 +152,6 @@ def test_programs_say_in_one_line_what_they_cannot_do(key_file: Path) -> None:
     assert done.stderr.startswith("runner: --gateway must look like")
 
 
-def _draw(queue: multiprocessing.queues.SimpleQueue[int]) -> None:
-    queue.put(new_uuid7().int)
-
-
 def draw(queue: multiprocessing.queues.SimpleQueue[int]) -> None:
     queue.put(new_uuid7().int)
 

@@ -181,7 +181,6 @@ async def engine_of(process: RunningBox) -> psutil.Process:
     return process.children()[0]
 
 
-USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":6,"total_tokens":11}}\n\n'
 STREAMED: dict[str, object] = {"model": "alpha", "stream": True, "messages": []}
 
 

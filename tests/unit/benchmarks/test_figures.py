@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
-from benchmarks.__main__ import choose, main
-from benchmarks.boxcheck.__main__ import choose as choose_checks
-from benchmarks.boxcheck.arithmetic import (
-    Stay,
-    fit_line,
-    leave_out_first,
-    percentile,
-    relative_error,
-    shares,
-    time_by_tenant,
-)
-from benchmarks.boxcheck.parsing import read_comments, read_events, read_metrics, read_url, sum_samples
-from benchmarks.errors import BenchmarkError
+from benchmarks.boxcheck.arithmetic import Stay, fit_line, leave_out_first, percentile, relative_error, shares, time_by_tenant
 from benchmarks.figures import Sample, SampleSet, compute_figures, judge_floors
 from benchmarks.loadclient import LoadResult, Percentiles
-from benchmarks.plan import Measure, System, is_measured
-from benchmarks.processes import CorePlan
-from benchmarks.report import render_problems, render_table, render_verdicts, write_json
+from benchmarks.plan import Measure, System
+from benchmarks.report import render_problems, render_verdicts
 
 NONE = Percentiles(count=0, p50=0, p95=0, p99=0, max=0)
 NGINX, RELAY, DIRECT = System.NGINX, System.RELAY, System.DIRECT
@@ -95,32 +80,6 @@ def test_floors_that_are_missed_fail_and_what_cannot_be_compared_is_not_judged()
         assert (verdict.system, verdict.passed) == (DIRECT, is_quick)
 
 
-def test_table_and_json_hold_every_system(tmp_path: Path) -> None:
-    samples = [sample(system, measure) for system in System for measure in Measure]
-    figures = compute_figures(SampleSet(samples))
-    assert len(render_table(figures).splitlines()) == 3 + len(System)
-    path, cores = tmp_path / "deep" / "bench.json", CorePlan(system=(0,), around=(1,))
-    write_json(path, figures=figures, verdicts=judge_floors(figures), samples=samples, cores=cores, arguments={"quick": False})
-    document = msgspec.json.decode(path.read_bytes())
-    assert (set(document["figures"]), len(document["samples"])) == (set(System), len(samples))
-    assert document["pinned"] == {"system": [0], "around": [1]}
-
-
-def test_only_picks_systems_and_measures_with_what_they_are_compared_with(capsys: pytest.CaptureFixture[str]) -> None:
-    translated = System.RESPONSES_TRANSLATED
-    assert choose("relay,chunks", profile=False) == ([System.MOCK, RELAY], [Measure.CHUNKS])
-    assert choose("responses-translated,chunks", profile=False)[0] == [System.MOCK, System.RESPONSES, translated]
-    assert choose("responses-translated,chunks", profile=True)[0] == [translated]
-    assert choose("start", profile=False) == ([DIRECT], [Measure.START])
-    assert choose("start", profile=True)[1] == [Measure.REQUESTS, Measure.CHUNKS]
-    assert [m for m in Measure if is_measured(TRANSLATED, m)] == [Measure.REQUESTS, Measure.CHUNKS]
-    assert choose_checks("cycles, limits") == ["limits", "cycles"]
-    with pytest.raises(BenchmarkError, match="nonsense"):
-        choose_checks("limits,nonsense")
-    assert main(["--only", "nonsense"]) == 2
-    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("muster bench: --only does not know nonsense")
-
-
 def test_slopes_shares_errors_and_percentiles() -> None:
     growing, noise = fit_line([10.0, 12.0, 14.0, 16.0]), fit_line([5.0, 6.0, 5.0, 6.0, 5.0, 6.0, 5.0])
     assert growing.slope == pytest.approx(2.0)
@@ -136,41 +95,3 @@ def test_slopes_shares_errors_and_percentiles() -> None:
     for unknown in (lambda: fit_line([1.0]), lambda: relative_error(1.0, 0.0), lambda: percentile([], 0.5)):
         with pytest.raises(ValueError, match=r"two values|with 0|no values"):
             unknown()
-
-
-EXPOSITION = """\
-# HELP vllm_requests_total Total requests processed
-# TYPE vllm_requests_total counter
-vllm_requests_total{model="a",status="success",tenant="x"} 3.0
-vllm_requests_total{model="a",status="refused",tenant="x"} 2
-vllm_requests_total{model="b",status="success",tenant="y"} 5 1745880000
-vllm_queue_depth 1
-odd{name="a \\"quoted\\", \\\\ word\\n",empty=""} +Inf
-"""
-STREAM = b"""\
-data: {"choices":[{"delta":{"content":"a"}}]}
-
-: x-cache-hit=true; x-gpu-time-ms=12
-
-data: {"broken
-data: [1, 2]
-
-event: error
-data: {"error":{"code":"engine_failed"}}
-
-data: [DONE]
-"""
-
-
-def test_metrics_streams_and_logs_are_read() -> None:
-    samples = read_metrics(EXPOSITION)
-    assert sum_samples(samples, "vllm_requests_total") == 10
-    assert sum_samples(samples, "vllm_requests_total", tenant="x", status="success") == 3
-    assert (sum_samples(samples, "vllm_queue_depth"), sum_samples(samples, "vllm_queue")) == (1, 0)
-    assert samples[-1].labels == {"name": 'a "quoted", \\ word\n', "empty": ""}
-    with pytest.raises(ValueError, match="no line of Prometheus"):
-        read_metrics("<html>")
-    assert [sorted(event) for event in read_events(STREAM)] == [["choices"], ["error"]]
-    assert read_comments(STREAM) == {"x-cache-hit": "true", "x-gpu-time-ms": "12"}
-    assert read_url("INFO starting\n") is None
-    assert read_url("INFO starting\napi listening url=http://127.0.0.1:4711\nmore") == "http://127.0.0.1:4711"

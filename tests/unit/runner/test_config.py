@@ -7,22 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from controlplane import env as server_env
-from runner.config import TINY_MODEL_PATH, ApiConfig, BackendConfig, LlamaConfig, normalise_gateway, read_config, settle_api
-from runner.config.options import LOG_LEVELS
+from runner.config import ApiConfig, BackendConfig, LlamaConfig, normalise_gateway, read_config, settle_api
 from runner.errors import ConfigError
 from runner.limits import Limits
 from wire.limits import Bound, list_bounds
 
 MINIMAL = ["--gateway", "http://127.0.0.1:8080", "--token", "msw_x"]
-
-
-def test_the_default_is_the_shipped_tiny_model() -> None:
-    config = read_config(MINIMAL, {})
-    assert isinstance(config.engine, LlamaConfig)
-    assert (config.engine.model_path, config.engine.model_name) == (TINY_MODEL_PATH.resolve(), "muster-tiny")
-    assert (config.provider, config.max_concurrent, config.log_level) == ("local", 4, None)
-    assert TINY_MODEL_PATH.stat().st_size <= 1_100_000
 
 
 def test_flags_win_over_the_environment() -> None:
@@ -157,12 +147,6 @@ def test_the_names_of_signers_that_count_are_read(tmp_path: Path) -> None:
     assert read_config(flags, {}).operations.counted_signers is None
     with pytest.raises(ConfigError, match="has 1 names and OP_TOKEN_MIN_SIGNERS asks for 2"):
         read_config(flags, {**env, "OP_TOKEN_SIGNERS": "ann"})
-
-
-def test_a_log_level_has_the_words_that_the_server_knows() -> None:
-    assert {word: level.upper() for word, level in LOG_LEVELS.items()} == server_env.LOG_LEVELS
-    for word, level in LOG_LEVELS.items():
-        assert read_config(["--standalone"], {"MUSTER_LOG_LEVEL": word.upper()}).log_level == level
 
 
 SETTINGS = [

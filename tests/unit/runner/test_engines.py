@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import struct
-import sys
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,20 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.definitions.plan import LoadPlan
-from runner.engines.children.textserver.fields import ChatFields, parse_chat, parse_completion
+from runner.engines.children.textserver.fields import ChatFields, parse_chat
 from runner.engines.children.textserver.pieces import Detokeniser, StopStrings
-from runner.engines.children.textserver.templates import ChatTemplate, read_template, special_tokens
+from runner.engines.children.textserver.templates import ChatTemplate, special_tokens
 from runner.engines.children.web import Refusal
-from runner.engines.children.whisper_answer import (
-    Outcome,
-    Segment,
-    as_json,
-    as_srt,
-    as_verbose_json,
-    as_vtt,
-    delta_event,
-    text_of,
-)
 from runner.engines.comfyui.images import image_format, strip_texts
 from runner.engines.comfyui.request import read_image_request
 from runner.engines.comfyui.workflow import make_text_to_image, make_warm_up, read_workflow
@@ -41,8 +30,7 @@ from runner.engines.llama_slots import is_object, pin_body
 from runner.engines.port import COMPLETIONS, CacheMode, Call, FlushRequest, FlushScope, Progress
 from runner.engines.private_folders import make_private_folder
 from runner.engines.slots import Lease, Owner, SlotBook
-from runner.engines.vllm import command
-from runner.engines.vllm.command import PYTHON_VARIABLE, build_command, build_environment
+from runner.engines.vllm.command import build_command, build_environment
 from runner.engines.vllm.salts import Salts, seal_body
 from runner.engines.vllm.startup import StartupLog
 from runner.errors import EngineError, InvalidRequest
@@ -80,21 +68,6 @@ def test_an_owner_gets_its_own_slot_or_an_empty_one_or_that_unused_for_longest()
         assert lease is not None
         book.release(lease, was_answered=True)
     assert [run_call(book, ALPHA).reuses, run_call(book, BETA).reuses] == [True, True]
-
-
-def test_a_tag_is_an_owner_of_its_own_and_a_private_or_lost_call_leaves_nothing() -> None:
-    book = SlotBook(3)
-    kept = run_call(book, ALPHA)
-    assert [run_call(book, ALPHA_TAGGED).reuses for _ in range(2)] == [False, True]
-    private = run_call(book, ALPHA, "none")
-    assert (private.slot != kept.slot, private.reuses) == (True, False)
-    assert run_call(book, BETA) == Lease(private.slot, BETA, reuses=False)
-    assert run_call(book, ALPHA).reuses
-    for owner in (ALPHA, BETA):
-        single = SlotBook(1)
-        run_call(single, ALPHA)
-        run_call(single, owner, was_answered=False)
-        assert run_call(single, owner).reuses is (owner is ALPHA)
 
 
 def test_a_flush_takes_the_slots_of_its_scope() -> None:
@@ -215,19 +188,6 @@ def test_a_template_that_cannot_be_used_says_why() -> None:
 
 def asked(**fields: object) -> bytes:
     return json.dumps({"model": "m", "prompt": "a cat", **fields}).encode()
-
-
-def test_what_a_request_names_is_taken_and_the_rest_has_a_default_and_a_seed_of_its_own() -> None:
-    requests = [read_image_request(asked(quality="high", user="u", style=None), "application/json") for _ in range(8)]
-    first = requests[0]
-    assert (first.count, first.width, first.height, first.steps, first.cfg) == (1, 1024, 1024, 20, 7.0)
-    assert (first.negative_prompt, first.is_streaming, first.given) == ("", False, frozenset())
-    assert len({request.seed for request in requests}) == 8
-    named: dict[str, object] = {"size": "512x768", "seed": 9, "steps": 5, "cfg": 1, "negative_prompt": "rain"}
-    request = read_image_request(asked(n=3, stream=True, response_format="b64_json", **named), "application/json")
-    assert (request.count, request.width, request.height, request.seed, request.steps) == (3, 512, 768, 9, 5)
-    assert (request.cfg, request.negative_prompt, request.is_streaming) == (1.0, "rain", True)
-    assert request.given == named.keys()
 
 
 @pytest.mark.parametrize(
@@ -358,6 +318,7 @@ def test_an_option_becomes_its_flag(model: Path) -> None:
         ("vllm_max_pixels", 200704, "--mm-processor-kwargs", '{"max_pixels":200704}'),
         ("vllm_tool_call_parser", "hermes", "--tool-call-parser", "hermes"),
         ("vllm_max_lora_rank", 12, "--max-lora-rank", "16"),
+        ("enable_thinking", False, "--default-chat-template-kwargs", '{"enable_thinking":false}'),
     ):  # fmt: skip
         assert value(flags(plan_for(model, gpu_ids=(0,), options={option: setting})), flag) == expected
     options = {"vllm_speculative_method": "ngram", "vllm_num_speculative_tokens": 4, "vllm_enable_prefix_caching": False}
@@ -368,16 +329,6 @@ def test_an_option_becomes_its_flag(model: Path) -> None:
     assert value(flags(plan), "--quantization") == "awq"
     (model / "config.json").write_text('{"quantization_config": {"quant_method": "awq"}}')
     assert "--quantization" not in flags(plan), "the model says it itself"
-
-
-def test_adapters_are_named_with_a_rank_that_holds_them_all(model: Path, tmp_path: Path) -> None:
-    for name, rank in (("a", 4), ("b", 24)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
-    words = flags(plan_for(model, options={"vllm_lora": {name: str(tmp_path / name) for name in "ab"}}))
-    assert (value(words, "--max-lora-rank"), value(words, "--max-loras")) == ("32", "2")
-    at = words.index("--lora-modules")
-    assert [json.loads(word)["name"] for word in words[at + 1 : at + 3]] == ["a", "b"]
 
 
 def test_a_plan_that_cannot_be_started_says_why(model: Path, tmp_path: Path) -> None:
@@ -401,27 +352,6 @@ def test_the_environment_carries_no_secret_of_ours_and_opens_no_network(model: P
     assert (environment["HF_HUB_OFFLINE"], environment["VLLM_NO_USAGE_STATS"], environment["DO_NOT_TRACK"]) == ("1", "1", "1")
     assert (environment["OMP_NUM_THREADS"], environment["CUDA_VISIBLE_DEVICES"]) == ("2", "")
     assert build_environment(plan_for(model, gpu_ids=(1, 3)))["CUDA_VISIBLE_DEVICES"] == "1,3"
-
-
-def test_without_vllm_the_error_says_where_to_put_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    with pytest.raises(EngineError, match=rf"not installed: .*\.venv-vllm .*{PYTHON_VARIABLE}"):
-        command.find_python(tmp_path)
-    beside = tmp_path / ".venv-vllm" / "bin" / "python"
-    beside.parent.mkdir(parents=True)
-    beside.touch()
-    assert command.find_python(tmp_path) == str(beside)
-    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
-    assert command.find_python(tmp_path) == sys.executable, "a named one wins"
-
-
-def test_thinking_is_a_default_of_the_chat_template(model: Path) -> None:
-    for options, said in (
-        ({}, None), ({"enable_thinking": False}, '{"enable_thinking":false}'),
-        ({"enable_thinking": True}, '{"enable_thinking":true}'), ({"enable_thinking": True, "vllm_task": "embed"}, None),
-    ):  # fmt: skip
-        words, flag = flags(plan_for(model, options=options)), "--default-chat-template-kwargs"
-        assert (value(words, flag) if flag in words else None) == said
 
 
 CALL = Call("POST", COMPLETIONS, {}, b"{}", tenant="alpha")
@@ -480,37 +410,12 @@ def test_a_field_is_ours_however_it_is_written_and_all_others_stay_as_they_came(
             seal_body(body, salt="s", priority="normal")
 
 
-GIB = 1024**3
-
-
 def read(*lines: str) -> tuple[StartupLog, list[Progress]]:
     told: list[Progress] = []
     log = StartupLog(told.append)
     for line in lines:
         log.feed(line)
     return log, told
-
-
-def test_the_share_moves_through_the_shards_and_never_back_and_sizes_are_those_of_all_gpus() -> None:
-    _, told = read(
-        "(Worker pid=1) INFO 11-21 19:16:38 [cpu_model_runner.py:68] Starting to load model /m...",
-        "\rLoading safetensors checkpoint shards:   0% Completed | 0/4 [00:00<?, ?it/s]",
-        "\rLoading safetensors checkpoint shards:  50% Completed | 2/4 [00:10<00:10,  5.1s/it]",
-        "(Worker pid=1) INFO 11-21 19:16:38 [default_loader.py:501] Loading weights took 20.01 seconds",
-    )
-    assert [(progress.stage, progress.fraction) for progress in told] == [
-        ("loading weights", 0.2), ("loading weights (2 of 4 files)", 0.45), ("weights loaded", 0.7),
-    ]  # fmt: skip
-    _, told = read(
-        "init engine (profile, create kv cache) took 1 s", "Resolved architecture: Llama", "Starting to load model x"
-    )
-    assert [progress.fraction for progress in told] == [0.96]
-    start = "INFO 11-21 19:16:38 [gpu_model_runner.py:5150]"
-    log, _ = read(
-        *(f"(Worker_TP{gpu} pid=1) {start} Model loading took 7.5 GiB memory and 3.1 seconds" for gpu in range(2)),
-        "(Worker_TP0 pid=1) INFO 11-21 19:16:38 [gpu_worker.py:760] Available KV cache memory: 12.25 GiB",
-    )
-    assert (log.weights_bytes, log.kv_bytes) == (15 * GIB, int(12.25 * GIB))
 
 
 GENERIC = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -539,20 +444,6 @@ def refused(body: bytes) -> Refusal:
     with pytest.raises(Refusal) as caught:
         parse_chat(body)
     return caught.value
-
-
-def test_defaults_are_those_of_openai_and_more_tokens_than_fit_are_cut() -> None:
-    for nulls in ((), ("temperature", "stop", "max_tokens", "stream", "n")):
-        fields = parse_chat(chat_body(**dict.fromkeys(nulls)))
-        sampling = fields.sampling(limit=100, asked=fields.most_tokens, scope="")
-        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (1.0, 1.0, 0, 100)
-        assert (bool(fields.stream), fields.stops) == (False, [])
-    fields = parse_chat(chat_body(max_completion_tokens=5000, presence_penalty=0, frequency_penalty=0.0, logit_bias={}))
-    assert fields.sampling(limit=100, asked=fields.most_tokens, scope="").max_tokens == 100
-    assert parse_completion(b'{"prompt": "a"}').most_tokens == 16
-    assert parse_completion(b'{"prompt": ["a"], "max_tokens": 3}').most_tokens == 3
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    assert parse_chat(chat_body(messages=[{"role": "user", "content": parts}])).messages[0]["content"] == "one two"
 
 
 def test_a_value_that_does_not_do_is_refused_by_name() -> None:
@@ -606,25 +497,14 @@ def run(stops: list[str], parts: list[str]) -> tuple[list[str], bool]:
     return [*sent, watch.finish()], watch.hit
 
 
-def test_a_stop_string_ends_the_text_across_borders_and_nothing_of_it_is_sent_early() -> None:
-    cases: list[tuple[list[str], str, bool]] = [
-        (["one S", "T", "OP two"], "one ", True), (["one ST", "ART two"], "one START two", False),
-        (["one STO"], "one STO", False),
-        (["S", "S", "STOP", "more"], "SS", True), (["a", "b"], "ab", False),
-    ]  # fmt: skip
-    for parts, text, hit in cases:
-        sent, was_hit = run(["STOP"], parts)
-        assert ("".join(sent), was_hit) == (text, hit)
-    assert run(["</end>"], ["text</", "en", "x"])[0] == ["text", "", "</enx", ""]
-    assert "".join(run(["two", "one"], ["zero one two"])[0]) == "zero ", "the first in the text"
-
-
 @examples(25)
 @given(st.text("ab", max_size=30), st.text("ab", min_size=1, max_size=4), st.integers(1, 5))
-def test_pieces_make_no_difference_to_what_is_sent(text: str, stop: str, size: int) -> None:
+def test_a_stop_string_ends_the_text_wherever_its_pieces_are_cut(text: str, stop: str, size: int) -> None:
     parts = [text[at : at + size] for at in range(0, len(text), size)]
-    sent, _hit = run([stop], parts)
-    assert "".join(sent) == text.partition(stop)[0]
+    sent, was_hit = run([stop], parts)
+    assert ("".join(sent), was_hit) == (text.partition(stop)[0], stop in text)
+    assert "".join(run(["two", "one"], ["zero on", "e two"])[0]) == "zero ", "the first in the text"
+    assert run(["</end>"], ["text</", "en", "x"])[0] == ["text", "", "</enx", ""], "no longer held back than it may be one"
 
 
 def chat_asked(text: str = "Hi", **fields: object) -> ChatFields:
@@ -664,15 +544,6 @@ def test_tools_go_to_a_template_that_takes_them_and_are_refused_by_one_that_does
     assert caught.value.param == "tools"
 
 
-def test_the_template_file_goes_before_the_one_in_the_tokenizer_settings(tmp_path: Path) -> None:
-    assert read_template(tmp_path) is None
-    named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}), encoding="utf-8")
-    assert read_template(tmp_path) == "D"
-    (tmp_path / "chat_template.jinja").write_text("F", encoding="utf-8")
-    assert read_template(tmp_path) == "F"
-
-
 def test_thinking_is_as_the_settings_say_unless_the_request_does() -> None:
     source = "{{ enable_thinking if enable_thinking is defined else 'unset' }}"
     cases: list[tuple[bool | None, dict[str, object] | None, str]] = [
@@ -698,25 +569,3 @@ def test_the_settings_hold_where_the_client_says_nothing_and_a_body_that_cannot_
         assert changed == {"model": "m", "temperature": 0.1}
     for body in (b"", b"[]", b"{", b'{"chat_template_kwargs": 7}', b"\xff"):
         assert set_thinking(LoadPlan("m", "tabbyapi", options={"enable_thinking": True}), body) == body
-
-
-def segment(text: str, start: float, end: float) -> Segment:
-    words = [{"word": word, "start": start, "end": end} for word in text.split()]
-    return {"id": 0, "start": start, "end": end, "text": text, "words": words}
-
-
-SEGMENTS = [segment(" One two.", 0.0, 1.5), segment(" Three.", 3599.9996, 3723.25)]
-OUTCOME = Outcome("transcribe", "en", audio_ms=3_723_250, speech_ms=3000, inference_ms=12.3456)
-
-
-def test_a_transcription_comes_in_the_form_that_was_asked_for() -> None:
-    assert as_srt(SEGMENTS) == "1\n00:00:00,000 --> 00:00:01,500\nOne two.\n\n2\n01:00:00,000 --> 01:02:03,250\nThree.\n\n"
-    assert as_vtt(SEGMENTS).startswith("WEBVTT\n\n00:00:00.000 --> 00:00:01.500\nOne two.\n\n")
-    assert as_json(SEGMENTS, OUTCOME)["usage"] == {"type": "duration", "seconds": 3724}, "rounded up"
-    both = as_verbose_json(SEGMENTS, OUTCOME, {"word", "segment"})
-    assert [word["word"] for word in both["words"]] == ["One", "two.", "Three."]  # type: ignore[attr-defined]  # JSON
-    assert all("words" not in found for found in both["segments"])  # type: ignore[attr-defined]  # JSON
-    assert "words" not in as_verbose_json(SEGMENTS, OUTCOME, {"segment"})
-    assert "segments" not in as_verbose_json(SEGMENTS, OUTCOME, {"word"})
-    deltas = [str(delta_event(found, first=number == 0)["delta"]) for number, found in enumerate(SEGMENTS)]
-    assert "".join(deltas) == text_of(SEGMENTS) == "One two. Three."

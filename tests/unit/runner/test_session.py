@@ -20,12 +20,7 @@ from runner.session import (
     Cancelled,
     ClientSession,
     Credited,
-    Instructed,
-    LeaveAsked,
-    ModelsWanted,
-    Noticed,
     Opened,
-    Pinged,
     Reply,
     Stream,
 )
@@ -122,17 +117,6 @@ def test_too_many_streams_are_refused_as_busy_and_closing_the_session_closes_and
     assert session.close() == []
 
 
-def test_control_messages_become_effects() -> None:
-    session = accepted_session()
-    notice = bridge.NodeNotice(status="available", mode="spare_on")
-    asked = [
-        bridge.Ping(timestamp_unix_ms=5), bridge.ModelsRefresh(), bridge.GracefulShutdown(reason="bye", drain_timeout_secs=9),
-        bridge.GracefulShutdown(), notice,
-    ]  # fmt: skip
-    effects = [effect for message in asked for effect in session.receive_text(bridge.encode_message(message))]
-    assert effects == [Pinged(5), ModelsWanted(), LeaveAsked("bye", 9.0), LeaveAsked("", None), Noticed(notice)]
-
-
 def test_malformed_and_misdirected_frames_are_violations() -> None:
     of_open = (b"\x00\x00", b"\x00\x00\x00\xff{}", b"\x00\x00\x00\x02[]", b"\x00\x00\x00\x02\xff\xfe")
     for frame in (
@@ -203,18 +187,6 @@ def as_bytes(frame: str | bytes) -> bytes:
     """Return a frame that must be binary."""
     assert isinstance(frame, bytes)
     return frame
-
-
-def test_what_the_control_plane_says_about_operations_is_handed_on_after_the_handshake() -> None:
-    said: list[bridge.Message] = [
-        bridge.OpCommand(op_id="o", use=1, operation="model-load", body={"modelId": "m"}, token="t"),
-        bridge.OpQuery(op_id="o", use=1), bridge.PolicyOffer(policies=[{}]), bridge.CheckpointOffer(note="n", old_size=0),
-    ]  # fmt: skip
-    for message in said:
-        frame = bridge.encode_message(message)
-        assert accepted_session().receive_text(frame) == [Instructed(message)]  # type: ignore[arg-type]  # one of its kinds
-        with pytest.raises(ProtocolError, match="register_ack"):
-            ClientSession().receive_text(frame)
 
 
 class StreamGateway:
