@@ -1,21 +1,50 @@
-"""The models in a node's folders: which ids lead where, and nothing leads out."""
+"""Models in a node's folders: which ids lead where, what their files say of them, and what a load of them takes."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import struct
+import tempfile
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.errors import InvalidRequest, UnknownModel
-from runner.fit import ModelShape, read_shape
+from runner.definitions.plan import Observation
+from runner.errors import CorruptModel, InvalidRequest, UnknownModel
+from runner.fit import (
+    CACHE_TYPES,
+    Alternative,
+    DoesNotFit,
+    Fits,
+    KvLayer,
+    ModelShape,
+    Suggestion,
+    SuggestionKind,
+    estimate,
+    judge,
+    learn_overhead,
+    read_shape,
+)
 from runner.library import FoundModel, Library, check_model_id, other_quantizations
 from runner.library.quantizations import name_without_quantization
 from tests.fakes.examples import examples
-from tests.fakes.model_files import LLAMA, LLAMA_TENSORS, write_ct2, write_folder, write_gguf
+from tests.fakes.model_files import (
+    GGUF_F16,
+    LLAMA,
+    LLAMA_TENSORS,
+    Tensor,
+    gguf_bytes,
+    safetensors_bytes,
+    write_ct2,
+    write_folder,
+    write_gguf,
+)
 
 CONFIG = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8}
 COMMIT = "a" * 40
@@ -272,3 +301,498 @@ def test_the_ways_of_naming_a_quantisation_do_not_count_and_another_model_stays_
         for name, size in sizes.items()
     ]
     assert [entry.model_id for entry in other_quantizations("m-F16", models)] == ["m-Q8_0", "m-Q4_0"], "largest first"
+
+
+def per_token(path: Path) -> int:
+    return estimate(read_shape(path), context_tokens=1, slots=1, overhead_bytes=0).kv_bytes_per_token
+
+
+def test_the_tensors_of_a_gguf_are_added_up_exactly_in_every_form_of_the_file(tmp_path: Path) -> None:
+    shape = read_shape(write_gguf(tmp_path / "m.gguf"))
+    assert shape.weights_bytes == 64 * 32 // 32 * 34 * 2 + 64 * 4 + 64 * 32 * 2
+    assert (shape.parameter_count, shape.vocab) == (3 * 64 * 32 + 64, 3)
+    assert read_shape(write_gguf(tmp_path / "m2.gguf", version=2)) == shape
+    untyped = {key: value for key, value in LLAMA.items() if key != "general.file_type"}
+    assert read_shape(write_gguf(tmp_path / "untyped.gguf", untyped)).quantization == "q8_0", "the type of most bytes"
+    write_gguf(tmp_path / "m-00001-of-00002.gguf", LLAMA, LLAMA_TENSORS[:2])
+    second = write_gguf(tmp_path / "m-00002-of-00002.gguf", {"split.no": 1}, LLAMA_TENSORS[2:])
+    assert read_shape(second) == shape, "whichever part is named"
+    header, data = gguf_bytes(LLAMA, LLAMA_TENSORS)
+    old = struct.pack("<2QI", 64, 32, GGUF_F16)
+    assert header.count(old) == 1
+    (tmp_path / "newer.gguf").write_bytes(header.replace(old, struct.pack("<2QI", 64, 32, 99)) + bytes(data))
+    assert read_shape(tmp_path / "newer.gguf").weights_bytes == shape.weights_bytes, "it reaches to the next tensor"
+
+
+def _deepseek_v3(**more: object) -> dict[str, object]:
+    return {
+        "general.architecture": "deepseek2", "deepseek2.block_count": 61, "deepseek2.embedding_length": 7168,
+        "deepseek2.attention.head_count": 128, "deepseek2.attention.kv_lora_rank": 512, "deepseek2.rope.dimension_count": 64,
+    } | {f"deepseek2.attention.{key}": value for key, value in more.items()}  # fmt: skip
+
+
+def test_latent_attention_keeps_one_compressed_vector_per_layer_unless_an_old_conversion_lacks_its_keys(tmp_path: Path) -> None:
+    metadata = _deepseek_v3(head_count_kv=1, key_length=576, value_length=512, key_length_mla=192, value_length_mla=128)
+    path = write_gguf(tmp_path / "m.gguf", metadata)
+    assert (per_token(path), read_shape(path).latent_rank) == (61 * (512 + 64) * 2, 512)
+    path = write_gguf(tmp_path / "old.gguf", _deepseek_v3(head_count_kv=128, key_length=192, value_length=128))
+    assert (per_token(path), read_shape(path).latent_rank) == (61 * 128 * (192 + 128) * 2, None)
+
+
+def _gemma(architecture: str, layers: int, **more: object) -> dict[str, object]:
+    fields = {
+        "block_count": layers, "embedding_length": 512, "attention.head_count": 8, "attention.head_count_kv": 4,
+        "attention.key_length": 128, "attention.value_length": 128, "attention.sliding_window": 1024, **more,
+    }  # fmt: skip
+    return {"general.architecture": architecture} | {f"{architecture}.{key}": value for key, value in fields.items()}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "full"),
+    [
+        (_gemma("gemma3", 12), [5, 11]),
+        (_gemma("gemma2", 4), [1, 3]),
+        (_gemma("newer", 4), [0, 1, 2, 3]),  # nobody says which layers slide: counted in full
+        (_gemma("newer", 4, **{"attention.sliding_window_pattern": [True, True, True, False]}), [3]),
+        (_gemma("newer", 6, **{"attention.sliding_window_pattern": [1, 0]}), [1, 3, 5]),
+        (_gemma("newer", 6, **{"attention.sliding_window_pattern": 3}), [2, 5]),
+        (_gemma("gemma3", 6, **{"attention.sliding_window": 0}), [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_layers_with_a_sliding_window_are_told_apart(tmp_path: Path, metadata: dict[str, object], full: list[int]) -> None:
+    layers = read_shape(write_gguf(tmp_path / "m.gguf", metadata)).kv_layers
+    assert [index for index, layer in enumerate(layers) if layer.window is None] == full
+
+
+@pytest.mark.parametrize(
+    ("metadata", "tensors", "attending"),
+    [
+        # Qwen3-Next: every fourth layer attends, the others have a state of fixed size.
+        (_gemma("qwen3next", 8, full_attention_interval=4), [], 2),
+        # Jamba: told by its tensors, and by layers without key-value heads.
+        (_gemma("jamba", 3), [("blk.0.ssm_in.weight", (32,), 0), ("blk.1.attn_k.weight", (32,), 0)], 2),
+        (_gemma("granitehybrid", 4, **{"attention.head_count_kv": [0, 4, 0, 0]}), [], 1),
+        # Falcon-H1: both kinds in one layer.
+        (_gemma("falcon-h1", 1), [("blk.0.ssm_in.weight", (32,), 0), ("blk.0.attn_k.weight", (32,), 0)], 1),
+    ],
+)
+def test_recurrent_layers_keep_nothing_per_token(
+    tmp_path: Path, metadata: dict[str, object], tensors: list[Tensor], attending: int
+) -> None:
+    assert len(read_shape(write_gguf(tmp_path / "m.gguf", metadata, tensors)).kv_layers) == attending
+
+
+def _llama_8b() -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "hidden_size": 4096, "max_position_embeddings": 131072, "vocab_size": 128256,
+    }  # fmt: skip
+
+
+PUBLISHED: dict[str, tuple[dict[str, object], int]] = {
+    "Llama-3.1-8B": (_llama_8b(), 2 * 32 * 8 * 128 * 2),
+    "DeepSeek-V3": (
+        {"model_type": "deepseek_v3", "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+         "hidden_size": 7168, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128},
+        70_272,
+    ),
+    "Qwen3-Next-80B": (
+        {"model_type": "qwen3_next", "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+         "hidden_size": 2048, "head_dim": 256, "full_attention_interval": 4},
+        12 * 2 * 256 * 2 * 2,
+    ),
+    "Jamba-v0.1": (
+        {"model_type": "jamba", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "hidden_size": 4096, "attn_layer_period": 8, "attn_layer_offset": 4},
+        4 * 8 * 128 * 2 * 2,
+    ),
+    "Nemotron-H (a shortened pattern)": (
+        {"model_type": "nemotron_h", "num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "hidden_size": 4096, "hybrid_override_pattern": "M-M*-M"},
+        1 * 8 * 128 * 2 * 2,
+    ),
+    "Qwen2.5-7B, its window switched off": (
+        {"model_type": "qwen2", "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+         "hidden_size": 3584, "sliding_window": 131072, "use_sliding_window": False},
+        28 * 4 * 128 * 2 * 2,
+    ),
+    "GPT-2": ({"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}, 12 * 768 * 2 * 2),
+    "Falcon-7B": (
+        {"model_type": "falcon", "num_hidden_layers": 32, "num_attention_heads": 71, "hidden_size": 4544, "multi_query": True},
+        32 * 64 * 2 * 2,
+    ),
+    "Mamba": ({"model_type": "mamba", "num_hidden_layers": 24, "hidden_size": 768}, 0),
+    "a model that also sees": ({"model_type": "llava", "text_config": _llama_8b()}, 131_072),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bytes_per_token_of_published_configurations_are_those_computed_by_hand(tmp_path: Path, name: str) -> None:
+    config, expected = PUBLISHED[name]
+    assert per_token(write_folder(tmp_path / "m", config)) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "full"),
+    [
+        ({"model_type": "gemma3_text", "sliding_window": 1024}, [5, 11]),
+        ({"model_type": "gemma3_text", "sliding_window": 1024, "sliding_window_pattern": 4}, [3, 7, 11]),
+        ({"model_type": "gpt_oss", "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 6},
+         [1, 3, 5, 7, 9, 11]),
+        ({"model_type": "mistral", "sliding_window": 4096}, []),
+        ({"model_type": "mistral", "sliding_window": None}, list(range(12))),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 10}, list(range(10))),
+        ({"model_type": "unheard_of", "sliding_window": 4096}, list(range(12))),
+    ],
+)  # fmt: skip
+def test_windows_go_to_the_layers_that_have_them(tmp_path: Path, config: dict[str, object], full: list[int]) -> None:
+    base = {"num_hidden_layers": 12, "num_attention_heads": 4, "hidden_size": 64}
+    layers = read_shape(write_folder(tmp_path / "m", base | config)).kv_layers
+    assert len(layers) == 12
+    assert [index for index, layer in enumerate(layers) if layer.window is None] == full
+
+
+def test_the_quantisation_is_named_as_the_load_request_names_it(tmp_path: Path) -> None:
+    for section, expected, form in (
+        ({"quant_method": "awq", "bits": 4}, "awq-4bit", "safetensors"), ({"quant_method": "fp8"}, "fp8", "safetensors"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes-4bit", "safetensors"),
+        ({"quant_method": "exl3", "bits": 4.25}, "exl3", "exl3"), (None, "bf16", "safetensors"),
+    ):  # fmt: skip
+        shape = read_shape(write_folder(tmp_path / expected, _llama_8b() | {"quantization_config": section}))
+        assert (shape.quantization, shape.format) == (expected, form)
+
+
+def _with_index(folder: Path, weight_map: dict[str, str]) -> Path:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def test_weights_of_a_folder_count_once_and_packed_words_as_the_parameters_in_them(tmp_path: Path) -> None:
+    config = _llama_8b() | {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    tensors = {"q.qweight": ("I32", (8, 4), 128), "q.scales": ("F16", (8,), 16)}
+    shape = read_shape(write_folder(tmp_path / "packed", config, tensors))
+    assert (shape.parameter_count, shape.weights_bytes) == (8 * 4 * 8 + 8, 144)
+    folder = write_folder(tmp_path / "m", _llama_8b())
+    (folder / "consolidated.safetensors").write_bytes(safetensors_bytes({"x": ("U8", (999,), 999)}))
+    assert read_shape(folder).weights_bytes == 256 + 16, "without the second copy"
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    (folder / "model-00002-of-00002.safetensors").write_bytes(safetensors_bytes({"x": ("U8", (100,), 100)}))
+    names = {"a": "model-00001-of-00002.safetensors", "x": "model-00002-of-00002.safetensors"}
+    assert read_shape(_with_index(folder, names)).weights_bytes == 256 + 16 + 100
+
+
+def test_ctranslate2_states_its_heads_layer_by_layer_and_whisper_keeps_the_audio_for_its_decoder(tmp_path: Path) -> None:
+    shape = read_shape(write_ct2(tmp_path / "m", layers=3))
+    assert (shape.format, shape.quantization, shape.vocab, shape.heads) == ("ctranslate2", "int8", 10, 4)
+    assert (shape.kv_layers, shape.parameter_count) == ((KvLayer(2, 8, 8),) * 3, 320 + 3 * 2048)
+    folder = write_ct2(tmp_path / "w", layers=1)
+    raw = (folder / "model.bin").read_bytes()
+    (folder / "model.bin").write_bytes(raw.replace(b"\x17\0TransformerDecoderSpec\0", b"\x0c\0WhisperSpec\0"))
+    shape = read_shape(folder)
+    assert (shape.format, shape.context_max) == ("whisper", 448)
+    assert shape.kv_layers == (KvLayer(2, 8, 8), KvLayer(4, 8, 8, fixed_tokens=1500))
+    (folder / "model.bin").write_bytes(b"PK\x03\x04" + bytes(100))
+    with pytest.raises(CorruptModel, match=r"weights of PyTorch are not loaded"):
+        read_shape(folder)
+
+
+def _truncate(path: Path, by: int) -> None:
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+def _break_gguf(change: Callable[[Path], object]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        path = write_gguf(folder / "m.gguf")
+        change(path)
+        return path
+
+    return make
+
+
+def _break_folder(change: Callable[[Path], object]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        made = write_folder(folder / "m", _llama_8b())
+        change(made)
+        return made
+
+    return make
+
+
+def _gguf_with(**metadata: object) -> Callable[[Path], Path]:
+    changed = {key.replace("__", "."): value for key, value in metadata.items()}
+    return lambda folder: write_gguf(folder / "m.gguf", {k: v for k, v in (LLAMA | changed).items() if v is not None})
+
+
+_TWICE = json.dumps({name: {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]} for name in "ab"}).encode()
+TWICE = struct.pack("<Q", len(_TWICE)) + _TWICE + bytes(8)
+DAMAGED: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "cut off data": (_break_gguf(lambda path: _truncate(path, 100)), r"m\.gguf is damaged: it has \d+ bytes, and the tensor"),
+    "cut off header": (_break_gguf(lambda path: path.write_bytes(path.read_bytes()[:200])), "in the middle of its header"),
+    "empty": (_break_gguf(lambda path: path.write_bytes(b"")), "it ends after 0 bytes"),
+    "another kind of file": (_break_gguf(lambda path: path.write_bytes(bytes(5000))), "it is no GGUF file"),
+    "no architecture": (_gguf_with(general__architecture=None), "does not name its architecture"),
+    "no layers": (_gguf_with(llama__block_count=None), "has no llama.block_count"),
+    "too many layers": (_gguf_with(llama__block_count=1 << 31), "llama.block_count is '2147483648'"),
+    "alignment of zero": (_gguf_with(general__alignment=0), "its alignment is 0"),
+    "heads of text": (_gguf_with(llama__attention__head_count_kv="two"), "head_count_kv is 'two'"),
+    "missing part": (lambda folder: write_gguf(folder / "m-00001-of-00002.gguf"), r"part m-00002-of-00002\.gguf is missing"),
+    "gguf that is missing": (lambda folder: folder / "none.gguf", "none.gguf is damaged: it is not a file"),
+    "shard cut off": (_break_folder(lambda path: _truncate(path / "model.safetensors", 8)), "8 bytes behind the end"),
+    "no weights": (_break_folder(lambda path: (path / "model.safetensors").unlink()), "no .safetensors file lies beside it"),
+    "header of another size": (
+        _break_folder(lambda path: (path / "model.safetensors").write_bytes(b"\xff" * 20)), "its header alone should have"),
+    "no JSON": (_break_folder(lambda path: (path / "config.json").write_text("{")), "config.json is damaged: it is no JSON"),
+    "a list": (_break_folder(lambda path: (path / "config.json").write_text("[]")), "it is no JSON object"),
+    "deep nesting": (_break_folder(lambda path: (path / "config.json").write_text("[" * 100_000)), "it is no JSON"),
+    "missing shard": (_break_folder(lambda path: _with_index(path, {"a": "gone.safetensors"})), "which is missing"),
+    "shard elsewhere": (_break_folder(lambda path: _with_index(path, {"a": "../x.safetensors"})), "it names the file"),
+    "zero heads": (
+        lambda folder: write_folder(folder / "m", _llama_8b() | {"num_attention_heads": 0}), "num_attention_heads is 0"),
+    "negative layers": (
+        lambda folder: write_folder(folder / "m", _llama_8b() | {"num_hidden_layers": -1}), "num_hidden_layers is '-1'"),
+    "sizes that contradict each other": (
+        lambda folder: write_folder(folder / "m", _llama_8b(), {"a": ("F16", (4,), 9)}), "do not fit its dimensions"),
+    "tensors on top": (
+        _break_folder(lambda path: (path / "model.safetensors").write_bytes(TWICE)), "lie on top of each other"),
+    "nothing": (lambda folder: folder, "holds neither a config.json nor a model.bin"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_model_is_refused_naming_the_file_and_what_is_wrong(tmp_path: Path, name: str) -> None:
+    make, words = DAMAGED[name]
+    path = make(tmp_path)
+    with pytest.raises(CorruptModel, match=words):
+        read_shape(path)
+
+
+MIB = 1 << 20
+
+
+def make_shape(*layers: KvLayer, weights_bytes: int = 1000) -> ModelShape:
+    return ModelShape("gguf", "llama", weights_bytes, 500, len(layers), 4, layers)
+
+
+LLAMA_8B = make_shape(*[KvLayer(8, 128, 128)] * 32, weights_bytes=8_540_000_000)
+
+
+def test_the_cache_is_tokens_times_slots_times_the_bits_of_its_type_in_whole_blocks() -> None:
+    result = estimate(LLAMA_8B, context_tokens=8192, slots=2, overhead_bytes=7)
+    assert (result.kv_bytes_per_token, result.kv_bytes) == (131_072, 2 * 8192 * 131_072)
+    assert result.total_bytes == 8_540_000_000 + 2 * (1 << 30) + 7
+    bits = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5,
+            "iq4_nl": 4.5, "fp8": 8.0, "fp8_e5m2": 8.0}  # fmt: skip
+    for name, size in bits.items():
+        result = estimate(LLAMA_8B, context_tokens=1, slots=1, type_k=name, type_v=name, overhead_bytes=0)
+        assert result.kv_bytes == 32 * 2 * 8 * 128 * size / 8
+    mixed = estimate(make_shape(KvLayer(1, 40, 8)), context_tokens=1, slots=1, type_k="q8_0", type_v="f16", overhead_bytes=0)
+    assert mixed.kv_bytes == 2 * 34 + 8 * 2
+    with pytest.raises(ValueError, match="'q3' is no type of KV cache"):
+        estimate(LLAMA_8B, context_tokens=1, slots=1, type_k="q3", overhead_bytes=0)
+
+
+def test_a_window_bounds_what_a_layer_keeps_and_audio_does_not_grow_with_the_context() -> None:
+    # Gemma 3 27B: 62 layers, every sixth sees everything, 16 heads of 128, a window of 1024, at its full context.
+    layers = [KvLayer(16, 128, 128, None if (layer + 1) % 6 == 0 else 1024) for layer in range(62)]
+    of_token = 16 * (128 + 128) * 2
+    result = estimate(make_shape(*layers), context_tokens=131_072, slots=1, overhead_bytes=0)
+    assert result.kv_bytes == 10 * 131_072 * of_token + 52 * (1024 + 512) * of_token
+    assert result.kv_bytes_per_token == 62 * of_token
+    short = estimate(make_shape(KvLayer(1, 1, 1, 4096)), context_tokens=100, slots=3, overhead_bytes=0)
+    assert short.kv_bytes == 3 * 100 * 4
+    heard = estimate(
+        make_shape(KvLayer(1, 1, 1), KvLayer(2, 1, 1, fixed_tokens=1500)), context_tokens=448, slots=1, overhead_bytes=0
+    )
+    assert (heard.kv_bytes, heard.kv_bytes_per_token) == (448 * 4 + 1500 * 8, 4)
+
+
+def seen(beyond: int, at: float, *, backend: str = "gguf", measured: int | None = None) -> Observation:
+    return Observation(backend, "m", "k", 1000, 200, 1200 + beyond if measured is None else measured, 1.0, at)
+
+
+def test_the_overhead_is_the_median_of_the_newest_twenty_loads_or_a_guess_that_says_where_it_comes_from() -> None:
+    guess = learn_overhead([seen(5, 1.0, backend="vllm"), seen(0, 1.0, measured=0)], "gguf")
+    assert (guess.bytes, guess.is_learnt, guess.samples, "37 MB" in guess.reason) == (48 * MIB, False, 0, True)
+    assert learn_overhead([], "vllm").bytes > learn_overhead([], "whisper").bytes > learn_overhead([], "ct2").bytes > 0
+    assert learn_overhead([], "openai_compatible").bytes == 0
+    old, new = ([seen(9_000_000, float(at)) for at in range(30)], [seen(500 + at, 100.0 + at) for at in range(20)])
+    learnt = learn_overhead([*new, *old], "gguf")
+    assert (learnt.bytes, learnt.is_learnt, learnt.samples) == (509, True, 20)
+    assert learn_overhead([seen(100, 1.0), seen(110, 2.0), seen(9_999_999, 3.0)], "gguf").bytes == 110
+    assert learn_overhead([seen(-500, 1.0)], "gguf").bytes == 0
+
+
+def ask(
+    free_bytes: int, *, budget_bytes: int | None = None, context_tokens: int = 8192, slots: int = 4, **more: object
+) -> Fits | DoesNotFit:
+    predicted = estimate(LLAMA_8B, context_tokens=context_tokens, slots=slots, overhead_bytes=100 * MIB)
+    return judge(
+        predicted, free_bytes=free_bytes, budget_bytes=budget_bytes, shape=LLAMA_8B, context_tokens=context_tokens, slots=slots,
+        **more,  # type: ignore[arg-type]  # the further arguments by name
+    )  # fmt: skip
+
+
+def refused(verdict: Fits | DoesNotFit) -> dict[SuggestionKind, Suggestion]:
+    assert isinstance(verdict, DoesNotFit)
+    return {suggestion.kind: suggestion for suggestion in verdict.suggestions}
+
+
+NEEDED = 8_540_000_000 + 4 * (1 << 30) + 100 * MIB
+
+
+def test_one_byte_less_than_enough_is_refused_with_the_longest_context_and_the_most_requests_that_fit() -> None:
+    assert isinstance(ask(NEEDED), Fits)
+    assert isinstance(ask(NEEDED * 2, budget_bytes=NEEDED - 1), DoesNotFit)
+    suggestion = refused(ask(NEEDED - 1))[SuggestionKind.SHORTER_CONTEXT]
+    assert (suggestion.context_tokens, "7936 tokens" in suggestion.text) == (8192 - 256, True)
+    assert suggestion.as_dict() == {
+        "kind": "shorter_context", "text": suggestion.text, "requiredMB": -(-suggestion.required_bytes // MIB),
+        "maxContextLength": 7936,
+    }  # fmt: skip
+    fewer = refused(ask(NEEDED - 2 * (1 << 30)))[SuggestionKind.FEWER_SLOTS]
+    assert (fewer.slots, fewer.required_bytes) == (2, NEEDED - 2 * (1 << 30))
+    assert "One request at a time instead of 4" in refused(ask(NEEDED - 3 * (1 << 30)))[SuggestionKind.FEWER_SLOTS].text
+
+
+def test_smaller_caches_other_quantisations_and_the_fewest_evictions_that_do_are_suggested() -> None:
+    free = NEEDED - 2 * (1 << 30)
+    smaller = refused(ask(free, kv_types=("q8_0", "unheard_of", "q4_0")))[SuggestionKind.SMALLER_KV_TYPE]
+    assert smaller.kv_type == "q4_0"  # q8_0 takes 8.5 of 16 bits: just too much
+    assert SuggestionKind.SMALLER_KV_TYPE not in refused(ask(free))
+    sizes = {"q4": ("q4_k_m", 4_900_000_000), "q2": ("q2_k", 3_200_000_000), "f16": ("f16", 1 << 34)}
+    others = [Alternative(name, *size) for name, size in sizes.items()]
+    other = refused(ask(NEEDED - 3_000_000_000, alternatives=others))[SuggestionKind.OTHER_QUANTIZATION]
+    assert (other.model_id, other.quantization) == ("q4", "q4_k_m")
+    assert other.required_bytes == NEEDED - 8_540_000_000 + 4_900_000_000
+    loaded = [("small", 1 << 30), ("middle", 3 << 30), ("large", 6 << 30), ("unknown", 0)]
+    for missing, evicted in ((2 << 30, ("middle",)), (7 << 30, ("small", "large"))):
+        assert refused(ask(NEEDED - missing, loaded=loaded))[SuggestionKind.EVICT].evict == evicted
+    assert SuggestionKind.EVICT not in refused(ask(NEEDED - (11 << 30), loaded=loaded))
+    assert SuggestionKind.EVICT not in refused(ask(NEEDED - 1, budget_bytes=NEEDED - 1, loaded=[("other", 1 << 40)]))
+
+
+@examples(25)
+@given(
+    free=st.integers(0, NEEDED + 1), context=st.integers(1, 40_000), slots=st.integers(1, 9),
+    sizes=st.lists(st.integers(0, NEEDED), max_size=20),
+)  # fmt: skip
+def test_every_suggestion_is_enough_by_itself(free: int, context: int, slots: int, sizes: list[int]) -> None:
+    loaded = [(f"m{index}", size) for index, size in enumerate(sizes)]
+    verdict = ask(free, context_tokens=context, slots=slots, kv_types=tuple(CACHE_TYPES), loaded=loaded)
+    if isinstance(verdict, Fits):
+        assert verdict.predicted.total_bytes <= free
+        return
+    assert verdict.required_bytes > free
+    for suggestion in verdict.suggestions:
+        freed = sum(size for name, size in loaded if name in suggestion.evict)
+        again = estimate(
+            LLAMA_8B, context_tokens=suggestion.context_tokens or context, slots=suggestion.slots or slots,
+            type_k=suggestion.kv_type or "f16", type_v=suggestion.kv_type or "f16", overhead_bytes=100 * MIB,
+        )  # fmt: skip
+        assert again.total_bytes == suggestion.required_bytes <= free + freed
+        assert suggestion.text.endswith(".")
+
+
+MAX_BYTES = 8 << 20
+HEADER, DATA_BYTES = gguf_bytes(LLAMA, LLAMA_TENSORS)
+GGUF = HEADER + bytes(DATA_BYTES)
+TENSORS = safetensors_bytes({"a": ("F16", (4, 4), 32), "b": ("I8", (8,), 8)})
+SMALL = {
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "vocab_size": 10,
+    "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"], "quantization_config": {"bits": 4},
+}  # fmt: skip
+edits = st.lists(st.tuples(st.integers(0, 1 << 16), st.binary(min_size=1, max_size=8)), max_size=4)
+cuts = st.one_of(st.none(), st.integers(0, len(GGUF)))
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def damage(content: bytes, changes: list[tuple[int, bytes]], cut: int | None) -> bytes:
+    raw = bytearray(content)
+    for position, data in changes:
+        start = position % len(raw)
+        raw[start : start + len(data)] = data
+    return bytes(raw[: len(raw) if cut is None else cut % (len(raw) + 1)])
+
+
+def read_anyhow(path: Path) -> ModelShape | None:
+    """Return the shape, or None for a file that is refused; any other exception fails the test."""
+    try:
+        shape = read_shape(path)
+    except CorruptModel:
+        return None
+    assert estimate(shape, context_tokens=4096, slots=1, overhead_bytes=0).total_bytes >= shape.weights_bytes >= 0
+    return shape
+
+
+@examples(60)
+@given(kind=st.sampled_from(["gguf", "safetensors", "ct2"]), changes=edits, cut=cuts)
+def test_a_tampered_file_is_read_or_refused(folder: Path, kind: str, changes: list[tuple[int, bytes]], cut: int | None) -> None:
+    if kind == "gguf":
+        model = path = folder / "m.gguf"
+        path.write_bytes(GGUF)
+        changes = [(position % len(HEADER), data) for position, data in changes]
+    elif kind == "safetensors":
+        model = write_folder(folder / "hf", SMALL)
+        path = model / "model.safetensors"
+        path.write_bytes(TENSORS)
+    else:
+        model = write_ct2(folder / "ct2")
+        path = model / "model.bin"
+    raw = damage(path.read_bytes(), changes, cut)
+    path.write_bytes(raw)
+    shape = read_anyhow(model)
+    assert shape is None or kind == "ct2" or shape.weights_bytes <= len(raw)
+
+
+@examples(25)
+@given(field=st.sampled_from(sorted(SMALL)), value=values)
+def test_a_configuration_with_any_value_in_a_field_is_read_or_refused(folder: Path, field: str, value: object) -> None:
+    model = folder / "config"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(SMALL | {field: value}, allow_nan=True))
+    (model / "model.safetensors").write_bytes(TENSORS)
+    read_anyhow(model)
+
+
+HUGE = (1 << 63) - 1
+START = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+KEY = struct.pack("<Q", 1) + b"k"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GGUF" + struct.pack("<IQQ", 3, HUGE, 0), b"GGUF" + struct.pack("<IQQ", 3, 0, HUGE), START + struct.pack("<Q", HUGE),
+        START + KEY + struct.pack("<IQ", 8, HUGE), START + KEY + struct.pack("<IIQ", 9, 8, HUGE),
+        START + KEY + struct.pack("<IIQ", 9, 8, 1 << 16), START + KEY + struct.pack("<IIQ", 9, 12, HUGE),
+        START + KEY + struct.pack("<IIQ", 9, 9, HUGE),
+        b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<I", 0xFFFFFFFF),
+        b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + KEY + struct.pack("<I4QIQ", 4, HUGE, HUGE, HUGE, HUGE, 0, 0),
+        struct.pack("<Q", 1 << 32),
+    ],
+)  # fmt: skip
+def test_numbers_made_to_exhaust_memory_are_refused_cheaply(folder: Path, raw: bytes) -> None:
+    model = path = folder / "huge.gguf"
+    if not raw.startswith(b"GGUF"):
+        model = write_folder(folder / "large", SMALL)
+        path = model / "model.safetensors"
+    with path.open("wb") as file:
+        file.write(raw)
+        file.truncate(1 << 33)  # a hole of 8 GiB, so that the end of the file is not what stops it
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptModel):
+            read_shape(model)
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
+    finally:
+        tracemalloc.stop()
