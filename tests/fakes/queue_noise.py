@@ -1,7 +1,4 @@
-"""Noise in Valkey: what somebody could write there, or a program of another release, on every channel and key that is read.
-
-``python -m tests.rings.fuzz --messages 100000`` sends it to an installation and says what became of its processes.
-"""
+"""Noise in Valkey: what somebody could write there, or a program of another release, on every channel and key that is read."""
 
 from __future__ import annotations
 

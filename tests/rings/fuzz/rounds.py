@@ -27,44 +27,46 @@ from schemathesis.core.failures import FailureGroup
 from schemathesis.core.result import Ok
 from schemathesis.specs.openapi import checks
 
-from conformance.engine import media
-from conformance.engine.chat import render_chat, render_completion, stream_chat, stream_completion
-from conformance.engine.native import render_message, render_response, stream_message, stream_response
+from conformance.engine import chat, media
+from conformance.engine import native as natively
 from conformance.engine.script import Script
 from conformance.engine.server import frame_event
 from conformance.engine.speech import TEXT_PIECES, Speech
 from conformance.events import read_stream
 from conformance.fields import read_json
 from conformance.readers.chat import read_chat
-from conformance.readers.messages import read_messages
-from conformance.readers.messages import require_end as require_end_of_message
+from conformance.readers.messages import read_messages, require_end
 from conformance.readers.responses import LAST_EVENTS, read_responses
 from conformance.verdicts import Violation
+from tests.fakes import request_bodies as bodies
 from tests.fakes.engine_streams import spoil_answer, spoil_body, spoil_stream
 from tests.fakes.http_client import Reply, call
 from tests.fakes.lab import Lab
-from tests.fakes.request_bodies import (
-    CHAT,
-    COMPLETIONS,
-    COUNT_MESSAGES,
-    EMBEDDINGS,
-    IMAGES,
-    MESSAGES,
-    NATIVE,
-    RERANK,
-    RESPONSES,
-    TALKING,
-    TRANSLATED,
-    Make,
-    make_body,
-    make_plain,
-    write,
-)
-from tests.fakes.request_bodies import KINDS as BROKEN
+from tests.fakes.request_bodies import CHAT, COMPLETIONS, COUNT_MESSAGES, EMBEDDINGS, IMAGES, MESSAGES, RERANK, RESPONSES
 from tests.fakes.scripted_box import ScriptedBox, Stream
 from tests.fakes.stack import Gateway
 from tests.fakes.waiting import eventually
 from wire.contract import ErrorCode
+
+SETTINGS = {"MUSTER_RATE_LIMIT_RPM": "1000000", "MUSTER_OFFLINE_AFTER_S": "3600"}
+"""Of a gateway under fire: nothing is refused for its number, and a box that a busy machine keeps from answering stays."""
+THE_ENGINES_OWN = ("the pieces of a tool's input are no JSON", "response.usage must be an object and is null")
+"""Faults of translated streams that are passed on: a model's words go out while they come, and no count is invented."""
+MOST_CPU_MS = 50.0
+"""Of the event loop, for one request: time that its thread has run, so that a busy machine changes nothing."""
+MOST_GROWTH_BYTES = 48 * 2**20
+"""Of memory, over a round that was run once to warm up; a large body alone comes and goes with as much."""
+WITHIN_S = 60.0
+"""For an answer that is never to come later than at once: only to tell a slow machine from a gateway that hangs."""
+TRIES = 3
+"""A collection of garbage or work in the background can fall into any request, but not into the same one each time."""
+STREAM = "text/event-stream"
+BUG = re.compile(rb"request\.bug|Traceback|session\.bug|ERROR|CRITICAL")
+STATUS = re.compile(rb"HTTP/1\.1 (\d\d\d) ")
+OURS = frozenset({400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 500, 502, 503, 504})
+CODES = frozenset(code.value for code in ErrorCode)
+MOST_ERROR_BYTES = 4096
+FRAME_BYTES = 64 * 1024
 
 
 class Gauge:
@@ -82,94 +84,63 @@ class Gauge:
             return next(thread.user_time + thread.system_time for thread in self._process.threads())
 
     def read_rss_bytes(self) -> int:
-        """Return how much memory it holds."""
         return int(self._process.memory_info().rss)
 
 
-_OURS = frozenset({400, 401, 403, 404, 405, 408, 413, 415, 429, 431, 500, 502, 503, 504})
-_CODES = frozenset(code.value for code in ErrorCode)
-_MAX_ERROR_BYTES = 4096
-_LEAST_ERROR = 400
-_ANTHROPIC = frozenset({MESSAGES, COUNT_MESSAGES})
+class Cost:
+    """What one request came to. ``cpu_ms``: of the event loop, from the making of this to ``stop``."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge, self._began_s, self.cpu_ms = gauge, gauge.read_cpu_s(), 0.0
+
+    def stop(self) -> Cost:
+        self.cpu_ms = (self._gauge.read_cpu_s() - self._began_s) * 1000
+        return self
+
+
+# what is wrong with an answer
 
 
 def find_fault(path: str, reply: Reply, *, of_engine: int = 0) -> str:
-    """Return what is wrong with an answer to anything at all; empty = nothing. The status 0 is a connection that was closed."""
+    """Return what is wrong with an answer to anything at all; empty = nothing. The status 0 is a connection that was closed.
+
+    ``of_engine``: the status of an engine whose own words, as far as a client can read them, are passed on.
+    """
     if not reply.whole or reply.status == 0:
         return "the connection was closed without an answer"
-    if reply.status < _LEAST_ERROR:
+    if reply.status < 400:
         return ""
-    if reply.status not in _OURS and reply.status != of_engine:
+    if reply.status not in OURS and reply.status != of_engine:
         return f"the status {reply.status} is none of ours"
-    return _find_fault_of_error(path, reply, of_engine)
+    if reply.headers.get("content-type") != "application/json" or len(reply.body) > MOST_ERROR_BYTES:
+        return f"an error of {len(reply.body)} bytes of type {reply.headers.get('content-type')}"
+    try:
+        body = json.loads(reply.body)
+        error: dict[str, Any] = body["error"]
+        others = [error.get(name) for name in ("type", "code", "param")]
+        is_text = isinstance(error["message"], str) and all(one is None or isinstance(one, str) for one in others)
+    except (ValueError, KeyError, TypeError) as fault:
+        return f"an error that cannot be read ({fault!r}): {reply.body[:200]!r}"
+    if not (is_text and error["message"]):
+        return f"an error with members of other types: {reply.body[:200]!r}"
+    if of_engine >= 400:
+        return ""
+    if error.get("code") not in CODES:
+        return f"the code {error.get('code')!r} is none of ours"
+    is_anthropic = body.get("type") == "error" and isinstance(body.get("request_id"), str)
+    if is_anthropic != (path in {MESSAGES, COUNT_MESSAGES}) and "x-request-id" in reply.headers:
+        return f"an error of the other dialect: {reply.body[:200]!r}"
+    return ""
 
 
 def find_fault_of_refusal(path: str, reply: Reply, *, statuses: tuple[int, ...], param: str | None) -> str:
     """Return what is wrong with the answer to a malformed request. ``param``: see ``Malformed``."""
     if reply.status not in statuses:
         return f"the status is {reply.status}, due is {statuses}: {reply.body[:200]!r}"
-    fault = find_fault(path, reply)
-    if fault:
+    if fault := find_fault(path, reply):
         return fault
     named = json.loads(reply.body)["error"].get("param")
     return "" if param in {"*", named} else f"param is {named!r}, due is {param!r}"
-
-
-def _find_fault_of_error(path: str, reply: Reply, of_engine: int) -> str:
-    if reply.headers.get("content-type") != "application/json":
-        return f"an error of type {reply.headers.get('content-type')}"
-    if len(reply.body) > _MAX_ERROR_BYTES:
-        return f"an error of {len(reply.body)} bytes"
-    try:
-        body = json.loads(reply.body)
-        error: dict[str, Any] = body["error"]
-        message, kind, code, param = error["message"], error.get("type"), error.get("code"), error.get("param")
-    except (ValueError, KeyError, TypeError) as fault:
-        return f"an error that cannot be read ({fault!r}): {reply.body[:200]!r}"
-    if not (isinstance(message, str) and message) or any(
-        one is not None and not isinstance(one, str) for one in (kind, code, param)
-    ):
-        return f"an error with members of other types: {reply.body[:200]!r}"
-    if of_engine >= _LEAST_ERROR:
-        return ""  # its own words, as far as a client can read them
-    if code not in _CODES:
-        return f"the code {code!r} is none of ours"
-    is_anthropic = body.get("type") == "error" and isinstance(body.get("request_id"), str)
-    if is_anthropic != (path in _ANTHROPIC) and "x-request-id" in reply.headers:
-        return f"an error of the other dialect: {reply.body[:200]!r}"
-    return ""
-
-
-STREAM = "text/event-stream"
-_CONCURRENT, _REMEMBERED = 64, 500
-_FRAME_BYTES = 64 * 1024
-_YIELD_EVERY = 50
-_CREDIT_WITHIN_S, _IDLE_S = 30.0, 3600.0
-_SPEECH, _SCRIPT = Speech(pieces=TEXT_PIECES), Script({})
-_ASKED = {"model": "m", "prompt": "hi", "input": ["hi"], "documents": ["a"], "stream_options": {"include_usage": True}}
-_WHOLE = {CHAT: render_chat, COMPLETIONS: render_completion, MESSAGES: render_message, RESPONSES: render_response}
-_STREAMED = {CHAT: stream_chat, COMPLETIONS: stream_completion, MESSAGES: stream_message, RESPONSES: stream_response}
-_AT_ONCE = {EMBEDDINGS: media.embed, RERANK: media.rank, IMAGES: media.draw}
-
-
-def _may_send(stream: Stream, size: int) -> bool:
-    return stream.window >= size or stream.cancelled is not None
-
-
-def _say(path: str, *, is_streaming: bool) -> tuple[str, bytes]:
-    """Return type and bytes of a good answer; the request is not looked at."""
-    if path in _STREAMED and is_streaming:
-        is_named = path in {MESSAGES, RESPONSES}
-        events = [
-            frame_event(content, _SCRIPT, name=content["type"] if is_named else "")
-            for content in _STREAMED[path](_SPEECH, _SCRIPT, _ASKED)
-        ]
-        return STREAM, b"".join(events) + (b"" if is_named else b"data: [DONE]\n\n")
-    if path in _WHOLE:
-        content = _WHOLE[path](_SPEECH, _SCRIPT, _ASKED)
-    else:
-        content = _AT_ONCE[path](_ASKED) if path in _AT_ONCE else {"text": media.TRANSCRIPT}
-    return "application/json", json.dumps(content).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +150,72 @@ class Answer:
     content_type: str
     pieces: Iterable[bytes]
     status: int = 200
+
+
+def find_fault_of_answer(path: str, reply: Reply, said: Answer, *, is_streaming: bool) -> str:
+    """Return what is wrong with an answer of which an engine said ``said``; empty = nothing. Its errors keep their status."""
+    if reply.status >= 400:
+        return find_fault(path, reply, of_engine=said.status)
+    if not reply.whole or path == CHAT:
+        return "" if path == CHAT else "the answer was cut"
+    if reply.status not in (200, said.status):
+        return f"the status is {reply.status}"
+    if is_streaming:
+        return find_fault_of_stream(path, reply)
+    kinds = {read_json(reply.body, "answer").value.get(name) for name in ("type", "object")}
+    return "" if kinds & {"message", "response"} else "no answer"
+
+
+def find_fault_of_stream(path: str, reply: Reply) -> str:
+    """Return what is wrong with a stream, by the strict reader of its dialect; empty = nothing."""
+    if not reply.headers["content-type"].startswith(STREAM):
+        return f"a stream of type {reply.headers['content-type']}"
+    try:
+        stream = read_stream(reply.body)
+        if path == MESSAGES:
+            said = read_messages(stream)
+            if said.failure is None:
+                require_end(said)
+        elif path == RESPONSES:
+            return "" if read_responses(stream).ending in LAST_EVENTS else "the stream has no end"
+        else:
+            read_chat(stream)
+    except Violation as violation:
+        return "" if any(words in str(violation) for words in THE_ENGINES_OWN) else str(violation)
+    return ""
+
+
+# boxes
+
+_SPEECH, _SCRIPT = Speech(pieces=TEXT_PIECES), Script({})
+_ASKED = {"model": "m", "prompt": "hi", "input": ["hi"], "documents": ["a"], "stream_options": {"include_usage": True}}
+_WHOLE = {
+    CHAT: chat.render_chat, COMPLETIONS: chat.render_completion, MESSAGES: natively.render_message,
+    RESPONSES: natively.render_response,
+}  # fmt: skip
+_STREAMED = {
+    CHAT: chat.stream_chat, COMPLETIONS: chat.stream_completion, MESSAGES: natively.stream_message,
+    RESPONSES: natively.stream_response,
+}  # fmt: skip
+_AT_ONCE = {EMBEDDINGS: media.embed, RERANK: media.rank, IMAGES: media.draw}
+
+
+def _say(path: str, *, is_streaming: bool) -> tuple[str, bytes]:
+    """Return type and bytes of a good answer; the request is not looked at."""
+    if path in _STREAMED and is_streaming:
+        is_named = path in {MESSAGES, RESPONSES}
+        said = list(_STREAMED[path](_SPEECH, _SCRIPT, _ASKED))
+        events = [frame_event(content, _SCRIPT, name=content["type"] if is_named else "") for content in said]
+        return STREAM, b"".join(events) + (b"" if is_named else b"data: [DONE]\n\n")
+    if path in _WHOLE:
+        content = _WHOLE[path](_SPEECH, _SCRIPT, _ASKED)
+    else:
+        content = _AT_ONCE[path](_ASKED) if path in _AT_ONCE else {"text": media.TRANSCRIPT}
+    return "application/json", json.dumps(content).encode()
+
+
+def _may_send(stream: Stream, size: int) -> bool:
+    return stream.window >= size or stream.cancelled is not None
 
 
 @asynccontextmanager
@@ -204,11 +241,11 @@ async def hostile_box(lab: Lab, gateway: Gateway, model: str, choose: Callable[[
         said = choose()
         await box.head(stream, status=said.status, content_type=said.content_type)
         for number, piece in enumerate(said.pieces):
-            if number % _YIELD_EVERY == 0:
+            if number % 50 == 0:
                 await asyncio.sleep(0)  # a send that need not wait lets nobody else have a turn, pongs included
-            for start in range(0, len(piece), _FRAME_BYTES):
-                part = piece[start : start + _FRAME_BYTES]
-                await box._wait(partial(_may_send, stream, len(part)), _CREDIT_WITHIN_S, "credit, or a cancel")
+            for start in range(0, len(piece), FRAME_BYTES):
+                part = piece[start : start + FRAME_BYTES]
+                await box._wait(partial(_may_send, stream, len(part)), 30.0, "credit, or a cancel")
                 if stream.cancelled is not None:
                     return
                 await box.data(stream, part)
@@ -218,23 +255,22 @@ async def hostile_box(lab: Lab, gateway: Gateway, model: str, choose: Callable[[
         yield box
 
 
+Serve = Callable[[ScriptedBox, Stream], Coroutine[None, None, None]]
+
+
 @asynccontextmanager
 async def _serving(
-    lab: Lab,
-    gateway: Gateway,
-    model: str,
-    endpoints: Sequence[str],
-    serve: Callable[[ScriptedBox, Stream], Coroutine[None, None, None]],
+    lab: Lab, gateway: Gateway, model: str, endpoints: Sequence[str], serve: Serve, remembered: int = 500
 ) -> AsyncIterator[ScriptedBox]:
-    box = await lab.box(model, endpoints=endpoints, max_concurrent=_CONCURRENT, gateway=gateway)
+    box = await lab.box(model, endpoints=endpoints, max_concurrent=64, gateway=gateway)
 
     async def serve_all() -> None:
         async with asyncio.TaskGroup() as group:
             while True:
-                group.create_task(serve(box, await box.stream(within_s=_IDLE_S)))
-                if box._taken > 2 * _REMEMBERED:  # late frames speak of the last few streams at most
-                    del box.streams[:_REMEMBERED]
-                    box._taken -= _REMEMBERED
+                group.create_task(serve(box, await box.stream(within_s=3600.0)))
+                if box._taken > 2 * remembered:  # late frames speak of the last few streams at most
+                    del box.streams[:remembered]
+                    box._taken -= remembered
 
     serving = asyncio.create_task(serve_all())
     try:
@@ -244,253 +280,7 @@ async def _serving(
         await asyncio.gather(serving, return_exceptions=True)
 
 
-SETTINGS = {"MUSTER_RATE_LIMIT_RPM": "1000000", "MUSTER_OFFLINE_AFTER_S": "3600"}
-"""Of a gateway under fire: nothing is refused for its number, and a box that a busy machine keeps from answering stays."""
-THE_ENGINES_OWN = ("the pieces of a tool's input are no JSON", "response.usage must be an object and is null")
-"""Faults of translated streams that are passed on: a model's words go out while they come, and no count is invented."""
-MOST_CPU_MS = 50.0
-"""Of the event loop, for one request: time that its thread has run, so that a busy machine changes nothing."""
-MOST_GROWTH_BYTES = 48 * 2**20
-"""Of memory, over a round that was run once to warm up; a large body alone comes and goes with as much."""
-MOST_OF_A_MODEL = 1_900_000_000
-_WITHIN_S = 60.0
-"""For an answer that is never to come later than at once: only to tell a slow machine from a gateway that hangs."""
-_TRIES = 3
-"""A collection of garbage or work in the background can fall into any request, but not into the same one each time."""
-_BUG = re.compile(rb"request\.bug|Traceback|session\.bug|ERROR|CRITICAL")
-
-
-class Cost:
-    """What one request came to. ``cpu_ms``: of the event loop, from the making of this to ``stop``."""
-
-    def __init__(self, gauge: Gauge) -> None:
-        self._gauge, self._began_s = gauge, gauge.read_cpu_s()
-        self.cpu_ms = 0.0
-
-    def stop(self) -> Cost:
-        """Take the time."""
-        self.cpu_ms = (self._gauge.read_cpu_s() - self._began_s) * 1000
-        return self
-
-
-@dataclass
-class Fuzzer:
-    """One gateway under fire. ``native``, ``translated``: models whose box answers every path, and chat alone."""
-
-    lab: Lab
-    gateway: Gateway
-    native: str
-    translated: str
-    findings: list[str] = field(default_factory=list)
-    statuses: Counter[int] = field(default_factory=Counter)
-    """Of all answers, how often each came; 0 = none."""
-
-    def __post_init__(self) -> None:
-        assert self.gateway.process is not None
-        self.gauge = Gauge(self.gateway.process.pid)
-
-    # requests
-
-    async def send_malformed(self, name: str, path: str, make: Make, *, repeats: int) -> None:
-        """Send one kind of malformed request, and check that it is refused as it has to be."""
-        costs: list[float] = []
-        asked = make(path, self.translated if path in TRANSLATED else self.native)
-        for _ in range(repeats):
-            reply, cpu_ms = await self._post_measured(asked.path, asked.body, asked.headers)
-            costs.append(cpu_ms)
-            fault = find_fault_of_refusal(path, reply, statuses=asked.statuses, param=asked.param)
-            if fault:
-                self._note(f"{name} to {path}", fault)
-                break
-        if min(costs) > MOST_CPU_MS:
-            self._note(f"{name} to {path}", f"it took {min(costs):.0f} ms of the event loop")
-
-    async def send_spoilt(self, seeds: Iterable[int]) -> None:
-        """Send bodies that were good once, to boxes that answer every path and to one that answers chat alone."""
-        for seed in seeds:
-            rng = random.Random(seed)
-            path = rng.choice([*TALKING, *TRANSLATED, *NATIVE[4:7], "/v1/messages/count_tokens", "/v1/responses/input_tokens"])
-            model = self.translated if path in TRANSLATED and rng.random() < 0.7 else self.native
-            body = make_body(path, model)
-            if path in TALKING and rng.random() < 0.5:
-                body["stream"] = True
-            data = spoil_body(rng, body)
-            reply, cpu_ms = await self._post_measured(path, data, {"content-type": "application/json"})
-            fault = find_fault(path, reply)
-            if not fault and reply.status >= 500:
-                fault = f"the status is {reply.status}: {reply.body[:300]!r}"
-            if not fault and cpu_ms > MOST_CPU_MS:
-                fault = f"it took {cpu_ms:.0f} ms of the event loop"
-            if fault:
-                self._note(f"spoilt body {seed} to {path}", f"{fault}\n  {data[:600]!r}")
-
-    async def send_broken(self, name: str) -> None:
-        """Send one kind of broken HTTP on a connection of its own."""
-        broken = BROKEN[name](self.lab.stack.ready.api_key, self.native)
-        answer = await converse(self.gateway, broken.data, leaves=broken.leaves, within_s=_WITHIN_S)
-        status = read_status(answer)
-        self.statuses[status] += 1
-        if status not in broken.statuses:
-            self._note(name, f"the status is {status}, due is {broken.statuses}: {answer[:300]!r}")
-
-    async def send_large(self, size_bytes: int, *, declared: bool) -> Cost:
-        """Send a body that is larger than any may be; without a declared length it has to be cut off at the limit."""
-        request = Unread(f"{size_bytes >> 20} MB {'declared' if declared else 'in chunks'}", 413)
-        return await self._pour(request, self.lab.headers(), size_bytes, declared=declared)
-
-    async def send_unread(self, size_bytes: int) -> None:
-        """Send large bodies with requests that are refused before anybody looks at one."""
-        for request in UNREAD:
-            await self._pour(request, {}, size_bytes, declared=True)
-
-    async def _pour(self, request: Unread, headers: dict[str, str], size_bytes: int, *, declared: bool) -> Cost:
-        cost = Cost(self.gauge)
-        status, taken = await pour(self.gateway, request, headers, size_bytes, declared=declared, within_s=_WITHIN_S)
-        self.statuses[status] += 1
-        if status != request.status:
-            self._note(f"{request.kind}, {taken >> 20} MB of it taken", f"the status is {status}, due is {request.status}")
-        return cost.stop()
-
-    # engines
-
-    async def hear_spoilt(self, seeds: Iterable[int]) -> None:
-        """Have a box answer with spoilt streams, and hold what the client gets to the grammar of its dialect."""
-        for seed in seeds:
-            rng = random.Random(seed)
-            path = rng.choice([MESSAGES, RESPONSES])
-            pieces = spoil_stream(rng)
-            content_type = (
-                STREAM if rng.random() < 0.9 else rng.choice(["application/json", "text/html", "", "text/event-stream;x"])
-            )
-            await self._hear(f"spoilt stream {seed}", path, Answer(content_type, pieces))
-
-    async def hear_answers(self, seeds: Iterable[int]) -> None:
-        """Have a box answer with spoilt answers and errors, whether a stream was asked for or not."""
-        for seed in seeds:
-            rng = random.Random(seed)
-            status, content_type, pieces = spoil_answer(rng)
-            path, is_streaming = rng.choice([MESSAGES, RESPONSES, CHAT]), rng.random() < 0.3
-            await self._hear(f"spoilt answer {seed}", path, Answer(content_type, pieces, status), is_streaming=is_streaming)
-
-    async def hear_flood(self, name: str, pieces: Iterable[bytes]) -> None:
-        """Have a box answer with a flood on each translated surface."""
-        for path in TRANSLATED:
-            await self._hear(name, path, Answer(STREAM, pieces))
-
-    def choose(self) -> Answer:
-        """Return what the hostile box says next."""
-        assert self._said is not None
-        return self._said
-
-    async def _hear(self, name: str, path: str, said: Answer, *, is_streaming: bool = True) -> None:
-        self._said = said
-        body = {**make_plain(path, self.hostile), "stream": is_streaming}
-        reply = await self._post(path, write(body), {"content-type": "application/json"})
-        fault = find_fault_of_answer(path, reply, said, is_streaming=is_streaming)
-        if fault:
-            self._note(f"{name} to {path}", f"{fault}\n  {b''.join(said.pieces)[:900]!r}\n  {reply.body[-600:]!r}")
-
-    # both
-
-    async def settle(self, before_bytes: int) -> None:
-        """Wait until the gateway holds hardly more memory than it did; what ended gives it back a little later."""
-        try:
-            await eventually(
-                lambda: self.gauge.read_rss_bytes() - before_bytes < MOST_GROWTH_BYTES,
-                within_s=30.0,
-                what=f"the gateway holds less than {MOST_GROWTH_BYTES >> 20} MB more",
-            )
-        except AssertionError as fault:
-            self._note("memory", f"{fault}; it is {(self.gauge.read_rss_bytes() - before_bytes) >> 20} MB")
-
-    def read_bugs(self) -> str:
-        """Return the first lines of the gateway's log that speak of a fault of ours."""
-        assert self.gateway.log is not None
-        log = self.gateway.log.read_bytes()
-        found = _BUG.search(log)
-        return "" if found is None else log[max(0, found.start() - 200) : found.start() + 3000].decode(errors="replace")
-
-    async def _post(self, path: str, body: bytes, headers: dict[str, str]) -> Reply:
-        named = {"authorization": f"Bearer {self.lab.stack.ready.api_key}", **headers}
-        try:
-            reply = await call("POST", self.gateway.url + path, headers=named, body=body, within_s=_WITHIN_S)
-        except TimeoutError:
-            raise AssertionError(f"no answer from {path} within {_WITHIN_S:g} s to {body[:600]!r}") from None
-        self.statuses[reply.status] += 1
-        return reply
-
-    async def _post_measured(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[Reply, float]:
-        """Return the answer, and milliseconds of the event loop: the fewest of several tries, if one takes too many."""
-        costs: list[float] = []
-        while True:
-            cpu_s = self.gauge.read_cpu_s()
-            reply = await self._post(path, body, headers)
-            costs.append((self.gauge.read_cpu_s() - cpu_s) * 1000)
-            if min(costs) < MOST_CPU_MS or len(costs) == _TRIES:
-                return reply, min(costs)
-
-    def _note(self, what: str, fault: str) -> None:
-        self.findings.append(f"{what}: {fault}")
-
-    hostile: str = ""
-    _said: Answer | None = None
-
-
-@asynccontextmanager
-async def fuzz(lab: Lab, gateway: Gateway) -> AsyncIterator[Fuzzer]:
-    """Allow three models, connect a box for each, and hand out the fuzzer."""
-    caps = {"max_prompt_chars": 50_000_000, "max_tokens": MOST_OF_A_MODEL}
-    models = [await lab.model(gateway, prefix=kind, **caps) for kind in ("native", "spoken", "hostile")]
-    fuzzer = Fuzzer(lab, gateway, models[0], models[1])
-    fuzzer.hostile = models[2]
-    async with (
-        good_box(lab, gateway, fuzzer.native, NATIVE),
-        good_box(lab, gateway, fuzzer.translated, [CHAT]),
-        hostile_box(lab, gateway, fuzzer.hostile, fuzzer.choose),
-    ):
-        yield fuzzer
-
-
-def find_fault_of_answer(path: str, reply: Reply, said: Answer, *, is_streaming: bool) -> str:
-    """Return what is wrong with an answer of which an engine said ``said``; empty = nothing. Its errors keep their status."""
-    if reply.status >= 400:
-        return find_fault(path, reply, of_engine=said.status)
-    if not reply.whole or path == CHAT:
-        return "" if path == CHAT else "the answer was cut"
-    if reply.status not in (200, said.status):
-        return f"the status is {reply.status}"
-    if is_streaming:
-        return find_fault_of_stream(path, reply)
-    kind = read_json(reply.body, "answer")
-    return (
-        ""
-        if "message" in (kind.value.get("type"), kind.value.get("object")) or kind.value.get("object") == "response"
-        else "no answer"
-    )
-
-
-def find_fault_of_stream(path: str, reply: Reply) -> str:
-    """Return what is wrong with a stream, by the strict reader of its dialect; empty = nothing."""
-    if not reply.headers["content-type"].startswith(STREAM):
-        return f"a stream of type {reply.headers['content-type']}"
-    try:
-        stream = read_stream(reply.body)
-        if path == MESSAGES:
-            said = read_messages(stream)
-            if said.failure is None:
-                require_end_of_message(said)
-        elif path == RESPONSES:
-            ending = read_responses(stream).ending
-            return "" if ending in LAST_EVENTS else "the stream has no end"
-        else:
-            read_chat(stream)
-    except Violation as violation:
-        return "" if any(words in str(violation) for words in THE_ENGINES_OWN) else str(violation)
-    return ""
-
-
-_STATUS = re.compile(rb"HTTP/1\.1 (\d\d\d) ")
-_PIECE = b"a" * 65_536
+# the fuzzer
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,67 +300,256 @@ UNREAD = (
     Unread("a large body to a path that is read", 405, path="/v1/models"),
     Unread("a large body by another method", 405, method="PUT"),
 )
+SPOILABLE = [
+    *bodies.TALKING,
+    *bodies.TRANSLATED,
+    *bodies.NATIVE[4:7],
+    "/v1/messages/count_tokens",
+    "/v1/responses/input_tokens",
+]
+
+
+@dataclass
+class Fuzzer:
+    """One gateway under fire. ``native``, ``translated``: models whose box answers every path, and chat alone."""
+
+    lab: Lab
+    gateway: Gateway
+    native: str
+    translated: str
+    hostile: str
+    findings: list[str] = field(default_factory=list)
+    statuses: Counter[int] = field(default_factory=Counter)
+    """Of all answers, how often each came; 0 = none."""
+    _said: Answer | None = None
+
+    def __post_init__(self) -> None:
+        assert self.gateway.process is not None
+        self.gauge = Gauge(self.gateway.process.pid)
+
+    # requests
+
+    async def send_malformed(self, name: str, path: str, make: bodies.Make, *, repeats: int) -> None:
+        """Send one kind of malformed request, and check that it is refused as it has to be."""
+        costs: list[float] = []
+        asked = make(path, self.translated if path in bodies.TRANSLATED else self.native)
+        for _ in range(repeats):
+            reply, cpu_ms = await self._post_measured(asked.path, asked.body, asked.headers)
+            costs.append(cpu_ms)
+            if fault := find_fault_of_refusal(path, reply, statuses=asked.statuses, param=asked.param):
+                self._note(f"{name} to {path}", fault)
+                break
+        if min(costs) > MOST_CPU_MS:
+            self._note(f"{name} to {path}", f"it took {min(costs):.0f} ms of the event loop")
+
+    async def send_spoilt(self, seeds: Iterable[int]) -> None:
+        """Send bodies that were good once, to boxes that answer every path and to one that answers chat alone."""
+        for seed in seeds:
+            rng = random.Random(seed)
+            path = rng.choice(SPOILABLE)
+            body = bodies.make_body(path, self.translated if path in bodies.TRANSLATED and rng.random() < 0.7 else self.native)
+            if path in bodies.TALKING and rng.random() < 0.5:
+                body["stream"] = True
+            data = spoil_body(rng, body)
+            reply, cpu_ms = await self._post_measured(path, data, {"content-type": "application/json"})
+            fault = find_fault(path, reply)
+            if not fault and reply.status >= 500:
+                fault = f"the status is {reply.status}: {reply.body[:300]!r}"
+            if not fault and cpu_ms > MOST_CPU_MS:
+                fault = f"it took {cpu_ms:.0f} ms of the event loop"
+            if fault:
+                self._note(f"spoilt body {seed} to {path}", f"{fault}\n  {data[:600]!r}")
+
+    async def send_broken(self, name: str) -> None:
+        """Send one kind of broken HTTP on a connection of its own."""
+        broken = bodies.KINDS[name](self.lab.stack.ready.api_key, self.native)
+        answer = await converse(self.gateway, broken.data, leaves=broken.leaves)
+        status = read_status(answer)
+        self.statuses[status] += 1
+        if status not in broken.statuses:
+            self._note(name, f"the status is {status}, due is {broken.statuses}: {answer[:300]!r}")
+
+    async def send_large(self, size_bytes: int, *, declared: bool) -> Cost:
+        """Send a body that is larger than any may be; without a declared length it has to be cut off at the limit."""
+        request = Unread(f"{size_bytes >> 20} MB {'declared' if declared else 'in chunks'}", 413)
+        return await self._pour(request, self.lab.headers(), size_bytes, declared=declared)
+
+    async def send_unread(self, size_bytes: int) -> None:
+        """Send large bodies with requests that are refused before anybody looks at one."""
+        for request in UNREAD:
+            await self._pour(request, {}, size_bytes, declared=True)
+
+    async def _pour(self, request: Unread, headers: dict[str, str], size_bytes: int, *, declared: bool) -> Cost:
+        cost = Cost(self.gauge)
+        status, taken = await pour(self.gateway, request, headers, size_bytes, declared=declared)
+        self.statuses[status] += 1
+        if status != request.status:
+            self._note(f"{request.kind}, {taken >> 20} MB of it taken", f"the status is {status}, due is {request.status}")
+        return cost.stop()
+
+    # engines
+
+    async def hear_spoilt(self, seeds: Iterable[int]) -> None:
+        """Have a box answer with spoilt streams, and hold what the client gets to the grammar of its dialect."""
+        odd = ["application/json", "text/html", "", "text/event-stream;x"]
+        for seed in seeds:
+            rng = random.Random(seed)
+            path, pieces = rng.choice([MESSAGES, RESPONSES]), spoil_stream(rng)
+            await self._hear(f"spoilt stream {seed}", path, Answer(STREAM if rng.random() < 0.9 else rng.choice(odd), pieces))
+
+    async def hear_answers(self, seeds: Iterable[int]) -> None:
+        """Have a box answer with spoilt answers and errors, whether a stream was asked for or not."""
+        for seed in seeds:
+            rng = random.Random(seed)
+            status, content_type, pieces = spoil_answer(rng)
+            path, is_streaming = rng.choice([MESSAGES, RESPONSES, CHAT]), rng.random() < 0.3
+            await self._hear(f"spoilt answer {seed}", path, Answer(content_type, pieces, status), is_streaming=is_streaming)
+
+    async def hear_flood(self, name: str, pieces: Iterable[bytes]) -> None:
+        """Have a box answer with a flood on each translated surface."""
+        for path in bodies.TRANSLATED:
+            await self._hear(name, path, Answer(STREAM, pieces))
+
+    async def _hear(self, name: str, path: str, said: Answer, *, is_streaming: bool = True) -> None:
+        self._said = said
+        body = {**bodies.make_plain(path, self.hostile), "stream": is_streaming}
+        reply = await self._post(path, bodies.write(body), {"content-type": "application/json"})
+        if fault := find_fault_of_answer(path, reply, said, is_streaming=is_streaming):
+            self._note(f"{name} to {path}", f"{fault}\n  {b''.join(said.pieces)[:900]!r}\n  {reply.body[-600:]!r}")
+
+    # both
+
+    async def settle(self, before_bytes: int) -> None:
+        """Wait until the gateway holds hardly more memory than it did; what ended gives it back a little later."""
+
+        def grown() -> int:
+            return self.gauge.read_rss_bytes() - before_bytes
+
+        what = f"the gateway holds less than {MOST_GROWTH_BYTES >> 20} MB more"
+        try:
+            await eventually(lambda: grown() < MOST_GROWTH_BYTES, what)
+        except AssertionError as fault:
+            self._note("memory", f"{fault}; it is {grown() >> 20} MB")
+
+    def read_bugs(self) -> str:
+        """Return the first lines of the gateway's log that speak of a fault of ours."""
+        assert self.gateway.log is not None
+        log = self.gateway.log.read_bytes()
+        found = BUG.search(log)
+        return "" if found is None else log[max(0, found.start() - 200) : found.start() + 3000].decode(errors="replace")
+
+    async def _post(self, path: str, body: bytes, headers: dict[str, str]) -> Reply:
+        named = {"authorization": f"Bearer {self.lab.stack.ready.api_key}", **headers}
+        try:
+            reply = await call("POST", self.gateway.url + path, headers=named, body=body, within_s=WITHIN_S)
+        except TimeoutError:
+            raise AssertionError(f"no answer from {path} within {WITHIN_S:g} s to {body[:600]!r}") from None
+        self.statuses[reply.status] += 1
+        return reply
+
+    async def _post_measured(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[Reply, float]:
+        """Return the answer, and milliseconds of the event loop: the fewest of several tries, if one takes too many."""
+        costs: list[float] = []
+        while True:
+            cost = Cost(self.gauge)
+            reply = await self._post(path, body, headers)
+            costs.append(cost.stop().cpu_ms)
+            if min(costs) < MOST_CPU_MS or len(costs) == TRIES:
+                return reply, min(costs)
+
+    def _note(self, what: str, fault: str) -> None:
+        self.findings.append(f"{what}: {fault}")
+
+
+@asynccontextmanager
+async def fuzz(lab: Lab, gateway: Gateway) -> AsyncIterator[Fuzzer]:
+    """Allow three models, connect a box for each, and hand out the fuzzer."""
+    caps = {"max_prompt_chars": 50_000_000, "max_tokens": 1_900_000_000}
+    native, spoken, hostile = [await lab.model(gateway, prefix=kind, **caps) for kind in ("native", "spoken", "hostile")]
+    fuzzer = Fuzzer(lab, gateway, native, spoken, hostile)
+
+    def choose() -> Answer:
+        assert fuzzer._said is not None
+        return fuzzer._said
+
+    async with (
+        good_box(lab, gateway, fuzzer.native, bodies.NATIVE),
+        good_box(lab, gateway, fuzzer.translated, [CHAT]),
+        hostile_box(lab, gateway, fuzzer.hostile, choose),
+    ):
+        yield fuzzer
+
+
+# connections of their own
 
 
 def read_status(answer: bytes) -> int:
     """Return the status of an answer; 0 = there is none."""
-    found = _STATUS.match(answer)
+    found = STATUS.match(answer)
     return int(found.group(1)) if found else 0
 
 
-async def converse(gateway: Gateway, data: bytes, *, leaves: bool, within_s: float) -> bytes:
+@asynccontextmanager
+async def connected(gateway: Gateway) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def converse(gateway: Gateway, data: bytes, *, leaves: bool) -> bytes:
     """Send bytes and return the head of what is answered, or what came before the connection was closed.
 
     ``leaves``: close our half behind the bytes. Raises AssertionError when neither comes in time.
     """
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     found = bytearray()
-    try:
-        async with asyncio.timeout(within_s):
-            with contextlib.suppress(ConnectionError):
-                writer.write(data)
-                if leaves:
-                    writer.write_eof()
-                while b"\r\n\r\n" not in found and (piece := await reader.read(65_536)):
-                    found += piece
-    except TimeoutError:
-        raise AssertionError(f"neither an answer nor an end within {within_s:g} s to {data[:600]!r}") from None
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
+    async with connected(gateway) as (reader, writer):
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                with contextlib.suppress(ConnectionError):
+                    writer.write(data)
+                    if leaves:
+                        writer.write_eof()
+                    while b"\r\n\r\n" not in found and (piece := await reader.read(65_536)):
+                        found += piece
+        except TimeoutError:
+            raise AssertionError(f"neither an answer nor an end within {WITHIN_S:g} s to {data[:600]!r}") from None
     return bytes(found)
 
 
 async def pour(
-    gateway: Gateway, request: Unread, headers: dict[str, str], size_bytes: int, *, declared: bool, within_s: float
+    gateway: Gateway, request: Unread, headers: dict[str, str], size_bytes: int, *, declared: bool
 ) -> tuple[int, int]:
     """Send a body as fast as it is taken until an answer comes; return its status and how much was taken."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     length = f"content-length: {size_bytes}" if declared else "transfer-encoding: chunked"
     named = [f"{name}: {value}" for name, value in headers.items()]
-    writer.write("\r\n".join([f"{request.method} {request.path} HTTP/1.1", "host: gateway", length, *named, "", ""]).encode())
-    framed = _PIECE if declared else b"%x\r\n%b\r\n" % (len(_PIECE), _PIECE)
-    answering = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
-    taken = 0
-    try:
-        async with asyncio.timeout(within_s):
-            while taken < size_bytes and not answering.done():
-                writer.write(framed)
-                await writer.drain()
-                await asyncio.sleep(0)
-                taken += len(_PIECE)
-            status = read_status(await answering)
-    except (ConnectionError, asyncio.IncompleteReadError):
-        status = 0
-    finally:
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
+    piece, status, taken = b"a" * 65_536, 0, 0
+    framed = piece if declared else b"%x\r\n%b\r\n" % (len(piece), piece)
+    async with connected(gateway) as (reader, writer):
+        writer.write(
+            "\r\n".join([f"{request.method} {request.path} HTTP/1.1", "host: gateway", length, *named, "", ""]).encode()
+        )
+        answering = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                while taken < size_bytes and not answering.done():
+                    writer.write(framed)
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                    taken += len(piece)
+                status = read_status(await answering)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
     return status, taken
 
+
+# what the document says
 
 CHECKS = [
     not_a_server_error, checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance,
@@ -579,32 +558,23 @@ REFUSED_FIELDS = frozenset({"store", "previous_response_id", "source_lang_code",
 """What is right in the document and refused where answers are not kept, or where no box speaks llm-pool's form."""
 OF_THE_MODEL = frozenset({ErrorCode.MAX_TOKENS_TOO_LARGE.value})
 """Refusals of what is right in the document, by limits that each model has of its own."""
-_DOCUMENT_WITHIN_S = 30
-
-
-_FRAMING = frozenset({"connection", "content-length", "expect", "host", "te", "trailer", "transfer-encoding", "upgrade"})
+FRAMING = frozenset({"connection", "content-length", "expect", "host", "te", "trailer", "transfer-encoding", "upgrade"})
 """Headers that say where a request ends, not what it asks: a broken one is answered before there is an operation.
 
-tests/fakes/broken_http.py sends those.
+tests/fakes/request_bodies.py sends those.
 """
 
 
 class Attack:
-    """Everything that is sent to one gateway for one model. ``statuses``: how often each came.
+    """Everything that is sent to one gateway for one model, always the same for as long as the document is the same.
 
-    ``first``: the seed of what is drawn; the same number means the same data for as long as the document is the same.
+    ``statuses``: how often each came. ``findings``: of each operation and kind of data, the first answer that is wrong.
     """
 
-    def __init__(self, document: dict[str, Any], url: str, model: str, key: str, *, examples: int, first: int = 7) -> None:
-        self._document = document
-        self._url = url
-        self._model = model
-        self._key = key
-        self._examples = examples
-        self._first = first
+    def __init__(self, document: dict[str, Any], url: str, model: str, key: str, *, examples: int) -> None:
+        self._document, self._url, self._model, self._key, self._examples = document, url, model, key, examples
         self.statuses: Counter[int] = Counter()
         self.findings: list[str] = []
-        """Of each operation and kind of data, the first answer that is wrong."""
 
     def run(self, paths: Collection[str] = ()) -> None:
         """Send it, blocking; ``paths`` empty = all there are."""
@@ -618,16 +588,18 @@ class Attack:
                 self._send(operation.as_strategy(GenerationMode.NEGATIVE), is_good=False)
 
     def _send(self, cases: st.SearchStrategy[Any], *, is_good: bool) -> None:
-        @_fixed(self._examples, self._first)
+        @fix_seed(7)
+        @settings(
+            max_examples=self._examples, derandomize=False, deadline=None, database=None, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )  # without shrinking: the first failure says enough  # fmt: skip
         @given(cases)
         def send(case: schemathesis.Case[Any]) -> None:
             if is_good and isinstance(case.body, dict):
                 case.body = {**case.body, "model": self._model}
-            for name in _FRAMING & {name.lower() for name in case.headers or {}}:
+            for name in FRAMING & {name.lower() for name in case.headers or {}}:
                 del case.headers[name]
-            response = case.call(
-                base_url=self._url, headers={"Authorization": f"Bearer {self._key}"}, timeout=_DOCUMENT_WITHIN_S
-            )
+            response = case.call(base_url=self._url, headers={"Authorization": f"Bearer {self._key}"}, timeout=30)
             self.statuses[response.status_code] += 1
             case.validate_response(response, checks=CHECKS)
             if is_good and case.operation.body and response.status_code >= 400:
@@ -644,12 +616,3 @@ class Attack:
 def _describe(fault: BaseException) -> str:
     inner = [_describe(one) for one in fault.exceptions] if isinstance(fault, BaseExceptionGroup) else []
     return f"{fault!s:.3000}\n" + "\n".join(inner)
-
-
-def _fixed(examples: int, first: int) -> Callable[[Any], Any]:  # Any: decorators of Hypothesis
-    """The same examples for the same seed, without shrinking: the first failure says enough."""
-    fixed = settings(
-        max_examples=examples, derandomize=False, deadline=None, database=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    return lambda test: fix_seed(first)(fixed(test))
