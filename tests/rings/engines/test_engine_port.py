@@ -20,7 +20,7 @@ from runner.engines.descendants import list_left, list_tree
 from runner.engines.llamacpp import LlamaCpp
 from runner.engines.port import CHAT, MESSAGES, Call
 from runner.engines.supervisor import Supervisor
-from runner.errors import EngineError, EngineUnavailable, InsufficientMemory, InvalidLoadRequest, RequestRefused
+from runner.errors import EngineError, InsufficientMemory, InvalidLoadRequest, RequestRefused
 from runner.limits import limits
 from runner.pool import LoadOrder, Model, ModelState
 from tests.fakes.engine import FakeEngine
@@ -109,24 +109,6 @@ def is_reading(supervisor: Supervisor) -> Callable[[], bool]:
     (only,) = list_tree(supervisor.engine.pids[0])
     began = sum(only.cpu_times()[:2])
     return has_worked
-
-
-async def test_an_engine_that_goes_on_without_its_client_is_killed_and_serves_again() -> None:
-    async with supervised() as supervisor:
-        before = supervisor.engine.pids
-
-        async def ask_on() -> None:  # a busy machine may end an answer before the engine is killed
-            while True:
-                await ask(supervisor.engine, chat_call("tiny", QUESTION, **ENDLESS))
-
-        neighbour = asyncio.create_task(ask_on())
-        await leave(supervisor, Call("POST", CHAT, {"content-type": "application/json"}, STUCK), once=is_reading(supervisor))
-
-        await eventually(lambda: supervisor.restarts == 1 and supervisor.is_ready)
-        assert supervisor.engine.pids != before
-        (error,) = await asyncio.gather(neighbour, return_exceptions=True)
-        assert isinstance(error, aiohttp.ClientError)  # what the node says as a failure that may be retried
-        assert await ask(supervisor.engine, chat_call("tiny", QUESTION, max_tokens=4))
 
 
 @pytest.mark.parametrize(
@@ -266,20 +248,6 @@ async def test_unloading_frees_the_memory_and_the_process_and_can_be_repeated(tm
         # Not measured against the second load: shared pages are counted by share, so what that takes moves with what else runs.
         took = max(first.memory_bytes or 0, result.before_bytes)
         assert first.predicted_bytes != took == second.predicted_bytes, "what a load took is the next prediction"
-
-
-async def test_a_forced_unload_cuts_what_runs_and_says_how_much(tmp_path: Path) -> None:
-    async with pools.assembled(tmp_path) as parts:
-        await pools.load(parts, "a", gguf_n_ctx=2048)
-        async with parts.door.open(pools.ask("a", tokens=2000, is_weighty=True)) as running:
-            assert running.chunks is not None
-            await anext(running.chunks)
-            os.kill(pids_of(pools.find(parts, "a"))[0], signal.SIGSTOP)  # so that the answer cannot end before it is cut
-            unload = asyncio.create_task(parts.pool.unloader.unload("a", force=True))
-            with pytest.raises(EngineUnavailable):
-                [_ async for _ in running.chunks]
-        assert (await asyncio.wait_for(unload, 30)).cut == 1
-        assert pools.find(parts, "a").state is ModelState.UNLOADED
 
 
 async def test_of_two_loads_that_race_for_memory_one_wins_and_the_other_is_told_what_would_help(tmp_path: Path) -> None:

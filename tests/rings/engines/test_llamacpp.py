@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -79,55 +78,6 @@ def ignore(_progress: Progress) -> None:
 
 
 # loading
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "No such file"), (b"", "failed to read magic"), (b"this is no model " * 100, "invalid magic"),
-        (TINY_MODEL_PATH.read_bytes()[:100], "failed to read key-value pairs"),
-        (TINY_MODEL_PATH.read_bytes()[:600_000], "data is not within the file bounds, model is corrupted or incomplete"),
-    ],
-    ids=["none", "empty", "something else", "cut in its header", "cut in its weights"],
-)  # fmt: skip
-async def test_a_file_that_is_no_whole_model_fails_with_the_reason(
-    tmp_path: Path, client: aiohttp.ClientSession, content: bytes | None, words: str
-) -> None:
-    path = tmp_path / "broken.gguf"
-    if content is not None:
-        path.write_bytes(content)
-    before = psutil.Process().children()
-    engine = LlamaCpp(tiny_plan(path), client)
-    with pytest.raises(EngineError, match=rf"^broken\.gguf could not be loaded: (?s:.*){words}"):
-        await engine.load(ignore)
-    assert engine.pids == ()
-    assert set(psutil.Process().children()) <= set(before)
-
-
-async def test_a_child_killed_half_way_is_an_error_and_the_next_load_works(
-    tmp_path: Path, client: aiohttp.ClientSession
-) -> None:
-    path, second = (tmp_path / f"slow-0000{number}-of-00002.gguf" for number in (1, 2))
-    os.mkfifo(path)  # never there for who opens it, as on a disk that is slow beyond measure
-    second.touch()
-    os.truncate(second, 1 << 30)  # of holes: only its size counts
-    engine, told = LlamaCpp(tiny_plan(path), client), list[float]()
-    loading = asyncio.create_task(
-        engine.load(lambda said: told.append(said.fraction or 0) if "reading" in said.stage else None)
-    )
-    await eventually(lambda: len(told) >= 4 or loading.done(), "the child reads")
-    assert 0.0 < max(told) <= 0.99, "the share of the files that is in its memory is told meanwhile"
-    os.kill(engine.pids[0], signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"slow-00001-of-00002\.gguf could not be loaded: "):
-        await asyncio.wait_for(loading, 30)
-    assert engine.pids == ()
-    path.unlink()
-    shutil.copyfile(TINY_MODEL_PATH, path)
-    try:
-        await engine.load(ignore)
-        await assert_health(engine, Health.OK)
-    finally:
-        await engine.unload(gently=True)
 
 
 async def test_many_loads_and_unloads_leave_no_process_and_no_file_handle(client: aiohttp.ClientSession) -> None:

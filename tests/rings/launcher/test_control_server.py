@@ -232,17 +232,6 @@ def test_a_stop_closes_sockets_with_going_away_and_does_not_wait_for_ever(tmp_pa
         assert closed.value.rcvd.code == 1001
 
 
-def test_it_serves_pages_static_files_and_health_and_stops_with_zero(tmp_path: Path) -> None:
-    with serve_control(tmp_path / "control.log") as server, httpx.Client(base_url=server.url, timeout=30) as client:
-        wait_until(lambda: client.get("/healthz").json()["ok"], what="its health is good")
-        assert "Sign in" in client.get("/sign-in/").text
-        assert client.get("/static/muster/admin.css").status_code == 200
-        assert client.get("/static/unfold/css/styles.css").status_code == 200
-        assert client.get("/requests").json()["error"]["code"] == "INVALID_ADMIN_TOKEN"
-        assert server.terminate() == 0
-        assert "Traceback" not in server.log.read_text()
-
-
 @pytest.mark.parametrize(
     ("variable", "status", "said"),
     [

@@ -269,35 +269,6 @@ def test_a_load_and_an_unload_carry_receipts_and_say_the_same_when_repeated(enro
     assert read_receipt(answer["receipt"], public_key).operation == "cache-flush"
 
 
-def test_tokens_without_proofs_are_refused_and_counted_by_reason(enrolled: Enrolled) -> None:
-    box, issuer = enrolled.box, enrolled.issuer
-    for token in (issuer.bare_token("model-load", {"modelId": "a"}), None, "x"):
-        reply = box.client.post("/v1/models/load", json={"modelId": "a", "verifiedOpToken": token})
-        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "op_token_refused")
-    metrics = box.client.get("/metrics").text
-    assert 'muster_runner_operations_refused_total{reason="level_too_low"} 1.0' in metrics
-    assert "muster_runner_policy_version 1.0" in metrics
-
-
-def test_capabilities_page_and_program_say_how_the_node_decides(
-    enrolled: Enrolled, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state, words = enrolled.box.client.get("/v1/capabilities").json(), enrolled.issuer.fleet.words
-    assert state["runnerId"].startswith("attic#")
-    assert state["operations"] == {
-        "level": "L2", "policyVersion": 1, "policyWords": words, "witnessSize": 0, "advice": "",
-    }  # fmt: skip
-    page = enrolled.box.client.get("/").text
-    assert all(shown in page for shown in (state["runnerId"], "L2", f"version 1, {words}", "nothing yet"))
-    assert trust.main(["--show", "--data", str(enrolled.data)]) == 0, "while it runs"
-    assert words in capsys.readouterr().out
-    with run_api_box(tmp_path, models=("a",), has_op_key=False) as box:
-        state = box.client.get("/v1/capabilities").json()["operations"]
-        assert (state["level"], state["policyVersion"]) == ("L2", 0)
-        for said in (state["advice"], box.client.get("/").text, box.log_text()):
-            assert "./muster trust WORDS" in said
-
-
 KEEP: dict[str, Any] = {"modelId": "a", "keepLoaded": True}
 
 

@@ -25,7 +25,6 @@ from runner.errors import (
     ModelNotLoaded,
     ModelUnloading,
     QueueTimeout,
-    RemoteNotAllowed,
     RequestRefused,
     Unavailable,
     UnknownModel,
@@ -340,20 +339,6 @@ async def test_every_state_of_a_model_is_refused_with_its_own_code(parts: Parts)
     await unload
     parts.refuse_new()
     assert isinstance(await refused("alpha"), Unavailable)
-
-
-async def test_a_remote_model_is_asked_only_by_who_allows_it(parts: Parts) -> None:
-    def be_remote(made: FakeEngine) -> None:
-        made.capabilities = Capabilities((CHAT,), is_remote=True)
-
-    bench = Bench(parts)
-    bench.prepare = be_remote
-    await bench.load("a")
-    with pytest.raises(RemoteNotAllowed):
-        await serve(parts, ask("a"))
-    with pytest.raises(EngineUnavailable):
-        await serve(parts, replace(ask("a"), allow_remote=True))
-    assert is_idle(parts)
 
 
 async def test_a_model_that_its_server_no_longer_lists_takes_no_request_of_another_with_it(

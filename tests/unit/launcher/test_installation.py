@@ -56,7 +56,6 @@ from controlplane.launcher.places import (
 )
 from controlplane.launcher.ports import claim_port, list_addresses, list_names
 from controlplane.launcher.readiness import answers_ok, describe_unreachable, lists_model, names_process
-from controlplane.launcher.tiny_model import write_f16_model
 from core.limits import limits
 from runner.config import read_config
 from tests.fakes.limits import set_limits
@@ -472,13 +471,3 @@ def test_the_second_model_is_the_shipped_one_to_half_precision_and_left_alone_on
     assert make_second_model(tmp_path) == written
     assert (written.stat().st_ino, written.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert [path.name for path in tmp_path.iterdir()] == [f"{MODEL}.gguf"]
-
-
-def test_what_is_no_such_model_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    source = tmp_path / "source.gguf"
-    source.write_bytes(b"GGML" + bytes(40))
-    with pytest.raises(ValueError, match="not a GGUF file of version 3"):
-        write_f16_model(source, tmp_path / "target.gguf")
-    assert list(tmp_path.iterdir()) == [source]
-    with pytest.raises(LauncherError, match="Is an installation there"):
-        make_second_model(tmp_path / "nowhere")
