@@ -224,9 +224,7 @@ async def test_a_flush_while_something_runs_is_refused_and_does_nothing(tmp_path
         ({"exllama_tensor_parallel": "yes"}, "exllama_tensor_parallel"), ({}, r"muster\[exllamav3\]"),
     ],
 )  # fmt: skip
-async def test_an_option_that_does_not_do_and_a_library_that_is_not_there_are_said_before_anything_starts(
-    tmp_path: Path, options: dict[str, Any], words: str
-) -> None:
+async def test_a_bad_option_or_a_missing_library_is_said_at_once(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     async with client_session() as client:
         engine = ExLlamaV3Engine(exllama_plan(tmp_path, **options), client)
         with pytest.raises(EngineError, match=words):

@@ -146,22 +146,6 @@ async def test_a_flush_is_refused_while_a_request_runs_although_vllm_answers_200
 
 
 @with_vllm
-async def test_a_flush_of_a_tenant_or_a_tag_leaves_the_others_their_cache(tmp_path: Path) -> None:
-    async with vllm(tmp_path) as engine:
-        owners = (("alpha", ""), ("alpha", "one"), ("alpha", "two"), ("beta", ""))
-        calls = [replace(CALL, tenant=tenant, cache_tag=tag) for tenant, tag in owners]
-        for call in calls:
-            await ask(engine, call)
-        for asked, kept in (
-            (FlushRequest(FlushScope.TAG, tenant="alpha", tag="one"), [True, False, True, True]),
-            (FlushRequest(FlushScope.TAG, tag="two"), [True, True, False, True]),
-            (FlushRequest(FlushScope.TENANT, tenant="alpha"), [False, False, False, True]),
-        ):
-            assert (await engine.flush(asked)).result is FlushResult.FLUSHED
-            assert [cached(await ask(engine, call)) > 0 for call in calls] == kept
-
-
-@with_vllm
 async def test_waiting_requests_are_served_by_priority(tmp_path: Path) -> None:
     async with vllm(tmp_path, slots=1) as engine:
 
@@ -307,9 +291,7 @@ async def test_a_tgi_of_somebody_elses_is_used_and_not_stopped(monkeypatch: pyte
         ({"server_url": None}, r"serves org/other, not tiny: set server_model"),
     ],
 )
-async def test_a_tgi_that_cannot_be_used_is_explained(
-    options: dict[str, object], words: str, client: aiohttp.ClientSession
-) -> None:
+async def test_a_tgi_of_no_use_is_explained(options: dict[str, object], words: str, client: aiohttp.ClientSession) -> None:
     async with foreign_server("org/other") as url:
         options = {name: value or url for name, value in options.items()}
         with pytest.raises(EngineError, match=words):
@@ -334,9 +316,7 @@ async def test_errors_of_tgi_are_said_in_our_shape_and_overload_stays_429(tmp_pa
             assert (await told_by(engine, "/seen"))[-1]["model"] == told
 
 
-async def test_a_launcher_of_ours_tells_its_stages_asks_for_a_key_and_goes_with_its_shards(
-    tmp_path: Path, client: aiohttp.ClientSession
-) -> None:
+async def test_our_launcher_tells_its_stages_asks_for_a_key_and_goes(tmp_path: Path, client: aiohttp.ClientSession) -> None:
     engine, reported = TgiEngine(launched_plan(tmp_path), client), list[Progress]()
     for ends in ("told", "a shard dies"):
         await engine.load(reported.append)
@@ -425,9 +405,7 @@ async def test_a_model_of_somebody_else_is_neither_thrown_out_nor_taken_for_ours
 
 
 @with_keys
-async def test_a_load_goes_on_when_the_connection_breaks_and_is_undone_when_it_is_cancelled(
-    client: aiohttp.ClientSession,
-) -> None:
+async def test_a_load_outlives_its_connection_and_is_undone_when_it_is_cancelled(client: aiohttp.ClientSession) -> None:
     async with TabbyContract(cuts_load_stream=True, module_s=0.1).serve() as server:
         engine = TabbyApiEngine(tabby_plan(server.url), client)
         await asyncio.wait_for(engine.load(ignore), 30)

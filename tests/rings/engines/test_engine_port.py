@@ -286,9 +286,7 @@ async def test_an_engine_killed_in_the_middle_of_its_load_leaves_a_failed_model_
         assert (await pools.load(parts, "a")).model_id == "a"
 
 
-async def test_an_engine_that_dies_while_it_serves_is_withdrawn_and_comes_back_and_a_second_one_serves_meanwhile(
-    tmp_path: Path,
-) -> None:
+async def test_an_engine_that_dies_is_withdrawn_and_comes_back_and_a_second_one_serves_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     twin = {"backend": "gguf", "model_path": "a.gguf", "replicas": 2, "replica_max": 3}
     (tmp_path / "data" / "settings.json").write_text(json.dumps({"engine": {"models": {"twin": twin}}}))

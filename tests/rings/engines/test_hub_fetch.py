@@ -71,7 +71,7 @@ def git_id(content: bytes) -> str:
     return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
 
 
-async def test_weights_and_what_describes_them_are_fetched_of_one_commit_and_the_hubs_own_library_finds_them(
+async def test_weights_and_what_describes_them_are_fetched_of_one_commit_and_the_hubs_library_finds_them(
     tmp_path: Path,
 ) -> None:
     async with serve_hub(make_server()) as server:
@@ -118,7 +118,7 @@ async def fetch_config_first(server: HubServer, hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("ignores_range", [False, True])
-async def test_after_breaking_again_and_again_it_fails_and_the_next_fetch_goes_on_from_what_had_come(
+async def test_after_breaking_often_it_fails_and_the_next_fetch_goes_on_from_there(
     tmp_path: Path, *, ignores_range: bool
 ) -> None:
     content = make_tensors(300_000)
@@ -218,7 +218,7 @@ async def test_a_file_that_another_program_is_fetching_is_left_to_it(tmp_path: P
         (None, {"commit": "elsewhere"}, "acme/tiny has no revision v9"),
     ],
 )
-async def test_what_cannot_be_fetched_is_refused_with_the_reason(
+async def test_what_cannot_be_fetched_is_said(
     tmp_path: Path, files: dict[str, bytes] | None, faults: dict[str, object], words: str
 ) -> None:
     async with serve_hub(make_server(files, **faults)) as server:
@@ -349,9 +349,7 @@ async def test_a_checkpoint_is_put_where_comfyui_reads_it_once(tmp_path: Path) -
         ({}, "has no checkpoint nice.safetensors"),
     ],
 )
-async def test_a_checkpoint_that_cannot_be_had_fails_the_load_with_the_reason(
-    tmp_path: Path, fields: dict[str, object], words: str
-) -> None:
+async def test_a_checkpoint_that_cannot_be_had_fails_the_load(tmp_path: Path, fields: dict[str, object], words: str) -> None:
     hub = HubServer({"acme/pictures": {"nice.safetensors": b"weights"}}, lfs={"nice.safetensors"})
     async with serve_hub(hub) as server, ComfyContract().serve() as comfy:
         comfy_settings(tmp_path / "data", comfy.url, **fields)

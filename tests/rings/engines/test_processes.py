@@ -166,9 +166,7 @@ def start() -> Iterator[Start]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc/PID/smaps_rollup")
-def test_memory_that_parent_and_child_share_is_counted_once_and_as_resident_where_maps_cannot_be_read(
-    start: Start, tmp_path: Path
-) -> None:
+def test_memory_that_parent_and_child_share_is_counted_once_and_as_resident_without_maps(start: Start, tmp_path: Path) -> None:
     process, child = start(PARENT)
     tree = open_telemetry().measure([process.pid, child])
     assert set(tree.pids) == {process.pid, child}
@@ -297,7 +295,7 @@ def test_the_environment_narrows_which_gpus_count(look: Look, visible: str, inde
 
 
 @pytest.mark.parametrize("defines", [("WITH_V3",), ("WITH_V2",), ("WITH_V1",), WHOLE])
-def test_gpu_memory_of_a_process_tree_is_found_whatever_lists_the_driver_has(
+def test_gpu_memory_of_a_tree_is_found_whatever_lists_the_driver_has(
     look: Look, start: Start, defines: tuple[str, ...]
 ) -> None:
     engine, child = start(ORPHAN)

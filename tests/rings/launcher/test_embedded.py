@@ -42,7 +42,7 @@ def _data(servers: EmbeddedServers) -> Path:
     return servers.postgres.server.data
 
 
-def test_postgres_is_durable_valkey_keeps_nothing_and_refuses_rather_than_evicts_and_neither_listens_on_tcp(
+def test_postgres_is_durable_valkey_keeps_nothing_and_evicts_nothing_and_neither_listens_on_tcp(
     servers: EmbeddedServers,
 ) -> None:
     names = ("fsync", "server_encoding", "listen_addresses")

@@ -362,9 +362,7 @@ def test_executions_that_a_freeze_cuts_off_come_to_exactly_one_end(servers: Embe
 
 
 @pytest.mark.usefixtures("bound_process")
-def test_a_box_that_was_called_when_the_database_froze_is_not_called_again(
-    servers: EmbeddedServers, team: Team, settings: Settings
-) -> None:
+def test_a_box_called_when_the_database_froze_is_called_once(servers: EmbeddedServers, team: Team, settings: Settings) -> None:
     settings.NODE_DIRECT_ALLOW_LOOPBACK = True
     stopped: list[psutil.Process] = []
 

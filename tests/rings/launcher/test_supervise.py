@@ -117,9 +117,7 @@ def test_a_part_that_cannot_start_or_is_never_ready_is_given_up_with_its_last_wo
         supervisor.start([PartSpec(name="part", command=lambda: nowhere, is_ready=lambda _pid: True)])
 
 
-def test_parts_stop_in_the_order_given_and_one_that_had_ended_or_does_not_stop_like_the_others(
-    supervisor: Supervisor, tmp_path: Path
-) -> None:
+def test_parts_stop_in_the_order_given_also_one_that_had_ended_or_does_not_stop(supervisor: Supervisor, tmp_path: Path) -> None:
     order = tmp_path / "order"
 
     def says(name: str, word: str) -> Callable[[int], bool]:
@@ -236,9 +234,7 @@ def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("known_by", ["its id", pytest.param("its run", marks=linux_only)])
-def test_a_child_of_an_earlier_run_is_ended_and_so_is_a_grandchild(
-    tmp_path: Path, sleeper: subprocess.Popen[bytes], known_by: str
-) -> None:
+def test_a_child_of_an_earlier_run_is_ended(tmp_path: Path, sleeper: subprocess.Popen[bytes], known_by: str) -> None:
     child: dict[str, object] = {"pid": sleeper.pid, "identity": identify(sleeper.pid)}
     record = {"run_id": "no run", "children": {"control": child}}
     if known_by == "its run":
@@ -249,9 +245,7 @@ def test_a_child_of_an_earlier_run_is_ended_and_so_is_a_grandchild(
 
 
 @linux_only
-def test_a_stranger_with_the_same_id_is_left_alone_and_no_record_is_no_error(
-    tmp_path: Path, sleeper: subprocess.Popen[bytes]
-) -> None:
+def test_a_stranger_with_the_same_id_is_left_alone(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     identity = identify(sleeper.pid)
     assert identity
     assert is_alive(sleeper.pid, identity)

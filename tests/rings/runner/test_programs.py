@@ -82,9 +82,7 @@ def alone(tmp_path: Path) -> Alone:
     return run
 
 
-def test_the_file_alone_calls_a_log_unwitnessed_that_no_checkpoint_covers_with_or_without_a_key(
-    alone: Alone, tmp_path: Path
-) -> None:
+def test_the_file_alone_calls_a_log_unwitnessed_that_no_checkpoint_covers_key_or_not(alone: Alone, tmp_path: Path) -> None:
     forged = make_chain(make_body(number + 100) for number in range(SIZE))
     cases: list[tuple[int, str, list[Record]]] = [
         (4, "unwitnessed: 40 entries verified", [*LOG]), (4, "no signed checkpoint covers any of it", [seal([]), *LOG]),

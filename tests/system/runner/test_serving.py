@@ -24,7 +24,6 @@ from runner.errors import (
     ModelLoading,
     ModelNotLoaded,
     ModelUnloading,
-    QueueTimeout,
     RequestRefused,
     Unavailable,
     UnknownModel,
@@ -36,7 +35,6 @@ from runner.serving.request import Inference
 from runner.serving.service import Answer
 from tests.fakes.engine import FakeEngine
 from tests.fakes.engines.scripted_server import Handler, ScriptedEngine, run_engine
-from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import Bench, assembled, find
 from tests.fakes.waiting import eventually
 
@@ -109,11 +107,6 @@ def streamed(*pieces: bytes, then: asyncio.Event | None = None, breaks: bool = F
     return handle
 
 
-async def hang(_request: web.Request, _body: bytes) -> web.StreamResponse:
-    await asyncio.Event().wait()
-    raise AssertionError("unreachable")
-
-
 async def test_a_whole_answer_carries_its_final_numbers(parts: Parts, engine: ScriptedEngine) -> None:
     async def tell(request: web.Request, _body: bytes) -> web.StreamResponse:
         headers = {"Content-Type": "application/json", "X-GPU-Time-Ms": "12.4"}
@@ -179,47 +172,6 @@ async def test_a_stream_ends_with_its_numbers_on_the_boxs_own_port_only(parts: P
         assert await read(answer) == WORD + USAGE + DONE
         assert answer.usage is not None
         assert answer.numbers.cached_tokens == 4
-
-
-async def test_a_request_that_waits_too_long_is_told_so_and_leaves_no_trace(tmp_path: Path, engine: ScriptedEngine) -> None:
-    set_runner_limits(admission={"timeout_s": 0.05})
-    async with assembled(tmp_path, "--backend", engine.url, "--max-concurrent", "1") as parts:
-        await eventually(parts.pool.registry.ready_ids, "the server's models are known")
-        engine.handler = hang
-        holding = asyncio.create_task(serve(parts, ask()))
-        await eventually(lambda: engine.seen, "the first one runs")
-        with pytest.raises(QueueTimeout) as refused:
-            await serve(parts, ask(tenant="t2"))
-        assert (refused.value.status, set(refused.value.details)) == (503, {"queueDepth", "avgWaitMs"})
-        holding.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await holding
-        assert is_idle(parts)
-
-
-@pytest.mark.parametrize("moment", ["queued", "asked", "streaming"])
-async def test_a_client_that_leaves_holds_nothing(parts: Parts, engine: ScriptedEngine, moment: str) -> None:
-    is_reading = asyncio.Event()
-
-    async def client(tenant: str) -> None:
-        async with parts.door.open(ask(stream=True, tenant=tenant)) as answer:
-            assert answer.chunks is not None
-            async for _ in answer.chunks:
-                is_reading.set()
-
-    engine.handler = hang if moment == "asked" else streamed(WORD, then=asyncio.Event())
-    tasks = [asyncio.create_task(client("t1"))]
-    await eventually(lambda: engine.seen if moment == "asked" else is_reading.is_set(), "the engine is at it")
-    if moment == "queued":
-        tasks.append(asyncio.create_task(client("t2")))
-        await eventually(lambda: find(parts, "alpha").queue.depth == 1, "the second one waits")
-        tasks[1].cancel()
-        await asyncio.gather(tasks[1], return_exceptions=True)
-        assert (parts.serving.load, parts.budget.depth, len(engine.seen)) == (1, 0, 1)
-    tasks[0].cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert is_idle(parts)
-    await asyncio.wait_for(engine.gone.wait(), 30)
 
 
 @pytest.mark.parametrize("moment", ["before", "in the stream", "in the body", "behind its closing event"])
@@ -341,7 +293,7 @@ async def test_every_state_of_a_model_is_refused_with_its_own_code(parts: Parts)
     assert isinstance(await refused("alpha"), Unavailable)
 
 
-async def test_a_model_that_its_server_no_longer_lists_takes_no_request_of_another_with_it(
+async def test_a_model_that_is_no_longer_listed_takes_no_request_of_another_with_it(
     parts: Parts, engine: ScriptedEngine
 ) -> None:
     may_end = asyncio.Event()
@@ -361,9 +313,7 @@ async def test_a_model_that_its_server_no_longer_lists_takes_no_request_of_anoth
     assert is_idle(parts)
 
 
-async def test_models_of_somebody_elses_server_are_neither_loaded_nor_unloaded_here(
-    parts: Parts, engine: ScriptedEngine
-) -> None:
+async def test_models_of_somebody_elses_server_are_not_loaded_nor_unloaded_here(parts: Parts, engine: ScriptedEngine) -> None:
     pool = parts.pool
     for force in (False, True):
         with pytest.raises(WrongState, match="--backend"):

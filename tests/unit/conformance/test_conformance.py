@@ -25,9 +25,7 @@ from conformance.table import Surface, list_rows
 from conformance.verdicts import Violation
 
 
-def test_every_surface_has_rows_chosen_by_their_ids_and_every_row_says_whom_it_helps(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_surface_has_rows_chosen_by_their_ids_and_each_row_says_whom_it_helps(capsys: pytest.CaptureFixture[str]) -> None:
     rows = list_rows()
     assert {row.surface for row in rows} == set(Surface)
     assert len(rows) == len({(row.surface, row.requirement) for row in rows}) > 300

@@ -249,9 +249,7 @@ def write_credentials(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_credentials_are_shown_all_together_or_one_bare_from_any_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_credentials_are_shown_together_or_one_bare_from_any_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "it's here"
     data.mkdir()
     with pytest.raises(LauncherError, match=r"credentials\.json is missing.*\./muster up"):
@@ -319,9 +317,7 @@ def test_people_are_told_a_name_on_loopback_and_it_answers_to_every_name_of_its_
     assert told["MUSTER_CSRF_TRUSTED_ORIGINS"] == told["MUSTER_PUBLIC_URL"] == "https://muster.example.com:8443"
 
 
-def test_the_local_node_keeps_its_identity_and_gets_no_secret_of_the_control_plane(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_local_node_keeps_its_identity_and_gets_no_secret_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = node_spec(make_installation(tmp_path), CREDENTIALS).command()
     options = dict(zip(plain.argv[1:], plain.argv[2:], strict=False))
     assert (options["--data"], options["--model-path"]) == (str(tmp_path / "node"), str(TINY_MODEL))

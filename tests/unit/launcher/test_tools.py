@@ -83,7 +83,7 @@ def test_trust_means_the_box_it_is_told_of_or_the_local_node(tmp_path: Path, mon
     assert name_node(words) == words
 
 
-def test_where_nothing_runs_the_commands_say_so(
+def test_where_nothing_runs_it_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("DATABASE_URL")
@@ -234,14 +234,6 @@ def test_type():
 def test_given(three):
     assert three == 3
 
-@pytest.fixture
-def looked_after():
-    yield
-    assert add(1, 2) == 3
-
-def test_leaves_it(looked_after):
-    pass
-
 def test_left_out():
     pytest.skip("never runs")
 """
@@ -253,11 +245,10 @@ ROWS = (
     ("test_left_out", "a + b", "a - b", "broken: without the mutant, tests/test_product.py::test_left_out was skipped"),
     ("test_sum", "a * b", "a - b", "broken: product.py has the old text 0 times; it must have it once"),
     ("test_sum", "a + b", "a +", "broken: product.py is no Python with the new text: invalid syntax (product.py, line 2)"),
-    ("test_leaves_it", "a + b", "a - b", "killed"),
 )
 
 
-def test_a_mutant_is_killed_by_a_failure_of_its_test_and_by_nothing_else(
+def test_a_mutant_is_killed_by_a_failure_of_its_test_and_nothing_else(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tests").mkdir()
@@ -271,10 +262,10 @@ def test_a_mutant_is_killed_by_a_failure_of_its_test_and_by_nothing_else(
     ]
     (tmp_path / "tests" / "defences.toml").write_text("\n".join(table))
     assert run_mutants(tmp_path, ["defences"], ENVIRONMENT) == 1
-    *lines, last = [line for line in capfd.readouterr().out.splitlines() if line[:1] in {"M", "2"}]
+    *lines, last = [line for line in capfd.readouterr().out.splitlines() if line[:1] in {"M", "1"}]
     told = {line.split()[0]: line.partition(" min left  ")[2] for line in lines}
     assert told == {f"M{number}": row[3] for number, row in enumerate(ROWS, 1)}
-    assert last.startswith("2 of 8 mutants killed; not killed: ")
+    assert last.startswith("1 of 7 mutants killed; not killed: ")
     assert (tmp_path / "product.py").read_text() == PRODUCT
     assert run_mutants(tmp_path, ["M1"], ENVIRONMENT) == 0
     assert "1 of 1 mutants killed\n" in capfd.readouterr().out

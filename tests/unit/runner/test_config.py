@@ -234,7 +234,7 @@ LIMITS: list[tuple[Backend, str, list[object], list[object]]] = [
 
 
 @pytest.mark.parametrize(("backend", "name", "good", "bad"), LIMITS)
-def test_a_value_beyond_its_limits_is_refused_with_field_value_and_limit(
+def test_a_value_beyond_its_limits_is_refused_by_name(
     backend: Backend, name: str, good: list[object], bad: list[object]
 ) -> None:
     definition = model(backend, replica_max=2)
@@ -282,9 +282,7 @@ RUNNING = {"server_url": "http://127.0.0.1:1"}
         (model("llama_server", **RUNNING), {"maxContextLength": 4}, "maxContextLength", ""),
     ],
 )  # fmt: skip
-def test_a_field_that_cannot_be_set_is_refused(
-    definition: ModelDefinition, overrides: dict[str, object], param: str, words: str
-) -> None:
+def test_what_cannot_be_set_is_said(definition: ModelDefinition, overrides: dict[str, object], param: str, words: str) -> None:
     with pytest.raises(InvalidLoadRequest) as caught:
         check_overrides(definition, overrides)
     assert caught.value.param == param
@@ -322,7 +320,7 @@ _VLLM_VALUES = {
     backend=st.sampled_from(["gguf", "vllm"]), defined=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES | _VLLM_VALUES),
     wanted=st.fixed_dictionaries({}, optional=OVERRIDE_VALUES | _VLLM_VALUES),
 )  # fmt: skip
-def test_a_key_in_the_override_even_null_beats_the_definition_and_others_stay(
+def test_an_override_even_null_beats_the_definition(
     backend: Backend, defined: dict[str, object], wanted: dict[str, object]
 ) -> None:
     defined, wanted = (

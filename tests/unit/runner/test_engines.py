@@ -24,7 +24,7 @@ from runner.engines.children.textserver.templates import ChatTemplate, special_t
 from runner.engines.children.web import Refusal
 from runner.engines.comfyui.images import image_format, strip_texts
 from runner.engines.comfyui.request import read_image_request
-from runner.engines.comfyui.workflow import make_text_to_image, make_warm_up, read_workflow
+from runner.engines.comfyui.workflow import read_workflow
 from runner.engines.elsewhere import set_thinking
 from runner.engines.llama_slots import is_object, pin_body
 from runner.engines.port import COMPLETIONS, CacheMode, Call, FlushRequest, FlushScope, Progress
@@ -159,19 +159,6 @@ def test_a_template_is_filled_with_values_and_a_prompt_is_never_read_as_one() ->
         inputs = {"a": prompt, "b": 7, "c": 6.5, "d": f"of {prompt}, 7", "e": [["x", 0]]}
         filled = workflow.fill({**VALUES, "prompt": prompt})
         assert filled == {"1": {"class_type": "Node", "inputs": inputs, "_meta": {"title": "kept"}}}
-
-
-def test_our_own_template_uses_every_placeholder_and_links_only_nodes_it_has() -> None:
-    workflow = make_text_to_image()
-    assert workflow.placeholders == VALUES.keys()
-    assert workflow.checkpoint_inputs == (("CheckpointLoaderSimple", "ckpt_name"),)
-    text = json.dumps(workflow.fill(VALUES))
-    graph = json.loads(text)
-    assert "{{" not in text
-    links = [value for node in graph.values() for value in node["inputs"].values() if isinstance(value, list)]
-    assert links
-    assert all(link[0] in graph for link in links)
-    assert make_warm_up("x", has_preview=False).keys() == {"checkpoint"}
 
 
 def test_a_template_that_cannot_be_used_says_why() -> None:

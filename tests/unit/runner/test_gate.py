@@ -74,7 +74,7 @@ async def test_a_token_is_not_replayed_in_the_process_after_a_restart_or_after_t
             assert await refused(gate, token, caplog) == "before_ledger"
 
 
-async def test_only_names_that_the_owner_counts_are_signers(
+async def test_only_names_that_are_counted_are_signers(
     key_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(key_file, tmp_path / "data", counted=frozenset({"a", "c"})) as gate:
@@ -179,7 +179,7 @@ async def test_keys_in_a_folder_rotate(tmp_path: Path, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("is_jwt_first", [False, True])
-async def test_a_token_counts_once_whichever_form_it_comes_in(
+async def test_a_token_counts_once(
     key_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, is_jwt_first: bool
 ) -> None:
     async with opened(key_file, tmp_path / "data") as gate:
@@ -379,9 +379,7 @@ async def test_an_operation_is_remembered_for_longer_than_its_approval_can_be_us
 
 
 @pytest.mark.parametrize("skew", [-400, 400], ids=["behind", "ahead"])
-async def test_a_token_outside_the_window_of_this_clock_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, skew: int
-) -> None:
+async def test_a_token_outside_its_window_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture, skew: int) -> None:
     async with door_in(tmp_path) as door:
         token = door.token()
         door.clock.now += skew
@@ -398,7 +396,7 @@ UNLOAD: tuple[str, dict[str, object]] = ("model-unload", {"modelId": MODEL})
 
 
 @pytest.mark.parametrize(("late", "newer"), [(UNLOAD, LOAD), (LOAD, OTHER), (OTHER, LOAD)], ids=["unload", "evicts", "evicted"])
-async def test_an_operation_that_was_held_back_undoes_nothing_newer(
+async def test_what_was_held_back_is_stale(
     tmp_path: Path, late: tuple[str, dict[str, object]], newer: tuple[str, dict[str, object]]
 ) -> None:
     async with door_in(tmp_path) as door:

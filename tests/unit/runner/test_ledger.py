@@ -542,7 +542,7 @@ async def test_what_is_desired_after_a_restart_follows_from_the_operations(tmp_p
 
 
 @pytest.mark.parametrize(("newer", "kept"), [(UNLOAD, []), (LOAD, [2]), (Op("model-load", "a", FAILED), [1])])
-async def test_of_two_operations_that_end_in_the_other_order_the_newer_one_counts(
+async def test_of_two_operations_that_end_in_the_other_order_the_newer_counts(
     tmp_path: Path, newer: Op, kept: list[int]
 ) -> None:
     async with opened(tmp_path) as ledger:

@@ -376,9 +376,7 @@ def test_layers_with_a_sliding_window_are_told_apart(tmp_path: Path, metadata: d
         (_gemma("falcon-h1", 1), [("blk.0.ssm_in.weight", (32,), 0), ("blk.0.attn_k.weight", (32,), 0)], 1),
     ],
 )
-def test_recurrent_layers_keep_nothing_per_token(
-    tmp_path: Path, metadata: dict[str, object], tensors: list[Tensor], attending: int
-) -> None:
+def test_recurrent_layers_keep_none(tmp_path: Path, metadata: dict[str, object], tensors: list[Tensor], attending: int) -> None:
     assert len(read_shape(write_gguf(tmp_path / "m.gguf", metadata, tensors)).kv_layers) == attending
 
 

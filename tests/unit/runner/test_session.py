@@ -24,7 +24,7 @@ from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import Call
 from runner.engines.supervisor import Supervisor
-from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, SessionLost, StreamClosed
+from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, StreamClosed
 from runner.fit import read_shape
 from runner.library import Library
 from runner.pool import Registry
@@ -57,7 +57,6 @@ from tests.fakes.recorded_streams import (
     STREAMS,
     RecordedStream,
 )
-from tests.fakes.waiting import eventually
 from wire import bridge, frames
 from wire.bridge import MUSTER_V1, ProtocolError, Register, RegisterAck, encode_message
 from wire.frames import End
@@ -224,22 +223,19 @@ def as_bytes(frame: str | bytes) -> bytes:
 class StreamGateway:
     """One stream and the frames that arrive on it; ``Serve`` is what stands behind the relay."""
 
-    def __init__(self, *, deadline_ms: int = 0, window_bytes: int = 1 << 20) -> None:
+    def __init__(self, *, deadline_ms: int = 0) -> None:
         self.frames: list[frames.Frame] = []
-        self.is_lost = False
         self.session = ClientSession()
         self.session.register(Register(models=["m"]))
         self.session.receive_text(encode_message(RegisterAck(worker_id="w", models=["m"], protocol_version=MUSTER_V1)))
         meta = frames.OpenMeta(
-            request_id="r", model="m", path="/v1/x", deadline_ms=deadline_ms, window_bytes=window_bytes, priority="low"
+            request_id="r", model="m", path="/v1/x", deadline_ms=deadline_ms, window_bytes=1 << 20, priority="low"
         )
         (effect,) = self.session.receive_bytes(frames.encode_open(1, 1, meta, b"{}")[0])
         assert isinstance(effect, Opened)
         self.stream: Stream = effect.stream
 
     async def send(self, frame: bytes) -> None:
-        if self.is_lost:
-            raise SessionLost("gone")
         self.frames.append(frames.decode_frame(frame))
 
     @property
@@ -261,7 +257,6 @@ class Serve:
         self.body: bytes | None = None
         self.pieces: list[bytes] = []
         self.error_after: Exception | None = None
-        self.waits: asyncio.Event | None = None
         self.closing: asyncio.Event | None = None
         self.seen: list[Inference] = []
         self.closed = 0
@@ -282,8 +277,6 @@ class Serve:
     async def _chunks(self) -> AsyncIterator[bytes]:
         for piece in self.pieces:
             yield piece
-        if self.waits is not None:
-            await self.waits.wait()
         if self.error_after is not None:
             raise self.error_after
 
@@ -340,37 +333,6 @@ async def test_a_refusal_keeps_its_status_and_says_when_to_come_back() -> None:
     head, body, end = frames.decode_reply(gateway.frames[0].payload)
     assert (head.status, head.headers["retry-after"], end.error) == (400, "1", "")
     assert b'"param":"x"' in body
-
-
-@pytest.mark.parametrize("window_bytes", [1 << 20, 4], ids=["waits for the engine", "waits for credit"])
-async def test_a_deadline_ends_a_stream_once_and_frees_what_it_held(window_bytes: int) -> None:
-    gateway, serve = StreamGateway(deadline_ms=30, window_bytes=window_bytes), Serve()
-    serve.pieces, serve.waits = [b"data: 1\n\n"], asyncio.Event()
-    await serve_stream(gateway, serve)
-    assert gateway.kinds == [frames.HEAD, frames.DATA, frames.END]
-    assert (gateway.end.error, serve.closed) == ("timeout", 1)
-
-
-async def test_a_cancelled_stream_is_ended_by_its_session_alone() -> None:
-    gateway, serve = StreamGateway(), Serve()
-    serve.pieces, serve.waits = [b"data: 1\n\n"], asyncio.Event()
-    relay = Relay(serve.open)
-    relay.open(gateway.stream, b"{}", gateway.send)
-    await eventually(lambda: frames.DATA in gateway.kinds)
-    gateway.session.receive_bytes(frames.encode_frame(frames.CANCEL, 1, 1, b"enough"))
-    relay.abort(gateway.stream)
-    await asyncio.wait_for(relay.wait_idle(), 30)
-    assert gateway.kinds == [frames.HEAD, frames.DATA]
-    assert serve.closed == 1
-
-
-async def test_a_socket_that_is_lost_ends_the_work(caplog: pytest.LogCaptureFixture) -> None:
-    gateway, serve = StreamGateway(), Serve()
-    serve.pieces, gateway.is_lost = [b"data: 1\n\n"], True
-    with caplog.at_level(logging.ERROR):
-        await serve_stream(gateway, serve)
-    assert (gateway.frames, serve.closed) == ([], 1)
-    assert [record for record in caplog.records if record.name.startswith("runner")] == []
 
 
 _TURNS = [{"role": "user", "content": "x"}]

@@ -140,9 +140,7 @@ async def test_a_gap_or_a_successor_that_only_the_new_people_signed_is_refused(t
         assert store.error.startswith("too_few_approvers")
 
 
-async def test_a_pinned_policy_that_was_edited_on_the_disk_is_none(
-    tmp_path: Path, fleet: Fleet, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_pinned_policy_that_was_edited_is_none(tmp_path: Path, fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     async with store_of(tmp_path, Desk(fleet.words)) as store:
         await store.offer(fleet.links)
     with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection, connection:
@@ -207,7 +205,7 @@ def test_words_and_fingerprints_are_written_down_in_one_form(tmp_path: Path, cap
     ],
     ids=["short", "long", "letter", "word", "digits", "half", "nothing", "two wishes", "words and a wish", "no key"],
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused_in_clear_words(
+def test_what_cannot_be_done_is_said(
     tmp_path: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, *arguments) == 2
@@ -215,9 +213,7 @@ def test_what_cannot_be_done_is_refused_in_clear_words(
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_box_that_follows_a_policy_takes_another_one_only_after_it_forgot(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_a_box_takes_another_policy_only_after_it_forgot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = Fleet(T0)
     await pin(tmp_path, fleet)
     assert run(tmp_path, fleet.words) == 0
