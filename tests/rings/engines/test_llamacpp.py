@@ -21,23 +21,10 @@ import pytest
 
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import Progress
+from runner.engines import port
 from runner.engines.child import gpu_environment
 from runner.engines.llama_server import LlamaServer
 from runner.engines.llamacpp import LlamaCpp, child_settings, weight_files
-from runner.engines.port import (
-    CHAT,
-    COMPLETIONS,
-    EMBEDDINGS,
-    MESSAGES,
-    RESPONSES,
-    TOKENIZE,
-    CacheMode,
-    Call,
-    FlushRequest,
-    FlushResult,
-    FlushScope,
-    Health,
-)
 from runner.errors import EngineError
 from tests.fakes.engines import suite
 from tests.fakes.engines.llama_server import QUESTION as SHORT_QUESTION
@@ -127,10 +114,10 @@ def test_options_of_the_plan_reach_the_engine_and_all_parts_of_a_split_model_cou
 PROMPT = QUESTION * 3
 MESSAGE = [{"role": "user", "content": PROMPT}]
 BODIES: dict[str, dict[str, object]] = {
-    CHAT: {"messages": MESSAGE, "max_tokens": 4},
-    COMPLETIONS: {"prompt": PROMPT, "max_tokens": 4},
-    RESPONSES: {"model": "tiny", "input": PROMPT, "max_output_tokens": 4},
-    MESSAGES: {"model": "tiny", "messages": MESSAGE, "max_tokens": 4},
+    port.CHAT: {"messages": MESSAGE, "max_tokens": 4},
+    port.COMPLETIONS: {"prompt": PROMPT, "max_tokens": 4},
+    port.RESPONSES: {"model": "tiny", "input": PROMPT, "max_output_tokens": 4},
+    port.MESSAGES: {"model": "tiny", "messages": MESSAGE, "max_tokens": 4},
 }
 
 
@@ -139,10 +126,10 @@ def serving(*, slots: int = 2, **options: object) -> contextlib.AbstractAsyncCon
     return served(LlamaCpp, tiny_plan(slots=slots, options=options))
 
 
-def call_to(path: str, tenant: str, *, tag: str = "", mode: CacheMode = "prefix", **fields: object) -> Call:
+def call_to(path: str, tenant: str, *, tag: str = "", mode: port.CacheMode = "prefix", **fields: object) -> port.Call:
     """Return the same question on any of the endpoints; ``fields`` join the body."""
     body = json.dumps({**BODIES[path], "temperature": 0, **fields}).encode()
-    return Call("POST", path, {"content-type": "application/json"}, body, tenant=tenant, cache_mode=mode, cache_tag=tag)
+    return port.Call("POST", path, {"content-type": "application/json"}, body, tenant=tenant, cache_mode=mode, cache_tag=tag)
 
 
 def cached_tokens(body: bytes) -> int:
@@ -164,7 +151,7 @@ async def held_tokens(engine: LlamaCpp) -> list[int]:
     return [slot.n_prompt_tokens for slot in slots]
 
 
-@pytest.mark.parametrize(("path", "slots"), [(CHAT, 1), (CHAT, 2), (COMPLETIONS, 2), (RESPONSES, 1)])
+@pytest.mark.parametrize(("path", "slots"), [(port.CHAT, 1), (port.CHAT, 2), (port.COMPLETIONS, 2), (port.RESPONSES, 1)])
 async def test_a_tenant_reuses_its_own_prompt_and_no_other_does(path: str, slots: int) -> None:
     async with serving(slots=slots) as engine:
         assert await reused(engine, path, "alpha") == 0
@@ -180,12 +167,12 @@ async def test_messages_reuse_nothing_and_leave_nothing_to_reuse(slots: int) -> 
     """The engine takes no slot for them, so they neither look into a slot nor leave one that anybody trusts."""
     async with serving(slots=slots) as engine:
         for path, tenant in (
-            (CHAT, "alpha"),
-            (MESSAGES, "beta"),
-            (MESSAGES, "beta"),
-            (CHAT, "alpha"),
-            (CHAT, "beta"),
-            (CHAT, "c"),
+            (port.CHAT, "alpha"),
+            (port.MESSAGES, "beta"),
+            (port.MESSAGES, "beta"),
+            (port.CHAT, "alpha"),
+            (port.CHAT, "beta"),
+            (port.CHAT, "c"),
         ):
             assert await reused(engine, path, tenant) == 0, (path, tenant)
 
@@ -193,36 +180,36 @@ async def test_messages_reuse_nothing_and_leave_nothing_to_reuse(slots: int) -> 
 async def test_a_client_cannot_choose_its_slot_however_it_spells_the_wish() -> None:
     async with serving(slots=2) as engine:
         for slot in (0, 1):
-            await reused(engine, CHAT, "alpha")
-            assert await reused(engine, CHAT, f"beta {slot}", id_slot=slot, cache_prompt=True) == 0
-            await reused(engine, CHAT, "alpha")
-            plain, spelled = call_to(CHAT, f"gamma {slot}"), b'{"id\\u005fslot":%d,"\\u0063ache_prompt":true,' % slot
+            await reused(engine, port.CHAT, "alpha")
+            assert await reused(engine, port.CHAT, f"beta {slot}", id_slot=slot, cache_prompt=True) == 0
+            await reused(engine, port.CHAT, "alpha")
+            plain, spelled = call_to(port.CHAT, f"gamma {slot}"), b'{"id\\u005fslot":%d,"\\u0063ache_prompt":true,' % slot
             assert cached_tokens(await ask(engine, replace(plain, body=spelled + plain.body[1:]))) == 0
 
 
 async def test_a_takeover_that_was_given_up_does_not_hand_the_former_owners_prompt_over() -> None:
     """The newcomer's first request is refused by the engine, so the slot still holds what the former owner left there."""
     async with serving(slots=1) as engine:
-        await reused(engine, CHAT, "alpha")
-        async with engine.stream(call_to(COMPLETIONS, "beta", prompt="far too long for the context " * 2000)) as response:
+        await reused(engine, port.CHAT, "alpha")
+        async with engine.stream(call_to(port.COMPLETIONS, "beta", prompt="far too long for the context " * 2000)) as response:
             assert response.status == 400
         assert (await held_tokens(engine))[0] > 50
-        assert await reused(engine, CHAT, "beta") == 0
+        assert await reused(engine, port.CHAT, "beta") == 0
 
 
 async def test_several_answers_to_one_question_leave_nothing_in_the_slots_of_others() -> None:
     async with serving(slots=3) as engine:
-        answer = await ask(engine, call_to(CHAT, "alpha", n=2, temperature=1.0))
+        answer = await ask(engine, call_to(port.CHAT, "alpha", n=2, temperature=1.0))
         assert len(json.loads(answer)["choices"]) == 2
         assert sorted(await held_tokens(engine))[:2] == [0, 0]
-        assert [await reused(engine, CHAT, tenant) for tenant in ("beta", "gamma", "delta")] == [0, 0, 0]
+        assert [await reused(engine, port.CHAT, tenant) for tenant in ("beta", "gamma", "delta")] == [0, 0, 0]
 
 
 async def test_a_request_that_is_given_up_while_it_waits_for_a_slot_holds_nobody_up() -> None:
     async with serving(slots=1) as engine:
-        async with engine.stream(call_to(CHAT, "alpha", **ENDLESS)) as response:
+        async with engine.stream(call_to(port.CHAT, "alpha", **ENDLESS)) as response:
             await first_bytes(response)
-            given_up, waiting = (asyncio.create_task(reused(engine, CHAT, tenant)) for tenant in ("beta", "gamma"))
+            given_up, waiting = (asyncio.create_task(reused(engine, port.CHAT, tenant)) for tenant in ("beta", "gamma"))
             await eventually(lambda: len(engine._slots._waiting) == 2)
             given_up.cancel()
             await asyncio.wait({given_up})
@@ -235,24 +222,26 @@ async def test_a_request_that_is_given_up_while_it_waits_for_a_slot_holds_nobody
 async def test_an_erased_prompt_does_not_come_back_after_others_ran() -> None:
     """With the engine's host memory cache it would: it is switched off."""
     async with serving(slots=1) as engine:
-        await reused(engine, CHAT, "alpha")
-        await ask(engine, call_to(COMPLETIONS, "alpha", prompt="Something quite different, to push the former prompt out."))
-        await engine.flush(FlushRequest(FlushScope.ALL))
-        assert await reused(engine, CHAT, "alpha") == 0
+        await reused(engine, port.CHAT, "alpha")
+        await ask(
+            engine, call_to(port.COMPLETIONS, "alpha", prompt="Something quite different, to push the former prompt out.")
+        )
+        await engine.flush(port.FlushRequest(port.FlushScope.ALL))
+        assert await reused(engine, port.CHAT, "alpha") == 0
 
 
 async def test_a_flush_while_a_request_runs_is_refused_and_erases_nothing() -> None:
     async with serving(slots=2) as engine:
-        await reused(engine, CHAT, "beta")
-        async with engine.stream(call_to(CHAT, "alpha", **ENDLESS)) as response:
+        await reused(engine, port.CHAT, "beta")
+        async with engine.stream(call_to(port.CHAT, "alpha", **ENDLESS)) as response:
             await first_bytes(response)
-            outcome = await engine.flush(FlushRequest(FlushScope.ALL))
-            assert outcome.result is FlushResult.REFUSED_BUSY
+            outcome = await engine.flush(port.FlushRequest(port.FlushScope.ALL))
+            assert outcome.result is port.FlushResult.REFUSED_BUSY
             assert outcome.detail
-            assert (await engine.flush(FlushRequest(FlushScope.TENANT, tenant="beta"))).entries_removed == 1
+            assert (await engine.flush(port.FlushRequest(port.FlushScope.TENANT, tenant="beta"))).entries_removed == 1
 
         async def is_flushed() -> bool:
-            return (await engine.flush(FlushRequest(FlushScope.ALL))).result is FlushResult.FLUSHED
+            return (await engine.flush(port.FlushRequest(port.FlushScope.ALL))).result is port.FlushResult.FLUSHED
 
         await eventually(is_flushed, "the engine has let go of a client that has left")
 
@@ -260,7 +249,7 @@ async def test_a_flush_while_a_request_runs_is_refused_and_erases_nothing() -> N
 # the rest
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", [port.CHAT, port.COMPLETIONS])
 async def test_a_client_that_leaves_frees_its_slot_within_a_second(path: str) -> None:
     """Also when it asks the engine, by a header of the engine's own, to go on without it."""
     async with serving(slots=1) as engine:
@@ -277,8 +266,8 @@ async def test_a_client_that_leaves_frees_its_slot_within_a_second(path: str) ->
 
 async def test_stats_are_the_engines_own_numbers() -> None:
     async with serving(slots=2, gguf_type_k="q8_0", gguf_type_v="q8_0") as small, serving(slots=2) as engine:
-        await reused(engine, CHAT, "alpha")
-        hit = await reused(engine, CHAT, "alpha")
+        await reused(engine, port.CHAT, "alpha")
+        hit = await reused(engine, port.CHAT, "alpha")
         stats = await engine.stats()
         assert (stats.running, stats.waiting, stats.cache_hit_tokens, stats.weights_bytes) == (0, 0, hit, 979_456)
         assert (stats.kv_total_tokens, stats.kv_used_tokens) == (2 * 2048, sum(await held_tokens(engine)))
@@ -289,8 +278,8 @@ async def test_stats_are_the_engines_own_numbers() -> None:
 
 async def test_an_embedding_model_answers_embeddings_alone() -> None:
     async with serving(slots=2, gguf_embedding=True) as engine:
-        assert engine.capabilities.endpoints == (EMBEDDINGS, TOKENIZE)
-        call = Call("POST", EMBEDDINGS, {"content-type": "application/json"}, b'{"input":["one","another"]}')
+        assert engine.capabilities.endpoints == (port.EMBEDDINGS, port.TOKENIZE)
+        call = port.Call("POST", port.EMBEDDINGS, {"content-type": "application/json"}, b'{"input":["one","another"]}')
         one, another = (entry["embedding"] for entry in json.loads(await ask(engine, call))["data"])
         assert len(one) == len(another) == 128
         assert one != another
@@ -333,7 +322,7 @@ def neighbour() -> Iterator[list[str]]:
 
 
 async def test_nobody_reaches_the_engine_without_its_key(client: aiohttp.ClientSession) -> None:
-    async with serving() as engine, client.post(engine._server.base_url + CHAT, json=BODIES[CHAT]) as response:
+    async with serving() as engine, client.post(engine._server.base_url + port.CHAT, json=BODIES[port.CHAT]) as response:
         assert response.status == 401
         assert not engine.capabilities.function_calling  # the tiny model's template knows no tools
 
@@ -375,7 +364,7 @@ async def test_a_routers_progress_is_told_and_no_model_is_loaded_twice(
     await ask(engine, chat_call("house model", SHORT_QUESTION))
     assert (router.bodies[-1]["model"], router.bodies[-1]["id_slot"] in {0, 1}) == ("tiny", True)
     router.models["tiny"].status = "unloaded"
-    await assert_health(engine, Health.UNREACHABLE)
+    await assert_health(engine, port.Health.UNREACHABLE)
 
 
 @pytest.mark.parametrize("wanted", [True, None])
@@ -385,8 +374,8 @@ async def test_dialects_that_the_template_is_told_nothing_in_are_left_to_transla
     options: dict[str, Any] = {} if wanted is None else {"enable_thinking": wanted}
     engine = LlamaServer(server_plan(router.url, **options), client)
     await engine.load(ignore)
-    assert (RESPONSES in engine.capabilities.endpoints) is (wanted is None)
-    assert MESSAGES not in engine.capabilities.endpoints, "its slots are pinned"
+    assert (port.RESPONSES in engine.capabilities.endpoints) is (wanted is None)
+    assert port.MESSAGES not in engine.capabilities.endpoints, "its slots are pinned"
     await ask(engine, chat_call("tiny", SHORT_QUESTION))
     assert router.bodies[-1].get("chat_template_kwargs") == (None if wanted is None else {"enable_thinking": wanted})
 
@@ -414,7 +403,7 @@ async def test_an_unload_that_the_router_refuses_is_an_error(router: RouterContr
     router.models["tiny"].refuses_unload = True
     with pytest.raises(EngineError, match="the instance does not react"):
         await engine.unload(gently=True)
-    await assert_health(engine, Health.OK)
+    await assert_health(engine, port.Health.OK)
     router.models["tiny"].refuses_unload = False
     await engine.unload(gently=True)
     assert router.models["tiny"].status == "unloaded"
@@ -482,7 +471,7 @@ async def test_a_plain_server_is_not_ours_to_stop_says_its_model_and_its_end_is_
         with pytest.raises(EngineError, match="not ours to stop"):
             await engine.unload(gently=True)
         assert await ask(engine, chat_call("tiny", QUESTION, max_tokens=4))
-    await assert_health(engine, Health.UNREACHABLE)
+    await assert_health(engine, port.Health.UNREACHABLE)
     assert (await engine.stats()).running is None
     await engine.unload(gently=False)
     async with plain_server(key="sk-plain") as url:
@@ -500,6 +489,6 @@ async def test_a_server_that_keeps_more_or_does_not_erase_is_found_out_and_what_
     async with plain_server(**options) as url:  # type: ignore[arg-type]  # the options by name
         engine = LlamaServer(server_plan(url), client)
         await engine.load(ignore)
-        able, outcome = engine.capabilities, await engine.flush(FlushRequest(FlushScope.ALL))
-        assert (able.isolates_tenants, MESSAGES in able.endpoints) == (isolates, not isolates)
-        assert (outcome.result, words in outcome.detail) == (FlushResult.NOT_SUPPORTED, True)
+        able, outcome = engine.capabilities, await engine.flush(port.FlushRequest(port.FlushScope.ALL))
+        assert (able.isolates_tenants, port.MESSAGES in able.endpoints) == (isolates, not isolates)
+        assert (outcome.result, words in outcome.detail) == (port.FlushResult.NOT_SUPPORTED, True)

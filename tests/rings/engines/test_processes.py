@@ -37,8 +37,8 @@ MIB = 1024 * 1024
 # children and wardens
 
 SERVER = """
-import os, pathlib, signal, subprocess, sys, time
-worker = "import time; print('worker', flush=True); time.sleep(600)"
+import os, pathlib, signal, subprocess, sys
+worker = "import signal; print('worker', flush=True); signal.alarm(600); signal.pause()"
 same = subprocess.Popen([sys.executable, "-c", worker])
 away = subprocess.Popen([sys.executable, "-c", worker], start_new_session=True)
 def leave(*_):
@@ -46,13 +46,13 @@ def leave(*_):
     os._exit(3)
 signal.signal(signal.SIGTERM, leave)
 pathlib.Path(sys.argv[1], "ready").touch()
-time.sleep(600)
+signal.alarm(600); signal.pause()
 """
 RUNNER = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys
 warden = [sys.executable, "-m", "runner.engines.children.warden", str(os.getpid())]
 subprocess.Popen([*warden, *sys.argv[1:]], start_new_session=True)
-time.sleep(600)
+signal.alarm(600); signal.pause()
 """
 
 

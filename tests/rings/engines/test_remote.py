@@ -18,19 +18,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from runner import errors
 from runner.config import read_config
 from runner.engines.port import CHAT, EMBEDDINGS, Call, Health
 from runner.engines.remote import RemoteEngine
-from runner.errors import (
-    EngineError,
-    EngineUnavailable,
-    InvalidRequest,
-    ModalityUnsupported,
-    RemoteNotAllowed,
-    RemoteRefused,
-    RequestRefused,
-    SpendingCapReached,
-)
 from runner.ledger import CostState
 from runner.parts import Parts, assemble
 from runner.serving.request import Inference
@@ -118,10 +109,10 @@ async def test_the_provider_gets_its_own_name_and_nothing_that_only_the_box_read
 async def test_what_is_no_chat_request_goes_nowhere() -> None:
     async with loaded() as (engine, provider):
         for body in (b"", b"[]", b"not json", b"\xff"):
-            with pytest.raises(InvalidRequest):
+            with pytest.raises(errors.InvalidRequest):
                 await ask(engine, dataclasses.replace(CALL, body=body))
         for call in (dataclasses.replace(CALL, path=EMBEDDINGS), dataclasses.replace(CALL, method="GET", path="/v1/models")):
-            with pytest.raises(ModalityUnsupported):
+            with pytest.raises(errors.ModalityUnsupported):
                 await ask(engine, call)
         assert (provider.tries, provider.lists, engine.capabilities.is_remote) == (0, 0, True)
 
@@ -199,7 +190,7 @@ async def test_nobody_waits_longer_than_half_a_minute(is_date: bool, caplog: pyt
 async def test_a_key_that_the_provider_refuses_is_the_boxs_fault_and_stays_secret(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="runner")
     async with loaded(ProviderContract(key="another"), remote_max_retries=3) as (engine, provider):
-        with pytest.raises(RemoteRefused) as caught:
+        with pytest.raises(errors.RemoteRefused) as caught:
             await ask(engine)
         assert (caught.value.status, caught.value.retryable, provider.tries) == (502, False, 1)
         assert "sk-" not in str(caught.value) + caplog.text
@@ -209,7 +200,7 @@ async def test_a_key_that_the_provider_refuses_is_the_boxs_fault_and_stays_secre
 async def test_a_redirect_is_not_followed(status: int) -> None:
     async with loaded() as (engine, provider):
         provider.moods.append(refuse(status, "over there", Location=f"{provider.url}/models"))
-        with pytest.raises(RemoteRefused, match="not followed"):
+        with pytest.raises(errors.RemoteRefused, match="not followed"):
             await ask(engine)
         assert provider.lists == 0
 
@@ -219,7 +210,7 @@ async def test_a_page_instead_of_an_answer_is_an_error_and_one_instead_of_an_err
         return lambda _: web.Response(text="<h1>Hi</h1>", status=status, content_type="text/html", headers={"Retry-After": "5"})
 
     async with loaded(ProviderContract(moods=[page(200), page(502)])) as (engine, _):
-        with pytest.raises(EngineUnavailable, match="as an API does"):
+        with pytest.raises(errors.EngineUnavailable, match="as an API does"):
             await ask(engine)
         got = await ask(engine)
         assert (got.status, got.headers["content-type"], got.headers["retry-after"]) == (502, "application/json", "5")
@@ -239,7 +230,7 @@ async def test_a_page_instead_of_an_answer_is_an_error_and_one_instead_of_an_err
 )  # fmt: skip
 async def test_a_load_that_cannot_be_names_what_to_set_and_not_the_key(key: str, options: dict[str, Any], words: str) -> None:
     async with prepared(key=key, **options) as (engine, _):
-        with pytest.raises(EngineError, match=words) as caught:
+        with pytest.raises(errors.EngineError, match=words) as caught:
             await engine.load(lambda _progress: None)
         assert not key.strip() or key not in str(caught.value)
         assert await engine.health() is Health.UNREACHABLE
@@ -328,7 +319,7 @@ async def test_what_has_no_usage_or_breaks_off_or_is_left_costs_what_was_set_asi
     async with a_box(tmp_path, provider) as box:
         await ask_node(box)
         provider.breaks_after = 2
-        with pytest.raises(RequestRefused):
+        with pytest.raises(errors.RequestRefused):
             await ask_node(box, stream=True)
         provider.may_answer.clear()
         asking = asyncio.create_task(ask_node(box))
@@ -344,11 +335,11 @@ async def test_what_has_no_usage_or_breaks_off_or_is_left_costs_what_was_set_asi
 async def test_nothing_leaves_the_box_without_consent_or_beyond_the_cap(tmp_path: Path) -> None:
     provider = ProviderContract()
     async with a_box(tmp_path, provider, cap=0.0002) as box:
-        with pytest.raises(RemoteNotAllowed):
+        with pytest.raises(errors.RemoteNotAllowed):
             await ask_node(box, allow_remote=False)
         assert await endings(box) == []
         await ask_node(box)
-        with pytest.raises(SpendingCapReached) as caught:
+        with pytest.raises(errors.SpendingCapReached) as caught:
             await ask_node(box, max_tokens=100)
         assert (caught.value.details["spent"], provider.tries) == (COST / 1e6, 1)
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from runner import errors
 from runner.admission import FairQueue, QueueLimits, WaitBudget
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
@@ -21,17 +22,6 @@ from runner.engines.port import CHAT, MESSAGES, TOKENIZE, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.engines.tgi import TgiEngine
 from runner.engines.vllm import VllmEngine
-from runner.errors import (
-    EngineError,
-    EngineNotReached,
-    EngineUnavailable,
-    InvalidRequest,
-    ModalityUnsupported,
-    ModelNotLoaded,
-    QueueTimeout,
-    RateLimitExceeded,
-    TenantQueueFull,
-)
 from runner.limits import limits
 from runner.parts import Parts
 from runner.pool import Model, ModelEvent, Replica
@@ -122,7 +112,7 @@ class TestTheRealEngine:
         ids=["list", "cut", "neither", "null", "both", "text-messages", "list-prompt", "engine-refuses", "large"],
     )  # fmt: skip
     async def test_what_cannot_be_counted_is_refused(self, box: Parts, body: bytes, param: str | None) -> None:
-        with pytest.raises(InvalidRequest) as refused:
+        with pytest.raises(errors.InvalidRequest) as refused:
             await answer(box, replace(ask(), body=body))
         assert refused.value.param == param
 
@@ -130,17 +120,17 @@ class TestTheRealEngine:
         asked = ask(prompt="x", tenant="poor")
         for _ in range(2):
             await answer(box, asked)
-        with pytest.raises(RateLimitExceeded):
+        with pytest.raises(errors.RateLimitExceeded):
             await answer(box, asked)
         assert (await answer(box, replace(asked, on_socket=True)))["count"] > 0
-        with pytest.raises(ModelNotLoaded):
+        with pytest.raises(errors.ModelNotLoaded):
             await answer(box, ask(model="b", prompt="x"))
 
 
 async def test_a_server_of_somebody_elses_is_not_asked(tmp_path: Path) -> None:
     async with run_engine() as engine, assembled(tmp_path, "--backend", engine.url) as parts:
         await eventually(lambda: parts.pool.registry.ready_ids() == ["alpha", "beta"], "the server's models are known")
-        with pytest.raises(ModalityUnsupported):
+        with pytest.raises(errors.ModalityUnsupported):
             await answer(parts, ask(model="alpha", prompt="x"))
         assert (engine.seen, TOKENIZE in list_endpoints(parts.pool.registry.models)) == ([], False)
 
@@ -189,7 +179,7 @@ async def test_few_are_counted_at_once_a_tenant_may_not_fill_the_line_and_who_le
     asked = [asyncio.create_task(counting.count(model, ask(prompt="x", tenant="greedy"))) for _ in range(16)]
     await asyncio.sleep(0)
     assert engine.counting == most
-    with pytest.raises(TenantQueueFull):
+    with pytest.raises(errors.TenantQueueFull):
         await counting.count(model, ask(prompt="x", tenant="greedy"))
     asked.append(asyncio.create_task(counting.count(model, ask(prompt="x", tenant="modest"))))
     engine.may_count.set()
@@ -201,19 +191,19 @@ async def test_who_waits_in_vain_is_told_so_and_the_engine_gets_no_more_until_it
     engine, counting = CountingEngine(), Counting(limit_s=0.05)
     model = serving(engine)
     for number in range(limits().serving.counts):
-        with pytest.raises(EngineUnavailable, match="did not count"):
+        with pytest.raises(errors.EngineUnavailable, match="did not count"):
             await counting.count(model, ask(prompt="x", tenant=str(number)))
-    with pytest.raises(QueueTimeout):
+    with pytest.raises(errors.QueueTimeout):
         await counting.count(model, ask(prompt="x"))
     assert engine.counting == limits().serving.counts
     engine.may_count.set()
     await eventually(lambda: engine.counting == 0, "the engine has ended")
     assert await counting.count(model, ask(prompt="x"))
     model = serving(FakeEngine())
-    with pytest.raises(ModalityUnsupported):
+    with pytest.raises(errors.ModalityUnsupported):
         await Counting().count(model, ask(prompt="x"))
     model.replicas[0].supervisor.state = EngineState.FAILED
-    with pytest.raises(EngineNotReached):
+    with pytest.raises(errors.EngineNotReached):
         await Counting().count(model, ask(prompt="x"))
 
 
@@ -232,7 +222,7 @@ async def test_a_router_of_llama_servers_is_asked_under_its_own_name_for_the_mod
     async with run_router() as router, client_session() as client:
         router.is_old = is_old
         engine = LlamaServer(server_plan(router.url, "ours", server_model="tiny"), client)
-        with pytest.raises(EngineError):
+        with pytest.raises(errors.EngineError):
             await engine.count_tokens({**WORDS, **fields(model="ours")})
         async with loaded(engine):
             assert engine.capabilities.context_tokens == 4096
@@ -242,7 +232,7 @@ async def test_a_router_of_llama_servers_is_asked_under_its_own_name_for_the_mod
         engine = LlamaServer(server_plan(foreign.url), client)
         engine._is_loaded, engine._server.base_url = True, foreign.url
         for asked in (WORDS, fields(model="tiny", prompt="x")):
-            with pytest.raises(EngineError):  # an answer that is no count
+            with pytest.raises(errors.EngineError):  # an answer that is no count
                 await engine.count_tokens(asked)
 
 
@@ -251,7 +241,7 @@ async def test_tgi_counts_short_prompts_and_says_why_it_refuses_one() -> None:
         assert engine.capabilities.context_tokens == 1024
         assert [await engine.count_tokens(one) for one in (WORDS, fields(model="tiny", prompt="one two"))] == [3, 2]
         for refused, words in (({"messages": []}, "cannot be empty"), ({"prompt": "x" * 131072}, "at most 131072 bytes")):
-            with pytest.raises(InvalidRequest, match=words):
+            with pytest.raises(errors.InvalidRequest, match=words):
                 await engine.count_tokens(fields(model="tiny", **refused))
 
 
@@ -260,7 +250,7 @@ async def test_vllm_is_told_what_decides_the_length_of_a_prompt_and_no_more(tmp_
         async with served(VllmEngine, contract_plan(contract_model(tmp_path / "model"))) as engine:
             assert engine.capabilities.context_tokens == 512
             assert await engine.count_tokens({**WORDS, **fields(chat_template="{{ 1 }}")}) == 3
-            with pytest.raises(InvalidRequest, match="index out of range"):
+            with pytest.raises(errors.InvalidRequest, match="index out of range"):
                 await engine.count_tokens(fields(model="tiny", messages=[]))
-            with pytest.raises(EngineError, match="404"):
+            with pytest.raises(errors.EngineError, match="404"):
                 await engine.count_tokens(fields(model="other", prompt="x"))

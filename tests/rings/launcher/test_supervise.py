@@ -15,51 +15,40 @@ from pathlib import Path
 
 import pytest
 
+from controlplane.launcher import processes
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.errors import LauncherError, StopRequested
 from controlplane.launcher.files import write_json
 from controlplane.launcher.leftovers import end_leftovers
 from controlplane.launcher.part import PartSpec
 from controlplane.launcher.ports import claim_port
-from controlplane.launcher.processes import (
-    Command,
-    find_by_directory,
-    find_by_variable,
-    identify,
-    is_alive,
-    read_command_line,
-    send,
-    send_group,
-    spawn,
-    wait_gone,
-)
 from controlplane.launcher.supervise import Supervisor, describe_status
 from tests.fakes.waiting import wait_until
 
-RUN = "import time; time.sleep(60)"
-DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+RUN = "import signal; signal.alarm(60); signal.pause()"
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); {RUN}"
 PARENT = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys
 from pathlib import Path
 from controlplane.launcher.processes import Command, spawn
-command = Command(argv=[sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ, cwd=Path("/"))
+command = Command(argv=[sys.executable, "-c", "import signal; signal.alarm(60); signal.pause()"], env=os.environ, cwd=Path("/"))
 print(spawn(command, subprocess.DEVNULL).pid, flush=True)
-time.sleep(60)
+signal.alarm(60); signal.pause()
 """
 LEAVING = """
-import signal, sys, time
+import signal, sys
 def leave(*_):
     open(sys.argv[2], "a").write(sys.argv[1] + " ")
     sys.exit(0)
 signal.signal(signal.SIGTERM, leave)
 print("listening", flush=True)
-time.sleep(60)
+signal.alarm(60); signal.pause()
 """
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc or prctl, which only Linux has")
 
 
-def python(*words: str, **options: object) -> Command:
-    return Command(argv=[sys.executable, "-c", *words], **{"env": os.environ, "cwd": Path("/"), **options})  # type: ignore[arg-type]
+def python(*words: str, **options: object) -> processes.Command:
+    return processes.Command(argv=[sys.executable, "-c", *words], **{"env": os.environ, "cwd": Path("/"), **options})  # type: ignore[arg-type]
 
 
 def make_spec(
@@ -98,7 +87,7 @@ def test_a_part_that_dies_is_started_again_and_what_it_had_started_goes_with_it(
     wait_until(lambda: log.read_text().endswith("\n"))
     first, child = supervisor.pids["part"], int(log.read_text())
     os.kill(first, signal.SIGKILL)
-    watch_until(supervisor, lambda: supervisor.pids.get("part", first) != first and identify(child) is None)
+    watch_until(supervisor, lambda: supervisor.pids.get("part", first) != first and processes.identify(child) is None)
     assert "part was killed by SIGKILL, starting it again in 0.0 s" in capsys.readouterr().err
     assert [describe_status(status) for status in (1, -99)] == ["ended with status 1", "was killed by signal 99"]
 
@@ -112,7 +101,7 @@ def test_a_part_that_cannot_start_or_is_never_ready_is_given_up_with_its_last_wo
         with pytest.raises(LauncherError, match=words):
             supervisor.wait_ready(["part"], lambda _name: None)
         supervisor.stop([("part",)])
-    nowhere = Command(argv=["/nowhere/program"], env={}, cwd=Path("/"))
+    nowhere = processes.Command(argv=["/nowhere/program"], env={}, cwd=Path("/"))
     with pytest.raises(LauncherError, match="cannot start part: No such file"):
         supervisor.start([PartSpec(name="part", command=lambda: nowhere, is_ready=lambda _pid: True)])
 
@@ -173,12 +162,12 @@ def test_who_dials_while_a_killed_listener_is_replaced_waits_and_is_served() -> 
     with ExitStack() as held:
         port = claim_port("127.0.0.1", 0, option="--gateway-port", held=held, claims=claims)
         number = claims[0].fileno()
-        first = spawn(python(LISTENER, str(number), "waits", sockets=(number,)), subprocess.DEVNULL)
+        first = processes.spawn(python(LISTENER, str(number), "waits", sockets=(number,)), subprocess.DEVNULL)
         wait_until(lambda: takes_connections(port))
         first.kill()
         first.wait()
         with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
-            second = spawn(python(LISTENER, str(number), "serves", sockets=(number,)), subprocess.DEVNULL)
+            second = processes.spawn(python(LISTENER, str(number), "serves", sockets=(number,)), subprocess.DEVNULL)
             try:
                 assert client.recv(6) == b"served"
             finally:
@@ -190,12 +179,12 @@ def test_who_dials_while_a_killed_listener_is_replaced_waits_and_is_served() -> 
 def test_what_is_spawned_has_its_own_group_and_no_input_and_a_zombie_is_not_alive(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as stream:
-        child = spawn(python("import os, sys; print(os.getpgid(0) == os.getpid(), repr(sys.stdin.read()))"), stream)
-    identity = identify(child.pid) or "gone already"
-    assert wait_gone(lambda: not is_alive(child.pid, identity), 30.0)
+        child = processes.spawn(python("import os, sys; print(os.getpgid(0) == os.getpid(), repr(sys.stdin.read()))"), stream)
+    identity = processes.identify(child.pid) or "gone already"
+    assert processes.wait_gone(lambda: not processes.is_alive(child.pid, identity), 30.0)
     assert (child.wait(timeout=30), log.read_text()) == (0, "True ''\n")
-    send(child.pid, signal.SIGTERM)  # of what is gone: no error
-    send_group(child.pid, signal.SIGTERM)
+    processes.send(child.pid, signal.SIGTERM)  # of what is gone: no error
+    processes.send_group(child.pid, signal.SIGTERM)
 
 
 @pytest.mark.parametrize(("hard", "raised"), [("4096", 4096), ("100000", 65_536)], ids=["as far as it may", "bounded"])
@@ -226,7 +215,7 @@ def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     try:
         # The kernel shows the environment of a process a moment after its program has replaced ours.
         if sys.platform == "linux":
-            wait_until(lambda: find_by_variable("MUSTER_RUN_ID", str(tmp_path)) == [child.pid])
+            wait_until(lambda: processes.find_by_variable("MUSTER_RUN_ID", str(tmp_path)) == [child.pid])
         yield child
     finally:
         child.kill()
@@ -235,7 +224,7 @@ def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("known_by", ["its id", pytest.param("its run", marks=linux_only)])
 def test_a_child_of_an_earlier_run_is_ended(tmp_path: Path, sleeper: subprocess.Popen[bytes], known_by: str) -> None:
-    child: dict[str, object] = {"pid": sleeper.pid, "identity": identify(sleeper.pid)}
+    child: dict[str, object] = {"pid": sleeper.pid, "identity": processes.identify(sleeper.pid)}
     record = {"run_id": "no run", "children": {"control": child}}
     if known_by == "its run":
         record = {"run_id": str(tmp_path), "children": {"control": {"pid": 1, "identity": "nobody"}}}
@@ -246,18 +235,18 @@ def test_a_child_of_an_earlier_run_is_ended(tmp_path: Path, sleeper: subprocess.
 
 @linux_only
 def test_a_stranger_with_the_same_id_is_left_alone(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    identity = identify(sleeper.pid)
+    identity = processes.identify(sleeper.pid)
     assert identity
-    assert is_alive(sleeper.pid, identity)
-    assert not is_alive(os.getpid(), identity)
-    assert not is_alive(sleeper.pid, "the process that had this id before")
-    assert find_by_directory(tmp_path) == [sleeper.pid]
-    assert find_by_variable("MUSTER_RUN_ID", "another") == []
-    assert "sys.stdin.read()" in read_command_line(sleeper.pid)
+    assert processes.is_alive(sleeper.pid, identity)
+    assert not processes.is_alive(os.getpid(), identity)
+    assert not processes.is_alive(sleeper.pid, "the process that had this id before")
+    assert processes.find_by_directory(tmp_path) == [sleeper.pid]
+    assert processes.find_by_variable("MUSTER_RUN_ID", "another") == []
+    assert "sys.stdin.read()" in processes.read_command_line(sleeper.pid)
     stranger = {"pid": sleeper.pid, "identity": "boot/12345"}
     write_json(tmp_path / "children.json", {"run_id": "no run", "children": {"control": stranger}})
     (tmp_path / "broken.json").write_text("{")
     for name in ("children.json", "missing.json", "broken.json"):
         end_leftovers(tmp_path / name)
     sleeper.communicate(timeout=30)
-    assert (sleeper.returncode, identify(sleeper.pid), find_by_directory(tmp_path)) == (0, None, [])
+    assert (sleeper.returncode, processes.identify(sleeper.pid), processes.find_by_directory(tmp_path)) == (0, None, [])

@@ -14,21 +14,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from runner import errors
 from runner.engines.port import CHAT, EMBEDDINGS, MESSAGES, RESPONSES, Capabilities
-from runner.errors import (
-    EngineError,
-    EngineUnavailable,
-    InvalidRequest,
-    ModalityUnsupported,
-    ModelFailed,
-    ModelLoading,
-    ModelNotLoaded,
-    ModelUnloading,
-    RequestRefused,
-    Unavailable,
-    UnknownModel,
-    WrongState,
-)
 from runner.parts import Parts
 from runner.pool import ModelState
 from runner.serving.request import Inference
@@ -200,7 +187,7 @@ async def test_an_engine_that_breaks_off_is_an_error(parts: Parts, engine: Scrip
         await client()
         assert (seen[0].startswith(WORD), b"".join(seen).endswith(DONE), b"".join(seen).count(DONE)) == (True, True, 1)
     else:
-        with pytest.raises(EngineUnavailable) as refused:
+        with pytest.raises(errors.EngineUnavailable) as refused:
             await client()
         assert b"".join(seen) == (WORD if moment == "in the stream" else b"")
         asked_again = (refused.value.status, refused.value.retryable, refused.value.retry_after_s)
@@ -228,7 +215,7 @@ async def test_what_an_engine_refuses_is_logged_once_and_counted_by_whose_fault_
     engine.handler = fail
     request = replace(ask(messages=[{"role": "user", "content": prompt}]), request_id="req_1")
     if (status, counted) == (500, "refused"):
-        with pytest.raises(ModalityUnsupported, match=prompt) as refused:
+        with pytest.raises(errors.ModalityUnsupported, match=prompt) as refused:
             await serve(parts, request)
         assert (refused.value.status, refused.value.retryable) == (400, False)
     else:
@@ -259,38 +246,38 @@ async def test_what_an_engine_says_stays_out_of_the_log_of_a_box_that_is_told_so
 async def test_every_state_of_a_model_is_refused_with_its_own_code(parts: Parts) -> None:
     bench = Bench(parts)
 
-    async def refused(model_id: str = "a", *, path: str = CHAT) -> RequestRefused:
-        with pytest.raises(RequestRefused) as caught:
+    async def refused(model_id: str = "a", *, path: str = CHAT) -> errors.RequestRefused:
+        with pytest.raises(errors.RequestRefused) as caught:
             await serve(parts, ask(model_id, path=path))
         assert is_idle(parts)
         return caught.value
 
-    assert isinstance(await refused(), ModelNotLoaded)
-    assert isinstance(await refused("nobody"), UnknownModel)
-    assert isinstance(await refused("alpha", path="/v2/chat"), InvalidRequest)
+    assert isinstance(await refused(), errors.ModelNotLoaded)
+    assert isinstance(await refused("nobody"), errors.UnknownModel)
+    assert isinstance(await refused("alpha", path="/v2/chat"), errors.InvalidRequest)
     bench.prepare = lambda made: made.may_load.clear()
     loading = bench.start(await bench.order("a"))
     error = await refused()
-    assert isinstance(error, ModelLoading)
+    assert isinstance(error, errors.ModelLoading)
     assert error.retry_after_s is not None
     await eventually(lambda: bench.engines, "the engine is started")
-    bench.engines[0].fails = EngineError("out of memory")
+    bench.engines[0].fails = errors.EngineError("out of memory")
     bench.engines[0].may_load.set()
     await asyncio.gather(loading, return_exceptions=True)
     error = await refused()
-    assert isinstance(error, ModelFailed)
+    assert isinstance(error, errors.ModelFailed)
     assert "out of memory" in error.message
     bench.prepare = lambda _made: None
     model = await bench.load("a")
-    assert isinstance(await refused(path=EMBEDDINGS), ModalityUnsupported)
+    assert isinstance(await refused(path=EMBEDDINGS), errors.ModalityUnsupported)
     bench.engines[1].may_unload.clear()
     unload = asyncio.create_task(bench.unloader.unload("a"))
     await eventually(lambda: model.state is ModelState.UNLOADING, "it is on its way out")
-    assert isinstance(await refused(), ModelUnloading)
+    assert isinstance(await refused(), errors.ModelUnloading)
     bench.engines[1].may_unload.set()
     await unload
     parts.refuse_new()
-    assert isinstance(await refused("alpha"), Unavailable)
+    assert isinstance(await refused("alpha"), errors.Unavailable)
 
 
 async def test_a_model_that_is_no_longer_listed_takes_no_request_of_another_with_it(
@@ -308,7 +295,7 @@ async def test_a_model_that_is_no_longer_listed_takes_no_request_of_another_with
     may_end.set()
     assert WORD in await running
     assert WORD in await waiting["beta"]
-    with pytest.raises(ModelNotLoaded):
+    with pytest.raises(errors.ModelNotLoaded):
         await waiting["alpha"]
     assert is_idle(parts)
 
@@ -316,11 +303,11 @@ async def test_a_model_that_is_no_longer_listed_takes_no_request_of_another_with
 async def test_models_of_somebody_elses_server_are_not_loaded_nor_unloaded_here(parts: Parts, engine: ScriptedEngine) -> None:
     pool = parts.pool
     for force in (False, True):
-        with pytest.raises(WrongState, match="--backend"):
+        with pytest.raises(errors.WrongState, match="--backend"):
             await pool.unloader.unload("alpha", force=force)
-    with pytest.raises(WrongState, match="--backend"):
+    with pytest.raises(errors.WrongState, match="--backend"):
         await pool.loader.order("alpha", overrides={})
-    with pytest.raises(WrongState, match="--backend"):
+    with pytest.raises(errors.WrongState, match="--backend"):
         await pool.loader.order("a", overrides={}, evict="alpha")
     assert (pool.registry.ready_ids(), find(parts, "a").state) == (["alpha", "beta"], ModelState.UNLOADED)
     # It is still followed.
@@ -369,11 +356,11 @@ async def test_a_node_refuses_a_format_that_its_engines_messages_would_forget(pa
     await bench.load("a")
     wanted = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     request = ask("a", path=MESSAGES, max_tokens=5, output_config=wanted)
-    with pytest.raises(InvalidRequest, match="through a gateway") as caught:
+    with pytest.raises(errors.InvalidRequest, match="through a gateway") as caught:
         await serve(parts, request)
     assert caught.value.param == "output_config.format"
     assert bench.engines[0].calls == []
-    with pytest.raises(EngineUnavailable):  # a gateway knows what it sends
+    with pytest.raises(errors.EngineUnavailable):  # a gateway knows what it sends
         await serve(parts, replace(request, on_socket=True))
     assert is_idle(parts)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controlplane.launcher import locks
+from controlplane.launcher import locks, parts, places
 from controlplane.launcher.backoff import Backoff
 from controlplane.launcher.credentials import (
     Credentials,
@@ -35,25 +35,6 @@ from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import read_json, read_or_create_secret, write_json, write_private
 from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently, read_holder
 from controlplane.launcher.logs import open_log, read_last_line, read_tail, rotate
-from controlplane.launcher.parts import (
-    FOR_THE_NODE,
-    TINY_MODEL,
-    Addresses,
-    Installation,
-    node_environment,
-    node_spec,
-    worker_spec,
-)
-from controlplane.launcher.places import (
-    Place,
-    check_data,
-    choose_place,
-    find_missing,
-    is_open_to_others,
-    lock_path,
-    prepare_data,
-    remove_unused,
-)
 from controlplane.launcher.ports import claim_port, list_addresses, list_names
 from controlplane.launcher.readiness import answers_ok, describe_unreachable, lists_model, names_process
 from core.limits import limits
@@ -82,34 +63,34 @@ def folder() -> Iterator[Path]:
 
 
 def test_a_folder_is_made_with_its_places_and_one_that_was_there_keeps_its_mode(folder: Path) -> None:
-    data = prepare_data(folder / "a" / "b")
+    data = places.prepare_data(folder / "a" / "b")
     assert {entry.name for entry in data.iterdir()} == {"logs", "models", "node", "run"}
     assert (mode(data / "logs"), mode(data) & 0o066) == (0o700, 0)
-    place, note = choose_place(data)
+    place, note = places.choose_place(data)
     assert (note, place.postgres, place.sockets) == ("", data / "postgres", data / "sockets")
     (folder / "mine").mkdir(mode=0o700)
-    assert mode(prepare_data(folder / "mine")) == 0o700
+    assert mode(places.prepare_data(folder / "mine")) == 0o700
     (folder / "file").touch()
     with pytest.raises(LauncherError, match=r"cannot write to .*--data DIR"):
-        prepare_data(folder / "file")
+        places.prepare_data(folder / "file")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root runs PostgreSQL as another user")
 def test_under_root_a_closed_directory_gets_an_open_place_and_keeps_it(folder: Path) -> None:
     closed = folder / "closed"
     closed.mkdir(mode=0o700)
-    data = prepare_data(closed / "d")
-    place, note = choose_place(data)
+    data = places.prepare_data(closed / "d")
+    place, note = places.choose_place(data)
     assert str(data) in note
-    assert is_open_to_others(place.postgres.parent)
-    assert (mode(closed), choose_place(data)[0]) == (0o700, place)
+    assert places.is_open_to_others(place.postgres.parent)
+    assert (mode(closed), places.choose_place(data)[0]) == (0o700, place)
 
 
 def test_a_long_path_gets_short_sockets_and_those_of_somebody_else_are_refused(folder: Path) -> None:
-    data = prepare_data(folder / ("x" * 90))
-    place, _ = choose_place(data)
+    data = places.prepare_data(folder / ("x" * 90))
+    place, _ = places.choose_place(data)
     assert len(str(place.sockets)) < 80
-    assert choose_place(data)[0].sockets == place.sockets
+    assert places.choose_place(data)[0].sockets == place.sockets
     place.make_socket_directory()
     place.sockets.rmdir()
     place.sockets.symlink_to(folder)
@@ -125,20 +106,20 @@ def test_a_long_path_gets_short_sockets_and_those_of_somebody_else_are_refused(f
 def test_an_empty_folder_and_one_of_an_installation_are_taken(folder: Path, names: list[str], is_empty: bool) -> None:
     for name in names:
         (folder / name).touch()
-    assert check_data(folder) is is_empty
-    assert check_data(folder / "not" / "there")
+    assert places.check_data(folder) is is_empty
+    assert places.check_data(folder / "not" / "there")
 
 
 def test_what_a_start_that_failed_had_made_is_removed_and_what_it_had_written_stays(folder: Path) -> None:
     wanted = folder / "a" / "b"
-    made = find_missing(wanted)
-    data = prepare_data(wanted)
-    lock_path(data).touch()
-    remove_unused(data, made)
+    made = places.find_missing(wanted)
+    data = places.prepare_data(wanted)
+    places.lock_path(data).touch()
+    places.remove_unused(data, made)
     assert list(folder.iterdir()) == []
-    data = prepare_data(wanted)
+    data = places.prepare_data(wanted)
     (data / "logs" / "postgres.log").write_text("no space left")
-    remove_unused(data, [data])
+    places.remove_unused(data, [data])
     assert (data / "logs" / "postgres.log").exists()
 
 
@@ -185,12 +166,12 @@ def test_a_log_is_kept_once_when_it_has_grown_and_read_from_where_it_was_and_to_
 
 
 _HOLD = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from controlplane.launcher.locks import FileLock
 FileLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
-time.sleep(60)
+signal.alarm(60); signal.pause()
 """
 
 
@@ -283,10 +264,10 @@ NEAR = {"localhost", "127.0.0.1", "[::1]"}
 OUTSIDE = NEAR | {"192.168.1.4", "[fd00::4]", "gpu1", "gpu1.local"}
 
 
-def make_installation(tmp_path: Path, host: str = "127.0.0.1") -> Installation:
-    return Installation(
-        place=Place(data=tmp_path, postgres=tmp_path / "postgres", sockets=tmp_path / "sockets"),
-        addresses=Addresses(host=host, control_port=8000, gateway_ports=(8080,)),
+def make_installation(tmp_path: Path, host: str = "127.0.0.1") -> parts.Installation:
+    return parts.Installation(
+        place=places.Place(data=tmp_path, postgres=tmp_path / "postgres", sockets=tmp_path / "sockets"),
+        addresses=parts.Addresses(host=host, control_port=8000, gateway_ports=(8080,)),
         database_url="postgresql:///x", redis_url="redis://x", secret_key="s", cluster_secret="c", log_key="l", run_id="r",
     )  # fmt: skip
 
@@ -318,9 +299,9 @@ def test_people_are_told_a_name_on_loopback_and_it_answers_to_every_name_of_its_
 
 
 def test_the_local_node_keeps_its_identity_and_gets_no_secret_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = node_spec(make_installation(tmp_path), CREDENTIALS).command()
+    plain = parts.node_spec(make_installation(tmp_path), CREDENTIALS).command()
     options = dict(zip(plain.argv[1:], plain.argv[2:], strict=False))
-    assert (options["--data"], options["--model-path"]) == (str(tmp_path / "node"), str(TINY_MODEL))
+    assert (options["--data"], options["--model-path"]) == (str(tmp_path / "node"), str(parts.TINY_MODEL))
     assert (options["--model-name"], plain.env["MODEL_BASE_PATH"]) == ("muster-tiny", str(tmp_path / "models"))
     assert plain.env["MUSTER_TOKEN"] == "msw_c"
     secrets = ("DATABASE_URL", "REDIS_URL", "MUSTER_SECRET_KEY", "MUSTER_CLUSTER_SECRET", "MUSTER_LOG_KEY")
@@ -328,7 +309,7 @@ def test_the_local_node_keeps_its_identity_and_gets_no_secret_of_ours(tmp_path: 
     for name in (*secrets, *of_another):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
         monkeypatch.setenv(f"{name}_FILE", "/x")
-    environment = node_spec(make_installation(tmp_path), CREDENTIALS).command().env
+    environment = parts.node_spec(make_installation(tmp_path), CREDENTIALS).command().env
     assert environment == plain.env, "a shell that was set up for another node changes nothing for the local one"
     assert not {f"{name}{suffix}" for name in secrets for suffix in ("", "_FILE")} & set(environment)
 
@@ -359,18 +340,18 @@ def test_no_variable_that_a_runner_reads_reaches_the_local_node_from_the_shell(a
     of_the_machine = {"CUDA_VISIBLE_DEVICES", "HF_HOME"}
     assert {"MUSTER_TOKEN", "MUSTER_PROVIDER", "MUSTER_NAME", "OP_TOKEN_LEVEL"} <= read.names
     shell = dict.fromkeys(read.names | open_ended, "x")
-    assert set(node_environment(shell)) == of_the_machine & read.names | set(FOR_THE_NODE) & read.names
+    assert set(parts.node_environment(shell)) == of_the_machine & read.names | set(parts.FOR_THE_NODE) & read.names
     machine = {
         "PATH": "/bin", "LC_ALL": "C", "https_proxy": "http://p", "CUDA_VISIBLE_DEVICES": "1", "HF_TOKEN": "t", "VLLM_X": "y",
     }  # fmt: skip
-    assert node_environment(machine) == machine
+    assert parts.node_environment(machine) == machine
 
 
 # when a part is ready
 
 
 def test_the_worker_is_ready_when_it_says_so_itself_and_not_by_its_log(tmp_path: Path) -> None:
-    spec = worker_spec(make_installation(tmp_path))
+    spec = parts.worker_spec(make_installation(tmp_path))
     (tmp_path / "run").mkdir()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "worker.log").write_text("worker ready.\n")
@@ -457,13 +438,13 @@ def test_a_first_death_costs_no_pause_the_next_ones_double_up_to_the_longest_and
 
 def test_the_second_model_is_the_shipped_one_to_half_precision_and_left_alone_once_it_is_there(tmp_path: Path) -> None:
     written = make_second_model(tmp_path)
-    shipped, second = read_gguf(TINY_MODEL), read_gguf(written)
+    shipped, second = read_gguf(parts.TINY_MODEL), read_gguf(written)
     assert second.tensors.keys() == shipped.tensors.keys()
     for name, tensor in shipped.tensors.items():
         np.testing.assert_allclose(second.tensors[name], tensor, rtol=1e-3, atol=1e-6)
     assert {key for key, value in shipped.metadata.items() if value != second.metadata[key]} == {"general.file_type"}
     before = written.stat()
-    assert before.st_size > 1.5 * TINY_MODEL.stat().st_size
+    assert before.st_size > 1.5 * parts.TINY_MODEL.stat().st_size
     assert make_second_model(tmp_path) == written
     assert (written.stat().st_ino, written.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert [path.name for path in tmp_path.iterdir()] == [f"{MODEL}.gguf"]

@@ -10,19 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from controlplane.launcher import installer
 from controlplane.launcher.attach import run_down, run_manage
 from controlplane.launcher.cli import _parse, name_node, take_data
 from controlplane.launcher.demo import run_demo
 from controlplane.launcher.environment import ROOT, SETS, lock_file
 from controlplane.launcher.errors import LauncherError
 from controlplane.launcher.files import write_json
-from controlplane.launcher.installer import (
-    count_pins,
-    install,
-    parse_pip_settings,
-    uv_environment,
-    uv_options,
-)
 from controlplane.launcher.places import default_data
 from tools import client_tests, vllm_tests
 from tools.mutants import run_mutants
@@ -106,18 +100,18 @@ def test_what_pip_is_configured_to_use_reaches_uv() -> None:
         "global.proxy=not quoted",
     ]  # fmt: skip
     settings = {"find-links": "/from/variable", "index-url": "https://install/simple", "cert": "/etc/ca.pem"}
-    assert parse_pip_settings(lines) == settings
+    assert installer.parse_pip_settings(lines) == settings
     more = {"extra-index-url": "https://b/simple\nfile:///c", "no-index": "true", "trusted-host": "a"}
-    assert uv_options({**settings, **more}) == [
+    assert installer.uv_options({**settings, **more}) == [
         "--index-strategy", "unsafe-best-match", "--default-index", "https://install/simple", "--extra-index-url",
         "https://b/simple", "--extra-index-url", "file:///c", "--find-links", "/from/variable", "--allow-insecure-host", "a",
         "--no-index",
     ]  # fmt: skip
-    assert uv_environment({"cert": "/ca.pem", "default-timeout": "180"}) == {
+    assert installer.uv_environment({"cert": "/ca.pem", "default-timeout": "180"}) == {
         "SSL_CERT_FILE": "/ca.pem",
         "UV_HTTP_TIMEOUT": "180",
     }
-    assert uv_environment({}) == {}
+    assert installer.uv_environment({}) == {}
 
 
 def test_each_lock_file_holds_everything_of_the_smaller_ones() -> None:
@@ -130,7 +124,7 @@ def test_each_lock_file_holds_everything_of_the_smaller_ones() -> None:
     lines = [
         "a==1 \\", "    --hash=sha256:00", "b==2 ; sys_platform == 'win32' \\", "# via a", "c==3 ; sys_platform != 'win32'",
     ]  # fmt: skip
-    assert count_pins("\n".join(lines)) == 2, "pins of other systems are not counted"
+    assert installer.count_pins("\n".join(lines)) == 2, "pins of other systems are not counted"
 
 
 @pytest.mark.parametrize("has_uv", [True, False])
@@ -149,7 +143,7 @@ esac
     lock, uv_lock = tmp_path / "lock.txt", tmp_path / "uv.txt"
     lock.write_text("one==1 --hash=sha256:00\n")
     uv_lock.write_text("uv==1 --hash=sha256:00\n")
-    install(python, lock, uv_lock)
+    installer.install(python, lock, uv_lock)
     installs = [call for call in calls.read_text().splitlines() if " install " in call]
     assert [call.split()[1] for call in installs] == (["uv", "pip"] if has_uv else ["pip", "uv", "pip"])
     assert all("--require-hashes" in call.split() for call in installs)

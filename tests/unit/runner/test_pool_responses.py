@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from runner.definitions.decoding import Decoding
 from runner.definitions.definition import Backend, ModelDefinition
 from runner.errors import EngineUnavailable, InvalidRequest, ModalityUnsupported, RemoteNotAllowed
-from runner.serving.responses import (
-    POOL_BACKENDS,
-    PoolRequest,
-    ResponseBuilder,
-    make_metrics,
-    read_pool_request,
-    to_chat,
-    uses_pool_shape,
-)
+from runner.serving import responses
 from tests.fakes.examples import examples
 
 TEXT = "It rained all night, and the garden looks better for it."
@@ -46,20 +38,20 @@ def model(backend: Backend = "gguf", **fields: Any) -> ModelDefinition:
     return ModelDefinition(model_id="m", backend=backend, **fields)
 
 
-def read(fields: object, defaults: Decoding | None = None) -> PoolRequest:
+def read(fields: object, defaults: Decoding | None = None) -> responses.PoolRequest:
     """Read a request with this body."""
     body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
-    return read_pool_request(body, defaults=defaults or Decoding())
+    return responses.read_pool_request(body, defaults=defaults or Decoding())
 
 
-def ask(**fields: Any) -> PoolRequest:
+def ask(**fields: Any) -> responses.PoolRequest:
     """Return a request for model ``m`` with these further fields."""
     return read({"model": "m", "input": TEXT, **fields})
 
 
-def chat(request: PoolRequest, definition: ModelDefinition) -> dict[str, Any]:
+def chat(request: responses.PoolRequest, definition: ModelDefinition) -> dict[str, Any]:
     """Return the body of the chat completion that a request becomes."""
-    body: dict[str, Any] = json.loads(to_chat(request, definition).body)
+    body: dict[str, Any] = json.loads(responses.to_chat(request, definition).body)
     return body
 
 
@@ -89,11 +81,11 @@ def piece(text: str | None, finish: str | None = None, **fields: Any) -> dict[st
     }
 
 
-METRICS = make_metrics(backend_ms=1.0, engine_ms=1.0, pool_ms=1.0)
+METRICS = responses.make_metrics(backend_ms=1.0, engine_ms=1.0, pool_ms=1.0)
 
 
 def test_a_request_is_read_field_by_field_and_what_it_leaves_out_comes_from_the_settings() -> None:
-    assert read(EXAMPLE) == PoolRequest(
+    assert read(EXAMPLE) == responses.PoolRequest(
         model=EXAMPLE["model"], input=TEXT, instructions=EXAMPLE["instructions"], decoding=Decoding(),
         given=frozenset(EXAMPLE["decoding"]),
     )  # fmt: skip
@@ -152,7 +144,7 @@ def test_a_field_that_is_unknown_missing_or_of_a_wrong_type_is_named(fields: dic
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         read(body)
-    assert not uses_pool_shape(body, on_socket=False)
+    assert not responses.uses_pool_shape(body, on_socket=False)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +164,8 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 )  # fmt: skip
 def test_a_body_is_llm_pools_only_when_it_cannot_be_mistaken(fields: object, *, on_port: bool, on_socket: bool) -> None:
     body = json.dumps(fields).encode()
-    assert uses_pool_shape(body, on_socket=False) is on_port
-    assert uses_pool_shape(body, on_socket=True) is on_socket
+    assert responses.uses_pool_shape(body, on_socket=False) is on_port
+    assert responses.uses_pool_shape(body, on_socket=True) is on_socket
 
 
 def test_a_request_becomes_a_chat_with_instructions_and_input() -> None:
@@ -208,7 +200,7 @@ MAPPED: dict[Backend, tuple[dict[str, object], tuple[str, ...]]] = {
 @pytest.mark.parametrize("backend", MAPPED)
 def test_decoding_reaches_each_backend_under_its_own_names_and_the_rest_is_reported(backend: Backend) -> None:
     expected, ignored = MAPPED[backend]
-    translation = to_chat(ask(decoding=DECODING, allow_remote=True), model(backend))
+    translation = responses.to_chat(ask(decoding=DECODING, allow_remote=True), model(backend))
     body = json.loads(translation.body)
     assert {name: value for name, value in body.items() if name not in {"model", "messages"}} == expected
     assert translation.ignored == ignored
@@ -216,16 +208,16 @@ def test_decoding_reaches_each_backend_under_its_own_names_and_the_rest_is_repor
 
 def test_every_backend_has_a_row_and_only_the_remote_one_must_be_allowed() -> None:
     for backend in get_args(Backend):
-        assert POOL_BACKENDS[backend].is_local is (backend != "openai_compatible")
-        assert (POOL_BACKENDS[backend].decoding is not None) is (backend in MAPPED)
-    assert to_chat(ask(), model("tgi")).ignored == (), "defaults that it has no field for are not reported"
+        assert responses.POOL_BACKENDS[backend].is_local is (backend != "openai_compatible")
+        assert (responses.POOL_BACKENDS[backend].decoding is not None) is (backend in MAPPED)
+    assert responses.to_chat(ask(), model("tgi")).ignored == (), "defaults that it has no field for are not reported"
     with pytest.raises(RemoteNotAllowed) as caught:
-        to_chat(ask(), model("openai_compatible"))
+        responses.to_chat(ask(), model("openai_compatible"))
     assert caught.value.param == "allow_remote"
     embeds = (model("gguf", options={"gguf_embedding": True}), model("vllm", options={"vllm_task": "embed"}))
     for definition in (model("whisper"), model("comfyui"), *embeds):
         with pytest.raises(ModalityUnsupported):
-            to_chat(ask(), definition)
+            responses.to_chat(ask(), definition)
 
 
 LANGUAGES = {"source_lang_code": "nl", "target_lang_code": "pt-BR"}
@@ -239,22 +231,22 @@ def test_a_translation_goes_to_each_engine_in_the_form_that_its_template_takes()
     for backend in ("vllm", "ct2", "exllamav3"):
         body = chat(ask(**LANGUAGES), model(backend, prompt_format=TRANSLATOR))
         assert body["messages"] == [{"role": "user", "content": [{"type": "text", **LANGUAGES, "text": TEXT}]}]
-    translation = to_chat(ask(**LANGUAGES, instructions="Be brief."), model(prompt_format=TRANSLATOR))
+    translation = responses.to_chat(ask(**LANGUAGES, instructions="Be brief."), model(prompt_format=TRANSLATOR))
     assert (translation.ignored, b"Be brief" in translation.body) == (("instructions",), False)
     for name in LANGUAGES:
         for request, template in ((ask(**{**LANGUAGES, name: None}), TRANSLATOR), (ask(**{name: "en"}), "gemma4_template")):
             with pytest.raises(InvalidRequest) as caught:
-                to_chat(request, model(prompt_format=template))
+                responses.to_chat(request, model(prompt_format=template))
             assert caught.value.param == name
 
 
 def test_a_whole_answer_has_every_field_of_the_specification() -> None:
-    builder = ResponseBuilder(model="m", response_id="resp_123")
+    builder = responses.ResponseBuilder(model="m", response_id="resp_123")
     choice = {"index": 0, "message": {"role": "assistant", "content": "Het regende."}, "finish_reason": "stop"}
     usage = {"prompt_tokens": 47, "completion_tokens": 23, "prompt_tokens_details": {"cached_tokens": 40}}
     timings = {"prompt_ms": 8.25, "predicted_ms": 130.15, "tokenize_ms": 0.5}
     builder.take_answer(msgspec.json.encode({"id": "c", "choices": [choice], "usage": usage, "timings": timings}))
-    metrics = make_metrics(
+    metrics = responses.make_metrics(
         backend_ms=138.1, engine_ms=138.6, pool_ms=139.0, generate_ms=builder.generate_ms,
         prompt_tokens=builder.prompt_tokens, output_tokens=builder.output_tokens,
     )  # fmt: skip
@@ -275,11 +267,11 @@ def test_a_whole_answer_has_every_field_of_the_specification() -> None:
 )  # fmt: skip
 def test_an_answer_that_is_none_is_the_engines_failure(body: bytes, words: str) -> None:
     with pytest.raises(EngineUnavailable, match=words):
-        ResponseBuilder(model="m").take_answer(body)
+        responses.ResponseBuilder(model="m").take_answer(body)
 
 
 def test_a_stream_becomes_created_deltas_metrics_and_completed() -> None:
-    builder, word = ResponseBuilder(model="m", response_id="resp_1"), sse(piece("Het "))
+    builder, word = responses.ResponseBuilder(model="m", response_id="resp_1"), sse(piece("Het "))
     thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm", "content": None}}]}
     other = {"choices": [{"index": 1, "delta": {"content": "no"}}]}
     assert builder.feed(sse(piece(""), thought, other) + word[:-1]) == b""
@@ -310,7 +302,7 @@ def test_a_stream_becomes_created_deltas_metrics_and_completed() -> None:
 )
 def test_a_stream_says_the_same_however_its_bytes_are_cut(texts: list[str], cuts: list[int], line_end: str) -> None:
     data = (b": ping\n\n" + sse(*map(piece, texts), piece(None, "length"), "[DONE]")).replace(b"\n", line_end.encode())
-    builder = ResponseBuilder(model="m")
+    builder = responses.ResponseBuilder(model="m")
     edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     out = b"".join(builder.feed(data[start:end]) for start, end in pairwise(edges))
     out += builder.finish(METRICS)
@@ -327,7 +319,7 @@ def test_a_stream_says_the_same_however_its_bytes_are_cut(texts: list[str], cuts
     ],
 )  # fmt: skip
 def test_a_failure_in_the_stream_ends_it_with_an_error_and_without_completed(data: bytes, words: str) -> None:
-    builder = ResponseBuilder(model="m")
+    builder = responses.ResponseBuilder(model="m")
     out = builder.begin() + builder.feed(sse(piece("Het "))) + builder.feed(data)
     out += builder.feed(sse(piece("more"))) if data else b""
     out += builder.finish(METRICS) + builder.fail("x", "y")

@@ -18,17 +18,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runner.admission import (
-    FairQueue,
-    Priority,
-    QueueLimits,
-    RateState,
-    Turn,
-    WaitBudget,
-    clean_tenant,
-    read_rates,
-    read_weights,
-)
+from runner import admission, errors
 from runner.api.access import AccessGuard
 from runner.api.answers import spec_name
 from runner.api.bodies import BodyBudget, decode, parse_object
@@ -38,20 +28,6 @@ from runner.api.lifecycle import Interruptible
 from runner.api.refusals import render
 from runner.config import ApiConfig
 from runner.definitions.definition import ModelDefinition
-from runner.errors import (
-    AccessRefused,
-    ConfigError,
-    InvalidRequest,
-    ModelQueueFull,
-    ModelUnloading,
-    QueueFull,
-    QueueTimeout,
-    RateLimitExceeded,
-    RequestRefused,
-    TenantQueueFull,
-    Unavailable,
-    UnknownModel,
-)
 from runner.limits import limits
 from runner.operations.bodies import LoadBody
 from runner.parts import Parts, Phase
@@ -92,7 +68,7 @@ def test_the_engines_own_times_make_the_gpu_time_and_what_cannot_be_read_changes
     ],
 )  # fmt: skip
 def test_a_body_that_cannot_be_served_names_the_field(body: bytes, param: str | None, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words) as refused:
+    with pytest.raises(errors.InvalidRequest, match=words) as refused:
         read_fields(body)
     assert refused.value.param == param
 
@@ -107,7 +83,7 @@ def test_headers_of_the_specification_are_read_and_anything_else_is_refused_by_n
         (read_cache_tag, "x" * 65, "X-Cache-Tag"),
         (read_cache_tag, "a b", "X-Cache-Tag"),
     ):
-        with pytest.raises(InvalidRequest) as refused:
+        with pytest.raises(errors.InvalidRequest) as refused:
             read(text)
         assert refused.value.param == name
 
@@ -129,9 +105,9 @@ class Rates:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.clock = install_virtual_clock(unix_s=1_745_880_000.0)
-        self.rates = read_rates(env)
+        self.rates = admission.read_rates(env)
 
-    def take(self, tenant: str, times: int = 1) -> RateState:
+    def take(self, tenant: str, times: int = 1) -> admission.RateState:
         """Take several times, and return the last state."""
         for _ in range(times - 1):
             self.rates.take(tenant)
@@ -140,17 +116,17 @@ class Rates:
     def is_refused(self, tenant: str) -> bool:
         try:
             self.rates.take(tenant)
-        except RateLimitExceeded:
+        except errors.RateLimitExceeded:
             return True
         return False
 
 
 def test_a_tenant_beyond_its_rate_hears_the_limit_and_when_to_come_again() -> None:
     box = Rates({"TENANT_RATE_LIMIT_community-x": "100req/min"})
-    assert box.take("community-x") == RateState(limit=100, remaining=99, reset_at=1_745_880_060)
+    assert box.take("community-x") == admission.RateState(limit=100, remaining=99, reset_at=1_745_880_060)
     box.clock.advance(29.5)
-    assert box.take("community-x", 99) == RateState(limit=100, remaining=0, reset_at=1_745_880_060)
-    with pytest.raises(RateLimitExceeded, match=r"^Tenant community-x exceeded 100 req/min$") as caught:
+    assert box.take("community-x", 99) == admission.RateState(limit=100, remaining=0, reset_at=1_745_880_060)
+    with pytest.raises(errors.RateLimitExceeded, match=r"^Tenant community-x exceeded 100 req/min$") as caught:
         box.take("community-x")
     error = caught.value
     assert (error.code, error.status, error.retry_after_s) == ("rate_limit_exceeded", 429, 30.5)
@@ -186,7 +162,7 @@ def test_tenants_have_windows_of_their_own_and_the_rate_that_is_set_for_them() -
     assert [box.take(tenant).limit for tenant in "abc"] == [1, 2, 2]
     assert (box.is_refused("a"), box.take("b").remaining, box.is_refused("b"), box.take("c").remaining) == (True, 0, True, 0)
     box = Rates({"TENANT_RATE_LIMIT_a": "1req/min"})
-    assert box.take("b", 1000) == RateState(limit=None, remaining=None, reset_at=None)
+    assert box.take("b", 1000) == admission.RateState(limit=None, remaining=None, reset_at=None)
     assert box.rates.stranger_count == 0
     box = Rates({"ENABLE_MULTI_TENANT": "false", "DEFAULT_RATE_LIMIT": "2req/min", "TENANT_RATE_LIMIT_a": "50req/min"})
     box.take("a")
@@ -218,28 +194,28 @@ def test_invented_tenants_do_not_grow_memory_without_bound() -> None:
 def test_a_rate_or_weight_that_cannot_be_read_names_its_variable() -> None:
     for text in ("", "100", "100/min", "req/min", "-1req/min", "0req/min", "1.5req/s", "100req/day", "999999req/s", "x"):
         for name in ("TENANT_RATE_LIMIT_community-x", "DEFAULT_RATE_LIMIT") if text else ("TENANT_RATE_LIMIT_x",):
-            with pytest.raises(ConfigError, match=name):
-                read_rates({name: text})
+            with pytest.raises(errors.ConfigError, match=name):
+                admission.read_rates({name: text})
     for name in ("", " a", "caf\u00e9", "x" * 129):
-        with pytest.raises(ConfigError, match="names no tenant"):
-            read_rates({f"TENANT_RATE_LIMIT_{name}": "1req/s"})
-    with pytest.raises(ConfigError, match="ENABLE_MULTI_TENANT must be true or false"):
-        read_rates({"ENABLE_MULTI_TENANT": "perhaps"})
+        with pytest.raises(errors.ConfigError, match="names no tenant"):
+            admission.read_rates({f"TENANT_RATE_LIMIT_{name}": "1req/s"})
+    with pytest.raises(errors.ConfigError, match="ENABLE_MULTI_TENANT must be true or false"):
+        admission.read_rates({"ENABLE_MULTI_TENANT": "perhaps"})
     for text in ("", "0", "-1", "nan", "inf", "1001", "two"):
-        with pytest.raises(ConfigError, match="TENANT_WEIGHT_a must be a number above 0"):
-            read_weights({"TENANT_WEIGHT_a": text})
-    weight_of = read_weights({"TENANT_WEIGHT_community-x": "2.5", "TENANT_RATE_LIMIT_b": "1req/s"})
+        with pytest.raises(errors.ConfigError, match="TENANT_WEIGHT_a must be a number above 0"):
+            admission.read_weights({"TENANT_WEIGHT_a": text})
+    weight_of = admission.read_weights({"TENANT_WEIGHT_community-x": "2.5", "TENANT_RATE_LIMIT_b": "1req/s"})
     assert (weight_of("community-x"), weight_of("b"), weight_of("default")) == (2.5, 1.0, 1.0)
-    assert read_weights({"TENANT_WEIGHT_default": "0.5", "TENANT_WEIGHT_a": "4"})("b") == 0.5
+    assert admission.read_weights({"TENANT_WEIGHT_default": "0.5", "TENANT_WEIGHT_a": "4"})("b") == 0.5
 
 
 def test_a_tenant_is_a_short_printable_name_and_the_nameless_are_anonymous() -> None:
-    assert [clean_tenant(text) for text in ("  community-x ", "", "   ", "a b", "x" * 128)] == [
+    assert [admission.clean_tenant(text) for text in ("  community-x ", "", "   ", "a b", "x" * 128)] == [
         "community-x", "anonymous", "anonymous", "a b", "x" * 128,
     ]  # fmt: skip
     for text in ("x" * 129, "caf\u00e9", "a\x00b", "a\nb", "a\x7f", "\u202eb"):
-        with pytest.raises(InvalidRequest, match="128 printable ASCII") as caught:
-            clean_tenant(text)
+        with pytest.raises(errors.InvalidRequest, match="128 printable ASCII") as caught:
+            admission.clean_tenant(text)
         assert caught.value.param == "X-Tenant-ID"
 
 
@@ -258,7 +234,7 @@ def part(name: str, value: bytes, extra: str = "") -> bytes:
     ],
 )  # fmt: skip
 def test_what_is_no_json_object_is_refused_without_repeating_it(body: bytes) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(errors.InvalidRequest) as caught:
         parse_object(body)
     assert len(caught.value.message) < 200
 
@@ -269,7 +245,7 @@ def test_the_field_at_fault_is_named() -> None:
         ({"modelId": "a", "overrides": []}, "overrides"), ({"modelId": "a", "surprise": 1}, "surprise"),
     ]  # fmt: skip
     for fields, param in cases:
-        with pytest.raises(InvalidRequest) as caught:
+        with pytest.raises(errors.InvalidRequest) as caught:
             decode(fields, LoadBody)
         assert caught.value.param == param
 
@@ -294,7 +270,7 @@ def test_a_form_gives_up_its_model_and_its_flags_and_no_more() -> None:
     ],
 )  # fmt: skip
 def test_a_form_that_cannot_be_trusted_is_refused(content_type: str, body: bytes) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(errors.InvalidRequest):
         read_form_fields(content_type, body)
 
 
@@ -303,7 +279,7 @@ def test_the_bodies_of_all_requests_share_one_budget_and_give_it_back() -> None:
     with budget.hold() as first, budget.hold() as second:
         first(6)
         second(4)
-        with pytest.raises(Unavailable):
+        with pytest.raises(errors.Unavailable):
             first(1)
         assert budget.held_bytes == 10
     assert budget.held_bytes == 0
@@ -314,8 +290,8 @@ def test_the_bodies_of_all_requests_share_one_budget_and_give_it_back() -> None:
 
 
 def make_model(*events: ModelEvent, error: str | None = None) -> Model:
-    budget = WaitBudget(10)
-    queue = FairQueue(slots=1, limits=QueueLimits(), budget=budget, weight_of=lambda _: 1.0)
+    budget = admission.WaitBudget(10)
+    queue = admission.FairQueue(slots=1, limits=admission.QueueLimits(), budget=budget, weight_of=lambda _: 1.0)
     model = Model(ModelDefinition(model_id="m", backend="gguf"), queue, lambda: None)
     for event in events:
         model.apply(event, error=error if event is ModelEvent.FAIL else None)
@@ -324,7 +300,7 @@ def make_model(*events: ModelEvent, error: str | None = None) -> Model:
 
 def make_parts(*models: Model, phase: Phase = Phase.SERVING, waiting: int = 0, max_depth: int = 10) -> Parts:
     """Return the few parts that health is judged by."""
-    budget = WaitBudget(max_depth)
+    budget = admission.WaitBudget(max_depth)
     for _ in range(waiting):
         budget.add()
     pool = SimpleNamespace(registry=SimpleNamespace(models=list(models)))
@@ -378,15 +354,15 @@ async def test_a_handler_that_waits_is_interrupted_and_answers_and_refusals_pass
         return Response(status_code=204)
 
     async def refuse(_request: Request) -> Response:
-        raise UnknownModel("no such model")
+        raise errors.UnknownModel("no such model")
 
     assert (await _call(interruptible, answer)).status_code == 204
-    with pytest.raises(UnknownModel):
+    with pytest.raises(errors.UnknownModel):
         await _call(interruptible, refuse)
     asked = asyncio.create_task(_call(interruptible, wait))
     await asyncio.wait_for(has_begun.wait(), 30)
     interruptible.close()
-    with pytest.raises(Unavailable):
+    with pytest.raises(errors.Unavailable):
         await asyncio.wait_for(asked, 30)
     assert was_cancelled.is_set()
 
@@ -397,9 +373,9 @@ async def _call(interruptible: Interruptible, handler: object) -> Response:
 
 
 def test_the_type_of_an_error_is_what_clients_choose_their_exception_by() -> None:
-    refusals: list[tuple[RequestRefused, str]] = [
-        (AccessRefused("no"), "authentication_error"), (UnknownModel("no"), "not_found_error"),
-        (InvalidRequest("no", param="stream"), "invalid_request_error"),
+    refusals: list[tuple[errors.RequestRefused, str]] = [
+        (errors.AccessRefused("no"), "authentication_error"), (errors.UnknownModel("no"), "not_found_error"),
+        (errors.InvalidRequest("no", param="stream"), "invalid_request_error"),
     ]  # fmt: skip
     for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
         for refusal, kind in refusals:
@@ -521,19 +497,19 @@ async def refused(visitors: Visitors, name: str) -> BaseException:
 
 
 async def test_a_tenant_and_a_model_have_only_so_many_requests_waiting() -> None:
-    visitors = Visitors(limits=QueueLimits(pending_per_key=2))
+    visitors = Visitors(limits=admission.QueueLimits(pending_per_key=2))
     await visitors.come("a1", "a2", "a3")
     error = await refused(visitors, "a4")
-    assert isinstance(error, TenantQueueFull)
+    assert isinstance(error, errors.TenantQueueFull)
     assert (error.code, error.status, error.details) == ("fairness_key_queue_full", 429, {"queueDepth": 2})
     await visitors.come("b1")
     assert not visitors.tasks["b1"].done()
     assert (visitors.queue.rejected_per_key_limit, visitors.queue.rejected_executor_limit) == (1, 0)
     assert {share.fairness_key: share.rejected for share in visitors.queue.snapshot()} == {"a": 1, "b": 0}
-    visitors = Visitors(limits=QueueLimits(pending_per_executor=2))
+    visitors = Visitors(limits=admission.QueueLimits(pending_per_executor=2))
     await visitors.come("a1", "a2", "b1")
     error = await refused(visitors, "c1")
-    assert isinstance(error, ModelQueueFull)
+    assert isinstance(error, errors.ModelQueueFull)
     assert (error.code, error.status, error.details) == ("executor_queue_full", 429, {"queueDepth": 2})
     assert (visitors.queue.rejected_per_key_limit, visitors.queue.rejected_executor_limit) == (0, 1)
     assert visitors.known() == {"a", "b"}  # a refused stranger leaves no account
@@ -541,15 +517,15 @@ async def test_a_tenant_and_a_model_have_only_so_many_requests_waiting() -> None
 
 async def test_the_box_has_only_so_many_requests_waiting_over_all_models() -> None:
     first, second = Visitors(max_depth=2), Visitors()
-    second.queue = FairQueue(slots=1, limits=QueueLimits(), budget=first.budget, weight_of=lambda _: 1.0)
+    second.queue = admission.FairQueue(slots=1, limits=admission.QueueLimits(), budget=first.budget, weight_of=lambda _: 1.0)
     await first.come("a1", "a2")
     await second.come("a1", "a2")
     assert (first.budget.depth, first.queue.depth, second.queue.depth) == (2, 1, 1)
-    assert isinstance(await refused(first, "b1"), QueueFull)
-    assert first.queue.cancel_waiting(ModelUnloading("gone")) == 1
+    assert isinstance(await refused(first, "b1"), errors.QueueFull)
+    assert first.queue.cancel_waiting(errors.ModelUnloading("gone")) == 1
     assert first.budget.depth == 1
     await settle()
-    assert isinstance(first.tasks["a2"].exception(), ModelUnloading)
+    assert isinstance(first.tasks["a2"].exception(), errors.ModelUnloading)
     second.tasks["a2"].cancel()
     await settle()
     assert first.budget.depth == 0
@@ -561,7 +537,7 @@ async def test_a_full_box_tells_its_depth_its_average_wait_and_when_to_come_agai
     await visitors.go("a1", after_s=2.5)  # one waited 0 ms, the next 2500 ms
     await visitors.come("a3", "a4")
     error = await refused(visitors, "b1")
-    assert isinstance(error, QueueFull)
+    assert isinstance(error, errors.QueueFull)
     assert (error.code, error.status, error.retry_after_s) == ("queue_full", 503, 5)
     assert error.message == "Queue depth 2/2, retry in 5 seconds"
     assert error.details == {"queueDepth": 2, "avgWaitMs": 1250}
@@ -571,7 +547,7 @@ async def test_a_full_box_tells_its_depth_its_average_wait_and_when_to_come_agai
         await visitors.go("a1", after_s=wait_s)
         await visitors.come("a3")
         error = await refused(visitors, "a4")
-        assert isinstance(error, QueueFull)
+        assert isinstance(error, errors.QueueFull)
         assert error.retry_after_s == advice_s
 
 
@@ -579,7 +555,7 @@ async def test_a_request_that_waited_too_long_is_refused_and_its_place_given_up(
     visitors = Visitors()
     await visitors.come("a1")
     await visitors.come("a2", timeout_s=0.02)
-    with pytest.raises(QueueTimeout, match=r"within 0\.02 s") as caught:
+    with pytest.raises(errors.QueueTimeout, match=r"within 0\.02 s") as caught:
         await asyncio.wait_for(visitors.tasks["a2"], 30.0)
     assert (caught.value.status, caught.value.retry_after_s) == (503, 1)
     assert (visitors.queue.depth, visitors.budget.depth) == (0, 0)
@@ -604,7 +580,7 @@ async def test_a_slot_granted_to_a_request_that_is_cancelled_in_the_same_tick_is
 
 @pytest.mark.parametrize("low", ["b1", "ax"], ids=["of another tenant", "of its own"])
 async def test_a_low_request_is_not_starved_by_a_stream_of_high_ones(low: str) -> None:
-    visitors = Visitors(limits=QueueLimits())
+    visitors = Visitors(limits=admission.QueueLimits())
     await visitors.come("a0", priority="high")
     await visitors.come(low, priority="low")
     for number in range(1, 40):
@@ -616,7 +592,7 @@ async def test_a_low_request_is_not_starved_by_a_stream_of_high_ones(low: str) -
 
 
 async def test_waits_are_averaged_over_the_last_five_minutes_and_the_last_thousand() -> None:
-    clock, budget = install_virtual_clock(), WaitBudget(16)
+    clock, budget = install_virtual_clock(), admission.WaitBudget(16)
     assert (budget.avg_wait_ms, budget.p95_wait_ms, budget.max_depth) == (0.0, 0.0, 16)
     budget.observe(9000.0)
     clock.advance(200.0)
@@ -636,13 +612,13 @@ async def test_waits_are_averaged_over_the_last_five_minutes_and_the_last_thousa
 class Asked:
     """What a random run knows of one request."""
 
-    task: asyncio.Task[Turn]
+    task: asyncio.Task[admission.Turn]
     is_cancelled: bool = False
     has_left: bool = False
 
 
 TENANTS = st.sampled_from("abcd")
-PRIORITIES: st.SearchStrategy[Priority] = st.sampled_from(("high", "normal", "low"))
+PRIORITIES: st.SearchStrategy[admission.Priority] = st.sampled_from(("high", "normal", "low"))
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("enter"), TENANTS, PRIORITIES), st.tuples(st.just("leave"), st.integers(0, 30)),
@@ -659,9 +635,9 @@ class RandomRun:
 
     def __init__(self) -> None:
         self.clock = install_virtual_clock()
-        self.budget = WaitBudget(12)
-        limits = QueueLimits(pending_per_key=5, pending_per_executor=10)
-        self.queue = FairQueue(slots=2, limits=limits, budget=self.budget, weight_of=lambda _: 1.0)
+        self.budget = admission.WaitBudget(12)
+        limits = admission.QueueLimits(pending_per_key=5, pending_per_executor=10)
+        self.queue = admission.FairQueue(slots=2, limits=limits, budget=self.budget, weight_of=lambda _: 1.0)
         self.requests: list[Asked] = []
         self.is_paused = False
         self.most_active = 2
@@ -706,7 +682,7 @@ class RandomRun:
                 self.queue.resume()
                 self.is_paused = False
             case "refuse", *_:
-                self.queue.cancel_waiting(ModelUnloading("gone"))
+                self.queue.cancel_waiting(errors.ModelUnloading("gone"))
             case _:
                 await settle()
                 self.check()
