@@ -34,9 +34,8 @@ from tests.fakes.waiting import eventually
 pytestmark = pytest.mark.timeout(180)
 
 
-def _registered_cases() -> list[EngineCase]:
-    modules = (comfyui, ct2, exllamav3, llama_server, llamacpp, provider, tabbyapi, tgi, vllm, whisper)
-    return [case for module in modules for case in module.CASES]
+ADAPTERS = (comfyui, ct2, exllamav3, llama_server, llamacpp, provider, tabbyapi, tgi, vllm, whisper)
+CASES = [pytest.param(case, id=case.name, marks=case.marks) for adapter in ADAPTERS for case in adapter.CASES]
 
 
 @contextlib.asynccontextmanager
@@ -50,7 +49,7 @@ async def opened(case: EngineCase, folder: Path) -> AsyncIterator[EngineUnderTes
 
 
 @pytest.mark.parametrize("check", [pytest.param(check, id=check.__name__.removeprefix("check_")) for check in CHECKS])
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name, marks=case.marks) for case in _registered_cases()])
+@pytest.mark.parametrize("case", CASES)
 async def test_an_engine_keeps_the_promises_of_the_port(case: EngineCase, check: object, tmp_path: Path) -> None:
     assert callable(check)
     async with opened(case, tmp_path) as subject:

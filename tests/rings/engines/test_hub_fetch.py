@@ -109,23 +109,15 @@ async def test_a_transfer_that_breaks_goes_on_where_it_broke(tmp_path: Path) -> 
     assert second < third <= 250_000
 
 
-async def fetch_config_first(server: HubServer, hub: Hub) -> None:
-    """Have the configuration as a blob, so that faults hit the weights."""
-    weights, server.files[REPO][WEIGHTS] = server.files[REPO][WEIGHTS], make_tensors(1)
-    server.commit = "e" * 40
-    await hub.fetch(REPO, report=ignore)
-    server.files[REPO][WEIGHTS], server.commit = weights, COMMIT
-
-
 @pytest.mark.parametrize("ignores_range", [False, True])
 async def test_after_breaking_often_it_fails_and_the_next_fetch_goes_on_from_there(
     tmp_path: Path, *, ignores_range: bool
 ) -> None:
     content = make_tensors(300_000)
-    async with serve_hub(make_server({WEIGHTS: content, "config.json": b"{}"})) as server:
+    async with serve_hub(make_server({WEIGHTS: make_tensors(1), "config.json": b"{}"}, commit="e" * 40)) as server:
         hub = make_hub(server, tmp_path)
-        await fetch_config_first(server, hub)
-        server.break_after = [120_000, 0, 0]
+        await hub.fetch(REPO, report=ignore)  # so that the faults hit the weights
+        server.files[REPO][WEIGHTS], server.commit, server.break_after = content, COMMIT, [120_000, 0, 0]
         with pytest.raises(DownloadFailed, match="broke 3 times in a row"):
             await hub.fetch(REPO, report=ignore)
         (part,) = (tmp_path / "hub").rglob("*.part")

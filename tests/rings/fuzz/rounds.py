@@ -301,12 +301,8 @@ UNREAD = (
     Unread("a large body by another method", 405, method="PUT"),
 )
 SPOILABLE = [
-    *bodies.TALKING,
-    *bodies.TRANSLATED,
-    *bodies.NATIVE[4:7],
-    "/v1/messages/count_tokens",
-    "/v1/responses/input_tokens",
-]
+    *bodies.TALKING, *bodies.TRANSLATED, *bodies.NATIVE[4:7], "/v1/messages/count_tokens", "/v1/responses/input_tokens",
+]  # fmt: skip
 
 
 @dataclass

@@ -10,7 +10,6 @@ from datetime import timedelta
 from http import HTTPStatus
 from pathlib import Path
 
-import psutil
 import pytest
 from aiohttp import web
 from django.utils import timezone
@@ -23,7 +22,7 @@ from nodes.services import Registration, probe_direct_nodes, register_direct_nod
 from tests.fakes.engines.scripted_server import run_engine
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, make_credential
-from tests.fakes.runners.process import PATIENT, RunningBox, is_alive, run_api_box, run_box
+from tests.fakes.runners.process import PATIENT, is_alive, run_api_box, run_box
 from tests.fakes.scripted_gateway import TOKEN, run_gateway
 from tests.fakes.waiting import eventually
 from wire import bridge, frames
@@ -148,7 +147,8 @@ async def check_what_runners_leave(tmp_path: Path, shared: Path) -> None:
             async with run_box(tmp_path, gateway.url, env={"TMPDIR": str(shared)}) as second:
                 await gateway.accept()
                 assert len(left()) == 2
-                child = await engine_of(second)
+                await eventually(lambda: len(second.children()) == 1, "one engine process runs")
+                child = second.children()[0]
                 second.signal(signal.SIGKILL)
                 await eventually(lambda: not is_alive(child), "the engine dies with it")
             first.signal(signal.SIGKILL)
@@ -183,12 +183,6 @@ async def test_graceful_shutdown_finishes_what_runs_and_the_box_dials_again(tmp_
         assert (await stream.expect_end()).error == ""
         await box.expect_loss()
         await gateway.accept()
-
-
-async def engine_of(process: RunningBox) -> psutil.Process:
-    """Return the engine process, once there is exactly one."""
-    await eventually(lambda: len(process.children()) == 1, "one engine process runs")
-    return process.children()[0]
 
 
 STREAMED: dict[str, object] = {"model": "alpha", "stream": True, "messages": []}

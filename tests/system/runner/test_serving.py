@@ -31,8 +31,6 @@ USAGE = (
     b'"prompt_tokens_details":{"cached_tokens":4}}}\n\n'
 )
 DONE = b"data: [DONE]\n\n"
-WHOLE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": 4}}}
-NUMBERS = {"x-cache-hit", "x-cache-tokens-reused", "x-queue-wait-ms", "x-gpu-time-ms"}
 
 
 @pytest.fixture
@@ -92,29 +90,6 @@ def streamed(*pieces: bytes, then: asyncio.Event | None = None, breaks: bool = F
         return response
 
     return handle
-
-
-async def test_a_whole_answer_carries_its_final_numbers(parts: Parts, engine: ScriptedEngine) -> None:
-    async def tell(request: web.Request, _body: bytes) -> web.StreamResponse:
-        headers = {"Content-Type": "application/json", "X-GPU-Time-Ms": "12.4"}
-        if len(engine.seen) == 1:
-            return web.Response(body=json.dumps(WHOLE), headers=headers)
-        response = web.StreamResponse(headers=headers)
-        response.enable_chunked_encoding()  # its length is not told
-        await response.prepare(request)
-        for part in json.dumps(WHOLE).encode().partition(b"usage"):
-            await response.write(part)
-        return response
-
-    engine.handler = tell
-    for _ in range(2):
-        async with parts.door.open(ask()) as answer:
-            numbers = {name: value for name, value in answer.headers.items() if name in NUMBERS - {"x-queue-wait-ms"}}
-            assert numbers == {"x-cache-hit": "true", "x-cache-tokens-reused": "4", "x-gpu-time-ms": "12"}
-            assert json.loads(await read(answer)) == WHOLE
-            assert answer.usage is not None
-            assert answer.usage.completion_tokens == 6
-    assert is_idle(parts)
 
 
 async def test_a_long_answer_passes_without_being_held(parts: Parts, engine: ScriptedEngine) -> None:

@@ -27,7 +27,7 @@ from runner.engines.comfyui.request import read_image_request
 from runner.engines.comfyui.workflow import read_workflow
 from runner.engines.elsewhere import set_thinking
 from runner.engines.llama_slots import is_object, pin_body
-from runner.engines.port import COMPLETIONS, CacheMode, Call, FlushRequest, FlushScope, Progress
+from runner.engines.port import COMPLETIONS, CacheMode, Call, FlushRequest, FlushScope
 from runner.engines.private_folders import make_private_folder
 from runner.engines.slots import Lease, Owner, SlotBook
 from runner.engines.vllm.command import build_command, build_environment
@@ -397,14 +397,6 @@ def test_a_field_is_ours_however_it_is_written_and_all_others_stay_as_they_came(
             seal_body(body, salt="s", priority="normal")
 
 
-def read(*lines: str) -> tuple[StartupLog, list[Progress]]:
-    told: list[Progress] = []
-    log = StartupLog(told.append)
-    for line in lines:
-        log.feed(line)
-    return log, told
-
-
 GENERIC = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 
 
@@ -417,7 +409,10 @@ def test_the_reason_of_a_failure_is_its_cause() -> None:
         ([invalid, "  Value error, Unknown quantization: x. [type=value_error, input_value=A]"], "Unknown quantization: x."),
         ([GENERIC], GENERIC), (["INFO: nothing wrong", "KeyErrors are counted: 0"], ""),
     ):  # fmt: skip
-        assert read(*lines)[0].failure() == expected
+        log = StartupLog(lambda _progress: None)
+        for line in lines:
+            log.feed(line)
+        assert log.failure() == expected
 
 
 MESSAGES: list[dict[str, object]] = [{"role": "user", "content": "Hi"}]

@@ -25,14 +25,6 @@ from tests.fakes.runners.gates import KEY, MODEL, NOW, OTHER_KEY, PARAMS, admit,
 from wire.optoken import Level, Operation, Policy, encode_token, params_digest, sign_jwt
 
 
-def lose(data: Path, loss: str) -> None:
-    for path in data.glob(f"{FILE_NAME}*"):
-        if loss == "deleted":
-            path.unlink()
-        else:
-            path.write_bytes(b"no database at all " * 100)
-
-
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
     return write_key(tmp_path / "model-api.key")
@@ -68,7 +60,10 @@ async def test_a_token_is_not_replayed_in_the_process_after_a_restart_or_after_t
         assert await refused(gate, token, caplog) == "replayed"
     async with opened(key_file, data, level=level) as gate:
         assert await refused(gate, token, caplog) == "replayed"
-    lose(data, loss)
+    for path in data.glob(f"{FILE_NAME}*"):
+        path.unlink()
+        if loss == "damaged":
+            path.write_bytes(b"no database at all " * 100)
     for boot in (NOW + 1.5, NOW + 6.5):  # The second start finds a ledger again, which remembers nothing from before the first.
         async with opened(key_file, data, level=level, clock=Clock(NOW + 20), boot=boot) as gate:
             assert await refused(gate, token, caplog) == "before_ledger"

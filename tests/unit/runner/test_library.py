@@ -63,12 +63,6 @@ def found(library: Library) -> dict[str, FoundModel]:
     return {entry.model_id: entry for entry in library.discover()}
 
 
-def age(*paths: Path) -> None:
-    """Let files and folders look as if they had not been changed for a while."""
-    for path in paths:
-        os.utime(path, (1_700_000_000, 1_700_000_000))
-
-
 @pytest.mark.parametrize(
     "text",
     ["", "/etc", "..", "a/../b", "a..b", "a//b", "a/", "/a", "a\\b", "a b", "a\nb", "a\0b", "~/a", "-rf", "a/-x", ".hidden",
@@ -188,7 +182,8 @@ def test_a_model_folder_with_a_file_that_leads_out_is_refused(tmp_path: Path, ba
 
 def test_what_has_not_changed_is_not_read_again(base: Path) -> None:
     paths = [write_gguf(base / "a.gguf"), write_gguf(base / "sub" / "b.gguf")]
-    age(*paths, base / "sub", base)
+    for path in (*paths, base / "sub", base):
+        os.utime(path, (1_700_000_000, 1_700_000_000))  # as if they had not been changed for a while
     reader = CountingReader()
     library = Library(base, None, None, read_shape=reader)
     first = library.discover()

@@ -270,30 +270,6 @@ def test_an_answer_that_is_none_is_the_engines_failure(body: bytes, words: str) 
         responses.ResponseBuilder(model="m").take_answer(body)
 
 
-def test_a_stream_becomes_created_deltas_metrics_and_completed() -> None:
-    builder, word = responses.ResponseBuilder(model="m", response_id="resp_1"), sse(piece("Het "))
-    thought = {"choices": [{"index": 0, "delta": {"reasoning_content": "hm", "content": None}}]}
-    other = {"choices": [{"index": 1, "delta": {"content": "no"}}]}
-    assert builder.feed(sse(piece(""), thought, other) + word[:-1]) == b""
-    has_text = [builder.has_text]
-    first = builder.feed(word[-1:])  # it goes out as soon as its event is complete
-    assert [*has_text, builder.has_text] == [False, True]
-    out = builder.begin() + first + builder.feed(sse(piece("regende.")) + sse(piece(None, "stop")))
-    out += builder.feed(sse({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}, "[DONE]"))
-    out += builder.finish(METRICS)
-    created, *deltas, measured, completed = events(out)
-    assert (created["type"], measured["type"], completed["type"]) == (
-        "response.created", "response.metrics", "response.completed",
-    )  # fmt: skip
-    assert created["response"] == {"id": "resp_1", "object": "response", "model": "m", "output": [], "output_text": ""}
-    assert [(event["type"], event["delta"]) for event in deltas] == [
-        ("response.output_text.delta", "Het "), ("response.output_text.delta", "regende."),
-    ]  # fmt: skip
-    assert measured["metrics"] == completed["response"]["metrics"] == msgspec.to_builtins(METRICS)
-    assert completed["response"]["output_text"] == "Het regende."
-    assert (builder.prompt_tokens, builder.output_tokens) == (5, 2)
-
-
 @examples(25)
 @given(
     texts=st.lists(st.text(min_size=1, max_size=5), max_size=6),

@@ -13,8 +13,6 @@ import pytest
 
 from conformance.events import DONE, read_stream
 from conformance.events import Stream as EventStream
-from core.limits import NodeLimits
-from nodes import session as server_side
 from runner.admission import FairQueue, QueueLimits, WaitBudget
 from runner.admission.rates import read_rates
 from runner.api.bodies import BodyBudget
@@ -38,7 +36,6 @@ from runner.session import (
     Accepted,
     Cancelled,
     ClientSession,
-    Credited,
     Opened,
     Reply,
     Stream,
@@ -176,48 +173,6 @@ def test_nothing_may_come_before_the_ack_nor_a_second_one_nor_bridge_requests() 
     older = bridge.RegisterAck(worker_id="w", models=[], protocol_version=bridge.BRIDGE_V1)
     with pytest.raises(ProtocolError, match="the gateway speaks"):
         ClientSession().receive_text(bridge.encode_message(older))
-
-
-def test_box_and_server_sessions_understand_each_other_back_to_back() -> None:
-    box, server = ClientSession(), server_side.ServerSession(NodeLimits())
-    (registered,) = server.receive_text(box.register(bridge.Register(worker_name="box", models=["m"], max_concurrent=2)))
-    assert isinstance(registered, server_side.Registered)
-    assert (registered.models, registered.protocol) == (("m",), MUSTER_V1)
-    box.receive_text(bridge.encode_message(ACK))
-    body = b"z" * 600_000
-    request = server_side.OpenRequest(
-        request_id="req", attempt=1, model="m", path="/v1/chat/completions", body=body, headers={},
-        is_streaming=True, deadline_ms=5000, tenant="t",
-    )  # fmt: skip
-    number, to_box = server.open_stream(request)
-    (opened,) = [effect for frame in to_box for effect in box.receive_bytes(as_bytes(frame))]
-    assert isinstance(opened, Opened)
-    assert opened.body == body
-    stream = opened.stream
-    from_box = [stream.head(200, {"content-type": "text/plain"}), stream.data(b"\xe2\x82"), stream.data(b"\xac")]
-    effects = [effect for frame in from_box for effect in server.receive_bytes(frame)]
-    assert effects == [
-        server_side.HeadArrived(number, 200, {"content-type": "text/plain"}),
-        server_side.DataArrived(number, b"\xe2\x82"),
-        server_side.DataArrived(number, b"\xac"),
-    ]
-    before = stream.window
-    (credit,) = server.grant_credit(number, 3)
-    assert box.receive_bytes(as_bytes(credit)) == [Credited(stream)]
-    assert stream.window == before + 3
-    late = stream.data(b"late")
-    (cancel,) = server.cancel_stream(number, "client_disconnect")
-    _, farewell = box.receive_bytes(as_bytes(cancel))
-    assert isinstance(farewell, Reply)
-    dropped = [effect for frame in (late, farewell.frame) for effect in server.receive_bytes(frame)]
-    assert dropped == [server_side.FrameDropped(number)] * 2
-    assert (server.open_streams, box.streams) == (0, [])
-
-
-def as_bytes(frame: str | bytes) -> bytes:
-    """Return a frame that must be binary."""
-    assert isinstance(frame, bytes)
-    return frame
 
 
 class StreamGateway:
