@@ -29,17 +29,14 @@ HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 
 @cache
 def read(path: Path) -> str:
-    """Return the text of a page."""
     return path.read_text(encoding="utf-8")
 
 
 def prose(path: Path) -> str:
-    """Return a page without its code blocks."""
     return FENCE.sub("", read(path))
 
 
 def anchors(path: Path) -> set[str]:
-    """Return the anchors that a page's headings get."""
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(prose(path)))
     return {text.strip().replace(" ", "-") for text in plain}
 
@@ -56,7 +53,6 @@ def shell_lines() -> list[tuple[Path, str]]:
 
 
 def variables_read_by(path: Path) -> set[str]:
-    """Return the environment variables that a module reads with a literal name."""
     calls = (node for node in ast.walk(ast.parse(read(path))) if isinstance(node, ast.Call) and node.args)
     names = ((call.func, call.args[0]) for call in calls)
     return {
@@ -68,7 +64,6 @@ def variables_read_by(path: Path) -> set[str]:
 
 
 def documented_rows(page: Path) -> dict[str, str]:
-    """Return the tables of a page as first cell to second cell, back-quotes taken off."""
     cells = (line.strip().strip("|").split("|") for line in prose(page).splitlines() if line.startswith("|"))
     return {row[0].strip(" `"): row[1].strip(" `") for row in cells if len(row) > 1}
 

@@ -132,12 +132,10 @@ def read_node_limits() -> Any:
 
 
 def list_settings(limits: Any) -> dict[str, Bound]:
-    """Return the bounds that a variable sets, by its name."""
     return {bound.setting: bound for _, section in list_sections(limits) for bound in list_bounds(section) if bound.setting}
 
 
 def render() -> str:
-    """Return the page as Markdown."""
     node, server = read_node_limits(), Limits()
     parts = [HEAD, SETTING_HEAD, *_render_rows(list_settings(server))]
     parts.append("\nWhat a node itself reads is in [connect-a-box.md](connect-a-box.md).\n")

@@ -25,7 +25,6 @@ An event that is not listed for a state is refused there. States change by compa
 
 
 def render() -> str:
-    """Return the page as Markdown."""
     sections = [
         HEAD,
         _machine("Approval of an operation", "`governance/states.py`, `APPROVALS`", APPROVALS, ApprovalState, FINAL_APPROVALS),
@@ -50,16 +49,11 @@ def _machine(
 
 def _requests() -> str:
     return "\n".join(
-        [
-            "## A request",
-            "",
+        ["## A request", "",
             "Source: `wire/contract.py`. A request is `queued` in the database before it is sent. It ends in exactly one final",
-            "state, which nothing changes afterwards; the request of a gateway that died is closed as `interrupted`.",
-            "",
-            f"Open: {_list(sorted(OPEN_REQUEST_STATES))}. Final: {_list(sorted(FINAL_REQUEST_STATES))}.",
-            "",
-        ]
-    )
+            "state, which nothing changes afterwards; the request of a gateway that died is closed as `interrupted`.", "",
+            f"Open: {_list(sorted(OPEN_REQUEST_STATES))}. Final: {_list(sorted(FINAL_REQUEST_STATES))}.", ""],
+    )  # fmt: skip
 
 
 def _nodes() -> str:
@@ -67,34 +61,20 @@ def _nodes() -> str:
     for freshness, reported, held_back in itertools.product(Freshness, NodeStatus, (False, True)):
         ages = {Freshness.FRESH: 0.0, Freshness.STALE: policy.stale_after_s, Freshness.OFFLINE: policy.offline_after_s}
         facts = NodeFacts(
-            age_s=ages[freshness],
-            protocol="",
-            reported=reported,
-            mode=NodeMode.SPARE_ON,
-            draining=held_back,
-            cordoned=False,
+            age_s=ages[freshness], protocol="", reported=reported, mode=NodeMode.SPARE_ON, draining=held_back, cordoned=False,
             is_accepting_jobs=True,
-        )
+        )  # fmt: skip
         status = judge_availability(facts, policy).status
         rows.append(f"| {freshness} | `{reported}` | {'yes' if held_back else 'no'} | `{status}` |")
     return "\n".join(
-        [
-            "## Status of a node",
-            "",
+        ["## Status of a node", "",
             "Source: `nodes/states.py`, `judge_availability`: no stored state but a judgement of each reading.",
             "*Held back* means draining, cordoned, taken back by its owner, or accepting nothing by its own account. A node",
             "that no gateway can reach (no socket, and no URL that answers) is `offline` whatever it reports; a `stale` node",
-            "gets nothing new.",
-            "",
-            "| Last sign of life | Reported | Held back | Status |",
-            "|---|---|---|---|",
-            *rows,
-            "",
+            "gets nothing new.", "", "| Last sign of life | Reported | Held back | Status |", "|---|---|---|---|", *rows, "",
             "Beside the status, a draining or reclaimed node is *drained* once nothing runs on it any more (`drained_at`); see",
-            "[operate.md](operate.md#taking-a-box-out).",
-            "",
-        ]
-    )
+            "[operate.md](operate.md#taking-a-box-out).", ""],
+    )  # fmt: skip
 
 
 def _list(names: Iterable[str]) -> str:

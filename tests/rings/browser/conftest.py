@@ -51,11 +51,9 @@ class Visit:
     awaited: list[str] = field(default_factory=list)
 
     def open(self, path: str) -> None:
-        """Go to a page of the control plane."""
         self.page.goto(self.url + path)
 
     def sign_in(self, name: str = "ada") -> None:
-        """Sign in by the form."""
         self.open("/sign-in/?next=/admin/")
         self.page.get_by_label("Username").fill(name)
         self.page.get_by_label("Password").fill(PASSWORD)
@@ -63,12 +61,10 @@ class Visit:
         self.page.wait_for_selector("#overview")
 
     def refuse_dialog(self, dialog: Dialog) -> None:
-        """No page of ours opens one."""
         self.complaints.append(f"dialog: {dialog.message}")
         dialog.dismiss()
 
     def note_console(self, message: ConsoleMessage) -> None:
-        """Keep errors and warnings of the console."""
         known = (*_NO_COMPLAINTS, *self.awaited)
         if message.type in {"error", "warning"} and not any(words in message.text for words in known):
             self.complaints.append(f"{message.type}: {message.text}")
@@ -119,7 +115,6 @@ def chromium() -> Iterator[Chromium]:
 
 @pytest.fixture
 def browser(chromium: Chromium, control: ServerProcess, transactional_db: None) -> Iterator[Browser]:
-    """The browser, and an operator who may sign in."""
     User.objects.create_superuser("ada", password=PASSWORD)
     with chromium.lend() as lent:
         yield lent
@@ -139,7 +134,6 @@ class NodeThread:
         self.box = self.run(dialled)
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return what a method of the node returned."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     def die(self) -> None:
@@ -147,7 +141,6 @@ class NodeThread:
         self._loop.call_soon_threadsafe(self.box.die)
 
     def close(self) -> None:
-        """Leave, and end the thread."""
         self.run(self.box.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(30)
@@ -224,7 +217,6 @@ def gateway(
 
 @pytest.fixture
 def visit(browser: Browser, control: ServerProcess) -> Iterator[Visit]:
-    """A fresh browser on the control plane. Fails the test when a page complained."""
     context: BrowserContext = browser.new_context(viewport={"width": 1280, "height": 900})
     context.add_init_script(REPORTER)
     page = context.new_page()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +13,11 @@ from playwright.sync_api import Page, WebSocketRoute, expect
 
 from gateway.models import RequestRecord
 from gateway.routing import Target
-from gateway.services import allow_model, create_alias
+from gateway.services import allow_model, create_alias, create_tenant
 from nodes.models import Node
 from tests.fakes.control_process import ServerProcess
 from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
+from tests.fakes.scripted_box import Stream
 from tests.fakes.tenants import make_key, make_record
 from tests.fakes.waiting import wait_until
 from tests.rings.browser.conftest import NodeThread, Visit, find_violations, in_database
@@ -110,28 +112,14 @@ def test_a_page_whose_reader_was_signed_out_says_so_and_leads_to_the_way_in(visi
 
 
 LLAMA = ReplicaInfo(
-    model="llama-3.1-8b-instruct",
-    state="loaded",
-    engine="llama.cpp",
-    slots=4,
-    active=1,
-    memory_mb=9_420,
-    weights_mb=7_610,
+    model="llama-3.1-8b-instruct", state="loaded", engine="llama.cpp", slots=4, active=1, memory_mb=9_420, weights_mb=7_610,
     kv_mb=1_280,
-)
+)  # fmt: skip
 WHISPER = ReplicaInfo(model="whisper-large-v3", state="failed", engine="faster-whisper", detail="model.bin ends after 12 MiB")
 GPUS = [
-    GpuInfo(
-        index=number,
-        name="NVIDIA RTX 4090",
-        memory_total_mb=24_564,
-        memory_used_mb=used,
-        utilization_percent=busy,
-        temperature_c=61.0,
-        power_w=288.4,
-    )
-    for number, used, busy in ((0, 15_200, 87.0), (1, 640, 0.0))
-]
+    GpuInfo(index=number, name="NVIDIA RTX 4090", memory_total_mb=24_564, memory_used_mb=used, utilization_percent=busy,
+        temperature_c=61.0, power_w=288.4) for number, used, busy in ((0, 15_200, 87.0), (1, 640, 0.0))
+]  # fmt: skip
 MEMORY = MemoryInfo(total_mb=49_128, used_mb=15_840, weights_mb=7_610, kv_mb=1_280)
 AVAILABLE = ["qwen3-30b-a3b-instruct-q4_k_m", "phi-4-mini", "nomic-embed-text-v1.5"]
 
@@ -145,14 +133,12 @@ class LoadingNode(NodeThread):
         self.run(self.box.send(Telemetry(current_load=1, **values)))
 
     def load(self, done: float, *, stage: str = "reading weights") -> None:
-        """Say how far the load of a second model is."""
         detail = ReplicaInfo(
             model="qwen3-14b", state="loading", engine="vllm", detail=stage, progress=done, eta_s=40 * (1 - done)
         )
         self.say(replicas=[LLAMA, detail, WHISPER])
 
     def declare(self, *models: str) -> None:
-        """Replace the models that it serves."""
         self.run(self.box.send(ModelsUpdate(models=list(models))))
 
 
@@ -196,10 +182,172 @@ def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: LoadingNo
 def test_words_of_a_box_never_become_markup(visit: Visit, attic: LoadingNode) -> None:
     evil = "<img src=x onerror=alert(1)>'\"</script><script>alert(2)</script>"
     attic.say(
-        replicas=[ReplicaInfo(model=evil, state="loading", engine=evil[:40], detail=evil)],
-        gpus=[GpuInfo(index=0, name=evil)],
-        available=[evil],
-        memory=MemoryInfo(kind=evil[:40], total_mb=10, used_mb=3),
-    )
+        replicas=[ReplicaInfo(model=evil, state="loading", engine=evil[:40], detail=evil)], gpus=[GpuInfo(index=0, name=evil)],
+        available=[evil], memory=MemoryInfo(kind=evil[:40], total_mb=10, used_mb=3),
+    )  # fmt: skip
     expect(table(visit.page, "Loading")).to_contain_text("onerror=alert(1)")
     assert visit.page.locator("#box img[src=x], #box script:not([src])").count() == 0
+
+
+MODEL = "llama-3.1-8b-instruct"
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+TOOL_CALL: tuple[dict[str, Any], ...] = (
+    {"id": "call_1", "function": {"name": "get_weather", "arguments": ""}},
+    {"function": {"arguments": '{"city":'}},
+    {"function": {"arguments": '"Bern"}'}},
+)
+
+
+class AnsweringNode(NodeThread):
+    """A node that answers chat completions piece by piece."""
+
+    def say(self, stream: Stream, **delta: Any) -> None:
+        chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+        self.run(self.box.data(stream, f"data: {json.dumps(chunk)}\n\n".encode()))
+
+    def finish(self, stream: Stream) -> None:
+        ending = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
+        usage = {"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}}
+        for data in (json.dumps(ending), json.dumps(usage), "[DONE]"):
+            self.run(self.box.data(stream, f"data: {data}\n\n".encode()))
+        self.run(self.box.end(stream))
+
+
+def prepare() -> str:
+    create_tenant(name="default", actor=ACTOR)
+    allow_model(name=MODEL, actor=ACTOR)
+    allow_model(name="unserved", actor=ACTOR)
+    return make_credential("attic")[1]
+
+
+@pytest.fixture
+def desk(visit: Visit, gateway: ServerProcess) -> Iterator[AnsweringNode]:
+    box = AnsweringNode(gateway, in_database(prepare), MODEL)
+    visit.sign_in()
+    visit.page.get_by_role("link", name="Playground").click()
+    expect(visit.page.locator("#pg-code")).to_contain_text("curl")
+    yield box
+    box.close()
+
+
+def fact(page: Page, name: str) -> Any:  # Playwright's locator
+    return page.locator(f"[data-fact={name}]")
+
+
+def watch_an_answer(page: Page, desk: AnsweringNode) -> None:
+    """Ask by the keyboard; see text, reasoning and a tool call come, and the numbers."""
+    page.get_by_label("Prompt", exact=True).fill(f"Tell me {HOSTILE}")
+    page.keyboard.press("Control+Enter")
+    stream = desk.run(desk.box.stream())
+    desk.run(desk.box.head(stream, content_type="text/event-stream"))
+    desk.say(stream, role="assistant", reasoning_content="Let me think.")
+    desk.say(stream, content=f"Once upon a time {HOSTILE}")
+    expect(page.locator("#pg-text")).to_have_text(f"Once upon a time {HOSTILE}")  # before the end
+    expect(page.locator("#pg-reasoning-text")).to_have_text("Let me think.")
+    expect(page.locator("#pg-status")).to_have_text("Answering…")
+    for part in TOOL_CALL:
+        desk.say(stream, tool_calls=[{"index": 0, **part}])
+    desk.finish(stream)
+    expect(page.locator("#pg-status")).to_have_text("Done.")
+    expect(page.locator("#pg-calls li")).to_have_count(1)
+    expect(page.locator("#pg-calls pre")).to_have_text('{\n  "city": "Bern"\n}')
+    shown = {"prompt": "11", "completion": "7", "node": "attic", "model": MODEL, "finish": "tool_calls", "state": "completed"}
+    for name, text in shown.items():
+        expect(fact(page, name)).to_have_text(text)
+    for name in ("first", "rate", "queue", "total"):
+        expect(fact(page, name)).not_to_have_text("–")
+
+
+def stop_an_answer(page: Page, desk: AnsweringNode) -> str:
+    """Stop by the keyboard in the middle; see that the request ended as cancelled. Returns the address of its page."""
+    page.get_by_role("button", name="Send").click()
+    stream = desk.run(desk.box.stream())
+    desk.run(desk.box.head(stream, content_type="text/event-stream"))
+    desk.say(stream, content="It goes on and")
+    expect(page.locator("#pg-text")).to_have_text("It goes on and")
+    expect(page.locator("#pg-stop")).to_be_focused()
+    page.keyboard.press("Enter")
+    assert desk.run(desk.box.cancelled(stream)) == "client_disconnect"
+    expect(page.locator("#pg-status")).to_have_text("Stopped.")
+    expect(page.locator("#pg-send")).to_be_focused()
+    expect(fact(page, "state")).to_contain_text("cancelled")
+    return str(fact(page, "request").get_by_role("link").get_attribute("href"))
+
+
+def test_asking_watching_and_stopping(visit: Visit, desk: AnsweringNode) -> None:
+    page = visit.page
+    watch_an_answer(page, desk)
+    assert find_violations(page) == []
+    record_page = stop_an_answer(page, desk)
+    visit.awaited.append("400 (Bad Request)")  # what the browser itself reports of a refusal
+    page.get_by_text("Tools", exact=True).click()
+    page.get_by_label("Tools as JSON").fill("[{")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator("#pg-tools-error")).to_contain_text("not JSON")
+    expect(page.get_by_label("Tools as JSON")).to_be_focused()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert find_violations(page) == []
+    assert page.locator("#playground img[src=x], #playground script").count() == 0
+    visit.open(record_page)
+    expect(page.get_by_text("cancelled").first).to_be_visible()
+
+
+STREAMS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "chat": ("data: ", [{"choices": [{"delta": {"role": "assistant", "reasoning": "hm "}}]},
+        {"choices": [{"delta": {"content": "Grüße 🦙"}}]}, {"choices": [{"delta": {"tool_calls": [{"index": 0, "id": "c1",
+        "function": {"name": "f", "arguments": ""}}]}}]}, {"choices": [{"delta": {"tool_calls": [{"index": 0,
+        "function": {"arguments": '{"a":1}'}}]}}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]}, {"choices": [],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 4}}]),
+    "messages": ("event: x\r\ndata:", [{"type": "message_start", "message": {"usage": {"input_tokens": 3,
+        "output_tokens": 1}}}, {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking",
+        "thinking": ""}}, {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "hm "}},
+        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}}, {"type": "ping"},
+        {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "Grüße 🦙"}},
+        {"type": "content_block_start", "index": 2, "content_block": {"type": "tool_use", "id": "c1", "name": "f",
+        "input": {}}}, {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta",
+        "partial_json": '{"a":1}'}}, {"type": "message_delta", "delta": {"stop_reason": "stop"},
+        "usage": {"output_tokens": 4}}, {"type": "message_stop"}]),
+    "responses": ("data: ", [{"type": "response.created", "response": {"status": "in_progress", "error": None}},
+        {"type": "response.reasoning_text.delta", "output_index": 0, "delta": "hm "}, {"type": "response.output_text.delta",
+        "output_index": 1, "delta": "Grüße 🦙"}, {"type": "response.output_item.added", "output_index": 2,
+        "item": {"type": "function_call", "call_id": "c1", "name": "f"}}, {"type": "response.function_call_arguments.delta",
+        "output_index": 2, "delta": '{"a":1}'}, {"type": "response.completed", "response": {"status": "stop",
+        "usage": {"input_tokens": 3, "output_tokens": 4}}}]),
+}  # fmt: skip
+READ = """
+async ([surface, text, size]) => {
+    const { Answer, EventCutter } = await import("/static/muster/playground-stream.js");
+    const answer = new Answer(surface);
+    const cutter = new EventCutter();
+    for (let at = 0; at < text.length; at += size) {
+        cutter.feed(text.slice(at, at + size)).forEach((event) => answer.takeEvent(event));
+    }
+    const calls = answer.calls.filter(Boolean);
+    return { ...answer, calls, pieces: 0 };
+}
+"""
+BREAKS = {
+    "chat": ('data: {"error":{"message":"gone","code":"REQUEST_INTERRUPTED"}}\n\n', "REQUEST_INTERRUPTED"),
+    "messages": ('event: error\ndata: {"type":"error","error":{"type":"api_error","message":"gone"}}\n\n', "api_error"),
+    "responses": ('data: {"type":"response.failed","response":{"error":{"code":"server_error","message":"gone"}}}\n\n',
+        "server_error"),
+}  # fmt: skip
+
+
+def test_every_surface_is_read_however_its_stream_is_cut(visit: Visit) -> None:
+    visit.open("/sign-in/")
+    for surface, (head, events) in STREAMS.items():
+        end = "\r\n\r\n" if "\r" in head else "\n\n"
+        text = ": ping\n\n" + "".join(f"{head}{json.dumps(event, ensure_ascii=False)}{end}" for event in events)
+        text += "data: [DONE]\n\n" if surface == "chat" else ""
+        for size in (1, 7, 10_000):
+            answer = visit.page.evaluate(READ, [surface, text, size])
+            assert (answer["text"], answer["reasoning"], answer["finish"], answer["isEnded"]) == (
+                "Grüße 🦙", "hm ", "stop", True,
+            )  # fmt: skip
+            assert answer["calls"] == [{"id": "c1", "name": "f", "text": '{"a":1}'}]
+            assert (answer["usage"], answer["error"]) == ({"prompt": 3, "completion": 4}, None)
+        text, code = BREAKS[surface]
+        answer = visit.page.evaluate(READ, [surface, text, 10_000])
+        assert (answer["error"]["message"], answer["error"]["code"], answer["isEnded"]) == ("gone", code, False)

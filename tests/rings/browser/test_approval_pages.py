@@ -61,7 +61,6 @@ class Site:
         return found
 
     def visit_as(self, user: User, *, host: str = "localhost") -> Visit:
-        """Open a browser in which the person has signed in with a passkey."""
         visit = self.visit(host=host)
         key = in_database(lambda: make_session(user))
         visit.page.context.add_cookies([{"name": settings.SESSION_COOKIE_NAME, "value": key, "url": visit.url}])
@@ -70,7 +69,6 @@ class Site:
 
 @pytest.fixture
 def site(chromium: Chromium, control: ServerProcess, transactional_db: None, settings: Any) -> Iterator[Site]:
-    """The browser and the server."""
     settings.PUBLIC_URL = control.public_url
     with chromium.lend() as browser:
         yield Site(control.public_url, browser)
@@ -88,7 +86,6 @@ def make_session(user: User) -> str:
 
 
 def add_device(visit: Visit) -> tuple[CDPSession, str]:
-    """Give a browser a device that holds passkeys and whose person is always there."""
     session = visit.page.context.new_cdp_session(visit.page)
     session.send("WebAuthn.enable")
     options = {
@@ -99,7 +96,6 @@ def add_device(visit: Visit) -> tuple[CDPSession, str]:
 
 
 def put_passkey(visit: Visit, member: Member) -> None:
-    """Give a browser a device that holds the person's passkey."""
     session, device = add_device(visit)
     key = member.passkey.private_key.private_bytes(Encoding.DER, PrivateFormat.PKCS8, NoEncryption())
     credential = {
@@ -110,8 +106,6 @@ def put_passkey(visit: Visit, member: Member) -> None:
 
 
 def accept_invitation(site: Site, name: str) -> Visit:
-    """Come in by an invitation, with a passkey that the browser makes."""
-
     def invite() -> str:
         user = User.objects.create_user(name)
         return create_invitation(user=user, actor="system:test")[1]
@@ -129,7 +123,6 @@ def path_of(operation: Operation) -> str:
 
 
 def approve_here(page: Page) -> None:
-    """Approve on the page that is open, and see that it is recorded."""
     expect(page.locator("#own-verdict")).to_contain_text("Same words")
     page.get_by_role("button", name="Approve with a passkey").click()
     expect(page.get_by_text("Your approval is recorded.")).to_be_visible()
@@ -279,8 +272,6 @@ KNOCK = """(url) => new Promise((tell) => {
 
 
 def list_pages(team: Team, operation: Operation) -> list[str]:
-    """Return every page, with something to see on each."""
-
     def fill() -> list[str]:
         make_box(Identity("attic"))
         done = propose_token(team[0], params={"name": "deploy"})
@@ -292,9 +283,8 @@ def list_pages(team: Team, operation: Operation) -> list[str]:
         return [path_of(operation), path_of(done)]
 
     return [
-        *in_database(fill), "/approvals/", "/approvals/history", "/approvals/propose", "/approvals/policy",
-        LOAD_FORM, "/approvals/policy/draft", "/approvals/freeze",
-        f"/approvals/op_{'0' * 32}/",
+        *in_database(fill), "/approvals/", "/approvals/history", "/approvals/propose", "/approvals/policy", LOAD_FORM,
+        "/approvals/policy/draft", "/approvals/freeze", f"/approvals/op_{'0' * 32}/",
     ]  # fmt: skip
 
 
@@ -318,20 +308,16 @@ def test_pages_fit_a_phone_and_have_no_serious_barrier(site: Site, team: Team, o
 
 @pytest.fixture
 def authenticator(visit: Visit) -> None:
-    """A fingerprint reader in the browser that always finds its owner."""
     add_device(visit)
 
 
 @pytest.fixture
 def at_home(visit: Visit) -> Visit:
-    """The browser at the address that passkeys belong to."""
     visit.url = visit.url.replace("127.0.0.1", "localhost")
     return visit
 
 
 def invite(name: str) -> str:
-    """The path of an invitation of a new person."""
-
     def make() -> str:
         person = User.objects.create_user(name, first_name="Grace", last_name="Hopper", is_staff=True)
         return create_invitation(user=person, actor="user:ada")[1]

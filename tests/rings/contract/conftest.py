@@ -20,12 +20,9 @@ from tests.fakes.stack import Gateway, Stack, run_stack
 PAGE = "https://chat.example.com"
 """The origin of a page that the gateway lets in."""
 STACK_SETTINGS = {
-    "MUSTER_DIRECT_ALLOW_LOOPBACK": "1",
-    "MUSTER_DIRECT_HOSTS": "127.0.0.1",
-    "MUSTER_RECLAIM_GRACE_S": "1",
-    "MUSTER_ACCEPT_TIMEOUT_S": "20",
-    "MUSTER_CORS_ORIGINS": f"http://localhost:3000, {PAGE}",
-}
+    "MUSTER_DIRECT_ALLOW_LOOPBACK": "1", "MUSTER_DIRECT_HOSTS": "127.0.0.1", "MUSTER_RECLAIM_GRACE_S": "1",
+    "MUSTER_ACCEPT_TIMEOUT_S": "20", "MUSTER_CORS_ORIGINS": f"http://localhost:3000, {PAGE}",
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,7 +42,6 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture(scope="package")
 def worker_secret(stack: Stack) -> str:
-    """An enrolment credential for as many scripted workers as all tests need."""
     _, text = stack.backstage.call(
         "nodes.services.create_credential", name=unique("lab"), provider_name="local", max_nodes=5000, actor=ACTOR
     )
@@ -54,24 +50,17 @@ def worker_secret(stack: Stack) -> str:
 
 @pytest.fixture(scope="module")
 def pair(stack: Stack) -> Iterator[tuple[Gateway, Gateway]]:
-    """Two gateways of one cluster."""
     with ExitStack() as running:
         gateways = [
-            running.enter_context(
-                stack.lend_gateway(
-                    f"peer-{number}",
-                    {"MUSTER_INTERNAL_URL": f"http://127.0.0.1:{port}", "MUSTER_CLUSTER_SECRET": "cluster-secret-of-the-tests"},
-                    port=port,
-                )
-            )
-            for number, port in enumerate((free_port(), free_port()), start=1)
-        ]
+            running.enter_context(stack.lend_gateway(f"peer-{number}", {"MUSTER_INTERNAL_URL": f"http://127.0.0.1:{port}",
+                    "MUSTER_CLUSTER_SECRET": "cluster-secret-of-the-tests"}, port=port)) for number,
+            port in enumerate((free_port(), free_port()), start=1)
+        ]  # fmt: skip
         yield gateways[0], gateways[1]
 
 
 @pytest_asyncio.fixture
 async def lab(stack: Stack, worker_secret: str) -> AsyncIterator[Lab]:
-    """The test's own corner of the stack."""
     corner = Lab(stack, worker_secret, stack.main)
     try:
         yield corner

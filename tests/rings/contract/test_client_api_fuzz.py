@@ -28,7 +28,7 @@ from tests.fakes.server_door import GET, Scope, Visitor, hello, serve
 from tests.fakes.stack import Gateway, Stack
 from tests.rings.fuzz.rounds import MOST_CPU_MS, SETTINGS, Attack, Fuzzer, fuzz
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(900)]  # what is bounded is CPU: a busy machine may take its time
+pytestmark = [pytest.mark.timeout(900)]  # what is bounded is CPU: a busy machine may take its time
 ROUNDS = int(os.environ.get("FUZZ_ROUNDS", "1"))
 """How much of everything: 1 in the suite."""
 EXAMPLES = 2 * ROUNDS
@@ -132,7 +132,6 @@ STALL = GET.replace(b"/x", b"/stall")
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """Both ends of every connection are files of this process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 4 * (TRICKLING + STALLED)
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -184,6 +183,5 @@ async def test_a_good_client_is_served_while_hundreds_trickle_and_stall_and_all_
 
 
 def trickle(visitor: Visitor) -> None:
-    """Send one byte more of a header that has no end."""
     if not visitor.writer.is_closing():
         visitor.writer.write(b"a")

@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,13 +22,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any  # REST bodies are JSON
 
+import anthropic
+import openai
 import pytest
+import pytest_asyncio
+from anthropic.types import MessageParam, ToolParam, ToolResultBlockParam
+from openai.types.chat import ChatCompletionFunctionToolParam
+from openai.types.responses import FunctionToolParam
 
+from conformance.engine import speech
 from conformance.running import run_rows
 from conformance.table import Surface, list_rows
 from conformance.target import Target
 from conformance.verdicts import Finding, Verdict
-from tests.fakes.lab import ACTOR, unique
+from tests.fakes.lab import ACTOR, MESSAGES, RESPONSES, Lab, engine_box, unique
+from tests.fakes.scripted_worker import delta_text
 from tests.fakes.stack import ROOT, Gateway, Stack, answers
 from tests.fakes.waiting import wait_until
 
@@ -69,11 +78,9 @@ NOT_TINY = (
 )
 """The tiny model writes prose: it calls no tool, embeds nothing and hears nothing."""
 MAY_SKIP: Mapping[str, frozenset[str]] = {
-    "node": NOT_SCRIPTED | NOT_TRANSLATED,
-    "direct": NOT_SCRIPTED | NOT_TRANSLATED,
-    "native": NOT_SCRIPTED | NOT_NATIVE,
+    "node": NOT_SCRIPTED | NOT_TRANSLATED, "direct": NOT_SCRIPTED | NOT_TRANSLATED, "native": NOT_SCRIPTED | NOT_NATIVE,
     "tiny": NOT_TINY,
-}
+}  # fmt: skip
 BOXES = tuple(MAY_SKIP)
 REQUIRED = (Surface.CHAT, Surface.RESPONSES, Surface.MESSAGES, Surface.COUNT_TOKENS)
 """What every box that chats offers."""
@@ -95,14 +102,9 @@ def run_process(
     surroundings = {name: value for name, value in os.environ.items() if not name.startswith("MUSTER_")}
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
-            env={**surroundings, **(env or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=sink,
-            text=True,
-        )
+            [sys.executable, "-m", module, *arguments], cwd=ROOT, env={**surroundings, **(env or {})}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=sink, text=True,
+        )  # fmt: skip
     try:
         yield process
     finally:
@@ -111,7 +113,6 @@ def run_process(
 
 
 def read_url(engine: subprocess.Popen[str]) -> str:
-    """Return the address that a scripted engine prints."""
     assert engine.stdout is not None
     return engine.stdout.readline().strip()
 
@@ -185,19 +186,11 @@ def boxes(stack: Stack, worker_secret: str, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def findings(boxes: Boxes, stack: Stack) -> Mapping[str, Sequence[Finding]]:
-    """The whole table, for each kind of box."""
-
     async def check() -> list[list[Finding]]:
         targets = [
-            Target(
-                base_url=boxes.gateway.url,
-                api_key=stack.ready.api_key,
-                model=boxes.models[kind],
-                scripted=kind != "tiny",
-                silence_s=SILENCE_S,
-            )
-            for kind in BOXES
-        ]
+            Target(base_url=boxes.gateway.url, api_key=stack.ready.api_key, model=boxes.models[kind], scripted=kind != "tiny",
+                silence_s=SILENCE_S) for kind in BOXES
+        ]  # fmt: skip
         return list(await asyncio.gather(*(run_rows(target, list_rows(), required=REQUIRED) for target in targets)))
 
     return dict(zip(BOXES, asyncio.run(check()), strict=True))
@@ -218,3 +211,214 @@ def test_clients_get_what_they_require(kind: str, surface: Surface, findings: Ma
 def test_nothing_is_skipped_but_what_the_box_cannot_show(kind: str, findings: Mapping[str, Sequence[Finding]]) -> None:
     skipped = {finding.row_id: finding.detail for finding in findings[kind] if finding.verdict is Verdict.SKIPPED}
     assert not {row_id: reason for row_id, reason in skipped.items() if row_id not in MAY_SKIP[kind]}
+
+
+WEATHER: ChatCompletionFunctionToolParam = {
+    "type": "function",
+    "function": {"name": speech.TOOL, "description": "The weather in a city.", "parameters": {"type": "object"}},
+}
+CLOCK: ChatCompletionFunctionToolParam = {"type": "function", "function": {"name": speech.OTHER_TOOL}}
+CALLED = [
+    (speech.CALL_ID, speech.TOOL, "".join(speech.ARGUMENTS)),
+    (speech.OTHER_CALL_ID, speech.OTHER_TOOL, "".join(speech.OTHER_ARGUMENTS)),
+]
+ANTHROPIC_WEATHER: ToolParam = {
+    "name": speech.TOOL,
+    "description": "The weather in a city.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": "string"}}},
+}
+ANTHROPIC_CLOCK: ToolParam = {"name": speech.OTHER_TOOL, "input_schema": {"type": "object"}}
+
+
+@pytest_asyncio.fixture
+async def sdk(lab: Lab) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's client with the demo key, which does not try again by itself."""
+    url, key = lab.gateway.url + "/v1", lab.stack.ready.api_key
+    async with openai.AsyncOpenAI(api_key=key, base_url=url, max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def claude(lab: Lab) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    """Anthropic's client with the demo key, which does not try again by itself."""
+    url, key = lab.gateway.url, lab.stack.ready.api_key
+    async with anthropic.AsyncAnthropic(api_key=key, base_url=url, max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(params=["native", "translated"])
+async def model(lab: Lab, request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """A model of a node that answers Messages and Responses itself, and of one that the gateway translates for."""
+    name = await lab.model()
+    async with engine_box(lab, name, native=[MESSAGES, RESPONSES] if request.param == "native" else []):
+        yield name
+
+
+def ask(text: str) -> list[MessageParam]:
+    return [{"role": "user", "content": text}]
+
+
+# OpenAI
+
+
+async def test_a_stream_that_breaks_raises_an_api_error(lab: Lab, sdk: openai.AsyncOpenAI) -> None:
+    model = await lab.model()
+    worker = await lab.worker(model)
+    task = asyncio.create_task(
+        sdk.chat.completions.create(model=model, messages=[{"role": "user", "content": "hi"}], stream=True)
+    )
+    job = await worker.job()
+    await worker.chunk(job, delta_text(job, "begun"))
+    stream = await task
+    worker.die()
+    with pytest.raises(openai.APIError):
+        async for _ in stream:
+            pass
+
+
+async def test_the_stream_helper_builds_tool_calls_and_their_results_go_back(sdk: openai.AsyncOpenAI, model: str) -> None:
+    messages: list[Any] = [{"role": "user", "content": "weather? [[interleaved_tools]]"}]
+    async with sdk.chat.completions.stream(model=model, messages=messages, tools=[WEATHER, CLOCK]) as stream:
+        completion = await stream.get_final_completion()
+    message = completion.choices[0].message
+    calls = message.tool_calls or []
+    assert [(call.id, call.function.name, call.function.arguments) for call in calls] == CALLED
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "12 °C"} for call in calls]
+    answered = [*messages, message.model_dump(exclude_none=True), *results]
+    after = await sdk.chat.completions.create(model=model, messages=answered, tools=[WEATHER, CLOCK])
+    assert after.choices[0].message.content == "The tool has answered."
+
+
+async def test_a_response_calls_tools_and_takes_their_results(sdk: openai.AsyncOpenAI, model: str) -> None:
+    tools: list[Any] = [_flat(WEATHER), _flat(CLOCK), {"type": "web_search"}]
+    asked: list[Any] = [{"role": "user", "content": "weather? [[parallel_tools]]"}]
+    async with sdk.responses.stream(model=model, input=asked, tools=tools, store=False) as stream:
+        response = await stream.get_final_response()
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [(call.call_id, call.name, call.arguments) for call in calls] == CALLED
+    results: list[Any] = [{"type": "function_call_output", "call_id": call.call_id, "output": "12 °C"} for call in calls]
+    sent: list[Any] = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in calls]
+    after = await sdk.responses.create(model=model, input=[*asked, *sent, *results], tools=tools, store=False)
+    assert after.output_text == "The tool has answered."
+
+
+def _flat(tool: ChatCompletionFunctionToolParam) -> FunctionToolParam:
+    function = tool["function"]
+    return {"type": "function", "name": function["name"], "parameters": function.get("parameters", {}), "strict": False}
+
+
+async def test_refusals_are_the_errors_that_openais_sdk_has_for_them(lab: Lab, sdk: openai.AsyncOpenAI, model: str) -> None:
+    messages: list[Any] = [{"role": "user", "content": "hi"}]
+    with pytest.raises(openai.AuthenticationError) as wrong:
+        await sdk.with_options(api_key="mst_wrong").chat.completions.create(model=model, messages=messages)
+    assert (wrong.value.code, bool(wrong.value.request_id)) == ("INVALID_API_KEY", True)
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await sdk.chat.completions.create(model=unique("unheard-of"), messages=messages)
+    assert (unknown.value.code, unknown.value.type) == ("MODEL_NOT_ALLOWED", "not_found_error")
+    with pytest.raises((openai.NotFoundError, openai.BadRequestError)) as forgotten:
+        await sdk.responses.create(model=model, input="hi", previous_response_id="resp_unheard_of")
+    assert "previous_response" in f"{forgotten.value.code} {forgotten.value.param} {forgotten.value.message}"
+    with pytest.raises(openai.BadRequestError) as long:
+        await sdk.responses.create(model=model, input="hi [[error_400_context]]", store=False)
+    assert long.value.code == "context_length_exceeded"
+    for status, error in ((429, openai.RateLimitError), (503, openai.InternalServerError)):
+        with pytest.raises(error, match="the engine's own words"):
+            await sdk.chat.completions.create(model=model, messages=[{"role": "user", "content": f"hi [[error_{status}]]"}])
+    with pytest.raises((openai.APIError, RuntimeError)):
+        async with sdk.responses.stream(model=model, input="hi [[cut]]", store=False) as stream:
+            await stream.get_final_response()
+
+
+async def test_openais_sdk_waits_as_long_as_the_gateway_says_and_asks_again(lab: Lab, sdk: openai.AsyncOpenAI) -> None:
+    name = await lab.model()
+    box = await lab.box(name)
+    asking = sdk.with_options(max_retries=1).chat.completions.create(model=name, messages=[{"role": "user", "content": "hi"}])
+    task = asyncio.create_task(asking)
+    busy = await box.stream()
+    await box.head(busy, status=429, headers={"retry-after": "1"})
+    refused_at = time.monotonic()
+    await box.data(busy, b'{"error":{"message":"busy","type":"rate_limit_error","param":null,"code":null}}')
+    await box.end(busy)
+    again = await box.stream()
+    assert time.monotonic() - refused_at >= 1, "without Retry-After the SDK waits half a second"
+    choice = b'{"index":0,"message":{"role":"assistant","content":"now"},"finish_reason":"stop"}'
+    await box.answer(again, b'{"id":"c","object":"chat.completion","created":1,"model":"m","choices":[' + choice + b"]}")
+    assert (await task).choices[0].message.content == "now"
+
+
+# Anthropic
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+async def test_a_tool_is_called_and_its_result_taken(claude: anthropic.AsyncAnthropic, model: str, *, streams: bool) -> None:
+    messages = ask("weather? [[parallel_tools]]")
+    asked: dict[str, Any] = {"model": model, "max_tokens": 64, "tools": [ANTHROPIC_WEATHER, ANTHROPIC_CLOCK]}
+    if streams:
+        async with claude.messages.stream(messages=messages, **asked) as stream:
+            message: anthropic.types.Message = await stream.get_final_message()
+    else:
+        message = await claude.messages.create(messages=messages, **asked)
+    assert message.stop_reason == "tool_use"
+    calls = [block for block in message.content if block.type == "tool_use"]
+    assert [(call.id, call.name) for call in calls] == [
+        (speech.CALL_ID, speech.TOOL),
+        (speech.OTHER_CALL_ID, speech.OTHER_TOOL),
+    ]
+    assert [call.input for call in calls] == [{"city": "Paris", "unit": "celsius"}, {"zone": "Europe/Paris"}]
+    results: list[ToolResultBlockParam] = [
+        {"type": "tool_result", "tool_use_id": call.id, "content": "12 °C"} for call in calls
+    ]
+    answered: list[MessageParam] = [
+        *messages, {"role": "assistant", "content": message.content}, {"role": "user", "content": results},
+    ]  # fmt: skip
+    after = await claude.messages.create(messages=answered, **asked)
+    assert [block.text for block in after.content if block.type == "text"] == ["The tool has answered."]
+
+
+async def test_refusals_are_the_errors_that_anthropics_sdk_has_for_them(claude: anthropic.AsyncAnthropic, model: str) -> None:
+    with pytest.raises(anthropic.AuthenticationError) as wrong:
+        await claude.with_options(api_key="mst_wrong").messages.create(model="any", max_tokens=8, messages=ask("hi"))
+    assert (wrong.value.type, bool(wrong.value.request_id)) == ("authentication_error", True)
+    with pytest.raises(anthropic.NotFoundError) as unknown:
+        await claude.messages.create(model=unique("unheard-of"), max_tokens=8, messages=ask("hi"))
+    assert unknown.value.type == "not_found_error"
+    with pytest.raises(anthropic.BadRequestError, match="messages") as empty:
+        await claude.messages.create(model=model, max_tokens=8, messages=[])
+    assert empty.value.type == "invalid_request_error"
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 5312 tokens > 4096 maximum"):
+        await claude.messages.create(model=model, max_tokens=8, messages=ask("hi [[error_400_context]]"))
+    for status, error in ((429, anthropic.RateLimitError), (503, anthropic.InternalServerError)):
+        with pytest.raises(error) as failed:
+            await claude.messages.create(model=model, max_tokens=8, messages=ask(f"hi [[error_{status}]]"))
+        assert failed.value.type in {"rate_limit_error", "api_error", "overloaded_error"}
+
+
+async def test_a_stream_that_breaks_raises_and_never_ends_as_if_whole(claude: anthropic.AsyncAnthropic, model: str) -> None:
+    kinds: list[str] = []
+    with pytest.raises(anthropic.APIError):
+        async with claude.messages.stream(model=model, max_tokens=64, messages=ask("hi [[cut]]")) as stream:
+            kinds.extend([event.type async for event in stream])
+    assert "message_stop" not in kinds
+
+
+async def test_anthropics_sdk_waits_as_long_as_the_gateway_says_and_asks_again(
+    lab: Lab, claude: anthropic.AsyncAnthropic
+) -> None:
+    name = await lab.model()
+    box = await lab.box(name, endpoints=[MESSAGES])
+    task = asyncio.create_task(claude.with_options(max_retries=1).messages.create(model=name, max_tokens=8, messages=ask("hi")))
+    busy = await box.stream()
+    await box.head(busy, status=429, headers={"retry-after": "1"})
+    refused_at = time.monotonic()
+    await box.data(busy, b'{"type":"error","error":{"type":"rate_limit_error","message":"busy"}}')
+    await box.end(busy)
+    again = await box.stream()
+    assert time.monotonic() - refused_at >= 1, "without Retry-After the SDK waits half a second"
+    usage = b'"usage":{"input_tokens":1,"output_tokens":1}'
+    await box.answer(
+        again,
+        b'{"id":"msg_1","type":"message","role":"assistant","model":"m","content":[{"type":"text","text":"now"}],'
+        b'"stop_reason":"end_turn","stop_sequence":null,' + usage + b"}",
+    )
+    message = await task
+    assert [block.text for block in message.content if block.type == "text"] == ["now"]

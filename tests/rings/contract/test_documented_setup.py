@@ -5,20 +5,32 @@ A block is run when its fence says so: three back-quotes, the language, and the 
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 import psycopg
 import pytest
+from aiohttp import web
+from aiohttp.typedefs import Handler
 
+from conformance.engine import speech
+from conformance.engine.server import ScriptedEngine
 from controlplane.launcher.environment import ROOT
+from controlplane.playground.asks import Ask, build_body, read_ask
+from controlplane.playground.snippets import write_code
 from tests.fakes.control_process import ServerProcess, free_port, serve
 from tests.fakes.lab import CHAT, Lab, bearer, chat_body, unique
 from tests.fakes.scripted_worker import ScriptedWorker, delta_text
@@ -26,13 +38,10 @@ from tests.fakes.stack import CONTROL_HOST, GATEWAY_HOST, DocumentedNginx, Gatew
 from tests.fakes.waiting import eventually, wait_until
 
 SETTINGS = {
-    "MUSTER_TRUSTED_PROXIES": "127.0.0.1",
-    "MUSTER_BEHIND_TLS": "true",
-    "MUSTER_ALLOWED_HOSTS": CONTROL_HOST,
-    "MUSTER_CSRF_TRUSTED_ORIGINS": f"https://{CONTROL_HOST}",
-    "MUSTER_WORKER_AUTH_FAILURES": "3",
+    "MUSTER_TRUSTED_PROXIES": "127.0.0.1", "MUSTER_BEHIND_TLS": "true", "MUSTER_ALLOWED_HOSTS": CONTROL_HOST,
+    "MUSTER_CSRF_TRUSTED_ORIGINS": f"https://{CONTROL_HOST}", "MUSTER_WORKER_AUTH_FAILURES": "3",
     "MUSTER_WORKER_AUTH_BLOCK_S": "600",
-}
+}  # fmt: skip
 ATTACKER, VISITOR = "127.0.0.3", "127.0.0.4"
 SOCKET = f"wss://{GATEWAY_HOST}/v1/worker/connect"
 
@@ -144,7 +153,6 @@ BLOCKS = [
 
 @pytest.fixture(scope="module")
 def served(stack: Stack, worker_secret: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """The stack with a box connected as the pages say, and its tiny model loaded."""
     directory = tmp_path_factory.mktemp("node")
     token = directory / "worker.token"
     token.write_text(worker_secret, encoding="utf-8")
@@ -163,7 +171,6 @@ def served(stack: Stack, worker_secret: str, tmp_path_factory: pytest.TempPathFa
 
 
 def fill_in(code: str, stack: Stack) -> str:
-    """Return a block with the reader's own addresses, key and data directory in it."""
     filled = code.replace("http://127.0.0.1:8080", stack.ready.gateway_url)
     filled = filled.replace("http://127.0.0.1:8000", stack.ready.control_url)
     filled = filled.replace("mst_…", stack.ready.api_key).replace("curl ", "curl --silent --show-error --fail-with-body ")
@@ -185,14 +192,147 @@ def test_a_documented_command_does_what_the_page_says(language: str, code: str, 
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     secrets = {"MUSTER_API_KEY": served.ready.api_key, "MUSTER_ADMIN_TOKEN": served.ready.admin_token}
     ran = subprocess.run(
-        [*interpreter, fill_in(code, served)],
-        cwd=ROOT,
-        env=environment | secrets,
-        capture_output=True,
-        text=True,
-        timeout=240,
+        [*interpreter, fill_in(code, served)], cwd=ROOT, env=environment | secrets, capture_output=True, text=True, timeout=240,
         check=False,
-    )
+    )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.strip()
     assert '"error":{' not in ran.stdout.replace(" ", "")
+
+
+PICTURE = b"\x89PNG" + bytes(range(256))
+KEY = "mst_of_the_environment"
+NASTY = "It costs $HOME `id` $(id) \\ \\n \"q\" 'q' ü 🦙\nJSON\n\ttab"
+TOOLS = [{"name": "weather", "description": NASTY, "parameters": {"type": "object", "properties": {"$city": {}}}}]
+PLAIN: dict[str, Any] = {"prompt": NASTY}
+FULL: dict[str, Any] = {
+    "prompt": NASTY, "system": "Be brief.\nAlways.", "temperature": "0.5", "max_tokens": "20", "stream": True,
+    "tools": json.dumps(TOOLS), "image": {"name": "cat.png", "type": "image/png", "data": base64.b64encode(PICTURE).decode()},
+    "priority": "low", "fallback_models": "other, third",
+}  # fmt: skip
+CASES = [
+    (surface, name, fields)
+    for surface in ("chat", "messages", "responses", "completions", "embeddings")
+    for name, fields in (("plain", PLAIN), ("full", FULL))
+]
+IDS = [f"{surface} {name}" for surface, name, _ in CASES]
+
+
+@dataclass
+class Heard:
+    """What a server on loopback was asked."""
+
+    url: str = ""
+    requests: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    kept, ready, ended = Heard(), Event(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    @web.middleware
+    async def listen(request: web.Request, handler: Handler) -> web.StreamResponse:
+        key = request.headers.get("x-api-key") or str(request.headers.get("authorization"))
+        kept.requests.append((request.path, key.removeprefix("Bearer "), await request.json()))
+        return await handler(request)
+
+    async def serve() -> None:
+        application = ScriptedEngine(("tiny",), native=frozenset({"/v1/messages", "/v1/responses"})).application()
+        application.middlewares.append(listen)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        kept.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        loops.append(asyncio.get_running_loop())
+        ready.set()
+        await ended.wait()
+        await runner.cleanup()
+
+    thread = Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    yield kept
+    loops[0].call_soon_threadsafe(ended.set)
+    thread.join(30)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "cat.png").write_bytes(PICTURE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MUSTER_API_KEY", KEY)
+    return tmp_path
+
+
+def make_ask(surface: str, fields: dict[str, Any]) -> Ask:
+    return read_ask(json.dumps({"surface": surface, "model": "tiny", **fields}).encode())
+
+
+def check_heard(heard: Heard, ask: Ask, *, may_add: frozenset[str] = frozenset()) -> None:
+    ((path, key, body),) = heard.requests
+    assert (path, key) == (ask.surface.path, KEY)
+    assert {name: value for name, value in body.items() if name not in may_add} == build_body(ask)
+
+
+@pytest.mark.parametrize("shell", ["bash", "dash"])
+@pytest.mark.parametrize(("surface", "name", "fields"), CASES, ids=IDS)
+def test_curl_sends_what_the_page_sends(
+    heard: Heard, here: Path, surface: str, name: str, fields: dict[str, Any], shell: str
+) -> None:
+    if shutil.which("curl") is None or shutil.which(shell) is None:
+        pytest.skip(f"curl or {shell} is not installed")
+    ask = make_ask(surface, fields)
+    ran = subprocess.run(
+        [shell, "-eu"], input=write_code(ask, base_url=heard.url).curl.encode(), capture_output=True, check=True
+    )
+    check_heard(heard, ask)
+    assert speech.TEXT.split()[0].encode() in ran.stdout or surface == "embeddings"
+
+
+@pytest.mark.parametrize(("surface", "name", "fields"), CASES, ids=IDS)
+def test_python_sends_what_the_page_sends(
+    heard: Heard, here: Path, capsys: pytest.CaptureFixture[str], surface: str, name: str, fields: dict[str, Any]
+) -> None:
+    ask = make_ask(surface, fields)
+    exec(compile(write_code(ask, base_url=heard.url).python, "playground.py", "exec"), {})
+    # The SDK asks for embeddings as base64 by itself.
+    check_heard(heard, ask, may_add=frozenset({"encoding_format"}))
+    assert speech.TEXT.split()[0] in capsys.readouterr().out or surface == "embeddings"
+
+
+SDK = """
+class Stub {
+    constructor(options) { this.options = options; }
+    async take(body) {
+        console.error(JSON.stringify([this.options, body]));
+        return body.stream ? [] : {data: [{}], choices: [{}]};
+    }
+    get chat() { return {completions: {create: (body) => this.take(body)}}; }
+    get completions() { return this.chat.completions; }
+    get responses() { return this.chat.completions; }
+    get messages() { return this.chat.completions; }
+    get embeddings() { return this.chat.completions; }
+}
+export default Stub;
+"""
+"""Stands in for both SDKs, which are not installed here: it says what it was given."""
+
+
+@pytest.mark.parametrize(("surface", "name", "fields"), CASES, ids=IDS)
+def test_node_hands_its_sdk_what_the_page_sends(here: Path, surface: str, name: str, fields: dict[str, Any]) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    for package in ("openai", "@anthropic-ai/sdk"):
+        folder = here / "node_modules" / package
+        folder.mkdir(parents=True)
+        (folder / "package.json").write_text('{"type": "module", "main": "index.js"}')
+        (folder / "index.js").write_text(SDK)
+    ask = make_ask(surface, fields)
+    program = here / "playground.mjs"
+    program.write_text(write_code(ask, base_url="http://gateway.test").node)
+    ran = subprocess.run([node, program], capture_output=True, check=True, env={**os.environ, "NO_COLOR": "1"})
+    options, body = json.loads(ran.stderr)
+    base = "http://gateway.test" if surface == "messages" else "http://gateway.test/v1"
+    assert (options, body) == ({"baseURL": base, "apiKey": KEY}, build_body(ask))

@@ -31,7 +31,6 @@ SLACK_S = 15.0
 
 
 def piece(text: str, finish: str | None = None) -> bytes:
-    """Return one chunk of a chat stream."""
     choice = {"index": 0, "delta": {"content": text} if text else {}, "finish_reason": finish}
     return b"data: " + json.dumps({"id": "c", "created": 1, "model": "x", "choices": [choice]}).encode() + b"\n\n"
 
@@ -43,7 +42,6 @@ END = piece("", "stop") + USAGE + b"data: [DONE]\n\n"
 async def begin(
     lab: Lab, path: str, model: str, box: ScriptedBox, *, key: str = "", gateway: Gateway | None = None, **more: Any
 ) -> tuple[Exchange, Stream]:
-    """Ask for a stream, and have the box begin its answer with "Hel"."""
     said: dict[str, Any] = {"input": "hi"} if path == RESPONSES else {"messages": [{"role": "user", "content": "hi"}]}
     field = "max_output_tokens" if path == RESPONSES else "max_tokens"
     exchange = await Exchange.open(
@@ -61,18 +59,15 @@ async def begin(
 
 
 async def end(box: ScriptedBox, stream: Stream) -> None:
-    """Have the box end its answer as an engine does."""
     await box.data(stream, piece("lo") + END)
     await box.end(stream)
 
 
 def read(reply: Reply) -> list[dict[str, Any]]:
-    """Return the events of a stream."""
     return [json.loads(data) for data in reply.events]
 
 
 def make_key(lab: Lab) -> tuple[str, str]:
-    """Return the name of a tenant whose answers are kept, and a key of it."""
     tenant = unique("keeper")
     lab.operate("gateway.services.create_tenant", name=tenant)
     lab.operate("gateway.services.change_response_policy", name=tenant, stores_responses=True, responses_kept_days=3)
@@ -81,8 +76,6 @@ def make_key(lab: Lab) -> tuple[str, str]:
 
 
 async def knows(lab: Lab, here: Gateway, model: str) -> None:
-    """Wait until a gateway knows of the box at another one that has the model."""
-
     async def is_listed() -> bool:
         reply = await call("GET", here.url + "/v1/models", headers=lab.headers())
         return model in {row["id"] for row in reply.json["data"]}
@@ -230,7 +223,6 @@ class CutCable:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> str:
-        """Return the address to dial instead."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
         return urlunsplit(self._url._replace(netloc=f"127.0.0.1:{port}"))
@@ -306,7 +298,6 @@ STREAMS, CLOSED_WITHIN_S = 100, 30.0
 
 
 def start_gateway(stack: Stack, name: str, grace_s: str) -> Gateway:
-    """Return a gateway of its own for one test."""
     return stack.gateway(name, {"MUSTER_SHUTDOWN_GRACE_S": grace_s, "MUSTER_NO_NODE_WAIT_S": "30"})
 
 

@@ -17,17 +17,13 @@ from benchmarks.runner import Progress
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CASES = (
-    ("worker", "last approval kept"),
-    ("web", "last approval kept"),
-    ("valkey", "sent, box not reached"),
-    ("postgres", "box done, nobody heard"),
-    ("runner", "box works on it"),
-)
+    ("worker", "last approval kept"), ("web", "last approval kept"), ("valkey", "sent, box not reached"),
+    ("postgres", "box done, nobody heard"), ("runner", "box works on it"),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """An installation with three people, a policy in force, and a box that trusts it."""
     with open_fleet() as running:
         running.enrol()
         yield running
@@ -35,7 +31,6 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture
 def section() -> Section:
-    """Where a check writes what it finds."""
     return Section("check", lambda text: print(text, flush=True))
 
 

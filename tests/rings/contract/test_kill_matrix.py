@@ -35,7 +35,7 @@ from tests.fakes.standing_still import standing_still
 from tests.fakes.waiting import eventually, wait_until
 from wire.ids import format_id
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FINAL_WITHIN_S = 60.0
 SERVES_WITHIN_S = 60.0
@@ -50,13 +50,10 @@ KILLS = int(os.environ.get("MUSTER_TEST_KILLS", "2"))
 """All parts in turn: ``MUSTER_TEST_KILLS=200 ./muster test tests/rings/contract/test_kill_matrix.py -k how_often``."""
 
 PARTS = {
-    "node": ("-m runner",),
-    "gateway": ("controlplane.serve_gateway",),
-    "worker": ("controlplane.serve_worker", "controlplane.celery"),
-    "valkey": ("valkey-server", "redis-server"),
-    "postgres": ("bin/postgres", "postgres -D"),
-    "control": ("controlplane.serve_control",),
-}
+    "node": ("-m runner", ), "gateway": ("controlplane.serve_gateway", ),
+    "worker": ("controlplane.serve_worker", "controlplane.celery"), "valkey": ("valkey-server", "redis-server"),
+    "postgres": ("bin/postgres", "postgres -D"), "control": ("controlplane.serve_control", ),
+}  # fmt: skip
 
 
 @dataclass
@@ -91,7 +88,6 @@ def rows(request: pytest.FixtureRequest) -> Iterator[list[Row]]:
 
 @pytest.fixture(scope="module")
 def doomed_stack() -> Iterator[Stack]:
-    """A stack that may be broken, with the real node and its tiny model."""
     waits = dict.fromkeys(("MUSTER_QUEUE_TIMEOUT_S", "MUSTER_NO_NODE_WAIT_S"), str(OUTLASTS_S))
     settings = {**waits, "MUSTER_ACCEPT_TIMEOUT_S": str(ACCEPTED_WITHIN_S)}
     with run_stack("doomed", settings, node=True) as running:
@@ -167,7 +163,6 @@ async def end_load(lab: Lab, load: Load) -> list[str]:
 
 
 def describe(outcome: Reply | BaseException) -> str:
-    """Return how a request ended for its client, in a word or two."""
     if isinstance(outcome, BaseException):
         return type(outcome).__name__
     if outcome.status == 0 or not outcome.whole:
@@ -218,7 +213,6 @@ def kill(stack: Stack, part: str) -> float:
 
 
 async def serves(lab: Lab) -> bool:
-    """Return whether a fresh request to the real node gets a whole answer."""
     try:
         reply = await lab.post(_tiny(lab), within_s=15)
     except (OSError, TimeoutError):
@@ -250,11 +244,9 @@ async def test_after_kill_9_every_request_has_one_final_state_and_the_system_ser
     if load is not None:
         row.replies = dict(Counter(await end_load(lab, load)))
     await asyncio.to_thread(
-        wait_until,
-        lambda: open_records(lab.stack) == 0,
-        within_s=FINAL_WITHIN_S,
+        wait_until, lambda: open_records(lab.stack) == 0, within_s=FINAL_WITHIN_S,
         what=f"no open request after {part} was killed",
-    )
+    )  # fmt: skip
     row.states = await asyncio.to_thread(count_states, lab.stack, since)
     rows.append(row)
     if load is not None:
@@ -286,7 +278,6 @@ class KillRun:
 
 
 async def ask_until(lab: Lab, stop: asyncio.Event, replies: list[Reply], *, streams: bool) -> None:
-    """Ask the real node again and again, and keep what comes back."""
     while not stop.is_set():
         body = chat_body(lab.stack.ready.model, "Once upon a time", stream=streams, max_tokens=LOAD_TOKENS)
         with contextlib.suppress(OSError):
@@ -294,7 +285,6 @@ async def ask_until(lab: Lab, stop: asyncio.Event, replies: list[Reply], *, stre
 
 
 def has_many(replies: list[Reply], number: int) -> bool:
-    """Whether so many requests have ended."""
     return len(replies) >= number
 
 
@@ -307,7 +297,6 @@ def has_whole(reply: Reply) -> bool:
 
 
 def judge(run: KillRun, replies: list[Reply], rows: list[tuple[uuid.UUID, str]]) -> None:
-    """Hold what clients got to what was recorded of it."""
     states: dict[str, str] = {}
     for row_id, state in rows:
         name = format_id("req", row_id)
@@ -362,7 +351,6 @@ async def test_no_request_is_lost_doubled_or_wrongly_ended_whatever_is_killed_ho
 
 
 async def is_written(lab: Lab, model: str, state: str) -> bool:
-    """Return whether the one request of a model stands in that state in the database."""
     return [row["status"] for row in await lab.records(model)] == [state]
 
 

@@ -56,12 +56,10 @@ def client(server: ServerProcess, token: str) -> Iterator[httpx.Client]:
 
 
 def path_of(operation: Operation) -> str:
-    """Where an operation is followed."""
     return f"/api/v1/operations/{operation.printed_id}/events"
 
 
 def read_events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Yield the data of each event."""
     for line in answer.iter_lines():
         if line.startswith("data: "):
             yield json.loads(line.removeprefix("data: "))

@@ -31,7 +31,7 @@ from tests.fakes.waiting import eventually
 from wire.optoken import Operation
 from wire.optoken.signing import Grant, sign_l0
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = b"0123456789abcdef0123456789abcdef"
@@ -126,8 +126,7 @@ async def test_text_embeddings_and_recordings_reach_the_engines_of_one_box(lab: 
         said = await sdk.completions.create(model=box.chat, prompt="Muster is", max_tokens=8, temperature=0)
         assert said.choices[0].text
         stream = await sdk.chat.completions.create(
-            model=box.chat, messages=[{"role": "user", "content": "Explain lambda."}], max_tokens=12, stream=True,
-            temperature=0,
+            model=box.chat, messages=[{"role": "user", "content": "Explain lambda."}], max_tokens=12, stream=True, temperature=0
         )  # fmt: skip
         assert [chunk async for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
 
@@ -176,7 +175,6 @@ WHOLE_CHAT = {**WHOLE, "choices": [{"index": 0, "message": SAID, "finish_reason"
 
 
 async def answer_chat_alone(request: web.Request, _body: bytes) -> web.StreamResponse:
-    """Answer as a server does that speaks chat completions and knows no other path."""
     if request.path != CHAT:
         raise web.HTTPNotFound
     return web.json_response(WHOLE_CHAT)

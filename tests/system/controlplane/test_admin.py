@@ -50,7 +50,6 @@ that end; three for what waits, two for models that no node answers for, and one
 
 @pytest.fixture
 def boss() -> Client:
-    """The browser of an operator who may do everything."""
     client = Client()
     client.force_login(User.objects.create_superuser("ada"))
     return client
@@ -135,7 +134,6 @@ STATE = sorted((model for model in admin.site._registry if model not in WRITTEN_
 
 
 def keep_answer(key: ApiKey) -> None:
-    """Keep an answer for the tenant of a key."""
     change_response_policy(name=key.tenant.name, stores_responses=True, responses_kept_days=1, actor=ACTOR)
     body = b'{"id": "resp_1", "output": []}'
     keep_response(tenant=key.tenant.name, key_id=key.pk, kept_days=1, model="tiny", previous_id="", input_items=[], body=body)
@@ -227,11 +225,9 @@ def test_a_defect_and_a_refusal_there_are_pages_that_say_nothing_of_what_broke(r
 
 @pytest.mark.parametrize(
     ("path", "content_type", "is_page"),
-    [
-        ("/approvals/", "", True), ("/admin/", "", True), ("/admin/login/", "application/x-www-form-urlencoded", True),
-        ("/admin/playground/send", "application/json", False), ("/approvals/", "application/json", False),
-        ("/requests", "", False),
-    ],
+    [("/approvals/", "", True), ("/admin/", "", True), ("/admin/login/", "application/x-www-form-urlencoded", True),
+        ("/admin/playground/send", "application/json", False), ("/approvals/", "application/json", False), ("/requests", "",
+            False)],
 )  # fmt: skip
 def test_without_the_database_people_get_a_page_and_scripts_the_envelope(
     rf: RequestFactory, django_assert_num_queries: DjangoAssertNumQueries, path: str, content_type: str, *, is_page: bool
@@ -287,7 +283,6 @@ SAMPLES = {"int": "1", "str": "x", "path": "x", "slug": "x", "uuid": str(uuid.UU
 
 
 def walk(patterns: Sequence[URLPattern | URLResolver], before: str = "") -> Iterator[str]:
-    """Return every route as it is written in the URL tables."""
     for each in patterns:
         route = before + str(each.pattern)
         if isinstance(each, URLResolver):

@@ -225,7 +225,6 @@ class Plane:
 
 @pytest.fixture
 def plane() -> Iterator[Plane]:
-    """A control plane on loopback."""
     policy = make_policy(make_people(3))
     here = Plane(make_statement(policy, op_id="op_" + "0" * 31 + "1", params={"modelId": "org/model", "count": 1, "text": "1"}))
     here.say()
@@ -261,7 +260,6 @@ def plane() -> Iterator[Plane]:
 
 @pytest.fixture
 def key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    """A key file of bob without a passphrase, and a token beside it."""
     assert main(["keys", "new", "--name", "bob", "--dir", str(tmp_path), "--no-passphrase"]) == 0
     (tmp_path / "token").write_text("msa_token\n")
     capsys.readouterr()

@@ -26,12 +26,10 @@ from controlplane.playground.passage import Call, Passage
 from core.limits import limits
 from core.models import User
 from gateway.models import ApiKey
-from gateway.routing import Target
 from gateway.services import allow_model, create_tenant, disable_tenant
-from gateway.services.aliases import create_alias
 from tests.fakes.control_process import free_port
-from tests.fakes.nodes import ACTOR, audited, make_node, make_presence
-from tests.fakes.tenants import make_operator, make_record
+from tests.fakes.nodes import ACTOR, audited
+from tests.fakes.tenants import make_operator
 
 pytestmark = pytest.mark.django_db(transaction=True)
 PAGE, SEND, CODE, FACTS, WAIT = (f"/admin/playground/{name}" for name in ("", "send", "code", "facts", "wait"))
@@ -63,7 +61,6 @@ def operator(settings: Any) -> Client:
 
 
 def make_helper(*permissions: str) -> Client:
-    """Return the browser of somebody who may do no more than is named."""
     person = make_operator("ben", is_superuser=False)
     for name in permissions:
         person.user_permissions.add(Permission.objects.get(content_type__app_label="gateway", codename=name))
@@ -82,32 +79,6 @@ def test_the_page_is_for_operators_who_may_see_models(operator: Client) -> None:
     for path in (SEND, CODE):
         assert (post(stranger, path).status_code, post(Client(), path).status_code) == (403, 401)
     assert Client().get(PAGE).status_code == 302
-
-
-def test_the_same_question_as_code(operator: Client, settings: Any) -> None:
-    settings.GATEWAY_PUBLIC_URL = "https://api.example.com"
-    code = post(operator, CODE, surface="messages", prompt="").json()
-    assert set(code) == {"curl", "python", "node"}
-    assert all("https://api.example.com" in text for text in code.values())
-    wrong = post(operator, CODE, tools="[")
-    assert (wrong.status_code, say_error(wrong)["param"]) == (200, "tools")
-    assert not ApiKey.objects.exists()
-
-
-def test_a_record_is_followed_and_why_it_is_long_in_coming_is_said(operator: Client) -> None:
-    record = make_record(node_name="attic", queue_ms=7, completion_tokens=5)
-    facts = operator.get(FACTS, {"request": record.printed_id}).json()
-    assert (facts["state"], facts["is_final"], facts["node"], facts["queue_ms"]) == ("completed", True, "attic", 7)
-    assert operator.get(facts["url"]).status_code == 200
-    assert operator.get(FACTS, {"request": "req_7"}).status_code == 400
-    make_presence(make_node("attic", model_names=[MODEL], cordoned=True))
-    create_alias(name="fast", targets=[Target(MODEL)], actor=ACTOR)
-    whys = [str(operator.get(WAIT, {"model": model}).json()["why"]) for model in (MODEL, "fast", "other", "auto", "")]
-    held = f"Waiting. Only attic has {MODEL}, and it is cordoned. Uncordon attic, or load {MODEL} on another node."
-    assert (whys[:2], whys[3:]) == ([held, held], ["", ""])
-    assert "No node has other." in whys[2]
-    helper = make_helper("view_apikey")
-    assert [helper.get(path).status_code for path in (f"{FACTS}?request={record.printed_id}", f"{WAIT}?model=x")] == [403, 403]
 
 
 # The key
@@ -232,7 +203,6 @@ class Rogue:
     heard: bytes = b""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take a request and talk."""
         try:
             self.heard = await reader.readuntil(b"\r\n\r\n")
             await self.talk(reader, writer, self)
@@ -244,7 +214,6 @@ class Rogue:
 
 @asynccontextmanager
 async def rogue(talk: Callable[..., Awaitable[None]], settings: Any) -> AsyncIterator[Rogue]:
-    """Run a server that is taken for the gateway."""
     made = Rogue(talk)
     server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
     settings.PLAYGROUND_GATEWAY_URL = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

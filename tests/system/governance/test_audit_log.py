@@ -34,7 +34,6 @@ from governance.checkpoints import (
     checkpoint_if_due,
     consistency,
     inclusion,
-    latest_checkpoint,
     log_keys,
     log_public_key,
     make_checkpoint,
@@ -57,7 +56,7 @@ from tests.fakes.audit_rows import (
 )
 from tests.fakes.waiting import wait_until
 from wire import auditlog
-from wire.auditlog import Checkpoint, Kind, LogKey, Status, leaf_hash, open_note, root, verify_consistency, verify_inclusion
+from wire.auditlog import Checkpoint, Kind, LogKey, Status, leaf_hash, root, verify_consistency, verify_inclusion
 from wire.contract import ErrorCode
 from wire.optoken.approval import decode_bytes
 from wire.optoken.canonical import NotCanonical, canonical_bytes
@@ -185,17 +184,14 @@ TAMPERED: dict[str, tuple[int, Kind, list[str]]] = {
     "time": (4, Kind.EDITED, [EVENT + "at = at + interval '1 microsecond' WHERE id = {4}"]),
     "operation": (4, Kind.EDITED, [EVENT + "op_id = 'op-2' WHERE id = {4}"]),
     "body": (4, Kind.EDITED, [EVENT + "body = body || ' ' WHERE id = {4}"]),
-    "hash": (4, Kind.EDITED, [ENTRY + "hash = sha256('x') WHERE seq = 4"]),
-    "event gone": (4, Kind.MISSING, [NO_EVENT]),
-    "event and entry gone": (4, Kind.MISSING, [NO_EVENT, NO_ENTRY]),
-    "entry gone": (4, Kind.MISSING, [NO_ENTRY]),
+    "hash": (4, Kind.EDITED, [ENTRY + "hash = sha256('x') WHERE seq = 4"]), "event gone": (4, Kind.MISSING, [NO_EVENT]),
+    "event and entry gone": (4, Kind.MISSING, [NO_EVENT, NO_ENTRY]), "entry gone": (4, Kind.MISSING, [NO_ENTRY]),
     "contents swapped": (4, Kind.REORDERED, [ENTRY + "event_id = 0 WHERE seq = 4", ENTRY + "event_id = {4} WHERE seq = 7",
-        ENTRY + "event_id = {7} WHERE seq = 4"]),
+            ENTRY + "event_id = {7} WHERE seq = 4"]),
     "numbers swapped": (4, Kind.REORDERED, [ENTRY + "seq = 99 WHERE seq = 4", ENTRY + "seq = 4 WHERE seq = 7",
-        ENTRY + "seq = 7 WHERE seq = 99"]),
-    "event without an entry": (9, Kind.INSERTED, [FORGED]),
+            ENTRY + "seq = 7 WHERE seq = 99"]), "event without an entry": (9, Kind.INSERTED, [FORGED]),
     "entry in between": (4, Kind.INSERTED, [FORGED, ENTRY + "seq = -seq WHERE seq > 3", ENTRY + "seq = 1 - seq WHERE seq < 0",
-        FORGED_ENTRY]),
+            FORGED_ENTRY]),
 }  # fmt: skip
 
 
@@ -314,7 +310,6 @@ def tell(
 
 
 def sign_note(size: int, seen_root: bytes) -> str:
-    """Return a checkpoint that only whoever has the key of the log can have signed."""
     checkpoint, key = Checkpoint("muster.local/audit", size, seen_root), log_key_of()
     return checkpoint.note(
         LogKey("muster.local/audit", key.public_key().public_bytes_raw()), key.sign(checkpoint.text().encode())
@@ -329,16 +324,6 @@ def make() -> AuditCheckpoint:
     made = make_checkpoint(now=NOW)
     assert made is not None
     return made
-
-
-def test_a_checkpoint_is_signed_over_every_entry_and_opens_with_the_key_of_the_log() -> None:
-    append(7)
-    made = make()
-    leaves = [leaf_hash(bytes(entry.hash)) for entry in AuditEntry.objects.order_by("seq")]
-    opened = open_note(made.note, [LogKey.parse(log_public_key())])
-    assert opened == Checkpoint("muster.local/audit", 7, root(leaves))
-    assert latest_checkpoint() == made
-    assert make_checkpoint(now=NOW) is None
 
 
 def test_a_checkpoint_is_due_after_enough_entries_or_enough_time() -> None:
@@ -514,14 +499,10 @@ def test_a_box_is_kept_under_the_name_it_signed_and_one_of_an_earlier_release_un
 
 @pytest.mark.parametrize(
     "detail",
-    [
-        {},
-        {"b": 1, "a": {"zz": [], "z": {}, "Z": [1, -2, [True, False, None]]}},
-        {"text": 'quote " slash / back \\ tab \t nl \n bell \x07 del \x7f \x1f é 漢 😀 \u2028'},
-        {"large": 2**53 - 1, "k" * 50: "", "ab": 1, "b": 2, "aa": 3},
-    ],
-    ids=["empty", "nested", "text", "order"],
-)
+    [{}, {"b": 1, "a": {"zz": [], "z": {}, "Z": [1, -2, [True, False, None]]}},
+        {"text": 'quote " slash / back \\ tab \t nl \n bell \x07 del \x7f \x1f é 漢 😀 \u2028'}, {"large": 2**53 - 1,
+            "k" * 50: "", "ab": 1, "b": 2, "aa": 3}], ids=["empty", "nested", "text", "order"],
+)  # fmt: skip
 def test_the_database_writes_the_canonical_bytes_of_an_event(detail: dict[str, object]) -> None:
     target = 'a "target" \\ \t é'
     event = record_event(actor="user:Zoë", action="node.drain", target=target, detail=detail, op_id="op-1")
@@ -579,7 +560,6 @@ def test_the_database_refuses_to_change_or_remove_rows(statement: str, table: st
 
 @pytest.fixture
 def boss() -> Client:
-    """The browser of an operator who may do everything."""
     client = Client()
     client.force_login(get_user_model().objects.create_superuser(username="ada"))
     return client
@@ -587,16 +567,3 @@ def boss() -> Client:
 
 def read_list(boss: Client) -> str:
     return boss.get(reverse("admin:governance_auditevent_changelist")).content.decode()
-
-
-def test_an_edited_row_is_told_on_the_list_and_on_its_page(boss: Client) -> None:
-    append(5)
-    event = AuditEvent.objects.get(target="t2")
-    tamper(f"UPDATE governance_auditevent SET actor = 'user:bob' WHERE id = {event.pk}")
-    assert "Broken at entry 3" in read_list(boss)
-    page = boss.get(reverse("admin:governance_auditevent_change", args=[event.pk])).content.decode()
-    assert "EDITED" in page
-    tamper("DELETE FROM governance_auditentry WHERE seq = 3")
-    page = boss.get(reverse("admin:governance_auditevent_change", args=[event.pk])).content.decode()
-    assert "somebody wrote it past the log" in page
-    assert "not in the chain" in read_list(boss)

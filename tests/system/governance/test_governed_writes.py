@@ -41,16 +41,13 @@ WRITERS: dict[str, set[str]] = {
     "governance.Decision": {f"{SERVICES}/decisions.py", f"{SERVICES}/transitions.py"},
     "governance.Freeze": {f"{SERVICES}/freezes.py"},
     "governance.Operation": {f"{SERVICES}/{name}.py" for name in ("dispatching", "lookup", "proposals", "sweeps")},
-    "governance.OperationRun": {
-        f"{SERVICES}/{name}.py" for name in ("decisions", "dispatching", "finishing", "runs", "transitions")
-    },
-    "governance.PolicyVersion": {f"{SERVICES}/policies.py", f"{SERVICES}/transitions.py"},
+    "governance.OperationRun": {f"{SERVICES}/{name}.py" for name in ("decisions", "dispatching", "finishing", "runs",
+            "transitions")}, "governance.PolicyVersion": {f"{SERVICES}/policies.py", f"{SERVICES}/transitions.py"},
     "governance.WebhookEndpoint": {f"{SERVICES}/webhooks.py"},
     "nodes.NodeCommand": {f"nodes/commands/{name}.py" for name in ("delivery", "direct", "rows", "statuses")},
-    "gateway.ApiKey": {"gateway/catalogue.py", "gateway/services/keys.py"},
-    "gateway.Model": {"gateway/services/models.py"},
+    "gateway.ApiKey": {"gateway/catalogue.py", "gateway/services/keys.py"}, "gateway.Model": {"gateway/services/models.py"},
     "gateway.Tenant": {"gateway/services/tenants.py"},
-}
+}  # fmt: skip
 """Table → the modules that may write it."""
 
 LIMITS: dict[str, set[str]] = {
@@ -72,15 +69,9 @@ COUNTERPARTS: dict[str, set[str]] = {
         "gateway/services/tenants.py::change_tenant_limit", "gateway/services/models.py::allow_model",
         "gateway/services/models.py::change_model_caps", "gateway/services/models.py::raise_model_caps"},
     "admin-token-mint": {f"{SERVICES}/admin_tokens.py::create_admin_token"},
-    "node-drain": {"nodes/services/lifecycle.py::drain_node"},
-    "node-evict": {"nodes/services/lifecycle.py::drain_node"},
-    "model-load": set(),
-    "model-unload": set(),
-    "cache-flush": set(),
-    "settings-reload": set(),
-    "policy-change": set(),
-    "unfreeze": set(),
-    "break-glass-review": set(),
+    "node-drain": {"nodes/services/lifecycle.py::drain_node"}, "node-evict": {"nodes/services/lifecycle.py::drain_node"},
+    "model-load": set(), "model-unload": set(), "cache-flush": set(), "settings-reload": set(), "policy-change": set(),
+    "unfreeze": set(), "break-glass-review": set(),
 }  # fmt: skip
 """Operation → the services that do the same directly, each of which asks the guard. Empty: only carrying out a run does it."""
 ASKED_BY_ITS_CALLERS = {f"{SERVICES}/admin_tokens.py::_mint"}
@@ -88,13 +79,10 @@ ASKED_BY_ITS_CALLERS = {f"{SERVICES}/admin_tokens.py::_mint"}
 
 
 CALLERS: dict[str, set[str]] = {
-    "carry_out": {f"{SERVICES}/dispatching.py"},
-    "put_command": {"nodes/operations/models_on_boxes.py"},
-    "adopt_policy": {"governance/operations.py"},
-    "lift_freeze": {"governance/operations.py"},
-    "raise_key_limit": {"gateway/operations.py"},
-    "raise_model_caps": {"gateway/operations.py"},
-}
+    "carry_out": {f"{SERVICES}/dispatching.py"}, "put_command": {"nodes/operations/models_on_boxes.py"},
+    "adopt_policy": {"governance/operations.py"}, "lift_freeze": {"governance/operations.py"},
+    "raise_key_limit": {"gateway/operations.py"}, "raise_model_caps": {"gateway/operations.py"},
+}  # fmt: skip
 """What does a governed thing without asking the guard, and the modules that may call it."""
 
 
@@ -399,9 +387,8 @@ LEAKS = {
     "create": ("governance.AdminToken", "def f():\n    AdminToken.objects.create(name='x')"),
     "constructor": ("governance.Operation", "def f():\n    Operation(statement=b'')"),
     "update of a query": ("governance.OperationRun", "def f():\n    OperationRun.objects.filter(pk=1).update(state='queued')"),
-    "update of a variable": (
-        "governance.Freeze", "def f():\n    rows = Freeze.objects.all()\n    few = rows[:2]\n    few.update(lifted_at=1)"
-    ),
+    "update of a variable": ("governance.Freeze",
+        "def f():\n    rows = Freeze.objects.all()\n    few = rows[:2]\n    few.update(lifted_at=1)"),
     "save of an argument": ("governance.Operation", "def f(one: Operation) -> None:\n    one.state = 'new'\n    one.save()"),
     "save in a loop": ("governance.Decision", "def f():\n    for one in Decision.objects.all():\n        one.save()"),
     "bulk_update": ("governance.PolicyVersion", "def f(rows):\n    PolicyVersion.objects.bulk_update(rows, ['state'])"),
@@ -415,9 +402,8 @@ LEAKS = {
     "by its module": ("governance.Freeze", "import governance.models as m\ndef f():\n    m.Freeze.objects.create(by='x')"),
     "SQL": ("governance.Operation", "def f(cursor):\n    cursor.execute('UPDATE governance_operation SET state = 1')"),
     "SQL of several lines": ("gateway.ApiKey", "SQL = 'INSERT INTO\\n  gateway_apikey (name) VALUES (1)'"),
-    "SQL around a name": (
-        "governance.Operation", "def f(cursor):\n    cursor.execute(f'UPDATE {Operation._meta.db_table} SET state = 1')"
-    ),
+    "SQL around a name": ("governance.Operation",
+        "def f(cursor):\n    cursor.execute(f'UPDATE {Operation._meta.db_table} SET state = 1')"),
     "SQL before a name": ("gateway.Tenant", "def f(cursor):\n    cursor.execute('DELETE FROM ' + Tenant._meta.db_table)"),
     "SQL with a gap": ("gateway.ApiKey", "def f(c):\n    c.execute('INSERT INTO {} VALUES (1)'.format(ApiKey._meta.db_table))"),
     "defaults": ("gateway.Model", "def f():\n    Model.objects.update_or_create(name='m', defaults={'max_queue': 9})"),
@@ -435,8 +421,7 @@ def test_a_way_round_would_be_found(way: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "def f(key: ApiKey) -> None:\n    key.requests_per_minute = 9\n    key.save()",
+    ["def f(key: ApiKey) -> None:\n    key.requests_per_minute = 9\n    key.save()",
         "def f():\n    ApiKey.objects.filter(pk=1).update(priority='high')",
         "def f(values):\n    Tenant.objects.update(**values)",
         "def f(tenant, field):\n    setattr(tenant, field, 9)\n    tenant.save()",
@@ -445,12 +430,9 @@ def test_a_way_round_would_be_found(way: str) -> None:
         "def f():\n    Model.objects.update_or_create(name='m', defaults={'max_tokens': 9})",
         "def f(caps):\n    Model.objects.get_or_create(name='m', defaults={'allowed': True, **caps})",
         "def f(caps):\n    Model.objects.bulk_create([Model(name='m', **caps)])",
-        "def f(cursor):\n    cursor.execute('UPDATE gateway_model SET max_tokens = 9')",
-    ],
-    ids=[
-        "attribute", "update", "values", "setattr", "cap", "update of a cap", "defaults", "unnamed defaults", "constructor",
-        "SQL",
-    ],
+        "def f(cursor):\n    cursor.execute('UPDATE gateway_model SET max_tokens = 9')"],
+    ids=["attribute", "update", "values", "setattr", "cap", "update of a cap", "defaults", "unnamed defaults", "constructor",
+        "SQL"],
 )  # fmt: skip
 def test_a_new_writer_of_limits_would_be_found(text: str) -> None:
     assert sets_limits(text)
@@ -458,13 +440,11 @@ def test_a_new_writer_of_limits_would_be_found(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "def f():\n    return Operation.objects.filter(state='pending').count()",
+    ["def f():\n    return Operation.objects.filter(state='pending').count()",
         "def f(one):\n    RequestRecord.objects.filter(pk=one.pk).update(state='x')\n    return one.runs.all()",
-        "def f(hasher, operation: Operation) -> None:\n    hasher.update(operation.statement)",
-    ],
+        "def f(hasher, operation: Operation) -> None:\n    hasher.update(operation.statement)"],
     ids=["reading", "another table", "a hash"],
-)
+)  # fmt: skip
 def test_what_only_reads_is_no_writer(text: str) -> None:
     assert find_writes(text) == set()
 

@@ -786,10 +786,7 @@ def choose_length() -> settings:
     if settings.get_current_profile_name() == "ci":
         phases = (Phase.explicit, Phase.generate)
         return settings(
-            max_examples=int(os.environ.get("MUSTER_TEST_EXAMPLES", "1")),
-            stateful_step_count=20,
-            derandomize=True,
-            phases=phases,
-            **common,
-        )
+            max_examples=int(os.environ.get("MUSTER_TEST_EXAMPLES", "1")), stateful_step_count=20, derandomize=True,
+            phases=phases, **common,
+        )  # fmt: skip
     return settings(**common)

@@ -118,7 +118,6 @@ def test_a_person_who_goes_off_for_a_moment_while_their_approval_is_being_counte
 
 
 def is_somebody_waiting() -> bool:
-    """Return whether a connection waits for a lock."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT 1 FROM pg_locks WHERE NOT granted")
         return cursor.fetchone() is not None
@@ -193,7 +192,6 @@ def test_an_approval_in_the_last_moment_is_not_undone_by_the_sweep(team: Team) -
 
 
 def sweep_repeatedly() -> None:
-    """Sweep for as long as somebody may approve."""
     until = timezone.now() + timedelta(milliseconds=120)
     while timezone.now() < until:
         sweep_operations()

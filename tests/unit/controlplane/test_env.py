@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from controlplane.env import (
     read_networks,
     read_text,
 )
+from core.db import Patience, limit_patience, limit_process
+from core.db import connection as patient
+from core.db.base import DatabaseWrapper
 from gateway.services import InvalidValue, NameTaken
 from governance.errors import InvalidAdminToken
 from nodes.errors import NodeNotFound
@@ -48,18 +52,11 @@ def test_a_secret_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("text", "read"),
-    [
-        ("ten", lambda: read_int(NAME, 1)),
-        ("-1", lambda: read_int(NAME, 1)),
-        ("ten", lambda: read_float(NAME, 1.0)),
-        ("nan", lambda: read_float(NAME, 1.0)),
-        ("-0.1", lambda: read_float(NAME, 1.0)),
-        ("maybe", lambda: read_bool(NAME, default=True)),
-        ("127.0.0.1,proxy.example", lambda: read_networks(NAME)),
-        ("10.0.0.0/33", lambda: read_networks(NAME)),
-        ("10.0.0.1/8", lambda: read_networks(NAME)),
-    ],
-)
+    [("ten", lambda: read_int(NAME, 1)), ("-1", lambda: read_int(NAME, 1)), ("ten", lambda: read_float(NAME, 1.0)), ("nan",
+            lambda: read_float(NAME, 1.0)), ("-0.1", lambda: read_float(NAME, 1.0)), ("maybe", lambda: read_bool(NAME,
+            default=True)), ("127.0.0.1,proxy.example", lambda: read_networks(NAME)), ("10.0.0.0/33",
+            lambda: read_networks(NAME)), ("10.0.0.1/8", lambda: read_networks(NAME))],
+)  # fmt: skip
 def test_a_value_that_means_nothing_names_its_variable(
     monkeypatch: pytest.MonkeyPatch, text: str, read: Callable[[], object]
 ) -> None:
@@ -69,12 +66,9 @@ def test_a_value_that_means_nothing_names_its_variable(
 
 
 BOUNDS = {
-    "connect_timeout": "5",
-    "keepalives_idle": "5",
-    "keepalives_interval": "2",
-    "keepalives_count": "3",
+    "connect_timeout": "5", "keepalives_idle": "5", "keepalives_interval": "2", "keepalives_count": "3",
     "tcp_user_timeout": "10000",
-}
+}  # fmt: skip
 
 
 def test_a_database_is_named_by_host_or_by_socket() -> None:
@@ -87,10 +81,8 @@ def test_a_database_is_named_by_host_or_by_socket() -> None:
 
 @pytest.mark.parametrize(
     ("text", "level"),
-    [
-        ("", "INFO"), ("warn", "WARNING"), ("WARNING", "WARNING"), ("Trace", "DEBUG"), (" debug ", "DEBUG"), ("error", "ERROR"),
-        ("CRITICAL", "CRITICAL"),
-    ],
+    [("", "INFO"), ("warn", "WARNING"), ("WARNING", "WARNING"), ("Trace", "DEBUG"), (" debug ", "DEBUG"), ("error", "ERROR"),
+        ("CRITICAL", "CRITICAL")],
 )  # fmt: skip
 def test_a_log_level_has_its_usual_words_in_any_case(monkeypatch: pytest.MonkeyPatch, text: str, level: str) -> None:
     monkeypatch.setenv(NAME, text)
@@ -106,26 +98,19 @@ def test_a_word_that_is_no_log_level_is_answered_with_those_that_are(monkeypatch
 
 @pytest.mark.parametrize(
     ("error", "status", "code", "param"),
-    [
-        (InvalidValue("limit must be a number.", param="limit"), 400, ErrorCode.BAD_REQUEST, "limit"),
-        (NameTaken("taken", param="name"), 409, ErrorCode.BAD_REQUEST, "name"),
-        (InvalidAdminToken("no"), 401, ErrorCode.INVALID_ADMIN_TOKEN, None),
-        (NodeNotFound("no"), 404, ErrorCode.BAD_REQUEST, None),
-        (exceptions.NotAuthenticated(), 401, ErrorCode.INVALID_ADMIN_TOKEN, None),
-        (exceptions.ValidationError({"node": {"name": ["too long"]}}), 400, ErrorCode.BAD_REQUEST, "node.name"),
-        (exceptions.ParseError("JSON parse error"), 400, ErrorCode.BAD_REQUEST, None),
-        (exceptions.UnsupportedMediaType("text/plain"), 415, ErrorCode.BAD_REQUEST, None),
-        (exceptions.MethodNotAllowed("PUT"), 405, ErrorCode.BAD_REQUEST, None),
-        (exceptions.NotFound(), 404, ErrorCode.NOT_FOUND, None),
-        (Http404(), 404, ErrorCode.NOT_FOUND, None),
-        (PermissionDenied(), 403, ErrorCode.INVALID_ADMIN_TOKEN, None),
-        (RequestDataTooBig(), 413, ErrorCode.BODY_TOO_LARGE, None),
-        (exceptions.Throttled(wait=3), 429, ErrorCode.RATE_LIMITED, None),
+    [(InvalidValue("limit must be a number.", param="limit"), 400, ErrorCode.BAD_REQUEST, "limit"), (NameTaken("taken",
+            param="name"), 409, ErrorCode.BAD_REQUEST, "name"), (InvalidAdminToken("no"), 401, ErrorCode.INVALID_ADMIN_TOKEN,
+            None), (NodeNotFound("no"), 404, ErrorCode.BAD_REQUEST, None), (exceptions.NotAuthenticated(), 401,
+            ErrorCode.INVALID_ADMIN_TOKEN, None), (exceptions.ValidationError({"node": {"name": ["too long"]}}), 400,
+            ErrorCode.BAD_REQUEST, "node.name"), (exceptions.ParseError("JSON parse error"), 400, ErrorCode.BAD_REQUEST, None),
+        (exceptions.UnsupportedMediaType("text/plain"), 415, ErrorCode.BAD_REQUEST, None), (exceptions.MethodNotAllowed("PUT"),
+            405, ErrorCode.BAD_REQUEST, None), (exceptions.NotFound(), 404, ErrorCode.NOT_FOUND, None), (Http404(), 404,
+            ErrorCode.NOT_FOUND, None), (PermissionDenied(), 403, ErrorCode.INVALID_ADMIN_TOKEN, None), (RequestDataTooBig(),
+            413, ErrorCode.BODY_TOO_LARGE, None), (exceptions.Throttled(wait=3), 429, ErrorCode.RATE_LIMITED, None),
         (exceptions.APIException("broken"), 500, ErrorCode.INTERNAL_ERROR, None),
         (OperationalError("the server closed the connection"), 503, ErrorCode.INTERNAL_ERROR, None),
-        (InterfaceError("the connection is closed"), 503, ErrorCode.INTERNAL_ERROR, None),
-    ],
-)
+        (InterfaceError("the connection is closed"), 503, ErrorCode.INTERNAL_ERROR, None)],
+)  # fmt: skip
 def test_every_known_error_has_its_status_code_and_parameter(
     error: Exception, status: int, code: ErrorCode, param: str | None
 ) -> None:
@@ -146,3 +131,43 @@ def test_without_the_database_only_what_changes_nothing_may_blindly_be_sent_agai
     assert known.retryable is is_safe
     assert ("Nothing was changed" in known.message, "may or may not have been done" in known.message) == (is_safe, not is_safe)
     assert "gone" not in known.message
+
+
+def parameters(**options: str) -> tuple[object, object]:
+    """The options and the time limit of a connection whose DATABASE_URL has these."""
+    settings = {
+        "NAME": "muster", "USER": "", "PASSWORD": "", "HOST": "", "PORT": "", "OPTIONS": options, "CONN_MAX_AGE": 0,
+        "CONN_HEALTH_CHECKS": False, "AUTOCOMMIT": True, "TIME_ZONE": None, "ATOMIC_REQUESTS": False,
+    }  # fmt: skip
+    found = DatabaseWrapper(settings).get_connection_params()
+    return found.get("options"), found.get("connect_timeout")
+
+
+@pytest.fixture(autouse=True)
+def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patient, "_of_process", [])
+
+
+def test_without_a_bound_the_url_alone_decides() -> None:
+    assert parameters(connect_timeout="5") == (None, "5")
+
+
+@pytest.mark.parametrize(("silence_s", "statement_ms", "connect_s"), [(2.0, 30_000, 2), (10.0, 30_000, 5), (300.0, 300_000, 5)])
+def test_the_server_ends_statements_that_the_process_would_give_up(silence_s: float, statement_ms: int, connect_s: int) -> None:
+    limit_process(silence_s)
+    assert parameters(connect_timeout="5", options="-c lock_timeout=9") == (
+        f"-c lock_timeout=9 -c statement_timeout={statement_ms}",
+        connect_s,
+    )
+
+
+def test_a_thread_with_an_end_binds_the_server_to_what_is_left() -> None:
+    limit_process(30.0)
+    with limit_patience(Patience(silence_s=5.0, ends_at=time.monotonic() - 1)):
+        assert parameters() == ("-c statement_timeout=1", 2)
+
+
+@pytest.mark.parametrize("given", ["", "0", "-1", "soon"])
+def test_a_url_without_a_usable_limit_for_connecting_gets_ours(given: str) -> None:
+    limit_process(7.0)
+    assert parameters(**({"connect_timeout": given} if given else {}))[1] == 7

@@ -64,13 +64,11 @@ def rule_of(proofs: Any, statement: Statement = STATEMENT, policy: Policy = POLI
 
 
 def with_class(people: list[Person], **members: Any) -> tuple[Policy, Statement]:
-    """A policy whose class for loads differs, and a statement under it."""
     policy = make_policy(people, classes={"model-load": {**DEFAULT_CLASSES["model-load"], **members}})
     return policy, make_statement(policy)
 
 
 def ada_with(**changes: Any) -> list[Proof]:
-    """Ada's proof by a passkey or browser that misbehaves, with Bob's good one."""
     return [ADA.approve(STATEMENT, key=ADA.passkey.misbehaving(**changes)), BOB.approve(STATEMENT)]
 
 
@@ -277,7 +275,6 @@ def test_groups_must_all_be_there_and_one_person_fills_one_factor() -> None:
 
 
 def by_brute_force(people: list[frozenset[str]], factors: Mapping[str, int]) -> bool:
-    """Whether some order of people fills all slots."""
     slots = [group for group, count in factors.items() for _ in range(count)]
     return any(
         all(group in its for group, its in zip(slots, chosen, strict=True))

@@ -54,7 +54,6 @@ L2 = make_verifier(Level.L2)
 
 
 def refusal(token: object, verifier: Verifier | None = None, **request: Any) -> str:
-    """The rule of approval that refuses a token, or the reason where it is none."""
     with pytest.raises(OpTokenError) as caught:
         verify(token, verifier, **request)
     assert (caught.value.reason is Reason.NOT_APPROVED) == bool(caught.value.rule)
@@ -77,7 +76,6 @@ def resign(token: Token, changes: dict[str, Any]) -> Token:
 
 
 def edited(token: Token, **changes: Any) -> Token:
-    """A token with changed claims and the signature it had."""
     return {**token, "opToken": {**token["opToken"], **changes}}
 
 
@@ -199,28 +197,24 @@ BOX_ROWS: dict[str, tuple[Token, Verifier | None, dict[str, Any], Reason]] = {
     "L0 from before the memory begins": (make_l0(), make_verifier(not_before=NOW + 1), {"now": NOW + 2}, Reason.BEFORE_LEDGER),
     "L1 from before the memory begins": (make_l1(), make_verifier(not_before=NOW + 1), {"now": NOW + 2}, Reason.BEFORE_LEDGER),
     "a parameter without canonical form": (make_l1(), None, {"params": {**PARAMS, "part": 0.5}}, Reason.UNSIGNABLE_PARAMS),
-    "L1 that says null for no model": (
-        l1(operation=FLUSH.value, modelId=None), None, {"operation": FLUSH, "model_id": None}, Reason.BAD_FIELD,
-    ),
+    "L1 that says null for no model": (l1(operation=FLUSH.value, modelId=None), None, {"operation": FLUSH, "model_id": None},
+        Reason.BAD_FIELD),
     "two signers where three are needed": (make_l0(), make_verifier(min_signers=3), {}, Reason.TOO_FEW_SIGNERS),
     "digest in capitals": (l1(paramsDigest=params_digest(PARAMS).upper()), None, {}, Reason.WRONG_PARAMS),
     "digest cut short": (l1(paramsDigest=params_digest(PARAMS)[:-1]), None, {}, Reason.WRONG_PARAMS),
     "digest with more behind it": (l1(paramsDigest=params_digest(PARAMS) + "0"), None, {}, Reason.WRONG_PARAMS),
     "digest not ASCII": (l1(paramsDigest="ä"), None, {}, Reason.WRONG_PARAMS),
-    **{f"{level} for {other.value}": (token, None, {"operation": other}, Reason.WRONG_OPERATION)
-       for level, token in (("L0", make_l0()), ("L1", make_l1())) for other in (UNLOAD, FLUSH, RELOAD)},
-    **{f"{level} for the model {model!r}": (make(modelId=model), None, {}, Reason.WRONG_MODEL)
-       for level, make in (("L0", l0), ("L1", l1))
-       for model in ("*", "", "meta-llama/*", MODEL.lower(), MODEL + " ", "other", ...)},
-    **{f"{level} without a model for {of.value} of {model!r}":
-       (make(operation=of.value, modelId=...), None, {"operation": of, "model_id": model}, Reason.WRONG_MODEL)
-       for level, make in (("L0", l0), ("L1", l1)) for of in (Operation.MODEL_LOAD, UNLOAD) for model in (None, "")},
-    **{f"L0 flush of {model!r} for none":
-       (l0(operation=FLUSH.value, modelId=model), None, {"operation": FLUSH, "model_id": None}, Reason.WRONG_MODEL)
-       for model in (MODEL, "*", "")},
-    **{f"L0 flush of {model!r} for one":
-       (l0(operation=FLUSH.value, modelId=model), None, {"operation": FLUSH, "model_id": MODEL}, Reason.WRONG_MODEL)
-       for model in (None, ...)},
+    **{f"{level} for {other.value}": (token, None, {"operation": other}, Reason.WRONG_OPERATION) for level, token in (("L0",
+            make_l0()), ("L1", make_l1())) for other in (UNLOAD, FLUSH, RELOAD)},
+    **{f"{level} for the model {model!r}": (make(modelId=model), None, {}, Reason.WRONG_MODEL) for level, make in (("L0", l0),
+            ("L1", l1)) for model in ("*", "", "meta-llama/*", MODEL.lower(), MODEL + " ", "other", ...)},
+    **{f"{level} without a model for {of.value} of {model!r}": (make(operation=of.value, modelId=...), None, {"operation": of,
+            "model_id": model}, Reason.WRONG_MODEL) for level, make in (("L0", l0), ("L1", l1)) for of in (Operation.MODEL_LOAD,
+            UNLOAD) for model in (None, "")},
+    **{f"L0 flush of {model!r} for none": (l0(operation=FLUSH.value, modelId=model), None, {"operation": FLUSH,
+            "model_id": None}, Reason.WRONG_MODEL) for model in (MODEL, "*", "")},
+    **{f"L0 flush of {model!r} for one": (l0(operation=FLUSH.value, modelId=model), None, {"operation": FLUSH,
+            "model_id": MODEL}, Reason.WRONG_MODEL) for model in (None, ...)},
 }  # fmt: skip
 
 
@@ -246,13 +240,11 @@ def test_what_differs_in_nothing_that_counts_is_taken() -> None:
 
 TIME_ROWS: dict[str, tuple[Token, float, Reason | None]] = {
     "L0 expired by one second": (make_l0(), NOW + 301, Reason.EXPIRED),
-    "L0 expired by a moment": (make_l0(), NOW + 300.001, Reason.EXPIRED),
-    "L0 in its last second": (make_l0(), NOW + 300, None),
+    "L0 expired by a moment": (make_l0(), NOW + 300.001, Reason.EXPIRED), "L0 in its last second": (make_l0(), NOW + 300, None),
     "L0 from the future by one second too many": (make_l0(), NOW - 301, Reason.NOT_YET_VALID),
     "L0 from the future within the allowance": (make_l0(), NOW - 300, None),
     "L1 expired by one second": (make_l1(), NOW + 301, Reason.EXPIRED),
-    "L1 expired by a moment": (make_l1(), NOW + 300.001, Reason.EXPIRED),
-    "L1 in its last second": (make_l1(), NOW + 300, None),
+    "L1 expired by a moment": (make_l1(), NOW + 300.001, Reason.EXPIRED), "L1 in its last second": (make_l1(), NOW + 300, None),
     "L1 expires earlier when it says so": (make_l1(expires_at=NOW + 10), NOW + 11, Reason.EXPIRED),
     "L1 in the last second of its own": (make_l1(expires_at=NOW + 10), NOW + 10, None),
     "L1 from the future by one second too many": (make_l1(), NOW - 61, Reason.NOT_YET_VALID),
@@ -260,7 +252,7 @@ TIME_ROWS: dict[str, tuple[Token, float, Reason | None]] = {
     "L1 that lives one second too long": (make_l1(expires_at=NOW + 301), NOW, Reason.LIFETIME_TOO_LONG),
     "L1 that lives for a year": (make_l1(expires_at=NOW + 31_536_000), NOW, Reason.LIFETIME_TOO_LONG),
     "L1 that ends before it begins": (make_l1(expires_at=NOW - 1), NOW - 2, Reason.BAD_FIELD),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("token", "now", "reason"), TIME_ROWS.values(), ids=TIME_ROWS)
@@ -406,7 +398,7 @@ def test_a_box_of_a_lower_level_takes_an_l2_token_for_an_l1_token(level: Level) 
 ISSUER_ROWS: dict[Reason, dict[str, Token]] = {
     Reason.BAD_SIGNATURE: {"wrong key": make_l2(OTHER_KEY),
         "HMAC with the bytes of a public key": make_l2(ADA.passkey.public_key), "algorithm swap": {**make_l2(),
-        "signature": encode_bytes(hmac.digest(KEY, b"{}", "sha512"))}},
+            "signature": encode_bytes(hmac.digest(KEY, b"{}", "sha512"))}},
     Reason.UNKNOWN_KEY: {"unknown kid": make_l2(kid="2031-01")},
     Reason.WRONG_AUDIENCE: {"other runner's token": make_l2(audience="box-9")},
     Reason.EXPIRED: {"expired": make_l2(expires_at=NOW - 1, grant=make_grant(issued_at=NOW - 300))},
@@ -416,12 +408,11 @@ ISSUER_ROWS: dict[Reason, dict[str, Token]] = {
         "use 0": reclaimed(make_l2(), use=0), "use as text": reclaimed(make_l2(), use="1"),
         "no proofs at all": {name: item for name, item in make_l2().items() if name != "proofs"},
         "proofs that are no list": {**make_l2(), "proofs": {"0": PROOFS[0]}}, "something unsigned beside": {**make_l2(),
-        "note": "hello"}},
+            "note": "hello"}},
     Reason.WRONG_STATEMENT: {"digest of another statement": reclaimed(make_l2(), stmtDigest="ab" * 32),
         "digest in capitals": reclaimed(make_l2(), stmtDigest=STATEMENT.digest.hex().upper()),
         "digest not ASCII": reclaimed(make_l2(), stmtDigest="ä" * 64), "another approval's id": reclaimed(make_l2(),
-        opId="op-2")},
-    Reason.UNKNOWN_VERSION: {"stale version of the format": reclaimed(make_l2(), v=2)},
+            opId="op-2")}, Reason.UNKNOWN_VERSION: {"stale version of the format": reclaimed(make_l2(), v=2)},
     Reason.TOO_LARGE: {"a token of a megabyte": {**make_l2(), "proofs": ["A" * 1_000_000]}},
 }  # fmt: skip
 
@@ -442,12 +433,10 @@ FLUSH_REQUEST: dict[str, Any] = {"operation": FLUSH, "model_id": None, "params":
 
 
 def signed(statement: Statement, people: Sequence[Person] = (ADA, BOB), **changes: Any) -> Token:
-    """A token for a statement that these people approved."""
     return make_l2(statement=statement, proofs=approve(statement, people), **changes)
 
 
 def stated(policy: Policy = POLICY, people: Sequence[Person] = (ADA, BOB), **changes: Any) -> Token:
-    """A token for a new statement under a policy, which these people approved."""
     return signed(make_statement(policy, **{"params": PARAMS, **changes}), people)
 
 

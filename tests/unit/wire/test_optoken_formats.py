@@ -80,52 +80,23 @@ def test_outer_members_that_are_not_known_are_kept_and_change_nothing() -> None:
     assert verify(token) == verify(make_l1())
 
 
-def test_a_token_cannot_be_changed_once_it_is_read() -> None:
-    token = make_l0()
-    read = read_token(token)
-    token["opToken"]["nonce"] = "changed later"
-    assert read.claims["nonce"] == "0123456789abcdef"
-    with pytest.raises(TypeError):
-        read.claims["nonce"] = "x"  # type: ignore[index]  # that is the point
-
-
 AMBIGUOUS = [{"opToken": {**make_l0()["opToken"], "issuedAt": raw}, "signature": "00"} for raw in (1.0, float("nan"), 2**53)]
 OTHER_LETTERS = [{"opToken": {"operatiön": "a"}, "signature": ""}, {"opToken": {}, "sign\u0430ture": "", "signature": ""}]
 
 
 @pytest.mark.parametrize(
     "value",
-    [
-        *AMBIGUOUS,
-        *OTHER_LETTERS,
-        None,
-        7,
-        1.5,
-        True,
-        [],
-        b"{}",
-        "",
-        "  ",
-        "{",
-        "[]",
-        "null",
-        "é",
-        "\ud800",
-        '{"a":1}x',
-        "\ufeff{}",
-    ],
-)
+    [*AMBIGUOUS, *OTHER_LETTERS, None, 7, 1.5, True, [], b"{}", "", "  ", "{", "[]", "null", "é", "\ud800", '{"a":1}x',
+        "\ufeff{}"],
+)  # fmt: skip
 def test_what_is_no_token_at_all_is_malformed(value: object) -> None:
     assert refusal(value) is Reason.MALFORMED
 
 
 @pytest.mark.parametrize(
     "value",
-    [
-        {}, {"opToken": {}}, {"signature": "00"}, {"opToken": [], "signature": "00"}, {"opToken": {}, "signature": 7},
-        {"opToken": "{}", "signature": "00"},
-    ],
-    ids=repr,
+    [{}, {"opToken": {}}, {"signature": "00"}, {"opToken": [], "signature": "00"}, {"opToken": {}, "signature": 7},
+        {"opToken": "{}", "signature": "00"}], ids=repr,
 )  # fmt: skip
 def test_a_token_has_claims_and_a_signature(value: object) -> None:
     assert refusal(value) is Reason.BAD_FIELD
@@ -148,14 +119,10 @@ def test_numbers_and_texts_that_readers_disagree_on_are_malformed(raw: str) -> N
 
 @pytest.mark.parametrize(
     "text",
-    [
-        '{"opToken":{"operation":"a","operation":"b"},"signature":""}',
-        '{"opToken":{"operation":"a","oper\\u0061tion":"b"},"signature":""}',
-        '{"opToken":{},"opToken":{},"signature":""}',
-        '{"opToken":{},"signature":"a","signature":"a"}',
-        '{"opToken":{},"signature":"","proofs":[{"a":1,"a":1}]}',
-    ],
-)
+    ['{"opToken":{"operation":"a","operation":"b"},"signature":""}',
+        '{"opToken":{"operation":"a","oper\\u0061tion":"b"},"signature":""}', '{"opToken":{},"opToken":{},"signature":""}',
+        '{"opToken":{},"signature":"a","signature":"a"}', '{"opToken":{},"signature":"","proofs":[{"a":1,"a":1}]}'],
+)  # fmt: skip
 def test_a_key_that_stands_twice_is_refused_wherever_it_stands(text: str) -> None:
     assert refusal(text) is Reason.DUPLICATE_KEY
     assert refusal(base64.urlsafe_b64encode(text.encode()).decode()) is Reason.DUPLICATE_KEY
@@ -242,11 +209,8 @@ def test_canonical_bytes_are_those_of_the_rfc(value: object) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        1.0, float("nan"), float("inf"), MAX_INTEGER + 1, -MAX_INTEGER - 1, "\ud800", b"bytes", {1: 2}, {"ä": 1}, {1, 2},
-        pytest.param(object(), id="an object"),
-    ],
-    ids=repr,
+    [1.0, float("nan"), float("inf"), MAX_INTEGER + 1, -MAX_INTEGER - 1, "\ud800", b"bytes", {1: 2}, {"ä": 1}, {1, 2},
+        pytest.param(object(), id="an object")], ids=repr,
 )  # fmt: skip
 def test_what_has_no_canonical_form_is_refused_at_any_depth(value: object) -> None:
     for nested in (value, [value], {"a": {"b": [value]}}):
@@ -423,8 +387,7 @@ RECEIPT_ROWS: dict[str, str] = {
     "runner id without a key": sign_members(runnerId="box-7"), "runner id a number": sign_members(runnerId=7),
     "another box": sign_members(runnerId=make_runner_id("box-7", OTHER_RUNNER_KEY.public_key)),
     "endless checkpoint": sign_members(checkpoint="1" * 301), "not base64url": "{}", "not JSON": encode_bytes(b"no"),
-    "no envelope": encode_bytes(b"{}"),
-    "too large": encode_bytes(canonical({"receipt": "x" * 9000, "signature": ""})),
+    "no envelope": encode_bytes(b"{}"), "too large": encode_bytes(canonical({"receipt": "x" * 9000, "signature": ""})),
     "no object": encode_bytes(canonical({"receipt": [], "signature": ""})),
     "signature a number": encode_bytes(canonical({"receipt": {}, "signature": 7})),
 }  # fmt: skip
@@ -507,7 +470,6 @@ def resigned(token: Token) -> Token:
 
 
 def bend(raw: bytes, chance: random.Random) -> bytes:
-    """Flip a bit, or put another text in the place of a byte."""
     at = chance.randrange(len(raw))
     spare = chance.choice(string.printable).encode() * chance.randrange(3)
     return raw[:at] + chance.choice([bytes([raw[at] ^ 1 << chance.randrange(8)]), spare]) + raw[at + 1 :]
