@@ -219,12 +219,10 @@ def test_every_pure_module_is_named_in_the_purity_contract() -> None:
 
 def test_the_launcher_needs_only_the_standard_library() -> None:
     outside = [
-        f"{name}:{line} {module}"
-        for name in shipped_modules()
-        if name.startswith(STANDALONE)
-        for line, module in imported_names(parse(name))
-        if module.split(".")[0] not in sys.stdlib_module_names and not module.startswith(STANDALONE_OURS)
-    ]
+        f"{name}:{line} {module}" for name in shipped_modules() if name.startswith(STANDALONE) for line,
+        module in imported_names(parse(name)) if module.split(".")[0] not in sys.stdlib_module_names and not module.startswith(
+        STANDALONE_OURS)
+    ]  # fmt: skip
     assert not outside, outside
 
 
@@ -344,12 +342,9 @@ def test_broad_exceptions_end_only_at_process_edges() -> None:
 
 def test_nothing_prints_but_programs_for_people() -> None:
     found = [
-        f"{name}:{node.lineno}"
-        for name in shipped_modules()
-        if not name.startswith(PRINTING)
-        for node in ast.walk(parse(name))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-    ]
+        f"{name}:{node.lineno}" for name in shipped_modules() if not name.startswith(PRINTING) for node in ast.walk(parse(
+        name)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]  # fmt: skip
     assert not found, found
 
 

@@ -167,11 +167,9 @@ def find_violations(page: Page, part: str = "#content") -> list[str]:
             f"axe.run('{part}', {{...{rules}, resultTypes: ['violations'], preload: false}})"
         )
         found += [
-            f"{scheme}: {violation['id']} {node['target']} {node['failureSummary']}"
-            for violation in result["violations"]
-            for node in violation["nodes"]
-            if violation["impact"] in {"serious", "critical"}
-        ]
+            f"{scheme}: {violation['id']} {node['target']} {node['failureSummary']}" for violation in result[
+            "violations"] for node in violation["nodes"] if violation["impact"] in {"serious", "critical"}
+        ]  # fmt: skip
     return found
 
 

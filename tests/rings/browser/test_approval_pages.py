@@ -141,11 +141,9 @@ def find_violations(page: Page, *, is_dark_too: bool) -> list[str]:
         page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
         result: dict[str, Any] = page.evaluate(f"axe.run({{...{rules}, resultTypes: ['violations'], preload: false}})")
         found += [
-            f"{page.url} {scheme}: {violation['id']} {node['target']} {node['failureSummary']}"
-            for violation in result["violations"]
-            for node in violation["nodes"]
-            if violation["impact"] in SERIOUS
-        ]
+            f"{page.url} {scheme}: {violation['id']} {node['target']} {node['failureSummary']}" for violation in result[
+            "violations"] for node in violation["nodes"] if violation["impact"] in SERIOUS
+        ]  # fmt: skip
     return found
 
 

@@ -21,7 +21,7 @@ from psycopg import sql
 from tests.fakes.http_client import DELETED_TEXT, Reply, assert_failure, assert_stream_failure, call, send_raw
 from tests.fakes.lab import CHAT, MESSAGES, Lab, chat_body, unique
 from tests.fakes.scripted_backend import ScriptedBackend, serve_backend
-from tests.fakes.scripted_worker import PROTOCOL, delta_text
+from tests.fakes.scripted_worker import delta_text
 from tests.fakes.waiting import eventually
 from tests.rings.contract.conftest import PAGE
 from wire import frames
@@ -210,36 +210,6 @@ AUDIO = "/v1/audio/transcriptions"
 # bridge v1
 
 
-async def test_a_worker_is_acknowledged_with_the_name_and_the_models_that_the_gateway_took(lab: Lab) -> None:
-    model, name = await lab.model(), unique("worker") + "x" * 500
-    worker = await lab.dial(secret=lab.secret)
-    ack = await worker.register([f"  {model} ", model, "", "   "], name=name, max_concurrent=0)
-    assert list(ack)[:3] == ["type", "worker_id", "models"]
-    assert (ack["models"], ack["protocol_version"]) == ([model], PROTOCOL)
-    assert any("name" in warning and "truncated" in warning for warning in ack["warnings"]), ack
-    assert set(ack) <= {"type", "worker_id", "models", "warnings", "protocol_version"}
-    rows = (await lab.admin("GET", "/admin/workers")).json["workers"]
-    (row,) = [row for row in rows if row["worker_id"] == ack["worker_id"]]
-    assert name.startswith(row["worker_name"])
-    assert len(row["worker_name"]) < len(name)
-    assert row["max_concurrent"] == 1
-    assert (await lab.ask_through(worker, model)).status == 200
-
-
-async def test_a_worker_that_is_drained_is_told_gets_nothing_new_and_is_let_go_when_it_is_done(lab: Lab) -> None:
-    model, name = await lab.model(), unique("leaving")
-    leaving = await lab.worker(model, name=name, max_concurrent=4)
-    running = lab.ask(model, "running")
-    job = await leaving.job()
-    node = await lab.node(name)
-    lab.operate("nodes.services.drain_node", node_id={"$id": node["node_id"]}, reason="maintenance", timeout_s=60)
-    notice = await leaving.frame("graceful_shutdown")
-    assert (notice["reason"], 0 < notice["drain_timeout_secs"] <= 60) == ("maintenance", True)
-    await leaving.answer(job)
-    assert (await running).status == 200
-    assert await leaving.closed() == (1000, "graceful shutdown complete")
-
-
 async def test_a_provider_that_is_deleted_sends_away_what_waits_and_closes_its_workers(lab: Lab) -> None:
     provider = unique("provider")
     lab.operate("nodes.services.create_provider", name=provider)
@@ -358,29 +328,6 @@ async def register(lab: Lab, url: str) -> RegisteredNode:
 async def backend() -> AsyncIterator[ScriptedBackend]:
     async with serve_backend() as running:
         yield running
-
-
-async def test_a_registered_box_that_reports_itself_serves_requests(lab: Lab, backend: ScriptedBackend) -> None:
-    node = await register(lab, backend.url)
-    beat = await node.heartbeat()
-    assert (beat.status, beat.json["effective_status"], beat.json["should_drain"]) == (200, "available", False)
-    reply = await lab.ask(node.model, "over HTTP")
-    assert reply.status == 200
-    assert reply.json["choices"][0]["message"]["content"] == "direct"
-    (seen,) = backend.calls
-    assert seen.body["messages"][0]["content"] == "over HTTP"
-    assert not {"authorization", "x-api-key", "cookie"} & set(seen.headers)
-    streamed = await lab.ask(node.model, stream=True)
-    assert streamed.events[-1] == "[DONE]"
-    assert not any('"choices":[]' in data.replace(" ", "") for data in streamed.events)
-    first, second = await lab.final(node.model, 2)
-    assert (first["node_name"], second["node_name"]) == (node.name, node.name)
-    assert (first["prompt_tokens"], first["completion_tokens"], first["tokens_estimated"]) == (11, 2, False)
-    assert second["completion_tokens"] >= 1
-    await node.heartbeat()
-    row = await lab.node(node.name)
-    assert (row["status"], row["mode"], row["current_model"]) == ("available", "spare_on", node.model)
-    assert row["vram_free_mb"] == 73728
 
 
 async def test_spare_off_gives_work_in_flight_the_grace_period_then_interrupts_it(lab: Lab, backend: ScriptedBackend) -> None:

@@ -28,7 +28,6 @@ import pytest
 import pytest_asyncio
 from anthropic.types import MessageParam, ToolParam, ToolResultBlockParam
 from openai.types.chat import ChatCompletionFunctionToolParam
-from openai.types.responses import FunctionToolParam
 
 from conformance.engine import speech
 from conformance.running import run_rows
@@ -289,24 +288,6 @@ async def test_the_stream_helper_builds_tool_calls_and_their_results_go_back(sdk
     assert after.choices[0].message.content == "The tool has answered."
 
 
-async def test_a_response_calls_tools_and_takes_their_results(sdk: openai.AsyncOpenAI, model: str) -> None:
-    tools: list[Any] = [_flat(WEATHER), _flat(CLOCK), {"type": "web_search"}]
-    asked: list[Any] = [{"role": "user", "content": "weather? [[parallel_tools]]"}]
-    async with sdk.responses.stream(model=model, input=asked, tools=tools, store=False) as stream:
-        response = await stream.get_final_response()
-    calls = [item for item in response.output if item.type == "function_call"]
-    assert [(call.call_id, call.name, call.arguments) for call in calls] == CALLED
-    results: list[Any] = [{"type": "function_call_output", "call_id": call.call_id, "output": "12 °C"} for call in calls]
-    sent: list[Any] = [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in calls]
-    after = await sdk.responses.create(model=model, input=[*asked, *sent, *results], tools=tools, store=False)
-    assert after.output_text == "The tool has answered."
-
-
-def _flat(tool: ChatCompletionFunctionToolParam) -> FunctionToolParam:
-    function = tool["function"]
-    return {"type": "function", "name": function["name"], "parameters": function.get("parameters", {}), "strict": False}
-
-
 async def test_refusals_are_the_errors_that_openais_sdk_has_for_them(lab: Lab, sdk: openai.AsyncOpenAI, model: str) -> None:
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     with pytest.raises(openai.AuthenticationError) as wrong:
@@ -399,26 +380,3 @@ async def test_a_stream_that_breaks_raises_and_never_ends_as_if_whole(claude: an
         async with claude.messages.stream(model=model, max_tokens=64, messages=ask("hi [[cut]]")) as stream:
             kinds.extend([event.type async for event in stream])
     assert "message_stop" not in kinds
-
-
-async def test_anthropics_sdk_waits_as_long_as_the_gateway_says_and_asks_again(
-    lab: Lab, claude: anthropic.AsyncAnthropic
-) -> None:
-    name = await lab.model()
-    box = await lab.box(name, endpoints=[MESSAGES])
-    task = asyncio.create_task(claude.with_options(max_retries=1).messages.create(model=name, max_tokens=8, messages=ask("hi")))
-    busy = await box.stream()
-    await box.head(busy, status=429, headers={"retry-after": "1"})
-    refused_at = time.monotonic()
-    await box.data(busy, b'{"type":"error","error":{"type":"rate_limit_error","message":"busy"}}')
-    await box.end(busy)
-    again = await box.stream()
-    assert time.monotonic() - refused_at >= 1, "without Retry-After the SDK waits half a second"
-    usage = b'"usage":{"input_tokens":1,"output_tokens":1}'
-    await box.answer(
-        again,
-        b'{"id":"msg_1","type":"message","role":"assistant","model":"m","content":[{"type":"text","text":"now"}],'
-        b'"stop_reason":"end_turn","stop_sequence":null,' + usage + b"}",
-    )
-    message = await task
-    assert [block.text for block in message.content if block.type == "text"] == ["now"]

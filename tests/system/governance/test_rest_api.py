@@ -417,8 +417,8 @@ async def test_a_stream_fills_silence_and_ends_with_its_token(team: Team, client
         assert {chunk async for chunk in chunks} <= {b": still here\n\n"}
 
 
-POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
-POLICY += "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+PAGE_POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+PAGE_POLICY += "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 
 
 def page_of(operation: Operation, name: str = "operation") -> str:
@@ -444,7 +444,7 @@ def test_pages_are_for_people_who_are_signed_in_and_run_no_foreign_script(team: 
         assert Client().get(path).status_code == 302
         response = client.get(path)
         html = response.content.decode()
-        assert (response.status_code, response["Content-Security-Policy"]) == (200, POLICY), name
+        assert (response.status_code, response["Content-Security-Policy"]) == (200, PAGE_POLICY), name
         assert "no-store" in response["Cache-Control"]
         assert not re.search(r"<script(?![^>]* src=)|\son\w+=| style=", html)
         assert "All operations are frozen" in html

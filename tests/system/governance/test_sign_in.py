@@ -602,7 +602,8 @@ def set_policy(team: Team, state: str) -> Operation | None:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_what_each_way_of_coming_in_may_do_in_each_state_of_the_policy(state: str) -> None:
+def test_what_each_way_of_coming_in_may_do_in_each_state_of_the_policy(settings: LazySettings, state: str) -> None:
+    settings.PUBLIC_URL = f"http://{RP_ID}:8000"
     team, eve = make_team(), User.objects.create_superuser("eve")
     User.objects.filter(pk=team[1].user.pk).update(is_superuser=True)
     make_tenant("research")

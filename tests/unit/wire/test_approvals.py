@@ -94,105 +94,65 @@ def test_two_people_approve_with_passkeys_of_any_kind_key_files_or_both() -> Non
 BARE = ADA.passkey.private_key.sign(STATEMENT.digest, ECDSA(SHA256()))  # type: ignore[call-arg, arg-type]  # a P-256 key
 
 PROOF_ROWS: dict[Rule, dict[str, list[Any]]] = {
-    Rule.DUPLICATE_PROOF: {
-        "duplicate proof": approve(STATEMENT, [ADA, ADA]),
-        "same person, two keys": [ADA.approve(STATEMENT), ADA.approve(STATEMENT, key=ADA.second)],
-        "same person, passkey and key file": [ADA.approve(STATEMENT), ADA.approve(STATEMENT, key=ADA.key_file)],
-    },
+    Rule.DUPLICATE_PROOF: {"duplicate proof": approve(STATEMENT, [ADA, ADA]), "same person, two keys": [ADA.approve(STATEMENT),
+            ADA.approve(STATEMENT, key=ADA.second)], "same person, passkey and key file": [ADA.approve(STATEMENT),
+            ADA.approve(STATEMENT, key=ADA.key_file)]},
     Rule.TOO_FEW_APPROVERS: {"M-1 proofs": approve(STATEMENT, [ADA]), "no proof": []},
-    Rule.UNKNOWN_KEY: {
-        "same key under another approver": [ADA.approve(STATEMENT), renamed(ADA, "bob").approve(STATEMENT)],
-        "an approver nobody named": [renamed(ADA, "eve").approve(STATEMENT)],
-        "a key nobody named": [ADA.approve(STATEMENT, key=SoftPasskey())],
-        "passkey shown as a key file": edited(type="ed25519", clientDataJSON=..., authenticatorData=...),
-        "type unknown": edited(type="totp"), "type of the proof a list": edited(type=["webauthn"]),
+    Rule.UNKNOWN_KEY: {"same key under another approver": [ADA.approve(STATEMENT), renamed(ADA, "bob").approve(STATEMENT)],
+        "an approver nobody named": [renamed(ADA, "eve").approve(STATEMENT)], "a key nobody named": [ADA.approve(STATEMENT,
+            key=SoftPasskey())], "passkey shown as a key file": edited(type="ed25519", clientDataJSON=...,
+            authenticatorData=...), "type unknown": edited(type="totp"), "type of the proof a list": edited(type=["webauthn"]),
         "keyid a number": edited(keyid=7), "keyid a list": edited(keyid=[ADA.passkey.keyid]),
         "keyid left out": edited(keyid=...), "approver a list": edited(approver=["ada"]),
-        "approver in capitals": edited(approver="Ada"), "a proof that is text": ["proof"], "a proof that is null": [None],
-    },
-    Rule.WRONG_CHALLENGE: {
-        "proof for another statement": [ADA.approve(edit_statement(STATEMENT, opId="op-2")), BOB.approve(STATEMENT)],
+        "approver in capitals": edited(approver="Ada"), "a proof that is text": ["proof"], "a proof that is null": [None]},
+    Rule.WRONG_CHALLENGE: {"proof for another statement": [ADA.approve(edit_statement(STATEMENT, opId="op-2")),
+            BOB.approve(STATEMENT)],
         "challenge padded": ada_with(client_changes={"challenge": encode_bytes(STATEMENT.digest) + "="}),
         "challenge in hex": ada_with(client_changes={"challenge": STATEMENT.digest.hex()}),
         "challenge a list": ada_with(client_changes={"challenge": [encode_bytes(STATEMENT.digest)]}),
-        "challenge left out": ada_with(client_changes={"challenge": ...}),
-        "challenge without the domain": ada_with(
-            client_changes={"challenge": encode_bytes(hashlib.sha256(STATEMENT.raw).digest())}
-        ),
-    },
-    Rule.BAD_SIGNATURE: {
-        "key file proof for another statement": [
-            ADA.approve(edit_statement(STATEMENT, opId="op-2"), key=ADA.key_file),
-            BOB.approve(STATEMENT),
-        ],
-        "one bad proof beside enough good ones": [
-            *approve(STATEMENT, [ADA, BOB, CLEO]), {**DAN.approve(STATEMENT), "signature": ADA.approve(STATEMENT)["signature"]},
-        ],
+        "challenge left out": ada_with(client_changes={"challenge": ...}), "challenge without the domain": ada_with(
+        client_changes={"challenge": encode_bytes(hashlib.sha256(STATEMENT.raw).digest())})},
+    Rule.BAD_SIGNATURE: {"key file proof for another statement": [ADA.approve(edit_statement(STATEMENT, opId="op-2"),
+            key=ADA.key_file), BOB.approve(STATEMENT)], "one bad proof beside enough good ones": [*approve(STATEMENT, [ADA, BOB,
+            CLEO]), {**DAN.approve(STATEMENT), "signature": ADA.approve(STATEMENT)["signature"]}],
         "a passkey's signature over the bare digest": edited(signature=encode_bytes(BARE)),
-        "signed by another key file": [
-            {**KeyFile().sign(STATEMENT.digest, approver="ada"), "keyid": ADA.key_file.keyid}, BOB.approve(STATEMENT),
-        ],
-        "signed by another key": [
-            {**SoftPasskey().sign(STATEMENT.digest, approver="ada"), "keyid": ADA.passkey.keyid},
-            BOB.approve(STATEMENT),
-        ],
-        "HMAC with public key bytes": edited(
-            type="ed25519",
-            keyid=ADA.key_file.keyid,
-            clientDataJSON=...,
-            authenticatorData=...,
-            signature=encode_bytes(hmac.digest(ADA.key_file.public_key, STATEMENT.digest, "sha512")),
-        ),
-        "flags edited after signing": edited(
-            authenticatorData=encode_bytes(decode_bytes(ADA.approve(STATEMENT)["authenticatorData"]) + b"\0")
-        ),
-        "signature empty": edited(signature=""),
-    },
-    Rule.NOT_VERIFIED_BY_USER: {
-        "without user verification": ada_with(flags=USER_PRESENT),
-        "without user presence": ada_with(flags=USER_VERIFIED),
-    },
-    Rule.WRONG_ORIGIN: {
-        "wrong origin": ada_with(origin="https://muster.example.evil.example"),
+        "signed by another key file": [{**KeyFile().sign(STATEMENT.digest, approver="ada"), "keyid": ADA.key_file.keyid},
+            BOB.approve(STATEMENT)], "signed by another key": [{**SoftPasskey().sign(STATEMENT.digest, approver="ada"),
+            "keyid": ADA.passkey.keyid}, BOB.approve(STATEMENT)], "HMAC with public key bytes": edited(type="ed25519",
+            keyid=ADA.key_file.keyid, clientDataJSON=..., authenticatorData=...,
+            signature=encode_bytes(hmac.digest(ADA.key_file.public_key, STATEMENT.digest, "sha512"))),
+        "flags edited after signing": edited(authenticatorData=encode_bytes(decode_bytes(ADA.approve(STATEMENT)[
+        "authenticatorData"]) + b"\0")), "signature empty": edited(signature="")},
+    Rule.NOT_VERIFIED_BY_USER: {"without user verification": ada_with(flags=USER_PRESENT),
+        "without user presence": ada_with(flags=USER_VERIFIED)},
+    Rule.WRONG_ORIGIN: {"wrong origin": ada_with(origin="https://muster.example.evil.example"),
         "origin without TLS": ada_with(origin="http://muster.example"),
         "origin with a port": ada_with(origin="https://muster.example:8443"),
         "origin a list": ada_with(client_changes={"origin": ["https://muster.example"]}),
-        "origin an object": ada_with(client_changes={"origin": {}}),
-        "origin null": ada_with(client_changes={"origin": None}),
-        "origin left out": ada_with(client_changes={"origin": ...}),
-        "wrong RP id": ada_with(rp_id="evil.example"),
+        "origin an object": ada_with(client_changes={"origin": {}}), "origin null": ada_with(client_changes={"origin": None}),
+        "origin left out": ada_with(client_changes={"origin": ...}), "wrong RP id": ada_with(rp_id="evil.example"),
         "cross-origin": ada_with(client_changes={"crossOrigin": True}),
         "cross-origin as text": ada_with(client_changes={"crossOrigin": "true"}),
         "cross-origin a list": ada_with(client_changes={"crossOrigin": []}),
         "cross-origin zero": ada_with(client_changes={"crossOrigin": 0}),
-        "a top origin": ada_with(client_changes={"topOrigin": "https://muster.example"}),
-        "authenticator data cut short": edited(
-            authenticatorData=encode_bytes(decode_bytes(ADA.approve(STATEMENT)["authenticatorData"])[:36])
-        ),
-        "no authenticator data": edited(authenticatorData=""),
-    },
-    Rule.BAD_PROOF: {
-        "webauthn.create": ada_with(client_type="webauthn.create"),
+        "a top origin": ada_with(client_changes={"topOrigin": "https://muster.example"}), "authenticator data cut short":
+        edited(authenticatorData=encode_bytes(decode_bytes(ADA.approve(STATEMENT)["authenticatorData"])[:36])),
+        "no authenticator data": edited(authenticatorData="")},
+    Rule.BAD_PROOF: {"webauthn.create": ada_with(client_type="webauthn.create"),
         "type a list": ada_with(client_changes={"type": ["webauthn.get"]}),
         "client data no JSON": edited(clientDataJSON=encode_bytes(b"{")),
         "client data no UTF-8": edited(clientDataJSON=encode_bytes(b"\xff\xfe")),
-        "client data a list": edited(clientDataJSON=encode_bytes(b"[]")),
-        "client data with a name twice": edited(
-            clientDataJSON=encode_bytes(b'{"type":"webauthn.create","type":"webauthn.get"}')
-        ),
+        "client data a list": edited(clientDataJSON=encode_bytes(b"[]")), "client data with a name twice": edited(
+        clientDataJSON=encode_bytes(b'{"type":"webauthn.create","type":"webauthn.get"}')),
         "client data nested without end": edited(clientDataJSON=encode_bytes(b"[" * 60_000)),
-        "client data without end": edited(clientDataJSON="A" * 1_000_000),
-        "one member more": edited(comment="fine by me"),
-        "one member less": edited(signature=...),
-        "signature null": edited(signature=None),
+        "client data without end": edited(clientDataJSON="A" * 1_000_000), "one member more": edited(comment="fine by me"),
+        "one member less": edited(signature=...), "signature null": edited(signature=None),
         "signature a list": edited(signature=[]),
         "signature padded": edited(signature=ADA.approve(STATEMENT)["signature"] + "="),
-        "signature in plain base64": edited(signature="+/+/"),
-        "a crowd of proofs": approve(STATEMENT, [ADA]) * (MAX_PROOFS + 1),
-    },
-    Rule.WRONG_KEY_CLASS: {
-        "a break-glass key for routine work": [ADA.approve(STATEMENT, key=ADA.break_glass), BOB.approve(STATEMENT)]
-    },
+        "signature in plain base64": edited(signature="+/+/"), "a crowd of proofs": approve(STATEMENT,
+            [ADA]) * (MAX_PROOFS + 1)},
+    Rule.WRONG_KEY_CLASS: {"a break-glass key for routine work": [ADA.approve(STATEMENT, key=ADA.break_glass),
+            BOB.approve(STATEMENT)]},
 }  # fmt: skip
 
 

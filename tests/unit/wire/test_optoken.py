@@ -119,57 +119,33 @@ def test_an_l1_signature_may_be_hex_or_base64url() -> None:
 
 
 SIGNATURE_ROWS: dict[Reason, dict[str, Token]] = {
-    Reason.BAD_SIGNATURE: {
-        "wrong key, L0": make_l0(OTHER_KEY),
-        "wrong key, L1": make_l1(OTHER_KEY),
-        "known kid of another key": edited(make_l1(), kid=""),
-        "algorithm swap to SHA-1": with_mac(make_l0(), "sha1"),
-        "algorithm swap to SHA-512": with_mac(make_l1(), "sha512"),
-        "algorithm swap to SHA-512, cut to length": {**make_l0(), "signature": with_mac(make_l0(), "sha512")["signature"][:64]},
-        "algorithm none, named in the token": {**l1(alg="none"), "signature": ""},
-        "plain hash instead of a MAC": {
-            **make_l0(),
-            "signature": hashlib.sha256(json.dumps(make_l0()["opToken"], sort_keys=True).encode()).hexdigest(),
-        },
-        "empty signature": {**make_l0(), "signature": ""},
-        "signature cut short": {**make_l0(), "signature": make_l0()["signature"][:-2]},
-        "signature with more behind it": {**make_l0(), "signature": make_l0()["signature"] + "00"},
-        "signature not ASCII": {**make_l0(), "signature": "é" * 64},
+    Reason.BAD_SIGNATURE: {"wrong key, L0": make_l0(OTHER_KEY), "wrong key, L1": make_l1(OTHER_KEY),
+        "known kid of another key": edited(make_l1(), kid=""), "algorithm swap to SHA-1": with_mac(make_l0(), "sha1"),
+        "algorithm swap to SHA-512": with_mac(make_l1(), "sha512"), "algorithm swap to SHA-512, cut to length": {**make_l0(),
+            "signature": with_mac(make_l0(), "sha512")["signature"][:64]},
+        "algorithm none, named in the token": {**l1(alg="none"), "signature": ""}, "plain hash instead of a MAC": {**make_l0(),
+            "signature": hashlib.sha256(json.dumps(make_l0()["opToken"], sort_keys=True).encode()).hexdigest()},
+        "empty signature": {**make_l0(), "signature": ""}, "signature cut short": {**make_l0(),
+            "signature": make_l0()["signature"][:-2]}, "signature with more behind it": {**make_l0(),
+            "signature": make_l0()["signature"] + "00"}, "signature not ASCII": {**make_l0(), "signature": "é" * 64},
         "signature in digits of another script": {**make_l0(), "signature": "٣" * 64},
         "non-canonical encoding: blanks in the hex": {**make_l0(), "signature": " ".join(make_l0()["signature"])},
         "non-canonical encoding: capitals in the hex": {**make_l0(), "signature": make_l0()["signature"].upper()},
-        "non-canonical encoding: base64url at L0": {
-            **make_l0(),
-            "signature": base64.urlsafe_b64encode(bytes.fromhex(make_l0()["signature"])).decode(),
-        },
-        # The last of 43 characters carries four bits; the next letter differs in the two that carry nothing.
-        "non-canonical encoding: unused bits set": {
-            **make_l1(),
-            "signature": make_l1()["signature"][:-1] + chr(ord(make_l1()["signature"][-1]) + 1),
-        },
-        "L1 claims signed by the rule of L0": {
-            **make_l1(),
-            "signature": hmac.new(KEY, json.dumps(make_l1()["opToken"], sort_keys=True).encode(), "sha256").hexdigest(),
-        },
-        "L1 token stripped down to L0": {
-            **make_l1(),
-            "opToken": {name: item for name, item in make_l1()["opToken"].items() if name in make_l0()["opToken"]},
-        },
-        "L1 token without its version": {
-            **make_l1(),
-            "opToken": {name: item for name, item in make_l1()["opToken"].items() if name != "v"},
-        },
-        "signature of another token": {**make_l0(), "signature": make_l0(nonce="another-nonce")["signature"]},
-    },
-    Reason.UNKNOWN_KEY: {
-        "unknown kid": make_l1(kid="2031-01"),
-        "unknown kid, edited into a signed token": edited(make_l1(), kid="2031-01"),
-        "kid of another type": l1(kid=7),
-        "kid left out": l1(kid=...),
-    },
+        "non-canonical encoding: base64url at L0": {**make_l0(),
+            "signature": base64.urlsafe_b64encode(bytes.fromhex(make_l0()["signature"])).decode()},
+        "non-canonical encoding: unused bits set": {**make_l1(),
+            "signature": make_l1()["signature"][:-1] + chr(ord(make_l1()["signature"][-1]) + 1)},
+        "L1 claims signed by the rule of L0": {**make_l1(), "signature": hmac.new(KEY, json.dumps(make_l1()["opToken"],
+            sort_keys=True).encode(), "sha256").hexdigest()}, "L1 token stripped down to L0": {**make_l1(),
+            "opToken": {name: item for name, item in make_l1()["opToken"].items() if name in make_l0()["opToken"]}},
+        "L1 token without its version": {**make_l1(), "opToken": {name: item for name,
+            item in make_l1()["opToken"].items() if name != "v"}}, "signature of another token": {**make_l0(),
+            "signature": make_l0(nonce="another-nonce")["signature"]}},
+    Reason.UNKNOWN_KEY: {"unknown kid": make_l1(kid="2031-01"), "unknown kid, edited into a signed token": edited(make_l1(),
+            kid="2031-01"), "kid of another type": l1(kid=7), "kid left out": l1(kid=...)},
     Reason.BAD_FIELD: {"algorithm named in the token, well signed": l1(alg="HS256")},
     Reason.UNKNOWN_VERSION: {"version 2": l1(v=2), "version as text": l1(v="1")},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("token", "reason"), by_outcome(SIGNATURE_ROWS))
@@ -446,56 +422,41 @@ def flush(**params: object) -> Token:
 
 
 L2_ROWS: dict[str, tuple[Token, dict[str, Any], str]] = {
-    "statement altered by a byte": (
-        {**make_l2(), "statement": encode_bytes(STATEMENT.raw.replace(b'"maxUses":1', b'"maxUses":9'))}, {},
-        Reason.WRONG_STATEMENT,
-    ),
+    "statement altered by a byte": ({**make_l2(), "statement": encode_bytes(STATEMENT.raw.replace(b'"maxUses":1',
+            b'"maxUses":9'))}, {}, Reason.WRONG_STATEMENT),
     "statement altered and bound anew": (make_l2(statement=edit_statement(STATEMENT, maxUses=9)), {}, Rule.TOO_MANY_USES),
-    "a longer window": (
-        make_l2(statement=edit_statement(STATEMENT, notAfter=STATEMENT.not_after + 1)), {}, Rule.WRONG_CHALLENGE,
-    ),
-    "a target more": (
-        make_l2(statement=edit_statement(STATEMENT, targets=[BOX, "box-9", "box-8"])), {}, Rule.WRONG_CHALLENGE,
-    ),
+    "a longer window": (make_l2(statement=edit_statement(STATEMENT, notAfter=STATEMENT.not_after + 1)), {},
+        Rule.WRONG_CHALLENGE),
+    "a target more": (make_l2(statement=edit_statement(STATEMENT, targets=[BOX, "box-9", "box-8"])), {}, Rule.WRONG_CHALLENGE),
     "approved for another box": (signed(edit_statement(STATEMENT, targets=["box-9"])), {}, Reason.WRONG_TARGET),
-    "approved for wildcards": (
-        signed(edit_statement(STATEMENT, targets=["*", "box-*", BOX + " x"])), {}, Reason.WRONG_TARGET,
-    ),
-    "one approved, true asked": (
-        signed(make_statement(POLICY, params={"modelId": MODEL, "force": 1}), params_digest=params_digest(TRUES)),
-        {"params": TRUES}, Reason.WRONG_PARAMS,
-    ),
-    **{f"a body with {name}, which nobody could sign": (
-        make_l2(params_digest=params_digest(PARAMS if name == "a float" else {**PARAMS, "x": value})),
-        {"params": {**PARAMS, "x": value}}, Reason.UNSIGNABLE_PARAMS,
-    ) for name, value in (("a float", 0.5), ("null", {"inner": None}), ("lines", "two\nlines"), ("bidi", "\u202egnp.exe"))},
+    "approved for wildcards": (signed(edit_statement(STATEMENT, targets=["*", "box-*", BOX + " x"])), {}, Reason.WRONG_TARGET),
+    "one approved, true asked": (signed(make_statement(POLICY, params={"modelId": MODEL, "force": 1}),
+            params_digest=params_digest(TRUES)), {"params": TRUES}, Reason.WRONG_PARAMS),
+    **{f"a body with {name}, which nobody could sign": (make_l2(params_digest=params_digest(PARAMS if name == "a float" else {
+    **PARAMS, "x": value})), {"params": {**PARAMS, "x": value}}, Reason.UNSIGNABLE_PARAMS) for name, value in (("a float", 0.5),
+            ("null", {"inner": None}), ("lines", "two\nlines"), ("bidi", "\u202egnp.exe"))},
     "another flush": (flush(scope="all"), FLUSH_REQUEST, Reason.WRONG_PARAMS),
     "flush of another tenant": (flush(scope="tenant", tenantId="community-y"), FLUSH_REQUEST, Reason.WRONG_PARAMS),
     "flush of no tenant": (flush(scope="tenant"), FLUSH_REQUEST, Reason.WRONG_PARAMS),
-    "a body without its model": (
-        signed(make_statement(POLICY, params=AWQ), params_digest=params_digest(AWQ)), {"params": AWQ}, Reason.WRONG_MODEL,
-    ),
+    "a body without its model": (signed(make_statement(POLICY, params=AWQ), params_digest=params_digest(AWQ)), {"params": AWQ},
+        Reason.WRONG_MODEL),
     "approved for another operation": (stated(operation="model-unload", op_class="model-unload"), {}, Reason.WRONG_OPERATION),
-    "under a policy of the same people with other origins": (
-        stated(make_policy(PEOPLE, origins=["https://elsewhere.example"]), PEOPLE), {}, Rule.WRONG_POLICY,
-    ),
-    "under a policy to come": (stated(NEWER, PEOPLE), {}, Rule.WRONG_POLICY),
+    "under a policy of the same people with other origins": (stated(make_policy(PEOPLE, origins=["https://elsewhere.example"]),
+            PEOPLE), {}, Rule.WRONG_POLICY), "under a policy to come": (stated(NEWER, PEOPLE), {}, Rule.WRONG_POLICY),
     "under the policy of the attacker": (stated(make_policy(GANG), GANG[:2]), {}, Rule.WRONG_POLICY),
     "by people of the attacker": (stated(POLICY, GANG[:2]), {}, Rule.UNKNOWN_KEY),
     "M-1 proofs": (make_l2(proofs=PROOFS[:1]), {}, Rule.TOO_FEW_APPROVERS),
     "no proof": (make_l2(proofs=[]), {}, Rule.TOO_FEW_APPROVERS),
-    "one proof and the names that the issuer lists": (
-        make_l2(grant=make_grant(signers=["ada", "bob", "cleo"]), proofs=PROOFS[:1]), {}, Rule.TOO_FEW_APPROVERS,
-    ),
+    "one proof and the names that the issuer lists": (make_l2(grant=make_grant(signers=["ada", "bob", "cleo"]),
+            proofs=PROOFS[:1]), {}, Rule.TOO_FEW_APPROVERS),
     "a second use of what is approved for once": (make_l2(use=2), {}, Rule.TOO_MANY_USES),
     "a use more than people said": (signed(STANDING, use=4), {}, Rule.TOO_MANY_USES),
-    **{f"a statement that is {name}": ({**make_l2(), "statement": statement}, {}, rule) for name, statement, rule in (
-        ("no text", 7, Rule.BAD_PROOF), ("null", None, Rule.BAD_PROOF), ("not JSON", encode_bytes(b"no"), Rule.NOT_CANONICAL),
-        ("padded", encode_bytes(STATEMENT.raw) + "=", Rule.BAD_PROOF), ("empty", "", Rule.NOT_CANONICAL),
-        ("led by a blank", " " + encode_bytes(STATEMENT.raw), Rule.BAD_PROOF),
-        ("spaced", encode_bytes(STATEMENT.raw.replace(b'":', b'": ')), Rule.NOT_CANONICAL),
-        ("a policy", encode_bytes(make_policy_bytes(PEOPLE)), Rule.BAD_STATEMENT),
-    )},
+    **{f"a statement that is {name}": ({**make_l2(), "statement": statement}, {}, rule) for name, statement,
+        rule in (("no text", 7, Rule.BAD_PROOF), ("null", None, Rule.BAD_PROOF), ("not JSON", encode_bytes(b"no"),
+            Rule.NOT_CANONICAL), ("padded", encode_bytes(STATEMENT.raw) + "=", Rule.BAD_PROOF), ("empty", "",
+            Rule.NOT_CANONICAL), ("led by a blank", " " + encode_bytes(STATEMENT.raw), Rule.BAD_PROOF), ("spaced",
+            encode_bytes(STATEMENT.raw.replace(b'":', b'": ')), Rule.NOT_CANONICAL), ("a policy",
+            encode_bytes(make_policy_bytes(PEOPLE)), Rule.BAD_STATEMENT))},
 }  # fmt: skip
 
 
