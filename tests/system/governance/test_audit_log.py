@@ -394,7 +394,7 @@ def test_a_box_that_saw_what_the_log_says_is_kept_as_a_witness_once() -> None:
     assert (verdict.status, verdict.witnesses, verdict.unproven) == (Status.GOOD, 1, 0)
 
 
-def test_a_box_that_makes_up_a_checkpoint_leaves_no_mark_on_the_log() -> None:
+def test_a_box_that_makes_up_a_checkpoint_or_did_not_sign_leaves_no_mark_on_the_log() -> None:
     append(5)
     note = make().note
     forged = Ed25519PrivateKey.generate()
@@ -404,6 +404,10 @@ def test_a_box_that_makes_up_a_checkpoint_leaves_no_mark_on_the_log() -> None:
         for size in (900, 3, 5):
             with pytest.raises(InvalidWitness, match="shows no checkpoint"):
                 tell(size, bytes(32), note=shown)
+    unsigned = {"signer": Ed25519PrivateKey.generate()}
+    for size, seen, how in ((5, root_at(5), unsigned), (5, b"short", {}), (-1, bytes(32), {}), (2**63, bytes(32), {})):
+        with pytest.raises(InvalidWitness):
+            tell(size, seen, **how)
     assert not WitnessStatement.objects.exists()
     assert not AuditEvent.objects.filter(action="audit.witness_alarm").exists()
     assert judge_database().status is Status.GOOD
@@ -451,18 +455,6 @@ def test_a_log_written_anew_with_all_its_checkpoints_is_told_by_a_box() -> None:
     assert tell(6, seen, note=made.note) is WitnessStatus.INCONSISTENT
     assert AuditEvent.objects.filter(action="audit.witness_alarm").count() == 1
     assert judge_database().status is Status.INCONSISTENT
-
-
-def test_a_statement_that_the_box_did_not_sign_counts_for_nothing() -> None:
-    append(3)
-    with pytest.raises(InvalidWitness):
-        tell(3, root_at(3), signer=Ed25519PrivateKey.generate())
-    with pytest.raises(InvalidWitness):
-        tell(3, b"short")
-    for size in (-1, 2**63):
-        with pytest.raises(InvalidWitness):
-            tell(size, bytes(32))
-    assert not WitnessStatement.objects.exists()
 
 
 def test_a_stolen_box_cannot_fill_the_log_with_alarms() -> None:
@@ -513,13 +505,10 @@ def test_the_database_writes_the_canonical_bytes_of_an_event(detail: dict[str, o
     )
 
 
-@pytest.mark.parametrize("detail", [{"share": 0.5}, {"é": 1}, {"n": 2**53}], ids=["float", "key", "integer"])
-def test_a_detail_that_readers_could_read_differently_is_refused(detail: dict[str, object]) -> None:
-    with pytest.raises(NotCanonical):
-        record_event(actor="user:ada", action="node.drain", target="node_1", detail=detail)
-
-
-def test_nobody_can_give_an_event_other_bytes_than_its_own() -> None:
+def test_no_event_has_a_detail_that_readers_could_read_differently_or_other_bytes_than_its_own() -> None:
+    for detail in ({"share": 0.5}, {"é": 1}, {"n": 2**53}):
+        with pytest.raises(NotCanonical):
+            record_event(actor="user:ada", action="node.drain", target="node_1", detail=detail)
     event = AuditEvent.objects.create(actor="user:eve", action="node.drain", body=b'{"actor":"user:ada"}')
     event.refresh_from_db()
     assert b'"actor":"user:eve"' in bytes(event.body)

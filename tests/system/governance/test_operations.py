@@ -301,33 +301,25 @@ def test_a_freeze_stops_what_is_approved_until_a_quorum_lifts_it_by_its_name(tea
     assert run_of(waiting).state == RunState.SUCCEEDED.value
 
 
-def test_what_was_signed_for_one_freeze_does_not_end_a_later_one(team: Team) -> None:
+def test_what_was_signed_for_one_freeze_or_for_none_does_not_end_a_later_one(team: Team) -> None:
     freeze(team, "one")
-    one, other, third = ask(team), ask(team), ask(team)
+    one, other, third, old = ask(team), ask(team), ask(team), ask(team)
+    statement = read_statement(canonical(json.loads(bytes(old.statement)) | {"params": {}}))  # before freezes were named
+    Operation.objects.filter(pk=old.pk).update(statement=statement.raw, digest=statement.digest.hex())
+    old.refresh_from_db()
+    run = carry_out(team, old)
+    assert (run.state, "names no freeze" in run.message) == (RunState.FAILED.value, True)
     carry_out(team, one)
     assert services.read_freeze() is None
     assert "not frozen any more" in carry_out(team, third).message
     later = freeze(team, "two")
     Freeze.objects.filter(pk=later.pk).update(frozen_at=other.requested_at - timedelta(seconds=5))  # a clock that was wrong
-    assert (
-        "another one, by dan" in find_kind("unfreeze").describe([], read_statement(bytes(other.statement)).params).lines[0].now
-    )
+    told = find_kind("unfreeze").describe([], read_statement(bytes(other.statement)).params)
+    assert "another one, by dan" in told.lines[0].now
     run = carry_out(team, other)
     assert (run.state, run.code) == (RunState.FAILED.value, "state_changed")
     assert "ask for unfreeze again" in run.message
     assert services.read_freeze() == later
-
-
-def test_what_was_signed_before_freezes_were_named_ends_none(team: Team) -> None:
-    freeze(team, "one")
-    operation = ask(team)
-    statement = read_statement(canonical(json.loads(bytes(operation.statement)) | {"params": {}}))
-    Operation.objects.filter(pk=operation.pk).update(statement=statement.raw, digest=statement.digest.hex())
-    operation.refresh_from_db()
-    run = carry_out(team, operation)
-    assert run.state == RunState.FAILED.value
-    assert "names no freeze" in run.message
-    assert services.read_freeze() is not None
 
 
 # Proofs that were taken back or dropped, and who brought one

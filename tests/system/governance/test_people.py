@@ -16,13 +16,12 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
-from django.urls import reverse
 from django.utils import timezone
 
 from core.models import User
 from core.throttle import AuthThrottle
 from governance.errors import AdminTokenNotFound, NotPermitted
-from governance.models import AdminToken, ApproverKey, AuditEvent, Invitation, PolicyVersion
+from governance.models import AdminToken, ApproverKey, AuditEvent, PolicyVersion
 from governance.services import admin_tokens, create_admin_token, revoke_admin_token, verify_admin_token
 from governance.services.approver_keys import add_key_file, list_keys
 from governance.services.people import create_invitation
@@ -35,7 +34,6 @@ from wire.optoken.approval import encode_bytes
 
 pytestmark = [pytest.mark.django_db, pytest.mark.timeout(180)]
 JSON = "application/json"
-STRICT = "default-src 'none'; script-src 'self'; style-src 'self'"
 
 
 @pytest.fixture
@@ -171,23 +169,6 @@ def test_the_shell_invites_and_makes_people(site: None) -> None:
             run("invite", *wrong)
 
 
-def test_an_administrator_makes_and_invites_people(site: None, boss: Client) -> None:
-    form = {"username": "bob", "usable_password": "false"}
-    assert boss.post("/admin/controlplane/user/add/", form).status_code == 302
-    bob = User.objects.get(username="bob")
-    assert not bob.has_usable_password()
-    link = f"/admin/controlplane/user/{bob.pk}/invite/"
-    assert "Invite bob?" in boss.get(link).content.decode()
-    assert not Invitation.objects.exists()
-    response = boss.post(link)
-    assert "no-store" in response.headers["Cache-Control"]
-    (path,) = re.findall(r"https://muster\.example(/sign-in/invitation/[\w-]{43})", response.content.decode())
-    assert Client().get(path).status_code == 200
-    assert AuditEvent.objects.get(action="invitation.create").actor == "user:ada"
-    User.objects.filter(pk=bob.pk).update(is_active=False)
-    assert "switched off" in boss.post(link).content.decode()
-
-
 def test_who_has_keys_or_is_an_administrator_is_invited_by_administrators_alone(ada: User, boss: Client) -> None:
     clerk, client = make_clerk()
     ben = User.objects.create_user("ben")
@@ -264,16 +245,6 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_checked", [False, True])
-def test_every_answer_below_these_paths_has_the_strict_policy_also_where_it_is_an_error(*, is_checked: bool) -> None:
-    for method, path in ANSWERS:
-        response = getattr(Client(enforce_csrf_checks=is_checked), method)(path)
-        assert response.headers["Content-Security-Policy"].startswith(STRICT), (path, response.status_code)
-        assert "unsafe" not in response.headers["Content-Security-Policy"]
-        assert response.headers["X-Frame-Options"] == "DENY"
-        assert "no-store" in response.headers["Cache-Control"]
-
-
 # Admin tokens
 
 
@@ -296,18 +267,14 @@ def test_a_new_token_is_accepted_and_only_its_digest_is_stored() -> None:
     assert verify_admin_token(text) is None
 
 
-def test_what_is_not_exactly_a_token_is_refused() -> None:
-    _, text = create_admin_token(name="deploy", actor="user:ada")
+def test_what_is_not_exactly_a_token_is_refused_and_a_revoked_one_too() -> None:
+    token, text = create_admin_token(name="deploy", actor="user:ada")
     forged = mint_credential(CredentialKind.ADMIN).text
     same_id = f"msa_{text.split('_')[1]}_{forged.split('_')[2]}"
     others = [mint_credential(kind).text for kind in (CredentialKind.CLIENT, CredentialKind.WORKER)]
     around = [text[:-1], text + "x", text.replace("msa_", "mst_"), text.upper(), " " + text]
     for wrong in ("", "msa_", forged, same_id, *around, *others):
         assert verify_admin_token(wrong) is None, wrong
-
-
-def test_a_revoked_token_is_refused_and_revoking_twice_records_once() -> None:
-    token, text = create_admin_token(name="deploy", actor="user:ada")
     first, again = (revoke_admin_token(token_id=token.pk, actor="user:bob") for _ in range(2))
     assert first.revoked_at == again.revoked_at is not None
     assert verify_admin_token(text) is None
@@ -346,21 +313,3 @@ def test_an_unknown_id_and_a_wrong_secret_take_the_same_steps(kind: str, monkeyp
     with CaptureQueriesContext(connection) as queries:
         assert verify_admin_token(wrong) is None
     assert (len(queries), compared) == (1, [32])
-
-
-def test_a_new_token_is_shown_exactly_once_and_revoked_after_a_question(boss: Client) -> None:
-    response = boss.post(reverse("admin:governance_admintoken_add"), {"name": "deploy"})
-    assert "no-store" in response["Cache-Control"]
-    (text,) = re.findall(r"msa_[0-9A-Za-z_]{51}", response.content.decode())
-    token = verify_admin_token(text)
-    assert token is not None
-    for name, arguments in (("changelist", []), ("change", [token.pk])):
-        shown = boss.get(reverse(f"admin:governance_admintoken_{name}", args=arguments)).content.decode()
-        assert "deploy" in shown
-        assert text not in shown
-    assert text not in str(dict(boss.session))
-    url = reverse("admin:governance_admintoken_confirm", args=[token.pk, "revoke"])
-    assert "Revoke: deploy?" in boss.get(url).content.decode()
-    assert verify_admin_token(text) is not None
-    assert "Revoked the admin token deploy" in boss.post(url, follow=True).content.decode()
-    assert verify_admin_token(text) is None

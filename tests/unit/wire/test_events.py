@@ -193,45 +193,36 @@ def test_the_usage_chunk_is_read_and_dropped_only_when_the_box_asked_for_it(cuts
     reader = StreamReader(drops_usage=drops)
     out = b"".join([*(reader.feed(piece) for piece in cut_up(data, cuts) if piece), reader.finish()])
     assert out == (kept if drops else data)
-    assert reader.usage() == TokenCounts(prompt_tokens=3, completion_tokens=4, total_tokens=7)
+    assert reader.usage() == count(3, 4, 7)
 
 
-def test_chunks_with_null_usage_or_filter_results_stay() -> None:
+def count(prompt: int, completion: int, total: int) -> TokenCounts:
+    return TokenCounts(prompt_tokens=prompt, completion_tokens=completion, total_tokens=total)
+
+
+def read_body(*pieces: bytes) -> tuple[bytes, TokenCounts | None]:
+    reader = BodyReader(is_readable=True)
+    return b"".join([*map(reader.feed, pieces), reader.finish()]), reader.usage()
+
+
+def test_usage_is_understood_in_every_shape_and_up_to_a_size() -> None:
     first = b'data: {"choices":[],"usage":null,"prompt_filter_results":[]}\n\n'
-    reader = StreamReader(drops_usage=True)
-    assert reader.feed(first) == first
-    assert reader.usage() is None
-
-
-def test_usage_of_anthropic_and_responses_streams_is_understood() -> None:
-    anthropic = StreamReader(drops_usage=False)
-    anthropic.feed(b'event: message_start\ndata: {"message":{"usage":{"input_tokens":9,"output_tokens":1}}}\n\n')
-    anthropic.feed(b'event: message_delta\ndata: {"delta":{},"usage":{"output_tokens":5}}\n\n')
-    assert anthropic.usage() == TokenCounts(prompt_tokens=9, completion_tokens=5, total_tokens=14)
-    responses = StreamReader(drops_usage=False)
-    responses.feed(
-        b'data: {"type":"response.completed","response":{"usage":{"input_tokens":1,"output_tokens":2,"total_tokens":3}}}\n\n'
-    )
-    assert responses.usage() == TokenCounts(prompt_tokens=1, completion_tokens=2, total_tokens=3)
-
-
-def test_usage_of_an_unstreamed_answer_is_read_up_to_a_size() -> None:
+    for events, counts in (
+        ([first], None),
+        ([b'event: message_start\ndata: {"message":{"usage":{"input_tokens":9,"output_tokens":1}}}\n\n',
+          b'event: message_delta\ndata: {"delta":{},"usage":{"output_tokens":5}}\n\n'], (9, 5, 14)),
+        ([typed("response.completed", response={"usage": {"input_tokens": 1, "output_tokens": 2, "total_tokens": 3}})],
+          (1, 2, 3)),
+    ):  # fmt: skip
+        reader = StreamReader(drops_usage=counts is None)
+        assert b"".join(map(reader.feed, events)) == b"".join(events)
+        assert reader.usage() == (counts and count(*counts))
     answer = b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":2}}'
-    reader = BodyReader(is_readable=True)
-    assert b"".join([reader.feed(answer[:20]), reader.feed(answer[20:]), reader.finish()]) == answer
-    assert reader.usage() == TokenCounts(prompt_tokens=1, completion_tokens=2, total_tokens=3)
-    large = BodyReader(is_readable=True)
-    large.feed(b" " * (WIRE.usage_body_bytes + 1))
-    large.feed(answer)
-    assert large.usage() is None
+    assert read_body(answer[:20], answer[20:]) == (answer, count(1, 2, 3))
+    assert read_body(b" " * (WIRE.usage_body_bytes + 1), answer)[1] is None
     assert BodyReader(is_readable=False).usage() is None
-
-
-@pytest.mark.parametrize("answer", [b"", b"not json", b"[]", b'{"usage":"much"}', b'{"usage":{"prompt_tokens":-1}}'])
-def test_nonsense_is_no_usage(answer: bytes) -> None:
-    reader = BodyReader(is_readable=True)
-    reader.feed(answer)
-    assert reader.usage() is None
+    for nonsense in (b"", b"not json", b"[]", b'{"usage":"much"}', b'{"usage":{"prompt_tokens":-1}}'):
+        assert read_body(nonsense)[1] is None
 
 
 @pytest.mark.parametrize(
@@ -350,51 +341,35 @@ HINT = "image input is not supported - hint: if this is unexpected, you may need
 
 
 @pytest.mark.parametrize(
-    ("status", "blame"),
-    [(400, Blame.CALLER), (401, Blame.INSTALLATION), (402, Blame.INSTALLATION), (403, Blame.INSTALLATION), (404,
-            Blame.INSTALLATION), (405, Blame.INSTALLATION), (408, Blame.INSTALLATION), (409, Blame.INSTALLATION), (410,
-            Blame.INSTALLATION), (413, Blame.CALLER), (415, Blame.CALLER), (418, Blame.INSTALLATION), (422, Blame.CALLER), (424,
-            Blame.INSTALLATION), (429, Blame.CAPACITY), (500, Blame.INSTALLATION), (501, Blame.INSTALLATION), (502,
-            Blame.INSTALLATION), (503, Blame.CAPACITY), (504, Blame.INSTALLATION), (529, Blame.CAPACITY)],
-)  # fmt: skip
-def test_a_status_of_an_engine_says_whose_fault_it_is(status: int, blame: Blame) -> None:
-    assert judge_error(status) is blame
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "blame"),
-    [(403, "remote_not_allowed", Blame.CALLER), (429, "spending_cap_reached", Blame.CALLER), (429, "rate_limit_exceeded",
-            Blame.CAPACITY), (400, "invalid_request", Blame.CALLER), (403, 403, Blame.INSTALLATION), (403, None,
-            Blame.INSTALLATION)],
-)  # fmt: skip
-def test_a_runner_says_by_its_code_that_the_caller_has_to_change_something(status: int, code: object, blame: Blame) -> None:
-    assert judge_error(status, code) is blame
-
-
-@pytest.mark.parametrize(
-    ("status", "message", "corrected"),
+    ("blame", "statuses", "codes"),
     [
-        (500, HINT, 400),  # llama.cpp
-        (500, "image input is not supported by this server", 400),  # llama.cpp in May 2025
-        (500, "audio input is not supported - hint: if this is unexpected, you may need to provide the mmproj", 400),
-        (500, 'Failed to parse messages: Unsupported content part type: "image_url"; messages = [', 400),  # older llama.cpp
-        (501, "unsupported content[].type", 400),
-        (500, 'Failed to parse tools: Unsupported tool type: {"type":"nonsense"}; tools = [', 400),
-        (500, "Failed to parse tool call arguments as JSON", 400),
-        (500, "Failed to parse input at pos 0: <|tool", 500),  # of what the model generated
-        (500, "this model is missing data required for image input", 400),  # Ollama
-        (500, "this model does not support image input", 400),
-        (500, "llama3 is not a multimodal model", 400),  # vLLM says so with 400 by itself
-        (500, "At most 0 image(s) may be provided in one prompt.", 400),
-        (400, "llama3 is not a multimodal model", 400),
-        (422, HINT, 422),
-        (503, HINT, 503),
-        (401, HINT, 401),
-        (500, "CUDA error: out of memory", 500),
-        (500, "failed to process image: out of memory", 500),
-        (500, "", 500),
+        (Blame.CALLER, (400, 413, 415, 422),
+         [(403, "remote_not_allowed"), (429, "spending_cap_reached"), (400, "invalid_request")]),
+        (Blame.CAPACITY, (429, 503, 529), [(429, "rate_limit_exceeded")]),
+        (Blame.INSTALLATION, (401, 402, 403, 404, 405, 408, 409, 410, 418, 424, 500, 501, 502, 504), [(403, 403), (403, None)]),
     ],
-)
+)  # fmt: skip
+def test_status_and_code_of_an_engine_say_whose_fault_it_is(
+    blame: Blame, statuses: tuple[int, ...], codes: list[tuple[int, object]]
+) -> None:
+    assert {judge_error(status) for status in statuses} | {judge_error(*each) for each in codes} == {blame}
+
+
+AUDIO = "audio input is not supported - hint: if this is unexpected, you may need to provide the mmproj"
+OLDER_LLAMA = 'Failed to parse messages: Unsupported content part type: "image_url"; messages = ['
+CORRECTED: list[tuple[int, str, int]] = [  # what llama.cpp, Ollama and vLLM say; of what a model generated, and of faults, last
+    (500, HINT, 400), (500, "image input is not supported by this server", 400), (500, AUDIO, 400), (500, OLDER_LLAMA, 400),
+    (501, "unsupported content[].type", 400), (500, "Failed to parse tool call arguments as JSON", 400),
+    (500, 'Failed to parse tools: Unsupported tool type: {"type":"nonsense"}; tools = [', 400),
+    (500, "this model is missing data required for image input", 400), (500, "this model does not support image input", 400),
+    (500, "llama3 is not a multimodal model", 400), (500, "At most 0 image(s) may be provided in one prompt.", 400),
+    (400, "llama3 is not a multimodal model", 400), (422, HINT, 422), (503, HINT, 503), (401, HINT, 401),
+    (500, "Failed to parse input at pos 0: <|tool", 500), (500, "CUDA error: out of memory", 500),
+    (500, "failed to process image: out of memory", 500), (500, "", 500),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "message", "corrected"), CORRECTED)
 def test_what_no_node_could_take_is_the_callers_mistake_whatever_the_engine_calls_it(
     status: int, message: str, corrected: int
 ) -> None:
