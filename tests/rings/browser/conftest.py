@@ -155,21 +155,22 @@ def press(page: Page, name: str, *, exact: bool = False) -> None:
     button.click()
 
 
-def find_violations(page: Page, part: str = "#content") -> list[str]:
+def find_violations(page: Page, part: str = "#content", *, is_dark_too: bool = True) -> list[str]:
     """Return what axe-core finds in a part of the page that is serious, in the light, and of colours in the dark."""
     page.wait_for_load_state()
     page.evaluate(AXE)
     found = []
-    for scheme, rules in (("light", "{}"), ("dark", "{runOnly: ['color-contrast']}")):
+    for scheme, rules in (("light", "{}"), ("dark", "{runOnly: ['color-contrast']}"))[: 1 + is_dark_too]:
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
         page.evaluate(f"document.documentElement.classList.toggle('dark', {str(scheme == 'dark').lower()})")
         page.evaluate("document.getAnimations().forEach((change) => change.cancel())")  # colours half-way are nobody's
-        result: dict[str, Any] = page.evaluate(
-            f"axe.run('{part}', {{...{rules}, resultTypes: ['violations'], preload: false}})"
-        )
+        run = f"axe.run('{part}', {{...{rules}, resultTypes: ['violations'], preload: false}})"
         found += [
-            f"{scheme}: {violation['id']} {node['target']} {node['failureSummary']}" for violation in result[
-            "violations"] for node in violation["nodes"] if violation["impact"] in {"serious", "critical"}
-        ]  # fmt: skip
+            f"{page.url} {scheme}: {violation['id']} {node['target']} {node['failureSummary']}"
+            for violation in page.evaluate(run)["violations"]
+            for node in violation["nodes"]
+            if violation["impact"] in {"serious", "critical"}
+        ]
     return found
 
 

@@ -97,19 +97,13 @@ def test_what_is_not_canonical_is_refused(raw: bytes) -> None:
     assert rule_of(read_canonical, raw, limit=20_000) is Rule.NOT_CANONICAL
 
 
-@pytest.mark.parametrize(
-    "value", [1.0, None, float("nan"), b"x", {1: 2}, {("a",): 1}, {"ä": 1}, "\ud800", object(), {1, 2}], ids=range(10)
-)
-def test_values_that_cannot_be_signed_are_refused_at_any_depth(value: object) -> None:
-    for nested in ({"a": value}, {"a": [value]}, {"a": {"b": value}}):
-        assert rule_of(canonical, nested) is Rule.NOT_CANONICAL
-
-
-@pytest.mark.parametrize(
-    "text", ["=", "AA==", "A", "AB", "A A", "AA\n", "+/+/", "é", "QQ=", None, 7, b"QQ", ["QQ"], "A" * 200_000], ids=range(14)
-)
-def test_base64url_has_one_spelling(text: object) -> None:
-    assert rule_of(decode_bytes, text) is Rule.BAD_PROOF
+def test_what_cannot_be_signed_and_other_spellings_of_bytes_are_refused() -> None:
+    for value in (1.0, None, float("nan"), b"x", {1: 2}, {("a",): 1}, {"ä": 1}, "\ud800", object(), {1, 2}):
+        for nested in ({"a": value}, {"a": [value]}, {"a": {"b": value}}):
+            assert rule_of(canonical, nested) is Rule.NOT_CANONICAL
+    others = ("=", "AA==", "A", "AB", "A A", "AA\n", "+/+/", "é", "QQ=", None, 7, b"QQ", ["QQ"], "A" * 200_000)
+    for text in others:
+        assert rule_of(decode_bytes, text) is Rule.BAD_PROOF
 
 
 def test_words_are_those_of_the_published_examples() -> None:

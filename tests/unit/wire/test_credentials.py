@@ -49,6 +49,12 @@ def test_a_minted_credential_reads_back_as_its_own_kind_only(kind: CredentialKin
         expected = minted.keyid if other is kind else None
         assert parse_keyid(minted.text, other) == expected
         assert read_keyid(minted.text, other) == expected
+    text = minted.text
+    for around in (text + "\n", text + "a", " " + text, text[:-1], text * 2):
+        assert parse_keyid(around, kind) is read_keyid(around, kind) is None
+    assert has_good_checksum(text)
+    assert not any(has_good_checksum(f"{other}{text[3:]}") for other in ("msw", "msa", "mst") if other != text[:3])
+    assert not has_good_checksum(text[:4] + text[15:3:-1] + text[16:])
 
 
 @examples(25)
@@ -60,21 +66,6 @@ def test_a_credential_with_one_character_changed_is_never_taken(kind: Credential
     text = minted.text[:place] + changed + minted.text[place + 1 :]
     assert all(parse_keyid(text, other) is None for other in CredentialKind)
     assert not verify_credential(text, minted.digest)
-
-
-@pytest.mark.parametrize("spoil", [lambda t: t + "\n", lambda t: t + "a", lambda t: " " + t, lambda t: t[:-1], lambda t: t * 2])
-def test_a_credential_with_something_around_it_is_refused(spoil: object) -> None:
-    assert callable(spoil)
-    text = spoil(mint_credential(CredentialKind.CLIENT).text)
-    assert parse_keyid(text, CredentialKind.CLIENT) is None
-    assert read_keyid(text, CredentialKind.CLIENT) is None
-
-
-def test_the_checksum_covers_kind_and_key_id() -> None:
-    text = mint_credential(CredentialKind.CLIENT).text
-    assert has_good_checksum(text)
-    assert not has_good_checksum("msw" + text[3:])
-    assert not has_good_checksum(text[:4] + text[15:3:-1] + text[16:])
 
 
 def test_an_id_carries_version_variant_and_the_time() -> None:
@@ -91,17 +82,10 @@ def test_an_id_carries_version_variant_and_the_time() -> None:
 
 
 @examples(25)
-@given(st.uuids())
-def test_a_printed_id_reads_back(value: uuid.UUID) -> None:
-    assert parse_id("req", format_id("req", value)) == value
-    assert parse_id("req", str(value)) == value
-
-
-@examples(25)
-@given(st.text(max_size=40).filter(lambda text: len(text.replace("-", "")) != 32))
-def test_other_texts_are_no_id(text: str) -> None:
-    assert parse_id("node", text) is None
-    assert parse_id("node", "req_" + text) is None
+@given(st.uuids(), st.text(max_size=40).filter(lambda text: len(text.replace("-", "")) != 32))
+def test_a_printed_id_reads_back_and_other_texts_are_none(value: uuid.UUID, text: str) -> None:
+    assert parse_id("req", format_id("req", value)) == parse_id("req", str(value)) == value
+    assert parse_id("node", text) is parse_id("node", "req_" + text) is None
 
 
 CLIENT = "203.0.113.9"
@@ -130,30 +114,16 @@ FORGERIES = st.lists(
 
 
 @examples(25)
-@given(FORGERIES, st.booleans())
-def test_a_client_never_chooses_its_address(lines: list[bytes], is_same_line: bool) -> None:
+@given(FORGERIES, st.booleans(), st.sampled_from(["203.0.113.9", "10.0.0.9", "127.0.0.1", "2001:db8::1", "testclient"]))
+def test_a_client_never_chooses_its_address(lines: list[bytes], is_same_line: bool, peer: str) -> None:
+    """The proxy appends to the client's line, or adds a line of its own."""
     wrote = [*lines[:-1], lines[-1] + b", " + CLIENT.encode()] if lines and is_same_line else [*lines, CLIENT.encode()]
     assert address_of(PROXY, *wrote) == CLIENT
-
-
-@examples(25)
-@given(FORGERIES, st.sampled_from(["203.0.113.9", "10.0.0.9", "127.0.0.1", "2001:db8::1", "testclient"]))
-def test_who_is_no_trusted_proxy_keeps_its_address_whatever_it_says(lines: list[bytes], peer: str) -> None:
+    ip_address(address_of(PROXY, *lines))  # where the proxy appends nothing
     tls = TrustedProxies(NETWORKS, is_tls=True)
     scope = read(peer, *lines, proxies=tls, x_real_ip=b"1.2.3.4", forwarded=b"for=1.2.3.4", x_forwarded_proto=b"https")
-    assert (scope["client"], scope["scheme"]) == ((peer, 5), "http")
-
-
-@examples(25)
-@given(FORGERIES)
-def test_without_trusted_proxies_nobody_is_believed(lines: list[bytes]) -> None:
+    assert (scope["client"], scope["scheme"]) == ((peer, 5), "http"), "who is no trusted proxy"
     assert address_of("127.0.0.1", *lines, proxies=TrustedProxies(())) == "127.0.0.1"
-
-
-@examples(25)
-@given(FORGERIES)
-def test_a_trusted_proxy_that_appends_nothing_leaves_an_address_that_is_one(lines: list[bytes]) -> None:
-    ip_address(address_of(PROXY, *lines))
 
 
 @pytest.mark.parametrize(
@@ -200,19 +170,15 @@ def code(step: int) -> str:
     return pyotp.TOTP(SECRET).generate_otp(step)
 
 
-def test_a_code_is_right_in_its_step_and_one_beside_it() -> None:
+def test_a_code_is_right_in_its_step_and_one_beside_it_and_once() -> None:
+    for off, found in ((-1, None), (0, None), (1, STEP + 1)):
+        assert find_step(SECRET, code(STEP + off), now=NOW, after=STEP) == found
     for off, step in ((-2, None), (-1, STEP - 1), (0, STEP), (1, STEP + 1), (2, None)):
         assert find_step(SECRET, code(STEP + off), now=NOW, after=0) == step
     vector = "GEZDGNBVGY3TQOJQGEZDGNBVGY3TQOJQ"  # of the standard
     assert find_step(vector, "287082", now=datetime.fromtimestamp(59, UTC), after=-1) == 1
     for typed in ("", "12345", "1234567", "abcdef", "１２３４５６", "-12345"):
         assert find_step(SECRET, typed, now=NOW, after=0) is None
-
-
-def test_a_step_that_was_used_and_those_before_it_are_used_up() -> None:
-    assert find_step(SECRET, code(STEP), now=NOW, after=STEP) is None
-    assert find_step(SECRET, code(STEP - 1), now=NOW, after=STEP) is None
-    assert find_step(SECRET, code(STEP + 1), now=NOW, after=STEP) == STEP + 1
 
 
 ADDRESS = "192.0.2.1"

@@ -408,12 +408,9 @@ def test_a_runner_id_names_the_key_of_its_box_and_nothing_else_does() -> None:
     around = [RUNNER_ID + "a", RUNNER_ID[:-1], RUNNER_ID.upper(), "x#" + RUNNER_ID, RUNNER_ID + "#", "bo\u0445#\u0430"]
     for strange in ("", "#", "box-7", "box-7#", "#" + fingerprint, *around):
         assert not owns_runner_id(strange, RUNNER_KEY.public_key), strange
-
-
-@pytest.mark.parametrize("name", ["", " ", "a#b", " box", "box\n", "\u202ebox", "x" * (WIRE.node_name_chars + 1)], ids=range(7))
-def test_a_name_that_could_be_read_in_two_ways_makes_no_runner_id(name: str) -> None:
-    with pytest.raises(ValueError, match="name of a box"):
-        make_runner_id(name, RUNNER_KEY.public_key)
+    for name in ("", " ", "a#b", " box", "box\n", "\u202ebox", "x" * (WIRE.node_name_chars + 1)):
+        with pytest.raises(ValueError, match="name of a box"):
+            make_runner_id(name, RUNNER_KEY.public_key)
 
 
 ROUNDS = int(os.environ.get("MUSTER_TEST_MUTATIONS", "400"))
