@@ -141,7 +141,6 @@ class Function:
 
 @cache
 def tree_files() -> tuple[str, ...]:
-    """Return every file of the repository that git would commit, relative to its root."""
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, capture_output=True, check=False, text=True)
     if listed.returncode != 0:  # A source archive without git.
@@ -152,7 +151,6 @@ def tree_files() -> tuple[str, ...]:
 
 
 def shipped_modules(*, migrations: bool = False) -> list[str]:
-    """Return the Python files of what is installed and run, tests and benchmarks left out."""
     names = [name for name in tree_files() if name.endswith(".py") and name.split("/")[0] in PACKAGES]
     if not migrations:
         names = [name for name in names if "/migrations/" not in name]
@@ -168,8 +166,6 @@ def parse(name: str) -> ast.Module:
 
 @cache
 def list_functions(name: str) -> tuple[Function, ...]:
-    """Return every function of a module, nested ones too."""
-
     def visit(node: ast.AST, scope: tuple[str, ...]) -> Iterator[Function]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -185,7 +181,6 @@ def list_functions(name: str) -> tuple[Function, ...]:
 
 
 def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and dotted name of every import of a module, those inside functions too."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -196,7 +191,6 @@ def imported_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def text_files() -> list[str]:
-    """Return the files a person reads, lock files left out."""
     locks = {f"requirements/{name}.txt" for name in ("dev", "engines", "installer", "runner", "server")}
     return [name for name in tree_files() if Path(name).suffix in TEXT_SUFFIXES and name not in locks | {"LICENSE"}]
 

@@ -67,8 +67,8 @@ def read(reply: Reply) -> list[dict[str, Any]]:
     return [json.loads(data) for data in reply.events]
 
 
-def make_key(lab: Lab) -> tuple[str, str]:
-    tenant = unique("keeper")
+def make_key(lab: Lab, prefix: str = "keeper") -> tuple[str, str]:
+    tenant = unique(prefix)
     lab.operate("gateway.services.create_tenant", name=tenant)
     lab.operate("gateway.services.change_response_policy", name=tenant, stores_responses=True, responses_kept_days=3)
     _, text = lab.operate("gateway.services.create_api_key", name=tenant, tenant_name=tenant)
@@ -141,34 +141,19 @@ async def test_paths_files_and_priority_cross_gateways(lab: Lab, pair: tuple[Gat
     assert (await reply).body == b'{"text":"hi"}'
 
 
-async def test_a_translated_stream_crosses_gateways_under_any_name(lab: Lab, pair: tuple[Gateway, Gateway]) -> None:
+async def test_a_conversation_that_is_kept_at_one_gateway_goes_on_at_the_other_under_any_name(
+    lab: Lab, pair: tuple[Gateway, Gateway]
+) -> None:
     here, there = pair
+    (tenant, key), (_, foreign) = make_key(lab, "арендатор"), make_key(lab)
     model = await lab.model(here, there, prefix="модель")
-    box = await lab.box(model, gateway=there)
-    await knows(lab, here, model)
-    tenant = unique("арендатор")
-    lab.operate("gateway.services.create_tenant", name=tenant)
-    _, key = lab.operate("gateway.services.create_api_key", name=tenant, tenant_name=tenant, priority="low")
-    exchange, stream = await begin(lab, MESSAGES, model, box, key=str(key), gateway=here)
-    await end(box, stream)
-    reply = await exchange.finish()
-    assert (read(reply)[-1]["type"], reply.whole) == ("message_stop", True)
-    assert (stream.meta.request_id, stream.meta.model) == (reply.request_id, model)
-    assert (stream.meta.tenant, stream.meta.priority) == (tenant, "low")
-    (record,) = await lab.final(model)
-    assert (record["status"], record["endpoint"], record["attempts"]) == ("completed", MESSAGES, 1)
-    assert (record["prompt_tokens"], record["completion_tokens"]) == (3, 4)
-
-
-async def test_a_conversation_that_is_kept_at_one_gateway_goes_on_at_the_other(lab: Lab, pair: tuple[Gateway, Gateway]) -> None:
-    here, there = pair
-    (_, key), (_, foreign) = make_key(lab), make_key(lab)
-    model = await lab.model(here, there)
     box = await lab.box(model, gateway=there)
     await knows(lab, here, model)
     exchange, stream = await begin(lab, RESPONSES, model, box, key=key, gateway=here)
     await end(box, stream)
-    kept = read(await exchange.finish())[-1]["response"]
+    reply = await exchange.finish()
+    assert (stream.meta.request_id, stream.meta.model, stream.meta.tenant) == (reply.request_id, model, tenant)
+    kept = read(reply)[-1]["response"]
     assert (kept["status"], kept["store"], kept["model"]) == ("completed", True, model)
     url = f"{there.url}{RESPONSES}/{kept['id']}"
     assert (await call("GET", url, headers=bearer(key))).json == kept
@@ -179,6 +164,9 @@ async def test_a_conversation_that_is_kept_at_one_gateway_goes_on_at_the_other(l
     assert said == ["hi", "Hello", "hi"]
     await end(box, stream)
     assert read(await exchange.finish())[-1]["response"]["previous_response_id"] == kept["id"]
+    record = (await lab.final(model, 2))[0]
+    assert (record["status"], record["endpoint"], record["attempts"]) == ("completed", RESPONSES, 1)
+    assert (record["prompt_tokens"], record["completion_tokens"]) == (3, 4)
 
 
 async def test_a_gateway_that_is_killed_leaves_each_request_in_one_state_and_keeps_nothing_by_halves(lab: Lab) -> None:

@@ -202,7 +202,9 @@ def test_health_says_what_can_be_reached(client: Client, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("path", ["/approvals/nothing/at/all", "/sign-in/nothing"])
-def test_where_people_read_pages_an_unknown_address_is_a_page_unless_json_is_asked_for(client: Client, path: str) -> None:
+def test_where_people_read_pages_errors_are_pages_that_say_nothing_of_what_broke_unless_json_is_asked_for(
+    client: Client, rf: RequestFactory, path: str
+) -> None:
     for accept in ("text/html,application/xhtml+xml,*/*;q=0.8", "*/*"):
         page = client.get(path, headers={"accept": accept})
         assert (page.status_code, page["Content-Security-Policy"]) == (404, STRICT_POLICY)
@@ -212,10 +214,7 @@ def test_where_people_read_pages_an_unknown_address_is_a_page_unless_json_is_ask
         client.post(path, {}, content_type="application/json"),
     ):
         assert (said.status_code, said.json()["error"]["code"]) == (404, "NOT_FOUND")
-
-
-def test_a_defect_and_a_refusal_there_are_pages_that_say_nothing_of_what_broke(rf: RequestFactory) -> None:
-    request = rf.get("/approvals/")
+    request = rf.get(path)
     for page, status in ((server_error(request), 500), (permission_denied(request, PermissionDenied("why")), 403)):
         assert (page.status_code, page["Content-Security-Policy"]) == (status, STRICT_POLICY)
         assert page["Content-Type"].startswith("text/html")

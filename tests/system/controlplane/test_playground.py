@@ -30,6 +30,7 @@ from gateway.services import allow_model, create_tenant, disable_tenant
 from tests.fakes.control_process import free_port
 from tests.fakes.nodes import ACTOR, audited
 from tests.fakes.tenants import make_operator
+from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 PAGE, SEND, CODE, FACTS, WAIT = (f"/admin/playground/{name}" for name in ("", "send", "code", "facts", "wait"))
@@ -105,21 +106,19 @@ def test_the_key_is_made_once_for_a_person_and_tenant_and_is_stored_nowhere_in_c
     assert {event.target for event in audited("api_key.revoke")} == {"playground: ada"}
 
 
-def test_a_second_tab_that_asks_at_the_same_time_takes_the_key_of_the_first(operator: Client) -> None:
-    tabs = [RequestFactory().post(SEND) for _ in range(2)]
-    for tab in tabs:
-        tab.user = User.objects.get(username="ada")
-        tab.session = SessionStore(operator.session.session_key)
-        assert SESSION_KEYS not in tab.session  # both have read the session before either asks
-    assert lend_key(tabs[0], "default") == lend_key(tabs[1], "default")
+def open_tab(operator: Client) -> Any:
+    """A request of a tab that has read the session before it asks."""
+    tab = RequestFactory().post(SEND)
+    tab.user = User.objects.get(username="ada")
+    tab.session = SessionStore(operator.session.session_key)
+    assert SESSION_KEYS not in tab.session
+    return tab
+
+
+def test_a_second_tab_takes_the_key_of_the_first_and_none_is_left_for_a_session_that_has_ended(operator: Client) -> None:
+    one, other, late = (open_tab(operator) for _ in range(3))
+    assert lend_key(one, "default") == lend_key(other, "default")
     assert ApiKey.objects.get().revoked_at is None
-
-
-def test_no_key_is_left_for_a_session_that_has_ended_meanwhile(operator: Client) -> None:
-    late = RequestFactory().post(SEND)
-    late.user = User.objects.get(username="ada")
-    late.session = SessionStore(operator.session.session_key)
-    assert SESSION_KEYS not in late.session
     operator.post(reverse("admin:logout"))
     with pytest.raises(SignedOut):
         lend_key(late, "default")
@@ -128,26 +127,11 @@ def test_no_key_is_left_for_a_session_that_has_ended_meanwhile(operator: Client)
 
 def test_a_key_that_soon_expires_is_replaced_and_still_serves_what_it_began(operator: Client) -> None:
     post(operator, SEND)
-    entry = operator.session[SESSION_KEYS]["default"]
+    entry, console = operator.session[SESSION_KEYS]["default"], limits().console
     made_at = datetime.fromtimestamp(_cipher().extract_timestamp(entry["sealed"].encode()), UTC)
-    assert (
-        _open_held(
-            entry,
-            at=made_at
-            + timedelta(seconds=limits().console.playground_key_s)
-            - timedelta(seconds=limits().console.playground_key_reserve_s + 5),
-        )
-        is not None
-    )
-    assert (
-        _open_held(
-            entry,
-            at=made_at
-            + timedelta(seconds=limits().console.playground_key_s)
-            - timedelta(seconds=limits().console.playground_key_reserve_s - 5),
-        )
-        is None
-    )
+    edge = made_at + timedelta(seconds=console.playground_key_s - console.playground_key_reserve_s)
+    for off_s, is_held in ((-5, True), (5, False)):
+        assert (_open_held(entry, at=edge + timedelta(seconds=off_s)) is not None) is is_held
     ApiKey.objects.update(expires_at=timezone.now() - timedelta(seconds=1))
     post(operator, SEND)
     assert ApiKey.objects.filter(revoked_at=None).count() == 2
@@ -159,14 +143,6 @@ def test_what_the_session_holds_opens_with_the_secret_of_the_installation_alone(
     entry = operator.session[SESSION_KEYS]["default"]
     settings.SECRET_KEY = "another secret of another installation"
     assert _open_held(entry) is None
-
-
-def test_a_tenant_that_is_missing_or_off_is_refused(operator: Client) -> None:
-    disable_tenant(name="default", actor=ACTOR)
-    for tenant in ("default", "nobody", ""):
-        refused = post(operator, SEND, tenant=tenant)
-        assert (refused.status_code, say_error(refused)["param"]) == (400, "tenant")
-    assert not ApiKey.objects.exists()
 
 
 def test_a_pasted_key_is_used_and_not_kept(operator: Client) -> None:
@@ -181,6 +157,10 @@ def test_a_pasted_key_is_used_and_not_kept(operator: Client) -> None:
 
 
 def test_what_the_page_never_sends_is_refused(operator: Client) -> None:
+    disable_tenant(name="default", actor=ACTOR)
+    for tenant in ("default", "nobody", ""):
+        refused = post(operator, SEND, tenant=tenant)
+        assert (refused.status_code, say_error(refused)["param"]) == (400, "tenant")
     for surface in ("speech", "/v1/models", "http://evil.test/v1/chat/completions", "../admin/keys"):
         assert say_error(post(operator, SEND, surface=surface))["param"] == "surface"
     assert operator.post(SEND, form()).status_code == 400
@@ -246,11 +226,14 @@ async def test_a_reader_that_stops_reading_stops_the_gateway_and_leaving_closes_
     async with rogue(talk_for_ever, settings) as server:
         answer = Passage(CALL)
         assert (await answer.head()).status == 200
-        sent = -1
-        while sent != server.sent:  # until nothing more is taken
-            sent = server.sent
-            await asyncio.sleep(0.2)
-        assert sent < limits().console.playground_chunks * 65_536 + 16 * 2**20  # what waits here, and what sockets hold
+        seen = [-1]
+
+        def stands_still() -> bool:
+            seen.append(server.sent)
+            return seen[-1] == seen[-2]
+
+        await eventually(stands_still, what="nothing more is taken", pause_s=0.2)
+        assert seen[-1] < limits().console.playground_chunks * 65_536 + 16 * 2**20  # what waits here, and what sockets hold
         await answer.aclose()
         await asyncio.wait_for(server.lost.wait(), 30)
 

@@ -88,7 +88,6 @@ CALLERS: dict[str, set[str]] = {
 
 @cache
 def sources() -> dict[str, str]:
-    """Return the text of every module that is looked at, migrations left out."""
     paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if "migrations" not in path.parts)
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(paths)}
 
@@ -125,7 +124,6 @@ def chain_names(node: ast.AST) -> Iterator[str]:
 
 @cache
 def classes() -> dict[str, str]:
-    """Return every model class of the project by name."""
     return {model.__name__: model._meta.label for model in apps.get_models()}
 
 
@@ -206,7 +204,6 @@ def list_row_writes(tree: ast.Module) -> Iterator[tuple[str | None, ast.Call]]:
 
 
 def is_row_write(node: ast.AST) -> TypeGuard[ast.Call]:
-    """Return whether this may write rows, of whatever table."""
     match node:
         case ast.Call(ast.Name(name)):
             return name in classes()
@@ -234,7 +231,6 @@ def named_tables(tree: ast.Module) -> set[str]:
 
 
 def find_writes(text: str) -> set[str]:
-    """Return the governed tables that a module with this text may write."""
     tree = ast.parse(text)
     written = {table for table, _ in list_row_writes(tree)}
     texts = list_texts(tree)
@@ -243,13 +239,11 @@ def find_writes(text: str) -> set[str]:
 
 
 def list_texts(tree: ast.Module) -> list[str]:
-    """Return every text of a module in which SQL might write."""
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
     return [text for text in texts if SQL_WORD.search(text)]
 
 
 def is_in_sql(texts: Sequence[str], db_table: str) -> bool:
-    """Return whether one of the texts is SQL that writes the table."""
     pattern = re.compile(SQL_WRITE + re.escape(db_table) + r"\b", re.IGNORECASE)
     return any(pattern.search(text) for text in texts)
 
@@ -261,7 +255,6 @@ def writes_any_table(texts: Sequence[str]) -> bool:
 
 @cache
 def all_writers() -> dict[str, set[str]]:
-    """Return every table with the modules that write it."""
     found: dict[str, set[str]] = {table: set() for table in WRITERS}
     for path, text in sources().items():
         for table in find_writes(text):
@@ -303,13 +296,11 @@ def named_values(call: ast.Call) -> set[str] | None:
 
 @cache
 def functions_of(path: str) -> dict[str, ast.FunctionDef]:
-    """Return the functions of a module by name."""
     return {node.name: node for node in ast.walk(ast.parse(sources()[path])) if isinstance(node, ast.FunctionDef)}
 
 
 @cache
 def imported_from(path: str) -> dict[str, str]:
-    """Return the functions that a module imports from another of ours, and the module's path."""
     found: dict[str, str] = {}
     for node in ast.walk(ast.parse(sources()[path])):
         if isinstance(node, ast.ImportFrom) and node.module:

@@ -92,11 +92,9 @@ class Asked:
 
     @property
     def is_remote(self) -> bool:
-        """Whether nodes carry it out."""
         return self.kind != "drain"
 
     def find_params(self) -> dict[str, object]:
-        """What was signed."""
         return dict(read_statement(bytes(self.row.statement)).params)
 
 
@@ -327,7 +325,6 @@ class OperationLife(RuleBasedStateMachine):
 
     @rule()
     def carry_on(self) -> None:
-        """Have everybody do what is due, and every message arrive."""
         self.work()
         self.gateway.look()
         self.deliver()
@@ -346,7 +343,6 @@ class OperationLife(RuleBasedStateMachine):
     @precondition(lambda self: self.is_on_its_way("up", '"receipt":'))
     @rule(how=st.sampled_from(["state", "result", "receipt", "swap"]))
     def twist_a_status(self, how: str) -> None:
-        """Change on its way what a node says about an end."""
         links = [(node, node.link) for node in self.nodes if node.link is not None]
         node, link, frame = next((node, link, each) for node, link in links for each in link.up if '"receipt":' in each)
         link.up.remove(frame)
@@ -415,7 +411,6 @@ class OperationLife(RuleBasedStateMachine):
             self.write_into_the_rows(asked, what)
 
     def show_an_old_command(self, node: int) -> None:
-        """Show the last command once more, to its node or to another."""
         for frame in self.gateway.sent[-1:]:
             command = bridge.decode_server_message(frame)
             assert isinstance(command, bridge.OpCommand)
@@ -758,7 +753,6 @@ def make_people() -> Team:
 
 @pytest.fixture
 def turned(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
-    """The clock of every process here, Django's too."""
     ticking = TickingClock()
     clock.install(ticking)  # the fixture real_clock takes it away again
     monkeypatch.setattr("django.utils.timezone.now", clock.now)

@@ -224,6 +224,9 @@ SAID = {
 @pytest.mark.parametrize("written", list(SAID))
 def test_a_function_written_for_one_surface_is_said_on_every_other(written: str, surface: str) -> None:
     assert build_body(ask(surface, tools=json.dumps([SAID[written]])))["tools"] == [SAID[surface]]
+    for kind in ([], {}, 1, None):  # what is none of ours stays as it was written
+        tool = {"name": "look_up", "type": kind, "parameters": {"type": "object"}}
+        assert build_body(ask(surface, tools=json.dumps([tool])))["tools"] == [tool]
 
 
 @pytest.mark.parametrize(
@@ -232,6 +235,7 @@ def test_a_function_written_for_one_surface_is_said_on_every_other(written: str,
             "temperature"), ({"temperature": "nan"}, "temperature"), ({"temperature": "2.1"}, "temperature"),
         ({"max_tokens": "0"}, "max_tokens"), ({"max_tokens": "1e3"}, "max_tokens"), ({"max_latency_ms": "-1"},
             "max_latency_ms"), ({"priority": "first"}, "priority"), ({"tools": "[{]"}, "tools"), ({"tools": "[1]"}, "tools"),
+        *(({"tools": '[{"a":' * depth + "1" + "}]" * depth}, "tools") for depth in (70, 400, 900)),
         ({"image": {**IMAGE, "type": "image/svg+xml"}}, "image"), ({"image": {**IMAGE, "data": ""}}, "image"),
         ({"image": {**IMAGE, "data": "not base64"}}, "image")],
     ids=lambda value: value if isinstance(value, str) else str(next(iter(value.items())))[:40],
@@ -298,20 +302,6 @@ def test_only_named_headers_reach_a_browser() -> None:
     others = {"set-cookie": "a=1", "location": "http://evil.test", "access-control-allow-origin": "*", "server": "muster"}
     shown = choose_headers({**named, **others, "content-type": "application/json; charset=utf-8"})
     assert shown == {**named, "content-type": "application/json"}
-
-
-@pytest.mark.parametrize("surface", ["chat", "messages", "responses"])
-@pytest.mark.parametrize("kind", [[], {}, 1, None], ids=["list", "object", "number", "null"])
-def test_a_tool_whose_type_is_no_text_stays_as_it_was_written(surface: str, kind: object) -> None:
-    tool = {"name": "look_up", "type": kind, "parameters": {"type": "object"}}
-    assert build_body(ask(surface, tools=json.dumps([tool])))["tools"] == [tool]
-
-
-@pytest.mark.parametrize("depth", [70, 400, 900])
-def test_tools_that_are_nested_too_deep_to_print_are_refused_by_name(depth: int) -> None:
-    with pytest.raises(AskRefused) as refused:
-        ask(tools='[{"a":' * depth + "1" + "}]" * depth)
-    assert refused.value.param == "tools"
 
 
 @pytest.mark.parametrize("letter", ["\u202e", "\u2066", "\u200b", "\u2028", "\x9b", "\x7f", "\ufeff"], ids=ascii)

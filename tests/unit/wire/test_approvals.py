@@ -427,7 +427,8 @@ def test_no_other_operation_changes_a_policy_and_its_proofs_are_a_list_of_proofs
     for operation, op_class in (("model-load", "model-load"), ("node-drain", "node-drain"), ("policy-change", "standing")):
         statement = make_change(SECOND_RAW, under=FIRST, operation=operation, op_class=op_class)
         assert rule_of_change(SECOND_RAW, statement, approve(statement, [ANN, BEN, DEE]), current=FIRST) is Rule.BAD_STATEMENT
-    for proofs in (None, 7, {}, "x", [None], [{"keyid": []}]):
+    others: tuple[Any, ...] = (None, 7, {}, "x", [None], [{"keyid": []}])
+    for proofs in others:
         rule = rule_of_change(SECOND_RAW, make_change(SECOND_RAW, under=FIRST), proofs, current=FIRST)
         assert rule in {Rule.UNKNOWN_KEY, Rule.BAD_PROOF}
         assert select_proofs(proofs, FIRST) == []

@@ -281,7 +281,8 @@ def test_what_stands_on_a_bound_is_served(path: str, name: str) -> None:
 
 
 def test_a_number_beyond_all_measure_is_judged_too_and_what_is_none_is_not() -> None:
-    for value in (None, "9", True, [], {}):
+    no_numbers: tuple[object, ...] = (None, "9", True, [], {})
+    for value in no_numbers:
         assert find_out_of_bounds(CHAT, {"temperature": value}) is None
     start = json.dumps({"model": "m", **ASKED[CHAT]}).encode()[:-1]
     SURFACES[CHAT].parse(start + b',"temperature":1e-400}', {})
