@@ -111,35 +111,17 @@ def test_a_page_whose_reader_was_signed_out_says_so_and_leads_to_the_way_in(visi
     expect(visit.page.get_by_label("Username")).to_be_visible()
 
 
-LLAMA = ReplicaInfo(
-    model="llama-3.1-8b-instruct", state="loaded", engine="llama.cpp", slots=4, active=1, memory_mb=9_420, weights_mb=7_610,
-    kv_mb=1_280,
-)  # fmt: skip
+LLAMA = ReplicaInfo(model="llama-3.1-8b-instruct", state="loaded", engine="llama.cpp", slots=4, active=1)
+LOADING = ReplicaInfo(model="qwen3-14b", state="loading", engine="vllm", detail="reading weights", progress=0.07, eta_s=37.2)
 WHISPER = ReplicaInfo(model="whisper-large-v3", state="failed", engine="faster-whisper", detail="model.bin ends after 12 MiB")
-GPUS = [
-    GpuInfo(index=number, name="NVIDIA RTX 4090", memory_total_mb=24_564, memory_used_mb=used, utilization_percent=busy,
-        temperature_c=61.0, power_w=288.4) for number, used, busy in ((0, 15_200, 87.0), (1, 640, 0.0))
-]  # fmt: skip
-MEMORY = MemoryInfo(total_mb=49_128, used_mb=15_840, weights_mb=7_610, kv_mb=1_280)
-AVAILABLE = ["qwen3-30b-a3b-instruct-q4_k_m", "phi-4-mini", "nomic-embed-text-v1.5"]
 
 
 class LoadingNode(NodeThread):
     """A node that reports what it loads."""
 
-    def say(self, **fields: Any) -> None:
-        """Send telemetry; what is not given is as it was."""
-        values = {"gpus": GPUS, "memory": MEMORY, "available": AVAILABLE, "queue_depth": 3, "avg_wait_ms": 420, **fields}
-        self.run(self.box.send(Telemetry(current_load=1, **values)))
-
-    def load(self, done: float, *, stage: str = "reading weights") -> None:
-        detail = ReplicaInfo(
-            model="qwen3-14b", state="loading", engine="vllm", detail=stage, progress=done, eta_s=40 * (1 - done)
-        )
-        self.say(replicas=[LLAMA, detail, WHISPER])
-
-    def declare(self, *models: str) -> None:
-        self.run(self.box.send(ModelsUpdate(models=list(models))))
+    def say(self, *replicas: ReplicaInfo, **fields: Any) -> None:
+        told = Telemetry(current_load=1, queue_depth=3, avg_wait_ms=420, replicas=list(replicas), **fields)
+        self.run(self.box.send(told))
 
 
 @pytest.fixture
@@ -161,7 +143,7 @@ def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: LoadingNo
     page = visit.page
     expect(table(page, "Loaded").get_by_role("row").nth(1)).to_contain_text("llama-3.1-8b-instruct")
     page.evaluate("window.notReloaded = true")
-    attic.load(0.07)
+    attic.say(LLAMA, LOADING, WHISPER, available=["nomic-embed-text-v1.5"])
     bar = table(page, "Loading").get_by_role("progressbar")
     expect(bar).to_have_attribute("value", "7")
     expect(table(page, "Loading")).to_contain_text("reading weights")
@@ -170,8 +152,8 @@ def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: LoadingNo
     expect(page.locator("#box")).to_contain_text("3 waiting on the node, 0.42 s on average")
     expect(page.locator("#box .mst-chips")).to_contain_text("nomic-embed-text-v1.5")
     expect(page.locator("#box h2 small").first).to_contain_text("live")
-    attic.say(replicas=[LLAMA, ReplicaInfo(model="qwen3-14b", state="loaded", engine="vllm", slots=8, memory_mb=9_000)])
-    attic.declare("llama-3.1-8b-instruct", "qwen3-14b")
+    attic.say(LLAMA, ReplicaInfo(model="qwen3-14b", state="loaded", engine="vllm", slots=8))
+    attic.run(attic.box.send(ModelsUpdate(models=["llama-3.1-8b-instruct", "qwen3-14b"])))
     expect(table(page, "Loaded")).to_contain_text("0 / 8")
     expect(table(page, "Loading")).to_have_count(0)
     assert page.evaluate("window.notReloaded")
@@ -182,7 +164,7 @@ def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: LoadingNo
 def test_words_of_a_box_never_become_markup(visit: Visit, attic: LoadingNode) -> None:
     evil = "<img src=x onerror=alert(1)>'\"</script><script>alert(2)</script>"
     attic.say(
-        replicas=[ReplicaInfo(model=evil, state="loading", engine=evil[:40], detail=evil)], gpus=[GpuInfo(index=0, name=evil)],
+        ReplicaInfo(model=evil, state="loading", engine=evil[:40], detail=evil), gpus=[GpuInfo(index=0, name=evil)],
         available=[evil], memory=MemoryInfo(kind=evil[:40], total_mb=10, used_mb=3),
     )  # fmt: skip
     expect(table(visit.page, "Loading")).to_contain_text("onerror=alert(1)")

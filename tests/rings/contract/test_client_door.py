@@ -8,19 +8,16 @@ import os
 import secrets
 import statistics
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # what the redis client returns depends on its mode
 
 import psycopg
-import pytest_asyncio
 import redis
 from psycopg import sql
 
-from tests.fakes.http_client import DELETED_TEXT, Reply, assert_failure, assert_stream_failure, call, send_raw
+from tests.fakes.http_client import DELETED_TEXT, assert_failure, assert_stream_failure, call, send_raw
 from tests.fakes.lab import CHAT, MESSAGES, Lab, chat_body, unique
-from tests.fakes.scripted_backend import ScriptedBackend, serve_backend
+from tests.fakes.scripted_backend import serve_backend
 from tests.fakes.scripted_worker import delta_text
 from tests.fakes.waiting import eventually
 from tests.rings.contract.conftest import PAGE
@@ -298,52 +295,28 @@ async def test_a_recording_larger_than_a_json_body_may_be_travels_byte_for_byte(
 # over HTTP
 
 
-@dataclass
-class RegisteredNode:
-    """A registered box and the credential that speaks for it."""
-
-    lab: Lab
-    token: str
-    node_id: str
-    model: str
-    name: str
-
-    async def heartbeat(self) -> Reply:
-        """Send a heartbeat; the box keeps sending them only when a test says so."""
-        body = {"node_id": self.node_id, "status": "available", "mode": "spare_on", "vram_free_mb": 73728}
-        return await self.lab.control("POST", "/nodes/heartbeat", token=self.token, body=body)
-
-
-async def register(lab: Lab, url: str) -> RegisteredNode:
+async def test_spare_off_gives_work_in_flight_the_grace_period_then_interrupts_it(lab: Lab) -> None:
     model, name = await lab.model(), unique("direct")
     _, token = lab.operate("nodes.services.create_credential", name=name, provider_name="local")
-    about: dict[str, object] = {"node_name": name, "owner_name": "JOY", "public_base_url": url, "current_model": model}
-    about |= {"gpu_name": "RTX Pro 6000 Blackwell", "vram_total_mb": 98304, "agent_version": "0.1.0"}
-    reply = await lab.control("POST", "/nodes/register", token=token, body=about)
-    assert (reply.status, reply.json["reachable"], reply.json["accepted_model"]) == (200, True, model), reply
-    return RegisteredNode(lab, token, reply.json["node_id"], model, name)
-
-
-@pytest_asyncio.fixture
-async def backend() -> AsyncIterator[ScriptedBackend]:
-    async with serve_backend() as running:
-        yield running
-
-
-async def test_spare_off_gives_work_in_flight_the_grace_period_then_interrupts_it(lab: Lab, backend: ScriptedBackend) -> None:
-    node = await register(lab, backend.url)
-    await node.heartbeat()
-    backend.hold.clear()
-    exchange = await lab.open(node.model)
-    await eventually(lambda: backend.calls, what="the engine works")
-    await exchange.until(b"begun")
-    body = {"mode": "spare_off", "reason": "owner_reclaim"}
-    changed = await lab.control("POST", f"/nodes/{node.node_id}/mode", token=node.token, body=body)
-    assert changed.json == {"node_id": node.node_id, "mode": "spare_off", "status": "draining"}
-    assert_stream_failure(await exchange.finish(), "REQUEST_INTERRUPTED")
-    await eventually(lambda: backend.gone == 1, what="the engine was told to stop")
-    (record,) = await lab.final(node.model)
-    assert (record["status"], record["error_code"]) == ("interrupted", "REQUEST_INTERRUPTED")
-    lab.ask(node.model, "not on a reclaimed box")
-    await lab.queued(1)
-    assert len(backend.calls) == 1
+    async with serve_backend() as backend:
+        about: dict[str, object] = {"node_name": name, "owner_name": "JOY", "public_base_url": backend.url, "gpu_name": "RTX"}
+        about |= {"current_model": model, "vram_total_mb": 98304, "agent_version": "0.1.0"}
+        registered = (await lab.control("POST", "/nodes/register", token=token, body=about)).json
+        assert (registered["reachable"], registered["accepted_model"]) == (True, model)
+        node_id = registered["node_id"]
+        beat: dict[str, object] = {"node_id": node_id, "status": "available", "mode": "spare_on", "vram_free_mb": 73728}
+        await lab.control("POST", "/nodes/heartbeat", token=token, body=beat)
+        backend.hold.clear()
+        exchange = await lab.open(model)
+        await eventually(lambda: backend.calls, what="the engine works")
+        await exchange.until(b"begun")
+        body = {"mode": "spare_off", "reason": "owner_reclaim"}
+        changed = await lab.control("POST", f"/nodes/{node_id}/mode", token=token, body=body)
+        assert changed.json == {"node_id": node_id, "mode": "spare_off", "status": "draining"}
+        assert_stream_failure(await exchange.finish(), "REQUEST_INTERRUPTED")
+        await eventually(lambda: backend.gone == 1, what="the engine was told to stop")
+        (record,) = await lab.final(model)
+        assert (record["status"], record["error_code"]) == ("interrupted", "REQUEST_INTERRUPTED")
+        lab.ask(model, "not on a reclaimed box")
+        await lab.queued(1)
+        assert len(backend.calls) == 1

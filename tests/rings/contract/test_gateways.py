@@ -289,11 +289,6 @@ def start_gateway(stack: Stack, name: str, grace_s: str) -> Gateway:
     return stack.gateway(name, {"MUSTER_SHUTDOWN_GRACE_S": grace_s, "MUSTER_NO_NODE_WAIT_S": "30"})
 
 
-def answers_no_more(gateway: Gateway) -> bool:
-    """Return whether the gateway takes nothing new; asked beside the event loop, on which workers have to be heard."""
-    return not answers(gateway.url + "/health")
-
-
 async def exit_status(gateway: Gateway) -> int:
     """Wait until the process has ended; a shell sees the signal as the cause, as it should."""
     assert gateway.process is not None
@@ -314,7 +309,7 @@ async def test_sigterm_lets_requests_in_flight_finish_then_lets_go_of_the_worker
     assert gateway.process is not None
     gateway.process.send_signal(signal.SIGTERM)
     # Closing the listener is the first thing it does.
-    await eventually(lambda: asyncio.to_thread(answers_no_more, gateway), what="nothing new is taken")
+    await eventually(lambda: asyncio.to_thread(lambda: not answers(gateway.url + "/health")), what="nothing new is taken")
     await worker.answer(second)
     assert (await plain).status == 200
     await worker.stream(first, ["end"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -173,15 +172,10 @@ def kill(stack: Stack, part: str) -> None:
 
 async def serves(lab: Lab) -> bool:
     try:
-        reply = await lab.post(_tiny(lab), within_s=15)
+        reply = await lab.post(chat_body(lab.stack.ready.model, "Hi", max_tokens=4), within_s=15)
     except (OSError, TimeoutError):
         return False
     return reply.status == 200 and reply.whole
-
-
-def _tiny(lab: Lab) -> bytes:
-    body = {"model": lab.stack.ready.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-    return json.dumps(body).encode()
 
 
 @pytest.mark.parametrize("when", ["idle", "mid-request"])

@@ -235,7 +235,7 @@ def find_writes(text: str) -> set[str]:
     written = {table for table, _ in list_row_writes(tree)}
     texts = list_texts(tree)
     found = {table for table in WRITERS if table in written or is_in_sql(texts, apps.get_model(table)._meta.db_table)}
-    return found | (named_tables(tree) if None in written or writes_any_table(texts) else set())
+    return found | (named_tables(tree) if None in written or any(map(SQL_WRITE_OF_ANY.search, texts)) else set())
 
 
 def list_texts(tree: ast.Module) -> list[str]:
@@ -246,11 +246,6 @@ def list_texts(tree: ast.Module) -> list[str]:
 def is_in_sql(texts: Sequence[str], db_table: str) -> bool:
     pattern = re.compile(SQL_WRITE + re.escape(db_table) + r"\b", re.IGNORECASE)
     return any(pattern.search(text) for text in texts)
-
-
-def writes_any_table(texts: Sequence[str]) -> bool:
-    """Return whether one of the texts is SQL that writes a table which the text does not name."""
-    return any(SQL_WRITE_OF_ANY.search(text) for text in texts)
 
 
 @cache

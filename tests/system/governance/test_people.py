@@ -71,12 +71,6 @@ def enrol(client: Client, device: Device, path: str = "/sign-in/keys") -> Any:
     return client.post(f"{path}/passkey", {"credential": device.make(options), "label": "blue"}, content_type=JSON)
 
 
-def by_passkey(user: User, device: Device) -> Client:
-    client = Client()
-    assert enrol(client, device, f"/sign-in/invitation/{create_invitation(user=user, actor='user:boss')[1]}").status_code == 200
-    return client
-
-
 def put_in_force(*people: Person) -> None:
     document = make_policy_bytes(people)
     PolicyVersion.objects.create(version=1, document=document, sha256="0" * 64, state="active", created_by="ada")
@@ -136,7 +130,8 @@ def test_the_shell_registers_lists_and_revokes_keys(ada: User) -> None:
 
 def test_a_key_is_removed_by_its_owner_who_knows_what_follows(site: None, ada: User) -> None:
     people = make_people(3)
-    client = by_passkey(ada, Device(people[0].passkey))
+    client, invitation = Client(), create_invitation(user=ada, actor="user:boss")[1]
+    assert enrol(client, Device(people[0].passkey), f"/sign-in/invitation/{invitation}").status_code == 200
     others = add_key_file(user=User.objects.create_user("bob"), line=line_of(KeyFile()), actor="t")
     assert client.post(f"/sign-in/keys/{others.pk}/remove").status_code == 404
     assert client.post("/sign-in/keys", {"public": line_of(KeyFile()), "label": ""}).status_code == 302

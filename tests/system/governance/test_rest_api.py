@@ -25,7 +25,6 @@ from governance.api.stream import StatusStream
 from governance.errors import InvalidProposal
 from governance.models import AdminToken, AuditEvent, Operation, PolicyVersion
 from governance.states import ApprovalState
-from governance.views.operation_parts import describe_proof
 from tests.fakes.audit_rows import append
 from tests.fakes.governed_team import Team, make_client, make_governed, make_team, open_session, post, propose_token, refusal
 from tests.fakes.limits import set_limits
@@ -443,20 +442,12 @@ def offers_of(client: Client, operation: Operation) -> set[str]:
     return shown
 
 
-def test_each_person_is_offered_what_they_may_do_and_is_told_what_they_did(team: Team, operation: Operation) -> None:
-    outsider = User.objects.create_user("otto")
+def test_each_person_is_offered_what_they_may_do(team: Team, operation: Operation) -> None:
     requester, approver = open_session(team[0].user), open_session(team[1].user)
-    for client, offers, said in (
-        (requester, {"cancel"}, "You asked for this and cannot approve it"), (approver, {"approve", "reject"}, "0 of 2"),
-        (open_session(outsider), set(), "does not name you as an approver"),
-        (open_session(team[1].user, by="password"), set(), "This session is for looking"),
-    ):  # fmt: skip
-        assert offers_of(client, operation) == offers
-        assert said in text_of(client, page_of(operation))
-
-    def do(client: Client, name: str, **fields: str) -> str:
-        return unescape(client.post(page_of(operation, name), fields, follow=True).content.decode())
-
+    others = [open_session(User.objects.create_user("otto")), open_session(team[1].user, by="password")]
+    assert [offers_of(client, operation) for client in (requester, approver, *others)] == [
+        {"cancel"}, {"approve", "reject"}, set(), set(),
+    ]  # fmt: skip
     for body in ("", "[]", '{"proof": 1}', "{", "[" * 5000):
         answer = approver.post(page_of(operation, "approve"), body, content_type="application/json")
         assert (answer.status_code, answer.json()["error"]["rule"]) == (403, "bad_proof")
@@ -464,20 +455,14 @@ def test_each_person_is_offered_what_they_may_do_and_is_told_what_they_did(team:
     answer = approver.post(page_of(operation, "approve"), proof, content_type="application/json")
     assert (answer.status_code, answer.json()) == (200, {"state": "pending"})
     assert offers_of(approver, operation) == {"withdraw"}
-    html = text_of(approver, page_of(operation))
-    assert not [each for each in ("1 of 2", "1 more person", "looks right", team[1].key.thumbprint[:16]) if each not in html]
-    lines = {line.label: line.value for line in describe_proof(proof["proof"])}  # type: ignore[arg-type]
-    assert (lines["Site (RP id)"], lines["The device says"]) == ("localhost", "user present, user verified")
-    assert lines["Six words signed"] == digest_words(bytes.fromhex(operation.digest))
-    said = do(approver, "withdraw")
-    assert "Your decision is withdrawn." in said
-    assert "Waiting for approval." in said
-    assert "Say why you reject it" in do(approver, "reject", comment=" ")
-    said = do(approver, "reject", comment="wrong box")
-    assert "Your rejection is recorded." in said
-    assert "rejected by ben: wrong box" in said
-    assert "This operation is rejected already" in do(requester, "cancel")
-    assert offers_of(approver, operation) == set()
+    assert "looks right" in text_of(approver, page_of(operation))
+    for name, comment, offers in (
+        ("withdraw", "", {"approve", "reject"}), ("reject", " ", {"approve", "reject"}), ("reject", "wrong box", set()),
+    ):  # fmt: skip
+        approver.post(page_of(operation, name), {"comment": comment})
+        assert offers_of(approver, operation) == offers
+    assert "rejected by ben: wrong box" in text_of(requester, page_of(operation))
+    assert offers_of(requester, operation) == set()
 
 
 def test_forged_posts_are_refused(team: Team, operation: Operation) -> None:
