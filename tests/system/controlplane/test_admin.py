@@ -215,10 +215,10 @@ def test_where_people_read_pages_errors_are_pages_that_say_nothing_of_what_broke
     ):
         assert (said.status_code, said.json()["error"]["code"]) == (404, "NOT_FOUND")
     request = rf.get(path)
-    for page, status in ((server_error(request), 500), (permission_denied(request, PermissionDenied("why")), 403)):
-        assert (page.status_code, page["Content-Security-Policy"]) == (status, STRICT_POLICY)
-        assert page["Content-Type"].startswith("text/html")
-        assert "why" not in page.content.decode()
+    for answer, status in ((server_error(request), 500), (permission_denied(request, PermissionDenied("why")), 403)):
+        assert (answer.status_code, answer["Content-Security-Policy"]) == (status, STRICT_POLICY)
+        assert answer["Content-Type"].startswith("text/html")
+        assert "why" not in answer.content.decode()
     assert server_error(rf.get("/requests"))["Content-Type"] == "application/json"
 
 

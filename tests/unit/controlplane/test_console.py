@@ -249,7 +249,8 @@ SAID = {
 @pytest.mark.parametrize("written", list(SAID))
 def test_a_function_written_for_one_surface_is_said_on_every_other(written: str, surface: str) -> None:
     assert build_body(ask(surface, tools=json.dumps([SAID[written]])))["tools"] == [SAID[surface]]
-    for kind in ([], {}, 1, None):  # what is none of ours stays as it was written
+    kinds: tuple[object, ...] = ([], {}, 1, None)
+    for kind in kinds:  # what is none of ours stays as it was written
         tool = {"name": "look_up", "type": kind, "parameters": {"type": "object"}}
         assert build_body(ask(surface, tools=json.dumps([tool])))["tools"] == [tool]
 
