@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import pytest
 import schemathesis
+from django.conf import settings as django_settings
 from django.contrib import admin
 from django.core.signals import request_finished, request_started
 from django.core.wsgi import get_wsgi_application
@@ -35,12 +36,16 @@ from nodes.services import create_credential, create_provider
 from tests.fakes.governed_team import make_team, propose_token
 from tests.fakes.tenants import make_operator
 from wire.contract import ErrorCode
+from wire.optoken.approval import encode_bytes
 
 pytestmark = pytest.mark.timeout(240)
 CHECKS = [
-    not_a_server_error, checks.status_code_conformance, checks.content_type_conformance, checks.response_headers_conformance,
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
     checks.response_schema_conformance,
-]  # fmt: skip
+]
 WITHOUT_CREDENTIAL = [*CHECKS, checks.ignored_auth]
 """Asks again without a credential and with a wrong one."""
 EXAMPLES = 6
@@ -86,6 +91,61 @@ def test_every_address_keeps_to_its_description(document: BaseSchema) -> None:
             _attack(operation.as_strategy(GenerationMode.NEGATIVE), headers, CHECKS)
         if "{op_id}" in operation.path:
             _attack(operation.as_strategy(path_parameters={"op_id": op_id}), headers, CHECKS)
+
+
+WORDS = st.text(max_size=12) | st.sampled_from(
+    ["control-plane", "ci", "all", "muster-tiny", "attic#kq3mzp6a7x2d5n4bwlhvyt3cre"]
+)
+VALUES = st.recursive(
+    WORDS | st.integers() | st.booleans() | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["name", "modelId", "scope", "tenantId", "contextLength", "evictModel", "force", "limit"]) | WORDS
+PROPOSALS = st.fixed_dictionaries(
+    {
+        "operation": st.sampled_from(sorted(django_settings.OPERATIONS)),
+        "targets": st.lists(WORDS, max_size=2),
+        "params": st.dictionaries(NAMES, VALUES, max_size=3),
+        "reason": st.text(min_size=1, max_size=20),
+    },
+    optional={
+        "op_class": st.sampled_from(["", "standing", "break-glass", "model-load"]),
+        "max_uses": st.integers(-1, 1001),
+        "not_before": st.datetimes().map(lambda moment: moment.isoformat() + "Z"),
+        "not_after": st.datetimes().map(lambda moment: moment.isoformat() + "Z"),
+        "reviews": WORDS | st.uuids().map(str),
+    },
+)
+BYTES = st.binary(max_size=60).map(encode_bytes) | WORDS
+
+
+def test_whatever_is_asked_for_or_shown_as_a_proof_is_answered_as_described(document: BaseSchema) -> None:
+    team = make_team()
+    _, admin = services.create_admin_token(name="fuzz", actor="user:ana")
+    team.start()
+    target = propose_token(team[1])
+    proof, headers = team[0].proof(target), {"Authorization": f"Bearer {admin}"}
+    proofs = st.fixed_dictionaries(
+        {name: st.just(value) | BYTES for name, value in proof.items()}, optional={"more": WORDS}
+    )  # fmt: skip
+
+    @_fixed(60)
+    @given(PROPOSALS)
+    def ask(body: dict[str, Any]) -> None:
+        case = document["/api/v1/operations"]["POST"].Case(body=body, media_type="application/json")
+        case.call_and_validate(headers=headers, checks=CHECKS)
+
+    @_fixed(40)
+    @given(proofs)
+    def approve(body: dict[str, Any]) -> None:
+        path = {"op_id": target.printed_id}
+        approvals = document["/api/v1/operations/{op_id}/approvals"]["POST"]
+        case = approvals.Case(path_parameters=path, body={"proof": body}, media_type="application/json")
+        case.call_and_validate(headers=headers, checks=CHECKS)
+
+    ask()
+    approve()
 
 
 def _fixed(examples: int) -> Callable[[Any], Any]:  # Any: decorators of Hypothesis
