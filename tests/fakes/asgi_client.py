@@ -8,6 +8,7 @@ from typing import Any
 
 from core.limits import GatewayLimits
 from gateway.client import SCOPE_HANDLE, ClientConnection
+from tests.fakes.waiting import turns
 
 
 class Handle:
@@ -86,7 +87,7 @@ class MemoryClient:
         """Wait until ``condition`` holds; it is looked at after every event and turn of the loop."""
         async with asyncio.timeout(30):
             while not condition():
-                await asyncio.sleep(0)
+                await turns()
 
     @property
     def status(self) -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.fakes.waiting import takes_blocking
 from wire import clock
 
 
@@ -60,7 +61,7 @@ class ShiftedClock:
 
     def sleep(self, seconds: float, /) -> None:
         """Hold up the calling thread."""
-        time.sleep(seconds)
+        takes_blocking(seconds)
 
 
 def shift_clock(monkeypatch: pytest.MonkeyPatch, by_s: float) -> None:

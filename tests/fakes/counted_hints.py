@@ -11,6 +11,7 @@ from channels.layers import get_channel_layer
 
 from core.hints import HintLayer
 from tests.fakes.virtual_loop import VirtualLoop
+from tests.fakes.waiting import takes
 
 LAYERS = {
     "BACKEND": "tests.fakes.counted_hints.CountedHintLayer",
@@ -42,7 +43,7 @@ class CountedHintLayer(HintLayer):
             shard = layer._get_shard(name)
             while not (await shard._redis.pubsub_numsub(name))[0][1]:
                 pass
-        await asyncio.sleep(_PAUSE_S)
+        await takes(_PAUSE_S)
         self._listening.add(channel)
 
     async def group_send(self, group: str, message: dict[str, Any]) -> None:

@@ -55,6 +55,7 @@ from tests.fakes.counted_hints import LAYERS, CountedHintLayer, close_layer
 from tests.fakes.engine import EngineCall, FakeEngine
 from tests.fakes.memory_link import MemoryLink
 from tests.fakes.virtual_loop import VirtualLoop
+from tests.fakes.waiting import takes
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES
 
@@ -161,7 +162,7 @@ class Answer:
                 for row in await self.rows():
                     if row["state"] not in OPEN_REQUEST_STATES:
                         return row
-                await asyncio.sleep(0.05)
+                await takes(0.05)
 
         async with asyncio.timeout(self.fleet.within_s):
             return await look()
@@ -231,7 +232,7 @@ class Node:
         """Wait until the runner runs, and have it serve its models."""
         while self.box._parts is None or self.box.parts.phase is not Phase.SERVING:
             assert self.is_running, "the runner ended"
-            await asyncio.sleep(0.01)
+            await takes(0.01)
         self._supervisor = Supervisor(self.engine, silent_s=10.0, on_change=lambda: None)
         await self._supervisor.load(lambda _progress: None)
         for name in self.models:
@@ -365,7 +366,7 @@ class Fleet:
         runtime.begin_stop()
         until = clock.monotonic() + (runtime.limits.shutdown_grace_s if grace_s is None else grace_s)
         while runtime.running_requests and clock.monotonic() < until:
-            await asyncio.sleep(0.05)
+            await takes(0.05)
         runtime.interrupt_running()
         await runtime.say_goodbye()
         for link in list(self._sockets.values()):

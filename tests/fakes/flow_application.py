@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import resource
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from controlplane.daphne_server import FlowControlledServer
+from tests.fakes.waiting import takes
 
 CHUNK = b"x" * 16384
 
@@ -38,7 +38,7 @@ async def answer(path: str, receive: Callable[..., Any], send: Callable[..., Any
             break
     if path == "/sleep":
         print("working", flush=True)
-        await asyncio.sleep(1)
+        await takes(1)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
     while path == "/endless":
         await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
@@ -53,7 +53,7 @@ async def push_endlessly(send: Callable[..., Any]) -> None:
 
 async def read_slowly(receive: Callable[..., Any]) -> None:
     while (await receive())["type"] != "websocket.disconnect":
-        await asyncio.sleep(0.2)
+        await takes(0.2)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from tests.fakes.clock import VirtualClock
+from tests.fakes.waiting import takes
 from wire import clock
 
 Result = TypeVar("Result")
@@ -94,5 +95,5 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def advance(self, seconds: float) -> None:
         """Let so many seconds pass, and run all that becomes due."""
-        self.run_until_complete(asyncio.sleep(seconds))
+        self.run_until_complete(takes(seconds))
         self.settle()

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from runner.admission import FairQueue, Priority, QueueLimits, Turn, WaitBudget
 from tests.fakes.clock import install_virtual_clock
+from tests.fakes.waiting import turns
 
 LONG_S = 1000.0
 
 
 async def settle() -> None:
     """Let every task that can run do so."""
-    for _ in range(6):
-        await asyncio.sleep(0)
+    await turns(6)
 
 
 class Visitors:

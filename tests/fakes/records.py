@@ -15,7 +15,7 @@ from core.db import LoopConnection, ServerSilent
 from gateway.record_sql import BOTH, INSERT, UPDATE
 from gateway.records import Record, RecordWriter
 from tests.fakes.pipeline import Rows
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import eventually, takes
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 from wire.ids import new_uuid7
 
@@ -66,7 +66,7 @@ class MemoryDatabase:
 
     async def connect(self) -> LoopConnection:
         """Return a connection. Raises OperationalError while the database is away."""
-        await asyncio.sleep(0.001)
+        await takes(0.001)
         if self.is_away:
             raise psycopg.OperationalError("connection refused")
         self.connections += 1

@@ -15,7 +15,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from tests.fakes.waiting import DEADLINE_S
+from tests.fakes.waiting import DEADLINE_S, takes
 from wire import bridge, frames
 from wire.limits import WIRE
 
@@ -237,7 +237,7 @@ class ScriptedGateway:
                 await socket.send(bridge.encode_message(bridge.Ping(timestamp_unix_ms=1)))
             except ConnectionClosed:
                 return
-            await asyncio.sleep(0.2)
+            await takes(0.2)
 
 
 @asynccontextmanager

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
+from tests.fakes.waiting import takes_blocking
+
 WITHIN_S = 30.0
 _STANDING = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
 
@@ -50,5 +52,5 @@ def _stop(process: psutil.Process) -> None:
         process.suspend()
         while process.status() not in _STANDING:
             assert time.monotonic() < until, f"{process} does not stand still"
-            time.sleep(0.01)
+            takes_blocking(0.01)
             process.suspend()

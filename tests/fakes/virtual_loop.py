@@ -18,6 +18,7 @@ from typing import Any
 
 from core.db import LoopConnection
 from tests.fakes.clock import VirtualClock
+from tests.fakes.waiting import takes
 from wire import clock
 
 STUCK_S = 30.0
@@ -127,7 +128,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     async def pass_time(self, seconds: float) -> None:
         """Let so much time pass, with every timer on its way, and settle."""
-        await asyncio.sleep(seconds)
+        await takes(seconds)
         await self.settle()
 
     def idle(self, timeout: float | None) -> list[tuple[selectors.SelectorKey, int]]:

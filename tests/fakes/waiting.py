@@ -1,4 +1,4 @@
-"""The wait of a test for a condition, with a deadline: nothing else in the tests sleeps."""
+"""How tests wait: for a condition, with a deadline. Nothing else in the tests sleeps."""
 
 from __future__ import annotations
 
@@ -55,6 +55,22 @@ def wait_until(
             return result
         assert time.monotonic() < deadline, _explain(condition, what, within_s, result)
         time.sleep(pause_s)
+
+
+async def turns(number: int = 1) -> None:
+    """Give every other task of the loop its turn, so many times."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def takes(seconds: float) -> None:
+    """Be what lies outside of us, an engine or a network, which needs so long. Not a wait of a test for anything."""
+    await asyncio.sleep(seconds)
+
+
+def takes_blocking(seconds: float) -> None:
+    """Do the same in a thread or a program."""
+    time.sleep(seconds)
 
 
 def _explain(condition: Callable[[], object], what: str, within_s: float, last: object) -> str:

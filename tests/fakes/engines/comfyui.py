@@ -21,6 +21,7 @@ from runner.engines.comfyui import ComfyUiEngine
 from runner.engines.port import IMAGES, Call, FlushResult
 from tests.fakes.engines.scripted_server import listening
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest
+from tests.fakes.waiting import takes
 
 GIB = 2**30
 Fields = dict[str, Any]  # Any: JSON of another program
@@ -276,10 +277,10 @@ class ComfyContract:
         messages.append(list(end))
         is_good = end[0] == "execution_success"
         status = {"status_str": "success" if is_good else "error", "completed": is_good, "messages": messages}
-        await asyncio.sleep(0.005)  # the events leave before the history has it
+        await takes(0.005)  # the events leave before the history has it
         if not self.is_old and end[0] != "execution_error":
             await self._send(item, *end)
-        await asyncio.sleep(0.005)
+        await takes(0.005)
         self.history[item.prompt_id] = {"prompt": item.wire(), "outputs": outputs, "status": status}
         await self._send(item, "executing", {"node": None, "prompt_id": item.prompt_id})
 
@@ -299,7 +300,7 @@ class ComfyContract:
         for step in range(steps):
             if self._interrupted:
                 return "execution_interrupted", {"prompt_id": item.prompt_id, "node_id": node_id, "node_type": kind}
-            await asyncio.sleep(self.step_s)
+            await takes(self.step_s)
             if kind == "KSampler":
                 progress = {"value": step + 1, "max": steps, "prompt_id": item.prompt_id, "node": node_id}
                 await self._send(item, "progress", progress)

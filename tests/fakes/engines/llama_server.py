@@ -22,6 +22,7 @@ from tests.fakes.engines.llamacpp import ENDLESS
 from tests.fakes.engines.llamacpp import QUESTION as LONG_QUESTION
 from tests.fakes.engines.scripted_server import listening
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, openai_cached_tokens, wait_until
+from tests.fakes.waiting import eventually, takes
 from tests.unit.closed_port import closed_port
 
 SLOTS = 2
@@ -119,17 +120,17 @@ class RouterContract:
 
     async def _load(self, name: str) -> None:
         model = self.models[name]
-        while model.needs_listener and not self._events:
-            await asyncio.sleep(0.01)
+        if model.needs_listener:
+            await eventually(lambda: self._events)
         for step in range(1, 5):
-            await asyncio.sleep(model.load_s / 4)
+            await takes(model.load_s / 4)
             if model.status != "loading":
                 return
             progress = {"stages": ["text_model"], "current": "text_model", "value": step / 4}
             event: dict[str, object] = {"model": name, "event": "model_status"}
             for events in self._events:
                 events.put_nowait(event | {"data": {"status": "loading", "progress": progress}})
-        await asyncio.sleep(model.load_s / 4)
+        await takes(model.load_s / 4)
         if model.status == "loading":
             model.failed = model.exit_code is not None
             model.status = "unloaded" if model.failed or model.evicted else "loaded"
@@ -193,7 +194,7 @@ class RouterContract:
             await response.prepare(request)
             for _ in range(body["max_tokens"]):
                 await response.write(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
-                await asyncio.sleep(0.01)
+                await takes(0.01)
                 if model.status == "unloaded":
                     return response
             await response.write(b"data: [DONE]\n\n")

@@ -17,6 +17,7 @@ from runner.engines.port import FlushResult
 from runner.engines.remote import RemoteEngine
 from tests.fakes.engines.scripted_server import listening
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, environment
+from tests.fakes.waiting import takes
 
 KEY = "sk-a-key-that-must-not-leak"
 NAME = "provider-large"
@@ -95,7 +96,7 @@ class ProviderContract:
         self.running += 1
         try:
             await self.may_answer.wait()
-            await asyncio.sleep(self.pause_s)
+            await takes(self.pause_s)
             return await (self._stream(request, body) if body.get("stream") else self._whole(body))
         finally:
             self.running -= 1
@@ -119,7 +120,7 @@ class ProviderContract:
                 return drop(request)
             event = {"model": body["model"], "choices": [{"index": 0, "delta": {"content": f"word{number} "}}]}
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            await asyncio.sleep(self.token_s)
+            await takes(self.token_s)
         if self.tells_usage and isinstance(options := body.get("stream_options"), dict) and options.get("include_usage"):
             usage = {"prompt_tokens": 20, "completion_tokens": 8, "total_tokens": 28}
             await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")

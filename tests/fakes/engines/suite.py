@@ -38,7 +38,7 @@ from runner.engines.port import (
 from runner.errors import EngineError
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.process import is_alive
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import eventually, turns
 
 WAIT_LIMIT_S = 30.0
 """For what comes soon on a machine that is not busy."""
@@ -383,7 +383,7 @@ async def check_a_hung_engine_is_silent_and_unload_kills_it(subject: EngineUnder
         process.suspend()
     async with asyncio.timeout(WAIT_LIMIT_S):
         while await subject.engine.health() is not Health.SILENT:
-            await asyncio.sleep(0)  # a signal stops one thread after the other, and one of them may still have answered
+            await turns()  # a signal stops one thread after the other, and one of them may still have answered
     set_runner_limits(engines={"stop_s": 1.0, "server_stop_s": 1.0})
     await asyncio.wait_for(subject.engine.unload(gently=True), WAIT_LIMIT_S)
     await assert_gone(processes)

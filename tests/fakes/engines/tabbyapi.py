@@ -17,6 +17,7 @@ from runner.engines.port import FlushResult
 from runner.engines.tabbyapi import TabbyApiEngine
 from tests.fakes.engines.scripted_server import listening
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, environment
+from tests.fakes.waiting import takes
 
 API_KEY, ADMIN_KEY = "an-api-key", "an-admin-key"
 
@@ -98,7 +99,7 @@ class TabbyContract:
         if self.loaded != name:
             self.loaded = None
         for module in range(1, self.modules + 1):
-            await asyncio.sleep(self.module_s)
+            await takes(self.module_s)
             if name in self.broken and module == self.modules // 2:
                 events.put_nowait({"error": {"message": "CUDA out of memory", "trace": None}})
                 events.put_nowait(None)
@@ -133,7 +134,7 @@ class TabbyContract:
                 if self.loaded is None:
                     break
                 await response.write(f'data: {{"choices":[{{"delta":{{"content":"word{number} "}}}}]}}\r\n\r\n'.encode())
-                await asyncio.sleep(self.token_s)
+                await takes(self.token_s)
             await response.write(b"data: [DONE]\r\n\r\n")
         finally:
             self.running -= 1

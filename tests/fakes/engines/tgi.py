@@ -19,6 +19,7 @@ from runner.engines.tgi import TgiEngine
 from runner.engines.tgi_launcher import free_ports
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call
 
+ROOT = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).with_name("programs") / "tgi_contract.py"
 CAUSE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
@@ -26,7 +27,7 @@ CAUSE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 def contract_launcher(folder: Path) -> str:
     """Return a program that is the contract server."""
     wrapper = folder / "text-generation-launcher"
-    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SERVER}" "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" "{SERVER}" "$@"\n')
     wrapper.chmod(0o755)
     return str(wrapper)
 
@@ -49,7 +50,9 @@ async def foreign_server(model_id: str, *flags: str, key: str = "") -> AsyncIter
     """Yield the URL of a TGI that is somebody else's."""
     port = free_ports(1)[0]
     command = [sys.executable, str(SERVER), "--hostname", "127.0.0.1", "--port", str(port), "--model-id", model_id, *flags]
-    process = await asyncio.create_subprocess_exec(*command, env={**os.environ, "API_KEY": key}, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        *command, env={**os.environ, "API_KEY": key, "PYTHONPATH": str(ROOT)}, stdout=asyncio.subprocess.PIPE
+    )
     assert process.stdout is not None
     shards: list[psutil.Process] = []
     try:

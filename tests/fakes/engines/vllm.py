@@ -15,6 +15,7 @@ from runner.engines.vllm import VllmEngine
 from runner.engines.vllm.command import PYTHON_VARIABLE
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, environment, openai_cached_tokens
 
+ROOT = Path(__file__).resolve().parents[3]
 SERVER = Path(__file__).with_name("programs") / "vllm_contract.py"
 QUESTION = "What is a lambda? " * 12
 CAUSE = "ValueError: shape mismatch in model.embed_tokens.weight"
@@ -24,7 +25,7 @@ CAUSE = "ValueError: shape mismatch in model.embed_tokens.weight"
 def contract_python(folder: Path) -> Iterator[None]:
     """Have the adapter find a python whose ``-m vllm…`` is the contract server."""
     wrapper = folder / "python-of-vllm"
-    wrapper.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SERVER}" "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" "{SERVER}" "$@"\n')
     wrapper.chmod(0o755)
     with environment(**{PYTHON_VARIABLE: str(wrapper)}):
         yield

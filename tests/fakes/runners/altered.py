@@ -7,7 +7,6 @@ on a busy machine the usual two seconds pass too soon.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from runner.__main__ import main
 from runner.app import Box
 from runner.ledger import approvals, history
 from runner.limits import install, limits
+from tests.fakes.waiting import eventually
 
 SETTLE_S = 30.0
 WRITES: dict[str, tuple[ModuleType, str]] = {
@@ -34,8 +34,7 @@ def hold_start(until: Path) -> None:
     wait_settled = Box._wait_settled
 
     async def wait_held(box: Box) -> None:
-        while not until.exists():  # noqa: ASYNC240 - a look at one name
-            await asyncio.sleep(0.01)
+        await eventually(until.exists)
         await wait_settled(box)
 
     Box._wait_settled = wait_held  # type: ignore[method-assign,assignment]  # between an open port and serving

@@ -18,6 +18,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.fakes.waiting import takes
+
 TOKEN_S = 0.005
 _NAMES = (
     "--model-id", "--hostname", "--port", "--prometheus-port", "--master-port", "--shard-uds-path", "--max-batch-size",
@@ -111,7 +113,7 @@ class Server:
 
     async def _generate(self, request: web.Request, body: dict[str, Any], wanted: int) -> web.StreamResponse:
         if not body.get("stream"):
-            await asyncio.sleep(TOKEN_S * wanted)
+            await takes(TOKEN_S * wanted)
             choice = {"index": 0, "message": {"role": "assistant", "content": "word " * wanted}, "finish_reason": "length"}
             read = len(_words(body))
             usage = {"prompt_tokens": read, "completion_tokens": wanted, "total_tokens": read + wanted}
@@ -119,7 +121,7 @@ class Server:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for index in range(wanted):
-            await asyncio.sleep(TOKEN_S)
+            await takes(TOKEN_S)
             choice = {"index": 0, "delta": {"role": "assistant", "content": f"word{index} "}}
             await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
@@ -147,7 +149,7 @@ async def serve(args: argparse.Namespace, faults: dict[str, Any], shard: subproc
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     while shard.poll() is None and not stopping.is_set():
-        await asyncio.sleep(0.02)
+        await takes(0.02)
     os._exit(0 if stopping.is_set() else 1)
 
 
@@ -159,7 +161,7 @@ def main() -> None:
     say("Starting check and download process for m")
     say("Successfully downloaded weights for m")
     say("Starting shard rank=0")
-    shard = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "tgi-shard"])
+    shard = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", "tgi-shard"])
     if faults.get("fail"):
         shard.kill()
         say(f"Shard complete standard error output:\n\n{faults['fail']} rank=0", "ERROR")

@@ -14,13 +14,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+
+from tests.fakes.waiting import takes, takes_blocking
 
 VERSION = "0.32.0"
 BLOCK = 16
@@ -125,9 +126,9 @@ class Server:
     async def watch_worker(self) -> None:
         """Exit some time after the worker has died, as vLLM does."""
         while self.worker.poll() is None:
-            await asyncio.sleep(0.02)
+            await takes(0.02)
         say("APIServer", "EngineCore encountered an issue. See stack trace for the root cause.", "ERROR")
-        await asyncio.sleep(0.5)
+        await takes(0.5)
         os._exit(1)
 
     async def _health(self, _request: web.Request) -> web.Response:
@@ -193,7 +194,7 @@ class Server:
         if body.get("model") not in {self.args.served_model_name, *self.loras}:
             return _error(404, f"The model `{body.get('model')}` does not exist.")
         while self.is_asleep:
-            await asyncio.sleep(0.02)
+            await takes(0.02)
         priority = int(request.headers.get("x-vllm-priority", body.get("priority", 0)))
         async with self.slots.hold(priority):
             self.begun.append(priority)
@@ -208,13 +209,13 @@ class Server:
             "prompt_tokens_details": {"cached_tokens": cached},
         }  # fmt: skip
         if not body.get("stream"):
-            await asyncio.sleep(TOKEN_S * wanted)
+            await takes(TOKEN_S * wanted)
             choice = {"index": 0, "message": {"role": "assistant", "content": "word " * wanted}, "finish_reason": "length"}
             return web.json_response({"id": "cmpl-1", "model": body["model"], "choices": [choice], "usage": usage})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         for index in range(wanted):
-            await asyncio.sleep(TOKEN_S)
+            await takes(TOKEN_S)
             choice = {"index": 0, "delta": {"content": f"word{index} "}, "finish_reason": None}
             await response.write(f"data: {json.dumps({'id': 'cmpl-1', 'choices': [choice]})}\n\n".encode())
         if (body.get("stream_options") or {}).get("include_usage"):
@@ -307,7 +308,7 @@ def main() -> None:
     faults = json.loads((model / "contract.json").read_text()) if (model / "contract.json").exists() else {}
     say("APIServer", "Resolved architecture: LlamaForCausalLM")
     # The worker ignores the death of its parent, like the original's.
-    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "VLLM::EngineCore"])
+    worker = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", "VLLM::EngineCore"])
     say("EngineCore", "Initializing a V1 LLM engine (v0.32.0) with config: model='m'")
     if faults.get("fail"):
         print(
@@ -325,7 +326,7 @@ def main() -> None:
     say("Worker", "Model loading took 0.25 GiB memory and 0.1 seconds")
     say("EngineCore", "GPU KV cache size: 65,536 tokens, Maximum concurrency for 2,048 tokens per request: 32.00x")
     while faults.get("hang"):
-        time.sleep(1.0)
+        takes_blocking(1.0)
     say("EngineCore", "init engine (profile, create kv cache, warmup model) took 0.13 s")
     asyncio.run(serve(args, faults, worker))
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.fakes.waiting import takes_blocking
 
 PAGE = 256
 END = 4
@@ -56,7 +57,7 @@ class Model:
             raise RuntimeError(words)
         modules = self.config.fake.get("modules", 4)
         for done in range(modules + 1):
-            time.sleep(self.config.fake.get("module_s", 0.0))
+            takes_blocking(self.config.fake.get("module_s", 0.0))
             if callback is not None:
                 callback(done, modules)
         self.is_loaded = True
@@ -158,7 +159,7 @@ class Generator:
             common = {"job": job, "identifier": None, "serial": job.serial, "eos": False}
             results.append({**common, "stage": "started"})
             results.append({**common, "stage": "prefill", "curr_progress": len(job.ids), "max_progress": len(job.ids)})
-        time.sleep(self.model.config.fake.get("step_s", 0.001))
+        takes_blocking(self.model.config.fake.get("step_s", 0.001))
         return [*results, *(self._step(job) for job in list(self.active))]
 
     def get_cache_stats(self) -> dict[str, float]:
