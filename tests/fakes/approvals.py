@@ -45,16 +45,13 @@ class Fleet:
 
     @property
     def policy(self) -> Policy:
-        """The newest version."""
         return read_policy(self.documents[-1])
 
     @property
     def words(self) -> str:
-        """The fingerprint of the first version."""
         return policy_words(read_policy(self.documents[0]).ref.sha256)
 
     def add_policy(self, **changes: Any) -> dict[str, Any]:
-        """Have the next version made and signed, and return its link."""
         current = self.policy if self.documents else None
         following = {} if current is None else {"version": current.ref.version + 1, "previous": current.ref.sha256}
         document = make_document(self.people, now=self.now, **(following | changes))
@@ -77,7 +74,6 @@ class Issuer:
 
     @classmethod
     def of(cls, fleet: Fleet, box: BoxGovernance) -> Issuer:
-        """One that has read what the box says of itself."""
         kid, key = list(box.op_keys.items())[-1]
         return cls(fleet, box.runner_id, kid, decode_bytes(key))
 
@@ -153,11 +149,8 @@ def make_bundle(**changes: Any) -> dict[str, Any]:
             make_link(FIRST_RAW, begin, approve(begin, [ANN, BOB])),
             make_link(SECOND_RAW, change, approve(change, [BOB, CLEO])),
         ],
-        "statement": encode_bytes(PROVEN.raw),
-        "proofs": approve(PROVEN, [ANN, DAN]),
-        "receipts": [make_receipt()],
-        **changes,
-    }
+        "statement": encode_bytes(PROVEN.raw), "proofs": approve(PROVEN, [ANN, DAN]), "receipts": [make_receipt()], **changes,
+    }  # fmt: skip
 
 
 def make_batch(*, format_version: int) -> dict[str, Any]:

@@ -57,13 +57,10 @@ class MemoryClient:
             self.incoming.put_nowait({"type": "http.request", "body": part, "more_body": index < len(parts) - 1})
         self.handle = Handle(self)
         self.scope: dict[str, Any] = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "query_string": b"",
+            "type": "http", "method": method, "path": path, "query_string": b"",
             "headers": [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (headers or {}).items()],
             "extensions": {SCOPE_HANDLE: self.handle} if with_handle else {},
-        }
+        }  # fmt: skip
         self.connection = ClientConnection(self.scope, self.incoming.get, self.send, limits=limits or GatewayLimits())
 
     async def send(self, event: dict[str, Any]) -> None:
@@ -72,13 +69,11 @@ class MemoryClient:
         self.take(event)
 
     def take(self, event: dict[str, Any]) -> None:
-        """Keep an event that went out."""
         assert not self.is_whole, "nothing follows the end of a response"
         self.events.append(event)
         self.changed.set()
 
     def leave(self) -> None:
-        """Close the connection."""
         self.incoming.put_nowait({"type": "http.disconnect"})
         if self.handle.lost is not None:
             self.handle.lost()
@@ -96,15 +91,12 @@ class MemoryClient:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer."""
         return {k.decode(): v.decode("latin-1") for k, v in self.events[0]["headers"]}
 
     @property
     def body(self) -> bytes:
-        """Body bytes that went out."""
         return b"".join(event["body"] for event in self.events[1:])
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer was finished."""
         return len(self.events) > 1 and not self.events[-1]["more_body"]

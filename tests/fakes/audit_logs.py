@@ -37,12 +37,10 @@ BOX = Ed25519PrivateKey.from_private_bytes(b"\x06" * 32)
 
 
 def make_body(number: int, **changes: object) -> bytes:
-    """Return the bytes of an event."""
     return json.dumps({"action": "a.b", "n": number, "op_id": f"op-{number % 5}"} | changes, sort_keys=True).encode()
 
 
 def make_chain(bodies: Iterable[bytes]) -> list[Entry]:
-    """Return the entries of these events."""
     entries: list[Entry] = []
     for seq, body in enumerate(bodies, 1):
         previous = entries[-1].hash if entries else GENESIS
@@ -51,7 +49,6 @@ def make_chain(bodies: Iterable[bytes]) -> list[Entry]:
 
 
 def checkpoint_of(entries: Iterable[Entry]) -> Checkpoint:
-    """Return the checkpoint over these entries."""
     frontier = Frontier()
     for entry in entries:
         frontier.append(leaf_hash(entry.hash))
@@ -59,7 +56,6 @@ def checkpoint_of(entries: Iterable[Entry]) -> Checkpoint:
 
 
 def seal(entries: Iterable[Entry]) -> Seal:
-    """Return the signed checkpoint over these entries."""
     checkpoint = checkpoint_of(entries)
     return Seal(checkpoint.note(KEY, SIGNER.sign(checkpoint.text().encode())))
 
@@ -75,7 +71,6 @@ def witness(entries: Iterable[Entry], *, signer: Ed25519PrivateKey = BOX, name: 
 
 
 def judge(records: Iterable[Record], *, pinned: Iterable[Checkpoint] = ()) -> Verdict:
-    """Return what the verifier says of these records."""
     verifier = Verifier(keys=[KEY], origin=ORIGIN, pinned=pinned)
     for record in records:
         verifier.feed(record)
@@ -83,7 +78,6 @@ def judge(records: Iterable[Record], *, pinned: Iterable[Checkpoint] = ()) -> Ve
 
 
 def export(records: Iterable[Record], *, size: int = 0) -> str:
-    """Return an export of these records."""
     return "\n".join([render_header(origin=ORIGIN, keys=[KEY], size=size), *map(render, records)]) + "\n"
 
 

@@ -8,7 +8,6 @@ import django
 
 
 def main() -> None:
-    """Append for ever to the database of DATABASE_URL."""
     django.setup()
     from django.db import transaction
 

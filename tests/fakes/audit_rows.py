@@ -21,7 +21,6 @@ TABLES = ("auditevent", "auditentry", "auditcheckpoint", "witnessstatement")
 
 
 def append(count: int, *, op_id: str = "") -> None:
-    """Append events, each in a transaction of its own."""
     for number in range(count):
         with transaction.atomic():
             record_event(actor="user:ada", action="test.append", target=f"t{number}", detail={"n": number}, op_id=op_id)
@@ -36,7 +35,6 @@ def chain_events() -> None:
 
 
 def append_at_once(count: int) -> None:
-    """Append many events in one transaction and one statement."""
     with connection.cursor() as cursor:
         cursor.execute(
             "INSERT INTO governance_auditevent (at, actor, action, target, detail) "
@@ -47,7 +45,6 @@ def append_at_once(count: int) -> None:
 
 
 def judge_database() -> Verdict:
-    """Return what the verifier says of the database."""
     chain_events()
     return verify_database(checkpoints.log_keys())
 
@@ -61,7 +58,6 @@ def database_url() -> str:
 
 @contextmanager
 def raw_connection() -> Iterator[psycopg.Connection[tuple[object, ...]]]:
-    """Yield a connection outside Django, not in autocommit."""
     with psycopg.connect(database_url()) as session:
         yield session
 
@@ -82,5 +78,4 @@ def tamper(*statements: str) -> None:
 
 
 def sizes() -> list[int]:
-    """Return the numbers of all entries, in order."""
     return list(AuditEntry.objects.order_by("seq").values_list("seq", flat=True))

@@ -41,7 +41,6 @@ def decode(value: Any) -> Any:
 
 
 def answer(line: str) -> dict[str, Any]:
-    """Run one call and return its result or its error."""
     from django.db import connections
 
     call = json.loads(line)

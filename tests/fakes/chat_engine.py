@@ -26,12 +26,10 @@ ASKED: dict[str, Json] = {
 
 
 def write_event(value: object) -> bytes:
-    """Return a value as one event."""
     return b"data: %b\n\n" % json.dumps(value, separators=(",", ":")).encode()
 
 
 def chunk(delta: Json | None = None, finish: str | None = None, **more: object) -> bytes:
-    """Return a chunk with one choice."""
     return write_event({"choices": [{"index": 0, "delta": delta or {}, "finish_reason": finish}], **more})
 
 
@@ -42,19 +40,16 @@ def call(index: int, arguments: str = "", **more: str) -> Json:
 
 
 def cut(stream: bytes, size: int) -> Iterator[bytes]:
-    """Yield a stream in pieces of this size."""
     return (stream[at : at + size] for at in range(0, len(stream), size))
 
 
 def say_request(path: str, **fields: object) -> Translation:
-    """Return a request as a node gets it."""
     surface = SURFACES[path]
     assert surface.translate is not None
     return surface.translate(surface.parse(json.dumps({"model": "m", **ASKED[path], **fields}).encode(), {}))
 
 
 def open_answer(path: str, **fields: object) -> AnswerTranslator:
-    """Return the translator of a fresh answer."""
     return say_request(path, **{"stream": True, **fields}).open_answer(CONTEXT)
 
 
@@ -88,7 +83,6 @@ class Said:
 
 
 def read_message(message: Json) -> Said:
-    """Return what a whole message says."""
     said = Said(reason=message["stop_reason"], items=message["content"])
     for block in message["content"]:
         said.thought += block.get("thinking", "")
@@ -99,7 +93,6 @@ def read_message(message: Json) -> Said:
 
 
 def read_response(response: Json) -> Said:
-    """Return what a whole response says."""
     said = Said(reason=response["status"], items=response["output"])
     for item in response["output"]:
         for part in item.get("content", ()):

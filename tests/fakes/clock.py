@@ -19,19 +19,15 @@ class VirtualClock:
         self.unix_s, self.monotonic_s = unix_s, monotonic_s
 
     def time(self) -> float:
-        """Return Unix seconds."""
         return self.unix_s
 
     def monotonic(self) -> float:
-        """Return seconds of this clock."""
         return self.monotonic_s
 
     def sleep(self, seconds: float, /) -> None:
-        """Let the time pass."""
         self.advance(seconds)
 
     def advance(self, seconds: float) -> None:
-        """Let the time pass."""
         self.unix_s += seconds
         self.monotonic_s += seconds
 
@@ -40,7 +36,6 @@ class TickingClock(VirtualClock):
     """No two looks at it show the same time of day, so what is sorted by time has one order."""
 
     def time(self) -> float:
-        """Return Unix seconds."""
         self.unix_s += 0.0001
         return self.unix_s
 
@@ -52,15 +47,12 @@ class ShiftedClock:
         self._by_s = by_s
 
     def time(self) -> float:
-        """Return Unix seconds."""
         return time.time() + self._by_s
 
     def monotonic(self) -> float:
-        """Return seconds that nobody can set."""
         return time.monotonic()
 
     def sleep(self, seconds: float, /) -> None:
-        """Hold up the calling thread."""
         takes_blocking(seconds)
 
 

@@ -38,7 +38,6 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -47,11 +46,9 @@ class ServerProcess:
         return f"http://localhost:{self.port}"
 
     def rss_mb(self) -> float:
-        """Return the resident memory of the process."""
         return float(psutil.Process(self.process.pid).memory_info().rss) / 2**20
 
     def has_ended(self, *, within_s: float) -> bool:
-        """Return whether the process ends within that time."""
         try:
             self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -84,7 +81,6 @@ def free_port() -> int:
 
 
 def database_url_of_tests() -> str:
-    """Return the URL of the database that the running test sees."""
     values = connection.settings_dict
     query = {"host": values["HOST"], "connect_timeout": values["OPTIONS"]["connect_timeout"]}
     query |= {"port": values["PORT"]} if values["PORT"] else {}
@@ -110,7 +106,6 @@ def serve(argv: list[str], *, port: int, log: Path, env: Mapping[str, str] | Non
 
 @contextmanager
 def serve_control(log: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[ServerProcess]:
-    """Run the control plane on the database of the tests."""
     port = free_port()
     argv = ["-m", "controlplane.serve_control", "--port", str(port), *options]
     settings = {"DATABASE_URL": database_url_of_tests(), "MUSTER_PUBLIC_URL": f"http://localhost:{port}", **(env or {})}

@@ -13,9 +13,7 @@ from core.hints import HintLayer
 from tests.fakes.virtual_loop import VirtualLoop
 from tests.fakes.waiting import takes
 
-LAYERS = {
-    "BACKEND": "tests.fakes.counted_hints.CountedHintLayer",
-}
+LAYERS = {"BACKEND": "tests.fakes.counted_hints.CountedHintLayer"}
 """What ``CHANNEL_LAYERS`` says instead of the product's class."""
 _PAUSE_S = 0.2
 """The layer's reader sleeps for 0.1 s before it first looks whether anything was subscribed."""
@@ -30,7 +28,6 @@ class CountedHintLayer(HintLayer):
     _listening: ClassVar[set[str]] = set()
 
     async def new_channel(self, prefix: str = "specific.") -> str:
-        """Return the name of a new channel."""
         with _here().underway("a command to Valkey"):
             return await super().new_channel(prefix)
 
@@ -65,7 +62,6 @@ class CountedHintLayer(HintLayer):
             raise
 
     async def receive(self, channel: str) -> dict[str, Any]:
-        """Return the next hint."""
         try:
             message = await super().receive(channel)
         except BaseException:
@@ -89,6 +85,5 @@ def _here() -> VirtualLoop:
 
 
 async def close_layer() -> None:
-    """Let go of this loop's connections to Valkey."""
     with _here().underway("a command to Valkey"), suppress(asyncio.CancelledError):
         await get_channel_layer()._get_layer().flush()

@@ -52,21 +52,17 @@ class DirectNode:
 
     @property
     def url(self) -> str:
-        """What the node registered."""
         return f"http://127.0.0.1:{self.port}"
 
     def paths(self) -> list[str]:
-        """What was asked for, in order."""
         return [f"{method} {path}" for method, path, _ in self.seen]
 
     def forget(self) -> None:
-        """Be as it was when it began to listen."""
         for kept in (self.answers, self.seen, self.hosts, self.bearers):
             kept.clear()
         self.api_key = ""
 
     async def answer(self, request: Request) -> Response:
-        """Answer as the script says."""
         body = await request.json() if request.method == "POST" else {}
         bearer = request.headers.get("authorization", "")
         self.hosts.append(request.headers["host"])

@@ -49,7 +49,6 @@ class Gpu(Telemetry):
 
     @property
     def free_mb(self) -> int:
-        """What nobody holds."""
         return self.total_mb - self.others_mb - sum(self.held_mb.values())
 
     def take(self, pid: int, size_mb: int) -> None:
@@ -59,7 +58,6 @@ class Gpu(Telemetry):
         self.held_mb[pid] = size_mb
 
     def sample(self) -> Reading:
-        """Return how full it is."""
         used_mb = self.total_mb - self.free_mb
         gpu = GpuInfo(index=0, name="Fake", memory_total_mb=self.total_mb, memory_used_mb=used_mb)
         return Reading(
@@ -68,7 +66,6 @@ class Gpu(Telemetry):
         )  # fmt: skip
 
     def measure(self, roots: Sequence[int]) -> TreeMemory:
-        """Return what processes hold."""
         held = [pid for pid in roots if pid in self.held_mb]
         return TreeMemory(host_bytes=0, gpu_bytes=sum(self.held_mb[pid] for pid in held) * MIB, pids=tuple(held))
 
@@ -105,12 +102,10 @@ class EngineCall:
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine works on it."""
         return self.state is CallState.RUNNING
 
     @property
     def untaken(self) -> int:
-        """How many pieces the runner has not taken."""
         return self._chunks.qsize()
 
     def emit(self, count: int = 1, *, text: str = "") -> None:
@@ -148,13 +143,11 @@ class EngineCall:
         self._end(CallState.FINISHED, b"")
 
     def reply(self, body: bytes, kind: str) -> None:
-        """Give a whole answer that is no JSON."""
         self.head.set_result(FakeResponse(200, kind, len(body), self._chunks))
         self._chunks.put_nowait(body)
         self._end(CallState.FINISHED, b"")
 
     def hang_up(self) -> None:
-        """Called when the runner lets go of the answer."""
         if self.is_running:
             self._end(CallState.CANCELLED, b"")
 
@@ -197,7 +190,6 @@ class FakeResponse:
         return chunk
 
     async def read(self) -> bytes:
-        """Return what is left."""
         parts = []
         while chunk := await self.readany():
             parts.append(chunk)
@@ -242,16 +234,13 @@ class FakeEngine:
 
     @property
     def running(self) -> list[EngineCall]:
-        """What it works on, oldest first."""
         return [call for call in self.open_calls if call.is_running]
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Its process, while it is loaded."""
         return (self._pid,) if self.is_loaded else ()
 
     async def load(self, report: Report) -> None:
-        """Load once the gate is open."""
         assert not self.is_loading, "it is being loaded twice"
         assert not self.is_loaded, "it is loaded already"
         self.steps.append("load")
@@ -271,7 +260,6 @@ class FakeEngine:
         self.is_loaded = True
 
     async def unload(self, *, gently: bool) -> None:
-        """Unload once the gate is open."""
         self.steps.append("unload" if gently else "kill")
         await self.may_unload.wait()
         if self.refuses_unload is not None:
@@ -279,7 +267,6 @@ class FakeEngine:
         self._vanish()
 
     def die(self) -> None:
-        """End as a killed process does."""
         self._vanish()
         self.has_died.set()
 
@@ -291,7 +278,6 @@ class FakeEngine:
             call.fail()
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Flush once the gate is open."""
         del request
         self.steps.append("flush")
         await self.may_flush.wait()
@@ -300,7 +286,6 @@ class FakeEngine:
         return FlushOutcome(FlushResult.FLUSHED if self.flushes else FlushResult.NOT_SUPPORTED)
 
     async def stats(self) -> EngineStats:
-        """Say nothing."""
         return EngineStats()
 
     @asynccontextmanager
@@ -320,11 +305,9 @@ class FakeEngine:
             self.open_calls.remove(mine)
 
     async def health(self) -> Health:
-        """Be well while it is loaded."""
         if not self.is_loaded:
             return Health.UNREACHABLE
         return Health.SILENT if self.is_silent else Health.OK
 
     async def wait_gone(self) -> None:
-        """Return when the test has it die."""
         await self.has_died.wait()

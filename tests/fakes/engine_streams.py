@@ -16,27 +16,11 @@ _JSON_VALUES: tuple[object, ...] = (
 )  # fmt: skip
 _KEYS = ("type", "role", "content", "id", "name", "tools", "text", "source", "input", "call_id", "", "\x00", "k" * 3000)
 _BYTES = (
-    b"",
-    b"\x00",
-    b"\xff",
-    b"\xed\xa0\x80",
-    b'"',
-    b"\\",
-    b"{",
-    b"[",
-    b"]",
-    b"}",
-    b",",
-    b":",
-    b"9" * 400,
-    b"NaN",
-    b"\r\n",
-    b"//",
-)
+    b"", b"\x00", b"\xff", b"\xed\xa0\x80", b'"', b"\\", b"{", b"[", b"]", b"}", b",", b":", b"9" * 400, b"NaN", b"\r\n", b"//",
+)  # fmt: skip
 
 
 def list_places(value: object) -> Iterator[tuple[Any, Any]]:
-    """Yield every container of a value with each of its keys."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:
         yield value, key
@@ -82,7 +66,6 @@ def spoil_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def spoil_body(rng: random.Random, body: dict[str, Any]) -> bytes:
-    """Return a request body that was good once, as bytes."""
     body = copy.deepcopy(body)
     if rng.random() < 0.8:
         spoil_tree(rng, body)
@@ -96,17 +79,14 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(content: object) -> bytes:
-    """Return a value as one event."""
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
 def chunk(delta: Json | None = None, finish: str | None = None, **more: Any) -> bytes:
-    """Return a chunk with one choice."""
     return event({"choices": [{"index": 0, "delta": delta or {}, "finish_reason": finish}], **more})
 
 
 def call(index: int | None, **function: str) -> Json:
-    """Return the delta of one piece of a tool call."""
     return {"tool_calls": [{"index": index, "id": f"call_{index}", "function": function}]}
 
 
@@ -138,7 +118,6 @@ _LINES = [
 
 
 def spoil_stream(rng: random.Random) -> list[bytes]:
-    """Return the pieces of a stream that was good once."""
     chunks = copy.deepcopy(GOOD)
     if rng.random() < 0.8:
         spoil_tree(rng, chunks, values=VALUES)
@@ -166,11 +145,8 @@ def spoil_answer(rng: random.Random) -> tuple[int, str, list[bytes]]:
     status = rng.choice([200] * 6 + [201, 204, 302, 400, 404, 418, 422, 429, 500, 503, 599])
     if status >= 400:
         error = {
-            "message": "This model's maximum context length is 5 tokens, not 9",
-            "type": "x",
-            "code": status,
-            "param": None,
-        }
+            "message": "This model's maximum context length is 5 tokens, not 9", "type": "x", "code": status, "param": None,
+        }  # fmt: skip
         answer = rng.choice([{"error": error}, {"object": "error", **error}, {"detail": [error]}, {"error": "no"}])
     if rng.random() < 0.8:
         spoil_tree(rng, answer, values=VALUES)

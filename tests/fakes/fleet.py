@@ -113,12 +113,10 @@ class Answer:
 
     @property
     def is_over(self) -> bool:
-        """Whether the gateway has done with it."""
         return self.task.done()
 
     @property
     def status(self) -> int:
-        """Status of the answer, 0 while there is none."""
         return self.client.status
 
     @property
@@ -134,18 +132,15 @@ class Answer:
 
     @property
     def calls(self) -> list[EngineCall]:
-        """What engines were asked because of it, oldest first."""
         found = [call for node in self.fleet.nodes for call in node.engine.calls if call.number == self.number]
         return sorted(found, key=lambda call: call.began_at)
 
     def leave(self) -> None:
-        """Close the connection."""
         if not self.is_over:
             self.has_left = True
             self.client.leave()
 
     async def done(self) -> None:
-        """Wait for its end."""
         async with asyncio.timeout(self.fleet.within_s):
             await asyncio.shield(self.task)
 
@@ -199,17 +194,14 @@ class Node:
 
     @property
     def link(self) -> MemoryLink:
-        """The link it dialled last."""
         return self.links[-1]
 
     @property
     def is_running(self) -> bool:
-        """Whether its process lives."""
         return not self.task.done()
 
     @property
     def queue(self) -> FairQueue:
-        """The queue of its models, which share its slots."""
         assert self._queue is not None
         return self._queue
 
@@ -219,7 +211,6 @@ class Node:
         return next((link for link in self.fleet.runtime.registry if link.node_name == self.name), None)
 
     async def dial(self, url: str, headers: dict[str, str]) -> Any:
-        """Open a link."""
         if not (self.is_reachable and self.fleet.is_listening):
             raise aiohttp.ClientConnectionError("nobody listens")
         link = MemoryLink()
@@ -261,7 +252,6 @@ class Node:
         self._hurry.set()
 
     async def close(self) -> None:
-        """End the process, whatever runs on it, and wait for that."""
         self.hurry()
         if self.links and not self.link.is_clear:
             self.link.cut()
@@ -289,12 +279,7 @@ class Fleet:
     ``runner`` are the time-outs of every node.
     """
 
-    def __init__(
-        self,
-        *,
-        rows: Rows | None = None,
-        within_s: float = WITHIN_S,
-    ) -> None:
+    def __init__(self, *, rows: Rows | None = None, within_s: float = WITHIN_S) -> None:
         self._given_rows = rows
         self.rows: Rows
         self.within_s = within_s
@@ -344,12 +329,10 @@ class Fleet:
 
     @property
     def runtime(self) -> _Runtime:
-        """The gateway, or the last one."""
         return self.gateways[-1]
 
     @property
     def deaths(self) -> list[BaseException]:
-        """Why gateways would have ended themselves."""
         return [error for runtime in self.gateways for error in runtime.deaths]
 
     async def start_gateway(self) -> None:
@@ -454,7 +437,6 @@ class Fleet:
         return answer, call
 
     def find_node(self, call: EngineCall) -> Node:
-        """Return the node whose engine got a call."""
         return next(node for node in self.nodes if node.engine is call.engine)
 
     async def operate(self, service: Callable[..., T], **arguments: object) -> T:
@@ -468,7 +450,6 @@ class Fleet:
         await self.loop.settle()
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass, and settle."""
         await self.loop.pass_time(seconds)
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -479,7 +460,6 @@ class Fleet:
                 await self.advance(0.05)
 
     async def read_rows(self, numbers: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
-        """Return the rows of requests in the table, by number."""
         ids = [runtime.gateway_id for runtime in self.gateways]
 
         def read() -> list[dict[str, Any]]:
@@ -492,13 +472,11 @@ class Fleet:
 
 
 def _unescape(body: bytes) -> str:
-    """Return a body with what JSON may have escaped of our pieces."""
     return body.decode().replace("\\u003c", "<").replace("\\u003e", ">")
 
 
 @contextmanager
 def _counted_hints(loop: VirtualLoop) -> Iterator[None]:
-    """Have the clock stand while a hint is on its way."""
     layers = {"default": {**settings.CHANNEL_LAYERS["default"], **LAYERS}}
     with override_settings(CHANNEL_LAYERS=layers):
         CountedHintLayer.loop = loop

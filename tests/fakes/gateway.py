@@ -69,17 +69,14 @@ class MemoryGateway:
 
     @property
     def client(self) -> aiohttp.ClientSession:
-        """What the runner dials with."""
         return cast("aiohttp.ClientSession", self)  # the runner dials gateways with it, and the fake engines need none
 
     async def ws_connect(self, _url: str, **_options: Any) -> _Socket:  # Any: as aiohttp has it
-        """Take a runner in."""
         self.hang_up()
         self.socket = _Socket(self)
         return self.socket
 
     def hang_up(self) -> None:
-        """Lose the session, and with it every stream."""
         socket, self.socket = self.socket, None
         if socket is not None:
             socket.to_runner.put_nowait(aiohttp.WSMessage(aiohttp.WSMsgType.CLOSED, None, None))
@@ -87,11 +84,9 @@ class MemoryGateway:
             stream.is_let_go = True
 
     def post(self, message: bridge.Message) -> None:
-        """Say something to the runner."""
         self._put(aiohttp.WSMsgType.TEXT, bridge.encode_message(message))
 
     def open(self, model: str, *, tenant: str, deadline_s: float, window_bytes: int) -> None:
-        """Send a request for a streamed answer."""
         number = len(self.streams) + 1
         self.streams.append(GatewayStream(number, model, clock.monotonic()))
         meta = frames.OpenMeta(
@@ -103,16 +98,13 @@ class MemoryGateway:
             self._put(aiohttp.WSMsgType.BINARY, frame)
 
     def cancel(self, stream: GatewayStream) -> None:
-        """Say that the client of a stream has left."""
         stream.is_let_go = True
         self._put(aiohttp.WSMsgType.BINARY, frames.encode_frame(frames.CANCEL, stream.number, 1, b"client_disconnect"))
 
     def credit(self, stream: GatewayStream, amount: int) -> None:
-        """Let the runner send more of a stream."""
         self._put(aiohttp.WSMsgType.BINARY, frames.encode_credit(stream.number, 1, amount))
 
     def take_message(self, message: bridge.WorkerMessage) -> None:
-        """Note what the runner says of itself."""
         match message:
             case bridge.Register():
                 self.since = clock.monotonic()
@@ -131,7 +123,6 @@ class MemoryGateway:
                 pass
 
     def take_frame(self, frame: frames.Frame) -> None:
-        """Note what comes of a stream."""
         stream = self.streams[frame.stream - 1]
         if frame.kind == frames.END:
             stream.ends.append(frames.decode_end(frame.payload))

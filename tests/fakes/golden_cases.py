@@ -33,19 +33,14 @@ REQUEST_ID, CREATED = "req_ab12", 1_795_000_000
 RESULTS = ("read", "refusal", "renamed", "asked", "answered", "usage", "failure")
 HELLO = [{"role": "user", "content": "hi"}]
 ASKED: dict[str, Case] = {
-    CHAT: {"messages": HELLO},
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/embeddings": {"input": "hi"},
-    "/v1/messages": {"max_tokens": 9, "messages": HELLO},
-    "/v1/rerank": {"query": "hi", "documents": ["ho"]},
-    "/v1/responses": {"input": "hi"},
-    "/v1/responses/compact": {"input": "hi"},
-}
+    CHAT: {"messages": HELLO}, "/v1/completions": {"prompt": "hi"}, "/v1/embeddings": {"input": "hi"},
+    "/v1/messages": {"max_tokens": 9, "messages": HELLO}, "/v1/rerank": {"query": "hi", "documents": ["ho"]},
+    "/v1/responses": {"input": "hi"}, "/v1/responses/compact": {"input": "hi"},
+}  # fmt: skip
 """What a case asks that says nothing of it."""
 
 
 def write_bytes(value: object) -> bytes:
-    """Return the bytes that a value of a case stands for."""
     if isinstance(value, str):
         return value.encode("utf-8", "surrogateescape")
     if isinstance(value, list):
@@ -65,7 +60,6 @@ def read_bytes(data: bytes) -> object:
 
 
 def read_response(response: Case) -> Case:
-    """Return what of a response a plain one has not."""
     return {key: value for key, value in response.items() if key not in PLAIN or json.dumps(PLAIN[key]) != json.dumps(value)}
 
 
@@ -83,7 +77,6 @@ def read_event(event: bytes, path: str, number: int) -> list[object]:
 
 
 def write_event(entry: list[Any], path: str, number: int) -> bytes:
-    """Return the event that an entry of a stream stands for."""
     if len(entry) == 2:
         return write_bytes(entry[1])
     _, name, said = entry
@@ -95,7 +88,6 @@ def write_event(entry: list[Any], path: str, number: int) -> bytes:
 
 
 def tell_error(error: GatewayError) -> Case:
-    """Return what a case says of an error."""
     told: Case = {"type": type(error).__name__, "status": error.status, "code": error.code}
     told |= {"param": error.param} if error.param is not None else {}
     told["message"] = error.message
@@ -130,7 +122,6 @@ class Player:
         self.translation: Translation | None = None
 
     def play(self) -> Case:
-        """Return the case as it should be written."""
         played = {key: value for key, value in self.case.items() if key not in RESULTS}
         try:
             request = self._parse()
@@ -264,7 +255,6 @@ class Player:
 
 
 def load_cases() -> dict[str, Case]:
-    """Return every case by the name of its file and its own."""
     files = sorted(FOLDER.glob("*.json"))
     return {f"{file.stem}: {case['name']}": case for file in files for case in json.loads(file.read_text(encoding="utf-8"))}
 

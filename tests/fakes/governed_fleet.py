@@ -42,7 +42,6 @@ class Broker:
     rings: list[str] = field(default_factory=list)
 
     def send_task(self, name: str, *, args: list[str], **options: object) -> None:
-        """Take a ring, as Celery's application does."""
         assert name == "governance.tasks.work"
         assert not options.pop("retry")
         self.rings.append(args[0])
@@ -148,18 +147,15 @@ class FleetNode:
         self.link: Link | None = None
 
     def take(self, frame: str) -> None:
-        """Hand a frame to the runner."""
         if self.link is not None:
             self.process.take(bridge.decode_server_message(frame), self.link.post)
         self.notice_its_end()
 
     def notice_its_end(self) -> None:
-        """Close the link of a process that has ended."""
         if not self.process.is_up:
             self.unlink()
 
     def unlink(self) -> None:
-        """Lose the socket, and all that is on its way."""
         if self.link is not None:
             self.link.is_open, self.link = False, None
         NodePresence.objects.filter(node=self.row).update(connected=False)
@@ -176,7 +172,6 @@ class Gateway:
         """Every command that ever left, for whoever has listened."""
 
     def link(self, node: FleetNode) -> None:
-        """Have a node register."""
         if not node.process.is_up:
             node.process.start()
         node.unlink()
@@ -217,7 +212,6 @@ class Gateway:
                     self._send(node, bridge.PolicyOffer(policies=chain))
 
     def take(self, node: FleetNode, frame: str) -> None:
-        """Store what a node said."""
         message = bridge.decode_worker_message(frame)
         match message:
             case bridge.OpStatus():

@@ -42,29 +42,22 @@ class Identity:
 
     @property
     def public_key(self) -> bytes:
-        """SPKI DER."""
         return self.private_key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
     @property
     def runner_id(self) -> str:
-        """The target that approvers sign."""
         return make_runner_id(self.name, self.public_key)
 
     def tell(self, **changes: Any) -> BoxGovernance:
         """What the box says when it registers: L2, its first policy pinned, a clock that is right."""
         said: dict[str, Any] = {
-            "level": "L2",
-            "runner_id": self.runner_id,
-            "public_key": encode_bytes(self.public_key),
-            "op_keys": {self.kid: encode_bytes(self.secret)},
-            "policy_version": 1,
-            "policy_sha256": "0" * 64,
+            "level": "L2", "runner_id": self.runner_id, "public_key": encode_bytes(self.public_key),
+            "op_keys": {self.kid: encode_bytes(self.secret)}, "policy_version": 1, "policy_sha256": "0" * 64,
             "clock_ms": time.time_ns() // 1_000_000,
-        }
+        }  # fmt: skip
         return BoxGovernance(**(said | changes))
 
     def receipt(self, status: OpStatus, *, operation: str = "model-load", **changes: Any) -> str:
-        """A signed receipt of a status."""
         outcome: Outcome = status.state  # type: ignore[assignment]  # tests send ends only
         receipt = Receipt(
             op_id=status.op_id, use=status.use, statement_digest=DIGESTS.get(status.op_id, "0" * 64),
@@ -74,14 +67,12 @@ class Identity:
         return sign_receipt(self.private_key, replace(receipt, **changes))
 
     def end(self, op_id: str, state: Outcome, *, operation: str = "model-load", **fields: Any) -> OpStatus:
-        """The last word on an operation, with its receipt."""
         status = OpStatus(op_id=op_id, use=1, state=state, **fields)
         status.receipt = self.receipt(status, operation=operation)
         return status
 
 
 def make_box(identity: Identity, *, age_s: float = 0.0, **said: Any) -> Node:
-    """A node that registered as this box and is online."""
     node = make_node(identity.name, model_names=["m"])
     make_presence(node, age_s=age_s, connected=True, replicas=[{"model": "old", "state": "loaded", "memory_mb": 4000}])
     taken = take_governance(node_id=node.pk, said=identity.tell(**said), heard_ms=time.time_ns() // 1_000_000)
@@ -94,13 +85,9 @@ def approve_load(
 ) -> Operation:
     """An operation that two people approved; nothing is dispatched yet."""
     row = services.propose(
-        operation=operation,
-        targets=targets,
-        params=params if params is not None else {"modelId": "m"},
-        reason="the tests need it",
-        proposer=team[0].proposer,
-        **asked,
-    )
+        operation=operation, targets=targets, params=params if params is not None else {"modelId": "m"},
+        reason="the tests need it", proposer=team[0].proposer, **asked,
+    )  # fmt: skip
     DIGESTS[row.printed_id] = row.digest
     for member in team[1], team[2]:
         if row.state == ApprovalState.PENDING.value:  # some need one person alone
@@ -109,7 +96,6 @@ def approve_load(
 
 
 def only_run(operation: Operation) -> OperationRun:
-    """The one run of an operation, as it is now."""
     return OperationRun.objects.get(operation=operation)
 
 
@@ -132,7 +118,6 @@ class FakeBox:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
         self.away: set[str] = set()
         self.busy: set[str] = set()
         self.local: set[str] = set()
@@ -141,25 +126,20 @@ class FakeBox:
         self.watch: Callable[[RunOrder], None] = lambda order: None
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
-        """Take anything."""
         return Request(tuple(targets), dict(params))
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
-        """Name the targets."""
         del params
         return Description(f"Load on {', '.join(targets)}", [])
 
     def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
-        """Return nothing."""
         del targets, params
         return ()
 
     def find_signer(self, target: str) -> Signer | None:
-        """Return a key of level 2."""
         return None if target in self.away else Signer("L2", "k1", b"k" * 32, target)
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
-        """Note the order."""
         if order.target in self.broken:
             raise LookupError("a mistake of ours")
         if order.target in self.busy:
@@ -174,7 +154,6 @@ BOX = FakeBox()
 
 @contextmanager
 def fake_boxes() -> Iterator[FakeBox]:
-    """Put the fake in the place of the operation."""
     BOX.reset()
     operations = {**django_settings.OPERATIONS, NAME: f"{__name__}.BOX"}
     with override_settings(OPERATIONS=operations):
@@ -186,7 +165,6 @@ def fake_boxes() -> Iterator[FakeBox]:
 
 
 def propose_load(member: Member, *targets: str, **changes: object) -> Operation:
-    """Ask for a load on boxes."""
     asked: dict[str, object] = {
         "operation": NAME, "targets": targets or ("box-a",), "params": {"modelId": "m"}, "reason": "for the demo",
         "proposer": member.proposer,

@@ -37,20 +37,16 @@ class Member:
 
     @property
     def name(self) -> str:
-        """The user name, which is the approver id."""
         return self.user.username
 
     @property
     def proposer(self) -> Proposer:
-        """The person as one who asks."""
         return Proposer(self.name, self.user.pk)
 
     def proof(self, operation: Operation) -> dict[str, object]:
-        """What the person's passkey makes of the statement."""
         return self.passkey.sign(read_statement(bytes(operation.statement)).digest, approver=self.name)
 
     def approve(self, operation: Operation) -> Operation:
-        """Approve through the service."""
         return services.approve(
             op_id=operation.pk, user=self.user, proof=self.proof(operation), brought_by=f"session:{self.name}"
         )
@@ -66,19 +62,16 @@ class Team:
         return self.members[index]
 
     def add(self, name: str, *, is_staff: bool = True, is_break_glass: bool = False) -> Member:
-        """Make a person with a passkey."""
         user = User.objects.create_user(name, is_staff=is_staff)
         member = Member(user, *make_key(user, is_break_glass=is_break_glass))
         self.members.append(member)
         return member
 
     def choices(self) -> list[ApproverChoice]:
-        """Everybody with every key."""
         ids = {m.name: tuple(ApproverKey.objects.filter(user=m.user).values_list("pk", flat=True)) for m in self.members}
         return [ApproverChoice(m.name, (), ids[m.name]) for m in self.members]
 
     def sign(self, operation: Operation) -> Operation:
-        """Have the second and the third approve."""
         self[1].approve(operation)
         return self[2].approve(operation)
 
@@ -107,7 +100,6 @@ class Team:
 
 
 def make_key(user: User, *, is_break_glass: bool = False) -> tuple[SoftPasskey, ApproverKey]:
-    """Give a person a passkey of this site."""
     passkey = SoftPasskey(rp_id=RP_ID, origin=settings.PUBLIC_URL.rstrip("/"))
     spki = passkey.public_key
     import hashlib
@@ -155,7 +147,6 @@ _SIGNED: dict[tuple[tuple[str, ...], str], tuple[list[Member], list[tuple[type[M
 
 
 def propose_token(member: Member, **changes: object) -> Operation:
-    """Ask for an operation that needs no box."""
     asked: dict[str, object] = {
         "operation": "admin-token-mint", "targets": ["control-plane"], "params": {"name": "ci"}, "reason": "for the build",
         "proposer": member.proposer,
@@ -164,12 +155,10 @@ def propose_token(member: Member, **changes: object) -> Operation:
 
 
 def make_due(operation: Operation) -> None:
-    """Let every run of an operation be due now."""
     operation.runs.update(due_at=timezone.now())
 
 
 def make_client(member: Member | None, *, name: str = "ci") -> Client:
-    """A client with an admin token of a person, or of nobody."""
     minted = mint_credential(CredentialKind.ADMIN)
     owner = member.user if member else None
     AdminToken.objects.create(name=name, keyid=minted.keyid, digest=minted.digest, owner=owner)
@@ -177,12 +166,10 @@ def make_client(member: Member | None, *, name: str = "ci") -> Client:
 
 
 def post(client: Client, path: str, body: object | None = None, **headers: str) -> Any:
-    """Send JSON."""
     return client.post(path, body if body is not None else {}, content_type="application/json", headers=headers)
 
 
 def refusal(answer: Any, status: int) -> dict[str, Any]:
-    """The error of an answer that has this status."""
     assert answer.status_code == status, answer.content
     error: dict[str, Any] = answer.json()["error"]
     assert {"code", "message", "retryable", "type", "param"} <= set(error)
@@ -190,7 +177,6 @@ def refusal(answer: Any, status: int) -> dict[str, Any]:
 
 
 def open_session(user: User, *, by: str = "passkey") -> Client:
-    """A browser in which the person has signed in so."""
     client = Client()
     client.force_login(user)
     session = client.session

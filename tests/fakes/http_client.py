@@ -29,7 +29,6 @@ class Reply:
 
     @property
     def json(self) -> Any:
-        """The body as JSON."""
         return json.loads(self.body)
 
     @property
@@ -160,7 +159,6 @@ class Exchange:
                     raise AssertionError(f"the response ended before {text!r}: {bytes(self.body)[-500:]!r}")
 
     async def finish(self, *, within_s: float = REPLY_WITHIN_S) -> Reply:
-        """Read the rest and close."""
         try:
             async with asyncio.timeout(within_s):
                 while await self.chunk():
@@ -179,7 +177,6 @@ class Exchange:
                 pass
 
     async def close(self) -> None:
-        """Close the connection politely."""
         self.writer.close()
         with contextlib.suppress(ConnectionError, asyncio.CancelledError):
             await self.writer.wait_closed()
@@ -194,14 +191,8 @@ class Exchange:
 
 
 async def call(
-    method: str,
-    url: str,
-    *,
-    headers: Mapping[str, str] | None = None,
-    body: bytes = b"",
-    within_s: float = REPLY_WITHIN_S,
+    method: str, url: str, *, headers: Mapping[str, str] | None = None, body: bytes = b"", within_s: float = REPLY_WITHIN_S
 ) -> Reply:
-    """Send one request and return its whole response."""
     exchange = await Exchange.open(url, method=method, headers=headers, body=body)
     return await exchange.finish(within_s=within_s)
 
@@ -228,21 +219,11 @@ async def send_raw(url: str, data: bytes, *, within_s: float = REPLY_WITHIN_S) -
 DELETED_TEXT = "Internal server error processing request"
 
 RETRYABLE = {
-    "NO_AVAILABLE_NODE": True,
-    "NODE_STALE": True,
-    "NODE_DRAINING": True,
-    "NODE_UNHEALTHY": True,
-    "MODEL_NOT_ALLOWED": False,
-    "PROMPT_TOO_LARGE": False,
-    "MAX_TOKENS_TOO_LARGE": False,
-    "REQUEST_TIMEOUT": True,
-    "FORWARDED_REQUEST_FAILED": True,
-    "REQUEST_INTERRUPTED": True,
-    "INVALID_API_KEY": False,
-    "INVALID_NODE_TOKEN": False,
-    "RATE_LIMITED": True,
+    "NO_AVAILABLE_NODE": True, "NODE_STALE": True, "NODE_DRAINING": True, "NODE_UNHEALTHY": True, "MODEL_NOT_ALLOWED": False,
+    "PROMPT_TOO_LARGE": False, "MAX_TOKENS_TOO_LARGE": False, "REQUEST_TIMEOUT": True, "FORWARDED_REQUEST_FAILED": True,
+    "REQUEST_INTERRUPTED": True, "INVALID_API_KEY": False, "INVALID_NODE_TOKEN": False, "RATE_LIMITED": True,
     "BAD_REQUEST": False,
-}
+}  # fmt: skip
 
 
 def assert_failure(reply: Reply, status: int, code: str, message: str | None = None) -> None:

@@ -46,7 +46,6 @@ def unique(prefix: str) -> str:
 
 
 def chat_body(model: str, text: str = "hello", *, stream: bool = False, **more: Any) -> bytes:
-    """Return the JSON of a chat completion request."""
     body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": text}], **more}
     if stream:
         body["stream"] = True
@@ -69,7 +68,6 @@ class Lab:
     # what operators do
 
     def operate(self, function: str, **arguments: Any) -> Any:
-        """Call a service function as the operator."""
         return self.stack.backstage.call(function, actor=ACTOR, **arguments)
 
     async def model(self, *gateways: Gateway, prefix: str = "model", **caps: int) -> str:
@@ -109,7 +107,6 @@ class Lab:
         return await call(method, self.stack.ready.control_url + path, headers=headers, body=payload)
 
     async def admin(self, method: str, path: str, *, body: Any = None, gateway: Gateway | None = None) -> Reply:
-        """Call the admin API of a gateway."""
         headers = bearer(self.stack.ready.admin_token) | {"content-type": "application/json"}
         payload = b"" if body is None else json.dumps(body).encode()
         return await call(method, (gateway or self.gateway).url + path, headers=headers, body=payload)
@@ -170,18 +167,10 @@ class Lab:
         return await eventually(connect, what=f"the gateway takes {name}")
 
     async def dial(
-        self,
-        *,
-        secret: str | None,
-        gateway: Gateway | None = None,
-        provider: str | None = "local",
+        self, *, secret: str | None, gateway: Gateway | None = None, provider: str | None = "local"
     ) -> ScriptedWorker:
         """Open a worker socket without registering."""
-        worker = await ScriptedWorker.dial(
-            (gateway or self.gateway).worker_url,
-            secret=secret,
-            provider=provider,
-        )
+        worker = await ScriptedWorker.dial((gateway or self.gateway).worker_url, secret=secret, provider=provider)
         self.workers.append(worker)
         return worker
 
@@ -195,21 +184,14 @@ class Lab:
         endpoints: Sequence[str] = (CHAT,),
         replicas: Sequence[ReplicaInfo] | None = None,
     ) -> ScriptedBox:
-        """Connect and register a muster v1 box."""
         name = name or unique("box")
 
         async def connect() -> ScriptedBox | None:
             try:
                 return await ScriptedBox.dial(
-                    (gateway or self.gateway).worker_url,
-                    secret=self.secret,
-                    name=name,
-                    models=models,
-                    max_concurrent=max_concurrent,
-                    instance_id=instance_id,
-                    endpoints=endpoints,
-                    replicas=replicas,
-                )
+                    (gateway or self.gateway).worker_url, secret=self.secret, name=name, models=models,
+                    max_concurrent=max_concurrent, instance_id=instance_id, endpoints=endpoints, replicas=replicas,
+                )  # fmt: skip
             except AssertionError as error:
                 if f"closed {TRY_AGAIN} " not in str(error):
                     raise
@@ -252,7 +234,6 @@ class Lab:
     # clients
 
     def headers(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the headers of a well-behaved client."""
         return {**bearer(self.stack.ready.api_key), "content-type": "application/json", **(extra or {})}
 
     async def post(
@@ -264,7 +245,6 @@ class Lab:
         headers: Mapping[str, str] | None = None,
         within_s: float = REPLY_WITHIN_S,
     ) -> Reply:
-        """Send a request and return the whole response."""
         url = (gateway or self.gateway).url + path
         return await call("POST", url, headers=headers or self.headers(), body=body, within_s=within_s)
 

@@ -23,7 +23,6 @@ class Clock:
 
 @asynccontextmanager
 async def opened(directory: Path, clock: Clock | None = None) -> AsyncIterator[Ledger]:
-    """Open a ledger and close it at the end."""
     ledger = await Ledger.open(directory, clock=clock or Clock())
     try:
         yield ledger

@@ -27,12 +27,10 @@ class RequestSink:
 
     @property
     def body(self) -> bytes:
-        """All parts."""
         return b"".join(self.parts)
 
     @property
     def kinds(self) -> list[EndKind]:
-        """How it ended."""
         return [end.kind for end in self.ends]
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
@@ -96,7 +94,6 @@ class FakeStream:
         self.granted += amount
 
     def answer(self, *parts: bytes, status: int = 200, headers: dict[str, str] | None = None, ends: bool = True) -> None:
-        """Send head and body, and the end too."""
         self.sink.on_head(status, headers if headers is not None else {"content-type": "application/json"})
         for part in parts:
             if self in self.link.streams:

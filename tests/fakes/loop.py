@@ -57,7 +57,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.set_exception_handler(lambda _loop, context: self.problems.append(context))
 
     def time(self) -> float:
-        """Return seconds of the virtual clock."""
         return clock.monotonic()
 
     def run_in_executor(  # type: ignore[override]  # the base promises less in its stubs than in its words
@@ -81,8 +80,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return done
 
     def settle(self) -> None:
-        """Run all that can run at this moment."""
-
         def stop() -> bool:
             self.stop()
             return False
@@ -94,6 +91,5 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             self._selector_of_time.rest = lambda: True
 
     def advance(self, seconds: float) -> None:
-        """Let so many seconds pass, and run all that becomes due."""
         self.run_until_complete(takes(seconds))
         self.settle()

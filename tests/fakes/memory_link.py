@@ -59,7 +59,6 @@ class Line:
             raise Lost
 
     def post(self, item: Frame | tuple[int, str]) -> None:
-        """Hand over what is to arrive, however full the buffers are."""
         if self.is_cut:
             return
         self._waiting.append(item)
@@ -69,11 +68,9 @@ class Line:
         self._move()
 
     def stall(self) -> None:
-        """Keep everything from now on."""
         self.is_stalled = True
 
     def resume(self) -> None:
-        """Let what was kept arrive, and what follows."""
         self.is_stalled = False
         self._move()
 
@@ -127,7 +124,6 @@ class GatewayEnd:
         return self._receiver is not None
 
     def take(self, item: Frame | tuple[int, str]) -> None:
-        """Take what arrived."""
         if self._is_over:
             return
         if isinstance(item, tuple):
@@ -140,7 +136,6 @@ class GatewayEnd:
             self._events.put_nowait(event)
 
     def lose(self, code: int = 1006) -> None:
-        """Tell the application, once, that the socket is gone."""
         if not self._is_over:
             self._is_over = True
             self._events.put_nowait({"type": "websocket.disconnect", "code": code})
@@ -152,7 +147,6 @@ class GatewayEnd:
             self.lose(code)
 
     async def send(self, event: dict[str, Any]) -> None:
-        """ASGI send."""
         match event["type"]:
             case "websocket.accept":
                 self._link.accepted.set()
@@ -178,7 +172,6 @@ class NodeEnd:
         self.receive = self._messages.get
 
     def take(self, item: Frame | tuple[int, str]) -> None:
-        """Take what arrived."""
         if self._is_over:
             return
         if isinstance(item, tuple):
@@ -189,7 +182,6 @@ class NodeEnd:
         self._messages.put_nowait(aiohttp.WSMessage(kind, item, None))
 
     def lose(self) -> None:
-        """Tell the runner, once, that the socket is gone."""
         if not self._is_over:
             self._is_over = True
             self._messages.put_nowait(aiohttp.WSMessage(aiohttp.WSMsgType.CLOSED, None, None))
@@ -234,7 +226,6 @@ class MemoryLink:
 
     @property
     def is_clear(self) -> bool:
-        """Whether what is sent arrives, both ways and at once."""
         return not any(line.is_stalled or line.is_cut or line.delay_s for line in (self.up, self.down))
 
     def stall(self, way: Way | None = None) -> None:
@@ -243,12 +234,10 @@ class MemoryLink:
             line.stall()
 
     def resume(self, way: Way | None = None) -> None:
-        """Deliver what was kept, and what follows."""
         for line in self.lines(way):
             line.resume()
 
     def delay(self, seconds: float, way: Way | None = None) -> None:
-        """Have each frame that is sent from now on travel for so long."""
         for line in self.lines(way):
             line.delay_s = seconds
 
@@ -265,15 +254,10 @@ class MemoryLink:
             self.node_end.lose()
 
     def make_scope(self, url: str, headers: dict[str, str]) -> dict[str, Any]:
-        """Return the ASGI scope of the socket."""
         _, _, rest = url.partition("://")
         path, _, query = rest[rest.index("/") :].partition("?")
         return {
-            "type": "websocket",
-            "path": path,
-            "query_string": query.encode(),
-            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
-            "client": ("127.0.0.1", 1),
-            "subprotocols": [],
-            "extensions": {SCOPE_FRAMES: self.gateway_end},
-        }
+            "type": "websocket", "path": path, "query_string": query.encode(),
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()], "client": ("127.0.0.1", 1),
+            "subprotocols": [], "extensions": {SCOPE_FRAMES: self.gateway_end},
+        }  # fmt: skip

@@ -48,7 +48,6 @@ def tensor_bytes(dims: tuple[int, ...], kind: int) -> int:
 def write_gguf(
     path: Path, metadata: Mapping[str, object] = LLAMA, tensors: Sequence[Tensor] = tuple(LLAMA_TENSORS), *, version: int = 3
 ) -> Path:
-    """Write a GGUF whose data are a hole in the file."""
     header, data = gguf_bytes(metadata, tensors, version=version)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
@@ -103,7 +102,6 @@ SMALL_TENSORS = {"a.weight": ("BF16", (16, 8), 256), "b.weight": ("F32", (4,), 1
 def write_folder(
     folder: Path, config: Mapping[str, object], tensors: Mapping[str, tuple[str, tuple[int, ...], int]] | None = None
 ) -> Path:
-    """Write a Hugging Face folder with one safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors or SMALL_TENSORS))

@@ -37,7 +37,6 @@ class Door:
 
     @property
     def links(self) -> list[RelayLink]:
-        """The links of nodes on sockets."""
         return [link for link in self.registry if isinstance(link, RelayLink)]
 
 
@@ -46,13 +45,10 @@ class NodeSocket:
 
     def __init__(self, *, headers: dict[str, str], query: str = "", address: str = "10.0.0.1") -> None:
         self.scope: dict[str, Any] = {
-            "type": "websocket",
-            "path": "/v1/worker/connect",
-            "headers": [(k.encode(), v.encode()) for k, v in headers.items()],
-            "query_string": query.encode(),
-            "client": (address, 5000),
-            "extensions": {"websocket.http.response": {}},
-        }
+            "type": "websocket", "path": "/v1/worker/connect",
+            "headers": [(k.encode(), v.encode()) for k, v in headers.items()], "query_string": query.encode(),
+            "client": (address, 5000), "extensions": {"websocket.http.response": {}},
+        }  # fmt: skip
         self.to_server: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.to_server.put_nowait({"type": "websocket.connect"})
         self.sent: list[dict[str, Any]] = []
@@ -69,11 +65,9 @@ class NodeSocket:
 
     @property
     def messages(self) -> list[bridge.ServerMessage]:
-        """What the server said as text."""
         return [bridge.decode_server_message(event["text"]) for event in list(self.sent) if event.get("text")]
 
     def say(self, message: bridge.Message | str | bytes) -> None:
-        """Send a frame."""
         frame = bridge.encode_message(message) if isinstance(message, bridge.Message) else message
         key = "bytes" if isinstance(frame, bytes) else "text"
         self.to_server.put_nowait({"type": "websocket.receive", key: frame})
@@ -83,12 +77,10 @@ class NodeSocket:
         self.to_server.put_nowait({"type": "websocket.disconnect", "code": 1006})
 
     async def closed(self) -> tuple[int, str]:
-        """Return code and reason of the server's close."""
         await eventually(lambda: self.sent and self.sent[-1]["type"] == "websocket.close", pause_s=0.001)
         return self.sent[-1]["code"], self.sent[-1]["reason"]
 
     async def acknowledged(self) -> bridge.RegisterAck:
-        """Return what the server answers to the registration."""
         await eventually(lambda: len(self.sent) > 1, "an acknowledgement", pause_s=0.001)
         ack = bridge.decode_server_message(self.sent[1].get("text", ""))
         assert isinstance(ack, bridge.RegisterAck)
@@ -112,12 +104,10 @@ async def dial(door: Door, secret: str = "", **options: Any) -> AsyncIterator[No
 
 @sync_to_async
 def enrol(name: str = "box", **changes: Any) -> tuple[NodeCredential, str]:
-    """Make a credential."""
     return make_credential(name, **changes)
 
 
 def hello(name: str = "rig", version: str = bridge.MUSTER_V1, **fields: Any) -> bridge.Register:
-    """Return how a node introduces itself."""
     values: dict[str, Any] = {"worker_name": name, "models": ["m"], "protocol_version": version, "max_concurrent": 2}
     if version == bridge.MUSTER_V1:
         values["instance_id"] = "i1"

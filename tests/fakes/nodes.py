@@ -16,18 +16,15 @@ ACTOR = "user:ada"
 
 
 def make_provider(name: str = "local") -> Provider:
-    """Return the provider of that name, made if need be."""
     return Provider.objects.filter(name=name).first() or create_provider(name=name, actor=ACTOR)
 
 
 def make_credential(name: str = "box", *, provider: str = "local", **changes: Any) -> tuple[NodeCredential, str]:
-    """Return a new credential and its text."""
     make_provider(provider)
     return create_credential(name=name, provider_name=provider, actor=ACTOR, **changes)
 
 
 def make_node(name: str = "box", *, credential: NodeCredential | None = None, **changes: Any) -> Node:
-    """Return a new node with a credential."""
     held = credential or make_credential(name)[0]
     return Node.objects.create(name=name, credential=held, provider=held.provider, **changes)
 
@@ -42,5 +39,4 @@ def make_presence(node: Node, *, age_s: float | None = 1.0, **changes: Any) -> N
 
 
 def audited(action: str) -> list[AuditEvent]:
-    """Return the events of an action, oldest first."""
     return list(AuditEvent.objects.filter(action=action).order_by("pk"))

@@ -31,7 +31,6 @@ PrivateKey = EllipticCurvePrivateKey | Ed25519PrivateKey | RSAPrivateKey
 
 
 def spki_of(key: PrivateKey) -> bytes:
-    """The public half as SPKI DER."""
     return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
 
@@ -49,37 +48,28 @@ class SoftPasskey:
 
     @property
     def public_key(self) -> bytes:
-        """SPKI DER."""
         return spki_of(self.private_key)
 
     @property
     def keyid(self) -> str:
-        """The credential id, in base64url."""
         return encode_bytes(hashlib.sha256(b"credential" + self.public_key).digest()[:16])
 
     def misbehaving(self, **changes: Any) -> SoftPasskey:
-        """The same passkey with other fields."""
         return replace(self, **changes)
 
     def sign(self, challenge: bytes, *, approver: str) -> Proof:
         """An assertion over ``challenge``, as the proof that a token carries."""
         client = {
-            "type": self.client_type,
-            "challenge": encode_bytes(challenge),
-            "origin": self.origin,
-            "crossOrigin": False,
+            "type": self.client_type, "challenge": encode_bytes(challenge), "origin": self.origin, "crossOrigin": False,
             **self.client_changes,
-        }
+        }  # fmt: skip
         client_data = json.dumps({name: value for name, value in client.items() if value is not ...}).encode()
         device_data = hashlib.sha256(self.rp_id.encode()).digest() + struct.pack(">BI", self.flags, 0)
         return {
-            "type": "webauthn",
-            "approver": approver,
-            "keyid": self.keyid,
-            "clientDataJSON": encode_bytes(client_data),
+            "type": "webauthn", "approver": approver, "keyid": self.keyid, "clientDataJSON": encode_bytes(client_data),
             "authenticatorData": encode_bytes(device_data),
             "signature": encode_bytes(self._sign(device_data + hashlib.sha256(client_data).digest())),
-        }
+        }  # fmt: skip
 
     def _sign(self, message: bytes) -> bytes:
         if isinstance(self.private_key, Ed25519PrivateKey):
@@ -103,16 +93,13 @@ class KeyFile:
 
     @property
     def public_key(self) -> bytes:
-        """SPKI DER."""
         return spki_of(self.private_key)
 
     @property
     def keyid(self) -> str:
-        """The first half of the thumbprint."""
         return hashlib.sha256(self.public_key).hexdigest()[:32]
 
     def sign(self, challenge: bytes, *, approver: str) -> Proof:
-        """The proof that a token carries."""
         signature = encode_bytes(self.private_key.sign(challenge))
         return {"type": "ed25519", "approver": approver, "keyid": self.keyid, "signature": signature}
 
@@ -129,23 +116,18 @@ class Device:
     sign_count: int = 0
 
     def misbehaving(self, **changes: Any) -> Device:
-        """The same device with a passkey that differs."""
         return replace(self, passkey=self.passkey.misbehaving(**changes))
 
     def synced(self) -> Device:
-        """The same device, whose passkey is copied to others."""
         return self.misbehaving(flags=self.passkey.flags | BACKUP_ELIGIBLE | BACKED_UP)
 
     def make(self, options: Answer) -> Answer:
         """The answer to ``navigator.credentials.create``, without attestation."""
         kind = "webauthn.create" if self.passkey.client_type == "webauthn.get" else self.passkey.client_type
         client = {
-            "type": kind,
-            "challenge": options["challenge"],
-            "origin": self.passkey.origin,
-            "crossOrigin": False,
+            "type": kind, "challenge": options["challenge"], "origin": self.passkey.origin, "crossOrigin": False,
             **self.passkey.client_changes,
-        }
+        }  # fmt: skip
         keyid = decode_bytes(self.passkey.keyid)
         head = hashlib.sha256(self.passkey.rp_id.encode()).digest()
         head += struct.pack(">BI", self.passkey.flags | ATTESTED, self.sign_count)

@@ -43,13 +43,10 @@ ANSWER = b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}'
 
 
 WHOLE = {
-    "id": "chatcmpl-1",
-    "object": "chat.completion",
-    "created": 1,
-    "model": "m",
+    "id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m",
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "Hello"}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7},
-}
+}  # fmt: skip
 
 
 def chunk(delta: dict[str, object], finish: str | None = None, **more: object) -> bytes:
@@ -64,12 +61,8 @@ REPLY = json.dumps(WHOLE).encode()
 
 USAGE = b'data: {"id":"chatcmpl-1","created":1,"model":"m","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":4}}\n\n'
 STREAM = [
-    chunk({"role": "assistant", "content": "Hel"}),
-    chunk({"content": "lo"}),
-    chunk({}, "stop"),
-    USAGE,
-    b"data: [DONE]\n\n",
-]
+    chunk({"role": "assistant", "content": "Hel"}), chunk({"content": "lo"}), chunk({}, "stop"), USAGE, b"data: [DONE]\n\n",
+]  # fmt: skip
 
 
 class Gateway:
@@ -98,13 +91,9 @@ class Gateway:
         minted = mint_credential(CredentialKind.CLIENT)
         self.key = minted.text
         caller = Caller(
-            key_id=uuid.uuid4(),
-            key_name="k",
-            tenant="t",
-            requests_per_minute=per_minute,
-            allowed_models=frozenset(),
+            key_id=uuid.uuid4(), key_name="k", tenant="t", requests_per_minute=per_minute, allowed_models=frozenset(),
             priority=priority,
-        )
+        )  # fmt: skip
         catalogue.apply_keys([(minted.keyid, KeyEntry(minted.digest, caller, revoked=False, expires_at=None))], replace=True)
         catalogue.apply_models(
             [
@@ -127,15 +116,10 @@ class Gateway:
         self.records.start()
         self.dispatcher = Dispatcher(self.registry, keeper, self.limits)
         self.pipeline = Pipeline(
-            gateway_id=gateway_id,
-            keys=KeyRing(catalogue),
-            limiter=RateLimiter(),
-            admission=Admission(catalogue, lambda name: False, self.dispatcher.rank_models),
-            dispatcher=self.dispatcher,
-            records=self.records,
-            counter=TokenCounter(self.registry, None),
-            limits=self.limits,
-        )
+            gateway_id=gateway_id, keys=KeyRing(catalogue), limiter=RateLimiter(),
+            admission=Admission(catalogue, lambda name: False, self.dispatcher.rank_models), dispatcher=self.dispatcher,
+            records=self.records, counter=TokenCounter(self.registry, None), limits=self.limits,
+        )  # fmt: skip
 
     def link(self, *models: str, slots: int = 1, paths: set[str] | None = None) -> FakeLink:
         link = FakeLink(*models or ("m",), slots=slots)
@@ -146,7 +130,6 @@ class Gateway:
         return link
 
     def ask(self, key: str = "", /, *, surface: Surface = SURFACES[CHAT], **fields: object) -> Request:
-        """Send a request, a chat request if nothing else is said."""
         content = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
         headers = {"authorization": f"Bearer {key or self.key}", "content-type": "application/json"}
         client = MemoryClient(body=[content], headers=headers, limits=self.limits)
@@ -171,7 +154,6 @@ class Request:
             await self.task
 
     async def served(self, link: FakeLink, *data: bytes, **options: Any) -> None:
-        """Have that node answer it, and wait for the end."""
         (await self.on(link)).answer(*data, **options)
         await self.done()
 
@@ -181,7 +163,6 @@ class Request:
         return error
 
     async def record(self, *columns: str) -> tuple[object, ...]:
-        """Return columns of its row, once it is final."""
         row_id = parse_id("req", self.client.headers["x-request-id"])
         return await self.gateway_record(row_id, *columns)
 

@@ -31,7 +31,6 @@ class Person:
 
     @property
     def entry(self) -> ApproverEntry:
-        """As a policy lists the person."""
         keys = [
             KeyEntry(self.passkey.keyid, "webauthn", self.passkey.public_key),
             KeyEntry(self.second.keyid, "webauthn", self.second.public_key),
@@ -42,7 +41,6 @@ class Person:
         return ApproverEntry(self.name, self.groups, keys)
 
     def approve(self, statement: Statement, *, key: SoftPasskey | KeyFile | None = None) -> Proof:
-        """The person's proof."""
         return (key or self.passkey).sign(statement.digest, approver=self.name)
 
 
@@ -82,7 +80,6 @@ def edit_statement(statement: Statement, **members: Any) -> Statement:
 
 
 def approve(statement: Statement, people: Iterable[Person]) -> list[Proof]:
-    """The proofs of all these people, by their first passkey."""
     return [person.approve(statement) for person in people]
 
 
@@ -95,10 +92,8 @@ def make_change(new: bytes, *, under: Policy | None, **changes: Any) -> Statemen
 
 
 def make_link(new: bytes, statement: Statement, proofs: Sequence[Proof]) -> dict[str, Any]:
-    """One element of a chain of policies."""
     return {"document": encode_bytes(new), "statement": encode_bytes(statement.raw), "proofs": list(proofs)}
 
 
 def renamed(person: Person, name: str) -> Person:
-    """Another person with the same keys."""
     return replace(person, name=name)

@@ -24,32 +24,14 @@ KEPT = ("muster.unreadable", "muster.unreadable.total", "muster.unreadable.key")
 A_BATCH = 200
 _WRONG_TYPE_EVERY = 50
 _TASKS = (
-    "governance.tasks.work",
-    "nodes.tasks.call_box",
-    "governance.tasks.sweep",
-    "celery.map",
-    "celery.chord_unlock",
-    "os.system",
-)
+    "governance.tasks.work", "nodes.tasks.call_box", "governance.tasks.sweep", "celery.map", "celery.chord_unlock", "os.system",
+)  # fmt: skip
 _ODD: tuple[object, ...] = (
-    None,
-    True,
-    -1,
-    2**63,
-    1.5,
-    "",
-    "\x00",
-    "é" * 99,
-    [],
-    [[]],
-    {},
-    {"": None},
-    "2999-01-01T00:00:00+00:00",
-)
+    None, True, -1, 2**63, 1.5, "", "\x00", "é" * 99, [], [[]], {}, {"": None}, "2999-01-01T00:00:00+00:00",
+)  # fmt: skip
 
 
 def make_envelope(task: str, args: list[object], **headers: object) -> dict[str, object]:
-    """Return a message as Celery sends it."""
     ident = str(uuid.uuid4())
     body = json.dumps([args, {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}])
     return {
@@ -65,7 +47,6 @@ def make_envelope(task: str, args: list[object], **headers: object) -> dict[str,
 
 
 def make_noise(rng: random.Random, *, db: int) -> tuple[str | bytes | int, ...]:
-    """Return one command to Valkey."""
     chance = rng.random()
     if chance < 1 / _WRONG_TYPE_EVERY:
         return _replace_key(rng)
@@ -89,7 +70,6 @@ def send_noise(client: redis.Redis, count: int, *, seed: int) -> int:
 
 
 def list_kinds(rng: random.Random) -> Iterator[bytes]:
-    """Yield payloads that belong nowhere."""
     yield b""
     yield b"\xc1"
     yield b"garbage"
@@ -149,11 +129,7 @@ def _replace_key(rng: random.Random) -> tuple[str | bytes | int, ...]:
     key = rng.choice([*QUEUES, *FOREIGN, *KEPT])
     return rng.choice(
         [
-            ("SET", key, "x"),
-            ("HSET", key, "a", "b"),
-            ("SADD", key, "\x06\x16"),
-            ("ZADD", key, 1, "x"),
-            ("LPUSH", key, "x"),
+            ("SET", key, "x"), ("HSET", key, "a", "b"), ("SADD", key, "\x06\x16"), ("ZADD", key, 1, "x"), ("LPUSH", key, "x"),
             ("DEL", key),
-        ]
-    )
+        ],
+    )  # fmt: skip

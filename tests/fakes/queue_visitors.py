@@ -13,7 +13,6 @@ LONG_S = 1000.0
 
 
 async def settle() -> None:
-    """Let every task that can run do so."""
     await turns(6)
 
 
@@ -54,11 +53,9 @@ class Visitors:
         return self.served
 
     def score_of(self, tenant: str) -> float:
-        """Return the score of a tenant that is known."""
         return next(share.score for share in self.queue.snapshot() if share.fairness_key == tenant)
 
     def known(self) -> set[str]:
-        """Return the tenants that have an account."""
         return {share.fairness_key for share in self.queue.snapshot()}
 
     async def _visit(self, name: str, priority: Priority, timeout_s: float) -> None:

@@ -29,7 +29,6 @@ class RecordedStream:
 
     @property
     def data(self) -> bytes:
-        """All bytes."""
         return b"".join(self.events)
 
     @property
@@ -46,17 +45,14 @@ def event(value: object, *, name: str = "", end: str = "\n", spaced: bool = Fals
 
 
 def choice(text: str = "", finish: str | None = None, index: int = 0, **more: object) -> dict[str, object]:
-    """Return a choice of a chat chunk."""
     return {"index": index, "delta": {"content": text, **more}, "logprobs": None, "finish_reason": finish}
 
 
 def chunk(*choices: dict[str, object], spaced: bool = False, end: str = "\n", **more: object) -> bytes:
-    """Return a chunk of a chat stream."""
     return event({**HEAD, "choices": list(choices), **more}, spaced=spaced, end=end)
 
 
 def typed(kind: str, **fields: object) -> bytes:
-    """Return an event of Messages or Responses."""
     return event({"type": kind, **fields}, name=kind)
 
 
@@ -160,12 +156,9 @@ STREAMS = (
 
 FAILURES = {
     CHAT: (
-        event({"error": {"message": "boom", "type": "x", "code": 500}}),
-        event({"error": {"message": "boom"}}, spaced=True),
-        event({"object": "error", "message": "boom", "code": 500}),
-        event({"message": "boom"}, name="error"),
-        event({**HEAD, "error": {"message": "boom"}, "choices": [choice(finish="error")]}),
-        chunk(choice(finish="abort")),
+        event({"error": {"message": "boom", "type": "x", "code": 500}}), event({"error": {"message": "boom"}}, spaced=True),
+        event({"object": "error", "message": "boom", "code": 500}), event({"message": "boom"}, name="error"),
+        event({**HEAD, "error": {"message": "boom"}, "choices": [choice(finish="error")]}), chunk(choice(finish="abort")),
     ),
     MESSAGES: (
         typed("error", error={"type": "api_error", "message": "boom"}),
@@ -173,7 +166,7 @@ FAILURES = {
     ),
     RESPONSES: (typed("response.failed", sequence_number=3, response={**_RESPONSE, "error": {"message": "boom"}}),),
     POOL_RESPONSES: (typed("error", id="resp_1", error={"code": "x", "message": "boom"}),),
-}
+}  # fmt: skip
 """Events with which engines say that an answer failed. FAILURES[CHAT] counts for completions too."""
 BARE_ERRORS = (
     typed("error", code="server_error", message="boom", param=None, sequence_number=2),

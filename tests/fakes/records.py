@@ -24,7 +24,6 @@ ACCEPT_S = 30.0
 
 
 def make_record(**changes: object) -> Record:
-    """Return a request that was just accepted."""
     values: dict[str, Any] = {  # the types of the fields
         "id": new_uuid7(), "created_at": datetime.now(UTC), "gateway_id": uuid.UUID(int=1), "tenant": "t",
         "key_id": uuid.UUID(int=2), "key_name": "k", "endpoint": "/v1/chat/completions", "model": "m", "is_streaming": True,
@@ -39,7 +38,6 @@ def read(rows: Rows, record: Record, *columns: str) -> tuple[object, ...] | None
 
 
 def count(rows: Rows, state: RequestState) -> int:
-    """Return how many rows are in a state."""
     (number,) = rows.execute("SELECT count(*) FROM gateway_requestrecord WHERE state = %s", [state.value]).fetchone() or (0,)
     return int(str(number))
 
@@ -101,7 +99,6 @@ class _MemoryConnection:
         on_sent: Callable[[], None],
         on_done: Callable[[psycopg.Error | None], None],
     ) -> None:
-        """Carry a statement out in a moment, or do not."""
         assert self._answer is None, "one statement at a time"
         database = self._database
         fate = "dies before" if database.is_away else database.fates.pop(0) if database.fates else "works"
@@ -124,7 +121,6 @@ class _MemoryConnection:
         self._answer = asyncio.get_running_loop().call_later({"stalls": 6.0, "slow": 3.0}.get(fate, 0.002), answer)
 
     def close(self) -> None:
-        """Close the connection."""
         self.is_closed = True
         if self._answer is not None:
             self._answer.cancel()

@@ -21,12 +21,8 @@ Json = dict[str, Any]
 
 _PICTURE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 _MESSAGES: Json = {
-    "max_tokens": 5,
-    "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
-    "metadata": {"user_id": "u"},
-    "stop_sequences": ["a"],
-    "temperature": 0.5,
-    "top_k": 3,
+    "max_tokens": 5, "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+    "metadata": {"user_id": "u"}, "stop_sequences": ["a"], "temperature": 0.5, "top_k": 3,
     "thinking": {"type": "enabled", "budget_tokens": 1024},
     "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
     "tools": [
@@ -40,8 +36,7 @@ _MESSAGES: Json = {
         {
             "role": "assistant",
             "content": [
-                {"type": "thinking", "thinking": "t", "signature": "s"},
-                {"type": "text", "text": "x"},
+                {"type": "thinking", "thinking": "t", "signature": "s"}, {"type": "text", "text": "x"},
                 {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
                 {"type": "server_tool_use", "id": "q", "name": "web_search", "input": {"query": "x"}},
                 {"type": "web_search_tool_result", "tool_use_id": "q", "content": [{"url": "u", "title": "t"}]},
@@ -52,9 +47,7 @@ _MESSAGES: Json = {
             "role": "user",
             "content": [
                 {
-                    "type": "tool_result",
-                    "tool_use_id": "t1",
-                    "is_error": True,
+                    "type": "tool_result", "tool_use_id": "t1", "is_error": True,
                     "content": [{"type": "text", "text": "r"}, {"type": "image", "source": _PICTURE}],
                 },
                 {"type": "document", "title": "t", "source": {"type": "content", "content": [{"type": "text", "text": "x"}]}},
@@ -65,22 +58,14 @@ _MESSAGES: Json = {
         {"role": "system", "content": [{"type": "text", "text": "z"}], "clear_at": "next_user_message"},
         {"role": "user", "content": "end"},
     ],
-}
+}  # fmt: skip
 _RESPONSES: Json = {
-    "store": False,
-    "instructions": "i",
-    "max_output_tokens": 5,
-    "temperature": 0.1,
-    "top_logprobs": 2,
-    "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
-    "metadata": {"a": "b"},
-    "parallel_tool_calls": True,
-    "reasoning": {"effort": "low", "summary": "auto"},
+    "store": False, "instructions": "i", "max_output_tokens": 5, "temperature": 0.1, "top_logprobs": 2,
+    "include": ["message.output_text.logprobs", "reasoning.encrypted_content"], "metadata": {"a": "b"},
+    "parallel_tool_calls": True, "reasoning": {"effort": "low", "summary": "auto"},
     "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}, "verbosity": "low"},
     "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
-    "truncation": "auto",
-    "user": "u",
-    "decoding": {"temperature": 1, "top_k": 2, "stop": ["a"], "beam_size": 3},
+    "truncation": "auto", "user": "u", "decoding": {"temperature": 1, "top_k": 2, "stop": ["a"], "beam_size": 3},
     "tools": [
         {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": True},
         {"type": "custom", "name": "c", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
@@ -104,10 +89,9 @@ _RESPONSES: Json = {
         {"type": "custom_tool_call", "call_id": "c2", "name": "c", "input": "zz"},
         {"type": "custom_tool_call_output", "call_id": "c2", "output": "k"},
         {"type": "local_shell_call", "call_id": "c4", "action": {"command": ["ls"]}},
-        {"type": "additional_tools", "tools": [{"type": "function", "name": "k"}]},
-        {"role": "system", "content": "late"},
+        {"type": "additional_tools", "tools": [{"type": "function", "name": "k"}]}, {"role": "system", "content": "late"},
     ],
-}
+}  # fmt: skip
 _CHAT: Json = {
     "messages": [
         {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:AA"}}]},
@@ -120,16 +104,11 @@ _CHAT: Json = {
     "x_pool_options": {"prefer_gpu": "a", "max_latency_ms": 3000, "priority": "low"},
 }
 _BODIES: dict[str, Json] = {
-    CHAT: _CHAT,
-    COMPLETIONS: {"prompt": ["a", "b"], "max_tokens": 1, "echo": False},
-    MESSAGES: _MESSAGES,
-    RESPONSES: _RESPONSES,
-    EMBEDDINGS: {"input": ["a", "b"], "encoding_format": "float"},
-    RERANK: {"query": "q", "documents": ["a", {"text": "x"}], "top_n": 1},
-    IMAGES: {"prompt": "p", "n": 1},
-    COUNT_MESSAGES: {name: value for name, value in _MESSAGES.items() if name != "max_tokens"},
-    COUNT_RESPONSES: _RESPONSES,
-}
+    CHAT: _CHAT, COMPLETIONS: {"prompt": ["a", "b"], "max_tokens": 1, "echo": False}, MESSAGES: _MESSAGES,
+    RESPONSES: _RESPONSES, EMBEDDINGS: {"input": ["a", "b"], "encoding_format": "float"},
+    RERANK: {"query": "q", "documents": ["a", {"text": "x"}], "top_n": 1}, IMAGES: {"prompt": "p", "n": 1},
+    COUNT_MESSAGES: {name: value for name, value in _MESSAGES.items() if name != "max_tokens"}, COUNT_RESPONSES: _RESPONSES,
+}  # fmt: skip
 JSON_SURFACES = tuple(_BODIES)
 TALKING = (CHAT, COMPLETIONS, MESSAGES, RESPONSES)
 """Surfaces whose answers may be streams."""
@@ -137,12 +116,10 @@ TRANSLATED = (MESSAGES, RESPONSES)
 
 
 def make_body(path: str, model: str) -> Json:
-    """Return a good body, which the caller may change."""
     return {"model": model, **copy.deepcopy(_BODIES[path])}
 
 
 def make_plain(path: str, model: str) -> Json:
-    """Return the shortest good body."""
     needed = {"prompt", "query", "documents"} | ({"input"} if path == EMBEDDINGS else set())
     body = {name: value for name, value in make_body(path, model).items() if name in needed or name == "model"}
     if path in {CHAT, MESSAGES, COUNT_MESSAGES}:
@@ -155,7 +132,6 @@ def make_plain(path: str, model: str) -> Json:
 
 
 def write(body: Json) -> bytes:
-    """Return a body as compact JSON."""
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -198,12 +174,10 @@ def _replaced(**fields: bytes) -> Make:
 
 
 def _text(change: Callable[[bytes], bytes], *, param: str | None = "*") -> Make:
-    """Return the maker of a good body that is changed as a text."""
     return lambda path, model: Malformed(path, _JSON, change(write(make_plain(path, model))), param)
 
 
 def _add(more: bytes, *, param: str | None = "*") -> Make:
-    """Return the maker of a good body with further members."""
     return _text(lambda body: body[:-1] + b"," + more + b"}", param=param)
 
 
@@ -216,50 +190,29 @@ def _form(change: Callable[[str, bytes], tuple[str, bytes]], param: str | None =
 
 
 EVERYWHERE: dict[str, Make] = {
-    "nothing": _text(lambda _: b""),
-    "blanks": _text(lambda _: b" \n\t "),
-    "half of it": _text(lambda body: body[: len(body) // 2]),
-    "no JSON": _text(lambda _: b"model=m&messages=hi"),
-    "single quotes": _text(lambda body: body.replace(b'"', b"'")),
-    "a comment": _text(lambda body: b"/* hi */" + body),
-    "a comma too many": _text(lambda body: body[:-1] + b",}"),
-    "two documents": _text(lambda body: body + body),
-    "a NUL behind it": _text(lambda body: body + b"\x00"),
-    "a BOM": _text(lambda body: b"\xef\xbb\xbf" + body),
-    "UTF-16": _text(lambda body: body.decode().encode("utf-16")),
-    "a list": _text(lambda body: b"[" + body + b"]"),
-    "a text": _text(lambda _: b'"hi"'),
-    "null": _text(lambda _: b"null"),
-    "NaN": _add(b'"x":NaN'),
-    "Infinity": _add(b'"x":-Infinity'),
-    "bytes that are not UTF-8": _add(b'"x":"\xff\xfe"'),
-    "a key that is not UTF-8": _add(b'"\xff":1'),
-    "a control character in a text": _add(b'"x":"\x01"'),
+    "nothing": _text(lambda _: b""), "blanks": _text(lambda _: b" \n\t "),
+    "half of it": _text(lambda body: body[: len(body) // 2]), "no JSON": _text(lambda _: b"model=m&messages=hi"),
+    "single quotes": _text(lambda body: body.replace(b'"', b"'")), "a comment": _text(lambda body: b"/* hi */" + body),
+    "a comma too many": _text(lambda body: body[:-1] + b",}"), "two documents": _text(lambda body: body + body),
+    "a NUL behind it": _text(lambda body: body + b"\x00"), "a BOM": _text(lambda body: b"\xef\xbb\xbf" + body),
+    "UTF-16": _text(lambda body: body.decode().encode("utf-16")), "a list": _text(lambda body: b"[" + body + b"]"),
+    "a text": _text(lambda _: b'"hi"'), "null": _text(lambda _: b"null"), "NaN": _add(b'"x":NaN'),
+    "Infinity": _add(b'"x":-Infinity'), "bytes that are not UTF-8": _add(b'"x":"\xff\xfe"'),
+    "a key that is not UTF-8": _add(b'"\xff":1'), "a control character in a text": _add(b'"x":"\x01"'),
     "100,000 lists in each other": _add(b'"x":' + b"[" * 100_000 + b"]" * 100_000),
-    "100,000 objects in each other": _add(b'"x":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
-    "a million lists": lambda path, model: Malformed(
-        path, _JSON, write(make_plain(path, model))[:-1] + b',"x":[' + b"[]," * 1_000_000 + b"1]}", None, (413,)
-    ),
-    "a key twice": _add(b'"x":1,"x":2', param="x"),
-    "a key twice, once in disguise": _add(b'"x":1,"\\u0078":2', param="x"),
-    "model twice": _text(lambda body: body[:-1] + b',"model":"m"}', param="model"),
-    "no model": _replaced(model=b""),
-    "a number for a model": _replaced(model=b"5"),
-    "null for a model": _replaced(model=b"null"),
-    "a model without letters": _replaced(model=b'""'),
-    "a NUL in the model": _replaced(model=b'"a\\u0000b"'),
-    "line ends in the model": _replaced(model=b'"a\\r\\nx-evil: 1"'),
-    "half a character in the model": lambda path, model: Malformed(
-        path, _JSON, write({**make_plain(path, model), "model": "\ud800"}), "*"
-    ),
-    "a model of a megabyte": _replaced(model=b'"' + b"m" * 1_000_000 + b'"'),
-    "text for stream": _replaced(stream=b'"yes"'),
-    "an endless number of tokens": _replaced(max_tokens=b"9" * 5000),
-    "text for max_tokens": _replaced(max_tokens=b'"5"'),
-    "half a token": _replaced(max_tokens=b"1.5"),
-    "less than no token": _replaced(max_tokens=b"-1"),
+    "100,000 objects in each other": _add(b'"x":' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000), "a million lists": lambda path,
+    model: Malformed(path, _JSON, write(make_plain(path, model))[:-1] + b',"x":[' + b"[]," * 1_000_000 + b"1]}", None, (413,)),
+    "a key twice": _add(b'"x":1,"x":2', param="x"), "a key twice, once in disguise": _add(b'"x":1,"\\u0078":2', param="x"),
+    "model twice": _text(lambda body: body[:-1] + b',"model":"m"}', param="model"), "no model": _replaced(model=b""),
+    "a number for a model": _replaced(model=b"5"), "null for a model": _replaced(model=b"null"),
+    "a model without letters": _replaced(model=b'""'), "a NUL in the model": _replaced(model=b'"a\\u0000b"'),
+    "line ends in the model": _replaced(model=b'"a\\r\\nx-evil: 1"'), "half a character in the model": lambda path,
+    model: Malformed(path, _JSON, write({**make_plain(path, model), "model": "\ud800"}), "*"),
+    "a model of a megabyte": _replaced(model=b'"' + b"m" * 1_000_000 + b'"'), "text for stream": _replaced(stream=b'"yes"'),
+    "an endless number of tokens": _replaced(max_tokens=b"9" * 5000), "text for max_tokens": _replaced(max_tokens=b'"5"'),
+    "half a token": _replaced(max_tokens=b"1.5"), "less than no token": _replaced(max_tokens=b"-1"),
     "a number for x_pool_options": _replaced(x_pool_options=b"5"),
-}
+}  # fmt: skip
 """On every JSON surface."""
 OF_SOME: dict[str, tuple[tuple[str, ...], Make]] = {
     "text for messages": ((CHAT, MESSAGES), _replaced(messages=b'"hi"')),
@@ -316,7 +269,6 @@ OF_SOME: dict[str, tuple[tuple[str, ...], Make]] = {
 
 
 def _at(path: str, model: str, item: bytes, param: str) -> Malformed:
-    """Return a request whose conversation is one item."""
     field = b"input" if path == RESPONSES else b"messages"
     body = make_plain(path, model)
     del body[field.decode()]
@@ -387,38 +339,34 @@ KINDS: dict[str, MakeBroken] = {
     "a body shorter than it says": _ask(b"content-length: 100000", statuses=(0, 400), leaves=True),
     "a body longer than it says": _ask(b"content-length: 5", statuses=(0, 400)),
     "a body of 100 MB that is not sent": _ask(b"content-length: 104857600", statuses=(413,)),
-    "a length beyond all numbers": _ask(b"content-length: " + b"9" * 40),
-    "a length below zero": _ask(b"content-length: -1"),
-    "a length in words": _ask(b"content-length: many"),
-    "two lengths": _ask(b"content-length: %d", b"content-length: 5"),
+    "a length beyond all numbers": _ask(b"content-length: " + b"9" * 40), "a length below zero": _ask(b"content-length: -1"),
+    "a length in words": _ask(b"content-length: many"), "two lengths": _ask(b"content-length: %d", b"content-length: 5"),
     "a length and chunks": _ask(b"content-length: %d", b"transfer-encoding: chunked", change=_chunked),
     "an unknown transfer encoding": _ask(b"transfer-encoding: gzip", statuses=(0, 400)),
     "chunks under another name": _ask(b"transfer-encoding: chunked, identity", change=_chunked, statuses=(0, 400)),
     "a compressed body": _ask(
         b"content-length: %d", b"content-encoding: gzip", change=lambda body: b"\x1f\x8b" + body, statuses=(415,),
     ),
-    "no type at all": lambda key, model: _plain(key, model, b""),
-    "an unknown type": lambda key, model: _plain(key, model, b"content-type: application/x-hologram\r\n"),
-    "a type of 10 kB": lambda key, model: _plain(key, model, b"content-type: a/" + b"b" * 10_000 + b"\r\n"),
-    "a type that is no text": lambda key, model: _plain(key, model, b"content-type: \xff\xfe\r\n"),
+    "no type at all": lambda key, model: _plain(key, model, b""), "an unknown type": lambda key,
+    model: _plain(key, model, b"content-type: application/x-hologram\r\n"), "a type of 10 kB": lambda key,
+    model: _plain(key, model, b"content-type: a/" + b"b" * 10_000 + b"\r\n"), "a type that is no text": lambda key,
+    model: _plain(key, model, b"content-type: \xff\xfe\r\n"),
     "two keys, the last one wrong": _ask(b"content-length: %d", b"authorization: Bearer mst_x"),
     "two keys in the other header": _ask(b"content-length: %d", b"x-api-key: a", b"x-api-key: b"),
     "a good key in a trailer": lambda key, model: _in_trailer(key, model, b"authorization: Bearer " + key.encode()),
     "a wrong key in a trailer": lambda key, model: _in_trailer(key, model, b"authorization: Bearer x", key, statuses=(200,)),
     "a trailer without end": lambda key, model: _in_trailer(key, model, b"x-a: " + b"b" * 600_000, key, statuses=(0, 431)),
     "no host": lambda key, model: _rewritten(key, model, b"host: gateway\r\n", b""),
-    "two hosts": _ask(b"content-length: %d", b"host: localhost"),
-    "no host, as HTTP/1.0 allows": lambda key, model: _rewritten(
-        key, model, b"HTTP/1.1\r\nhost: gateway\r\n", b"HTTP/1.0\r\n", statuses=(200,),
-    ),
-    "HTTP/0.9": lambda _key, _model: Broken(b"GET /health\r\n\r\n", (400, 505)),
-    "HTTP/1.7": lambda _key, _model: Broken(b"GET /health HTTP/1.7\r\nhost: a\r\n\r\n", (400, 505)),
-    "HTTP/2.0": lambda _key, _model: Broken(b"GET /health HTTP/2.0\r\nhost: a\r\n\r\n", (400, 505)),
+    "two hosts": _ask(b"content-length: %d", b"host: localhost"), "no host, as HTTP/1.0 allows": lambda key,
+    model: _rewritten(key, model, b"HTTP/1.1\r\nhost: gateway\r\n", b"HTTP/1.0\r\n", statuses=(200,)), "HTTP/0.9": lambda _key,
+    _model: Broken(b"GET /health\r\n\r\n", (400, 505)), "HTTP/1.7": lambda _key,
+    _model: Broken(b"GET /health HTTP/1.7\r\nhost: a\r\n\r\n", (400, 505)), "HTTP/2.0": lambda _key,
+    _model: Broken(b"GET /health HTTP/2.0\r\nhost: a\r\n\r\n", (400, 505)),
     "two slashes before the metrics": _get("//metrics", (404,)),
     "three slashes before a peer's path": _get("///internal/v1/nodes/" + "0" * 32 + "/v1/chat/completions", (404,)),
-    "an encoded slash before an operator's path": _get("/%2Fadmin/keys", (404,)),
-    "a key of 30 kB": lambda _key, model: _ask(b"content-length: %d", statuses=(401,))("m" * 30_000, model),
-    "a key of other letters": lambda _key, model: _ask(b"content-length: %d", statuses=(401,))("\u00e9\u00ff", model),
+    "an encoded slash before an operator's path": _get("/%2Fadmin/keys", (404,)), "a key of 30 kB": lambda _key,
+    model: _ask(b"content-length: %d", statuses=(401,))("m" * 30_000, model), "a key of other letters": lambda _key,
+    model: _ask(b"content-length: %d", statuses=(401,))("\u00e9\u00ff", model),
     "100 kB of headers": _ask(b"content-length: %d", b"x-a: " + b"b" * 100_000, statuses=(431,)),
     "1 MB of headers": _ask(b"content-length: %d", b"x-a: " + b"b" * 1_000_000, statuses=(0, 400, 431)),
     "5000 headers": _ask(b"content-length: %d", *[b"x-%d: b" % n for n in range(5000)], statuses=(200, 400, 431)),
@@ -426,16 +374,13 @@ KINDS: dict[str, MakeBroken] = {
     "a header with a NUL": _ask(b"content-length: %d", b"x-a: \x00"),
     "a header without a colon": _ask(b"content-length: %d", b"nonsense"),
     "a header with a bare CR": _ask(b"content-length: %d", b"x-a: b\rx-b: c"),
-    "an unknown method": _get(CHAT, (400, 405), method="FROBNICATE"),
-    "a surface that is read": _get(CHAT, (405,)),
-    "HTTP/3.7": lambda _key, _model: Broken(b"GET / HTTP/3.7\r\n\r\n", (400,)),
-    "no HTTP": lambda _key, _model: Broken(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", (0, 400), leaves=True),
-    "a path with line ends": _get("/%0A%0A", (404,)),
-    "a path with a NUL": _get("/v1/models/%00", (404,)),
+    "an unknown method": _get(CHAT, (400, 405), method="FROBNICATE"), "a surface that is read": _get(CHAT, (405,)),
+    "HTTP/3.7": lambda _key, _model: Broken(b"GET / HTTP/3.7\r\n\r\n", (400,)), "no HTTP": lambda _key,
+    _model: Broken(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", (0, 400), leaves=True),
+    "a path with line ends": _get("/%0A%0A", (404,)), "a path with a NUL": _get("/v1/models/%00", (404,)),
     "a path that is not UTF-8": _get("/v1/models/%FF%FE", (404,)),
     "a path with line ends behind a surface": _get("/v1/responses/a%0Ab", (404,)),
-    "a path of 30 kB": _get("/v1/models/" + "a" * 30_000, (404, 414)),
-    "a path upwards": _get("/v1/../../etc/passwd", (404,)),
+    "a path of 30 kB": _get("/v1/models/" + "a" * 30_000, (404, 414)), "a path upwards": _get("/v1/../../etc/passwd", (404,)),
     "a query of a thousand parameters": _get("/v1/models?" + "&".join(f"a{n}=b" for n in range(1000)), (200,)),
     "the same to Anthropic's list": _get(
         "/v1/models?" + "&".join(f"a{n}=b" for n in range(1000)), (400,), b"anthropic-version: 1",
@@ -446,9 +391,11 @@ KINDS: dict[str, MakeBroken] = {
     "a limit below zero": _get("/v1/responses/resp_a/input_items?limit=-1", (400,)),
     "an upgrade": _ask(b"content-length: %d", b"connection: upgrade", b"upgrade: h2c"),
     "an expectation": _ask(b"content-length: %d", b"expect: 200-ok", statuses=(200, 400, 417)),
-    "two requests at once, the first broken": lambda key, model: Broken(
-        _ask(b"content-length: %d", b"connection: keep-alive", change=lambda body: body[:-1])(key, model).data
-        + _get("/health", (200,))(key, model).data,
+    "two requests at once, the first broken": lambda key,
+    model: Broken(
+        _ask(
+            b"content-length: %d", b"connection: keep-alive", change=lambda body: body[:-1],
+        )(key, model).data + _get("/health", (200,))(key, model).data,
         (400,),
     ),
 }  # fmt: skip

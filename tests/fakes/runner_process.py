@@ -69,7 +69,6 @@ class EnginePool:
         self.registry = Registry(library=cast("Library", _NoLibrary()), make_queue=lambda _: no_queue, on_change=lambda: None)
 
     def define(self, model_id: str) -> None:
-        """Have a model whose files are there."""
         self.registry.define(ModelDefinition(model_id=model_id, backend="gguf", is_configured=False))
 
     def check(self, model: Model, overrides: Mapping[str, object]) -> None:
@@ -91,11 +90,9 @@ class EnginePool:
         return LoadOrder(model, model.load, cast("LoadPlan", None), 1, Prediction(None, None, None), None, must_fetch=False)
 
     def call_off(self, order: LoadOrder) -> None:
-        """Give up a load that was not begun."""
         order.model.apply(ModelEvent.FAIL)
 
     async def carry_out(self, order: LoadOrder, report: Report) -> LoadResult:
-        """Load as the mood is."""
         del report
         model = order.model
         try:
@@ -109,13 +106,11 @@ class EnginePool:
         return LoadResult(model.model_id, 1, 0.0, None, None, None)
 
     async def unload(self, model_id: str, *, force: bool = False) -> UnloadResult:
-        """Unload as the mood is."""
         del force
         await self._act("unload", model_id)
         return UnloadResult(model_id, 0, 0, 0, was_loaded=True)
 
     async def flush(self, model: Model, request: FlushRequest) -> FlushOutcome:
-        """Flush as the mood is."""
         del model
         await self._act("flush", str(request.tag))
         return FlushOutcome(FlushResult.FLUSHED)
@@ -134,7 +129,6 @@ class _NoLibrary:
     """Files of models that nobody asks for."""
 
     def can_fetch(self, model_id: str) -> bool:
-        """Return False."""
         del model_id
         return False
 
@@ -179,11 +173,9 @@ class RunnerProcess:
 
     @property
     def is_up(self) -> bool:
-        """Whether it runs."""
         return self._loop is not None
 
     def start(self) -> None:
-        """Begin on what is on disk."""
         assert self._loop is None
         self._loop, self._is_dead, self._fuse = VirtualLoop(), False, None
         self._finish(self._start())
@@ -210,7 +202,6 @@ class RunnerProcess:
         self._commands = Commands(operations, _seek, _reload)
 
     def describe(self) -> BoxGovernance:
-        """Return what the control plane is told of it."""
         said = self.governance.describe()
         assert said is not None
         return said
@@ -318,7 +309,6 @@ async def _reload() -> Any:
 
 
 def read_ops(folder: Path) -> dict[tuple[str, int], sqlite3.Row]:
-    """What a runner booked, by approval and use."""
     with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as ledger:
         ledger.row_factory = sqlite3.Row
         return {(row["approval_id"], row["use"]): row for row in ledger.execute("SELECT * FROM ops")}

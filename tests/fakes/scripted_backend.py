@@ -35,7 +35,6 @@ class ScriptedBackend:
     hold: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        """Answer a chat completion, streamed when asked to be."""
         body = await request.json()
         self.calls.append(Call(request.path, {name.lower(): value for name, value in request.headers.items()}, body))
         try:
@@ -62,7 +61,6 @@ class ScriptedBackend:
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """Return one chunk as an SSE event."""
     return f"data: {json.dumps({**ABOUT, 'object': 'chat.completion.chunk', **content})}\n\n".encode()
 
 

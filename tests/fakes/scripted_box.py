@@ -135,7 +135,6 @@ class ScriptedBox:
             raise AssertionError(f"box: closed {self.close_code} {self.close_reason!r} before {what}")
 
     async def stream(self, *, within_s: float = DEADLINE_S) -> Stream:
-        """Wait for the next opened stream, body and all."""
         await self._wait(lambda: len(self.streams) > self._taken, within_s, "OPEN")
         found = self.streams[self._taken]
         self._taken += 1
@@ -143,7 +142,6 @@ class ScriptedBox:
         return found
 
     async def cancelled(self, stream: Stream, *, within_s: float = DEADLINE_S) -> str:
-        """Wait for CANCEL and return its reason."""
         await self._wait(lambda: stream.cancelled is not None, within_s, "CANCEL")
         return stream.cancelled or ""
 
@@ -152,7 +150,6 @@ class ScriptedBox:
         await self._wait(lambda: stream.window >= at_least, within_s, f"window of {at_least} bytes")
 
     async def message(self, kind: type[bridge.Message], *, within_s: float = DEADLINE_S) -> bridge.Message:
-        """Wait for a JSON frame of a kind."""
         await self._wait(lambda: any(isinstance(m, kind) for m in self.messages), within_s, kind.__name__)
         return next(m for m in self.messages if isinstance(m, kind))
 
@@ -162,7 +159,6 @@ class ScriptedBox:
         return self.close_code or 0, self.close_reason
 
     async def send(self, message: bridge.Message) -> None:
-        """Send one JSON frame."""
         await self.socket.send(bridge.encode_message(message))
 
     async def send_frame(self, kind: int, stream: Stream, payload: bytes = b"", *, attempt: int | None = None) -> None:
@@ -177,21 +173,17 @@ class ScriptedBox:
         content_type: str = "application/json",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Send status and headers."""
         head = frames.Head(status=status, headers={"content-type": content_type, **(headers or {})})
         await self.send_frame(frames.HEAD, stream, frames.encode_json(head))
 
     async def data(self, stream: Stream, payload: bytes) -> None:
-        """Send response bytes and take them off the window."""
         stream.window -= len(payload)
         await self.send_frame(frames.DATA, stream, payload)
 
     async def end(self, stream: Stream, end: frames.End | None = None) -> None:
-        """End a stream."""
         await self.send_frame(frames.END, stream, frames.encode_json(end or frames.End()))
 
     async def answer(self, stream: Stream, body: bytes, *, usage: tuple[int, int] | None = None) -> None:
-        """Answer a request that was not streamed."""
         counts = None
         if usage is not None:
             counts = bridge.TokenCounts(prompt_tokens=usage[0], completion_tokens=usage[1], total_tokens=sum(usage))
@@ -206,7 +198,6 @@ class ScriptedBox:
         self.socket.transport.abort()
 
     async def close(self) -> None:
-        """Leave politely."""
         await self.socket.close()
         if self._reading is not None:
             await self._reading

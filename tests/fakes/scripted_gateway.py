@@ -65,7 +65,6 @@ class OpenStream:
         return await asyncio.wait_for(self.frames.get(), DEADLINE_S)
 
     async def expect_end(self) -> frames.End:
-        """Skip to END."""
         while (frame := await self.next()).kind != frames.END:
             pass
         return frames.decode_end(frame.payload)
@@ -120,21 +119,15 @@ class ConnectedBox:
         stream = self.streams[number] = OpenStream(self, number, attempt)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         meta = frames.OpenMeta(
-            request_id=f"req_{number}",
-            model=model or next(iter(self.models()), "muster-tiny"),
-            tenant=tenant,
-            path=path,
-            headers=headers or {"content-type": "application/json"},
-            is_streaming=b'"stream": true' in raw,
-            deadline_ms=deadline_ms,
-            window_bytes=window_bytes,
-        )
+            request_id=f"req_{number}", model=model or next(iter(self.models()), "muster-tiny"), tenant=tenant, path=path,
+            headers=headers or {"content-type": "application/json"}, is_streaming=b'"stream": true' in raw,
+            deadline_ms=deadline_ms, window_bytes=window_bytes,
+        )  # fmt: skip
         for frame in frames.encode_open(number, attempt, meta, raw):
             await self.socket.send(frame)
         return stream
 
     def models(self) -> list[str]:
-        """The models the box has declared last."""
         updates = [message for message in self.messages if isinstance(message, bridge.ModelsUpdate)]
         return updates[-1].models if updates else self.register.models
 
@@ -197,7 +190,6 @@ class ScriptedGateway:
         self.url = ""
 
     async def accept(self) -> ConnectedBox:
-        """Wait for the next session."""
         return await asyncio.wait_for(self.arrivals.get(), DEADLINE_S)
 
     def _screen(self, _connection: ServerConnection, _request: Request) -> Response | None:
@@ -215,14 +207,9 @@ class ScriptedGateway:
         assert request is not None
         box = ConnectedBox(socket, first, request.headers.get("x-worker-secret", ""), request.path)
         ack = bridge.RegisterAck(
-            worker_id="w1",
-            models=first.models,
-            protocol_version=bridge.MUSTER_V1,
-            node_id="node_1",
-            heartbeat_interval_s=0.2,
-            window_bytes=WIRE.stream_window_bytes,
-            gateways=self.more_gateways,
-        )
+            worker_id="w1", models=first.models, protocol_version=bridge.MUSTER_V1, node_id="node_1", heartbeat_interval_s=0.2,
+            window_bytes=WIRE.stream_window_bytes, gateways=self.more_gateways,
+        )  # fmt: skip
         await box.send(ack)
         self.arrivals.put_nowait(box)
         pinger = asyncio.create_task(self._ping(socket))
@@ -242,7 +229,6 @@ class ScriptedGateway:
 
 @asynccontextmanager
 async def run_gateway(port: int = 0) -> AsyncIterator[ScriptedGateway]:
-    """Yield a listening gateway."""
     gateway = ScriptedGateway()
     server: Server
     async with serve(

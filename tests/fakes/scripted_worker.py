@@ -30,12 +30,10 @@ class Job:
 
     @property
     def id(self) -> str:
-        """The request id that answers must carry."""
         return str(self.frame["request_id"])
 
     @property
     def body(self) -> Any:
-        """The client's body as JSON."""
         return json.loads(self.frame["body"])
 
     @property
@@ -127,11 +125,9 @@ class ScriptedWorker:
 
     @property
     def kinds(self) -> list[str]:
-        """The types of all frames so far."""
         return [str(frame["type"]) for frame in self.frames]
 
     def of_kind(self, kind: str) -> list[Frame]:
-        """Return the frames of one type so far."""
         return [frame for frame in self.frames if frame["type"] == kind]
 
     def cancels(self, job: Job) -> list[Frame]:
@@ -144,7 +140,6 @@ class ScriptedWorker:
         return self.of_kind(kind)[count - 1]
 
     async def job(self, *, within_s: float = DEADLINE_S) -> Job:
-        """Wait for the next request that no one has taken yet."""
         await self._wait(lambda: len(self.jobs) > self._taken, within_s, "request")
         self._taken += 1
         return self.jobs[self._taken - 1]
@@ -164,12 +159,10 @@ class ScriptedWorker:
         await self.socket.send(json.dumps(frame, separators=(",", ":"), ensure_ascii=False))
 
     async def pong(self) -> None:
-        """Answer a ping."""
         with contextlib.suppress(ConnectionClosed):
             await self.send({"type": "pong", "current_load": 0, "timestamp_unix_ms": 1775000000000})
 
     async def chunk(self, job: Job, text: str) -> None:
-        """Send one piece of a streamed response."""
         await self.send({"type": "response_chunk", "request_id": job.id, "chunk": text})
 
     async def complete(
@@ -181,22 +174,16 @@ class ScriptedWorker:
         headers: dict[str, str] | None = None,
         tokens: tuple[int, int] | None = None,
     ) -> None:
-        """End a response."""
         shown = {"content-type": "application/json"} if headers is None else headers
         frame: Frame = {
-            "type": "response_complete",
-            "request_id": job.id,
-            "status_code": status,
-            "headers": shown,
-            "body": body,
-        }
+            "type": "response_complete", "request_id": job.id, "status_code": status, "headers": shown, "body": body,
+        }  # fmt: skip
         if tokens is not None:
             counts = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
             frame["token_counts"] = counts
         await self.send(frame)
 
     async def answer(self, job: Job, text: str = "ok", *, tokens: tuple[int, int] | None = None) -> None:
-        """Answer a chat completion that was not streamed."""
         await self.complete(job, body=completion_text(job, text), tokens=tokens)
 
     async def stream(self, job: Job, pieces: Sequence[str], *, tokens: tuple[int, int] | None = None) -> None:
@@ -213,7 +200,6 @@ class ScriptedWorker:
         self.socket.transport.abort()
 
     async def close(self) -> None:
-        """Leave politely."""
         await self.socket.close()
         if self._reading is not None:
             await self._reading
@@ -226,7 +212,6 @@ def completion_text(job: Job, text: str) -> str:
 
 
 def delta_text(job: Job, piece: str, *, finish: str | None = None) -> str:
-    """Return one streamed chunk as an SSE event."""
     choice = {"index": 0, "delta": {"role": "assistant", "content": piece}, "finish_reason": finish}
     content = {**SCRIPTED, "object": "chat.completion.chunk", "model": job.frame["model"], "choices": [choice]}
     return f"data: {json.dumps(content)}\n\n"

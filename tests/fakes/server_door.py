@@ -72,14 +72,12 @@ class Visitor:
         await self.writer.drain()
 
     async def head(self) -> tuple[int, dict[str, str]]:
-        """Return status and headers of the next response."""
         async with asyncio.timeout(30):
             block = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         status, *lines = block.rstrip("\r\n").split("\r\n")
         return int(status.split()[1]), dict(line.lower().split(": ", 1) for line in lines)
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """Return the next response with a sized body."""
         status, headers = await self.head()
         return status, headers, await self.reader.readexactly(int(headers.get("content-length", 0)))
 
@@ -89,7 +87,6 @@ class Visitor:
             return await self.reader.read()
 
     def reset(self) -> None:
-        """Close with RST instead of FIN."""
         sock = self.writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
@@ -116,18 +113,9 @@ async def serve(
         body_timeout_s = body_s
 
     config = uvicorn.Config(
-        app,
-        host="127.0.0.1",
-        port=0,
-        http=Protocol,
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=keep_alive_s,
-        timeout_graceful_shutdown=1,
-    )
+        app, host="127.0.0.1", port=0, http=Protocol, lifespan="off", interface="asgi3", log_config=None, access_log=False,
+        server_header=False, timeout_keep_alive=keep_alive_s, timeout_graceful_shutdown=1,
+    )  # fmt: skip
     server = uvicorn.Server(config)
     async with run_server(server) as port:
         yield Door(server, port, Protocol)
@@ -140,7 +128,6 @@ def handle_of(scope: Scope) -> Handle:
 
 
 async def hello(scope: Scope, receive: Any, send: Any) -> None:
-    """Answer every request with its path."""
     await receive()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
     await send({"type": "http.response.body", "body": b"hello"})

@@ -32,12 +32,9 @@ OTHER_KEY = b"another key of the tests, as long"
 BOX = "box-7"
 MODEL = "meta-llama/Llama-3.1-70B-Instruct"
 PARAMS: dict[str, object] = {
-    "modelId": MODEL,
-    "quantization": "awq-4bit",
-    "maxContextLength": 32768,
-    "evictModel": "meta-llama/Llama-3.1-8B-Instruct",
+    "modelId": MODEL, "quantization": "awq-4bit", "maxContextLength": 32768, "evictModel": "meta-llama/Llama-3.1-8B-Instruct",
     "overrides": {"target_inflight": 4, "flags": ["a", "b"]},
-}
+}  # fmt: skip
 FLUSH_PARAMS: dict[str, object] = {"scope": "tenant", "tenantId": "community-x", "modelId": None}
 KID = "2026-10"
 
@@ -50,27 +47,18 @@ Token = dict[str, Any]  # Any: tests put anything into a token.
 
 
 def make_grant(**changes: Any) -> Grant:
-    """What both levels say."""
     fields: dict[str, Any] = {
-        "operation": Operation.MODEL_LOAD,
-        "model_id": MODEL,
-        "signers": ["admin1", "admin2"],
-        "nonce": "0123456789abcdef",
+        "operation": Operation.MODEL_LOAD, "model_id": MODEL, "signers": ["admin1", "admin2"], "nonce": "0123456789abcdef",
         "issued_at": NOW,
-    }
+    }  # fmt: skip
     return Grant(**(fields | changes))
 
 
 def make_binding(**changes: Any) -> Binding:
-    """What L1 says beside."""
     fields: dict[str, Any] = {
-        "audience": BOX,
-        "params_digest": params_digest(PARAMS),
-        "op_id": "op-1",
-        "fence": 7,
-        "expires_at": NOW + 300,
+        "audience": BOX, "params_digest": params_digest(PARAMS), "op_id": "op-1", "fence": 7, "expires_at": NOW + 300,
         "kid": KID,
-    }
+    }  # fmt: skip
     return Binding(**(fields | changes))
 
 
@@ -105,7 +93,6 @@ def sign_claims(claims: Mapping[str, Any], key: bytes = KEY) -> Token:
 
 
 def make_verifier(level: Level = Level.L0, **changes: Any) -> Verifier:
-    """The rules of the box that the valid tokens are for."""
     fields: dict[str, Any] = {"level": level, "min_signers": 2, "runner_id": BOX, "keys": {"": KEY, KID: KEY}, "policy": POLICY}
     return Verifier(**(fields | changes))
 

@@ -80,11 +80,9 @@ class Gateway:
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
         return int(self.url.rsplit(":", 1)[1])
 
     def stop(self) -> None:
-        """End the process, kindly at first."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.terminate()
@@ -102,14 +100,9 @@ class Backstage:
         self._log = log.open("ab")
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fakes.backstage"],
-            cwd=ROOT,
-            env=dict(env),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
+            [sys.executable, "-m", "tests.fakes.backstage"], cwd=ROOT, env=dict(env), stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=self._log, text=True,
+        )  # fmt: skip
 
     def call(self, function: str, **arguments: Any) -> Any:
         """Return what ``function`` (dotted path) returned. Raises AssertionError with its error text."""
@@ -132,7 +125,6 @@ class Backstage:
         return stdin, stdout
 
     def stop(self) -> None:
-        """End the process."""
         stdin, stdout = self._pipes()
         stdin.close()
         self._process.wait(STOPPED_WITHIN_S)
@@ -166,14 +158,9 @@ class Stack:
         log = directory / "up.log"
         with log.open("ab") as sink:
             process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**inherited, **settings},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+                command, cwd=ROOT, env={**inherited, **settings}, stdin=subprocess.DEVNULL, stdout=sink,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
         try:
             wait_until(
                 lambda: ready_file.exists() or process.poll() is not None,
@@ -207,13 +194,9 @@ class Stack:
         log = self.directory / f"gateway-{name}.log"
         with log.open("ab") as sink:
             process = subprocess.Popen(
-                [sys.executable, "-m", "controlplane.serve_gateway", "--host", "127.0.0.1", "--port", str(port)],
-                cwd=ROOT,
-                env={**self.env, **settings},
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-            )
+                [sys.executable, "-m", "controlplane.serve_gateway", "--host", "127.0.0.1", "--port", str(port)], cwd=ROOT,
+                env={**self.env, **settings}, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT,
+            )  # fmt: skip
         gateway = Gateway(url=f"http://127.0.0.1:{port}", name=name, process=process, log=log)
         self.gateways[name] = gateway
         wait_until(
@@ -320,13 +303,10 @@ def read_example(folder: Path, *, port: int, gateway_port: int, control_port: in
     page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
     example = page.split("```nginx\n")[1].split("```")[0]
     changes = {
-        r"/etc/ssl/\w+\.pem": f"{folder}/cert.pem",
-        r"/etc/ssl/\w+\.key": f"{folder}/key.pem",
-        r"listen 443 ssl": f"listen 127.0.0.1:{port} ssl",
-        r"127\.0\.0\.1:8080": f"127.0.0.1:{gateway_port}",
-        r"127\.0\.0\.1:8000": f"127.0.0.1:{control_port}",
-        r"allow 10\.0\.0\.0/8": "allow 127.0.0.0/8",
-    }
+        r"/etc/ssl/\w+\.pem": f"{folder}/cert.pem", r"/etc/ssl/\w+\.key": f"{folder}/key.pem",
+        r"listen 443 ssl": f"listen 127.0.0.1:{port} ssl", r"127\.0\.0\.1:8080": f"127.0.0.1:{gateway_port}",
+        r"127\.0\.0\.1:8000": f"127.0.0.1:{control_port}", r"allow 10\.0\.0\.0/8": "allow 127.0.0.0/8",
+    }  # fmt: skip
     for old, new in changes.items():
         example, count = re.subn(old, new, example)
         assert count, f"the example has no {old}"

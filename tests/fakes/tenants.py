@@ -18,17 +18,14 @@ PASSWORD = "a password for tests only"
 
 
 def make_operator(name: str = "ada", *, is_superuser: bool = True) -> User:
-    """Return an operator who may sign in."""
     return User.objects.create_user(name, password=PASSWORD, is_staff=True, is_superuser=is_superuser)
 
 
 def make_tenant(name: str = "research") -> Tenant:
-    """Return the tenant of that name, made if need be."""
     return Tenant.objects.filter(name=name).first() or create_tenant(name=name, actor=ACTOR)
 
 
 def make_key(name: str = "notebook", *, tenant: str = "research", **changes: Any) -> tuple[ApiKey, str]:
-    """Return a new key and its text."""
     make_tenant(tenant)
     return create_api_key(name=name, tenant_name=tenant, actor=ACTOR, **changes)
 

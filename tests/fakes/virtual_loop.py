@@ -77,11 +77,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(selector)
 
     def time(self) -> float:
-        """Return seconds of the virtual clock."""
         return self.clock.monotonic_s
 
     def close(self) -> None:
-        """Close the loop and give the clock back."""
         if not self.is_closed():
             self._counted.close()
             clock.install(self._before)
@@ -95,7 +93,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @property
     def underway_now(self) -> list[str]:
-        """What is under way."""
         with self._lock:
             return list(self._underway.elements())
 

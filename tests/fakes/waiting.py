@@ -58,7 +58,6 @@ def wait_until(
 
 
 async def turns(number: int = 1) -> None:
-    """Give every other task of the loop its turn, so many times."""
     for _ in range(number):
         await asyncio.sleep(0)
 
@@ -69,7 +68,6 @@ async def takes(seconds: float) -> None:
 
 
 def takes_blocking(seconds: float) -> None:
-    """Do the same in a thread or a program."""
     time.sleep(seconds)
 
 

@@ -28,8 +28,6 @@ Fields = dict[str, Any]  # Any: JSON of another program
 
 
 def make_png(width: int, height: int, texts: dict[str, str]) -> bytes:
-    """Return a grey picture with text chunks."""
-
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -112,13 +110,11 @@ class ComfyContract:
         return self.checkpoints + found
 
     def enqueue(self, graph: Fields, *, number: float | None = None) -> str:
-        """Queue a prompt of somebody else."""
         prompt_id = str(uuid.uuid4())
         self._put(Item(self._next() if number is None else number, prompt_id, graph, {"client_id": "somebody"}))
         return prompt_id
 
     def drop_sockets(self) -> None:
-        """Break every WebSocket."""
         for socket in self._sockets.values():
             if (transport := socket._req.transport if socket._req else None) is not None:
                 transport.abort()
@@ -347,15 +343,10 @@ async def open_comfyui(_folder: Path, client: aiohttp.ClientSession) -> AsyncIte
             return len(server.pending) + (server.running is not None)
 
         yield EngineUnderTest(
-            engine=ComfyUiEngine(comfy_plan(server.url), client),
-            call=image_call(steps=2),
-            streamed=image_call(stream=True),
-            long=image_call(stream=True, steps=150, n=1),
-            broken=ComfyUiEngine(comfy_plan(server.url, "broken"), client),
-            broken_words="HeaderTooLarge",
-            running=running,
-            flushes=frozenset({FlushResult.NOTHING_KEPT}),
-        )
+            engine=ComfyUiEngine(comfy_plan(server.url), client), call=image_call(steps=2), streamed=image_call(stream=True),
+            long=image_call(stream=True, steps=150, n=1), broken=ComfyUiEngine(comfy_plan(server.url, "broken"), client),
+            broken_words="HeaderTooLarge", running=running, flushes=frozenset({FlushResult.NOTHING_KEPT}),
+        )  # fmt: skip
 
 
 CASES = [EngineCase("comfyui", open_comfyui)]

@@ -23,7 +23,6 @@ LONG_CONTEXT_TOKENS = 200_000
 def ct2_plan(
     path: Path | None = None, *, slots: int = 2, context_tokens: int | None = None, threads: int = 2, **options: object
 ) -> LoadPlan:
-    """Return a plan for the tiny model."""
     return LoadPlan(
         model_id="tiny", backend="ct2", path=path or ct2_model_dir(), context_tokens=context_tokens, slots=slots,
         threads=threads, options=options,

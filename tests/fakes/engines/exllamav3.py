@@ -23,7 +23,6 @@ QUESTION = "Explain the lambda expression of Python, its syntax, and what people
 
 
 def fake_library() -> contextlib.AbstractContextManager[None]:
-    """Have children find the stand-in instead of the library."""
     return environment(PYTHONPATH=os.pathsep.join(filter(None, [str(FAKES), os.environ.get("PYTHONPATH")])))
 
 
@@ -43,14 +42,11 @@ async def open_exllamav3(folder: Path, client: aiohttp.ClientSession) -> AsyncIt
     with fake_library():
         yield EngineUnderTest(
             engine=ExLlamaV3Engine(exllama_plan(folder / "good", fake={"module_s": 0.02}), client),
-            call=chat_call("tiny", QUESTION, max_tokens=8),
-            streamed=chat_call("tiny", QUESTION, max_tokens=8, stream=True),
+            call=chat_call("tiny", QUESTION, max_tokens=8), streamed=chat_call("tiny", QUESTION, max_tokens=8, stream=True),
             long=chat_call("tiny", QUESTION, max_tokens=100_000, ignore_eos=True, stream=True),
             broken=ExLlamaV3Engine(exllama_plan(folder / "bad", fake={"refuses": "CUDA out of memory"}), client),
-            broken_words="^CUDA out of memory",
-            cached=openai_cached_tokens,
-            flushes=frozenset({FlushResult.RELOADED}),
-        )
+            broken_words="^CUDA out of memory", cached=openai_cached_tokens, flushes=frozenset({FlushResult.RELOADED}),
+        )  # fmt: skip
 
 
 CASES = [EngineCase("exllamav3", open_exllamav3)]

@@ -50,7 +50,6 @@ class HubServer:
     commit: str = COMMIT
 
     def downloads(self) -> list[Seen]:
-        """The requests whose bodies are file contents."""
         return [
             seen for seen in self.seen if seen.path.startswith("/cdn/") or ("/resolve/" in seen.path and not self._is_lfs(seen))
         ]

@@ -68,7 +68,6 @@ class RouterContract:
         self._loads: set[asyncio.Task[None]] = set()
 
     def count_running(self) -> int:
-        """Return how many slots work."""
         return sum(slot.is_processing for model in self.models.values() for slot in model.slots)
 
     # ---- the router's own endpoints ----
@@ -217,7 +216,6 @@ class RouterContract:
         return answer
 
     def build_app(self) -> web.Application:
-        """Return the application."""
         app = web.Application(middlewares=[self._check_key])
         get, post = web.get, web.post
         app.router.add_routes([
@@ -231,7 +229,6 @@ class RouterContract:
 
 
 async def healthy(_request: web.Request) -> web.Response:
-    """Answer a health check."""
     return web.json_response({"status": "ok"})
 
 
@@ -249,13 +246,11 @@ def count_common(held: list[str], wanted: list[str]) -> int:
 
 
 def error(status: int, message: str) -> web.Response:
-    """Return an error as llama-server words it."""
     return web.json_response({"error": {"code": status, "message": message, "type": "invalid_request_error"}}, status=status)
 
 
 @contextlib.asynccontextmanager
 async def run_router() -> AsyncIterator[RouterContract]:
-    """Yield a listening router."""
     router = RouterContract()
     async with listening(router.build_app()) as (router.url,):
         yield router
@@ -265,7 +260,6 @@ QUESTION = "a question of a dozen words that somebody asks again and again here"
 
 
 def server_plan(url: str, model: str = "tiny", **options: object) -> LoadPlan:
-    """Return a plan for a model of a server."""
     return LoadPlan(model_id=model, backend="llama_server", slots=2, options={"server_url": url, **options})
 
 
@@ -278,15 +272,12 @@ async def open_router(_folder: Path, client: aiohttp.ClientSession) -> AsyncIter
             return router.count_running()
 
         yield EngineUnderTest(
-            engine=LlamaServer(server_plan(router.url), client),
-            call=chat_call("tiny", QUESTION),
+            engine=LlamaServer(server_plan(router.url), client), call=chat_call("tiny", QUESTION),
             streamed=chat_call("tiny", QUESTION, stream=True, max_tokens=4),
             long=chat_call("tiny", QUESTION, stream=True, max_tokens=100_000),
             broken=LlamaServer(server_plan(router.url, "broken"), client),
-            broken_words=r"could not load broken \(exit code 1\)",
-            cached=openai_cached_tokens,
-            running=running,
-        )
+            broken_words=r"could not load broken \(exit code 1\)", cached=openai_cached_tokens, running=running,
+        )  # fmt: skip
 
 
 PROGRAM = os.environ.get("MUSTER_LLAMA_SERVER", "")
@@ -328,14 +319,11 @@ async def open_program(folder: Path, client: aiohttp.ClientSession) -> AsyncIter
         pass
     async with run_program(folder, client, port) as url:
         yield EngineUnderTest(
-            engine=LlamaServer(server_plan(url), client),
-            call=chat_call("tiny", LONG_QUESTION, max_tokens=8),
+            engine=LlamaServer(server_plan(url), client), call=chat_call("tiny", LONG_QUESTION, max_tokens=8),
             streamed=chat_call("tiny", LONG_QUESTION, max_tokens=8, stream=True),
-            long=chat_call("tiny", LONG_QUESTION, **ENDLESS),
-            broken=LlamaServer(server_plan(url, "half"), client),
-            broken_words="could not load half",
-            cached=openai_cached_tokens,
-        )
+            long=chat_call("tiny", LONG_QUESTION, **ENDLESS), broken=LlamaServer(server_plan(url, "half"), client),
+            broken_words="could not load half", cached=openai_cached_tokens,
+        )  # fmt: skip
 
 
 CASES = [

@@ -22,7 +22,6 @@ ENDLESS: dict[str, Any] = {"stream": True, "ignore_eos": True, "max_tokens": 100
 def tiny_plan(
     path: Path = TINY_MODEL_PATH, *, slots: int = 2, context_tokens: int | None = 2048, options: dict[str, object] | None = None
 ) -> LoadPlan:
-    """Return a plan for the shipped model."""
     return LoadPlan(
         model_id="tiny", backend="gguf", path=path, context_tokens=context_tokens, slots=slots, threads=1, options=options or {}
     )
@@ -34,14 +33,10 @@ async def open_llamacpp(folder: Path, client: aiohttp.ClientSession) -> AsyncIte
     broken = folder / "half.gguf"
     broken.write_bytes(TINY_MODEL_PATH.read_bytes()[:600_000])
     yield EngineUnderTest(
-        engine=LlamaCpp(tiny_plan(), client),
-        call=chat_call("tiny", QUESTION, max_tokens=8),
-        streamed=chat_call("tiny", QUESTION, max_tokens=8, stream=True),
-        long=chat_call("tiny", QUESTION, **ENDLESS),
-        broken=LlamaCpp(tiny_plan(broken), client),
-        broken_words="is not within the file bounds",
-        cached=openai_cached_tokens,
-    )
+        engine=LlamaCpp(tiny_plan(), client), call=chat_call("tiny", QUESTION, max_tokens=8),
+        streamed=chat_call("tiny", QUESTION, max_tokens=8, stream=True), long=chat_call("tiny", QUESTION, **ENDLESS),
+        broken=LlamaCpp(tiny_plan(broken), client), broken_words="is not within the file bounds", cached=openai_cached_tokens,
+    )  # fmt: skip
 
 
 CASES = [EngineCase("llamacpp", open_llamacpp)]

@@ -25,8 +25,6 @@ Mood = Callable[[web.Request], web.StreamResponse]
 
 
 def refuse(status: int, message: str, **headers: str) -> Mood:
-    """Return a mood in which a request is turned away."""
-
     def answer(_request: web.Request) -> web.StreamResponse:
         body = {"error": {"message": message, "type": "provider_error", "param": None, "code": "nope"}}
         return web.json_response(body, status=status, headers={name.replace("_", "-"): text for name, text in headers.items()})
@@ -132,12 +130,10 @@ KEY_NAME = "TEST_PROVIDER_KEY"
 
 
 def key_in_environment(key: str = KEY) -> contextlib.AbstractContextManager[None]:
-    """Set the variable that the plans name."""
     return environment(**{KEY_NAME: key})
 
 
 def remote_plan(url: str, **options: object) -> LoadPlan:
-    """Return a plan for the provider's model under a name of ours."""
     named = {"remote_base_url": url, "remote_api_key_env": KEY_NAME, "remote_model": NAME, "remote_timeout_s": 10, **options}
     return LoadPlan(model_id="cloud-large", backend="openai_compatible", slots=4, options=named)
 

@@ -45,7 +45,6 @@ class ScriptedEngine:
             raise
 
     async def start(self) -> None:
-        """Listen on the port that is its own, on loopback."""
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/v1/models", self._list)
         app.router.add_post("/{tail:.*}", self._answer)
@@ -64,7 +63,6 @@ class ScriptedEngine:
             self.runner = None
 
     async def close(self) -> None:
-        """Stop, and let others have the port."""
         await self.stop()
         self._place.close()
 
@@ -78,7 +76,6 @@ def hold_port() -> socket.socket:
 
 
 async def answer_json(_request: web.Request, _body: bytes) -> web.StreamResponse:
-    """Answer with a small completion."""
     return web.json_response({"ok": True, "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}})
 
 
@@ -97,7 +94,6 @@ async def listening(app: web.Application, *, ports: int = 1, shutdown_s: float =
 
 @asynccontextmanager
 async def run_engine() -> AsyncIterator[ScriptedEngine]:
-    """Yield a listening engine."""
     engine = ScriptedEngine()
     await engine.start()
     try:

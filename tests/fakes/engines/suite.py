@@ -104,7 +104,6 @@ async def wait_until(condition: Callable[[], Awaitable[bool]], limit_s: float = 
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Set variables of the environment, and put them back."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -117,7 +116,6 @@ def environment(**values: str) -> Iterator[None]:
 
 
 def process_tree(pids: Iterable[int]) -> list[psutil.Process]:
-    """Return these processes and all below them."""
     found: list[psutil.Process] = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -150,7 +148,6 @@ async def load(subject: EngineUnderTest) -> list[Progress]:
 
 
 async def ask(engine: Engine, call: Call) -> bytes:
-    """Send a call, read the whole answer, expect success."""
     async with asyncio.timeout(WAIT_LIMIT_S), engine.stream(call) as response:
         body = await response.read()
     assert response.status == 200, body[:500]
@@ -165,7 +162,6 @@ async def count_running(subject: EngineUnderTest) -> int | None:
 
 
 async def first_bytes(response: aiohttp.ClientResponse) -> bytes:
-    """Return the first piece of an answer that has just begun."""
     assert response.status == 200
     return await asyncio.wait_for(response.content.readany(), WAIT_LIMIT_S)
 
@@ -390,17 +386,11 @@ async def check_a_hung_engine_is_silent_and_unload_kills_it(subject: EngineUnder
 
 
 CHECKS = (
-    check_a_load_reports_progress_and_ends_with_an_engine_that_serves,
-    check_unload_leaves_no_process_and_it_loads_again,
+    check_a_load_reports_progress_and_ends_with_an_engine_that_serves, check_unload_leaves_no_process_and_it_loads_again,
     check_broken_weights_raise_the_engines_words_and_leave_no_process,
-    check_a_cancelled_load_leaves_nothing_and_can_be_repeated,
-    check_a_streamed_answer_comes_in_pieces_to_its_end,
-    check_leaving_a_stream_early_frees_the_engine,
-    check_unload_ends_while_a_stream_runs,
-    check_a_prompt_is_counted_as_its_answer_counts_it,
-    check_stats_never_raise,
-    check_a_flush_is_honest_about_what_it_did,
-    check_what_one_tenant_left_is_reused_by_no_other,
-    check_a_killed_engine_is_noticed_and_loads_again,
+    check_a_cancelled_load_leaves_nothing_and_can_be_repeated, check_a_streamed_answer_comes_in_pieces_to_its_end,
+    check_leaving_a_stream_early_frees_the_engine, check_unload_ends_while_a_stream_runs,
+    check_a_prompt_is_counted_as_its_answer_counts_it, check_stats_never_raise, check_a_flush_is_honest_about_what_it_did,
+    check_what_one_tenant_left_is_reused_by_no_other, check_a_killed_engine_is_noticed_and_loads_again,
     check_a_hung_engine_is_silent_and_unload_kills_it,
-)
+)  # fmt: skip

@@ -23,7 +23,6 @@ API_KEY, ADMIN_KEY = "an-api-key", "an-admin-key"
 
 
 def refusal(kind: type[web.HTTPError], words: str) -> web.HTTPError:
-    """Return an error as TabbyAPI words it."""
     return kind(text=json.dumps({"detail": words}), content_type="application/json")
 
 
@@ -142,7 +141,6 @@ class TabbyContract:
 
 
 def keys_in_environment() -> contextlib.AbstractContextManager[None]:
-    """Set the variables that the plans name."""
     return environment(TEST_TABBY_KEY=API_KEY, TEST_TABBY_ADMIN_KEY=ADMIN_KEY)
 
 
@@ -164,15 +162,12 @@ async def open_tabbyapi(_folder: Path, client: aiohttp.ClientSession) -> AsyncIt
 
         with keys_in_environment():
             yield EngineUnderTest(
-                engine=TabbyApiEngine(tabby_plan(server.url), client),
-                call=chat_call("tiny", "Explain lambda.", max_tokens=8),
+                engine=TabbyApiEngine(tabby_plan(server.url), client), call=chat_call("tiny", "Explain lambda.", max_tokens=8),
                 streamed=chat_call("tiny", "Explain lambda.", max_tokens=8, stream=True),
                 long=chat_call("tiny", "Explain lambda.", max_tokens=100_000, stream=True),
-                broken=TabbyApiEngine(tabby_plan(server.url, "bad"), client),
-                broken_words="CUDA out of memory",
-                running=running,
-                flushes=frozenset({FlushResult.NOT_SUPPORTED}),
-            )
+                broken=TabbyApiEngine(tabby_plan(server.url, "bad"), client), broken_words="CUDA out of memory",
+                running=running, flushes=frozenset({FlushResult.NOT_SUPPORTED}),
+            )  # fmt: skip
 
 
 CASES = [EngineCase("tabbyapi", open_tabbyapi)]

@@ -37,7 +37,6 @@ async def loaded(engine: Engine) -> AsyncIterator[list[Progress]]:
 
 @contextlib.asynccontextmanager
 async def served(kind: Callable[[LoadPlan, aiohttp.ClientSession], AnyEngine], plan: LoadPlan) -> AsyncIterator[AnyEngine]:
-    """Yield a loaded adapter of that kind."""
     async with client_session() as client:
         engine = kind(plan, client)
         async with loaded(engine):
@@ -45,18 +44,15 @@ async def served(kind: Callable[[LoadPlan, aiohttp.ClientSession], AnyEngine], p
 
 
 def json_call(path: str, **fields: object) -> Call:
-    """Return a request with a JSON body."""
     return Call("POST", path, {"content-type": "application/json"}, json.dumps(fields).encode())
 
 
 async def ask_json(engine: Engine, call: Call) -> Answer:
-    """Return status and JSON body."""
     async with asyncio.timeout(30), engine.stream(call) as response:
         return response.status, json.loads(await response.read())
 
 
 async def ask_chat(engine: Engine, text: str, **fields: object) -> Answer:
-    """Ask one question, greedily unless told otherwise."""
     messages = [{"role": "user", "content": text}]
     return await ask_json(engine, json_call(CHAT, **{"messages": messages, "temperature": 0, **fields}))
 

@@ -25,7 +25,6 @@ CAUSE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 
 
 def contract_launcher(folder: Path) -> str:
-    """Return a program that is the contract server."""
     wrapper = folder / "text-generation-launcher"
     wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" "{SERVER}" "$@"\n')
     wrapper.chmod(0o755)
@@ -40,14 +39,12 @@ def contract_model(folder: Path, **faults: object) -> Path:
 
 
 def launched_plan(folder: Path, **faults: object) -> LoadPlan:
-    """Return a plan that starts the launcher."""
     options = {"tgi_launcher": contract_launcher(folder)}
     return LoadPlan("tiny", "tgi", contract_model(folder / "model", **faults), context_tokens=1024, slots=2, options=options)
 
 
 @contextlib.asynccontextmanager
 async def foreign_server(model_id: str, *flags: str, key: str = "") -> AsyncIterator[str]:
-    """Yield the URL of a TGI that is somebody else's."""
     port = free_ports(1)[0]
     command = [sys.executable, str(SERVER), "--hostname", "127.0.0.1", "--port", str(port), "--model-id", model_id, *flags]
     process = await asyncio.create_subprocess_exec(
@@ -69,7 +66,6 @@ async def foreign_server(model_id: str, *flags: str, key: str = "") -> AsyncIter
 
 
 def foreign_plan(url: str, **options: object) -> LoadPlan:
-    """Return a plan for it."""
     return LoadPlan("tiny", "tgi", options={"server_url": url, **options})
 
 

@@ -54,13 +54,10 @@ async def open_vllm(folder: Path, client: aiohttp.ClientSession) -> AsyncIterato
     with contract_python(folder):
         yield EngineUnderTest(
             engine=VllmEngine(contract_plan(contract_model(folder / "model")), client),
-            call=chat_call("tiny", QUESTION, max_tokens=4),
-            streamed=chat_call("tiny", QUESTION, max_tokens=8, stream=True),
-            long=chat_call("tiny", QUESTION, max_tokens=100_000, stream=True),
-            broken=VllmEngine(contract_plan(broken), client),
-            broken_words="shape mismatch in model.embed_tokens.weight",
-            cached=openai_cached_tokens,
-        )
+            call=chat_call("tiny", QUESTION, max_tokens=4), streamed=chat_call("tiny", QUESTION, max_tokens=8, stream=True),
+            long=chat_call("tiny", QUESTION, max_tokens=100_000, stream=True), broken=VllmEngine(contract_plan(broken), client),
+            broken_words="shape mismatch in model.embed_tokens.weight", cached=openai_cached_tokens,
+        )  # fmt: skip
 
 
 CASES = [EngineCase("vllm-contract", open_vllm)]

@@ -23,7 +23,6 @@ LONG_S = 1800
 
 
 def whisper_plan(path: Path | None = None, *, slots: int = 2, threads: int = 2, **options: object) -> LoadPlan:
-    """Return a plan for the tiny model."""
     return LoadPlan(
         model_id="tiny-whisper", backend="whisper", path=path or whisper_dir(), slots=slots, threads=threads, options=options
     )
@@ -68,14 +67,11 @@ async def open_whisper(folder: Path, client: aiohttp.ClientSession) -> AsyncIter
     (broken / "model.bin").write_bytes((whisper_dir() / "model.bin").read_bytes()[:200_000])
     audio = speech_wav().read_bytes()
     yield EngineUnderTest(
-        engine=WhisperEngine(whisper_plan(), client),
-        call=audio_call(audio, language="en"),
-        streamed=audio_call(audio, language="en", stream="true"),
-        long=audio_call(long_wav(), language="en", stream="true"),
-        broken=WhisperEngine(whisper_plan(broken), client),
-        broken_words="^half cannot be loaded: .*invalid payload size",
+        engine=WhisperEngine(whisper_plan(), client), call=audio_call(audio, language="en"),
+        streamed=audio_call(audio, language="en", stream="true"), long=audio_call(long_wav(), language="en", stream="true"),
+        broken=WhisperEngine(whisper_plan(broken), client), broken_words="^half cannot be loaded: .*invalid payload size",
         flushes=frozenset({FlushResult.NOTHING_KEPT}),
-    )
+    )  # fmt: skip
 
 
 CASES = [EngineCase("whisper", open_whisper)]

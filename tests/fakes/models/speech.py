@@ -16,7 +16,6 @@ TOTAL_S = 12.0
 
 
 def write_speech(path: Path) -> None:
-    """Write the sound as a 16 kHz mono WAV file of 16-bit samples."""
     sound: Floats = np.zeros(int(TOTAL_S * RATE), np.float32)
     for start_s, length_s in PHRASES_S:
         at, count = int(start_s * RATE), int(length_s * RATE)

@@ -69,19 +69,16 @@ class Control:
         return bridge.OpCommand(op_id=op_id, use=use, operation=operation, body=body, token=encode_token(made))
 
     async def carry_out(self, command: bridge.OpCommand) -> bridge.OpStatus:
-        """Send a command and return how it ended."""
         seen = len(self.statuses(command.op_id, command.use))
         await self.box.send(command)
         return await self.end_of(command.op_id, command.use, seen)
 
     async def query(self, op_id: str, use: int = 1) -> bridge.OpStatus:
-        """Ask where an operation stands."""
         seen = len(self.statuses(op_id, use))
         await self.box.send(bridge.OpQuery(op_id=op_id, use=use))
         return await self.end_of(op_id, use, seen)
 
     def statuses(self, op_id: str, use: int = 1) -> list[bridge.OpStatus]:
-        """Everything the box has said of an operation."""
         found = [message for message in self.box.messages if isinstance(message, bridge.OpStatus)]
         return [status for status in found if (status.op_id, status.use) == (op_id, use)]
 
@@ -129,7 +126,6 @@ class Ear:
         await eventually(lambda: self.heard and self.last.stage == stage, f"the stage {stage} is told")
 
     async def end(self) -> bridge.OpStatus:
-        """Wait for a final status and return it."""
         await eventually(lambda: self.heard and self.last.state in FINAL, "the operation ends")
         return self.last
 

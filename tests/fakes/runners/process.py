@@ -44,7 +44,6 @@ class RunningBox:
         return self.log.read_text(encoding="utf-8")
 
     def children(self) -> list[psutil.Process]:
-        """The engine processes it has now."""
         try:
             return psutil.Process(self.pid).children()
         except psutil.NoSuchProcess:
@@ -82,7 +81,6 @@ async def run_box(
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process still runs."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -92,17 +90,9 @@ def is_alive(process: psutil.Process) -> bool:
 NO_KEEP_ALIVE = httpx.Limits(max_keepalive_connections=0)
 _READY = re.compile(r"^api listening url=(http://\S+)$", re.MULTILINE)
 _STRIPPED = (
-    "MUSTER_",
-    "TENANT_",
-    "DEFAULT_RATE",
-    "MAX_QUEUE",
-    "QUEUE_TIMEOUT",
-    "METRICS_",
-    "LLM_POOL_",
-    "HF_",
-    "OP_TOKEN_",
+    "MUSTER_", "TENANT_", "DEFAULT_RATE", "MAX_QUEUE", "QUEUE_TIMEOUT", "METRICS_", "LLM_POOL_", "HF_", "OP_TOKEN_",
     "VERIFIED_OP_",
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -123,7 +113,6 @@ class ApiBox:
         return self.log.read_text(encoding="utf-8")
 
     def token(self, operation: Operation, model: str | None, *, signers: tuple[str, ...] = ("ann", "bob")) -> dict[str, object]:
-        """Return a fresh token of level L0."""
         grant = Grant(operation, model, signers, secrets.token_hex(16), int(time.time()))
         return sign_l0(self.key, grant)
 

@@ -36,7 +36,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def say(text: str, level: str = "INFO") -> None:
-    """Print a line the way the launcher does, colours included."""
     colour = "31m" if level == "ERROR" else "32m"
     print(f"2026-11-21T19:16:39.123456Z \x1b[{colour}{level}\x1b[0m text_generation_launcher: {text}", flush=True)
 
@@ -154,7 +153,6 @@ async def serve(args: argparse.Namespace, faults: dict[str, Any], shard: subproc
 
 
 def main() -> None:
-    """Load, then serve."""
     args = parse(sys.argv[1:])
     described = Path(args.model_id, "contract.json")
     faults = json.loads(described.read_text()) if described.exists() else {}

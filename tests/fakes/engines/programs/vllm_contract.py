@@ -53,7 +53,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def say(process: str, text: str, level: str = "INFO") -> None:
-    """Print a line the way vLLM's logger does."""
     print(f"({process} pid={os.getpid()}) {level} 11-21 19:16:39 [core.py:1] {text}", flush=True)
 
 
@@ -302,7 +301,6 @@ async def serve(args: argparse.Namespace, faults: dict[str, Any], worker: subpro
 
 
 def main() -> None:
-    """Load, then serve."""
     args = parse(sys.argv[1:])
     model = Path(args.model)
     faults = json.loads((model / "contract.json").read_text()) if (model / "contract.json").exists() else {}
