@@ -38,15 +38,9 @@ class MemoryClient:
     """One request. ``events`` is what the server was told to send, in order."""
 
     def __init__(
-        self,
-        *,
-        body: list[bytes] | None = None,
-        headers: dict[str, str] | None = None,
-        limits: GatewayLimits | None = None,
-        with_handle: bool = True,
-        path: str = "/v1/chat/completions",
-        method: str = "POST",
-    ) -> None:
+        self, *, body: list[bytes] | None = None, headers: dict[str, str] | None = None, limits: GatewayLimits | None = None,
+        with_handle: bool = True, path: str = "/v1/chat/completions", method: str = "POST",
+    ) -> None:  # fmt: skip
         self.events: list[dict[str, Any]] = []
         self.reading = asyncio.Event()
         self.reading.set()

@@ -14,7 +14,7 @@ from pytest_django import DjangoDbBlocker
 
 from controlplane.env import read_database
 from controlplane.launcher.embedded import EmbeddedServers
-from tests.fakes.standing_still import standing_still
+from tests.fakes.control_process import standing_still
 from tests.fakes.waiting import wait_until
 
 WITHIN_S = 30.0

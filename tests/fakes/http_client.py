@@ -74,14 +74,9 @@ class Exchange:
 
     @classmethod
     async def open(
-        cls,
-        url: str,
-        *,
-        method: str = "POST",
-        headers: Mapping[str, str] | None = None,
-        body: bytes = b"",
+        cls, url: str, *, method: str = "POST", headers: Mapping[str, str] | None = None, body: bytes = b"",
         receive_buffer: int | None = None,
-    ) -> Exchange:
+    ) -> Exchange:  # fmt: skip
         """Connect and send a request. ``receive_buffer`` shrinks the socket's own buffer, for slow readers."""
         parts = urlsplit(url)
         sock = socket.socket()
@@ -166,15 +161,6 @@ class Exchange:
         finally:
             await self.close()
         return Reply(self.status, self.headers, bytes(self.body), self.whole)
-
-    async def closed_by_peer(self, *, within_s: float) -> None:
-        """Wait until the other side has closed the connection, whatever it still sends before."""
-        async with asyncio.timeout(within_s):
-            try:
-                while await self.reader.read(_CHUNK):
-                    pass
-            except ConnectionError:
-                pass
 
     async def close(self) -> None:
         self.writer.close()

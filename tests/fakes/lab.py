@@ -18,8 +18,7 @@ from psycopg.rows import dict_row
 
 from conformance.engine.server import serve_engine
 from tests.fakes.http_client import REPLY_WITHIN_S, Exchange, Reply, call
-from tests.fakes.scripted_box import ScriptedBox, Stream
-from tests.fakes.scripted_worker import Job, ScriptedWorker
+from tests.fakes.scripted_box import Job, ScriptedBox, ScriptedWorker, Stream
 from tests.fakes.stack import Gateway, Stack
 from tests.fakes.waiting import DEADLINE_S, eventually
 from wire.bridge import ReplicaInfo
@@ -143,14 +142,9 @@ class Lab:
     # workers
 
     async def worker(
-        self,
-        *models: str,
-        name: str | None = None,
-        max_concurrent: int = 1,
-        gateway: Gateway | None = None,
-        secret: str | None = None,
-        provider: str = "local",
-    ) -> ScriptedWorker:
+        self, *models: str, name: str | None = None, max_concurrent: int = 1, gateway: Gateway | None = None,
+        secret: str | None = None, provider: str = "local",
+    ) -> ScriptedWorker:  # fmt: skip
         """Connect and register a bridge v1 worker, ready for work when this returns."""
         name = name or unique("worker")
 
@@ -175,15 +169,9 @@ class Lab:
         return worker
 
     async def box(
-        self,
-        *models: str,
-        name: str | None = None,
-        max_concurrent: int = 1,
-        gateway: Gateway | None = None,
-        instance_id: str | None = None,
-        endpoints: Sequence[str] = (CHAT,),
-        replicas: Sequence[ReplicaInfo] | None = None,
-    ) -> ScriptedBox:
+        self, *models: str, name: str | None = None, max_concurrent: int = 1, gateway: Gateway | None = None,
+        instance_id: str | None = None, endpoints: Sequence[str] = (CHAT,), replicas: Sequence[ReplicaInfo] | None = None,
+    ) -> ScriptedBox:  # fmt: skip
         name = name or unique("box")
 
         async def connect() -> ScriptedBox | None:
@@ -237,14 +225,9 @@ class Lab:
         return {**bearer(self.stack.ready.api_key), "content-type": "application/json", **(extra or {})}
 
     async def post(
-        self,
-        body: bytes,
-        *,
-        path: str = CHAT,
-        gateway: Gateway | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, body: bytes, *, path: str = CHAT, gateway: Gateway | None = None, headers: Mapping[str, str] | None = None,
         within_s: float = REPLY_WITHIN_S,
-    ) -> Reply:
+    ) -> Reply:  # fmt: skip
         url = (gateway or self.gateway).url + path
         return await call("POST", url, headers=headers or self.headers(), body=body, within_s=within_s)
 
@@ -264,15 +247,9 @@ class Lab:
         return await reply
 
     async def open(
-        self,
-        model: str,
-        text: str = "hello",
-        *,
-        stream: bool = True,
-        gateway: Gateway | None = None,
-        receive_buffer: int | None = None,
-        **more: Any,
-    ) -> Exchange:
+        self, model: str, text: str = "hello", *, stream: bool = True, gateway: Gateway | None = None,
+        receive_buffer: int | None = None, **more: Any,
+    ) -> Exchange:  # fmt: skip
         """Start a chat completion and return the open exchange, for reading slowly or leaving."""
         exchange = await Exchange.open(
             (gateway or self.gateway).url + CHAT,

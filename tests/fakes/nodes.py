@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+from django.db import connection, transaction
 from django.utils import timezone
+from pytest_django import DjangoDbBlocker
 
+from core.models import User
+from gateway.models import ApiKey, GatewayProcess, RequestRecord, Tenant
+from gateway.services import create_api_key, create_tenant
 from governance.models import AuditEvent
 from nodes.models import Node, NodeCredential, NodePresence, Provider, Reach
 from nodes.services import create_credential, create_provider
-from wire.contract import NodeStatus
+from wire.contract import NodeStatus, RequestState
+from wire.ids import new_uuid7
 
 ACTOR = "user:ada"
 
@@ -40,3 +48,71 @@ def make_presence(node: Node, *, age_s: float | None = 1.0, **changes: Any) -> N
 
 def audited(action: str) -> list[AuditEvent]:
     return list(AuditEvent.objects.filter(action=action).order_by("pk"))
+
+
+PASSWORD = "a password for tests only"
+
+
+def make_operator(name: str = "ada", *, is_superuser: bool = True) -> User:
+    return User.objects.create_user(name, password=PASSWORD, is_staff=True, is_superuser=is_superuser)
+
+
+def make_tenant(name: str = "research") -> Tenant:
+    return Tenant.objects.filter(name=name).first() or create_tenant(name=name, actor=ACTOR)
+
+
+def make_key(name: str = "notebook", *, tenant: str = "research", **changes: Any) -> tuple[ApiKey, str]:
+    make_tenant(tenant)
+    return create_api_key(name=name, tenant_name=tenant, actor=ACTOR, **changes)
+
+
+def make_gateway(*, silent_s: float = 0.0, stopped: bool = False) -> GatewayProcess:
+    """Return a gateway that was heard ``silent_s`` seconds ago."""
+    now = timezone.now()
+    return GatewayProcess.objects.create(
+        host="host", pid=1, heartbeat_at=now - timedelta(seconds=silent_s), stopped_at=now if stopped else None
+    )
+
+
+def make_record(*, age_s: float = 1.0, state: RequestState = RequestState.COMPLETED, **changes: Any) -> RequestRecord:
+    """Return a request that arrived ``age_s`` seconds ago."""
+    values: dict[str, Any] = {
+        "gateway_id": new_uuid7(), "tenant": "research", "key_id": new_uuid7(), "key_name": "notebook", "model": "tiny",
+        "endpoint": "/v1/chat/completions", "state": state.value, "created_at": timezone.now() - timedelta(seconds=age_s),
+    }  # fmt: skip
+    return RequestRecord.objects.create(**{**values, **changes})
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def shared_rows(blocker: DjangoDbBlocker, make: Callable[[], T]) -> Iterator[T]:
+    """Yield what ``make`` returns and keep the rows that it wrote until the block ends; each test takes back its own changes.
+
+    For a fixture of a module without transactional tests, which also asks for ``django_db_setup``. Tests may change the rows,
+    not the objects. A node that must stay fresh however long the module takes is heard in the future (``age_s`` below zero).
+    """
+    shared: Any = transaction.atomic()  # Any: Django's own test cases mark theirs so, and let durable blocks be in it
+    shared._from_testcase = True
+    with blocker.unblock():
+        shared.__enter__()
+    try:
+        with blocker.unblock():
+            made = make()
+        yield made
+    finally:
+        with blocker.unblock():
+            transaction.set_rollback(True)
+            shared.__exit__(None, None, None)
+
+
+def find_tables(*needles: str) -> set[str]:
+    """Return the tables with a row that holds one of the texts, plainly or as bytes."""
+    found = set()
+    with connection.cursor() as cursor:
+        for table in connection.introspection.table_names(cursor):
+            cursor.execute(f'SELECT t::text FROM "{table}" t')  # names of the database itself
+            if any(needle in row[0] for row in cursor.fetchall() for needle in needles):
+                found.add(table)
+    return found

@@ -20,13 +20,9 @@ class Visitors:
     """A queue under test; ``served`` are the names of requests in the order in which they got a slot."""
 
     def __init__(
-        self,
-        *,
-        slots: int = 1,
-        limits: QueueLimits | None = None,
-        max_depth: int = 1000,
+        self, *, slots: int = 1, limits: QueueLimits | None = None, max_depth: int = 1000,
         weight_of: Callable[[str], float] = lambda _: 1.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.clock = install_virtual_clock()
         self.budget = WaitBudget(max_depth)
         self.queue = FairQueue(slots=slots, limits=limits or QueueLimits(), budget=self.budget, weight_of=weight_of)

@@ -6,7 +6,10 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+import pytest
+from _pytest.mark import ParameterSet
 
 from tests.fakes.passkeys import Proof
 from tests.fakes.policies import NOW as POLICY_NOW
@@ -73,13 +76,9 @@ def make_l1(key: bytes = KEY, grant: Grant | None = None, **changes: Any) -> Tok
 
 
 def make_l2(
-    key: bytes = KEY,
-    grant: Grant | None = None,
-    *,
-    statement: Statement = STATEMENT,
-    proofs: Sequence[Proof] = PROOFS,
+    key: bytes = KEY, grant: Grant | None = None, *, statement: Statement = STATEMENT, proofs: Sequence[Proof] = PROOFS,
     **changes: Any,
-) -> Token:
+) -> Token:  # fmt: skip
     """A signed L2 token, approved by two of four people unless other ``proofs`` are given."""
     binding = make_binding(**({"op_id": statement.op_id} | changes))
     return sign_l2(key, grant or make_grant(), binding, statement=statement.raw, proofs=proofs)
@@ -98,15 +97,19 @@ def make_verifier(level: Level = Level.L0, **changes: Any) -> Verifier:
 
 
 def verify(
-    token: object,
-    verifier: Verifier | None = None,
-    *,
-    operation: Operation = Operation.MODEL_LOAD,
-    model_id: str | None = MODEL,
-    params: Mapping[str, object] = PARAMS,
-    now: float = NOW,
-) -> Verified:
+    token: object, verifier: Verifier | None = None, *, operation: Operation = Operation.MODEL_LOAD,
+    model_id: str | None = MODEL, params: Mapping[str, object] = PARAMS, now: float = NOW,
+) -> Verified:  # fmt: skip
     """Check a token for the request that the valid ones permit, at the moment of their issue."""
     return (verifier or make_verifier()).verify(
         read_token(token), operation=operation, model_id=model_id, params=params, now=now
     )
+
+
+Case = TypeVar("Case")
+Outcome = TypeVar("Outcome")
+
+
+def by_outcome(table: Mapping[Outcome, Mapping[str, Case]]) -> list[ParameterSet]:
+    """Return (case, outcome) of each row, as ``parametrize`` takes them, under the row's name."""
+    return [pytest.param(case, outcome, id=name) for outcome, rows in table.items() for name, case in rows.items()]

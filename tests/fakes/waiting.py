@@ -24,12 +24,9 @@ async def eventually(
     condition: Callable[[], T | None], what: str = ..., *, within_s: float = ..., pause_s: float = ...
 ) -> T: ...
 async def eventually(
-    condition: Callable[[], Awaitable[T | None]] | Callable[[], T | None],
-    what: str = "",
-    *,
-    within_s: float = DEADLINE_S,
+    condition: Callable[[], Awaitable[T | None]] | Callable[[], T | None], what: str = "", *, within_s: float = DEADLINE_S,
     pause_s: float = _PAUSE_S,
-) -> T:
+) -> T:  # fmt: skip
     """Return the first truthy result of ``condition``. Raises AssertionError at the deadline, naming ``what`` or the condition.
 
     The deadline is one of the real clock, whatever clock the test turns. A condition that raises ends the wait.

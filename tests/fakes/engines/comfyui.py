@@ -338,14 +338,11 @@ def image_call(prompt: str = "a lighthouse", **fields: object) -> Call:
 async def open_comfyui(_folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
     """Yield an adapter of a server of ours, and one for a checkpoint that cannot be read there."""
     async with ComfyContract(step_s=0.03).serve() as server:
-
-        async def running() -> int:
-            return len(server.pending) + (server.running is not None)
-
         yield EngineUnderTest(
             engine=ComfyUiEngine(comfy_plan(server.url), client), call=image_call(steps=2), streamed=image_call(stream=True),
             long=image_call(stream=True, steps=150, n=1), broken=ComfyUiEngine(comfy_plan(server.url, "broken"), client),
-            broken_words="HeaderTooLarge", running=running, flushes=frozenset({FlushResult.NOTHING_KEPT}),
+            broken_words="HeaderTooLarge",
+            running=lambda: len(server.pending) + (server.running is not None), flushes=frozenset({FlushResult.NOTHING_KEPT}),
         )  # fmt: skip
 
 

@@ -18,10 +18,10 @@ from aiohttp import web
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import LoadPlan
 from runner.engines.llama_server import LlamaServer
-from tests.fakes.engines.llamacpp import ENDLESS
-from tests.fakes.engines.llamacpp import QUESTION as LONG_QUESTION
-from tests.fakes.engines.scripted_server import listening
-from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, openai_cached_tokens, wait_until
+from tests.fakes.engines.cases import ENDLESS
+from tests.fakes.engines.cases import QUESTION as LONG_QUESTION
+from tests.fakes.engines.scripted_server import listening, stream_words
+from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chatting, openai_cached_tokens, wait_until
 from tests.fakes.waiting import eventually, takes
 from tests.unit.closed_port import closed_port
 
@@ -189,17 +189,9 @@ class RouterContract:
             return web.json_response({"choices": [], "usage": usage, "timings": {"cache_n": reused}})
         slot.is_processing = True
         try:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            for _ in range(body["max_tokens"]):
-                await response.write(b'data: {"choices":[{"delta":{"content":"word"}}]}\n\n')
-                await takes(0.01)
-                if model.status == "unloaded":
-                    return response
-            await response.write(b"data: [DONE]\n\n")
+            return await stream_words(request, body["max_tokens"], 0.01, is_served=lambda _number: model.status != "unloaded")
         finally:
             slot.is_processing = False
-        return response
 
     def _loaded(self, name: str) -> ContractModel:
         model = self.models.get(name)
@@ -267,16 +259,9 @@ def server_plan(url: str, model: str = "tiny", **options: object) -> LoadPlan:
 async def open_router(_folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
     """Yield an adapter for a model of a router, and one for a model whose loads fail."""
     async with run_router() as router:
-
-        async def running() -> int:
-            return router.count_running()
-
-        yield EngineUnderTest(
-            engine=LlamaServer(server_plan(router.url), client), call=chat_call("tiny", QUESTION),
-            streamed=chat_call("tiny", QUESTION, stream=True, max_tokens=4),
-            long=chat_call("tiny", QUESTION, stream=True, max_tokens=100_000),
-            broken=LlamaServer(server_plan(router.url, "broken"), client),
-            broken_words=r"could not load broken \(exit code 1\)", cached=openai_cached_tokens, running=running,
+        yield chatting(
+            LlamaServer, client, server_plan(router.url), server_plan(router.url, "broken"),
+            r"could not load broken \(exit code 1\)", text=QUESTION, cached=openai_cached_tokens, running=router.count_running,
         )  # fmt: skip
 
 
@@ -318,11 +303,9 @@ async def open_program(folder: Path, client: aiohttp.ClientSession) -> AsyncIter
     with closed_port() as port:
         pass
     async with run_program(folder, client, port) as url:
-        yield EngineUnderTest(
-            engine=LlamaServer(server_plan(url), client), call=chat_call("tiny", LONG_QUESTION, max_tokens=8),
-            streamed=chat_call("tiny", LONG_QUESTION, max_tokens=8, stream=True),
-            long=chat_call("tiny", LONG_QUESTION, **ENDLESS), broken=LlamaServer(server_plan(url, "half"), client),
-            broken_words="could not load half", cached=openai_cached_tokens,
+        yield chatting(
+            LlamaServer, client, server_plan(url), server_plan(url, "half"), "could not load half",
+            text=LONG_QUESTION, long=ENDLESS, cached=openai_cached_tokens,
         )  # fmt: skip
 
 

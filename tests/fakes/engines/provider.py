@@ -15,8 +15,8 @@ from aiohttp import web
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import FlushResult
 from runner.engines.remote import RemoteEngine
-from tests.fakes.engines.scripted_server import listening
-from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, environment
+from tests.fakes.engines.scripted_server import listening, stream_words
+from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chatting, environment
 from tests.fakes.waiting import takes
 
 KEY = "sk-a-key-that-must-not-leak"
@@ -30,13 +30,6 @@ def refuse(status: int, message: str, **headers: str) -> Mood:
         return web.json_response(body, status=status, headers={name.replace("_", "-"): text for name, text in headers.items()})
 
     return answer
-
-
-def drop(request: web.Request) -> web.StreamResponse:
-    """Close the connection without a word."""
-    assert request.transport is not None
-    request.transport.abort()
-    return web.Response()
 
 
 @dataclass
@@ -110,20 +103,13 @@ class ProviderContract:
         return response
 
     async def _stream(self, request: web.Request, body: dict[str, object]) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **self.headers})
-        await response.prepare(request)
-        limit = body.get("max_tokens")
-        for number in range(limit if isinstance(limit, int) else 8):
-            if number == self.breaks_after:
-                return drop(request)
-            event = {"model": body["model"], "choices": [{"index": 0, "delta": {"content": f"word{number} "}}]}
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            await takes(self.token_s)
-        if self.tells_usage and isinstance(options := body.get("stream_options"), dict) and options.get("include_usage"):
-            usage = {"prompt_tokens": 20, "completion_tokens": 8, "total_tokens": 28}
-            await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
+        asked, options = body.get("max_tokens"), body.get("stream_options")
+        tells_usage = self.tells_usage and isinstance(options, dict) and options.get("include_usage")
+        return await stream_words(
+            request, asked if isinstance(asked, int) else 8, self.token_s, is_served=lambda number: number != self.breaks_after,
+            headers=self.headers, model=body["model"],
+            usage={"prompt_tokens": 20, "completion_tokens": 8, "total_tokens": 28} if tells_usage else None,
+        )  # fmt: skip
 
 
 KEY_NAME = "TEST_PROVIDER_KEY"
@@ -142,21 +128,12 @@ def remote_plan(url: str, **options: object) -> LoadPlan:
 async def open_remote(_folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
     """Yield an adapter, and one for a model that the provider does not have."""
     async with ProviderContract(token_s=0.005).serve() as provider:
-
-        async def running() -> int:
-            return provider.running
-
+        plan, broken = (remote_plan(provider.url, remote_health_check="models", remote_model=name) for name in (NAME, "gone"))
         with key_in_environment():
-            yield EngineUnderTest(
-                engine=RemoteEngine(remote_plan(provider.url, remote_health_check="models"), client),
-                call=chat_call("cloud-large", "Explain lambda.", max_tokens=8),
-                streamed=chat_call("cloud-large", "Explain lambda.", max_tokens=8, stream=True),
-                long=chat_call("cloud-large", "Explain lambda.", max_tokens=100_000, stream=True),
-                broken=RemoteEngine(remote_plan(provider.url, remote_health_check="models", remote_model="gone"), client),
-                broken_words=f"does not list gone.*{NAME}",
-                running=running,
-                flushes=frozenset({FlushResult.NOT_SUPPORTED}),
-            )
+            yield chatting(
+                RemoteEngine, client, plan, broken, f"does not list gone.*{NAME}", text="Explain lambda.", model="cloud-large",
+                running=lambda: provider.running, flushes=frozenset({FlushResult.NOT_SUPPORTED}),
+            )  # fmt: skip
 
 
 CASES = [EngineCase("remote", open_remote)]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from aiohttp import web
+
+from tests.fakes.waiting import takes
 
 Handler = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
 
@@ -45,11 +49,7 @@ class ScriptedEngine:
             raise
 
     async def start(self) -> None:
-        app = web.Application(client_max_size=1 << 28)
-        app.router.add_get("/v1/models", self._list)
-        app.router.add_post("/{tail:.*}", self._answer)
-        self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-        await self.runner.setup()
+        self.runner = await set_up([web.get("/v1/models", self._list), web.post("/{tail:.*}", self._answer)])
         if sys.platform != "linux":
             self._place.close()  # elsewhere it would keep the port from us too
         site = web.TCPSite(self.runner, "127.0.0.1", self._port, reuse_address=True)
@@ -67,6 +67,15 @@ class ScriptedEngine:
         self._place.close()
 
 
+async def set_up(routes: Sequence[web.RouteDef]) -> web.AppRunner:
+    """Return a server that needs only a site yet. A handler whose client leaves is cancelled."""
+    app = web.Application(client_max_size=1 << 28)
+    app.router.add_routes(routes)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    return runner
+
+
 def hold_port() -> socket.socket:
     """Return what keeps a loopback port from being given to others, while nothing listens on it too: a bound socket."""
     place = socket.socket()
@@ -79,10 +88,47 @@ async def answer_json(_request: web.Request, _body: bytes) -> web.StreamResponse
     return web.json_response({"ok": True, "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}})
 
 
+async def stream_words(
+    request: web.Request, count: int, token_s: float, *, is_served: Callable[[int], bool] = lambda _number: True,
+    headers: Mapping[str, str] | None = None, usage: dict[str, Any] | None = None, **fields: object,
+) -> web.StreamResponse:  # fmt: skip
+    """Answer with a stream of so many words, broken off where one is not served, and with the usage where it is given."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **(headers or {})})
+    await response.prepare(request)
+
+    async def write(event: dict[str, object]) -> None:
+        await response.write(f"data: {json.dumps({**fields, **event})}\n\n".encode())
+
+    for number in range(count):
+        if not is_served(number):
+            return drop(request)
+        delta = {"role": "assistant", "content": f"word{number} "}
+        await write({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+        await takes(token_s)
+    if usage is not None:
+        await write({"choices": [], "usage": usage})
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+def drop(request: web.Request) -> web.StreamResponse:
+    """Close the connection without a word."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+def words_answer(count: int, prompt_tokens: int, **fields: object) -> dict[str, Any]:
+    """Return the whole answer of so many words."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": "word " * count}, "finish_reason": "length"}
+    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count}
+    return {"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage, **fields}
+
+
 @asynccontextmanager
-async def listening(app: web.Application, *, ports: int = 1, shutdown_s: float = 0.2) -> AsyncIterator[list[str]]:
+async def listening(app: web.Application, *, ports: int = 1) -> AsyncIterator[list[str]]:
     """Serve an application on ports of loopback; yield their addresses. A handler whose client leaves is cancelled."""
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=shutdown_s)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.2)
     await runner.setup()
     try:
         for _ in range(ports):

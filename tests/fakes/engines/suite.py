@@ -12,16 +12,18 @@ import json
 import os
 import re
 import signal
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 import psutil
 import pytest
 
+from runner.definitions.plan import LoadPlan
 from runner.engines.port import (
     CHAT,
     TOKENIZE,
@@ -67,7 +69,7 @@ class EngineUnderTest:
     broken: Engine | None = None
     broken_words: str = r"\w"
     cached: Callable[[bytes], int] | None = None
-    running: Callable[[], Awaitable[int | None]] | None = None
+    running: Callable[[], int | Awaitable[int]] | None = None
     flushes: frozenset[FlushResult] = frozenset({FlushResult.FLUSHED})
     """What a flush of an idle engine may answer."""
     load_s: float = 30.0
@@ -92,6 +94,18 @@ def openai_cached_tokens(body: bytes) -> int:
     """Return ``usage.prompt_tokens_details.cached_tokens`` of an answer, 0 where it is not there."""
     details = json.loads(body)["usage"].get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
+
+
+def chatting(
+    kind: Callable[[LoadPlan, aiohttp.ClientSession], Engine], client: aiohttp.ClientSession, plan: LoadPlan, broken: LoadPlan,
+    broken_words: str, *, text: str, model: str = "tiny", long: Mapping[str, object] | None = None, **more: Any,
+) -> EngineUnderTest:  # fmt: skip
+    """Return an adapter for a plan, and one for a broken plan, both asked for chats about ``text``."""
+    return EngineUnderTest(
+        kind(plan, client), chat_call(model, text, max_tokens=8), chat_call(model, text, max_tokens=8, stream=True),
+        chat_call(model, text, **{"max_tokens": 100_000, "stream": True, **(long or {})}), kind(broken, client), broken_words,
+        **more,
+    )  # fmt: skip
 
 
 async def wait_until(condition: Callable[[], Awaitable[bool]], limit_s: float = WAIT_LIMIT_S) -> bool:
@@ -157,7 +171,8 @@ async def ask(engine: Engine, call: Call) -> bytes:
 async def count_running(subject: EngineUnderTest) -> int | None:
     """Return how many requests the engine works on, None when it does not tell."""
     if subject.running is not None:
-        return await subject.running()
+        counted = subject.running()
+        return counted if isinstance(counted, int) else await counted
     return (await subject.engine.stats()).running
 
 
@@ -394,3 +409,63 @@ CHECKS = (
     check_what_one_tenant_left_is_reused_by_no_other, check_a_killed_engine_is_noticed_and_loads_again,
     check_a_hung_engine_is_silent_and_unload_kills_it,
 )  # fmt: skip
+
+
+Answer = tuple[int, dict[str, Any]]  # JSON
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
+
+
+@contextlib.asynccontextmanager
+async def client_session() -> AsyncIterator[aiohttp.ClientSession]:
+    """Yield a session without a time limit, as the runner has one."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def loaded(engine: Engine) -> AsyncIterator[list[Progress]]:
+    """Load an engine, yield what it reported, and unload it at the end."""
+    reported: list[Progress] = []
+    try:
+        await asyncio.wait_for(engine.load(reported.append), 30)
+        yield reported
+    finally:
+        await engine.unload(gently=False)
+
+
+@contextlib.asynccontextmanager
+async def served(kind: Callable[[LoadPlan, aiohttp.ClientSession], AnyEngine], plan: LoadPlan) -> AsyncIterator[AnyEngine]:
+    async with client_session() as client:
+        engine = kind(plan, client)
+        async with loaded(engine):
+            yield engine
+
+
+def json_call(path: str, **fields: object) -> Call:
+    return Call("POST", path, {"content-type": "application/json"}, json.dumps(fields).encode())
+
+
+async def ask_json(engine: Engine, call: Call) -> Answer:
+    async with asyncio.timeout(30), engine.stream(call) as response:
+        return response.status, json.loads(await response.read())
+
+
+async def ask_chat(engine: Engine, text: str, **fields: object) -> Answer:
+    messages = [{"role": "user", "content": text}]
+    return await ask_json(engine, json_call(CHAT, **{"messages": messages, "temperature": 0, **fields}))
+
+
+async def read_events(engine: Engine, call: Call) -> list[str]:
+    """Return the data of every event of a stream that is answered with 200."""
+    async with asyncio.timeout(30), engine.stream(call) as response:
+        body = (await response.read()).decode()
+        assert response.status == 200, body
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+    return [event.removeprefix("data: ") for event in body.split("\n\n") if event]
+
+
+def text_of_chat(answer: Answer) -> str:
+    """Return the text of a whole chat answer that is expected to be good."""
+    status, body = answer
+    assert status == 200, body
+    return str(body["choices"][0]["message"]["content"])

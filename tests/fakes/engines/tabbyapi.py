@@ -15,8 +15,8 @@ from aiohttp import web
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import FlushResult
 from runner.engines.tabbyapi import TabbyApiEngine
-from tests.fakes.engines.scripted_server import listening
-from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chat_call, environment
+from tests.fakes.engines.scripted_server import drop, listening, stream_words, words_answer
+from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chatting, environment
 from tests.fakes.waiting import takes
 
 API_KEY, ADMIN_KEY = "an-api-key", "an-admin-key"
@@ -89,8 +89,7 @@ class TabbyContract:
         while (event := await events.get()) is not None:
             await response.write(f"data: {json.dumps(event)}\r\n\r\n".encode())
             if self.cuts_load_stream:
-                assert request.transport is not None
-                request.transport.abort()
+                drop(request)
                 break
         return response
 
@@ -122,22 +121,12 @@ class TabbyContract:
         self.asked.append(body)
         count = int(body.get("max_tokens", 8))
         if not body.get("stream"):
-            choice = {"index": 0, "message": {"role": "assistant", "content": "word " * count}, "finish_reason": "length"}
-            usage = {"prompt_tokens": 20, "completion_tokens": count, "total_tokens": 20 + count}
-            return web.json_response({"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
+            return web.json_response(words_answer(count, 20))
         self.running += 1
         try:
-            for number in range(count):
-                if self.loaded is None:
-                    break
-                await response.write(f'data: {{"choices":[{{"delta":{{"content":"word{number} "}}}}]}}\r\n\r\n'.encode())
-                await takes(self.token_s)
-            await response.write(b"data: [DONE]\r\n\r\n")
+            return await stream_words(request, count, self.token_s, is_served=lambda _number: self.loaded is not None)
         finally:
             self.running -= 1
-        return response
 
 
 def keys_in_environment() -> contextlib.AbstractContextManager[None]:
@@ -156,17 +145,10 @@ def tabby_plan(url: str, model: str = "tiny", *, context_tokens: int | None = 40
 async def open_tabbyapi(_folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
     """Yield an adapter of a server of ours, and one for a model that does not load there."""
     async with TabbyContract().serve() as server:
-
-        async def running() -> int:
-            return server.running
-
         with keys_in_environment():
-            yield EngineUnderTest(
-                engine=TabbyApiEngine(tabby_plan(server.url), client), call=chat_call("tiny", "Explain lambda.", max_tokens=8),
-                streamed=chat_call("tiny", "Explain lambda.", max_tokens=8, stream=True),
-                long=chat_call("tiny", "Explain lambda.", max_tokens=100_000, stream=True),
-                broken=TabbyApiEngine(tabby_plan(server.url, "bad"), client), broken_words="CUDA out of memory",
-                running=running, flushes=frozenset({FlushResult.NOT_SUPPORTED}),
+            yield chatting(
+                TabbyApiEngine, client, tabby_plan(server.url), tabby_plan(server.url, "bad"), "CUDA out of memory",
+                text="Explain lambda.", running=lambda: server.running, flushes=frozenset({FlushResult.NOT_SUPPORTED}),
             )  # fmt: skip
 
 

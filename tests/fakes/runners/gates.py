@@ -46,14 +46,9 @@ def write_key(path: Path, content: bytes = KEY + b"\n", *, mode: int = 0o600) ->
 
 @asynccontextmanager
 async def opened(
-    key_path: Path | None,
-    data: Path,
-    *,
-    level: Level = Level.L0,
-    clock: Clock | None = None,
-    boot: float = T0 + 0.5,
+    key_path: Path | None, data: Path, *, level: Level = Level.L0, clock: Clock | None = None, boot: float = T0 + 0.5,
     counted: frozenset[str] | None = None,
-) -> AsyncIterator[Gate]:
+) -> AsyncIterator[Gate]:  # fmt: skip
     """A gate with a ledger that was begun before the tokens were issued."""
     ledger = await Ledger.open(data, clock=Clock(boot))
     try:

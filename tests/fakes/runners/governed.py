@@ -17,7 +17,7 @@ from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
 from runner.parts import Parts
 from runner.pool import Pool
-from tests.fakes.approvals import Fleet, Issuer
+from tests.fakes.policies import Fleet, Issuer
 from tests.fakes.runners.parts import Bench, assembled, write_models
 from tests.fakes.scripted_gateway import ConnectedBox
 from tests.fakes.waiting import eventually

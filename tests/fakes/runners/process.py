@@ -13,19 +13,24 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 
 import httpx
 import psutil
 
+from runner.__main__ import main
+from runner.app import Box
 from runner.config.reading import TINY_MODEL_PATH
+from runner.ledger import approvals, history
+from runner.limits import install, limits
 from tests.fakes.scripted_gateway import TOKEN
 from tests.fakes.waiting import DEADLINE_S, eventually, wait_until
 from wire.optoken import Grant, Operation, sign_l0
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENT = "tests.fakes.runners.altered"
+PATIENT = "tests.fakes.runners.process"
 """The runner for tests of what its first registration says of its models."""
 
 
@@ -231,3 +236,47 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
         return found[1] if found else None
 
     return wait_until(find_url, "the runner listens")
+
+
+SETTLE_S = 30.0
+WRITES: dict[str, tuple[ModuleType, str]] = {
+    "booking": (approvals, "begin_op"),
+    "task": (history, "save_task"),
+    "outcome": (approvals, "finish_op"),
+}
+
+
+def hold_start(until: Path) -> None:
+    """Have every node of this process wait for ``until`` before it looks whether its first models have settled."""
+    wait_settled = Box._wait_settled
+
+    async def wait_held(box: Box) -> None:
+        await eventually(until.exists)
+        await wait_settled(box)
+
+    Box._wait_settled = wait_held  # type: ignore[method-assign,assignment]  # between an open port and serving
+
+
+def die_at(point: str) -> None:
+    """Have the process killed at ``before booking``, ``after task`` and the like."""
+    moment, _, write = point.partition(" ")
+    module, name = WRITES[write]
+    real: Callable[..., object] = getattr(module, name)
+
+    def deadly(*arguments: object, **named: object) -> object:
+        if moment == "after":
+            real(*arguments, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    setattr(module, name, deadly)
+
+
+if __name__ == "__main__":
+    if "HELD_UNTIL" in os.environ:
+        hold_start(Path(os.environ["HELD_UNTIL"]))
+    elif "DIE_AT" in os.environ:
+        die_at(os.environ["DIE_AT"])
+    else:
+        install(replace(limits(), connection=replace(limits().connection, settle_s=SETTLE_S)))
+    sys.exit(main())

@@ -23,8 +23,7 @@ from governance.models import ApproverKey, Operation
 from governance.services.people import create_invitation
 from governance.signin import ASSURANCE
 from tests.fakes.control_process import ROOT, ServerProcess
-from tests.fakes.governed_nodes import Identity, make_box
-from tests.fakes.governed_team import Member, Team, make_governed, make_team, propose_token
+from tests.fakes.governed_team import Identity, Member, Team, make_box, make_governed, make_team, propose_token
 from tests.fakes.policies import make_people, make_policy, make_statement
 from tests.rings.browser.conftest import REPORTER, Chromium, Visit, find_violations, in_database, press
 from wire.optoken.approval import canonical, decode_bytes, digest_words, encode_bytes

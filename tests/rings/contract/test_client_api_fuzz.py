@@ -19,10 +19,9 @@ import pytest_asyncio
 from core.limits import GatewayLimits
 from gateway.client import ClientConnection
 from gateway.errors import ClientTooSlow
-from tests.fakes.engine_streams import FLOODS
 from tests.fakes.http_client import call
 from tests.fakes.lab import Lab
-from tests.fakes.request_bodies import COUNT_MESSAGES, COUNT_RESPONSES, TRANSLATED, list_kinds
+from tests.fakes.request_bodies import COUNT_MESSAGES, COUNT_RESPONSES, FLOODS, TRANSLATED, list_kinds
 from tests.fakes.request_bodies import KINDS as BROKEN
 from tests.fakes.server_door import GET, Scope, Visitor, hello, serve
 from tests.fakes.stack import Gateway, Stack

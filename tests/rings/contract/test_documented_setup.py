@@ -33,7 +33,7 @@ from controlplane.playground.asks import Ask, build_body, read_ask
 from controlplane.playground.snippets import write_code
 from tests.fakes.control_process import ServerProcess, free_port, serve
 from tests.fakes.lab import CHAT, Lab, bearer, chat_body, unique
-from tests.fakes.scripted_worker import ScriptedWorker, delta_text
+from tests.fakes.scripted_box import ScriptedWorker, delta_text
 from tests.fakes.stack import CONTROL_HOST, GATEWAY_HOST, DocumentedNginx, Gateway, Stack, answers, run_documented_nginx
 from tests.fakes.waiting import eventually, wait_until
 

@@ -17,8 +17,7 @@ import psycopg
 
 from tests.fakes.http_client import Exchange, Reply, call
 from tests.fakes.lab import CHAT, MESSAGES, RESPONSES, Lab, bearer, chat_body, unique
-from tests.fakes.scripted_box import ScriptedBox, Stream
-from tests.fakes.scripted_worker import delta_text
+from tests.fakes.scripted_box import ScriptedBox, Stream, delta_text
 from tests.fakes.stack import Gateway, Stack, answers
 from tests.fakes.waiting import eventually
 from wire.bridge import ReplicaInfo

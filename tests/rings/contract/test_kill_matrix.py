@@ -23,6 +23,7 @@ import psycopg
 import pytest
 import pytest_asyncio
 
+from tests.fakes.control_process import ROOT, standing_still
 from tests.fakes.http_client import Exchange, Reply, assert_failure
 from tests.fakes.lab import OPEN_STATES, Lab, chat_body, unique
 from tests.fakes.scripted_worker import ScriptedWorker, delta_text

@@ -24,11 +24,9 @@ from runner.engines.exllamav3 import ExLlamaV3Engine
 from runner.engines.port import CHAT, COMPLETIONS, TOKENIZE, TRANSCRIPTIONS, Call, Engine, FlushRequest, FlushResult, FlushScope
 from runner.engines.whisper import TRANSLATIONS, WhisperEngine
 from runner.errors import EngineError
-from tests.fakes.engines.ct2 import ct2_plan
-from tests.fakes.engines.exllamav3 import QUESTION as LONG_QUESTION
-from tests.fakes.engines.exllamav3 import exllama_plan, fake_library
-from tests.fakes.engines.talk import ask_chat, ask_json, client_session, json_call, read_events, served, text_of_chat
-from tests.fakes.engines.whisper import audio_call, long_wav, whisper_plan
+from tests.fakes.engines.cases import PAGES_QUESTION as LONG_QUESTION
+from tests.fakes.engines.cases import audio_call, ct2_plan, exllama_plan, fake_library, long_wav, whisper_plan
+from tests.fakes.engines.suite import ask_chat, ask_json, client_session, json_call, read_events, served, text_of_chat
 from tests.fakes.models.make import ct2_model_dir, speech_wav, whisper_dir
 from tests.fakes.waiting import eventually
 

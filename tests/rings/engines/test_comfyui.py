@@ -21,8 +21,7 @@ from runner.engines.port import CHAT, Health, Priority, Progress
 from runner.errors import EngineError, ModalityUnsupported
 from runner.limits import limits
 from tests.fakes.engines.comfyui import ComfyContract, comfy_plan, image_call, make_png
-from tests.fakes.engines.suite import assert_health
-from tests.fakes.engines.talk import client_session
+from tests.fakes.engines.suite import assert_health, client_session
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.waiting import eventually
 

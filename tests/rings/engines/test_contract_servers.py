@@ -35,12 +35,18 @@ from runner.engines.tgi import TgiEngine
 from runner.engines.tgi_launcher import build_command, build_environment, free_ports, lowest_given_port
 from runner.engines.vllm import VllmEngine
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull
-from tests.fakes.engines.suite import ask, assert_gone, chat_call, first_bytes, process_tree
+from tests.fakes.engines.cases import BLOCKS_QUESTION as QUESTION
+from tests.fakes.engines.cases import (
+    contract_model,
+    contract_plan,
+    contract_python,
+    foreign_plan,
+    foreign_server,
+    launched_plan,
+)
+from tests.fakes.engines.suite import ask, assert_gone, chat_call, client_session, first_bytes, process_tree, served
 from tests.fakes.engines.suite import openai_cached_tokens as cached
 from tests.fakes.engines.tabbyapi import TabbyContract, keys_in_environment, tabby_plan
-from tests.fakes.engines.talk import client_session, served
-from tests.fakes.engines.tgi import foreign_plan, foreign_server, launched_plan
-from tests.fakes.engines.vllm import QUESTION, contract_model, contract_plan, contract_python
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.waiting import eventually
 

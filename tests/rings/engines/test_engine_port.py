@@ -24,10 +24,9 @@ from runner.errors import EngineError, InsufficientMemory, InvalidLoadRequest, R
 from runner.limits import limits
 from runner.pool import LoadOrder, Model, ModelState
 from tests.fakes.engine import FakeEngine
-from tests.fakes.engines import comfyui, ct2, exllamav3, llama_server, llamacpp, provider, tabbyapi, tgi, vllm, whisper
-from tests.fakes.engines.llamacpp import ENDLESS, QUESTION, tiny_plan
-from tests.fakes.engines.suite import CHECKS, EngineCase, EngineUnderTest, ask, chat_call
-from tests.fakes.engines.talk import client_session
+from tests.fakes.engines import cases, comfyui, llama_server, provider, tabbyapi
+from tests.fakes.engines.cases import ENDLESS, QUESTION, tiny_plan
+from tests.fakes.engines.suite import CHECKS, EngineCase, EngineUnderTest, ask, chat_call, client_session
 from tests.fakes.runners import parts as pools
 from tests.fakes.waiting import eventually
 

@@ -27,9 +27,9 @@ from runner.engines.llama_server import LlamaServer
 from runner.engines.llamacpp import LlamaCpp, child_settings, weight_files
 from runner.errors import EngineError
 from tests.fakes.engines import suite
+from tests.fakes.engines.cases import ENDLESS, QUESTION, tiny_plan
 from tests.fakes.engines.llama_server import QUESTION as SHORT_QUESTION
 from tests.fakes.engines.llama_server import RouterContract, run_router, server_plan
-from tests.fakes.engines.llamacpp import ENDLESS, QUESTION, tiny_plan
 from tests.fakes.engines.suite import (
     EngineUnderTest,
     ask,
@@ -37,11 +37,12 @@ from tests.fakes.engines.suite import (
     assert_gone,
     assert_health,
     chat_call,
+    client_session,
     first_bytes,
     openai_cached_tokens,
     process_tree,
+    served,
 )
-from tests.fakes.engines.talk import client_session, served
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.waiting import eventually
 

@@ -31,11 +31,11 @@ from tests.fakes.engines.provider import (
     NAME,
     Mood,
     ProviderContract,
-    drop,
     key_in_environment,
     refuse,
     remote_plan,
 )
+from tests.fakes.engines.scripted_server import drop
 from tests.fakes.engines.suite import chat_call
 from tests.fakes.runners.process import run_box
 from tests.fakes.scripted_gateway import run_gateway

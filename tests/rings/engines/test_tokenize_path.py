@@ -29,11 +29,10 @@ from runner.report import list_endpoints
 from runner.serving.counting import Counting
 from runner.serving.request import Inference
 from tests.fakes.engine import FakeEngine
+from tests.fakes.engines.cases import contract_model, contract_plan, contract_python, foreign_plan, foreign_server
 from tests.fakes.engines.llama_server import run_router, server_plan
 from tests.fakes.engines.scripted_server import run_engine
-from tests.fakes.engines.talk import client_session, loaded, served
-from tests.fakes.engines.tgi import foreign_plan, foreign_server
-from tests.fakes.engines.vllm import contract_model, contract_plan, contract_python
+from tests.fakes.engines.suite import client_session, loaded, served
 from tests.fakes.runners.parts import assembled, find, load
 from tests.fakes.waiting import eventually
 

@@ -34,7 +34,7 @@ from governance.models import AuditEvent
 from governance.services import create_admin_token
 from nodes.services import create_credential, create_provider
 from tests.fakes.governed_team import make_team, propose_token
-from tests.fakes.tenants import make_operator
+from tests.fakes.nodes import make_operator
 from wire.contract import ErrorCode
 from wire.optoken.approval import encode_bytes
 

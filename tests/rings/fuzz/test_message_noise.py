@@ -28,7 +28,7 @@ from governance.services.notices import notify_of_unreadable
 from governance.services.webhooks import add_webhook
 from nodes.services.direct_calls import ring_direct_box
 from tests.fakes.control_process import serve_control, serve_gateway, serve_worker
-from tests.fakes.queue_noise import FOREIGN, QUEUE, QUEUES, make_envelope, send_noise
+from tests.fakes.request_bodies import FOREIGN, QUEUE, QUEUES, make_envelope, send_noise
 from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]

@@ -38,8 +38,20 @@ from tests.fakes.audit_rows import LOG_KEY, database_url, judge_database, raw_co
 from tests.fakes.frozen_database import frozen, in_thread, wait_for
 from tests.fakes.governed_team import make_client, make_team
 from tests.fakes.limits import set_limits
-from tests.fakes.pipeline import SSE, STREAM, Make, Rows, allow_keeping, is_waited_for, last_data
-from tests.fakes.records import ACCEPT_S, count, make_record, read, written
+from tests.fakes.pipeline import (
+    ACCEPT_S,
+    SSE,
+    STREAM,
+    Make,
+    Rows,
+    allow_keeping,
+    count,
+    is_waited_for,
+    last_data,
+    make_record,
+    read,
+    written,
+)
 from tests.fakes.waiting import eventually, wait_until
 from wire.auditlog import Status
 from wire.contract import RequestState

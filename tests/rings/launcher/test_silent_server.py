@@ -37,7 +37,7 @@ from governance.states import RunState
 from nodes.commands.direct import call_direct_box, find_unattended
 from nodes.models import NodeCommand, Reach
 from nodes.services import set_op_key
-from tests.fakes.control_process import ServerProcess, serve_control, serve_worker
+from tests.fakes.control_process import ServerProcess, go_on, serve_control, serve_worker, stop_tree
 from tests.fakes.direct_node import run_direct_node
 from tests.fakes.frozen_database import (
     WITHIN_S,
@@ -49,10 +49,8 @@ from tests.fakes.frozen_database import (
     wait_for,
     wait_for_the_abandoned,
 )
-from tests.fakes.governed_nodes import approve_load, only_run
-from tests.fakes.governed_team import Team, make_due, make_governed, propose_token
+from tests.fakes.governed_team import Team, approve_load, make_due, make_governed, only_run, propose_token
 from tests.fakes.nodes import ACTOR, make_node, make_presence
-from tests.fakes.standing_still import go_on, stop_tree
 
 COMMIT_LOCK = 77
 LOAD = "/v1/models/load"

@@ -157,7 +157,7 @@ def test_metrics_move_to_their_own_port_or_are_switched_off(tmp_path: Path) -> N
 def test_a_box_that_starts_says_so_until_its_first_models_have_settled(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url, until = f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path / "go"
-        program = "tests.fakes.runners.altered"
+        program = "tests.fakes.runners.process"
         with run_api_box(tmp_path, "--backend", url, env={"HELD_UNTIL": str(until)}, waits=False, program=program) as running:
             reply = running.client.get("/v1/capabilities")
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")

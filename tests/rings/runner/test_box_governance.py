@@ -22,8 +22,8 @@ from runner.operations import trust
 from runner.operations.identity import load_identity
 from runner.operations.op_keys import FOLDER_NAME, OpKeys
 from runner.operations.policies import FORGOTTEN, WAITING
-from tests.fakes.approvals import Fleet, Issuer
 from tests.fakes.audit_logs import FORK, LOG, checkpoint_of, offer_of
+from tests.fakes.policies import Fleet, Issuer
 from tests.fakes.runners.governed import Control, enrol, options_of
 from tests.fakes.runners.process import ApiBox, run_api_box, run_box
 from tests.fakes.scripted_gateway import ConnectedBox, run_gateway
@@ -321,7 +321,7 @@ async def test_a_model_that_is_kept_serves_again_after_a_kill_and_after_a_stop_u
             assert (last.box.models(), replica_of(last.box, "a")) == ([], None)
 
 
-DYING = "tests.fakes.runners.altered"
+DYING = "tests.fakes.runners.process"
 
 
 @pytest.mark.parametrize(

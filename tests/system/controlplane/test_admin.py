@@ -36,8 +36,7 @@ from governance.services.webhooks import add_webhook
 from governance.views.content_policy import STRICT_POLICY
 from tests.fakes.governed_team import make_governed
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import ACTOR, make_node, make_presence
-from tests.fakes.tenants import make_gateway, make_key, make_operator, make_record
+from tests.fakes.nodes import ACTOR, make_gateway, make_key, make_node, make_operator, make_presence, make_record
 from wire.contract import RequestState
 
 pytestmark = pytest.mark.django_db

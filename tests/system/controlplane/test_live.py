@@ -38,8 +38,7 @@ from governance.states import RunState
 from nodes.models import Node, NodePresence
 from tests.fakes.governed_team import make_governed, propose_token
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import make_node, make_presence
-from tests.fakes.tenants import make_record
+from tests.fakes.nodes import make_node, make_presence, make_record
 from tests.fakes.waiting import wait_until
 from wire.contract import RequestState
 

@@ -26,9 +26,8 @@ from gateway.services.responses import keep_response
 from gateway.urls import make_application
 from governance.models import PolicyVersion
 from governance.services import create_admin_token
-from tests.fakes.nodes import ACTOR
+from tests.fakes.nodes import ACTOR, PASSWORD, make_operator
 from tests.fakes.policies import make_people, make_policy
-from tests.fakes.tenants import PASSWORD, make_operator
 
 pytestmark = pytest.mark.django_db(transaction=True)
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")

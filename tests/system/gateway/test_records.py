@@ -17,8 +17,7 @@ from gateway.errors import RecordsUnavailable
 from gateway.reconciler import close_orphaned_requests
 from gateway.records import Record, RecordWriter
 from tests.fakes.limits import set_limits
-from tests.fakes.pipeline import Rows, is_waited_for
-from tests.fakes.records import ACCEPT_S, count, make_record, read, written
+from tests.fakes.pipeline import ACCEPT_S, Rows, count, is_waited_for, make_record, read, written
 from tests.fakes.waiting import eventually
 from wire.contract import RequestState
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from django.test import Client
 
-from tests.fakes.tenants import make_operator
+from tests.fakes.nodes import make_operator
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from governance.models import AuditEvent, Operation, OperationRun
 from governance.registry import RunOrder
 from governance.states import RunState
 from tests.fakes.governed_team import Team, make_governed, make_team
-from tests.fakes.nodes import ACTOR, audited
-from tests.fakes.tenants import make_key
+from tests.fakes.nodes import ACTOR, audited, make_key
 from wire.contract import ErrorCode
 from wire.optoken.proposal import DEFAULT_CLASSES
 

@@ -38,11 +38,10 @@ from nodes.commands.statuses import RECEIPT_INVALID
 from nodes.models import NodeCommand, NodeOpKey
 from tests.fakes.audit_rows import chain_events
 from tests.fakes.clock import TickingClock, VirtualClock
-from tests.fakes.governed_fleet import BROKER, BROKER_PATH, FleetNode, Gateway, Processes, make_folders
 from tests.fakes.governed_team import Member, Team, make_team
 from tests.fakes.nodes import make_node, make_presence
 from tests.fakes.passkeys import KeyFile, SoftPasskey
-from tests.fakes.runner_process import Effect, read_ops
+from tests.fakes.runner_process import BROKER, BROKER_PATH, Effect, FleetNode, Gateway, Processes, make_folders, read_ops
 from wire import bridge, clock
 from wire.auditlog import entry_hash
 from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l2

@@ -20,8 +20,16 @@ from governance.errors import GovernanceError, TooManyOpen
 from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunState
-from tests.fakes.governed_nodes import fake_boxes, propose_load
-from tests.fakes.governed_team import Team, make_due, make_governed, make_key, make_team, propose_token
+from tests.fakes.governed_team import (
+    Team,
+    fake_boxes,
+    make_due,
+    make_governed,
+    make_key,
+    make_team,
+    propose_load,
+    propose_token,
+)
 from tests.fakes.limits import set_limits
 from tests.fakes.waiting import wait_until
 

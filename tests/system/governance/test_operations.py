@@ -28,16 +28,18 @@ from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.audit_rows import LOG_KEY, chain_events
 from tests.fakes.clock import shift_clock
-from tests.fakes.governed_nodes import FakeBox, fake_boxes, propose_load
 from tests.fakes.governed_team import (
+    FakeBox,
     Member,
     Team,
+    fake_boxes,
     make_client,
     make_due,
     make_governed,
     make_team,
     open_session,
     post,
+    propose_load,
     propose_token,
     refusal,
 )

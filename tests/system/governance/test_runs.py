@@ -16,8 +16,17 @@ from governance.services import Proposer
 from governance.services.reviews import REVIEW, list_unreviewed
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
-from tests.fakes.governed_nodes import FakeBox, fake_boxes, propose_load
-from tests.fakes.governed_team import Member, Team, make_due, make_governed, make_key, make_team
+from tests.fakes.governed_team import (
+    FakeBox,
+    Member,
+    Team,
+    fake_boxes,
+    make_due,
+    make_governed,
+    make_key,
+    make_team,
+    propose_load,
+)
 from tests.fakes.passkeys import SoftPasskey
 from wire.optoken.approval import BREAK_GLASS, canonical, read_statement, verify_bundle
 from wire.optoken.proposal import DEFAULT_CLASSES

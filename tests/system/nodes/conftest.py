@@ -10,7 +10,7 @@ from pytest_django import DjangoDbBlocker
 
 from governance.services.people import Assurance
 from tests.fakes.governed_team import Team, make_governed
-from tests.fakes.rows import shared_rows
+from tests.fakes.nodes import shared_rows
 
 
 @pytest.fixture(scope="module")

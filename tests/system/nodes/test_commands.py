@@ -27,10 +27,8 @@ from governance.states import RunState
 from nodes.commands import Ask, Command, Delivery, Send, plan_deliveries, put_command, store_status
 from nodes.commands.rows import park_command
 from nodes.models import Node, NodeCommand
-from tests.fakes.governed_nodes import Identity, approve_load, make_box, only_run
-from tests.fakes.governed_team import Team, make_due
-from tests.fakes.nodes import audited
-from tests.fakes.rows import find_tables, shared_rows
+from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, only_run
+from tests.fakes.nodes import audited, find_tables, shared_rows
 from wire.bridge import OpStatus
 from wire.optoken import Level, Operation, Verifier, read_token
 from wire.optoken.approval import read_policy, read_statement, verify_receipts

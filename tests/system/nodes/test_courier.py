@@ -24,10 +24,9 @@ from governance.checkpoints import make_checkpoint
 from governance.models import Operation, WitnessStatement
 from governance.states import RunState
 from nodes.models import Node, NodeCommand, NodePresence
-from tests.fakes.governed_nodes import Identity, approve_load, only_run
-from tests.fakes.governed_team import Team, make_due, make_governed
+from tests.fakes.governed_team import Identity, Team, approve_load, make_due, make_governed, only_run
 from tests.fakes.limits import set_limits
-from tests.fakes.node_socket import Door, NodeSocket, dial, hello
+from tests.fakes.links import Door, NodeSocket, dial, hello
 from tests.fakes.nodes import make_credential
 from tests.fakes.waiting import eventually
 from wire import bridge

@@ -24,9 +24,8 @@ from nodes.models import Node, NodePresence
 from nodes.operations import MODEL_LOAD
 from nodes.operations.lost_models import find_lost_models, tell_failed_reloads
 from nodes.tasks import sweep_nodes
-from tests.fakes.governed_nodes import Identity, approve_load, make_box
-from tests.fakes.governed_team import Team, make_due
-from tests.fakes.rows import shared_rows
+from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due
+from tests.fakes.nodes import shared_rows
 from wire.ids import format_id
 from wire.optoken.approval import read_statement
 

@@ -23,8 +23,7 @@ from governance.states import RunState
 from nodes.models import Node, NodeCommand, NodeOpKey, NodePresence, Reach
 from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT, SETTINGS_RELOAD
 from nodes.services import drain_node, revoke_credential
-from tests.fakes.governed_nodes import Identity, approve_load, make_box, only_run
-from tests.fakes.governed_team import Team, make_due
+from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, only_run
 from tests.fakes.nodes import ACTOR, audited, make_node
 from wire.optoken.approval import read_statement
 

@@ -28,8 +28,7 @@ from nodes.services import cordon_node, disable_provider, revoke_credential, set
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
 from nodes.session import ModeRequested
 from tests.fakes.limits import set_limits
-from tests.fakes.links import RequestSink, open_request
-from tests.fakes.node_socket import GATEWAY, Door, NodeSocket, dial, enrol, hello, linked
+from tests.fakes.links import GATEWAY, Door, NodeSocket, RequestSink, dial, enrol, hello, linked, open_request
 from tests.fakes.nodes import ACTOR, audited
 from tests.fakes.waiting import eventually
 from wire import bridge, frames

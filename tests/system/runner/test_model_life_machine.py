@@ -28,9 +28,9 @@ from runner.parts import Parts
 from runner.pool import Model, ModelState
 from tests.fakes.clock import VirtualClock
 from tests.fakes.engine import MIB, EngineCall, FakeEngine, Gpu
-from tests.fakes.gateway import GatewayStream, MemoryGateway
-from tests.fakes.loop import VirtualLoop
 from tests.fakes.model_files import write_gguf
+from tests.fakes.runner_process import VirtualLoop
+from tests.fakes.scripted_gateway import GatewayStream, MemoryGateway
 from wire import clock
 from wire.bridge import OpCommand
 from wire.ids import new_uuid7

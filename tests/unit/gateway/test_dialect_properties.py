@@ -44,7 +44,6 @@ from tests.fakes.chat_engine import (
     write_event,
 )
 from tests.fakes.chat_engine import chunk as spoilt_chunk
-from tests.fakes.engine_streams import FLOODS, GOOD, VALUES, list_places, spoil_stream
 from tests.fakes.examples import TIMES
 from tests.fakes.golden_cases import CASES, STREAMS, Player
 from tests.fakes.golden_cases import write_event as write_golden

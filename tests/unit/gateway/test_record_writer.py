@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gateway.metrics import RECORDS_DROPPED
 from gateway.records import Record, RecordWriter
 from tests.fakes.examples import examples
-from tests.fakes.records import MemoryDatabase, make_record
+from tests.fakes.pipeline import MemoryDatabase, make_record
 from tests.fakes.virtual_loop import VirtualLoop
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState

@@ -18,8 +18,8 @@ from nodes.errors import AddressRefused, AddressUnresolvable
 from nodes.links.http import END_HEADER, HttpLink, HttpStream, HttpTarget
 from nodes.links.port import EndKind, LinkEnd
 from nodes.session import OpenRequest
+from tests.fakes.direct_node import Answer, Visit, run_upstream
 from tests.fakes.links import RequestSink, open_request
-from tests.fakes.upstream import Answer, Visit, run_upstream
 from tests.fakes.waiting import eventually
 from tests.unit.closed_port import closed_port
 from wire.bridge import TokenCounts

@@ -19,10 +19,22 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes.approvals import ANN, OTHER_BOX_KEY, PROVEN, SECOND, make_batch, make_bundle, make_receipt
 from tests.fakes.examples import examples
 from tests.fakes.passkeys import KeyFile, SoftPasskey, spki_of
-from tests.fakes.policies import NOW, Person, make_people, make_policy_bytes, make_statement
+from tests.fakes.policies import (
+    ANN,
+    NOW,
+    OTHER_BOX_KEY,
+    PROVEN,
+    SECOND,
+    Person,
+    make_batch,
+    make_bundle,
+    make_people,
+    make_policy_bytes,
+    make_receipt,
+    make_statement,
+)
 from wire.optoken import approval
 from wire.optoken.approval import (
     BREAK_GLASS,

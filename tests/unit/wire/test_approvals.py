@@ -32,7 +32,7 @@ from tests.fakes.policies import (
     make_statement,
     renamed,
 )
-from tests.fakes.tables import by_outcome
+from tests.fakes.signed_tokens import by_outcome
 from wire.optoken.approval import (
     MAX_PROOFS,
     ApprovalError,

@@ -37,6 +37,7 @@ from tests.fakes.signed_tokens import (
     PROOFS,
     STATEMENT,
     Token,
+    by_outcome,
     make_grant,
     make_l0,
     make_l1,
@@ -45,7 +46,6 @@ from tests.fakes.signed_tokens import (
     sign_claims,
     verify,
 )
-from tests.fakes.tables import by_outcome
 from wire.optoken import Level, Operation, OpTokenError, Reason, Rule, Verifier, params_digest
 from wire.optoken.approval import Policy, Statement, encode_bytes
 

@@ -35,6 +35,7 @@ from tests.fakes.signed_tokens import (
     PARAMS,
     PEOPLE,
     Token,
+    by_outcome,
     make_l0,
     make_l1,
     make_l2,
@@ -42,7 +43,6 @@ from tests.fakes.signed_tokens import (
     sign_claims,
     verify,
 )
-from tests.fakes.tables import by_outcome
 from wire.limits import WIRE
 from wire.optoken import Level, NotCanonical, Operation, OpTokenError, Reason, encode_token, params_digest, read_token, sign_jwt
 from wire.optoken.approval import RECEIPT_DOMAIN, ApprovalError, canonical, decode_bytes, encode_bytes, read_canonical

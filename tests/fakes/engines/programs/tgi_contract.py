@@ -18,6 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.fakes.engines.scripted_server import set_up, stream_words, words_answer
 from tests.fakes.waiting import takes
 
 TOKEN_S = 0.005
@@ -113,18 +114,8 @@ class Server:
     async def _generate(self, request: web.Request, body: dict[str, Any], wanted: int) -> web.StreamResponse:
         if not body.get("stream"):
             await takes(TOKEN_S * wanted)
-            choice = {"index": 0, "message": {"role": "assistant", "content": "word " * wanted}, "finish_reason": "length"}
-            read = len(_words(body))
-            usage = {"prompt_tokens": read, "completion_tokens": wanted, "total_tokens": read + wanted}
-            return web.json_response({"id": "", "model": self.args.model_id, "choices": [choice], "usage": usage})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for index in range(wanted):
-            await takes(TOKEN_S)
-            choice = {"index": 0, "delta": {"role": "assistant", "content": f"word{index} "}}
-            await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
-        return response
+            return web.json_response(words_answer(wanted, len(_words(body)), model=self.args.model_id))
+        return await stream_words(request, wanted, TOKEN_S)
 
 
 def _words(body: dict[str, Any]) -> list[str]:
@@ -139,10 +130,7 @@ def _tokens(words: list[str]) -> list[dict[str, object]]:
 
 async def serve(args: argparse.Namespace, faults: dict[str, Any], shard: subprocess.Popen[bytes]) -> None:
     """Serve until SIGTERM, or until the shard dies."""
-    app = web.Application()
-    app.router.add_routes(Server(args, faults).routes())
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
+    runner = await set_up(Server(args, faults).routes())
     await web.TCPSite(runner, args.hostname, int(args.port)).start()
     say("Connected")
     stopping = asyncio.Event()

@@ -21,6 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.fakes.engines.scripted_server import set_up, stream_words, words_answer
 from tests.fakes.waiting import takes, takes_blocking
 
 VERSION = "0.32.0"
@@ -203,24 +204,13 @@ class Server:
         tokens = _tokens(body)
         cached = self._look_up(body, tokens)
         wanted = int(body.get("max_tokens") or body.get("max_output_tokens") or 4)
-        usage = {
-            "prompt_tokens": len(tokens), "completion_tokens": wanted, "total_tokens": len(tokens) + wanted,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }  # fmt: skip
+        answer = words_answer(wanted, len(tokens), model=body["model"])
+        answer["usage"]["prompt_tokens_details"] = {"cached_tokens": cached}
         if not body.get("stream"):
             await takes(TOKEN_S * wanted)
-            choice = {"index": 0, "message": {"role": "assistant", "content": "word " * wanted}, "finish_reason": "length"}
-            return web.json_response({"id": "cmpl-1", "model": body["model"], "choices": [choice], "usage": usage})
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-        await response.prepare(request)
-        for index in range(wanted):
-            await takes(TOKEN_S)
-            choice = {"index": 0, "delta": {"content": f"word{index} "}, "finish_reason": None}
-            await response.write(f"data: {json.dumps({'id': 'cmpl-1', 'choices': [choice]})}\n\n".encode())
-        if (body.get("stream_options") or {}).get("include_usage"):
-            await response.write(f"data: {json.dumps({'id': 'cmpl-1', 'choices': [], 'usage': usage})}\n\n".encode())
-        await response.write(b"data: [DONE]\n\n")
-        return response
+            return web.json_response(answer)
+        tells_usage = (body.get("stream_options") or {}).get("include_usage")
+        return await stream_words(request, wanted, TOKEN_S, usage=answer["usage"] if tells_usage else None, id="cmpl-1")
 
     def _look_up(self, body: dict[str, Any], tokens: list[object]) -> int:
         """Return how many tokens are cached, and cache the whole blocks of this prompt."""
@@ -291,10 +281,7 @@ def _error(status: int, message: str) -> web.Response:
 async def serve(args: argparse.Namespace, faults: dict[str, Any], worker: subprocess.Popen[bytes]) -> None:
     """Serve until SIGTERM."""
     server = Server(args, faults, worker)
-    app = web.Application()
-    app.router.add_routes(server.routes())
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
+    runner = await set_up(server.routes())
     await web.UnixSite(runner, args.uds).start()
     say("APIServer", f"Starting vLLM server on unix:{args.uds}")
     await server.watch_worker()
