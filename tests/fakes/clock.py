@@ -15,8 +15,8 @@ from wire import clock
 class VirtualClock:
     """A source of time that passes only when it is told to, or when somebody sleeps."""
 
-    def __init__(self, *, unix_s: float = 1_800_000_000.0, monotonic_s: float = 1_000.0) -> None:
-        self.unix_s, self.monotonic_s = unix_s, monotonic_s
+    def __init__(self, *, unix_s: float = 1_800_000_000.0) -> None:
+        self.unix_s, self.monotonic_s = unix_s, 1_000.0
 
     def time(self) -> float:
         return self.unix_s

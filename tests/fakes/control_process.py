@@ -9,16 +9,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
 
 import psutil
-from django.db import connection
+import psycopg
+from django.core.management import call_command
+from django.db import connection, connections
+from pytest_django import DjangoDbBlocker
 
-from tests.fakes.waiting import takes_blocking
+from controlplane.env import read_database
+from controlplane.launcher.embedded import EmbeddedServers
+from tests.fakes.waiting import takes_blocking, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_WITHIN_S = 90.0
@@ -152,7 +158,7 @@ def wait_for_port(server: ServerProcess) -> None:
             return
 
 
-WITHIN_S = 30.0
+STOPPED_S = 30.0
 _STANDING = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
 
 
@@ -189,10 +195,95 @@ def go_on(stopped: list[psutil.Process]) -> None:
 
 def _stop(process: psutil.Process) -> None:
     """Stop a process and return once it stands, or has ended: until it comes to see the signal it may still answer."""
-    until = time.monotonic() + WITHIN_S
+    until = time.monotonic() + STOPPED_S
     with suppress(psutil.NoSuchProcess):
         process.suspend()
         while process.status() not in _STANDING:
             assert time.monotonic() < until, f"{process} does not stand still"
             takes_blocking(0.01)
             process.suspend()
+
+
+WITHIN_S = 30.0
+
+
+@contextmanager
+def use_database(url: str) -> Iterator[None]:
+    """Point Django's default connection of this process at ``url``, in every thread that connects from now on."""
+    connections.close_all()
+    saved = connections.settings["default"].copy()
+    wanted = read_database(url)
+    connections.settings["default"].update(wanted)
+    connection.settings_dict.update(wanted)
+    try:
+        yield
+    finally:
+        connections.close_all()
+        connections.settings["default"].update(saved)
+        connection.settings_dict.update(saved)
+
+
+@contextmanager
+def private_database(blocker: DjangoDbBlocker) -> Iterator[EmbeddedServers]:
+    """Run a PostgreSQL and a Valkey, migrated, that are Django's until the block ends. Not durable: it may freeze, not die."""
+    with EmbeddedServers(durable=False) as private, blocker.unblock(), use_database(private.database_url):
+        call_command("migrate", verbosity=0)
+        yield private
+
+
+@contextmanager
+def frozen(servers: EmbeddedServers) -> Iterator[None]:
+    """Stop the server with all its processes, as a hypervisor does, and let them go on after the block."""
+    with standing_still(psutil.Process(servers.postgres.pid)):
+        yield
+
+
+@contextmanager
+def held(servers: EmbeddedServers, statement: str) -> Iterator[None]:
+    """Hold what ``statement`` locks until the block ends."""
+    with psycopg.connect(servers.database_url) as holder:
+        holder.execute(statement)
+        yield
+
+
+def count_blocked(servers: EmbeddedServers) -> int:
+    """Return how many connections wait for a lock that another one holds."""
+    with psycopg.connect(servers.database_url, autocommit=True) as looker:
+        row = looker.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'").fetchone()
+        assert row is not None
+        return int(row[0])
+
+
+def wait_for_the_abandoned(servers: EmbeddedServers) -> None:
+    """Return once only this thread's own connection is left: what a frozen server was sent, it does when thawed all the same.
+
+    For tests whose other clients have all gone: it cannot tell an abandoned connection from one in use. One over which nothing
+    was ever asked does not count: an exception that somebody keeps may keep it open.
+    """
+    own = connection.connection.info.backend_pid if connection.connection is not None else 0
+    others = (
+        "SELECT pid, state, query FROM pg_stat_activity WHERE datname = current_database()"
+        " AND backend_type = 'client backend' AND query <> '' AND pid NOT IN (pg_backend_pid(), %s)"
+    )
+    with psycopg.connect(servers.database_url, autocommit=True) as looker:
+        wait_until(lambda: not looker.execute(others, [own]).fetchall(), "nobody else is left", within_s=WITHIN_S)
+
+
+def in_thread(work: Callable[[], object]) -> Future[object]:
+    """Run ``work`` beside the test, with a database connection of its own."""
+
+    def run() -> object:
+        try:
+            return work()
+        finally:
+            connections.close_all()
+
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(run)
+    pool.shutdown(wait=False)
+    return future
+
+
+def wait_for(condition: Callable[[], object], *, what: str, within_s: float = WITHIN_S) -> None:
+    """Return once the condition holds. Raises AssertionError after ``within_s``."""
+    wait_until(condition, what, within_s=within_s)

@@ -143,7 +143,7 @@ class Answer:
             self.client.leave()
 
     async def done(self) -> None:
-        async with asyncio.timeout(self.fleet.within_s):
+        async with asyncio.timeout(WITHIN_S):
             await asyncio.shield(self.task)
 
     async def rows(self) -> list[dict[str, Any]]:
@@ -161,7 +161,7 @@ class Answer:
                         return row
                 await takes(0.05)
 
-        async with asyncio.timeout(self.fleet.within_s):
+        async with asyncio.timeout(WITHIN_S):
             return await look()
 
 
@@ -276,15 +276,11 @@ class _Runtime(GatewayRuntime):
 
 
 class Fleet:
-    """See the module. ``rows`` None = made by the fleet, with model ``m`` and key ``k``; the time-outs are as deployed.
+    """See the module. ``rows`` None = made by the fleet, with model ``m`` and key ``k``; the time-outs are as deployed."""
 
-    ``runner`` are the time-outs of every node.
-    """
-
-    def __init__(self, *, rows: Rows | None = None, within_s: float = WITHIN_S) -> None:
+    def __init__(self, *, rows: Rows | None = None) -> None:
         self._given_rows = rows
         self.rows: Rows
-        self.within_s = within_s
         self.nodes: list[Node] = []
         self.answers: list[Answer] = []
         self.gateways: list[_Runtime] = []
@@ -422,9 +418,9 @@ class Fleet:
         assert len(answer.calls) >= count, (answer.status, answer.client.body)
         return answer.calls[-1]
 
-    async def begin_stream(self, model: str = "m", *, path: str = CHAT_PATH) -> tuple[Answer, EngineCall]:
+    async def begin_stream(self, *, path: str = CHAT_PATH) -> tuple[Answer, EngineCall]:
         """Ask for a stream; return it once its client has the first piece, and the engine call that it comes from."""
-        answer = self.ask(model, stream=True, path=path)
+        answer = self.ask(stream=True, path=path)
         call = await self.next_call(answer)
         call.emit()
         await self.settle()
@@ -448,8 +444,8 @@ class Fleet:
         await self.loop.pass_time(seconds)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait for a condition; time passes in steps of 50 ms. Raises TimeoutError after ``within_s``."""
-        async with asyncio.timeout(self.within_s):
+        """Wait for a condition; time passes in steps of 50 ms. Raises TimeoutError after WITHIN_S."""
+        async with asyncio.timeout(WITHIN_S):
             await self.settle()
             while not condition():
                 await self.advance(0.05)

@@ -146,9 +146,9 @@ class Exchange:
                 self.whole = isinstance(event, h11.EndOfMessage)
         return b""
 
-    async def until(self, text: bytes, *, within_s: float = REPLY_WITHIN_S) -> None:
+    async def until(self, text: bytes) -> None:
         """Read until ``text`` has come."""
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(REPLY_WITHIN_S):
             while text not in self.body:
                 if not await self.chunk():
                     raise AssertionError(f"the response ended before {text!r}: {bytes(self.body)[-500:]!r}")
@@ -183,14 +183,14 @@ async def call(
     return await exchange.finish(within_s=within_s)
 
 
-async def send_raw(url: str, data: bytes, *, within_s: float = REPLY_WITHIN_S) -> bytes:
+async def send_raw(url: str, data: bytes) -> bytes:
     """Send bytes that need not be HTTP and return what comes back until the other side closes or stays quiet."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     writer.write(data)
     found = bytearray()
     try:
-        async with asyncio.timeout(within_s):
+        async with asyncio.timeout(REPLY_WITHIN_S):
             while piece := await reader.read(_CHUNK):
                 found += piece
     except (TimeoutError, ConnectionError):

@@ -198,11 +198,11 @@ class Lab:
         depths = reply.json["queue_depth_by_model"]
         return sum(int(depths.get(name, 0)) for name in ([model] if model else self.models))
 
-    async def queued(self, count: int, gateway: Gateway | None = None) -> None:
+    async def queued(self, count: int) -> None:
         """Wait until exactly ``count`` requests for the models of this test wait in a gateway."""
 
         async def reached() -> bool:
-            return await self.queue_depth(gateway) == count
+            return await self.queue_depth() == count
 
         await eventually(reached, what=f"{count} queued")
 
@@ -211,11 +211,11 @@ class Lab:
         reply = await self.admin("GET", "/admin/workers", gateway=gateway)
         return next((row for row in reply.json["workers"] if row["worker_name"] == name), None)
 
-    async def let_go_of(self, name: str, gateway: Gateway | None = None) -> None:
+    async def let_go_of(self, name: str) -> None:
         """Wait until a gateway has noticed that a worker is gone: until then it may send it a request."""
 
         async def is_gone() -> bool:
-            return await self.listed_worker(name, gateway) is None
+            return await self.listed_worker(name) is None
 
         await eventually(is_gone, what=f"the gateway has let go of {name}")
 

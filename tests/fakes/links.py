@@ -266,12 +266,12 @@ class Linked(NamedTuple):
 
 
 @asynccontextmanager
-async def linked(door: Door | None = None, **fields: Any) -> AsyncIterator[Linked]:
+async def linked(**fields: Any) -> AsyncIterator[Linked]:
     """Have a node with a credential of its own register with ``hello(**fields)``, alone at the door."""
     _, secret = await enrol()
-    found = door or Door()
-    async with dial(found, secret) as socket:
+    door = Door()
+    async with dial(door, secret) as socket:
         socket.say(hello(**fields))
         await socket.acknowledged()
-        (link,) = found.links
-        yield Linked(found, socket, link)
+        (link,) = door.links
+        yield Linked(door, socket, link)

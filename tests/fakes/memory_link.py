@@ -233,8 +233,8 @@ class MemoryLink:
         for line in self.lines(way):
             line.stall()
 
-    def resume(self, way: Way | None = None) -> None:
-        for line in self.lines(way):
+    def resume(self) -> None:
+        for line in (self.up, self.down):
             line.resume()
 
     def delay(self, seconds: float, way: Way | None = None) -> None:

@@ -113,7 +113,6 @@ class Device:
     """One passkey on one device. ``changes`` is how its browser misbehaves when it makes the passkey."""
 
     passkey: SoftPasskey = field(default_factory=SoftPasskey)
-    sign_count: int = 0
 
     def misbehaving(self, **changes: Any) -> Device:
         return replace(self, passkey=self.passkey.misbehaving(**changes))
@@ -130,7 +129,7 @@ class Device:
         }  # fmt: skip
         keyid = decode_bytes(self.passkey.keyid)
         head = hashlib.sha256(self.passkey.rp_id.encode()).digest()
-        head += struct.pack(">BI", self.passkey.flags | ATTESTED, self.sign_count)
+        head += struct.pack(">BI", self.passkey.flags | ATTESTED, 0)
         data = head + bytes(16) + struct.pack(">H", len(keyid)) + keyid + self._cose()
         attestation = cbor2.dumps({"fmt": "none", "attStmt": {}, "authData": data})
         response = {

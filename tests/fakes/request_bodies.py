@@ -142,12 +142,11 @@ def write(body: Json) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def make_form(model: str, *, file: bytes = b"RIFFdata", more: bytes = b"", boundary: str = "xx") -> tuple[str, bytes]:
-    """Return content type and body of a recording's form; ``more``: further parts, whole."""
-    mark = b"--" + boundary.encode()
-    field = mark + b'\r\ncontent-disposition: form-data; name="model"\r\n\r\n' + model.encode() + b"\r\n"
-    sound = mark + b'\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\n' + file + b"\r\n"
-    return f"multipart/form-data; boundary={boundary}", field + more + sound + mark + b"--\r\n"
+def make_form(model: str) -> tuple[str, bytes]:
+    """Return content type and body of a recording's form."""
+    field = b'--xx\r\ncontent-disposition: form-data; name="model"\r\n\r\n' + model.encode()
+    sound = b'\r\n--xx\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFFdata\r\n--xx--\r\n'
+    return "multipart/form-data; boundary=xx", field + sound
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,8 +323,8 @@ def _ask(
     return make
 
 
-def _chunked(body: bytes, size: int = 7) -> bytes:
-    pieces = [body[start : start + size] for start in range(0, len(body), size)]
+def _chunked(body: bytes) -> bytes:
+    pieces = [body[start : start + 7] for start in range(0, len(body), 7)]
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
@@ -448,9 +447,9 @@ def list_places(value: object) -> Iterator[tuple[Any, Any]]:
         yield from list_places(inner)
 
 
-def spoil_tree(rng: random.Random, tree: object, *, values: Sequence[object] = _JSON_VALUES, most: int = 3) -> None:
-    """Change up to ``most`` places of a tree: a value of another type, one from elsewhere, twice, or not at all."""
-    for _ in range(rng.randint(1, most)):
+def spoil_tree(rng: random.Random, tree: object, *, values: Sequence[object] = _JSON_VALUES) -> None:
+    """Change up to three places of a tree: a value of another type, one from elsewhere, twice, or not at all."""
+    for _ in range(rng.randint(1, 3)):
         places = list(list_places(tree))
         if not places:
             return

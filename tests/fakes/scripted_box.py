@@ -76,9 +76,9 @@ class Dialled:
         """What the server sent, in order."""
         return []
 
-    async def closed(self, *, within_s: float = DEADLINE_S) -> tuple[int, str]:
+    async def closed(self) -> tuple[int, str]:
         """Wait until the server has closed the socket; return code and reason."""
-        await self._wait(lambda: self.close_code is not None, within_s, "close")
+        await self._wait(lambda: self.close_code is not None, DEADLINE_S, "close")
         return self.close_code or 0, self.close_reason
 
     def die(self) -> None:
@@ -173,13 +173,13 @@ class ScriptedBox(Dialled):
         await self._wait(lambda: found.whole, within_s, "whole body")
         return found
 
-    async def cancelled(self, stream: Stream, *, within_s: float = DEADLINE_S) -> str:
-        await self._wait(lambda: stream.cancelled is not None, within_s, "CANCEL")
+    async def cancelled(self, stream: Stream) -> str:
+        await self._wait(lambda: stream.cancelled is not None, DEADLINE_S, "CANCEL")
         return stream.cancelled or ""
 
-    async def credit(self, stream: Stream, at_least: int, *, within_s: float = DEADLINE_S) -> None:
+    async def credit(self, stream: Stream, at_least: int) -> None:
         """Wait until the window is at least that many bytes wide."""
-        await self._wait(lambda: stream.window >= at_least, within_s, f"window of {at_least} bytes")
+        await self._wait(lambda: stream.window >= at_least, DEADLINE_S, f"window of {at_least} bytes")
 
     async def message(self, kind: type[bridge.Message], *, within_s: float = DEADLINE_S) -> bridge.Message:
         await self._wait(lambda: any(isinstance(m, kind) for m in self.messages), within_s, kind.__name__)
@@ -188,9 +188,8 @@ class ScriptedBox(Dialled):
     async def send(self, message: bridge.Message) -> None:
         await self.socket.send(bridge.encode_message(message))
 
-    async def send_frame(self, kind: int, stream: Stream, payload: bytes = b"", *, attempt: int | None = None) -> None:
-        """Send one binary frame, with another attempt number when told so."""
-        await self.socket.send(frames.encode_frame(kind, stream.id, stream.attempt if attempt is None else attempt, payload))
+    async def send_frame(self, kind: int, stream: Stream, payload: bytes = b"") -> None:
+        await self.socket.send(frames.encode_frame(kind, stream.id, stream.attempt, payload))
 
     async def head(
         self, stream: Stream, *, status: int = 200, content_type: str = "application/json",
@@ -298,19 +297,19 @@ class ScriptedWorker(Dialled):
         """Return the ``cancel`` frames for one job."""
         return [frame for frame in self.of_kind("cancel") if frame["request_id"] == job.id]
 
-    async def frame(self, kind: str, *, count: int = 1, within_s: float = DEADLINE_S) -> Frame:
-        """Wait until ``count`` frames of a type have come and return the last of these."""
-        await self._wait(lambda: len(self.of_kind(kind)) >= count, within_s, f"{kind} frame")
-        return self.of_kind(kind)[count - 1]
+    async def frame(self, kind: str) -> Frame:
+        """Wait until a frame of a type has come and return it."""
+        await self._wait(lambda: bool(self.of_kind(kind)), DEADLINE_S, f"{kind} frame")
+        return self.of_kind(kind)[0]
 
     async def job(self, *, within_s: float = DEADLINE_S) -> Job:
         await self._wait(lambda: len(self.jobs) > self._taken, within_s, "request")
         self._taken += 1
         return self.jobs[self._taken - 1]
 
-    async def cancelled(self, job: Job, *, within_s: float = DEADLINE_S) -> Frame:
+    async def cancelled(self, job: Job) -> Frame:
         """Wait for the cancel of ``job``."""
-        await self._wait(lambda: bool(self.cancels(job)), within_s, f"cancel of {job.id}")
+        await self._wait(lambda: bool(self.cancels(job)), DEADLINE_S, f"cancel of {job.id}")
         return self.cancels(job)[0]
 
     async def send(self, frame: Frame) -> None:
@@ -354,7 +353,7 @@ def completion_text(job: Job, text: str) -> str:
     return json.dumps({**SCRIPTED, "object": "chat.completion", "model": job.frame["model"], "choices": [choice]})
 
 
-def delta_text(job: Job, piece: str, *, finish: str | None = None) -> str:
-    choice = {"index": 0, "delta": {"role": "assistant", "content": piece}, "finish_reason": finish}
+def delta_text(job: Job, piece: str) -> str:
+    choice = {"index": 0, "delta": {"role": "assistant", "content": piece}, "finish_reason": None}
     content = {**SCRIPTED, "object": "chat.completion.chunk", "model": job.frame["model"], "choices": [choice]}
     return f"data: {json.dumps(content)}\n\n"

@@ -46,10 +46,9 @@ class Answer:
 class OpenStream:
     """The gateway's end of one stream."""
 
-    def __init__(self, box: ConnectedBox, number: int, attempt: int) -> None:
+    def __init__(self, box: ConnectedBox, number: int) -> None:
         self.box = box
         self.number = number
-        self.attempt = attempt
         self.frames: asyncio.Queue[frames.Frame] = asyncio.Queue()
 
     def take(self, frame: frames.Frame) -> None:
@@ -84,10 +83,10 @@ class OpenStream:
         return Answer(head.status, head.headers, pieces, frames.decode_end(frame.payload))
 
     async def credit(self, amount: int) -> None:
-        await self.box.socket.send(frames.encode_credit(self.number, self.attempt, amount))
+        await self.box.socket.send(frames.encode_credit(self.number, 1, amount))
 
     async def cancel(self, reason: str = "client_disconnect") -> None:
-        await self.box.socket.send(frames.encode_frame(frames.CANCEL, self.number, self.attempt, reason.encode()))
+        await self.box.socket.send(frames.encode_frame(frames.CANCEL, self.number, 1, reason.encode()))
 
 
 @dataclass
@@ -104,20 +103,20 @@ class ConnectedBox:
     is_over: bool = False
 
     async def open(
-        self, body: dict[str, object] | bytes, *, path: str = "/v1/chat/completions", attempt: int = 1,
+        self, body: dict[str, object] | bytes, *, path: str = "/v1/chat/completions",
         deadline_ms: int = 60_000, window_bytes: int = WIRE.stream_window_bytes, headers: dict[str, str] | None = None,
         model: str = "", tenant: str = "",
     ) -> OpenStream:  # fmt: skip
         """Send OPEN (and BODY frames) of a new stream, for the first model of the box unless another is named."""
         number = len(self.streams) + 1
-        stream = self.streams[number] = OpenStream(self, number, attempt)
+        stream = self.streams[number] = OpenStream(self, number)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         meta = frames.OpenMeta(
             request_id=f"req_{number}", model=model or next(iter(self.models()), "muster-tiny"), tenant=tenant, path=path,
             headers=headers or {"content-type": "application/json"}, is_streaming=b'"stream": true' in raw,
             deadline_ms=deadline_ms, window_bytes=window_bytes,
         )  # fmt: skip
-        for frame in frames.encode_open(number, attempt, meta, raw):
+        for frame in frames.encode_open(number, 1, meta, raw):
             await self.socket.send(frame)
         return stream
 

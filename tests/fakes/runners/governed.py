@@ -11,19 +11,20 @@ from typing import Any
 from runner.ledger import Ledger
 from runner.operations.commands import Commands
 from runner.operations.fingerprint import write_trusted
-from runner.operations.gate import Gate, GateRules
+from runner.operations.gate import Admitted, Gate, GateRules
 from runner.operations.policies import PolicyStore
 from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
 from runner.parts import Parts
 from runner.pool import Pool
+from tests.fakes.ledgers import T0, Clock
 from tests.fakes.policies import Fleet, Issuer
 from tests.fakes.runners.parts import Bench, assembled, write_models
 from tests.fakes.scripted_gateway import ConnectedBox
 from tests.fakes.waiting import eventually
 from wire import bridge
 from wire.ids import new_uuid7
-from wire.optoken import encode_token
+from wire.optoken import Binding, Grant, Level, Operation, encode_token, params_digest, sign_l0, sign_l1
 from wire.optoken.approval import decode_bytes
 from wire.optoken.receipt import Receipt, digest_result, read_receipt
 
@@ -162,9 +163,9 @@ class Desk:
         """Have every engine wait for ``may_load``."""
         self.bench.prepare = lambda engine: engine.may_load.clear()
 
-    async def loading(self, count: int = 1) -> None:
-        """Wait until so many engines were started."""
-        await eventually(lambda: len(self.bench.engines) == count, "the engine is started")
+    async def loading(self) -> None:
+        """Wait until an engine was started."""
+        await eventually(lambda: len(self.bench.engines) == 1, "the engine is started")
 
 
 @asynccontextmanager
@@ -179,3 +180,54 @@ async def desk_of(tmp_path: Path) -> AsyncIterator[Desk]:
         finally:
             await desk.commands.close()
             await desk.operations.close()
+
+
+KEY = b"a key of the tests, 32 bytes long"
+OTHER_KEY = b"another key of the tests, as long"
+MODEL = "org/model"
+NOW = T0 + 10
+PARAMS: dict[str, object] = {"modelId": MODEL, "evictModel": "org/other"}
+
+
+def l0(key: bytes = KEY, **changes: Any) -> dict[str, object]:
+    return sign_l0(key, grant(**changes))
+
+
+def l1(key: bytes = KEY, nonce: str = "nonce-of-l1", **changes: Any) -> dict[str, object]:
+    fields: dict[str, Any] = {
+        "audience": "box-7", "params_digest": params_digest(PARAMS), "op_id": "op-1", "fence": 7, "expires_at": int(NOW) + 300,
+    }  # fmt: skip
+    return sign_l1(key, grant(nonce=nonce), Binding(**(fields | changes)))
+
+
+def grant(**changes: Any) -> Grant:
+    fields: dict[str, Any] = {
+        "operation": Operation.MODEL_LOAD, "model_id": MODEL, "signers": ["a", "b"], "nonce": "nonce-of-l0",
+        "issued_at": int(NOW),
+    }  # fmt: skip
+    return Grant(**(fields | changes))
+
+
+def write_key(path: Path, content: bytes = KEY + b"\n", *, mode: int = 0o600) -> Path:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+@asynccontextmanager
+async def opened(
+    key_path: Path | None, data: Path, *, level: Level = Level.L0, clock: Clock | None = None, boot: float = T0 + 0.5,
+    counted: frozenset[str] | None = None,
+) -> AsyncIterator[Gate]:  # fmt: skip
+    """A gate with a ledger that was begun before the tokens were issued."""
+    ledger = await Ledger.open(data, clock=Clock(boot))
+    try:
+        rules = GateRules(key_path=key_path, level=level, min_signers=2, runner_id="box-7", counted_signers=counted)
+        yield Gate(rules, ledger=ledger, clock=clock or Clock(NOW))
+    finally:
+        await ledger.close()
+
+
+async def admit(gate: Gate, token: object, **changes: Any) -> Admitted:
+    request: dict[str, Any] = {"operation": Operation.MODEL_LOAD, "model_id": MODEL, "params": PARAMS}
+    return await gate.admit(token, **(request | changes))

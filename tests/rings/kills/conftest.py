@@ -10,7 +10,7 @@ from django.core.management import call_command
 from pytest_django import DjangoDbBlocker
 
 from controlplane.launcher.embedded import EmbeddedServers
-from tests.fakes.frozen_database import use_database
+from tests.fakes.control_process import use_database
 from tests.fakes.pipeline import Make, Rows, gateways
 
 

@@ -34,8 +34,8 @@ from gateway.errors import RecordsUnavailable
 from gateway.records import Record, RecordWriter
 from gateway.runtime import GatewayRuntime
 from governance.models import AuditEvent, Operation
-from tests.fakes.audit_rows import LOG_KEY, database_url, judge_database, raw_connection, sizes
-from tests.fakes.frozen_database import frozen, in_thread, wait_for
+from tests.fakes.audit_logs import LOG_KEY, database_url, judge_database, raw_connection, sizes
+from tests.fakes.control_process import frozen, in_thread, wait_for
 from tests.fakes.governed_team import make_client, make_team
 from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import (

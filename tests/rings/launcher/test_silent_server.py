@@ -37,18 +37,22 @@ from governance.states import RunState
 from nodes.commands.direct import call_direct_box, find_unattended
 from nodes.models import NodeCommand, Reach
 from nodes.services import set_op_key
-from tests.fakes.control_process import ServerProcess, go_on, serve_control, serve_worker, stop_tree
-from tests.fakes.direct_node import run_direct_node
-from tests.fakes.frozen_database import (
+from tests.fakes.control_process import (
     WITHIN_S,
+    ServerProcess,
     count_blocked,
     frozen,
+    go_on,
     held,
     in_thread,
     private_database,
+    serve_control,
+    serve_worker,
+    stop_tree,
     wait_for,
     wait_for_the_abandoned,
 )
+from tests.fakes.direct_node import run_direct_node
 from tests.fakes.governed_team import Team, approve_load, make_due, make_governed, only_run, propose_token
 from tests.fakes.nodes import ACTOR, make_node, make_presence
 

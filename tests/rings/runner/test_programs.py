@@ -19,7 +19,7 @@ import pytest
 from tests.fakes.audit_logs import KEY, LOG, export, make_body, make_chain, make_proof, seal, witness
 from tests.fakes.ledgers import Clock
 from tests.fakes.policies import ANN, BOX, FIRST, PROVEN, approve, make_batch, make_bundle
-from tests.fakes.runners.gates import MODEL, admit, opened, write_key
+from tests.fakes.runners.governed import MODEL, admit, opened, write_key
 from tests.fakes.runners.process import ROOT
 from wire import auditlog
 from wire.auditlog import USAGE_STATUS, Record

@@ -42,7 +42,7 @@ from governance.checkpoints import (
     root_at,
 )
 from governance.models import AuditCheckpoint, AuditEntry, AuditEvent, WitnessStatement
-from tests.fakes.audit_rows import (
+from tests.fakes.audit_logs import (
     LOG_KEY,
     TABLES,
     append,

@@ -36,7 +36,7 @@ from governance.models import ApproverKey, AuditEntry, AuditEvent, Decision, Ope
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, OPEN_RUNS, RUNS, ApprovalState, RunState
 from nodes.commands.statuses import RECEIPT_INVALID
 from nodes.models import NodeCommand, NodeOpKey
-from tests.fakes.audit_rows import chain_events
+from tests.fakes.audit_logs import chain_events
 from tests.fakes.clock import TickingClock, VirtualClock
 from tests.fakes.governed_team import Member, Team, make_team
 from tests.fakes.nodes import make_node, make_presence

@@ -26,7 +26,7 @@ from governance.services import Proposer
 from governance.services.approver_keys import add_key_file
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunEvent, RunState
-from tests.fakes.audit_rows import LOG_KEY, chain_events
+from tests.fakes.audit_logs import LOG_KEY, chain_events
 from tests.fakes.clock import shift_clock
 from tests.fakes.governed_team import (
     FakeBox,

@@ -21,7 +21,7 @@ from runner.operations.op_keys import OpKeys
 from tests.fakes.ledgers import T0, Clock
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.policies import Fleet, Issuer
-from tests.fakes.runners.gates import KEY, MODEL, NOW, OTHER_KEY, PARAMS, admit, l0, l1, opened, write_key
+from tests.fakes.runners.governed import KEY, MODEL, NOW, OTHER_KEY, PARAMS, admit, l0, l1, opened, write_key
 from wire.optoken import Level, Operation, Policy, encode_token, params_digest, sign_jwt
 
 

@@ -1,1 +1,0 @@
-"""Engines, and servers that answer as engines do."""

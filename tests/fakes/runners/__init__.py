@@ -1,1 +1,0 @@
-"""Runners that tests start."""
