@@ -165,17 +165,6 @@ class Answer:
             return await look()
 
 
-class _Dialer:
-    """What the runner has for an HTTP client: it dials the gateway of the fleet."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    async def ws_connect(self, url: str, *, headers: dict[str, str], **_: Any) -> Any:
-        """Return the node's end of a new link. Raises aiohttp.ClientConnectionError while nothing can be reached."""
-        return await self._node.dial(url, headers)
-
-
 class Node:
     """A node: the whole runner, with a fake engine. ``link`` is the newest, ``links`` all that it ever had."""
 
@@ -188,7 +177,7 @@ class Node:
         """Whether it reaches the gateway when it dials."""
         words = ["--gateway", "ws://gateway", "--token", fleet.rows.credential, "--name", name]
         config = read_config([*words, "--backend", "http://played", "--max-concurrent", str(slots)], {})
-        self.box = Box(replace(config, engine=None), cast("aiohttp.ClientSession", _Dialer(self)))
+        self.box = Box(replace(config, engine=None), cast("aiohttp.ClientSession", self))
         self._leave, self._hurry = asyncio.Event(), asyncio.Event()
         self._supervisor: Supervisor | None = None
         self._queue: FairQueue | None = None
@@ -212,7 +201,8 @@ class Node:
         """The link as the gateway has it, None while it has none."""
         return next((link for link in self.fleet.runtime.registry if link.node_name == self.name), None)
 
-    async def dial(self, url: str, headers: dict[str, str]) -> Any:
+    async def ws_connect(self, url: str, *, headers: dict[str, str], **_: Any) -> Any:
+        """Open a link, as the runner has its HTTP client do. Raises aiohttp.ClientConnectionError while nobody listens."""
         if not (self.is_reachable and self.fleet.is_listening):
             raise aiohttp.ClientConnectionError("nobody listens")
         link = MemoryLink()

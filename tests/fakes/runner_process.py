@@ -18,6 +18,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, cast
 
 from django.db import connection
@@ -80,8 +81,9 @@ class EnginePool:
     may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
+        library = cast("Library", SimpleNamespace(can_fetch=lambda _: False))
         no_queue = cast("FairQueue", None)  # nobody sends requests
-        self.registry = Registry(library=cast("Library", _NoLibrary()), make_queue=lambda _: no_queue, on_change=lambda: None)
+        self.registry = Registry(library=library, make_queue=lambda _: no_queue, on_change=lambda: None)
 
     def define(self, model_id: str) -> None:
         self.registry.define(ModelDefinition(model_id=model_id, backend="gguf", is_configured=False))
@@ -138,14 +140,6 @@ class EnginePool:
             await self.may_go_on.wait()
         if self.mood == "fails":
             raise EngineError("it broke")
-
-
-class _NoLibrary:
-    """Files of models that nobody asks for."""
-
-    def can_fetch(self, model_id: str) -> bool:
-        del model_id
-        return False
 
 
 class _MortalLedger:
@@ -211,7 +205,7 @@ class RunnerProcess:
         self.engines = EnginePool(self._effects, self._find_policy)
         for model_id in self._models:
             self.engines.define(model_id)
-        pool = cast("Pool", _Pool(self.engines))
+        pool = cast("Pool", SimpleNamespace(registry=self.engines.registry, loader=self.engines, unloader=self.engines))
         operations = Operations(pool, self.gate, ledger, Clerk(self.governance.identity))
         await operations.recover()
         self._commands = Commands(operations, _seek, _reload)
@@ -307,14 +301,6 @@ class RunnerProcess:
         return 0 if policy is None else policy.ref.version
 
 
-class _Pool:
-    """The pool as operations see it."""
-
-    def __init__(self, engines: EnginePool) -> None:
-        self.registry = engines.registry
-        self.loader = self.unloader = engines
-
-
 async def _seek(model_id: str) -> None:
     """Know every model."""
 
@@ -332,33 +318,19 @@ def read_ops(folder: Path) -> dict[tuple[str, int], sqlite3.Row]:
 Result = TypeVar("Result")
 
 
-class _Selector(selectors.BaseSelector):
+class _Selector(selectors.DefaultSelector):
     """Lets the time pass where another one would wait; ``rest`` is asked then and says whether it may."""
 
-    def __init__(self, turned: VirtualClock | None) -> None:
-        self._clock = turned
-        self._real = selectors.DefaultSelector()
-        self.rest: Callable[[], bool] = lambda: True
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:  # Any: as the base has it
-        return self._real.register(fileobj, events, data)
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:  # Any: as the base has it
-        return self._real.unregister(fileobj)
+    turned: VirtualClock | None = None
+    rest: Callable[[], bool] = staticmethod(lambda: True)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = self._real.select(0)
+        ready = super().select(0)
         if not ready and timeout != 0 and self.rest():
             assert timeout is not None, "everybody waits, and nothing can wake them"
-            assert self._clock is not None, "everybody waits for time, which only the test lets pass"
-            self._clock.advance(timeout)
+            assert self.turned is not None, "everybody waits for time, which only the test lets pass"
+            self.turned.advance(timeout)
         return ready
-
-    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
-        return self._real.get_map()
-
-    def close(self) -> None:
-        self._real.close()
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -368,7 +340,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self, turned: VirtualClock | None = None) -> None:
-        self._selector_of_time = _Selector(turned)
+        self._selector_of_time = _Selector()
+        self._selector_of_time.turned = turned
         super().__init__(self._selector_of_time)
         self.problems: list[dict[str, Any]] = []
         self.set_exception_handler(lambda _loop, context: self.problems.append(context))
@@ -405,7 +378,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         try:
             self.run_forever()
         finally:
-            self._selector_of_time.rest = lambda: True
+            del self._selector_of_time.rest
 
     def advance(self, seconds: float) -> None:
         self.run_until_complete(takes(seconds))

@@ -19,7 +19,7 @@ from aiohttp import web
 from runner.definitions.plan import LoadPlan
 from runner.engines.comfyui import ComfyUiEngine
 from runner.engines.port import IMAGES, Call, FlushResult
-from tests.fakes.engines.scripted_server import listening
+from tests.fakes.engines.scripted_server import listening, says
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest
 from tests.fakes.waiting import takes
 
@@ -88,7 +88,7 @@ class ComfyContract:
     async def serve(self) -> AsyncIterator[ComfyContract]:
         app = web.Application(client_max_size=16 * 2**20)
         for method, path, handler in (
-            ("POST", "/prompt", self._prompt), ("GET", "/prompt", self._remaining), ("GET", "/queue", self._queue),
+            ("POST", "/prompt", self._prompt), ("GET", "/prompt", says(self._count)), ("GET", "/queue", says(self._list)),
             ("POST", "/queue", self._delete), ("POST", "/interrupt", self._interrupt), ("POST", "/free", self._free),
             ("GET", "/history/{id}", self._history), ("POST", "/history", self._forget), ("GET", "/view", self._view),
             ("GET", "/object_info/{node}", self._info), ("GET", "/system_stats", self._stats), ("GET", "/ws", self._listen),
@@ -154,12 +154,12 @@ class ComfyContract:
                 return {"error": error, "node_errors": {node_id: {"errors": [wrong], "class_type": node["class_type"]}}}
         return None
 
-    async def _remaining(self, _request: web.Request) -> web.Response:
-        return web.json_response({"exec_info": {"queue_remaining": len(self.pending) + (self.running is not None)}})
+    def _count(self) -> Fields:
+        return {"exec_info": {"queue_remaining": len(self.pending) + (self.running is not None)}}
 
-    async def _queue(self, _request: web.Request) -> web.Response:
+    def _list(self) -> Fields:
         running = [self.running.wire()] if self.running else []
-        return web.json_response({"queue_running": running, "queue_pending": [item.wire() for item in sorted(self.pending)]})
+        return {"queue_running": running, "queue_pending": [item.wire() for item in sorted(self.pending)]}
 
     async def _delete(self, request: web.Request) -> web.Response:
         wanted = (await request.json()).get("delete", [])

@@ -20,7 +20,7 @@ from runner.definitions.plan import LoadPlan
 from runner.engines.llama_server import LlamaServer
 from tests.fakes.engines.cases import ENDLESS
 from tests.fakes.engines.cases import QUESTION as LONG_QUESTION
-from tests.fakes.engines.scripted_server import listening, stream_words
+from tests.fakes.engines.scripted_server import listening, says, stream_words
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chatting, openai_cached_tokens, wait_until
 from tests.fakes.waiting import eventually, takes
 from tests.unit.closed_port import closed_port
@@ -211,17 +211,14 @@ class RouterContract:
         app = web.Application(middlewares=[self._check_key])
         get, post = web.get, web.post
         app.router.add_routes([
-            get("/health", healthy), get("/models", self.list_models), get("/models/sse", self.publish_events),
+            get("/health", says(lambda: {"status": "ok"})), get("/models", self.list_models),
+            get("/models/sse", self.publish_events),
             post("/models/load", self.load), post("/models/unload", self.unload), get("/props", self.properties),
             get("/slots", self.show_slots), post("/slots/{slot}", self.erase_slot), post("/tokenize", self.tokenize),
             post("/v1/chat/completions/input_tokens", self.count), post("/apply-template", self.apply_template),
             *(post(path, self.complete) for path in ("/completion", "/v1/completions", "/v1/chat/completions")),
         ])  # fmt: skip
         return app
-
-
-async def healthy(_request: web.Request) -> web.Response:
-    return web.json_response({"status": "ok"})
 
 
 def read_words(body: dict[str, Any]) -> list[str]:

@@ -67,6 +67,15 @@ class ScriptedEngine:
         self._place.close()
 
 
+def says(value: Callable[[], object]) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """Return a handler that answers with what a value is at the moment, as JSON."""
+
+    async def answer(_request: web.Request) -> web.Response:
+        return web.json_response(value())
+
+    return answer
+
+
 async def set_up(routes: Sequence[web.RouteDef]) -> web.AppRunner:
     """Return a server that needs only a site yet. A handler whose client leaves is cancelled."""
     app = web.Application(client_max_size=1 << 28)

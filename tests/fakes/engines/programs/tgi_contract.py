@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.fakes.engines.scripted_server import set_up, stream_words, words_answer
+from tests.fakes.engines.scripted_server import says, set_up, stream_words, words_answer
 from tests.fakes.waiting import takes
 
 TOKEN_S = 0.005
@@ -53,24 +53,18 @@ class Server:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.get("/health", self._health), web.get("/info", self._info), web.get("/metrics", self._metrics),
+            web.get("/health", says(dict)), web.get("/info", says(self._tell)), web.get("/metrics", self._metrics),
             web.post("/v1/chat/completions", self._answer), web.post("/v1/completions", self._answer),
             web.post("/tokenize", self._tokenize), web.post("/chat_tokenize", self._chat_tokenize),
-            web.get("/seen", self._seen),
+            web.get("/seen", says(lambda: self.seen)),
         ]  # fmt: skip
 
-    async def _health(self, _request: web.Request) -> web.Response:
-        return web.Response()
-
-    async def _seen(self, _request: web.Request) -> web.Response:
-        return web.json_response(self.seen)
-
-    async def _info(self, _request: web.Request) -> web.Response:
+    def _tell(self) -> object:
         limit = int(self.args.max_concurrent_requests or 128)
-        return web.json_response({
+        return {
             "model_id": self.args.model_id, "model_sha": None, "max_concurrent_requests": limit, "max_input_tokens": 1023,
             "max_total_tokens": 1024, "validation_workers": 2, "router": "text-generation-router", "version": "3.3.6-dev",
-        })  # fmt: skip
+        }  # fmt: skip
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(text=(

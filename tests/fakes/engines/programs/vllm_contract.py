@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from tests.fakes.engines.scripted_server import set_up, stream_words, words_answer
+from tests.fakes.engines.scripted_server import says, set_up, stream_words, words_answer
 from tests.fakes.waiting import takes, takes_blocking
 
 VERSION = "0.32.0"
@@ -114,13 +114,13 @@ class Server:
     def routes(self) -> list[web.RouteDef]:
         answer, control = self._answer, self._control
         return [
-            web.get("/health", self._health), web.get("/version", self._version), web.get("/metrics", self._metrics),
-            web.get("/v1/models", self._models),
+            web.get("/health", self._health), web.get("/version", says(lambda: {"version": VERSION})),
+            web.get("/metrics", self._metrics), web.get("/v1/models", says(self._list_models)),
             web.post("/v1/chat/completions", answer), web.post("/v1/completions", answer), web.post("/v1/responses", answer),
             web.post("/v1/messages", answer), web.post("/v1/embeddings", answer), web.post("/tokenize", self._tokenize),
             web.post("/reset_prefix_cache", control), web.post("/sleep", control), web.post("/wake_up", control),
             web.post("/v1/load_lora_adapter", self._lora), web.post("/v1/unload_lora_adapter", self._lora),
-            web.get("/seen", self._seen), web.get("/begun", self._begun),
+            web.get("/seen", says(lambda: self.seen)), web.get("/begun", says(lambda: self.begun)),
         ]  # fmt: skip
 
     async def watch_worker(self) -> None:
@@ -134,18 +134,9 @@ class Server:
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response(status=503 if self.worker.poll() is not None else 200)
 
-    async def _version(self, _request: web.Request) -> web.Response:
-        return web.json_response({"version": VERSION})
-
-    async def _seen(self, _request: web.Request) -> web.Response:
-        return web.json_response(self.seen)
-
-    async def _begun(self, _request: web.Request) -> web.Response:
-        return web.json_response(self.begun)
-
-    async def _models(self, _request: web.Request) -> web.Response:
+    def _list_models(self) -> object:
         entries = [{"id": self.args.served_model_name, "max_model_len": int(self.args.max_model_len or CONTEXT)}]
-        return web.json_response({"data": entries + [{"id": name, "parent": entries[0]["id"]} for name in sorted(self.loras)]})
+        return {"data": entries + [{"id": name, "parent": entries[0]["id"]} for name in sorted(self.loras)]}
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -182,7 +173,7 @@ class Server:
             return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
         if name in self.loras:
             return _error(400, f"The lora adapter '{name}' has already been loaded.")
-        if not _is_adapter(body["lora_path"]):
+        if not Path(body["lora_path"], "adapter_config.json").is_file():  # noqa: ASYNC240
             return _error(404, f"Loading lora {name} failed: No adapter found for {body['lora_path']}")
         self.loras.add(name)
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
@@ -268,10 +259,6 @@ def _tokens(body: dict[str, Any]) -> list[object]:
         return prompt
     words = prompt or " ".join(str(message["content"]) for message in body.get("messages", []))
     return list(words.split())
-
-
-def _is_adapter(path: str) -> bool:
-    return Path(path, "adapter_config.json").is_file()
 
 
 def _error(status: int, message: str) -> web.Response:
