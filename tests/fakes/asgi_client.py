@@ -80,7 +80,6 @@ class MemoryClient:
 
     @property
     def status(self) -> int:
-        """Status of the answer; 0 when there is none yet."""
         return int(self.events[0]["status"]) if self.events else 0
 
     @property

@@ -117,7 +117,6 @@ def make_proof() -> dict[str, object]:
 
 
 def sealed(log: list[Entry], *sizes: int) -> list[Record]:
-    """Return a log with checkpoints of ``sizes`` where they belong."""
     records: list[Record] = []
     for entry in log:
         records += [entry, *([seal(log[: entry.seq])] if entry.seq in sizes else [])]

@@ -57,7 +57,6 @@ def answer(line: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer calls until standard input closes."""
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
     import django
 

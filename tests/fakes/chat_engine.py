@@ -105,7 +105,6 @@ def read_response(response: Json) -> Said:
 
 
 def read_said(path: str, data: bytes) -> Said:
-    """Return what a whole stream says, put together from its events."""
     stream = read_stream(data)
     if path == MESSAGES:
         heard = messages_reader.require_end(messages_reader.read_messages(stream))

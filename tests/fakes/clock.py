@@ -71,7 +71,6 @@ def install_virtual_clock(*, unix_s: float = 1_800_000_000.0) -> VirtualClock:
 
 @contextmanager
 def virtual_clock() -> Iterator[VirtualClock]:
-    """Have the whole process read a virtual clock until the block ends."""
     virtual = VirtualClock()
     before = clock.install(virtual)
     try:

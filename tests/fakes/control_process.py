@@ -24,7 +24,7 @@ from pytest_django import DjangoDbBlocker
 
 from controlplane.env import read_database
 from controlplane.launcher.embedded import EmbeddedServers
-from tests.fakes.waiting import takes_blocking, wait_until
+from tests.fakes.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_WITHIN_S = 90.0
@@ -64,7 +64,6 @@ class ServerProcess:
         return True
 
     def terminate(self) -> int:
-        """Ask it to stop and return its exit status. Raises TimeoutExpired when it does not go."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(STOPPED_WITHIN_S)
 
@@ -158,7 +157,6 @@ def wait_for_port(server: ServerProcess) -> None:
             return
 
 
-STOPPED_S = 30.0
 _STANDING = {psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
 
 
@@ -173,7 +171,6 @@ def standing_still(parent: psutil.Process) -> Iterator[None]:
 
 
 def stop_tree(parent: psutil.Process) -> list[psutil.Process]:
-    """Stop a process and everything below it; return what stands now, for ``go_on``."""
     stopped = [parent]
     try:
         _stop(parent)  # first: it starts no others then
@@ -195,13 +192,13 @@ def go_on(stopped: list[psutil.Process]) -> None:
 
 def _stop(process: psutil.Process) -> None:
     """Stop a process and return once it stands, or has ended: until it comes to see the signal it may still answer."""
-    until = time.monotonic() + STOPPED_S
-    with suppress(psutil.NoSuchProcess):
+
+    def stands() -> bool:
         process.suspend()
-        while process.status() not in _STANDING:
-            assert time.monotonic() < until, f"{process} does not stand still"
-            takes_blocking(0.01)
-            process.suspend()
+        return process.status() in _STANDING
+
+    with suppress(psutil.NoSuchProcess):
+        wait_until(stands, f"{process} stands still")
 
 
 WITHIN_S = 30.0
@@ -240,14 +237,12 @@ def frozen(servers: EmbeddedServers) -> Iterator[None]:
 
 @contextmanager
 def held(servers: EmbeddedServers, statement: str) -> Iterator[None]:
-    """Hold what ``statement`` locks until the block ends."""
     with psycopg.connect(servers.database_url) as holder:
         holder.execute(statement)
         yield
 
 
 def count_blocked(servers: EmbeddedServers) -> int:
-    """Return how many connections wait for a lock that another one holds."""
     with psycopg.connect(servers.database_url, autocommit=True) as looker:
         row = looker.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'").fetchone()
         assert row is not None
@@ -270,8 +265,6 @@ def wait_for_the_abandoned(servers: EmbeddedServers) -> None:
 
 
 def in_thread(work: Callable[[], object]) -> Future[object]:
-    """Run ``work`` beside the test, with a database connection of its own."""
-
     def run() -> object:
         try:
             return work()
@@ -285,5 +278,4 @@ def in_thread(work: Callable[[], object]) -> Future[object]:
 
 
 def wait_for(condition: Callable[[], object], *, what: str, within_s: float = WITHIN_S) -> None:
-    """Return once the condition holds. Raises AssertionError after ``within_s``."""
     wait_until(condition, what, within_s=within_s)

@@ -84,7 +84,6 @@ class DirectNode:
 
 @contextmanager
 def run_direct_node() -> Iterator[DirectNode]:
-    """Serve until the block ends."""
     node = DirectNode()
     app = Starlette(routes=[Route("/{path:path}", node.answer, methods=["GET", "POST"])])
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
@@ -122,12 +121,10 @@ class Visit:
         return request
 
     async def write(self, data: bytes) -> None:
-        """Send bytes and wait until the kernel has them."""
         self.writer.write(data)
         await self.writer.drain()
 
     async def wait_closed(self) -> None:
-        """Wait until the gateway has closed the connection."""
         async with asyncio.timeout(30):
             try:
                 while await self.reader.read(65536):
@@ -146,7 +143,6 @@ class Upstream:
 
 @asynccontextmanager
 async def run_upstream(answer: Answer) -> AsyncIterator[Upstream]:
-    """Serve connections with ``answer`` until the block ends."""
     visits: list[Visit] = []
     tasks: set[asyncio.Task[None]] = set()
 

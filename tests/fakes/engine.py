@@ -109,7 +109,6 @@ class EngineCall:
         return self._chunks.qsize()
 
     def emit(self, count: int = 1, *, text: str = "") -> None:
-        """Say ``count`` pieces of the answer, each with ``text`` behind its name."""
         for _ in range(count):
             piece = f"<{self.ident}.{len(self.emitted)}>" + text
             self.emitted.append(piece)
@@ -130,7 +129,6 @@ class EngineCall:
         self._end(CallState.FINISHED, b"")
 
     def fail(self) -> None:
-        """Break off: the connection is gone."""
         error = aiohttp.ClientPayloadError("the engine died")
         if not self.head.done():
             self.head.set_exception(aiohttp.ServerDisconnectedError("the engine died"))

@@ -57,7 +57,7 @@ from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.engine import EngineCall, FakeEngine
 from tests.fakes.memory_link import MemoryLink
 from tests.fakes.virtual_loop import VirtualLoop
-from tests.fakes.waiting import takes
+from tests.fakes.waiting import eventually, takes
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES
 
@@ -154,15 +154,11 @@ class Answer:
         """Return its row once that is final; nobody waits for the row of a refusal."""
         await self.done()
 
-        async def look() -> dict[str, Any]:
-            while True:
-                for row in await self.rows():
-                    if row["state"] not in OPEN_REQUEST_STATES:
-                        return row
-                await takes(0.05)
+        async def find() -> dict[str, Any] | None:
+            return next((row for row in await self.rows() if row["state"] not in OPEN_REQUEST_STATES), None)
 
         async with asyncio.timeout(WITHIN_S):
-            return await look()
+            return await eventually(find, pause_s=0.05)
 
 
 class Node:
@@ -198,7 +194,6 @@ class Node:
 
     @property
     def gateway_link(self) -> Any:
-        """The link as the gateway has it, None while it has none."""
         return next((link for link in self.fleet.runtime.registry if link.node_name == self.name), None)
 
     async def ws_connect(self, url: str, *, headers: dict[str, str], **_: Any) -> Any:
@@ -212,7 +207,6 @@ class Node:
         return link.node_end
 
     async def start(self) -> None:
-        """Wait until the runner runs, and have it serve its models."""
         while self.box._parts is None or self.box.parts.phase is not Phase.SERVING:
             assert self.is_running, "the runner ended"
             await takes(0.01)
@@ -231,7 +225,6 @@ class Node:
         self.box.parts.pool.registry.attach(definition, plan, self._supervisor, self._queue)
 
     def unload(self, name: str) -> None:
-        """Have a model no more; what runs goes on."""
         self.box.parts.pool.registry.detach(name)
 
     def leave(self) -> None:
@@ -376,7 +369,6 @@ class Fleet:
         return node
 
     def ask(self, model: str = "m", *, stream: bool = False, path: str = CHAT_PATH, key: str = "k", **fields: object) -> Answer:
-        """Send a request; it goes on whenever the test awaits something."""
         number = next(self._numbers)
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": number, "stream": stream}
         return self.send(path, json.dumps({**body, **fields}).encode(), key=key, stream=stream, number=number)
@@ -397,7 +389,6 @@ class Fleet:
         return answer
 
     async def call(self, path: str, body: bytes = b"", **more: Any) -> MemoryClient:
-        """Send any request and return what came back; see ``send``."""
         answer = self.send(path, body, **more)
         await answer.done()
         return answer.client

@@ -229,7 +229,6 @@ class Player:
         return [write_bytes(chunk) if not isinstance(chunk, dict) else b"data: %b\n\n" % write_bytes(chunk) for chunk in said]
 
     def _say(self, translator: AnswerTranslator, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield what the relay makes of each piece, and last of the end."""
         for piece in pieces:
             said = translator.feed(piece)
             if translator.failure is not None:
@@ -240,7 +239,6 @@ class Player:
         yield said if translator.failure is None else said + self._fail(translator)
 
     def _fail(self, translator: AnswerTranslator) -> bytes:
-        """Return the error that ends a stream; nothing follows it."""
         assert translator.failure is not None
         failing = isinstance(translator, FailingTranslator)
         said = translator.fail(translator.failure) if isinstance(translator, FailingTranslator) else b""

@@ -126,7 +126,6 @@ def make_key(user: User, *, is_break_glass: bool = False) -> tuple[SoftPasskey, 
 
 
 def make_team(*names: str) -> Team:
-    """A team without a policy yet."""
     team = Team()
     for name in names or ("ana", "ben", "cleo"):
         team.add(name)

@@ -33,19 +33,16 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The ``error`` object of the contract's envelope."""
         found = self.json["error"]
         assert isinstance(found, dict)
         return found
 
     @property
     def request_id(self) -> str:
-        """What ``x-request-id`` says."""
         return self.headers["x-request-id"]
 
     @property
     def events(self) -> list[str]:
-        """The ``data`` of every event of a stream."""
         return read_events(self.body)
 
 
@@ -108,7 +105,6 @@ class Exchange:
             await self.writer.drain()
 
     async def _next(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED] | None:
-        """Return the next event of the response, or None when the connection ended before it."""
         while True:
             try:
                 event = self.http.next_event()
@@ -147,7 +143,6 @@ class Exchange:
         return b""
 
     async def until(self, text: bytes) -> None:
-        """Read until ``text`` has come."""
         async with asyncio.timeout(REPLY_WITHIN_S):
             while text not in self.body:
                 if not await self.chunk():

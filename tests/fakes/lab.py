@@ -35,7 +35,6 @@ _numbers = itertools.count(1)
 
 
 def bearer(token: str) -> dict[str, str]:
-    """Return the header that shows ``token``."""
     return {"authorization": f"Bearer {token}"}
 
 
@@ -76,7 +75,6 @@ class Lab:
         return name
 
     async def allow(self, name: str, *gateways: Gateway, **caps: int) -> None:
-        """Allow-list a model and wait until the gateways know."""
         self.models.append(name)
         self.operate("gateway.services.allow_model", name=name, **caps)
         for gateway in gateways or (self.gateway,):
@@ -89,7 +87,6 @@ class Lab:
         return bool(reply.error["code"] == "MAX_TOKENS_TOO_LARGE")
 
     async def node(self, name: str) -> dict[str, Any]:
-        """Return the row of a node in ``GET /nodes``, waiting until it is there."""
         return await eventually(lambda: self._find_node(name), what=f"node {name} is listed")
 
     async def _find_node(self, name: str) -> dict[str, Any] | None:
@@ -97,7 +94,6 @@ class Lab:
         return next((row for row in reply.json["nodes"] if row["node_name"] == name), None)
 
     async def control(self, method: str, path: str, *, token: str | None = None, body: Any = None) -> Reply:
-        """Call the control plane's REST API, with the admin token unless another is given."""
         headers = bearer(token or self.stack.ready.admin_token)
         payload = b""
         if body is not None:
@@ -127,8 +123,6 @@ class Lab:
             return [dict(row) for row in await found.fetchall()]
 
     async def final(self, model: str, count: int = 1, *, within_s: float = DEADLINE_S) -> list[dict[str, Any]]:
-        """Wait until a model has ``count`` records and none is open; return them, oldest first."""
-
         async def closed() -> list[dict[str, Any]] | None:
             rows = await self.records(model)
             done = len(rows) >= count and not any(row["status"] in OPEN_STATES for row in rows)
@@ -145,7 +139,6 @@ class Lab:
         self, *models: str, name: str | None = None, max_concurrent: int = 1, gateway: Gateway | None = None,
         secret: str | None = None, provider: str = "local",
     ) -> ScriptedWorker:  # fmt: skip
-        """Connect and register a bridge v1 worker, ready for work when this returns."""
         name = name or unique("worker")
 
         async def connect() -> ScriptedWorker | None:
@@ -163,7 +156,6 @@ class Lab:
     async def dial(
         self, *, secret: str | None, gateway: Gateway | None = None, provider: str | None = "local"
     ) -> ScriptedWorker:
-        """Open a worker socket without registering."""
         worker = await ScriptedWorker.dial((gateway or self.gateway).worker_url, secret=secret, provider=provider)
         self.workers.append(worker)
         return worker
@@ -199,15 +191,12 @@ class Lab:
         return sum(int(depths.get(name, 0)) for name in ([model] if model else self.models))
 
     async def queued(self, count: int) -> None:
-        """Wait until exactly ``count`` requests for the models of this test wait in a gateway."""
-
         async def reached() -> bool:
             return await self.queue_depth() == count
 
         await eventually(reached, what=f"{count} queued")
 
     async def listed_worker(self, name: str, gateway: Gateway | None = None) -> dict[str, Any] | None:
-        """Return the row of a connected worker in ``/admin/workers``, or None."""
         reply = await self.admin("GET", "/admin/workers", gateway=gateway)
         return next((row for row in reply.json["workers"] if row["worker_name"] == name), None)
 
@@ -232,7 +221,6 @@ class Lab:
         return await call("POST", url, headers=headers or self.headers(), body=body, within_s=within_s)
 
     def ask(self, model: str, text: str = "hello", *, gateway: Gateway | None = None, **more: Any) -> asyncio.Task[Reply]:
-        """Start a chat completion and return the task of its whole response."""
         return self.spawn(self.post(chat_body(model, text, **more), gateway=gateway))
 
     async def ask_through(self, worker: ScriptedWorker, model: str) -> Reply:
@@ -267,7 +255,6 @@ class Lab:
         return task
 
     async def close(self) -> None:
-        """Leave nothing behind: the next test finds idle gateways."""
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)

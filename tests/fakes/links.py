@@ -66,21 +66,18 @@ class RequestSink:
         self._changed.set()
 
     async def wait(self, condition: Callable[[], object]) -> None:
-        """Wait until what was heard fulfils a condition."""
         async with asyncio.timeout(DEADLINE_S):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
     async def ended(self) -> LinkEnd:
-        """Return the only end."""
         await self.wait(lambda: self.ends)
         (end,) = self.ends
         return end
 
 
 def open_request(**changes: object) -> OpenRequest:
-    """Return one attempt of a streamed request; ``changes`` replace fields."""
     values: dict[str, object] = {
         "request_id": "req_1", "attempt": 1, "model": "m", "path": "/v1/chat/completions", "body": b"{}", "headers": {},
         "is_streaming": True, "deadline_ms": 1000, "tenant": "t",

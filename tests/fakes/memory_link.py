@@ -187,11 +187,9 @@ class NodeEnd:
             self._messages.put_nowait(aiohttp.WSMessage(aiohttp.WSMsgType.CLOSED, None, None))
 
     async def send_bytes(self, frame: bytes) -> None:
-        """Send a binary frame. Raises Lost."""
         await self._send(frame)
 
     async def send_str(self, frame: str) -> None:
-        """Send a text frame. Raises Lost."""
         await self._send(frame)
 
     async def _send(self, frame: Frame) -> None:
@@ -221,7 +219,6 @@ class MemoryLink:
         """Set once the gateway took or refused the upgrade."""
 
     def lines(self, way: Way | None) -> tuple[Line, ...]:
-        """Return the lines of a direction, None = of both."""
         return {Way.UP: (self.up,), Way.DOWN: (self.down,), None: (self.up, self.down)}[way]
 
     @property

@@ -67,7 +67,6 @@ def make_key(name: str = "notebook", *, tenant: str = "research", **changes: Any
 
 
 def make_gateway(*, silent_s: float = 0.0, stopped: bool = False) -> GatewayProcess:
-    """Return a gateway that was heard ``silent_s`` seconds ago."""
     now = timezone.now()
     return GatewayProcess.objects.create(
         host="host", pid=1, heartbeat_at=now - timedelta(seconds=silent_s), stopped_at=now if stopped else None
@@ -75,7 +74,6 @@ def make_gateway(*, silent_s: float = 0.0, stopped: bool = False) -> GatewayProc
 
 
 def make_record(*, age_s: float = 1.0, state: RequestState = RequestState.COMPLETED, **changes: Any) -> RequestRecord:
-    """Return a request that arrived ``age_s`` seconds ago."""
     values: dict[str, Any] = {
         "gateway_id": new_uuid7(), "tenant": "research", "key_id": new_uuid7(), "key_name": "notebook", "model": "tiny",
         "endpoint": "/v1/chat/completions", "state": state.value, "created_at": timezone.now() - timedelta(seconds=age_s),
@@ -108,7 +106,6 @@ def shared_rows(blocker: DjangoDbBlocker, make: Callable[[], T]) -> Iterator[T]:
 
 
 def find_tables(*needles: str) -> set[str]:
-    """Return the tables with a row that holds one of the texts, plainly or as bytes."""
     found = set()
     with connection.cursor() as cursor:
         for table in connection.introspection.table_names(cursor):

@@ -121,7 +121,6 @@ class Device:
         return self.misbehaving(flags=self.passkey.flags | BACKUP_ELIGIBLE | BACKED_UP)
 
     def make(self, options: Answer) -> Answer:
-        """The answer to ``navigator.credentials.create``, without attestation."""
         kind = "webauthn.create" if self.passkey.client_type == "webauthn.get" else self.passkey.client_type
         client = {
             "type": kind, "challenge": options["challenge"], "origin": self.passkey.origin, "crossOrigin": False,
@@ -140,7 +139,6 @@ class Device:
         return {"id": self.passkey.keyid, "rawId": self.passkey.keyid, "type": "public-key", "response": response}
 
     def answer(self, options: Answer) -> Answer:
-        """The answer to ``navigator.credentials.get``."""
         proof = self.passkey.sign(decode_bytes(options["challenge"]), approver="")
         response = {name: proof[name] for name in ("clientDataJSON", "authenticatorData", "signature")}
         return {"id": self.passkey.keyid, "rawId": self.passkey.keyid, "type": "public-key", "response": response}

@@ -140,7 +140,6 @@ class Request:
         self.task = task
 
     async def on(self, link: FakeLink) -> FakeStream:
-        """Wait until it is on that box."""
         await self.client.wait(lambda: link.streams or self.task.done())
         return link.streams[0]
 
@@ -200,7 +199,6 @@ def is_waited_for(rows: Rows) -> bool:
 
 
 def last_data(body: bytes) -> Any:
-    """Return what the last event of a stream says, or what a whole answer says."""
     return json.loads(body.rpartition(b"\ndata:")[2])
 
 

@@ -62,12 +62,10 @@ class Person:
 
 
 def make_people(count: int, *, groups: Sequence[str] = (), break_glass: bool = False) -> list[Person]:
-    """``count`` people, each with two passkeys and a key file, all in the same groups."""
     return [Person(name, tuple(groups), has_break_glass=break_glass) for name in NAMES[:count]]
 
 
 def make_policy_bytes(people: Iterable[Person], *, classes: PolicyClasses = DEFAULT_CLASSES, **changes: Any) -> bytes:
-    """The document of a policy that names ``people``."""
     fields: dict[str, Any] = {
         "policy_id": "main", "version": 1, "previous": "", "issued_at": NOW - 86_400, "expires_at": NOW + YEAR_S,
         "origins": [ORIGIN], "rp_ids": [RP_ID], "log_keys": [],
@@ -76,7 +74,6 @@ def make_policy_bytes(people: Iterable[Person], *, classes: PolicyClasses = DEFA
 
 
 def make_policy(people: Iterable[Person], *, classes: PolicyClasses = DEFAULT_CLASSES, **changes: Any) -> Policy:
-    """A policy that names ``people``."""
     return read_policy(make_policy_bytes(people, classes=classes, **changes))
 
 
@@ -120,7 +117,6 @@ DAY_S = 86_400
 
 
 def make_document(people: Sequence[Person], *, now: float, **changes: Any) -> bytes:
-    """A policy that holds at ``now``."""
     fields: dict[str, Any] = {
         "issued_at": int(now) - DAY_S, "expires_at": int(now) + 30 * DAY_S, "log_keys": [str(LOG_KEY)],
     }  # fmt: skip

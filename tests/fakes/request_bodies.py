@@ -143,7 +143,6 @@ def write(body: Json) -> bytes:
 
 
 def make_form(model: str) -> tuple[str, bytes]:
-    """Return content type and body of a recording's form."""
     field = b'--xx\r\ncontent-disposition: form-data; name="model"\r\n\r\n' + model.encode()
     sound = b'\r\n--xx\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFFdata\r\n--xx--\r\n'
     return "multipart/form-data; boundary=xx", field + sound
@@ -281,7 +280,6 @@ OF_SOME: dict[tuple[str, ...], dict[str, Make]] = {
 
 
 def list_kinds() -> list[tuple[str, str, Make]]:
-    """Return every kind with every path it is for: name, path, maker."""
     everywhere = [(name, path, make) for name, make in EVERYWHERE.items() for path in JSON_SURFACES]
     return everywhere + [(name, path, make) for paths, of in OF_SOME.items() for name, make in of.items() for path in paths]
 
@@ -414,7 +412,6 @@ def _plain(key: str, model: str, line: bytes) -> Broken:
 
 
 def _rewritten(key: str, model: str, old: bytes, new: bytes, *, statuses: tuple[int, ...] = (400,)) -> Broken:
-    """Return a good request with ``new`` in the place of ``old``."""
     good = _ask(b"content-length: %d")(key, model).data
     assert old in good
     return Broken(good.replace(old, new, 1), statuses)

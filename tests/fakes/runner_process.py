@@ -233,7 +233,6 @@ class RunnerProcess:
         self.run()
 
     def run(self) -> None:
-        """Go on until nothing more happens."""
         if self._loop is not None:
             self._loop.settle()
             if self._is_dead:

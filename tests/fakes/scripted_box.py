@@ -73,11 +73,9 @@ class Dialled:
 
     @property
     def kinds(self) -> list[str]:
-        """What the server sent, in order."""
         return []
 
     async def closed(self) -> tuple[int, str]:
-        """Wait until the server has closed the socket; return code and reason."""
         await self._wait(lambda: self.close_code is not None, DEADLINE_S, "close")
         return self.close_code or 0, self.close_reason
 
@@ -178,7 +176,6 @@ class ScriptedBox(Dialled):
         return stream.cancelled or ""
 
     async def credit(self, stream: Stream, at_least: int) -> None:
-        """Wait until the window is at least that many bytes wide."""
         await self._wait(lambda: stream.window >= at_least, DEADLINE_S, f"window of {at_least} bytes")
 
     async def message(self, kind: type[bridge.Message], *, within_s: float = DEADLINE_S) -> bridge.Message:
@@ -272,7 +269,6 @@ class ScriptedWorker(Dialled):
         return worker
 
     async def register(self, models: Sequence[str], *, name: str = "worker", max_concurrent: int = 1) -> Frame:
-        """Send the first frame and return the ``register_ack``."""
         self.models = list(models)
         about = {"worker_name": name, "models": self.models, "max_concurrent": max_concurrent}
         await self.send({"type": "register", **about, "protocol_version": PROTOCOL, "current_load": 0})
@@ -294,11 +290,9 @@ class ScriptedWorker(Dialled):
         return [frame for frame in self.frames if frame["type"] == kind]
 
     def cancels(self, job: Job) -> list[Frame]:
-        """Return the ``cancel`` frames for one job."""
         return [frame for frame in self.of_kind("cancel") if frame["request_id"] == job.id]
 
     async def frame(self, kind: str) -> Frame:
-        """Wait until a frame of a type has come and return it."""
         await self._wait(lambda: bool(self.of_kind(kind)), DEADLINE_S, f"{kind} frame")
         return self.of_kind(kind)[0]
 
@@ -308,7 +302,6 @@ class ScriptedWorker(Dialled):
         return self.jobs[self._taken - 1]
 
     async def cancelled(self, job: Job) -> Frame:
-        """Wait for the cancel of ``job``."""
         await self._wait(lambda: bool(self.cancels(job)), DEADLINE_S, f"cancel of {job.id}")
         return self.cancels(job)[0]
 
@@ -340,7 +333,6 @@ class ScriptedWorker(Dialled):
         await self.complete(job, body=completion_text(job, text), tokens=tokens)
 
     async def stream(self, job: Job, pieces: Sequence[str], *, tokens: tuple[int, int] | None = None) -> None:
-        """Answer a chat completion as a whole stream with ``[DONE]``."""
         for piece in pieces:
             await self.chunk(job, delta_text(job, piece))
         await self.chunk(job, "data: [DONE]\n\n")
@@ -348,7 +340,6 @@ class ScriptedWorker(Dialled):
 
 
 def completion_text(job: Job, text: str) -> str:
-    """Return a chat completion without usage, as JSON text."""
     choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
     return json.dumps({**SCRIPTED, "object": "chat.completion", "model": job.frame["model"], "choices": [choice]})
 

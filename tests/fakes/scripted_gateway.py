@@ -141,12 +141,10 @@ class ConnectedBox:
         return message
 
     async def declares(self, *models: str) -> None:
-        """Wait until these are the models that the box has declared last."""
         async with asyncio.timeout(DEADLINE_S), self.news:
             await self.news.wait_for(lambda: self.models() == list(models))
 
     async def expect_loss(self) -> None:
-        """Wait until the box has gone."""
         async with asyncio.timeout(DEADLINE_S), self.news:
             await self.news.wait_for(lambda: self.is_over)
 

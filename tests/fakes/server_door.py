@@ -97,7 +97,6 @@ async def serve(
     app: App, *, header_s: float = 10.0, body_s: float = 10.0, keep_alive_s: int = 60, linger_s: float = 30.0,
     linger_idle_s: float = 10.0, linger_bytes: int = 2**27,
 ) -> AsyncIterator[Door]:  # fmt: skip
-    """Serve ``app`` with our protocol."""
     set_limits(
         gateway={"server_linger_s": linger_s, "server_linger_idle_s": linger_idle_s, "server_linger_bytes": linger_bytes}
     )

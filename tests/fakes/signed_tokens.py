@@ -66,12 +66,10 @@ def make_binding(**changes: Any) -> Binding:
 
 
 def make_l0(key: bytes = KEY, **changes: Any) -> Token:
-    """A signed L0 token whose claims differ from the valid ones in ``changes``."""
     return sign_l0(key, make_grant(**changes))
 
 
 def make_l1(key: bytes = KEY, grant: Grant | None = None, **changes: Any) -> Token:
-    """A signed L1 token whose binding differs from the valid one in ``changes``."""
     return sign_l1(key, grant or make_grant(), make_binding(**changes))
 
 

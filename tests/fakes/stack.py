@@ -33,7 +33,6 @@ STOPPED_WITHIN_S = 60.0
 
 
 def answers(url: str) -> bool:
-    """Return whether an HTTP GET of ``url`` gives 200."""
     try:
         with urllib.request.urlopen(url, timeout=2) as reply:
             return bool(reply.status == 200)
@@ -182,7 +181,6 @@ class Stack:
 
     @property
     def main(self) -> Gateway:
-        """The gateway that ``up`` started."""
         return self.gateways["main"]
 
     def gateway(self, name: str, settings: Mapping[str, str], *, port: int | None = None) -> Gateway:
@@ -225,7 +223,6 @@ class Stack:
         return found
 
     def find_part(self, *words: str) -> psutil.Process | None:
-        """Return what ``part`` returns, or None when there is none at the moment."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.process.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -292,7 +289,6 @@ class DocumentedNginx:
 
     @property
     def socket_options(self) -> dict[str, Any]:
-        """How to dial ``wss://gateway.example.com`` through it."""
         trusting = ssl.create_default_context()
         trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
         return {"ssl": trusting, "host": "127.0.0.1", "port": self.port}

@@ -110,7 +110,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     @contextmanager
     def underway(self, what: str) -> Iterator[None]:
-        """Have the clock stand until the block ends."""
         self.begin(what)
         try:
             yield

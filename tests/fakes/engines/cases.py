@@ -48,14 +48,12 @@ CORE_CAUSE = "ValueError: shape mismatch in model.embed_tokens.weight"
 
 
 def halve(model: Path, broken: Path, size: int) -> Path:
-    """Return a copy of a model folder whose weights end after so many bytes."""
     shutil.copytree(model, broken)
     (broken / "model.bin").write_bytes((model / "model.bin").read_bytes()[:size])
     return broken
 
 
 def write_program(path: Path, contract: str) -> str:
-    """Make a program of a contract server."""
     program = HERE / "programs" / contract
     path.write_text(f'#!/bin/sh\nPYTHONPATH="{ROOT}" exec "{sys.executable}" "{program}" "$@"\n')
     path.chmod(0o755)
@@ -179,7 +177,6 @@ def launched_plan(folder: Path, **faults: object) -> LoadPlan:
 
 @contextlib.asynccontextmanager
 async def foreign_server(model_id: str, *flags: str, key: str = "") -> AsyncIterator[str]:
-    """Yield the URL of a TGI that is somebody else's."""
     port, server = free_ports(1)[0], str(HERE / "programs" / "tgi_contract.py")
     command = [sys.executable, server, "--hostname", "127.0.0.1", "--port", str(port), "--model-id", model_id, *flags]
     env = {**os.environ, "API_KEY": key, "PYTHONPATH": str(ROOT)}

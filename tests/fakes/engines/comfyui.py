@@ -324,12 +324,10 @@ class ComfyContract:
 
 
 def comfy_plan(url: str, model: str = "sd15", **options: object) -> LoadPlan:
-    """Return a plan for a checkpoint of the server at ``url``."""
     return LoadPlan(model_id=model, backend="comfyui", slots=4, options={"server_url": url, **options})
 
 
 def image_call(prompt: str = "a lighthouse", **fields: object) -> Call:
-    """Return a request for images; ``fields`` join the body."""
     body = {"model": "sd15", "prompt": prompt, "size": "64x64", "steps": 4, **fields}
     return Call("POST", IMAGES, {"content-type": "application/json"}, json.dumps(body).encode())
 

@@ -254,7 +254,6 @@ def server_plan(url: str, model: str = "tiny", **options: object) -> LoadPlan:
 
 @contextlib.asynccontextmanager
 async def open_router(_folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
-    """Yield an adapter for a model of a router, and one for a model whose loads fail."""
     async with run_router() as router:
         yield chatting(
             LlamaServer, client, server_plan(router.url), server_plan(router.url, "broken"),

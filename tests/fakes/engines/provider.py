@@ -126,7 +126,6 @@ def remote_plan(url: str, **options: object) -> LoadPlan:
 
 @contextlib.asynccontextmanager
 async def open_remote(_folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
-    """Yield an adapter, and one for a model that the provider does not have."""
     async with ProviderContract(token_s=0.005).serve() as provider:
         plan, broken = (remote_plan(provider.url, remote_health_check="models", remote_model=name) for name in (NAME, "gone"))
         with key_in_environment():

@@ -57,7 +57,6 @@ class ScriptedEngine:
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
 
     async def stop(self) -> None:
-        """Listen no more and close every connection; who connects is refused."""
         if self.runner is not None:
             await self.runner.cleanup()
             self.runner = None
@@ -121,14 +120,12 @@ async def stream_words(
 
 
 def drop(request: web.Request) -> web.StreamResponse:
-    """Close the connection without a word."""
     assert request.transport is not None
     request.transport.abort()
     return web.Response()
 
 
 def words_answer(count: int, prompt_tokens: int, **fields: object) -> dict[str, Any]:
-    """Return the whole answer of so many words."""
     choice = {"index": 0, "message": {"role": "assistant", "content": "word " * count}, "finish_reason": "length"}
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": count, "total_tokens": prompt_tokens + count}
     return {"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage, **fields}

@@ -155,7 +155,6 @@ async def assert_health(engine: Engine, wanted: Health) -> None:
 
 
 async def load(subject: EngineUnderTest) -> list[Progress]:
-    """Load it; return the progress that was reported."""
     reported: list[Progress] = []
     await asyncio.wait_for(subject.engine.load(reported.append), subject.load_s)
     return reported
@@ -169,7 +168,6 @@ async def ask(engine: Engine, call: Call) -> bytes:
 
 
 async def count_running(subject: EngineUnderTest) -> int | None:
-    """Return how many requests the engine works on, None when it does not tell."""
     if subject.running is not None:
         counted = subject.running()
         return counted if isinstance(counted, int) else await counted
@@ -276,7 +274,6 @@ async def assert_freed_by_leaving(subject: EngineUnderTest, long: Call) -> None:
 
 
 async def _leave_early(subject: EngineUnderTest, long: Call) -> str:
-    """Begin an answer and leave it; return what was wrong, or nothing."""
     async with subject.engine.stream(long) as response:
         await first_bytes(response)
         counted = await count_running(subject)
@@ -417,14 +414,12 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 @contextlib.asynccontextmanager
 async def client_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """Yield a session without a time limit, as the runner has one."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
         yield client
 
 
 @contextlib.asynccontextmanager
 async def loaded(engine: Engine) -> AsyncIterator[list[Progress]]:
-    """Load an engine, yield what it reported, and unload it at the end."""
     reported: list[Progress] = []
     try:
         await asyncio.wait_for(engine.load(reported.append), 30)
@@ -456,7 +451,6 @@ async def ask_chat(engine: Engine, text: str, **fields: object) -> Answer:
 
 
 async def read_events(engine: Engine, call: Call) -> list[str]:
-    """Return the data of every event of a stream that is answered with 200."""
     async with asyncio.timeout(30), engine.stream(call) as response:
         body = (await response.read()).decode()
         assert response.status == 200, body
@@ -465,7 +459,6 @@ async def read_events(engine: Engine, call: Call) -> list[str]:
 
 
 def text_of_chat(answer: Answer) -> str:
-    """Return the text of a whole chat answer that is expected to be good."""
     status, body = answer
     assert status == 200, body
     return str(body["choices"][0]["message"]["content"])

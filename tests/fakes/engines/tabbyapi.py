@@ -134,7 +134,6 @@ def keys_in_environment() -> contextlib.AbstractContextManager[None]:
 
 
 def tabby_plan(url: str, model: str = "tiny", *, context_tokens: int | None = 4096, **options: object) -> LoadPlan:
-    """Return a plan for a model of the server at ``url``."""
     named = {
         "server_url": url, "server_api_key_env": "TEST_TABBY_KEY", "server_admin_key_env": "TEST_TABBY_ADMIN_KEY", **options,
     }  # fmt: skip
@@ -143,7 +142,6 @@ def tabby_plan(url: str, model: str = "tiny", *, context_tokens: int | None = 40
 
 @contextlib.asynccontextmanager
 async def open_tabbyapi(_folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
-    """Yield an adapter of a server of ours, and one for a model that does not load there."""
     async with TabbyContract().serve() as server:
         with keys_in_environment():
             yield chatting(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar  # Any: parts of a CTranslate2 model
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,8 @@ def hf_model_dir() -> Path:
     return _made("muster-tiny-hf", write_hf_model)
 
 
-def ct2_model_dir(quantization: str = "int8") -> Path:
-    """The chat model as a CTranslate2 folder; ``quantization`` is int8 or float32."""
-    return _made(f"muster-tiny-ct2-{quantization}", lambda to: write_ct2_model(to, quantization=quantization))
+def ct2_model_dir() -> Path:
+    return _made("muster-tiny-ct2", write_ct2_model)
 
 
 def lora_dir() -> Path:
@@ -267,7 +266,6 @@ def hf_tensors(gguf: GgufFile) -> dict[str, Floats]:
 
 
 def hf_config(gguf: GgufFile) -> dict[str, object]:
-    """Return ``config.json`` of LlamaForCausalLM."""
     base = gguf.get("llama.rope.freq_base", float)
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": True,
@@ -289,7 +287,6 @@ def hf_config(gguf: GgufFile) -> dict[str, object]:
 
 
 def write_llama_tokenizer(gguf: GgufFile, folder: Path) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` with the chat template."""
     tokens, kinds = gguf.get("tokenizer.ggml.tokens", list), gguf.get("tokenizer.ggml.token_type", list)
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -320,7 +317,6 @@ def write_llama_tokenizer(gguf: GgufFile, folder: Path) -> None:
 
 
 def write_hf_model(folder: Path) -> None:
-    """Write the model as Hugging Face has it: bf16 safetensors, configuration, tokenizer."""
     gguf = read_gguf(GGUF)
     write_safetensors(folder / "model.safetensors", hf_tensors(gguf), dtype="BF16")
     config = hf_config(gguf)
@@ -350,8 +346,8 @@ def write_lora(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
-def write_ct2_model(folder: Path, *, quantization: str) -> None:
-    """Write the model as CTranslate2's converter would, which itself needs torch. ``quantization``: int8, float32, …"""
+def write_ct2_model(folder: Path) -> None:
+    """Write the model as CTranslate2's converter would, which itself needs torch."""
     from ctranslate2 import specs
     from ctranslate2.specs import common_spec, transformer_spec
 
@@ -383,7 +379,7 @@ def write_ct2_model(folder: Path, *, quantization: str) -> None:
     spec.config.unk_token = ""
     spec.config.layer_norm_epsilon = config["rms_norm_eps"]
     spec.validate()
-    spec.optimize(quantization=quantization)
+    spec.optimize(quantization="int8")
     spec.save(str(folder))
     write_llama_tokenizer(gguf, folder)
 
@@ -397,7 +393,6 @@ SECONDS_PER_SEGMENT = 1.2
 
 
 def write_whisper(folder: Path, *, multilingual: bool) -> None:
-    """Write model.bin, its configuration, tokenizer.json and preprocessor_config.json."""
     from ctranslate2.specs import whisper_spec
 
     tokens = _write_tokenizer(folder / "tokenizer.json", multilingual=multilingual)
@@ -461,10 +456,7 @@ def _script(numbers: dict[str, int], *, multilingual: bool) -> list[int]:
     return [script[position % len(script)] for position in range(TEXT_POSITIONS)]
 
 
-def _fill_encoder(encoder: object, random: np.random.Generator) -> None:
-    from ctranslate2.specs import whisper_spec
-
-    assert isinstance(encoder, whisper_spec.WhisperEncoderSpec)
+def _fill_encoder(encoder: Any, random: np.random.Generator) -> None:
     for conv, inputs in ((encoder.conv1, MELS), (encoder.conv2, WIDTH)):
         conv.weight, conv.bias = _random(random, WIDTH, inputs, 3), _zeros(WIDTH)
     encoder.position_encodings.encodings = _random(random, AUDIO_POSITIONS, WIDTH)
@@ -474,11 +466,8 @@ def _fill_encoder(encoder: object, random: np.random.Generator) -> None:
         _fill_feed_forward(layer.ffn, random)
 
 
-def _fill_decoder(decoder: object, random: np.random.Generator, script: list[int], vocabulary: int) -> None:
+def _fill_decoder(decoder: Any, random: np.random.Generator, script: list[int], vocabulary: int) -> None:
     """Fill in weights under which the token after position ``p`` is ``script[p]``: the layers add nothing to the stream."""
-    from ctranslate2.specs import transformer_spec
-
-    assert isinstance(decoder, transformer_spec.TransformerDecoderSpec)
     directions = _random(random, vocabulary, WIDTH)
     directions -= directions.mean(axis=1, keepdims=True)
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
@@ -495,28 +484,19 @@ def _fill_decoder(decoder: object, random: np.random.Generator, script: list[int
             last.weight = np.zeros_like(last.weight)
 
 
-def _fill_attention(attention: object, random: np.random.Generator, *, crosses: bool) -> None:
-    from ctranslate2.specs import attention_spec
-
-    assert isinstance(attention, attention_spec.MultiHeadAttentionSpec)
+def _fill_attention(attention: Any, random: np.random.Generator, *, crosses: bool) -> None:
     for linear, rows in zip(attention.linear, (1, 2, 1) if crosses else (3, 1), strict=True):
         linear.weight, linear.bias = _random(random, rows * WIDTH, WIDTH), _zeros(rows * WIDTH)
     _fill_norm(attention.layer_norm)
 
 
-def _fill_feed_forward(ffn: object, random: np.random.Generator) -> None:
-    from ctranslate2.specs import transformer_spec
-
-    assert isinstance(ffn, transformer_spec.FeedForwardSpec)
+def _fill_feed_forward(ffn: Any, random: np.random.Generator) -> None:
     ffn.linear_0.weight, ffn.linear_0.bias = _random(random, HIDDEN, WIDTH), _zeros(HIDDEN)
     ffn.linear_1.weight, ffn.linear_1.bias = _random(random, WIDTH, HIDDEN), _zeros(WIDTH)
     _fill_norm(ffn.layer_norm)
 
 
-def _fill_norm(norm: object) -> None:
-    from ctranslate2.specs import common_spec
-
-    assert isinstance(norm, common_spec.LayerNormSpec)
+def _fill_norm(norm: Any) -> None:
     norm.gamma, norm.beta = np.ones(WIDTH, np.float32), _zeros(WIDTH)
 
 

@@ -84,7 +84,6 @@ class Control:
         return [status for status in found if (status.op_id, status.use) == (op_id, use)]
 
     async def end_of(self, op_id: str, use: int, seen: int) -> bridge.OpStatus:
-        """The first final status after ``seen`` of them."""
         at = 0
         while True:
             status = await self.box.expect(bridge.OpStatus, skip=at)
@@ -105,7 +104,6 @@ class Control:
         return receipt
 
     async def report(self, *, skip: int) -> bridge.GovernanceReport:
-        """The next report after ``skip`` of them."""
         return await self.box.expect(bridge.GovernanceReport, skip=skip)
 
 
@@ -123,7 +121,6 @@ class Ear:
         return self.heard[-1][1]
 
     async def hear_stage(self, stage: str) -> None:
-        """Wait until the operation is said to be there."""
         await eventually(lambda: self.heard and self.last.stage == stage, f"the stage {stage} is told")
 
     async def end(self) -> bridge.OpStatus:
@@ -160,11 +157,9 @@ class Desk:
         return bridge.OpCommand(op_id=op_id, use=1, operation=operation, body=body, token=token)
 
     def hold_loads(self) -> None:
-        """Have every engine wait for ``may_load``."""
         self.bench.prepare = lambda engine: engine.may_load.clear()
 
     async def loading(self) -> None:
-        """Wait until an engine was started."""
         await eventually(lambda: len(self.bench.engines) == 1, "the engine is started")
 
 

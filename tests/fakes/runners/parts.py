@@ -67,7 +67,6 @@ def ask(model_id: str, *, tenant: str = "t1", tokens: int = 4, is_weighty: bool 
 
 
 async def answer(parts: Parts, model_id: str, *, tenant: str = "t1") -> int:
-    """Ask something and return how many tokens came from the cache."""
     async with parts.door.open(ask(model_id, tenant=tenant)) as given:
         assert given.chunks is not None
         assert [chunk async for chunk in given.chunks]
@@ -135,7 +134,6 @@ class Visitors:
         await settle()
 
     async def go(self, name: str, *, after_s: float = 0.0) -> None:
-        """Let a request end after so many seconds."""
         self.clock.advance(after_s)
         self.queue.leave(self.turns.pop(name))
         await settle()

@@ -135,7 +135,6 @@ class ApiBox:
         return self.client.post("/v1/cache/flush", json=body)
 
     def finish_load(self, reply: httpx.Response) -> dict[str, object]:
-        """Poll a load until it has ended and return its task."""
         assert reply.status_code in {200, 202}, reply.text
         task_id = reply.json()["taskId"]
         return self.wait_for(
@@ -151,7 +150,6 @@ class ApiBox:
     def wait_for(
         self, read: Callable[[], dict[str, object]], holds: Callable[[dict[str, object]], object]
     ) -> dict[str, object]:
-        """Return what ``read`` gives as soon as ``holds`` says so."""
         seen: list[dict[str, object]] = []
 
         def look() -> object:

@@ -12,7 +12,6 @@ import xllamacpp
 
 
 def main() -> None:
-    """Serve until told to stop."""
     path, cache_ram_mib, slot_save_path, key = sys.argv[1:]
     params = xllamacpp.CommonParams()
     params.model.path = path

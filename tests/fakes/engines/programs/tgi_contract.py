@@ -113,7 +113,6 @@ class Server:
 
 
 def _words(body: dict[str, Any]) -> list[str]:
-    """Return the prompt: tokens are words."""
     texts = [body["prompt"]] if "prompt" in body else [message["content"] for message in body["messages"]]
     return " ".join(texts).split()
 
@@ -123,7 +122,6 @@ def _tokens(words: list[str]) -> list[dict[str, object]]:
 
 
 async def serve(args: argparse.Namespace, faults: dict[str, Any], shard: subprocess.Popen[bytes]) -> None:
-    """Serve until SIGTERM, or until the shard dies."""
     runner = await set_up(Server(args, faults).routes())
     await web.TCPSite(runner, args.hostname, int(args.port)).start()
     say("Connected")

@@ -266,7 +266,6 @@ def _error(status: int, message: str) -> web.Response:
 
 
 async def serve(args: argparse.Namespace, faults: dict[str, Any], worker: subprocess.Popen[bytes]) -> None:
-    """Serve until SIGTERM."""
     server = Server(args, faults, worker)
     runner = await set_up(server.routes())
     await web.UnixSite(runner, args.uds).start()
