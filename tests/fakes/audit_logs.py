@@ -104,15 +104,12 @@ def make_proof() -> dict[str, object]:
     leaves = [leaf_hash(entry.hash) for entry in LOG]
     events = [
         {
-            "seq": entry.seq,
-            "prev": to_text(entry.prev_hash),
-            "hash": to_text(entry.hash),
-            "body": to_text(entry.body or b""),
+            "seq": entry.seq, "prev": to_text(entry.prev_hash), "hash": to_text(entry.hash), "body": to_text(entry.body or b""),
             "path": [to_text(node) for node in inclusion_proof(entry.seq - 1, len(LOG), lambda lo, hi: root(leaves[lo:hi]))],
         }
         for entry in LOG
         if json.loads(entry.body or b"")["op_id"] == "op-3"
-    ]
+    ]  # fmt: skip
     return {"format": PROOF_FORMAT, "opId": "op-3", "keys": [str(KEY)], "checkpoint": seal(LOG).note, "events": events}
 
 

@@ -240,11 +240,9 @@ class Lab:
     ) -> Exchange:  # fmt: skip
         """Start a chat completion and return the open exchange, for reading slowly or leaving."""
         exchange = await Exchange.open(
-            (gateway or self.gateway).url + CHAT,
-            headers=self.headers(),
-            body=chat_body(model, text, stream=stream, **more),
+            (gateway or self.gateway).url + CHAT, headers=self.headers(), body=chat_body(model, text, stream=stream, **more),
             receive_buffer=receive_buffer,
-        )
+        )  # fmt: skip
         self.exchanges.append(exchange)
         return exchange
 

@@ -124,11 +124,9 @@ class FakeLink(Link):
     def __init__(self, *models: str, slots: int = 1, name: str = "", node_id: uuid.UUID | None = None) -> None:
         number = next(_numbers)
         super().__init__(
-            node_id=node_id or uuid.UUID(int=number),
-            node_name=name or f"node-{number}",
-            models=frozenset(models or ("m",)),
+            node_id=node_id or uuid.UUID(int=number), node_name=name or f"node-{number}", models=frozenset(models or ("m",)),
             max_concurrent=slots,
-        )
+        )  # fmt: skip
         self.streams: list[FakeStream] = []
         self.close_reasons: list[str] = []
 

@@ -17,11 +17,9 @@ LLAMA = {
     "tokenizer.ggml.tokens": ["a", "b", "c"], "tokenizer.ggml.scores": [0.0, 1.0, 2.0], "llama.rope.freq_base": 10000.0,
 }  # fmt: skip
 LLAMA_TENSORS: list[Tensor] = [
-    ("token_embd.weight", (64, 32), GGUF_Q8_0),
-    ("blk.0.attn_k.weight", (64, 32), GGUF_Q8_0),
-    ("blk.0.attn_norm.weight", (64,), GGUF_F32),
-    ("blk.1.attn_k.weight", (64, 32), GGUF_F16),
-]
+    ("token_embd.weight", (64, 32), GGUF_Q8_0), ("blk.0.attn_k.weight", (64, 32), GGUF_Q8_0),
+    ("blk.0.attn_norm.weight", (64,), GGUF_F32), ("blk.1.attn_k.weight", (64, 32), GGUF_F16),
+]  # fmt: skip
 
 
 def gguf_bytes(metadata: Mapping[str, object], tensors: Sequence[Tensor], *, version: int = 3) -> tuple[bytes, int]:

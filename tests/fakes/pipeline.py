@@ -90,22 +90,13 @@ class Gateway:
             priority=priority,
         )  # fmt: skip
         catalogue.apply_keys([(minted.keyid, KeyEntry(minted.digest, caller, revoked=False, expires_at=None))], replace=True)
-        catalogue.apply_models(
-            [
-                ModelEntry(
-                    name=name,
-                    allowed=True,
-                    owned_by="x",
-                    max_tokens=100,
-                    max_prompt_chars=max_prompt_chars,
-                    max_queue=max_queue,
-                    created=0,
-                    fallbacks=fallbacks,
-                    tidy=tidy,
-                )
-                for name, fallbacks in (models or {"m": ()}).items()
-            ]
-        )
+        catalogue.apply_models([
+            ModelEntry(
+                name=name, allowed=True, owned_by="x", max_tokens=100, max_prompt_chars=max_prompt_chars, max_queue=max_queue,
+                created=0, fallbacks=fallbacks, tidy=tidy,
+            )
+            for name, fallbacks in (models or {"m": ()}).items()
+        ])  # fmt: skip
         catalogue.apply_aliases([AliasEntry(None, alias) for alias in aliases])
         self.records = RecordWriter(accept_s=30.0, max_pending=1000)
         self.records.start()

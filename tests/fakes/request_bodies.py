@@ -104,12 +104,10 @@ _CHAT: Json = {
         {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:AA"}}]},
         {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]},
     ],
-    "stream_options": {"include_usage": True},
-    "max_tokens": 3,
-    "max_completion_tokens": 4,
+    "stream_options": {"include_usage": True}, "max_tokens": 3, "max_completion_tokens": 4,
     "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     "x_pool_options": {"prefer_gpu": "a", "max_latency_ms": 3000, "priority": "low"},
-}
+}  # fmt: skip
 _BODIES: dict[str, Json] = {
     CHAT: _CHAT, COMPLETIONS: {"prompt": ["a", "b"], "max_tokens": 1, "echo": False}, MESSAGES: _MESSAGES,
     RESPONSES: _RESPONSES, EMBEDDINGS: {"input": ["a", "b"], "encoding_format": "float"},
@@ -514,14 +512,12 @@ GOOD: list[Json] = [
     {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}], "usage": None},
     {"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}, "finish_reason": None}]},
     {"choices": [{"index": 0, "delta": {"content": "hello"}, "logprobs": {"content": [{"token": "hello", "logprob": -1}]}}]},
-    {"choices": [{"index": 0, "delta": call(0, name="f", arguments="")}]},
-    _continue('{"a":'),
-    _continue("1}"),
+    {"choices": [{"index": 0, "delta": call(0, name="f", arguments="")}]}, _continue('{"a":'), _continue("1}"),
     {"choices": [{"index": 0, "delta": call(1, name="g", arguments='{"input":"x"}')}]},
     {"choices": [{"index": 0, "delta": {"refusal": "no"}}]},
     {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls", "stop_reason": "END"}]},
     {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}},
-]
+]  # fmt: skip
 VALUES: tuple[object, ...] = (
     None, True, 0, -1, 2**31, 2**60, 2**63, 2**70, 10**400, 0.5, "", "x", "\x00", "\x7f\u2028", "data: [DONE]", '"}', "{",
     "é" * 400, [], [[]], [None], {}, {"": {}}, {"type": "text"}, "stop", "length", "error", "abort", "assistant",
@@ -619,13 +615,11 @@ def make_envelope(task: str, args: list[object], **headers: object) -> dict[str,
     ident = str(uuid.uuid4())
     body = json.dumps([args, {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}])
     return {
-        "body": base64.b64encode(body.encode()).decode(),
-        "content-encoding": "utf-8",
-        "content-type": "application/json",
+        "body": base64.b64encode(body.encode()).decode(), "content-encoding": "utf-8", "content-type": "application/json",
         "headers": {"lang": "py", "task": task, "id": ident, "eta": None, "expires": None, "retries": 0, **headers},
         "properties": {
-            "correlation_id": ident, "delivery_mode": 2, "delivery_info": {"exchange": "", "routing_key": QUEUE},
-            "priority": 0, "body_encoding": "base64", "delivery_tag": str(uuid.uuid4()),
+            "correlation_id": ident, "delivery_mode": 2, "delivery_info": {"exchange": "", "routing_key": QUEUE}, "priority": 0,
+            "body_encoding": "base64", "delivery_tag": str(uuid.uuid4()),
         },
     }  # fmt: skip
 
@@ -686,10 +680,8 @@ def _make_task(rng: random.Random) -> object:
 
 def _make_control(rng: random.Random) -> object:
     body: dict[str, object] = {
-        "method": rng.choice(["shutdown", "pool_shrink", "rate_limit", "ping"]),
-        "arguments": {},
-        "destination": None,
-    }
+        "method": rng.choice(["shutdown", "pool_shrink", "rate_limit", "ping"]), "arguments": {}, "destination": None,
+    }  # fmt: skip
     return {**make_envelope("", []), "body": base64.b64encode(json.dumps(body).encode()).decode()}
 
 

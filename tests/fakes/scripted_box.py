@@ -111,22 +111,13 @@ class ScriptedBox(Dialled):
         connection = await connect(target, additional_headers={"x-worker-secret": secret}, **dial_options())
         box = cls(connection)
         box._reading = asyncio.create_task(box._read())
-        await box.send(
-            bridge.Register(
-                worker_name=name,
-                models=list(models),
-                max_concurrent=max_concurrent,
-                protocol_version=bridge.MUSTER_V1,
-                instance_id=instance_id or uuid.uuid4().hex,
-                agent_version="scripted",
-                endpoints=list(endpoints),
-                gpus=[bridge.GpuInfo(index=0, name="Scripted GPU", memory_total_mb=24576, memory_used_mb=1024)],
-                replicas=list(replicas)
-                if replicas is not None
-                else [bridge.ReplicaInfo(model=model, state="loaded", engine="scripted") for model in models],
-                governance=governance,
-            )
-        )
+        loaded = [bridge.ReplicaInfo(model=model, state="loaded", engine="scripted") for model in models]
+        await box.send(bridge.Register(
+            worker_name=name, models=list(models), max_concurrent=max_concurrent, protocol_version=bridge.MUSTER_V1,
+            instance_id=instance_id or uuid.uuid4().hex, agent_version="scripted", endpoints=list(endpoints),
+            gpus=[bridge.GpuInfo(index=0, name="Scripted GPU", memory_total_mb=24576, memory_used_mb=1024)],
+            replicas=loaded if replicas is None else list(replicas), governance=governance,
+        ))  # fmt: skip
         await box._wait(lambda: box.ack is not None, DEADLINE_S, "register_ack")
         return box
 

@@ -103,9 +103,8 @@ class ConnectedBox:
     is_over: bool = False
 
     async def open(
-        self, body: dict[str, object] | bytes, *, path: str = "/v1/chat/completions",
-        deadline_ms: int = 60_000, window_bytes: int = WIRE.stream_window_bytes, headers: dict[str, str] | None = None,
-        model: str = "", tenant: str = "",
+        self, body: dict[str, object] | bytes, *, path: str = "/v1/chat/completions", deadline_ms: int = 60_000,
+        window_bytes: int = WIRE.stream_window_bytes, headers: dict[str, str] | None = None, model: str = "", tenant: str = "",
     ) -> OpenStream:  # fmt: skip
         """Send OPEN (and BODY frames) of a new stream, for the first model of the box unless another is named."""
         number = len(self.streams) + 1

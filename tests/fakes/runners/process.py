@@ -238,10 +238,8 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 SETTLE_S = 30.0
 WRITES: dict[str, tuple[ModuleType, str]] = {
-    "booking": (approvals, "begin_op"),
-    "task": (history, "save_task"),
-    "outcome": (approvals, "finish_op"),
-}
+    "booking": (approvals, "begin_op"), "task": (history, "save_task"), "outcome": (approvals, "finish_op"),
+}  # fmt: skip
 
 
 def hold_start(until: Path) -> None:
