@@ -16,9 +16,8 @@ from gateway.routing import Target
 from gateway.services import allow_model, create_alias, create_tenant
 from nodes.models import Node
 from tests.fakes.control_process import ServerProcess
-from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence
+from tests.fakes.nodes import ACTOR, make_credential, make_key, make_node, make_presence, make_record
 from tests.fakes.scripted_box import Stream
-from tests.fakes.tenants import make_key, make_record
 from tests.fakes.waiting import wait_until
 from tests.rings.browser.conftest import NodeThread, Visit, find_violations, in_database
 from wire.bridge import GpuInfo, MemoryInfo, ModelsUpdate, ReplicaInfo, Telemetry

@@ -15,10 +15,10 @@ import psycopg
 import redis
 from psycopg import sql
 
+from tests.fakes.direct_node import serve_backend
 from tests.fakes.http_client import DELETED_TEXT, assert_failure, assert_stream_failure, call, send_raw
 from tests.fakes.lab import CHAT, MESSAGES, Lab, chat_body, unique
-from tests.fakes.scripted_backend import serve_backend
-from tests.fakes.scripted_worker import delta_text
+from tests.fakes.scripted_box import delta_text
 from tests.fakes.waiting import eventually
 from tests.rings.contract.conftest import PAGE
 from wire import frames

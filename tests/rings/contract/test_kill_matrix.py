@@ -23,12 +23,11 @@ import psycopg
 import pytest
 import pytest_asyncio
 
-from tests.fakes.control_process import ROOT, standing_still
+from tests.fakes.control_process import standing_still
 from tests.fakes.http_client import Exchange, Reply, assert_failure
 from tests.fakes.lab import OPEN_STATES, Lab, chat_body, unique
-from tests.fakes.scripted_worker import ScriptedWorker, delta_text
+from tests.fakes.scripted_box import ScriptedWorker, delta_text
 from tests.fakes.stack import Stack, run_stack
-from tests.fakes.standing_still import standing_still
 from tests.fakes.waiting import eventually, wait_until
 from wire.ids import format_id
 

@@ -33,7 +33,7 @@ from tests.fakes.waiting import eventually
 pytestmark = pytest.mark.timeout(180)
 
 
-ADAPTERS = (comfyui, ct2, exllamav3, llama_server, llamacpp, provider, tabbyapi, tgi, vllm, whisper)
+ADAPTERS = (cases, comfyui, llama_server, provider, tabbyapi)
 CASES = [pytest.param(case, id=case.name, marks=case.marks) for adapter in ADAPTERS for case in adapter.CASES]
 
 

@@ -39,10 +39,21 @@ from conformance.readers.messages import read_messages, require_end
 from conformance.readers.responses import LAST_EVENTS, read_responses
 from conformance.verdicts import Violation
 from tests.fakes import request_bodies as bodies
-from tests.fakes.engine_streams import spoil_answer, spoil_body, spoil_stream
 from tests.fakes.http_client import Reply, call
 from tests.fakes.lab import Lab
-from tests.fakes.request_bodies import CHAT, COMPLETIONS, COUNT_MESSAGES, EMBEDDINGS, IMAGES, MESSAGES, RERANK, RESPONSES
+from tests.fakes.request_bodies import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_MESSAGES,
+    EMBEDDINGS,
+    IMAGES,
+    MESSAGES,
+    RERANK,
+    RESPONSES,
+    spoil_answer,
+    spoil_body,
+    spoil_stream,
+)
 from tests.fakes.scripted_box import ScriptedBox, Stream
 from tests.fakes.stack import Gateway
 from tests.fakes.waiting import eventually

@@ -28,8 +28,7 @@ from core.models import User
 from gateway.models import ApiKey
 from gateway.services import allow_model, create_tenant, disable_tenant
 from tests.fakes.control_process import free_port
-from tests.fakes.nodes import ACTOR, audited
-from tests.fakes.tenants import make_operator
+from tests.fakes.nodes import ACTOR, audited, make_operator
 from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)

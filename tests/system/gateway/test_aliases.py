@@ -14,8 +14,7 @@ from gateway.catalogue import Catalogue
 from gateway.models import ModelAlias
 from gateway.routing import Target
 from governance.services import create_admin_token
-from tests.fakes.nodes import ACTOR, audited, make_node, make_presence
-from tests.fakes.tenants import make_operator
+from tests.fakes.nodes import ACTOR, audited, make_node, make_operator, make_presence
 
 pytestmark = pytest.mark.django_db
 POLYGLOT = "\"'><img src=x onerror=alert(1)>{{7*7}}<script>alert(2)</script>"

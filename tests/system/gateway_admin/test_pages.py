@@ -33,8 +33,7 @@ from nodes.services.serving import Has, ServingBox
 from nodes.states import Obstacle
 from tests.fakes.clock import shift_clock
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import ACTOR, audited
-from tests.fakes.tenants import make_gateway, make_key, make_operator, make_record, make_tenant
+from tests.fakes.nodes import ACTOR, audited, make_gateway, make_key, make_operator, make_record, make_tenant
 from wire.contract import ErrorCode, RequestState
 from wire.ids import new_uuid7
 

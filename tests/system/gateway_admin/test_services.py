@@ -36,8 +36,7 @@ from gateway.values import Priority
 from governance.services import create_admin_token
 from nodes.services import create_credential, create_provider
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import ACTOR, audited
-from tests.fakes.tenants import make_gateway, make_key, make_operator, make_record, make_tenant
+from tests.fakes.nodes import ACTOR, audited, make_gateway, make_key, make_operator, make_record, make_tenant
 from tests.fakes.waiting import wait_until
 from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, RequestState
 from wire.ids import format_id, new_uuid7

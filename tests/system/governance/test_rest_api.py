@@ -25,7 +25,7 @@ from governance.api.stream import StatusStream
 from governance.errors import InvalidProposal
 from governance.models import AdminToken, AuditEvent, Operation, PolicyVersion
 from governance.states import ApprovalState
-from tests.fakes.audit_rows import append
+from tests.fakes.audit_logs import append
 from tests.fakes.governed_team import Team, make_client, make_governed, make_team, open_session, post, propose_token, refusal
 from tests.fakes.limits import set_limits
 from wire import auditlog

@@ -33,9 +33,8 @@ from governance.services.passkeys import KnownPasskey, verify_known
 from governance.services.people import create_invitation
 from governance.services.sign_in_throttle import ANYWHERE_PACE, NAME_PACE, REFUSAL, _hide, sweep_failures
 from tests.fakes.governed_team import RP_ID, Member, Team, make_client, make_team, open_session, post, propose_token
+from tests.fakes.nodes import find_tables, make_tenant
 from tests.fakes.passkeys import USER_PRESENT, Device, KeyFile, PrivateKey, SoftPasskey
-from tests.fakes.rows import find_tables
-from tests.fakes.tenants import make_tenant
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 pytestmark = pytest.mark.django_db

@@ -27,7 +27,7 @@ from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeOpKey, Reach
 from nodes.services import revoke_credential, set_op_key, take_governance, take_report
-from tests.fakes.governed_nodes import Identity, make_box
+from tests.fakes.governed_team import Identity, make_box
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink
 from tests.fakes.nodes import ACTOR, audited, make_node, make_provider

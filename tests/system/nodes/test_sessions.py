@@ -25,8 +25,17 @@ from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reac
 from nodes.services import sessions
 from nodes.services.drains import mark_drained, write_drain_counts
 from nodes.states import DrainCount
-from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_presence, make_provider
-from tests.fakes.tenants import make_gateway, make_operator, make_record
+from tests.fakes.nodes import (
+    ACTOR,
+    audited,
+    make_credential,
+    make_gateway,
+    make_node,
+    make_operator,
+    make_presence,
+    make_provider,
+    make_record,
+)
 from wire import bridge
 from wire.bridge import MUSTER_V1
 from wire.contract import ErrorCode, NodeMode, RequestState

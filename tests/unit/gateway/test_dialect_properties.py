@@ -47,6 +47,7 @@ from tests.fakes.chat_engine import chunk as spoilt_chunk
 from tests.fakes.examples import TIMES
 from tests.fakes.golden_cases import CASES, STREAMS, Player
 from tests.fakes.golden_cases import write_event as write_golden
+from tests.fakes.request_bodies import FLOODS, GOOD, VALUES, list_places, spoil_stream
 
 TOOLS: list[Json] = [
     {"type": "function", "name": "look"},

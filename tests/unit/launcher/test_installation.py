@@ -45,7 +45,7 @@ from controlplane.launcher.readiness import answers_ok, describe_unreachable, li
 from core.limits import limits
 from runner.config import read_config
 from tests.fakes.limits import set_limits
-from tests.fakes.models.gguf_file import read_gguf
+from tests.fakes.models.make import read_gguf
 from tools import client_tests, vllm_tests
 from tools.mutants import run_mutants
 

@@ -39,7 +39,7 @@ from runner.serving.tally import OTHER_TENANTS, Histogram, Tally
 from runner.telemetry import Reading
 from tests.fakes.clock import install_virtual_clock
 from tests.fakes.examples import examples
-from tests.fakes.queue_visitors import LONG_S, Visitors, settle
+from tests.fakes.runners.parts import LONG_S, Visitors, settle
 
 CHAT = b'{"usage":{"prompt_tokens":30,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":12}}}'
 

@@ -35,11 +35,11 @@ from runner.operations.keys import KeyRing
 from runner.operations.op_keys import FOLDER_NAME, OpKeys, TooManyKeys
 from runner.operations.policies import ANOTHER, FORGOTTEN, WAITING, PolicyStore
 from runner.operations.witness import Sighting, Witness
-from tests.fakes.approvals import Fleet, Issuer
 from tests.fakes.audit_logs import FORK, KEY, LOG, checkpoint_of, offer_of, seal
 from tests.fakes.ledgers import T0, Clock, opened
-from tests.fakes.runners.gates import admit, l0, write_key
-from tests.fakes.runners.gates import opened as opened_gate
+from tests.fakes.policies import Fleet, Issuer
+from tests.fakes.runners.governed import admit, l0, write_key
+from tests.fakes.runners.governed import opened as opened_gate
 from tests.fakes.waiting import eventually
 from wire.auditlog import Entry, to_bytes, verify_signature
 from wire.bridge import CheckpointOffer, PolicyOffer
