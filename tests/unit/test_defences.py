@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools.mutants import Defect, Mutant, read_defects, read_mutants, read_table
+from tools.mutants import read_defects, read_mutants, read_table
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = read_table(ROOT)
@@ -76,28 +76,27 @@ def test_every_threat_and_every_failure_has_its_row() -> None:
     assert len(failures) >= 40
 
 
-@pytest.mark.parametrize("row", [row for rows in TABLE.values() for row in rows], ids=lambda row: str(row["row"]))
-def test_every_named_test_exists(row: dict[str, Any]) -> None:
-    for test in row["tests"]:
-        path, _, name = test.partition("::")
-        assert (ROOT / path).is_file(), path
-        assert name in names_in(path), test
+def test_every_named_test_exists() -> None:
+    named = {test for rows in TABLE.values() for row in rows for test in row["tests"]}
+    assert not {test for test in named if not exists(*test.split("::", 1))}
 
 
-@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
-def test_each_change_of_every_mutant_has_one_place(mutant: Mutant) -> None:
-    assert mutant.tests
-    for change in mutant.changes:
-        assert (ROOT / change.file).read_text(encoding="utf-8").count(change.old) == 1
-        assert change.new != change.old
+def exists(path: str, name: str) -> bool:
+    return (ROOT / path).is_file() and name in names_in(path)
 
 
-@pytest.mark.parametrize("defect", DEFECTS.values(), ids=DEFECTS)
-def test_each_mutant_without_tests_of_its_own_has_one_place_and_says_who_would_suffer(defect: Defect) -> None:
-    change = defect.change
-    assert (ROOT / change.file).read_text(encoding="utf-8").count(change.old) == 1
-    assert change.new != change.old
-    assert defect.says.endswith(".")
+def test_each_change_of_every_mutant_has_one_place_and_says_who_would_suffer() -> None:
+    changes = {f"{row} {change.file}": change for row, mutant in MUTANTS.items() for change in mutant.changes}
+    changes |= {name: defect.change for name, defect in DEFECTS.items()}
+    assert not {name for name, change in changes.items() if read(change.file).count(change.old) != 1}
+    assert not {name for name, change in changes.items() if change.new == change.old}
+    assert all(mutant.tests for mutant in MUTANTS.values())
+    assert not {name for name, defect in DEFECTS.items() if not defect.says.endswith(".")}
+
+
+@cache
+def read(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
 
 
 def test_a_hundred_mutants_have_names_of_their_own_that_are_no_area() -> None:

@@ -34,7 +34,7 @@ from tests.fakes.engines.llama_server import run_router, server_plan
 from tests.fakes.engines.scripted_server import run_engine
 from tests.fakes.engines.suite import client_session, loaded, served
 from tests.fakes.runners.parts import assembled, find, load
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import eventually, turns
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -176,7 +176,7 @@ async def test_few_are_counted_at_once_a_tenant_may_not_fill_the_line_and_who_le
         task.cancel()
     await asyncio.gather(*leaving, return_exceptions=True)
     asked = [asyncio.create_task(counting.count(model, ask(prompt="x", tenant="greedy"))) for _ in range(16)]
-    await asyncio.sleep(0)
+    await turns(1)
     assert engine.counting == most
     with pytest.raises(errors.TenantQueueFull):
         await counting.count(model, ask(prompt="x", tenant="greedy"))

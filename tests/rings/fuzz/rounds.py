@@ -56,7 +56,7 @@ from tests.fakes.request_bodies import (
 )
 from tests.fakes.scripted_box import ScriptedBox, Stream
 from tests.fakes.stack import Gateway
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import eventually, turns
 from wire.contract import ErrorCode
 
 SETTINGS = {"MUSTER_RATE_LIMIT_RPM": "1000000", "MUSTER_OFFLINE_AFTER_S": "3600"}
@@ -253,7 +253,7 @@ async def hostile_box(lab: Lab, gateway: Gateway, model: str, choose: Callable[[
         await box.head(stream, status=said.status, content_type=said.content_type)
         for number, piece in enumerate(said.pieces):
             if number % 50 == 0:
-                await asyncio.sleep(0)  # a send that need not wait lets nobody else have a turn, pongs included
+                await turns(1)  # a send that need not wait lets nobody else have a turn, pongs included
             for start in range(0, len(piece), FRAME_BYTES):
                 part = piece[start : start + FRAME_BYTES]
                 await box._wait(partial(_may_send, stream, len(part)), 30.0, "credit, or a cancel")
@@ -545,7 +545,7 @@ async def pour(
                 while taken < size_bytes and not answering.done():
                     writer.write(framed)
                     await writer.drain()
-                    await asyncio.sleep(0)
+                    await turns(1)
                     taken += len(piece)
                 status = read_status(await answering)
         except (ConnectionError, asyncio.IncompleteReadError):

@@ -52,7 +52,7 @@ from tests.fakes.pipeline import (
     read,
     written,
 )
-from tests.fakes.waiting import eventually, wait_until
+from tests.fakes.waiting import eventually, turns, wait_until
 from wire.auditlog import Status
 from wire.contract import RequestState
 from wire.credentials import CredentialKind, mint_credential
@@ -186,7 +186,7 @@ async def test_more_calls_than_may_wait_are_refused_at_once_and_upkeep_goes_on()
     set_limits(core={"database_s": SLACK_S, "database_waiting": 5})
     go_on = threading.Event()
     waiting = [asyncio.create_task(run_in_database(go_on.wait, 30)) for _ in range(5)]
-    await asyncio.sleep(0)
+    await turns(1)
     with pytest.raises(DatabaseBusy, match="wait for the database already"):
         await run_in_database(go_on.wait, 30)
     assert await run_upkeep(lambda: 3) == 3
@@ -200,9 +200,9 @@ async def test_a_call_that_nobody_waits_for_any_more_is_not_begun() -> None:
     go_on = threading.Event()
     begun: list[int] = []
     busy = [asyncio.create_task(run_in_database(go_on.wait, 30)) for _ in range(4)]
-    await asyncio.sleep(0)
+    await turns(1)
     given_up = asyncio.create_task(run_in_database(begun.append, 1))
-    await asyncio.sleep(0)
+    await turns(1)
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
     go_on.set()

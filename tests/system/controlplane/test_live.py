@@ -39,7 +39,7 @@ from nodes.models import Node, NodePresence
 from tests.fakes.governed_team import make_governed, propose_token
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import make_node, make_presence, make_record
-from tests.fakes.waiting import wait_until
+from tests.fakes.waiting import turns, wait_until
 from wire.contract import RequestState
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(180)]
@@ -333,7 +333,7 @@ async def flood(valkey: aioredis.Redis, messages: list[bytes]) -> tuple[list[str
     reading = asyncio.create_task(read(reader))
     for message in [*messages, make_hint("end")]:
         await valkey.publish(f"muster__group__{HINT_GROUP}", message)
-        await asyncio.sleep(0)
+        await turns(1)
     heard = await reading, await read(sleeper)
     await layer.flush()
     return heard

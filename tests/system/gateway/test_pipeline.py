@@ -42,7 +42,7 @@ from tests.fakes.pipeline import (
     is_waited_for,
     last_data,
 )
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import eventually, turns
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -184,7 +184,7 @@ async def test_nothing_of_a_request_is_left_when_it(make_gateway: Make, story: S
     gc.disable()
     try:
         await story(gateway)
-        await asyncio.sleep(0)
+        await turns(1)
         assert list_rings() == []
     finally:
         gc.enable()

@@ -18,7 +18,7 @@ from gateway.reconciler import close_orphaned_requests
 from gateway.records import Record, RecordWriter
 from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import ACCEPT_S, Rows, count, is_waited_for, make_record, read, written
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import eventually, turns
 from wire.contract import RequestState
 
 
@@ -101,7 +101,7 @@ async def test_a_client_that_left_while_it_was_accepted_has_a_final_row(writer: 
     records = [make_record() for _ in range(20)]
     for record in records:
         future = writer.accept(record)
-        await asyncio.sleep(0)
+        await turns(1)
         future.cancel()
         record.state = RequestState.CANCELLED
         writer.touch(record)
@@ -118,7 +118,7 @@ async def test_many_requests_at_once_each_reach_their_final_state(writer: Record
         for state in (RequestState.ASSIGNED, RequestState.RUNNING, finals[number % 3]):
             record.state = state
             writer.touch(record)
-            await asyncio.sleep(0)
+            await turns(1)
         return record
 
     records = await asyncio.gather(*(live(number) for number in range(600)))

@@ -23,6 +23,7 @@ from gateway.errors import ClientTooSlow
 from tests.fakes.examples import TIMES
 from tests.fakes.request_bodies import KINDS
 from tests.fakes.server_door import GET, Door, Scope, Visitor, error_of, handle_of, hello, serve, until
+from tests.fakes.waiting import turns
 from wire.limits import WIRE
 
 POST = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"
@@ -94,7 +95,7 @@ async def test_a_callback_set_after_the_client_went_fires_at_once_and_a_removed_
 async def test_pipelined_requests_are_answered_in_order_by_either_way_of_answering() -> None:
     async def app(scope: Scope, receive: Any, send: Any) -> None:
         await receive()
-        await asyncio.sleep(0)
+        await turns(1)
         if scope["path"] == "/1":
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"/1"})
@@ -207,7 +208,7 @@ async def test_a_client_that_is_refused_is_waited_for_within_bounds(first: bytes
             async with asyncio.timeout(30):
                 while piece and door.server.server_state.connections:
                     await visitor.say(piece)
-                    await asyncio.sleep(0)
+                    await turns(1)
         await until_closed(door)
 
 
@@ -451,12 +452,11 @@ async def judge(pieces: list[bytes]) -> Verdict:
     protocol.connection_made(wire)
     for piece in pieces:
         protocol.data_received(piece)
-        for _ in range(6):
-            await asyncio.sleep(0)
+        await turns(6)
     verdict.statuses = [int(status) for status in STATUS_RE.findall(wire.written)]
     verdict.last = wire.written.rpartition(b"\r\n\r\n")[2]
     protocol.connection_lost(None)
-    await asyncio.sleep(0)
+    await turns(1)
     return verdict
 
 

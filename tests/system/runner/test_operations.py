@@ -43,7 +43,7 @@ from runner.telemetry import TreeMemory
 from tests.fakes.engine import FakeEngine
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import Bench, assembled, find, write_models
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import eventually, turns
 from wire.ids import new_uuid7
 from wire.optoken import Binding, Grant, Level, Operation, params_digest, sign_l0, sign_l1
 
@@ -440,8 +440,7 @@ async def test_two_flushes_are_carried_out_one_after_the_other_and_no_request_co
     await eventually(lambda: "flush" in engine.steps, "the first flush is at it")
     waiting = asyncio.create_task(take_turn(model, within_s=30))
     await eventually(lambda: model.queue.depth == 1, "a request waits")
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await turns(20)
     assert engine.steps.count("flush") == 1
     engine.may_flush.set()
     assert [(await flush).result for flush in flushes] == [FlushResult.FLUSHED] * 2
@@ -489,7 +488,7 @@ async def test_what_a_dead_engine_held_is_not_counted_as_freed_by_its_eviction(b
 async def test_a_model_that_vanished_or_changed_while_its_load_was_checked_is_not_loaded(bench: Bench, tmp_path: Path) -> None:
     registry = bench.parts.pool.registry
     ordering = asyncio.create_task(bench.loader.order("a", overrides={}))
-    await asyncio.sleep(0)
+    await turns(1)
     registry.define(ModelDefinition(model_id="a", backend="gguf", target_inflight=3))
     with pytest.raises(WrongState):
         await ordering
@@ -497,7 +496,7 @@ async def test_a_model_that_vanished_or_changed_while_its_load_was_checked_is_no
     model = find(bench.parts, "b")
     (tmp_path / "models" / "b.gguf").unlink()
     ordering = asyncio.create_task(bench.loader.order("b", overrides={}))
-    await asyncio.sleep(0)
+    await turns(1)
     registry.forget("b")  # what a look through the files does in the end; it may last longer than the check
     with pytest.raises(UnknownModel):
         await ordering

@@ -13,7 +13,7 @@ from controlplane.daphne_server.flow import PausingQueue, WriteGate
 from core.limits import limits
 from core.outbox import AsgiMessage, Outbox
 from tests.fakes.examples import examples
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import eventually, turns
 
 
 class Server:
@@ -79,7 +79,7 @@ async def test_more_than_the_limit_stops_the_outbox_once() -> None:
     outbox = make_outbox(server, events, limit=100)
     server.ready.clear()
     outbox.put({"n": 0}, 30)
-    await asyncio.sleep(0)
+    await turns(1)
     for number in range(1, 20):
         outbox.put({"n": number}, 30)
     assert len(events.stuck) == 1
@@ -132,9 +132,9 @@ async def test_stop_forgets_what_waits_and_tells_nobody() -> None:
     outbox.stop()
     assert outbox.dead
     assert not outbox.is_blocked
-    await asyncio.sleep(0)
+    await turns(1)
     server.ready.set()
-    await asyncio.sleep(0)
+    await turns(1)
     assert (server.taken, events.stuck, events.drained) == ([], [], 0)
 
 
@@ -142,7 +142,7 @@ async def test_a_server_that_yields_to_the_loop_is_waited_for() -> None:
     taken: list[object] = []
 
     async def send(message: AsgiMessage) -> None:
-        await asyncio.sleep(0)
+        await turns(1)
         taken.append(message["n"])
 
     outbox = Outbox(send, limit_bytes=100, timeout_s=30, on_stuck=lambda reason: None)
@@ -177,7 +177,7 @@ def test_every_message_arrives_once_and_in_order_whatever_the_server_does(steps:
         outbox = make_outbox(server, events, limit=10_000)
         count = 0
         act: dict[str, Callable[[], Awaitable[object] | None]] = {
-            "block": server.ready.clear, "open": server.ready.set, "turn": lambda: asyncio.sleep(0),
+            "block": server.ready.clear, "open": server.ready.set, "turn": lambda: turns(1),
         }  # fmt: skip
         for step in steps:
             if step == "put":

@@ -30,6 +30,7 @@ from gateway.views.nearness import came_directly
 from nodes.states import BINARY_ENDPOINTS
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.examples import examples
+from tests.fakes.waiting import turns
 from wire.limits import WIRE
 
 SMALL = GatewayLimits(max_body_bytes=10, max_buffer_bytes=100)
@@ -59,8 +60,8 @@ async def test_after_unwatch_nobody_is_told_and_no_task_is_left() -> None:
         client.connection.watch()
         client.connection.unwatch()
         client.leave()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await turns(1)
+        await turns(1)
         assert not client.connection.is_gone
         assert asyncio.all_tasks() == before
 

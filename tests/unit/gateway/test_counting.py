@@ -34,6 +34,7 @@ from nodes.states import TOKENIZE
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, FakeStream
 from tests.fakes.models.make import hf_model_dir
+from tests.fakes.waiting import turns
 from wire.credentials import CredentialKind, mint_credential
 
 PATIENT_MS = 60_000
@@ -223,7 +224,7 @@ def registry_of(*links: FakeLink) -> LinkRegistry:
 async def stream_of(link: FakeLink) -> FakeStream:
     async with asyncio.timeout(30):
         while not link.streams:
-            await asyncio.sleep(0)
+            await turns(1)
     return link.streams[0]
 
 

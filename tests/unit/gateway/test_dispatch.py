@@ -28,6 +28,7 @@ from nodes.states import POOL_RESPONSES
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink, make_row
+from tests.fakes.waiting import turns
 
 CHAT, EMBED, AUDIO = "/v1/chat/completions", "/v1/embeddings", "/v1/audio/transcriptions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -71,8 +72,7 @@ class Floor:
 
 async def settle() -> None:
     """Let every callback that is due run."""
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await turns(3)
 
 
 async def fails(future: asyncio.Future[Lease]) -> errors.GatewayError:

@@ -24,6 +24,7 @@ from nodes.links.keeper import LinkKeeper
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink, FakeStream
+from tests.fakes.waiting import turns
 from wire.bridge import TokenCounts
 
 SSE = {"content-type": "text/event-stream; charset=utf-8"}
@@ -397,7 +398,7 @@ class Play:
         elif move == "leave":
             self.client.leave()
         else:
-            await asyncio.sleep(0)
+            await turns(1)
 
     async def finish(self, stream: FakeStream) -> Outcome | None:
         """Let everybody finish; return the outcome, None when the client left."""

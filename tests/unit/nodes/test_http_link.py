@@ -20,7 +20,7 @@ from nodes.links.port import EndKind, LinkEnd
 from nodes.session import OpenRequest
 from tests.fakes.direct_node import Answer, Visit, run_upstream
 from tests.fakes.links import RequestSink, open_request
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import eventually, turns
 from tests.unit.closed_port import closed_port
 from wire.bridge import TokenCounts
 
@@ -233,8 +233,7 @@ async def test_reading_stops_at_the_window_and_goes_on_with_credit() -> None:
         stream = link.open_stream(a_request(), sink)
         await sink.wait(lambda: len(sink.body) >= link.window_bytes)
         held = len(sink.body)
-        for _ in range(50):
-            await asyncio.sleep(0)
+        await turns(50)
         assert len(sink.body) == held < link.window_bytes + 512 * 1024
         while not sink.ends:
             seen = len(sink.body)
@@ -285,8 +284,7 @@ async def test_cancel_closes_the_connection_and_silences_the_sink(moment: str) -
         if moment != "dialling":
             async with asyncio.timeout(30):
                 await gone.wait()
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turns(10)
         assert (len(sink.heads), len(sink.parts), sink.ends) == (*heard, [])
 
 
@@ -305,8 +303,7 @@ async def test_ending_the_streams_of_a_link_is_heard_once_by_each() -> None:
         link.end_streams(EndKind.RECLAIMED, "reclaimed")
         link.end_streams(EndKind.LINK_LOST, "again")
         link.close("done")
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turns(10)
         assert [sink.kinds for sink in sinks] == [[EndKind.RECLAIMED]] * 3
 
 

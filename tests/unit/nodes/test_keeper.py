@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import time
 import uuid
@@ -31,6 +30,7 @@ from nodes.states import TOKENIZE, DrainCount, Freshness, NodeFacts, NodeRow, Ob
 from tests.fakes.clock import virtual_clock
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, RequestSink, make_row, open_request
+from tests.fakes.waiting import turns
 from wire import bridge
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
@@ -397,7 +397,7 @@ async def test_what_runs_over_http_goes_on_while_the_database_is_away_and_until_
     keeper._believed_at = 0.0
     keeper.apply([silent], targets={node_id: TARGET} if is_direct else {}, peers={})
     assert setting.registry.get(node_id) is None
-    await asyncio.sleep(0)
+    await turns(1)
 
 
 async def test_a_gateway_says_of_each_draining_node_how_much_it_still_runs_there(setting: Setting) -> None:

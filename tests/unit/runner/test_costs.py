@@ -25,6 +25,7 @@ from runner.serving.request import Inference
 from runner.serving.service import Answer
 from tests.fakes.ledgers import T0, Clock, opened
 from tests.fakes.limits import set_runner_limits
+from tests.fakes.waiting import turns
 from wire.bridge import TokenCounts
 
 MODEL = "cloud-large"
@@ -128,7 +129,7 @@ async def test_a_settlement_outlives_the_caller(tmp_path: Path) -> None:
     async with books(tmp_path) as kept:
         charge = await kept.costs.reserve(a_model(), a_request())
         settling = asyncio.create_task(charge.settle(answered(prompt=2), was_sent=True))
-        await asyncio.sleep(0)
+        await turns(1)
         settling.cancel()
         with pytest.raises(asyncio.CancelledError):
             await settling
@@ -249,7 +250,7 @@ async def test_what_a_dead_process_reserved_is_abandoned_and_goes_on_counting(tm
 async def test_a_cancelled_caller_leaves_nothing_reserved(tmp_path: Path) -> None:
     async with opened(tmp_path) as ledger:
         reserving = asyncio.create_task(reserve(ledger, 100))
-        await asyncio.sleep(0)
+        await turns(1)
         reserving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reserving

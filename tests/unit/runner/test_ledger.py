@@ -43,7 +43,7 @@ from runner.limits import limits
 from tests.fakes.examples import examples
 from tests.fakes.ledgers import T0, Clock, opened
 from tests.fakes.limits import set_runner_limits
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import eventually, turns
 
 
 def ledger_threads() -> set[threading.Thread]:
@@ -131,7 +131,7 @@ async def test_a_place_that_cannot_hold_a_ledger_is_named(tmp_path: Path) -> Non
 async def test_what_was_submitted_is_done_before_the_file_closes(tmp_path: Path) -> None:
     ledger = await Ledger.open(tmp_path, clock=Clock())
     spending = [asyncio.create_task(ledger.spend_nonce(f"n-{number}", expires_at=T0 + 300)) for number in range(20)]
-    await asyncio.sleep(0)
+    await turns(1)
     await ledger.close()
     assert all(await asyncio.gather(*spending))
     async with opened(tmp_path) as ledger:
@@ -158,7 +158,7 @@ async def test_a_disk_that_hangs_is_given_up_and_the_queue_in_front_of_it_is_bou
                 await ledger._run(lambda _: release.wait(30))
             set_runner_limits(ledger={"answer_s": usual_s})
             waiting = [asyncio.create_task(ledger.spent("t", "2026-11")) for _ in range(5)]
-            await asyncio.sleep(0)
+            await turns(1)
             with pytest.raises(LedgerError, match="too slow"):
                 await ledger.spent("t", "2026-11")
         finally:
@@ -436,7 +436,7 @@ async def test_a_full_memory_refuses_instead_of_forgetting(tmp_path: Path) -> No
 
 async def test_a_caller_that_is_cancelled_leaves_no_operation_running_and_ends_none_that_runs(tmp_path: Path) -> None:
     async def cancel(beginning: asyncio.Task[OpStart]) -> None:
-        await asyncio.sleep(0)
+        await turns(1)
         beginning.cancel()
         with pytest.raises(asyncio.CancelledError):
             await beginning
