@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
+from asgiref.sync import sync_to_async
+from django.db import connections
 from django.test import Client
 from django.urls import reverse
 
@@ -13,7 +18,14 @@ from gateway import services
 from gateway.catalogue import Catalogue
 from gateway.models import ModelAlias
 from gateway.routing import Target
+from gateway.runtime import GatewayRuntime
+from gateway.services import (
+    create_api_key,
+    create_tenant,
+)
+from gateway.urls import make_application
 from governance.services import create_admin_token
+from tests.fakes.links import FakeLink
 from tests.fakes.nodes import ACTOR, audited, make_node, make_operator, make_presence
 
 pytestmark = pytest.mark.django_db
@@ -215,3 +227,51 @@ def test_what_cannot_be_made_names_the_field(admin: Client) -> None:
         answer = admin.post("/api/v1/aliases", body, "application/json")
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
     assert ModelAlias.objects.count() == 1
+
+
+@asynccontextmanager
+async def run_gateway() -> AsyncIterator[GatewayRuntime]:
+    runtime = GatewayRuntime()
+    await runtime.start()
+    try:
+        yield runtime
+    finally:
+        await runtime.stop()
+        await sync_to_async(connections.close_all)()
+
+
+@pytest.mark.django_db(transaction=True)
+async def test_the_model_list_answers_each_caller_in_its_dialect() -> None:
+    await sync_to_async(create_tenant)(name="acme", actor=ACTOR)
+    await sync_to_async(make_alias)(tenant_name="acme", targets=[Target("a"), Target("b")])
+    _, key = await sync_to_async(create_api_key)(name="k", tenant_name="acme", actor=ACTOR)
+    async with run_gateway() as runtime, gateway_client(runtime) as client:
+        runtime.registry.add(FakeLink("a", "known"))
+        everybody = (await client.get("/v1/models")).json()
+        own = (await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).json()
+        assert [model["id"] for model in everybody["data"]] == ["a"]
+        assert [model["id"] for model in own["data"]] == ["a", "x"]
+        assert own["data"][1]["x_muster"] == {"targets": ["a"]}
+
+        claude = {"x-api-key": key, "anthropic-version": "2026-10-21"}
+        page = (await client.get("/v1/models?limit=1", headers=claude)).json()
+        assert (page["has_more"], page["first_id"], page["last_id"]) == (True, "a", "a")
+        one = (await client.get("/v1/models/x", headers=claude)).json()
+        assert (one["type"], one["id"], one["lifecycle"]) == ("model", "x", "active")
+
+        for path, status, kind in (
+            ("/v1/models/b", 404, "not_found_error"),
+            ("/v1/models?limit=0", 400, "invalid_request_error"),
+        ):
+            refused = await client.get(path, headers=claude)
+            assert (refused.status_code, refused.json()["type"], refused.json()["error"]["type"]) == (status, "error", kind)
+        refused = await client.get("/v1/models/auto", headers={"authorization": f"Bearer {key}"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "MODEL_NOT_ALLOWED")
+
+
+@asynccontextmanager
+async def gateway_client(runtime: GatewayRuntime) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of the gateway's own application, without a socket."""
+    transport = httpx.ASGITransport(make_application(runtime))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        yield client

@@ -342,3 +342,13 @@ async def test_a_document_that_the_engine_cannot_read_is_named_by_its_field(
     await request.served(gateway.link(paths={CHAT}), fail(words, 400), status=400)
     said = f"The {kind} in '{place}' cannot be given to this model. Its engine says: {words}"
     assert (request.client.status, request.error["param"], request.error["message"]) == (400, place, said)
+
+
+async def test_a_model_that_cannot_chat_cannot_compact_either_and_says_so(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    gateway.link(paths={"/v1/embeddings"})
+    request = gateway.ask(surface=COMPACT, input="A long talk")
+    await request.done()
+    assert (request.client.status, request.error["type"], request.error["code"]) == (404, "not_found_error", "NOT_FOUND")
+    assert "/v1/responses/compact" in request.error["message"]
+    assert "/v1/chat/completions" in request.error["message"]

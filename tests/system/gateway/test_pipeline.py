@@ -7,7 +7,7 @@ import gc
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -592,3 +592,64 @@ async def test_text_of_earlier_turns_counts(make_gateway: Make) -> None:
     following = gateway.ask(surface=RESPONSES, input="a" * 200, previous_response_id=kept_id)
     await following.done()
     assert (following.client.status, following.error["code"]) == (400, "PROMPT_TOO_LARGE")
+
+
+async def occupy(gateway: Gateway) -> Any:
+    """Have the one box of ``m``, which speaks Messages itself, taken for an hour."""
+    link = gateway.link(paths={"/v1/messages"})
+    first = gateway.ask(surface=MESSAGES, max_tokens=5)
+    stream = await first.on(link)
+    gateway.dispatcher.note_held("m", 3600.0)
+    return first, stream
+
+
+async def test_a_fallback_that_cannot_be_told_the_request_does_not_cost_it(make_gateway: Make) -> None:
+    gateway = make_gateway(models={"m": ("spare",), "spare": ()})
+    first, stream = await occupy(gateway)
+    gateway.link("spare", paths={CHAT})
+    second = gateway.ask(surface=MESSAGES, max_tokens=5, messages=DOCUMENT)
+    await second.client.wait(lambda: gateway.dispatcher.depth or second.task.done())
+    stream.answer(REPLY)
+    await first.done()
+    (await second.on(stream.link)).answer(REPLY)
+    await second.done()
+    assert second.client.status == 200
+    assert await second.record("model", "asked_model", "attempts") == ("m", "", 1)
+
+
+async def test_many_requests_over_boxes_that_come_and_go_all_end_in_one_state(make_gateway: Make) -> None:
+    gateway = make_gateway(max_queue=1000)
+    requests = [gateway.ask(stream=number % 2 == 0) for number in range(120)]
+    pending = {request.task for request in requests}
+    turn = 0
+    while pending:
+        links = [link for link in gateway.registry if isinstance(link, FakeLink)]
+        if len(links) < 3:
+            links.append(gateway.link(slots=3))
+        turn += 1
+        for link in links:
+            for stream in list(link.streams)[: 1 + turn % 3]:
+                stream.answer(ANSWER)
+        if turn % 7 == 0:
+            gateway.registry.remove(links[turn % len(links)])
+        if turn % 5 == 0 and turn < 60:
+            requests[turn].client.leave()
+        await asyncio.sleep(0.001)
+        pending = {task for task in pending if not task.done()}
+    await asyncio.gather(*(request.task for request in requests))
+    async with asyncio.timeout(30):
+        while gateway.records.pending:
+            await asyncio.sleep(0.005)
+    await gateway.records.stop()
+    states = [state for (state,) in gateway.rows.execute("SELECT state FROM gateway_requestrecord").fetchall()]
+    assert len(states) == 120
+    assert set(states) <= {"completed", "cancelled", "interrupted"}
+    assert states.count("completed") > 80
+
+
+@pytest.fixture
+async def gateway(rows: Rows) -> AsyncIterator[Gateway]:
+    """A gateway whose queue is short and whose patience is too."""
+    made = Gateway(rows, max_queue=1, limits=GatewayLimits(queue_s=0.2, no_node_wait_s=0.1, request_s=30.0))
+    yield made
+    await made.records.stop()

@@ -23,6 +23,7 @@ from gateway.services.responses import (
     delete_response,
     get_response,
     keep_response,
+    list_input_items,
     load_history,
     require_response,
 )
@@ -236,3 +237,30 @@ def test_an_expired_answer_is_unreadable_at_once_and_deleted_by_the_sweep(monkey
     assert forget_expired_responses() == 5
     assert [row.pk for row in StoredResponse.objects.all()] == ["resp_5"]
     assert delete_expired_responses() == 0
+
+
+def read_page(**changes: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = {"after": "", "limit": 20, "order": "asc", **changes}
+    page: dict[str, Any] = json.loads(list_input_items(tenant="acme", response_id="resp_1", **arguments))
+    return page
+
+
+def test_items_are_listed_with_id_type_and_parts_as_clients_read_them() -> None:
+    make_keeper()
+    call = {"type": "function_call", "id": "fc_own", "call_id": "c", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "4", "id": None}
+    parts = {"role": "user", "content": [{"type": "input_text", "text": "hi"}], "status": "in_progress"}
+    keep("resp_1", input_items=[{"role": "assistant", "content": "hello"}, call, result, parts])
+
+    assert read_page()["data"] == [
+        {
+            "id": "msg_1_0",
+            "type": "message",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "hello", "annotations": []}],
+        },
+        call,
+        {**result, "id": "fco_1_2"},
+        {**parts, "id": "msg_1_3", "type": "message"},
+    ]

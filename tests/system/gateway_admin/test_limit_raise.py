@@ -25,7 +25,7 @@ from governance.models import AuditEvent, Operation, OperationRun
 from governance.registry import RunOrder
 from governance.states import RunState
 from tests.fakes.governed_team import Team, make_governed, make_team
-from tests.fakes.nodes import ACTOR, audited, make_key
+from tests.fakes.nodes import ACTOR, audited, make_key, make_node, make_presence
 from wire.contract import ErrorCode
 from wire.optoken.proposal import DEFAULT_CLASSES
 
@@ -359,3 +359,15 @@ def test_a_page_on_which_more_is_asked_for_offers_to_propose_it(boss: Client, te
     ]
     assert [boss.post(offered[place][0], form).status_code for place, form in enumerate(less)] == [302, 302]
     assert caps_of() == (1000, 5, 10)
+
+
+def test_the_preview_says_whose_slots_are_held_and_who_waits(big: Model) -> None:
+    (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_tokens": 4096})
+    assert (impact.level, "No node serves big now." in impact.text) == ("caution", True)
+    for name, slots, draining in (("rig", 4, False), ("other", 2, False), ("away", 8, True)):
+        make_presence(make_node(name, model_names=["big"], max_concurrent=slots, draining=draining))
+    (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_prompt_chars": 2_000_000})
+    assert impact.text.startswith("Longer requests for big hold a slot longer")
+    assert impact.text.endswith("2 nodes serve big now, with 6 slots in all.")
+    (impact,) = LIMIT_RAISE.preview(["model:big"], {"max_queue": 50})
+    assert impact.text.startswith("More requests for big may wait")

@@ -546,3 +546,17 @@ def boss() -> Client:
 
 def read_list(boss: Client) -> str:
     return boss.get(reverse("admin:governance_auditevent_changelist")).content.decode()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_edited_row_is_told_on_the_list_and_on_its_page(boss: Client) -> None:
+    append(5)
+    event = AuditEvent.objects.get(target="t2")
+    tamper(f"UPDATE governance_auditevent SET actor = 'user:bob' WHERE id = {event.pk}")
+    assert "Broken at entry 3" in read_list(boss)
+    page = boss.get(reverse("admin:governance_auditevent_change", args=[event.pk])).content.decode()
+    assert "EDITED" in page
+    tamper("DELETE FROM governance_auditentry WHERE seq = 3")
+    page = boss.get(reverse("admin:governance_auditevent_change", args=[event.pk])).content.decode()
+    assert "somebody wrote it past the log" in page
+    assert "not in the chain" in read_list(boss)

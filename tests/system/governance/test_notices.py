@@ -324,3 +324,13 @@ def test_the_page_of_webhooks_shows_the_secret_once_and_the_address_never() -> N
     client.post(reverse("admin:governance_webhookendpoint_confirm", args=[row.pk, "remove"]))
     row.refresh_from_db()
     assert not row.is_active
+
+
+def test_a_mail_server_that_does_not_answer_is_a_reason_kept(team: Team, settings: Settings, receiver: Receiver) -> None:
+    settings.EMAIL_BACKEND = "django.core.mail.backends.smtp.EmailBackend"
+    settings.EMAIL_HOST, settings.EMAIL_PORT = "127.0.0.1", 1
+    propose_token(team[0])
+    assert deliver_due() == 0
+    assert set(Notice.objects.values_list("last_error", flat=True)) == {
+        "the mail server did not take it (ConnectionRefusedError)"
+    }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from html import unescape
 from io import StringIO
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from core.models import User
+from gateway.services import create_tenant
 from governance import services
 from governance.errors import ApprovalRefused, InvalidProposal, NeedsApproval, NotPermitted, StateChanged
 from governance.models import ApproverKey, AuditEvent, Decision, Freeze, Operation, OperationRun, PolicyVersion
@@ -25,6 +28,7 @@ from governance.registry import find_kind
 from governance.services import Proposer
 from governance.services.approver_keys import add_key_file
 from governance.services.sweeps import sweep_operations
+from governance.signin import ASSURANCE
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.audit_logs import LOG_KEY, chain_events
 from tests.fakes.clock import shift_clock
@@ -512,3 +516,26 @@ def test_who_brought_a_proof_is_in_the_log_and_in_evidence_that_holds_alone(tmp_
         assert done.returncode == 0, done
         assert "APPROVED admin-token-mint" in done.stdout
         assert ("token:of ben#" in done.stdout) is (name != "older")
+
+
+def sign_in(user: User, *, by: str = "passkey") -> Client:
+    client = Client()
+    client.force_login(user)
+    session = client.session
+    session[ASSURANCE] = by
+    session.save()
+    return client
+
+
+def text_of(client: Client, path: str) -> str:
+    response = client.get(path)
+    assert response.status_code == 200, response.content.decode()
+    return unescape(response.content.decode())
+
+
+def test_what_can_be_chosen_is_offered(team: Team) -> None:
+    create_tenant(name="research", actor="user:ana")
+    form = text_of(sign_in(team[0].user), reverse("approvals:propose") + "?operation=limit-raise&target=tenant:research")
+    assert re.search(r'<input type="checkbox" name="targets" value="tenant:research"[^>]* checked', form)
+    assert "Requests per minute" in form
+    assert 'name="param-"' not in form

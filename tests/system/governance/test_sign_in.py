@@ -592,3 +592,14 @@ def test_what_each_way_of_coming_in_may_do_in_each_state_of_the_policy(settings:
             transaction.savepoint_rollback(point)
         transaction.savepoint_rollback(beginning)
         assert sorted(done) == sorted(allowed[STATES.index(state)].split()), kind
+
+
+def test_passkeys_are_explained_where_no_browser_makes_them(ada: User, settings: LazySettings) -> None:
+    for url, said in (("http://10.0.0.7:8000", "host name"), ("http://[::1]", "host name"), ("http://muster.lan", "HTTPS")):
+        settings.PUBLIC_URL = url
+        assert said in Client().get("/sign-in/").content.decode()
+        response = Client().post("/sign-in/passkey/options")
+        assert response.status_code == 400
+        assert url in response.json()["error"]["message"]
+    settings.PUBLIC_URL = "http://localhost:8123/"
+    assert Client().post("/sign-in/passkey/options").json()["rpId"] == "localhost"

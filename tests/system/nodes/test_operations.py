@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from datetime import timedelta
+from html import unescape
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
-from pytest_django import Settings
+from django.utils.module_loading import import_string
+from pytest_django import DjangoDbBlocker, Settings
 
 from core.limits import limits
 from gateway.models import RequestRecord
@@ -23,8 +27,8 @@ from governance.states import RunState
 from nodes.models import Node, NodeCommand, NodeOpKey, NodePresence, Reach
 from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT, SETTINGS_RELOAD
 from nodes.services import drain_node, revoke_credential
-from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, only_run
-from tests.fakes.nodes import ACTOR, audited, make_node
+from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, make_governed, only_run
+from tests.fakes.nodes import ACTOR, audited, make_node, shared_rows
 from wire.optoken.approval import read_statement
 
 pytestmark = pytest.mark.django_db
@@ -297,3 +301,43 @@ def test_a_load_is_filled_in_looked_at_and_sent(browser: Client, rig: Identity, 
 
 
 # What boxes hold
+
+
+@pytest.fixture(scope="module")
+def team(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[Team]:
+    with shared_rows(django_db_blocker, make_governed) as made:
+        yield made
+
+
+def test_the_preview_of_a_reload_names_what_stays_loaded(rig: Identity, box: Node) -> None:
+    said = texts(SETTINGS_RELOAD, rig.runner_id, params={})
+    assert "old is loaded on rig and stays as it is" in said
+    lines = {line.label: line.value for line in SETTINGS_RELOAD.describe([rig.runner_id], {}).lines}
+    assert "settings.json and local.json" in lines["What is read"]
+
+
+def sign_in(team: Team) -> Client:
+    client = Client()
+    client.force_login(team[0].user)
+    session = client.session
+    session["muster_assurance"] = "passkey"
+    session.save()
+    return client
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"policy_version": 1}, "level L2, version 1 pinned"),
+        ({"policy_version": 0}, "level L2, none pinned: run ./muster trust on it"),
+        ({"policy_version": 2}, "level L2, version 2 pinned; version 1 is in force here, an older one"),
+        ({"policy_version": 1, "policy_error": "a gap"}, "level L2, version 1 pinned; it says: a gap"),
+        ({"level": "L1"}, "level L1: it checks a key and no approvals, so it pins no policy"),
+        ({"level": ""}, "takes no operations from here; it says: the box named no level that is known here"),
+    ],
+    ids=["newest", "none", "ahead", "error", "L1", "no-level"],
+)
+def test_the_page_of_the_policy_says_what_each_box_holds(team: Team, said: dict[str, Any], words: str) -> None:
+    make_box(Identity(), **said)
+    assert import_string(settings.GOVERNANCE_BOXES)() == [{"name": "rig", "text": words}]
+    assert words in unescape(sign_in(team).get("/approvals/policy").content.decode())

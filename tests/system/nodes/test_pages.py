@@ -13,25 +13,27 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 from django.conf import LazySettings
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import Permission
 from django.db import connection
+from django.template.loader import render_to_string
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
 from governance.services.people import Assurance
-from nodes.models import Node, NodeCredential, NodePresence, Provider
+from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState
 from nodes.services import find_credential, judge_status, status_expression
 from nodes.services.boxes import BoxView, count_replicas, describe_box
 from nodes.services.ejections import EjectionReport, list_ejections, write_ejections
 from nodes.services.overview import read_fleet
 from tests.fakes.governed_team import make_governed
 from tests.fakes.nodes import audited, make_credential, make_node, make_presence, make_provider
-from wire.bridge import BRIDGE_V1
+from wire.bridge import BRIDGE_V1, MemoryInfo, ModelFacts
 from wire.contract import NodeMode, NodeStatus
 
 pytestmark = pytest.mark.django_db
@@ -310,3 +312,48 @@ def test_what_another_gateway_holds_against_a_node_stays_until_it_is_long_over()
     write_ejections([report(node, is_held=False, left_s=60.0)], gateway_id=HERE)
     assert NodePresence.objects.get(pk=node.pk).ejections.keys() == {HERE.hex}, "a dead gateway's leftovers go"
     assert "gets requests all the same" in shown_of(node)[0]
+
+
+def test_a_box_over_rest_shows_the_gpu_of_its_heartbeats() -> None:
+    box = describe(Node(name="box", gpu_name="L4", vram_total_mb=1000), vram_used_mb=250, gpu_util_percent=30.0)
+    assert box.gpus[0].name == "L4"
+    assert box.memory is not None
+    assert (box.memory.used_mb, box.memory.total_mb) == (250, 1000)
+
+
+def test_what_loads_take_and_may_set_is_shown() -> None:
+    facts = ModelFacts(
+        name="m", backend="gguf", state="unloaded", replica_max=4, target_inflight=2, configured_target_inflight=3,
+        estimate_mb=700, estimate_replicas=2, estimate_source="model_artifact_size",
+        load_constraints={"gguf_n_ctx": {"kind": "integer", "minimum": 1, "step": 1}},
+    )  # fmt: skip
+    box = describe(memory=msgspec.to_builtins(MemoryInfo(total_mb=10, models=[facts])))
+    (shown,) = box.facts
+    assert (shown.name, shown.replicas, shown.estimate_mb, shown.estimate) == (
+        "m",
+        "up to 4",
+        700,
+        "size of the files, 2 replicas",
+    )
+    assert shown.limits == ("gguf_n_ctx: from 1",)
+    page = render_to_string("admin/muster/box_state.html", {"box": box})
+    assert "What a load takes and may set" in page
+    assert "gguf_n_ctx: from 1" in page
+    assert "2 <small>3 in the settings</small>" in page
+    assert '<span class="mst-name">m</span> <small>unloaded</small>' in page
+
+
+def shown(node: Node) -> list[str]:
+    return [one.words for one in list_ejections(NodePresence.objects.get(pk=node.pk), now=timezone.now())]
+
+
+def test_a_provider_is_made_switched_off_on_and_deleted(boss: Client) -> None:
+    assert "Created berlin" in submit(boss, reverse("admin:nodes_provider_add"), name="berlin")
+    assert "exists already" in submit(boss, reverse("admin:nodes_provider_add"), name="berlin")
+    provider = Provider.objects.get()
+    for change, state in (("disable", "disabled"), ("enable", "enabled"), ("delete", "deleted")):
+        submit(boss, confirm_url("provider", provider, change))
+        provider.refresh_from_db()
+        assert provider.state == ProviderState(state)
+    for change in ("enable", "disable", "delete"):
+        assert f"/change/{change}/" not in page(boss, "nodes_provider_changelist")

@@ -458,3 +458,29 @@ async def test_a_node_that_reconnects_all_the_time_gets_no_requests_beside_one_t
                 assert [link.node_name for link in chosen] == (["steady", "flaps"] if turn < 9 else ["steady"])
         assert epochs == list(range(1, 11))
         assert await sync_to_async(Node.objects.filter(name="flaps").count)() == 1
+
+
+@pytest.fixture(autouse=True)
+async def _close_connections() -> AsyncIterator[None]:
+    """Give back the connection of the thread in which the ORM ran for the test itself."""
+    yield
+    await sync_to_async(connections.close_all)()
+
+
+@pytest.fixture(autouse=True)
+def _patient() -> None:
+    """A database that a busy machine keeps waiting is not away."""
+    set_limits(core={"database_s": 30.0})
+
+
+async def test_a_box_that_was_quiet_takes_work_again_with_its_next_frame() -> None:
+    async with linked() as (door, socket, link):
+        heard: list[object] = []
+        door.registry.subscribe(heard.append)
+        socket.say(bridge.Pong())
+        await eventually(socket.to_server.empty)
+        assert heard == []
+        link.last_seen -= 12
+        socket.say(bridge.Pong())
+        await eventually(lambda: heard)
+        assert heard == [link]

@@ -16,6 +16,10 @@ from aiohttp import web
 
 from runner import errors
 from runner.engines.port import CHAT, EMBEDDINGS, MESSAGES, RESPONSES, Capabilities
+from runner.errors import (
+    EngineUnavailable,
+    RemoteNotAllowed,
+)
 from runner.parts import Parts
 from runner.pool import ModelState
 from runner.serving.request import Inference
@@ -358,3 +362,17 @@ async def test_a_pool_stream_that_is_answered_whole_gets_four_events(parts: Part
     assert events[1]["delta"] == events[3]["response"]["output_text"] == "Het regende."
     assert len({event.get("id") or event["response"]["id"] for event in events}) == 1
     assert events[2]["metrics"]["engine_output_tokens"] == 6
+
+
+async def test_a_remote_model_is_asked_only_by_who_allows_it(parts: Parts) -> None:
+    def be_remote(made: FakeEngine) -> None:
+        made.capabilities = Capabilities((CHAT,), is_remote=True)
+
+    bench = Bench(parts)
+    bench.prepare = be_remote
+    await bench.load("a")
+    with pytest.raises(RemoteNotAllowed):
+        await serve(parts, ask("a"))
+    with pytest.raises(EngineUnavailable):
+        await serve(parts, replace(ask("a"), allow_remote=True))
+    assert is_idle(parts)

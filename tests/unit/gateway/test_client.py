@@ -382,3 +382,22 @@ def test_another_model_stands_in_the_form_and_the_file_stays_as_it_is() -> None:
     renamed = SURFACES[AUDIO].rename(parse_form(body), "tiny-whisper")
     assert renamed.body == body.replace(b"\r\n\r\nwhisper-1", b"\r\n\r\ntiny-whisper", 1)
     assert SURFACES[AUDIO].parse(renamed.body, renamed.headers).model == "tiny-whisper"
+
+
+@pytest.mark.parametrize(("part", "rest"), [(b'data: {"half', b'":1}\n\n'), (b"event: message\n", b"data: 1\n\n")])
+async def test_silence_is_filled_between_events_and_never_inside_one(part: bytes, rest: bytes) -> None:
+    client = MemoryClient()
+    keepalive = start(client)
+    keepalive.event = PING
+    client.connection.start(200, [(b"content-type", b"text/event-stream")])
+    client.connection.write(b"data: 1\n\n")
+    await client.wait(lambda: PING in client.body)
+    client.connection.write(part)
+    ticks = asyncio.get_running_loop().time() + 0.05
+    await client.wait(lambda: asyncio.get_running_loop().time() > ticks)
+    assert client.body.endswith(part)
+    client.connection.write(rest)
+    length = len(client.body)
+    await client.wait(lambda: len(client.body) > length)
+    keepalive.stop()
+    assert client.body[length:].startswith(PING)

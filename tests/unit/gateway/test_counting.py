@@ -499,3 +499,10 @@ async def test_input_of_responses_is_counted_as_the_conversation_it_is_and_its_s
     assert [message["role"] for message in setting.asked["messages"]] == ["system", "user"]
     refused = await setting.ask({"model": "m"}, path=RESPONSES)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+
+@pytest.mark.parametrize("arguments", ["", "not JSON", "[1]", "[" * 100_000], ids=["none", "text", "list", "deep"])
+def test_arguments_that_are_no_object_stay_as_they_are(arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    found = prompt({"role": "assistant", "content": "", "tool_calls": [call, {"function": None}]})
+    assert found.messages[0]["tool_calls"][0]["function"]["arguments"] == arguments

@@ -22,6 +22,7 @@ from gateway.peer import serve_peer
 from gateway.placement import choose_link
 from gateway.values import InferenceRequest
 from nodes.links import LinkRegistry
+from nodes.links.ejections import Ejection, Fault
 from nodes.links.http import END_HEADER
 from nodes.links.keeper import LinkKeeper
 from nodes.states import POOL_RESPONSES
@@ -29,6 +30,7 @@ from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink, make_row
 from tests.fakes.waiting import turns
+from wire import clock
 
 CHAT, EMBED, AUDIO = "/v1/chat/completions", "/v1/embeddings", "/v1/audio/transcriptions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -467,3 +469,23 @@ def test_no_box_speaks_for_a_gateway_and_headers_of_the_engines_bytes_do_not_des
     assert names == {b"content-type", b"x-cache-hit", b"x-queue-wait-ms", b"content-encoding", b"etag"}
     head = dict(render_head({**said, "content-encoding": "gzip"}, queue_ms=0, is_event_stream=False, content_type="text/html"))
     assert (head[b"content-type"], set(head) & {b"content-encoding", b"etag"}) == (b"text/html", set())
+
+
+async def test_a_request_that_gives_its_slot_back_tries_an_ejected_box_no_longer() -> None:
+    floor = Floor()
+    box = floor.link()
+    now = clock.monotonic()
+    ejection = Ejection(box.node_id, "m", Fault.FAILED, since=now - 60, until=now - 1, is_probing=True)
+    box.active += 1
+    Lease(floor.dispatcher, box, "m", granted=now, probed=ejection).release()
+    assert not ejection.is_probing
+
+
+async def test_a_box_that_failed_the_request_is_avoided_too_where_only_some_speak_its_dialect() -> None:
+    floor = Floor()
+    first, second = floor.link(slots=5, m={MESSAGES}), floor.link(slots=5, m={MESSAGES})
+    floor.link(slots=5, m={CHAT})
+    job = floor.job(endpoint=MESSAGES)
+    job.avoid.add(first)
+    leases = [floor.dispatcher.acquire(job) for _ in range(3)]
+    assert [lease.link for lease in leases if isinstance(lease, Lease)] == [second] * 3

@@ -1,0 +1,53 @@
+"""Why a request waits, from the boxes alone; and what the end of one means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.admin.endings import explain_ending
+from gateway.admin.stories import split_time
+from gateway.models import RequestRecord
+from wire.contract import ErrorCode, RequestState
+
+
+def record(code: ErrorCode | str | None, **changes: Any) -> RequestRecord:
+    values: dict[str, Any] = {"state": RequestState.FAILED.value, "model": "tiny", "endpoint": "/v1/messages"}
+    return RequestRecord(error_code=code, **{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        (record(None), None),
+        (record("A_CODE_OF_LATER"), "ended with this code"),
+        (record(ErrorCode.NO_AVAILABLE_NODE), "No node took the request in time"),
+        (record(ErrorCode.NO_AVAILABLE_NODE, state="rejected"), "The queue of the model was full"),
+        (record(ErrorCode.REQUEST_TIMEOUT), "in the queue"),
+        (record(ErrorCode.REQUEST_TIMEOUT, attempts=1), "longer than a request may take"),
+        (
+            record(ErrorCode.FORWARDED_REQUEST_FAILED, node_name="attic", status_code=502),
+            "The engine on attic failed with HTTP 502.",
+        ),
+        (record(ErrorCode.FORWARDED_REQUEST_FAILED, status_code=429), "The engine had no room (HTTP 429)."),
+        (
+            record(ErrorCode.FORWARDED_REQUEST_FAILED, status_code=200, is_streaming=True, bytes_out=1234),
+            "in the middle of the answer, after 1,234 bytes",
+        ),
+    ],
+    ids=["served", "unknown", "no-box", "queue-full", "queue", "in-all", "engine", "no-room", "middle"],
+)
+def test_an_ending_says_what_the_record_knows(ended: RequestRecord, said: str | None) -> None:
+    ending = explain_ending(ended)
+
+    assert ending is None if said is None else ending is not None and said in ending.what
+
+
+def test_the_time_of_a_request_is_split_without_a_rest() -> None:
+    split = split_time(record(None, attempts=1, queue_ms=100, ttfb_ms=250, latency_ms=1000))
+    assert [(part.name, part.ms, part.start, part.share) for part in split] == [
+        ("queue", 100, 0, 10), ("first", 150, 10, 15), ("answer", 750, 25, 75),
+    ]  # fmt: skip
+    assert [part.ms for part in split_time(record(None, attempts=1, queue_ms=90, ttfb_ms=20, latency_ms=50))] == [50, 0, 0]
+    assert split_time(record(None, latency_ms=5)) == split_time(record(None, attempts=1)) == ()
