@@ -25,6 +25,7 @@ from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import PeerReader
 from nodes.links.keeper import LinkKeeper
 from tests.fakes.asgi_client import MemoryClient
+from tests.fakes.clock import install_virtual_clock
 from tests.fakes.examples import TIMES
 from tests.fakes.links import FakeLink
 from tests.fakes.recorded_streams import (
@@ -252,6 +253,7 @@ async def test_an_error_does_not_run_into_the_part_of_an_event_that_was_too_larg
 @every_passage
 @pytest.mark.parametrize("end", [EndKind.LINK_LOST, EndKind.ENGINE_FAILED, EndKind.TIMEOUT])
 async def test_a_node_that_is_lost_behind_its_closing_event_has_answered(passage: Passage, end: EndKind) -> None:
+    install_virtual_clock()  # both answers say when they were made
     serving, data = Serving(passage), passage.stream.data
     whole, client = await serving.serve(data)
     lost, other = await serving.serve(data, end=end)
