@@ -89,6 +89,9 @@ class LlamaCpp:
         await self.unload(gently=False)
         report(Progress("starting the engine process"))
         key = secrets.token_urlsafe(24)
+        # Known before its address is: a request that meets the new child brings the new key. It closes idle connections when it
+        # likes, and a POST must not be caught by that on a connection used before.
+        self._server.headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
         is_told = asyncio.Event()
         log = LoadLog(report, on_loaded=is_told.set)
         watch = asyncio.create_task(self._watch_reading(path, log, report))
@@ -110,7 +113,7 @@ class LlamaCpp:
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
         try:
-            await self._meet(key, log)
+            await self._meet(log)
         except BaseException:
             await self._child.kill()
             raise
@@ -172,10 +175,8 @@ class LlamaCpp:
         """Return when the child has exited."""
         await self._child.wait_gone()
 
-    async def _meet(self, key: str, log: LoadLog) -> None:
+    async def _meet(self, log: LoadLog) -> None:
         """Ask the loaded server what it is. Raises EngineError when it does not answer."""
-        # It closes idle connections when it likes, and a POST must not be caught by that on a connection used before.
-        self._server.headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
         self._slots = LlamaSlots(self._server, self._plan.slots)
         self._kv_bytes = log.kv_bytes
         self._weights_bytes = await self._ask_weights_bytes()
