@@ -48,14 +48,15 @@ _INSERT = (
     f"INSERT INTO gateway_requestrecord ({_COLUMNS}) SELECT {_COLUMNS} "  # noqa: S608
     f"FROM json_to_recordset($1::json) AS i({_RECORDSET}) ON CONFLICT DO NOTHING"
 )
-_UPDATE = (
-    f"UPDATE gateway_requestrecord r SET {_ASSIGNMENTS} FROM json_to_recordset($NUMBER::json) AS v({_RECORDSET}) "  # noqa: S608
-    f"WHERE r.id = v.id AND r.created_at = v.created_at AND r.state IN ({_OPEN})"
-)
+
+
+def _update(parameter: str) -> str:
+    return (
+        f"UPDATE gateway_requestrecord r SET {_ASSIGNMENTS} FROM json_to_recordset({parameter}::json) AS v({_RECORDSET}) "  # noqa: S608
+        f"WHERE r.id = v.id AND r.created_at = v.created_at AND r.state IN ({_OPEN})"
+    )
+
+
 INSERT, UPDATE, BOTH = "records_insert", "records_update", "records_both"
 """Names of the statements. ``BOTH`` takes the inserts first."""
-STATEMENTS = {
-    INSERT: _INSERT,
-    UPDATE: _UPDATE.replace("NUMBER", "1"),
-    BOTH: f"WITH added AS ({_INSERT}) {_UPDATE.replace('NUMBER', '2')}",
-}
+STATEMENTS = {INSERT: _INSERT, UPDATE: _update("$1"), BOTH: f"WITH added AS ({_INSERT}) {_update('$2')}"}

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-import redis
 from django.contrib.auth.hashers import Argon2PasswordHasher
 from django.db import OperationalError, connection, transaction
 from django.test import TransactionTestCase
@@ -103,12 +102,3 @@ def quick_passwords() -> Iterator[None]:
         for name, least in (("time_cost", 1), ("memory_cost", 8), ("parallelism", 1)):
             patch.setattr(Argon2PasswordHasher, name, least)
         yield
-
-
-@pytest.fixture
-def empty_redis() -> Iterator[redis.Redis]:
-    """The Valkey database of this worker, emptied before and after."""
-    with redis.Redis.from_url(os.environ["REDIS_URL"]) as client:
-        client.flushdb()
-        yield client
-        client.flushdb()

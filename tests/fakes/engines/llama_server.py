@@ -18,12 +18,12 @@ from aiohttp import web
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import LoadPlan
 from runner.engines.llama_server import LlamaServer
+from tests.fakes.closed_port import closed_port
 from tests.fakes.engines.cases import ENDLESS
 from tests.fakes.engines.cases import QUESTION as LONG_QUESTION
 from tests.fakes.engines.scripted_server import listening, says, stream_words
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chatting, openai_cached_tokens, wait_until
 from tests.fakes.waiting import eventually, takes
-from tests.unit.closed_port import closed_port
 
 SLOTS = 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -54,6 +53,7 @@ from tests.fakes.audit_logs import (
     sizes,
     tamper,
 )
+from tests.fakes.examples import TIMES
 from tests.fakes.waiting import wait_until
 from wire import auditlog
 from wire.auditlog import Checkpoint, Kind, LogKey, Status, leaf_hash, root, verify_consistency, verify_inclusion
@@ -63,7 +63,7 @@ from wire.optoken.canonical import NotCanonical, canonical_bytes
 
 pytestmark = [pytest.mark.django_db, pytest.mark.timeout(120)]
 COMMITTED = pytest.mark.django_db(transaction=True)
-APPENDERS = min(64, 12 * int(os.environ.get("MUSTER_TEST_EXAMPLES", "1")))
+APPENDERS = min(64, 12 * TIMES)
 EVENTS_EACH = 12
 INSERT = """
 INSERT INTO governance_auditevent (at, actor, action, target, detail, op_id) VALUES (now(), 'user:eve', 'a.b', %s, '{}', '')

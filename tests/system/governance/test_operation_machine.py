@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import secrets
 import shutil
 import sqlite3
@@ -38,6 +37,7 @@ from nodes.commands.statuses import RECEIPT_INVALID
 from nodes.models import NodeCommand, NodeOpKey
 from tests.fakes.audit_logs import chain_events
 from tests.fakes.clock import TickingClock, VirtualClock
+from tests.fakes.examples import TIMES
 from tests.fakes.governed_team import Member, Team, make_team
 from tests.fakes.nodes import make_node, make_presence
 from tests.fakes.passkeys import KeyFile, SoftPasskey
@@ -779,7 +779,7 @@ def choose_length() -> settings:
     if settings.get_current_profile_name() == "ci":
         phases = (Phase.explicit, Phase.generate)
         return settings(
-            max_examples=int(os.environ.get("MUSTER_TEST_EXAMPLES", "1")), stateful_step_count=20, derandomize=True,
+            max_examples=TIMES, stateful_step_count=20, derandomize=True,
             phases=phases, **common,
         )  # fmt: skip
     return settings(**common)

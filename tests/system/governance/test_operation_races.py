@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from governance.errors import GovernanceError, TooManyOpen
 from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun
 from governance.services.sweeps import sweep_operations
 from governance.states import ApprovalState, RunState
+from tests.fakes.examples import TIMES
 from tests.fakes.governed_team import (
     Team,
     fake_boxes,
@@ -34,7 +34,6 @@ from tests.fakes.limits import set_limits
 from tests.fakes.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
-EXAMPLES = int(os.environ.get("MUSTER_TEST_EXAMPLES", "1"))
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def test_approval_and_rejection_at_once_end_in_one_of_both(team: Team) -> None:
 
 
 def test_withdrawal_and_dispatch_at_once_leave_no_run_without_quorum(team: Team) -> None:
-    for _ in range(2 * EXAMPLES):
+    for _ in range(2 * TIMES):
         operation = propose_token(team[0])
         team.sign(operation)
         at_once(services.run_due, partial(services.withdraw, op_id=operation.pk, user=team[2].user))
@@ -159,7 +158,7 @@ def test_six_workers_on_one_batch_wait_for_each_other_and_never_in_a_circle(team
     targets = ("box-a", "box-b", "box-c", "box-d")
     with fake_boxes() as box:
         box.local.update(targets)
-        for _ in range(EXAMPLES):
+        for _ in range(TIMES):
             operation = propose_load(team[0], *targets)
             team.sign(operation)
             make_due(operation)
@@ -169,12 +168,12 @@ def test_six_workers_on_one_batch_wait_for_each_other_and_never_in_a_circle(team
                 make_due(operation)
                 services.run_due()
             assert list(operation.runs.order_by("position").values_list("state", flat=True)) == ["succeeded"] * 4
-    assert [order.target for order in box.sent] == list(targets) * EXAMPLES
+    assert [order.target for order in box.sent] == list(targets) * TIMES
 
 
 def test_cancelling_and_dispatching_at_once_end_in_one_of_both(team: Team) -> None:
     with fake_boxes() as box:
-        for _ in range(2 * EXAMPLES):
+        for _ in range(2 * TIMES):
             operation = propose_load(team[0], "box-a", "box-b")
             team.sign(operation)
             make_due(operation)
@@ -188,7 +187,7 @@ def test_cancelling_and_dispatching_at_once_end_in_one_of_both(team: Team) -> No
 
 
 def test_an_approval_in_the_last_moment_is_not_undone_by_the_sweep(team: Team) -> None:
-    for _ in range(2 * EXAMPLES):
+    for _ in range(2 * TIMES):
         operation = propose_token(team[0], not_before=timezone.now() + timedelta(hours=1))
         team[1].approve(operation)
         Operation.objects.filter(pk=operation.pk).update(expires_at=timezone.now() + timedelta(milliseconds=25))

@@ -26,11 +26,11 @@ from nodes.services.direct_calls import TASK_NAME
 from nodes.services.overview import read_fleet, read_served_models
 from nodes.services.sessions import load_node_rows
 from nodes.tasks import call_box, ring_direct_boxes
+from tests.fakes.closed_port import closed_port
 from tests.fakes.direct_node import CAPABILITIES, DirectNode, run_direct_node
 from tests.fakes.governed_team import Team, approve_load, make_due, only_run
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence, shared_rows
-from tests.unit.closed_port import closed_port
 from wire.contract import NodeStatus
 from wire.optoken import Level, Verifier, read_token
 from wire.optoken import Operation as Verb

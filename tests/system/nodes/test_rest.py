@@ -20,8 +20,8 @@ from governance.services import create_admin_token
 from nodes import authentication
 from nodes import services as nodes_services
 from nodes.models import Node, NodePresence
+from tests.fakes.closed_port import closed_port
 from tests.fakes.nodes import ACTOR, audited, find_tables, make_credential, make_node, make_presence, shared_rows
-from tests.unit.closed_port import closed_port
 from wire.contract import NodeMode
 from wire.credentials import CredentialKind, mint_credential
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
 import shutil
 import tempfile
@@ -28,6 +27,7 @@ from runner.parts import Parts
 from runner.pool import Model, ModelState
 from tests.fakes.clock import VirtualClock
 from tests.fakes.engine import MIB, EngineCall, FakeEngine, Gpu
+from tests.fakes.examples import TIMES
 from tests.fakes.model_files import write_gguf
 from tests.fakes.runner_process import VirtualLoop
 from tests.fakes.scripted_gateway import GatewayStream, MemoryGateway
@@ -491,6 +491,6 @@ class ModelLife(RuleBasedStateMachine):
 
 TestModelLife = ModelLife.TestCase
 TestModelLife.settings = settings(
-    max_examples=25 * int(os.environ.get("MUSTER_TEST_EXAMPLES", "1")), stateful_step_count=40, deadline=None,
+    max_examples=25 * TIMES, stateful_step_count=40, deadline=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip

@@ -18,10 +18,10 @@ from nodes.errors import AddressRefused, AddressUnresolvable
 from nodes.links.http import END_HEADER, HttpLink, HttpStream, HttpTarget
 from nodes.links.port import EndKind, LinkEnd
 from nodes.session import OpenRequest
+from tests.fakes.closed_port import closed_port
 from tests.fakes.direct_node import Answer, Visit, run_upstream
 from tests.fakes.links import RequestSink, open_request
 from tests.fakes.waiting import eventually, turns
-from tests.unit.closed_port import closed_port
 from wire.bridge import TokenCounts
 
 OK = b"HTTP/1.1 200 OK\r\n"
