@@ -23,13 +23,11 @@ class AuthThrottle:
         failures: int | None = None,
         block_s: float | None = None,
         read_digests: Callable[[], Collection[bytes]] = tuple,
-        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         self._bounds = limits().core
         self._limit = self._bounds.throttle_failures if failures is None else failures
         self._block_s = self._bounds.throttle_retry_s if block_s is None else block_s
         self._read_digests = read_digests
-        self._clock = clock
         self._failures: dict[str, tuple[int, float]] = {}
         self._good: frozenset[bytes] = frozenset()
         self._read_at = float("-inf")
@@ -45,11 +43,11 @@ class AuthThrottle:
     def is_blocked(self, address: str) -> bool:
         """Whether what comes from the address has to wait unless it is known to be good."""
         count, at = self._failures.get(address, (0, 0.0))
-        return count >= self._limit and self._clock() - at < self._block_s
+        return count >= self._limit and clock.monotonic() - at < self._block_s
 
     def record_failure(self, address: str) -> None:
         """Count a wrong credential; old ones are forgotten."""
-        now = self._clock()
+        now = clock.monotonic()
         count, at = self._failures.get(address, (0, 0.0))
         has_served = count >= self._limit and now - at >= self._block_s
         if has_served or now - at >= self._bounds.throttle_forget_s:
@@ -65,7 +63,7 @@ class AuthThrottle:
     @property
     def is_reading_due(self) -> bool:
         """Whether ``read_good`` would ask the database."""
-        return self._clock() - self._read_at >= self._bounds.throttle_read_s
+        return clock.monotonic() - self._read_at >= self._bounds.throttle_read_s
 
     def read_good(self) -> None:
         """Read which credentials are good, if that is due. Raises DatabaseError; the next try is then a second later too."""
@@ -74,7 +72,7 @@ class AuthThrottle:
                 try:
                     self._good = frozenset(self._read_digests())
                 finally:
-                    self._read_at = self._clock()
+                    self._read_at = clock.monotonic()
 
     def knows(self, digest: bytes) -> bool:
         """Whether the credential was good when that was read last."""

@@ -52,14 +52,13 @@ def _write_moment(second: int) -> bytes:
 class RateLimiter:
     """Requests per minute of each key over a moving window; exact within this process."""
 
-    def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._window_s = limits().gateway.rate_window_s
         self._windows: dict[uuid.UUID, deque[float]] = {}
 
     def take(self, key_id: uuid.UUID, limit: int) -> RateState:
         """Count one request. Raises RateLimited with the wait until one would pass."""
-        now = self._clock()
+        now = clock.monotonic()
         window = self._windows.get(key_id)
         if window is None:
             window = self._windows[key_id] = deque()
@@ -83,11 +82,11 @@ class RateLimiter:
         window = self._windows.get(key_id)
         if not window:
             return RateState(limit, limit, 0.0)
-        return RateState(limit, max(0, limit - len(window)), max(0.0, window[0] + self._window_s - self._clock()))
+        return RateState(limit, max(0, limit - len(window)), max(0.0, window[0] + self._window_s - clock.monotonic()))
 
     def forget_idle(self) -> None:
         """Drop the windows of keys that asked nothing for a minute."""
-        start = self._clock() - self._window_s
+        start = clock.monotonic() - self._window_s
         for key_id in [k for k, window in self._windows.items() if not window or window[-1] <= start]:
             del self._windows[key_id]
 

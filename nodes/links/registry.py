@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from core.limits import limits
 from nodes.links.ejections import Ejections
@@ -16,8 +16,7 @@ from wire import clock
 class LinkRegistry:
     """All links of this gateway, by node and by model. One link a node: a newer session replaces the older."""
 
-    def __init__(self, *, clock: Callable[[], float] = clock.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._links: dict[uuid.UUID, Link] = {}
         self._by_model: dict[str, list[Link]] = {}
         self._answering: dict[tuple[str, str], list[Link]] = {}
@@ -61,7 +60,7 @@ class LinkRegistry:
 
     def note_unspoken(self, link: Link, model: str, endpoint: str) -> None:
         """Remember for a while that a box does not know a path on which it was asked for a model: its engine may be updated."""
-        link.unspoken[model, endpoint] = self._clock() + limits().nodes.unspoken_s
+        link.unspoken[model, endpoint] = clock.monotonic() + limits().nodes.unspoken_s
         self._answering.clear()
 
     def served_models(self) -> list[str]:
@@ -75,7 +74,7 @@ class LinkRegistry:
             self.remove(old)
             old.close("replaced by a newer session of the same node")
         self._links[link.node_id] = link
-        self.ejections.note_connect(link.node_id, self._clock())
+        self.ejections.note_connect(link.node_id, clock.monotonic())
         self._index(link)
         self.announce(link)
 

@@ -579,8 +579,8 @@ def _in_one_event(count: int) -> bytes:
 
 
 FLOODS: dict[str, Callable[[], Iterable[bytes]]] = {
-    "an event without an end, byte by byte": lambda: _one_by_one(b"data: " + b"x" * 260_000),
-    "a comment without an end, byte by byte": lambda: _one_by_one(b":" * 260_000),
+    "an event without an end, byte by byte": lambda: _one_by_one(b"data: " + b"x" * 60_000),
+    "a comment without an end, byte by byte": lambda: _one_by_one(b":" * 60_000),
     "line ends": lambda: [b"\r" * 1_000_000, b"\n" * 1_000_000] * 4,
     "data lines of one event": lambda: [b"data: {}\n" * 50_000] * 10,
     "an event larger than any": lambda: [b'data: {"choices":[{"delta":{"content":"', *[b"a" * 65_536] * 600],

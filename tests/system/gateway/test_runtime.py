@@ -34,7 +34,7 @@ from nodes.links import Link, LinkRegistry
 from nodes.models import NodePresence
 from nodes.services.ejections import list_ejections
 from nodes.services.sessions import SessionEnd, close_sessions
-from tests.fakes.clock import shift_clock
+from tests.fakes.clock import install_virtual_clock, shift_clock
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import audited, make_node, make_presence
 from tests.fakes.waiting import eventually, turns
@@ -285,8 +285,8 @@ class TestKeyRing:
     async def test_unknown_keys_of_one_address_cost_a_bounded_number_of_queries_and_good_ones_pass(self) -> None:
         _, text = await sync_to_async(make_key)()
         catalogue = CountingCatalogue()
-        clock = [1000.0]
-        ring = KeyRing(catalogue, AuthThrottle(failures=20, block_s=1.0, clock=lambda: clock[0]))
+        clock = install_virtual_clock()
+        ring = KeyRing(catalogue, AuthThrottle(failures=20, block_s=1.0))
         await identify(ring, text)
         for _ in range(20):
             await refuse(ring, {"authorization": f"Bearer {mint_credential(CredentialKind.CLIENT).text}"})
@@ -302,7 +302,7 @@ class TestKeyRing:
         _, newer = await sync_to_async(make_key)("newer")
         catalogue.apply_keys(await sync_to_async(catalogue.load_keys)(None), replace=True)
         assert (await identify(ring, newer)).key_name == "newer", "the sweep, which a hint brings at once, has it"
-        clock[0] += 1.0
+        clock.advance(1.0)
         await refuse(ring, {"authorization": f"Bearer {mint_credential(CredentialKind.CLIENT).text}"})
 
     async def test_the_right_key_id_with_another_secret_is_refused(self) -> None:

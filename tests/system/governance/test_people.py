@@ -25,6 +25,7 @@ from governance.models import AdminToken, ApproverKey, AuditEvent, PolicyVersion
 from governance.services import admin_tokens, create_admin_token, revoke_admin_token, verify_admin_token
 from governance.services.approver_keys import add_key_file, list_keys
 from governance.services.people import create_invitation
+from tests.fakes.clock import install_virtual_clock
 from tests.fakes.governed_team import make_key
 from tests.fakes.nodes import audited
 from tests.fakes.passkeys import Device, KeyFile, SoftPasskey
@@ -282,8 +283,8 @@ def test_wrong_tokens_of_one_address_are_slowed_down_and_cost_no_query_each(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, text = create_admin_token(name="deploy", actor="user:ada")
-    # A second of the throttle's does not pass here, however slow the machine.
-    monkeypatch.setattr(admin_tokens, "throttle", AuthThrottle(read_digests=admin_tokens._read_digests, clock=lambda: 1000.0))
+    install_virtual_clock()  # a second of the throttle's does not pass here, however slow the machine
+    monkeypatch.setattr(admin_tokens, "throttle", AuthThrottle(read_digests=admin_tokens._read_digests))
 
     def ask(token: str) -> Any:  # Any: the response of the test client
         return client.get("/nodes", headers={"authorization": f"Bearer {token}"}, REMOTE_ADDR="192.0.2.77")

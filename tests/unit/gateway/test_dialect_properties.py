@@ -249,7 +249,7 @@ def test_a_stream_that_breaks_off_never_ends_as_if_it_were_whole(path: str, answ
 
 
 @both
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(answer=ANSWERS)
 @example(answer=play(RICH))
 def test_a_whole_answer_says_what_the_stream_of_it_says(path: str, answer: Answer) -> None:
@@ -260,7 +260,7 @@ def test_a_whole_answer_says_what_the_stream_of_it_says(path: str, answer: Answe
 
 
 @both
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(answer=ANSWERS)
 @example(answer=play(RICH))
 def test_what_was_said_goes_back_as_the_engine_said_it(path: str, answer: Answer) -> None:

@@ -22,6 +22,7 @@ from gateway.routing import AUTO, Alias, Target, may_use, resolve
 from gateway.values import Caller, InferenceRequest, PoolOptions
 from gateway.views.models import ListedModel, ModelList, cut_page, render_anthropic, render_openai, render_page
 from nodes.links import LinkRegistry
+from tests.fakes.clock import install_virtual_clock
 from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink
 
@@ -171,28 +172,20 @@ def test_candidates_are_few_each_once_and_all_usable(
 KEY, OTHER = uuid.UUID(int=1), uuid.UUID(int=2)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_lowered_limit_holds_at_once_and_says_when_it_would_pass() -> None:
-    clock = Clock()
-    limiter = RateLimiter(clock)
+    clock = install_virtual_clock()
+    limiter = RateLimiter()
     for second in range(10):
-        clock.now = 1000.0 + second
+        clock.monotonic_s = 1000.0 + second
         state = limiter.take(KEY, 10)
         assert (state.limit, state.remaining, state.reset_s) == (10, 9 - second, 60.0 - second)
     with pytest.raises(errors.RateLimited) as caught:
         limiter.take(KEY, 2)
     assert caught.value.retry_after_s == pytest.approx(1008 + 60 - 1009)
     assert limiter.take(OTHER, 1).remaining == 0
-    clock.now += caught.value.retry_after_s or 0
+    clock.monotonic_s += caught.value.retry_after_s or 0
     limiter.take(KEY, 2)
-    clock.now += 0.25
+    clock.monotonic_s += 0.25
     assert limiter.peek(KEY, 5) == limiter.peek(KEY, 5)
     assert limiter.peek(KEY, 5).headers() == [
         (b"x-ratelimit-limit-requests", b"5"),
@@ -202,16 +195,16 @@ def test_a_lowered_limit_holds_at_once_and_says_when_it_would_pass() -> None:
 
 
 def test_idle_keys_are_forgotten_and_busy_ones_are_not() -> None:
-    clock = Clock()
-    limiter = RateLimiter(clock)
+    clock = install_virtual_clock()
+    limiter = RateLimiter()
     books = Bookkeeper(uuid.uuid4(), RecordWriter(accept_s=1.0, max_pending=1000), limiter)
     for number in range(100):
         who = Caller(uuid.UUID(int=number + 3), "k", "t", 1, frozenset())
         books.record_refusal(errors.BadRequest("no"), who, unread_request("/v1/models"), uuid.uuid4())
     limiter.take(KEY, 5)
-    clock.now += 30
+    clock.monotonic_s += 30
     limiter.take(OTHER, 5)
-    clock.now += 31
+    clock.monotonic_s += 31
     books.forget_idle()
     assert limiter.peek(OTHER, 5).remaining == 4
     assert limiter._windows.keys() == {OTHER}
@@ -220,12 +213,12 @@ def test_idle_keys_are_forgotten_and_busy_ones_are_not() -> None:
 @examples(40)
 @given(limit=st.integers(1, 5), steps=st.lists(st.floats(0, 40, allow_nan=False), min_size=1, max_size=60))
 def test_never_more_than_the_limit_in_any_minute_and_never_fewer_than_could_pass(limit: int, steps: list[float]) -> None:
-    clock = Clock()
-    limiter = RateLimiter(clock)
+    clock = install_virtual_clock()
+    limiter = RateLimiter()
     taken: list[float] = []
     for step in steps:
-        clock.now += step
-        in_window = sum(at > clock.now - 60.0 for at in taken)
+        clock.monotonic_s += step
+        in_window = sum(at > clock.monotonic_s - 60.0 for at in taken)
         try:
             limiter.take(KEY, limit)
         except errors.RateLimited as refusal:
@@ -233,10 +226,10 @@ def test_never_more_than_the_limit_in_any_minute_and_never_fewer_than_could_pass
             wait = refusal.retry_after_s
             assert wait is not None
             assert 0 < wait <= 60.0
-            assert sum(at > clock.now + wait - 60.0 + 1e-6 for at in taken) < limit
+            assert sum(at > clock.monotonic_s + wait - 60.0 + 1e-6 for at in taken) < limit
         else:
             assert in_window < limit
-            taken.append(clock.now)
+            taken.append(clock.monotonic_s)
 
 
 def make_admission(*known: str) -> Admission:

@@ -15,6 +15,7 @@ from core.limits import limits
 from gateway.placement import choose_link
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Fault, Trial, Verdict
+from tests.fakes.clock import VirtualClock, install_virtual_clock
 from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink
 
@@ -45,14 +46,22 @@ class Node:
 class Fleet:
     """Nodes that serve ``m``, one request after the other, each placed as a gateway places it."""
 
-    now: float = 1000.0
+    clock: VirtualClock = field(default_factory=install_virtual_clock)
     nodes: list[Node] = field(default_factory=list)
     turn: int = 0
     told: list[Ejection] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.registry = LinkRegistry(clock=lambda: self.now)
+        self.registry = LinkRegistry()
         self.registry.ejections.on_eject = self.told.append
+
+    @property
+    def now(self) -> float:
+        return self.clock.monotonic_s
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self.clock.monotonic_s = now
 
     def add(self, *, slots: int = 4, **how: float | bool) -> Node:
         link = FakeLink("m", slots=slots)

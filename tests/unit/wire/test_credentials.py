@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from core.throttle import AuthThrottle
 from governance.services.one_time_password import find_step
-from tests.fakes.clock import virtual_clock
+from tests.fakes.clock import install_virtual_clock, virtual_clock
 from tests.fakes.examples import examples
 from wire import clock
 from wire.client_address import TrustedProxies
@@ -184,15 +184,6 @@ def test_a_code_is_right_in_its_step_and_one_beside_it_and_once() -> None:
 ADDRESS = "192.0.2.1"
 
 
-class Clock:
-    """Stands still until it is moved."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Rows:
     """The digests that are good, and how often they were read."""
 
@@ -210,12 +201,12 @@ def make_digest() -> bytes:
 
 
 def test_ten_thousand_wrong_credentials_cost_few_looks_and_a_good_one_never_waits() -> None:
-    clock, rows, good = Clock(), Rows(), make_digest()
+    clock, rows, good = install_virtual_clock(), Rows(), make_digest()
     rows.digests.append(good)
-    throttle = AuthThrottle(failures=3, block_s=0.25, read_digests=rows.read, clock=clock)
+    throttle = AuthThrottle(failures=3, block_s=0.25, read_digests=rows.read)
     looks = 0
     for number in range(10_000):  # 250 s of 40 a second
-        clock.now += 0.025
+        clock.advance(0.025)
         if not throttle.must_wait(ADDRESS, number.to_bytes(32)):
             looks += 1
             throttle.record_failure(ADDRESS)
@@ -225,15 +216,15 @@ def test_ten_thousand_wrong_credentials_cost_few_looks_and_a_good_one_never_wait
 
 
 def test_a_new_credential_is_let_in_within_a_second_whatever_its_address_does() -> None:
-    clock, rows, new = Clock(), Rows(), make_digest()
-    throttle = AuthThrottle(failures=1, block_s=600.0, read_digests=rows.read, clock=clock)
+    clock, rows, new = install_virtual_clock(), Rows(), make_digest()
+    throttle = AuthThrottle(failures=1, block_s=600.0, read_digests=rows.read)
     throttle.record_failure(ADDRESS)
     assert throttle.must_wait(ADDRESS, new)
     rows.digests.append(new)
-    clock.now += 1.0
+    clock.advance(1.0)
     assert not throttle.must_wait(ADDRESS, new)
     rows.digests.remove(new)
-    clock.now += 1.0
+    clock.advance(1.0)
     assert throttle.must_wait(ADDRESS, new), "a revoked one is good no more"
 
 
