@@ -701,6 +701,8 @@ class GatewayLimits:
     server_pipelined: int = bound(
         64, "requests", "A connection with more requests waiting for the answer before theirs is closed."
     )
+    known_heads: int = bound(1024, "heads", "The server forgets which request heads it has read before it remembers more.")
+    known_head_bytes: int = bound(4 * 1024, "bytes", "A longer request head is parsed each time it comes.")
     server_ahead_bytes: int = bound(
         64 * 1024, "bytes", "More bytes behind the request that is answered stop the reading of the connection."
     )

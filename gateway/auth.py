@@ -13,7 +13,7 @@ from core.limits import limits
 from core.throttle import AuthThrottle
 from gateway.catalogue import Catalogue, KeyEntry
 from gateway.errors import InvalidApiKey, RateLimited, RecordsUnavailable
-from gateway.values import Caller
+from gateway.values import Caller, derive
 from wire import clock
 from wire.credentials import CredentialKind, digest_credential, has_good_checksum, read_keyid
 
@@ -34,14 +34,13 @@ class KeyRing:
 
     async def identify(self, headers: Mapping[str, str], *, allow_x_api_key: bool, address: str = "") -> Caller:
         """Return the caller. Raises InvalidApiKey; RecordsUnavailable, RateLimited when a lookup is needed and not possible."""
-        text = _read_key(headers, allow_x_api_key=allow_x_api_key)
-        keyid = read_keyid(text, CredentialKind.CLIENT) if text else None
+        read = _read_either if allow_x_api_key else _read_bearer
+        text, keyid, digest = derive(headers, read.__name__, read)
         if keyid is None:
             raise InvalidApiKey("API key is missing." if not text else "")
         entry = self._catalogue.keys.get(keyid)
         if entry is None and has_good_checksum(text):  # noise with a bad checksum costs no query
             entry = await self._look_up(keyid, address)
-        digest = digest_credential(text)
         now = clock.unix_s()
         matches = hmac.compare_digest(digest, entry.digest if entry is not None else _NO_DIGEST)
         if entry is None or not matches or not entry.is_usable(now):
@@ -81,9 +80,22 @@ class KeyRing:
         return entry
 
 
-def _read_key(headers: Mapping[str, str], *, allow_x_api_key: bool) -> str:
-    """Return what may be a key. Clients send both headers at once, and the one for another service may be in the first."""
+def _read_bearer(headers: Mapping[str, str]) -> tuple[str, str | None, bytes]:
+    return _read_key(headers, allow_x_api_key=False)
+
+
+def _read_either(headers: Mapping[str, str]) -> tuple[str, str | None, bytes]:
+    return _read_key(headers, allow_x_api_key=True)
+
+
+def _read_key(headers: Mapping[str, str], *, allow_x_api_key: bool) -> tuple[str, str | None, bytes]:
+    """Return what may be a key, its id (None = it is none) and its digest.
+
+    Clients send both headers at once, and the one for another service may be in the first.
+    """
     authorization = headers.get("authorization", "")
     bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
     other = headers.get("x-api-key", "").strip() if allow_x_api_key else ""
-    return other if other and read_keyid(bearer, CredentialKind.CLIENT) is None else bearer
+    text = other if other and read_keyid(bearer, CredentialKind.CLIENT) is None else bearer
+    keyid = read_keyid(text, CredentialKind.CLIENT) if text else None
+    return text, keyid, digest_credential(text) if keyid is not None else b""

@@ -9,7 +9,7 @@ from typing import Protocol
 from core.limits import limits
 from gateway import metrics
 from gateway.admission import RateLimiter
-from gateway.errors import GatewayError, RateLimited, ShuttingDown
+from gateway.errors import GatewayError, RateLimited, RecordsUnavailable, ShuttingDown
 from gateway.outcome import Served
 from gateway.records import Record, RecordWriter
 from gateway.values import Caller, InferenceRequest, RequestOutcome, judge_outcome
@@ -104,6 +104,15 @@ class Bookkeeper:
         """Write down that the node gets the request now: in the turn of the loop that assigned it, so both are one write."""
         record.state = RequestState.RUNNING
         self.records.touch(record)
+
+    def is_refused(self, record: Record) -> bool:
+        """Whether the writer could not make a row durable in time, and closed the record."""
+        return record.state is RequestState.REJECTED and record.error_code == RecordsUnavailable.code
+
+    def require_open(self, record: Record) -> None:
+        """Raise RecordsUnavailable for a record that the writer has closed: nothing more is begun for it."""
+        if self.is_refused(record):
+            raise RecordsUnavailable(retry_after_s=2)
 
     def seal(self, record: Record, ending: Ending) -> None:
         """Fill in how it ended. The state is set last: the writer may read the row at any moment."""

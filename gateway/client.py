@@ -1,27 +1,30 @@
 """The client's side of one HTTP exchange: its headers, its body, and ordered writing that notices when it left.
 
 Works on any ASGI server. On ours, the scope carries a handle on the connection (``SCOPE_HANDLE``) that reports its loss
-by a call and can abort it; elsewhere a task watches ``receive``.
+by a call and can abort it, and a line (``SCOPE_LINE``) that writes to the socket; elsewhere a task watches ``receive``, and
+answers go through ASGI's ``send``.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from core.limits import GatewayLimits
 from core.outbox import Outbox
 from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, GatewayError, RequestTimeout
+from gateway.values import Header, HeaderView
 
 Scope = dict[str, Any]
 """An ASGI scope; the specification leaves its values open."""
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-Header = tuple[bytes, bytes]
 T = TypeVar("T")
 
 SCOPE_HANDLE = "muster.connection"
+SCOPE_LINE = "muster.line"
 
 
 class ConnectionHandle(Protocol):
@@ -40,43 +43,122 @@ class ConnectionHandle(Protocol):
         """Write a whole response in one piece; nothing was written for this request before."""
 
 
-class HeaderView(Mapping[str, str]):
-    """The request's headers by lower-case name, decoded when asked for. Of a repeated header the last one counts."""
+class Line(Protocol):
+    """Where one response is written. What is put after the peer went, or after ``stop``, is forgotten."""
 
-    __slots__ = ("_raw",)
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the peer does not keep up: something waits that was put while the line was full."""
 
-    def __init__(self, raw: Iterable[Header]) -> None:
-        self._raw = dict(raw)
+    @property
+    def is_dead(self) -> bool:
+        """Whether what is put is forgotten."""
 
-    def __getitem__(self, name: str) -> str:
-        return self._raw[name.encode("latin-1")].decode("latin-1")
+    @property
+    def waiting_bytes(self) -> int:
+        """Put since the line was full, and not known to be taken."""
 
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name.encode("latin-1") in self._raw
+    def begin(
+        self, *, limit_bytes: int, timeout_s: float, on_stuck: Callable[[str], None], on_drained: Callable[[], None]
+    ) -> None:
+        """Set what waits at most, and for how long nothing may be taken; ``on_stuck`` is called once when either is passed.
 
-    def __iter__(self) -> Iterator[str]:
-        return (name.decode("latin-1") for name in self._raw)
+        ``on_drained`` is called when the peer has taken what waited.
+        """
 
-    def __len__(self) -> int:
-        return len(self._raw)
+    def start(self, status: int, headers: Sequence[Header]) -> None:
+        """Put status and headers; a body without ``content-length`` is chunked."""
+
+    def write(self, data: bytes) -> None:
+        """Put body bytes."""
+
+    def finish(self, data: bytes) -> None:
+        """Put the last body bytes."""
+
+    def stop(self) -> None:
+        """Write nothing more and forget what waits."""
+
+
+class AsgiLine:
+    """Writes a response as ASGI events. ``send`` is the server's."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    def begin(
+        self, *, limit_bytes: int, timeout_s: float, on_stuck: Callable[[str], None], on_drained: Callable[[], None]
+    ) -> None:
+        """See ``Line``."""
+        self._outbox = Outbox(
+            self._send, limit_bytes=limit_bytes, timeout_s=timeout_s, on_stuck=on_stuck, on_drained=on_drained
+        )
+
+    @property
+    def is_blocked(self) -> bool:
+        """See ``Line``."""
+        return self._outbox.is_blocked
+
+    @property
+    def is_dead(self) -> bool:
+        """See ``Line``."""
+        return self._outbox.dead
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes put and not yet taken by the server."""
+        return self._outbox.waiting_bytes
+
+    def start(self, status: int, headers: Sequence[Header]) -> None:
+        """See ``Line``."""
+        self._outbox.put({"type": "http.response.start", "status": status, "headers": list(headers)}, 0)
+
+    def write(self, data: bytes) -> None:
+        """See ``Line``."""
+        self._outbox.put({"type": "http.response.body", "body": data, "more_body": True}, len(data))
+
+    def finish(self, data: bytes) -> None:
+        """See ``Line``."""
+        self._outbox.put({"type": "http.response.body", "body": data, "more_body": False}, len(data))
+
+    def stop(self) -> None:
+        """See ``Line``."""
+        self._outbox.stop()
 
 
 class ClientConnection:
     """One request of one client. ``wait`` is the only way to block on its behalf: it ends when the client leaves."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, limits: GatewayLimits) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        limits: GatewayLimits,
+        headers: HeaderView | None = None,
+        body: bytes | None = None,
+    ) -> None:
         self.scope = scope
-        self.headers = HeaderView(scope["headers"])
+        self.headers = HeaderView(scope["headers"]) if headers is None else headers
+        self._body = body
+        """The whole request body, where the server has it already."""
         self._receive = receive
         self._limits = limits
-        self._handle: ConnectionHandle | None = scope.get("extensions", {}).get(SCOPE_HANDLE)
+        extensions = scope.get("extensions", {})
+        self._handle: ConnectionHandle | None = extensions.get(SCOPE_HANDLE)
+        self.line: Line = extensions.get(SCOPE_LINE) or AsgiLine(send)
         self._watcher: asyncio.Task[None] | None = None
         self._waiting: asyncio.Future[Any] | None = None  # of whatever type the current wait has
         self._gone: GatewayError | None = None
         self.on_gone: Callable[[], None] | None = None
         self.on_drained: Callable[[], None] | None = None
-        self.outbox = Outbox(
-            send,
+        self._held: list[Callable[[], None]] | None = None
+        """What was said while nothing may be said yet (``hold``)."""
+        self._held_bytes = 0
+        self._permission: asyncio.Future[None] | None = None
+        self._failure: GatewayError | None = None
+        """Why what was held is never said; whoever waits next is told."""
+        self.line.begin(
             limit_bytes=limits.max_buffer_bytes,
             timeout_s=limits.client_write_s,
             on_stuck=self._take_stuck,
@@ -101,12 +183,14 @@ class ClientConnection:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the client reads slower than the answer comes."""
-        return self.outbox.is_blocked
+        """Whether the client reads slower than the answer comes, or much of it is held back."""
+        return self.line.is_blocked or self._held_bytes > self._limits.hold_bytes
 
     async def read_body(self, limit: int | None = None) -> bytes:
         """Return the whole request body, of at most ``limit`` bytes. Raises BodyTooLarge, ClientLeft, RequestTimeout."""
         limit = self._limits.max_body_bytes if limit is None else limit
+        if self._body is not None and len(self._body) <= limit:
+            return self._body
         if self._handle is not None:
             return await self._collect_body(limit)  # the server watches the deadline of the body
         try:
@@ -155,10 +239,10 @@ class ClientConnection:
             self._watcher = None
 
     async def wait(self, future: asyncio.Future[T]) -> T:
-        """Return the result of a future, never of a task. Raises ClientLeft as soon as the client is gone."""
-        if self._gone is not None:
+        """Return the result of a future, never of a task. Raises ClientLeft once the client is gone, or why ``hold`` failed."""
+        if (error := self._gone or self.settle()) is not None:
             future.cancel()
-            raise self._gone
+            raise error
         self._waiting = future
         try:
             return await future
@@ -182,29 +266,55 @@ class ClientConnection:
         finally:
             task.cancel()
 
+    def hold(self, permission: asyncio.Future[None]) -> None:
+        """Keep back whatever is said until ``permission`` is done.
+
+        When it fails, what was said is forgotten, as if nothing had been; ``wait`` or ``drain`` raises its error, once.
+        """
+        self._held, self._permission = [], permission
+        permission.add_done_callback(self._take_permission)
+
+    def settle(self) -> GatewayError | None:
+        """Take what ``hold`` came to, if that is known; return why nothing may be said of what was held, once."""
+        if self._permission is not None and self._permission.done():
+            self._take_permission(self._permission)
+        failure, self._failure = self._failure, None
+        return failure
+
     def start(self, status: int, headers: Sequence[Header]) -> None:
         """Send status and headers."""
         self.started = True
-        self.outbox.put({"type": "http.response.start", "status": status, "headers": [*headers, *self.common]}, 0)
+        if self._held is not None:
+            self._held.append(partial(self.line.start, status, [*headers, *self.common]))
+        else:
+            self.line.start(status, [*headers, *self.common] if self.common else headers)
 
     def write(self, data: bytes) -> None:
         """Send body bytes."""
         self.tail = data
-        self.outbox.put({"type": "http.response.body", "body": data, "more_body": True}, len(data))
+        if self._held is not None:
+            self._held.append(partial(self.line.write, data))
+            self._held_bytes += len(data)
+        else:
+            self.line.write(data)
 
     def finish(self, data: bytes = b"") -> None:
         """Send the last body bytes."""
         self.finished = True
-        self.outbox.put({"type": "http.response.body", "body": data, "more_body": False}, len(data))
+        if self._held is not None:
+            self._held.append(partial(self.line.finish, data))
+            self._held_bytes += len(data)
+        else:
+            self.line.finish(data)
 
     def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         """Send a whole response, in one write where the server lets us."""
-        if self._handle is not None and not self.is_blocked and not self.outbox.dead:
-            self.started = self.finished = True
-            self._handle.respond(status, [*headers, *self.common] if self.common else headers, body)
-            return
-        self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
-        self.finish(body)
+        self.started = self.finished = True
+        if self._held is not None:
+            self._held.append(partial(self._respond, status, headers, body))
+            self._held_bytes += len(body)
+        else:
+            self._respond(status, headers, body)
 
     def close_after_response(self) -> None:
         """Close the connection when the response is out."""
@@ -213,16 +323,18 @@ class ClientConnection:
 
     def abort(self) -> None:
         """Reset the connection: the only honest end of a response that was cut."""
-        self.outbox.stop()
+        self._let_go()
         if self._handle is not None:
             self._handle.abort()
 
     async def drain(self) -> None:
-        """Wait until the server has taken everything written. Raises ClientLeft, ClientTooSlow.
+        """Wait until the server has taken everything written. Raises ClientLeft, ClientTooSlow, what ``hold`` came to.
 
         An ASGI server cuts a response whose application returns while a part of it still waits here.
         """
-        while self.outbox.is_blocked:
+        if (failure := self.settle()) is not None:
+            raise failure
+        while self._held is not None or self.line.is_blocked:
             drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.on_drained = lambda drained=drained: None if drained.done() else drained.set_result(None)
             try:
@@ -244,6 +356,39 @@ class ClientConnection:
         if not self.finished:
             self._take_lost()
 
+    def _respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        if self._handle is not None and not self.line.is_blocked and not self.line.is_dead:
+            self._handle.respond(status, [*headers, *self.common] if self.common else headers, body)
+            return
+        self.line.start(status, [*headers, *self.common, (b"content-length", b"%d" % len(body))])
+        self.line.finish(body)
+
+    def _take_permission(self, permission: asyncio.Future[None]) -> None:
+        if self._permission is None:
+            return
+        held, self._held, self._held_bytes, self._permission = self._held, None, 0, None
+        if held is None or permission.cancelled():
+            return  # the client left
+        error = permission.exception()
+        if error is None:
+            for say in held:
+                say()
+            if not self.line.is_blocked:
+                self._take_drained()
+            return
+        assert isinstance(error, GatewayError)
+        self.started = self.finished = False
+        if self._waiting is None:
+            self._failure = error
+        elif not self._waiting.done():
+            self._waiting.set_exception(error)
+        elif self._waiting is not permission:  # whoever waits for that is told by it
+            self._failure = error
+
+    def _let_go(self) -> None:
+        self._held, self._held_bytes = None, 0
+        self.line.stop()
+
     def _take_lost(self) -> None:
         self._leave(ClientLeft())
 
@@ -260,7 +405,7 @@ class ClientConnection:
         if self._gone is not None:
             return
         self._gone = error
-        self.outbox.stop()
+        self._let_go()
         if self.on_gone is not None:
             self.on_gone()
         if self._waiting is not None and not self._waiting.done():

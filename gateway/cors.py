@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection, Mapping
 
 from core.limits import limits
-from gateway.client import ClientConnection, Header
+from gateway.client import ClientConnection
+from gateway.values import Header
 
 EVERYBODY = "*"
 ORIGIN_RE = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]-]+\Z")

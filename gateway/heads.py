@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-from gateway.client import Header
+from gateway.values import Header
 
 _DROPPED = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade",
@@ -79,6 +79,7 @@ def name_box(node: str, model: str) -> list[Header]:
     return [name_header(b"x-muster-node", node), name_header(b"x-muster-model", model)]
 
 
+@lru_cache(maxsize=512)
 def name_header(name: bytes, value: str) -> Header:
     """Return a header whose value is a name somebody chose; what does not fit into a header becomes a question mark."""
     text = value[:200]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from gateway.client import ClientConnection, Header
+from gateway.client import ClientConnection
+from gateway.values import Header
 
 COMMENT = b": ping\n\n"
 _NO_ANSWER = (b":", b"\n")

@@ -18,7 +18,7 @@ from gateway.admission import Admission, RateLimiter, choose_priority
 from gateway.auth import KeyRing
 from gateway.bookkeeping import BUGGED, COMPLETED, TORN_DOWN, Bookkeeper, Ending, count_tokens, name_model, unread_request
 from gateway.catalogue import ModelEntry
-from gateway.client import ClientConnection, Header
+from gateway.client import ClientConnection
 from gateway.counting import TokenCounter, run_beside
 from gateway.dialects import Surface
 from gateway.dialects.surface import Dialect
@@ -51,7 +51,7 @@ from gateway.records import Record, RecordWriter
 from gateway.recounting import recount_prompt
 from gateway.refusing import refuse
 from gateway.relay import Exchange
-from gateway.values import Caller, InferenceRequest, PoolOptions, Unmatched
+from gateway.values import Caller, Header, InferenceRequest, PoolOptions, Unmatched
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire import clock
 from wire.contract import RequestState
@@ -67,9 +67,17 @@ class Call:
 
     client: ClientConnection
     surface: Surface
-    caller: Caller
     record_id: uuid.UUID
+    request_id: str
     extra: list[Header]
+    started: float = field(default_factory=clock.monotonic)
+    """clock.monotonic() seconds."""
+    caller: Caller = field(init=False)
+    """Set once it is identified."""
+    record: Record | None = None
+    job: Job | None = None
+    exchange: Exchange | None = None
+    """The attempt that runs, or ran last."""
     keeping: Keeping | None = None
     keepalive: KeepAlive | None = None
     queue_ms: int = 0
@@ -78,6 +86,8 @@ class Call:
     entries: dict[str, ModelEntry] = field(default_factory=dict)
     """The models that may serve it by name, best first."""
     translations: dict[str, Translation] = field(default_factory=dict)
+    accepted: asyncio.Future[None] | None = None
+    """Done when its row is durable; until then the client gets nothing of what is said."""
 
 
 @dataclass(slots=True)
@@ -102,55 +112,70 @@ class Pipeline:
         """Answer one inference request. The only place that calls the stages in sequence."""
         record_id = new_uuid7()
         request_id = format_id("req", record_id)
-        extra = id_headers(request_id, is_anthropic=surface.is_anthropic)
-        call: Call | None = None
-        record: Record | None = None
-        job: Job | None = None
-        exchange: Exchange | None = None
-        started = clock.monotonic()
+        call = Call(client, surface, record_id, request_id, id_headers(request_id, is_anthropic=surface.is_anthropic))
         ending = TORN_DOWN
         try:
             if self.is_stopping:
                 raise ShuttingDown(retry_after_s=2)
-            caller = await self.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
+            call.caller = await self.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
             body = await client.read_body(self.limits.max_audio_bytes if surface.is_form else None)
-            call = Call(client, surface, caller, record_id, extra)
             record, job = await self._admit(call, body)
-            while True:
-                lease = await self._find_slot(call, job, record)
-                exchange = self._open_exchange(call, job, lease)
-                if exchange is None:
-                    continue
-                self.books.note_start(record)
-                outcome = await self._run_attempt(call, job, lease, exchange)
-                if not self._should_retry(call, outcome, job, lease):
-                    break
-            if isinstance(outcome, Served):
-                count_tokens(record, outcome, exchange)
-                await self._keep(call, job, exchange)
-                exchange.send_ahead()
-            await client.drain()  # until then the server would cut what the client has not taken
-            ending = await self._conclude(call, job, outcome, record)
-            if isinstance(outcome, Served) and not exchange.is_delivered:
-                self.books.finish(record, exchange, started, ending)
-                await self.records.finish(record)  # a client that has the whole answer has it recorded, even if we die
-                exchange.deliver(exchange.last)
-                await client.drain()
+            ending = await self._answer(call, job, record)
         except GatewayError as raised:
-            error = call.unsaid if call is not None and call.unsaid and isinstance(raised, EndpointNotAnswered) else raised
+            error = client.settle() or raised
+            if call.unsaid is not None and isinstance(error, EndpointNotAnswered):
+                error = call.unsaid
             ending = Ending(error.state, error)
-            refuse(client, surface, error, request_id, extra, job.request if job is not None else None)
+            if call.record is not None and self.books.is_refused(call.record):  # it has no row, and is no request
+                metrics.TALLY.in_flight -= 1
+                call.record = None
+            refuse(client, surface, error, request_id, call.extra, call.job.request if call.job is not None else None)
             raised.__traceback__ = None  # its frames hold the request, and are held by the error: a ring
         finally:
             client.unwatch()
-            if call is not None and call.keepalive is not None:
+            if call.keepalive is not None:
                 call.keepalive.stop()
             if ending is TORN_DOWN and not self.is_stopping:
                 ending = BUGGED
-            if record is not None:
-                self.books.finish(record, exchange, started, ending)
+            if call.record is not None:
+                self.books.finish(call.record, call.exchange, call.started, ending)
             elif ending.error is not None:
                 self.books.count_refusal(ending.error)
+
+    async def _answer(self, call: Call, job: Job, record: Record) -> Ending:
+        """Have nodes try an accepted request until one of them answers; return how it ended. Raises GatewayError."""
+        client = call.client
+        try:
+            outcome = await self._run_attempts(call, job, record)
+        except Exception:
+            await self._be_durable(call)
+            raise
+        await self._be_durable(call)
+        exchange = call.exchange
+        assert exchange is not None
+        if isinstance(outcome, Served):
+            count_tokens(record, outcome, exchange)
+            await self._keep(call, job, exchange)
+            exchange.send_ahead()
+        await client.drain()  # until then the server would cut what the client has not taken
+        ending = await self._conclude(call, job, outcome, record)
+        if isinstance(outcome, Served) and not exchange.is_delivered:
+            self.books.finish(record, exchange, call.started, ending)
+            await self.records.finish(record)  # a client that has the whole answer has it recorded, even if we die
+            exchange.deliver(exchange.last)
+            await client.drain()
+        return ending
+
+    async def _run_attempts(self, call: Call, job: Job, record: Record) -> Outcome:
+        while True:
+            lease = await self._find_slot(call, job, record)
+            call.exchange = exchange = self._open_exchange(call, job, lease)
+            if exchange is None:
+                continue
+            self.books.note_start(record)
+            outcome = await self._run_attempt(call, job, lease, exchange)
+            if not self._should_retry(call, outcome, job, lease):
+                return outcome
 
     # stages
 
@@ -162,11 +187,14 @@ class Pipeline:
         try:
             rate = self.limiter.take(caller.key_id, caller.requests_per_minute)
             call.extra += rate.headers(is_anthropic=surface.is_anthropic)
-            request = await run_beside(len(body) if surface.is_form else 0, lambda: surface.parse(body, client.headers))
+            if surface.is_form:
+                request = await run_beside(len(body), lambda: surface.parse(body, client.headers))
+            else:
+                request = surface.parse(body, client.headers)
             if surface.dialect is Dialect.RESPONSES and (
                 caller.stores_responses or request.store or request.previous_response_id
             ):
-                call.keeping = await plan_keeping(caller, request, format_id("req", call.record_id))
+                call.keeping = await plan_keeping(caller, request, call.request_id)
                 if call.keeping is not None:
                     chars = request.prompt_chars + call.keeping.history_chars
                     request = msgspec.structs.replace(request, lane=KEPT_LANE, prompt_chars=chars)
@@ -185,30 +213,45 @@ class Pipeline:
             self.books.record_refusal(error, caller, refused, call.record_id, asked_model=asked_model)
             raise
         job = self.dispatcher.new_job(
-            request_id=format_id("req", call.record_id),
+            request_id=call.request_id,
             request=request,
             tenant=caller.tenant,
             max_queue=entry.max_queue,
             priority=choose_priority(caller, request.options),
         )
-        job.asked_model = asked_model
+        call.job, job.asked_model = job, asked_model
         if request.options is not None:
             job.unmatched = self._find_unmatched(caller, request.options)
         job.models = tuple(call.entries)
         record = self.books.make_record(call.record_id, caller, request, asked_model=asked_model)
         client.watch()
+        await self._accept(call, record)
+        call.record = record
+        if request.is_streaming:
+            call.keepalive = KeepAlive(client, extra=call.extra, every_s=self.limits.stream_ping_s)
+            call.keepalive.start()
+        return record, job
+
+    async def _accept(self, call: Call, record: Record) -> None:
+        """Write the row, and go on meanwhile while the database keeps up. Raises RecordsUnavailable, ClientLeft."""
         metrics.TALLY.in_flight += 1
+        accepted = self.records.accept(record)
+        if self.records.is_healthy and not accepted.done():
+            call.accepted = accepted
+            call.client.hold(accepted)
+            return
         try:
-            await client.wait(self.records.accept(record))
+            await call.client.wait(accepted)
         except GatewayError as error:
             metrics.TALLY.in_flight -= 1
             if not isinstance(error, RecordsUnavailable):
                 self.books.seal(record, Ending(error.state, error))
             raise
-        if request.is_streaming:
-            call.keepalive = KeepAlive(client, extra=call.extra, every_s=self.limits.stream_ping_s)
-            call.keepalive.start()
-        return record, job
+
+    async def _be_durable(self, call: Call) -> None:
+        """Wait for the row: without it nothing is final and nothing is said. Raises RecordsUnavailable, ClientLeft."""
+        if call.accepted is not None and not call.client.is_gone:
+            await call.client.wait(call.accepted)
 
     def _find_unmatched(self, caller: Caller, options: PoolOptions) -> Unmatched | None:
         """Return what the options name that is nothing here, None when everything is something."""
@@ -277,6 +320,7 @@ class Pipeline:
         """Return a slot on a box of the first model that can answer in time. Raises ShuttingDown: nothing is begun any more."""
         if self.is_stopping:
             raise ShuttingDown(retry_after_s=2)
+        self.books.require_open(record)
         asked_at = clock.monotonic()
         if len(job.models) > 1:
             self._choose_model(call, job, job.models)
@@ -288,6 +332,11 @@ class Pipeline:
             if not self._choose_model(call, job, ready):
                 raise
             lease = await self._wait_for_slot(call.client, job, record)
+        try:
+            self.books.require_open(record)
+        except RecordsUnavailable:
+            lease.release()
+            raise
         job.attempts += 1
         record.queue_ms = call.queue_ms = (record.queue_ms or 0) + int((clock.monotonic() - asked_at) * 1000)
         record.attempts = min(job.attempts, self.limits.record_attempts)

@@ -69,6 +69,7 @@ class Record(msgspec.Struct, kw_only=True):
     """What the client asked for, where ``model`` (which answers) has another name."""
 
 
+_WRITTEN, _REFUSED_BATCH, _FAILED = (RECORD_FLUSHES.labels(result) for result in ("ok", "refused", "failed"))
 _encoder = msgspec.json.Encoder()
 _REFUSED = (psycopg.DataError, psycopg.IntegrityError, msgspec.MsgspecError, ArithmeticError, ValueError, TypeError)
 """One of the values is at fault; every other error means that the database is away."""
@@ -132,9 +133,14 @@ class RecordWriter:
         self._max_pending = max_pending
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inserts: list[_Accept] = []
+        self._entering: set[uuid.UUID] = set()
+        """Of ``_inserts``: they are written as they are then, so their changes need no update."""
         self._updates: dict[uuid.UUID, Record] = {}
         self._finishing: list[asyncio.Future[None]] = []
         """Of those who wait until the updates are sent."""
+        self._unsent: deque[tuple[float, asyncio.Future[None]]] = deque()
+        """Those same, with the moment at which they wait no longer, in loop time."""
+        self._send_watch: asyncio.TimerHandle | None = None
         self._outstanding: deque[_Accept] = deque()
         self._refused: deque[Record] = deque()
         """Final rows of requests that never were on their way in."""
@@ -187,6 +193,7 @@ class RecordWriter:
             return future
         entry = _Accept(record, future)
         self._inserts.append(entry)
+        self._entering.add(record.id)
         self._wake()
         entry.due_at = self._loop.time() + self._accept_s
         self._outstanding.append(entry)
@@ -196,6 +203,8 @@ class RecordWriter:
 
     def touch(self, record: Record) -> None:
         """Write a row's new content soon, together with what comes until then."""
+        if record.id in self._entering:
+            return
         self._updates[record.id] = record
         self._wake(self._limits.records_linger_s)
 
@@ -207,12 +216,11 @@ class RecordWriter:
         future: asyncio.Future[None] = self._loop.create_future()
         self._updates[record.id] = record
         self._finishing.append(future)
+        self._unsent.append((self._loop.time() + self._limits.records_send_s, future))
+        if self._send_watch is None:
+            self._send_watch = self._loop.call_later(self._limits.records_send_s, self._check_unsent)
         self._wake()
-        timer = self._loop.call_later(self._limits.records_send_s, _settle, [future])
-        try:
-            await future
-        finally:
-            timer.cancel()
+        await future
 
     def add_final(self, record: Record) -> None:
         """Insert a row that is final from the start (a refusal); nobody waits for it and overload drops it."""
@@ -242,6 +250,15 @@ class RecordWriter:
                 entry.given_up = True
                 entry.future.set_exception(RecordsUnavailable(retry_after_s=2))
         self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding) if outstanding else None
+
+    def _check_unsent(self) -> None:
+        """Let those go on who wait too long for their statement to be sent. One timer for all, as above."""
+        assert self._loop is not None
+        now = self._loop.time()
+        while self._unsent and (self._unsent[0][1].done() or self._unsent[0][0] <= now):
+            _settle([self._unsent.popleft()[1]])
+        left_s = self._unsent[0][0] - now if self._unsent else 0.0
+        self._send_watch = self._loop.call_later(left_s, self._check_unsent) if self._unsent else None
 
     def _resolve(self, entries: list[_Accept]) -> None:
         self._reject([entry for entry in entries if entry.given_up])  # it got in after all, and nobody serves it
@@ -312,6 +329,7 @@ class RecordWriter:
             self._is_due = True
             return self._single.popleft()
         inserts, self._inserts = self._inserts, []
+        self._entering.clear()
         updates, self._updates = self._updates, {}
         finishing, self._finishing = self._finishing, []
         for entry in inserts:
@@ -383,13 +401,13 @@ class RecordWriter:
             logger.info("records.recovered")
             self._loop.call_later(self._limits.records_late_s, self._close_late)
         self.is_healthy = True
-        RECORD_FLUSHES.labels("ok").inc()
+        _WRITTEN.inc()
         self._resolve(batch.inserts)
 
     def _drop_refused(self, batch: _Batch, reason: str) -> None:
         for record in [*(entry.record for entry in batch.inserts), *batch.updates.values()]:
             logger.error("records.refused id=%s error=%s", record.id, reason)
-        RECORD_FLUSHES.labels("refused").inc()
+        _REFUSED_BATCH.inc()
         self._reject(batch.inserts)
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
@@ -398,7 +416,7 @@ class RecordWriter:
         if self.is_healthy:
             logger.error("records.unavailable error=%s", type(error).__name__)
         self.is_healthy = False
-        RECORD_FLUSHES.labels("failed").inc()
+        _FAILED.inc()
         if self._database is not None:
             self._database.close()
             self._database = None

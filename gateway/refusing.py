@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Collection
 
 from channels.routing import URLRouter
 
-from gateway.client import ClientConnection, Header, HeaderView, Receive, Scope, Send
+from gateway.client import ClientConnection, Receive, Scope, Send
 from gateway.dialects import Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import GatewayError, OriginNotPermitted, RateLimited, RouteNotFound
-from gateway.values import InferenceRequest
+from gateway.values import Header, HeaderView, InferenceRequest
 from nodes.errors import TooManySockets
 
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]

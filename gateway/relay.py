@@ -10,7 +10,7 @@ import asyncio
 
 from core.limits import GatewayLimits
 from gateway.answers import count_answer_chars, find_usage, read_usage
-from gateway.client import ClientConnection, Header
+from gateway.client import ClientConnection
 from gateway.dialects import Surface
 from gateway.dialects.pool_meta import PoolMeta
 from gateway.dialects.refusal import read_refusal, read_stream_failure
@@ -30,6 +30,7 @@ from gateway.keepalive import KeepAlive
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served, judge_end
 from gateway.phrasing import find_other_words
 from gateway.rewriting import Rewriter
+from gateway.values import Header
 from nodes.links import EndKind, LinkEnd, Stream
 from nodes.links.http import USAGE_COMMENT
 from nodes.session import OpenRequest

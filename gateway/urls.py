@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from channels.routing import ProtocolTypeRouter
@@ -11,15 +11,16 @@ from django.conf import settings
 from django.http.response import HttpResponseBase
 from django.urls import URLPattern, re_path
 
-from gateway.client import HeaderView, Receive, Scope, Send
+from gateway.client import Receive, Scope, Send
 from gateway.cors import is_preflight
 from gateway.dialects import SURFACES
 from gateway.refusing import Application, SlashRouter, admit_programs, refuse_unknown_socket
 from gateway.runtime import GatewayRuntime
+from gateway.values import HeaderView
 from gateway.views.admin import AdminViews
 from gateway.views.base import Handler, make_endpoint, make_preflight
 from gateway.views.counting import make_counting_routes
-from gateway.views.inference import make_inference
+from gateway.views.inference import Inference
 from gateway.views.peer import make_peer_door
 from gateway.views.public import PublicViews
 from gateway.views.responses import make_response_routes
@@ -27,15 +28,20 @@ from gateway.views.responses import make_response_routes
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
-def make_application(runtime: GatewayRuntime) -> ProtocolTypeRouter:
-    """Return the ASGI application of one gateway process."""
+def make_inference(runtime: GatewayRuntime) -> dict[str, Inference]:
+    """Return what serves each inference path."""
+    return {surface.path: Inference(runtime, surface) for surface in SURFACES.values()}
+
+
+def make_application(runtime: GatewayRuntime, inference: Mapping[str, Inference] | None = None) -> ProtocolTypeRouter:
+    """Return the ASGI application of one gateway process. ``inference``: what ``make_inference`` made, if that was done."""
+    inference = make_inference(runtime) if inference is None else inference
     public, admin = PublicViews(runtime), AdminViews(runtime)
 
     def get(handler: Handler) -> Application:
         return make_endpoint(runtime, {"GET": handler, "HEAD": handler})
 
     everything = make_endpoint(runtime, dict.fromkeys(_METHODS, public.not_found))
-    inference = {surface.path: make_inference(runtime, surface) for surface in SURFACES.values()}
     http = [_route(re.escape(surface.path[1:]), inference[surface.path]) for surface in SURFACES.values()]
     http += [_route(re.escape(path[1:]), application) for path, application in make_counting_routes(runtime).items()]
     http += [_route(pattern, application) for pattern, application in make_response_routes(runtime)]
@@ -69,7 +75,7 @@ class _ExactFirstRouter(SlashRouter):
     ``preflight``: answers browsers that ask for a page; None = no page is let in, and they get what everybody gets.
     """
 
-    def __init__(self, routes: list[URLPattern], *, exact: dict[str, Application], preflight: Application | None) -> None:
+    def __init__(self, routes: list[URLPattern], *, exact: Mapping[str, Application], preflight: Application | None) -> None:
         super().__init__(routes)
         self._exact = exact
         self._preflight = preflight

@@ -3,13 +3,55 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypeVar
 
 import msgspec
 
 from gateway.whole_numbers import WholeNumber
 from wire.contract import RequestState
+
+Header = tuple[bytes, bytes]
+T = TypeVar("T")
+
+
+class HeaderView(Mapping[str, str]):
+    """The request's headers by lower-case name, decoded when asked for. Of a repeated header the last one counts.
+
+    Clients send the same headers with every request: what was worked out of them once is kept with them (``derive``).
+    """
+
+    __slots__ = ("_derived", "_raw")
+
+    def __init__(self, raw: Iterable[Header]) -> None:
+        self._raw = dict(raw)
+        self._derived: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> str:
+        return self._raw[name.encode("latin-1")].decode("latin-1")
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name.encode("latin-1") in self._raw
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.decode("latin-1") for name in self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+    def derive(self, name: str, work: Callable[[Mapping[str, str]], T]) -> T:
+        """Return ``work(self)``, which is done once for each ``name``; whoever gets it does not change it."""
+        found: T | None = self._derived.get(name)
+        if found is None:
+            found = self._derived[name] = work(self)
+        return found
+
+
+def derive(headers: Mapping[str, str], name: str, work: Callable[[Mapping[str, str]], T]) -> T:
+    """Return ``work(headers)``, remembered where they are a ``HeaderView``."""
+    return headers.derive(name, work) if isinstance(headers, HeaderView) else work(headers)
 
 
 class Priority(StrEnum):

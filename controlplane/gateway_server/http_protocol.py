@@ -11,17 +11,23 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from core.limits import limits
-from gateway.client import SCOPE_HANDLE
+from gateway.client import SCOPE_HANDLE, SCOPE_LINE
+from gateway.values import HeaderView
 from wire.contract import ErrorCode
 from wire.http_head import TOO_LARGE, HeadFault, find_head_fault, find_size_fault
 from wire.limits import WIRE
+
+
+def _say_nothing() -> None:
+    """Stand for the callback of a request that is over."""
+
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
@@ -34,15 +40,216 @@ class _HeadRefused(Exception):
     """Ends the parsing of a connection whose next request is answered with ``_fault``."""
 
 
-class Handle:
-    """One request's hold on its connection (``gateway.client.ConnectionHandle``)."""
+ServeKnown = Callable[[dict[str, Any], HeaderView, bytes], Coroutine[Any, Any, None]]
+"""``(scope, headers, body)``; the values of an ASGI scope are open."""
 
-    __slots__ = ("_protocol", "callback", "cycle")
+
+class KnownHead:
+    """A request head that llhttp took and that comes again. ``scope``: the ASGI scope without what differs by connection."""
+
+    __slots__ = ("headers", "scope")
+
+    def __init__(self, scope: Mapping[str, Any]) -> None:  # Any: an ASGI scope
+        self.scope = {name: scope[name] for name in scope if name not in {"client", "server", "extensions", "state"}}
+        self.headers = HeaderView(scope["headers"])
+
+
+class KnownRequests:
+    """Heads of requests that were answered with 200, by their bytes without the line of ``content-length``.
+
+    A client sends the same head with every request, but for the length of the body. Whoever has no good key fills nothing
+    here, and nothing is taken from here that llhttp did not take byte by byte, but for the digits of the length.
+
+    ``paths``: those of which heads are remembered. ``serve``: answers a request by its ASGI scope, headers and body.
+    """
+
+    def __init__(self, paths: Container[str], serve: ServeKnown) -> None:
+        self._paths = paths
+        self.serve = serve
+        self._bounds = limits().gateway
+        self._heads: dict[bytes, KnownHead] = {}
+
+    def find(self, data: bytes) -> tuple[KnownHead, bytes] | None:
+        """Return the head and the body of a whole request whose head is known, None for anything else."""
+        end = data.find(b"\r\n\r\n", 0, self._bounds.known_head_bytes)
+        split = _split_head(data, end)
+        if split is None or len(data) != end + 4 + split[1]:
+            return None
+        head = self._heads.get(split[0])
+        return None if head is None else (head, data[end + 4 :])
+
+    def learn(self, data: bytes, scope: Mapping[str, Any]) -> None:  # Any: an ASGI scope
+        """Remember the head of a request, of which ``data`` begins with the bytes, unless something about it is unusual."""
+        split = _split_head(data, data.find(b"\r\n\r\n", 0, self._bounds.known_head_bytes))
+        if split is None or split[0] in self._heads or scope["path"] not in self._paths:
+            return
+        if scope["method"] != "POST" or scope["http_version"] != "1.1":
+            return
+        if not _UNUSUAL_HEADERS.isdisjoint(name for name, _ in scope["headers"]):
+            return
+        if len(self._heads) >= self._bounds.known_heads:
+            self._heads.clear()
+        self._heads[split[0]] = KnownHead(scope)
+
+
+_LENGTHS = (b"\r\ncontent-length: ", b"\r\nContent-Length: ")
+_UNUSUAL_HEADERS = frozenset({b"connection", b"expect", b"te", b"trailer", b"transfer-encoding", b"upgrade"})
+
+
+def _split_head(data: bytes, end: int) -> tuple[bytes, int] | None:
+    """Return a head without the line of ``content-length``, and the length it says; None where it stands in another form."""
+    for name in _LENGTHS:
+        at = data.find(name, 0, end)
+        if at > 0:
+            stop = data.find(b"\r\n", at + len(name), end)
+            number = data[at + len(name) : stop if stop > 0 else end]
+            if not number.isdigit() or len(number) > 8:
+                return None
+            return data[:at] + data[stop:end] if stop > 0 else data[:at], int(number)
+    return None
+
+
+class KnownCycle:
+    """uvicorn's books on a request whose head was known and whose body came with it: as much of its cycle as is looked at."""
+
+    __slots__ = (
+        "body", "default_headers", "disconnected", "keep_alive", "message_event", "more_body", "on_response",
+        "response_complete", "response_started", "scope", "transport", "waiting_for_100_continue",
+    )  # fmt: skip
+
+    def __init__(self, protocol: GatewayHttpProtocol, scope: dict[str, Any]) -> None:  # Any: an ASGI scope
+        self.scope = scope
+        self.transport = protocol.transport
+        self.default_headers = protocol.server_state.default_headers
+        self.on_response = protocol.on_response_complete
+        self.message_event = _NOBODY_WAITS
+        self.body = b""
+        self.keep_alive = True
+        self.disconnected = self.more_body = self.response_started = self.response_complete = False
+        self.waiting_for_100_continue = False
+
+
+_NOBODY_WAITS = asyncio.Event()
+"""Stands for the event of a body that has come."""
+
+
+class Handle:
+    """One request's hold on its connection: ``gateway.client.ConnectionHandle``, and the line its response is written to.
+
+    Writing to the transport costs a third of what an ASGI event does; what it takes is bounded by ``begin``.
+    """
+
+    __slots__ = (
+        "_has_body", "_is_chunked", "_limit_bytes", "_on_drained", "_on_stuck", "_protocol", "_seen_bytes", "_timeout_s",
+        "_timer", "callback", "cycle", "is_blocked", "is_dead", "request", "waiting_bytes",
+    )  # fmt: skip
 
     def __init__(self, protocol: GatewayHttpProtocol) -> None:
         self._protocol = protocol
-        self.cycle: RequestResponseCycle | None = None
+        self.cycle: RequestResponseCycle | KnownCycle | None = None
+        self.request = b""
+        """The bytes of the request, where they came whole and its head may be one to remember."""
         self.callback: Callable[[], None] | None = None
+        self.is_blocked = self.is_dead = False
+        self._is_chunked = self._has_body = True
+        self._timer: asyncio.TimerHandle | None = None
+        self.waiting_bytes = 0
+
+    # gateway.client.Line
+
+    def begin(
+        self, *, limit_bytes: int, timeout_s: float, on_stuck: Callable[[str], None], on_drained: Callable[[], None]
+    ) -> None:
+        """Set what waits at most, and for how long the peer may take nothing of it."""
+        self._limit_bytes, self._timeout_s = limit_bytes, timeout_s
+        self._on_stuck, self._on_drained = on_stuck, on_drained
+
+    def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Write status and headers; a body without ``content-length`` is chunked."""
+        cycle = self.cycle
+        if self.is_dead or cycle is None or cycle.disconnected or cycle.response_started:
+            return
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
+        if self.request and status == 200:
+            self._protocol.learn(self.request, cycle.scope)
+        self._has_body = cycle.scope["method"] != "HEAD" and status not in (204, 304)
+        self._is_chunked = self._has_body
+        parts = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers):
+            parts += (name, b": ", value, b"\r\n")
+            if name == b"content-length":
+                self._is_chunked = False
+        if not cycle.keep_alive:
+            parts.append(b"connection: close\r\n")
+        parts.append(b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
+        self._put(b"".join(parts))
+
+    def write(self, data: bytes) -> None:
+        """Write body bytes."""
+        cycle = self.cycle
+        if not data or self.is_dead or not self._has_body or cycle is None or cycle.disconnected or cycle.response_complete:
+            return
+        self._put(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+    def finish(self, data: bytes) -> None:
+        """Write the last body bytes, and close uvicorn's books on the request."""
+        cycle = self.cycle
+        if self.is_dead or cycle is None or cycle.disconnected or cycle.response_complete:
+            return
+        if self._is_chunked:
+            self._put(b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if data else b"0\r\n\r\n")
+        elif data and self._has_body:
+            self._put(data)
+        self._end(cycle, is_early=False)
+
+    def stop(self) -> None:
+        """Write nothing more."""
+        self.is_dead, self.is_blocked = True, False
+        self._stop_timer()
+
+    def take_drained(self) -> None:
+        """The peer has taken what waited."""
+        if self.is_blocked:
+            self.is_blocked, self.waiting_bytes = False, 0
+            self._stop_timer()
+            self._on_drained()
+
+    def _put(self, data: bytes) -> None:
+        protocol = self._protocol
+        if protocol.flow.write_paused:
+            self.waiting_bytes += len(data)
+            if self.waiting_bytes > self._limit_bytes:
+                self._fail("too many bytes wait for this peer")
+                return
+            if not self.is_blocked:
+                self.is_blocked, protocol.writing = True, self
+                self._seen_bytes = protocol.transport.get_write_buffer_size() + len(data)
+                self._timer = protocol.loop.call_later(self._timeout_s, self._watch)
+            else:
+                self._seen_bytes += len(data)
+        protocol.transport.write(data)
+
+    def _watch(self) -> None:
+        """Give up on a peer that took nothing since the last look."""
+        left_bytes = self._protocol.transport.get_write_buffer_size()
+        if left_bytes >= self._seen_bytes:
+            self._timer = None
+            self._fail(f"the peer took nothing for {self._timeout_s:g} s")
+            return
+        self._seen_bytes = left_bytes
+        self._timer = self._protocol.loop.call_later(self._timeout_s, self._watch)
+
+    def _fail(self, reason: str) -> None:
+        self.stop()
+        self._on_stuck(reason)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # gateway.client.ConnectionHandle
 
     def set_lost_callback(self, callback: Callable[[], None] | None) -> None:
         """Have ``callback`` called when the peer is gone; at once if it is gone already."""
@@ -86,7 +293,14 @@ class Handle:
         if cycle.scope["method"] != "HEAD":
             parts.append(body)
         cycle.transport.write(b"".join(parts))
-        cycle.response_started = cycle.response_complete = True
+        if self.request and status == 200:
+            self._protocol.learn(self.request, cycle.scope)
+        cycle.response_started = True
+        self._end(cycle, is_early=is_early)
+
+    def _end(self, cycle: RequestResponseCycle | KnownCycle, *, is_early: bool) -> None:
+        """The response is whole. ``is_early``: the request is not."""
+        cycle.response_complete = True
         cycle.message_event.set()
         if is_early or (self._protocol.is_deaf and not self._protocol.pipeline):
             self._protocol.begin_linger()
@@ -98,10 +312,14 @@ class Handle:
 class GatewayHttpProtocol(HttpToolsProtocol):
     """One client connection."""
 
+    known: ClassVar[KnownRequests | None] = None
+    """None = every request goes through ASGI."""
     header_timeout_s: ClassVar[float] = 10.0
     body_timeout_s: ClassVar[float] = 60.0
 
     watching: set[Handle]
+    writing: Handle | None
+    """Whose response waits for the peer to read."""
     is_lost: bool
     is_deaf: bool
     """Whether what still comes is thrown away: nothing of it will be answered."""
@@ -110,8 +328,17 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         """Set up the connection; the clock for the first request runs from here."""
         super().connection_made(transport)
         self.watching = set()
+        self.writing = None
         self.is_lost = False
         self._handle: Handle | None = None
+        self._idle_since: float | None = None
+        """Loop time since which nothing is served here; None = something is, or comes."""
+        self._worker: asyncio.Task[None] | None = None
+        """Serves the requests whose head is known, one after the other."""
+        self._next_known: asyncio.Future[tuple[KnownCycle, Coroutine[Any, Any, None]]] | None = None
+        """What it waits for."""
+        self._whole = b""
+        """The read that is parsed, while it may turn out to be one whole request."""
         self._timer: asyncio.TimerHandle | None = None
         self._headers_open = self._body_open = False
         self._header_bytes = self._read_bytes = 0
@@ -131,6 +358,11 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         """Tell whoever serves this connection."""
         self.is_lost = True
         self._stop_timer()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
+        if self._next_known is not None:
+            self._next_known.cancel()
         super().connection_lost(exc)
         watching, self.watching = self.watching, set()
         for handle in watching:
@@ -143,7 +375,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         """A request begins: its headers have to arrive in time."""
         super().on_message_begin()
         self._handle = Handle(self)
-        self.scope["extensions"] = {SCOPE_HANDLE: self._handle}  # type: ignore[dict-item]
+        self.scope["extensions"] = {SCOPE_HANDLE: self._handle, SCOPE_LINE: self._handle}  # type: ignore[dict-item]
         self._headers_open = True
         self._header_bytes = 0
 
@@ -185,6 +417,9 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             raise _HeadRefused
         self._body_open = False
         self._stop_timer()
+        if self._handle is not None:
+            # Learnt from only if the read began with this request and holds nothing else.
+            self._handle.request, self._whole = self._whole, b""
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -194,6 +429,13 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             return
         self._read_bytes = len(data)
         self._is_mixed = False
+        self._whole = b""
+        if self.known is not None and self._is_between():
+            found = self.known.find(data)
+            if found is not None:
+                self._begin_known(self.known, *found)
+                return
+            self._whole = data
         super().data_received(data)
         if self.is_lost or self.is_deaf:
             return
@@ -210,6 +452,13 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         if self._timer is None:
             self._start_timer()
 
+    def resume_writing(self) -> None:
+        """The client has taken what waited."""
+        super().resume_writing()
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.take_drained()
+
     def on_response_complete(self) -> None:
         """An answer is out; another request may be served, unless this one was refused before it had come."""
         if self._is_lingering:
@@ -218,7 +467,14 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._ahead_bytes = 0
         if self._body_open:  # the next request's, which was not read while this one was answered
             self._start_timer()
-        super().on_response_complete()
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self._begin_idle()
 
     def read_ahead(self, size_bytes: int) -> None:
         """Go on reading behind the request that is served, of which ``size_bytes`` more have come, up to a bound."""
@@ -255,8 +511,17 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             super().shutdown()
 
     def timeout_keep_alive_handler(self) -> None:
-        """An idle connection ends; one whose client never took its answer is reset, or it would linger."""
-        if self.transport.get_write_buffer_size() > 0:
+        """An idle connection ends; one whose client never took its answer is reset, or it would linger.
+
+        The timer is not set anew with each request: it looks for how long the connection has been idle.
+        """
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None:
+            return
+        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self.timeout_keep_alive_task = self.loop.call_later(left_s, self.timeout_keep_alive_handler)
+        elif self.transport.get_write_buffer_size() > 0:
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
@@ -273,6 +538,49 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             self._send_fault(self._fault)
             return
         self._send_error(400, "Bad Request", f"{msg} Send a well-formed HTTP/1.1 request.", ErrorCode.BAD_REQUEST)
+
+    def learn(self, request: bytes, scope: Mapping[str, Any]) -> None:  # Any: an ASGI scope
+        """Remember the head of a request that is answered with 200."""
+        if self.known is not None:
+            self.known.learn(request, scope)
+
+    def _is_between(self) -> bool:
+        """Whether the next byte begins a request, and nothing of another one is under way."""
+        cycle = self.cycle
+        is_free = (cycle is None or cycle.response_complete) and not (self._headers_open or self._body_open or self.pipeline)
+        return is_free and not self.transport.is_closing()
+
+    def _begin_known(self, known: KnownRequests, head: KnownHead, body: bytes) -> None:
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        handle = Handle(self)
+        extensions = {SCOPE_HANDLE: handle, SCOPE_LINE: handle}
+        scope = {**head.scope, "client": self.client, "server": self.server, "extensions": extensions}
+        cycle = handle.cycle = self.cycle = KnownCycle(self, scope)  # type: ignore[assignment]
+        answering = known.serve(scope, head.headers, body)
+        if self._next_known is not None:
+            self._next_known.set_result((cycle, answering))
+            self._next_known = None
+        else:
+            self._worker = self.loop.create_task(self._work(cycle, answering))
+        assert self._worker is not None
+        self.tasks.add(self._worker)
+
+    async def _work(self, cycle: KnownCycle, answering: Coroutine[Any, Any, None]) -> None:
+        """Serve a request, then those behind it: a task for each would cost more than reading it does."""
+        own = cast("asyncio.Task[None]", asyncio.current_task())
+        while True:
+            try:
+                await answering
+            finally:
+                if not cycle.response_complete and not cycle.disconnected:
+                    self.transport.close()
+                cycle.on_response = _say_nothing
+                self.tasks.discard(own)
+            if self.is_lost or self._worker is not own:  # the next request came before this one was put away
+                return
+            self._next_known = self.loop.create_future()
+            cycle, answering = await self._next_known
 
     def _forget(self, data: bytes) -> None:
         self._forgotten_bytes += len(data)
@@ -296,8 +604,16 @@ class GatewayHttpProtocol(HttpToolsProtocol):
     def _expect_next(self) -> None:
         """Let an idle connection end in time: bytes that begin no request have stopped its clock."""
         is_idle = self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing()
-        if is_idle and self.timeout_keep_alive_task is None:
+        if is_idle and self._idle_since is None:
+            self._begin_idle()
+
+    def _begin_idle(self) -> None:
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _unset_keepalive_if_required(self) -> None:
+        self._idle_since = None
 
     def _start_timer(self) -> None:
         self._stop_timer()

@@ -6,17 +6,20 @@ import asyncio
 import gc
 import logging
 import socket
+from collections.abc import Mapping
 
 import uvicorn
 from django.conf import settings
 
-from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
+from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, KnownRequests
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from core.limits import limits
 from gateway.client import Receive, Scope, Send
 from gateway.refusing import Application
 from gateway.runtime import GatewayRuntime
-from gateway.urls import make_application
+from gateway.urls import make_application, make_inference
+from gateway.values import HeaderView
+from gateway.views.inference import Inference
 from wire import clock
 from wire.client_address import TrustedProxies
 
@@ -26,8 +29,9 @@ logger = logging.getLogger("muster.gateway")
 class GatewayApp:
     """The routes of the gateway plus the lifespan protocol around one runtime, and the edge where clients get their address."""
 
-    def __init__(self, runtime: GatewayRuntime, routes: Application) -> None:
+    def __init__(self, runtime: GatewayRuntime, routes: Application, inference: Mapping[str, Inference] | None = None) -> None:
         self.runtime = runtime
+        self.inference = inference or {}
         self._routes = routes
         self._proxies: TrustedProxies | None = settings.TRUSTED_PROXIES or None
 
@@ -39,6 +43,12 @@ class GatewayApp:
         if self._proxies:
             self._proxies.correct_scope(scope)
         await self._routes(scope, receive, send)
+
+    async def serve_known(self, scope: Scope, headers: HeaderView, body: bytes) -> None:
+        """Serve a request to an inference path that came whole, under headers that came before."""
+        if self._proxies:
+            self._proxies.correct_scope(scope)
+        await self.inference[scope["path"]].serve_known(scope, headers, body)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -86,7 +96,8 @@ class GatewayServer(uvicorn.Server):
 def serve(*, host: str, port: int, fd: int | None = None) -> None:
     """Run a gateway until it is told to stop. ``fd``: a socket that is bound to the port, to listen on instead of a new one."""
     runtime = GatewayRuntime()
-    app = GatewayApp(runtime, make_application(runtime))
+    inference = make_inference(runtime)
+    app = GatewayApp(runtime, make_application(runtime, inference), inference)
     server = GatewayServer(make_config(app, host=host, port=port), runtime)
     server.run(None if fd is None else [socket.socket(fileno=fd)])
 
@@ -96,6 +107,7 @@ def make_config(app: GatewayApp, *, host: str, port: int) -> uvicorn.Config:
     bounds = limits().gateway
     GatewayHttpProtocol.header_timeout_s = bounds.header_s
     GatewayHttpProtocol.body_timeout_s = bounds.body_s
+    GatewayHttpProtocol.known = KnownRequests(app.inference, app.serve_known)
     return uvicorn.Config(
         app,
         host=host,

@@ -36,7 +36,7 @@ from gateway.dialects.responses import (
 from gateway.dialects.translation import Translation
 from gateway.dialects.unread_parts import name_unread_part
 from gateway.errors import BadRequest, BodyUnreadable, ContextTooLong, GatewayError, PromptTooLarge
-from gateway.values import InferenceRequest
+from gateway.values import InferenceRequest, derive
 from wire import clock
 from wire.bounds import BOUNDS, find_out_of_bounds
 from wire.events import fail_response
@@ -106,12 +106,9 @@ class Surface:
 
     def parse(self, body: bytes, headers: Mapping[str, str]) -> InferenceRequest:
         """Read a body. Raises BadRequest, BodyUnreadable for one that is compressed or no JSON."""
-        forwarded = {name: headers[name] for name in self.forwarded if name in headers}
-        _check_encoding(headers)
-        _check_cache_headers(forwarded)
+        forwarded = derive(headers, self.path, self._read_headers)
         if self.is_form:
             return self._parse_form(body, forwarded)
-        _check_type(headers)
         fields = read_body(body)
         self._check_bounds(read_fields(body))
         self.check(fields)
@@ -158,6 +155,15 @@ class Surface:
             previous_response_id=fields.previous_response_id or "",
             is_pool_shaped=is_pool_shaped,
         )
+
+    def _read_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """Return the headers that travel to the box. Raises BadRequest, BodyUnreadable."""
+        forwarded = {name: headers[name] for name in self.forwarded if name in headers}
+        _check_encoding(headers)
+        _check_cache_headers(forwarded)
+        if not self.is_form:
+            _check_type(headers)
+        return forwarded
 
     def _check_bounds(self, fields: Mapping[str, msgspec.Raw]) -> None:
         """Raise BadRequest for a number that the original refuses. ``fields``: the top level of the body as it came."""

@@ -10,7 +10,7 @@ from django.conf import settings
 from django.db import DatabaseError
 
 from core.db.threads import run_in_database
-from gateway.client import ClientConnection, Header, Receive, Scope, Send
+from gateway.client import ClientConnection, Receive, Scope, Send
 from gateway.cors import admit_origin, answer_preflight
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
@@ -18,6 +18,7 @@ from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNo
 from gateway.heads import id_headers
 from gateway.refusing import Application, send_error
 from gateway.runtime import GatewayRuntime
+from gateway.values import Header, HeaderView
 from governance.errors import TooManyWrongTokens
 from governance.services import verify_admin_token
 from nodes.links import Link
@@ -32,9 +33,17 @@ _FOR_PAGES = ("/v1/", "/models")
 _JSON_TYPE: Header = (b"content-type", b"application/json")
 
 
-def make_client(runtime: GatewayRuntime, scope: Scope, receive: Receive, send: Send) -> ClientConnection:
-    """Return the client of a scope, under this process's limits."""
-    client = ClientConnection(scope, receive, send, limits=runtime.limits)
+def make_client(
+    runtime: GatewayRuntime,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    *,
+    headers: HeaderView | None = None,
+    body: bytes | None = None,
+) -> ClientConnection:
+    """Return the client of a scope, under this process's limits. ``headers``, ``body``: where the server has them already."""
+    client = ClientConnection(scope, receive, send, limits=runtime.limits, headers=headers, body=body)
     if settings.CORS_ORIGINS and scope["path"].startswith(_FOR_PAGES):
         client.common = admit_origin(client.headers, settings.CORS_ORIGINS)
     return client

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from gateway import metrics
-from gateway.client import ClientConnection, Header
+from gateway.client import ClientConnection
 from gateway.counting import Count, run_beside
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.body import RequestBody, require_list
@@ -21,7 +21,7 @@ from gateway.heads import name_header
 from gateway.keeping import plan_keeping
 from gateway.refusing import Application, send_error
 from gateway.runtime import GatewayRuntime
-from gateway.values import Caller, InferenceRequest
+from gateway.values import Caller, Header, InferenceRequest
 from gateway.views.base import make_endpoint
 from wire.ids import format_id, new_uuid7
 

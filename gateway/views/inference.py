@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
-from gateway.client import Receive, Scope, Send
+from gateway.client import ClientConnection, Receive, Scope, Send
 from gateway.dialects import Surface
 from gateway.errors import ClientLeft, GatewayError, MethodNotAllowed
-from gateway.refusing import Application
 from gateway.runtime import GatewayRuntime
+from gateway.values import HeaderView
 from gateway.views.base import make_client, send_failure
 
 logger = logging.getLogger("muster.gateway")
 
 
-def make_inference(runtime: GatewayRuntime, surface: Surface) -> Application:
-    """Return the application of one inference surface."""
-    pipeline = runtime.pipeline
+async def _ask_nobody(*_event: object) -> Any:  # Any: it stands for two shapes
+    """Stand for the server's ``receive`` and ``send`` where it needs neither."""
+    raise NotImplementedError
 
-    async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        client = make_client(runtime, scope, receive, send)
+
+class Inference:
+    """One inference surface: an ASGI application, and what serves a request whose body is there already."""
+
+    def __init__(self, runtime: GatewayRuntime, surface: Surface) -> None:
+        self._runtime = runtime
+        self._surface = surface
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a scope."""
+        client = make_client(self._runtime, scope, receive, send)
         if scope["method"] != "POST":
-            send_failure(client, MethodNotAllowed("Use POST."), surface, [(b"allow", b"POST")])
+            send_failure(client, MethodNotAllowed("Use POST."), self._surface, [(b"allow", b"POST")])
             return
+        await self.serve(client)
+
+    async def serve_known(self, scope: Scope, headers: HeaderView, body: bytes) -> None:
+        """Serve a request whose body is there already. Its scope carries our server's handle and line."""
+        await self.serve(make_client(self._runtime, scope, _ask_nobody, _ask_nobody, headers=headers, body=body))
+
+    async def serve(self, client: ClientConnection) -> None:
+        """Answer a request, whatever happens to it on the way."""
         try:
-            await pipeline.serve(client, surface)
+            await self._runtime.pipeline.serve(client, self._surface)
             await client.drain()
         except ClientLeft:
             return
         except Exception:  # process edge: a bug of ours must not lose the answer
             logger.exception("request.bug")
             if not client.started and not client.is_gone:
-                send_failure(client, GatewayError(), surface)
+                send_failure(client, GatewayError(), self._surface)
             else:
                 client.abort()
-
-    return application

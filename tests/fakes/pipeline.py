@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,7 +25,7 @@ from gateway.dialects import SURFACES, Surface
 from gateway.dispatch import Dispatcher
 from gateway.pipeline import Pipeline
 from gateway.record_sql import BOTH, INSERT, UPDATE
-from gateway.records import Record, RecordWriter
+from gateway.records import Record, RecordWriter, connect_records
 from gateway.routing import Alias
 from gateway.values import Caller, Priority
 from nodes.links import LinkRegistry
@@ -72,9 +72,10 @@ class Gateway:
     """A pipeline with everything it holds, one key and allowed models, ``m`` first, each with its fallbacks."""
 
     def __init__(
-        self, rows: Rows, *, limits: GatewayLimits | None = None, per_minute: int = 1000, max_queue: int = 10,
+        self, rows: Rows | None = None, *, limits: GatewayLimits | None = None, per_minute: int = 1000, max_queue: int = 10,
         max_prompt_chars: int = 1000, models: dict[str, tuple[str, ...]] | None = None, aliases: tuple[Alias, ...] = (),
-        priority: Priority = Priority.NORMAL, tidy: bool = False,
+        priority: Priority = Priority.NORMAL, tidy: bool = False, accept_s: float = 30.0,
+        connect: Callable[[], Awaitable[LoopConnection]] = connect_records,
     ) -> None:  # fmt: skip
         self.rows = rows
         self.limits = limits or GatewayLimits(no_node_wait_s=29.0, stream_ping_s=60.0)  # longer than a machine stands still
@@ -98,7 +99,7 @@ class Gateway:
             for name, fallbacks in (models or {"m": ()}).items()
         ])  # fmt: skip
         catalogue.apply_aliases([AliasEntry(None, alias) for alias in aliases])
-        self.records = RecordWriter(accept_s=30.0, max_pending=1000)
+        self.records = RecordWriter(accept_s=accept_s, max_pending=1000, connect=connect)
         self.records.start()
         self.dispatcher = Dispatcher(self.registry, keeper, self.limits)
         self.pipeline = Pipeline(

@@ -134,3 +134,35 @@ def error_of(body: bytes) -> dict[str, Any]:
     error: dict[str, Any] = json.loads(body)["error"]
     assert error.keys() == {"code", "message", "retryable", "type", "param"}
     return error
+
+
+class MemoryTransport(asyncio.Transport):
+    """A connection whose client reads at once. ``said``: what the server wrote."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("192.0.2.1", 40_000), "sockname": ("192.0.2.2", 443)})
+        self.said = bytearray()
+        self.is_over = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        assert not self.is_over, "nothing is written to a connection that is closed"
+        self.said += data
+
+    def close(self) -> None:
+        self.is_over = True
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.is_over
+
+    def pause_reading(self) -> None:
+        """Everything was read before it was said."""
+
+    resume_reading = write_eof = pause_reading
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        return 0

@@ -102,7 +102,7 @@ PROCESS_EDGES: dict[str, str] = {
     "controlplane/gateway_server/server.py::GatewayApp._live": "the server is told that it cannot start, and exits",
     "controlplane/reconciling.py::Reconciler._run": "one operation that cannot be looked at must not stop the looks at others",
     "gateway/views/base.py::make_endpoint.application": "the client gets a 500 and the log a traceback; a server would cut",
-    "gateway/views/inference.py::make_inference.application": "as above; a stream that had begun is reset instead",
+    "gateway/views/inference.py::Inference.serve": "as above; a stream that had begun is reset instead",
     "core/outbox.py::_Rest.__await__": "throws it into the coroutine it stands for, which raises it again",
 }
 """Where a broad exception may end: ``path::function`` and why nothing above could do better."""

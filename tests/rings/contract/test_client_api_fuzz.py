@@ -156,7 +156,7 @@ async def test_a_good_client_is_served_while_hundreds_trickle_and_stall_and_all_
         try:
             while True:
                 client.write(b"x" * PIECE_BYTES)
-                held_bytes = max(held_bytes, client.outbox.waiting_bytes)
+                held_bytes = max(held_bytes, client.line.waiting_bytes)
                 await client.drain()
         except ClientTooSlow:
             too_slow += 1

@@ -490,8 +490,10 @@ async def test_a_request_that_was_tried_more_often_than_a_column_can_count_is_fi
 async def test_nothing_is_begun_for_a_request_that_was_being_accepted_as_the_gateway_stopped(
     make_gateway: Make, rows: Rows
 ) -> None:
+    """The database was away a moment ago, so no node is asked before the row is there."""
     gateway = make_gateway()
     link = gateway.link()
+    gateway.records.is_healthy = False
     with psycopg.connect(rows.info.dsn, autocommit=False) as blocker:
         blocker.execute("LOCK TABLE gateway_requestrecord")
         request = gateway.ask()
@@ -503,6 +505,46 @@ async def test_nothing_is_begun_for_a_request_that_was_being_accepted_as_the_gat
     await request.done()
     assert (request.client.status, request.error["code"]) == (503, "REQUEST_INTERRUPTED")
     assert await request.record("state", "attempts") == ("interrupted", 0)
+
+
+async def test_no_byte_reaches_a_client_before_its_request_is_durable(make_gateway: Make, rows: Rows) -> None:
+    gateway = make_gateway()
+    link = gateway.link()
+    with psycopg.connect(rows.info.dsn, autocommit=False) as blocker:
+        blocker.execute("LOCK TABLE gateway_requestrecord")
+        request = gateway.ask(stream=True)
+        stream = await request.on(link)
+        stream.answer(*STREAM, headers=SSE, ends=False)
+        await request.client.wait(lambda: is_waited_for(rows))
+        assert not request.client.events
+        stream.end(EndKind.COMPLETE)
+        await turns()
+        assert not request.client.events
+        assert not request.task.done()
+        blocker.rollback()
+        await request.done()
+    assert (request.client.status, request.client.body) == (200, b"".join(STREAM))
+    assert await request.record("state", "completion_tokens") == ("completed", 4)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_node_stops_what_could_not_be_made_durable_and_its_client_gets_nothing_of_it(
+    make_gateway: Make, rows: Rows, *, streams: bool
+) -> None:
+    before = metrics.TALLY.in_flight
+    gateway = make_gateway(accept_s=0.2)
+    link = gateway.link()
+    with psycopg.connect(rows.info.dsn, autocommit=False) as blocker:
+        blocker.execute("LOCK TABLE gateway_requestrecord")
+        request = gateway.ask(stream=streams)
+        stream = await request.on(link)
+        stream.answer(*STREAM[:2], headers=SSE if streams else None, ends=False)
+        await request.done()
+        blocker.rollback()
+    assert (stream.cancelled, link.active, metrics.TALLY.in_flight) == ("client_disconnect", 0, before)
+    assert (request.client.status, request.error["code"], request.error["retryable"]) == (503, "NO_AVAILABLE_NODE", True)
+    assert "could not be recorded" in request.error["message"]
+    assert await request.record("state", "error_code") == ("rejected", "NO_AVAILABLE_NODE")
 
 
 async def test_a_bug_of_ours_is_a_failure_and_no_interruption(make_gateway: Make) -> None:
@@ -548,6 +590,7 @@ async def test_a_stream_that_ends_in_the_middle_is_counted_as_far_as_it_came(mak
     request = gateway.ask(surface=MESSAGES, max_tokens=5, stream=True)
     stream = await request.on(link)
     stream.answer(*(chunk({"content": word}) for word in "abcde"), headers=SSE, ends=False)
+    await request.client.wait(lambda: request.client.events)
     if ending == "left":
         request.client.leave()
     elif ending == "lost":

@@ -75,7 +75,8 @@ class CountingRuntime(GatewayRuntime):
         await super()._sweep()
 
 
-async def test_a_storm_of_hints_costs_ten_sweeps_a_second_and_a_single_hint_is_followed_at_once() -> None:
+async def test_a_storm_of_hints_costs_ten_sweeps_a_second_and_a_single_hint_does_not_wait_for_the_next_sweep() -> None:
+    set_limits(gateway={"sweep_s": 600.0})
     loop = asyncio.get_running_loop()
     async with run_gateway(CountingRuntime()) as runtime:
         assert isinstance(runtime, CountingRuntime)
@@ -84,16 +85,11 @@ async def test_a_storm_of_hints_costs_ten_sweeps_a_second_and_a_single_hint_is_f
         while runtime.sweeps < begun_with + 10:
             await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "models", "ident": ""})
         assert loop.time() - begun_at > 0.85
-        waits = []
-        for _ in range(10):
-            quiet_at = loop.time() + 0.2
-            await eventually(lambda quiet_at=quiet_at: loop.time() > quiet_at)  # type: ignore[misc]  # of a default
-            before, sent_at = runtime.sweeps, loop.time()
-            await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "models", "ident": ""})
-            while runtime.sweeps == before:
-                await turns(1)
-            waits.append(loop.time() - sent_at)
-        assert min(waits) < 0.05
+        quiet_at = loop.time() + 0.3
+        await eventually(lambda: loop.time() > quiet_at)
+        before = runtime.sweeps
+        await layer.group_send(HINT_GROUP, {"type": "hint", "topic": "models", "ident": ""})
+        await eventually(lambda: runtime.sweeps > before)
 
 
 class CountedRegistry(LinkRegistry):

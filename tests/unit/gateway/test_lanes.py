@@ -1,0 +1,269 @@
+"""A request is answered, recorded and counted alike whether its head was known or went through the parser and ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+from uvicorn.server import ServerState
+
+from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, KnownHead, KnownRequests
+from controlplane.gateway_server.server import GatewayApp
+from core.limits import limits
+from gateway import metrics
+from gateway.client import Receive, Scope, Send
+from gateway.runtime import GatewayRuntime
+from gateway.urls import make_inference
+from nodes.links import EndKind, Sink
+from nodes.session import OpenRequest
+from tests.fakes.clock import install_virtual_clock
+from tests.fakes.examples import examples
+from tests.fakes.limits import set_limits
+from tests.fakes.links import FakeLink, FakeStream
+from tests.fakes.pipeline import REPLY, SSE, STREAM, Gateway, MemoryDatabase
+from tests.fakes.server_door import MemoryTransport
+from tests.fakes.waiting import turns
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses", "/v1/rerank")
+USER = {"role": "user", "content": "hi"}
+BODIES: tuple[dict[str, Any] | bytes, ...] = (
+    {"model": "m", "messages": [USER], "prompt": "a", "input": "a", "query": "a", "documents": ["a"], "max_tokens": 5},
+    {"model": "m", "messages": [USER], "input": "a", "prompt": "a", "max_tokens": 5, "stream": True},
+    {"model": "m", "messages": [USER], "input": "a", "max_tokens": 5, "x_pool_options": {"priority": "low"}},
+    {"model": "m", "messages": [USER], "max_tokens": 1_000_000},
+    {"model": "m", "messages": [], "input": [], "max_tokens": 5},
+    {"model": "nobody's", "messages": [USER], "input": "a", "max_tokens": 5},
+    {"model": "m", "messages": [USER], "input": "\u00e9", "max_tokens": 5, "store": False},
+    b"",
+    b"[]",
+    b'{"model": "m", "messages": [{}], "messages": [{}]}',
+    b'{"model": "m", "messages": [{"role": "user", "content": "\xff"}]}',
+)
+HEADERS = (
+    b"User-Agent: openai", b"accept: text/event-stream", b"X-Cache-Mode: prefix", b"x-cache-mode: never", b"X-Cache-Tag: a b",
+    b"content-type: application/json", b"Content-Type: text/plain", b"content-encoding: gzip", b"anthropic-version: 2023-06-01",
+    b"connection: keep-alive", b"Connection: close", b"expect: 100-continue", b"x-long: " + b"a" * 5000, b"x-twice: 1",
+    b"x-twice: 2", b"transfer-encoding: chunked", b"X-Forwarded-For: 203.0.113.9",
+)  # fmt: skip
+LENGTHS = (b"content-length: %d", b"Content-Length: %d", b"CONTENT-LENGTH:%d", b"Content-Length:  %d", b"content-length: 00%d")
+NODES = ("answers", "streams", "refuses", "fails", "is busy once", "breaks off", "is lost once")
+
+
+class Node(FakeLink):
+    """Answers each request as ``how`` says."""
+
+    how = "answers"
+    asked = 0
+
+    def open_stream(self, request: OpenRequest, sink: Sink) -> FakeStream:
+        stream = super().open_stream(request, sink)
+        self.asked += 1
+        asyncio.get_running_loop().call_soon(self._play, stream)
+        return stream
+
+    def _play(self, stream: FakeStream) -> None:
+        is_first = self.asked % 2 == 1
+        if self.how == "is busy once" and is_first:
+            stream.end(EndKind.BUSY)
+        elif self.how == "is lost once" and is_first:
+            stream.end(EndKind.LINK_LOST)
+        elif self.how == "refuses":
+            stream.answer(b'{"error":{"message":"no such thing","code":5}}', status=400)
+        elif self.how == "fails":
+            stream.answer(b"out of memory", status=500, headers={"content-type": "text/plain"})
+        elif self.how == "breaks off":
+            stream.answer(*STREAM[:2], headers=SSE, ends=False)
+            stream.end(EndKind.ENGINE_FAILED)
+        elif self.how == "streams":
+            stream.answer(*STREAM, headers=SSE)
+        else:
+            stream.answer(REPLY)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, sent in ``pieces`` reads, and what the node does with it."""
+
+    head: bytes
+    body: bytes
+    pieces: int
+    how: str
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> Ask:
+    body = draw(st.sampled_from(BODIES))
+    separators = draw(st.sampled_from([None, (",", ":")]))
+    data = body if isinstance(body, bytes) else json.dumps(body, separators=separators).encode()
+    key = draw(st.sampled_from([b"Authorization: Bearer KEY"] * 4 + [b"x-api-key: KEY", b"authorization: bearer nonsense"]))
+    lines = [b"Host: a", key, draw(st.sampled_from(LENGTHS[:2] * 2 + LENGTHS[2:])) % len(data)]
+    lines += draw(st.lists(st.sampled_from(HEADERS[:6] * 3 + HEADERS), max_size=3, unique=True))
+    lines = draw(st.permutations(lines))
+    version = draw(st.sampled_from([b"HTTP/1.1"] * 9 + [b"HTTP/1.0"]))
+    method = draw(st.sampled_from([b"POST"] * 9 + [b"PUT"]))
+    target = draw(st.sampled_from(PATHS)).encode() + draw(st.sampled_from([b""] * 9 + [b"?a=1"]))
+    head = b"%b %b %b\r\n%b\r\n\r\n" % (method, target, version, b"\r\n".join(lines))
+    return Ask(head, data, draw(st.sampled_from([1, 1, 1, 2, 5])), draw(st.sampled_from(NODES)))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of a request: bytes to its client, rows, and what was counted."""
+
+    said: bytes
+    is_over: bool
+    rows: list[dict[str, Any]]
+    counted: dict[str, float]
+    asked: int
+
+
+class CountedRequests(KnownRequests):
+    """Counts the heads that it found."""
+
+    found = 0
+
+    def find(self, data: bytes) -> tuple[KnownHead, bytes] | None:
+        found = super().find(data)
+        CountedRequests.found += found is not None
+        return found
+
+
+class Lane:
+    """A gateway's HTTP server in memory. ``is_known``: it remembers heads."""
+
+    def __init__(self, *, is_known: bool) -> None:
+        self.database = MemoryDatabase()
+        self.gateway = Gateway(connect=self.database.connect)
+        self.node = Node(name="node", node_id=uuid.UUID(int=7))
+        self.node.stale_after_s = self.node.offline_after_s = 1e9
+        self.gateway.registry.add(self.node)
+        runtime = cast("GatewayRuntime", SimpleNamespace(pipeline=self.gateway.pipeline, limits=self.gateway.limits))
+        inference = make_inference(runtime)
+
+        async def route(scope: Scope, receive: Receive, send: Send) -> None:
+            await inference[scope["path"]](scope, receive, send)
+
+        app = GatewayApp(runtime, route, inference)
+
+        class Protocol(GatewayHttpProtocol):
+            known = CountedRequests(inference, app.serve_known) if is_known else None
+
+        self._config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, server_header=False)
+        self._config.load()
+        self._protocol = Protocol
+        self._connect()
+
+    def _connect(self) -> None:
+        self.transport = MemoryTransport()
+        self.protocol = self._protocol(self._config, ServerState(), {})
+        self.protocol.connection_made(self.transport)
+
+    async def ask(self, ask: Ask) -> Seen:
+        if self.transport.is_over or self.protocol.is_deaf:
+            self.protocol.connection_lost(None)
+            self._connect()
+        self.node.how, self.node.asked = ask.how, 0
+        before, rows_before, said_before = count(), set(self.database.rows), len(self.transport.said)
+        data = ask.head.replace(b"KEY", self.gateway.key.encode()) + ask.body
+        size = -(-len(data) // ask.pieces)
+        for start in range(0, len(data), size):
+            if not self.transport.is_over:
+                self.protocol.data_received(data[start : start + size])
+                await turns(1)
+        await self.rest()
+        said = bytes(self.transport.said[said_before:])
+        rows = [row for key, row in self.database.rows.items() if key not in rows_before]
+        counted = {name: value - before.get(name, 0.0) for name, value in count().items() if value != before.get(name, 0.0)}
+        return Seen(mask(said), self.transport.is_over, [strip(row) for row in rows], counted, self.node.asked)
+
+    async def rest(self) -> None:
+        """Wait until the request is answered, or nothing comes any more, and its row is final."""
+        records = self.gateway.records
+        for _ in range(2000):
+            await turns(1)
+            cycle = self.protocol.cycle
+            if (self.transport.is_over or cycle is None or cycle.response_complete) and not (
+                self.protocol.tasks or records.pending or self.node.active
+            ):
+                return
+
+    async def close(self) -> None:
+        self.protocol.connection_lost(None)
+        await turns()
+        await self.gateway.records.stop()
+
+
+def count() -> dict[str, float]:
+    """Return the series that a request changes, but for times."""
+    series = itertools.chain(metrics.TALLY.collect(), metrics.REFUSALS.collect(), metrics.ERRORS.collect())
+    return {
+        f"{sample.name}{sorted(sample.labels.items())}": sample.value
+        for one in series
+        for sample in one.samples
+        if not sample.name.endswith(("_sum", "_created"))
+    }
+
+
+def mask(said: bytes) -> bytes:
+    """Put one name in place of a request's own id, which stands in others made of it too."""
+    for found in set(re.findall(rb"req_([0-9a-z]+)", said)):
+        said = said.replace(found, b"ID")
+    return said
+
+
+def strip(row: Mapping[str, Any]) -> dict[str, Any]:
+    own = {"id", "gateway_id", "key_id"}
+    return {name: value for name, value in row.items() if name not in own}
+
+
+@examples(60)
+@given(requests=st.lists(asks(), min_size=1, max_size=4))
+def test_a_known_head_makes_no_difference(requests: list[Ask]) -> None:
+    async def compare() -> None:
+        set_limits(gateway={"records_linger_s": 0.0, "busy_pause_s": 0.0})
+        install_virtual_clock()
+        lanes = [Lane(is_known=True), Lane(is_known=False)]
+        try:
+            for ask in [one for one in requests for _ in range(3)]:
+                known, general = [await lane.ask(ask) for lane in lanes]
+                assert known == general
+        finally:
+            for lane in lanes:
+                await lane.close()
+
+    asyncio.run(compare())
+
+
+def test_known_heads_were_among_those_compared() -> None:
+    before = CountedRequests.found
+    good = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer KEY\r\nContent-Length: %d\r\n\r\n"
+    body = json.dumps(BODIES[0]).encode()
+    test_a_known_head_makes_no_difference.hypothesis.inner_test([Ask(good % len(body), body, 1, "answers")])  # type: ignore[attr-defined]
+    assert CountedRequests.found == before + 2
+
+
+async def test_no_more_heads_are_remembered_than_the_limits_say() -> None:
+    async def serve(scope: Scope, _headers: object, _body: bytes) -> None:
+        raise AssertionError(scope)
+
+    set_limits(gateway={"known_heads": 3})
+    known = KnownRequests({"/x"}, serve)
+    scope = {"path": "/x", "method": "POST", "http_version": "1.1", "headers": [(b"host", b"a")]}
+    request = b"POST /x HTTP/1.1\r\nx: %d\r\ncontent-length: 2\r\n\r\n{}"
+    for number in range(100):
+        known.learn(request % number, scope)
+        assert known.find(request % number) is not None
+    assert sum(known.find(request % number) is not None for number in range(100)) <= 3
+    large = b"POST /x HTTP/1.1\r\nx: %b\r\ncontent-length: 2\r\n\r\n{}" % (b"a" * limits().gateway.known_head_bytes)
+    known.learn(large, scope)
+    assert known.find(large) is None
