@@ -77,7 +77,7 @@ class Gateway:
         priority: Priority = Priority.NORMAL, tidy: bool = False, accept_s: float = 30.0,
         connect: Callable[[], Awaitable[LoopConnection]] = connect_records,
     ) -> None:  # fmt: skip
-        self.rows = rows
+        self.rows = cast("Rows", rows)
         self.limits = limits or GatewayLimits(no_node_wait_s=29.0, stream_ping_s=60.0)  # longer than a machine stands still
         self.registry = LinkRegistry()
         gateway_id = uuid.uuid4()

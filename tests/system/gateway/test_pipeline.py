@@ -547,6 +547,27 @@ async def test_a_node_stops_what_could_not_be_made_durable_and_its_client_gets_n
     assert await request.record("state", "error_code") == ("rejected", "NO_AVAILABLE_NODE")
 
 
+@pytest.mark.parametrize("is_healthy", [True, False])
+async def test_the_row_of_a_client_that_leaves_while_it_is_written_is_closed(
+    make_gateway: Make, rows: Rows, *, is_healthy: bool
+) -> None:
+    before = metrics.TALLY.in_flight
+    gateway = make_gateway()
+    link = gateway.link()
+    gateway.records.is_healthy = is_healthy  # else no node is asked before the row is there
+    with psycopg.connect(rows.info.dsn, autocommit=False) as blocker:
+        blocker.execute("LOCK TABLE gateway_requestrecord")
+        request = gateway.ask()
+        await request.client.wait(lambda: is_waited_for(rows))
+        assert len(link.streams) == is_healthy
+        request.client.leave()
+        await request.done()
+        blocker.rollback()
+    assert (request.client.events, link.active, metrics.TALLY.in_flight) == ([], 0, before)
+    states = "SELECT state FROM gateway_requestrecord"
+    assert await eventually(lambda: rows.execute(f"{states} WHERE finished_at IS NOT NULL").fetchall()) == [("cancelled",)]
+
+
 async def test_a_bug_of_ours_is_a_failure_and_no_interruption(make_gateway: Make) -> None:
     gateway = make_gateway()
     link = gateway.link()
