@@ -12,8 +12,8 @@ from functools import lru_cache
 import msgspec
 
 from core.limits import limits
-from gateway.catalogue import Catalogue, ModelEntry
 from gateway.errors import GatewayError, MaxTokensTooLarge, ModelNotAllowed, ModelUnknown, PromptTooLarge, RateLimited
+from gateway.request.models import Catalogue, ModelEntry
 from gateway.routing import AUTO, may_use, resolve
 from gateway.values import Caller, InferenceRequest, PoolOptions, Priority
 from wire import clock

@@ -11,7 +11,7 @@ from gateway import metrics
 from gateway.admission import RateLimiter
 from gateway.errors import GatewayError, RateLimited, RecordsUnavailable, ShuttingDown
 from gateway.outcome import Served
-from gateway.records import Record, RecordWriter
+from gateway.request.records import Record, RecordWriter
 from gateway.values import Caller, InferenceRequest, RequestOutcome, judge_outcome
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState

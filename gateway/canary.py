@@ -16,10 +16,10 @@ import msgspec
 
 from core.limits import limits
 from gateway.answers import read_usage
-from gateway.catalogue import Catalogue, ModelEntry
 from gateway.counting.boxes import exchange
-from gateway.dispatch import Dispatcher, Lease
-from gateway.records import Record, RecordWriter
+from gateway.request.dispatch import Dispatcher, Lease
+from gateway.request.models import Catalogue, ModelEntry
+from gateway.request.records import Record, RecordWriter
 from nodes.links import Link, LinkRegistry
 from nodes.session import OpenRequest
 from wire import clock

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 
 from core.limits import limits
-from gateway.client import ClientConnection
+from gateway.request.client import ClientConnection
 from gateway.values import Header
 
 EVERYBODY = "*"

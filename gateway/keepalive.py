@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from gateway.client import ClientConnection
+from gateway.request.client import ClientConnection
 from gateway.values import Header
 
 COMMENT = b": ping\n\n"

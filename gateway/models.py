@@ -1,4 +1,4 @@
-"""Tables of the gateway. Keys, tenants and models are written by ``gateway.services``, records by ``gateway.records``."""
+"""Tables of the gateway. ``gateway.services`` writes keys, tenants and models, ``gateway.request.records`` writes records."""
 
 from __future__ import annotations
 

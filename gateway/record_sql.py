@@ -1,6 +1,6 @@
 """The prepared statements that write request records: rows travel as one JSON text for inserts, one for updates.
 
-The columns are the fields of ``gateway.records.Record``.
+The columns are the fields of ``gateway.request.records.Record``.
 """
 
 from __future__ import annotations

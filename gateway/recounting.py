@@ -5,12 +5,12 @@ vLLM reads no more of a prompt than it has room for, so what it says is a lower 
 
 from __future__ import annotations
 
-from gateway.catalogue import ModelEntry
-from gateway.client import ClientConnection
 from gateway.counting import TokenCounter, run_beside
 from gateway.dialects import Surface
 from gateway.dialects.messages import to_chat_body
 from gateway.errors import BadRequest, ContextTooLong, GatewayError
+from gateway.request.client import ClientConnection
+from gateway.request.models import ModelEntry
 from gateway.values import InferenceRequest
 
 

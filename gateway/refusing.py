@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Collection
 
 from channels.routing import URLRouter
 
-from gateway.client import ClientConnection, Receive, Scope, Send
 from gateway.dialects import Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import GatewayError, OriginNotPermitted, RateLimited, RouteNotFound
+from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.values import Header, HeaderView, InferenceRequest
 from nodes.errors import TooManySockets
 

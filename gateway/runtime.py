@@ -30,16 +30,16 @@ from core.hints import HINT_GROUP
 from core.limits import limits
 from gateway import metrics, services
 from gateway.admission import Admission, RateLimiter
-from gateway.auth import KeyRing
 from gateway.canary import Canaries
-from gateway.catalogue import AliasEntry, Catalogue, KeyEntry, ModelEntry, read_change_mark, store_key_use
 from gateway.counting import TokenCounter
-from gateway.dispatch import Dispatcher
 from gateway.errors import ShuttingDown
 from gateway.models import GatewayProcess
-from gateway.pipeline import Pipeline
 from gateway.reconciler import close_orphaned_requests
-from gateway.records import RecordWriter
+from gateway.request.dispatch import Dispatcher
+from gateway.request.identity import KeyRing
+from gateway.request.models import AliasEntry, Catalogue, KeyEntry, ModelEntry, read_change_mark, store_key_use
+from gateway.request.pipeline import Pipeline
+from gateway.request.records import RecordWriter
 from nodes.addresses import resolve_direct_target
 from nodes.consumers import WorkerEndpoint
 from nodes.errors import NodeError

@@ -18,7 +18,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from core.limits import limits
-from gateway.client import SCOPE_HANDLE, SCOPE_LINE
+from gateway.request.client import SCOPE_HANDLE, SCOPE_LINE
 from gateway.values import HeaderView
 from wire.contract import ErrorCode
 from wire.http_head import TOO_LARGE, HeadFault, find_head_fault, find_size_fault
@@ -134,7 +134,7 @@ _NOBODY_WAITS = asyncio.Event()
 
 
 class Handle:
-    """One request's hold on its connection: ``gateway.client.ConnectionHandle``, and the line its response is written to.
+    """One request's hold on its connection (``gateway.request.client.ConnectionHandle``), and the line of its response.
 
     Writing to the transport costs a third of what an ASGI event does; what it takes is bounded by ``begin``.
     """

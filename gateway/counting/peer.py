@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from core.limits import limits
-from gateway.client import ClientConnection
 from gateway.counting.boxes import exchange
-from gateway.heads import read_name
+from gateway.request.client import ClientConnection
+from gateway.request.response import read_name
 from nodes.links import Link
 from nodes.session import OpenRequest
 from nodes.states import TOKENIZE

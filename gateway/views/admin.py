@@ -6,9 +6,9 @@ import msgspec
 
 from core.db.threads import run_in_database
 from gateway import services
-from gateway.client import ClientConnection
 from gateway.errors import BadRequest
 from gateway.models import ApiKey
+from gateway.request.client import ClientConnection
 from gateway.runtime import GatewayRuntime
 from gateway.views.base import is_draining, require_admin, send_answer
 from wire.ids import format_id, parse_id

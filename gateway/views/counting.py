@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from gateway import metrics
-from gateway.client import ClientConnection
 from gateway.counting import Count, run_beside
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.body import RequestBody, require_list
 from gateway.dialects.messages import to_chat_body
 from gateway.errors import ClientLeft, GatewayError, RateLimited, ShuttingDown
-from gateway.heads import name_header
-from gateway.keeping import plan_keeping
 from gateway.refusing import Application, send_error
+from gateway.request.client import ClientConnection
+from gateway.request.response import name_header
+from gateway.request.stored import plan_keeping
 from gateway.runtime import GatewayRuntime
 from gateway.values import Caller, Header, InferenceRequest
 from gateway.views.base import make_endpoint

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from gateway.client import ClientConnection, Receive, Scope, Send
 from gateway.dialects import Surface
 from gateway.errors import ClientLeft, GatewayError, MethodNotAllowed
+from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.runtime import GatewayRuntime
 from gateway.values import HeaderView
 from gateway.views.base import make_client, send_failure

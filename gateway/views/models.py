@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from urllib.parse import parse_qsl
 
 from core.limits import limits
-from gateway.catalogue import Catalogue, ModelEntry
 from gateway.errors import BadRequest
+from gateway.request.models import Catalogue, ModelEntry
 from gateway.routing import Alias, may_use
 from gateway.values import Caller
 from nodes.links import LinkRegistry

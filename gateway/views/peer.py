@@ -9,13 +9,13 @@ import hmac
 
 from django.conf import settings
 
-from gateway.client import Receive, Scope, Send
 from gateway.counting.peer import count_for_peer
 from gateway.dialects import SURFACES
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import GatewayError, RouteNotFound
-from gateway.peer import refuse_peer, serve_peer
 from gateway.refusing import Application
+from gateway.request.client import Receive, Scope, Send
+from gateway.request.peers import refuse_peer, serve_peer
 from gateway.runtime import GatewayRuntime
 from gateway.views.base import make_client, send_failure
 from nodes.links.relay import RelayLink

@@ -11,9 +11,9 @@ from django.conf import settings
 from django.contrib.staticfiles import finders
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from gateway.client import ClientConnection
 from gateway.dialects import SURFACES
 from gateway.errors import InvalidAdminToken, ModelUnknown, RouteNotFound
+from gateway.request.client import ClientConnection
 from gateway.runtime import GatewayRuntime
 from gateway.values import Caller
 from gateway.views.base import find_admin, is_draining, send_answer

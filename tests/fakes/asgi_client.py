@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from core.limits import GatewayLimits
-from gateway.client import SCOPE_HANDLE, ClientConnection
+from gateway.request.client import SCOPE_HANDLE, ClientConnection
 from tests.fakes.waiting import turns
 
 

@@ -18,14 +18,14 @@ from django.db import connections
 from core.db import LoopConnection, ServerSilent, threads
 from core.limits import GatewayLimits
 from gateway.admission import Admission, RateLimiter
-from gateway.auth import KeyRing
-from gateway.catalogue import AliasEntry, Catalogue, KeyEntry, ModelEntry
 from gateway.counting import TokenCounter
 from gateway.dialects import SURFACES, Surface
-from gateway.dispatch import Dispatcher
-from gateway.pipeline import Pipeline
 from gateway.record_sql import BOTH, INSERT, UPDATE
-from gateway.records import Record, RecordWriter, connect_records
+from gateway.request.dispatch import Dispatcher
+from gateway.request.identity import KeyRing
+from gateway.request.models import AliasEntry, Catalogue, KeyEntry, ModelEntry
+from gateway.request.pipeline import Pipeline
+from gateway.request.records import Record, RecordWriter, connect_records
 from gateway.routing import Alias
 from gateway.values import Caller, Priority
 from nodes.links import LinkRegistry

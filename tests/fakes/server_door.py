@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, Handle
-from gateway.client import SCOPE_HANDLE
+from gateway.request.client import SCOPE_HANDLE
 from tests.fakes.limits import set_limits
 from tests.fakes.waiting import eventually
 

@@ -21,7 +21,7 @@ import pytest
 
 import controlplane.authentication
 import core.throttle
-import gateway.auth
+import gateway.request.identity
 import governance.services.admin_tokens
 import nodes.authentication
 import nodes.consumers.endpoint
@@ -117,7 +117,7 @@ STANDALONE_OURS = (
 )  # fmt: skip
 
 PURE = re.compile(
-    r"(wire(/.*)?|\w+/states|nodes/session|gateway/values|gateway/placement|gateway/dialects|governance/thresholds|runner/session)"
+    r"(wire(/.*)?|\w+/states|nodes/session|gateway/values|gateway/routing|gateway/dialects|governance/thresholds|runner/session)"
     r"(\.py|/__init__\.py)$"
 )
 
@@ -376,8 +376,8 @@ def test_a_wheel_holds_every_package_that_ships_and_the_templates() -> None:
 
 
 MODULES = (
-    controlplane.authentication, gateway.auth, governance.services.admin_tokens, core.throttle, nodes.authentication,
-    nodes.consumers.endpoint, nodes.services.credentials, wire.credentials,
+    controlplane.authentication, gateway.request.identity, governance.services.admin_tokens, core.throttle,
+    nodes.authentication, nodes.consumers.endpoint, nodes.services.credentials, wire.credentials,
 )  # fmt: skip
 RAW = {"raw", "extra", "RawSQL", "cursor", "execute", "executemany", "connection", "connections"}
 

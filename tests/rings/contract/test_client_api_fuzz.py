@@ -17,8 +17,8 @@ import pytest
 import pytest_asyncio
 
 from core.limits import GatewayLimits
-from gateway.client import ClientConnection
 from gateway.errors import ClientTooSlow
+from gateway.request.client import ClientConnection
 from tests.fakes.http_client import call
 from tests.fakes.lab import Lab
 from tests.fakes.request_bodies import COUNT_MESSAGES, COUNT_RESPONSES, FLOODS, TRANSLATED, list_kinds

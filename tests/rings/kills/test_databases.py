@@ -27,11 +27,11 @@ from controlplane.launcher.embedded import EmbeddedServers
 from core.db import threads
 from core.db.threads import DatabaseBusy, run_in_database, run_upkeep
 from core.limits import GatewayLimits
-from gateway.auth import KeyRing
-from gateway.catalogue import Catalogue
 from gateway.dialects import SURFACES
 from gateway.errors import RecordsUnavailable
-from gateway.records import Record, RecordWriter
+from gateway.request.identity import KeyRing
+from gateway.request.models import Catalogue
+from gateway.request.records import Record, RecordWriter
 from gateway.runtime import GatewayRuntime
 from governance.models import AuditEvent, Operation
 from tests.fakes.audit_logs import LOG_KEY, database_url, judge_database, raw_connection, sizes

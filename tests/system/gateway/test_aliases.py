@@ -15,8 +15,8 @@ from django.urls import reverse
 
 from core.limits import GatewayLimits, limits
 from gateway import services
-from gateway.catalogue import Catalogue
 from gateway.models import ModelAlias
+from gateway.request.models import Catalogue
 from gateway.routing import Target
 from gateway.runtime import GatewayRuntime
 from gateway.services import (

@@ -15,7 +15,7 @@ from core.limits import limits
 from gateway import metrics, record_sql
 from gateway.errors import RecordsUnavailable
 from gateway.reconciler import close_orphaned_requests
-from gateway.records import Record, RecordWriter
+from gateway.request.records import Record, RecordWriter
 from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import ACCEPT_S, Rows, count, is_waited_for, make_record, read, written
 from tests.fakes.waiting import eventually, turns

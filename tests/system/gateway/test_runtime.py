@@ -22,10 +22,10 @@ from core.db.threads import run_upkeep
 from core.hints import HINT_GROUP
 from core.limits import GatewayLimits
 from core.throttle import AuthThrottle
-from gateway.auth import KeyRing
-from gateway.catalogue import Catalogue, KeyEntry, read_change_mark, store_key_use
 from gateway.errors import InvalidApiKey, RateLimited
 from gateway.models import ApiKey, GatewayProcess, Tenant
+from gateway.request.identity import KeyRing
+from gateway.request.models import Catalogue, KeyEntry, read_change_mark, store_key_use
 from gateway.runtime import GatewayRuntime
 from gateway.services import create_api_key, create_tenant, disable_tenant, revoke_api_key
 from gateway.values import Caller

@@ -18,7 +18,6 @@ from pytest_django import DjangoCaptureOnCommitCallbacks
 
 from core.limits import GatewayLimits, limits
 from gateway import services
-from gateway.catalogue import Catalogue
 from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord
 from gateway.partitions import (
     ADVISORY_LOCK,
@@ -30,6 +29,7 @@ from gateway.partitions import (
     partition_name,
 )
 from gateway.reconciler import close_orphaned_requests
+from gateway.request.models import Catalogue
 from gateway.tasks import RECONCILE_LOCK, reconcile_requests
 from gateway.tasks import maintain_partitions as maintain_task
 from gateway.values import Priority

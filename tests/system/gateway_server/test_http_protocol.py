@@ -18,8 +18,8 @@ from uvicorn.server import ServerState
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from core.limits import GatewayLimits
-from gateway.client import ClientConnection
 from gateway.errors import ClientTooSlow
+from gateway.request.client import ClientConnection
 from tests.fakes.examples import TIMES
 from tests.fakes.request_bodies import KINDS
 from tests.fakes.server_door import GET, Door, Scope, Visitor, error_of, handle_of, hello, serve, until

@@ -45,7 +45,8 @@ WRITERS: dict[str, set[str]] = {
             "transitions")}, "governance.PolicyVersion": {f"{SERVICES}/policies.py", f"{SERVICES}/transitions.py"},
     "governance.WebhookEndpoint": {f"{SERVICES}/webhooks.py"},
     "nodes.NodeCommand": {f"nodes/commands/{name}.py" for name in ("delivery", "direct", "rows", "statuses")},
-    "gateway.ApiKey": {"gateway/catalogue.py", "gateway/services/keys.py"}, "gateway.Model": {"gateway/services/models.py"},
+    "gateway.ApiKey": {"gateway/request/models.py", "gateway/services/keys.py"},
+    "gateway.Model": {"gateway/services/models.py"},
     "gateway.Tenant": {"gateway/services/tenants.py"},
 }  # fmt: skip
 """Table → the modules that may write it."""

@@ -18,13 +18,13 @@ import openai
 import pytest
 
 from core.limits import limits
-from gateway.catalogue import AliasEntry, KeyEntry, ModelEntry
 from gateway.counting import Count, Source, TokenCounter
 from gateway.counting.bounds import measure
 from gateway.counting.boxes import ask_box
 from gateway.counting.folders import TokenizerFolders, find_folder, load_tokenizer
 from gateway.counting.templates import ChatTemplate, TemplateFailed
 from gateway.counting.values import ChatPrompt, UnusableFolder, estimate_tokens, read_prompt
+from gateway.request.models import AliasEntry, KeyEntry, ModelEntry
 from gateway.routing import Alias, Target
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from core.limits import GatewayLimits
 from gateway import errors
 from gateway.dialects import SURFACES
-from gateway.dispatch import Dispatcher, Job, Lease
-from gateway.heads import render_head
 from gateway.outlook import Busy, Closed, Outlook, Ready, pick_name
-from gateway.peer import serve_peer
 from gateway.placement import choose_link
+from gateway.request.dispatch import Dispatcher, Job, Lease
+from gateway.request.peers import serve_peer
+from gateway.request.response import render_head
 from gateway.values import InferenceRequest
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Ejection, Fault

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.metrics import RECORDS_DROPPED
-from gateway.records import Record, RecordWriter
+from gateway.request.records import Record, RecordWriter
 from tests.fakes.examples import examples
 from tests.fakes.pipeline import MemoryDatabase, make_record
 from tests.fakes.virtual_loop import VirtualLoop

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from core.limits import GatewayLimits
 from gateway import answers
 from gateway.dialects import SURFACES, Surface
-from gateway.dispatch import Dispatcher, Lease
 from gateway.errors import ClientLeft, ClientTooSlow, ForwardedRequestFailed, RequestInterrupted, RequestTimeout, StreamTooLarge
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
-from gateway.relay import Exchange
+from gateway.request.attempt import Exchange
+from gateway.request.dispatch import Dispatcher, Lease
 from gateway.values import InferenceRequest
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper

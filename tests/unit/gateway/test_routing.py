@@ -16,8 +16,8 @@ from core.limits import GatewayLimits, limits
 from gateway import errors
 from gateway.admission import Admission, RateLimiter
 from gateway.bookkeeping import Bookkeeper, unread_request
-from gateway.catalogue import AliasEntry, Catalogue, ModelEntry
-from gateway.records import RecordWriter
+from gateway.request.models import AliasEntry, Catalogue, ModelEntry
+from gateway.request.records import RecordWriter
 from gateway.routing import AUTO, Alias, Target, may_use, resolve
 from gateway.values import Caller, InferenceRequest, PoolOptions
 from gateway.views.models import ListedModel, ModelList, cut_page, render_anthropic, render_openai, render_page

@@ -29,7 +29,7 @@ from gateway.dialects.responses import (
 from gateway.dialects.responses.compaction import pack_summary
 from gateway.dialects.translation import AnswerContext, AnswerTranslator
 from gateway.errors import ClientLeft, EngineRefused, GatewayError, InvalidApiKey, ModelNotAllowed, ModelUnknown
-from gateway.keeping import plan_keeping
+from gateway.request.stored import plan_keeping
 from gateway.values import Caller, InferenceRequest
 from tests.fakes.chat_engine import (
     CONTEXT,

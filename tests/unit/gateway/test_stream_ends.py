@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from conformance.events import DONE, Stream, read_stream
 from core.limits import GatewayLimits
 from gateway.dialects import SURFACES
-from gateway.dispatch import Dispatcher, Lease
 from gateway.errors import EngineRefused, RequestInterrupted
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
-from gateway.relay import Exchange
+from gateway.request.attempt import Exchange
+from gateway.request.dispatch import Dispatcher, Lease
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import PeerReader
 from nodes.links.keeper import LinkKeeper

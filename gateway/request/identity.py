@@ -11,8 +11,8 @@ from django.db import DatabaseError
 from core.db.threads import run_in_database
 from core.limits import limits
 from core.throttle import AuthThrottle
-from gateway.catalogue import Catalogue, KeyEntry
 from gateway.errors import InvalidApiKey, RateLimited, RecordsUnavailable
+from gateway.request.models import Catalogue, KeyEntry
 from gateway.values import Caller, derive
 from wire import clock
 from wire.credentials import CredentialKind, digest_credential, has_good_checksum, read_keyid

@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import count
 
 from core.limits import GatewayLimits
-from gateway.client import ClientConnection
 from gateway.dialects import Surface
-from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import GatewayError
-from gateway.heads import read_name
 from gateway.outcome import Broken, Retry, RetryReason, Served
-from gateway.relay import Exchange
+from gateway.request.attempt import Exchange
+from gateway.request.client import ClientConnection
+from gateway.request.dispatch import Dispatcher, Job, Lease
+from gateway.request.response import read_name
 from gateway.values import Header, InferenceRequest
 from nodes.links import Link
 from nodes.links.http import END_HEADER

@@ -10,12 +10,10 @@ import asyncio
 
 from core.limits import GatewayLimits
 from gateway.answers import count_answer_chars, find_usage, read_usage
-from gateway.client import ClientConnection
 from gateway.dialects import Surface
 from gateway.dialects.pool_meta import PoolMeta
 from gateway.dialects.refusal import read_refusal, read_stream_failure
 from gateway.dialects.translation import AnswerContext, AnswerTranslator, Translation
-from gateway.dispatch import Job, Lease
 from gateway.errors import (
     ClientLeft,
     EngineRefused,
@@ -25,10 +23,12 @@ from gateway.errors import (
     RequestTimeout,
     StreamTooLarge,
 )
-from gateway.heads import name_error_type, render_head
 from gateway.keepalive import KeepAlive
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served, judge_end
 from gateway.phrasing import find_other_words
+from gateway.request.client import ClientConnection
+from gateway.request.dispatch import Job, Lease
+from gateway.request.response import name_error_type, render_head
 from gateway.rewriting import Rewriter
 from gateway.values import Header
 from nodes.links import EndKind, LinkEnd, Stream

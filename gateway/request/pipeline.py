@@ -15,15 +15,11 @@ import msgspec
 from core.limits import GatewayLimits
 from gateway import metrics
 from gateway.admission import Admission, RateLimiter, choose_priority
-from gateway.auth import KeyRing
 from gateway.bookkeeping import BUGGED, COMPLETED, TORN_DOWN, Bookkeeper, Ending, count_tokens, name_model, unread_request
-from gateway.catalogue import ModelEntry
-from gateway.client import ClientConnection
 from gateway.counting import TokenCounter, run_beside
 from gateway.dialects import Surface
 from gateway.dialects.surface import Dialect
 from gateway.dialects.translation import Translation
-from gateway.dispatch import Dispatcher, Job, Lease
 from gateway.errors import (
     BadRequest,
     ContextTooLong,
@@ -40,17 +36,21 @@ from gateway.errors import (
     RequeueExhausted,
     ShuttingDown,
 )
-from gateway.heads import id_headers, name_box, name_header
 from gateway.keepalive import KeepAlive
-from gateway.keeping import LANE as KEPT_LANE
-from gateway.keeping import Keeping, keep_answer, mark_unkept, plan_keeping
 from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
 from gateway.outlook import Busy, Closed, Outlook, Ready, pick_name
 from gateway.phrasing import choose_path
-from gateway.records import Record, RecordWriter
 from gateway.recounting import recount_prompt
 from gateway.refusing import refuse
-from gateway.relay import Exchange
+from gateway.request.attempt import Exchange
+from gateway.request.client import ClientConnection
+from gateway.request.dispatch import Dispatcher, Job, Lease
+from gateway.request.identity import KeyRing
+from gateway.request.models import ModelEntry
+from gateway.request.records import Record, RecordWriter
+from gateway.request.response import id_headers, name_box, name_header
+from gateway.request.stored import LANE as KEPT_LANE
+from gateway.request.stored import Keeping, keep_answer, mark_unkept, plan_keeping
 from gateway.values import Caller, Header, InferenceRequest, PoolOptions, Unmatched
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire import clock
