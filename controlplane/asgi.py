@@ -28,7 +28,7 @@ from django.core.handlers.asgi import ASGIRequest
 from django.urls import path, re_path
 
 from controlplane.live import BoxConsumer, OperationConsumer, OverviewConsumer
-from gateway.refusing import SlashRouter, refuse_unknown_socket
+from gateway.request.response import SlashRouter, refuse_unknown_socket
 
 _TLS_SCHEMES = frozenset({"https", "wss"})
 Scope = dict[str, Any]  # Any: the ASGI specification leaves the values open

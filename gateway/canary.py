@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from core.limits import limits
-from gateway.answers import read_usage
 from gateway.counting.boxes import exchange
+from gateway.request.attempt import read_usage
 from gateway.request.dispatch import Dispatcher, Lease
-from gateway.request.models import Catalogue, ModelEntry
+from gateway.request.models import Catalogue
 from gateway.request.records import Record, RecordWriter
+from gateway.values import ModelEntry
 from nodes.links import Link, LinkRegistry
 from nodes.session import OpenRequest
 from wire import clock

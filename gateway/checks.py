@@ -9,7 +9,7 @@ from django.apps import AppConfig
 from django.conf import settings
 from django.core.checks import CheckMessage, Error
 
-from gateway.cors import EVERYBODY, ORIGIN_RE
+from gateway.request.response import EVERYBODY, ORIGIN_RE
 
 
 def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> list[CheckMessage]:

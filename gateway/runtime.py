@@ -29,17 +29,17 @@ from core.db.threads import run_pulse, run_upkeep
 from core.hints import HINT_GROUP
 from core.limits import limits
 from gateway import metrics, services
-from gateway.admission import Admission, RateLimiter
 from gateway.canary import Canaries
 from gateway.counting import TokenCounter
 from gateway.errors import ShuttingDown
 from gateway.models import GatewayProcess
 from gateway.reconciler import close_orphaned_requests
 from gateway.request.dispatch import Dispatcher
-from gateway.request.identity import KeyRing
-from gateway.request.models import AliasEntry, Catalogue, KeyEntry, ModelEntry, read_change_mark, store_key_use
+from gateway.request.identity import KeyRing, RateLimiter
+from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry, read_change_mark, store_key_use
 from gateway.request.pipeline import Pipeline
 from gateway.request.records import RecordWriter
+from gateway.values import ModelEntry
 from nodes.addresses import resolve_direct_target
 from nodes.consumers import WorkerEndpoint
 from nodes.errors import NodeError

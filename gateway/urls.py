@@ -11,10 +11,9 @@ from django.conf import settings
 from django.http.response import HttpResponseBase
 from django.urls import URLPattern, re_path
 
-from gateway.cors import is_preflight
 from gateway.dialects import SURFACES
-from gateway.refusing import Application, SlashRouter, admit_programs, refuse_unknown_socket
 from gateway.request.client import Receive, Scope, Send
+from gateway.request.response import Application, SlashRouter, admit_programs, is_preflight, refuse_unknown_socket
 from gateway.runtime import GatewayRuntime
 from gateway.values import HeaderView
 from gateway.views.admin import AdminViews

@@ -158,3 +158,27 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     def path(self) -> str:
         """The API path a box must be able to answer."""
         return self.lane or self.endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    """An allow-list row with its caps resolved against the settings.
+
+    ``fallbacks``: names of models, in their order. ``context_tokens`` None = what boxes say; ``tokenizer`` empty = none here.
+    """
+
+    name: str
+    allowed: bool
+    owned_by: str
+    max_tokens: int
+    max_prompt_chars: int
+    max_queue: int
+    created: int
+    fallbacks: tuple[str, ...] = ()
+    context_tokens: int | None = None
+    tokenizer: str = ""
+    tidy: bool = False
+    """Whether chunks of its chat streams are put right for strict clients."""
+    canary_question: str = ""
+    """What its nodes are asked now and then; empty = nothing."""
+    canary_answer: str = ""

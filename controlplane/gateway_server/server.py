@@ -14,8 +14,8 @@ from django.conf import settings
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, KnownRequests
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from core.limits import limits
-from gateway.refusing import Application
 from gateway.request.client import Receive, Scope, Send
+from gateway.request.response import Application
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application, make_inference
 from gateway.values import HeaderView

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from core.limits import limits
 from gateway.counting.boxes import ask_box, find_counting
 from gateway.counting.values import Count, Source, UnusableFolder, estimate_tokens, read_prompt
-from gateway.request.models import ModelEntry
+from gateway.values import ModelEntry
 from nodes.links import LinkRegistry
 from wire import clock
 

@@ -7,13 +7,16 @@ another box may still take over. After the first byte there is one more thing to
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Callable, Sequence
 
-from core.limits import GatewayLimits
-from gateway.answers import count_answer_chars, find_usage, read_usage
+import msgspec
+
+from core.limits import GatewayLimits, limits
 from gateway.dialects import Surface
-from gateway.dialects.pool_meta import PoolMeta
+from gateway.dialects.pool_meta import MetaStream, PoolMeta, add_meta
 from gateway.dialects.refusal import read_refusal, read_stream_failure
-from gateway.dialects.translation import AnswerContext, AnswerTranslator, Translation
+from gateway.dialects.translation import AnswerContext, AnswerTranslator, FailingTranslator, Translation
 from gateway.errors import (
     ClientLeft,
     EngineRefused,
@@ -23,13 +26,9 @@ from gateway.errors import (
     RequestTimeout,
     StreamTooLarge,
 )
-from gateway.keepalive import KeepAlive
-from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served, judge_end
-from gateway.phrasing import find_other_words
 from gateway.request.client import ClientConnection
-from gateway.request.dispatch import Job, Lease
+from gateway.request.dispatch import Broken, Job, Lease, Outcome, Retry, RetryReason, Served, find_other_words, judge_end
 from gateway.request.response import name_error_type, render_head
-from gateway.rewriting import Rewriter
 from gateway.values import Header
 from nodes.links import EndKind, LinkEnd, Stream
 from nodes.links.http import USAGE_COMMENT
@@ -40,7 +39,206 @@ from wire.bridge import CANCEL_CLIENT_DISCONNECT, CANCEL_TIMEOUT, TokenCounts
 from wire.events import EndReader, StreamEnd, open_end_reader
 from wire.ids import format_id
 from wire.tidy import ChatTidier
+from wire.unreadable import UNREADABLE
 from wire.usage import write_token_counts
+
+_USAGE = b'"usage"'
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_prefix_decoder = json.JSONDecoder()
+_body_decoder = msgspec.json.Decoder(_Body)
+
+
+def read_usage(body: bytes) -> TokenCounts | None:
+    """Return the usage of a whole answer, or None."""
+    try:
+        return _counts(_body_decoder.decode(body).usage)
+    except UNREADABLE:
+        return None
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message | None = None
+    text: str | None = None
+
+
+class _Choices(msgspec.Struct):
+    choices: list[_Choice] = []
+
+
+_choices_decoder = msgspec.json.Decoder(_Choices)
+
+
+def count_answer_chars(body: bytes) -> int:
+    """Return the characters an unstreamed completion says, or of the whole body when it is none."""
+    try:
+        choices = _choices_decoder.decode(body).choices
+    except UNREADABLE:
+        return len(body)
+    said = [choice.message.content if choice.message is not None else choice.text for choice in choices]
+    return sum(len(text) for text in said if text is not None)
+
+
+def find_usage(data: bytes) -> TokenCounts | None:
+    """Return the last usage object in a piece of an event stream."""
+    end = len(data)
+    # An engine chooses the bytes, and the event loop waits while they are searched: so few places, of bounded size.
+    bounds = limits().gateway
+    for _ in range(bounds.usage_tries):
+        end = data.rfind(_USAGE, 0, end)
+        if end < 0:
+            break
+        start = end + len(_USAGE)
+        text = data[start : start + bounds.usage_bytes].decode("latin-1").lstrip()
+        try:
+            value, _rest = _prefix_decoder.raw_decode(text.removeprefix(":").lstrip())
+            counts = _counts(msgspec.convert(value, _Usage | None))
+        except (ValueError, RecursionError):
+            continue
+        if counts is not None:
+            return counts
+    return None
+
+
+def _counts(usage: _Usage | None) -> TokenCounts | None:
+    if usage is None:
+        return None
+    prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
+    completion = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
+    if prompt is None and completion is None:
+        return None
+    return TokenCounts(
+        prompt_tokens=prompt or 0, completion_tokens=completion or 0, total_tokens=(prompt or 0) + (completion or 0)
+    )
+
+
+class Rewriter:
+    """One attempt's answer, rewritten. ``measure``: given when the client asked for the pool's numbers.
+
+    ``tidier``: given for a chat stream that is passed on and put right for strict clients.
+    """
+
+    def __init__(
+        self,
+        translator: AnswerTranslator | None,
+        measure: Callable[[], PoolMeta] | None,
+        tidier: ChatTidier | None = None,
+    ) -> None:
+        self.translator = translator
+        self._tidier = tidier
+        self._measure = measure
+        self._meta = MetaStream(measure) if measure is not None else None
+
+    @property
+    def failure(self) -> GatewayError | None:
+        """Why the answer is over, if it is."""
+        return self.translator.failure if self.translator is not None else None
+
+    @property
+    def usage(self) -> TokenCounts | None:
+        """What the translator counted."""
+        return self.translator.usage if self.translator is not None else None
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the engine's stream; return those for the client."""
+        if self.translator is not None:
+            data = self.translator.feed(data)
+        elif self._tidier is not None:
+            data = self._tidier.feed(data)
+        return self._meta.feed(data) if self._meta is not None and data else data
+
+    def finish(self) -> bytes:
+        """Return the closing events; after a failure only what came before it."""
+        last = b""
+        if self.translator is not None:
+            last = self.translator.finish()
+        elif self._tidier is not None:
+            last = self._tidier.finish()
+        return last if self._meta is None else self._meta.feed(last) + self._meta.finish()
+
+    def rewrite_whole(self, body: bytes) -> bytes:
+        """Return an unstreamed answer as the client gets it."""
+        if self.translator is not None:
+            body = self.translator.translate_whole(body)
+        return add_meta(body, self._measure()) if self._measure is not None and self.failure is None else body
+
+    def render_failure(self, error: GatewayError) -> bytes:
+        """Return the events by which this dialect ends a broken stream, or nothing when one error event does."""
+        return self.translator.fail(error) if isinstance(self.translator, FailingTranslator) else b""
+
+
+COMMENT = b": ping\n\n"
+_NO_ANSWER = (b":", b"\n")
+"""What writes that belong to no answer begin with: our comments, an engine's, and what stands for nothing written yet."""
+_HEAD: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+
+class KeepAlive:
+    """Begins the response of one streamed request if nothing else did, and pings whenever nothing was said for a while.
+
+    ``event`` is what is sent within the answer; whoever passes that on sets the one of its dialect. Until something of the
+    answer is out it is a comment, since Messages begin with ``message_start``. ``extra``: headers of the response.
+    """
+
+    def __init__(self, client: ClientConnection, *, extra: Sequence[Header], every_s: float) -> None:
+        self.event = COMMENT
+        self._client = client
+        self._extra = extra
+        self._every_s = every_s
+        self._seen = client.tail
+        self._has_answer = False
+        self._quiet = 0
+        """How many looks ago something was said last."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Begin to count; a sign comes after ``every_s`` seconds of silence at most, the first one not before."""
+        self._timer = asyncio.get_running_loop().call_later(self._every_s / 2, self._tick)
+
+    def stop(self) -> None:
+        """Say nothing more. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        client = self._client
+        if client.finished or client.is_gone:
+            return
+        self._quiet = self._quiet + 1 if client.tail is self._seen else 1
+        if self._quiet >= 2:
+            self._quiet = 0
+            self._say(client)
+        self._seen = client.tail
+        self.start()
+
+    def _say(self, client: ClientConnection) -> None:
+        if not client.started:
+            client.start(200, [*_HEAD, *self._extra])
+            client.write(COMMENT)
+        elif client.tail.endswith(b"\n\n") and not client.is_blocked:  # between two events: within one it would tear it apart
+            self._has_answer = self._has_answer or not client.tail.startswith(_NO_ANSWER)
+            client.write(self.event if self._has_answer else COMMENT)
+
 
 _JSON = "application/json"
 _CUT = "The engine ended its stream before its answer was finished."

@@ -14,10 +14,17 @@ import uuid
 from bisect import insort
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from http import HTTPStatus
+from typing import Protocol, TypeVar
 
 from core.limits import GatewayLimits
+from gateway.dialects import Surface
+from gateway.dialects.foreign_tools import has_foreign_tools
+from gateway.dialects.unread_parts import holds_part
 from gateway.errors import (
     EndpointNotAnswered,
+    ForwardedRequestFailed,
     GatewayError,
     NoAvailableNode,
     NodeDraining,
@@ -27,17 +34,231 @@ from gateway.errors import (
     ProviderDisabled,
     QueueFull,
     QueueTimeout,
+    RequestInterrupted,
+    RequestTimeout,
 )
 from gateway.metrics import QUEUE_DEPTH
-from gateway.outcome import Outcome, judge_node
-from gateway.outlook import Busy, Closed, Outlook, Ready
-from gateway.placement import choose_link
 from gateway.values import InferenceRequest, Unmatched
-from nodes.links import Link, LinkCondition, LinkRegistry
+from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
 from nodes.links.keeper import LinkKeeper
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire import clock
+from wire.bridge import TokenCounts
+from wire.contract import RequestState
+from wire.messages_fields import HONOURED, find_unhonoured
+
+
+class RetryReason(StrEnum):
+    """Why another box should be tried; ``unspoken``, ``foreign_tools``: perhaps the same one, in other words."""
+
+    LOST = "lost"
+    ENGINE = "engine"
+    BUSY = "busy"
+    RECLAIMED = "reclaimed"
+    UNSPOKEN = "unspoken"
+    FOREIGN_TOOLS = "foreign_tools"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The client has the whole answer. ``status`` is the engine's; ``usage`` is None when the engine did not say."""
+
+    status: int
+    usage: TokenCounts | None
+    text_chars: int | None = field(default=None, compare=False)
+    """Characters of an unstreamed answer without usage, to estimate from."""
+    has_failed: bool = False
+    """The engine's stream held an error: the client was told by the engine itself."""
+    error: GatewayError | None = field(default=None, compare=False)
+    """What the engine said instead of an answer, or at the end of its stream: the client was told that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Nothing reached the client; another box may take it. ``error`` is what to say if none may."""
+
+    reason: RetryReason
+    error: GatewayError
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """It is over. ``told`` says whether the client was told already (a stream that had begun)."""
+
+    error: GatewayError
+    told: bool
+
+
+Outcome = Served | Retry | Broken
+
+
+def judge_node(outcome: Outcome | None) -> Verdict:
+    """Return what an attempt says of its node. What the caller asked wrongly, and what it did not wait for, says nothing."""
+    match outcome:
+        case Served(status=status, has_failed=has_failed, error=error):
+            if has_failed or (status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED):
+                is_callers = error is not None and error.state is RequestState.REJECTED
+                return Verdict.NOTHING if is_callers else Verdict.FAILED
+            return Verdict.GOOD if status < 400 else Verdict.NOTHING
+        case Retry(reason=RetryReason.LOST | RetryReason.ENGINE):
+            return Verdict.SUSPECT
+        case Broken(error=RequestInterrupted() | ForwardedRequestFailed()):
+            return Verdict.FAILED
+        case _:
+            return Verdict.NOTHING
+
+
+def judge_end(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
+    """Return what to tell the client and, when another box may try, why."""
+    match end.kind:
+        case EndKind.BUSY:
+            if end.retry_after_s is None:
+                return ForwardedRequestFailed(), RetryReason.BUSY
+            words = "The queue of every node that serves the model is full."
+            return NoAvailableNode(words, retry_after_s=end.retry_after_s), RetryReason.BUSY
+        case EndKind.LINK_LOST:
+            return RequestInterrupted(), RetryReason.LOST
+        case EndKind.RECLAIMED:
+            return RequestInterrupted(), RetryReason.RECLAIMED
+        case EndKind.TIMEOUT:
+            return RequestTimeout(), None
+        case EndKind.ENGINE_FAILED | EndKind.COMPLETE:
+            return ForwardedRequestFailed(), RetryReason.ENGINE if end.retryable else None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A slot is free now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Boxes are there and full; a newcomer would wait about this long."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """Nobody can serve it now."""
+
+    error: GatewayError
+
+
+Outlook = Ready | Busy | Closed
+
+
+def pick_name(outlooks: Iterable[tuple[str, Outlook]], budget_s: float) -> str:
+    """Return the first name that has room or whose wait fits in ``budget_s``; else that of the shortest wait, or the first.
+
+    ``outlooks``: at least one, best first; read no further than needed.
+    """
+    best, best_wait_s = "", math.inf
+    for name, outlook in outlooks:
+        best = best or name
+        match outlook:
+            case Ready():
+                return name
+            case Busy(wait_s) if wait_s <= budget_s:
+                return name
+            case Busy(wait_s) if wait_s < best_wait_s:
+                best, best_wait_s = name, wait_s
+            case _:
+                continue
+    return best
+
+
+class Candidate(Protocol):
+    """What placement reads of a link."""
+
+    last_served: int
+
+    @property
+    def load(self) -> int:
+        """Requests known to run on the box."""
+
+    def can_take(self, now: float) -> bool:
+        """Whether it is ready and has a free slot."""
+
+    def is_called(self, name: str) -> bool:
+        """Whether a client that prefers a box by this name means it."""
+
+
+L = TypeVar("L", bound=Candidate)
+
+
+def choose_link(candidates: Iterable[L], *, now: float, avoid: Collection[L] = (), prefer: str = "") -> L | None:
+    """Return the least loaded candidate that can take work; among equals the one served longest ago.
+
+    Those in ``avoid`` (they failed this request before) are chosen only when nothing else can take it. One that is called
+    ``prefer`` comes before the others while it can take work.
+    """
+    if prefer:
+        candidates = list(candidates)
+        liked = choose_link([link for link in candidates if link.is_called(prefer) and link not in avoid], now=now)
+        if liked is not None:
+            return liked
+    best: L | None = None
+    fallback: L | None = None
+    for link in candidates:
+        if not link.can_take(now):
+            continue
+        if avoid and link in avoid:
+            fallback = _better(fallback, link)
+        else:
+            best = _better(best, link)
+    return best if best is not None else fallback
+
+
+def _better(current: L | None, link: L) -> L:
+    if current is None or (link.load, link.last_served) < (current.load, current.last_served):
+        return link
+    return current
+
+
+_UNKNOWN_PATH = frozenset({404, 405, 501})
+_DECLARED_UNKNOWN = frozenset({404, 405})
+"""Of a path that the box declares; engines say 501 of a field on a path that they do know."""
+_UNREADABLE = frozenset({400, 422})
+
+_MESSAGES = "/v1/messages"
+_LEAVES_PARTS_OUT = frozenset({"llamacpp", "llama-server"})
+_LEFT_OUT = frozenset({"document", "search_result"})
+"""What the Messages of these engines answer as if it were not there. Translated it is text, or a file that they refuse."""
+
+
+def choose_path(link: Link, request: InferenceRequest) -> str:
+    """Return the API path on which a node is asked: the request's, or the one it is translated to.
+
+    Translated is also what the engine's own Messages would take and forget.
+    """
+    path = link.find_path(request.model, request.path) or request.path
+    engines = link.engines.get(request.model, frozenset())
+    if path != _MESSAGES or engines.isdisjoint(HONOURED) or not link.answers(request.model, SPOKEN_THROUGH[path]):
+        return path
+    is_left_out = not engines.isdisjoint(_LEAVES_PARTS_OUT) and holds_part(request.body, _LEFT_OUT)
+    return SPOKEN_THROUGH[path] if is_left_out or find_unhonoured(engines, request.body) else path
+
+
+def find_other_words(
+    link: Link, surface: Surface | None, request: InferenceRequest, *, status: int, body: bytes
+) -> RetryReason | None:
+    """Return why a request that was passed on untouched is to be translated now, None when the refusal stands.
+
+    What a box says of its paths may be a guess, for a server of somebody else's, and one that says nothing may know any;
+    another request may have found out while this one was on its way. An engine that knows the path may still refuse tools
+    which only the provider runs, and agents offer those to everybody: a translation leaves them out.
+    """
+    path, model = request.endpoint, request.model
+    if surface is None or surface.translate is None or not link.answers(model, SPOKEN_THROUGH.get(path, "")):
+        return None
+    if status in (_DECLARED_UNKNOWN if model in link.endpoints else _UNKNOWN_PATH):
+        is_about_model = b"model" in body[:8192].lower()  # then it is not the path that it does not know
+        return None if is_about_model else RetryReason.UNSPOKEN
+    if status in _UNREADABLE and has_foreign_tools(request.body, is_anthropic=surface.is_anthropic):
+        return RetryReason.FOREIGN_TOOLS
+    return None
 
 
 @dataclass(slots=True, eq=False)

@@ -1,11 +1,16 @@
-"""Who is calling: a client key to a Caller, from memory, in constant time."""
+"""Who is calling, and how often they may: a client key to a Caller, from memory, in constant time; requests per minute."""
 
 from __future__ import annotations
 
 import hmac
+import math
 import uuid
+from collections import deque
 from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import lru_cache
 
+import msgspec
 from django.db import DatabaseError
 
 from core.db.threads import run_in_database
@@ -99,3 +104,73 @@ def _read_key(headers: Mapping[str, str], *, allow_x_api_key: bool) -> tuple[str
     text = other if other and read_keyid(bearer, CredentialKind.CLIENT) is None else bearer
     keyid = read_keyid(text, CredentialKind.CLIENT) if text else None
     return text, keyid, digest_credential(text) if keyid is not None else b""
+
+
+class RateState(msgspec.Struct, frozen=True, gc=False):
+    """Where a key stands in its window. ``reset_s``: until the oldest request of the window leaves it."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+    def headers(self, *, is_anthropic: bool = False) -> list[tuple[bytes, bytes]]:
+        """Return the x-ratelimit headers, or Anthropic's, whose reset is a moment (RFC 3339)."""
+        if is_anthropic:
+            return [
+                (b"anthropic-ratelimit-requests-limit", b"%d" % self.limit),
+                (b"anthropic-ratelimit-requests-remaining", b"%d" % self.remaining),
+                (b"anthropic-ratelimit-requests-reset", _write_moment(int(clock.unix_s()) + math.ceil(self.reset_s))),
+            ]
+        return [
+            (b"x-ratelimit-limit-requests", b"%d" % self.limit),
+            (b"x-ratelimit-remaining-requests", b"%d" % self.remaining),
+            (b"x-ratelimit-reset-requests", b"%ds" % math.ceil(self.reset_s)),
+        ]
+
+
+@lru_cache(maxsize=256)
+def _write_moment(second: int) -> bytes:
+    """Return a Unix second as RFC 3339 writes it; many answers name the same one."""
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%SZ").encode()
+
+
+class RateLimiter:
+    """Requests per minute of each key over a moving window; exact within this process."""
+
+    def __init__(self) -> None:
+        self._window_s = limits().gateway.rate_window_s
+        self._windows: dict[uuid.UUID, deque[float]] = {}
+
+    def take(self, key_id: uuid.UUID, limit: int) -> RateState:
+        """Count one request. Raises RateLimited with the wait until one would pass."""
+        now = clock.monotonic()
+        window = self._windows.get(key_id)
+        if window is None:
+            window = self._windows[key_id] = deque()
+        start = now - self._window_s
+        while window and window[0] <= start:
+            window.popleft()
+        if limit < 1:
+            raise RateLimited("This key may send no requests.", retry_after_s=self._window_s)
+        if len(window) >= limit:
+            # Rounding may put a sum of floats a hair above the window.
+            wait = min(self._window_s, window[len(window) - limit] + self._window_s - now)
+            raise RateLimited(
+                f"Rate limit of {limit} requests per minute exceeded; try again in {math.ceil(wait)} s.",
+                retry_after_s=wait,
+            )
+        window.append(now)
+        return RateState(limit, limit - len(window), window[0] + self._window_s - now)
+
+    def peek(self, key_id: uuid.UUID, limit: int) -> RateState:
+        """Return where a key stands without counting."""
+        window = self._windows.get(key_id)
+        if not window:
+            return RateState(limit, limit, 0.0)
+        return RateState(limit, max(0, limit - len(window)), max(0.0, window[0] + self._window_s - clock.monotonic()))
+
+    def forget_idle(self) -> None:
+        """Drop the windows of keys that asked nothing for a minute."""
+        start = clock.monotonic() - self._window_s
+        for key_id in [k for k, window in self._windows.items() if not window or window[-1] <= start]:
+            del self._windows[key_id]

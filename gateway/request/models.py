@@ -1,4 +1,4 @@
-"""In-memory copies of keys, models and their aliases, so that the request path asks no database.
+"""Which models may answer a caller: in-memory copies of keys, models and aliases, so that the request path asks no database.
 
 Filled from the rows, refreshed when a hint arrives and by a sweep every two seconds; a revoked key therefore stops
 working everywhere within five seconds, also when every hint is lost.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -20,9 +20,10 @@ from django.db.models.functions import Now
 from django.utils import timezone
 
 from core.limits import GatewayLimits
+from gateway.errors import GatewayError, MaxTokensTooLarge, ModelNotAllowed, ModelUnknown, PromptTooLarge
 from gateway.models import ApiKey, Model, ModelAlias
-from gateway.routing import Alias, Target
-from gateway.values import Caller, Priority
+from gateway.routing import AUTO, Alias, Target, may_use, resolve
+from gateway.values import Caller, InferenceRequest, ModelEntry, PoolOptions, Priority
 
 logger = logging.getLogger("muster.gateway")
 
@@ -49,30 +50,6 @@ class KeyEntry:
     def is_usable(self, now: float) -> bool:
         """Whether the key works at ``now`` (Unix seconds)."""
         return not self.revoked and (self.expires_at is None or now < self.expires_at)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelEntry:
-    """An allow-list row with its caps resolved against the settings.
-
-    ``fallbacks``: names of models, in their order. ``context_tokens`` None = what boxes say; ``tokenizer`` empty = none here.
-    """
-
-    name: str
-    allowed: bool
-    owned_by: str
-    max_tokens: int
-    max_prompt_chars: int
-    max_queue: int
-    created: int
-    fallbacks: tuple[str, ...] = ()
-    context_tokens: int | None = None
-    tokenizer: str = ""
-    tidy: bool = False
-    """Whether chunks of its chat streams are put right for strict clients."""
-    canary_question: str = ""
-    """What its nodes are asked now and then; empty = nothing."""
-    canary_answer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,3 +187,108 @@ def read_change_mark() -> int:
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_snapshot_xmin(pg_current_snapshot())::text")
         return int(cursor.fetchone()[0])
+
+
+_RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
+
+
+class Admission:
+    """Applies the allow-list and the caps. ``rank_models``: which of some models boxes serve on an API path, best first."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        is_known_model: Callable[[str], bool],
+        rank_models: Callable[[Iterable[str], str], list[str]],
+    ) -> None:
+        self._catalogue = catalogue
+        self._is_known_model = is_known_model
+        self._rank_models = rank_models
+
+    def admit(self, caller: Caller, request: InferenceRequest) -> list[ModelEntry]:
+        """Return the rows of the models that may serve a request, best first, at least one.
+
+        Raises the error of the first rule that is broken; a fallback whose caps are too small for it is left out.
+        """
+        admitted: list[ModelEntry] = []
+        refusal: GatewayError | None = None
+        for entry in self.route(caller, request.model, request.path, request.options):
+            error = _check_caps(entry, request)
+            if error is None:
+                admitted.append(entry)
+            elif refusal is None:
+                refusal = error
+        if not admitted and refusal is not None:
+            raise refusal
+        return admitted
+
+    def route(self, caller: Caller, name: str, path: str, options: PoolOptions | None = None) -> list[ModelEntry]:
+        """Return the rows of the models behind a name, best first, at least one.
+
+        Raises ModelUnknown (404), ModelNotAllowed (400) or NoAvailableNode.
+        """
+        models, aliases = self._catalogue.models, self._catalogue.aliases_for(caller.tenant)
+        if options is None and name not in aliases and name != AUTO:
+            entry = self.find_model(caller, name)
+            if not entry.fallbacks:
+                return [entry]
+        route = resolve(
+            name,
+            aliases=aliases,
+            refuse=lambda model, via: self._refuse(caller, model, via),
+            fallbacks_of=lambda model: models[model].fallbacks,
+            rank_auto=lambda: self._rank_models([row.name for row in models.values() if row.allowed], path),
+            extra=options.fallback_models if options is not None else (),
+        )
+        return [models[model] for model in route.models]
+
+    def list_unusable(self, caller: Caller, names: Iterable[str]) -> tuple[str, ...]:
+        """Return those of some names by which the caller gets no model: unknown, not allowed, or not for this key."""
+        aliases = self._catalogue.aliases_for(caller.tenant)
+
+        def is_usable(name: str) -> bool:
+            alias = aliases.get(name)
+            models = (name,) if alias is None else [target.model for target in alias.by_weight]
+            return name == AUTO or any(self._refuse(caller, model, name) is None for model in models)
+
+        return tuple(name for name in names if not is_usable(name))
+
+    def find_model(self, caller: Caller, name: str) -> ModelEntry:
+        """Return an allowed model. Raises ModelUnknown (404) or ModelNotAllowed (400)."""
+        refusal = self._refuse(caller, name, name)
+        if refusal is not None:
+            raise refusal
+        return self._catalogue.models[name]
+
+    def _refuse(self, caller: Caller, name: str, via: str) -> GatewayError | None:
+        """Return why a key may not use a model by asking for ``via``, or None. It names what the client named alone."""
+        entry = self._catalogue.models.get(name)
+        if entry is None or not entry.allowed:
+            if entry is None and not self._is_known_model(name):
+                return ModelUnknown(f"The model '{via}' does not exist. GET /v1/models lists what can be used.", param="model")
+            return ModelNotAllowed(f"The model '{via}' is not allow-listed here; ask an operator to allow it.", param="model")
+        if not may_use(caller.allowed_models, name, via=via):
+            return ModelNotAllowed(f"This API key may not use the model '{via}'.", param="model")
+        return None
+
+
+def choose_priority(caller: Caller, options: PoolOptions | None) -> str:
+    """Return the key's priority, or the client's wish where that is lower; empty = normal."""
+    chosen = caller.priority
+    if options is not None and options.priority is not None and _RANKS[options.priority] > _RANKS[chosen]:
+        chosen = options.priority
+    return "" if chosen is Priority.NORMAL else chosen.value
+
+
+def _check_caps(entry: ModelEntry, request: InferenceRequest) -> GatewayError | None:
+    if request.prompt_chars > entry.max_prompt_chars:
+        return PromptTooLarge(
+            f"Prompt exceeds the size limit: {request.prompt_chars} characters > {entry.max_prompt_chars} maximum.",
+            param="messages",
+        )
+    if request.max_tokens is not None and request.max_tokens > entry.max_tokens:
+        return MaxTokensTooLarge(
+            f"{request.max_tokens_field} exceeds the limit: {request.max_tokens} > {entry.max_tokens} maximum.",
+            param=request.max_tokens_field,
+        )
+    return None

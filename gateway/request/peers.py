@@ -5,19 +5,23 @@ from __future__ import annotations
 from itertools import count
 
 from core.limits import GatewayLimits
+from core.limits import limits as read_limits
+from gateway.counting.boxes import exchange as ask_box
 from gateway.dialects import Surface
 from gateway.errors import GatewayError
-from gateway.outcome import Broken, Retry, RetryReason, Served
 from gateway.request.attempt import Exchange
 from gateway.request.client import ClientConnection
-from gateway.request.dispatch import Dispatcher, Job, Lease
+from gateway.request.dispatch import Broken, Dispatcher, Job, Lease, Retry, RetryReason, Served
 from gateway.request.response import read_name
 from gateway.values import Header, InferenceRequest
 from nodes.links import Link
 from nodes.links.http import END_HEADER
+from nodes.session import OpenRequest
+from nodes.states import TOKENIZE
 from wire import clock
 
 _sequence = count(1)
+_JSON = [(b"content-type", b"application/json")]
 _NO_HEADERS: list[Header] = []
 
 
@@ -85,3 +89,31 @@ def refuse_peer(client: ClientConnection, word: bytes) -> None:
 
 def _read_number(text: str | None) -> int:
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) <= 18 else 0
+
+
+async def count_for_peer(client: ClientConnection, link: Link) -> None:
+    """Pass a question on to the box and its answer back; 502 when there is none. Raises BodyTooLarge, ClientLeft."""
+    body = await client.read_body(read_limits().gateway.count_body_bytes)
+    headers = client.headers
+    asked_ms = headers.get("x-muster-deadline-ms", "")
+    most_ms = read_limits().gateway.count_node_ms
+    deadline_ms = int(asked_ms) if asked_ms.isascii() and asked_ms.isdigit() and len(asked_ms) < 9 else most_ms
+    request = OpenRequest(
+        request_id=headers.get("x-request-id", "")[:80],
+        attempt=1,
+        model=read_name(headers, "x-muster-model", max_chars=200),
+        path=TOKENIZE,
+        body=body,
+        headers={"content-type": "application/json"},
+        is_streaming=False,
+        deadline_ms=max(1, min(deadline_ms, most_ms)),
+        tenant=read_name(headers, "x-muster-tenant", max_chars=80),
+    )
+    try:
+        answer = await ask_box(link, request) if TOKENIZE in link.endpoints.get(request.model, ()) else None
+    except TimeoutError:
+        answer = None
+    if answer is None:
+        client.respond(502, _JSON, b"{}")
+    else:
+        client.respond(answer[0], _JSON, answer[1])

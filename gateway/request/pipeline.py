@@ -14,10 +14,9 @@ import msgspec
 
 from core.limits import GatewayLimits
 from gateway import metrics
-from gateway.admission import Admission, RateLimiter, choose_priority
-from gateway.bookkeeping import BUGGED, COMPLETED, TORN_DOWN, Bookkeeper, Ending, count_tokens, name_model, unread_request
 from gateway.counting import TokenCounter, run_beside
 from gateway.dialects import Surface
+from gateway.dialects.messages import to_chat_body
 from gateway.dialects.surface import Dialect
 from gateway.dialects.translation import Translation
 from gateway.errors import (
@@ -36,22 +35,42 @@ from gateway.errors import (
     RequeueExhausted,
     ShuttingDown,
 )
-from gateway.keepalive import KeepAlive
-from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
-from gateway.outlook import Busy, Closed, Outlook, Ready, pick_name
-from gateway.phrasing import choose_path
-from gateway.recounting import recount_prompt
-from gateway.refusing import refuse
-from gateway.request.attempt import Exchange
+from gateway.request.attempt import Exchange, KeepAlive
 from gateway.request.client import ClientConnection
-from gateway.request.dispatch import Dispatcher, Job, Lease
-from gateway.request.identity import KeyRing
-from gateway.request.models import ModelEntry
-from gateway.request.records import Record, RecordWriter
-from gateway.request.response import id_headers, name_box, name_header
+from gateway.request.dispatch import (
+    Broken,
+    Busy,
+    Closed,
+    Dispatcher,
+    Job,
+    Lease,
+    Outcome,
+    Outlook,
+    Ready,
+    Retry,
+    RetryReason,
+    Served,
+    choose_path,
+    pick_name,
+)
+from gateway.request.identity import KeyRing, RateLimiter
+from gateway.request.models import Admission, choose_priority
+from gateway.request.records import (
+    BUGGED,
+    COMPLETED,
+    TORN_DOWN,
+    Bookkeeper,
+    Ending,
+    Record,
+    RecordWriter,
+    count_tokens,
+    name_model,
+    unread_request,
+)
+from gateway.request.response import id_headers, name_box, name_header, refuse
 from gateway.request.stored import LANE as KEPT_LANE
 from gateway.request.stored import Keeping, keep_answer, mark_unkept, plan_keeping
-from gateway.values import Caller, Header, InferenceRequest, PoolOptions, Unmatched
+from gateway.values import Caller, Header, InferenceRequest, ModelEntry, PoolOptions, Unmatched
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire import clock
 from wire.contract import RequestState
@@ -511,3 +530,28 @@ class Pipeline:
             "request.engine_error request=%s node=%s model=%s status=%d error=%s",
             job.request_id, record.node_name, record.model, error.status, record.engine_error or "-",
         )  # fmt: skip
+
+
+async def recount_prompt(
+    counter: TokenCounter,
+    error: GatewayError,
+    *,
+    client: ClientConnection,
+    surface: Surface,
+    entry: ModelEntry,
+    request: InferenceRequest,
+    tenant: str,
+    request_id: str,
+) -> GatewayError:
+    """Return what to tell the client: the error with a count of ours where it has a lower bound and the client acts on it.
+
+    ``request``: as it was asked, for the model of ``entry``. Raises ClientLeft when nobody waits for the count any more.
+    """
+    if not isinstance(error, ContextTooLong) or not surface.wants_count(error):
+        return error
+    try:
+        chat, _ = await run_beside(len(request.body), lambda: to_chat_body(request.body, is_counting=True))
+    except BadRequest:
+        return error  # an engine that speaks the surface itself takes more than a translation carries
+    counted = await client.wait_for_work(counter.count(entry, chat, tenant=tenant, request_id=request_id))
+    return error.recount(counted.tokens)

@@ -10,13 +10,11 @@ from django.conf import settings
 from django.db import DatabaseError
 
 from core.db.threads import run_in_database
-from gateway.cors import admit_origin, answer_preflight
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNotAllowed, RateLimited, RecordsUnavailable
-from gateway.refusing import Application, send_error
 from gateway.request.client import ClientConnection, Receive, Scope, Send
-from gateway.request.response import id_headers
+from gateway.request.response import Application, admit_origin, answer_preflight, id_headers, send_error
 from gateway.runtime import GatewayRuntime
 from gateway.values import Header, HeaderView
 from governance.errors import TooManyWrongTokens

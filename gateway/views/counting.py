@@ -16,9 +16,8 @@ from gateway.dialects import SURFACES, Surface
 from gateway.dialects.body import RequestBody, require_list
 from gateway.dialects.messages import to_chat_body
 from gateway.errors import ClientLeft, GatewayError, RateLimited, ShuttingDown
-from gateway.refusing import Application, send_error
 from gateway.request.client import ClientConnection
-from gateway.request.response import name_header
+from gateway.request.response import Application, name_header, send_error
 from gateway.request.stored import plan_keeping
 from gateway.runtime import GatewayRuntime
 from gateway.values import Caller, Header, InferenceRequest

@@ -9,9 +9,9 @@ from urllib.parse import parse_qsl
 
 from core.limits import limits
 from gateway.errors import BadRequest
-from gateway.request.models import Catalogue, ModelEntry
+from gateway.request.models import Catalogue
 from gateway.routing import Alias, may_use
-from gateway.values import Caller
+from gateway.values import Caller, ModelEntry
 from nodes.links import LinkRegistry
 
 

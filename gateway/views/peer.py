@@ -9,13 +9,12 @@ import hmac
 
 from django.conf import settings
 
-from gateway.counting.peer import count_for_peer
 from gateway.dialects import SURFACES
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import GatewayError, RouteNotFound
-from gateway.refusing import Application
 from gateway.request.client import Receive, Scope, Send
-from gateway.request.peers import refuse_peer, serve_peer
+from gateway.request.peers import count_for_peer, refuse_peer, serve_peer
+from gateway.request.response import Application
 from gateway.runtime import GatewayRuntime
 from gateway.views.base import make_client, send_failure
 from nodes.links.relay import RelayLink

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from asgiref.sync import sync_to_async
 
-from gateway.refusing import admit_programs
+from gateway.request.response import admit_programs
 from nodes.consumers import WorkerEndpoint
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper

@@ -17,17 +17,15 @@ from django.db import connections
 
 from core.db import LoopConnection, ServerSilent, threads
 from core.limits import GatewayLimits
-from gateway.admission import Admission, RateLimiter
 from gateway.counting import TokenCounter
 from gateway.dialects import SURFACES, Surface
-from gateway.record_sql import BOTH, INSERT, UPDATE
 from gateway.request.dispatch import Dispatcher
-from gateway.request.identity import KeyRing
-from gateway.request.models import AliasEntry, Catalogue, KeyEntry, ModelEntry
+from gateway.request.identity import KeyRing, RateLimiter
+from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry
 from gateway.request.pipeline import Pipeline
-from gateway.request.records import Record, RecordWriter, connect_records
+from gateway.request.records import BOTH, INSERT, UPDATE, Record, RecordWriter, connect_records
 from gateway.routing import Alias
-from gateway.values import Caller, Priority
+from gateway.values import Caller, ModelEntry, Priority
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from tests.fakes.asgi_client import MemoryClient
@@ -265,7 +263,7 @@ class MemoryDatabase:
         return cast("LoopConnection", _MemoryConnection(self))
 
     def carry_out(self, statement: str, values: Sequence[bytes]) -> None:
-        """Do what a statement of ``gateway.record_sql`` says, whole or not at all. Raises DataError."""
+        """Do what a statement of ``gateway.request.records`` says, whole or not at all. Raises DataError."""
         parts = [json.loads(value) for value in values]
         if any(row["model"] == "bad" for rows in parts for row in rows):
             raise psycopg.DataError("a value that the table refuses")

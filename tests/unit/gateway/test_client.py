@@ -19,12 +19,12 @@ from pytest_django import Settings
 
 from core.limits import GatewayLimits
 from gateway.checks import check_settings
-from gateway.cors import admit_origin, is_preflight
 from gateway.dialects import SURFACES
 from gateway.dialects.body import read_fields, read_options
 from gateway.dialects.crowding import is_crowded
 from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, GatewayError, RequestTimeout
-from gateway.keepalive import KeepAlive
+from gateway.request.attempt import KeepAlive
+from gateway.request.response import admit_origin, is_preflight
 from gateway.values import InferenceRequest
 from gateway.views.nearness import came_directly
 from nodes.states import BINARY_ENDPOINTS

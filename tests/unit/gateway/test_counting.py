@@ -24,11 +24,11 @@ from gateway.counting.boxes import ask_box
 from gateway.counting.folders import TokenizerFolders, find_folder, load_tokenizer
 from gateway.counting.templates import ChatTemplate, TemplateFailed
 from gateway.counting.values import ChatPrompt, UnusableFolder, estimate_tokens, read_prompt
-from gateway.request.models import AliasEntry, KeyEntry, ModelEntry
+from gateway.request.models import AliasEntry, KeyEntry
 from gateway.routing import Alias, Target
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application
-from gateway.values import Caller
+from gateway.values import Caller, ModelEntry
 from nodes.links import EndKind, LinkRegistry
 from nodes.states import TOKENIZE
 from tests.fakes.limits import set_limits

@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from core.limits import GatewayLimits
 from gateway import errors
 from gateway.dialects import SURFACES
-from gateway.outlook import Busy, Closed, Outlook, Ready, pick_name
-from gateway.placement import choose_link
-from gateway.request.dispatch import Dispatcher, Job, Lease
+from gateway.request.dispatch import Busy, Closed, Dispatcher, Job, Lease, Outlook, Ready, choose_link, pick_name
 from gateway.request.peers import serve_peer
 from gateway.request.response import render_head
 from gateway.values import InferenceRequest

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
-from gateway import answers
 from gateway.dialects import SURFACES, Surface
 from gateway.errors import ClientLeft, ClientTooSlow, ForwardedRequestFailed, RequestInterrupted, RequestTimeout, StreamTooLarge
-from gateway.outcome import Broken, Outcome, Retry, RetryReason, Served
+from gateway.request import attempt as answers
 from gateway.request.attempt import Exchange
-from gateway.request.dispatch import Dispatcher, Lease
+from gateway.request.dispatch import Broken, Dispatcher, Lease, Outcome, Retry, RetryReason, Served
 from gateway.values import InferenceRequest
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from core.limits import GatewayLimits, limits
 from gateway import errors
-from gateway.admission import Admission, RateLimiter
-from gateway.bookkeeping import Bookkeeper, unread_request
-from gateway.request.models import AliasEntry, Catalogue, ModelEntry
-from gateway.request.records import RecordWriter
+from gateway.request.identity import RateLimiter
+from gateway.request.models import Admission, AliasEntry, Catalogue
+from gateway.request.records import Bookkeeper, RecordWriter, unread_request
 from gateway.routing import AUTO, Alias, Target, may_use, resolve
-from gateway.values import Caller, InferenceRequest, PoolOptions
+from gateway.values import Caller, InferenceRequest, ModelEntry, PoolOptions
 from gateway.views.models import ListedModel, ModelList, cut_page, render_anthropic, render_openai, render_page
 from nodes.links import LinkRegistry
 from tests.fakes.clock import install_virtual_clock
