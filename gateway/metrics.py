@@ -7,7 +7,7 @@ locked increments would cost more than relaying a chunk does. It is touched on t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import REGISTRY, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,9 +24,7 @@ ERRORS = Counter("muster_request_errors_total", "Accepted requests that failed o
 REDISPATCHES = Counter("muster_redispatches_total", "Requests sent to another node before their first byte", ["reason"])
 QUEUE_DEPTH = Gauge("muster_queue_depth", "Requests waiting for a node")
 WORKERS = Gauge("muster_workers_connected", "Nodes reachable from this gateway")
-RECORDS_PENDING = Gauge("muster_records_pending", "Record changes not yet written")
 RECORDS_DROPPED = Counter("muster_records_dropped_total", "Refused requests of which no record is kept: too many at once")
-RECORD_FLUSHES = Counter("muster_record_flushes_total", "Group commits of request records", ["result"])
 
 
 class _Timing:
@@ -67,6 +65,10 @@ class RequestTally(Collector):
 
     def __init__(self) -> None:
         self.in_flight = 0
+        self.flushes = dict.fromkeys(("ok", "refused", "failed"), 0)
+        """Group commits of records, by what became of them."""
+        self.count_pending: Callable[[], int] = int
+        """Returns how many changes of records are not written yet."""
         self._outcomes = dict.fromkeys(RequestOutcome, 0)
         self._models: dict[str, _ModelTally] = {}
 
@@ -105,6 +107,11 @@ class RequestTally(Collector):
         yield CounterMetricFamily("muster_messages_unreadable", unreadable, unreadable_hints.total)
         yield CounterMetricFamily("muster_hints_dropped", "Hints for which there was no room", dropped_hints.total)
         yield GaugeMetricFamily("muster_requests_in_flight", "Accepted requests that are not final", self.in_flight)
+        yield GaugeMetricFamily("muster_records_pending", "Record changes not yet written", self.count_pending())
+        flushes = CounterMetricFamily("muster_record_flushes", "Group commits of request records", labels=["result"])
+        for result, number in self.flushes.items():
+            flushes.add_metric([result], number)
+        yield flushes
         outcomes = CounterMetricFamily("muster_request_outcomes", "Requests by what became of them", labels=["outcome"])
         for outcome, count in self._outcomes.items():
             outcomes.add_metric([outcome], count)

@@ -6,7 +6,8 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any
 
 import uvicorn
 from django.conf import settings
@@ -44,11 +45,11 @@ class GatewayApp:
             self._proxies.correct_scope(scope)
         await self._routes(scope, receive, send)
 
-    async def serve_known(self, scope: Scope, headers: HeaderView, body: bytes) -> None:
+    def serve_known(self, scope: Scope, headers: HeaderView, body: bytes) -> Coroutine[Any, Any, None]:
         """Serve a request to an inference path that came whole, under headers that came before."""
         if self._proxies:
             self._proxies.correct_scope(scope)
-        await self.inference[scope["path"]].serve_known(scope, headers, body)
+        return self.inference[scope["path"]].serve_known(scope, headers, body)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()

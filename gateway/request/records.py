@@ -29,7 +29,7 @@ from core.db import LoopConnection, ServerSilent
 from core.limits import limits
 from gateway import metrics
 from gateway.errors import GatewayError, RateLimited, RecordsUnavailable, ShuttingDown
-from gateway.metrics import RECORD_FLUSHES, RECORDS_DROPPED, RECORDS_PENDING
+from gateway.metrics import RECORDS_DROPPED
 from gateway.request.dispatch import Served
 from gateway.request.identity import RateLimiter
 from gateway.values import Caller, InferenceRequest, RequestOutcome, judge_outcome
@@ -289,7 +289,6 @@ class Record(msgspec.Struct, kw_only=True):
     """What the client asked for, where ``model`` (which answers) has another name."""
 
 
-_WRITTEN, _REFUSED_BATCH, _FAILED = (RECORD_FLUSHES.labels(result) for result in ("ok", "refused", "failed"))
 _encoder = msgspec.json.Encoder()
 _REFUSED = (psycopg.DataError, psycopg.IntegrityError, msgspec.MsgspecError, ArithmeticError, ValueError, TypeError)
 """One of the values is at fault; every other error means that the database is away."""
@@ -385,6 +384,7 @@ class RecordWriter:
     def start(self) -> None:
         """Connect. Call on the event loop."""
         self._loop = asyncio.get_running_loop()
+        metrics.TALLY.count_pending = lambda: self.pending
         self._connecting = self._loop.create_task(self._connect())
 
     async def stop(self, timeout_s: float = 10.0) -> None:
@@ -604,7 +604,6 @@ class RecordWriter:
             self._is_due = True
         else:
             self._drop_refused(batch, type(error).__name__)
-        RECORDS_PENDING.set(self.pending)
         if (self._is_due or self._stopping) and self._next is None:
             self._begin()
 
@@ -621,13 +620,13 @@ class RecordWriter:
             logger.info("records.recovered")
             self._loop.call_later(self._limits.records_late_s, self._close_late)
         self.is_healthy = True
-        _WRITTEN.inc()
+        metrics.TALLY.flushes["ok"] += 1
         self._resolve(batch.inserts)
 
     def _drop_refused(self, batch: _Batch, reason: str) -> None:
         for record in [*(entry.record for entry in batch.inserts), *batch.updates.values()]:
             logger.error("records.refused id=%s error=%s", record.id, reason)
-        _REFUSED_BATCH.inc()
+        metrics.TALLY.flushes["refused"] += 1
         self._reject(batch.inserts)
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
@@ -636,7 +635,7 @@ class RecordWriter:
         if self.is_healthy:
             logger.error("records.unavailable error=%s", type(error).__name__)
         self.is_healthy = False
-        _FAILED.inc()
+        metrics.TALLY.flushes["failed"] += 1
         if self._database is not None:
             self._database.close()
             self._database = None

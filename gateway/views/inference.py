@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Coroutine
 from typing import Any
 
 from gateway.dialects import Surface
@@ -35,9 +36,9 @@ class Inference:
             return
         await self.serve(client)
 
-    async def serve_known(self, scope: Scope, headers: HeaderView, body: bytes) -> None:
+    def serve_known(self, scope: Scope, headers: HeaderView, body: bytes) -> Coroutine[Any, Any, None]:
         """Serve a request whose body is there already. Its scope carries our server's handle and line."""
-        await self.serve(make_client(self._runtime, scope, _ask_nobody, _ask_nobody, headers=headers, body=body))
+        return self.serve(make_client(self._runtime, scope, _ask_nobody, _ask_nobody, headers=headers, body=body))
 
     async def serve(self, client: ClientConnection) -> None:
         """Answer a request, whatever happens to it on the way."""
