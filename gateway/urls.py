@@ -19,7 +19,7 @@ from gateway.values import HeaderView
 from gateway.views.admin import AdminViews
 from gateway.views.base import Handler, make_endpoint, make_preflight
 from gateway.views.counting import make_counting_routes
-from gateway.views.inference import Inference
+from gateway.views.inference import Inference, InferenceConsumer
 from gateway.views.peer import make_peer_door
 from gateway.views.public import PublicViews
 from gateway.views.responses import make_response_routes
@@ -41,7 +41,8 @@ def make_application(runtime: GatewayRuntime, inference: Mapping[str, Inference]
         return make_endpoint(runtime, {"GET": handler, "HEAD": handler})
 
     everything = make_endpoint(runtime, dict.fromkeys(_METHODS, public.not_found))
-    http = [_route(re.escape(surface.path[1:]), inference[surface.path]) for surface in SURFACES.values()]
+    consumers = {path: InferenceConsumer.as_asgi(inference=one) for path, one in inference.items()}
+    http = [_route(re.escape(path[1:]), consumer) for path, consumer in consumers.items()]
     http += [_route(re.escape(path[1:]), application) for path, application in make_counting_routes(runtime).items()]
     http += [_route(pattern, application) for pattern, application in make_response_routes(runtime)]
     http += [
@@ -64,7 +65,7 @@ def make_application(runtime: GatewayRuntime, inference: Mapping[str, Inference]
     workers = admit_programs(runtime.workers, {settings.PUBLIC_URL, settings.GATEWAY_PUBLIC_URL, *settings.CORS_ORIGINS})
     sockets = [_route("v1/worker/connect", workers), _route("(?s:.*)", refuse_unknown_socket)]
     return ProtocolTypeRouter(
-        {"http": _ExactFirstRouter(http, exact=inference, preflight=preflight), "websocket": SlashRouter(sockets)}
+        {"http": _ExactFirstRouter(http, exact=consumers, preflight=preflight), "websocket": SlashRouter(sockets)}
     )
 
 

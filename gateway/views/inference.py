@@ -6,6 +6,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any
 
+from channels.consumer import AsyncConsumer
+
 from gateway.dialects import Surface
 from gateway.errors import ClientLeft, GatewayError, MethodNotAllowed
 from gateway.request.client import ClientConnection, Receive, Scope, Send
@@ -21,15 +23,38 @@ async def _ask_nobody(*_event: object) -> Any:  # Any: it stands for two shapes
     raise NotImplementedError
 
 
+class InferenceConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no types
+    """A request to an inference surface, as Channels consumes it: one event, read and answered by its client.
+
+    No channel layer has a part in it, and no thread is asked to look after Django's connections: it uses none.
+    """
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a scope."""
+        self.scope, self.receive, self.base_send = scope, receive, send
+        await self.dispatch({"type": "http.request"})
+
+    async def dispatch(self, message: dict[str, object]) -> None:
+        """Call the handler of an event."""
+        await self.http_request(message)
+
+    async def http_request(self, _message: dict[str, object]) -> None:
+        """Answer the request; its client reads the body, once it is known who asks."""
+        await self._inference.serve_scope(self.scope, self.receive, self.base_send)
+
+
 class Inference:
-    """One inference surface: an ASGI application, and what serves a request whose body is there already."""
+    """One inference surface, for requests that come by Channels and for those that the server has whole."""
 
     def __init__(self, runtime: GatewayRuntime, surface: Surface) -> None:
         self._runtime = runtime
         self._surface = surface
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a scope."""
+    async def serve_scope(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request by its ASGI scope, whatever its method."""
         client = make_client(self._runtime, scope, receive, send)
         if scope["method"] != "POST":
             send_failure(client, MethodNotAllowed("Use POST."), self._surface, [(b"allow", b"POST")])

@@ -151,7 +151,7 @@ class Lane:
         inference = make_inference(runtime)
 
         async def route(scope: Scope, receive: Receive, send: Send) -> None:
-            await inference[scope["path"]](scope, receive, send)
+            await inference[scope["path"]].serve_scope(scope, receive, send)
 
         app = GatewayApp(runtime, route, inference)
 
