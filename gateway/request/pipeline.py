@@ -255,7 +255,7 @@ class Pipeline:
         """Write the row, and go on meanwhile while the database keeps up. Raises RecordsUnavailable, ClientLeft."""
         metrics.TALLY.in_flight += 1
         accepted = self.records.accept(record)
-        if self.records.is_healthy and not accepted.done():
+        if self.records.keeps_up and not accepted.done():
             call.accepted = accepted
             call.client.hold(accepted)
             return

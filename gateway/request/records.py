@@ -380,6 +380,8 @@ class RecordWriter:
         self._stopping = False
         self._ended: asyncio.Future[None] | None = None
         self.is_healthy = True
+        self._is_late = False
+        """Whether a row was given up since the last commit."""
 
     def start(self) -> None:
         """Connect. Call on the event loop."""
@@ -451,6 +453,11 @@ class RecordWriter:
             RECORDS_DROPPED.inc()
 
     @property
+    def keeps_up(self) -> bool:
+        """Whether the last commit went well, in time: a row that is handed over now will most likely be durable soon."""
+        return self.is_healthy and not self._is_late
+
+    @property
     def pending(self) -> int:
         """Changes not yet written."""
         under_way = self._under_way.size if self._under_way is not None else 0
@@ -467,7 +474,7 @@ class RecordWriter:
             entry = outstanding.popleft()
             if entry.future is not None and not entry.future.done():
                 _close(entry.record)
-                entry.given_up = True
+                entry.given_up = self._is_late = True
                 entry.future.set_exception(RecordsUnavailable(retry_after_s=2))
         self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding) if outstanding else None
 
@@ -619,7 +626,7 @@ class RecordWriter:
         if not self.is_healthy:
             logger.info("records.recovered")
             self._loop.call_later(self._limits.records_late_s, self._close_late)
-        self.is_healthy = True
+        self.is_healthy, self._is_late = True, False
         metrics.TALLY.flushes["ok"] += 1
         self._resolve(batch.inserts)
 

@@ -314,14 +314,16 @@ async def test_while_the_database_does_not_answer_new_requests_are_refused_and_s
     await eventually(lambda: is_written(lab, model, "running"), what="the running stream's row")
     with standing_still(lab.stack.part(*PARTS["postgres"])):
         assert_failure(await lab.ask(model, "new"), 503, "NO_AVAILABLE_NODE")
+        await worker.cancelled(await worker.job())  # it was given to a node, and taken back when no row came of it
+        assert_failure(await lab.ask(model, "newer"), 503, "NO_AVAILABLE_NODE")
         await worker.chunk(job, delta_text(job, "still flowing"))
         await stream.until(b"still flowing")
         await worker.stream(job, [])
         assert (await stream.finish()).events[-1] == "[DONE]"
-    records = await lab.final(model, 2, within_s=FINAL_WITHIN_S)
+    records = await lab.final(model, 3, within_s=FINAL_WITHIN_S)
     assert records[0]["status"] == "completed"
     assert {record["status"] for record in records[1:]} <= {"rejected", "interrupted", "failed"}
-    assert len(worker.jobs) == 1
+    assert len(worker.jobs) == 2, "once a commit has failed, no node is asked before a row is there"
     await eventually(lambda: serves(lab), within_s=SERVES_WITHIN_S, what="serving again", pause_s=0.1)
 
 

@@ -273,6 +273,7 @@ async def test_an_answer_that_a_frozen_database_cannot_keep_reaches_its_client_a
     link = gateway.link(paths={"/v1/chat/completions"})
     request = gateway.ask(surface=SURFACES["/v1/responses"], input="hi", stream=True)
     stream = await request.on(link)
+    await eventually(lambda: rows.execute("SELECT 1 FROM gateway_requestrecord").fetchone())  # it is accepted
     with psycopg.connect(rows.info.dsn, autocommit=False) as blocker:
         if moment == "while":
             blocker.execute("LOCK TABLE gateway_storedresponse")
