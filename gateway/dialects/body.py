@@ -61,6 +61,7 @@ _decoder = msgspec.json.Decoder(RequestBody, dec_hook=read_whole_number)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _options_decoder = msgspec.json.Decoder(PoolOptions, dec_hook=read_whole_number)
 _encoder = msgspec.json.Encoder()
+_LIST = re.compile(rb"[ \t\n\r]*\[[ \t\n\r]*(\]?)")
 _GAP = re.compile(rb"[ \t\n\r]*[{},:]?[ \t\n\r]*")
 """What may stand around a key or a value. It matches everywhere, if need be nothing."""
 
@@ -105,9 +106,14 @@ def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
         fields = _fields_decoder.decode(body)
     except UNREADABLE as error:  # keys are decoded here for the first time
         raise _say_malformed(error) from None
-    if _encoder.encode(fields) != body:  # else it is written without blanks, each key once: the usual case
+    if body not in (_encoder.encode(fields), _write_spaced(fields)):  # else it is written as most are, each key once
         _refuse_duplicates(body, fields)
     return fields
+
+
+def _write_spaced(fields: dict[str, msgspec.Raw]) -> bytes:
+    """Return an object as Python's json writes it, with a blank behind each comma and colon."""
+    return b"{%b}" % b", ".join([b"%b: %b" % (_encoder.encode(key), raw) for key, raw in fields.items()])
 
 
 def _refuse_duplicates(body: bytes, fields: dict[str, msgspec.Raw]) -> None:
@@ -193,12 +199,12 @@ def replace_fields(body: bytes, *, drop: str = "", model: str = "") -> bytes:
 
 def require_list(raw: msgspec.Raw, name: str) -> None:
     """Raise BadRequest unless ``raw`` is a non-empty JSON array."""
-    text = bytes(raw).lstrip()
-    if not text:
+    if not raw:
         raise BadRequest(f"The field '{name}' is required.", param=name)
-    if not text.startswith(b"["):
+    opening = _LIST.match(memoryview(raw))
+    if opening is None:
         raise BadRequest(f"The field '{name}' must be a list.", param=name)
-    if text[1:].lstrip().startswith(b"]"):
+    if opening[1]:
         raise BadRequest(f"The field '{name}' must not be empty.", param=name)
 
 
