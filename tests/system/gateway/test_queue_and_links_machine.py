@@ -322,7 +322,7 @@ class QueueAndLinks(RuleBasedStateMachine):
     def agrees(self, answer: Answer, rows: list[dict[str, Any]]) -> None:
         """Compare what a client saw with the record of its request."""
         if not rows:  # refused before it was known whose it is, and what it asks
-            assert answer.has_left or answer.error_code == ErrorCode.REQUEST_INTERRUPTED
+            assert answer.has_left or answer.error_code in {ErrorCode.REQUEST_INTERRUPTED, ErrorCode.RATE_LIMITED}
             return
         (row,) = rows
         state, calls = row["state"], answer.calls
