@@ -269,6 +269,8 @@ class NodeLimits:
 
     # Links that gateways open over HTTP
     http_head_bytes: int = bound(64 * 1024, "bytes", "A longer head of an answer ends the attempt as an error of the node.")
+    http_kept_heads: int = bound(4, "heads", "The oldest head of a node's answers is forgotten; llhttp reads it again.")
+    http_kept_head_bytes: int = bound(2048, "bytes", "A longer head of a node's answers is not remembered.")
     http_refusal_bytes: int = bound(16 * 1024, "bytes", "A longer body of a refusal is not read for its error code.")
     http_tenant_chars: int = bound(128, "characters", "A longer name of a tenant is cut and ends in a part of its hash.")
     full_retry_s: float = bound(5.0, "s", "A full node that names no time is asked again.")

@@ -23,7 +23,6 @@ from wire.events import EventCutter
 from wire.frames import End
 from wire.usage import StreamReader, ask_for_usage, read_token_counts
 
-_DROPPED_RESPONSE_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade"})
 USAGE_COMMENT = b": muster-usage "
 """Begins the last event of a peer's answer: a comment with the token counts, which never reaches the client."""
 END_HEADER = "x-muster-end"
@@ -157,7 +156,7 @@ class HttpStream:
     # ResponseHandler
 
     def on_response_head(self, status: int, headers: dict[str, str]) -> None:
-        """Pass on the head without what belongs to the connection."""
+        """Pass on the head, or hold it back until it is known what it means."""
         refusal = headers.get(END_HEADER) if self._link.is_peer else None
         if refusal is not None:
             connection = self._connection
@@ -172,7 +171,7 @@ class HttpStream:
             return
         if headers.get("content-type", "").startswith("text/event-stream"):
             self._reader = PeerReader() if self._link.is_peer else StreamReader(drops_usage=self._asked)
-        self.sink.on_head(status, {k: v for k, v in headers.items() if k not in _DROPPED_RESPONSE_HEADERS})
+        self.sink.on_head(status, headers)
 
     def on_response_data(self, data: bytes) -> None:
         """Pass on bytes; stop reading when the client is too far behind."""
@@ -224,9 +223,7 @@ class HttpStream:
         """Pass on a 503 for another reason than a full queue, as any other answer."""
         head, self._refusal_head = self._refusal_head, None
         body, self._refusal = self._refusal, b""
-        self.sink.on_head(
-            HTTPStatus.SERVICE_UNAVAILABLE, {k: v for k, v in (head or {}).items() if k not in _DROPPED_RESPONSE_HEADERS}
-        )
+        self.sink.on_head(HTTPStatus.SERVICE_UNAVAILABLE, head or {})
         if body:
             self.sink.on_data(body)
 

@@ -10,39 +10,112 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import httptools
 
 from core.limits import limits
+
+_HOP_HEADERS = frozenset({"connection", "content-length", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade"})
+_CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+"""Stands for a remembered head before a chunked body."""
+_WITHOUT_BODY = frozenset({204, 304})
+_LENGTH = b"\r\ncontent-length: "
 
 
 class ResponseHandler(Protocol):
     """Receives one response."""
 
     def on_response_head(self, status: int, headers: dict[str, str]) -> None:
-        """Status and headers, names in lower case, repeated ones joined by a comma."""
+        """Status and headers, names in lower case, repeated ones joined by a comma, those of the connection left out.
+
+        Other responses may share the headers: nobody changes them.
+        """
 
     def on_response_data(self, data: bytes) -> None:
-        """Body bytes."""
+        """Body bytes; a handler that gave the response up may still get some."""
 
     def on_response_end(self, error: str | None) -> None:
         """The response is whole (None), or what broke it. ``Connection.head_seen`` says how far it came."""
 
 
-class Connection(asyncio.Protocol):
-    """One connection to an upstream. ``on_idle`` is called when it can carry another request."""
+class _Head(NamedTuple):
+    """A head that llhttp took, as its bytes ``before`` and ``after`` the digits of its content-length.
 
-    def __init__(self, on_idle: Callable[[Connection], None], on_gone: Callable[[Connection], None]) -> None:
+    Nothing after: the body behind it is chunked.
+    """
+
+    before: bytes
+    after: bytes
+    status: int
+    headers: dict[str, str]
+
+
+class HeadMemory:
+    """Heads of one upstream's answers: within a second it sends the same ones again but for the length of the body.
+
+    Only a head that llhttp took is remembered, and nothing else of it may differ, so nothing is found that llhttp would refuse.
+    To leave out the date too would take as long as llhttp takes for all of a head.
+    """
+
+    def __init__(self) -> None:
+        bounds = limits().nodes
+        self._max_heads, self._max_bytes = bounds.http_kept_heads, bounds.http_kept_head_bytes
+        self._heads: list[_Head] = []
+
+    def find(self, data: bytes) -> tuple[_Head, int, int] | None:
+        """Return the head that ``data`` begins with, its size, and the length of its body (-1: it is chunked)."""
+        for head in self._heads:
+            if data.startswith(head.before):
+                start = len(head.before)
+                if not head.after:
+                    return head, start, -1
+                stop = data.find(b"\r\n", start, start + 16)
+                digits = data[start:stop]
+                if data.startswith(head.after, stop) and digits.isdigit():
+                    return head, stop + len(head.after), int(digits)
+        return None
+
+    def keep(self, data: bytes, status: int, headers: dict[str, str], *, is_chunked: bool) -> None:
+        """Remember the head that ``data`` begins with, if it is of the usual kind; the oldest is forgotten for it."""
+        before, after = data[: data.find(b"\r\n\r\n", 0, self._max_bytes) + 4], b""
+        if not is_chunked:
+            start = before.lower().find(_LENGTH) + len(_LENGTH)
+            stop = before.find(b"\r\n", start)
+            if start < len(_LENGTH) or not before[start:stop].isdigit():
+                return
+            before, after = before[:start], before[stop:]
+        if before.startswith(b"HTTP/1.1 ") and status not in _WITHOUT_BODY:
+            self._heads.insert(0, _Head(before, after, status, headers))
+            del self._heads[self._max_heads :]
+
+
+class Connection(asyncio.Protocol):
+    """One connection to an upstream. ``on_idle`` is called when it can carry another request.
+
+    A head that is remembered is read here, and a body of known length behind it. llhttp reads everything else, chunks too:
+    it takes one apart in half the time in which Python finds its end.
+    """
+
+    def __init__(self, heads: HeadMemory, on_idle: Callable[[Connection], None], on_gone: Callable[[Connection], None]) -> None:
         self._head_limit = limits().nodes.http_head_bytes
+        self._heads = heads
         self._on_idle = on_idle
         self._on_gone = on_gone
         self._transport: asyncio.Transport | None = None
         self._handler: ResponseHandler | None = None
         self._parser: httptools.HttpResponseParser | None = None
+        self._first = b""
+        """The first read of a response, until its head is known."""
         self._headers: dict[str, str] = {}
         self._header_bytes = 0
+        self._unheard_bytes = 0
+        """What llhttp was fed since it last gave a head or a part of a body: of an endless header it keeps every byte."""
+        self._left = 0
+        """Bytes still to come of a body that is read here."""
         self._until_close = False
+        self._is_whole = self._keeps = False
+        self._is_paused = False
         self.used = False
         self.head_seen = False
         self.idle_since = 0.0
@@ -64,17 +137,23 @@ class Connection(asyncio.Protocol):
             handler.on_response_end(None if whole else "the upstream closed the connection before the response was whole")
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser; a malformed response closes the connection."""
-        if self._parser is None or self._handler is None:
+        """Take bytes of the running response; a malformed one closes the connection, and so does one that nobody asked for."""
+        handler = self._handler
+        if handler is None:
             self.close()
-            return
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            handler, self._handler = self._handler, None
-            self.close()
-            if handler is not None:
-                handler.on_response_end(f"the upstream sent malformed HTTP: {error}")
+        elif self._left:
+            self._take_body(handler, data, self._left)
+        elif self._parser is not None:
+            self._feed(self._parser, data)
+        else:
+            found = self._heads.find(data)
+            if found is not None:
+                head, size, length = found
+                self._take_known(handler, head, data[size:], length)
+            else:
+                self._first = data
+                self._parser = httptools.HttpResponseParser(self)
+                self._feed(self._parser, data)
 
     # the caller's side
 
@@ -87,21 +166,18 @@ class Connection(asyncio.Protocol):
         """Write a whole request; ``handler`` hears the answer. The connection must be idle and open."""
         assert self._transport is not None
         self._handler = handler
-        self._parser = httptools.HttpResponseParser(self)
-        self._headers = {}
-        self._header_bytes = 0
-        self._until_close = False
-        self.head_seen = False
-        self.resume()  # the response before may have ended while its reader was paused
+        self._until_close = self.head_seen = False
         self._transport.write(request)
 
     def pause(self) -> None:
         """Stop reading; TCP then holds the upstream back."""
+        self._is_paused = True
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume(self) -> None:
         """Read on."""
+        self._is_paused = False
         if self._transport is not None:
             self._transport.resume_reading()
 
@@ -115,49 +191,110 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # httptools callbacks
+    # what is read here
+
+    def _take_known(self, handler: ResponseHandler, head: _Head, rest: bytes, length: int) -> None:
+        """Take a remembered head and ``rest``, what came behind it."""
+        self.head_seen = True
+        handler.on_response_head(head.status, head.headers)
+        if length >= 0:
+            self._take_body(handler, rest, length)
+            return
+        self._parser = httptools.HttpResponseParser(self)
+        self._parser.feed_data(_CHUNKED_HEAD)
+        if rest:
+            self._feed(self._parser, rest)
+
+    def _take_body(self, handler: ResponseHandler, data: bytes, length: int) -> None:
+        """Take bytes of a body of which ``length`` are still to come. Line ends behind it mean nothing, to llhttp either."""
+        self._left = max(0, length - len(data))
+        surplus = data[length:]
+        if body := data[:length] if surplus else data:
+            handler.on_response_data(body)
+        if not self._left:
+            self._end(keeps=not surplus.strip(b"\r\n"))
+
+    def _end(self, *, keeps: bool) -> None:
+        """Tell the end of a whole response, unless its handler gave it up; then the connection is idle, or closes."""
+        handler, self._handler = self._handler, None
+        if handler is None:
+            return
+        self.used = True
+        if keeps and self.is_open:
+            if self._is_paused:
+                self.resume()  # what comes while it is idle has to be seen
+            self._on_idle(self)
+        else:
+            self.close()
+        handler.on_response_end(None)
+
+    # what llhttp reads
+
+    def _feed(self, parser: httptools.HttpResponseParser, data: bytes) -> None:
+        self._unheard_bytes += len(data)
+        try:
+            parser.feed_data(data)
+            if self._unheard_bytes > self._head_limit and not self._is_whole:
+                raise httptools.HttpParserError("response headers are too large")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._keeps = False
+            if not self._is_whole:
+                handler, self._handler = self._handler, None
+                self.close()
+                if handler is not None:
+                    handler.on_response_end(f"the upstream sent malformed HTTP: {error}")
+                return
+        if self._is_whole:
+            self._parser = None
+            self._headers, self._header_bytes, self._unheard_bytes, self._is_whole = {}, 0, 0, False
+            self._end(keeps=self._keeps)
+
+    def on_message_begin(self) -> None:
+        """Refuse what comes behind the response: nobody asked for it."""
+        if self._is_whole:
+            raise httptools.HttpParserError("more than one response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Collect one header."""
+        """Collect one header; a trailer is only counted."""
         self._header_bytes += len(name) + len(value)
         if self._header_bytes > self._head_limit:
             raise httptools.HttpParserError("response headers are too large")
-        key = name.decode("latin-1").lower()
-        text = value.decode("latin-1")
-        self._headers[key] = f"{self._headers[key]}, {text}" if key in self._headers else text
+        if not self.head_seen:
+            key = name.decode("latin-1").lower()
+            text = value.decode("latin-1")
+            self._headers[key] = f"{self._headers[key]}, {text}" if key in self._headers else text
 
     def on_headers_complete(self) -> None:
-        """Hand on the head, unless it is an interim response."""
-        assert self._parser is not None
-        status = self._parser.get_status_code()
+        """Hand on the head, unless it is an interim response; remember it if it is of the usual kind."""
+        parser, first, headers = self._parser, self._first, self._headers
+        assert parser is not None
+        if self.head_seen:
+            return
+        self._first = b""
+        status = parser.get_status_code()
         if status < 200:
             self._headers = {}
             return
         self.head_seen = True
-        framed = "content-length" in self._headers or "chunked" in self._headers.get("transfer-encoding", "").lower()
-        self._until_close = not framed and status not in (204, 304)
+        self._unheard_bytes = 0
+        coding, is_sized = headers.get("transfer-encoding", "").lower(), "content-length" in headers
+        self._until_close = not is_sized and "chunked" not in coding and status not in _WITHOUT_BODY
+        headers = {name: value for name, value in headers.items() if name not in _HOP_HEADERS}
+        if (coding == "chunked" or (is_sized and not coding)) and parser.should_keep_alive():
+            self._heads.keep(first, status, headers, is_chunked=not is_sized)
         if self._handler is not None:
-            self._handler.on_response_head(status, self._headers)
+            self._handler.on_response_head(status, headers)
 
     def on_body(self, data: bytes) -> None:
         """Hand on body bytes."""
+        self._unheard_bytes = 0
         if self._handler is not None:
             self._handler.on_response_data(data)
 
     def on_message_complete(self) -> None:
-        """Hand on the end and go idle, or close when the upstream wants that."""
-        if not self.head_seen:
-            return
-        assert self._parser is not None
-        handler, self._handler = self._handler, None
-        keep = self._parser.should_keep_alive() and self.is_open
-        self.used = True
-        if keep:
-            self._on_idle(self)
-        else:
-            self.close()
-        if handler is not None:
-            handler.on_response_end(None)
+        """Note that the response is whole, and whether the upstream takes another request."""
+        if self.head_seen and self._parser is not None:
+            self._is_whole, self._keeps = True, self._parser.should_keep_alive()
 
 
 class ConnectionPool:
@@ -172,6 +309,7 @@ class ConnectionPool:
         self._tls = tls
         self._connect_s = connect_s
         self._idle_s = idle_s
+        self._heads = HeadMemory()
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
 
@@ -190,7 +328,7 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._connect_s):
             _transport, connection = await loop.create_connection(
-                lambda: Connection(self._put_idle, self._forget),
+                lambda: Connection(self._heads, self._put_idle, self._forget),
                 self._address,
                 self._port,
                 ssl=self._tls,
