@@ -37,6 +37,7 @@ from nodes.session import (
 from wire import bridge, clock
 from wire.bridge import ProtocolError
 from wire.contract import NodeMode
+from wire.frames import HEADER_BYTES
 from wire.ids import format_id
 from wire.limits import WIRE
 
@@ -109,7 +110,7 @@ class BoxSession:
                 event = await receive()
                 if event["type"] != "websocket.receive":
                     return
-                self._take(event)
+                self._take(event["text"] if event.get("bytes") is None else event["bytes"])
             await receive()  # from here on only a disconnect can come
         except TimeoutError:
             await self._close(1008, "no register frame in time")
@@ -123,14 +124,17 @@ class BoxSession:
             self._leave()
 
     def _take_over(self) -> bool:
-        """Have the server call us with each frame, if it can and nothing waits before it."""
-        return self.frames is not None and self.frames.take_over(self._take_directly)
+        """Have the server call us with each frame and write ours at once, if it can and no frame waits before that."""
+        if self.frames is None or self.link is None or not self.frames.take_over(self._take_directly):
+            return False
+        self.link.write_frame = self.frames.write_frame
+        return True
 
-    def _take_directly(self, event: dict[str, Any]) -> None:
+    def _take_directly(self, frame: str | bytes) -> None:
         if self._closing or self._is_broken:
             return
         try:
-            self._take(event)
+            self._take(frame)
         except ProtocolError as error:
             self._is_broken = True
             logger.warning("worker.protocol_error address=%s error=%s", self.address, error)
@@ -222,16 +226,22 @@ class BoxSession:
             ack.accepting = not (opened.cordoned or opened.draining or opened.mode == NodeMode.SPARE_OFF.value)
         return ack
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _take(self, frame: str | bytes) -> None:
+        """Take one frame. The DATA of a stream that had its HEAD goes straight to it. Raises ProtocolError."""
         link = self.link
         assert link is not None
         self._note_sign_of_life(link)
-        data = event.get("bytes")
-        effects = self.protocol.receive_bytes(data) if data is not None else self.protocol.receive_text(event["text"])
+        if isinstance(frame, str):
+            effects = self.protocol.receive_text(frame)
+        elif (stream := self.protocol.data_streams.get(frame[:HEADER_BYTES])) is not None:
+            link.take_data(stream, frame[HEADER_BYTES:])
+            return
+        else:
+            effects = self.protocol.receive_bytes(frame)
         for effect in effects:
             match effect:
                 case DataArrived():
-                    link.take_data(effect)
+                    link.take_data(effect.stream, effect.data)
                 case HeadArrived():
                     link.take_head(effect)
                 case StreamEnded():
@@ -265,7 +275,8 @@ class BoxSession:
                 assert_never(effect)
 
     def _note_sign_of_life(self, link: RelayLink) -> None:
-        was_stale, link.last_seen = link.silence_s >= link.stale_after_s, clock.awake()
+        now = clock.awake()
+        was_stale, link.last_seen = now - link.last_seen >= link.stale_after_s, now
         if was_stale:  # it may take work again, and work may be waiting
             self.endpoint.registry.announce(link)
 

@@ -6,10 +6,9 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from core.limits import limits
-from core.outbox import AsgiMessage, AsgiSend, Outbox
+from core.outbox import AsgiSend, Outbox
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.session import (
-    DataArrived,
     HeadArrived,
     ModeRequested,
     OpenRequest,
@@ -105,6 +104,8 @@ class RelayLink(Link):
         self.is_farewell_stored = False
         """Whether the database knows that this link is over."""
         self._full_bytes = limits().nodes.socket_full_bytes
+        self.write_frame: Callable[[bytes], bool] | None = None
+        """Writes a frame at once when the line is free (``FrameSource.write_frame``); None = each waits for its turn."""
         self._kick = kick
         self._streams: dict[int, RelayStream] = {}
         self.outbox = Outbox(
@@ -210,13 +211,12 @@ class RelayLink(Link):
 
     def send_frames(self, frames: list[str | bytes]) -> None:
         """Send frames in order, behind whatever was sent before."""
+        outbox, write = self.outbox, self.write_frame
         for frame in frames:
-            event: AsgiMessage
             if isinstance(frame, str):
-                event = {"type": "websocket.send", "text": frame}
-            else:
-                event = {"type": "websocket.send", "bytes": frame}
-            self.outbox.put(event, len(frame))
+                outbox.put({"type": "websocket.send", "text": frame}, len(frame))
+            elif write is None or outbox.is_blocked or outbox.dead or not write(frame):
+                outbox.put({"type": "websocket.send", "bytes": frame}, len(frame))
 
     # what the box sent
 
@@ -226,11 +226,11 @@ class RelayLink(Link):
         if stream is not None:
             stream.sink.on_head(effect.status, effect.headers)
 
-    def take_data(self, effect: DataArrived) -> None:
+    def take_data(self, number: int, data: bytes) -> None:
         """Pass response bytes to their stream."""
-        stream = self._streams.get(effect.stream)
+        stream = self._streams.get(number)
         if stream is not None:
-            stream.sink.on_data(effect.data)
+            stream.sink.on_data(data)
 
     def take_end(self, effect: StreamEnded) -> None:
         """Pass the end to its stream and forget it."""

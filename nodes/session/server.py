@@ -54,7 +54,8 @@ class ServerSession:
         self.dropped_frames = 0
         self._next_stream = 1
         self._attempts: dict[int, int] = {}
-        self._headed: set[int] = set()
+        self.data_streams: dict[bytes, int] = {}
+        """Streams that had their HEAD, by the header with which their DATA comes: a frame that begins with one is legal."""
         self._bridge: dict[int, _BridgeStream] = {}
         self._by_name: dict[str, int] = {}
         self._over: OrderedDict[str, None] = OrderedDict()
@@ -91,15 +92,16 @@ class ServerSession:
         kind, _flags, stream, attempt, payload = frames.decode_frame(data)
         if self._attempts.get(stream) != attempt:
             return self._drop(stream)
+        data_header = frames.encode_frame(frames.DATA, stream, attempt)
         if kind == frames.DATA:
-            if stream not in self._headed:
+            if data_header not in self.data_streams:
                 raise ProtocolError("DATA came before its HEAD")
             return [DataArrived(stream, payload)]
-        if kind in (frames.HEAD, frames.REPLY) and stream in self._headed:
+        if kind in (frames.HEAD, frames.REPLY) and data_header in self.data_streams:
             raise ProtocolError("a stream has one HEAD")
         if kind == frames.HEAD:
             head = frames.decode_head(payload)
-            self._headed.add(stream)
+            self.data_streams[data_header] = stream
             return [HeadArrived(stream, head.status, _lower_names(head.headers))]
         if kind == frames.END:
             end = frames.decode_end(payload)
@@ -275,8 +277,9 @@ class ServerSession:
         return [FrameDropped(stream if isinstance(stream, int) else 0)]
 
     def _forget(self, stream: int) -> None:
-        self._attempts.pop(stream, None)
-        self._headed.discard(stream)
+        attempt = self._attempts.pop(stream, None)
+        if attempt is not None:
+            self.data_streams.pop(frames.encode_frame(frames.DATA, stream, attempt), None)
         state = self._bridge.pop(stream, None)
         if state is not None:
             self._by_name.pop(state.name, None)

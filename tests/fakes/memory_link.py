@@ -58,6 +58,11 @@ class Line:
         if self.is_cut:
             raise Lost
 
+    @property
+    def is_free(self) -> bool:
+        """Whether whoever sends need not wait."""
+        return self._room.is_set() and not self.is_cut
+
     def post(self, item: Frame | tuple[int, str]) -> None:
         if self.is_cut:
             return
@@ -112,16 +117,23 @@ class GatewayEnd:
     def __init__(self, link: MemoryLink) -> None:
         self._link = link
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._receiver: Callable[[dict[str, Any]], None] | None = None
+        self._receiver: Callable[[Frame], None] | None = None
         self._is_over = False
         self._events.put_nowait({"type": "websocket.connect"})
         self.receive = self._events.get
 
-    def take_over(self, receiver: Callable[[dict[str, Any]], None]) -> bool:
+    def take_over(self, receiver: Callable[[Frame], None]) -> bool:
         """Have ``receiver`` called with each later frame (``nodes.links.source.FrameSource``)."""
         if self._events.empty():
             self._receiver = receiver
         return self._receiver is not None
+
+    def write_frame(self, frame: bytes) -> bool:
+        """Send a frame at once, unless the line is full or gone."""
+        is_free = not self._is_over and self._link.down.is_free
+        if is_free:
+            self._link.down.post(frame)
+        return is_free
 
     def take(self, item: Frame | tuple[int, str]) -> None:
         if self._is_over:
@@ -129,11 +141,10 @@ class GatewayEnd:
         if isinstance(item, tuple):
             self.lose(item[0])
             return
-        event = {"type": "websocket.receive", "text" if isinstance(item, str) else "bytes": item}
         if self._receiver is not None:
-            self._receiver(event)
+            self._receiver(item)
         else:
-            self._events.put_nowait(event)
+            self._events.put_nowait({"type": "websocket.receive", "text" if isinstance(item, str) else "bytes": item})
 
     def lose(self, code: int = 1006) -> None:
         if not self._is_over:

@@ -60,6 +60,7 @@ NUMBERS: dict[str, str] = {
     "wire/optoken/canonical.py": "MAX_INTEGER",
     "wire/optoken/signing.py": "TOKEN_VERSION",
     # Formats, numbers and defaults of others: files, Linux, libraries.
+    "controlplane/gateway_server/ws_protocol.py": "_BINARY _SHORT_BYTES",
     "controlplane/launcher/embedded/postgres.py": "_READY_LINE",
     "controlplane/launcher/processes.py": "_PR_SET_PDEATHSIG",
     "controlplane/launcher/tiny_model.py": "_ALIGNMENT _VERSION _F32 _F16 _Q8_0 _STRING _ARRAY _BLOCK _BLOCK_BYTES _MOSTLY_F16",
