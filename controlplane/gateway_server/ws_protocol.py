@@ -92,7 +92,7 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
         self._owed_bytes = 0 if self._begun else max(0, stop - len(data))
         super().data_received(data[at:stop])
         if self.conn.state > State.OPEN:  # the library reads nothing more, or only the end
-            self._owed_bytes, self._cut_receiver = -1, None
+            self._owed_bytes = -1
             if stop < len(data):
                 super().data_received(data[stop:])
             return len(data)

@@ -82,7 +82,7 @@ class HeadMemory:
         if not is_chunked:
             start = before.lower().find(_LENGTH) + len(_LENGTH)
             stop = before.find(b"\r\n", start)
-            if start < len(_LENGTH) or not before[start:stop].isdigit():
+            if start < len(_LENGTH):
                 return
             before, after = before[:start], before[stop:]
         if before.startswith(b"HTTP/1.1 ") and status not in _WITHOUT_BODY:

@@ -356,7 +356,12 @@ class SessionMachine(RuleBasedStateMachine):
         return stream
 
     def receive(self, stream: int, frame: bytes) -> None:
+        short = self.session.data_streams.get(frame[: frames.HEADER_BYTES])
         effects = self.session.receive_bytes(frame)
+        data = [DataArrived(short, frame[frames.HEADER_BYTES :])] if short is not None else []
+        assert data == (effects if [type(effect) for effect in effects] == [DataArrived] else []), (
+            "listed are headers of legal DATA"
+        )
         if stream in self.over:
             assert effects == [FrameDropped(stream)]
             self.dropped += 1
@@ -419,6 +424,7 @@ class SessionMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_kept_of_what_is_over(self) -> None:
         assert self.session.open_streams == len(self.seen.keys() - self.over)
+        assert set(self.session.data_streams.values()) == self.headed - self.over
         assert self.session.dropped_frames == self.dropped
 
 
