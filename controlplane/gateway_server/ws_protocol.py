@@ -30,18 +30,8 @@ _LENGTH_BYTES = {0x7E: 2, 0x7F: 8}
 _SHORT_BYTES = 0xFFFF
 
 
-class FrameSource:
-    """What the scope carries: frames by callback (``nodes.links.source.FrameSource``)."""
-
-    __slots__ = ("take_over", "write_frame")
-
-    def __init__(self, protocol: GatewayWebSocketProtocol) -> None:
-        self.take_over = protocol.set_receiver
-        self.write_frame = protocol.write_frame
-
-
 class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
-    """One worker socket."""
+    """One worker socket; its scope carries it as a ``nodes.links.source.FrameSource``."""
 
     _receiver: Callable[[str | bytes], None] | None = None
     _cut_receiver: Callable[[str | bytes], None] | None = None
@@ -105,15 +95,15 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
         self._cut_receiver = self._receiver if is_between and self.conn.state is State.OPEN else None
 
     def handle_connect(self, event: Request) -> None:
-        """Begin the handshake; the scope gets a way to take frames directly."""
+        """Begin the handshake; the application may take frames directly."""
         self._fragment_bytes = limits().gateway.server_fragment_bytes
         self._cut_bytes = min(_SHORT_BYTES, self.config.ws_max_size)
         super().handle_connect(event)
         if self.response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
-            self.scope["extensions"][SCOPE_FRAMES] = FrameSource(self)  # type: ignore[assignment]  # a private extension
+            self.scope["extensions"][SCOPE_FRAMES] = self  # type: ignore[assignment]  # a private extension
 
-    def set_receiver(self, receiver: Callable[[str | bytes], None]) -> bool:
-        """Switch to the callback unless messages wait in the queue: they come first."""
+    def take_over(self, receiver: Callable[[str | bytes], None]) -> bool:
+        """Have ``receiver`` called with each later message; False while earlier ones wait in the queue: they come first."""
         if not self.queue.empty():
             return False
         self._receiver = receiver
@@ -177,9 +167,11 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
                 except InvalidState:
                     raise ClientDisconnected from None
                 return
-        if message["type"] == "websocket.close" and not self.writable.is_set():
-            self.transport.abort()  # a peer that reads nothing would never see the close frame either
-            return
+        if message["type"] == "websocket.close":
+            self._cut_receiver = None  # the library forgets the messages that still come
+            if not self.writable.is_set():
+                self.transport.abort()  # a peer that reads nothing would never see the close frame either
+                return
         await super().send(message)
 
     def _send_fragments(self, payload: bytes, *, is_text: bool) -> None:

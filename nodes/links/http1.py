@@ -109,8 +109,10 @@ class Connection(asyncio.Protocol):
         """The first read of a response, until its head is known."""
         self._headers: dict[str, str] = {}
         self._header_bytes = 0
-        self._unheard_bytes = 0
-        """What llhttp was fed since it last gave a head or a part of a body: of an endless header it keeps every byte."""
+        self._is_quiet = True
+        """Whether llhttp has given neither head nor body since the last read began."""
+        self._quiet_bytes = 0
+        """Of the reads that came of late, all quiet: of an endless header httptools keeps every byte."""
         self._left = 0
         """Bytes still to come of a body that is read here."""
         self._until_close = False
@@ -138,22 +140,29 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of the running response; a malformed one closes the connection, and so does one that nobody asked for."""
-        handler = self._handler
+        handler, parser = self._handler, self._parser
         if handler is None:
             self.close()
-        elif self._left:
-            self._take_body(handler, data, self._left)
-        elif self._parser is not None:
-            self._feed(self._parser, data)
-        else:
-            found = self._heads.find(data)
-            if found is not None:
-                head, size, length = found
-                self._take_known(handler, head, data[size:], length)
-            else:
-                self._first = data
-                self._parser = httptools.HttpResponseParser(self)
-                self._feed(self._parser, data)
+            return
+        if parser is None:
+            parser, data = self._read(handler, data)
+            if parser is None:
+                return
+        self._is_quiet = True
+        try:
+            parser.feed_data(data)
+            self._quiet_bytes = self._quiet_bytes + len(data) if self._is_quiet else 0
+            if self._quiet_bytes > self._head_limit and not self._is_whole:
+                raise httptools.HttpParserError("response headers are too large")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._keeps = False
+            if not self._is_whole:
+                self._fail(error)
+                return
+        if self._is_whole:
+            self._parser = None
+            self._headers, self._header_bytes, self._quiet_bytes, self._is_whole = {}, 0, 0, False
+            self._end(keeps=self._keeps)
 
     # the caller's side
 
@@ -193,17 +202,25 @@ class Connection(asyncio.Protocol):
 
     # what is read here
 
-    def _take_known(self, handler: ResponseHandler, head: _Head, rest: bytes, length: int) -> None:
-        """Take a remembered head and ``rest``, what came behind it."""
+    def _read(self, handler: ResponseHandler, data: bytes) -> tuple[httptools.HttpResponseParser | None, bytes]:
+        """Take a remembered head, and bytes of a body of known length; return what is left for llhttp, None = nothing."""
+        if self._left:
+            self._take_body(handler, data, self._left)
+            return None, b""
+        found = self._heads.find(data)
+        if found is None:
+            self._first = data
+            self._parser = httptools.HttpResponseParser(self)
+            return self._parser, data
+        head, size, length = found
         self.head_seen = True
         handler.on_response_head(head.status, head.headers)
         if length >= 0:
-            self._take_body(handler, rest, length)
-            return
+            self._take_body(handler, data[size:], length)
+            return None, b""
         self._parser = httptools.HttpResponseParser(self)
         self._parser.feed_data(_CHUNKED_HEAD)
-        if rest:
-            self._feed(self._parser, rest)
+        return self._parser, data[size:]
 
     def _take_body(self, handler: ResponseHandler, data: bytes, length: int) -> None:
         """Take bytes of a body of which ``length`` are still to come. Line ends behind it mean nothing, to llhttp either."""
@@ -230,24 +247,11 @@ class Connection(asyncio.Protocol):
 
     # what llhttp reads
 
-    def _feed(self, parser: httptools.HttpResponseParser, data: bytes) -> None:
-        self._unheard_bytes += len(data)
-        try:
-            parser.feed_data(data)
-            if self._unheard_bytes > self._head_limit and not self._is_whole:
-                raise httptools.HttpParserError("response headers are too large")
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._keeps = False
-            if not self._is_whole:
-                handler, self._handler = self._handler, None
-                self.close()
-                if handler is not None:
-                    handler.on_response_end(f"the upstream sent malformed HTTP: {error}")
-                return
-        if self._is_whole:
-            self._parser = None
-            self._headers, self._header_bytes, self._unheard_bytes, self._is_whole = {}, 0, 0, False
-            self._end(keeps=self._keeps)
+    def _fail(self, error: Exception) -> None:
+        handler, self._handler = self._handler, None
+        self.close()
+        if handler is not None:
+            handler.on_response_end(f"the upstream sent malformed HTTP: {error}")
 
     def on_message_begin(self) -> None:
         """Refuse what comes behind the response: nobody asked for it."""
@@ -275,8 +279,7 @@ class Connection(asyncio.Protocol):
         if status < 200:
             self._headers = {}
             return
-        self.head_seen = True
-        self._unheard_bytes = 0
+        self.head_seen, self._is_quiet = True, False
         coding, is_sized = headers.get("transfer-encoding", "").lower(), "content-length" in headers
         self._until_close = not is_sized and "chunked" not in coding and status not in _WITHOUT_BODY
         headers = {name: value for name, value in headers.items() if name not in _HOP_HEADERS}
@@ -287,7 +290,7 @@ class Connection(asyncio.Protocol):
 
     def on_body(self, data: bytes) -> None:
         """Hand on body bytes."""
-        self._unheard_bytes = 0
+        self._is_quiet = False
         if self._handler is not None:
             self._handler.on_response_data(data)
 

@@ -52,6 +52,12 @@ class NoLoop:
     def add_done_callback(self, callback: object) -> None:
         """Never call it."""
 
+    def call_later(self, delay: float, callback: object) -> NoLoop:
+        return self
+
+    def cancel(self) -> None:
+        """Be a timer that never rang."""
+
 
 class Wire(asyncio.Transport):
     """The server's end of a TCP connection whose other end is the test."""
@@ -112,7 +118,7 @@ class Socket:
             if event["type"] == "websocket.receive":
                 text = event.get("text")
                 self.heard.append(text if text is not None else event["bytes"] or b"")
-        assert self.protocol.set_receiver(self.heard.append)
+        assert self.protocol.take_over(self.heard.append)
 
     def take(self, read: bytes) -> None:
         if not self.wire.is_closed:
@@ -251,6 +257,15 @@ def test_a_frame_is_written_as_the_library_reads_it(size: int) -> None:
     (event,) = client.events_received()
     assert isinstance(event, Frame)
     assert (event.opcode, event.fin, bytes(event.data)) == (Opcode.BINARY, True, frame)
+
+
+async def test_nothing_is_heard_behind_our_own_close() -> None:
+    socket = Socket()
+    socket.take(masked(b"before"))
+    await socket.protocol.send({"type": "websocket.close", "code": 1000, "reason": None})
+    socket.take(masked(b"late") + masked(b"later") + masked(b"\x03\xe8", Opcode.CLOSE))
+    assert socket.heard == [b"before"]
+    assert socket.protocol.conn.close_rcvd is not None
 
 
 def test_nothing_is_written_past_a_line_that_is_not_free() -> None:
