@@ -54,7 +54,7 @@ class Sink(Protocol):
     """Receives what a stream brings. Calls come in order and never after ``on_end`` or ``Stream.cancel``."""
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
-        """Status and headers (names in lower case) of the response."""
+        """Status and headers (names in lower case) of the response. Others may share the headers: nobody changes them."""
 
     def on_data(self, data: bytes) -> None:
         """The next bytes of the response body."""
