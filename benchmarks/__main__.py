@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="./muster bench",
         description=__doc__,
         epilog="./muster bench box checks the box alone, ./muster bench governance governed operations, "
-        "./muster bench overload what five times the load does.",
+        "./muster bench overload what five times the load does, ./muster bench node what relaying costs a node.",
     )
     parser.add_argument("--quick", action="store_true", help="one short round: a first impression, nothing to quote")
     parser.add_argument("--rounds", type=int, help=f"rounds to take medians of (default {FULL_ROUNDS}, quick {QUICK_ROUNDS})")
@@ -172,6 +172,10 @@ def main(argv: list[str] | None = None) -> int:
         from benchmarks.govcheck.__main__ import main as check_governance
 
         return check_governance(given[1:])
+    if given[:1] == ["node"]:
+        from benchmarks.node import main as measure_node
+
+        return measure_node(given[1:])
     if given[:1] == ["overload"]:
         from benchmarks.overload import main as measure_overload
 
