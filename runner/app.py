@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Literal, assert_never
 
@@ -15,7 +15,7 @@ from runner import AGENT_VERSION
 from runner.api.model_facts import list_facts
 from runner.api.shapes import Shapes
 from runner.config import RunnerConfig, normalise_gateway, settle_api
-from runner.connection import GatewayLink
+from runner.connection import GatewayLink, GatewaySocket
 from runner.engines.registry import EngineMaker, make_engine
 from runner.errors import ConfigError, InvalidSettings, SettingsConflict
 from runner.ledger import LedgerError
@@ -24,7 +24,7 @@ from runner.operations.commands import Commands
 from runner.parts import Parts, Phase, assemble
 from runner.relay import Relay
 from runner.report import list_endpoints, list_replicas, read_memory
-from runner.session import Instruction, Stream
+from runner.session import Instruction, Outlet, Stream
 from runner.telemetry import readings
 from wire import clock
 from wire.bridge import (
@@ -171,9 +171,9 @@ class Box:
         for url in ack.gateways:
             self._learn_gateway(url, named_by=link)
 
-    def open_stream(self, stream: Stream, body: bytes, send: Callable[[bytes], Awaitable[None]]) -> None:
+    def open_stream(self, stream: Stream, body: bytes, outlet: Outlet) -> None:
         """Serve a stream."""
-        self.relay.open(stream, body, send)
+        self.relay.open(stream, body, outlet)
 
     def abort_stream(self, stream: Stream) -> None:
         """Stop serving a stream."""
@@ -418,6 +418,7 @@ async def run_box(config: RunnerConfig) -> None:
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         skip_auto_headers={"User-Agent"},
+        ws_response_class=GatewaySocket,
     )
     async with client:
         box = Box(config, client)

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections import deque
+import sys
 from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never, cast
 from urllib.parse import quote
 
 import aiohttp
+from aiohttp.http_websocket import WebSocketWriter
 
 from runner.errors import AuthRefused, NameInUse, SessionLost
 from runner.limits import ConnectionLimits, limits
@@ -28,6 +28,7 @@ from runner.session import (
     ModelsWanted,
     Noticed,
     Opened,
+    Outlet,
     Pinged,
     Reply,
     Stream,
@@ -82,7 +83,7 @@ class Host(Protocol):
     def is_leaving(self) -> bool:
         """Whether new requests are refused."""
 
-    def open_stream(self, stream: Stream, body: bytes, send: Callable[[bytes], Awaitable[None]]) -> None:
+    def open_stream(self, stream: Stream, body: bytes, outlet: Outlet) -> None:
         """Serve a stream."""
 
     def abort_stream(self, stream: Stream) -> None:
@@ -90,6 +91,62 @@ class Host(Protocol):
 
     def credit_stream(self, stream: Stream) -> None:
         """Its window grew."""
+
+
+class GatewaySocket(aiohttp.ClientWebSocketResponse):
+    """The WebSocket of a session. What is posted in one turn of the loop leaves in one write at its end; nobody waits."""
+
+    def __init__(self, reader: Any, writer: WebSocketWriter, *rest: Any, **options: Any) -> None:  # Any: aiohttp's own business
+        super().__init__(reader, writer, *rest, **options)
+        self._batch = _Batch(writer.transport)
+        self._frames = WebSocketWriter(
+            writer.protocol, cast("asyncio.Transport", self._batch), use_mask=True, limit=sys.maxsize
+        )
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        return self._batch.waiting_bytes
+
+    def post(self, frame: str | bytes) -> None:
+        """Send one message. Raises aiohttp.ClientError when the connection broke."""
+        if isinstance(frame, bytes):
+            step = self._frames.send_frame(frame, aiohttp.WSMsgType.BINARY)
+        else:
+            step = self._frames.send_frame(frame.encode(), aiohttp.WSMsgType.TEXT)
+        with contextlib.suppress(StopIteration):  # always: its limit is beyond what it would wait for
+            step.send(None)
+
+    async def close(self, *, code: int = aiohttp.WSCloseCode.OK, message: bytes = b"") -> bool:
+        """Close in good order, behind what was posted."""
+        self._batch.flush()
+        return await super().close(code=code, message=message)
+
+
+class _Batch:
+    """What a writer takes for its transport: it gathers what is written until the loop has served everybody who is ready."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._parts: list[bytes] = []
+        self._bytes = 0
+        self.is_closing = transport.is_closing
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._bytes + self._transport.get_write_buffer_size()
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            self._loop.call_soon(self.flush)
+        self._parts.append(data)
+        self._bytes += len(data)
+
+    def flush(self) -> None:
+        parts, self._parts, self._bytes = self._parts, [], 0
+        if parts and not self._transport.is_closing():
+            self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
 
 
 class GatewayLink:
@@ -119,7 +176,7 @@ class GatewayLink:
         """Wait, at most ``limit_s``, until everything posted has been handed to the socket."""
         if self._session is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._session.flushed(), limit_s)
+                await asyncio.wait_for(self._session.flush(), limit_s)
 
     def report_soon(self) -> None:
         """Send telemetry soon because something changed."""
@@ -176,11 +233,11 @@ class GatewayLink:
             log.warning("gateway warns gateway=%s warning=%s", self.url, warning)
         self._host.greet(self, ack)
 
-    async def _dial(self) -> aiohttp.ClientWebSocketResponse:
+    async def _dial(self) -> GatewaySocket:
         """Open the WebSocket. Raises AuthRefused and SessionLost."""
         try:
             async with asyncio.timeout(self._limits.connect_s):
-                return await self._client.ws_connect(
+                socket = await self._client.ws_connect(
                     self._target,
                     headers={"x-worker-secret": self._token},
                     max_msg_size=self._limits.message_bytes,
@@ -188,6 +245,7 @@ class GatewayLink:
                     autoping=False,
                     timeout=aiohttp.ClientWSTimeout(ws_close=1.0),
                 )
+                return cast("GatewaySocket", socket)  # the client was made to open these
         except aiohttp.WSServerHandshakeError as error:
             if error.status in {401, 403}:
                 raise AuthRefused(f"HTTP {error.status}") from None
@@ -213,10 +271,10 @@ class _Session:
         self._host = host
         self._limits = bounds
         self._protocol = ClientSession()
-        self._outbox: deque[str | bytes] = deque()
-        self._has_posts = asyncio.Event()
-        self._is_flushed = asyncio.Event()
-        self._is_flushed.set()
+        self._socket: GatewaySocket | None = None
+        self._waiting: list[Callable[[], None]] = []
+        self._is_behind = asyncio.Event()
+        self._loss = ""
         self._leave_asked = asyncio.Event()
         self._leave_within_s = bounds.drain_s
         self._heartbeat_s = bounds.heartbeat_s
@@ -229,27 +287,44 @@ class _Session:
     def is_accepted(self) -> bool:
         return self.accepted_at is not None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether streams may send."""
+        return self._socket is not None and self._socket.waiting_bytes <= self._limits.outbox_bytes
+
     def post(self, frame: str | bytes) -> None:
-        """Queue a frame that belongs to no stream in progress; the reader must never wait for the writer."""
-        self._outbox.append(frame)
-        self._has_posts.set()
-        self._is_flushed.clear()
+        """Send a frame; nobody waits for that, and a broken connection ends the session elsewhere."""
+        try:
+            if self._socket is not None:
+                self._socket.post(frame)
+                if not self.has_room:
+                    self._is_behind.set()
+        except (aiohttp.ClientError, OSError) as error:
+            self._loss = f"the connection broke: {error}"
+            self._is_behind.set()
 
-    async def flushed(self) -> None:
-        """Return when no post waits."""
-        await self._is_flushed.wait()
+    def when_room(self, go_on: Callable[[], None]) -> None:
+        """Call back, once, when streams may send again."""
+        self._waiting.append(go_on)
+        self._is_behind.set()
 
-    async def run(self, ws: aiohttp.ClientWebSocketResponse) -> None:
+    async def flush(self) -> None:
+        """Return when the kernel has taken everything."""
+        while self._socket is not None and self._socket.waiting_bytes:  # noqa: ASYNC110  # aiohttp tells nobody
+            await asyncio.sleep(self._limits.outbox_look_s)
+
+    async def run(self, ws: GatewaySocket) -> None:
         """Serve the socket until it is lost; always raises SessionLost, AuthRefused or ProtocolError."""
         self._heard_at = clock.awake()
+        self._socket = ws
         is_violation = False
         tasks: list[asyncio.Task[None]] = []
         try:
-            await _send(ws, self._protocol.register(self._host.describe()))
+            self.post(self._protocol.register(self._host.describe()))
             work = (
                 self._read(ws),
-                self._write_posts(ws),
-                self._report(ws),
+                self._watch_outbox(ws),
+                self._report(),
                 self._watch_silence(),
                 self._leave_politely(),
             )
@@ -269,8 +344,7 @@ class _Session:
             await asyncio.gather(*tasks, return_exceptions=True)
             await ws.close(code=aiohttp.WSCloseCode.PROTOCOL_ERROR if is_violation else aiohttp.WSCloseCode.OK)
 
-    async def _read(self, ws: aiohttp.ClientWebSocketResponse) -> None:
-        send = partial(_send, ws)
+    async def _read(self, ws: GatewaySocket) -> None:
         while True:
             message = await ws.receive()
             self._heard_at = clock.awake()
@@ -286,9 +360,9 @@ class _Session:
             else:
                 raise _explain_close(message)
             for effect in effects:
-                self._apply(effect, send)
+                self._apply(effect)
 
-    def _apply(self, effect: Effect, send: Callable[[bytes], Awaitable[None]]) -> None:
+    def _apply(self, effect: Effect) -> None:
         """Do what the protocol asks for; nothing here waits."""
         host = self._host
         match effect:
@@ -298,7 +372,7 @@ class _Session:
                 del body
                 self.post(stream.end(End(error="busy", message="the box is draining", retryable=True)))
             case Opened(stream, body):
-                host.open_stream(stream, body, send)
+                host.open_stream(stream, body, self)
             case Cancelled(stream):
                 host.abort_stream(stream)
             case Reply(frame):
@@ -331,24 +405,28 @@ class _Session:
                     self._heartbeat_s = ack.heartbeat_interval_s
                 self._link.accepted(ack)
 
-    async def _write_posts(self, ws: aiohttp.ClientWebSocketResponse) -> None:
-        while True:
-            await self._has_posts.wait()
-            self._has_posts.clear()
-            if len(self._outbox) > self._limits.outbox_frames:
-                raise SessionLost("the gateway does not read what is sent to it")
-            while self._outbox:
-                await _send(ws, self._outbox.popleft())
-            self._is_flushed.set()
+    async def _watch_outbox(self, ws: GatewaySocket) -> None:
+        """Let streams go on once the gateway has read what waits for it. Raises SessionLost when it does not read at all."""
+        while not self._loss:
+            await self._is_behind.wait()
+            self._is_behind.clear()
+            while not self.has_room and not self._loss:
+                if ws.waiting_bytes > self._limits.outbox_bytes_max:
+                    raise SessionLost("the gateway does not read what is sent to it")
+                await asyncio.sleep(self._limits.outbox_look_s)  # aiohttp tells nobody
+            waiting, self._waiting = self._waiting, []
+            for go_on in waiting:
+                go_on()
+        raise SessionLost(self._loss)
 
-    async def _report(self, ws: aiohttp.ClientWebSocketResponse) -> None:
+    async def _report(self) -> None:
         """Send telemetry every heartbeat and after changes."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.wake.wait(), self._heartbeat_s)
             self.wake.clear()
             if self.is_accepted:
-                await _send(ws, encode_message(self._leave_out_known(await self._host.take_sample())))
+                self.post(encode_message(self._leave_out_known(await self._host.take_sample())))
                 await asyncio.sleep(min(self._limits.report_gap_s, self._heartbeat_s))
 
     def _leave_out_known(self, sample: Telemetry) -> Telemetry:
@@ -383,17 +461,6 @@ class _Session:
         while self._protocol.streams and clock.monotonic() < give_up_at:  # noqa: ASYNC110  # the protocol wakes nobody
             await asyncio.sleep(0.05)
         raise SessionLost("the gateway went away as announced")
-
-
-async def _send(ws: aiohttp.ClientWebSocketResponse, frame: str | bytes) -> None:
-    """Send one frame, waiting while the socket is full. Raises SessionLost."""
-    try:
-        if isinstance(frame, bytes):
-            await ws.send_bytes(frame)
-        else:
-            await ws.send_str(frame)
-    except (aiohttp.ClientError, OSError) as error:
-        raise SessionLost(f"the connection broke: {error}") from None
 
 
 def _explain_close(message: aiohttp.WSMessage) -> SessionLost:

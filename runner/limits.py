@@ -92,7 +92,9 @@ class ConnectionLimits:
 
     gateways: int = bound(16, "gateways", "A further gateway that another one names is not dialled.")
     message_bytes: int = bound(64 * MIB, "bytes", "A session that brings a longer message is left.")
-    outbox_frames: int = bound(10_000, "frames", "A session whose gateway does not read is left.")
+    outbox_bytes_max: int = bound(16 * MIB, "bytes", "A session whose gateway does not read is left.")
+    outbox_look_s: float = bound(0.02, "s", "A gateway that is behind is looked at again.")
+    outbox_bytes: int = bound(256 * 1024, "bytes", "Streams wait while more is still to be sent to their gateway.")
     streams: int = bound(4096, "streams", "A further stream of a session ends at once as busy; those receiving a body count.")
     body_bytes: int = bound(64 * MIB, "bytes", "A stream with a longer request body ends as failed.")
     whole_answer_bytes: int = bound(64 * 1024, "bytes", "A longer whole answer leaves in several frames.")
@@ -171,6 +173,7 @@ class EnginesLimits:
 
     connect_s: float = bound(5.0, "s", "A request fails: the engine takes no connection.")
     keepalive_s: float = bound(4.0, "s", "An idle connection is closed, before llama.cpp and uvicorn do it after 5 s.")
+    head_bytes: int = bound(64 * 1024, "bytes", "An answer whose headers are longer is none.")
     question_s: float = bound(5.0, "s", "A short question to an engine has failed.")
     answer_bytes: int = bound(8 * MIB, "bytes", "The answer to a short question counts as none.")
     piece_bytes: int = bound(512 * 1024, "bytes", "A longer body is sent in pieces, so that it does not hold up the loop.")

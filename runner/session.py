@@ -6,7 +6,9 @@ still open, and how many DATA bytes the gateway has granted. Source: ``wire.brid
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from runner.errors import StreamClosed
 from runner.limits import limits
@@ -46,6 +48,20 @@ from wire.frames import (
     encode_json,
     encode_reply,
 )
+
+
+class Outlet(Protocol):
+    """The socket that a stream came on."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether what is posted leaves at once."""
+
+    def post(self, frame: bytes) -> None:
+        """Send a frame, after those posted before it."""
+
+    def when_room(self, go_on: Callable[[], None]) -> None:
+        """Call back, once, when there is room again."""
 
 
 class Stream:

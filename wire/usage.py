@@ -144,7 +144,7 @@ class BodyReader:
 
     def usage(self) -> TokenCounts | None:
         """Return the usage of the answer, or None."""
-        return _count_tokens(_usage_fields(_parse_answer(bytes(self._copy)))) if self._is_readable else None
+        return read_body_usage(bytes(self._copy)) if self._is_readable else None
 
 
 def _split_events(data: bytes) -> list[bytes]:
@@ -198,6 +198,11 @@ def _count_tokens(found: dict[str, int]) -> TokenCounts | None:
         return None
     prompt, completion = found.get("prompt", 0), found.get("completion", 0)
     return TokenCounts(prompt_tokens=prompt, completion_tokens=completion, total_tokens=found.get("total", prompt + completion))
+
+
+def read_body_usage(body: bytes) -> TokenCounts | None:
+    """Return the usage of a whole answer, or None."""
+    return _count_tokens(_usage_fields(_parse_answer(body)))
 
 
 def read_token_counts(data: bytes) -> TokenCounts | None:

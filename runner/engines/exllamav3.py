@@ -25,6 +25,7 @@ from runner.engines.port import (
     Health,
     LoadPlan,
     Report,
+    Response,
 )
 from runner.errors import EngineError
 from runner.limits import limits
@@ -118,7 +119,7 @@ class ExLlamaV3Engine:
         """Return requests, pages and reuse as the child counts them."""
         return await self._child.stats()
 
-    def stream(self, call: Call) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def stream(self, call: Call) -> AbstractAsyncContextManager[Response]:
         """Send a request to the child with the scope that it may share prefixes in; none for ``cache_mode`` none."""
         if call.cache_mode == "none":
             return self._child.send(call)

@@ -1,15 +1,27 @@
-"""The HTTP half that adapters share: the exchange of a call, short questions with an answer in JSON, a health check."""
+"""The HTTP half that adapters share: the exchange of a call, short questions with an answer in JSON, a health check.
+
+Calls go over connections of their own, whose answers are read by callback (RFC 9112): a general client spends more on one
+piece of an answer than the rest of the runner does.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import io
 import math
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import cache, partial
+from types import TracebackType
+from typing import cast
+from urllib.parse import urlsplit
 
 import aiohttp
+import httptools
 import msgspec
-from yarl import URL
+from aiohttp.client_reqrep import ConnectionKey
+from multidict import CIMultiDict, CIMultiDictProxy
 
 from runner.engines.port import Call, Health
 from runner.errors import EngineError, EngineSilent
@@ -27,34 +39,442 @@ path or method than those that were checked, and ``x-conversation-id``, which ma
 """
 
 
-class HttpServer:
-    """An engine's HTTP server. ``base_url`` ends before ``/v1``; both fields are set once it is known where it listens."""
+class HttpResponse:
+    """One answer: read with ``read`` or ``readany``, or given to a callback with ``pipe``. Its head is there from the start."""
 
-    def __init__(self, client: aiohttp.ClientSession) -> None:
+    def __init__(self, connection: _Connection) -> None:
+        self.status = 0
+        self._fields: CIMultiDict[str] = CIMultiDict()
+        self._connection: _Connection | None = connection
+        self._loop = connection.loop
+        self._waiter: asyncio.Future[None] | None = None
+        self._held: list[bytes] = []
+        self._held_bytes = 0
+        self._whole: bytes | None = None
+        self._error: Exception | None = None
+        self._is_over = False
+        self._take: Callable[[bytes], None] | None = None
+        self._most_held: float = connection.piece_bytes
+
+    # What serving reads, as ``port.Response`` says
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        """The headers as they came."""
+        return CIMultiDictProxy(self._fields)
+
+    @property
+    def content_type(self) -> str:
+        """The media type in small letters, without parameters; RFC 9110's default where none is told."""
+        return self._fields.get("content-type", "application/octet-stream").partition(";")[0].strip().lower()
+
+    @property
+    def content_length(self) -> int | None:
+        """The length that is told, in bytes."""
+        told = self._fields.get("content-length", "")
+        return int(told) if told.isdecimal() else None
+
+    @property
+    def content(self) -> HttpResponse:
+        """The body: this object reads it."""
+        return self
+
+    async def read(self) -> bytes:
+        """Return the whole body, the same every time. Raises aiohttp.ClientError."""
+        if self._whole is None:
+            self.resume()  # nobody but the caller bounds what is held now
+            self._most_held = math.inf
+            while not self._is_over:
+                await self._wait()
+            self._raise_error()
+            self._whole = self._take_held()
+        return self._whole
+
+    async def readany(self) -> bytes:
+        """Return what has come since the last call, waiting for something; nothing at the end. Raises aiohttp.ClientError."""
+        while not self._held and not self._is_over:
+            await self._wait()
+        if self._held:
+            self.resume()
+            return self._take_held()
+        self._raise_error()
+        return b""
+
+    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
+        """Yield the body in pieces of at most ``size`` bytes. Raises aiohttp.ClientError."""
+        while data := await self.readany():
+            for start in range(0, len(data), size):
+                yield data[start : start + size]
+
+    async def pipe(self, take: Callable[[bytes], None]) -> None:
+        """Call ``take`` with the body as it comes, until its end. Raises aiohttp.ClientError, after what came before."""
+        self._take = take
+        self.resume()
+        if self._held:
+            take(self._take_held())  # which may pause
+        while not self._is_over:
+            await self._wait()
+        self._raise_error()
+
+    def pause(self) -> None:
+        """Read no further: TCP holds the engine back."""
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._connection is not None:
+            self._connection.resume()
+
+    async def wait_head(self) -> None:
+        """Return when status and headers are here. Raises aiohttp.ClientError."""
+        while not self.status and not self._is_over:
+            await self._wait()
+        if not self.status:
+            self._raise_error()
+
+    def close(self) -> None:
+        """Let go: a connection whose answer was not read to its end is closed, which is what makes an engine stop."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abandon()
+
+    # What the connection reports
+
+    def take_header(self, name: str, value: str) -> None:
+        """Note one header."""
+        self._fields.add(name, value)
+
+    def forget_headers(self) -> None:
+        """Drop the headers of an interim answer."""
+        self._fields.clear()
+
+    def take_head(self, status: int) -> None:
+        """The head is here."""
+        self.status = status
+        self._wake()
+
+    def take_body(self, data: bytes) -> None:
+        """Bytes of the body, those of one read at once."""
+        if self._take is not None:
+            self._take(data)
+            return
+        self._held.append(data)
+        self._held_bytes += len(data)
+        if self._held_bytes > self._most_held:
+            self.pause()
+        self._wake()
+
+    def end(self, error: Exception | None) -> None:
+        """The answer is over, whole unless something broke it."""
+        self._is_over, self._error, self._connection = True, error, None
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+    def _take_held(self) -> bytes:
+        held, self._held, self._held_bytes = self._held, [], 0
+        return held[0] if len(held) == 1 else b"".join(held)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _Connection(asyncio.Protocol):
+    """One connection to an engine, one request at a time. ``on_idle`` hears that it can carry another."""
+
+    def __init__(self, on_idle: Callable[[_Connection], None]) -> None:
+        self._on_idle = on_idle
+        self.loop = asyncio.get_running_loop()
+        self._head_bytes = limits().engines.head_bytes
+        self.piece_bytes = limits().engines.piece_bytes
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._response: HttpResponse | None = None
+        self._parts: list[bytes] = []
+        self._seen_bytes = 0
+        self._ends_by_close = self._is_complete = self._is_kept = self._is_paused = self._is_full = False
+        self._rest: memoryview | None = None
+        """What of a large request is still to be written."""
+        self.idle_since = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's do not inherit from asyncio's classes
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the answer under way: whole only where it ends with the connection."""
+        self._transport = self._rest = None
+        if self._response is None:
+            return
+        if self._response.status and self._ends_by_close and exc is None:
+            self._finish(None)
+        elif self._response.status:
+            self._finish(aiohttp.ClientPayloadError("the engine closed the connection before its answer was whole"))
+        elif isinstance(exc, OSError):
+            self._finish(aiohttp.ClientOSError(exc.errno or errno.EIO, exc.strerror or str(exc)))
+        else:
+            self._finish(aiohttp.ServerDisconnectedError())
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser; what it finds of one read is handed on together."""
+        response = self._response
+        if response is None or self._parser is None:
+            self.close()  # nobody asked
+            return
+        error: Exception | None = None
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as broken:
+            error = aiohttp.ClientPayloadError(f"the engine sent malformed HTTP: {broken}")
+        if self._parts:
+            body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+            self._parts.clear()
+            response.take_body(body)
+        if error is not None:
+            self.close()
+            self._finish(error)
+        elif self._is_complete:
+            is_kept = self._is_kept and self.is_open and self._rest is None
+            self._finish(None)
+            if is_kept:
+                self.resume()  # whoever read the answer may have left it paused
+                self._on_idle(self)
+            else:
+                self.close()
+
+    def pause_writing(self) -> None:
+        """Write no further."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """Write on."""
+        self._is_full = False
+        self._write_rest()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request can be written."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, head: bytes, body: bytes) -> HttpResponse:
+        """Write a request, a large one in pieces; return the answer, of which nothing is there yet."""
+        assert self._transport is not None
+        self._parser = httptools.HttpResponseParser(self)
+        self._response = response = HttpResponse(self)
+        self._seen_bytes, self._ends_by_close, self._is_complete = 0, False, False
+        if len(body) <= self.piece_bytes:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._rest = memoryview(body)
+            self._write_rest()
+        return response
+
+    def pause(self) -> None:
+        """Read no further."""
+        if self._transport is not None and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
+        if self._transport is not None and self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def abandon(self) -> None:
+        """Close because whoever asked has left."""
+        self._response = None
+        self.close()
+
+    def close(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _write_rest(self) -> None:
+        """Write pieces of a large body until the socket is full."""
+        while self._rest is not None and not self._is_full and self._transport is not None and self.is_open:
+            piece, rest = self._rest[: self.piece_bytes], self._rest[self.piece_bytes :]
+            self._rest = rest if len(rest) else None
+            self._transport.write(piece)
+
+    def _finish(self, error: Exception | None) -> None:
+        response, self._response = self._response, None
+        if response is not None:
+            response.end(error)
+
+    # httptools calls these
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Note one header."""
+        self._seen_bytes += len(name) + len(value)
+        if self._is_complete:
+            raise httptools.HttpParserError("an answer follows that nobody asked for")
+        if self._seen_bytes > self._head_bytes:
+            raise httptools.HttpParserError("its head is too large")
+        if self._response is not None and not self._response.status:  # else a trailer
+            self._response.take_header(name.decode("latin-1"), value.decode("latin-1"))
+
+    def on_headers_complete(self) -> None:
+        """Hand on the head, unless it is of an interim answer."""
+        response, parser = self._response, self._parser
+        assert response is not None
+        assert parser is not None
+        status = parser.get_status_code()
+        if status < 200:
+            response.forget_headers()
+            return
+        headers = response.headers
+        is_framed = "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower()
+        self._ends_by_close = not is_framed and status not in {204, 304}
+        response.take_head(status)
+
+    def on_body(self, data: bytes) -> None:
+        """Keep a piece until the read is parsed."""
+        self._parts.append(data)
+
+    def on_message_complete(self) -> None:
+        """Note the end; the parser forgets afterwards whether the connection may be kept."""
+        assert self._parser is not None
+        self._is_complete = self._response is not None and bool(self._response.status)
+        self._is_kept = self._parser.should_keep_alive()
+
+
+class _Exchange:
+    """Context of one call: entering sends it and returns the answer's head, leaving lets go of the connection."""
+
+    def __init__(self, server: HttpServer, head: bytes, body: bytes) -> None:
+        self._server, self._head, self._body = server, head, body
+        self._response: HttpResponse | None = None
+
+    async def __aenter__(self) -> HttpResponse:
+        connection = self._server.take_idle() or await self._server.connect()
+        self._response = response = connection.send(self._head, self._body)
+        try:
+            await response.wait_head()
+        except BaseException:
+            response.close()
+            raise
+        return response
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._response is not None:
+            self._response.close()
+
+
+class HttpServer:
+    """An engine's HTTP server. ``base_url`` ends before ``/v1``; both fields are set once it is known where it listens.
+
+    ``socket``: path of the Unix socket it listens on instead.
+    """
+
+    def __init__(self, client: aiohttp.ClientSession, *, socket: str = "") -> None:
         self._client = client
-        self.base_url = ""
+        self._socket = socket
+        self._base_url = ""
+        self._host = self._path = ""
+        self._port = 0
+        self._is_tls = False
+        self._fixed = b""
+        self._idle: list[_Connection] = []
+        self._sweeper: asyncio.TimerHandle | None = None
         self.headers: Mapping[str, str] = {}
 
-    @asynccontextmanager
-    async def send(
-        self, call: Call, *, path: str | None = None, body: bytes | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    @property
+    def base_url(self) -> str:
+        """Where it listens, empty = nowhere yet."""
+        return self._base_url
+
+    @base_url.setter
+    def base_url(self, url: str) -> None:
+        self.close()
+        parts = urlsplit(url)
+        self._base_url, self._host, self._path = url, parts.hostname or "", parts.path.rstrip("/")
+        self._is_tls = parts.scheme == "https"
+        self._port = parts.port or (443 if self._is_tls else 80)
+        self._fixed = _say_header("Host", parts.netloc.rpartition("@")[2]) + b"Accept-Encoding: identity\r\n"
+
+    def close(self) -> None:
+        """Close the connections that no answer is read from."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        while self._idle:
+            self._idle.pop().close()
+
+    def send(self, call: Call, *, path: str | None = None, body: bytes | None = None) -> _Exchange:
         """Send a call, with another path or body where the adapter had to change them. Raises aiohttp.ClientError, OSError.
 
         Leaving the context closes the connection unless the answer was read to its end, which is what makes an engine stop.
         """
-        kept = {name: value for name, value in call.headers.items() if name.lower() not in NOT_TO_ENGINE}
-        response = await self._client.request(
-            call.method,
-            URL(self.base_url + (path or call.path), encoded=True),
-            data=_as_payload(call.body if body is None else body),
-            headers={**kept, "Accept-Encoding": "identity", **self.headers},
-            allow_redirects=False,
-        )
+        payload = call.body if body is None else body
+        lines = [f"{call.method} {self._path}{path or call.path} HTTP/1.1\r\n".encode("ascii"), self._fixed]
+        lines += [_say_header(name, value) for name, value in call.headers.items() if name.lower() not in NOT_TO_ENGINE]
+        lines += [_say_header(name, value) for name, value in self.headers.items()]
+        lines.append(b"Content-Length: %d\r\n\r\n" % len(payload) if payload or call.method == "POST" else b"\r\n")
+        return _Exchange(self, b"".join(lines), payload)
+
+    def take_idle(self) -> _Connection | None:
+        """Return a connection that is open and waits for a request, the newest first; None when there is none."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def connect(self) -> _Connection:
+        """Open a connection. Raises aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError."""
+        loop = asyncio.get_running_loop()
+        make = partial(_Connection, partial(self._put_idle, self._base_url))
         try:
-            yield response
-        finally:
-            response.close()
+            async with asyncio.timeout(limits().engines.connect_s):
+                if self._socket:
+                    _, connection = await loop.create_unix_connection(make, self._socket)
+                else:
+                    context = _trusted() if self._is_tls else None
+                    _, connection = await loop.create_connection(make, self._host, self._port, ssl=context)
+        except TimeoutError:
+            raise aiohttp.ConnectionTimeoutError(f"no connection to {self._base_url} in time") from None
+        except OSError as error:
+            key = ConnectionKey(self._host, self._port, self._is_tls, True, None, None, None)
+            raise aiohttp.ClientConnectorError(key, error) from None
+        return connection
+
+    def _put_idle(self, base_url: str, connection: _Connection) -> None:
+        if base_url != self._base_url:  # it has moved since
+            connection.close()
+            return
+        loop = connection.loop
+        connection.idle_since = loop.time()
+        self._idle.append(connection)
+        if self._sweeper is None:
+            self._sweeper = loop.call_later(limits().engines.keepalive_s, self._sweep)
+
+    def _sweep(self) -> None:
+        """Close what nobody needed for ``keepalive_s``."""
+        self._sweeper = None
+        keepalive_s, kept = limits().engines.keepalive_s, []
+        for connection in self._idle:
+            if connection.is_open and connection.loop.time() - connection.idle_since < keepalive_s:
+                kept.append(connection)
+            else:
+                connection.close()
+        self._idle = kept
+        if kept:
+            oldest = kept[0]
+            self._sweeper = oldest.loop.call_at(oldest.idle_since + keepalive_s, self._sweep)
 
     async def ask(
         self,
@@ -112,6 +532,20 @@ class HttpServer:
             return Health.SILENT
         except (aiohttp.ClientError, OSError):
             return Health.UNREACHABLE
+
+
+def _say_header(name: str, value: str) -> bytes:
+    """Return a line of a head. Raises ValueError where it would be more than one."""
+    line = f"{name}: {value}\r\n"
+    if line.count("\r") > 1 or line.count("\n") > 1 or "\0" in line:
+        raise ValueError(f"the header {name[:40]!a} holds the end of a line")
+    return line.encode()
+
+
+@cache
+def _trusted() -> ssl.SSLContext:
+    """Return what servers that are reached by TLS have to prove."""
+    return ssl.create_default_context()
 
 
 def _as_payload(body: bytes) -> io.BytesIO | bytes | None:

@@ -26,6 +26,7 @@ from runner.engines.port import (
     Health,
     LoadPlan,
     Report,
+    Response,
 )
 from runner.engines.token_counts import ask_child
 from runner.errors import EngineError
@@ -81,9 +82,7 @@ class LibraryChild:
         await self._child.stop(gently=gently)
         self.server.base_url = ""
 
-    def send(
-        self, call: Call, extra_headers: Mapping[str, str] | None = None
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def send(self, call: Call, extra_headers: Mapping[str, str] | None = None) -> AbstractAsyncContextManager[Response]:
         """Send a call as it is, with headers of ours. Raises aiohttp.ClientError or OSError."""
         if not self.server.base_url:
             raise ConnectionRefusedError("the model is not loaded")
@@ -198,7 +197,7 @@ class LibraryEngine:
         """Return running and waiting requests; the library tells no more."""
         return await self._child.stats()
 
-    def stream(self, call: Call) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def stream(self, call: Call) -> AbstractAsyncContextManager[Response]:
         """Send a request to the child."""
         return self._child.send(call)
 

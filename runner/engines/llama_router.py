@@ -164,10 +164,13 @@ class LlamaRouter:
     async def _report_events(self, report: Report) -> None:
         """Pass on the progress that the router publishes; it may publish none, the state itself is looked at elsewhere."""
         listen = Call("GET", "/models/sse", {"accept": "text/event-stream"}, b"")
-        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):  # ValueError: an endless line
+        rest = b""
+        with contextlib.suppress(aiohttp.ClientError, OSError):
             async with self._server.send(listen) as response:
-                async for line in response.content:
-                    self._report_event(line, report)
+                while (data := await response.readany()) and len(rest) <= limits().engines.line_bytes:
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        self._report_event(line, report)
 
     def _report_event(self, line: bytes, report: Report) -> None:
         try:

@@ -30,6 +30,7 @@ from runner.engines.port import (
     FlushRequest,
     FlushResult,
     Health,
+    Response,
 )
 from runner.engines.token_counts import ask_llama
 from runner.errors import EngineError
@@ -111,6 +112,7 @@ class LlamaServer:
                 "stop it there, or start it in router mode (llama-server without a model)"
             )
         self._is_loaded = False
+        self._server.close()
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
         """Erase the slots in question, where the server was seen to forget what is erased."""
@@ -135,7 +137,7 @@ class LlamaServer:
         return await self._server.read_metrics() if self._is_loaded and self._router is None else ""
 
     @asynccontextmanager
-    async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def stream(self, call: Call) -> AsyncIterator[Response]:
         """Send a call, pinned to a slot of its tenant's where the server keeps slots apart.
 
         Raises aiohttp.ClientError, OSError.

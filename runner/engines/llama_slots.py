@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Final
 from urllib.parse import urlencode
 
-import aiohttp
 import msgspec
 
 from runner.engines.http import HttpServer
@@ -29,6 +28,7 @@ from runner.engines.port import (
     FlushOutcome,
     FlushRequest,
     FlushResult,
+    Response,
 )
 from runner.engines.slots import Lease, Owner, SlotBook
 from runner.errors import EngineError
@@ -137,7 +137,7 @@ class LlamaSlots:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     @asynccontextmanager
-    async def send(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def send(self, call: Call) -> AsyncIterator[Response]:
         """Send a call that generates, in a slot of its tenant's; waits while all are in use.
 
         Raises aiohttp.ClientError, OSError.

@@ -34,6 +34,7 @@ from runner.engines.port import (
     FlushRequest,
     FlushResult,
     Health,
+    Response,
 )
 from runner.engines.token_counts import ask_llama
 from runner.errors import EngineError
@@ -146,7 +147,7 @@ class LlamaCpp:
         return await self._server.read_metrics() if self._child.is_running else ""
 
     @asynccontextmanager
-    async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def stream(self, call: Call) -> AsyncIterator[Response]:
         """Send a call, pinned to a slot of its tenant's where it generates. Raises aiohttp.ClientError, OSError."""
         needs_slot = call.path.partition("?")[0] != EMBEDDINGS
         async with self._slots.send(call) if needs_slot else self._server.send(plain_call(call)) as response:

@@ -22,6 +22,7 @@ from runner.engines.port import (
     Health,
     Progress,
     Report,
+    Response,
 )
 from runner.errors import EngineError, EngineSilent
 
@@ -83,7 +84,8 @@ class OpenAIServer:
             raise EngineError(f"{url}/v1/models names no model (HTTP {status}): name them with --models")
 
     async def unload(self, *, gently: bool) -> None:
-        """Leave the server alone: nothing of ours is to stop."""
+        """Leave the server alone: nothing of ours is to stop but connections."""
+        self._server.close()
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
         """Say that such a server cannot be asked to."""
@@ -94,7 +96,7 @@ class OpenAIServer:
         """Return nothing: such a server has no numbers to ask for."""
         return EngineStats()
 
-    def stream(self, call: Call) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def stream(self, call: Call) -> AbstractAsyncContextManager[Response]:
         """Pass a request on as it is."""
         return self._server.send(call)
 

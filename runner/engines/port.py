@@ -6,21 +6,21 @@ server, libraries get one from us in their child process. So one exchange serves
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, Protocol, runtime_checkable
 
-import aiohttp
 import msgspec
+from multidict import CIMultiDictProxy
 
 from runner.definitions.plan import LoadPlan, Progress, Report
 
 __all__ = [
     "CHAT", "COMPLETIONS", "EMBEDDINGS", "IMAGES", "MESSAGES", "POOL_RESPONSES", "RESPONSES", "TOKENIZE", "TRANSCRIPTIONS",
     "CacheMode", "Call", "Capabilities", "Engine", "EngineStats", "FlushOutcome", "FlushRequest", "FlushResult", "FlushScope",
-    "Health", "LoadPlan", "LoopOwner", "MetricsSource", "Priority", "Progress", "Report", "TokenCounter",
+    "Health", "LoadPlan", "LoopOwner", "MetricsSource", "Priority", "Progress", "Report", "Response", "TokenCounter",
 ]  # fmt: skip
 
 CHAT = "/v1/chat/completions"
@@ -163,6 +163,43 @@ class Health(StrEnum):
     UNREACHABLE = "unreachable"
 
 
+class Body(Protocol):
+    """The body of an answer, read in pieces. Reading raises aiohttp.ClientError or OSError when the engine breaks off."""
+
+    async def readany(self) -> bytes:
+        """Return what has come, waiting for something; nothing at the end."""
+
+    def iter_chunked(self, n: int, /) -> AsyncIterator[bytes]:
+        """Yield pieces of at most ``n`` bytes."""
+
+
+class Response(Protocol):
+    """An engine's answer: ``runner.engines.http.HttpResponse``, or aiohttp's ``ClientResponse``."""
+
+    @property
+    def status(self) -> int:
+        """Of HTTP."""
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        """As they came."""
+
+    @property
+    def content_type(self) -> str:
+        """The media type in small letters, without parameters."""
+
+    @property
+    def content_length(self) -> int | None:
+        """The length that is told, in bytes."""
+
+    @property
+    def content(self) -> Body:
+        """The body, to be read in pieces."""
+
+    async def read(self) -> bytes:
+        """Return the whole body, again when it is asked for again."""
+
+
 class Engine(Protocol):
     """One replica of one model in one engine. ``poll_s`` is the time between health checks, ``restart_max_s`` the longest
     back-off before a restart, in seconds. ``name`` is the label in metrics and on the wire.
@@ -199,7 +236,7 @@ class Engine(Protocol):
     async def stats(self) -> EngineStats:
         """Return the engine's numbers; an empty value when it does not answer in time. Never raises."""
 
-    def stream(self, call: Call) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def stream(self, call: Call) -> AbstractAsyncContextManager[Response]:
         """Send a request; leaving the context before the end of the body frees the engine within a second.
 
         Entering raises aiohttp.ClientError or OSError when the engine does not answer.

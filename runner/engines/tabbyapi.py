@@ -33,6 +33,7 @@ from runner.engines.port import (
     LoadPlan,
     Progress,
     Report,
+    Response,
 )
 from runner.errors import EngineError, EngineSilent
 from runner.limits import limits
@@ -124,6 +125,7 @@ class TabbyApiEngine:
             return
         await self._unload()
         self._is_loaded = False
+        self._server.close()
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
         """Say that the server has no such call."""
@@ -135,7 +137,7 @@ class TabbyApiEngine:
         """Return nothing: the server counts nothing that it would tell."""
         return EngineStats()
 
-    def stream(self, call: Call) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    def stream(self, call: Call) -> AbstractAsyncContextManager[Response]:
         """Send a request to the server, under the name that the model has there."""
         if not self._is_loaded:
             raise ConnectionRefusedError("the model is not loaded")

@@ -38,6 +38,7 @@ from runner.engines.port import (
     Health,
     Progress,
     Report,
+    Response,
 )
 from runner.engines.private_folders import make_private_folder
 from runner.engines.tgi_launcher import LauncherLog, build_command, build_environment, free_ports
@@ -140,6 +141,7 @@ class TgiEngine:
                 f"{self._server.base_url} serves this one model for as long as it runs and is not ours to stop: stop it there"
             )
         was_loaded, self._is_loaded = self._is_loaded, False
+        self._server.close()
         if gently and was_loaded and self._is_ours:
             gently = await self._server.check() is Health.OK  # one that hangs would not hear the signal either
         tree = await asyncio.to_thread(list_tree, self._child.pid)
@@ -182,7 +184,7 @@ class TgiEngine:
         return await self._server.read_metrics() if self._is_loaded else ""
 
     @asynccontextmanager
-    async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def stream(self, call: Call) -> AsyncIterator[Response]:
         """Send a request. Raises aiohttp.ClientError, OSError, and RequestRefused for an error answer in TGI's own shape."""
         if not self._is_loaded:
             raise aiohttp.ClientConnectionError("TGI is not loaded")
@@ -287,7 +289,7 @@ class TgiEngine:
         return replace(call, body=msgspec.json.encode(fields))
 
 
-async def _raise_problem(response: aiohttp.ClientResponse) -> None:
+async def _raise_problem(response: Response) -> None:
     """Raise what an error answer in TGI's shape means; return when it has another. Raises aiohttp.ClientError."""
     if (response.content_length or 0) > limits().engines.tgi_error_bytes:
         return

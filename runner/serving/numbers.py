@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from wire.bridge import TokenCounts
 from wire.unreadable import UNREADABLE
 from wire.usage import StreamReader
 
@@ -17,6 +18,7 @@ class _Details(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    total_tokens: int | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
@@ -76,12 +78,15 @@ class Numbers:
             return self.prompt_ms + self.decode_ms
         return self.wall_ms
 
-    def take(self, answer: bytes) -> None:
-        """Read the JSON of a whole answer, or of one event of a stream; later numbers win. Anything else is ignored."""
+    def take(self, answer: bytes) -> TokenCounts | None:
+        """Read the JSON of a whole answer, or of one event of a stream; later numbers win. Anything else is ignored.
+
+        Return its usage, None where that is missing or not as ``wire.usage`` wants it.
+        """
         try:
             found = _decoder.decode(answer)
         except UNREADABLE:
-            return
+            return None
         usage = found.usage or next((inner.usage for inner in (found.response, found.message) if inner and inner.usage), None)
         if usage is not None:
             self._take_usage(usage)
@@ -90,6 +95,7 @@ class Numbers:
             self.prompt_ms = timings.prompt_ms if timings.prompt_ms is not None else self.prompt_ms
             self.decode_ms = timings.predicted_ms if timings.predicted_ms is not None else self.decode_ms
             self.tokenize_ms = timings.tokenize_ms if timings.tokenize_ms is not None else self.tokenize_ms
+        return _count_tokens(usage)
 
     def take_stream(self, reader: StreamReader) -> None:
         """Read what a finished stream said."""
@@ -120,3 +126,19 @@ class Numbers:
         self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
         self.output_tokens = output if output is not None else self.output_tokens
         self.cached_tokens = cached if cached is not None else self.cached_tokens
+
+
+def _count_tokens(usage: _Usage | None) -> TokenCounts | None:
+    """Return usage as a gateway is told it, where prompt and answer are both there and no number is below zero."""
+    if usage is None:
+        return None
+    prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
+    output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
+    if prompt is None or output is None:
+        return None
+    total = prompt + output if usage.total_tokens is None else usage.total_tokens
+    return (
+        TokenCounts(prompt_tokens=prompt, completion_tokens=output, total_tokens=total)
+        if min(prompt, output, total) >= 0
+        else None
+    )

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Protocol
 
 import aiohttp
 import msgspec
 
 from runner.admission import TenantRates, Turn
-from runner.engines.port import CHAT, MESSAGES, TOKENIZE, Call
+from runner.engines.http import HttpResponse
+from runner.engines.port import CHAT, MESSAGES, TOKENIZE, Call, Capabilities, Response
 from runner.errors import (
     EngineError,
     EngineNotReached,
@@ -40,10 +42,11 @@ from wire import clock
 from wire.bridge import TokenCounts
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
 from wire.events import EndReader, StreamEnd, open_end_reader
+from wire.limits import WIRE
 from wire.messages_fields import FORMATS, find_unhonoured
 from wire.tidy import ChatTidier
 from wire.unreadable import UNREADABLE
-from wire.usage import BodyReader, StreamReader, ask_for_usage
+from wire.usage import BodyReader, StreamReader, ask_for_usage, read_body_usage
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,8 @@ class Answer:
     numbers: Numbers = field(default_factory=Numbers)
     has_failed: bool = False
     """Its end was an error event, or none at all: who read it knows, and nobody else would."""
+    flow: Flow | None = None
+    """What ``chunks`` comes from, where it is an engine's own answer; one of the two is read."""
     ends: EndReader | None = None
     """Of an engine's own event stream, where its dialect has a closing event: what passed of it."""
 
@@ -120,36 +125,15 @@ class Serving:
         """Return when nothing runs or waits."""
         await self._idle.wait()
 
-    @asynccontextmanager
-    async def open(self, request: Inference) -> AsyncIterator[Answer]:
-        """Serve a request for as long as the context lasts; leaving it early frees the engine. Raises RequestRefused."""
-        if request.endpoint == TOKENIZE:
-            yield await self._count(request)
-            return
-        model: Model | None = None
-        answer: Answer | None = None
-        status = "cancelled"
-        try:
-            model = self._select(request)
-            if not request.on_socket:
-                self._rates.take(request.tenant)
-            async with self._serve(model, request) as answer:
-                yield answer
-            status = _name_end(answer)
-        except RequestRefused as refusal:
-            status = "refused" if answer is None and not isinstance(refusal, EngineUnavailable) else "error"
-            self.tally.count_refusal(refusal.code)
-            raise
-        finally:
-            if model is not None:
-                self._write_down(model, request, answer, status)
+    def open(self, request: Inference) -> Slot:
+        """Return the context that serves a request; leaving it early frees the engine. Entering raises RequestRefused."""
+        return Slot(self, request)
 
-    async def _count(self, request: Inference) -> Answer:
+    async def count(self, request: Inference) -> Answer:
         """Return how many tokens a prompt has. It is no inference: it takes no turn, and no account of those counts it."""
         try:
-            model = self._select(request)
-            if not request.on_socket:
-                self._rates.take(request.tenant)
+            model = self.select(request)
+            self.take_rate(request)
             body, waited_ms = await self._counting.count(model, request)
         except RequestRefused as refusal:
             self.tally.count_refusal(refusal.code)
@@ -158,7 +142,7 @@ class Serving:
         headers = {"content-type": "application/json", "content-length": str(len(body)), **numbers.headers()}
         return Answer(200, headers, body=body, numbers=numbers)
 
-    def _select(self, request: Inference) -> Model:
+    def select(self, request: Inference) -> Model:
         """Return the model that is to serve. Raises RequestRefused for everything that can be told without waiting."""
         if self.is_stopping:
             raise Unavailable("The box is shutting down.", retry_after_s=5)
@@ -183,119 +167,27 @@ class Serving:
             )
         return model
 
-    @asynccontextmanager
-    async def _serve(self, model: Model, request: Inference) -> AsyncIterator[Answer]:
-        charge = await self._costs.reserve(model, request) if self._costs and model.capabilities.is_remote else None
-        answer: Answer | None = None
-        was_sent = False
-        try:
-            self._change_load(1, request)
-            queue = model.queue
-            turn = await queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._queue_timeout_s)
-            try:
-                if model.state is ModelState.UNLOADED:
-                    raise _explain_state(model)
-                was_sent = True
-                async with self._exchange(model, request, turn) as answer:
-                    yield answer
-            except RequestRefused as refusal:
-                # Only an engine that was reached and then failed may have done, and may charge for, some of the work.
-                was_sent = isinstance(refusal, EngineUnavailable) and not isinstance(refusal, EngineNotReached)
-                raise
-            finally:
-                queue.leave(turn)
-        finally:
-            self._change_load(-1, request)
-            if charge is not None:
-                await asyncio.shield(charge.settle(answer, was_sent=was_sent))
+    def take_rate(self, request: Inference) -> None:
+        """Count a request of the box's own port against the rate of its tenant. Raises RateLimitExceeded."""
+        if not request.on_socket:
+            self._rates.take(request.tenant)
 
-    @asynccontextmanager
-    async def _exchange(self, model: Model, request: Inference, turn: Turn) -> AsyncIterator[Answer]:
-        """Ask a replica and yield its answer."""
-        replica = model.pick()
-        if replica is None:
-            raise EngineNotReached(f"{model.model_id} has no replica that serves right now.", retry_after_s=2)
-        body, drops_usage = ask_for_usage(request.path, request.body)
-        call = Call(
-            request.method, request.path, request.headers, body, request.tenant, request.cache_mode, request.cache_tag,
-            request.priority,
-        )  # fmt: skip
-        forgotten: tuple[str, ...] = ()
-        if request.endpoint == MESSAGES and not request.on_socket:  # else the gateway has seen to it
-            forgotten = find_unhonoured([replica.supervisor.engine.name], request.body)
-        replica.active += 1
-        try:
-            began = clock.monotonic()
-            context = replica.supervisor.engine.stream(call)
-            try:
-                response = await context.__aenter__()
-            except (aiohttp.ClientError, EngineError, OSError) as error:
-                raise _report(replica, request, error, began_answer=False) from None
-            try:
-                tidy = model.definition.tidy
-                answer = await self._begin(
-                    replica, request, response, turn, began=began, drops_usage=drops_usage,
-                    is_tidied=replica.capabilities.needs_tidying if tidy is None else tidy,
-                )  # fmt: skip
-                if answer.status >= 400:
-                    await self._take_error(request, answer)
-                if forgotten:
-                    answer.headers["x-muster-ignored"] = ", ".join(forgotten)[: self._limits.ignored_chars]
-                try:
-                    yield answer
-                finally:
-                    if answer.has_failed and answer.ends is not None:
-                        message = read_message(b'{"error":%b}' % answer.ends.error) if answer.ends.error else ""
-                        await self._log_error(request, answer.status, message)
-            finally:
-                await context.__aexit__(None, None, None)
-        except RequestRefused:
-            raise
-        except BaseException:
-            replica.supervisor.watch_left(len(body))
-            raise
-        finally:
-            replica.active -= 1
+    async def reserve(self, model: Model, request: Inference) -> Charge | None:
+        """Set aside what the request may cost; None where that is nothing. Raises RequestRefused."""
+        return await self._costs.reserve(model, request) if self._costs and model.capabilities.is_remote else None
 
-    async def _begin(
-        self, replica: Replica, request: Inference, response: aiohttp.ClientResponse, turn: Turn, *, began: float,
-        drops_usage: bool, is_tidied: bool,
-    ) -> Answer:  # fmt: skip
-        is_stream = response.content_type == "text/event-stream"
-        headers = headers_to_client(response.headers, is_event_stream=is_stream)
-        numbers = Numbers(queue_wait_ms=turn.waited_ms)
-        answer = Answer(response.status, headers, is_event_stream=is_stream, numbers=numbers)
-        if gpu_ms := headers.pop("x-gpu-time-ms", ""):
-            numbers.reported_gpu_ms = float(gpu_ms) if gpu_ms.replace(".", "", 1).isdigit() else None
-        if is_stream:
-            headers["x-queue-wait-ms"] = str(round(turn.waited_ms))
-            abilities = replica.capabilities
-            if abilities.keeps_nothing or (abilities.isolates_tenants and request.cache_mode == "none"):
-                headers |= {"x-cache-hit": "false", "x-cache-tokens-reused": "0"}
-            reader = StreamReader(drops_usage=drops_usage)
-            answer.ends = open_end_reader(request.endpoint, holds=False) if response.status < 300 else None
-            tidier = ChatTidier() if request.endpoint == CHAT and is_tidied else None
-            answer.chunks = _stream_events(replica, request, response, answer, reader, tidier, began=began)
-            return answer
-        length, held = response.content_length, b""
-        is_whole = response.status >= 400 or response.content_type.endswith("json")
-        # An answer is read to its end before its headers leave, because those carry final numbers. Where its length is not
-        # told, JSON alone: other kinds, such as sound, may be meant to be played as they come.
-        if length <= self._limits.whole_bytes if length is not None else is_whole:
-            held = await _read_whole(replica, request, response, answer, began=began)
-        if answer.body is None:
-            headers["x-queue-wait-ms"] = str(round(turn.waited_ms))
-            answer.chunks = _stream_body(replica, request, response, answer, held, began=began)
-        return answer
+    async def wait_turn(self, model: Model, request: Inference) -> Turn:
+        """Return the request's turn on a model, which the queue wants back. Raises RequestRefused."""
+        return await model.queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._queue_timeout_s)
 
-    async def _take_error(self, request: Inference, answer: Answer) -> None:
+    async def take_error(self, request: Inference, answer: Answer) -> None:
         """Log what an engine refused a request with. Raises ModalityUnsupported where it calls the caller's mistake its own."""
         message = read_message(answer.body or b"")
-        await self._log_error(request, answer.status, message)
+        await self.log_error(request, answer.status, message)
         if correct_status(answer.status, message) != answer.status:
             raise ModalityUnsupported(message[: self._limits.message_chars])
 
-    async def _log_error(self, request: Inference, status: int, message: str) -> None:
+    async def log_error(self, request: Inference, status: int, message: str) -> None:
         """Write one line of an engine's error, with its words as far as they are none of the request's."""
         asked, quoted = request.body, ""
         if self._keeps_engine_errors:
@@ -306,7 +198,7 @@ class Serving:
             request.request_id or "-", request.model, request.endpoint, status, quoted or "-",
         )  # fmt: skip
 
-    def _change_load(self, by: int, request: Inference) -> None:
+    def change_load(self, by: int, request: Inference) -> None:
         self.load += by
         self.own_load += 0 if request.on_socket else by
         if self.load:
@@ -315,7 +207,7 @@ class Serving:
             self._idle.set()
         self._on_load()
 
-    def _write_down(self, model: Model, request: Inference, answer: Answer | None, status: str) -> None:
+    def write_down(self, model: Model, request: Inference, answer: Answer | None, status: str) -> None:
         tally = self.tally
         tally.count(model=model.model_id, tenant=request.tenant, status=status)
         if answer is None:
@@ -329,29 +221,347 @@ class Serving:
         mine.output_tokens += numbers.output_tokens or 0
 
 
-async def _read_whole(
-    replica: Replica, request: Inference, response: aiohttp.ClientResponse, answer: Answer, *, began: float
-) -> bytes:
-    """Read an answer to its end; its headers then say what it took. Return what was read of one that is too long for that."""
-    reader = BodyReader(is_readable=response.status < 300 and response.content_type.endswith("json"))
-    try:
-        held, is_whole = await _hold(response)
-    except (aiohttp.ClientError, OSError) as error:
-        raise _report(replica, request, error, began_answer=False) from None
-    if not is_whole:
-        return held
-    body = reader.feed(held)
-    numbers = answer.numbers
-    numbers.wall_ms = (clock.monotonic() - began) * 1000
-    if response.content_type.endswith("json"):
-        numbers.take(body)
-    answer.usage = reader.usage()
-    answer.body = body
-    answer.headers |= numbers.headers()
-    return b""
+class Slot:
+    """One request from its place in the queue to the end of its answer: it holds the turn, the replica and the engine's answer.
+
+    Whoever reads the answer owns it: leaving the context gives all of that back, once, however the answer ended.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_body",
+        "_charge",
+        "_context",
+        "_is_counted",
+        "_model",
+        "_replica",
+        "_serving",
+        "_turn",
+        "began",
+        "request",
+    )
+
+    def __init__(self, serving: Serving, request: Inference) -> None:
+        self.request = request
+        self.began = 0.0
+        self._serving = serving
+        self._model: Model | None = None
+        self._charge: Charge | None = None
+        self._turn: Turn | None = None
+        self._replica: Replica | None = None
+        self._context: AbstractAsyncContextManager[Response] | None = None
+        self._is_counted = False
+        self._body = b""
+        self._answer: Answer | None = None
+
+    async def __aenter__(self) -> Answer:
+        if self.request.endpoint == TOKENIZE:
+            return await self._serving.count(self.request)
+        try:
+            answer = await self._enter()
+        except BaseException as error:
+            await self._leave(error)
+            raise
+        self._answer = answer
+        return answer
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._answer is not None:
+            await self._leave(error)
+
+    async def _enter(self) -> Answer:
+        """Take a turn, ask a replica and return its answer. Raises RequestRefused."""
+        serving, request = self._serving, self.request
+        self._model = model = serving.select(request)
+        serving.take_rate(request)
+        self._charge = await serving.reserve(model, request)
+        serving.change_load(1, request)
+        self._is_counted = True
+        self._turn = turn = await serving.wait_turn(model, request)
+        if model.state is ModelState.UNLOADED:
+            raise _explain_state(model)
+        replica = model.pick()
+        if replica is None:
+            raise EngineNotReached(f"{model.model_id} has no replica that serves right now.", retry_after_s=2)
+        self._body, drops_usage = ask_for_usage(request.path, request.body)
+        call = Call(
+            request.method, request.path, request.headers, self._body, request.tenant, request.cache_mode, request.cache_tag,
+            request.priority,
+        )  # fmt: skip
+        engine, forgotten = replica.supervisor.engine, ""
+        if request.endpoint == MESSAGES and not request.on_socket:  # else the gateway has seen to it
+            forgotten = ", ".join(find_unhonoured([engine.name], request.body))
+        replica.active += 1
+        self._replica = replica
+        self.began = clock.monotonic()
+        context = engine.stream(call)
+        try:
+            response = await context.__aenter__()
+        except (aiohttp.ClientError, EngineError, OSError) as error:
+            raise self.report(error, began_answer=False) from None
+        self._context = context
+        answer = await self._begin(replica, response, turn, drops_usage=drops_usage)
+        if answer.status >= 400:
+            await serving.take_error(request, answer)
+        if forgotten:
+            answer.headers["x-muster-ignored"] = forgotten[: limits().serving.ignored_chars]
+        return answer
+
+    async def _begin(self, replica: Replica, response: Response, turn: Turn, *, drops_usage: bool) -> Answer:
+        """Return the answer as it is passed on, a short one whole. Raises EngineUnavailable."""
+        request, kind = self.request, response.content_type
+        is_stream = kind == "text/event-stream"
+        headers = headers_to_client(response.headers, is_event_stream=is_stream)
+        numbers = Numbers(queue_wait_ms=turn.waited_ms)
+        answer = Answer(response.status, headers, is_event_stream=is_stream, numbers=numbers)
+        if gpu_ms := headers.pop("x-gpu-time-ms", ""):
+            numbers.reported_gpu_ms = float(gpu_ms) if gpu_ms.replace(".", "", 1).isdigit() else None
+        if is_stream:
+            abilities = replica.capabilities
+            if abilities.keeps_nothing or (abilities.isolates_tenants and request.cache_mode == "none"):
+                headers |= {"x-cache-hit": "false", "x-cache-tokens-reused": "0"}
+            reader = StreamReader(drops_usage=drops_usage)
+            answer.ends = open_end_reader(request.endpoint, holds=False) if response.status < 300 else None
+            wanted = self._tidies(abilities)
+            tidier = ChatTidier() if request.endpoint == CHAT and wanted else None
+            steps = [step for step in (reader, tidier, answer.ends) if step is not None]
+            answer.flow = Flow(self, response, answer, reader, steps)
+        else:
+            length, held, is_json = response.content_length, b"", kind.endswith("json")
+            # An answer is read to its end before its headers leave, because those carry final numbers. Where its length is not
+            # told, JSON alone: other kinds, such as sound, may be meant to be played as they come.
+            is_whole = response.status >= 400 or is_json
+            if length <= limits().serving.whole_bytes if length is not None else is_whole:
+                held = await self._read_whole(response, answer, is_json=is_json)
+            if answer.body is not None:
+                return answer
+            body_reader = BodyReader(is_readable=response.status < 300 and is_json)
+            answer.flow = Flow(self, response, answer, body_reader, [body_reader], held)
+        headers["x-queue-wait-ms"] = str(round(turn.waited_ms))
+        answer.chunks = answer.flow.iterate()
+        return answer
+
+    def _tidies(self, abilities: Capabilities) -> bool:
+        assert self._model is not None
+        tidy = self._model.definition.tidy
+        return abilities.needs_tidying if tidy is None else tidy
+
+    async def _read_whole(self, response: Response, answer: Answer, *, is_json: bool) -> bytes:
+        """Read an answer to its end; its headers then say what it took. Return what was read of one too long for that."""
+        try:
+            body, is_whole = await _hold(response)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.report(error, began_answer=False) from None
+        if not is_whole:
+            return body
+        numbers = answer.numbers
+        numbers.wall_ms = (clock.monotonic() - self.began) * 1000
+        if is_json:
+            found = numbers.take(body)
+            if response.status < 300 and len(body) <= WIRE.usage_body_bytes:
+                answer.usage = found if found is not None else read_body_usage(body)
+        answer.body = body
+        answer.headers |= numbers.headers()
+        return b""
+
+    async def _leave(self, error: BaseException | None) -> None:
+        """Give everything back and write down how it ended."""
+        answer, request = self._answer, self.request
+        try:
+            await self._let_go(error)
+        finally:
+            status = "cancelled"
+            if error is None and answer is not None:
+                status = _name_end(answer)
+            elif isinstance(error, RequestRefused):
+                status = "refused" if answer is None and not isinstance(error, EngineUnavailable) else "error"
+                self._serving.tally.count_refusal(error.code)
+            if self._model is not None:
+                self._serving.write_down(self._model, request, answer, status)
+
+    async def _let_go(self, error: BaseException | None) -> None:
+        """Free engine, replica and turn, then settle what the request costs."""
+        answer, request, serving = self._answer, self.request, self._serving
+        try:
+            if answer is not None and answer.has_failed and answer.ends is not None:
+                message = read_message(b'{"error":%b}' % answer.ends.error) if answer.ends.error else ""
+                await serving.log_error(request, answer.status, message)
+        finally:
+            try:
+                if self._context is not None:
+                    await self._context.__aexit__(None, None, None)
+            finally:
+                await self._free(error)
+
+    async def _free(self, error: BaseException | None) -> None:
+        model, replica, turn = self._model, self._replica, self._turn
+        if replica is not None:
+            if error is not None and not isinstance(error, RequestRefused):
+                replica.supervisor.watch_left(len(self._body))
+            replica.active -= 1
+        if turn is not None and model is not None:
+            model.queue.leave(turn)
+        if self._is_counted:
+            self._serving.change_load(-1, self.request)
+        if self._charge is not None:
+            was_sent = turn is not None
+            if isinstance(error, RequestRefused):
+                # Only an engine that was reached and then failed may have done, and may charge for, some of the work.
+                was_sent = isinstance(error, EngineUnavailable) and not isinstance(error, EngineNotReached)
+            await asyncio.shield(self._charge.settle(self._answer, was_sent=was_sent))
+
+    def report(self, error: Exception, *, began_answer: bool) -> EngineUnavailable:
+        """Have the replica looked at; return what the client hears."""
+        reason, request = type(error).__name__, self.request
+        assert self._replica is not None
+        self._replica.supervisor.report_failure(f"{request.method} {request.endpoint}: {reason}")
+        when = "broke off in the middle of its answer" if began_answer else "did not answer"
+        is_reached = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+        return (EngineUnavailable if is_reached else EngineNotReached)(
+            f"The engine {when} ({reason}).", retry_after_s=None if began_answer else 2
+        )
+
+    def report_cut(self) -> None:
+        """Have the replica looked at because its stream just ended."""
+        assert self._replica is not None
+        self._replica.supervisor.report_failure(f"{self.request.method} {self.request.endpoint}: the stream ended early")
 
 
-async def _hold(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
+class Flow:
+    """The body of an engine's answer on its way out, read once: with ``iterate``, or with ``pipe`` where ``is_piped``.
+
+    Reading raises EngineUnavailable when the engine breaks off. Of event streams whole events come out; on the box's own port
+    the last before ``[DONE]``, or at the end, is a comment with the numbers, and a stream without its closing event raises too:
+    through a gateway such a stream just ends, for the gateway sees that and has a state of its own for it.
+    """
+
+    __slots__ = ("_answer", "_done", "_feeds", "_held", "_reader", "_response", "_slot", "_steps")
+
+    def __init__(
+        self, slot: Slot, response: Response, answer: Answer, reader: StreamReader | BodyReader,
+        steps: Sequence[StreamReader | BodyReader | ChatTidier | EndReader], held: bytes = b"",
+    ) -> None:  # fmt: skip
+        self._slot = slot
+        self._response = response
+        self._answer = answer
+        self._reader = reader
+        self._steps = steps
+        self._feeds = tuple(step.feed for step in steps)
+        self._held = held
+        self._done = b""
+
+    @property
+    def is_piped(self) -> bool:
+        """Whether the engine's connection can call back."""
+        return isinstance(self._response, HttpResponse)
+
+    async def iterate(self) -> AsyncIterator[bytes]:
+        """Yield what goes out."""
+        try:
+            if self._held:
+                yield self._take(self._held)
+            while chunk := await self._response.content.readany():
+                if out := self._take(chunk):
+                    yield out
+        except (aiohttp.ClientError, OSError) as error:
+            self._break_off(error)
+        if last := self._finish():
+            yield last
+
+    async def pipe(self, write: Callable[[bytes], None]) -> None:
+        """Call ``write`` with what goes out, as it comes; return after the last."""
+        response, take, feeds, numbers = self._response, self._take, self._feeds, self._answer.numbers
+        assert isinstance(response, HttpResponse)
+        is_on_socket = self._slot.request.on_socket
+
+        def pass_on(chunk: bytes) -> None:
+            if numbers.first_byte_ms is None or not is_on_socket:
+                if chunk := take(chunk):
+                    write(chunk)
+                return
+            for feed in feeds:
+                chunk = feed(chunk)
+                if not chunk:
+                    return
+            write(chunk)
+
+        if self._held:
+            pass_on(self._held)
+        try:
+            await response.pipe(pass_on)
+        except (aiohttp.ClientError, OSError) as error:
+            self._break_off(error)
+        if last := self._finish():
+            write(last)
+
+    def pause(self) -> None:
+        """Have the engine wait; only while ``pipe`` runs."""
+        if isinstance(self._response, HttpResponse):
+            self._response.pause()
+
+    def resume(self) -> None:
+        """Have it go on."""
+        if isinstance(self._response, HttpResponse):
+            self._response.resume()
+
+    def _take(self, data: bytes) -> bytes:
+        """Return what of the engine's bytes may go out now."""
+        for feed in self._feeds:
+            data = feed(data)
+            if not data:
+                break
+        answer, slot = self._answer, self._slot
+        numbers = answer.numbers
+        if numbers.first_byte_ms is None:
+            numbers.first_byte_ms = (clock.monotonic() - slot.began) * 1000
+        if slot.request.on_socket or not answer.is_event_stream:
+            return data  # through a gateway the engine's bytes pass as they are; the numbers travel beside them
+        if data.endswith(_DONE):
+            data, self._done = data[: -len(_DONE)], _DONE
+        if b'"usage"' in data:
+            self._count()
+            data = _annotate_usage(data, numbers)
+        return data
+
+    def _break_off(self, error: Exception) -> None:
+        """Raise EngineUnavailable, unless the engine had said everything: behind its closing event it has answered."""
+        ends = self._answer.ends
+        if ends is None or not ends.is_closed:
+            raise self._slot.report(error, began_answer=True) from None
+
+    def _finish(self) -> bytes:
+        """Return what goes out last; usage, numbers and how it ended are known then."""
+        rest, answer = b"", self._answer
+        for step in self._steps:
+            rest = (step.feed(rest) if rest else b"") + step.finish()
+        self._count()
+        answer.usage = self._reader.usage()
+        if answer.ends is not None:
+            self._judge(answer, answer.ends)
+        if self._slot.request.on_socket or not answer.is_event_stream:
+            return rest
+        return rest + answer.numbers.comment() + self._done
+
+    def _count(self) -> None:
+        numbers = self._answer.numbers
+        numbers.wall_ms = (clock.monotonic() - self._slot.began) * 1000
+        if isinstance(self._reader, StreamReader):
+            numbers.take_stream(self._reader)
+
+    def _judge(self, answer: Answer, ends: EndReader) -> None:
+        """Note how a stream ended. Raises EngineUnavailable on the box's own port for one that just ended."""
+        end = ends.judge()
+        answer.has_failed = end is not StreamEnd.WHOLE
+        if end is StreamEnd.CUT:
+            self._slot.report_cut()
+            if not self._slot.request.on_socket:
+                words = _read_words(ends.error)
+                raise EngineUnavailable(words or "The engine ended its stream before its answer was finished.")
+
+
+async def _hold(response: Response) -> tuple[bytes, bool]:
     """Return a body and True; of one of unknown length that goes beyond ``whole_bytes``, its beginning and False."""
     if response.content_length is not None:
         return await response.read(), True
@@ -363,87 +573,6 @@ async def _hold(response: aiohttp.ClientResponse) -> tuple[bytes, bool]:
     return bytes(held), True
 
 
-async def _stream_events(
-    replica: Replica,
-    request: Inference,
-    response: aiohttp.ClientResponse,
-    answer: Answer,
-    reader: StreamReader,
-    tidier: ChatTidier | None,
-    *,
-    began: float,
-) -> AsyncIterator[bytes]:
-    """Yield whole events; on the box's own port the last before ``[DONE]``, or at the end, is a comment with the numbers.
-
-    Raises EngineUnavailable when the engine breaks off, and on the box's own port when it ends without its closing event:
-    through a gateway such a stream just ends, for the gateway sees that too and has a state of its own for it.
-    """
-    numbers, held = answer.numbers, b""
-    ends = answer.ends
-    steps: list[StreamReader | ChatTidier | EndReader] = [step for step in (reader, tidier, ends) if step is not None]
-    try:
-        while chunk := await response.content.readany():
-            out = _feed(steps, chunk)
-            if numbers.first_byte_ms is None:
-                numbers.first_byte_ms = (clock.monotonic() - began) * 1000
-            if not out:
-                continue
-            if out.endswith(_DONE) and not request.on_socket:
-                out, held = out[: -len(_DONE)], _DONE
-            if b'"usage"' in out and not request.on_socket:
-                _finish(numbers, reader, began)
-                out = _annotate_usage(out, numbers)
-            if out:
-                yield out
-    except (aiohttp.ClientError, OSError) as error:
-        if ends is None or not ends.is_closed:  # behind its closing event an engine has answered
-            raise _report(replica, request, error, began_answer=True) from None
-    rest = b""
-    for step in steps:
-        rest = (step.feed(rest) if rest else b"") + step.finish()
-    _finish(numbers, reader, began)
-    answer.usage = reader.usage()
-    if ends is not None:
-        _judge(replica, request, answer, ends)
-    # Through a gateway the engine's bytes pass as they are; the numbers travel beside them.
-    if last := rest + (b"" if request.on_socket else numbers.comment()) + held:
-        yield last
-
-
-def _feed(steps: Iterable[StreamReader | ChatTidier | EndReader], data: bytes) -> bytes:
-    """Return what is left of a chunk once each has taken it from the one before; nothing is fed once nothing is left."""
-    for step in steps:
-        data = step.feed(data) if data else data
-    return data
-
-
-async def _stream_body(
-    replica: Replica, request: Inference, response: aiohttp.ClientResponse, answer: Answer, held: bytes, *, began: float
-) -> AsyncIterator[bytes]:
-    """Yield a body that is too long to be held, or of unknown length; ``held`` was read of it already."""
-    reader = BodyReader(is_readable=response.status < 300 and response.content_type.endswith("json"))
-    try:
-        if held:
-            yield reader.feed(held)
-        while chunk := await response.content.readany():
-            yield reader.feed(chunk)
-    except (aiohttp.ClientError, OSError) as error:
-        raise _report(replica, request, error, began_answer=True) from None
-    answer.numbers.wall_ms = (clock.monotonic() - began) * 1000
-    answer.usage = reader.usage()
-
-
-def _judge(replica: Replica, request: Inference, answer: Answer, ends: EndReader) -> None:
-    """Note how a stream ended. Raises EngineUnavailable on the box's own port for one that just ended."""
-    end = ends.judge()
-    answer.has_failed = end is not StreamEnd.WHOLE
-    if end is StreamEnd.CUT:
-        replica.supervisor.report_failure(f"{request.method} {request.endpoint}: the stream ended early")
-        if not request.on_socket:
-            words = _read_words(ends.error)
-            raise EngineUnavailable(words or "The engine ended its stream before its answer was finished.")
-
-
 def _read_words(error: bytes) -> str:
     """Return what an engine's error event says, as far as it is text; nothing without one."""
     try:
@@ -451,11 +580,6 @@ def _read_words(error: bytes) -> str:
     except UNREADABLE:
         return ""
     return f"The engine failed: {said[: limits().engines.said_chars]}" if said else ""
-
-
-def _finish(numbers: Numbers, reader: StreamReader, began: float) -> None:
-    numbers.wall_ms = (clock.monotonic() - began) * 1000
-    numbers.take_stream(reader)
 
 
 def _annotate_usage(out: bytes, numbers: Numbers) -> bytes:
@@ -468,17 +592,6 @@ def _annotate_usage(out: bytes, numbers: Numbers) -> bytes:
         }
     )
     return _USAGE_CHUNK.sub(lambda found: found[1] + b',"muster":' + extra + b"}" + found[2], out, count=1)
-
-
-def _report(replica: Replica, request: Inference, error: Exception, *, began_answer: bool) -> EngineUnavailable:
-    """Have the replica looked at; return what the client hears."""
-    reason = type(error).__name__
-    replica.supervisor.report_failure(f"{request.method} {request.endpoint}: {reason}")
-    when = "broke off in the middle of its answer" if began_answer else "did not answer"
-    is_reached = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-    return (EngineUnavailable if is_reached else EngineNotReached)(
-        f"The engine {when} ({reason}).", retry_after_s=None if began_answer else 2
-    )
 
 
 def _name_end(answer: Answer) -> str:

@@ -40,7 +40,7 @@ class Line:
     def __init__(self, take: Callable[[Frame | tuple[int, str]], None]) -> None:
         self._take = take
         self._waiting: deque[Frame | tuple[int, str]] = deque()
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0
         self._room = asyncio.Event()
         self._room.set()
         self._is_moving = False
@@ -67,8 +67,8 @@ class Line:
         if self.is_cut:
             return
         self._waiting.append(item)
-        self._waiting_bytes += _size(item)
-        if self._waiting_bytes > BUFFER_BYTES:
+        self.waiting_bytes += _size(item)
+        if self.waiting_bytes > BUFFER_BYTES:
             self._room.clear()
         self._move()
 
@@ -100,8 +100,8 @@ class Line:
         if self.is_stalled or self.is_cut or not self._waiting:
             return
         item = self._waiting.popleft()
-        self._waiting_bytes -= _size(item)
-        if self._waiting_bytes <= BUFFER_BYTES:
+        self.waiting_bytes -= _size(item)
+        if self.waiting_bytes <= BUFFER_BYTES:
             self._room.set()
         self._take(item)
         self._move()
@@ -197,16 +197,14 @@ class NodeEnd:
             self._is_over = True
             self._messages.put_nowait(aiohttp.WSMessage(aiohttp.WSMsgType.CLOSED, None, None))
 
-    async def send_bytes(self, frame: bytes) -> None:
-        await self._send(frame)
+    @property
+    def waiting_bytes(self) -> int:
+        return self._link.up.waiting_bytes
 
-    async def send_str(self, frame: str) -> None:
-        await self._send(frame)
-
-    async def _send(self, frame: Frame) -> None:
-        if self._is_over:
+    def post(self, frame: Frame) -> None:
+        if self._is_over or self._link.up.is_cut:
             raise Lost
-        await self._link.up.send(frame)
+        self._link.up.post(frame)
 
     async def close(self, *, code: int = 1000) -> bool:
         """Close the socket in good order; behind a full line nothing waits longer than aiohttp does."""

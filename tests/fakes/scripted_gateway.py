@@ -251,7 +251,7 @@ class GatewayStream:
 
 
 class _Socket:
-    """What a runner uses of an ``aiohttp.ClientWebSocketResponse``."""
+    """What a runner uses of its ``GatewaySocket``."""
 
     def __init__(self, gateway: MemoryGateway) -> None:
         self._gateway = gateway
@@ -260,22 +260,20 @@ class _Socket:
     async def receive(self) -> aiohttp.WSMessage:
         return await self.to_runner.get()
 
-    async def send_str(self, text: str) -> None:
-        self._check()
-        self._gateway.take_message(bridge.decode_worker_message(text))
+    waiting_bytes = 0
 
-    async def send_bytes(self, data: bytes) -> None:
-        self._check()
-        self._gateway.take_frame(frames.decode_frame(data))
+    def post(self, frame: str | bytes) -> None:
+        if self._gateway.socket is not self:
+            raise aiohttp.ClientConnectionResetError("the connection is closed")
+        if isinstance(frame, str):
+            self._gateway.take_message(bridge.decode_worker_message(frame))
+        else:
+            self._gateway.take_frame(frames.decode_frame(frame))
 
     async def close(self, *, code: int) -> None:
         del code
         if self._gateway.socket is self:
             self._gateway.hang_up()
-
-    def _check(self) -> None:
-        if self._gateway.socket is not self:
-            raise aiohttp.ClientConnectionResetError("the connection is closed")
 
 
 class MemoryGateway:

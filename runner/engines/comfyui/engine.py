@@ -40,6 +40,7 @@ from runner.engines.port import (
     FlushRequest,
     FlushResult,
     Health,
+    Response,
 )
 from runner.errors import EngineError, ModalityUnsupported
 from runner.limits import limits
@@ -123,7 +124,7 @@ class ComfyUiEngine:
         return EngineStats(running=len(queue.running), waiting=len(queue.pending))
 
     @asynccontextmanager
-    async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def stream(self, call: Call) -> AsyncIterator[Response]:
         """Send a request for images. Raises aiohttp.ClientError, OSError, and ModalityUnsupported for any other."""
         if self._site is None:
             raise aiohttp.ClientConnectionError("ComfyUI is not loaded")
@@ -144,6 +145,7 @@ class ComfyUiEngine:
 
     async def _stop_site(self) -> None:
         site, self._site = self._site, None
+        self._door.close()
         if site is not None:
             await site.stop()
 

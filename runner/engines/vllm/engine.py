@@ -36,6 +36,7 @@ from runner.engines.port import (
     Health,
     Progress,
     Report,
+    Response,
 )  # fmt: skip
 from runner.engines.private_folders import make_private_folder
 from runner.engines.token_counts import ask_count
@@ -132,6 +133,8 @@ class VllmEngine:
         server, self._server = self._server, None
         if gently and server is not None:
             gently = await server.check() is Health.OK  # one that hangs would not hear the signal either
+        if server is not None:
+            server.close()
         self._is_asleep = False
         session, self._session = self._session, None
         folder, self._folder = self._folder, None
@@ -175,7 +178,7 @@ class VllmEngine:
         return "" if self._server is None else await self._server.read_metrics()
 
     @asynccontextmanager
-    async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def stream(self, call: Call) -> AsyncIterator[Response]:
         """Send a request under the salt and priority of its tenant. Raises aiohttp.ClientError, OSError, RequestRefused."""
         if self._server is None:
             raise aiohttp.ClientConnectionError("vLLM is not loaded")
@@ -233,7 +236,7 @@ class VllmEngine:
             auto_decompress=False,
             skip_auto_headers={"User-Agent"},
         )
-        server = HttpServer(self._session)
+        server = HttpServer(self._session, socket=str(socket))
         server.base_url = "http://vllm"
         return server
 

@@ -35,6 +35,7 @@ from runner.engines.port import (
     FlushScope,
     Health,
     Progress,
+    Response,
     TokenCounter,
 )
 from runner.errors import EngineError
@@ -174,7 +175,7 @@ async def count_running(subject: EngineUnderTest) -> int | None:
     return (await subject.engine.stats()).running
 
 
-async def first_bytes(response: aiohttp.ClientResponse) -> bytes:
+async def first_bytes(response: Response) -> bytes:
     assert response.status == 200
     return await asyncio.wait_for(response.content.readany(), WAIT_LIMIT_S)
 

@@ -40,6 +40,7 @@ class TabbyContract:
     loaded: str | None = None
     loads: list[dict[str, object]] = field(default_factory=list)
     asked: list[dict[str, object]] = field(default_factory=list)
+    asked_by_admin: int = 0
     running: int = 0
     url: str = ""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -119,6 +120,7 @@ class TabbyContract:
         self._require_model()
         body = await request.json()
         self.asked.append(body)
+        self.asked_by_admin += "x-admin-key" in request.headers
         count = int(body.get("max_tokens", 8))
         if not body.get("stream"):
             return web.json_response(words_answer(count, 20))

@@ -64,13 +64,13 @@ async def loaded(
 
 async def ask(adapter: ComfyUiEngine, **fields: object) -> tuple[int, Answer]:
     async with asyncio.timeout(30), adapter.stream(image_call(PROMPT, **fields)) as response:
-        return response.status, await response.json()
+        return response.status, json.loads(await response.read())
 
 
 async def ask_stream(adapter: ComfyUiEngine, **fields: object) -> list[Answer]:
     async with asyncio.timeout(30), adapter.stream(image_call(PROMPT, stream=True, **fields)) as response:
         assert response.status == 200, await response.read()
-        return [json.loads(data) for data in re.findall(r"^data: (.*)$", await response.text(), re.MULTILINE)]
+        return [json.loads(data) for data in re.findall(r"^data: (.*)$", (await response.read()).decode(), re.MULTILINE)]
 
 
 def pictures(answer: Answer) -> list[bytes]:
@@ -238,7 +238,9 @@ async def test_only_images_are_served_and_nobody_else_on_the_machine_gets_any() 
             dataclasses.replace(call, headers={"content-type": "multipart/form-data; boundary=x"})
         ) as form:
             assert form.status == 400
-        async with client.post(form.url, data=call.body, headers={"Content-Type": "application/json"}) as response:
+        async with client.post(
+            adapter._door.base_url + call.path, data=call.body, headers={"Content-Type": "application/json"}
+        ) as response:
             assert response.status == 401
         assert server.asked == []
 

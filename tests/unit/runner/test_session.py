@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -190,8 +190,13 @@ class StreamGateway:
         assert isinstance(effect, Opened)
         self.stream: Stream = effect.stream
 
-    async def send(self, frame: bytes) -> None:
+    has_room = True
+
+    def post(self, frame: bytes) -> None:
         self.frames.append(frames.decode_frame(frame))
+
+    def when_room(self, go_on: Callable[[], None]) -> None:
+        raise AssertionError("there is room")
 
     @property
     def kinds(self) -> list[int]:
@@ -239,7 +244,7 @@ class Serve:
 async def serve_stream(gateway: StreamGateway, serve: Serve) -> Relay:
     """Have the stream served to its end."""
     relay = Relay(serve.open)
-    relay.open(gateway.stream, b"{}", gateway.send)
+    relay.open(gateway.stream, b"{}", gateway)
     await asyncio.wait_for(relay.wait_idle(), 30)
     assert relay.load == 0
     return relay

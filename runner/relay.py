@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 
 from runner.errors import (
@@ -14,7 +14,6 @@ from runner.errors import (
     QueueFull,
     QueueTimeout,
     RequestRefused,
-    SessionLost,
     StreamClosed,
     TenantQueueFull,
     Unavailable,
@@ -25,7 +24,7 @@ from runner.limits import limits
 from runner.serving.refusal import refusal_body
 from runner.serving.request import Inference, check_crowd, read_cache_mode, read_cache_tag, read_fields, read_priority
 from runner.serving.service import Answer
-from runner.session import Stream
+from runner.session import Outlet, Stream
 from wire import clock
 from wire.events import find_boundary
 from wire.frames import End, Head, OpenMeta
@@ -38,25 +37,84 @@ _ELSEWHERE = (
 )  # fmt: skip
 """Refusals that say nothing about the request: another box, or this one later, may take it."""
 
-Send = Callable[[bytes], Awaitable[None]]
-"""Puts one frame on the stream's own socket, waiting while that is full. Raises SessionLost."""
-
 
 class _Job:
-    """One stream being served."""
+    """One stream being served. What its window or its socket has no room for is held, and the engine waits meanwhile."""
 
-    __slots__ = ("answer", "credit", "has_head", "send", "started_at", "stream", "task", "whole")
+    __slots__ = (
+        "_held",
+        "_let_out",
+        "_waits_for_room",
+        "answer",
+        "has_head",
+        "is_stream",
+        "outlet",
+        "started_at",
+        "stream",
+        "task",
+        "whole",
+    )
 
-    def __init__(self, stream: Stream, send: Send) -> None:
+    def __init__(self, stream: Stream, outlet: Outlet) -> None:
         self.stream = stream
-        self.send = send
-        self.credit = asyncio.Event()
-        self.has_head = False
+        self.outlet = outlet
+        self.has_head = self.is_stream = self._waits_for_room = False
+        self._held = b""
+        self._let_out: asyncio.Future[None] | None = None
         self.answer: Answer | None = None
         self.started_at = clock.monotonic()
         self.task: asyncio.Task[None] | None = None
         self.whole: tuple[Head, bytes] | None = None
         """An answer short enough to leave in one frame with its end."""
+
+    def write(self, out: bytes) -> None:
+        """Send bytes of the body, or hold them."""
+        stream, outlet = self.stream, self.outlet
+        if not self._held and len(out) <= stream.window and len(out) <= WIRE.frame_payload_bytes and outlet.has_room:
+            if stream.is_open:  # else the gateway has cancelled it, and its task is about to hear that
+                outlet.post(stream.data(out))
+            return
+        self._held += out
+        self.go_on()
+        if self._held and self.answer is not None and self.answer.flow is not None:
+            self.answer.flow.pause()
+
+    def go_on(self) -> None:
+        """Send what is held as far as there is room, cut between events where that is possible."""
+        held, stream, outlet = self._held, self.stream, self.outlet
+        start = 0
+        while start < len(held) and stream.is_open:
+            if not outlet.has_room:
+                if not self._waits_for_room:
+                    self._waits_for_room = True
+                    outlet.when_room(self._take_room)
+                break
+            room = min(stream.window, WIRE.frame_payload_bytes)
+            if room <= 0:
+                break
+            piece = held[start : start + room]
+            if self.is_stream and start + room < len(held):
+                cut = find_boundary(piece)
+                piece = piece[:cut] if cut else piece
+            outlet.post(stream.data(piece))
+            start += len(piece)
+        self._held = held[start:] if stream.is_open else b""
+        if self._held:
+            return
+        if held and self.answer is not None and self.answer.flow is not None:
+            self.answer.flow.resume()
+        if self._let_out is not None and not self._let_out.done():
+            self._let_out.set_result(None)
+
+    def _take_room(self) -> None:
+        self._waits_for_room = False
+        self.go_on()
+
+    async def let_out(self) -> None:
+        """Return when nothing is held."""
+        while self._held:
+            self._let_out = asyncio.get_running_loop().create_future()
+            await self._let_out
 
     def end(self, error: str = "", message: str = "", *, retryable: bool = False) -> End:
         """Return how this stream ended, with its usage and the times it took in milliseconds."""
@@ -84,9 +142,9 @@ class Relay:
         """Requests that run or wait here."""
         return len(self._jobs)
 
-    def open(self, stream: Stream, body: bytes, send: Send) -> None:
+    def open(self, stream: Stream, body: bytes, outlet: Outlet) -> None:
         """Start serving a stream."""
-        job = _Job(stream, send)
+        job = _Job(stream, outlet)
         self._jobs[stream] = job
         self._idle.clear()
         job.task = asyncio.create_task(self._serve(job, body))
@@ -104,10 +162,10 @@ class Relay:
             self.abort(stream)
 
     def credit(self, stream: Stream) -> None:
-        """Wake a stream that waits for its window to open."""
+        """Let a stream go on whose window has opened."""
         job = self._jobs.get(stream)
         if job is not None:
-            job.credit.set()
+            job.go_on()
 
     async def wait_idle(self) -> None:
         """Return when nothing is being served."""
@@ -136,13 +194,13 @@ class Relay:
                 # An answer that is here in full when time runs out is delivered: only our own books were still being closed.
                 end = job.end() if job.whole else job.end("timeout", f"not finished within {deadline_ms} ms")
             frame = job.stream.reply(*job.whole, end) if job.whole is not None else job.stream.end(end)
-            await job.send(frame)
-        except (SessionLost, StreamClosed):
+            job.outlet.post(frame)
+        except StreamClosed:
             log.debug("stream abandoned stream=%s", job.stream.ident)
         except Exception:
             # A bug of ours: the gateway would wait for the end of this stream until its deadline.
-            with contextlib.suppress(SessionLost, StreamClosed):
-                await job.send(job.stream.end(job.end("engine_failed", "the box failed; its log says why")))
+            with contextlib.suppress(StreamClosed):
+                job.outlet.post(job.stream.end(job.end("engine_failed", "the box failed; its log says why")))
             raise
 
     async def _answer(self, job: _Job, body: bytes) -> End:
@@ -167,41 +225,22 @@ class Relay:
 
     async def _forward(self, job: _Job, answer: Answer) -> None:
         """Forward status, headers and body as they come; reading stops while the gateway grants no credit."""
-        head = Head(status=answer.status, headers=answer.headers)
         stream = job.stream
-        if answer.body is not None:
-            if len(answer.body) <= min(self._limits.whole_answer_bytes, stream.window):
-                job.whole = (head, answer.body)
-                return
-            await job.send(stream.head(head.status, head.headers))
-            job.has_head = True
-            await self._send_pieces(job, answer.body, is_stream=False)
+        if answer.body is not None and len(answer.body) <= min(self._limits.whole_answer_bytes, stream.window):
+            job.whole = (Head(status=answer.status, headers=answer.headers), answer.body)
             return
-        await job.send(stream.head(head.status, head.headers))
-        job.has_head = True
-        send, is_stream = job.send, answer.is_event_stream
-        assert answer.chunks is not None
-        async for out in answer.chunks:
-            if len(out) <= stream.window and len(out) <= WIRE.frame_payload_bytes:
-                await send(stream.data(out))
-            else:
-                await self._send_pieces(job, out, is_stream=is_stream)
-
-    async def _send_pieces(self, job: _Job, out: bytes, *, is_stream: bool) -> None:
-        """Send bytes that do not fit at once, cut between events where that is possible."""
-        stream, start = job.stream, 0
-        while start < len(out):
-            room = min(stream.window, WIRE.frame_payload_bytes)
-            if room <= 0:
-                job.credit.clear()
-                await job.credit.wait()
-                continue
-            piece = out[start : start + room]
-            if is_stream and start + room < len(out):
-                cut = find_boundary(piece)
-                piece = piece[:cut] if cut else piece
-            await job.send(stream.data(piece))
-            start += len(piece)
+        job.outlet.post(stream.head(answer.status, answer.headers))
+        job.has_head, job.is_stream = True, answer.body is None and answer.is_event_stream
+        if answer.body is not None:
+            job.write(answer.body)
+        elif answer.flow is not None and answer.flow.is_piped:
+            await answer.flow.pipe(job.write)
+        else:
+            assert answer.chunks is not None
+            async for out in answer.chunks:
+                job.write(out)
+                await job.let_out()
+        await job.let_out()
 
 
 def _read_request(meta: OpenMeta, body: bytes) -> Inference:
