@@ -65,12 +65,17 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One floor judged on one system. ``passed`` is None when there was nothing to judge."""
+    """One floor and its goal on one system. ``passed`` is about the floor; None when there was nothing to judge."""
 
     floor: Floor
     system: System
     value: float | None
     passed: bool | None
+
+    @property
+    def goal_ratio(self) -> float | None:
+        """The figure as a multiple of its goal, at most 1 when the goal is met; None without goal or verdict."""
+        return _divide(self.value, self.floor.goal) if self.passed is not None else None
 
 
 class SampleSet:

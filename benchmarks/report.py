@@ -1,4 +1,4 @@
-"""Prints the figures, ratios first, with the floors they meet or miss; writes everything measured as JSON."""
+"""Prints the figures, ratios first, with the floors and goals they meet or miss; writes everything measured as JSON."""
 
 from __future__ import annotations
 
@@ -70,15 +70,24 @@ def render_table(figures: dict[System, Figures]) -> str:
 
 
 def render_verdicts(verdicts: Sequence[Verdict]) -> str:
-    """Return one line per floor and system."""
-    lines = []
+    """Return a table of one line per floor and system: the figure, its floor and goal, and how far the goal is."""
+    rows = [["", "figure", "floor", "goal", "distance", ""]]
     for verdict in verdicts:
-        missed = "FAIL" if verdict.floor.is_binding else "over"
-        word = {True: "PASS", False: missed, None: "skip"}[verdict.passed]
+        floor = verdict.floor
+        word = {True: "PASS", False: "FAIL" if floor.is_binding else "over", None: "skip"}[verdict.passed]
         value = "errors" if verdict.value is None and verdict.passed is False else _render_value(verdict)
-        floor = f"{verdict.floor.title} ≤ {verdict.floor.limit:g}"
-        lines.append(f"{word}  {value:>8}  {floor}  ({TITLES[verdict.system]})")
-    return "\n".join(lines)
+        goal = "–" if floor.goal is None else f"{floor.goal:g}"
+        what = f"{floor.title}  ({TITLES[verdict.system]})"
+        rows.append([word, value, f"{floor.limit:g}", goal, _render_distance(verdict.goal_ratio), what])
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row[:5], widths, strict=True)), row[5]]) for row in rows]
+    return "\n".join(line.rstrip() for line in lines) if verdicts else ""
+
+
+def _render_distance(goal_ratio: float | None) -> str:
+    if goal_ratio is None:
+        return "–"
+    return "met" if goal_ratio <= 1 else f"{goal_ratio:.2f} × goal"
 
 
 def render_problems(figures: dict[System, Figures]) -> str:
@@ -123,6 +132,8 @@ def write_json(
                 "figure": v.floor.figure,
                 "system": v.system.value,
                 "limit": v.floor.limit,
+                "goal": v.floor.goal,
+                "goal_ratio": v.goal_ratio,
                 "is_binding": v.floor.is_binding,
                 "value": v.value,
                 "passed": v.passed,

@@ -69,8 +69,8 @@ def test_floors_that_are_missed_fail_and_what_cannot_be_compared_is_not_judged()
     assert passed(missed, "chunk_ratio", DIRECT) is False
     assert "FAIL" in render_verdicts(judge_floors(compute_figures(SampleSet(missed))))
     for samples, wanted in (
-        ([sample(SPOKEN, cpu_s=0.020), sample(TRANSLATED, cpu_s=0.038)], True),
-        ([sample(SPOKEN, cpu_s=0.020), sample(TRANSLATED, cpu_s=0.042)], False),
+        ([sample(SPOKEN, cpu_s=0.020), sample(TRANSLATED, cpu_s=0.030)], True),
+        ([sample(SPOKEN, cpu_s=0.020), sample(TRANSLATED, cpu_s=0.034)], False),
         ([sample(TRANSLATED)], None),
         ([sample(SPOKEN), sample(TRANSLATED, reads=500)], None),
     ):
@@ -78,6 +78,18 @@ def test_floors_that_are_missed_fail_and_what_cannot_be_compared_is_not_judged()
     for starts_s, is_quick in (((1.0, 1.5, 9.0), True), ((1.0, 2.5, 2.5), False)):
         (verdict,) = [v for v in judge_floors(compute_figures(SampleSet([]), starts_s)) if v.floor.figure == "start_s"]
         assert (verdict.system, verdict.passed) == (DIRECT, is_quick)
+
+
+@pytest.mark.parametrize(("cpu_s", "told"), [(0.028, "met"), (0.033, "1.10 × goal"), (0.040, "1.33 × goal")])
+def test_a_missed_goal_is_told_as_a_distance_and_passes(cpu_s: float, told: str) -> None:
+    verdicts = judge_floors(compute_figures(SampleSet([sample(NGINX, cpu_s=0.020), sample(DIRECT, cpu_s=cpu_s)])))
+    chunk, request = (next(v for v in verdicts if v.floor.figure == figure) for figure in ("chunk_ratio", "request_ratio"))
+    assert chunk.goal_ratio == pytest.approx(cpu_s / 0.030)
+    assert chunk.passed is (cpu_s <= 0.036)
+    assert (request.goal_ratio, request.passed) == (None, None)
+    (line,) = (line for line in render_verdicts(verdicts).splitlines() if "CPU per chunk" in line)
+    assert line.split()[:4] == ["PASS" if chunk.passed else "FAIL", f"{cpu_s / 0.020:.2f}", "1.8", "1.5"]
+    assert told in line
 
 
 def test_slopes_shares_errors_and_percentiles() -> None:
