@@ -40,6 +40,7 @@ class Figures:
     request_us: float | None = None
     chunk_us: float | None = None
     added_first_byte_us: float | None = None
+    engine_added_ms: float | None = None
     added_p99_ms: float | None = None
     first_byte_us: float | None = None
     p99_ms: float | None = None
@@ -173,8 +174,8 @@ def _measure_system(samples: SampleSet, system: System) -> Figures:
     own.misplaced = sum(s.load.misplaced for s in samples.of_system(system))
     if system is not System.MOCK:
         own.added_first_byte_us = _added(samples, system, Measure.FIRST_BYTE, lambda load: load.ttfb_us.p50)
-        added_p99_us = _added(samples, system, Measure.OPEN_STREAMS, lambda load: load.ttfb_us.p99)
-        own.added_p99_ms = added_p99_us / 1e3 if added_p99_us is not None else None
+        own.engine_added_ms = _added_ms(samples, system, Measure.ENGINE, lambda load: load.ttfb_us.p50)
+        own.added_p99_ms = _added_ms(samples, system, Measure.OPEN_STREAMS, lambda load: load.ttfb_us.p99)
     return own
 
 
@@ -183,6 +184,10 @@ def _added(samples: SampleSet, system: System, measure: Measure, read: Callable[
     base = {s.round_number: read(s.load) for s in samples.clean(System.MOCK, measure)}
     own = samples.clean(system, measure)
     return _median(read(s.load) - base[s.round_number] for s in own if s.round_number in base)
+
+
+def _added_ms(samples: SampleSet, system: System, measure: Measure, read: Callable[[LoadResult], float]) -> float | None:
+    return _divide(_added(samples, system, measure, read), 1e3)
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -47,6 +47,7 @@ _COLUMNS = (
     Column("µs per\nrequest", _number(1, lambda f: f.request_us)),
     Column("µs per\nchunk", _number(1, lambda f: f.chunk_us)),
     Column("added TTFB\np50, µs", _number(0, lambda f: f.added_first_byte_us)),
+    Column("+ms, engine\nneeds 5 ms", _number(2, lambda f: f.engine_added_ms)),
     Column("chunks\nper read", _number(2, lambda f: f.chunks_per_read)),
     Column("transit\np99, µs", _number(0, lambda f: f.transit_p99_us)),
     Column("database\nµs/request", _number(1, lambda f: f.database_us)),

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -19,8 +20,10 @@ import pytest
 
 from benchmarks.answers import CHAT, MESSAGES, RESPONSES, find_voice
 from benchmarks.loadclient import LoadResult, LoadSpec, Target, run_load
+from benchmarks.plan import Measure, plan_work
 from benchmarks.processes import ROOT
 from benchmarks.toolchain import Tools, build_tools, find_compiler
+from benchmarks.upstream import MockUpstream
 from controlplane.launcher.processes import find_by_directory
 from gateway.dialects import SURFACES
 from gateway.dialects.translation import AnswerContext
@@ -103,6 +106,28 @@ async def test_whole_streams_of_every_path_have_no_problems_and_what_is_left_out
     endless = await load_surface(tools, path, say_stream(path)[:-1])
     assert endless.without_done == endless.answered > 0
     assert f"{endless.answered} streams without the event that ends them" in endless.find_problems()
+
+
+@pytest.fixture
+def mock(tools: Tools, tmp_path: Path) -> Iterator[MockUpstream]:
+    upstream = MockUpstream(tools, log_dir=tmp_path)
+    try:
+        yield upstream
+    finally:
+        upstream.stop()
+
+
+def load_mock(tools: Tools, mock: MockUpstream, measure: Measure, *, seconds: float) -> LoadResult:
+    work = plan_work(measure, quick=True)
+    mock.set_pace(work.pace)
+    result = run_load(tools.load, Target(mock.port), replace(work.spec, seconds=seconds, warmup_ms=0))
+    assert result.find_problems() == []
+    return result
+
+
+def test_the_mock_waits_before_the_first_byte_as_an_engine_does(tools: Tools, mock: MockUpstream) -> None:
+    waited = load_mock(tools, mock, Measure.ENGINE, seconds=0.05)
+    assert waited.ttfb_us.p50 >= 5_000 > waited.transit_us.p50
 
 
 def installation(place: Path) -> list[int]:

@@ -92,6 +92,13 @@ def test_a_missed_goal_is_told_as_a_distance_and_passes(cpu_s: float, told: str)
     assert told in line
 
 
+def test_the_first_byte_behind_a_slow_engine_is_added_to_the_engines_own_time() -> None:
+    for own_us, is_met in ((5_310.0, True), (5_490.0, False)):
+        pair = [sample(System.MOCK, Measure.ENGINE, ttfb_us=5_060.0), sample(DIRECT, Measure.ENGINE, ttfb_us=own_us)]
+        assert compute_figures(SampleSet(pair))[DIRECT].engine_added_ms == pytest.approx((own_us - 5_060.0) / 1e3)
+        assert passed(pair, "engine_added_ms", DIRECT) is is_met
+
+
 def test_slopes_shares_errors_and_percentiles() -> None:
     growing, noise = fit_line([10.0, 12.0, 14.0, 16.0]), fit_line([5.0, 6.0, 5.0, 6.0, 5.0, 6.0, 5.0])
     assert growing.slope == pytest.approx(2.0)
