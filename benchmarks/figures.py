@@ -28,7 +28,9 @@ class Sample:
     @property
     def cpu_us(self) -> float | None:
         """CPU microseconds per request, or per chunk when the measure is about chunks; None when there was none."""
-        units = self.load.chunks if self.measure in {Measure.CHUNKS, Measure.OPEN_STREAMS} else self.load.answered
+        units = (
+            self.load.chunks if self.measure in {Measure.CHUNKS, Measure.OPEN_STREAMS, Measure.OPENED} else self.load.answered
+        )
         return self.cpu_s * 1e6 / units if units else None
 
 
@@ -42,6 +44,9 @@ class Figures:
     added_first_byte_us: float | None = None
     engine_added_ms: float | None = None
     added_p99_ms: float | None = None
+    opened_p50_ms: float | None = None
+    opened_p95_ms: float | None = None
+    opened_p99_ms: float | None = None
     first_byte_us: float | None = None
     p99_ms: float | None = None
     request_ratio: float | None = None
@@ -176,6 +181,9 @@ def _measure_system(samples: SampleSet, system: System) -> Figures:
         own.added_first_byte_us = _added(samples, system, Measure.FIRST_BYTE, lambda load: load.ttfb_us.p50)
         own.engine_added_ms = _added_ms(samples, system, Measure.ENGINE, lambda load: load.ttfb_us.p50)
         own.added_p99_ms = _added_ms(samples, system, Measure.OPEN_STREAMS, lambda load: load.ttfb_us.p99)
+        own.opened_p50_ms = _added_ms(samples, system, Measure.OPENED, lambda load: load.ttfb_us.p50)
+        own.opened_p95_ms = _added_ms(samples, system, Measure.OPENED, lambda load: load.ttfb_us.p95)
+        own.opened_p99_ms = _added_ms(samples, system, Measure.OPENED, lambda load: load.ttfb_us.p99)
     return own
 
 

@@ -74,6 +74,7 @@ class Measure(StrEnum):
     FIRST_BYTE = "firstbyte"
     ENGINE = "engine"
     OPEN_STREAMS = "streams"
+    OPENED = "opened"
     START = "start"
 
 
@@ -113,6 +114,8 @@ _FULL = {
         LoadSpec(connections=256, seconds=8.0, is_streaming=True, ramp_ms=2000, warmup_ms=2000),
         Pace(chunks=100, delay_us=20_000),
     ),
+    # Each connection asks once: a stream takes longer than the time in which one may begin.
+    Measure.OPENED: Work(LoadSpec(connections=256, seconds=0.5, is_streaming=True), Pace(chunks=50, delay_us=20_000)),
 }
 _QUICK_SECONDS = {
     Measure.REQUESTS: 1.5,
@@ -120,6 +123,7 @@ _QUICK_SECONDS = {
     Measure.FIRST_BYTE: 1.0,
     Measure.ENGINE: 1.0,
     Measure.OPEN_STREAMS: 4.0,
+    Measure.OPENED: 0.5,
 }
 MERGED_ABOVE = 1.1
 """More chunks per read than this and the busy case was not what it should be: something did not keep up."""

@@ -99,6 +99,12 @@ def test_the_first_byte_behind_a_slow_engine_is_added_to_the_engines_own_time() 
         assert passed(pair, "engine_added_ms", DIRECT) is is_met
 
 
+def test_streams_opened_at_once_have_three_percentiles_beyond_the_mocks_own() -> None:
+    pair = [sample(System.MOCK, Measure.OPENED, ttfb_us=2_000.0), sample(DIRECT, Measure.OPENED, ttfb_us=9_000.0)]
+    own = compute_figures(SampleSet(pair))[DIRECT]
+    assert (own.opened_p50_ms, own.opened_p95_ms, own.opened_p99_ms) == pytest.approx((7.0, 7.0, 70.0))
+
+
 def test_slopes_shares_errors_and_percentiles() -> None:
     growing, noise = fit_line([10.0, 12.0, 14.0, 16.0]), fit_line([5.0, 6.0, 5.0, 6.0, 5.0, 6.0, 5.0])
     assert growing.slope == pytest.approx(2.0)
