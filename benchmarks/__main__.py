@@ -21,6 +21,7 @@ from benchmarks.runner import Bench, Progress, profile_plan, run_plan, time_star
 from benchmarks.storage import open_storage
 from benchmarks.toolchain import HERE, build_tools
 from benchmarks.upstream import MockUpstream
+from benchmarks.vllm_router import VllmRouter, install_vllm_router
 
 PROFILE_DIR = HERE / "results" / "profiles"
 
@@ -41,6 +42,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help=f"comma list of systems ({', '.join(System)}) and measures ({', '.join(Measure)})",
     )
+    parser.add_argument(
+        "--peers", action="store_true", help="measure vllm-router too: the first time its wheel is downloaded from PyPI"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
     parser.add_argument(
         "--pin",
@@ -58,10 +62,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def choose(only: str, *, profile: bool) -> tuple[list[System], list[Measure]]:
+def choose(only: str, *, profile: bool, peers: bool = False) -> tuple[list[System], list[Measure]]:
     """Return the systems and measures named by ``--only``. Raises BenchmarkError.
 
-    The baseline always comes along, and with a translated system the one that it is compared with.
+    The baseline always comes along, and with a translated system the one that it is compared with. ``peers``: whether
+    vllm-router does as well; otherwise it is measured only when it is named.
     """
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = {*System, *Measure}
@@ -69,14 +74,16 @@ def choose(only: str, *, profile: bool) -> tuple[list[System], list[Measure]]:
     if unknown:
         raise BenchmarkError(f"--only does not know {', '.join(unknown)}; it knows {', '.join(sorted(known))}")
     passed_through = [] if profile else [peer for system, peer in TRANSLATED.items() if system in names]
-    systems = [system for system in System if system in names or system in passed_through] or list(System)
+    systems = [system for system in System if system in names or system in passed_through]
+    systems = systems or [system for system in System if system is not System.VLLM_ROUTER]
     measures = [measure for measure in Measure if measure in names] or list(Measure)
     if profile:
         systems = [system for system in systems if system in MUSTER_SYSTEMS]
         measures = [measure for measure in Measure if measure in names and measure != Measure.START]
         measures = measures or [Measure.REQUESTS, Measure.CHUNKS]
-    elif System.MOCK not in systems:
-        systems.insert(0, System.MOCK)
+    else:
+        added = {System.MOCK, System.VLLM_ROUTER} if peers else {System.MOCK}
+        systems = [system for system in System if system in added or system in systems]
     if profile and not systems:
         raise BenchmarkError(f"--profile is about Muster: name one of {', '.join(MUSTER_SYSTEMS)}")
     return [system for system in systems if any(is_measured(system, measure) for measure in measures)], measures
@@ -91,12 +98,17 @@ def open_bench(systems: Sequence[System], cores: CorePlan, progress: Progress, *
         work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-bench-")))
         mock = MockUpstream(tools, log_dir=work_dir, cores=cores.around)
         stack.callback(mock.stop)
-        bench = Bench(tools=tools, cores=cores, mock=mock, nginx=None, muster=None, storage=None)
+        bench = Bench(tools=tools, cores=cores, mock=mock, nginx=None, vllm_router=None, muster=None, storage=None)
         if System.NGINX in systems:
             binary = nginx.find_nginx()
             assert binary is not None
             bench.nginx = nginx.Nginx(binary, upstream_port=mock.port, work_dir=work_dir, cores=cores.system)
             stack.callback(bench.nginx.stop)
+        if System.VLLM_ROUTER in systems:
+            progress.show("starting vllm-router")
+            python = install_vllm_router()
+            bench.vllm_router = VllmRouter(python, upstream_url=mock.url, work_dir=work_dir, cores=cores.system)
+            stack.callback(bench.vllm_router.stop)
         wanted = [system for system in systems if system in MUSTER_SYSTEMS]
         if wanted:
             progress.show("starting PostgreSQL and Valkey")
@@ -116,7 +128,7 @@ def open_bench(systems: Sequence[System], cores: CorePlan, progress: Progress, *
 
 def measure_all(arguments: argparse.Namespace, progress: Progress) -> int:
     """Measure, print and write; return 1 when a floor was missed or a run had errors."""
-    systems, measures = choose(arguments.only, profile=False)
+    systems, measures = choose(arguments.only, profile=False, peers=arguments.peers)
     if System.NGINX in systems and nginx.find_nginx() is None:
         systems.remove(System.NGINX)
         progress.show("nginx is not installed: there will be no ratios (apt-get install nginx)")
@@ -138,7 +150,7 @@ def measure_all(arguments: argparse.Namespace, progress: Progress) -> int:
         if part:
             print(part + "\n")
     if arguments.json:
-        options = {"quick": arguments.quick, "rounds": rounds, "only": arguments.only}
+        options = {"quick": arguments.quick, "rounds": rounds, "only": arguments.only, "peers": arguments.peers}
         write_json(arguments.json, figures=figures, verdicts=verdicts, samples=samples, cores=cores, arguments=options)
         print(f"written: {arguments.json}")
     return 1 if any(verdict.passed is False and verdict.floor.is_binding for verdict in verdicts) else 0

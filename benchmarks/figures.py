@@ -52,6 +52,8 @@ class Figures:
     request_ratio: float | None = None
     chunk_ratio: float | None = None
     first_byte_ratio: float | None = None
+    request_peer_ratio: float | None = None
+    opened_peer_ratio: float | None = None
     request_passed_ratio: float | None = None
     chunk_passed_ratio: float | None = None
     chunks_per_read: float | None = None
@@ -109,7 +111,7 @@ class SampleSet:
 
 
 def compute_figures(samples: SampleSet, starts_s: Sequence[float] = ()) -> dict[System, Figures]:
-    """Return the figures of every measured system, ratios included: to nginx, and of translation to passing through.
+    """Return the figures of every measured system, with ratios to nginx and vllm-router, and of translation to passing through.
 
     ``starts_s``: after how many seconds a gateway that was killed served again, each time.
     """
@@ -121,6 +123,11 @@ def compute_figures(samples: SampleSet, starts_s: Sequence[float] = ()) -> dict[
             own, peer = figures[system], figures[passed_through]
             own.request_passed_ratio = _divide(own.request_us, peer.request_us)
             own.chunk_passed_ratio = _divide(own.chunk_us, peer.chunk_us)
+    peer_router = figures.get(System.VLLM_ROUTER)
+    for own in figures.values():
+        if peer_router is not None and own.system in MUSTER_SYSTEMS:
+            own.request_peer_ratio = _divide(own.request_us, peer_router.request_us)
+            own.opened_peer_ratio = _divide(own.opened_p99_ms, peer_router.opened_p99_ms)
     nginx = figures.get(System.NGINX)
     for own in figures.values():
         if nginx is None or own.system is System.MOCK:

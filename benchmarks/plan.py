@@ -15,6 +15,7 @@ class System(StrEnum):
 
     MOCK = "mock"
     NGINX = "nginx"
+    VLLM_ROUTER = "vllm-router"
     DIRECT = "direct"
     RELAY = "relay"
     BRIDGE = "bridge"
@@ -27,6 +28,7 @@ class System(StrEnum):
 TITLES = {
     System.MOCK: "mock alone (baseline)",
     System.NGINX: "nginx",
+    System.VLLM_ROUTER: "vllm-router",
     System.DIRECT: "Muster, box called over HTTP",
     System.RELAY: "Muster, box dialled in (muster v1)",
     System.BRIDGE: "Muster, box dialled in (bridge v1)",
@@ -178,6 +180,7 @@ OURS = (System.DIRECT, System.RELAY)
 FLOORS = (
     Floor("request_ratio", "CPU per request, × nginx", FloorKind.RATIO, 5.5, (System.DIRECT,), goal=4.3),
     Floor("request_ratio", "CPU per request, × nginx", FloorKind.RATIO, 10.0, (System.RELAY,), goal=7.0),
+    Floor("request_peer_ratio", "CPU per request, × vllm-router", FloorKind.RATIO, 1.0, (System.DIRECT,), goal=0.8),
     Floor("chunk_ratio", "CPU per chunk, × nginx", FloorKind.RATIO, 1.8, (System.DIRECT,), goal=1.5),
     Floor("chunk_ratio", "CPU per chunk, × nginx", FloorKind.RATIO, 1.8, (System.RELAY,), goal=1.4),
     Floor("request_passed_ratio", "CPU per request, × passed through", FloorKind.RATIO, 2.5, tuple(TRANSLATED), goal=2.0),
@@ -185,6 +188,7 @@ FLOORS = (
     # uvloop's timers count whole milliseconds, so the box that dialled in cannot wait 5 ms as exactly as the mock does.
     Floor("engine_added_ms", "added TTFB p50, engine needs 5 ms, ms", FloorKind.MILLISECONDS, 0.4, (System.DIRECT,), goal=0.25),
     Floor("added_p99_ms", "added TTFB p99 at 256 streams, ms", FloorKind.MILLISECONDS, 5.0, OURS, goal=1.0),
+    Floor("opened_peer_ratio", "added TTFB p99, 256 at once, × vllm-router", FloorKind.RATIO, 1.0, OURS, goal=0.6),
     Floor("misplaced", "chunks lost, doubled, reordered or mixed up", FloorKind.COUNT, 0.0, MUSTER_SYSTEMS),
     Floor("start_s", "killed gateway serves again, s", FloorKind.SECONDS, 2.0, (System.DIRECT,)),
     # A request is durable in PostgreSQL before a box sees it, which nginx has nothing like.

@@ -17,6 +17,7 @@ from benchmarks.processes import Child, CorePlan, core_busy_s
 from benchmarks.storage import Storage
 from benchmarks.toolchain import Tools
 from benchmarks.upstream import MockUpstream, Pace
+from benchmarks.vllm_router import VllmRouter
 
 _WARM_UP = LoadSpec(connections=8, seconds=0.5, is_streaming=False)
 
@@ -29,6 +30,7 @@ class Bench:
     cores: CorePlan
     mock: MockUpstream
     nginx: nginx_peer.Nginx | None
+    vllm_router: VllmRouter | None
     muster: Muster | None
     storage: Storage | None
 
@@ -38,6 +40,8 @@ class Bench:
             return Target(self.mock.port)
         if system is System.NGINX and self.nginx is not None:
             return Target(self.nginx.port, key=nginx_peer.KEY)
+        if system is System.VLLM_ROUTER and self.vllm_router is not None:
+            return Target(self.vllm_router.port)
         assert self.muster is not None
         return Target(self.muster.port, find_path(system), model=MODELS[system], key=self.muster.key)
 
@@ -47,6 +51,8 @@ class Bench:
             return self.mock.child
         if system is System.NGINX and self.nginx is not None:
             return self.nginx.child
+        if system is System.VLLM_ROUTER and self.vllm_router is not None:
+            return self.vllm_router.child
         assert self.muster is not None
         return self.muster.gateway
 

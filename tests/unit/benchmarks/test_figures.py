@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from benchmarks.__main__ import choose
 from benchmarks.boxcheck.arithmetic import Stay, fit_line, leave_out_first, percentile, relative_error, shares, time_by_tenant
 from benchmarks.figures import Sample, SampleSet, compute_figures, judge_floors
 from benchmarks.loadclient import LoadResult, Percentiles
@@ -103,6 +104,20 @@ def test_streams_opened_at_once_have_three_percentiles_beyond_the_mocks_own() ->
     pair = [sample(System.MOCK, Measure.OPENED, ttfb_us=2_000.0), sample(DIRECT, Measure.OPENED, ttfb_us=9_000.0)]
     own = compute_figures(SampleSet(pair))[DIRECT]
     assert (own.opened_p50_ms, own.opened_p95_ms, own.opened_p99_ms) == pytest.approx((7.0, 7.0, 70.0))
+
+
+def test_vllm_router_is_measured_when_asked_for_and_compared_with_in_the_same_run() -> None:
+    assert System.VLLM_ROUTER not in choose("", profile=False)[0]
+    assert choose("relay", profile=False, peers=True)[0] == [System.MOCK, System.VLLM_ROUTER, RELAY]
+    assert choose("vllm-router", profile=False)[0] == [System.MOCK, System.VLLM_ROUTER]
+    peer, own = (
+        sample(system, Measure.REQUESTS, cpu_s=cpu_s) for system, cpu_s in ((System.VLLM_ROUTER, 0.07), (DIRECT, 0.063))
+    )
+    assert compute_figures(SampleSet([peer, own]))[DIRECT].request_peer_ratio == pytest.approx(0.9)
+    times_us = ((System.MOCK, 100.0), (System.VLLM_ROUTER, 300.0), (DIRECT, 350.0), (RELAY, 250.0))
+    opened = [sample(system, Measure.OPENED, ttfb_us=ttfb_us) for system, ttfb_us in times_us]
+    assert [passed(opened, "opened_peer_ratio", system) for system in (DIRECT, RELAY)] == [False, True]
+    assert [passed(opened[:1] + opened[2:], "opened_peer_ratio", system) for system in (DIRECT, RELAY)] == [None, None]
 
 
 def test_slopes_shares_errors_and_percentiles() -> None:
