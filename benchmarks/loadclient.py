@@ -24,6 +24,7 @@ class LoadSpec:
     is_streaming: bool
     ramp_ms: int = 0
     warmup_ms: int = 0
+    period_ms: int = 0
     prompt_bytes: int = 400
 
 
@@ -101,7 +102,15 @@ def run_load(binary: Path, target: Target, spec: LoadSpec, *, cores: Sequence[in
     """Run the load client to its end. Raises BenchmarkError when it fails to report."""
     argv = [str(binary), "-p", str(target.port), "-u", target.path, "-m", target.model, "-k", target.key]
     argv += ["-c", str(spec.connections), "-d", f"{spec.seconds:.3f}", "-b", str(spec.prompt_bytes)]
-    argv += ["-r", str(spec.ramp_ms), "-w", str(spec.warmup_ms), *(["-s"] if spec.is_streaming else [])]
+    argv += [
+        "-r",
+        str(spec.ramp_ms),
+        "-w",
+        str(spec.warmup_ms),
+        "-P",
+        str(spec.period_ms),
+        *(["-s"] if spec.is_streaming else []),
+    ]
     try:
         done = subprocess.run(
             pin_command(argv, cores), capture_output=True, text=True, timeout=spec.seconds + _GRACE_S, check=True
