@@ -148,7 +148,7 @@ class Handle:
         self._protocol = protocol
         self.cycle: RequestResponseCycle | KnownCycle | None = None
         self.request = b""
-        """The bytes of the request, where they came whole and its head may be one to remember."""
+        """The first bytes of a request that came whole: its head may be one to remember."""
         self.callback: Callable[[], None] | None = None
         self.is_blocked = self.is_dead = False
         self._is_chunked = self._has_body = True
@@ -419,7 +419,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         if self._handle is not None:
             # Learnt from only if the read began with this request and holds nothing else.
-            self._handle.request, self._whole = self._whole, b""
+            self._handle.request, self._whole = self._whole[: self._limits.known_head_bytes], b""
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
