@@ -24,11 +24,6 @@ from wire.contract import ErrorCode
 from wire.http_head import TOO_LARGE, HeadFault, find_head_fault, find_size_fault
 from wire.limits import WIRE
 
-
-def _say_nothing() -> None:
-    """Stand for the callback of a request that is over."""
-
-
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -133,6 +128,10 @@ _NOBODY_WAITS = asyncio.Event()
 """Stands for the event of a body that has come."""
 
 
+def _say_nothing() -> None:
+    """Stand for the callback of a request that is over."""
+
+
 class Handle:
     """One request's hold on its connection (``gateway.request.client.ConnectionHandle``), and the line of its response.
 
@@ -155,7 +154,7 @@ class Handle:
         self._timer: asyncio.TimerHandle | None = None
         self.waiting_bytes = 0
 
-    # gateway.client.Line
+    # gateway.request.client.Line
 
     def begin(
         self, *, limit_bytes: int, timeout_s: float, on_stuck: Callable[[str], None], on_drained: Callable[[], None]
@@ -169,10 +168,8 @@ class Handle:
         cycle = self.cycle
         if self.is_dead or cycle is None or cycle.disconnected or cycle.response_started:
             return
-        cycle.response_started = True
+        self._note_start(cycle, status)
         cycle.waiting_for_100_continue = False
-        if self.request and status == 200:
-            self._protocol.learn(self.request, cycle.scope)
         self._has_body = cycle.scope["method"] != "HEAD" and status not in (204, 304)
         self._is_chunked = self._has_body
         parts = [STATUS_LINE[status]]
@@ -249,7 +246,7 @@ class Handle:
             self._timer.cancel()
             self._timer = None
 
-    # gateway.client.ConnectionHandle
+    # gateway.request.client.ConnectionHandle
 
     def set_lost_callback(self, callback: Callable[[], None] | None) -> None:
         """Have ``callback`` called when the peer is gone; at once if it is gone already."""
@@ -293,10 +290,15 @@ class Handle:
         if cycle.scope["method"] != "HEAD":
             parts.append(body)
         cycle.transport.write(b"".join(parts))
-        if self.request and status == 200:
-            self._protocol.learn(self.request, cycle.scope)
-        cycle.response_started = True
+        self._note_start(cycle, status)
         self._end(cycle, is_early=is_early)
+
+    def _note_start(self, cycle: RequestResponseCycle | KnownCycle, status: int) -> None:
+        """A response has begun; the head of a request that is answered with 200 is worth remembering."""
+        cycle.response_started = True
+        known = self._protocol.known
+        if self.request and status == 200 and known is not None:
+            known.learn(self.request, cycle.scope)
 
     def _end(self, cycle: RequestResponseCycle | KnownCycle, *, is_early: bool) -> None:
         """The response is whole. ``is_early``: the request is not."""
@@ -538,11 +540,6 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             self._send_fault(self._fault)
             return
         self._send_error(400, "Bad Request", f"{msg} Send a well-formed HTTP/1.1 request.", ErrorCode.BAD_REQUEST)
-
-    def learn(self, request: bytes, scope: Mapping[str, Any]) -> None:  # Any: an ASGI scope
-        """Remember the head of a request that is answered with 200."""
-        if self.known is not None:
-            self.known.learn(request, scope)
 
     def _is_between(self) -> bool:
         """Whether the next byte begins a request, and nothing of another one is under way."""
