@@ -705,6 +705,9 @@ class GatewayLimits:
     )
     known_heads: int = bound(1024, "heads", "The server forgets which request heads it has read before it remembers more.")
     known_head_bytes: int = bound(4 * 1024, "bytes", "A longer request head is parsed each time it comes.")
+    known_answer_heads: int = bound(
+        256, "heads", "The server forgets the answers' heads that it has rendered before it remembers more."
+    )
     server_ahead_bytes: int = bound(
         64 * 1024, "bytes", "More bytes behind the request that is answered stop the reading of the connection."
     )

@@ -12,7 +12,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -35,8 +35,17 @@ class _HeadRefused(Exception):
     """Ends the parsing of a connection whose next request is answered with ``_fault``."""
 
 
+BeginFast = Callable[["GatewayHttpProtocol", "KnownHead", bytes], bool]
+"""``(connection, head, body)``; whether the request was taken."""
 ServeKnown = Callable[[dict[str, Any], HeaderView, bytes], Coroutine[Any, Any, None]]
 """``(scope, headers, body)``; the values of an ASGI scope are open."""
+
+
+class Fast(Protocol):
+    """A request that is served without a task (``fast_path``)."""
+
+    def take_lost(self) -> None:
+        """The client is gone."""
 
 
 class KnownHead:
@@ -56,11 +65,13 @@ class KnownRequests:
     here, and nothing is taken from here that llhttp did not take byte by byte, but for the digits of the length.
 
     ``paths``: those of which heads are remembered. ``serve``: answers a request by its ASGI scope, headers and body.
+    ``begin``: takes a request before that, or says no.
     """
 
-    def __init__(self, paths: Container[str], serve: ServeKnown) -> None:
+    def __init__(self, paths: Container[str], serve: ServeKnown, begin: BeginFast) -> None:
         self._paths = paths
         self.serve = serve
+        self.begin = begin
         self._bounds = limits().gateway
         self._heads: dict[bytes, KnownHead] = {}
 
@@ -333,6 +344,8 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self.writing = None
         self.is_lost = False
         self._handle: Handle | None = None
+        self.fast: Fast | None = None
+        """Who serves the request that is served without a task."""
         self._idle_since: float | None = None
         """Loop time since which nothing is served here; None = something is, or comes."""
         self._worker: asyncio.Task[None] | None = None
@@ -366,6 +379,8 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         if self._next_known is not None:
             self._next_known.cancel()
         super().connection_lost(exc)
+        if self.fast is not None:
+            self.fast.take_lost()
         watching, self.watching = self.watching, set()
         for handle in watching:
             if handle.cycle is not None:
@@ -435,13 +450,16 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         if self.known is not None and self._is_between():
             found = self.known.find(data)
             if found is not None:
-                self._begin_known(self.known, *found)
+                self._stop_timer()
+                self._unset_keepalive_if_required()
+                if not self.known.begin(self, *found):
+                    self._begin_known(self.known, *found)
                 return
             self._whole = data
         super().data_received(data)
         if self.is_lost or self.is_deaf:
             return
-        if self.flow.read_paused and self.watching:
+        if self.flow.read_paused and (self.watching or self.fast is not None):
             self.read_ahead(len(data))
         if not (self._headers_open or self._body_open):
             self._expect_next()
@@ -548,13 +566,14 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         return is_free and not self.transport.is_closing()
 
     def _begin_known(self, known: KnownRequests, head: KnownHead, body: bytes) -> None:
-        self._stop_timer()
-        self._unset_keepalive_if_required()
         handle = Handle(self)
         extensions = {SCOPE_HANDLE: handle, SCOPE_LINE: handle}
         scope = {**head.scope, "client": self.client, "server": self.server, "extensions": extensions}
         cycle = handle.cycle = self.cycle = KnownCycle(self, scope)  # type: ignore[assignment]
-        answering = known.serve(scope, head.headers, body)
+        self.serve_beside(cycle, known.serve(scope, head.headers, body))
+
+    def serve_beside(self, cycle: KnownCycle, answering: Coroutine[Any, Any, None]) -> None:
+        """Have the connection's own task answer the request of ``cycle``."""
         if self._next_known is not None:
             self._next_known.set_result((cycle, answering))
             self._next_known = None

@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 from django.conf import settings
 
+from controlplane.gateway_server.fast_path import FastPath
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, KnownRequests
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from core.limits import limits
@@ -108,7 +109,9 @@ def make_config(app: GatewayApp, *, host: str, port: int) -> uvicorn.Config:
     bounds = limits().gateway
     GatewayHttpProtocol.header_timeout_s = bounds.header_s
     GatewayHttpProtocol.body_timeout_s = bounds.body_s
-    GatewayHttpProtocol.known = KnownRequests(app.inference, app.serve_known)
+    GatewayHttpProtocol.known = KnownRequests(
+        app.inference, app.serve_known, FastPath(app.runtime.pipeline, app.inference).begin
+    )
     return uvicorn.Config(
         app,
         host=host,

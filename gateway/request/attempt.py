@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -210,9 +211,14 @@ class KeepAlive:
         """How many looks ago something was said last."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
-        """Begin to count; a sign comes after ``every_s`` seconds of silence at most, the first one not before."""
-        self._timer = asyncio.get_running_loop().call_later(self._every_s / 2, self._tick)
+    def start(self, quiet_s: float = 0.0) -> None:
+        """Begin to count; a sign comes after ``every_s`` seconds of silence at most, the first one not before.
+
+        ``quiet_s``: for how long nothing was said already.
+        """
+        self._quiet = 1 if quiet_s else 0
+        delay_s = max(0.0, self._every_s - quiet_s) if quiet_s else self._every_s / 2
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def stop(self) -> None:
         """Say nothing more. Idempotent."""
@@ -229,7 +235,7 @@ class KeepAlive:
             self._quiet = 0
             self._say(client)
         self._seen = client.tail
-        self.start()
+        self._timer = asyncio.get_running_loop().call_later(self._every_s / 2, self._tick)
 
     def _say(self, client: ClientConnection) -> None:
         if not client.started:
@@ -247,6 +253,27 @@ _DONE_ENDS = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
 _WITHOUT_BODY = frozenset({204, 205})
 
 
+class Begun(Protocol):
+    """An attempt that was begun elsewhere, as far as it has come. Times are clock.monotonic() seconds."""
+
+    stream: Stream | None
+    """None: it is over, and nothing of it is to be stopped."""
+    status: int
+    headers: dict[str, str]
+    ends: EndReader | None
+    """Of a stream that is passed on as it comes."""
+    parts: list[bytes]
+    """Of an answer that is held until it is whole, or of a stream whose client got nothing yet."""
+    response_started: bool
+    is_closing: bool
+    """Whether the closing event came, and was counted."""
+    started: float
+    first_byte_at: float | None
+    received: int
+    events: int
+    bytes_out: int
+
+
 class Exchange:
     """One attempt. Create, ``run``, read the counters. ``surface`` None: a break cuts the answer instead of saying so.
 
@@ -257,9 +284,9 @@ class Exchange:
 
     # More than 30 attributes would be looked up in a dictionary of each instance's own, for every chunk.
     __slots__ = (
-        "_began", "_client", "_closed", "_done", "_ends", "_extra", "_headers", "_held", "_job", "_keepalive", "_lease",
-        "_limits", "_over", "_passing", "_path", "_queue_ms", "_rewriter", "_sniff", "_status",
-        "_stream", "_surface", "_translation", "_ungranted", "_usage_data", "_waits", "bytes_out", "events", "first_byte_at",
+        "_began", "_client", "_closed", "_done", "_ends", "_extra", "_headers", "_held", "_is_adopted", "_job", "_keepalive",
+        "_lease", "_limits", "_over", "_passing", "_path", "_queue_ms", "_rewriter", "_sniff", "_status", "_stream",
+        "_surface", "_translation", "_ungranted", "_usage_data", "_waits", "bytes_out", "events", "first_byte_at",
         "is_delivered", "last", "received", "translator", "was_blocked",
     )  # fmt: skip
 
@@ -289,6 +316,7 @@ class Exchange:
         self._keepalive = keepalive
         self._queue_ms = queue_ms
         self._waits = waits
+        self._is_adopted = False
         self._stream: Stream | None = None
         self._done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._over = False
@@ -322,6 +350,26 @@ class Exchange:
         self.events = 0
         self.first_byte_at: float | None = None
 
+    def adopt(self, begun: Begun) -> None:
+        """Go on with an attempt that was begun elsewhere and whose stream calls here from now on. Call before ``run``."""
+        self._is_adopted = True
+        self._stream, self._began = begun.stream, begun.started
+        self._status, self._headers = begun.status, begun.headers
+        self.received, self.first_byte_at = begun.received, begun.first_byte_at
+        self.events, self.bytes_out = begun.events, begun.bytes_out
+        if begun.ends is None:
+            self._held = begun.parts
+            return
+        self._ends, self._passing = begun.ends, True
+        if not begun.response_started:
+            self._client.start(self._status, self._head())
+            for part in begun.parts:
+                self._client.write(part)
+        if self._keepalive is not None and self._surface is not None:
+            self._keepalive.event = self._surface.ping
+        if begun.is_closing:
+            self._closed = asyncio.get_running_loop().call_later(self._limits.closed_s, self._end_closed)
+
     async def run(self) -> Outcome:
         """Serve the attempt. Raises ClientLeft when the client goes; whatever happens, slot and box are let go."""
         job, client = self._job, self._client
@@ -333,12 +381,13 @@ class Exchange:
         try:
             if client.is_gone:
                 raise ClientLeft
-            if self._lease.link.closed:  # lost between the grant and this task's turn
-                return Retry(RetryReason.LOST, RequestInterrupted())
-            try:
-                self._stream = self._lease.link.open_stream(self._open_request(remaining), self)
-            except UnicodeDecodeError:
-                self._end(Broken(ForwardedRequestFailed("The body is not UTF-8."), told=False))
+            if not self._is_adopted:
+                if self._lease.link.closed:  # lost between the grant and this task's turn
+                    return Retry(RetryReason.LOST, RequestInterrupted())
+                try:
+                    self._stream = self._lease.link.open_stream(self._open_request(remaining), self)
+                except UnicodeDecodeError:
+                    self._end(Broken(ForwardedRequestFailed("The body is not UTF-8."), told=False))
             return await client.wait(self._done)
         finally:
             timer.cancel()

@@ -186,6 +186,7 @@ class Candidate(Protocol):
 
 
 L = TypeVar("L", bound=Candidate)
+_NONE: frozenset[Link] = frozenset()
 
 
 def choose_link(candidates: Iterable[L], *, now: float, avoid: Collection[L] = (), prefer: str = "") -> L | None:
@@ -337,7 +338,7 @@ class Dispatcher:
 
     def __init__(self, registry: LinkRegistry, keeper: LinkKeeper, limits: GatewayLimits) -> None:
         self._registry = registry
-        self._ejections = registry.ejections
+        self.ejections = registry.ejections
         self._keeper = keeper
         self._limits = limits
         self._queues: dict[str, dict[str, list[_Waiter]]] = {}
@@ -441,7 +442,7 @@ class Dispatcher:
         lanes = self._queues.get(model)
         if lanes and _count(lanes) >= max_queue:
             raise QueueFull(retry_after_s=1)
-        if max_queue == 0 and self._choose(model, endpoint, set()) is None:
+        if max_queue == 0 and self._choose(model, endpoint, _NONE) is None:
             raise QueueFull(retry_after_s=1)
 
     def acquire(self, job: Job) -> Lease | asyncio.Future[Lease]:
@@ -455,10 +456,27 @@ class Dispatcher:
         if not lanes or endpoint not in lanes:
             link = self._choose(model, endpoint, job.avoid, job.prefer)
             if link is not None:
-                return self._grant(link, model)
+                return self.grant(link, model)
         if lanes and _count(lanes) >= job.max_queue and not job.attempts:
             raise QueueFull(retry_after_s=1)
         return self._enqueue(job)
+
+    def find_free(self, model: str, endpoint: str) -> Link | None:
+        """Return a link on which a new request can begin now, None when it has to wait, or is refused."""
+        if model in self._queues or model in self._keeper.disabled_models:
+            return None
+        return self._choose(model, endpoint, _NONE)
+
+    def take_number(self) -> int:
+        """Return a place in the queue, behind all that were given before."""
+        return next(self._sequence)
+
+    def grant(self, link: Link, model: str) -> Lease:
+        """Take a slot of a link that can take a request."""
+        link.active += 1
+        link.last_served = next(self._served)
+        now = clock.monotonic()
+        return Lease(self, link, model, now, self.ejections.take_probe(link, model, now))
 
     def place_on(self, link: Link) -> None:
         """Give free slots of ``link`` to those who wait, oldest first."""
@@ -471,12 +489,12 @@ class Dispatcher:
                 return
             self._remove(waiter)
             if not waiter.future.done():  # its client left earlier in this loop turn
-                waiter.future.set_result(self._grant(link, waiter.job.request.model))
+                waiter.future.set_result(self.grant(link, waiter.job.request.model))
 
     def begin_trial(self, job: Job, lease: Lease, answer: Answer, *, caller: uuid.UUID) -> Trial:
         """Return an attempt to judge a node by. A caller who chose the node cannot blame it."""
         link, request = lease.link, job.request
-        return self._ejections.begin(
+        return self.ejections.begin(
             link,
             request.model,
             caller=None if job.prefer and link.is_called(job.prefer) else caller,
@@ -493,12 +511,12 @@ class Dispatcher:
             was_taken_back = link.policy.reclaimed or link.policy.draining or link.box_draining
             if was_taken_back or link.is_peer or (job.suspects and verdict is Verdict.FAILED):
                 verdict = Verdict.NOTHING
-        self._ejections.end(trial, verdict, now)
+        self.ejections.end(trial, verdict, now)
         if verdict is Verdict.SUSPECT:
             job.suspects.append(trial)
         elif verdict is Verdict.GOOD:
             for suspect in job.suspects:
-                self._ejections.end(suspect, Verdict.FAILED, now)
+                self.ejections.end(suspect, Verdict.FAILED, now)
 
     def fail_waiting(self, error: GatewayError) -> None:
         """End every wait, e.g. when the gateway stops."""
@@ -515,9 +533,9 @@ class Dispatcher:
 
     def _links_open(self, model: str, lane: str, now: float) -> Sequence[Link]:
         """Return the links that may get a request for the model on that API path: ejected ones only where there is no other."""
-        return self._ejections.choose_from(self._registry.links_answering(model, lane), model, now)
+        return self.ejections.choose_from(self._registry.links_answering(model, lane), model, now)
 
-    def _choose(self, model: str, endpoint: str, avoid: set[Link], prefer: str = "") -> Link | None:
+    def _choose(self, model: str, endpoint: str, avoid: Collection[Link], prefer: str = "") -> Link | None:
         now = clock.monotonic()
         links = self._links_open(model, endpoint, now)
         if endpoint in SPOKEN_THROUGH and not prefer:  # a box that speaks it needs no translation
@@ -535,12 +553,6 @@ class Dispatcher:
         instead = f"it answers {', '.join(answered)}." if answered else "its boxes answer other paths."
         asked = endpoint.removeprefix(AS_IT_IS)
         return EndpointNotAnswered(f"The model '{model}' does not answer {asked}; {instead}", param="model")
-
-    def _grant(self, link: Link, model: str) -> Lease:
-        link.active += 1
-        link.last_served = next(self._served)
-        now = clock.monotonic()
-        return Lease(self, link, model, now, self._ejections.take_probe(link, model, now))
 
     def _enqueue(self, job: Job) -> asyncio.Future[Lease]:
         loop = asyncio.get_running_loop()

@@ -53,6 +53,16 @@ class KeyRing:
         self.used[entry.caller.key_id] = now
         return entry.caller
 
+    def find(self, headers: Mapping[str, str]) -> Caller | None:
+        """Return the caller whose good key is in memory; None: ``identify`` says what is to be said."""
+        _text, keyid, digest = derive(headers, _read_either.__name__, _read_either)
+        entry = self._catalogue.keys.get(keyid) if keyid is not None else None
+        now = clock.unix_s()
+        if entry is None or not hmac.compare_digest(digest, entry.digest) or not entry.is_usable(now):
+            return None
+        self.used[entry.caller.key_id] = now
+        return entry.caller
+
     def forget_unknown(self) -> None:
         """Look unknown key ids up again; called when keys changed."""
         self._unknown.clear()

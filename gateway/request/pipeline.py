@@ -6,9 +6,9 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgspec
 
@@ -71,6 +71,8 @@ from gateway.request.response import id_headers, name_box, name_header, refuse
 from gateway.request.stored import LANE as KEPT_LANE
 from gateway.request.stored import Keeping, keep_answer, mark_unkept, plan_keeping
 from gateway.values import Caller, Header, InferenceRequest, ModelEntry, PoolOptions, Unmatched
+from nodes.links import Link
+from nodes.links.ejections import Trial
 from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
 from wire import clock
 from wire.contract import RequestState
@@ -97,6 +99,8 @@ class Call:
     job: Job | None = None
     exchange: Exchange | None = None
     """The attempt that runs, or ran last."""
+    trial: Trial | None = None
+    """What the node of an attempt is judged by that was begun elsewhere."""
     keeping: Keeping | None = None
     keepalive: KeepAlive | None = None
     queue_ms: int = 0
@@ -132,14 +136,27 @@ class Pipeline:
         record_id = new_uuid7()
         request_id = format_id("req", record_id)
         call = Call(client, surface, record_id, request_id, id_headers(request_id, is_anthropic=surface.is_anthropic))
+        await self._conduct(call, self._begin(call))
+
+    async def take_over(self, call: Call, job: Job, record: Record) -> None:
+        """Answer a request that was accepted elsewhere; ``call`` has the exchange that runs, and its trial."""
+        await self._conduct(call, self._answer(call, job, record))
+
+    async def _begin(self, call: Call) -> Ending:
+        if self.is_stopping:
+            raise ShuttingDown(retry_after_s=2)
+        client = call.client
+        call.caller = await self.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
+        body = await client.read_body(self.limits.max_audio_bytes if call.surface.is_form else None)
+        record, job = await self._admit(call, body)
+        return await self._answer(call, job, record)
+
+    async def _conduct(self, call: Call, answering: Coroutine[Any, Any, Ending]) -> None:
+        """Have a request answered; whatever comes of it, its record and its client are told."""
+        client, surface, request_id = call.client, call.surface, call.request_id
         ending = TORN_DOWN
         try:
-            if self.is_stopping:
-                raise ShuttingDown(retry_after_s=2)
-            call.caller = await self.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
-            body = await client.read_body(self.limits.max_audio_bytes if surface.is_form else None)
-            record, job = await self._admit(call, body)
-            ending = await self._answer(call, job, record)
+            ending = await answering
         except GatewayError as raised:
             error = client.settle() or raised
             if call.unsaid is not None and isinstance(error, EndpointNotAnswered):
@@ -187,13 +204,17 @@ class Pipeline:
 
     async def _run_attempts(self, call: Call, job: Job, record: Record) -> Outcome:
         while True:
-            lease = await self._find_slot(call, job, record)
-            call.exchange = exchange = self._open_exchange(call, job, lease)
-            if exchange is None:
-                continue
-            self.books.note_start(record)
-            outcome = await self._run_attempt(call, job, lease, exchange)
-            if not self._should_retry(call, outcome, job, lease):
+            trial, exchange = call.trial, call.exchange
+            call.trial = None
+            if trial is None or exchange is None:
+                lease = await self._find_slot(call, job, record)
+                call.exchange = exchange = self._open_exchange(call, job, lease)
+                if exchange is None:
+                    continue
+                self.books.note_start(record)
+                trial = self.dispatcher.begin_trial(job, lease, exchange, caller=call.caller.key_id)
+            outcome = await self._run_attempt(job, trial, exchange)
+            if not self._should_retry(call, outcome, job, trial.link):
                 return outcome
 
     # stages
@@ -417,6 +438,11 @@ class Pipeline:
         translation = None
         if call.surface.translate is not None:
             translation = self._translate(call, request, choose_path(link, request))
+        return self.make_exchange(call, job, lease, translation)
+
+    def make_exchange(self, call: Call, job: Job, lease: Lease, translation: Translation | None = None) -> Exchange:
+        """Return an attempt that was not begun yet."""
+        request, link = job.request, lease.link
         extra = [*call.extra, *name_box(link.node_name, request.model)]
         if translation is not None and translation.ignored:
             extra.append(name_header(b"x-muster-ignored", ", ".join(translation.ignored)))
@@ -434,9 +460,8 @@ class Pipeline:
             tidies=call.entries[request.model].tidy and request.is_streaming and request.endpoint == KEPT_LANE,
         )
 
-    async def _run_attempt(self, call: Call, job: Job, lease: Lease, exchange: Exchange) -> Outcome:
+    async def _run_attempt(self, job: Job, trial: Trial, exchange: Exchange) -> Outcome:
         """Return how an attempt ended, which the node is judged by. Raises ClientLeft."""
-        trial = self.dispatcher.begin_trial(job, lease, exchange, caller=call.caller.key_id)
         outcome: Outcome | None = None
         try:
             outcome = await exchange.run()
@@ -452,7 +477,7 @@ class Pipeline:
         if not await call.client.wait_for_work(keep_answer(call.caller, job.request, keeping, translator)):
             exchange.last = mark_unkept(exchange.last)
 
-    def _should_retry(self, call: Call, outcome: Outcome, job: Job, lease: Lease) -> bool:
+    def _should_retry(self, call: Call, outcome: Outcome, job: Job, link: Link) -> bool:
         """Decide whether another box gets the request. Raises RequeueExhausted when it had its chances."""
         if not isinstance(outcome, Retry):
             return False
@@ -460,19 +485,19 @@ class Pipeline:
             raise ShuttingDown(retry_after_s=2)
         metrics.REDISPATCHES.labels(outcome.reason).inc()
         if outcome.reason is RetryReason.UNSPOKEN:
-            self.dispatcher.note_unspoken(lease.link, job.request.model, job.request.endpoint)
+            self.dispatcher.note_unspoken(link, job.request.model, job.request.endpoint)
             return True
         if outcome.reason is RetryReason.FOREIGN_TOOLS:
             job.request = msgspec.structs.replace(job.request, lane=SPOKEN_THROUGH[job.request.endpoint])
             return True
         if outcome.reason is RetryReason.BUSY:
-            job.avoid.add(lease.link)
-            self.dispatcher.note_busy(lease.link, outcome.error.retry_after_s)
+            job.avoid.add(link)
+            self.dispatcher.note_busy(link, outcome.error.retry_after_s)
             if outcome.error.retry_after_s is not None and not self._has_other_node(call, job):
                 raise outcome.error
             return True
         job.losses += 1
-        job.avoid.add(lease.link)
+        job.avoid.add(link)
         if job.losses > self.limits.max_requeues:
             raise RequeueExhausted(retry_after_s=5) if isinstance(outcome.error, RequestInterrupted) else outcome.error
         if outcome.reason is RetryReason.LOST:

@@ -430,19 +430,21 @@ class RecordWriter:
         self._updates[record.id] = record
         self._wake(self._limits.records_linger_s)
 
-    async def finish(self, record: Record) -> None:
-        """Write a row's final state; return when PostgreSQL will carry that out whatever becomes of us, or can not soon."""
-        if not self.is_healthy or self._loop is None:
-            self.touch(record)
-            return
+    def finish(self, record: Record) -> asyncio.Future[None]:
+        """Write a row's final state; done when PostgreSQL will carry that out whatever becomes of us, or can not soon."""
+        assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
+        if not self.is_healthy:
+            self.touch(record)
+            future.set_result(None)
+            return future
         self._updates[record.id] = record
         self._finishing.append(future)
         self._unsent.append((self._loop.time() + self._limits.records_send_s, future))
         if self._send_watch is None:
             self._send_watch = self._loop.call_later(self._limits.records_send_s, self._check_unsent)
         self._wake()
-        await future
+        return future
 
     def add_final(self, record: Record) -> None:
         """Insert a row that is final from the start (a refusal); nobody waits for it and overload drops it."""

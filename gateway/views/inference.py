@@ -51,30 +51,35 @@ class Inference:
 
     def __init__(self, runtime: GatewayRuntime, surface: Surface) -> None:
         self._runtime = runtime
-        self._surface = surface
+        self.surface = surface
 
     async def serve_scope(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request by its ASGI scope, whatever its method."""
         client = make_client(self._runtime, scope, receive, send)
         if scope["method"] != "POST":
-            send_failure(client, MethodNotAllowed("Use POST."), self._surface, [(b"allow", b"POST")])
+            send_failure(client, MethodNotAllowed("Use POST."), self.surface, [(b"allow", b"POST")])
             return
-        await self.serve(client)
+        await self.serve(client, self._runtime.pipeline.serve(client, self.surface))
 
     def serve_known(self, scope: Scope, headers: HeaderView, body: bytes) -> Coroutine[Any, Any, None]:
         """Serve a request whose body is there already. Its scope carries our server's handle and line."""
-        return self.serve(make_client(self._runtime, scope, _ask_nobody, _ask_nobody, headers=headers, body=body))
+        client = self.make_client(scope, headers, body)
+        return self.serve(client, self._runtime.pipeline.serve(client, self.surface))
 
-    async def serve(self, client: ClientConnection) -> None:
-        """Answer a request, whatever happens to it on the way."""
+    def make_client(self, scope: Scope, headers: HeaderView, body: bytes) -> ClientConnection:
+        """Return the client of a request whose body is there already."""
+        return make_client(self._runtime, scope, _ask_nobody, _ask_nobody, headers=headers, body=body)
+
+    async def serve(self, client: ClientConnection, answering: Coroutine[Any, Any, None]) -> None:
+        """Have a request answered, whatever happens to it on the way."""
         try:
-            await self._runtime.pipeline.serve(client, self._surface)
+            await answering
             await client.drain()
         except ClientLeft:
             return
         except Exception:  # process edge: a bug of ours must not lose the answer
             logger.exception("request.bug")
             if not client.started and not client.is_gone:
-                send_failure(client, GatewayError(), self._surface)
+                send_failure(client, GatewayError(), self.surface)
             else:
                 client.abort()

@@ -276,7 +276,7 @@ class HttpLink(Link):
     ) -> None:
         super().__init__(node_id=node_id, node_name=node_name, models=models, max_concurrent=max_concurrent)
         self.target = target
-        self.is_peer = is_peer
+        self.is_peer, self.reports_usage = is_peer, True
         self.window_bytes = 512 * 1024
         if target.scheme == "https" and tls is None:
             tls = ssl.create_default_context()

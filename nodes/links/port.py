@@ -66,6 +66,9 @@ class Sink(Protocol):
 class Stream(Protocol):
     """One open request on a link."""
 
+    sink: Sink
+    """Who is called; another one may take over."""
+
     def cancel(self, reason: str) -> None:
         """Stop it. Idempotent, at once, and no sink call follows."""
 

@@ -1,0 +1,434 @@
+"""The usual request without a task, ASGI or a timer: checked, sent on and answered by calls from one socket to the other.
+
+A request whose head is known and whose body came with it is taken here when nothing about it is unusual: a good key, a
+model by its own name, a free slot on a node that is asked in the client's own words, and a database that keeps up. Keys,
+bodies, models, limits and nodes are judged by the same functions as in ``gateway.request.pipeline``; what they refuse goes
+there, to be refused. So does a request that turns out otherwise while it runs (an error of the engine, a lost node, a client
+that leaves or reads slowly, a silence, a row that is not written): with its slot, its record and what came of its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import cast
+
+from django.conf import settings
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, Handle, KnownCycle, KnownHead
+from gateway import metrics
+from gateway.errors import GatewayError
+from gateway.request.attempt import Exchange, KeepAlive, count_answer_chars, find_usage, read_usage
+from gateway.request.client import SCOPE_HANDLE, SCOPE_LINE
+from gateway.request.dispatch import Lease, Served
+from gateway.request.identity import RateState
+from gateway.request.models import choose_priority
+from gateway.request.pipeline import Call, Pipeline
+from gateway.request.records import COMPLETED, count_tokens
+from gateway.request.response import admit_origin, id_headers, name_box, render_head
+from gateway.values import Caller, Header, InferenceRequest, ModelEntry
+from gateway.views.inference import Inference
+from nodes.links import EndKind, LinkEnd, Stream
+from nodes.links.ejections import Trial, Verdict
+from nodes.session import OpenRequest
+from wire import clock
+from wire.client_address import TrustedProxies
+from wire.contract import RequestState
+from wire.events import EndReader, open_end_reader
+from wire.ids import format_id, new_uuid7
+
+_GRANTED_BYTES = 32 * 1024
+"""A stream's link is told so often that its bytes were taken; it waits for a multiple of that."""
+
+
+class FastPath:
+    """Takes usual requests of one gateway. ``inference``: what serves each inference path otherwise."""
+
+    def __init__(self, pipeline: Pipeline, inference: Mapping[str, Inference]) -> None:
+        self.pipeline = pipeline
+        self.inference = {path: one for path, one in inference.items() if not (one.surface.is_form or one.surface.translate)}
+        self.proxies: TrustedProxies | None = settings.TRUSTED_PROXIES or None
+        self.origins = settings.CORS_ORIGINS
+        limits = pipeline.limits
+        self.max_stream_bytes, self.whole_bytes = limits.max_stream_bytes, min(limits.hold_bytes, limits.end_bytes)
+        self.running: set[FastRequest] = set()
+        self._look_s = min(0.5, pipeline.limits.stream_ping_s / 4)
+        self._timer: asyncio.TimerHandle | None = None
+        self._heads: dict[int, tuple[dict[str, str], bytes]] = {}
+        self._boxes: dict[tuple[str, str], bytes] = {}
+
+    def begin(self, connection: GatewayHttpProtocol, head: KnownHead, body: bytes) -> bool:
+        """Take a request that came whole; False: it is served as every other one."""
+        pipeline = self.pipeline
+        inference = self.inference.get(head.scope["path"])
+        if inference is None or pipeline.is_stopping or not pipeline.records.keeps_up:
+            return False
+        surface = inference.surface
+        caller = pipeline.keys.find(head.headers)
+        if caller is None:
+            return False
+        try:
+            request = surface.parse(body, head.headers)
+            if request.options is not None:
+                return False
+            entry, *others = pipeline.admission.admit(caller, request)
+            if others or entry.name != request.model or (entry.tidy and request.is_streaming):
+                return False
+            link = pipeline.dispatcher.find_free(entry.name, request.path)
+            if link is None or link.is_peer or not (link.carries_bytes and link.reports_usage):
+                return False
+            rate = pipeline.limiter.take(caller.key_id, caller.requests_per_minute)
+        except GatewayError:
+            return False
+        lease = pipeline.dispatcher.grant(link, entry.name)
+        taken = FastRequest(self, connection, head, caller, request, entry, lease, rate)
+        connection.cycle, connection.fast = taken, taken  # type: ignore[assignment]
+        self.running.add(taken)
+        if self._timer is None:
+            self._timer = connection.loop.call_later(self._look_s, self._look, connection.loop)
+        taken.start()
+        return True
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give what takes long to the pipeline, which keeps silent streams alive and ends what is late."""
+        latest = clock.monotonic() + 2 * self._look_s - self.pipeline.limits.request_s
+        for one in list(self.running):
+            if one.is_slow(latest):
+                one.hand_over()
+        self._timer = loop.call_later(self._look_s, self._look, loop) if self.running else None
+
+    def render_head(self, headers: dict[str, str]) -> bytes:
+        """Return the lines of an engine's head that its client gets. Links say the usual heads with the same object."""
+        known = self._heads.get(id(headers))
+        if known is not None and known[0] is headers:
+            return known[1]
+        lines = _join(render_head(headers, queue_ms=0, is_event_stream=_is_event_stream(headers)))
+        if len(self._heads) >= self.pipeline.limits.known_answer_heads:
+            self._heads.clear()
+        self._heads[id(headers)] = headers, lines
+        return lines
+
+    def render_box(self, node: str, model: str) -> bytes:
+        """Return the lines that name node and model."""
+        known = self._boxes.get((node, model))
+        if known is None:
+            if len(self._boxes) >= self.pipeline.limits.known_answer_heads:
+                self._boxes.clear()
+            known = self._boxes[node, model] = _join(name_box(node, model))
+        return known
+
+
+def _join(headers: Iterable[Header]) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
+
+
+def _admit_page(headers: Mapping[str, str]) -> bytes:
+    return _join(admit_origin(headers, settings.CORS_ORIGINS))
+
+
+class _Over:
+    """What uvicorn looks at of a cycle that is over, for all of them."""
+
+    disconnected = more_body = False
+    keep_alive = response_started = response_complete = True
+    message_event = asyncio.Event()
+
+
+_OVER = _Over()
+
+
+class FastRequest(KnownCycle):
+    """One request; also the sink of its node's stream, and what the node is judged by (``nodes.links.ejections.Answer``)."""
+
+    # Assigned in ``__init__``: of more than 30 attributes without slots each one is looked up in a dictionary.
+    __slots__ = (
+        "_accepted", "_caller", "_connection", "_entry", "_head", "_inference", "_is_durable", "_is_handed_over", "_last",
+        "_lease", "_number", "_path", "_rate", "_record", "_seen_events", "_trial", "_ungranted", "bytes_out", "ends", "events",
+        "first_byte_at", "headers", "is_closing", "parts", "received", "request", "request_id", "started", "status", "stream",
+        "tail", "was_blocked",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        path: FastPath,
+        connection: GatewayHttpProtocol,
+        head: KnownHead,
+        caller: Caller,
+        request: InferenceRequest,
+        entry: ModelEntry,
+        lease: Lease,
+        rate: RateState,
+    ) -> None:
+        super().__init__(connection, head.scope)
+        self._path, self._connection, self._head = path, connection, head
+        self._caller, self.request, self._entry, self._lease, self._rate = caller, request, entry, lease, rate
+        self.started = clock.monotonic()
+        self.stream: Stream | None = None
+        self.ends: EndReader | None = None
+        self.first_byte_at: float | None = None
+        self._last: bytes | None = None
+        """The end of the answer, once it is whole: its closing events, or all of its body."""
+        self.parts: list[bytes] = []
+        self.headers: dict[str, str] = _NO_HEADERS
+        self.tail = b""
+        self.status = self.received = self.events = self.bytes_out = self._seen_events = self._ungranted = 0
+        self.is_closing = self.was_blocked = self._is_durable = self._is_handed_over = False
+        record_id = new_uuid7()
+        self.request_id = format_id("req", record_id)
+        record = self._record = path.pipeline.books.make_record(record_id, caller, request, asked_model=request.model)
+        record.queue_ms, record.attempts = 0, 1
+        record.node_id, record.node_name = lease.link.node_id, lease.link.node_name
+        record.state = RequestState.RUNNING
+
+    def start(self) -> None:
+        """Write the row and ask the node, both at once."""
+        pipeline, request, lease = self._path.pipeline, self.request, self._lease
+        metrics.TALLY.in_flight += 1
+        self._accepted = pipeline.records.accept(self._record)
+        self._accepted.add_done_callback(self._take_durable)
+        self._number = pipeline.dispatcher.take_number()
+        self._trial: Trial = pipeline.dispatcher.ejections.begin(
+            lease.link,
+            request.model,
+            caller=self._caller.key_id,
+            is_streaming=request.is_streaming,
+            answer=self,
+            now=self.started,
+            probed=lease.probed,
+        )
+        opened = OpenRequest(
+            request_id=self.request_id,
+            attempt=1,
+            model=request.model,
+            path=request.endpoint,
+            body=request.body,
+            headers=request.headers,
+            is_streaming=request.is_streaming,
+            deadline_ms=int(pipeline.limits.request_s * 1000),
+            tenant=self._caller.tenant,
+            priority=choose_priority(self._caller, None),
+        )
+        self.stream = lease.link.open_stream(opened, self)
+
+    def is_slow(self, latest: float) -> bool:
+        """Whether it began before ``latest``, or its stream has said nothing since the last look, or all it has to say."""
+        if self._last is not None:
+            return False
+        seen, self._seen_events = self._seen_events, self.events + 1
+        return self.started < latest or (self.request.is_streaming and (self.is_closing or seen == self.events + 1))
+
+    # nodes.links.Sink
+
+    def on_head(self, status: int, headers: dict[str, str]) -> None:
+        """Take status and headers of a usual answer."""
+        if status != HTTPStatus.OK or (self.request.is_streaming and not _is_event_stream(headers)):
+            self.hand_over().on_head(status, headers)
+            return
+        self.status, self.headers = status, headers
+
+    def on_data(self, data: bytes) -> None:
+        """Pass a stream on, or keep the parts of an answer until it is whole."""
+        size = len(data)
+        if not self.request.is_streaming:
+            self._take_part(data, size)
+            return
+        if self._connection.flow.write_paused or self.received + size > self._path.max_stream_bytes:
+            self.hand_over().on_data(data)
+            return
+        ends = self.ends
+        if ends is None:
+            ends = self._open_stream(data)
+            if ends is None:
+                return
+        self.received += size
+        self._ungranted += size
+        if self._ungranted > _GRANTED_BYTES and self.stream is not None:
+            self.stream.grant(self._ungranted)
+            self._ungranted = 0
+        data = ends.feed(data)
+        if ends.closing and not self.is_closing:
+            self.is_closing = True
+            self.events += 1
+        if data:
+            self.events += 1
+            self.bytes_out += len(data)
+            self.tail = data
+            if self._is_durable:
+                self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+            else:
+                self.parts.append(data)
+
+    def on_end(self, end: LinkEnd) -> None:
+        """Finish a whole answer; every other end is judged by the pipeline."""
+        if end.kind is not EndKind.COMPLETE or not self.status or self._connection.flow.write_paused:
+            self.hand_over(is_over=True).on_end(end)
+            return
+        usage = end.detail.usage if end.detail is not None else None
+        text_chars = None
+        if self.request.is_streaming:
+            ends = self.ends
+            if ends is None or not ends.closing or b"error" in ends.recent or b"abort" in ends.recent:
+                self.hand_over(is_over=True).on_end(end)
+                return
+            usage = usage if usage is not None else find_usage(ends.recent)
+            self._last = ends.finish()
+        else:
+            self._last = b"".join(self.parts)
+            usage = usage if usage is not None else read_usage(self._last)
+            text_chars = count_answer_chars(self._last) if usage is None else None
+        self.stream = None
+        self._lease.release()
+        self._path.pipeline.dispatcher.ejections.end(self._trial, Verdict.GOOD, clock.monotonic())
+        self.bytes_out += len(self._last)
+        self._record.status_code = self.status
+        count_tokens(self._record, Served(self.status, usage, text_chars), self)
+        if self._is_durable:
+            self._conclude()
+
+    # inside
+
+    def _take_part(self, data: bytes, size: int) -> None:
+        """Keep a part of an answer that goes out as a whole. One that is large goes out in parts, or not at all."""
+        if self.received + size > self._path.whole_bytes:
+            self.hand_over().on_data(data)
+            return
+        self.received += size
+        if self.first_byte_at is None:
+            self.first_byte_at = clock.monotonic()
+        self.parts.append(data)
+        if self.stream is not None:
+            self.stream.grant(size)
+
+    def _open_stream(self, data: bytes) -> EndReader | None:
+        """Begin the response with the first bytes of a stream; None where nobody knows how the stream will end."""
+        self.ends = open_end_reader(self.request.endpoint)
+        if self.ends is None:
+            self.hand_over().on_data(data)
+            return None
+        self.first_byte_at = clock.monotonic()
+        if self._is_durable:
+            self._say_start()
+        return self.ends
+
+    def _take_durable(self, accepted: asyncio.Future[None]) -> None:
+        """The row is written, or not: from then on the client gets what is said."""
+        if self._is_handed_over or accepted.cancelled():
+            return
+        if accepted.exception() is not None:
+            self.hand_over()
+            return
+        self._is_durable = True
+        if self.ends is not None and not self.disconnected:
+            self._say_start()
+        if self._last is not None:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Write the final state; the client gets the end of its answer once PostgreSQL has that."""
+        pipeline, record = self._path.pipeline, self._record
+        pipeline.books.finish(record, self, self.started, COMPLETED)
+        pipeline.records.finish(record).add_done_callback(self._deliver)
+
+    def _deliver(self, _sent: asyncio.Future[None]) -> None:
+        self._path.running.discard(self)
+        connection, last = self._connection, self._last
+        connection.fast = None
+        if self.disconnected or last is None:
+            return
+        if self.request.is_streaming:
+            self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(last), last) if last else b"0\r\n\r\n")
+        else:
+            self.transport.write(b"".join([*self._render_lines(), b"content-length: %d\r\n\r\n" % len(last), last]))
+            self.response_started = True
+        self.response_complete = True
+        if not self.keep_alive:
+            self.transport.close()
+        if cast("object", connection.cycle) is self:  # of one that is over nothing else is looked at
+            connection.cycle = _OVER  # type: ignore[assignment]
+        self.on_response()
+
+    def _say_start(self) -> None:
+        """Begin the response, with what of the stream has come."""
+        self.response_started = True
+        pieces = [b"%x\r\n%b\r\n" % (len(part), part) for part in self.parts]
+        self.parts.clear()
+        self.transport.write(b"".join([*self._render_lines(), b"transfer-encoding: chunked\r\n\r\n", *pieces]))
+
+    def _render_lines(self) -> list[bytes]:
+        path, link = self._path, self._lease.link
+        lines = [STATUS_LINE[self.status], _join(self.default_headers), path.render_head(self.headers)]
+        lines.append(b"x-request-id: %b\r\n" % self.request_id.encode())
+        lines.append(_join(self._rate.headers()))
+        lines.append(path.render_box(link.node_name, self.request.model))
+        if path.origins:
+            lines.append(self._head.headers.derive(_admit_page.__name__, _admit_page))
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        return lines
+
+    # to the pipeline
+
+    def take_lost(self) -> None:
+        """The client is gone. An answer that is whole is recorded as one."""
+        self.disconnected = True
+        if self._last is None:
+            self.hand_over()
+
+    def hand_over(self, *, is_over: bool = False) -> Exchange:
+        """Give the request to the pipeline; return the attempt, which hears of the node from now on.
+
+        ``is_over``: the stream has ended, and only its end is to be told.
+        """
+        self._is_handed_over = True
+        path, pipeline, connection = self._path, self._path.pipeline, self._connection
+        path.running.discard(self)
+        connection.fast = None
+        handle = Handle(connection)
+        handle.cycle = self
+        extensions = {SCOPE_HANDLE: handle, SCOPE_LINE: handle}
+        scope = {**self.scope, "client": connection.client, "server": connection.server, "extensions": extensions}
+        if path.proxies:
+            path.proxies.correct_scope(scope)
+        inference = path.inference[self.scope["path"]]
+        client = inference.make_client(scope, self._head.headers, self.request.body)
+        extra: list[Header] = [*id_headers(self.request_id, is_anthropic=False), *self._rate.headers()]
+        call = Call(client, inference.surface, self._record.id, self.request_id, extra, started=self.started)
+        job = call.job = pipeline.dispatcher.new_job(
+            request_id=self.request_id,
+            request=self.request,
+            tenant=self._caller.tenant,
+            max_queue=self._entry.max_queue,
+            priority=choose_priority(self._caller, None),
+        )
+        job.accepted, job.deadline = self.started, self.started + pipeline.limits.request_s
+        job.sequence, job.attempts, job.models = self._number, 1, (self._entry.name,)
+        call.caller, call.record, call.entries = self._caller, self._record, {self._entry.name: self._entry}
+        client.watch()
+        if not self._is_durable:
+            call.accepted = self._accepted
+            client.hold(self._accepted)
+        if self.response_started:
+            client.started, client.tail = True, self.tail or client.tail
+        if self.request.is_streaming:
+            call.keepalive = KeepAlive(client, extra=extra, every_s=pipeline.limits.stream_ping_s)
+        exchange = call.exchange = pipeline.make_exchange(call, job, self._lease)
+        if is_over:
+            self.stream = None
+        elif self.stream is not None:
+            self.stream.sink = exchange
+            self.stream.grant(self._ungranted)
+        exchange.adopt(self)
+        call.trial, self._trial.answer = self._trial, exchange
+        if call.keepalive is not None:
+            call.keepalive.start(min(clock.monotonic() - self.started, pipeline.limits.stream_ping_s / 2))
+        connection.serve_beside(self, inference.serve(client, pipeline.take_over(call, job, self._record)))
+        return exchange
+
+
+_NO_HEADERS: dict[str, str] = {}
+
+
+def _is_event_stream(headers: Mapping[str, str]) -> bool:
+    return headers.get("content-type", "").startswith("text/event-stream")
