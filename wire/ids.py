@@ -12,13 +12,18 @@ _random = random.Random(os.urandom(32))  # noqa: S311 - identifiers are unique, 
 # A forked worker would otherwise draw the same numbers as its parent.
 os.register_at_fork(after_in_child=lambda: _random.seed(os.urandom(32)))
 
+_new, _set = object.__new__, object.__setattr__
+
 
 def new_uuid7() -> uuid.UUID:
     """Return a UUIDv7: 48 bits of Unix milliseconds, then 74 random bits."""
     millis = clock.unix_ms()
     rand = _random.getrandbits(80)
     value = (millis & 0xFFFFFFFFFFFF) << 80 | 0x7 << 76 | (rand >> 68 & 0xFFF) << 64 | 0b10 << 62 | rand & ((1 << 62) - 1)
-    return uuid.UUID(int=value)
+    made = _new(uuid.UUID)  # its own __init__ takes as long as all of this
+    _set(made, "int", value)
+    _set(made, "is_safe", uuid.SafeUUID.unknown)
+    return made
 
 
 def format_id(prefix: str, value: uuid.UUID) -> str:

@@ -10,6 +10,7 @@ that leaves or reads slowly, a silence, a row that is not written): with its slo
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import cast
@@ -57,6 +58,8 @@ class FastPath:
         self._look_s = min(0.5, pipeline.limits.stream_ping_s / 4)
         self._timer: asyncio.TimerHandle | None = None
         self._heads: dict[int, tuple[dict[str, str], bytes]] = {}
+        self.default: tuple[object, bytes] = None, b""
+        """The headers of every answer, of which the server makes a new list each second, and their lines."""
         self._boxes: dict[tuple[str, str], bytes] = {}
 
     def begin(self, connection: GatewayHttpProtocol, head: KnownHead, body: bytes) -> bool:
@@ -328,7 +331,7 @@ class FastRequest(KnownCycle):
     def _conclude(self) -> None:
         """Write the final state; the client gets the end of its answer once PostgreSQL has that."""
         pipeline, record = self._path.pipeline, self._record
-        pipeline.books.finish(record, self, self.started, COMPLETED)
+        pipeline.books.fill_in(record, self, self.started, COMPLETED)
         pipeline.records.finish(record).add_done_callback(self._deliver)
 
     def _deliver(self, _sent: asyncio.Future[None]) -> None:
@@ -357,11 +360,18 @@ class FastRequest(KnownCycle):
         self.transport.write(b"".join([*self._render_lines(), b"transfer-encoding: chunked\r\n\r\n", *pieces]))
 
     def _render_lines(self) -> list[bytes]:
-        path, link = self._path, self._lease.link
-        lines = [STATUS_LINE[self.status], _join(self.default_headers), path.render_head(self.headers)]
-        lines.append(b"x-request-id: %b\r\n" % self.request_id.encode())
-        lines.append(_join(self._rate.headers()))
-        lines.append(path.render_box(link.node_name, self.request.model))
+        path, rate, default = self._path, self._rate, self.default_headers
+        if default is not path.default[0]:
+            path.default = default, _join(default)
+        lines = [
+            STATUS_LINE[self.status],
+            path.default[1],
+            path.render_head(self.headers),
+            b"x-request-id: %b\r\nx-ratelimit-limit-requests: %d\r\nx-ratelimit-remaining-requests: %d\r\n"
+            b"x-ratelimit-reset-requests: %ds\r\n"
+            % (self.request_id.encode(), rate.limit, rate.remaining, math.ceil(rate.reset_s)),
+            path.render_box(self._lease.link.node_name, self.request.model),
+        ]
         if path.origins:
             lines.append(self._head.headers.derive(_admit_page.__name__, _admit_page))
         if not self.keep_alive:

@@ -196,7 +196,7 @@ class Pipeline:
         await client.drain()  # until then the server would cut what the client has not taken
         ending = await self._conclude(call, job, outcome, record)
         if isinstance(outcome, Served) and not exchange.is_delivered:
-            self.books.finish(record, exchange, call.started, ending)
+            self.books.fill_in(record, exchange, call.started, ending)
             await self.records.finish(record)  # a client that has the whole answer has it recorded, even if we die
             exchange.deliver(exchange.last)
             await client.drain()

@@ -189,6 +189,11 @@ class Bookkeeper:
             raise RecordsUnavailable(retry_after_s=2)
 
     def seal(self, record: Record, ending: Ending) -> None:
+        """Write how a request ended that is counted as none."""
+        self._seal(record, ending)
+        self.records.touch(record)
+
+    def _seal(self, record: Record, ending: Ending) -> None:
         """Fill in how it ended. The state is set last: the writer may read the row at any moment."""
         if ending.error is not None:
             record.error_code = ending.error.code
@@ -198,12 +203,15 @@ class Bookkeeper:
             (metrics.REFUSALS if is_refused else metrics.ERRORS).labels(ending.error.code).inc()
         record.finished_at = clock.now()
         record.state = ending.state
-        self.records.touch(record)
 
     def finish(self, record: Record, passage: Passage | None, started: float, ending: Ending) -> None:
         """Write the final state, once; a request that was torn down (the gateway stops) ends as interrupted."""
-        if record.state not in OPEN_REQUEST_STATES:
-            return
+        if record.state in OPEN_REQUEST_STATES:
+            self.fill_in(record, passage, started, ending)
+            self.records.touch(record)
+
+    def fill_in(self, record: Record, passage: Passage | None, started: float, ending: Ending) -> None:
+        """Give an open record its final state, which somebody else writes."""
         if passage is not None:
             record.bytes_out = passage.bytes_out
             if passage.first_byte_at is not None:
@@ -212,7 +220,7 @@ class Bookkeeper:
                 count_tokens(record, Served(200, None), passage)
         elapsed = clock.monotonic() - started
         record.latency_ms = int(elapsed * 1000)
-        self.seal(record, ending)
+        self._seal(record, ending)
         metrics.TALLY.in_flight -= 1
         metrics.TALLY.add(
             model=record.model,

@@ -287,16 +287,21 @@ class HttpLink(Link):
         self._on_close = on_close
         self._host_line = f"host: {target.host}:{target.port}\r\n"
         self._extra = ""
+        self._usual: tuple[dict[str, str], tuple[str, str, str], bytes] | None = None
+        """What was rendered last of what requests have in common."""
         self.take_headers(target)
 
     def take_headers(self, target: HttpTarget) -> None:
         """Send the headers of ``target``, the same place, from now on; what runs goes on."""
         self.target = target
         self._extra = "".join(f"{name}: {value}\r\n" for name, value in target.headers.items())
+        self._usual = None
 
     def open_stream(self, request: OpenRequest, sink: Sink) -> HttpStream:
         """Send the request to the box."""
-        body, asked = (request.body, False) if self.is_peer else ask_for_usage(request.path, request.body)
+        body, asked = request.body, False
+        if request.is_streaming and not self.is_peer:
+            body, asked = ask_for_usage(request.path, body)
         stream = HttpStream(self, self._render(request, body), sink, asked=asked)
         self._streams.add(stream)
         stream.start()
@@ -319,19 +324,26 @@ class HttpLink(Link):
             self._on_close()
 
     def _render(self, request: OpenRequest, body: bytes) -> bytes:
+        usual = self._usual
+        if usual is None or usual[0] is not request.headers or usual[1] != (request.path, request.tenant, request.priority):
+            usual = self._usual = self._render_usual(request)
+        lines = f"x-request-id: {request.request_id}\r\n"
+        if self.is_peer:
+            lines += f"x-muster-model: {_write_name(request.model)}\r\nx-muster-attempt: {request.attempt}\r\n"
+            lines += f"x-muster-deadline-ms: {request.deadline_ms}\r\nx-muster-streaming: {int(request.is_streaming)}\r\n"
+        return b"%b%bcontent-length: %d\r\n\r\n%b" % (usual[2], lines.encode("latin-1", "replace"), len(body), body)
+
+    def _render_usual(self, request: OpenRequest) -> tuple[dict[str, str], tuple[str, str, str], bytes]:
+        """Return the lines that requests of one client have in common, and what they depend on."""
         path = self.target.base_path + (f"/{self.node_id.hex}" if self.is_peer else "") + request.path
         lines = [f"POST {path} HTTP/1.1\r\n", self._host_line, self._extra]
         lines += [f"{name}: {value}\r\n" for name, value in request.headers.items()]
-        lines.append(f"x-request-id: {request.request_id}\r\n")
         if self.is_peer:
-            lines.append(f"x-muster-model: {_write_name(request.model)}\r\nx-muster-attempt: {request.attempt}\r\n")
-            lines.append(f"x-muster-deadline-ms: {request.deadline_ms}\r\nx-muster-tenant: {_write_name(request.tenant)}\r\n")
-            lines.append(f"x-muster-priority: {request.priority}\r\n")
-            lines.append(f"x-muster-streaming: {int(request.is_streaming)}\r\n")
+            lines.append(f"x-muster-tenant: {_write_name(request.tenant)}\r\nx-muster-priority: {request.priority}\r\n")
         elif request.tenant:
             lines.append(f"x-tenant-id: {_spell_tenant(request.tenant)}\r\nx-priority: {request.priority or 'normal'}\r\n")
-        lines.append(f"content-length: {len(body)}\r\n\r\n")
-        return "".join(lines).encode("latin-1", "replace") + body
+        depends_on = (request.path, request.tenant, request.priority)
+        return request.headers, depends_on, "".join(lines).encode("latin-1", "replace")
 
 
 def _is_queue_full(body: bytes) -> bool:

@@ -137,16 +137,19 @@ def error_of(body: bytes) -> dict[str, Any]:
 
 
 class MemoryTransport(asyncio.Transport):
-    """A connection whose client reads at once. ``said``: what the server wrote."""
+    """A connection whose client reads at once. ``said``: what the server wrote; ``on_said`` hears of it."""
 
     def __init__(self) -> None:
         super().__init__({"peername": ("192.0.2.1", 40_000), "sockname": ("192.0.2.2", 443)})
         self.said = bytearray()
+        self.on_said: Callable[[], None] | None = None
         self.is_over = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         assert not self.is_over, "nothing is written to a connection that is closed"
         self.said += data
+        if self.on_said is not None:
+            self.on_said()
 
     def close(self) -> None:
         self.is_over = True

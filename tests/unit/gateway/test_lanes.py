@@ -33,7 +33,7 @@ from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, FakeStream
 from tests.fakes.pipeline import REPLY, SSE, STREAM, Gateway, MemoryDatabase
 from tests.fakes.server_door import MemoryTransport
-from tests.fakes.waiting import turns
+from tests.fakes.waiting import eventually, takes, turns
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses", "/v1/rerank")
 USER = {"role": "user", "content": "hi"}
@@ -57,7 +57,14 @@ HEADERS = (
     b"x-twice: 2", b"transfer-encoding: chunked", b"X-Forwarded-For: 203.0.113.9",
 )  # fmt: skip
 LENGTHS = (b"content-length: %d", b"Content-Length: %d", b"CONTENT-LENGTH:%d", b"Content-Length:  %d", b"content-length: 00%d")
-NODES = ("answers", "streams", "refuses", "fails", "is busy once", "breaks off", "is lost once")
+NODES = (
+    "answers", "streams", "refuses", "fails", "is busy once", "breaks off", "is lost once", "streams late", "answers late",
+    "breaks off late", "says it failed",
+)  # fmt: skip
+CLIENTS = ("reads", "reads", "leaves", "leaves in the middle", "reads late")
+DATABASES = ("works", "works", "works", "fails", "dies before")
+LATE_S = 0.02
+"""Longer than a commit takes."""
 
 
 class Node(FakeLink):
@@ -76,6 +83,8 @@ class Node(FakeLink):
         is_first = self.asked % 2 == 1
         if self.how == "is busy once" and is_first:
             stream.end(EndKind.BUSY)
+        elif self.how == "says nothing":
+            return
         elif self.how == "is lost once" and is_first:
             stream.end(EndKind.LINK_LOST)
         elif self.how == "refuses":
@@ -85,20 +94,38 @@ class Node(FakeLink):
         elif self.how == "breaks off":
             stream.answer(*STREAM[:2], headers=SSE, ends=False)
             stream.end(EndKind.ENGINE_FAILED)
+        elif self.how == "breaks off late":
+            stream.answer(*STREAM[:2], headers=SSE, ends=False)
+            asyncio.get_running_loop().call_later(LATE_S, stream.end, EndKind.ENGINE_FAILED)
         elif self.how == "streams":
             stream.answer(*STREAM, headers=SSE)
+        elif self.how == "says it failed":
+            stream.answer(STREAM[0], b'data: {"error":{"message":"out of memory"}}\n\n', b"data: [DONE]\n\n", headers=SSE)
+        elif self.how == "streams late":
+            stream.answer(*STREAM[:2], headers=SSE, ends=False)
+            asyncio.get_running_loop().call_later(LATE_S, self._go_on, stream)
+        elif self.how == "answers late":
+            asyncio.get_running_loop().call_later(LATE_S, stream.answer, REPLY)
         else:
             stream.answer(REPLY)
+
+    def _go_on(self, stream: FakeStream) -> None:
+        for part in STREAM[2:]:
+            if stream in self.streams:
+                stream.sink.on_data(part)
+        stream.end(EndKind.COMPLETE)
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, sent in ``pieces`` reads, and what the node does with it."""
+    """A request, sent in ``pieces`` reads, and what node, client and database do with it."""
 
     head: bytes
     body: bytes
     pieces: int
     how: str
+    client: str = "reads"
+    database: str = "works"
 
 
 @st.composite
@@ -114,7 +141,8 @@ def asks(draw: st.DrawFn) -> Ask:
     method = draw(st.sampled_from([b"POST"] * 9 + [b"PUT"]))
     target = draw(st.sampled_from(PATHS)).encode() + draw(st.sampled_from([b""] * 9 + [b"?a=1"]))
     head = b"%b %b %b\r\n%b\r\n\r\n" % (method, target, version, b"\r\n".join(lines))
-    return Ask(head, data, draw(st.sampled_from([1, 1, 1, 2, 5])), draw(st.sampled_from(NODES)))
+    pieces, node = draw(st.sampled_from([1, 1, 1, 2, 5])), draw(st.sampled_from(NODES))
+    return Ask(head, data, pieces, node, draw(st.sampled_from(CLIENTS)), draw(st.sampled_from(DATABASES)))
 
 
 @dataclass(frozen=True)
@@ -155,7 +183,7 @@ class Lane:
 
     def __init__(self, *, is_known: bool) -> None:
         self.database = MemoryDatabase()
-        self.gateway = Gateway(connect=self.database.connect)
+        self.gateway = Gateway(connect=self.database.connect, limits=limits().gateway)
         self.node = Node(name="node", node_id=uuid.UUID(int=7))
         self.node.stale_after_s = self.node.offline_after_s = 1e9
         self.node.reports_usage = True
@@ -187,6 +215,9 @@ class Lane:
             self.protocol.connection_lost(None)
             self._connect()
         self.node.how, self.node.asked = ask.how, 0
+        await self.records_rest()
+        self.database.fates = [ask.database]
+        self.transport.on_said = self._leave_in_the_middle if ask.client == "leaves in the middle" else None
         before, rows_before, said_before = count(), set(self.database.rows), len(self.transport.said)
         data = ask.head.replace(b"KEY", self.gateway.key.encode()) + ask.body
         size = -(-len(data) // ask.pieces)
@@ -194,22 +225,50 @@ class Lane:
             if not self.transport.is_over:
                 self.protocol.data_received(data[start : start + size])
                 await turns(1)
+        if not self.transport.is_over:
+            await self._behave(ask.client)
         await self.rest()
         said = bytes(self.transport.said[said_before:])
         rows = [row for key, row in self.database.rows.items() if key not in rows_before]
         counted = {name: value - before.get(name, 0.0) for name, value in count().items() if value != before.get(name, 0.0)}
         return Seen(mask(said), self.transport.is_over, [strip(row) for row in rows], counted, self.node.asked)
 
+    async def _behave(self, client: str) -> None:
+        """Do what the client does beside reading."""
+        if client == "leaves":
+            self._leave()
+        elif client == "reads late":
+            self.protocol.pause_writing()
+            await takes(2 * LATE_S)
+            if self.transport.is_over:
+                self.protocol.connection_lost(None)
+            else:
+                self.protocol.resume_writing()
+
+    def _leave(self) -> None:
+        if not self.transport.is_over:
+            self.transport.is_over = True
+            self.protocol.connection_lost(None)
+
+    def _leave_in_the_middle(self) -> None:
+        """The client has got the first bytes, and the node has not said the last ones."""
+        self.transport.on_said = None
+        if self.node.active:
+            asyncio.get_running_loop().call_soon(self._leave)
+
+    async def records_rest(self) -> None:
+        """Wait until the database is well."""
+        await eventually(lambda: self.gateway.records.keeps_up)
+
     async def rest(self) -> None:
-        """Wait until the request is answered, or nothing comes any more, and its row is final."""
-        records = self.gateway.records
-        for _ in range(2000):
-            await turns(1)
-            cycle = self.protocol.cycle
-            if (self.transport.is_over or cycle is None or cycle.response_complete) and not (
-                self.protocol.tasks or records.pending or self.node.active
-            ):
-                return
+        """Wait until the request is answered and its row is final."""
+        records, protocol = self.gateway.records, self.protocol
+
+        def is_over() -> bool:
+            is_answered = self.transport.is_over or protocol.cycle is None or protocol.cycle.response_complete
+            return is_answered and not (protocol.tasks or protocol.fast or records.pending or self.node.active)
+
+        await eventually(is_over, within_s=3.0, pause_s=0.001)
 
     async def close(self) -> None:
         self.protocol.connection_lost(None)
@@ -240,11 +299,12 @@ def strip(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in own}
 
 
-@examples(60)
+@examples(30)
 @given(requests=st.lists(asks(), min_size=1, max_size=4))
 def test_a_known_head_makes_no_difference(requests: list[Ask]) -> None:
     async def compare() -> None:
-        set_limits(gateway={"records_linger_s": 0.0, "busy_pause_s": 0.0})
+        short = {"records_linger_s": 0.0, "busy_pause_s": 0.0, "records_retry_s": 0.01}
+        set_limits(gateway={**short, "no_node_wait_s": 29.0, "stream_ping_s": 60.0})
         install_virtual_clock()
         lanes = [Lane(is_known=True), Lane(is_known=False)]
         try:
@@ -265,6 +325,54 @@ def test_known_heads_were_among_those_compared() -> None:
     test_a_known_head_makes_no_difference.hypothesis.inner_test([Ask(good % len(body), body, 1, "answers")])  # type: ignore[attr-defined]
     assert CountedRequests.found == before + 2
     assert CountedPath.taken == taken + 2
+
+
+GOOD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer KEY\r\nContent-Length: %d\r\n\r\n"
+
+
+async def ask_in_vain(lane: Lane, body: dict[str, Any]) -> FakeStream:
+    """Have a usual request served without a task by a node that says nothing yet; return its stream."""
+    data = json.dumps(body).encode()
+    await lane.ask(Ask(GOOD % len(data), data, 1, "streams" if body.get("stream") else "answers"))
+    lane.transport.said.clear()
+    lane.node.how = "says nothing"
+    lane.protocol.data_received((GOOD % len(data)).replace(b"KEY", lane.gateway.key.encode()) + data)
+    await turns(1)
+    assert lane.protocol.fast is not None
+    return lane.node.streams[0]
+
+
+async def test_a_stream_that_says_nothing_is_kept_alive_and_goes_on() -> None:
+    set_limits(gateway={"stream_ping_s": 0.1})
+    lane = Lane(is_known=True)
+    try:
+        stream = await ask_in_vain(lane, BODIES[1])  # type: ignore[arg-type]  # it is an object
+        await eventually(lambda: b": ping" in lane.transport.said)
+        stream.answer(*STREAM[:2], headers=SSE, ends=False)
+        await eventually(lambda: lane.transport.said.count(b": ping") > 1)
+        for part in STREAM[2:]:
+            stream.sink.on_data(part)
+        stream.end(EndKind.COMPLETE)
+        await lane.rest()
+        assert lane.transport.said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert [row["state"] for row in lane.database.rows.values()] == ["completed", "completed"]
+    finally:
+        await lane.close()
+
+
+async def test_a_request_that_takes_too_long_is_ended_at_its_deadline() -> None:
+    set_limits(gateway={"stream_ping_s": 0.1})
+    virtual = install_virtual_clock()
+    lane = Lane(is_known=True)
+    try:
+        stream = await ask_in_vain(lane, BODIES[0])  # type: ignore[arg-type]  # it is an object
+        virtual.advance(limits().gateway.request_s)
+        await lane.rest()
+        assert stream.cancelled == "timeout"
+        assert lane.transport.said.startswith(b"HTTP/1.1 504 ")
+        assert [row["state"] for row in lane.database.rows.values()] == ["completed", "failed"]
+    finally:
+        await lane.close()
 
 
 async def test_no_more_heads_are_remembered_than_the_limits_say() -> None:
