@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import cast
 
@@ -25,11 +26,11 @@ from gateway.request.attempt import Exchange, KeepAlive, count_answer_chars, fin
 from gateway.request.client import SCOPE_HANDLE, SCOPE_LINE
 from gateway.request.dispatch import Lease, Served
 from gateway.request.identity import RateState
-from gateway.request.models import choose_priority
+from gateway.request.models import KeyEntry, check_caps, choose_priority
 from gateway.request.pipeline import Call, Pipeline
 from gateway.request.records import COMPLETED, count_tokens
 from gateway.request.response import admit_origin, id_headers, name_box, render_head
-from gateway.values import Caller, Header, InferenceRequest, ModelEntry
+from gateway.values import Header, InferenceRequest, ModelEntry
 from gateway.views.inference import Inference
 from nodes.links import EndKind, LinkEnd, Stream
 from nodes.links.ejections import Trial, Verdict
@@ -42,6 +43,17 @@ from wire.ids import format_id, new_uuid7
 
 _GRANTED_BYTES = 32 * 1024
 """A stream's link is told so often that its bytes were taken; it waits for a multiple of that."""
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """What a known head and a model come to while keys, models and aliases stay as they are."""
+
+    key: KeyEntry
+    entry: ModelEntry
+    priority: str
+    used_at: float = 0.0
+    """Unix seconds at which the use of the key was noted last."""
 
 
 class FastPath:
@@ -57,6 +69,9 @@ class FastPath:
         self.running: set[FastRequest] = set()
         self._look_s = min(0.5, pipeline.limits.stream_ping_s / 4)
         self._timer: asyncio.TimerHandle | None = None
+        self._version = -1
+        self._plans: dict[tuple[KnownHead, str], Plan] = {}
+        """Of ``_version`` of the catalogue."""
         self._heads: dict[int, tuple[dict[str, str], bytes]] = {}
         self.default: tuple[object, bytes] = None, b""
         """The headers of every answer, of which the server makes a new list each second, and their lines."""
@@ -64,35 +79,50 @@ class FastPath:
 
     def begin(self, connection: GatewayHttpProtocol, head: KnownHead, body: bytes) -> bool:
         """Take a request that came whole; False: it is served as every other one."""
-        pipeline = self.pipeline
-        inference = self.inference.get(head.scope["path"])
-        if inference is None or pipeline.is_stopping or not pipeline.records.keeps_up:
-            return False
-        surface = inference.surface
-        caller = pipeline.keys.find(head.headers)
-        if caller is None:
+        pipeline, path = self.pipeline, head.scope["path"]
+        if path not in self.inference or pipeline.is_stopping or not pipeline.records.keeps_up:
             return False
         try:
-            request = surface.parse(body, head.headers)
-            if request.options is not None:
+            request = self.inference[path].surface.parse(body, head.headers)
+            plan = self._plan(head, request)
+            if plan is None or check_caps(plan.entry, request) is not None:
                 return False
-            entry, *others = pipeline.admission.admit(caller, request)
-            if others or entry.name != request.model or (entry.tidy and request.is_streaming):
-                return False
-            link = pipeline.dispatcher.find_free(entry.name, request.path)
+            link = pipeline.dispatcher.find_free(request.model, path)
             if link is None or link.is_peer or not (link.carries_bytes and link.reports_usage):
                 return False
+            caller = plan.key.caller
             rate = pipeline.limiter.take(caller.key_id, caller.requests_per_minute)
         except GatewayError:
             return False
-        lease = pipeline.dispatcher.grant(link, entry.name)
-        taken = FastRequest(self, connection, head, caller, request, entry, lease, rate)
+        taken = FastRequest(self, connection, head, plan, request, pipeline.dispatcher.grant(link, request.model), rate)
         connection.cycle, connection.fast = taken, taken  # type: ignore[assignment]
         self.running.add(taken)
         if self._timer is None:
             self._timer = connection.loop.call_later(self._look_s, self._look, connection.loop)
         taken.start()
         return True
+
+    def _plan(self, head: KnownHead, request: InferenceRequest) -> Plan | None:
+        """Return what a head and a model come to; None: it is for the pipeline to say. Raises GatewayError."""
+        keys = self.pipeline.keys
+        version, now = keys.catalogue.version, clock.unix_s()
+        if self._version != version or len(self._plans) > self.pipeline.limits.known_heads:
+            self._plans.clear()
+            self._version = version
+        plan = self._plans.get((head, request.model))
+        if plan is None:
+            key = keys.find(head.headers)
+            if key is None or request.options is not None:
+                return None
+            entry, *others = self.pipeline.admission.admit(key.caller, request)
+            if others or entry.name != request.model or entry.fallbacks:
+                return None
+            plan = self._plans[head, request.model] = Plan(key, entry, choose_priority(key.caller, None))
+        if request.options is not None or (plan.entry.tidy and request.is_streaming) or not plan.key.is_usable(now):
+            return None
+        if now - plan.used_at > 1.0 or now < plan.used_at:
+            keys.used[plan.key.caller.key_id] = plan.used_at = now
+        return plan
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give what takes long to the pipeline, which keeps silent streams alive and ends what is late."""
@@ -147,10 +177,9 @@ class FastRequest(KnownCycle):
 
     # Assigned in ``__init__``: of more than 30 attributes without slots each one is looked up in a dictionary.
     __slots__ = (
-        "_accepted", "_caller", "_connection", "_entry", "_head", "_inference", "_is_durable", "_is_handed_over", "_last",
-        "_lease", "_number", "_path", "_rate", "_record", "_seen_events", "_trial", "_ungranted", "bytes_out", "ends", "events",
-        "first_byte_at", "headers", "is_closing", "parts", "received", "request", "request_id", "started", "status", "stream",
-        "tail", "was_blocked",
+        "_accepted", "_connection", "_head", "_is_durable", "_last", "_lease", "_number", "_path", "_plan", "_rate",
+        "_record", "_seen_events", "_trial", "_ungranted", "bytes_out", "ends", "events", "first_byte_at", "headers",
+        "is_closing", "parts", "received", "request", "request_id", "started", "status", "stream", "tail", "was_blocked",
     )  # fmt: skip
 
     def __init__(
@@ -158,15 +187,14 @@ class FastRequest(KnownCycle):
         path: FastPath,
         connection: GatewayHttpProtocol,
         head: KnownHead,
-        caller: Caller,
+        plan: Plan,
         request: InferenceRequest,
-        entry: ModelEntry,
         lease: Lease,
         rate: RateState,
     ) -> None:
         super().__init__(connection, head.scope)
         self._path, self._connection, self._head = path, connection, head
-        self._caller, self.request, self._entry, self._lease, self._rate = caller, request, entry, lease, rate
+        self._plan, self.request, self._lease, self._rate = plan, request, lease, rate
         self.started = clock.monotonic()
         self.stream: Stream | None = None
         self.ends: EndReader | None = None
@@ -177,10 +205,12 @@ class FastRequest(KnownCycle):
         self.headers: dict[str, str] = _NO_HEADERS
         self.tail = b""
         self.status = self.received = self.events = self.bytes_out = self._seen_events = self._ungranted = 0
-        self.is_closing = self.was_blocked = self._is_durable = self._is_handed_over = False
+        self.is_closing = self.was_blocked = self._is_durable = False
+        self._accepted: asyncio.Future[None] | None = None
+        """Whom the pipeline has wait for the row, once this was handed over."""
         record_id = new_uuid7()
         self.request_id = format_id("req", record_id)
-        record = self._record = path.pipeline.books.make_record(record_id, caller, request, asked_model=request.model)
+        record = self._record = path.pipeline.books.make_record(record_id, plan.key.caller, request, asked_model=request.model)
         record.queue_ms, record.attempts = 0, 1
         record.node_id, record.node_name = lease.link.node_id, lease.link.node_name
         record.state = RequestState.RUNNING
@@ -189,13 +219,12 @@ class FastRequest(KnownCycle):
         """Write the row and ask the node, both at once."""
         pipeline, request, lease = self._path.pipeline, self.request, self._lease
         metrics.TALLY.in_flight += 1
-        self._accepted = pipeline.records.accept(self._record)
-        self._accepted.add_done_callback(self._take_durable)
+        pipeline.records.enter(self._record, self._take_row)
         self._number = pipeline.dispatcher.take_number()
         self._trial: Trial = pipeline.dispatcher.ejections.begin(
             lease.link,
             request.model,
-            caller=self._caller.key_id,
+            caller=self._plan.key.caller.key_id,
             is_streaming=request.is_streaming,
             answer=self,
             now=self.started,
@@ -210,8 +239,8 @@ class FastRequest(KnownCycle):
             headers=request.headers,
             is_streaming=request.is_streaming,
             deadline_ms=int(pipeline.limits.request_s * 1000),
-            tenant=self._caller.tenant,
-            priority=choose_priority(self._caller, None),
+            tenant=self._plan.key.caller.tenant,
+            priority=self._plan.priority,
         )
         self.stream = lease.link.open_stream(opened, self)
 
@@ -315,12 +344,15 @@ class FastRequest(KnownCycle):
             self._say_start()
         return self.ends
 
-    def _take_durable(self, accepted: asyncio.Future[None]) -> None:
+    def _take_row(self, error: GatewayError | None) -> None:
         """The row is written, or not: from then on the client gets what is said."""
-        if self._is_handed_over or accepted.cancelled():
+        if self._accepted is not None:
+            if not self._accepted.done():
+                self._accepted.set_result(None) if error is None else self._accepted.set_exception(error)
             return
-        if accepted.exception() is not None:
+        if error is not None:
             self.hand_over()
+            self._take_row(error)
             return
         self._is_durable = True
         if self.ends is not None and not self.disconnected:
@@ -332,9 +364,9 @@ class FastRequest(KnownCycle):
         """Write the final state; the client gets the end of its answer once PostgreSQL has that."""
         pipeline, record = self._path.pipeline, self._record
         pipeline.books.fill_in(record, self, self.started, COMPLETED)
-        pipeline.records.finish(record).add_done_callback(self._deliver)
+        pipeline.records.send(record, self._deliver)
 
-    def _deliver(self, _sent: asyncio.Future[None]) -> None:
+    def _deliver(self, _error: GatewayError | None) -> None:
         self._path.running.discard(self)
         connection, last = self._connection, self._last
         connection.fast = None
@@ -391,8 +423,7 @@ class FastRequest(KnownCycle):
 
         ``is_over``: the stream has ended, and only its end is to be told.
         """
-        self._is_handed_over = True
-        path, pipeline, connection = self._path, self._path.pipeline, self._connection
+        path, pipeline, connection, entry = self._path, self._path.pipeline, self._connection, self._plan.entry
         path.running.discard(self)
         connection.fast = None
         handle = Handle(connection)
@@ -408,17 +439,17 @@ class FastRequest(KnownCycle):
         job = call.job = pipeline.dispatcher.new_job(
             request_id=self.request_id,
             request=self.request,
-            tenant=self._caller.tenant,
-            max_queue=self._entry.max_queue,
-            priority=choose_priority(self._caller, None),
+            tenant=self._plan.key.caller.tenant,
+            max_queue=entry.max_queue,
+            priority=self._plan.priority,
         )
         job.accepted, job.deadline = self.started, self.started + pipeline.limits.request_s
-        job.sequence, job.attempts, job.models = self._number, 1, (self._entry.name,)
-        call.caller, call.record, call.entries = self._caller, self._record, {self._entry.name: self._entry}
+        job.sequence, job.attempts, job.models = self._number, 1, (entry.name,)
+        call.caller, call.record, call.entries = self._plan.key.caller, self._record, {entry.name: entry}
         client.watch()
         if not self._is_durable:
-            call.accepted = self._accepted
-            client.hold(self._accepted)
+            self._accepted = call.accepted = connection.loop.create_future()
+            client.hold(call.accepted)
         if self.response_started:
             client.started, client.tail = True, self.tail or client.tail
         if self.request.is_streaming:

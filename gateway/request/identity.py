@@ -32,7 +32,7 @@ class KeyRing:
     """
 
     def __init__(self, catalogue: Catalogue, throttle: AuthThrottle | None = None) -> None:
-        self._catalogue = catalogue
+        self.catalogue = catalogue
         self._throttle = throttle or AuthThrottle()
         self._unknown: dict[str, float] = {}
         self.used: dict[uuid.UUID, float] = {}
@@ -43,7 +43,7 @@ class KeyRing:
         text, keyid, digest = derive(headers, read.__name__, read)
         if keyid is None:
             raise InvalidApiKey("API key is missing." if not text else "")
-        entry = self._catalogue.keys.get(keyid)
+        entry = self.catalogue.keys.get(keyid)
         if entry is None and has_good_checksum(text):  # noise with a bad checksum costs no query
             entry = await self._look_up(keyid, address)
         now = clock.unix_s()
@@ -53,15 +53,12 @@ class KeyRing:
         self.used[entry.caller.key_id] = now
         return entry.caller
 
-    def find(self, headers: Mapping[str, str]) -> Caller | None:
-        """Return the caller whose good key is in memory; None: ``identify`` says what is to be said."""
+    def find(self, headers: Mapping[str, str]) -> KeyEntry | None:
+        """Return the good key in memory that a caller has; None: ``identify`` says what is to be said."""
         _text, keyid, digest = derive(headers, _read_either.__name__, _read_either)
-        entry = self._catalogue.keys.get(keyid) if keyid is not None else None
-        now = clock.unix_s()
-        if entry is None or not hmac.compare_digest(digest, entry.digest) or not entry.is_usable(now):
-            return None
-        self.used[entry.caller.key_id] = now
-        return entry.caller
+        entry = self.catalogue.keys.get(keyid) if keyid is not None else None
+        is_good = entry is not None and hmac.compare_digest(digest, entry.digest) and entry.is_usable(clock.unix_s())
+        return entry if is_good else None
 
     def forget_unknown(self) -> None:
         """Look unknown key ids up again; called when keys changed."""
@@ -81,7 +78,7 @@ class KeyRing:
             self._unknown[keyid] = now + limits().gateway.unknown_key_s
             return None
         # What a sweep took meanwhile is newer: the key may have been revoked since we looked.
-        return self._catalogue.keys.setdefault(keyid, entry)
+        return self.catalogue.keys.setdefault(keyid, entry)
 
     def _load(self, keyid: str, address: str) -> KeyEntry | None:
         """Return the entry from its row; runs in a thread, where those of an address wait that came at once."""
@@ -89,7 +86,7 @@ class KeyRing:
             wait_s = limits().core.throttle_retry_s
             message = f"Too many unknown API keys came from this address; check the key and try again in {wait_s} s."
             raise RateLimited(message, retry_after_s=wait_s)
-        entry = self._catalogue.load_key(keyid)
+        entry = self.catalogue.load_key(keyid)
         if entry is None:
             self._throttle.record_failure(address)
         return entry

@@ -65,6 +65,8 @@ class Catalogue:
 
     def __init__(self, limits: GatewayLimits) -> None:
         self._limits = limits
+        self.version = 0
+        """Another one whenever keys, models or aliases were loaded."""
         self.keys: dict[str, KeyEntry] = {}
         self.models: dict[str, ModelEntry] = {}
         self._alias_entries: list[AliasEntry] = []
@@ -118,6 +120,7 @@ class Catalogue:
 
     def apply_keys(self, entries: list[tuple[str, KeyEntry]], *, replace: bool) -> None:
         """Take loaded keys."""
+        self.version += 1
         if replace:
             self.keys = dict(entries)
         else:
@@ -125,10 +128,12 @@ class Catalogue:
 
     def apply_models(self, entries: list[ModelEntry]) -> None:
         """Take loaded models."""
+        self.version += 1
         self.models = {entry.name: entry for entry in entries}
 
     def apply_aliases(self, entries: list[AliasEntry]) -> None:
         """Take loaded aliases. Every tenant that has some gets its table here, so that a request makes one look-up."""
+        self.version += 1
         if entries == self._alias_entries:
             return
         for entry in entries:
@@ -213,7 +218,7 @@ class Admission:
         admitted: list[ModelEntry] = []
         refusal: GatewayError | None = None
         for entry in self.route(caller, request.model, request.path, request.options):
-            error = _check_caps(entry, request)
+            error = check_caps(entry, request)
             if error is None:
                 admitted.append(entry)
             elif refusal is None:
@@ -280,7 +285,8 @@ def choose_priority(caller: Caller, options: PoolOptions | None) -> str:
     return "" if chosen is Priority.NORMAL else chosen.value
 
 
-def _check_caps(entry: ModelEntry, request: InferenceRequest) -> GatewayError | None:
+def check_caps(entry: ModelEntry, request: InferenceRequest) -> GatewayError | None:
+    """Return why a request is larger than a model's caps, or None."""
     if request.prompt_chars > entry.max_prompt_chars:
         return PromptTooLarge(
             f"Prompt exceeds the size limit: {request.prompt_chars} characters > {entry.max_prompt_chars} maximum.",

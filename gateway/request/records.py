@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -303,25 +304,52 @@ _REFUSED = (psycopg.DataError, psycopg.IntegrityError, msgspec.MsgspecError, Ari
 _NOT_OF_LIBPQ = {"context", "cursor_factory", "prepare_threshold", "options"}
 
 
-class _Accept:
-    """A row on its way in and the future of whoever waits for it (None: nobody does).
+Settle = Callable[[GatewayError | None], None]
+"""Told once what became of a row: None, or why it is not written."""
 
-    ``was_refused``: of a request that could not be accepted earlier on.
-    """
 
-    __slots__ = ("due_at", "future", "given_up", "record", "was_refused")
+class _Waiting:
+    """Whoever waits for a row to be written, or for a statement to be sent; None: nobody does."""
 
-    def __init__(self, record: Record, future: asyncio.Future[None] | None, *, was_refused: bool = False) -> None:
-        self.record = record
-        self.future = future
-        self.given_up = False
+    __slots__ = ("due_at", "is_answered", "settle")
+
+    def __init__(self, settle: Settle | None) -> None:
+        self.settle = settle
         self.due_at = 0.0
+        """Loop time at which it waits no longer."""
+        self.is_answered = settle is None
+
+    def answer(self, error: GatewayError | None = None) -> None:
+        """Tell it, once."""
+        if not self.is_answered:
+            self.is_answered = True
+            assert self.settle is not None
+            self.settle(error)
+
+    def forget(self, _future: object) -> None:
+        """Nobody waits any more."""
+        self.is_answered = True
+
+
+class _Accept(_Waiting):
+    """A row on its way in. ``was_refused``: of a request that could not be accepted earlier on."""
+
+    __slots__ = ("given_up", "record", "was_refused")
+
+    def __init__(self, record: Record, settle: Settle | None, *, was_refused: bool = False) -> None:
+        super().__init__(settle)
+        self.record = record
+        self.given_up = False
         self.was_refused = was_refused
 
-    @property
-    def is_answered(self) -> bool:
-        """Whether nobody waits any more."""
-        return self.future is None or self.future.done()
+
+def _settle_future(future: asyncio.Future[None], error: GatewayError | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 @dataclass(slots=True, eq=False)
@@ -329,8 +357,8 @@ class _Batch:
     """What one commit writes."""
 
     inserts: list[_Accept]
-    updates: dict[uuid.UUID, Record]
-    finishing: list[asyncio.Future[None]] = field(default_factory=list)
+    updates: dict[int, Record]
+    finishing: list[_Waiting] = field(default_factory=list)
     """Of those who wait until the statement is sent."""
     was_repeated: bool = False
 
@@ -360,13 +388,14 @@ class RecordWriter:
         self._max_pending = max_pending
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inserts: list[_Accept] = []
-        self._entering: set[uuid.UUID] = set()
-        """Of ``_inserts``: they are written as they are then, so their changes need no update."""
-        self._updates: dict[uuid.UUID, Record] = {}
-        self._finishing: list[asyncio.Future[None]] = []
+        self._entering: set[int] = set()
+        """Of ``_inserts``, by ``id``: they are written as they are then, so their changes need no update."""
+        self._updates: dict[int, Record] = {}
+        """By ``id``: a request has one record, and hashing a UUID takes longer than all the rest."""
+        self._finishing: list[_Waiting] = []
         """Of those who wait until the updates are sent."""
-        self._unsent: deque[tuple[float, asyncio.Future[None]]] = deque()
-        """Those same, with the moment at which they wait no longer, in loop time."""
+        self._unsent: deque[_Waiting] = deque()
+        """Those same, until they wait no longer."""
         self._send_watch: asyncio.TimerHandle | None = None
         self._outstanding: deque[_Accept] = deque()
         self._refused: deque[Record] = deque()
@@ -416,43 +445,57 @@ class RecordWriter:
         """Insert a row; the future is done when it is durable, or fails with RecordsUnavailable."""
         assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
+        entry = self.enter(record, partial(_settle_future, future))
+        future.add_done_callback(entry.forget)
+        return future
+
+    def enter(self, record: Record, settle: Settle) -> _Waiting:
+        """Insert a row; ``settle`` is told when it is durable, or RecordsUnavailable: at once only unless it ``keeps_up``."""
+        assert self._loop is not None
+        entry = _Accept(record, settle)
         if len(self._inserts) >= self._max_pending:
             _close(record)
             self._keep(record, self._refused)
-            future.set_exception(RecordsUnavailable(retry_after_s=2))
-            return future
-        entry = _Accept(record, future)
+            entry.answer(RecordsUnavailable(retry_after_s=2))
+            return entry
         self._inserts.append(entry)
-        self._entering.add(record.id)
+        self._entering.add(id(record))
         self._wake()
         entry.due_at = self._loop.time() + self._accept_s
         self._outstanding.append(entry)
         if self._watch is None:
             self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding)
-        return future
+        return entry
 
     def touch(self, record: Record) -> None:
         """Write a row's new content soon, together with what comes until then."""
-        if record.id in self._entering:
+        if id(record) in self._entering:
             return
-        self._updates[record.id] = record
+        self._updates[id(record)] = record
         self._wake(self._limits.records_linger_s)
 
     def finish(self, record: Record) -> asyncio.Future[None]:
         """Write a row's final state; done when PostgreSQL will carry that out whatever becomes of us, or can not soon."""
         assert self._loop is not None
         future: asyncio.Future[None] = self._loop.create_future()
+        self.send(record, partial(_settle_future, future))
+        return future
+
+    def send(self, record: Record, settle: Settle) -> None:
+        """Do what ``finish`` does; ``settle`` is told None then, perhaps at once."""
+        assert self._loop is not None
         if not self.is_healthy:
             self.touch(record)
-            future.set_result(None)
-            return future
-        self._updates[record.id] = record
-        self._finishing.append(future)
-        self._unsent.append((self._loop.time() + self._limits.records_send_s, future))
+            settle(None)
+            return
+        entry = _Waiting(settle)
+        self._updates[id(record)] = record
+        self._finishing.append(entry)
+        entry.due_at = self._loop.time() + self._limits.records_send_s
+        self._unsent.append(entry)
         if self._send_watch is None:
             self._send_watch = self._loop.call_later(self._limits.records_send_s, self._check_unsent)
         self._wake()
-        return future
 
     def add_final(self, record: Record) -> None:
         """Insert a row that is final from the start (a refusal); nobody waits for it and overload drops it."""
@@ -465,7 +508,7 @@ class RecordWriter:
     @property
     def keeps_up(self) -> bool:
         """Whether the last commit went well, in time: a row that is handed over now will most likely be durable soon."""
-        return self.is_healthy and not self._is_late
+        return self.is_healthy and not self._is_late and len(self._inserts) < self._max_pending
 
     @property
     def pending(self) -> int:
@@ -482,33 +525,33 @@ class RecordWriter:
         outstanding = self._outstanding
         while outstanding and (outstanding[0].is_answered or outstanding[0].due_at <= now):
             entry = outstanding.popleft()
-            if entry.future is not None and not entry.future.done():
+            if not entry.is_answered:
                 _close(entry.record)
                 entry.given_up = self._is_late = True
-                entry.future.set_exception(RecordsUnavailable(retry_after_s=2))
+                entry.answer(RecordsUnavailable(retry_after_s=2))
         self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding) if outstanding else None
 
     def _check_unsent(self) -> None:
         """Let those go on who wait too long for their statement to be sent. One timer for all, as above."""
         assert self._loop is not None
         now = self._loop.time()
-        while self._unsent and (self._unsent[0][1].done() or self._unsent[0][0] <= now):
-            _settle([self._unsent.popleft()[1]])
-        left_s = self._unsent[0][0] - now if self._unsent else 0.0
+        while self._unsent and (self._unsent[0].is_answered or self._unsent[0].due_at <= now):
+            self._unsent.popleft().answer()
+        left_s = self._unsent[0].due_at - now if self._unsent else 0.0
         self._send_watch = self._loop.call_later(left_s, self._check_unsent) if self._unsent else None
 
     def _resolve(self, entries: list[_Accept]) -> None:
-        self._reject([entry for entry in entries if entry.given_up])  # it got in after all, and nobody serves it
         for entry in entries:
-            if entry.future is not None and not entry.future.done():
-                entry.future.set_result(None)
+            if entry.given_up:  # it got in after all, and nobody serves it
+                self._reject([entry])
+            else:
+                entry.answer()
 
     def _reject(self, entries: list[_Accept]) -> None:
         """The commit failed or its fate is unknown: nobody was promised anything, and a row that did get in is closed."""
         for entry in entries:
-            if entry.future is not None and not entry.future.done():
-                entry.future.set_exception(RecordsUnavailable(retry_after_s=2))
             _close(entry.record)
+            entry.answer(RecordsUnavailable(retry_after_s=2))
             if len(self._updates) < self._max_pending:
                 self.touch(entry.record)
 
@@ -695,10 +738,9 @@ class RecordWriter:
             self._end_batch(batch, failure)
 
 
-def _settle(waiting: Iterable[asyncio.Future[None]]) -> None:
-    for future in waiting:
-        if not future.done():
-            future.set_result(None)
+def _settle(waiting: Iterable[_Waiting]) -> None:
+    for one in waiting:
+        one.answer()
 
 
 def _close(record: Record) -> None:

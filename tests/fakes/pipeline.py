@@ -160,7 +160,7 @@ Make = Callable[..., Gateway]
 
 def allow_keeping(gateway: Gateway) -> None:
     """Let the tenant's answers be kept, in memory and in the database."""
-    catalogue = gateway.pipeline.keys._catalogue
+    catalogue = gateway.pipeline.keys.catalogue
     keys = [
         (keyid, KeyEntry(entry.digest, replace(entry.caller, stores_responses=True), revoked=False, expires_at=None))
         for keyid, entry in catalogue.keys.items()

@@ -75,7 +75,7 @@ async def test_the_request_on_the_wire_carries_body_and_id_and_no_surprises() ->
     head, body = request.split(b"\r\n\r\n")
     assert head.decode().split("\r\n") == [
         "POST /base/v1/chat/completions HTTP/1.1", f"host: localhost:{upstream.port}", "content-type: application/json",
-        "x-request-id: req_1", "x-tenant-id: t", "x-priority: high", "content-length: 7",
+        "x-tenant-id: t", "x-priority: high", "x-request-id: req_1", "content-length: 7",
     ]  # fmt: skip
     assert body == b'{"a":1}'
     lines = of_peer.split(b"\r\n")
