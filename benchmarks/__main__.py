@@ -6,18 +6,35 @@ import argparse
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import nginx
 from benchmarks.errors import BenchmarkError
 from benchmarks.figures import SampleSet, compute_figures, judge_floors
 from benchmarks.hotspots import render_hotspots
+from benchmarks.idle import measure_installation
+from benchmarks.litellm import LiteLlm, install_litellm
 from benchmarks.muster import Muster
-from benchmarks.plan import FULL_ROUNDS, MUSTER_SYSTEMS, QUICK_ROUNDS, TRANSLATED, Measure, System, estimate_s, is_measured
+from benchmarks.nginx import Nginx, find_nginx
+from benchmarks.plan import (
+    ASKED_PEERS,
+    FULL_ROUNDS,
+    GROWN,
+    MUSTER_SYSTEMS,
+    ONCE,
+    PEERS,
+    QUICK_ROUNDS,
+    SCALE_SYSTEMS,
+    TITLES,
+    TRANSLATED,
+    Measure,
+    System,
+    estimate_s,
+    is_measured,
+)
 from benchmarks.processes import CorePlan, plan_cores
-from benchmarks.report import render_problems, render_table, render_verdicts, write_json
-from benchmarks.runner import Bench, Progress, profile_plan, run_plan, time_starts
+from benchmarks.report import render_completeness, render_problems, render_table, render_verdicts, write_json
+from benchmarks.runner import Bench, Progress, measure_once, profile_plan, run_plan
 from benchmarks.storage import open_storage
 from benchmarks.toolchain import HERE, build_tools
 from benchmarks.upstream import MockUpstream
@@ -43,7 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"comma list of systems ({', '.join(System)}) and measures ({', '.join(Measure)})",
     )
     parser.add_argument(
-        "--peers", action="store_true", help="measure vllm-router too: the first time its wheel is downloaded from PyPI"
+        "--peers",
+        action="store_true",
+        help="measure vllm-router and LiteLLM too: the first time their wheels are downloaded from PyPI",
+    )
+    parser.add_argument(
+        "--scale", action="store_true", help="measure gateways with 1,000 nodes and with 10,000 keys too: some minutes more"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
     parser.add_argument(
@@ -62,98 +84,135 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def choose(only: str, *, profile: bool, peers: bool = False) -> tuple[list[System], list[Measure]]:
+def choose(only: str, *, profile: bool, peers: bool = False, scale: bool = False) -> tuple[list[System], list[Measure]]:
     """Return the systems and measures named by ``--only``. Raises BenchmarkError.
 
-    The baseline always comes along, and with a translated system the one that it is compared with. ``peers``: whether
-    vllm-router does as well; otherwise it is measured only when it is named.
+    The baseline always comes along, and with a system the one that it is compared with. ``peers`` and ``scale``: whether
+    the systems of these options do as well; otherwise they are measured only when they are named.
     """
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = {*System, *Measure}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise BenchmarkError(f"--only does not know {', '.join(unknown)}; it knows {', '.join(sorted(known))}")
-    passed_through = [] if profile else [peer for system, peer in TRANSLATED.items() if system in names]
-    systems = [system for system in System if system in names or system in passed_through]
-    systems = systems or [system for system in System if system is not System.VLLM_ROUTER]
+    compared = [] if profile else [peer for system, peer in {**TRANSLATED, **GROWN}.items() if system in names]
+    systems = [system for system in System if system in names or system in compared]
+    systems = systems or [system for system in System if system not in (*ASKED_PEERS, *SCALE_SYSTEMS)]
     measures = [measure for measure in Measure if measure in names] or list(Measure)
     if profile:
         systems = [system for system in systems if system in MUSTER_SYSTEMS]
-        measures = [measure for measure in Measure if measure in names and measure != Measure.START]
+        measures = [measure for measure in Measure if measure in names and measure not in ONCE]
         measures = measures or [Measure.REQUESTS, Measure.CHUNKS]
     else:
-        added = {System.MOCK, System.VLLM_ROUTER} if peers else {System.MOCK}
+        added = {System.MOCK, *(ASKED_PEERS if peers else ()), *(SCALE_SYSTEMS if scale else ())}
         systems = [system for system in System if system in added or system in systems]
     if profile and not systems:
         raise BenchmarkError(f"--profile is about Muster: name one of {', '.join(MUSTER_SYSTEMS)}")
     return [system for system in systems if any(is_measured(system, measure) for measure in measures)], measures
 
 
+def find_peers(systems: Sequence[System], progress: Progress) -> tuple[dict[System, Path], dict[System, str]]:
+    """Return by which program each of the peers among ``systems`` is started, and why the others cannot be."""
+    programs: dict[System, Path] = {}
+    absences: dict[System, str] = {}
+    for system in (system for system in PEERS if system in systems):
+        progress.show(f"looking for {TITLES[system]}")
+        try:
+            match system:
+                case System.VLLM_ROUTER:
+                    programs[system] = install_vllm_router()
+                case System.LITELLM:
+                    programs[system] = install_litellm()
+                case _:
+                    programs[system] = find_nginx()
+        except BenchmarkError as error:
+            absences[system] = str(error)
+            progress.show(f"    ! {TITLES[system]} is left out: {error}")
+    return programs, absences
+
+
 @contextlib.contextmanager
-def open_bench(systems: Sequence[System], cores: CorePlan, progress: Progress, *, profile: str | None) -> Iterator[Bench]:
-    """Start everything that ``systems`` need and stop it after the block."""
+def open_bench(
+    systems: Sequence[System],
+    cores: CorePlan,
+    progress: Progress,
+    *,
+    programs: Mapping[System, Path] | None = None,
+    profile: str | None = None,
+) -> Iterator[Bench]:
+    """Start everything that ``systems`` need and stop it after the block. ``programs``: what ``find_peers`` returned."""
     progress.show("compiling the mock upstream and the load client")
     tools = build_tools()
     with contextlib.ExitStack() as stack:
         work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="muster-bench-")))
         mock = MockUpstream(tools, log_dir=work_dir, cores=cores.around)
         stack.callback(mock.stop)
-        bench = Bench(tools=tools, cores=cores, mock=mock, nginx=None, vllm_router=None, muster=None, storage=None)
-        if System.NGINX in systems:
-            binary = nginx.find_nginx()
-            assert binary is not None
-            bench.nginx = nginx.Nginx(binary, upstream_port=mock.port, work_dir=work_dir, cores=cores.system)
-            stack.callback(bench.nginx.stop)
-        if System.VLLM_ROUTER in systems:
-            progress.show("starting vllm-router")
-            python = install_vllm_router()
-            bench.vllm_router = VllmRouter(python, upstream_url=mock.url, work_dir=work_dir, cores=cores.system)
-            stack.callback(bench.vllm_router.stop)
-        wanted = [system for system in systems if system in MUSTER_SYSTEMS]
-        if wanted:
-            progress.show("starting PostgreSQL and Valkey")
-            bench.storage = stack.enter_context(open_storage(cores=cores.around))
-            progress.show("migrating the database and starting Muster")
-            bench.muster = Muster(
-                storage=bench.storage,
-                upstream_url=mock.url,
-                work_dir=work_dir,
-                cores=cores,
-                systems=wanted,
-                profile=profile,
+        bench = Bench(tools=tools, cores=cores, mock=mock)
+        for system, program in (programs or {}).items():
+            progress.show(f"starting {TITLES[system]}")
+            peer: Nginx | VllmRouter | LiteLlm
+            match system:
+                case System.VLLM_ROUTER:
+                    peer = VllmRouter(program, upstream_url=mock.url, work_dir=work_dir, cores=cores.system)
+                case System.LITELLM:
+                    peer = LiteLlm(program, upstream_url=mock.url, work_dir=work_dir, cores=cores.system)
+                case _:
+                    peer = Nginx(program, upstream_port=mock.port, work_dir=work_dir, cores=cores.system)
+            stack.callback(peer.stop)
+            bench.peers[system] = peer
+        together = [system for system in systems if system in MUSTER_SYSTEMS and system not in SCALE_SYSTEMS]
+        alone = [[system] for system in systems if system in SCALE_SYSTEMS]
+        for wanted in ([together] if together else []) + alone:
+            progress.show(f"starting Muster for {', '.join(wanted)}, with PostgreSQL and Valkey of its own")
+            storage = stack.enter_context(open_storage(cores=cores.around))
+            folder = work_dir / wanted[0]
+            folder.mkdir()
+            muster = Muster(
+                storage=storage, upstream_url=mock.url, work_dir=folder, cores=cores, systems=wanted, profile=profile
             )
-            stack.callback(bench.muster.stop)
+            stack.callback(muster.stop)
+            bench.musters.update(dict.fromkeys(wanted, muster))
         yield bench
 
 
 def measure_all(arguments: argparse.Namespace, progress: Progress) -> int:
     """Measure, print and write; return 1 when a floor was missed or a run had errors."""
-    systems, measures = choose(arguments.only, profile=False, peers=arguments.peers)
-    if System.NGINX in systems and nginx.find_nginx() is None:
-        systems.remove(System.NGINX)
-        progress.show("nginx is not installed: there will be no ratios (apt-get install nginx)")
+    quick = arguments.quick
+    systems, measures = choose(arguments.only, profile=False, peers=arguments.peers, scale=arguments.scale)
+    programs, absences = find_peers(systems, progress)
+    systems = [system for system in systems if system not in absences]
     cores = plan_cores(pin=arguments.pin)
-    rounds = arguments.rounds or (QUICK_ROUNDS if arguments.quick else FULL_ROUNDS)
+    rounds = arguments.rounds or (QUICK_ROUNDS if quick else FULL_ROUNDS)
     steps = [measure for measure in measures for system in systems if is_measured(system, measure)]
-    total_s = rounds * sum(estimate_s(measure, quick=arguments.quick) for measure in steps)
+    total_s = rounds * sum(estimate_s(measure, quick=quick) for measure in steps)
     progress.show(f"{len(systems)} systems × {len(measures)} measures × {rounds} rounds: about {total_s / 60:.1f} minutes")
-    with open_bench(systems, cores, progress, profile=None) as bench:
-        samples = run_plan(bench, systems=systems, measures=measures, rounds=rounds, quick=arguments.quick, show=progress.show)
-        is_start_timed = Measure.START in measures and System.DIRECT in systems
-        starts_s = time_starts(bench, show=progress.show) if is_start_timed else []
+    readings, samples = [], []
+    if System.UP in systems:
+        # First, while nothing else of ours runs.
+        progress.show(f"{Measure.IDLE}: {TITLES[System.UP]}")
+        readings.append(measure_installation(quick=quick))
+    if systems != [System.UP]:
+        with open_bench(systems, cores, progress, programs=programs) as bench:
+            samples = run_plan(bench, systems=systems, measures=measures, rounds=rounds, quick=quick, show=progress.show)
+            readings += measure_once(bench, systems=systems, measures=measures, quick=quick, show=progress.show)
     progress.finish()
-    figures = compute_figures(SampleSet(samples), starts_s)
+    figures = compute_figures(SampleSet(samples), readings)
     verdicts = judge_floors(figures)
     pinned = f"gateway on core {cores.system[0]}" if cores.is_pinned else "not pinned"
     print(f"\nMedians of {rounds} round(s), {pinned}. Ratios travel between machines; microseconds do not.\n")
-    for part in (render_table(figures), render_problems(figures), render_verdicts(verdicts)):
+    completeness = render_completeness(figures, absences)
+    for part in (render_table(figures), render_problems(figures), render_verdicts(verdicts), completeness):
         if part:
             print(part + "\n")
     if arguments.json:
-        options = {"quick": arguments.quick, "rounds": rounds, "only": arguments.only, "peers": arguments.peers}
-        write_json(arguments.json, figures=figures, verdicts=verdicts, samples=samples, cores=cores, arguments=options)
+        options = {name: getattr(arguments, name) for name in ("quick", "only", "peers", "scale")}
+        write_json(
+            arguments.json, figures=figures, absences=absences, verdicts=verdicts, samples=samples, cores=cores,
+            arguments={**options, "rounds": rounds},
+        )  # fmt: skip
         print(f"written: {arguments.json}")
-    return 1 if any(verdict.passed is False and verdict.floor.is_binding for verdict in verdicts) else 0
+    is_missed = any(verdict.passed is False and verdict.floor.is_binding for verdict in verdicts)
+    return 1 if is_missed or any(own.problems for own in figures.values()) else 0
 
 
 def profile_all(arguments: argparse.Namespace, progress: Progress) -> int:

@@ -3,7 +3,9 @@
     python -m benchmarks.box --gateway ws://127.0.0.1:8080 --model NAME [--protocol muster|bridge] [--endpoint PATH]…
 
 The credential comes from ``MUSTER_BOX_SECRET``. It prints ``registered`` once the server accepted it, then reads lines
-``{"chunks":…,"delay_us":…,"first_us":…}`` from stdin, each answered by ``ok``. The chunks are those of
+``{"chunks":…,"delay_us":…,"first_us":…}`` from stdin, each answered by ``ok``, and lines ``registered?``, each answered by a
+``Roll``. With ``--nodes`` one process stands for so many boxes of one model, each with a socket of its own; they dial again
+when their gateway has gone, a few at a time. The chunks are those of
 ``native/mock_upstream.c``, stamps included, so that the load client verifies relayed streams in the same way; making
 them here instead of asking the mock keeps a second HTTP hop and its CPU out of the measurement. A request is answered in the
 words of the API path that it comes on; ``--endpoint`` names the paths a box declares, which is chat alone unless told.
@@ -33,6 +35,10 @@ MAX_CONCURRENT = 1024
 _DEFAULT_HEARTBEAT_S = 5.0
 _STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8"}
 _WHOLE_HEADERS = {"content-type": "application/json"}
+_DIAL_S = 30.0
+_DIALS = 32
+"""So many nodes of one process dial at a time: thousand new connections at once overflow the accept queue of a server."""
+_DIAL_AGAIN_S = 0.2
 
 
 @dataclass(slots=True)
@@ -227,19 +233,31 @@ class Box:
     """The session of one box: registration, telemetry, pongs, and its dialect for everything else."""
 
     def __init__(
-        self, *, model: str, endpoints: Sequence[str], slots: int, dialect: MusterDialect | BridgeDialect, player: Player
+        self,
+        *,
+        name: str,
+        model: str,
+        endpoints: Sequence[str],
+        slots: int,
+        gpus: int,
+        dialect: MusterDialect | BridgeDialect,
+        player: Player,
     ) -> None:
+        self._name = name
         self._model = model
         self._slots = slots
+        self._gpus = [_describe_gpu(index) for index in range(gpus)]
+        self._instance_id = uuid.uuid4().hex
         self._endpoints = list(endpoints)
         self._dialect = dialect
         self._player = player
         self._socket: WebSocketClient | None = None
-        self.registered: asyncio.Future[bridge.RegisterAck] = asyncio.get_running_loop().create_future()
+        self.registered: asyncio.Future[bridge.RegisterAck]
 
     def attach(self, socket: WebSocketClient) -> None:
         """Take an open socket and register on it."""
         self._socket = socket
+        self.registered = asyncio.get_running_loop().create_future()
         if isinstance(self._dialect, MusterDialect):
             self._dialect.send_binary = lambda data: socket.send(BINARY, data)
         else:
@@ -247,11 +265,12 @@ class Box:
         is_muster = self._dialect.version == bridge.MUSTER_V1
         self._send(
             bridge.Register(
-                worker_name=f"bench-{self._model}",
+                worker_name=self._name,
                 models=[self._model],
                 max_concurrent=self._slots,
                 protocol_version=self._dialect.version,
-                instance_id=uuid.uuid4().hex if is_muster else None,
+                instance_id=self._instance_id if is_muster else None,
+                gpus=self._gpus if is_muster else [],
                 endpoints=self._endpoints if is_muster else [],
                 replicas=self._list_replicas() if is_muster else [],
             )
@@ -278,7 +297,7 @@ class Box:
     async def send_telemetry(self, interval_s: float) -> None:
         """Report every ``interval_s`` seconds, for ever; a bridge v1 box has nothing to report."""
         while self._dialect.version == bridge.MUSTER_V1:
-            self._send(bridge.Telemetry(current_load=self._player.live, replicas=self._list_replicas()))
+            self._send(bridge.Telemetry(current_load=self._player.live, gpus=self._gpus, replicas=self._list_replicas()))
             await asyncio.sleep(interval_s)
 
     def _list_replicas(self) -> list[bridge.ReplicaInfo]:
@@ -291,48 +310,111 @@ class Box:
             self._socket.send(TEXT, bridge.encode_message(message).encode())
 
 
-async def follow_stdin(player: Player) -> None:
-    """Apply every pace that comes on stdin, until stdin ends."""
+def _describe_gpu(index: int) -> bridge.GpuInfo:
+    return bridge.GpuInfo(
+        index=index, name="none", memory_total_mb=24_576, memory_used_mb=9_000, utilization_percent=7.0, temperature_c=41.0,
+        power_w=60.0,
+    )  # fmt: skip
+
+
+class Roll(msgspec.Struct):
+    """How many nodes of a process are registered. ``took_s``: from the first socket that a gateway accepted to the last ack."""
+
+    registered: int = 0
+    took_s: float = 0.0
+
+
+async def follow_stdin(player: Player, roll: Roll) -> None:
+    """Apply every pace that comes on stdin and tell the roll when asked, until stdin ends."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
+        if line == b"registered?\n":
+            print(msgspec.json.encode(roll).decode(), flush=True)
+            continue
         player.pace = msgspec.json.decode(line, type=Pace)
         print("ok", flush=True)
 
 
-async def run_box(*, gateway: str, model: str, endpoints: Sequence[str], slots: int, protocol: str, secret: str) -> str:
+class Dialler:
+    """Dials one gateway for its boxes."""
+
+    def __init__(self, gateway: str, secret: str) -> None:
+        self._address = urllib.parse.urlsplit(gateway)
+        self._secret = secret
+
+    async def dial(self, box: Box) -> tuple[WebSocketClient, float]:
+        """Register a box; return its socket and the seconds between its reports. Raises BenchmarkError and OSError."""
+        _transport, socket = await asyncio.get_running_loop().create_connection(
+            lambda: WebSocketClient(
+                host=self._address.netloc,
+                path="/v1/worker/connect?provider=local",
+                headers={"x-worker-secret": self._secret},
+                on_message=box.take_message,
+            ),
+            self._address.hostname or "127.0.0.1",
+            self._address.port or 80,
+        )
+        async with asyncio.timeout(_DIAL_S):
+            await socket.opened
+            box.attach(socket)
+            await _wait_first(box.registered, socket.closed)
+        if not box.registered.done():
+            raise BenchmarkError(f"the box was not accepted: {socket.closed.result()}")
+        return socket, box.registered.result().heartbeat_interval_s or _DEFAULT_HEARTBEAT_S
+
+
+async def run_box(dialler: Dialler, box: Box, player: Player) -> str:
     """Serve until the socket closes or stdin ends; return why."""
-    address = urllib.parse.urlsplit(gateway)
-    player = Player()
-    dialect = BridgeDialect(player) if protocol == "bridge" else MusterDialect(player)
-    box = Box(model=model, endpoints=endpoints, slots=slots, dialect=dialect, player=player)
-    loop = asyncio.get_running_loop()
-    _transport, socket = await loop.create_connection(
-        lambda: WebSocketClient(
-            host=address.netloc,
-            path="/v1/worker/connect?provider=local",
-            headers={"x-worker-secret": secret},
-            on_message=box.take_message,
-        ),
-        address.hostname or "127.0.0.1",
-        address.port or 80,
-    )
-    async with asyncio.timeout(10):
-        await socket.opened
-        box.attach(socket)
-        await _wait_first(box.registered, socket.closed)
-    if not box.registered.done():
-        raise BenchmarkError(f"the box was not accepted: {socket.closed.result()}")
-    ack = box.registered.result()
+    socket, interval_s = await dialler.dial(box)
     print("registered", flush=True)
-    interval_s = ack.heartbeat_interval_s or _DEFAULT_HEARTBEAT_S
-    tasks = [asyncio.create_task(box.send_telemetry(interval_s)), asyncio.create_task(follow_stdin(player))]
-    if protocol == "bridge":
-        tasks[0].cancel()
+    tasks = [
+        asyncio.create_task(box.send_telemetry(interval_s)), asyncio.create_task(follow_stdin(player, Roll(registered=1)))
+    ]  # fmt: skip
     await _wait_first(socket.closed, tasks[1])
     for task in tasks:
         task.cancel()
     return socket.closed.result() if socket.closed.done() else "stdin ended"
+
+
+async def run_nodes(dialler: Dialler, boxes: Sequence[Box], player: Player) -> str:
+    """Keep boxes registered until stdin ends."""
+    loop, lanes, roll = asyncio.get_running_loop(), asyncio.Semaphore(_DIALS), Roll()
+    began: float | None = None
+    is_complete = asyncio.Event()
+
+    async def keep(box: Box) -> None:
+        nonlocal began
+        while True:
+            try:
+                async with lanes:
+                    if began is None:
+                        began = loop.time()
+                    socket, interval_s = await dialler.dial(box)
+            except (OSError, BenchmarkError) as error:  # a timeout is an OSError
+                if isinstance(error, ConnectionRefusedError) and not roll.registered:
+                    began = None  # no gateway listens yet
+                await asyncio.sleep(_DIAL_AGAIN_S)
+                continue
+            roll.registered += 1
+            roll.took_s = loop.time() - (began if began is not None else loop.time())
+            if roll.registered == len(boxes):
+                is_complete.set()
+            telemetry = asyncio.create_task(box.send_telemetry(interval_s))
+            await socket.closed
+            telemetry.cancel()
+            roll.registered -= 1
+            if not roll.registered:
+                began = None
+
+    async with asyncio.TaskGroup() as tasks:
+        keepers = [tasks.create_task(keep(box)) for box in boxes]
+        await is_complete.wait()
+        print("registered", flush=True)
+        await follow_stdin(player, roll)
+        for keeper in keepers:
+            keeper.cancel()
+    return "stdin ended"
 
 
 async def _wait_first(*futures: asyncio.Future[Any]) -> None:
@@ -347,6 +429,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--protocol", choices=("muster", "bridge"), default="muster")
     parser.add_argument("--endpoint", action="append", metavar="PATH", help=f"an API path to declare (default {CHAT})")
     parser.add_argument("--slots", type=int, default=MAX_CONCURRENT, help="requests at a time (default %(default)s)")
+    parser.add_argument("--nodes", type=int, help="so many boxes in this process, which dial again when they are cut off")
+    parser.add_argument("--gpus", type=int, default=0, help="how many GPUs each box reports (default %(default)s)")
     arguments = parser.parse_args(argv)
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if sys.platform != "win32":
@@ -354,18 +438,29 @@ def main(argv: list[str] | None = None) -> int:
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        reason = runner.run(
-            run_box(
-                gateway=arguments.gateway,
-                model=arguments.model,
-                endpoints=arguments.endpoint or [CHAT],
-                slots=arguments.slots,
-                protocol=arguments.protocol,
-                secret=os.environ.get("MUSTER_BOX_SECRET", ""),
-            )
-        )
+        reason = runner.run(_run(arguments))
     print(f"box: {reason}", file=sys.stderr)
     return 0 if reason == "stdin ended" else 1
+
+
+async def _run(arguments: argparse.Namespace) -> str:
+    player, names = Player(), [f"bench-{arguments.model}"]
+    if arguments.nodes:
+        names = [f"{names[0]}-{number}" for number in range(arguments.nodes)]
+    boxes = [
+        Box(
+            name=name,
+            model=arguments.model,
+            endpoints=arguments.endpoint or [CHAT],
+            slots=arguments.slots,
+            gpus=arguments.gpus,
+            dialect=BridgeDialect(player) if arguments.protocol == "bridge" else MusterDialect(player),
+            player=player,
+        )
+        for name in names
+    ]
+    dialler = Dialler(arguments.gateway, os.environ.get("MUSTER_BOX_SECRET", ""))
+    return await (run_nodes(dialler, boxes, player) if arguments.nodes else run_box(dialler, boxes[0], player))
 
 
 if __name__ == "__main__":

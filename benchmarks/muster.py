@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 
 from benchmarks.answers import RESPONSES
-from benchmarks.box import MAX_CONCURRENT
+from benchmarks.box import MAX_CONCURRENT, Roll
 from benchmarks.errors import BenchmarkError
 from benchmarks.hotspots import CALLS_SUFFIX, SAMPLES_SUFFIX
 from benchmarks.nginx import find_free_port, is_listening
-from benchmarks.plan import BOXES, MODELS, MUSTER_SYSTEMS, BoxPlan, System, find_path
+from benchmarks.plan import BOXES, KEYS, MODELS, MUSTER_SYSTEMS, BoxPlan, System, find_path
 from benchmarks.processes import ROOT, Child, CorePlan
 from benchmarks.storage import Storage
 from benchmarks.upstream import Pace
@@ -34,7 +34,10 @@ _START_S = 60.0
 _ROUTE_S = 30.0
 _CALL_S = 20.0  # longer than a gateway holds a request that no box can take
 _STEP_S = 180.0
+_ASK_AGAIN_S = 0.25
 _BOX_S = 15.0
+_NODES_S = 300.0
+"""So long a thousand nodes may take to enrol, and to come back after a restart."""
 _DIRECT_NODE = "bench-direct"
 _DIRECT_CONCURRENCY = 1024
 _HEARTBEAT_S = 2.0
@@ -110,6 +113,7 @@ class Muster:
         slots: int = MAX_CONCURRENT,
         max_queue: int = 100_000,
     ) -> None:
+        self.storage = storage
         self._slots = slots
         self._work_dir = work_dir
         self._cores = cores
@@ -182,6 +186,23 @@ class Muster:
         self._wait_for_route(System.DIRECT)
         return time.monotonic() - began
 
+    def count_registrations(self, system: System) -> Roll:
+        """Kill the gateway; return how many nodes of ``system`` came back to the next one, and how fast: at most _NODES_S."""
+        box, wanted = self._boxes[system], BOXES[system].nodes
+        self._children.remove(self.gateway)
+        self.gateway.popen.kill()
+        self.gateway.stop()
+        self._start_gateway()
+        self.gateway.wait_until(lambda: is_listening(self.port), "the gateway was to listen", _START_S)
+        deadline = time.monotonic() + _NODES_S
+        while True:
+            box.send_line("registered?")
+            roll = msgspec.json.decode(box.read_line(_CALL_S), type=Roll)
+            if roll.registered == wanted or time.monotonic() > deadline:
+                return roll
+            self.require_healthy()
+            time.sleep(_ASK_AGAIN_S)
+
     def stop(self) -> None:
         """End everything, boxes first."""
         if self._heartbeats is not None:
@@ -193,7 +214,8 @@ class Muster:
         around = self._cores.around
         self._run_step("migrate", [str(ROOT / "manage.py"), "migrate", "--no-input", "-v", "0"])
         models = [MODELS[system] for system in self._systems]
-        prepared: dict[str, str] = json.loads(self._run_step("provision", ["-m", "benchmarks.provision", *models]))
+        keys = max(KEYS.get(system, 1) for system in self._systems)
+        prepared: dict[str, str] = json.loads(self._run_step("provision", ["-m", "benchmarks.provision", str(keys), *models]))
         self.key = prepared["api_key"]
         self._start_gateway()
         if System.DIRECT in self._systems:
@@ -253,12 +275,14 @@ class Muster:
 
     def _start_box(self, system: System, plan: BoxPlan, secret: str) -> Child:
         arguments = ["-m", "benchmarks.box", "--gateway", f"ws://127.0.0.1:{self.port}", "--model", MODELS[system]]
-        arguments.append(f"--slots={self._slots}")
+        arguments.append(f"--slots={plan.slots or self._slots}")
+        if plan.nodes > 1:
+            arguments += [f"--nodes={plan.nodes}", f"--gpus={plan.gpus}"]
         arguments += ["--protocol", plan.protocol, *(f"--endpoint={path}" for path in plan.declared)]
         self._env["MUSTER_BOX_SECRET"] = secret
         box = self._spawn(f"box-{system}", arguments, self._cores.around, talks=True)
         try:
-            box.read_line(_BOX_S)
+            box.read_line(_BOX_S if plan.nodes == 1 else _NODES_S)
         except BenchmarkError as error:
             raise BenchmarkError(f"{error}\nand the gateway's log:\n{self.gateway.read_log_tail()}") from error
         return box

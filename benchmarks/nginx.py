@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.errors import BenchmarkError
 from benchmarks.processes import Child
 
 _START_S = 10.0
@@ -45,9 +46,12 @@ http {{
 """
 
 
-def find_nginx() -> str | None:
-    """Return the path of nginx, None when it is not installed."""
-    return shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+def find_nginx() -> Path:
+    """Return the path of nginx. Raises BenchmarkError when it is not installed."""
+    found = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
+    if found is None:
+        raise BenchmarkError("it is not installed, so there are no ratios to it (apt-get install nginx)")
+    return Path(found)
 
 
 def find_free_port() -> int:
@@ -68,13 +72,13 @@ def is_listening(port: int) -> bool:
 class Nginx:
     """A running nginx in front of ``upstream_port``."""
 
-    def __init__(self, binary: str, *, upstream_port: int, work_dir: Path, cores: Sequence[int] = ()) -> None:
+    def __init__(self, binary: Path, *, upstream_port: int, work_dir: Path, cores: Sequence[int] = ()) -> None:
         self.port = find_free_port()
         folder = work_dir / "nginx"
         folder.mkdir()
         config = folder / "nginx.conf"
         config.write_text(_CONFIG.format(folder=folder, key=KEY, upstream_port=upstream_port, port=self.port))
-        argv = [binary, "-p", str(folder), "-e", "stderr", "-c", str(config)]
+        argv = [str(binary), "-p", str(folder), "-e", "stderr", "-c", str(config)]
         self.child = Child("nginx", argv, log_dir=work_dir, cores=cores)
         self.child.wait_until(lambda: is_listening(self.port), "nginx was to listen", _START_S)
 

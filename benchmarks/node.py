@@ -239,9 +239,9 @@ async def measure_runner(
             await gateway.registered.wait()
         await asyncio.to_thread(mock.set_pace, work.pace)
         await gateway.load(work, 0.7)  # warm
-        before_s, began = _cpu_s(child), loop.time()
+        before_s, began = child.cpu_s(), loop.time()
         await gateway.load(work, seconds)
-        cpu_s, took_s = _cpu_s(child) - before_s, loop.time() - began
+        cpu_s, took_s = child.cpu_s() - before_s, loop.time() - began
         child.require_alive()
     finally:
         await asyncio.to_thread(child.stop)
@@ -250,14 +250,6 @@ async def measure_runner(
         raise BenchmarkError(f"{len(gateway.problems)} answers were not whole: {gateway.problems[0]}")
     units = gateway.chunks if work.spec.is_streaming else gateway.answered
     return Cost(cpu_s * 1e6 / units, units, gateway.chunks / max(1, gateway.frames), cpu_s / took_s)
-
-
-def _cpu_s(child: Child) -> float:
-    """Return the CPU seconds of all threads, finer than the ticks of ``cpu_times``."""
-    total_ns = 0
-    for task in Path(f"/proc/{child.popen.pid}/task").iterdir():
-        total_ns += int((task / "schedstat").read_text().split()[0])
-    return total_ns / 1e9
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ class System(StrEnum):
     MOCK = "mock"
     NGINX = "nginx"
     VLLM_ROUTER = "vllm-router"
+    LITELLM = "litellm"
     DIRECT = "direct"
     RELAY = "relay"
     BRIDGE = "bridge"
@@ -23,34 +24,58 @@ class System(StrEnum):
     MESSAGES_TRANSLATED = "messages-translated"
     RESPONSES = "responses"
     RESPONSES_TRANSLATED = "responses-translated"
+    FEW = "few"
+    NODES_1000 = "nodes-1000"
+    KEYS_10000 = "keys-10000"
+    UP = "up"
 
 
 TITLES = {
     System.MOCK: "mock alone (baseline)",
     System.NGINX: "nginx",
     System.VLLM_ROUTER: "vllm-router",
-    System.DIRECT: "Muster, box called over HTTP",
-    System.RELAY: "Muster, box dialled in (muster v1)",
-    System.BRIDGE: "Muster, box dialled in (bridge v1)",
-    System.MESSAGES: "Muster, Messages passed through",
-    System.MESSAGES_TRANSLATED: "Muster, Messages translated",
-    System.RESPONSES: "Muster, Responses passed through",
-    System.RESPONSES_TRANSLATED: "Muster, Responses translated",
+    System.LITELLM: "LiteLLM",
+    System.DIRECT: "node called over HTTP",
+    System.RELAY: "node dialled in (muster v1)",
+    System.BRIDGE: "node dialled in (bridge v1)",
+    System.MESSAGES: "Messages passed through",
+    System.MESSAGES_TRANSLATED: "Messages translated",
+    System.RESPONSES: "Responses passed through",
+    System.RESPONSES_TRANSLATED: "Responses translated",
+    System.FEW: "10 nodes, 10 keys",
+    System.NODES_1000: "1,000 nodes, 10 keys",
+    System.KEYS_10000: "10 nodes, 10,000 keys",
+    System.UP: "./muster up at rest",
 }
 TRANSLATED = {System.MESSAGES_TRANSLATED: System.MESSAGES, System.RESPONSES_TRANSLATED: System.RESPONSES}
 """The systems whose answers the gateway translates, and those that pass on answers to the same questions as they come."""
+GROWN = {System.NODES_1000: System.FEW, System.KEYS_10000: System.FEW}
+"""The systems with many rows of one kind, and the one with few that they are compared with."""
+PEERS = (System.NGINX, System.VLLM_ROUTER, System.LITELLM)
+ASKED_PEERS = (System.VLLM_ROUTER, System.LITELLM)
+"""Measured with ``--peers`` or by name: their wheels are downloaded."""
 SURFACE_SYSTEMS = (System.MESSAGES, System.MESSAGES_TRANSLATED, System.RESPONSES, System.RESPONSES_TRANSLATED)
-MUSTER_SYSTEMS = (System.DIRECT, System.RELAY, System.BRIDGE, *SURFACE_SYSTEMS)
+SCALE_SYSTEMS = (System.FEW, System.NODES_1000, System.KEYS_10000)
+"""Measured with ``--scale`` or by name: each has a gateway and a database of its own."""
+MUSTER_SYSTEMS = (System.DIRECT, System.RELAY, System.BRIDGE, *SURFACE_SYSTEMS, *SCALE_SYSTEMS)
 MODELS = {system: f"bench-{system}" for system in MUSTER_SYSTEMS}
+KEYS = {System.FEW: 10, System.NODES_1000: 10, System.KEYS_10000: 10_000}
+"""How many API keys a database has; otherwise one. The load client asks with one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoxPlan:
-    """A box that dials in. ``asked``: the API path the load client asks its model on; ``declared``: those it answers itself."""
+    """A box that dials in, or ``nodes`` of them in one process, each with so many slots and GPUs.
+
+    ``asked``: the API path the load client asks its model on; ``declared``: those the box answers itself.
+    """
 
     protocol: str = "muster"
     asked: str = CHAT
     declared: tuple[str, ...] = (CHAT,)
+    nodes: int = 1
+    slots: int | None = None
+    gpus: int = 0
 
 
 BOXES = {
@@ -60,6 +85,9 @@ BOXES = {
     System.MESSAGES_TRANSLATED: BoxPlan(asked=MESSAGES),
     System.RESPONSES: BoxPlan(asked=RESPONSES, declared=(CHAT, RESPONSES)),
     System.RESPONSES_TRANSLATED: BoxPlan(asked=RESPONSES),
+    System.FEW: BoxPlan(nodes=10, slots=8, gpus=4),
+    System.NODES_1000: BoxPlan(nodes=1000, slots=8, gpus=4),
+    System.KEYS_10000: BoxPlan(nodes=10, slots=8, gpus=4),
 }
 
 
@@ -77,18 +105,31 @@ class Measure(StrEnum):
     ENGINE = "engine"
     OPEN_STREAMS = "streams"
     OPENED = "opened"
+    IDLE = "idle"
+    REGISTRATIONS = "registrations"
     START = "start"
 
 
+ONCE = (Measure.IDLE, Measure.REGISTRATIONS, Measure.START)
+"""No loads: each is measured once in a run, not in every round."""
 # What takes bytes on at all, and how soon, is the same on every API path; the others are about the work per byte alone.
-_SURFACE_MEASURES = (Measure.REQUESTS, Measure.CHUNKS)
+_WORK_MEASURES = (Measure.REQUESTS, Measure.CHUNKS)
+_SYSTEMS_OF = {
+    Measure.IDLE: (System.UP, System.NODES_1000),
+    Measure.REGISTRATIONS: (System.NODES_1000,),
+    Measure.START: (System.DIRECT,),  # its node is a row: nobody has to dial in again
+}
 
 
 def is_measured(system: System, measure: Measure) -> bool:
     """Return whether ``measure`` says anything about ``system`` that it does not say about another."""
-    if measure is Measure.START:
-        return system is System.DIRECT  # its node is a row: nobody has to dial in again
-    return system not in SURFACE_SYSTEMS or measure in _SURFACE_MEASURES
+    if measure in _SYSTEMS_OF:
+        return system in _SYSTEMS_OF[measure]
+    if system is System.UP:
+        return False
+    if system in SCALE_SYSTEMS:
+        return measure is Measure.REQUESTS
+    return measure in _WORK_MEASURES if system in (*SURFACE_SYSTEMS, System.LITELLM) else True
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +172,8 @@ _QUICK_SECONDS = {
     Measure.OPEN_STREAMS: 4.0,
     Measure.OPENED: 3.5,
 }
+# A chunk costs LiteLLM most of a millisecond: of 128 streams it would merge the chunks or not end them in time.
+_LITELLM_STREAMS = 8
 MERGED_ABOVE = 1.1
 """More chunks per read than this and the busy case was not what it should be: something did not keep up."""
 STARTS = 5
@@ -139,63 +182,77 @@ FULL_ROUNDS = 3
 QUICK_ROUNDS = 1
 
 
-def plan_work(measure: Measure, *, quick: bool) -> Work:
-    """Return the load of ``measure``."""
+IDLE_SETTLE_S, IDLE_S = 10.0, 20.0
+QUICK_IDLE_SETTLE_S, QUICK_IDLE_S = 5.0, 10.0
+"""How long what was started is left alone, and then how long it is looked at."""
+
+
+def plan_work(measure: Measure, *, quick: bool, system: System = System.MOCK) -> Work:
+    """Return the load of ``measure`` on ``system``."""
     work = _FULL[measure]
+    if system is System.LITELLM and measure is Measure.CHUNKS:
+        work = replace(work, spec=replace(work.spec, connections=_LITELLM_STREAMS))
     return replace(work, spec=replace(work.spec, seconds=_QUICK_SECONDS[measure])) if quick else work
 
 
 def estimate_s(measure: Measure, *, quick: bool) -> float:
     """Return about how many seconds ``measure`` takes on one system, streams that run out included."""
-    if measure is Measure.START:
-        return 0.0  # not a load, and not in every round
+    if measure in ONCE:
+        return 0.0
     work = plan_work(measure, quick=quick)
     drain_s = work.pace.chunks * work.pace.delay_us / 1e6 if work.spec.is_streaming else 0.0
     return work.spec.seconds + drain_s + 0.3
 
 
-class FloorKind(StrEnum):
-    """How a floor is judged."""
-
-    RATIO = "ratio"
-    MILLISECONDS = "ms"
-    SECONDS = "s"
-    COUNT = "count"
-
-
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The worst figure that still passes: at most ``limit``, for each Muster system of ``systems``.
+    """The worst figure that still passes, for each system of ``systems``: at most ``limit``, or with ``is_least`` at least.
 
-    ``goal``: what the design asks for beyond the floor, in the floor's unit; to miss it is no failure. A floor that is not
-    binding is shown when missed, but no failure either.
+    ``measure``: what the figure comes from, None when from every load. ``goal``: what the design asks for beyond the floor, in
+    the floor's unit; to miss it is no failure. A floor that is not binding is shown when missed, but no failure either.
     """
 
     figure: str
     title: str
-    kind: FloorKind
+    measure: Measure | None
     limit: float
     systems: tuple[System, ...]
     goal: float | None = None
+    is_least: bool = False
     is_binding: bool = True
 
+    def is_met(self, value: float) -> bool:
+        """Return whether a figure passes."""
+        return value >= self.limit if self.is_least else value <= self.limit
 
-OURS = (System.DIRECT, System.RELAY)
+
+_REQUESTS, _CHUNKS, _OPENED = Measure.REQUESTS, Measure.CHUNKS, Measure.OPENED
+_DIRECT, _RELAY, _BOTH = (System.DIRECT,), (System.RELAY,), (System.DIRECT, System.RELAY)
+_UP, _NODES = (System.UP,), (System.NODES_1000,)
 FLOORS = (
-    Floor("request_ratio", "CPU per request, × nginx", FloorKind.RATIO, 5.5, (System.DIRECT,), goal=4.3),
-    Floor("request_ratio", "CPU per request, × nginx", FloorKind.RATIO, 10.0, (System.RELAY,), goal=7.0),
-    Floor("request_peer_ratio", "CPU per request, × vllm-router", FloorKind.RATIO, 1.0, (System.DIRECT,), goal=0.8),
-    Floor("chunk_ratio", "CPU per chunk, × nginx", FloorKind.RATIO, 1.8, (System.DIRECT,), goal=1.5),
-    Floor("chunk_ratio", "CPU per chunk, × nginx", FloorKind.RATIO, 1.8, (System.RELAY,), goal=1.4),
-    Floor("request_passed_ratio", "CPU per request, × passed through", FloorKind.RATIO, 2.5, tuple(TRANSLATED), goal=2.0),
-    Floor("chunk_passed_ratio", "CPU per chunk, × passed through", FloorKind.RATIO, 1.6, tuple(TRANSLATED), goal=1.3),
+    Floor("request_ratio", "CPU per request, × nginx", _REQUESTS, 5.5, _DIRECT, goal=4.3),
+    Floor("request_ratio", "CPU per request, × nginx", _REQUESTS, 10.0, _RELAY, goal=7.0),
+    Floor("request_peer_ratio", "CPU per request, × vllm-router", _REQUESTS, 1.0, _DIRECT, goal=0.8),
+    Floor("request_litellm_ratio", "CPU per request, times cheaper than LiteLLM", _REQUESTS, 150, _DIRECT, 250, is_least=True),
+    Floor("chunk_ratio", "CPU per chunk, × nginx", _CHUNKS, 1.8, _DIRECT, goal=1.5),
+    Floor("chunk_ratio", "CPU per chunk, × nginx", _CHUNKS, 1.8, _RELAY, goal=1.4),
+    Floor("chunk_litellm_ratio", "CPU per chunk, times cheaper than LiteLLM", _CHUNKS, 25, _DIRECT, 35, is_least=True),
+    Floor("request_passed_ratio", "CPU per request, × passed through", _REQUESTS, 2.5, tuple(TRANSLATED), goal=2.0),
+    Floor("chunk_passed_ratio", "CPU per chunk, × passed through", _CHUNKS, 1.6, tuple(TRANSLATED), goal=1.3),
+    Floor("request_grown_ratio", "CPU per request, × 10 nodes and keys", _REQUESTS, 1.5, tuple(GROWN), goal=1.3),
     # uvloop's timers count whole milliseconds, so the box that dialled in cannot wait 5 ms as exactly as the mock does.
-    Floor("engine_added_ms", "added TTFB p50, engine needs 5 ms, ms", FloorKind.MILLISECONDS, 0.4, (System.DIRECT,), goal=0.25),
-    Floor("added_p99_ms", "added TTFB p99 at 256 streams, ms", FloorKind.MILLISECONDS, 5.0, OURS, goal=1.0),
-    Floor("opened_peer_ratio", "added TTFB p99, 256 at once, × vllm-router", FloorKind.RATIO, 1.0, OURS, goal=0.6),
-    Floor("misplaced", "chunks lost, doubled, reordered or mixed up", FloorKind.COUNT, 0.0, MUSTER_SYSTEMS),
-    Floor("start_s", "killed gateway serves again, s", FloorKind.SECONDS, 2.0, (System.DIRECT,)),
+    Floor("engine_added_ms", "added TTFB p50, engine needs 5 ms, ms", Measure.ENGINE, 0.4, _DIRECT, goal=0.25),
+    Floor("added_p99_ms", "added TTFB p99 at 256 streams, ms", Measure.OPEN_STREAMS, 5.0, _BOTH, goal=1.0),
+    Floor("opened_peer_ratio", "added TTFB p99, 256 at once, × vllm-router", _OPENED, 1.0, _BOTH, goal=0.6),
+    Floor("misplaced", "chunks lost, doubled, reordered or mixed up", None, 0.0, MUSTER_SYSTEMS),
+    Floor("idle_ms_per_s", "idle CPU of the gateway, ms per s", Measure.IDLE, 5.0, _UP, goal=3.0),
+    Floor("idle_all_ms_per_s", "idle CPU of everything, ms per s", Measure.IDLE, 15.0, _UP, goal=8.0),
+    Floor("idle_ms_per_s", "idle CPU of the gateway, ms per s", Measure.IDLE, 60.0, _NODES, goal=30.0),
+    Floor("pss_mb", "PSS of the gateway, MB", Measure.IDLE, 75.0, _UP, goal=65.0),
+    Floor("pss_all_mb", "PSS of everything, MB", Measure.IDLE, 320.0, _UP, goal=280.0),
+    Floor("registrations_per_s", "registrations per s after a restart", Measure.REGISTRATIONS, 200, _NODES, 500, is_least=True),
+    Floor("start_s", "killed gateway serves again, s", Measure.START, 2.0, _DIRECT),
     # A request is durable in PostgreSQL before a box sees it, which nginx has nothing like.
-    Floor("first_byte_ratio", "added TTFB p50 at 1 stream, × nginx", FloorKind.RATIO, 4.0, OURS, is_binding=False),
+    Floor("first_byte_ratio", "added TTFB p50 at 1 stream, × nginx", Measure.FIRST_BYTE, 4.0, _BOTH, is_binding=False),
 )
 """Floors and goals of the design's performance table. Bridge v1 is shown, and judged on whole streams only."""

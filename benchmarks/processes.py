@@ -122,13 +122,8 @@ class Child:
         return "\n".join([f"  | {line}" for line in tail] or ["  | (it logged nothing)"])
 
     def cpu_s(self) -> float:
-        """Return user + system CPU seconds of the process and its living children so far."""
-        total = 0.0
-        for process in _walk_tree(self.popen.pid):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                total += times.user + times.system
-        return total
+        """Return user + system CPU seconds of the process and its children so far."""
+        return tree_cpu_s(self.popen.pid)
 
     def main_thread_cpu_s(self) -> float:
         """Return the CPU seconds of the main thread alone; where an event loop runs in it, the rest is its helpers'."""
@@ -141,7 +136,7 @@ class Child:
     def rss_bytes(self) -> int:
         """Return the resident memory of the process and its children; shared pages count once per process."""
         total = 0
-        for process in _walk_tree(self.popen.pid):
+        for process in walk_tree(self.popen.pid):
             with contextlib.suppress(psutil.NoSuchProcess):
                 total += process.memory_info().rss
         return total
@@ -175,7 +170,46 @@ def core_busy_s(cores: Sequence[int]) -> float:
     return busy
 
 
-def _walk_tree(pid: int) -> list[psutil.Process]:
+def tree_cpu_s(pid: int) -> float:
+    """Return user + system CPU seconds of a process and all below it so far, children that have ended included."""
+    total = 0.0
+    for process in walk_tree(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            # Ticks of 10 ms, or where Linux counts nanoseconds those of the living threads.
+            total += max(times.user + times.system, _threads_cpu_s(process.pid))
+            total += times.children_user + times.children_system
+    return total
+
+
+def tree_pss_bytes(pid: int) -> int | None:
+    """Return the memory of a process and all below it, a page that n processes share counted as an n-th in each.
+
+    None where the system does not tell (Linux does).
+    """
+    total = 0
+    for process in walk_tree(pid):
+        try:
+            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        except ProcessLookupError:
+            continue  # it has just ended
+        except OSError:
+            return None
+        total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def _threads_cpu_s(pid: int) -> float:
+    total_ns = 0
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                total_ns += int((thread / "schedstat").read_text().split()[0])
+    return total_ns / 1e9
+
+
+def walk_tree(pid: int) -> list[psutil.Process]:
+    """Return a process and all below it; nothing when it has ended."""
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]

@@ -1,6 +1,6 @@
 """Prepares a fresh, migrated database for a run and prints what the run needs as one line of JSON.
 
-Started as its own process (``python -m benchmarks.provision MODEL…``) with the environment of Muster's processes, so
+Started as its own process (``python -m benchmarks.provision KEYS MODEL…``) with the environment of Muster's processes, so
 that the benchmark itself never loads Django.
 """
 
@@ -12,34 +12,45 @@ import sys
 import django
 
 UNLIMITED_RPM = 1_000_000_000
+MAX_NODES = 2_000
 ACTOR = "benchmark"
 
 
-def provision(models: list[str]) -> dict[str, str]:
-    """Create a tenant, a key without a practical limit, the models, and one credential for each kind of box."""
+def provision(models: list[str], *, keys: int) -> dict[str, str]:
+    """Create a tenant, ``keys`` keys without a practical limit, the models, and one credential for each kind of box."""
+    from gateway.models import ApiKey
     from gateway.services import allow_model, create_api_key, create_tenant
     from nodes.models import Provider
     from nodes.services import create_credential, create_provider
+    from wire.credentials import CredentialKind, mint_credential
 
     create_tenant(name="bench", actor=ACTOR)
-    _key, key_text = create_api_key(
+    key, key_text = create_api_key(
         name="bench", tenant_name="bench", actor=ACTOR, requests_per_minute=UNLIMITED_RPM, allowed_models=models
     )
+    minted = [mint_credential(CredentialKind.CLIENT) for _ in range(keys - 1)]
+    ApiKey.objects.bulk_create(
+        ApiKey(
+            name=f"bench-{number}", tenant=key.tenant, keyid=other.keyid, digest=other.digest,
+            requests_per_minute=UNLIMITED_RPM, allowed_models=models,
+        )
+        for number, other in enumerate(minted)
+    )  # fmt: skip
     for model in models:
         allow_model(name=model, actor=ACTOR)
     if not Provider.objects.filter(name="local").exists():
         create_provider(name="local", actor=ACTOR)
     _direct, direct_text = create_credential(name="bench-direct", provider_name="local", actor=ACTOR)
-    _relay, relay_text = create_credential(name="bench-relay", provider_name="local", max_nodes=8, actor=ACTOR)
+    _relay, relay_text = create_credential(name="bench-relay", provider_name="local", max_nodes=MAX_NODES, actor=ACTOR)
     return {"api_key": key_text, "direct_secret": direct_text, "relay_secret": relay_text}
 
 
-def main(models: list[str]) -> int:
+def main(keys: int, models: list[str]) -> int:
     """Provision for ``models`` and print what came of it."""
     django.setup()
-    print(json.dumps(provision(models)))
+    print(json.dumps(provision(models, keys=keys)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,88 +13,151 @@ from typing import Any
 import msgspec
 
 from benchmarks.figures import Figures, Sample, Verdict
-from benchmarks.plan import TITLES, FloorKind, System
+from benchmarks.plan import TITLES, Floor, System
 from benchmarks.processes import CorePlan
 
-_FORMAT = 1
+_FORMAT = 2
 _NEIGHBOURS_ABOVE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """One column of the table."""
+class Row:
+    """One row of the table: a figure of every system."""
 
-    heading: str
-    render: Callable[[Figures], str]
+    title: str
+    figure: str
+    digits: int
 
-
-def _number(digits: int, read: Callable[[Figures], float | None], *, suffix: str = "") -> Callable[[Figures], str]:
-    def render(figures: Figures) -> str:
-        value = read(figures)
-        return "–" if value is None else f"{value:,.{digits}f}{suffix}"
-
-    return render
+    def render(self, own: Figures) -> str:
+        """Return the figure of one system, a dash when there is none."""
+        value: float | None = getattr(own, self.figure)
+        return "–" if value is None else f"{value:,.{self.digits}f}"
 
 
-_COLUMNS = (
-    Column("request\n× nginx", _number(2, lambda f: f.request_ratio)),
-    Column("chunk\n× nginx", _number(2, lambda f: f.chunk_ratio)),
-    Column("request\n× passed", _number(2, lambda f: f.request_passed_ratio)),
-    Column("chunk\n× passed", _number(2, lambda f: f.chunk_passed_ratio)),
-    Column("added TTFB\n× nginx", _number(2, lambda f: f.first_byte_ratio)),
-    Column("p99 +ms\n256 open", _number(2, lambda f: f.added_p99_ms)),
-    Column("p50 +ms\n256 at once", _number(1, lambda f: f.opened_p50_ms)),
-    Column("p95\n", _number(1, lambda f: f.opened_p95_ms)),
-    Column("p99\n", _number(1, lambda f: f.opened_p99_ms)),
-    Column("misplaced\nchunks", _number(0, lambda f: f.misplaced)),
-    Column("µs per\nrequest", _number(1, lambda f: f.request_us)),
-    Column("µs per\nchunk", _number(1, lambda f: f.chunk_us)),
-    Column("added TTFB\np50, µs", _number(0, lambda f: f.added_first_byte_us)),
-    Column("+ms, engine\nneeds 5 ms", _number(2, lambda f: f.engine_added_ms)),
-    Column("chunks\nper read", _number(2, lambda f: f.chunks_per_read)),
-    Column("transit\np99, µs", _number(0, lambda f: f.transit_p99_us)),
-    Column("database\nµs/request", _number(1, lambda f: f.database_us)),
-    Column("RSS\nMB", _number(0, lambda f: f.rss_mb)),
-    Column("serves\nagain, s", _number(2, lambda f: f.start_s)),
+_ROWS = (
+    Row("CPU per request, × nginx", "request_ratio", 2),
+    Row("CPU per chunk, × nginx", "chunk_ratio", 2),
+    Row("CPU per request, × passed through", "request_passed_ratio", 2),
+    Row("CPU per chunk, × passed through", "chunk_passed_ratio", 2),
+    Row("CPU per request, × 10 nodes and keys", "request_grown_ratio", 2),
+    Row("CPU per request, × vllm-router", "request_peer_ratio", 2),
+    Row("LiteLLM's CPU per request, × ours", "request_litellm_ratio", 0),
+    Row("LiteLLM's CPU per chunk, × ours", "chunk_litellm_ratio", 0),
+    Row("added TTFB at 1 stream, × nginx", "first_byte_ratio", 2),
+    Row("misplaced chunks", "misplaced", 0),
+    Row("CPU per request, µs", "request_us", 1),
+    Row("database CPU per request, µs", "database_us", 1),
+    Row("CPU per chunk, µs", "chunk_us", 1),
+    Row("chunks per read", "chunks_per_read", 2),
+    Row("transit of a chunk p99, µs", "transit_p99_us", 0),
+    Row("added TTFB p50 at 1 stream, µs", "added_first_byte_us", 0),
+    Row("added TTFB p50, engine needs 5 ms, ms", "engine_added_ms", 2),
+    Row("added TTFB p99 at 256 streams, ms", "added_p99_ms", 2),
+    Row("added TTFB p50, 256 at once, ms", "opened_p50_ms", 1),
+    Row("added TTFB p95, 256 at once, ms", "opened_p95_ms", 1),
+    Row("added TTFB p99, 256 at once, ms", "opened_p99_ms", 1),
+    Row("RSS after the runs, MB", "rss_mb", 0),
+    Row("serves again after kill -9, s", "start_s", 2),
+    Row("registrations per s after a restart", "registrations_per_s", 0),
+    Row("idle CPU of the gateway, ms per s", "idle_ms_per_s", 1),
+    Row("idle CPU of everything, ms per s", "idle_all_ms_per_s", 1),
+    Row("PSS of the gateway, MB", "pss_mb", 0),
+    Row("PSS of everything, MB", "pss_all_mb", 0),
 )
 
 
-def render_table(figures: dict[System, Figures]) -> str:
-    """Return the table of all systems."""
-    headings = [column.heading.split("\n") for column in _COLUMNS]
-    rows = [[TITLES[own.system], *(column.render(own) for column in _COLUMNS)] for own in figures.values()]
-    rows = [["", *(h[0] for h in headings)], ["", *(h[1] for h in headings)], *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS) + 1)]
+def render_table(figures: Mapping[System, Figures]) -> str:
+    """Return the table: a column for each system under its short name, a row for each figure that any of them has."""
+    names = [system.value.partition("-") for system in figures]
+    rows = [["", *(first for first, _, _ in names)], ["", *(rest for _, _, rest in names)]]
+    for row in _ROWS:
+        cells = [row.render(own) for own in figures.values()]
+        if any(cell != "–" for cell in cells):
+            rows.append([row.title, *cells])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(figures) + 1)]
     lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
-    lines.insert(2, "─" * len(lines[0]))
-    return "\n".join(line.rstrip() for line in lines)
+    for cells in rows:
+        first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append("  ".join([cells[0].ljust(len(first)), *others]).rstrip())
+    lines.insert(2, "─" * (sum(widths) + 2 * len(figures)))
+    return "\n".join(lines)
 
 
 def render_verdicts(verdicts: Sequence[Verdict]) -> str:
-    """Return a table of one line per floor and system: the figure, its floor and goal, and how far the goal is."""
-    rows = [["", "figure", "floor", "goal", "distance", ""]]
-    for verdict in verdicts:
-        floor = verdict.floor
-        word = {True: "PASS", False: "FAIL" if floor.is_binding else "over", None: "skip"}[verdict.passed]
-        value = "errors" if verdict.value is None and verdict.passed is False else _render_value(verdict)
-        goal = "–" if floor.goal is None else f"{floor.goal:g}"
-        what = f"{floor.title}  ({TITLES[verdict.system]})"
-        rows.append([word, value, f"{floor.limit:g}", goal, _render_distance(verdict.goal_ratio), what])
+    """Return the floors in words: how many are met, then a line for each that was judged, the missed ones first.
+
+    A line has the figure, its floor, its goal, and how many times the figure is off the goal.
+    """
+    if not verdicts:
+        return ""
+    judged = [verdict for verdict in verdicts if verdict.passed is not None]
+    judged.sort(key=lambda verdict: (_ORDER.index(_tell(verdict)), -(verdict.goal_ratio or 0.0)))
+    rows = [["", "figure", "floor", "goal", "", ""]]
+    for verdict, systems in _join_equal(judged):
+        sign = "≥" if verdict.floor.is_least else "≤"
+        goal = "" if verdict.floor.goal is None else f"{sign} {verdict.floor.goal:g}"
+        what = f"{verdict.floor.title}: {', '.join(systems) if len(systems) < 4 else f'{len(systems)} systems'}"
+        value = verdict.reason if verdict.value is None else _render_value(verdict.value)
+        distance = _render_distance(verdict.goal_ratio)
+        rows.append([_tell(verdict), value, f"{sign} {verdict.floor.limit:g}", goal, distance, what])
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = ["  ".join([*(cell.rjust(width) for cell, width in zip(row[:5], widths, strict=True)), row[5]]) for row in rows]
-    return "\n".join(line.rstrip() for line in lines) if verdicts else ""
+    lines = [_count(verdicts), ""]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:4], widths[1:4], strict=True))]
+        lines.append("  ".join([*cells, row[4].ljust(widths[4]), row[5]]).rstrip())
+    for reason in sorted({verdict.reason for verdict in verdicts if verdict.passed is None}):
+        left = [verdict for verdict in verdicts if verdict.passed is None and verdict.reason == reason]
+        told = (f"{verdict.floor.title} ({', '.join(systems)})" for verdict, systems in _join_equal(left))
+        lines += ["", f"Not judged, {reason}: {'; '.join(told)}"]
+    return "\n".join(lines)
+
+
+_MISSED, _OVER, _MET, _GOAL_MET = _ORDER = ("MISSED", "over", "met", "goal met")
+
+
+def _tell(verdict: Verdict) -> str:
+    if not verdict.passed:
+        return _MISSED if verdict.floor.is_binding else _OVER
+    return _GOAL_MET if verdict.goal_ratio is not None and verdict.goal_ratio <= 1 else _MET
+
+
+def _count(verdicts: Sequence[Verdict]) -> str:
+    floors = [verdict for verdict in verdicts if verdict.floor.is_binding]
+    missed = sum(verdict.passed is False for verdict in floors)
+    met, left = sum(verdict.passed is True for verdict in floors), sum(verdict.passed is None for verdict in floors)
+    ratios = [verdict.goal_ratio for verdict in floors if verdict.goal_ratio is not None]
+    near = sum(ratio <= 1 for ratio in ratios)
+    furthest = f", the furthest figure is {_render_distance(max(ratios))}" if near < len(ratios) else ""
+    goals = f" Goals: {near} of {len(ratios)} met{furthest}." if ratios else ""
+    return f"Floors: {missed} missed, {met} met, {left} not judged.{goals}"
+
+
+def _join_equal(verdicts: Sequence[Verdict]) -> list[tuple[Verdict, list[System]]]:
+    """Return verdicts with the systems they are about: those of one floor with the same figure are said together."""
+    joined: dict[tuple[Floor, float | None, bool | None], tuple[Verdict, list[System]]] = {}
+    for verdict in verdicts:
+        key = (verdict.floor, verdict.value, verdict.passed)
+        joined.setdefault(key, (verdict, []))[1].append(verdict.system)
+    return list(joined.values())
 
 
 def _render_distance(goal_ratio: float | None) -> str:
-    if goal_ratio is None:
-        return "–"
-    return "met" if goal_ratio <= 1 else f"{goal_ratio:.2f} × goal"
+    return f"{goal_ratio:.2f} × goal" if goal_ratio is not None and goal_ratio > 1 else ""
 
 
-def render_problems(figures: dict[System, Figures]) -> str:
+def _render_value(value: float) -> str:
+    return f"{value:.0f}" if isinstance(value, int) or value >= 100 else f"{value:.2f}"
+
+
+def render_completeness(figures: Mapping[System, Figures], absences: Mapping[System, str]) -> str:
+    """Return in words whether everything that was asked for was measured; empty when it was."""
+    spoilt = [f"{system} ({', '.join(own.problems)})" for system, own in figures.items() if own.problems]
+    lines = [f"The run is not complete, because these had errors: {'; '.join(spoilt)}."] if spoilt else []
+    lines += [f"{TITLES[system]} is not in this run: {reason}" for system, reason in absences.items()]
+    return "\n".join(lines)
+
+
+def render_problems(figures: Mapping[System, Figures]) -> str:
     """Return what went wrong: why figures are missing from the table, or not to be trusted."""
     lines = []
     busiest = max((own.neighbour_share for own in figures.values()), default=0.0)
@@ -117,7 +180,8 @@ def render_problems(figures: dict[System, Figures]) -> str:
 def write_json(
     path: Path,
     *,
-    figures: dict[System, Figures],
+    figures: Mapping[System, Figures],
+    absences: Mapping[System, str],
     verdicts: Sequence[Verdict],
     samples: Sequence[Sample],
     cores: CorePlan,
@@ -131,6 +195,7 @@ def write_json(
         "pinned": asdict(cores) if cores.is_pinned else None,
         "arguments": arguments,
         "figures": {system.value: asdict(own) for system, own in figures.items()},
+        "absent": {system.value: reason for system, reason in absences.items()},
         "floors": [
             {
                 "figure": v.floor.figure,
@@ -138,9 +203,11 @@ def write_json(
                 "limit": v.floor.limit,
                 "goal": v.floor.goal,
                 "goal_ratio": v.goal_ratio,
+                "is_least": v.floor.is_least,
                 "is_binding": v.floor.is_binding,
                 "value": v.value,
                 "passed": v.passed,
+                "reason": v.reason,
             }
             for v in verdicts
         ],
@@ -173,13 +240,6 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
     }
-
-
-def _render_value(verdict: Verdict) -> str:
-    value = verdict.value
-    if value is None:
-        return "–"
-    return f"{value:.0f}" if verdict.floor.kind is FloorKind.COUNT else f"{value:.2f}"
 
 
 def _read_cpu_name() -> str:

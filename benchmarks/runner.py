@@ -5,16 +5,19 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
-from benchmarks import nginx as nginx_peer
-from benchmarks.figures import Sample
+from benchmarks.errors import BenchmarkError
+from benchmarks.figures import Reading, Sample
+from benchmarks.idle import measure_rest
+from benchmarks.litellm import LiteLlm
 from benchmarks.loadclient import LoadSpec, Target, run_load
 from benchmarks.muster import Muster
-from benchmarks.plan import MODELS, STARTS, TITLES, Measure, System, estimate_s, find_path, is_measured, plan_work
+from benchmarks.nginx import KEY, Nginx
+from benchmarks.plan import BOXES, MODELS, ONCE, STARTS, TITLES, Measure, System, estimate_s, find_path, is_measured, plan_work
 from benchmarks.processes import Child, CorePlan, core_busy_s
-from benchmarks.storage import Storage
 from benchmarks.toolchain import Tools
 from benchmarks.upstream import MockUpstream, Pace
 from benchmarks.vllm_router import VllmRouter
@@ -24,58 +27,50 @@ _WARM_UP = LoadSpec(connections=8, seconds=0.5, is_streaming=False)
 
 @dataclass(slots=True)
 class Bench:
-    """Everything that is up during a run."""
+    """Everything that is up during a run. ``musters``: the one that each of our systems belongs to."""
 
     tools: Tools
     cores: CorePlan
     mock: MockUpstream
-    nginx: nginx_peer.Nginx | None
-    vllm_router: VllmRouter | None
-    muster: Muster | None
-    storage: Storage | None
+    peers: dict[System, Nginx | VllmRouter | LiteLlm] = field(default_factory=dict)
+    musters: dict[System, Muster] = field(default_factory=dict)
 
     def find_target(self, system: System) -> Target:
         """Return whom the load client asks to reach ``system``."""
         if system is System.MOCK:
             return Target(self.mock.port)
-        if system is System.NGINX and self.nginx is not None:
-            return Target(self.nginx.port, key=nginx_peer.KEY)
-        if system is System.VLLM_ROUTER and self.vllm_router is not None:
-            return Target(self.vllm_router.port)
-        assert self.muster is not None
-        return Target(self.muster.port, find_path(system), model=MODELS[system], key=self.muster.key)
+        if system in self.peers:
+            return Target(self.peers[system].port, key=KEY)
+        muster = self.musters[system]
+        return Target(muster.port, find_path(system), model=MODELS[system], key=muster.key)
 
     def find_child(self, system: System) -> Child:
         """Return the process whose CPU and memory count for ``system``."""
         if system is System.MOCK:
             return self.mock.child
-        if system is System.NGINX and self.nginx is not None:
-            return self.nginx.child
-        if system is System.VLLM_ROUTER and self.vllm_router is not None:
-            return self.vllm_router.child
-        assert self.muster is not None
-        return self.muster.gateway
+        return self.peers[system].child if system in self.peers else self.musters[system].gateway
 
     def set_pace(self, system: System, pace: Pace) -> None:
         """Tell whatever makes the chunks of ``system`` how to pace them."""
         self.mock.set_pace(pace)
-        if self.muster is not None:
-            self.muster.set_pace(system, pace)
+        if system in self.musters:
+            self.musters[system].set_pace(system, pace)
 
     def measure(self, system: System, measure: Measure, *, round_number: int, quick: bool) -> Sample:
         """Run one measure on one system and account for it."""
-        work = plan_work(measure, quick=quick)
+        work = plan_work(measure, quick=quick, system=system)
         self.set_pace(system, work.pace)
         child = self.find_child(system)
-        database_before = self.storage.database_cpu_s() if self.storage is not None else None
+        muster = self.musters.get(system)
+        database_before = muster.storage.database_cpu_s() if muster is not None else None
         cpu_before, main_before = child.cpu_s(), child.main_thread_cpu_s()
         busy_before, clock_before = core_busy_s(self.cores.system), time.monotonic()
         load = run_load(self.tools.load, self.find_target(system), work.spec, cores=self.cores.around)
         busy_s, clock_s = core_busy_s(self.cores.system) - busy_before, time.monotonic() - clock_before
         cpu_s, main_s = child.cpu_s() - cpu_before, child.main_thread_cpu_s() - main_before
-        database_after = self.storage.database_cpu_s() if self.storage is not None else None
-        if self.muster is not None:
-            self.muster.require_healthy()
+        database_after = muster.storage.database_cpu_s() if muster is not None else None
+        for each in self.musters.values():
+            each.require_healthy()
         return Sample(
             system=system,
             measure=measure,
@@ -107,9 +102,10 @@ def run_plan(
     show: Callable[[str], None],
 ) -> list[Sample]:
     """Measure everything ``rounds`` times. Systems alternate within a measure, so a slow minute hits all alike."""
-    measures = [measure for measure in measures if measure is not Measure.START]
-    for system in systems if measures else ():
-        bench.warm_up(system)
+    measures = [measure for measure in measures if measure not in ONCE]
+    for system in systems:
+        if any(is_measured(system, measure) for measure in measures):
+            bench.warm_up(system)
     steps = [(r, m, s) for r in range(1, rounds + 1) for m in measures for s in systems if is_measured(s, m)]
     left_s = sum(estimate_s(measure, quick=quick) for _, measure, _ in steps)
     samples = []
@@ -124,14 +120,44 @@ def run_plan(
     return samples
 
 
-def time_starts(bench: Bench, *, show: Callable[[str], None]) -> list[float]:
+def measure_nodes(bench: Bench, system: System, measures: Sequence[Measure], *, quick: bool) -> list[Reading]:
+    """Return what a gateway takes for nodes that nobody asks, and how soon they are back after it was killed."""
+    muster, readings = bench.musters[system], []
+    if Measure.IDLE in measures:
+        readings.append(Reading(system, Measure.IDLE, measure_rest({"": muster.gateway.popen.pid}, quick=quick)))
+    if Measure.REGISTRATIONS in measures:
+        roll, wanted = muster.count_registrations(system), BOXES[system].nodes
+        problem = "" if roll.registered == wanted else f"{roll.registered} of {wanted} nodes came back"
+        figures = {"registrations_per_s": roll.registered / roll.took_s} if not problem and roll.took_s else {}
+        readings.append(Reading(system, Measure.REGISTRATIONS, figures, problem))
+    return readings
+
+
+def time_starts(bench: Bench, *, show: Callable[[str], None]) -> Reading:
     """Kill the gateway STARTS times; return after how many seconds it served again. Nothing can be measured afterwards."""
-    assert bench.muster is not None
     times: list[float] = []
     for number in range(1, STARTS + 1):
         show(f"killing the gateway, {number} of {STARTS}")
-        times.append(bench.muster.time_restart())
-    return times
+        times.append(bench.musters[System.DIRECT].time_restart())
+    return Reading(System.DIRECT, Measure.START, {"start_s": median(times)})
+
+
+def measure_once(
+    bench: Bench, *, systems: Sequence[System], measures: Sequence[Measure], quick: bool, show: Callable[[str], None]
+) -> list[Reading]:
+    """Return the readings of measures that are no loads. Nothing can be measured afterwards."""
+    readings = []
+    for system in systems:
+        wanted = [measure for measure in ONCE if measure in measures and is_measured(system, measure)]
+        try:
+            if system is System.NODES_1000 and wanted:
+                show(f"{', '.join(wanted)}: {TITLES[system]}")
+                readings += measure_nodes(bench, system, wanted, quick=quick)
+            elif Measure.START in wanted:
+                readings.append(time_starts(bench, show=show))
+        except BenchmarkError as error:
+            readings.append(Reading(system, wanted[-1], problem=str(error)))
+    return readings
 
 
 def profile_plan(
@@ -144,7 +170,6 @@ def profile_plan(
     show: Callable[[str], None],
 ) -> list[tuple[Sample, Path]]:
     """Run each measure once on each Muster system under the profiler and return the samples with their profiles."""
-    assert bench.muster is not None
     for system in systems:
         bench.warm_up(system)
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,9 +177,9 @@ def profile_plan(
     for measure in measures:
         for system in (system for system in systems if is_measured(system, measure)):
             show(f"profiling {measure}: {TITLES[system]}")
-            bench.muster.start_profile()
+            bench.musters[system].start_profile()
             sample = bench.measure(system, measure, round_number=1, quick=quick)
-            written = bench.muster.stop_profile()
+            written = bench.musters[system].stop_profile()
             kept = folder / f"{system}-{measure}{written.suffix}"
             kept.write_bytes(written.read_bytes())
             profiles.append((sample, kept))

@@ -14,6 +14,7 @@ import psycopg
 from psycopg import sql
 
 from benchmarks.errors import BenchmarkError
+from benchmarks.processes import tree_cpu_s, walk_tree
 from controlplane.launcher.embedded import EmbeddedServers
 from controlplane.launcher.errors import LauncherError
 
@@ -28,17 +29,8 @@ class Storage:
 
     def database_cpu_s(self) -> float | None:
         """Return the CPU seconds PostgreSQL has used so far; None when it is not ours."""
-        if self.postgres_pid is None:
-            return None
-        total = 0.0
-        for process in _walk(self.postgres_pid):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                # Backends come and go; their parent keeps the time of those that ended.
-                total += times.user + times.system
-                if process.pid == self.postgres_pid:
-                    total += times.children_user + times.children_system
-        return total
+        # Backends come and go; their parent keeps the time of those that ended.
+        return tree_cpu_s(self.postgres_pid) if self.postgres_pid is not None else None
 
 
 @contextlib.contextmanager
@@ -74,18 +66,10 @@ def _own_database(server_url: str) -> Iterator[str]:
         raise BenchmarkError(f"cannot make a database of its own with DATABASE_URL: {error}") from error
 
 
-def _walk(pid: int) -> list[psutil.Process]:
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
 def _move(pid: int, cores: Sequence[int]) -> None:
     """Keep a server off the core of the measured system; what it starts later follows."""
     if not cores:
         return
-    for process in _walk(pid):
+    for process in walk_tree(pid):
         with contextlib.suppress(psutil.NoSuchProcess, PermissionError):
             os.sched_setaffinity(process.pid, cores)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.nginx import find_free_port, is_listening
 from benchmarks.processes import Child
-from benchmarks.toolchain import BUILD_DIR
+from benchmarks.toolchain import BUILD_DIR, install_wheels
 
 VERSION = "0.1.17"
 _REQUIREMENT = (
     f"vllm-router=={VERSION} --hash=sha256:85c96bea4d573a49b5a8ae4c72ee3dfe733aba26b6f1ff1256e6142f1f42694d"  # x86-64 Linux
 )
-_INSTALL_S = 300.0
 _START_S = 30.0
 
 # The wheel's own command loads packages for a debugging mode beside the Rust router; without it the wheel needs no other.
@@ -35,35 +30,8 @@ Router.from_args(RouterArgs(
 
 
 def install_vllm_router(build_dir: Path = BUILD_DIR) -> Path:
-    """Return the Python of an environment that holds the pinned wheel alone, made when there is none.
-
-    Raises BenchmarkError when the wheel cannot be had.
-    """
-    place = build_dir / f"vllm-router-{VERSION}"
-    if not place.exists():
-        build_dir.mkdir(parents=True, exist_ok=True)
-        # Renamed into place, so that what is there is whole. Its Python finds its packages wherever the folder lies.
-        draft = build_dir / f"{place.name}.{os.getpid()}"
-        requirements = build_dir / f"{draft.name}.txt"
-        requirements.write_text(_REQUIREMENT)
-        pip = [str(draft / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        try:
-            _run([sys.executable, "-m", "venv", str(draft)])
-            _run([*pip, "--no-deps", "--only-binary", ":all:", "--require-hashes", "-r", str(requirements)])
-            draft.replace(place)
-        finally:
-            requirements.unlink()
-            shutil.rmtree(draft, ignore_errors=True)
-    return place / "bin" / "python"
-
-
-def _run(argv: Sequence[str]) -> None:
-    try:
-        subprocess.run(argv, capture_output=True, text=True, timeout=_INSTALL_S, check=True)
-    except subprocess.CalledProcessError as error:
-        raise BenchmarkError(f"vllm-router {VERSION} cannot be installed:\n{error.stderr.strip()}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BenchmarkError(f"vllm-router {VERSION} cannot be installed: {error}") from error
+    """Return the Python of an environment that holds the pinned wheel alone. Raises BenchmarkError when it cannot be had."""
+    return install_wheels(f"vllm-router-{VERSION}", _REQUIREMENT, "--no-deps", "--require-hashes", build_dir=build_dir)
 
 
 class VllmRouter:
