@@ -87,8 +87,8 @@ def build_parser() -> argparse.ArgumentParser:
 def choose(only: str, *, profile: bool, peers: bool = False, scale: bool = False) -> tuple[list[System], list[Measure]]:
     """Return the systems and measures named by ``--only``. Raises BenchmarkError.
 
-    The baseline always comes along, and with a system the one that it is compared with. ``peers`` and ``scale``: whether
-    the systems of these options do as well; otherwise they are measured only when they are named.
+    The baseline comes along where time is measured, and with a system the one that it is compared with. ``peers`` and
+    ``scale``: whether the systems of these options do as well; otherwise they are measured only when they are named.
     """
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = {*System, *Measure}
@@ -104,8 +104,10 @@ def choose(only: str, *, profile: bool, peers: bool = False, scale: bool = False
         measures = [measure for measure in Measure if measure in names and measure not in ONCE]
         measures = measures or [Measure.REQUESTS, Measure.CHUNKS]
     else:
-        added = {System.MOCK, *(ASKED_PEERS if peers else ()), *(SCALE_SYSTEMS if scale else ())}
-        systems = [system for system in System if system in added or system in systems]
+        chosen = {*systems, *(ASKED_PEERS if peers else ()), *(SCALE_SYSTEMS if scale else ())}
+        if chosen - {System.UP, *SCALE_SYSTEMS}:
+            chosen.add(System.MOCK)
+        systems = [system for system in System if system in chosen]
     if profile and not systems:
         raise BenchmarkError(f"--profile is about Muster: name one of {', '.join(MUSTER_SYSTEMS)}")
     return [system for system in systems if any(is_measured(system, measure) for measure in measures)], measures
@@ -184,17 +186,20 @@ def measure_all(arguments: argparse.Namespace, progress: Progress) -> int:
     cores = plan_cores(pin=arguments.pin)
     rounds = arguments.rounds or (QUICK_ROUNDS if quick else FULL_ROUNDS)
     steps = [measure for measure in measures for system in systems if is_measured(system, measure)]
-    total_s = rounds * sum(estimate_s(measure, quick=quick) for measure in steps)
+    total_s = sum(estimate_s(measure, quick=quick) * (1 if measure in ONCE else rounds) for measure in steps)
     progress.show(f"{len(systems)} systems × {len(measures)} measures × {rounds} rounds: about {total_s / 60:.1f} minutes")
     readings, samples = [], []
     if System.UP in systems:
         # First, while nothing else of ours runs.
         progress.show(f"{Measure.IDLE}: {TITLES[System.UP]}")
         readings.append(measure_installation(quick=quick))
-    if systems != [System.UP]:
-        with open_bench(systems, cores, progress, programs=programs) as bench:
-            samples = run_plan(bench, systems=systems, measures=measures, rounds=rounds, quick=quick, show=progress.show)
-            readings += measure_once(bench, systems=systems, measures=measures, quick=quick, show=progress.show)
+    # Those of --scale run afterwards: a thousand nodes take part of the measured core even when nobody asks.
+    ordinary = [system for system in systems if system not in (System.UP, *SCALE_SYSTEMS)]
+    for group in (ordinary, [system for system in systems if system in SCALE_SYSTEMS]):
+        if group:
+            with open_bench(group, cores, progress, programs=programs if group is ordinary else {}) as bench:
+                samples += run_plan(bench, systems=group, measures=measures, rounds=rounds, quick=quick, show=progress.show)
+                readings += measure_once(bench, systems=group, measures=measures, quick=quick, show=progress.show)
     progress.finish()
     figures = compute_figures(SampleSet(samples), readings)
     verdicts = judge_floors(figures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 
 from benchmarks.errors import BenchmarkError
@@ -41,6 +42,6 @@ def measure_installation(*, quick: bool) -> Reading:
             figures = measure_rest({"": gateway.pid, "_all": fleet.process.pid}, quick=quick)
             if not gateway.is_running():
                 raise BenchmarkError("the gateway of ./muster up ended")
-    except BenchmarkError as error:
+    except (BenchmarkError, subprocess.TimeoutExpired) as error:
         return Reading(System.UP, Measure.IDLE, problem=str(error))
     return Reading(System.UP, Measure.IDLE, figures)

@@ -182,6 +182,7 @@ FULL_ROUNDS = 3
 QUICK_ROUNDS = 1
 
 
+_ONCE_S = {Measure.IDLE: 45.0, Measure.REGISTRATIONS: 15.0, Measure.START: 15.0}
 IDLE_SETTLE_S, IDLE_S = 10.0, 20.0
 QUICK_IDLE_SETTLE_S, QUICK_IDLE_S = 5.0, 10.0
 """How long what was started is left alone, and then how long it is looked at."""
@@ -196,9 +197,9 @@ def plan_work(measure: Measure, *, quick: bool, system: System = System.MOCK) ->
 
 
 def estimate_s(measure: Measure, *, quick: bool) -> float:
-    """Return about how many seconds ``measure`` takes on one system, streams that run out included."""
+    """Return about how many seconds ``measure`` takes on one system once, streams that run out included."""
     if measure in ONCE:
-        return 0.0
+        return _ONCE_S[measure]
     work = plan_work(measure, quick=quick)
     drain_s = work.pace.chunks * work.pace.delay_us / 1e6 if work.spec.is_streaming else 0.0
     return work.spec.seconds + drain_s + 0.3

@@ -69,7 +69,8 @@ _ROWS = (
 def render_table(figures: Mapping[System, Figures]) -> str:
     """Return the table: a column for each system under its short name, a row for each figure that any of them has."""
     names = [system.value.partition("-") for system in figures]
-    rows = [["", *(first for first, _, _ in names)], ["", *(rest for _, _, rest in names)]]
+    rows = [["", *(part[place] for part in names)] for place in (0, 2) if any(part[place] for part in names)]
+    heads = len(rows)
     for row in _ROWS:
         cells = [row.render(own) for own in figures.values()]
         if any(cell != "–" for cell in cells):
@@ -79,7 +80,7 @@ def render_table(figures: Mapping[System, Figures]) -> str:
     for cells in rows:
         first, *others = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
         lines.append("  ".join([cells[0].ljust(len(first)), *others]).rstrip())
-    lines.insert(2, "─" * (sum(widths) + 2 * len(figures)))
+    lines.insert(heads, "─" * (sum(widths) + 2 * len(figures)))
     return "\n".join(lines)
 
 

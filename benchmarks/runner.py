@@ -64,10 +64,12 @@ class Bench:
         muster = self.musters.get(system)
         database_before = muster.storage.database_cpu_s() if muster is not None else None
         cpu_before, main_before = child.cpu_s(), child.main_thread_cpu_s()
+        pinned_before = self._pinned_cpu_s()
         busy_before, clock_before = core_busy_s(self.cores.system), time.monotonic()
         load = run_load(self.tools.load, self.find_target(system), work.spec, cores=self.cores.around)
         busy_s, clock_s = core_busy_s(self.cores.system) - busy_before, time.monotonic() - clock_before
         cpu_s, main_s = child.cpu_s() - cpu_before, child.main_thread_cpu_s() - main_before
+        pinned_s = self._pinned_cpu_s() - pinned_before
         database_after = muster.storage.database_cpu_s() if muster is not None else None
         for each in self.musters.values():
             each.require_healthy()
@@ -79,12 +81,16 @@ class Bench:
             rss_bytes=child.rss_bytes(),
             load=load,
             main_thread_cpu_s=main_s,
-            # The mock runs on the other cores.
-            neighbour_share=max(0.0, busy_s - (cpu_s if system is not System.MOCK else 0.0)) / clock_s,
+            neighbour_share=max(0.0, busy_s - pinned_s) / clock_s,
             database_cpu_s=(
                 database_after - database_before if database_after is not None and database_before is not None else None
             ),
         )
+
+    def _pinned_cpu_s(self) -> float:
+        """Return the CPU seconds of everything of ours on the measured core; the mock and the nodes run on the others."""
+        gateways = [muster.gateway for muster in dict.fromkeys(self.musters.values())]
+        return sum(child.cpu_s() for child in (*gateways, *(peer.child for peer in self.peers.values())))
 
     def warm_up(self, system: System) -> None:
         """Let connections, caches and code paths settle before anything counts."""
