@@ -9,6 +9,8 @@ from statistics import median
 from benchmarks.loadclient import LoadResult
 from benchmarks.plan import FLOORS, GROWN, MERGED_ABOVE, MUSTER_SYSTEMS, TRANSLATED, Floor, Measure, System
 
+NOT_MEASURED = "not measured"
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -178,7 +180,7 @@ def _judge(floor: Floor, own: Figures) -> Verdict:
         return Verdict(floor, own.system, None, passed=False, reason="errors")
     reason = ""
     if value is None:
-        reason = "not measured"
+        reason = NOT_MEASURED
     elif value < 0:
         reason = "faster than the mock alone, so noise is larger than the figure"
     elif floor.measure is None and own.problems and floor.is_met(value):

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.figures import Figures, Sample, Verdict
+from benchmarks.figures import NOT_MEASURED, Figures, Sample, Verdict
 from benchmarks.plan import TITLES, Floor, System
 from benchmarks.processes import CorePlan
 
@@ -109,7 +109,7 @@ def render_verdicts(verdicts: Sequence[Verdict]) -> str:
     for reason in sorted({verdict.reason for verdict in verdicts if verdict.passed is None}):
         left = [verdict for verdict in verdicts if verdict.passed is None and verdict.reason == reason]
         told = (f"{verdict.floor.title} ({', '.join(systems)})" for verdict, systems in _join_equal(left))
-        lines += ["", f"Not judged, {reason}: {'; '.join(told)}"]
+        lines += ["", f"{'Not measured' if reason == NOT_MEASURED else f'Not judged, {reason}'}: {'; '.join(told)}"]
     return "\n".join(lines)
 
 

@@ -15,19 +15,22 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from benchmarks.answers import CHAT, MESSAGES, RESPONSES, find_voice
+from benchmarks.box import Roll
 from benchmarks.loadclient import LoadResult, LoadSpec, Target, run_load
 from benchmarks.plan import Measure, plan_work
-from benchmarks.processes import ROOT
+from benchmarks.processes import ROOT, tree_cpu_s, tree_pss_bytes
 from benchmarks.toolchain import Tools, build_tools, find_compiler
 from benchmarks.upstream import MockUpstream
 from controlplane.launcher.processes import find_by_directory
 from gateway.dialects import SURFACES
 from gateway.dialects.translation import AnswerContext
-from tests.fakes.waiting import wait_until
+from tests.fakes.scripted_gateway import TOKEN, run_gateway
+from tests.fakes.waiting import eventually, wait_until
 
 pytestmark = pytest.mark.timeout(330)
 
@@ -135,6 +138,68 @@ def test_streams_opened_at_once_come_on_connections_that_are_open(tools: Tools, 
     mock.set_pace(work.pace)
     opened = run_load(tools.load, Target(mock.port), work.spec)
     assert (opened.find_problems(), opened.answered, opened.connects, opened.ttfb_us.count) == ([], 512, 256, 256)
+
+
+async def test_one_process_stands_for_many_nodes_and_they_dial_again(tmp_path: Path) -> None:
+    async with run_gateway() as gateway:
+        url = gateway.url.replace("http", "ws")
+        program = [
+            sys.executable,
+            "-m",
+            "benchmarks.box",
+            "--gateway",
+            url,
+            "--model",
+            "m",
+            "--nodes=3",
+            "--gpus=4",
+            "--slots=8",
+        ]
+        process = await asyncio.create_subprocess_exec(
+            *program, cwd=ROOT, env={**os.environ, "MUSTER_BOX_SECRET": TOKEN},
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        stdin, stdout = process.stdin, process.stdout
+
+        async def all_are_registered() -> bool:
+            stdin.write(b"registered?\n")
+            return msgspec.json.decode(await stdout.readline(), type=Roll).registered == 3
+
+        try:
+            nodes = [await gateway.accept() for _ in range(3)]
+            assert await asyncio.wait_for(stdout.readline(), WITHIN_S) == b"registered\n"
+            assert await all_are_registered()
+            assert {node.register.worker_name for node in nodes} == {"bench-m-0", "bench-m-1", "bench-m-2"}
+            assert [(len(node.register.gpus), node.register.max_concurrent) for node in nodes] == [(4, 8)] * 3
+            answer = await (await nodes[1].open({"messages": []})).finish()
+            assert (answer.status, b"chat.completion" in answer.body) == (200, True)
+            for node in nodes:
+                node.socket.transport.abort()
+            again = [await gateway.accept() for _ in range(3)]
+            assert {node.register.instance_id for node in again} == {node.register.instance_id for node in nodes}
+            await eventually(all_are_registered, "all three are registered again")
+            stdin.close()
+            assert await asyncio.wait_for(process.wait(), WITHIN_S) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_tree_of_processes_has_the_memory_and_the_time_of_its_children() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as child:
+        alone, both = tree_pss_bytes(child.pid), tree_pss_bytes(os.getpid())
+        assert alone is not None
+        assert both is not None
+        assert both > alone > 0
+        before_s = tree_cpu_s(os.getpid())
+        assert before_s > tree_cpu_s(child.pid) > 0
+        child.communicate(b"\n")
+    assert (tree_cpu_s(child.pid), tree_pss_bytes(child.pid)) == (0, 0)
 
 
 def installation(place: Path) -> list[int]:

@@ -140,7 +140,8 @@ def test_errors_fail_the_floors_of_their_measure_and_elsewhere_only_the_run_is_n
     assert [verdict.passed for verdict in verdicts.values()] == [False, True, None, None]
     told = render_verdicts(judge_floors(figures))
     assert "errors  ≤ 1.8  ≤ 1.5" in told
-    assert "Not judged, not measured: " in told
+    assert "\nNot measured: " in told
+    assert "\nNot judged, not known where runs had errors: chunks lost" in told
     assert "direct (chunks)" in render_completeness(figures, {})
     assert render_completeness(compute_figures(SampleSet(samples[:2])), {}) == ""
     assert render_completeness({}, {System.LITELLM: "no wheel"}) == "LiteLLM is not in this run: no wheel"
