@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.figures import SampleSet, compute_figures, judge_floors
+from benchmarks.figures import Reading, SampleSet, compute_figures, judge_floors
 from benchmarks.hotspots import render_hotspots
 from benchmarks.idle import measure_installation
 from benchmarks.litellm import LiteLlm, install_litellm
@@ -195,11 +195,18 @@ def measure_all(arguments: argparse.Namespace, progress: Progress) -> int:
         readings.append(measure_installation(quick=quick))
     # Those of --scale run afterwards: a thousand nodes take part of the measured core even when nobody asks.
     ordinary = [system for system in systems if system not in (System.UP, *SCALE_SYSTEMS)]
-    for group in (ordinary, [system for system in systems if system in SCALE_SYSTEMS]):
-        if group:
+    grown = [system for system in systems if system in SCALE_SYSTEMS]
+    for group in (ordinary, grown):
+        if not group:
+            continue
+        try:
             with open_bench(group, cores, progress, programs=programs if group is ordinary else {}) as bench:
                 samples += run_plan(bench, systems=group, measures=measures, rounds=rounds, quick=quick, show=progress.show)
                 readings += measure_once(bench, systems=group, measures=measures, quick=quick, show=progress.show)
+        except BenchmarkError as error:
+            if not samples:
+                raise
+            readings += [Reading(system, Measure.REQUESTS, problem=str(error)) for system in group]
     progress.finish()
     figures = compute_figures(SampleSet(samples), readings)
     verdicts = judge_floors(figures)
