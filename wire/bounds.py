@@ -77,6 +77,8 @@ _NOT_REPEATED_IN_GRAMMAR = re.compile(_LITERAL + r'|"[^"\\]*+(?:\\.[^"\\]*+)*+"?
 _REPEATS = (b"*", b"+", b"?", b"{", b"\\")
 """What may repeat, each of them perhaps escaped."""
 _DULL = bytes(set(range(256)) - set(b'":,*+?{\\'))
+_LEAST = min(WIRE.body_number_chars, WIRE.body_breakers, WIRE.shape_repeats)
+"""A shorter body has less of everything than is refused."""
 _OBJECT = re.compile(rb"[ \t\r\n]*+\{")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
 _LONG_NUMBER = re.compile(rb"(?:[:\[,][ \t\r\n]*+|\A[ \t\r\n]*+)([-0-9][-+.0-9eE]{%d,})" % WIRE.body_number_chars)
@@ -96,6 +98,8 @@ def find_crowd(body: bytes) -> tuple[str | None, str] | None:
     Time is linear in the size of the body; nothing is built but its fields and those whose lists are bounded. What is no JSON
     object passes: its reader says why. Each bound stands where the cost of llama.cpp was measured to grow faster than the body.
     """
+    if len(body) <= _LEAST:
+        return None
     if _OBJECT.match(body) is None:
         return None
     marks = body.translate(None, _DULL)
