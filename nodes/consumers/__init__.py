@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nodes.consumers.courier import Courier
+from nodes.channel import Courier
 from nodes.consumers.endpoint import WorkerEndpoint
 
 __all__ = ["Courier", "WorkerEndpoint"]

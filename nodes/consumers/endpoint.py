@@ -22,7 +22,7 @@ from core.db.threads import run_in_database, run_upkeep
 from core.limits import limits
 from core.throttle import AuthThrottle
 from nodes import services
-from nodes.consumers.courier import Courier
+from nodes.channel import Courier
 from nodes.consumers.session import BoxSession, Receive, Refused, Scope, Send
 from nodes.errors import NodeNotFound, TooManySockets
 from nodes.links import LinkRegistry

@@ -29,7 +29,7 @@ from gateway.request.models import Catalogue, KeyEntry, read_change_mark, store_
 from gateway.runtime import GatewayRuntime
 from gateway.services import create_api_key, create_tenant, disable_tenant, revoke_api_key
 from gateway.values import Caller
-from nodes.consumers.courier import Courier
+from nodes.channel import Courier
 from nodes.links import Link, LinkRegistry
 from nodes.models import NodePresence
 from nodes.services.ejections import list_ejections

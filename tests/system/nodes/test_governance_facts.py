@@ -20,8 +20,8 @@ from pytest_django import Settings
 from core.limits import limits
 from governance.checkpoints import consistency, make_checkpoint, root_at
 from governance.models import AuditCheckpoint
-from nodes.consumers import courier
-from nodes.consumers.courier import Courier
+from nodes import channel
+from nodes.channel import Courier
 from nodes.errors import BadRequest
 from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
@@ -313,7 +313,7 @@ def test_no_proof_is_computed_from_a_size_that_was_never_signed(settings: Settin
         asked.append(old_size)
         return consistency(old_size, new_size)
 
-    monkeypatch.setattr(courier, "consistency", count)
+    monkeypatch.setattr(channel, "consistency", count)
     AuditCheckpoint.objects.create(size=4, root=b"r" * 32, frontier=b"", note="", made_at=timezone.now())
-    assert courier._prove([9, 7, 3, 2], 8) == {9: [], 7: [], 3: [], 2: []}
+    assert channel._prove([9, 7, 3, 2], 8) == {9: [], 7: [], 3: [], 2: []}
     assert asked == []
