@@ -41,13 +41,12 @@ from gateway.request.pipeline import Pipeline
 from gateway.request.records import RecordWriter
 from gateway.values import ModelEntry
 from nodes.addresses import resolve_direct_target
-from nodes.consumers import WorkerEndpoint
+from nodes.channel import NodeChannel, presence_reports
 from nodes.errors import NodeError
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import HttpTarget
 from nodes.links.keeper import FLEET, LinkKeeper
 from nodes.links.relay import RelayLink
-from nodes.presence import presence_reports
 from nodes.services.drains import write_drain_counts
 from nodes.services.ejections import EjectionReport, write_ejections
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
@@ -95,12 +94,7 @@ class GatewayRuntime:
             records=self.records,
             interval_s=self.limits.canary_interval_s,
         )
-        self.workers = WorkerEndpoint(
-            registry=self.registry,
-            keeper=self.keeper,
-            gateway_id=self.gateway_id,
-            advertised_gateways=settings.GATEWAY_ADVERTISED_URLS,
-        )
+        self.node_channel = NodeChannel(self.keeper, advertised_gateways=settings.GATEWAY_ADVERTISED_URLS)
         self._tasks: list[asyncio.Task[None]] = []
         self._targets: dict[str, HttpTarget] = {}
         self._keys_mark: int | None = None
@@ -128,7 +122,7 @@ class GatewayRuntime:
             self._run_ticks(),
             self._run_hints(),
             self._run_canaries(),
-            self.workers.courier.run(),
+            self.node_channel.run(),
         )
         self._tasks = [loop.create_task(job) for job in jobs]
         for task in self._tasks:
@@ -147,7 +141,7 @@ class GatewayRuntime:
 
     async def say_goodbye(self) -> None:
         """Write down that the nodes are gone from here, before their sockets close."""
-        await self.workers.say_goodbye()
+        await self.node_channel.say_goodbye()
 
     @property
     def running_requests(self) -> int:
@@ -161,11 +155,11 @@ class GatewayRuntime:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.workers.say_goodbye()
+        await self.node_channel.say_goodbye()
         for link in self.registry:
             link.close("server shutdown")
             self.registry.remove(link, "the gateway is stopping")
-        await self.workers.close()
+        await self.node_channel.close()
         await self.records.stop()
         try:
             await run_upkeep(self._unregister_process)
@@ -288,7 +282,7 @@ class GatewayRuntime:
 
     def _take_hint(self, topic: str) -> None:
         if topic in {"commands", "policy", "checkpoints"}:
-            self.workers.courier.wake(topic)
+            self.node_channel.wake(topic)
         if topic in {"commands", "policy", "checkpoints", "operations"}:
             return  # nothing of it is kept here
         if topic in {"keys", "tenants"}:

@@ -23,6 +23,7 @@ from gateway.views.inference import Inference, InferenceConsumer
 from gateway.views.peer import make_peer_door
 from gateway.views.public import PublicViews
 from gateway.views.responses import make_response_routes
+from nodes.consumers import NodeConsumer
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -62,7 +63,8 @@ def make_application(runtime: GatewayRuntime, inference: Mapping[str, Inference]
         _route("(?s:.*)", everything),
     ]
     preflight = make_preflight(runtime) if settings.CORS_ORIGINS else None
-    workers = admit_programs(runtime.workers, {settings.PUBLIC_URL, settings.GATEWAY_PUBLIC_URL, *settings.CORS_ORIGINS})
+    nodes = NodeConsumer.as_asgi(channel=runtime.node_channel)
+    workers = admit_programs(nodes, {settings.PUBLIC_URL, settings.GATEWAY_PUBLIC_URL, *settings.CORS_ORIGINS})
     sockets = [_route("v1/worker/connect", workers), _route("(?s:.*)", refuse_unknown_socket)]
     return ProtocolTypeRouter(
         {"http": _ExactFirstRouter(http, exact=consumers, preflight=preflight), "websocket": SlashRouter(sockets)}

@@ -1,7 +1,7 @@
-"""What goes between a gateway process and its boxes beside requests: commands, policies, checkpoints, and the answers.
+"""What goes between a gateway process and its nodes beside requests: commands, policies, checkpoints, and what nodes say.
 
-Frames are only noted here; everything that needs the database happens in ``run``, in a database thread. What is lost with the
-process is asked again: rows say what is open, and the box answers a question as often as it is put.
+Frames are only noted here; everything that needs the database happens in ``run`` or beside, in a database thread. What is lost
+with the process is asked again: rows say what is open, and the node answers a question as often as it is put.
 """
 
 from __future__ import annotations
@@ -10,23 +10,32 @@ import asyncio
 import base64
 import logging
 import uuid
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
+import msgspec
 from django.db import DatabaseError, DataError, InterfaceError
 
-from core.db.threads import run_upkeep
+from core.db.threads import run_in_database, run_upkeep
 from core.limits import limits
+from core.throttle import AuthThrottle
 from governance.checkpoints import consistency, has_checkpoint, latest_checkpoint
 from governance.errors import GovernanceError
 from governance.services import policy_chain
+from nodes import services
 from nodes.commands import FINAL_STATES, Ask, Delivery, Send, plan_deliveries, store_status
+from nodes.errors import NodeNotFound
 from nodes.links import LinkRegistry
+from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
-from nodes.services.governance import take_report
+from nodes.services import sessions, take_report
+from nodes.session import ModeRequested, store_endpoints
 from wire import bridge, clock
+from wire.contract import NodeMode
 
 logger = logging.getLogger("muster.nodes")
 
@@ -49,13 +58,34 @@ class _Checkpoint:
     root: str
 
 
-class Courier:
-    """Delivers to the boxes on the sockets of this process, and takes down what they say."""
+@dataclass(frozen=True, slots=True)
+class OwnerWord:
+    """What an owner said at a node, and when (clock.monotonic())."""
 
-    def __init__(self, registry: LinkRegistry, *, gateway_id: uuid.UUID) -> None:
-        self._limits = limits().nodes
-        self._registry = registry
-        self._gateway_id = gateway_id
+    effect: ModeRequested
+    said_at: float
+
+
+class NodeChannel:
+    """What the node sockets of one gateway process share: it delivers to the nodes, and takes down what they say."""
+
+    def __init__(self, keeper: LinkKeeper, *, advertised_gateways: list[str]) -> None:
+        self.limits = limits().nodes
+        self.keeper = keeper
+        self.registry = keeper.registry
+        self.gateway_id = keeper.gateway_id
+        self.advertised_gateways = advertised_gateways
+        self.throttle = AuthThrottle(
+            failures=self.limits.auth_failures, block_s=self.limits.auth_block_s, read_digests=services.read_credential_digests
+        )
+        self.reading_good = asyncio.Lock()
+        self.unregistered: Counter[str] = Counter()
+        """Sockets by address, from the upgrade until they have registered or are closed."""
+        self.registering = asyncio.Lock()
+        """Held from choosing a node to linking it: bridge workers that share a name must see each other."""
+        self.owner_words: dict[uuid.UUID, OwnerWord] = {}
+        """What owners said at their nodes and the database does not know yet; the newest of each."""
+        self._beside: set[asyncio.Task[None]] = set()
         self._statuses: dict[StatusKey, bridge.OpStatus] = {}
         self._written_at: dict[StatusKey, float] = {}
         self._reports: dict[uuid.UUID, deque[_Report]] = {}
@@ -73,6 +103,28 @@ class Courier:
         """How many words on how boxes decide are not stored yet."""
         return sum(map(len, self._reports.values()))
 
+    @property
+    def links(self) -> list[RelayLink]:
+        """The links of the nodes on these sockets."""
+        return [link for link in self.registry if isinstance(link, RelayLink)]
+
+    @contextmanager
+    def count_unregistered(self, address: str) -> Iterator[None]:
+        """Count a socket of an address among those that have not registered."""
+        self.unregistered[address] += 1
+        try:
+            yield
+        finally:
+            self.unregistered[address] -= 1
+            if not self.unregistered[address]:
+                del self.unregistered[address]
+
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run work that outlives the call that made it; it is bounded by a time-out of its own, or ended by ``close``."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
     # on the event loop, from the frame path
 
     def take_status(self, link: RelayLink, status: bridge.OpStatus) -> None:
@@ -81,7 +133,7 @@ class Courier:
         before = self._statuses.get(key)
         if (
             before is None
-            and sum(node_id == link.node_id for node_id, _, _ in self._statuses) >= self._limits.courier_statuses_per_node
+            and sum(node_id == link.node_id for node_id, _, _ in self._statuses) >= self.limits.courier_statuses_per_node
         ):
             logger.error("node.status_dropped node=%s; the box is asked again", link.node_name)
             return
@@ -94,11 +146,18 @@ class Courier:
         """Note how a box decides now."""
         link.governance = report.governance
         waiting = self._reports.setdefault(link.node_id, deque())
-        if len(waiting) >= self._limits.courier_reports_per_node:
+        if len(waiting) >= self.limits.courier_reports_per_node:
             logger.error("node.report_dropped node=%s; it says so again when it registers", link.node_name)
             return
         waiting.append(_Report(link.node_id, report, clock.unix_ms()))
         self.wake("policy")
+
+    def take_owner_word(self, link: RelayLink, effect: ModeRequested) -> None:
+        """Write down that the owner lends a node or takes it back, however long the database is away and the link lives."""
+        is_storing = link.node_id in self.owner_words
+        self.owner_words[link.node_id] = OwnerWord(effect, clock.monotonic())
+        if not is_storing:
+            self.run_beside(self._store_mode(link.node_id, link.node_name))
 
     def wake(self, topic: str = "") -> None:
         """Look at the rows of a topic (commands, policy, checkpoints) at once; "" = at all of them."""
@@ -124,20 +183,20 @@ class Courier:
                 await self._offer_checkpoints()
             except (DatabaseError, InterfaceError, OSError) as error:
                 logger.warning("node.courier_waits error=%s", type(error).__name__)
-                await asyncio.sleep(self._limits.courier_retry_s)
+                await asyncio.sleep(self.limits.courier_retry_s)
 
     def _rest_s(self) -> float:
         """Return how long nothing is due by the clock."""
         now = clock.monotonic()
-        due = [self._looked_at["commands"] + self._limits.courier_sweep_s]
-        due += [self._looked_at[topic] + self._limits.courier_hint_pause_s for topic in self._woken]
-        due += [self._written_at.get(key, 0.0) + self._limits.courier_progress_s for key in self._statuses]
+        due = [self._looked_at["commands"] + self.limits.courier_sweep_s]
+        due += [self._looked_at[topic] + self.limits.courier_hint_pause_s for topic in self._woken]
+        due += [self._written_at.get(key, 0.0) + self.limits.courier_progress_s for key in self._statuses]
         return max(0.02, min(due) - now)
 
     def _is_due(self, topic: str, every_s: float) -> bool:
         """Whether to look at the rows of a topic now; saying so counts as the look."""
         now = clock.monotonic()
-        if now - self._looked_at[topic] < (self._limits.courier_hint_pause_s if topic in self._woken else every_s):
+        if now - self._looked_at[topic] < (self.limits.courier_hint_pause_s if topic in self._woken else every_s):
             return False
         self._looked_at[topic] = now
         self._woken.discard(topic)
@@ -148,9 +207,9 @@ class Courier:
         due = (
             (key, status)
             for key, status in self._statuses.items()
-            if status.state != "running" or now - self._written_at.get(key, 0.0) >= self._limits.courier_progress_s
+            if status.state != "running" or now - self._written_at.get(key, 0.0) >= self.limits.courier_progress_s
         )
-        return dict(islice(due, self._limits.courier_statuses))
+        return dict(islice(due, self.limits.courier_statuses))
 
     async def _store_statuses(self) -> None:
         due = self._due_statuses()
@@ -162,7 +221,7 @@ class Courier:
             if self._statuses.get(key) is status:  # else the box has said something newer meanwhile
                 del self._statuses[key]
             self._written_at[key] = now
-        self._written_at = {key: at for key, at in self._written_at.items() if now - at < self._limits.courier_progress_s}
+        self._written_at = {key: at for key, at in self._written_at.items() if now - at < self.limits.courier_progress_s}
 
     def due_reports(self) -> list[_Report]:
         """Return the oldest report of every box."""
@@ -179,16 +238,16 @@ class Courier:
             self._bell.set()
 
     async def _deliver(self) -> None:
-        if not self._is_due("commands", self._limits.courier_sweep_s):
+        if not self._is_due("commands", self.limits.courier_sweep_s):
             return
         linked = {link.node_id: link.linked_at for link in self._governed_links()}
         if not linked:
             return
-        for delivery in await run_upkeep(plan_deliveries, linked=linked, gateway_id=self._gateway_id):
+        for delivery in await run_upkeep(plan_deliveries, linked=linked, gateway_id=self.gateway_id):
             self._send(delivery)
 
     def _send(self, delivery: Delivery) -> None:
-        link = self._registry.get(delivery.node_id)
+        link = self.registry.get(delivery.node_id)
         if not isinstance(link, RelayLink) or link.closed or link.governance is None:
             return  # the row says that it was sent; the next session of the box is asked
         match delivery:
@@ -206,7 +265,7 @@ class Courier:
                 link.send_message(bridge.OpQuery(op_id=delivery.op_id, use=delivery.use))
 
     async def _offer_policies(self) -> None:
-        if not self._is_due("policy", self._limits.courier_policy_s):
+        if not self._is_due("policy", self.limits.courier_policy_s):
             return
         versions = {link: link.governance.policy_version for link in self._governed_links() if link.governance is not None}
         if not versions:
@@ -217,11 +276,11 @@ class Courier:
         for link, version in versions.items():
             if version < newest and link.offered_policy != (version, newest) and not link.closed:
                 link.offered_policy = (version, newest)
-                following = chain[version - oldest :][: self._limits.courier_policies]
+                following = chain[version - oldest :][: self.limits.courier_policies]
                 link.send_message(bridge.PolicyOffer(policies=following))
 
     async def _offer_checkpoints(self) -> None:
-        if not self._is_due("checkpoints", self._limits.courier_checkpoint_s):
+        if not self._is_due("checkpoints", self.limits.courier_checkpoint_s):
             return
         sizes = {link: _witnessed(link) for link in self._governed_links() if _is_witness(link)}
         newest = await run_upkeep(_read_checkpoint) if sizes else None
@@ -233,7 +292,7 @@ class Courier:
             if (size, root) != (newest.size, newest.root) and link.offered_size != newest.size
         }
         # A box says itself what it saw, and a proof from early on reads the whole log: others wait for the next look.
-        wanted = sorted(set(due.values()), reverse=True)[: self._limits.courier_proofs]
+        wanted = sorted(set(due.values()), reverse=True)[: self.limits.courier_proofs]
         proofs = await run_upkeep(_prove, wanted, newest.size) if wanted else {}
         for link, size in due.items():
             proof = proofs.get(size)
@@ -244,7 +303,62 @@ class Courier:
 
     def _governed_links(self) -> list[RelayLink]:
         """Return the links of boxes that know operations; others would end their session over a frame they do not know."""
-        return [link for link in self._registry if isinstance(link, RelayLink) and link.governance is not None]
+        return [link for link in self.links if link.governance is not None]
+
+    # beside
+
+    async def _store_mode(self, node_id: uuid.UUID, node_name: str) -> None:
+        """Store the owner's newest word; until then rows do not undo it. One that was said elsewhere later makes it void."""
+        while (word := self.owner_words.get(node_id)) is not None:
+            try:
+                await run_in_database(
+                    services.set_mode,
+                    node_id=node_id,
+                    mode=NodeMode(word.effect.mode),
+                    reason=(word.effect.reason or "owner at the box")[:200],
+                    actor=f"node:{node_name}",
+                    said_age_s=clock.monotonic() - word.said_at,
+                )
+            except NodeNotFound:
+                logger.warning("node.mode_not_stored node=%s; the node was removed", node_name)
+            except (DatabaseError, InterfaceError):
+                logger.warning("node.mode_not_stored node=%s; trying again", node_name)
+                await asyncio.sleep(1.0)
+                continue
+            if self.owner_words[node_id] is word:
+                del self.owner_words[node_id]
+                link = self.registry.get(node_id)
+                if isinstance(link, RelayLink):
+                    link.wanted_mode, link.mode_stored_at = None, clock.monotonic()
+
+    async def store_farewells(self, links: Sequence[RelayLink], reason: str) -> None:
+        """Mark the nodes of these links as gone from here, all in one statement."""
+        ends = [sessions.SessionEnd(link.node_id, link.link_id, reason) for link in links]
+        try:
+            await run_upkeep(sessions.close_sessions, ends, gateway_id=self.gateway_id)
+        except (DatabaseError, InterfaceError):
+            logger.warning("worker.disconnect_not_stored nodes=%d; their presence will time out", len(links))
+        else:
+            for link in links:
+                link.is_farewell_stored = True
+
+    async def say_goodbye(self) -> None:
+        """Write down at once that every node is gone from here, before the sockets close one by one."""
+        links = [link for link in self.links if not link.is_farewell_stored]
+        if links:
+            await self.store_farewells(links, "server shutdown")
+        for link in links:
+            link.is_farewell_stored = True  # or the database is away, and trying for each alone would not help
+
+    async def close(self) -> None:
+        """Wait a moment for what is still written about the nodes, then end it. The gateway stops."""
+        if self._beside:
+            await asyncio.wait(list(self._beside), timeout=self.limits.socket_close_s)
+        for task in list(self._beside):
+            task.cancel()
+        await asyncio.gather(*self._beside, return_exceptions=True)
+        for node_id in self.owner_words:
+            logger.warning("node.mode_not_stored node_id=%s; the gateway stops, and the node says it again elsewhere", node_id)
 
 
 def _witnessed(link: RelayLink) -> tuple[int, str]:
@@ -255,6 +369,62 @@ def _witnessed(link: RelayLink) -> tuple[int, str]:
 def _is_witness(link: RelayLink) -> bool:
     """Whether a box can check a checkpoint: the log's key stands in the policy that it pinned."""
     return link.governance is not None and link.governance.policy_version > 0
+
+
+def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list[sessions.PresenceReport]:
+    """Return what this process knows of the boxes on its sockets, for writing to the database.
+
+    ``news_only``: of those alone that said something which was not returned before.
+    """
+    reports = []
+    for link in registry:
+        if not isinstance(link, RelayLink) or (news_only and not link.has_news):
+            continue
+        link.has_news = False
+        telemetry = link.telemetry
+        reports.append(
+            sessions.PresenceReport(
+                node_id=link.node_id,
+                epoch=link.epoch,
+                age_s=link.silence_s,
+                active=link.load,
+                max_concurrent=link.max_concurrent,
+                models=tuple(sorted(link.models)),
+                status=_status_of(link),
+                last_error=(telemetry.last_error or "") if telemetry is not None else "",
+                endpoints=store_endpoints(link.endpoints),
+                said=_read_state(telemetry) if telemetry is not None else None,
+                link_id=link.link_id,
+            )
+        )
+    return reports
+
+
+def _read_state(telemetry: bridge.Telemetry) -> sessions.ReportedState:
+    return sessions.ReportedState(
+        gpus=msgspec.to_builtins(telemetry.gpus),
+        replicas=msgspec.to_builtins(telemetry.replicas),
+        available=list(telemetry.available),
+        memory=msgspec.to_builtins(telemetry.memory),
+        queue_depth=telemetry.queue_depth,
+        avg_wait_ms=telemetry.avg_wait_ms,
+    )
+
+
+def _serves_nothing(link: RelayLink) -> bool:
+    """Return whether a node says why it serves no model, and neither loads one nor could: its engine or server is away."""
+    said = link.telemetry
+    if link.models or said is None or not said.last_error or said.available:
+        return False
+    return not any(replica.state == "loading" for replica in said.replicas)
+
+
+def _status_of(link: RelayLink) -> str:
+    if link.box_draining:
+        return "draining"
+    if _serves_nothing(link):
+        return "error"
+    return "available" if link.has_slot() else "busy"
 
 
 # in a database thread

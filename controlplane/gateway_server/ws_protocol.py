@@ -21,7 +21,7 @@ from websockets.http11 import Request
 from websockets.protocol import State
 
 from core.limits import limits
-from nodes.links.source import SCOPE_FRAMES
+from nodes.links.relay import SCOPE_FRAMES
 
 _BINARY = 0x82
 """First byte of a binary message in one frame, without an extension (RFC 6455 section 5.2)."""
@@ -31,7 +31,7 @@ _SHORT_BYTES = 0xFFFF
 
 
 class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
-    """One worker socket; its scope carries it as a ``nodes.links.source.FrameSource``."""
+    """One worker socket; its scope carries it as a ``nodes.links.relay.FrameSource``."""
 
     _receiver: Callable[[str | bytes], None] | None = None
     _cut_receiver: Callable[[str | bytes], None] | None = None

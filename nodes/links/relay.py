@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from core.limits import limits
 from core.outbox import AsgiSend, Outbox
@@ -22,6 +23,8 @@ from wire import bridge, clock
 from wire.frames import End
 from wire.limits import WIRE
 
+SCOPE_FRAMES = "muster.frames"
+"""The key under which the extensions of a socket's scope carry a ``FrameSource``."""
 _END_KINDS = {
     "": EndKind.COMPLETE,
     "cancelled": EndKind.LINK_LOST,
@@ -29,6 +32,16 @@ _END_KINDS = {
     "busy": EndKind.BUSY,
     "timeout": EndKind.TIMEOUT,
 }
+
+
+class FrameSource(Protocol):
+    """What a server may offer beyond ASGI: messages where they are parsed, and frames written without a queue."""
+
+    def take_over(self, receiver: Callable[[str | bytes], None]) -> bool:
+        """Have ``receiver`` called with each later message; False while earlier ones still wait."""
+
+    def write_frame(self, frame: bytes) -> bool:
+        """Write a binary message at once, behind all that was sent before; False = the line is not free, and it was not."""
 
 
 class RelayStream:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from asgiref.sync import sync_to_async
 
 from gateway.request.response import admit_programs
-from nodes.consumers import WorkerEndpoint
+from nodes.channel import NodeChannel
+from nodes.consumers import NodeConsumer
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
@@ -163,15 +164,14 @@ GATEWAY = uuid.UUID(int=1)
 
 
 class Door:
-    """A worker endpoint with its registry and keeper; further ``bounds`` are limits of nodes."""
+    """The node sockets of a gateway, with their registry and keeper; further ``bounds`` are limits of nodes."""
 
     def __init__(self, *, gateway_id: uuid.UUID = GATEWAY, **bounds: float) -> None:
         set_limits(nodes={"auth_block_s": 600.0, **bounds})
         self.registry = LinkRegistry()
         self.keeper = LinkKeeper(self.registry, gateway_id=gateway_id, connect_s=1.0)
-        self.endpoint = WorkerEndpoint(
-            registry=self.registry, keeper=self.keeper, gateway_id=gateway_id, advertised_gateways=["http://gw"]
-        )
+        self.channel = NodeChannel(self.keeper, advertised_gateways=["http://gw"])
+        self.endpoint = NodeConsumer.as_asgi(channel=self.channel)
 
     @property
     def links(self) -> list[RelayLink]:
@@ -237,7 +237,7 @@ async def dial(door: Door, secret: str = "", **options: Any) -> AsyncIterator[No
         socket.hang_up()
         async with asyncio.timeout(30):
             await task
-        await eventually(lambda: not door.endpoint._beside, "nothing runs beside", pause_s=0.001)
+        await eventually(lambda: not door.channel._beside, "nothing runs beside", pause_s=0.001)
 
 
 @sync_to_async

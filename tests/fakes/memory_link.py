@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from nodes.links.source import SCOPE_FRAMES
+from nodes.links.relay import SCOPE_FRAMES
 
 BUFFER_BYTES = 256 * 1024
 """What the two ends hold of one direction before whoever sends has to wait."""
@@ -123,7 +123,7 @@ class GatewayEnd:
         self.receive = self._events.get
 
     def take_over(self, receiver: Callable[[Frame], None]) -> bool:
-        """Have ``receiver`` called with each later frame (``nodes.links.source.FrameSource``)."""
+        """Have ``receiver`` called with each later frame (``nodes.links.relay.FrameSource``)."""
         if self._events.empty():
             self._receiver = receiver
         return self._receiver is not None

@@ -24,7 +24,7 @@ import core.throttle
 import gateway.request.identity
 import governance.services.admin_tokens
 import nodes.authentication
-import nodes.consumers.endpoint
+import nodes.consumers
 import nodes.services.credentials
 import wire.credentials
 
@@ -378,7 +378,7 @@ def test_a_wheel_holds_every_package_that_ships_and_the_templates() -> None:
 
 MODULES = (
     controlplane.authentication, gateway.request.identity, governance.services.admin_tokens, core.throttle,
-    nodes.authentication, nodes.consumers.endpoint, nodes.services.credentials, wire.credentials,
+    nodes.authentication, nodes.consumers, nodes.services.credentials, wire.credentials,
 )  # fmt: skip
 RAW = {"raw", "extra", "RawSQL", "cursor", "execute", "executemany", "connection", "connections"}
 

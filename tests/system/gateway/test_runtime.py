@@ -29,8 +29,9 @@ from gateway.request.models import Catalogue, KeyEntry, read_change_mark, store_
 from gateway.runtime import GatewayRuntime
 from gateway.services import create_api_key, create_tenant, disable_tenant, revoke_api_key
 from gateway.values import Caller
-from nodes.channel import Courier
+from nodes.channel import NodeChannel
 from nodes.links import Link, LinkRegistry
+from nodes.links.keeper import LinkKeeper
 from nodes.models import NodePresence
 from nodes.services.ejections import list_ejections
 from nodes.services.sessions import SessionEnd, close_sessions
@@ -104,12 +105,12 @@ class CountedRegistry(LinkRegistry):
 
 async def test_a_storm_of_hints_costs_ten_looks_at_the_commands_of_nodes_a_second() -> None:
     loop, registry = asyncio.get_running_loop(), CountedRegistry()
-    courier = Courier(registry, gateway_id=uuid.uuid4())
-    running = asyncio.create_task(courier.run())
+    channel = NodeChannel(LinkKeeper(registry, gateway_id=uuid.uuid4(), connect_s=1.0), advertised_gateways=[])
+    running = asyncio.create_task(channel.run())
     await eventually(lambda: registry.rounds)
     begun_at, begun_with = loop.time(), registry.rounds
     while registry.rounds < begun_with + 6:
-        courier.wake("commands")
+        channel.wake("commands")
         await turns(1)
     assert loop.time() - begun_at > 0.3
     running.cancel()

@@ -53,7 +53,7 @@ async def _limits_and_connections() -> AsyncIterator[None]:
 async def gateway(number: int = 1) -> AsyncIterator[Door]:
     """A gateway that carries commands."""
     door = Door(gateway_id=uuid.UUID(int=number))
-    task = asyncio.create_task(door.endpoint.courier.run())
+    task = asyncio.create_task(door.channel.run())
     try:
         yield door
     finally:
@@ -145,11 +145,11 @@ async def test_an_approved_load_is_carried_out_and_its_end_is_proved_though_the_
         try:
             socket.say(governed.rig.end(command.op_id, "succeeded", result={"gpuMemoryUsedMB": 7}))
             await eventually(lambda: "node.courier_waits" in caplog.text, "a round that the database failed")
-            await eventually(lambda: door.endpoint.courier.waiting_statuses, "a status that waits")
+            await eventually(lambda: door.channel.waiting_statuses, "a status that waits")
         finally:
             await sync_to_async(rename_table)("nodes_away", "nodes_nodecommand")
         await reaches(operation, RunState.SUCCEEDED)
-        await eventually(lambda: not door.endpoint.courier.waiting_statuses, "nothing that waits")
+        await eventually(lambda: not door.channel.waiting_statuses, "nothing that waits")
     run = await sync_to_async(only_run)(operation)
     assert (run.code, run.result, bool(run.receipt)) == ("", {"gpuMemoryUsedMB": 7}, True)
 
@@ -169,7 +169,7 @@ async def test_a_last_word_that_comes_while_progress_is_being_stored_is_stored_n
             socket.say(bridge.OpStatus(op_id=command.op_id, use=1, state="running", stage="weights"))
             await eventually(cast("Callable[[], Awaitable[bool]]", is_held_up), "progress that waits for the row")
             socket.say(governed.rig.end(command.op_id, "succeeded"))
-            await eventually(lambda: [each.state for each in door.endpoint.courier.waiting_statuses] == ["succeeded"])
+            await eventually(lambda: [each.state for each in door.channel.waiting_statuses] == ["succeeded"])
         await reaches(operation, RunState.SUCCEEDED)
 
 
@@ -244,7 +244,7 @@ async def test_a_box_without_a_policy_is_offered_all_of_them_and_one_that_has_th
         await eventually(Node.objects.filter(policy_error=waits.policy_error).aexists, "the error")
         socket.say(bridge.GovernanceReport(governance=governed.rig.tell(policy_sha256=policy.ref.sha256)))
         await eventually(Node.objects.filter(policy_version=1).aexists, "version 1 pinned")
-        door.endpoint.courier.wake()
+        door.channel.wake()
         await governed.approve()
         await received(socket, bridge.OpCommand)
         assert len(heard(socket, bridge.PolicyOffer)) == 1
@@ -272,7 +272,7 @@ async def test_a_box_witnesses_the_audit_log_step_by_step(governed: Governed, se
         second = await make()
         assert second is not None
         assert second.size > first.size
-        door.endpoint.courier.wake("checkpoints")
+        door.channel.wake("checkpoints")
         offer = await received(socket, bridge.CheckpointOffer, count=2)
         assert offer.old_size == first.size
         proof = [to_bytes(step) for step in offer.proof]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -21,15 +20,13 @@ from core.limits import limits
 from governance.checkpoints import consistency, make_checkpoint, root_at
 from governance.models import AuditCheckpoint
 from nodes import channel
-from nodes.channel import Courier
 from nodes.errors import BadRequest
-from nodes.links import LinkRegistry
 from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeOpKey, Reach
 from nodes.services import revoke_credential, set_op_key, take_governance, take_report
 from tests.fakes.governed_team import Identity, make_box
 from tests.fakes.limits import set_limits
-from tests.fakes.links import FakeLink
+from tests.fakes.links import Door, FakeLink
 from tests.fakes.nodes import ACTOR, audited, make_node, make_provider
 from wire.auditlog import Checkpoint, LogKey
 from wire.bridge import BoxGovernance, GovernanceReport, OpStatus
@@ -287,7 +284,7 @@ def test_a_node_that_falls_to_a_lower_level_or_forgets_is_recorded() -> None:
 
 
 def test_of_what_one_node_says_no_more_waits_than_its_share_and_a_last_word_stays_the_last() -> None:
-    desk = Courier(LinkRegistry(), gateway_id=uuid.UUID(int=1))
+    desk = Door().channel
     loud, quiet = FakeLink(), FakeLink()
     ended = OpStatus(op_id="op", use=1, state="failed")
     said = GovernanceReport(governance=Identity().tell())

@@ -19,11 +19,10 @@ from pytest_django import Settings
 
 from governance.models import AuditEvent
 from nodes import services
-from nodes.consumers.endpoint import OwnerWord
+from nodes.channel import OwnerWord, presence_reports
 from nodes.links import EndKind
 from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeCredential, NodePresence
-from nodes.presence import presence_reports
 from nodes.services import cordon_node, disable_provider, revoke_credential, set_mode
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
 from nodes.session import ModeRequested
@@ -362,7 +361,7 @@ async def test_what_the_owner_said_just_before_the_link_closed_is_stored() -> No
         socket.hang_up()  # both are read in one turn of the loop: the link is gone before anything could be stored
     assert link.closed
     assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_OFF.value
-    assert door.endpoint.owner_words == {}
+    assert door.channel.owner_words == {}
 
 
 async def test_a_word_of_the_owner_that_waits_for_the_database_holds_for_the_next_link() -> None:
@@ -374,7 +373,7 @@ async def test_a_word_of_the_owner_that_waits_for_the_database_holds_for_the_nex
             await socket.acknowledged()
             (link,) = door.links
             assert (link.policy.reclaimed, link.wanted_mode) == ((True, effect) if turn else (False, None))
-        door.endpoint.owner_words[link.node_id] = OwnerWord(effect, time.monotonic())
+        door.channel.owner_words[link.node_id] = OwnerWord(effect, time.monotonic())
 
 
 async def test_when_a_gateway_stops_its_nodes_leave_at_once_and_cut_off_sockets_print_no_traceback(
@@ -388,7 +387,7 @@ async def test_when_a_gateway_stops_its_nodes_leave_at_once_and_cut_off_sockets_
         socket.say(hello(f"rig-{number}", instance_id="i"))
     for socket in sockets:
         await socket.acknowledged()
-    await door.endpoint.say_goodbye()
+    await door.channel.say_goodbye()
     assert not await NodePresence.objects.filter(connected=True).aexists()
     late = presence_reports(door.registry)
     await sync_to_async(write_presences)(late, gateway_id=GATEWAY)
@@ -398,7 +397,7 @@ async def test_when_a_gateway_stops_its_nodes_leave_at_once_and_cut_off_sockets_
         for task in tasks:
             task.cancel()  # as the server does when its grace is over
         ended = await asyncio.gather(*tasks, return_exceptions=True)
-        await door.endpoint.close()
+        await door.channel.close()
         other.rollback()
     assert ended == [None] * 8
     assert sum("worker.cut_off" in record.message for record in caplog.records) == 8
