@@ -7,7 +7,19 @@ session, so frames of a stream that was cancelled, or of another attempt, cannot
 
 from __future__ import annotations
 
-from nodes.session.effects import (
+from nodes.session.reports import (
+    Capabilities,
+    clean_result,
+    find_contexts,
+    find_endpoints,
+    find_engines,
+    read_capabilities,
+    read_contexts,
+    read_endpoints,
+    read_engines,
+    store_endpoints,
+)
+from nodes.session.server import (
     BoxLeaving,
     DataArrived,
     Effect,
@@ -20,22 +32,10 @@ from nodes.session.effects import (
     OpenRequest,
     OperationReported,
     Registered,
+    ServerSession,
     StreamEnded,
     TelemetryArrived,
 )
-from nodes.session.governance import clean_result
-from nodes.session.reports import (
-    Capabilities,
-    find_contexts,
-    find_endpoints,
-    find_engines,
-    read_capabilities,
-    read_contexts,
-    read_endpoints,
-    read_engines,
-    store_endpoints,
-)
-from nodes.session.server import ServerSession
 
 __all__ = [
     "BoxLeaving",

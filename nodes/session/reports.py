@@ -1,11 +1,13 @@
-"""What a box says of itself, cut to sizes that can be kept, stored and shown: a box may say anything.
+"""What a node says of itself and of operations, cut to sizes that can be kept, stored and shown: a node may say anything.
 
-Text is cut and made printable, numbers are brought into their range, and what is beyond the caps is dropped. Nothing here
-raises: a wrong figure on a page is better than a box that cannot work.
+Text is cut and made printable, numbers are brought into their range, and what is beyond the caps is dropped. Ids, keys and
+receipts are never shortened: one that is too long is dropped, because its head would be another one. Nothing raises but
+``read_capabilities``: a wrong figure on a page is better than a node that cannot work.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,18 +17,17 @@ from typing import TypeVar
 import msgspec
 
 from core.limits import NodeLimits, limits
-from nodes.session.governance import clean_governance
 from wire import bridge
 from wire.unreadable import UNREADABLE
 
 _GONE = frozenset({"failed", "unloaded"})
-
-T = TypeVar("T")
-
-NO_MODELS = "no models accepted: this node gets no requests until it declares a model"
-
+_STATES = frozenset({"running", "succeeded", "failed", "refused", "interrupted", "unknown"})
+_LEVELS = frozenset({"L0", "L1", "L2"})
 
 _HEALTHY = "healthy"
+NO_MODELS = "no models accepted: this node gets no requests until it declares a model"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -481,3 +482,76 @@ def _clean_int(value: int | None, top: int) -> int | None:
 
 def _clean_float(value: float | None, low: float, high: float) -> float | None:
     return None if value is None else min(max(low, value), high)
+
+
+def clean_status(status: bridge.OpStatus) -> None:
+    """Cut an ``op_status``, in place. A state that is none becomes "" and an impossible id or use names nothing."""
+    status.op_id = _keep_whole(status.op_id, limits().nodes.op_id_chars)
+    status.use = status.use if 1 <= status.use <= limits().nodes.report_integer else 0
+    status.state = status.state if status.state in _STATES else ""
+    status.stage = _clean_text(status.stage, limits().nodes.status_stage_chars).strip()
+    status.fraction = _clamp(status.fraction, 1.0)
+    status.eta_s = _clamp(status.eta_s, limits().nodes.report_eta_s)
+    status.code = _clean_text(status.code, limits().nodes.status_code_chars).strip()
+    status.message = _clean_text(status.message, limits().nodes.status_message_chars).strip()
+    status.result = clean_result(status.result)
+    status.receipt = _keep_whole(status.receipt, limits().nodes.status_receipt_chars)
+
+
+def clean_result(result: dict[str, object]) -> dict[str, object]:
+    """Return the result of an operation as it is, or one word on why it is not kept."""
+    return result if _can_be_stored(result) else {"omitted": "it is too large, or cannot be stored"}
+
+
+def clean_report(report: bridge.GovernanceReport) -> None:
+    """Cut a ``governance_report``, in place."""
+    clean_governance(report.governance)
+    report.witness_signature = _keep_whole(report.witness_signature, limits().nodes.op_key_chars)
+    note = report.witness_note
+    is_note = len(note) <= limits().nodes.witness_note_chars and all(line.isprintable() for line in note.split("\n"))
+    report.witness_note = note if is_note else ""
+    report.witness_alarm = _clean_text(report.witness_alarm, limits().nodes.witness_alarm_chars).strip()
+
+
+def clean_governance(governance: bridge.BoxGovernance) -> None:
+    """Cut how a box decides, in place. A level that is none becomes ""."""
+    governance.level = governance.level if governance.level in _LEVELS else ""
+    governance.runner_id = _keep_whole(governance.runner_id, limits().nodes.runner_id_chars)
+    governance.public_key = _keep_whole(governance.public_key, limits().nodes.public_key_chars)
+    newest = list(governance.op_keys.items())[-limits().nodes.op_keys :]
+    governance.op_keys = {
+        kid: secret
+        for kid, secret in newest
+        if kid and _keep_whole(kid, limits().nodes.op_id_chars) and secret and _keep_whole(secret, limits().nodes.op_key_chars)
+    }
+    governance.policy_version = min(max(0, governance.policy_version), limits().nodes.report_integer)
+    governance.policy_sha256 = _keep_whole(governance.policy_sha256, limits().nodes.digest_chars)
+    governance.policy_error = _clean_text(governance.policy_error, limits().nodes.witness_alarm_chars).strip()
+    governance.witness_size = min(max(0, governance.witness_size), limits().nodes.report_exact_integer)
+    governance.witness_root = _keep_whole(governance.witness_root, limits().nodes.digest_chars)
+    governance.clock_ms = min(max(0, governance.clock_ms), limits().nodes.report_clock_ms)
+
+
+def _keep_whole(text: str, limit: int) -> str:
+    return text if len(text) <= limit and text.isprintable() else ""
+
+
+def _clamp(value: float | None, top: float) -> float | None:
+    return None if value is None or not math.isfinite(value) else min(max(0.0, value), top)
+
+
+def _can_be_stored(result: dict[str, object]) -> bool:
+    """Whether PostgreSQL takes it as JSON: no NUL, no lone surrogate, no infinity, and not too large."""
+    try:
+        text = json.dumps(result, allow_nan=False)
+    except (ValueError, RecursionError):
+        return False
+    return len(text) <= limits().nodes.status_result_bytes and "\\u0000" not in text and _is_encodable(result)
+
+
+def _is_encodable(result: dict[str, object]) -> bool:
+    try:
+        json.dumps(result, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,29 +1,19 @@
-"""One session with one box: frames in, effects out; calls in, frames out."""
+"""The server's half of one worker socket as a protocol without I/O: frames in, effects out; calls in, frames out.
+
+Speaks bridge v1 and muster v1, whichever the box announced, and hides the difference: both give ``HeadArrived``,
+``DataArrived`` and ``StreamEnded`` for a stream. A stream is known here by a number that is never used twice in a
+session, so frames of a stream that was cancelled, or of another attempt, cannot reach a request they do not belong to.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from core.limits import NodeLimits
-from nodes.session.effects import (
-    BoxLeaving,
-    DataArrived,
-    Effect,
-    FrameDropped,
-    GovernanceChanged,
-    HeadArrived,
-    LoadReported,
-    ModelsChanged,
-    ModeRequested,
-    OpenRequest,
-    OperationReported,
-    Registered,
-    StreamEnded,
-    TelemetryArrived,
-)
-from nodes.session.governance import clean_report, clean_status
-from nodes.session.reports import clean_models, clean_register, clean_telemetry
+from nodes.session.reports import clean_models, clean_register, clean_report, clean_status, clean_telemetry
 from wire import bridge, frames
 from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
 
@@ -31,6 +21,131 @@ _SSE_STARTS = ("data:", "event:", "id:", "retry:", ":")
 _SSE_START_CHARS = max(map(len, _SSE_STARTS))
 _MUSTER_HEADERS = frozenset({"x-cache-mode", "x-cache-tag"})
 """Headers that bridge v1 does not know; its workers would hand them to an engine that does not either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The box introduced itself; names and models are already sanitized."""
+
+    name: str
+    models: tuple[str, ...]
+    max_concurrent: int
+    protocol: str
+    warnings: tuple[str, ...]
+    message: bridge.Register
+
+
+class HeadArrived(msgspec.Struct, frozen=True):
+    """Status and headers of a stream's response; at most once, before any data."""
+
+    stream: int
+    status: int
+    headers: dict[str, str]
+
+
+class DataArrived(msgspec.Struct, frozen=True, gc=False):
+    """Response bytes of a stream, in order."""
+
+    stream: int
+    data: bytes
+
+
+class StreamEnded(msgspec.Struct, frozen=True):
+    """The last effect of a stream."""
+
+    stream: int
+    end: frames.End
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReported:
+    """The box said how many requests it runs."""
+
+    load: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsChanged:
+    """The box replaced its model list (sanitized)."""
+
+    models: tuple[str, ...]
+    load: int
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryArrived:
+    """The box described itself."""
+
+    telemetry: bridge.Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class ModeRequested:
+    """The owner, at the box, lends it or takes it back."""
+
+    mode: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BoxLeaving:
+    """The box finishes what runs and wants nothing new."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OperationReported:
+    """The box said where an operation stands (cut to size)."""
+
+    status: bridge.OpStatus
+
+
+@dataclass(frozen=True, slots=True)
+class GovernanceChanged:
+    """The box said how it decides about operations now (cut to size)."""
+
+    report: bridge.GovernanceReport
+
+
+class FrameDropped(msgspec.Struct, frozen=True, gc=False):
+    """A late frame of a stream that is over; counted, never delivered."""
+
+    stream: int
+
+
+Effect = (
+    Registered
+    | HeadArrived
+    | DataArrived
+    | StreamEnded
+    | LoadReported
+    | ModelsChanged
+    | TelemetryArrived
+    | ModeRequested
+    | BoxLeaving
+    | OperationReported
+    | GovernanceChanged
+    | FrameDropped
+)
+
+
+class OpenRequest(msgspec.Struct, frozen=True):
+    """What a link needs to start one attempt of one request. ``attempt`` counts from 1; ``deadline_ms`` is what remains.
+
+    ``priority``: high, low or empty for normal.
+    """
+
+    request_id: str
+    attempt: int
+    model: str
+    path: str
+    body: bytes
+    headers: dict[str, str]
+    is_streaming: bool
+    deadline_ms: int
+    tenant: str
+    priority: str = ""
 
 
 @dataclass(slots=True)
