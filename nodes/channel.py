@@ -32,8 +32,9 @@ from nodes.errors import NodeNotFound
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
+from nodes.reports import store_endpoints
 from nodes.services import sessions, take_report
-from nodes.session import ModeRequested, store_endpoints
+from nodes.session import ModeRequested
 from wire import bridge, clock
 from wire.contract import NodeMode
 

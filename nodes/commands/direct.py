@@ -21,7 +21,7 @@ from nodes.addresses import build_request, resolve_direct_target
 from nodes.commands.statuses import TRY_AGAIN_CODES, finish_command, lose_run, note_running, send_back
 from nodes.errors import NodeError
 from nodes.models import Node, NodeCommand, Reach
-from nodes.session import clean_result
+from nodes.reports import clean_result
 from wire import clock
 from wire.optoken.canonical import TOKEN_MEMBER
 

@@ -9,16 +9,8 @@ from typing import Protocol
 from core.limits import limits
 from core.outbox import AsgiSend, Outbox
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
-from nodes.session import (
-    HeadArrived,
-    ModeRequested,
-    OpenRequest,
-    ServerSession,
-    StreamEnded,
-    find_contexts,
-    find_endpoints,
-    find_engines,
-)
+from nodes.reports import find_contexts, find_endpoints, find_engines
+from nodes.session import HeadArrived, ModeRequested, OpenRequest, ServerSession, StreamEnded
 from wire import bridge, clock
 from wire.frames import End
 from wire.limits import WIRE

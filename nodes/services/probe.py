@@ -23,7 +23,7 @@ from governance.audit import record_event
 from nodes.addresses import DirectTarget, build_request, resolve_direct_target
 from nodes.errors import NodeError
 from nodes.models import Node, NodePresence, Reach
-from nodes.session import Capabilities, find_endpoints, read_capabilities, store_endpoints
+from nodes.reports import Capabilities, find_endpoints, read_capabilities, store_endpoints
 from wire import clock
 from wire.contract import NodeStatus
 

@@ -19,10 +19,10 @@ from core.limits import limits
 from governance import audit
 from nodes.errors import ApiKeyUnreadable, EnrolmentRefused, NameTaken
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
+from nodes.reports import find_endpoints, read_contexts, read_endpoints, read_engines, store_endpoints
 from nodes.services.governance import take_governance
 from nodes.services.health import explain_unreachable
 from nodes.services.rivals import is_held_elsewhere, is_rival, note_rival, take_instance
-from nodes.session import find_endpoints, read_contexts, read_endpoints, read_engines, store_endpoints
 from nodes.states import NodeRow
 from wire import bridge, clock
 from wire.bridge import BRIDGE_V1

@@ -27,8 +27,8 @@ from django.db.models.functions import Now
 from governance.services import active_policy, policy_chain
 from nodes.commands import Send, plan_deliveries, store_status
 from nodes.models import Node, NodePresence
+from nodes.reports import clean_governance, clean_report, clean_status
 from nodes.services.governance import take_governance, take_report
-from nodes.session.reports import clean_governance, clean_report, clean_status
 from runner.admission import FairQueue
 from runner.config.values import OperationsConfig
 from runner.definitions.definition import ModelDefinition

@@ -118,7 +118,7 @@ STANDALONE_OURS = (
 )  # fmt: skip
 
 PURE = re.compile(
-    r"(wire(/.*)?|\w+/states|nodes/session|gateway/values|gateway/routing|gateway/dialects|governance/thresholds|runner/session)"
+    r"(wire(/.*)?|\w+/states|nodes/(reports|session)|gateway/values|gateway/routing|gateway/dialects|governance/thresholds|runner/session)"
     r"(\.py|/__init__\.py)$"
 )
 

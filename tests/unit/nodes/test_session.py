@@ -12,6 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from core.limits import NodeLimits, limits
+from nodes.reports import (
+    clean_telemetry,
+    find_contexts,
+    find_endpoints,
+    find_engines,
+    read_capabilities,
+    read_contexts,
+    read_engines,
+)
 from nodes.session import (
     DataArrived,
     Effect,
@@ -26,14 +35,7 @@ from nodes.session import (
     ServerSession,
     StreamEnded,
     TelemetryArrived,
-    find_contexts,
-    find_endpoints,
-    find_engines,
-    read_capabilities,
-    read_contexts,
-    read_engines,
 )
-from nodes.session.reports import clean_telemetry
 from tests.fakes.examples import examples
 from tests.fakes.links import open_request
 from wire import bridge, frames

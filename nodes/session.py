@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from core.limits import NodeLimits
-from nodes.session.reports import clean_models, clean_register, clean_report, clean_status, clean_telemetry
+from nodes.reports import clean_models, clean_register, clean_report, clean_status, clean_telemetry
 from wire import bridge, frames
 from wire.bridge import BRIDGE_V1, MUSTER_V1, ProtocolError
 
