@@ -381,25 +381,25 @@ class NodeLimits:
     probe_threads: int = bound(16, "nodes", "Further nodes of a round of probes wait for a thread.")
 
     # Commands to nodes
-    courier_sweep_s: float = bound(2.0, "s", "Gateways look for commands to their nodes, with a hint or without.")
-    courier_hint_pause_s: float = bound(
+    channel_sweep_s: float = bound(2.0, "s", "Gateways look for commands to their nodes, with a hint or without.")
+    channel_hint_pause_s: float = bound(
         0.1,
         "s",
         "Hints are followed again: a storm of them costs ten looks a second at most, and a single one is followed at once.",
     )
-    courier_policy_s: float = bound(30.0, "s", "Gateways look which nodes hold an old policy.")
-    courier_checkpoint_s: float = bound(10.0, "s", "Gateways look which nodes have not seen the newest audit checkpoint.")
-    courier_progress_s: float = bound(1.0, "s", "The progress of a run is stored again.")
-    courier_retry_s: float = bound(1.0, "s", "A round that the database failed is tried again.")
-    courier_statuses_per_node: int = bound(
+    channel_policy_s: float = bound(30.0, "s", "Gateways look which nodes hold an old policy.")
+    channel_checkpoint_s: float = bound(10.0, "s", "Gateways look which nodes have not seen the newest audit checkpoint.")
+    channel_progress_s: float = bound(1.0, "s", "The progress of a run is stored again.")
+    channel_retry_s: float = bound(1.0, "s", "A round that the database failed is tried again.")
+    channel_statuses_per_node: int = bound(
         64, "operations", "What a node says of further operations is dropped; it is asked about them again."
     )
-    courier_statuses: int = bound(256, "operations", "What nodes said of further operations waits for the next round.")
-    courier_reports_per_node: int = bound(
+    channel_statuses: int = bound(256, "operations", "What nodes said of further operations waits for the next round.")
+    channel_reports_per_node: int = bound(
         8, "reports", "Further reports of a node that wait are dropped; the node says it again when it registers."
     )
-    courier_proofs: int = bound(8, "proofs", "Nodes that need a further consistency proof wait for the next round.")
-    courier_policies: int = bound(
+    channel_proofs: int = bound(8, "proofs", "Nodes that need a further consistency proof wait for the next round.")
+    channel_policies: int = bound(
         16, "policies", "A node that is further behind says so again and gets the next ones; a policy has up to 64 KiB."
     )
     command_quiet_s: float = bound(5.0, "s", "A node that was given a command and says nothing is asked about it.")

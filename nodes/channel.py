@@ -80,6 +80,7 @@ class NodeChannel:
             failures=self.limits.auth_failures, block_s=self.limits.auth_block_s, read_digests=services.read_credential_digests
         )
         self.reading_good = asyncio.Lock()
+        """Held while the good credentials are read: sockets that come meanwhile read none."""
         self.unregistered: Counter[str] = Counter()
         """Sockets by address, from the upgrade until they have registered or are closed."""
         self.registering = asyncio.Lock()
@@ -90,7 +91,7 @@ class NodeChannel:
         self._statuses: dict[StatusKey, bridge.OpStatus] = {}
         self._written_at: dict[StatusKey, float] = {}
         self._reports: dict[uuid.UUID, deque[_Report]] = {}
-        self._bell = asyncio.Event()
+        self._has_work = asyncio.Event()
         self._looked_at = dict.fromkeys(("commands", "policy", "checkpoints"), float("-inf"))
         self._woken: set[str] = set()
 
@@ -134,20 +135,20 @@ class NodeChannel:
         before = self._statuses.get(key)
         if (
             before is None
-            and sum(node_id == link.node_id for node_id, _, _ in self._statuses) >= self.limits.courier_statuses_per_node
+            and sum(node_id == link.node_id for node_id, _, _ in self._statuses) >= self.limits.channel_statuses_per_node
         ):
             logger.error("node.status_dropped node=%s; the box is asked again", link.node_name)
             return
         if before is not None and before.state in FINAL_STATES and status.state not in FINAL_STATES:
             return
         self._statuses[key] = status
-        self._bell.set()
+        self._has_work.set()
 
     def take_report(self, link: RelayLink, report: bridge.GovernanceReport) -> None:
         """Note how a box decides now."""
         link.governance = report.governance
         waiting = self._reports.setdefault(link.node_id, deque())
-        if len(waiting) >= self.limits.courier_reports_per_node:
+        if len(waiting) >= self.limits.channel_reports_per_node:
             logger.error("node.report_dropped node=%s; it says so again when it registers", link.node_name)
             return
         waiting.append(_Report(link.node_id, report, clock.unix_ms()))
@@ -163,7 +164,7 @@ class NodeChannel:
     def wake(self, topic: str = "") -> None:
         """Look at the rows of a topic (commands, policy, checkpoints) at once; "" = at all of them."""
         self._woken |= {topic} if topic else self._looked_at.keys()
-        self._bell.set()
+        self._has_work.set()
 
     # in the background
 
@@ -172,10 +173,10 @@ class NodeChannel:
         while True:
             try:
                 async with asyncio.timeout(self._rest_s()):
-                    await self._bell.wait()
+                    await self._has_work.wait()
             except TimeoutError:
                 pass
-            self._bell.clear()
+            self._has_work.clear()
             try:
                 await self._store_statuses()
                 await self._store_reports()
@@ -184,20 +185,20 @@ class NodeChannel:
                 await self._offer_checkpoints()
             except (DatabaseError, InterfaceError, OSError) as error:
                 logger.warning("node.courier_waits error=%s", type(error).__name__)
-                await asyncio.sleep(self.limits.courier_retry_s)
+                await asyncio.sleep(self.limits.channel_retry_s)
 
     def _rest_s(self) -> float:
         """Return how long nothing is due by the clock."""
         now = clock.monotonic()
-        due = [self._looked_at["commands"] + self.limits.courier_sweep_s]
-        due += [self._looked_at[topic] + self.limits.courier_hint_pause_s for topic in self._woken]
-        due += [self._written_at.get(key, 0.0) + self.limits.courier_progress_s for key in self._statuses]
+        due = [self._looked_at["commands"] + self.limits.channel_sweep_s]
+        due += [self._looked_at[topic] + self.limits.channel_hint_pause_s for topic in self._woken]
+        due += [self._written_at.get(key, 0.0) + self.limits.channel_progress_s for key in self._statuses]
         return max(0.02, min(due) - now)
 
     def _is_due(self, topic: str, every_s: float) -> bool:
         """Whether to look at the rows of a topic now; saying so counts as the look."""
         now = clock.monotonic()
-        if now - self._looked_at[topic] < (self.limits.courier_hint_pause_s if topic in self._woken else every_s):
+        if now - self._looked_at[topic] < (self.limits.channel_hint_pause_s if topic in self._woken else every_s):
             return False
         self._looked_at[topic] = now
         self._woken.discard(topic)
@@ -208,9 +209,9 @@ class NodeChannel:
         due = (
             (key, status)
             for key, status in self._statuses.items()
-            if status.state != "running" or now - self._written_at.get(key, 0.0) >= self.limits.courier_progress_s
+            if status.state != "running" or now - self._written_at.get(key, 0.0) >= self.limits.channel_progress_s
         )
-        return dict(islice(due, self.limits.courier_statuses))
+        return dict(islice(due, self.limits.channel_statuses))
 
     async def _store_statuses(self) -> None:
         due = self._due_statuses()
@@ -222,7 +223,7 @@ class NodeChannel:
             if self._statuses.get(key) is status:  # else the box has said something newer meanwhile
                 del self._statuses[key]
             self._written_at[key] = now
-        self._written_at = {key: at for key, at in self._written_at.items() if now - at < self.limits.courier_progress_s}
+        self._written_at = {key: at for key, at in self._written_at.items() if now - at < self.limits.channel_progress_s}
 
     def due_reports(self) -> list[_Report]:
         """Return the oldest report of every box."""
@@ -236,10 +237,10 @@ class NodeChannel:
             if not waiting:
                 del self._reports[report.node_id]
         if self._reports:
-            self._bell.set()
+            self._has_work.set()
 
     async def _deliver(self) -> None:
-        if not self._is_due("commands", self.limits.courier_sweep_s):
+        if not self._is_due("commands", self.limits.channel_sweep_s):
             return
         linked = {link.node_id: link.linked_at for link in self._governed_links()}
         if not linked:
@@ -266,7 +267,7 @@ class NodeChannel:
                 link.send_message(bridge.OpQuery(op_id=delivery.op_id, use=delivery.use))
 
     async def _offer_policies(self) -> None:
-        if not self._is_due("policy", self.limits.courier_policy_s):
+        if not self._is_due("policy", self.limits.channel_policy_s):
             return
         versions = {link: link.governance.policy_version for link in self._governed_links() if link.governance is not None}
         if not versions:
@@ -277,11 +278,11 @@ class NodeChannel:
         for link, version in versions.items():
             if version < newest and link.offered_policy != (version, newest) and not link.closed:
                 link.offered_policy = (version, newest)
-                following = chain[version - oldest :][: self.limits.courier_policies]
+                following = chain[version - oldest :][: self.limits.channel_policies]
                 link.send_message(bridge.PolicyOffer(policies=following))
 
     async def _offer_checkpoints(self) -> None:
-        if not self._is_due("checkpoints", self.limits.courier_checkpoint_s):
+        if not self._is_due("checkpoints", self.limits.channel_checkpoint_s):
             return
         sizes = {link: _witnessed(link) for link in self._governed_links() if _is_witness(link)}
         newest = await run_upkeep(_read_checkpoint) if sizes else None
@@ -293,7 +294,7 @@ class NodeChannel:
             if (size, root) != (newest.size, newest.root) and link.offered_size != newest.size
         }
         # A box says itself what it saw, and a proof from early on reads the whole log: others wait for the next look.
-        wanted = sorted(set(due.values()), reverse=True)[: self.limits.courier_proofs]
+        wanted = sorted(set(due.values()), reverse=True)[: self.limits.channel_proofs]
         proofs = await run_upkeep(_prove, wanted, newest.size) if wanted else {}
         for link, size in due.items():
             proof = proofs.get(size)

@@ -292,14 +292,14 @@ def test_of_what_one_node_says_no_more_waits_than_its_share_and_a_last_word_stay
         relayed = cast("RelayLink", link)  # as much of one as taking a word needs
         for status in (ended, OpStatus(op_id="op", use=1, state="running")):
             desk.take_status(relayed, status)
-        for number in range(limits().nodes.courier_statuses_per_node + 5 if link is loud else 0):
+        for number in range(limits().nodes.channel_statuses_per_node + 5 if link is loud else 0):
             desk.take_status(relayed, OpStatus(op_id=f"op{number}", use=1, state="running"))
-        for _ in range(limits().nodes.courier_reports_per_node + 5 if link is loud else 1):
+        for _ in range(limits().nodes.channel_reports_per_node + 5 if link is loud else 1):
             desk.take_report(relayed, said)
     assert desk.waiting_statuses.count(ended) == 2
-    assert len(desk.waiting_statuses) == limits().nodes.courier_statuses_per_node + 1
+    assert len(desk.waiting_statuses) == limits().nodes.channel_statuses_per_node + 1
     assert [report.node_id for report in desk.due_reports()] == [loud.node_id, quiet.node_id]
-    assert desk.waiting_reports == limits().nodes.courier_reports_per_node + 1
+    assert desk.waiting_reports == limits().nodes.channel_reports_per_node + 1
 
 
 def test_no_proof_is_computed_from_a_size_that_was_never_signed(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

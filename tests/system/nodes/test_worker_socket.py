@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import psycopg
 import pytest
@@ -470,6 +470,23 @@ async def _close_connections() -> AsyncIterator[None]:
 def _patient() -> None:
     """A database that a busy machine keeps waiting is not away."""
     set_limits(core={"database_s": 30.0})
+
+
+async def test_what_a_node_says_costs_no_task() -> None:
+    async with linked() as (_, socket, link):
+        await asyncio.sleep(0)  # the acknowledgement was the last that needed a task
+        loop, made = asyncio.get_running_loop(), list[object]()
+
+        def make_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+            made.append(work)
+            return asyncio.Task(work, loop=loop, **options)
+
+        loop.set_task_factory(cast("Any", make_task))  # the stub knows what one version of Python hands over
+        for load in range(100):
+            socket.say(f'{{"type":"pong","current_load":{load}}}')
+        await eventually(lambda: link.load == 99)
+        loop.set_task_factory(None)
+        assert made == []
 
 
 async def test_a_box_that_was_quiet_takes_work_again_with_its_next_frame() -> None:

@@ -43,7 +43,7 @@ LOG_SEED = b"\x07" * 32
 async def _limits_and_connections() -> AsyncIterator[None]:
     """A database that a busy machine keeps waiting is not away; one that is, is tried again soon."""
     set_limits(
-        core={"database_s": 30.0}, nodes={"courier_sweep_s": 0.05, "courier_retry_s": 0.02, "courier_hint_pause_s": 0.01}
+        core={"database_s": 30.0}, nodes={"channel_sweep_s": 0.05, "channel_retry_s": 0.02, "channel_hint_pause_s": 0.01}
     )
     yield
     await sync_to_async(connections.close_all)()
