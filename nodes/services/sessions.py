@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import msgspec
 from django.db import DataError, connection, transaction
@@ -22,7 +23,6 @@ from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderS
 from nodes.reports import find_endpoints, read_contexts, read_endpoints, read_engines, store_endpoints
 from nodes.services.governance import take_governance
 from nodes.services.health import explain_unreachable
-from nodes.services.rivals import is_held_elsewhere, is_rival, note_rival, take_instance
 from nodes.states import NodeRow
 from wire import bridge, clock
 from wire.bridge import BRIDGE_V1
@@ -124,8 +124,8 @@ def _open_session(request: SessionRequest) -> OpenedSession | None:
         raise EnrolmentRefused("the credential was revoked")
     node = credential.node if credential.node is not None else _find_node(credential, request)
     message = request.message
-    if is_rival(node, message) and (node.pk in request.live_nodes or is_held_elsewhere(node, request.other_gateways)):
-        note_rival(node, peer_address=request.peer_address)
+    if _is_rival(node, message) and (node.pk in request.live_nodes or _is_held_elsewhere(node, request.other_gateways)):
+        _note_rival(node, peer_address=request.peer_address)
         return None
     gpu = message.gpus[0] if message.gpus else None
     node.reach = Reach.RELAY
@@ -134,7 +134,7 @@ def _open_session(request: SessionRequest) -> OpenedSession | None:
     endpoints = find_endpoints(request.models, replicas=message.replicas, registered=message.endpoints)
     node.model_endpoints = store_endpoints(endpoints)
     epoch_before = node.epoch
-    take_instance(node, message)
+    _take_instance(node, message)
     node.agent_version = (message.agent_version or "")[:60]
     if message.owner_name:
         node.owner_name = message.owner_name[:120]
@@ -194,9 +194,60 @@ def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
             return Node(name=name, credential=credential, provider=credential.provider)
         if not shared_name:
             return node
-        if node.pk not in request.live_nodes and not is_held_elsewhere(node, request.other_gateways):
+        if node.pk not in request.live_nodes and not _is_held_elsewhere(node, request.other_gateways):
             return node
     raise EnrolmentRefused(f"more than {limits().nodes.name_tries} live workers are called {request.worker_name!r}")
+
+
+def _name_installation(message: bridge.Register) -> str:
+    """Return what the box's key is called here; empty when it says none, as older boxes and bridge v1 workers do."""
+    key = message.governance.public_key if message.governance is not None else ""
+    return hashlib.sha256(key.encode()).hexdigest() if key else ""
+
+
+def _is_held_elsewhere(node: Node, other_gateways: Collection[uuid.UUID]) -> bool:
+    """Whether one of these gateways holds the box's socket and heard it lately."""
+    since = Now() - timedelta(seconds=limits().nodes.rival_heard_s)
+    held = NodePresence.objects.filter(connected=True, gateway_id__in=other_gateways, last_heartbeat_at__gte=since)
+    return held.filter(pk=node.pk).exists()
+
+
+def _is_rival(node: Node, message: bridge.Register) -> bool:
+    """Whether this cannot be the box that holds the node's session, nor that box started again.
+
+    Of two boxes with one name and one credential the one that is at work goes on; the other is told and shown to the operator.
+    The name does not tell them apart. The box's key does, which lies in its data folder, and so does the instance id, which is
+    new with every start of the program: a box that was started again has its old key and an instance id that nobody has seen,
+    and replaces its own dead session at once. A program whose session was replaced never had its instance id new again.
+    """
+    instance = (message.instance_id or "")[:64]
+    if not instance or not node.instance_id or instance == node.instance_id:
+        return False
+    installation = _name_installation(message)
+    is_another = bool(installation and node.installation and installation != node.installation)
+    return is_another or instance in node.former_instances
+
+
+def _take_instance(node: Node, message: bridge.Register) -> None:
+    """Note on the row, without saving it, which program holds the session from now on. The epoch rises with another one."""
+    instance = (message.instance_id or "")[:64]
+    if not (instance and node.instance_id == instance):
+        node.epoch += 1  # one box on the sockets of several gateways is one session; another program fences it
+        former = [*node.former_instances, node.instance_id] if node.instance_id else node.former_instances
+        node.former_instances = [each for each in former if each != instance][-limits().nodes.former_instances :]
+    node.instance_id = instance
+    node.installation = _name_installation(message)
+
+
+def _note_rival(node: Node, *, peer_address: str) -> None:
+    """Write down that a second box asked for the session of a live one; in the audit trail once an hour."""
+    now = clock.now()
+    logger.warning("node.rival_refused node=%s address=%s", node.name, peer_address)
+    if node.rival_seen_at is None or now - node.rival_seen_at >= timedelta(seconds=limits().nodes.rival_audit_s):
+        detail = {"name": node.name, "address": peer_address[:64]}
+        audit.record_event(actor=f"node:{node.name}", action="node.rival_refused", target=node.printed_id, detail=detail)
+    Node.objects.filter(pk=node.pk).update(rival_seen_at=now, rival_address=peer_address[:64])
+    hints.publish_hint("nodes", str(node.pk))
 
 
 _REPORT_COLUMNS = """
