@@ -516,6 +516,9 @@ class GatewayLimits:
         setting="MUSTER_RATE_LIMIT_RPM",
         minimum=1,
     )
+    placed_among: int = bound(
+        16, "nodes", "Where more nodes serve a model, so many of them, others each time, are compared for one request."
+    )
     max_requeues: int = bound(
         3,
         "nodes",

@@ -40,9 +40,7 @@ from wire.client_address import TrustedProxies
 from wire.contract import RequestState
 from wire.events import EndReader, open_end_reader
 from wire.ids import format_id, new_uuid7
-
-_GRANTED_BYTES = 32 * 1024
-"""A stream's link is told so often that its bytes were taken; it waits for a multiple of that."""
+from wire.limits import WIRE
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +65,8 @@ class FastPath:
         limits = pipeline.limits
         self.max_stream_bytes, self.whole_bytes = limits.max_stream_bytes, min(limits.hold_bytes, limits.end_bytes)
         self.running: set[FastRequest] = set()
-        self._look_s = min(0.5, pipeline.limits.stream_ping_s / 4)
+        self._look_s = min(limits.closed_s, limits.stream_ping_s / 4)
+        self.grant_bytes = WIRE.stream_window_bytes // 8
         self._timer: asyncio.TimerHandle | None = None
         self._version = -1
         self._plans: dict[tuple[KnownHead, str], Plan] = {}
@@ -276,7 +275,7 @@ class FastRequest(KnownCycle):
                 return
         self.received += size
         self._ungranted += size
-        if self._ungranted > _GRANTED_BYTES and self.stream is not None:
+        if self._ungranted > self._path.grant_bytes and self.stream is not None:
             self.stream.grant(self._ungranted)
             self._ungranted = 0
         data = ends.feed(data)

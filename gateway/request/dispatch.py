@@ -345,6 +345,8 @@ class Dispatcher:
         """Who waits, by model and API path: a box may answer a model on one path and not on another."""
         self._sequence = itertools.count(1)
         self._served = itertools.count(1)
+        self._start = 0
+        """Where the links begin that are compared for the next request."""
         self._held_s: dict[str, float] = {}
         """How long a request holds a slot, by model: a moving average in seconds."""
         registry.subscribe(self._take_change)
@@ -536,13 +538,26 @@ class Dispatcher:
         return self.ejections.choose_from(self._registry.links_answering(model, lane), model, now)
 
     def _choose(self, model: str, endpoint: str, avoid: Collection[Link], prefer: str = "") -> Link | None:
-        now = clock.monotonic()
-        links = self._links_open(model, endpoint, now)
+        now, links = clock.monotonic(), self._registry.links_answering(model, endpoint)
+        if len(links) > self._limits.placed_among and not (avoid or prefer):
+            some = self.ejections.list_free(self._take_some(links), model, now)
+            if endpoint in SPOKEN_THROUGH:
+                some = [link for link in some if link.answers(model, endpoint)]
+            if (found := choose_link(some, now=now)) is not None:
+                return found
+        links = self.ejections.choose_from(links, model, now)
         if endpoint in SPOKEN_THROUGH and not prefer:  # a box that speaks it needs no translation
             own = [link for link in links if link not in avoid and link.answers(model, endpoint)]
             if (native := choose_link(own, now=now)) is not None:
                 return native
         return choose_link(links, now=now, avoid=avoid, prefer=prefer)
+
+    def _take_some(self, links: Sequence[Link]) -> Sequence[Link]:
+        """Return so many of many links as are compared for one request, others each time."""
+        start, number = self._start % len(links), self._limits.placed_among
+        self._start = start + number
+        some = links[start : start + number]
+        return [*some, *links[: number - len(some)]] if len(some) < number else some
 
     def _find_mismatch(self, model: str, endpoint: str) -> GatewayError | None:
         """Return an error when boxes serve the model and none of them on this path; that nobody serves it at all may pass."""

@@ -155,10 +155,14 @@ class Ejections:
 
     def choose_from(self, links: Sequence[Link], model: str, now: float) -> Sequence[Link]:
         """Return those of ``links`` that may get a request for the model: all of them where nothing else is ready."""
-        if not self._held:
+        free = self.list_free(links, model, now)
+        if free is links:
             return links
-        free = [link for link in links if not self._bars(link, model, now)]
         return free if any(link.condition() is LinkCondition.READY for link in free) else links
+
+    def list_free(self, links: Sequence[Link], model: str, now: float) -> Sequence[Link]:
+        """Return those of ``links`` that no ejection bars."""
+        return [link for link in links if not self._bars(link, model, now)] if self._held else links
 
     def take_probe(self, link: Link, model: str, now: float) -> Ejection | None:
         """Return the ejection that a request placed now tries to end, if it does."""

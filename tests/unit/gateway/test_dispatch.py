@@ -358,6 +358,36 @@ async def test_under_five_times_the_load_every_slot_works_and_what_has_no_place_
     assert (box.active, floor.dispatcher.depth) == (0, 0)
 
 
+class LookedAt(FakeLink):
+    """Counts how often somebody asks whether it can take work."""
+
+    looks = 0
+
+    def can_take(self, now: float) -> bool:
+        LookedAt.looks += 1
+        return super().can_take(now)
+
+
+async def test_of_a_thousand_nodes_few_are_compared_and_every_free_slot_is_found() -> None:
+    floor = Floor()
+    links = [LookedAt("m", slots=2) for _ in range(1000)]
+    for link in links:
+        floor.registry.add(link)
+    LookedAt.looks = 0
+    for _ in range(1000):
+        floor.take()
+    assert LookedAt.looks <= 16 * 1000
+    assert [link.active for link in links].count(1) > 900, "idle nodes come before busy ones"
+    for _ in range(999):
+        floor.take()
+    (free,) = (link for link in links if link.active < 2)
+    lease = floor.take()
+    assert lease.link is free
+    wait = floor.queue()
+    lease.release()
+    assert wait.result().link is free
+
+
 async def test_the_outlook_tells_free_from_full_from_closed() -> None:
     floor = Floor()
     assert isinstance(floor.dispatcher.outlook("m", CHAT), Closed)
