@@ -77,8 +77,9 @@ _NOT_REPEATED_IN_GRAMMAR = re.compile(_LITERAL + r'|"[^"\\]*+(?:\\.[^"\\]*+)*+"?
 _REPEATS = (b"*", b"+", b"?", b"{", b"\\")
 """What may repeat, each of them perhaps escaped."""
 _DULL = bytes(set(range(256)) - set(b'":,*+?{\\'))
-_LEAST = min(WIRE.body_number_chars, WIRE.body_breakers, WIRE.shape_repeats)
-"""A shorter body has less of everything than is refused."""
+_QUIET = bytes(set(range(256)) - set(b",*+?{\\"))
+_LEAST = min(WIRE.body_breakers - 1, WIRE.shape_repeats)
+"""A body with fewer commas and repetitions together has fewer of both than is refused."""
 _OBJECT = re.compile(rb"[ \t\r\n]*+\{")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
 _LONG_NUMBER = re.compile(rb"(?:[:\[,][ \t\r\n]*+|\A[ \t\r\n]*+)([-0-9][-+.0-9eE]{%d,})" % WIRE.body_number_chars)
@@ -98,14 +99,16 @@ def find_crowd(body: bytes) -> tuple[str | None, str] | None:
     Time is linear in the size of the body; nothing is built but its fields and those whose lists are bounded. What is no JSON
     object passes: its reader says why. Each bound stands where the cost of llama.cpp was measured to grow faster than the body.
     """
-    if len(body) <= _LEAST:
-        return None
-    if _OBJECT.match(body) is None:
-        return None
+    has_long = (
+        len(body) > WIRE.body_number_chars
+        and _LONG_RUN.search(body[_SAMPLE]) is not None
+        and _LONG_NUMBER.search(body) is not None
+    )
+    if (not has_long and len(body.translate(None, _QUIET)) <= _LEAST) or _OBJECT.match(body) is None:
+        return None  # short requests end here
     marks = body.translate(None, _DULL)
-    has_long = _LONG_RUN.search(body[_SAMPLE]) is not None and _LONG_NUMBER.search(body) is not None
     if not has_long and marks.count(b",") < WIRE.body_breakers and sum(map(marks.count, _REPEATS)) <= WIRE.shape_repeats:
-        return None  # the least of the bounds; short requests end here
+        return None  # the least of the bounds
     try:
         fields = _fields_decoder.decode(body)  # first: what is nested deeper than anybody reads ends here
         has_many = marks.count(b'":') > WIRE.body_members < _count_names(body)

@@ -321,10 +321,10 @@ class _Waiting:
 
     def answer(self, error: GatewayError | None = None) -> None:
         """Tell it, once."""
-        if not self.is_answered:
+        settle, self.settle = self.settle, None  # this is kept a while longer than the request that waited
+        if settle is not None and not self.is_answered:
             self.is_answered = True
-            assert self.settle is not None
-            self.settle(error)
+            settle(error)
 
     def forget(self, _future: object) -> None:
         """Nobody waits any more."""

@@ -195,10 +195,8 @@ class Ejections:
         """Take how an attempt ended. A suspect is judged by a second call, once its request is over."""
         standing = trial.standing
         standing.open.pop(trial, None)
-        if trial.caller is None or trial.is_judged:
-            return
-        if verdict is Verdict.SUSPECT:
-            trial.answer = _UNHEARD  # its request keeps it till then, and is kept by its answer
+        answer, trial.answer = trial.answer, _UNHEARD  # the request keeps the trial, and is kept by its answer
+        if trial.caller is None or trial.is_judged or verdict is Verdict.SUSPECT:
             return
         if verdict is Verdict.FAILED:
             if trial.link.closed and standing.lost_link == id(trial.link):
@@ -206,7 +204,7 @@ class Ejections:
             standing.lost_link = id(trial.link) if trial.link.closed else 0
             self._take(trial, standing, Fault.FAILED, now)
             return
-        is_slow = self._measure(trial, standing, now, is_whole=verdict is Verdict.GOOD)
+        is_slow = self._measure(trial, answer, standing, now, is_whole=verdict is Verdict.GOOD)
         if is_slow or verdict is Verdict.GOOD:
             self._take(trial, standing, Fault.SLOW if is_slow else None, now)
 
@@ -233,7 +231,7 @@ class Ejections:
             for trial in list(standing.open):
                 if now - trial.began <= self._limits.ejection_slow_s:
                     break  # the oldest is first
-                if not trial.is_judged and self._measure(trial, standing, now, is_whole=False):
+                if not trial.is_judged and self._measure(trial, trial.answer, standing, now, is_whole=False):
                     self._take(trial, standing, Fault.SLOW, now)
         for ejection in self:
             is_over = ejection.fault in {Fault.UNSTEADY, Fault.WRONG} and now >= ejection.until
@@ -255,9 +253,8 @@ class Ejections:
         ofs = (self._held.get((link.node_id, model)), self._held.get((link.node_id, "")))
         return any(ejection is not None and ejection.bars(now) for ejection in ofs)
 
-    def _measure(self, trial: Trial, standing: Standing, now: float, *, is_whole: bool) -> bool:
+    def _measure(self, trial: Trial, answer: Answer, standing: Standing, now: float, *, is_whole: bool) -> bool:
         """Return whether an attempt is slower than those of the other nodes; ``is_whole``: remember its measures."""
-        answer = trial.answer
         first, received = answer.first_byte_at, answer.received
         if not trial.is_streaming:
             waited_s = now - trial.began
