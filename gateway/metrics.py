@@ -36,10 +36,6 @@ class _Timing:
         self.counts = [0] * (len(_SECONDS) + 1)
         self.total = 0.0
 
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(_SECONDS, seconds)] += 1
-        self.total += seconds
-
     def buckets(self) -> list[tuple[str, float]]:
         """Return the cumulative buckets that the exposition format wants."""
         running, result = 0, []
@@ -84,16 +80,15 @@ class RequestTally(Collector):
         tokens: tuple[int, int],
     ) -> None:
         """Count one request that reached its final state. ``tokens``: prompt, completion."""
-        self.count(outcome)
+        self._outcomes[outcome] += 1
         tally = self._models.get(model)
         if tally is None:
             tally = self._models[model] = _ModelTally()
         tally.states[state] = tally.states.get(state, 0) + 1
-        tally.latency.add(latency_s)
-        if ttfb_s is not None:
-            tally.ttfb.add(ttfb_s)
-        if queue_s is not None:
-            tally.queue_wait.add(queue_s)
+        for timing, seconds in ((tally.latency, latency_s), (tally.ttfb, ttfb_s), (tally.queue_wait, queue_s)):
+            if seconds is not None:
+                timing.counts[bisect_left(_SECONDS, seconds)] += 1
+                timing.total += seconds
         tally.prompt_tokens += tokens[0]
         tally.completion_tokens += tokens[1]
 

@@ -27,6 +27,7 @@ from nodes.metrics import AUTH_FAILURES, FRAMES_DROPPED, SESSIONS
 from nodes.models import NodeCredential
 from nodes.services import sessions
 from nodes.session import (
+    AnswerArrived,
     BoxLeaving,
     DataArrived,
     Effect,
@@ -201,6 +202,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
                 link.take_data(effect.stream, effect.data)
             case HeadArrived():
                 link.take_head(effect)
+            case AnswerArrived():
+                link.take_whole(effect)
             case StreamEnded():
                 link.take_end(effect)
             case FrameDropped():

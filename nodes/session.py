@@ -50,6 +50,16 @@ class DataArrived(msgspec.Struct, frozen=True, gc=False):
     data: bytes
 
 
+class AnswerArrived(msgspec.Struct, frozen=True):
+    """All of a stream at once: its head, its bytes and its end."""
+
+    stream: int
+    status: int
+    headers: dict[str, str]
+    data: bytes
+    end: frames.End
+
+
 class StreamEnded(msgspec.Struct, frozen=True):
     """The last effect of a stream."""
 
@@ -118,6 +128,7 @@ Effect = (
     Registered
     | HeadArrived
     | DataArrived
+    | AnswerArrived
     | StreamEnded
     | LoadReported
     | ModelsChanged
@@ -225,8 +236,7 @@ class ServerSession:
         if kind == frames.REPLY:
             head, body, end = frames.decode_reply(payload)
             self._forget(stream)
-            head_arrived = HeadArrived(stream, head.status, _lower_names(head.headers))
-            return [head_arrived, DataArrived(stream, body), StreamEnded(stream, end)]
+            return [AnswerArrived(stream, head.status, _lower_names(head.headers), body, end)]
         raise ProtocolError(f"frame kind {kind} is not for the server")
 
     # calls in, frames out

@@ -32,7 +32,7 @@ from gateway.request.records import COMPLETED, count_tokens
 from gateway.request.response import admit_origin, id_headers, name_box, render_head
 from gateway.values import Header, InferenceRequest, ModelEntry
 from gateway.views.inference import Inference
-from nodes.links import EndKind, LinkEnd, Stream
+from nodes.links import EndKind, LinkEnd, Sink, Stream
 from nodes.links.ejections import Trial, Verdict
 from nodes.session import OpenRequest
 from wire import clock
@@ -81,19 +81,21 @@ class FastPath:
         pipeline, path = self.pipeline, head.scope["path"]
         if path not in self.inference or pipeline.is_stopping or not pipeline.records.keeps_up:
             return False
+        now = clock.monotonic()
         try:
             request = self.inference[path].surface.parse(body, head.headers)
             plan = self._plan(head, request)
             if plan is None or check_caps(plan.entry, request) is not None:
                 return False
-            link = pipeline.dispatcher.find_free(request.model, path)
+            link = pipeline.dispatcher.find_free(request.model, path, now)
             if link is None or link.is_peer or not (link.carries_bytes and link.reports_usage):
                 return False
             caller = plan.key.caller
-            rate = pipeline.limiter.take(caller.key_id, caller.requests_per_minute)
+            rate = pipeline.limiter.take(caller.key_id, caller.requests_per_minute, now)
         except GatewayError:
             return False
-        taken = FastRequest(self, connection, head, plan, request, pipeline.dispatcher.grant(link, request.model), rate)
+        lease = pipeline.dispatcher.grant(link, request.model, now)
+        taken = FastRequest(self, connection, head, plan, request, lease, rate, now)
         connection.cycle, connection.fast = taken, taken  # type: ignore[assignment]
         self.running.add(taken)
         if self._timer is None:
@@ -171,7 +173,7 @@ class _Over:
 _OVER = _Over()
 
 
-class FastRequest(KnownCycle):
+class FastRequest(KnownCycle, Sink):
     """One request; also the sink of its node's stream, and what the node is judged by (``nodes.links.ejections.Answer``)."""
 
     # Assigned in ``__init__``: of more than 30 attributes without slots each one is looked up in a dictionary.
@@ -190,11 +192,12 @@ class FastRequest(KnownCycle):
         request: InferenceRequest,
         lease: Lease,
         rate: RateState,
+        now: float,
     ) -> None:
         super().__init__(connection, head.scope)
         self._path, self._connection, self._head = path, connection, head
         self._plan, self.request, self._lease, self._rate = plan, request, lease, rate
-        self.started = clock.monotonic()
+        self.started = now
         self.stream: Stream | None = None
         self.ends: EndReader | None = None
         self.first_byte_at: float | None = None
@@ -293,32 +296,43 @@ class FastRequest(KnownCycle):
 
     def on_end(self, end: LinkEnd) -> None:
         """Finish a whole answer; every other end is judged by the pipeline."""
-        if end.kind is not EndKind.COMPLETE or not self.status or self._connection.flow.write_paused:
-            self.hand_over(is_over=True).on_end(end)
-            return
-        usage = end.detail.usage if end.detail is not None else None
-        text_chars = None
-        if self.request.is_streaming:
-            ends = self.ends
-            if ends is None or not ends.closing or b"error" in ends.recent or b"abort" in ends.recent:
-                self.hand_over(is_over=True).on_end(end)
-                return
-            usage = usage if usage is not None else find_usage(ends.recent)
-            self._last = ends.finish()
+        ends = self.ends
+        is_usual = end.kind is EndKind.COMPLETE and self.status and not self._connection.flow.write_paused
+        if is_usual and not self.request.is_streaming:
+            self._finish(b"".join(self.parts), end)
+        elif is_usual and ends is not None and ends.closing and not (b"error" in ends.recent or b"abort" in ends.recent):
+            self._finish(ends.finish(), end)
         else:
-            self._last = b"".join(self.parts)
-            usage = usage if usage is not None else read_usage(self._last)
-            text_chars = count_answer_chars(self._last) if usage is None else None
-        self.stream = None
+            self.hand_over(is_over=True).on_end(end)
+
+    def on_whole(self, status: int, headers: dict[str, str], body: bytes, end: LinkEnd) -> None:
+        """Finish an answer that came at once."""
+        is_usual = status == HTTPStatus.OK and end.kind is EndKind.COMPLETE and not self.request.is_streaming
+        if not is_usual or not body or len(body) > self._path.whole_bytes or self._connection.flow.write_paused:
+            self.hand_over(is_over=True).on_whole(status, headers, body, end)
+            return
+        self.status, self.headers, self.received = status, headers, len(body)
+        self.first_byte_at = clock.monotonic()
+        self._finish(body, end)
+
+    # inside
+
+    def _finish(self, last: bytes, end: LinkEnd) -> None:
+        """The answer is whole: the node is done, and what is left is to write that down and to send ``last``."""
+        usage, text_chars = end.detail.usage if end.detail is not None else None, None
+        if usage is None and self.ends is not None:
+            usage = find_usage(self.ends.recent)
+        elif usage is None:
+            usage = read_usage(last)
+            text_chars = count_answer_chars(last) if usage is None else None
+        self.stream, self._last = None, last
         self._lease.release()
         self._path.pipeline.dispatcher.ejections.end(self._trial, Verdict.GOOD, clock.monotonic())
-        self.bytes_out += len(self._last)
+        self.bytes_out += len(last)
         self._record.status_code = self.status
         count_tokens(self._record, Served(self.status, usage, text_chars), self)
         if self._is_durable:
             self._conclude()
-
-    # inside
 
     def _take_part(self, data: bytes, size: int) -> None:
         """Keep a part of an answer that goes out as a whole. One that is large goes out in parts, or not at all."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from core.limits import limits
-from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
+from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry, Sink
 from nodes.session import OpenRequest
 from nodes.states import TOKENIZE
 from wire.bridge import CANCEL_TIMEOUT
@@ -24,7 +24,7 @@ class _Counted(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Counted)
 
 
-class Reply:
+class Reply(Sink):
     """The sink of one exchange. ``whole`` is done with status and body, or with None when it broke."""
 
     def __init__(self) -> None:

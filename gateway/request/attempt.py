@@ -31,7 +31,7 @@ from gateway.request.client import ClientConnection
 from gateway.request.dispatch import Broken, Job, Lease, Outcome, Retry, RetryReason, Served, find_other_words, judge_end
 from gateway.request.response import name_error_type, render_head
 from gateway.values import Header
-from nodes.links import EndKind, LinkEnd, Stream
+from nodes.links import EndKind, LinkEnd, Sink, Stream
 from nodes.links.http import USAGE_COMMENT
 from nodes.session import OpenRequest
 from nodes.states import POOL_RESPONSES
@@ -274,7 +274,7 @@ class Begun(Protocol):
     bytes_out: int
 
 
-class Exchange:
+class Exchange(Sink):
     """One attempt. Create, ``run``, read the counters. ``surface`` None: a break cuts the answer instead of saying so.
 
     ``translation``: the box is asked in other words, and its answer is translated back. ``waits``: the last bytes stay here

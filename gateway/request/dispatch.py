@@ -458,26 +458,25 @@ class Dispatcher:
         if not lanes or endpoint not in lanes:
             link = self._choose(model, endpoint, job.avoid, job.prefer)
             if link is not None:
-                return self.grant(link, model)
+                return self.grant(link, model, clock.monotonic())
         if lanes and _count(lanes) >= job.max_queue and not job.attempts:
             raise QueueFull(retry_after_s=1)
         return self._enqueue(job)
 
-    def find_free(self, model: str, endpoint: str) -> Link | None:
-        """Return a link on which a new request can begin now, None when it has to wait, or is refused."""
+    def find_free(self, model: str, endpoint: str, now: float) -> Link | None:
+        """Return a link on which a new request can begin now (clock.monotonic()), None when it has to wait, or is refused."""
         if model in self._queues or model in self._keeper.disabled_models:
             return None
-        return self._choose(model, endpoint, _NONE)
+        return self._choose(model, endpoint, _NONE, now=now)
 
     def take_number(self) -> int:
         """Return a place in the queue, behind all that were given before."""
         return next(self._sequence)
 
-    def grant(self, link: Link, model: str) -> Lease:
-        """Take a slot of a link that can take a request."""
+    def grant(self, link: Link, model: str, now: float) -> Lease:
+        """Take a slot of a link that can take a request now (clock.monotonic())."""
         link.active += 1
         link.last_served = next(self._served)
-        now = clock.monotonic()
         return Lease(self, link, model, now, self.ejections.take_probe(link, model, now))
 
     def place_on(self, link: Link) -> None:
@@ -491,7 +490,7 @@ class Dispatcher:
                 return
             self._remove(waiter)
             if not waiter.future.done():  # its client left earlier in this loop turn
-                waiter.future.set_result(self.grant(link, waiter.job.request.model))
+                waiter.future.set_result(self.grant(link, waiter.job.request.model, now))
 
     def begin_trial(self, job: Job, lease: Lease, answer: Answer, *, caller: uuid.UUID) -> Trial:
         """Return an attempt to judge a node by. A caller who chose the node cannot blame it."""
@@ -537,8 +536,11 @@ class Dispatcher:
         """Return the links that may get a request for the model on that API path: ejected ones only where there is no other."""
         return self.ejections.choose_from(self._registry.links_answering(model, lane), model, now)
 
-    def _choose(self, model: str, endpoint: str, avoid: Collection[Link], prefer: str = "") -> Link | None:
-        now, links = clock.monotonic(), self._registry.links_answering(model, endpoint)
+    def _choose(
+        self, model: str, endpoint: str, avoid: Collection[Link], prefer: str = "", *, now: float | None = None
+    ) -> Link | None:
+        now = clock.monotonic() if now is None else now
+        links = self._registry.links_answering(model, endpoint)
         if len(links) > self._limits.placed_among and not (avoid or prefer):
             some = self.ejections.list_free(self._take_some(links), model, now)
             if endpoint in SPOKEN_THROUGH:

@@ -148,9 +148,9 @@ class RateLimiter:
         self._window_s = limits().gateway.rate_window_s
         self._windows: dict[uuid.UUID, deque[float]] = {}
 
-    def take(self, key_id: uuid.UUID, limit: int) -> RateState:
-        """Count one request. Raises RateLimited with the wait until one would pass."""
-        now = clock.monotonic()
+    def take(self, key_id: uuid.UUID, limit: int, now: float | None = None) -> RateState:
+        """Count one request, at ``now`` (clock.monotonic()). Raises RateLimited with the wait until one would pass."""
+        now = clock.monotonic() if now is None else now
         window = self._windows.get(key_id)
         if window is None:
             window = self._windows[key_id] = deque()

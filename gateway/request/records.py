@@ -337,10 +337,9 @@ class _Accept(_Waiting):
     __slots__ = ("given_up", "record", "was_refused")
 
     def __init__(self, record: Record, settle: Settle | None, *, was_refused: bool = False) -> None:
-        super().__init__(settle)
-        self.record = record
-        self.given_up = False
-        self.was_refused = was_refused
+        self.settle, self.is_answered = settle, settle is None
+        self.due_at, self.given_up = 0.0, False
+        self.record, self.was_refused = record, was_refused
 
 
 def _settle_future(future: asyncio.Future[None], error: GatewayError | None) -> None:

@@ -29,6 +29,7 @@ END_HEADER = "x-muster-end"
 """A peer gateway's word for why it could not start a stream: ``busy`` or ``gone``."""
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _SECONDS_RE = re.compile(r"[0-9]{1,9}\Z")
+_COMPLETE = LinkEnd(kind=EndKind.COMPLETE)
 _QUEUE_FULL = "queue_full"
 """The error code of the model-runner API for a node whose own queue is full."""
 
@@ -218,6 +219,20 @@ class HttpStream:
             self.sink.on_end(LinkEnd(kind=EndKind.LINK_LOST, message=error, retryable=True))
         else:
             self.sink.on_end(LinkEnd(kind=EndKind.ENGINE_FAILED, message=error, retryable=not head_seen))
+
+    def on_response_whole(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        """Pass on a usual answer at once, and any other as if it had come in parts."""
+        if self.finished:
+            return
+        is_stream = headers.get("content-type", "").startswith("text/event-stream")
+        if is_stream or self._link.is_peer or status == HTTPStatus.SERVICE_UNAVAILABLE:
+            self.on_response_head(status, headers)
+            if body:
+                self.on_response_data(body)
+            self.on_response_end(None)
+        else:
+            self._finish()
+            self.sink.on_whole(status, headers, body, _COMPLETE)
 
     def _pass_refusal(self) -> None:
         """Pass on a 503 for another reason than a full queue, as any other answer."""

@@ -38,6 +38,9 @@ class ResponseHandler(Protocol):
     def on_response_end(self, error: str | None) -> None:
         """The response is whole (None), or what broke it. ``Connection.head_seen`` says how far it came."""
 
+    def on_response_whole(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        """Take a response that came in one read: all that the other calls say."""
+
 
 class _Head(NamedTuple):
     """A head that llhttp took, as its bytes ``before`` and ``after`` the digits of its content-length.
@@ -214,6 +217,14 @@ class Connection(asyncio.Protocol):
             return self._parser, data
         head, size, length = found
         self.head_seen = True
+        if length == len(data) - size and not self._is_paused:
+            self._handler, self.used = None, True
+            if self.is_open:
+                self._on_idle(self)
+            else:
+                self.close()
+            handler.on_response_whole(head.status, head.headers, data[size:])
+            return None, b""
         handler.on_response_head(head.status, head.headers)
         if length >= 0:
             self._take_body(handler, data[size:], length)

@@ -53,6 +53,8 @@ class LinkEnd(msgspec.Struct, frozen=True, kw_only=True):
 class Sink(Protocol):
     """Receives what a stream brings. Calls come in order and never after ``on_end`` or ``Stream.cancel``."""
 
+    __slots__ = ()
+
     def on_head(self, status: int, headers: dict[str, str]) -> None:
         """Status and headers (names in lower case) of the response. Others may share the headers: nobody changes them."""
 
@@ -61,6 +63,13 @@ class Sink(Protocol):
 
     def on_end(self, end: LinkEnd) -> None:
         """The stream is over; called exactly once unless it was cancelled."""
+
+    def on_whole(self, status: int, headers: dict[str, str], body: bytes, end: LinkEnd) -> None:
+        """Take an answer that came in one piece: all that the other calls say."""
+        self.on_head(status, headers)
+        if body:
+            self.on_data(body)
+        self.on_end(end)
 
 
 class Stream(Protocol):

@@ -10,7 +10,7 @@ from core.limits import limits
 from core.outbox import AsgiSend, Outbox
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.reports import find_contexts, find_endpoints, find_engines
-from nodes.session import HeadArrived, ModeRequested, OpenRequest, ServerSession, StreamEnded
+from nodes.session import AnswerArrived, HeadArrived, ModeRequested, OpenRequest, ServerSession, StreamEnded
 from wire import bridge, clock
 from wire.frames import End
 from wire.limits import WIRE
@@ -236,6 +236,12 @@ class RelayLink(Link):
         stream = self._streams.get(number)
         if stream is not None:
             stream.sink.on_data(data)
+
+    def take_whole(self, effect: AnswerArrived) -> None:
+        """Pass all of an answer to its stream and forget it."""
+        stream = self._streams.pop(effect.stream, None)
+        if stream is not None:
+            stream.sink.on_whole(effect.status, effect.headers, effect.data, _translate_end(effect.end))
 
     def take_end(self, effect: StreamEnded) -> None:
         """Pass the end to its stream and forget it."""

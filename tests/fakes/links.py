@@ -29,7 +29,7 @@ from wire import bridge
 _numbers = count(1)
 
 
-class RequestSink:
+class RequestSink(Sink):
     """What a request hears: everything in order, and heads, parts and ends apart; it holds links to the order of these."""
 
     def __init__(self) -> None:

@@ -48,6 +48,12 @@ class Heard:
         assert self.is_whole is None, "an answer ends once"
         self.is_whole, self.said = error is None, error or ""
 
+    def on_response_whole(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.on_response_head(status, headers)
+        if body:
+            self.on_response_data(body)
+        self.on_response_end(None)
+
 
 class Wire(asyncio.Transport):
     """The gateway's end of a connection whose other end is the test."""
