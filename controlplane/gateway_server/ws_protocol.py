@@ -136,12 +136,17 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set up the connection without Nagle: a cancel must not wait behind an acknowledgement."""
         super().connection_made(transport)
+        self._frames_to_write: list[bytes] = []
+        self._bytes_to_write = 0
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def write_frame(self, frame: bytes) -> bool:
-        """Write a binary message at once; False = the line is not free, or it is too large for one frame."""
+        """Write a binary message, with all others of this turn of the loop in one piece.
+
+        False = the line is not free, or it is too large for one frame.
+        """
         size = len(frame)
         if not self.writable.is_set() or self.conn.state is not State.OPEN or self.disconnected or size > self._fragment_bytes:
             return False
@@ -151,11 +156,22 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
             head = b"%c\x7e%b" % (_BINARY, size.to_bytes(2, "big"))
         else:
             head = b"%c\x7f%b" % (_BINARY, size.to_bytes(8, "big"))
-        self.transport.write(head + frame)
+        self._frames_to_write += (head, frame)
+        self._bytes_to_write += size
+        if self._bytes_to_write > _SHORT_BYTES:  # the line shall say soon that it is full
+            self._write_frames()
+        elif len(self._frames_to_write) == 2:
+            self.loop.call_soon(self._write_frames)
         return True
+
+    def _write_frames(self) -> None:
+        frames, self._frames_to_write, self._bytes_to_write = self._frames_to_write, [], 0
+        if frames and self.conn.state is State.OPEN and not self.disconnected:
+            self.transport.write(b"".join(frames))
 
     async def send(self, message: ASGISendEvent) -> None:
         """Send one event; a large message goes out in fragments."""
+        self._write_frames()
         if message["type"] == "websocket.send" and not self.close_sent and not self.disconnected:
             text, data = message.get("text"), message.get("bytes")
             size = len(text) if text is not None else len(data or b"")

@@ -94,17 +94,24 @@ class HeadMemory:
 
 
 class Connection(asyncio.Protocol):
-    """One connection to an upstream. ``on_idle`` is called when it can carry another request.
+    """One connection to an upstream. ``on_idle`` is called when it can carry another request; ``call_soon`` is the loop's.
 
     A head that is remembered is read here, and a body of known length behind it. llhttp reads everything else, chunks too:
     it takes one apart in half the time in which Python finds its end.
     """
 
-    def __init__(self, heads: HeadMemory, on_idle: Callable[[Connection], None], on_gone: Callable[[Connection], None]) -> None:
+    def __init__(
+        self,
+        heads: HeadMemory,
+        on_idle: Callable[[Connection], None],
+        on_gone: Callable[[Connection], None],
+        call_soon: Callable[..., object],
+    ) -> None:
         self._head_limit = limits().nodes.http_head_bytes
         self._heads = heads
         self._on_idle = on_idle
         self._on_gone = on_gone
+        self._call_soon = call_soon
         self._transport: asyncio.Transport | None = None
         self._handler: ResponseHandler | None = None
         self._parser: httptools.HttpResponseParser | None = None
@@ -175,11 +182,19 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send_request(self, request: bytes, handler: ResponseHandler) -> None:
-        """Write a whole request; ``handler`` hears the answer. The connection must be idle and open."""
+        """Write a whole request; ``handler`` hears the answer. The connection must be idle and open.
+
+        It is written behind all that this turn of the loop does, together with those of others: an upstream that sleeps is
+        woken once, and waking it takes a fifth of what a request costs.
+        """
         assert self._transport is not None
         self._handler = handler
         self._until_close = self.head_seen = False
-        self._transport.write(request)
+        self._call_soon(self._write, request)
+
+    def _write(self, request: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(request)
 
     def pause(self) -> None:
         """Stop reading; TCP then holds the upstream back."""
@@ -342,7 +357,7 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self._connect_s):
             _transport, connection = await loop.create_connection(
-                lambda: Connection(self._heads, self._put_idle, self._forget),
+                lambda: Connection(self._heads, self._put_idle, self._forget, loop.call_soon),
                 self._address,
                 self._port,
                 ssl=self._tls,

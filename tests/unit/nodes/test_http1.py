@@ -84,7 +84,7 @@ class Visit:
     def __init__(self, heads: HeadMemory) -> None:
         self.idle: list[Connection] = []
         self.wire, self.heard = Wire(), Heard()
-        self.connection = Connection(heads, self.idle.append, lambda connection: None)
+        self.connection = Connection(heads, self.idle.append, lambda connection: None, lambda call, *args: call(*args))
         self.connection.connection_made(self.wire)
         self.connection.send_request(b"POST / HTTP/1.1\r\n\r\n", self.heard)
 

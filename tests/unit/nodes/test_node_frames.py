@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -43,7 +43,13 @@ class LibraryAlone(GatewayWebSocketProtocol):
 
 
 class NoLoop:
-    """A loop, and a task of it, that runs nothing: the application of a socket never begins."""
+    """A loop, and a task of it, that runs nothing by itself: the application of a socket never begins."""
+
+    def __init__(self) -> None:
+        self.due: list[Callable[[], None]] = []
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        self.due.append(callback)
 
     def create_task(self, coro: Coroutine[Any, Any, Any]) -> NoLoop:
         coro.close()
@@ -101,7 +107,8 @@ class Socket:
             interface="asgi3",
         )
         config.load()
-        self.protocol = kind(config, ServerState(), {}, NoLoop())  # type: ignore[arg-type]  # a stand-in
+        self.loop = NoLoop()
+        self.protocol = kind(config, ServerState(), {}, self.loop)  # type: ignore[arg-type]  # a stand-in
         self.wire = Wire()
         self.protocol.connection_made(self.wire)
         self.protocol.data_received(UPGRADE + early)
@@ -119,6 +126,11 @@ class Socket:
                 text = event.get("text")
                 self.heard.append(text if text is not None else event["bytes"] or b"")
         assert self.protocol.take_over(self.heard.append)
+
+    def end_turn(self) -> None:
+        """Run what is due behind this turn of the loop."""
+        while self.loop.due:
+            self.loop.due.pop(0)()
 
     def take(self, read: bytes) -> None:
         if not self.wire.is_closed:
@@ -252,11 +264,30 @@ def test_a_socket_whose_upgrade_came_with_more_behind_it_is_left_to_the_library(
 def test_a_frame_is_written_as_the_library_reads_it(size: int) -> None:
     socket, frame = Socket(), bytes(size)
     assert socket.protocol.write_frame(frame)
+    assert socket.protocol.write_frame(b"next")
+    socket.end_turn()
     client = ClientProtocol(parse_uri("ws://a/"), state=State.OPEN, max_size=None)
     client.receive_data(socket.wire.sent)
-    (event,) = client.events_received()
-    assert isinstance(event, Frame)
-    assert (event.opcode, event.fin, bytes(event.data)) == (Opcode.BINARY, True, frame)
+    events = client.events_received()
+    for event, sent in zip(events, (frame, b"next"), strict=True):
+        assert isinstance(event, Frame)
+        assert (event.opcode, event.fin, bytes(event.data)) == (Opcode.BINARY, True, sent)
+
+
+async def test_frames_of_one_turn_go_out_before_what_is_sent_behind_them_and_not_behind_a_close() -> None:
+    socket = Socket()
+    assert socket.protocol.write_frame(b"first")
+    assert socket.wire.sent == b""
+    await socket.protocol.send({"type": "websocket.send", "text": "second"})
+    assert socket.wire.sent.index(b"first") < socket.wire.sent.index(b"second")
+    assert socket.protocol.write_frame(b"third")
+    socket.protocol.conn.send_close(1000)
+    socket.end_turn()
+    assert b"third" not in socket.wire.sent
+    many = Socket()
+    while not many.wire.sent:  # so that a line which is full says so
+        assert many.protocol.write_frame(bytes(KIB))
+    assert len(many.wire.sent) < 70 * KIB
 
 
 async def test_nothing_is_heard_behind_our_own_close() -> None:
