@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import logging
 import random
-import sys
+import struct
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, assert_never, cast
+from functools import partial
+from typing import Any, NoReturn, Protocol, assert_never, cast
 from urllib.parse import quote
 
 import aiohttp
+from aiohttp._websocket.helpers import websocket_mask
 from aiohttp.http_websocket import WebSocketWriter
 
 from runner.errors import AuthRefused, NameInUse, SessionLost
@@ -49,6 +51,10 @@ from wire.bridge import (
 from wire.frames import End
 
 log = logging.getLogger(__name__)
+
+_FINAL_TEXT, _FINAL_BINARY = 0x81, 0x82
+_MASKED, _SIZES_OF_2, _SIZES_OF_8 = 0x80, 126, 127
+_HEAD, _HEAD_OF_2, _HEAD_OF_8 = struct.Struct(">BBI"), struct.Struct(">BBHI"), struct.Struct(">BBQI")
 
 
 class Host(Protocol):
@@ -94,59 +100,96 @@ class Host(Protocol):
 
 
 class GatewaySocket(aiohttp.ClientWebSocketResponse):
-    """The WebSocket of a session. What is posted in one turn of the loop leaves in one write at its end; nobody waits."""
+    """The WebSocket of a session, and the outlet of its streams. What is posted in one turn of the loop leaves in one write at
+    its end; nobody waits. Frames of messages are made here (RFC 6455, section 5.2), those of control by aiohttp.
+    """
 
     def __init__(self, reader: Any, writer: WebSocketWriter, *rest: Any, **options: Any) -> None:  # Any: aiohttp's own business
         super().__init__(reader, writer, *rest, **options)
-        self._batch = _Batch(writer.transport)
-        self._frames = WebSocketWriter(
-            writer.protocol, cast("asyncio.Transport", self._batch), use_mask=True, limit=sys.maxsize
-        )
+        self._transport = writer.transport
+        self._draw_key = partial(random.Random().getrandbits, 32)  # noqa: S311  # as aiohttp does it
+        self._bounds = limits().connection
+        self._parts: list[bytes | bytearray] = []
+        self._posted_bytes = 0
+        self._room_bytes = self._bounds.outbox_bytes
+        self._wanting_room: list[Callable[[], None]] = []
+        self._is_behind = asyncio.Event()
+        self.has_room = True
 
     @property
     def waiting_bytes(self) -> int:
         """Bytes that the kernel has not taken yet."""
-        return self._batch.waiting_bytes
+        return self._posted_bytes + self._transport.get_write_buffer_size()
 
     def post(self, frame: str | bytes) -> None:
-        """Send one message. Raises aiohttp.ClientError when the connection broke."""
-        if isinstance(frame, bytes):
-            step = self._frames.send_frame(frame, aiohttp.WSMsgType.BINARY)
+        """Send one message; on a connection that broke it is dropped, and ``watch_room`` says so."""
+        if self._transport.is_closing():
+            self._is_behind.set()
+            return
+        if isinstance(frame, str):
+            first, frame = _FINAL_TEXT, frame.encode()
         else:
-            step = self._frames.send_frame(frame.encode(), aiohttp.WSMsgType.TEXT)
-        with contextlib.suppress(StopIteration):  # always: its limit is beyond what it would wait for
-            step.send(None)
+            first = _FINAL_BINARY
+        size = len(frame)
+        if size < _SIZES_OF_2:
+            head = _HEAD.pack(first, _MASKED | size, self._draw_key())
+        elif size < 1 << 16:
+            head = _HEAD_OF_2.pack(first, _MASKED | _SIZES_OF_2, size, self._draw_key())
+        else:
+            head = _HEAD_OF_8.pack(first, _MASKED | _SIZES_OF_8, size, self._draw_key())
+        masked = bytearray(frame)
+        websocket_mask(head[-4:], masked)
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts += (head, masked)
+        self._posted_bytes += len(head) + size
+        if self._posted_bytes > self._room_bytes:
+            self._look()
+
+    def when_room(self, go_on: Callable[[], None]) -> None:
+        """Call back, once, when streams may send again."""
+        self._wanting_room.append(go_on)
+        self._is_behind.set()
+
+    async def watch_room(self) -> NoReturn:
+        """Let streams go on once the gateway has read what waits for it. Raises SessionLost when it does not read at all."""
+        while not self._transport.is_closing():
+            await self._is_behind.wait()
+            self._is_behind.clear()
+            self._look()
+            while not self.has_room and not self._transport.is_closing():
+                if self.waiting_bytes > self._bounds.outbox_bytes_max:
+                    raise SessionLost("the gateway does not read what is sent to it")
+                await asyncio.sleep(self._bounds.outbox_look_s)  # aiohttp tells nobody
+                self._look()
+            wanting, self._wanting_room = self._wanting_room, []
+            for go_on in wanting:
+                go_on()
+        raise SessionLost("the connection broke: it is closing")
+
+    async def wait_sent(self) -> None:
+        """Return when the kernel has taken everything."""
+        while self.waiting_bytes:  # noqa: ASYNC110  # the transport wakes nobody
+            await asyncio.sleep(self._bounds.outbox_look_s)
 
     async def close(self, *, code: int = aiohttp.WSCloseCode.OK, message: bytes = b"") -> bool:
         """Close in good order, behind what was posted."""
-        self._batch.flush()
+        self._flush()
         return await super().close(code=code, message=message)
 
-
-class _Batch:
-    """What a writer takes for its transport: it gathers what is written until the loop has served everybody who is ready."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._loop = asyncio.get_running_loop()
-        self._parts: list[bytes] = []
-        self._bytes = 0
-        self.is_closing = transport.is_closing
-
-    @property
-    def waiting_bytes(self) -> int:
-        return self._bytes + self._transport.get_write_buffer_size()
-
-    def write(self, data: bytes) -> None:
-        if not self._parts:
-            self._loop.call_soon(self.flush)
-        self._parts.append(data)
-        self._bytes += len(data)
-
-    def flush(self) -> None:
-        parts, self._parts, self._bytes = self._parts, [], 0
+    def _flush(self) -> None:
+        """Write what was posted since the loop last served everybody who was ready."""
+        parts, self._parts, self._posted_bytes = self._parts, [], 0
         if parts and not self._transport.is_closing():
-            self._transport.write(parts[0] if len(parts) == 1 else b"".join(parts))
+            self._transport.write(b"".join(parts))
+        self._look()
+
+    def _look(self) -> None:
+        """See how much room there is: what the transport holds only shrinks until the next write."""
+        self._room_bytes = self._bounds.outbox_bytes - self._transport.get_write_buffer_size()
+        self.has_room = self._posted_bytes <= self._room_bytes
+        if not self.has_room:
+            self._is_behind.set()
 
 
 class GatewayLink:
@@ -272,9 +315,6 @@ class _Session:
         self._limits = bounds
         self._protocol = ClientSession()
         self._socket: GatewaySocket | None = None
-        self._waiting: list[Callable[[], None]] = []
-        self._is_behind = asyncio.Event()
-        self._loss = ""
         self._leave_asked = asyncio.Event()
         self._leave_within_s = bounds.drain_s
         self._heartbeat_s = bounds.heartbeat_s
@@ -287,31 +327,15 @@ class _Session:
     def is_accepted(self) -> bool:
         return self.accepted_at is not None
 
-    @property
-    def has_room(self) -> bool:
-        """Whether streams may send."""
-        return self._socket is not None and self._socket.waiting_bytes <= self._limits.outbox_bytes
-
     def post(self, frame: str | bytes) -> None:
         """Send a frame; nobody waits for that, and a broken connection ends the session elsewhere."""
-        try:
-            if self._socket is not None:
-                self._socket.post(frame)
-                if not self.has_room:
-                    self._is_behind.set()
-        except (aiohttp.ClientError, OSError) as error:
-            self._loss = f"the connection broke: {error}"
-            self._is_behind.set()
-
-    def when_room(self, go_on: Callable[[], None]) -> None:
-        """Call back, once, when streams may send again."""
-        self._waiting.append(go_on)
-        self._is_behind.set()
+        if self._socket is not None:
+            self._socket.post(frame)
 
     async def flush(self) -> None:
         """Return when the kernel has taken everything."""
-        while self._socket is not None and self._socket.waiting_bytes:  # noqa: ASYNC110  # aiohttp tells nobody
-            await asyncio.sleep(self._limits.outbox_look_s)
+        if self._socket is not None:
+            await self._socket.wait_sent()
 
     async def run(self, ws: GatewaySocket) -> None:
         """Serve the socket until it is lost; always raises SessionLost, AuthRefused or ProtocolError."""
@@ -323,7 +347,7 @@ class _Session:
             self.post(self._protocol.register(self._host.describe()))
             work = (
                 self._read(ws),
-                self._watch_outbox(ws),
+                ws.watch_room(),
                 self._report(),
                 self._watch_silence(),
                 self._leave_politely(),
@@ -360,9 +384,9 @@ class _Session:
             else:
                 raise _explain_close(message)
             for effect in effects:
-                self._apply(effect)
+                self._apply(effect, ws)
 
-    def _apply(self, effect: Effect) -> None:
+    def _apply(self, effect: Effect, ws: GatewaySocket) -> None:
         """Do what the protocol asks for; nothing here waits."""
         host = self._host
         match effect:
@@ -372,7 +396,7 @@ class _Session:
                 del body
                 self.post(stream.end(End(error="busy", message="the box is draining", retryable=True)))
             case Opened(stream, body):
-                host.open_stream(stream, body, self)
+                host.open_stream(stream, body, ws)
             case Cancelled(stream):
                 host.abort_stream(stream)
             case Reply(frame):
@@ -404,20 +428,6 @@ class _Session:
                 if ack.heartbeat_interval_s:
                     self._heartbeat_s = ack.heartbeat_interval_s
                 self._link.accepted(ack)
-
-    async def _watch_outbox(self, ws: GatewaySocket) -> None:
-        """Let streams go on once the gateway has read what waits for it. Raises SessionLost when it does not read at all."""
-        while not self._loss:
-            await self._is_behind.wait()
-            self._is_behind.clear()
-            while not self.has_room and not self._loss:
-                if ws.waiting_bytes > self._limits.outbox_bytes_max:
-                    raise SessionLost("the gateway does not read what is sent to it")
-                await asyncio.sleep(self._limits.outbox_look_s)  # aiohttp tells nobody
-            waiting, self._waiting = self._waiting, []
-            for go_on in waiting:
-                go_on()
-        raise SessionLost(self._loss)
 
     async def _report(self) -> None:
         """Send telemetry every heartbeat and after changes."""

@@ -70,7 +70,7 @@ class _Job:
     def write(self, out: bytes) -> None:
         """Send bytes of the body, or hold them."""
         stream, outlet = self.stream, self.outlet
-        if not self._held and len(out) <= stream.window and len(out) <= WIRE.frame_payload_bytes and outlet.has_room:
+        if not self._held and outlet.has_room and len(out) <= stream.window and len(out) <= WIRE.frame_payload_bytes:
             if stream.is_open:  # else the gateway has cancelled it, and its task is about to hear that
                 outlet.post(stream.data(out))
             return

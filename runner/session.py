@@ -53,9 +53,8 @@ from wire.frames import (
 class Outlet(Protocol):
     """The socket that a stream came on."""
 
-    @property
-    def has_room(self) -> bool:
-        """Whether what is posted leaves at once."""
+    has_room: bool
+    """Whether what is posted leaves at once."""
 
     def post(self, frame: bytes) -> None:
         """Send a frame, after those posted before it."""
@@ -67,7 +66,7 @@ class Outlet(Protocol):
 class Stream:
     """One request on one session: made by OPEN, gone after its END. ``window`` is in DATA payload bytes."""
 
-    __slots__ = ("_parts", "_received", "_table", "attempt", "ident", "is_open", "meta", "window")
+    __slots__ = ("_data_head", "_parts", "_received", "_table", "attempt", "ident", "is_open", "meta", "window")
 
     def __init__(self, table: dict[int, Stream], frame: Frame, meta: OpenMeta) -> None:
         self.ident = frame.stream
@@ -76,6 +75,7 @@ class Stream:
         self.window = meta.window_bytes
         self.is_open = True
         self._table = table
+        self._data_head = encode_frame(DATA, frame.stream, frame.attempt)
         self._parts: list[bytes] | None = []
         self._received = 0
 
@@ -95,7 +95,7 @@ class Stream:
         if size > self.window:
             raise ValueError(f"{size} bytes exceed the window of {self.window}")
         self.window -= size
-        return encode_frame(DATA, self.ident, self.attempt, payload)
+        return self._data_head + payload
 
     def end(self, end: End) -> bytes:
         """Close the stream and return its END frame. Raises StreamClosed."""

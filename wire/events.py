@@ -16,7 +16,8 @@ import msgspec
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
-_BLANK_LINES = (b"\n\n", b"\r\n\r\n")
+BLANK_LINES = (b"\n\n", b"\r\n\r\n")
+"""Ends of an event, as nearly every engine writes them."""
 _DONE = b"[DONE]"
 _BLANK_LINE = re.compile(rb"\n\r?\n|\r\r")
 _FINISHED = re.compile(rb'(?<!\\)"finish_reason"\s*:\s*"[^"]')
@@ -46,10 +47,10 @@ class EventCutter:
     What is held stays in the pieces it came in, so that an event which comes byte by byte costs no more than its bytes.
     """
 
-    __slots__ = ("_end", "_held", "_held_bytes", "is_inside_event")
+    __slots__ = ("_end", "_held_bytes", "held", "is_inside_event")
 
     def __init__(self) -> None:
-        self._held: list[bytes] = []
+        self.held: list[bytes] = []
         self._held_bytes = 0
         self._end = b""
         """The last bytes of what is held: a blank line may begin there."""
@@ -58,13 +59,13 @@ class EventCutter:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take bytes from the engine; return everything up to the last event boundary, which may be nothing."""
-        if not self._held and chunk.endswith(_BLANK_LINES):
+        if not self.held and chunk.endswith(BLANK_LINES):
             self.is_inside_event = False
             return chunk
         # What is held has no boundary in it, so one that is found ends in the chunk.
-        cut = find_boundary(self._end + chunk) - len(self._end) if self._held else find_boundary(chunk)
+        cut = find_boundary(self._end + chunk) - len(self._end) if self.held else find_boundary(chunk)
         if cut > 0:
-            whole = self._take_held() + chunk[:cut] if self._held else chunk[:cut]
+            whole = self._take_held() + chunk[:cut] if self.held else chunk[:cut]
             if cut < len(chunk):
                 self._hold(chunk[cut:])
             self.is_inside_event = False
@@ -80,14 +81,14 @@ class EventCutter:
         return self._take_held()
 
     def _hold(self, piece: bytes) -> None:
-        self._held.append(piece)
+        self.held.append(piece)
         self._held_bytes += len(piece)
         # Two bytes of a blank line may lie before the piece that completes it.
         self._end = piece[-2:] if len(piece) >= 2 else (self._end + piece)[-2:]
 
     def _take_held(self) -> bytes:
-        held = b"".join(self._held)
-        self._held.clear()
+        held = b"".join(self.held)
+        self.held.clear()
         self._held_bytes, self._end = 0, b""
         return held
 
@@ -204,9 +205,12 @@ class EndReader:
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the stream, cut anywhere; return whole events, or nothing."""
-        out = self._cutter.feed(data)
+        cutter, is_usual = self._cutter, self._has_data and not self._was_inside
+        # Nearly every time whole events come, and asking the cutter costs as much as all the rest.
+        is_whole = is_usual and not cutter.held and not cutter.is_inside_event and data.endswith(BLANK_LINES)
+        out = data if is_whole else cutter.feed(data)
         if out:
-            if self._has_data and len(out) <= WIRE.stream_end_bytes and not self._was_inside:
+            if is_usual and len(out) <= WIRE.stream_end_bytes:
                 self._kept.append(out)
             else:
                 self._keep(out)

@@ -12,7 +12,7 @@ import re
 import msgspec
 
 from wire.bridge import TokenCounts
-from wire.events import EventCutter
+from wire.events import BLANK_LINES, EventCutter
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
@@ -89,8 +89,11 @@ class StreamReader:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take bytes from the engine; return what may go out now."""
-        was_inside = self._cutter.is_inside_event
-        out = self._cutter.feed(chunk)
+        cutter = self._cutter
+        was_inside = cutter.is_inside_event
+        # Nearly every time whole events come, and asking the cutter costs as much as all the rest.
+        is_whole = not was_inside and not cutter.held and chunk.endswith(BLANK_LINES)
+        out = chunk if is_whole else cutter.feed(chunk)
         if b'"usage"' not in out:
             return out
         return self._note(out, is_whole=not was_inside)

@@ -53,7 +53,8 @@ class HttpResponse:
         self._whole: bytes | None = None
         self._error: Exception | None = None
         self._is_over = False
-        self._take: Callable[[bytes], None] | None = None
+        self.take: Callable[[bytes], None] | None = None
+        """Who gets the bytes of the body at once."""
         self._most_held: float = connection.piece_bytes
 
     # What serving reads, as ``port.Response`` says
@@ -108,7 +109,7 @@ class HttpResponse:
 
     async def pipe(self, take: Callable[[bytes], None]) -> None:
         """Call ``take`` with the body as it comes, until its end. Raises aiohttp.ClientError, after what came before."""
-        self._take = take
+        self.take = take
         self.resume()
         if self._held:
             take(self._take_held())  # which may pause
@@ -154,11 +155,8 @@ class HttpResponse:
         self.status = status
         self._wake()
 
-    def take_body(self, data: bytes) -> None:
-        """Bytes of the body, those of one read at once."""
-        if self._take is not None:
-            self._take(data)
-            return
+    def hold(self, data: bytes) -> None:
+        """Keep bytes of the body, those of one read at once, until they are asked for."""
         self._held.append(data)
         self._held_bytes += len(data)
         if self._held_bytes > self._most_held:
@@ -200,6 +198,7 @@ class _Connection(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._response: HttpResponse | None = None
         self._parts: list[bytes] = []
+        self.on_body = self._parts.append  # httptools calls it with each piece; kept until the read is parsed
         self._seen_bytes = 0
         self._ends_by_close = self._is_complete = self._is_kept = self._is_paused = self._is_full = False
         self._rest: memoryview | None = None
@@ -238,7 +237,10 @@ class _Connection(asyncio.Protocol):
         if self._parts:
             body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts.clear()
-            response.take_body(body)
+            if response.take is not None:
+                response.take(body)
+            else:
+                response.hold(body)
         if error is not None:
             self.close()
             self._finish(error)
@@ -338,10 +340,6 @@ class _Connection(asyncio.Protocol):
         is_framed = "content-length" in headers or "chunked" in headers.get("transfer-encoding", "").lower()
         self._ends_by_close = not is_framed and status not in {204, 304}
         response.take_head(status)
-
-    def on_body(self, data: bytes) -> None:
-        """Keep a piece until the read is parsed."""
-        self._parts.append(data)
 
     def on_message_complete(self) -> None:
         """Note the end; the parser forgets afterwards whether the connection may be kept."""

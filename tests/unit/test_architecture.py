@@ -64,6 +64,7 @@ NUMBERS: dict[str, str] = {
     "controlplane/launcher/embedded/postgres.py": "_READY_LINE",
     "controlplane/launcher/processes.py": "_PR_SET_PDEATHSIG",
     "controlplane/launcher/tiny_model.py": "_ALIGNMENT _VERSION _F32 _F16 _Q8_0 _STRING _ARRAY _BLOCK _BLOCK_BYTES _MOSTLY_F16",
+    "runner/connection.py": "_FINAL_TEXT _FINAL_BINARY _MASKED _SIZES_OF_2 _SIZES_OF_8",
     "runner/definitions/fields.py": "EXLLAMA_PAGE_TOKENS",
     "runner/definitions/kinds.py": "MAX_INTEGER",
     "runner/engines/children/base.py": "_PR_SET_PDEATHSIG",
