@@ -14,7 +14,7 @@ import pytest
 from conformance.events import DONE, read_stream
 from conformance.events import Stream as EventStream
 from runner.admission import FairQueue, QueueLimits, WaitBudget
-from runner.admission.rates import read_rates
+from runner.admission.tenants import read_rates
 from runner.api.bodies import BodyBudget
 from runner.api.inference import InferenceEndpoint
 from runner.definitions.decoding import Decoding
