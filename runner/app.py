@@ -252,7 +252,7 @@ class Box:
                 self._note_mode("owner", is_reclaimed=self._mode == "spare_off")
             elif self._parts.desired.is_reclaimed_by_owner:
                 self._mode = "spare_off"  # until the owner says otherwise, also over a restart
-            self._relay = Relay(self._parts.door.open)
+            self._relay = Relay(self._parts.serving.open)
             self._commands = Commands(self._parts.operations, self._parts.seek, self._parts.reload_settings)
             stack.push_async_callback(self._commands.close)
             stack.push_async_callback(self._hang_up)

@@ -36,10 +36,9 @@ from runner.operations.tasks import Operations
 from runner.pool import Capacity, Loader, LoadOptions, LoadOrder, ModelState, Pool, Registry, Unloader
 from runner.pool.attached import AttachedServer
 from runner.serving.costs import Costs
-from runner.serving.door import Door
+from runner.serving.numbers import Tally
 from runner.serving.pool_surface import PoolSurface
 from runner.serving.service import Serving
-from runner.serving.tally import Tally
 from runner.telemetry import Reading, Telemetry, open_telemetry
 from wire import clock
 
@@ -67,7 +66,6 @@ class Parts:
     budget: WaitBudget
     tally: Tally
     serving: Serving
-    door: Door
     gate: Gate
     governance: Governance
     operations: Operations
@@ -318,6 +316,7 @@ def _put_together(
         on_load=on_load,
         keeps_engine_errors=config.keeps_engine_errors,
     )
+    serving.pool_shape = PoolSurface(serving, lambda: parts.settings.decoding)
     gate = _make_gate(config, governance, ledger)
     operations = Operations(pool, gate, ledger, Clerk(governance.identity))
 
@@ -327,7 +326,7 @@ def _put_together(
 
     parts = Parts(
         config=config, settings=settings, telemetry=telemetry, ledger=ledger, library=library, pool=pool, budget=budget,
-        tally=tally, serving=serving, door=Door(serving, PoolSurface(serving, lambda: parts.settings.decoding)),
+        tally=tally, serving=serving,
         gate=gate, governance=governance, operations=operations, costs=costs, _client=client, _make_queue=make_queue,
         desired=DesiredState(
             ledger, governance, load_again, min_signers=config.operations.min_signers, on_change=on_change

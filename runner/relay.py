@@ -21,8 +21,15 @@ from runner.errors import (
     WrongState,
 )
 from runner.limits import limits
-from runner.serving.refusal import refusal_body
-from runner.serving.request import Inference, check_crowd, read_cache_mode, read_cache_tag, read_fields, read_priority
+from runner.serving.request import (
+    Inference,
+    check_crowd,
+    read_cache_mode,
+    read_cache_tag,
+    read_fields,
+    read_priority,
+    refusal_body,
+)
 from runner.serving.service import Answer
 from runner.session import Outlet, Stream
 from wire import clock

@@ -8,7 +8,7 @@ from runner.definitions.definition import TRANSLATABLE
 from runner.engines.port import Capabilities
 from runner.limits import MIB, limits
 from runner.pool import Model, ModelState, Replica
-from runner.serving.headers import INFERENCE_PATHS
+from runner.serving.request import INFERENCE_PATHS
 from runner.telemetry import Reading
 from wire.bridge import MemoryInfo, ReplicaInfo
 

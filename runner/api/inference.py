@@ -19,7 +19,6 @@ from runner.errors import EngineUnavailable, ModelUnloading, QueueTimeout, Reque
 from runner.limits import limits
 from runner.parts import Parts
 from runner.serving.numbers import Numbers
-from runner.serving.refusal import refusal_fields
 from runner.serving.request import (
     BodyFields,
     Inference,
@@ -29,6 +28,7 @@ from runner.serving.request import (
     read_cache_tag,
     read_fields,
     read_priority,
+    refusal_fields,
 )
 from runner.serving.responses import make_response_id
 from runner.serving.service import Answer
@@ -115,7 +115,7 @@ class InferenceEndpoint:
 
     async def _answer(self, inference: Inference, reply: _Reply) -> None:
         try:
-            async with self._parts.door.open(inference) as answer:
+            async with self._parts.serving.open(inference) as answer:
                 await reply.send_answer(answer)
         except RequestRefused as refusal:
             await reply.refuse(refusal)

@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from runner.errors import RequestRefused
-from runner.serving.refusal import refusal_body
+from runner.serving.request import refusal_body
 
 ADMIN_PREFIX = "/v1/admin/"
 """Below it errors have the shape of llm-pool's admin API."""

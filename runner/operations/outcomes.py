@@ -7,7 +7,7 @@ from runner.engines.port import FlushOutcome
 from runner.errors import RequestRefused, RunnerError
 from runner.limits import MIB
 from runner.pool import LoadResult
-from runner.serving.refusal import refusal_fields
+from runner.serving.request import refusal_fields
 
 
 def load_result(result: LoadResult) -> dict[str, object]:

@@ -1,4 +1,8 @@
-"""One inference request as the box sees it, from either door: its own HTTP port, or the socket of a gateway. Pure."""
+"""One inference request as the box sees it, from either door: its own HTTP port, or the socket of a gateway. Pure.
+
+With it the paths that may be asked, and how a refusal is said in JSON: the error object of the model-runner specification,
+which OpenAI's clients read as theirs.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,39 @@ from dataclasses import dataclass
 
 import msgspec
 
-from runner.engines.port import CacheMode, Priority
-from runner.errors import InvalidRequest
+from runner.engines.port import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    IMAGES,
+    MESSAGES,
+    RESPONSES,
+    TRANSCRIPTIONS,
+    CacheMode,
+    Priority,
+)
+from runner.errors import InvalidRequest, RequestRefused
 from runner.limits import limits
 from wire.bounds import find_crowd, find_out_of_bounds
 from wire.unreadable import UNREADABLE
 
+INFERENCE_PATHS = (
+    CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES, IMAGES, TRANSCRIPTIONS, "/v1/audio/translations", "/v1/audio/speech",
+    "/v1/images/edits", "/v1/moderations", "/v1/rerank", "/v1/score",
+)  # fmt: skip
+"""What a server that does not say which paths it answers is asked for by POST: none of them loads, unloads or flushes."""
+_PATH = re.compile(r"/v1(?:/[A-Za-z0-9_.:@~-]+)+/?(?:\?[\x21-\x7e]*)?\Z")
 _TAG = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
 _PATH_IN_ERROR = re.compile(r"at `\$\.?([^`]*)`")
 _MODES: dict[str, CacheMode] = {"": "auto", "auto": "auto", "prefix": "prefix", "none": "none"}
 _PRIORITIES: dict[str, Priority] = {"": "normal", "high": "high", "normal": "normal", "low": "low"}
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +141,32 @@ def read_priority(text: str) -> Priority:
         return _PRIORITIES[text.strip().lower()]
     except KeyError:
         raise InvalidRequest("X-Priority must be high, normal or low.", param="X-Priority") from None
+
+
+def is_allowed_path(path: str) -> bool:
+    """Return whether an engine may be asked for ``path``: below ``/v1/``, no dot segments, no escapes, no fragment."""
+    if not _PATH.match(path) or "#" in path:
+        return False
+    segments = path.partition("?")[0].split("/")
+    return "." not in segments and ".." not in segments
+
+
+def refusal_body(refusal: RequestRefused, *, endpoint: str = "") -> bytes:
+    """Return ``{"error": {code, message, type, param, retryable, …}}`` with the details of the refusal beside them.
+
+    ``endpoint``: the path that was asked; on /v1/messages Anthropic's ``"type": "error"`` stands outside.
+    """
+    outside = {"type": "error"} if endpoint == MESSAGES else {}
+    return msgspec.json.encode({**outside, "error": refusal_fields(refusal)})
+
+
+def refusal_fields(refusal: RequestRefused) -> dict[str, object]:
+    """Return the members of the error object."""
+    return {
+        "code": refusal.code,
+        "message": refusal.message,
+        "type": _TYPES.get(refusal.status, "api_error"),
+        "param": refusal.param,
+        "retryable": refusal.retryable,
+        **refusal.details,
+    }

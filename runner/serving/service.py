@@ -13,10 +13,11 @@ from typing import Protocol
 
 import aiohttp
 import msgspec
+from multidict import CIMultiDictProxy
 
 from runner.admission import TenantRates, Turn
 from runner.engines.http import HttpResponse
-from runner.engines.port import CHAT, MESSAGES, TOKENIZE, Call, Capabilities, Response
+from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, TOKENIZE, Call, Capabilities, Response
 from runner.errors import (
     EngineError,
     EngineNotReached,
@@ -34,10 +35,9 @@ from runner.errors import (
 from runner.limits import limits
 from runner.pool import Model, ModelState, Registry, Replica
 from runner.serving.counting import Counting
-from runner.serving.headers import INFERENCE_PATHS, headers_to_client, is_allowed_path
-from runner.serving.numbers import Numbers
-from runner.serving.request import Inference
-from runner.serving.tally import Tally
+from runner.serving.numbers import Numbers, Tally
+from runner.serving.request import INFERENCE_PATHS, Inference, is_allowed_path
+from runner.serving.responses import uses_pool_shape
 from wire import clock
 from wire.bridge import TokenCounts
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
@@ -52,6 +52,16 @@ log = logging.getLogger(__name__)
 
 _DONE = b"data: [DONE]\n\n"
 _USAGE_CHUNK = re.compile(rb'(data: \{[^\n]*"choices"\s*:\s*\[\s*\][^\n]*"usage"[^\n]*)\}(\r?\n)')
+
+HOP_BY_HOP = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "expect",
+})  # fmt: skip
+"""RFC 9110 section 7.6.1, and ``expect``, which only concerns the hop it was sent on."""
+
+NOT_TO_CLIENT = HOP_BY_HOP | {
+    "set-cookie", "set-cookie2", "server", "date", "alt-svc", "strict-transport-security", "www-authenticate", "via",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -94,8 +104,17 @@ class CostKeeper(Protocol):
         """Set aside the most that a request may cost. Raises SpendingCapReached."""
 
 
+class PoolShape(Protocol):
+    """Who serves llm-pool's Responses, which become chat completions asked of ``Serving``."""
+
+    def open(self, request: Inference) -> AbstractAsyncContextManager[Answer]:
+        """Return the context that serves a request in the pool's shape; entering it raises RequestRefused."""
+
+
 class Serving:
-    """``queue_timeout_s``: longest wait for a turn. ``on_load`` hears when a request begins or ends.
+    """The one way in for a request from any door.
+
+    ``queue_timeout_s``: longest wait for a turn. ``on_load`` hears when a request begins or ends.
 
     ``keeps_engine_errors``: whether the log has what an engine says when it refuses or fails.
     """
@@ -120,13 +139,19 @@ class Serving:
         self.own_load = 0
         """Those among them that came to the node's own port."""
         self.is_stopping = False
+        self.pool_shape: PoolShape | None = None
+        """Set once it is made; without it such a request goes to the engine as it is."""
 
     async def wait_idle(self) -> None:
         """Return when nothing runs or waits."""
         await self._idle.wait()
 
-    def open(self, request: Inference) -> Slot:
+    def open(self, request: Inference) -> AbstractAsyncContextManager[Answer]:
         """Return the context that serves a request; leaving it early frees the engine. Entering raises RequestRefused."""
+        path = request.endpoint
+        is_pool_shaped = path == RESPONSES and uses_pool_shape(request.body, on_socket=request.on_socket)
+        if self.pool_shape is not None and (is_pool_shaped or path == POOL_RESPONSES):
+            return self.pool_shape.open(request)
         return Slot(self, request)
 
     async def count(self, request: Inference) -> Answer:
@@ -559,6 +584,22 @@ class Flow:
             if not self._slot.request.on_socket:
                 words = _read_words(ends.error)
                 raise EngineUnavailable(words or "The engine ended its stream before its answer was finished.")
+
+
+def headers_to_client(given: CIMultiDictProxy[str], *, is_event_stream: bool) -> dict[str, str]:
+    """Return the response headers to pass on, lower-case, repeated ones joined by a comma.
+
+    An event stream loses its ``content-length``: a chunk may be taken out of it.
+    """
+    kept: dict[str, str] = {}
+    for name, value in given.items():
+        lower = name.lower()
+        if lower in NOT_TO_CLIENT or lower.startswith("access-control-"):
+            continue
+        if lower == "content-length" and is_event_stream:
+            continue
+        kept[lower] = f"{kept[lower]}, {value}" if lower in kept else value
+    return kept
 
 
 async def _hold(response: Response) -> tuple[bytes, bool]:

@@ -67,7 +67,7 @@ def ask(model_id: str, *, tenant: str = "t1", tokens: int = 4, is_weighty: bool 
 
 
 async def answer(parts: Parts, model_id: str, *, tenant: str = "t1") -> int:
-    async with parts.door.open(ask(model_id, tenant=tenant)) as given:
+    async with parts.serving.open(ask(model_id, tenant=tenant)) as given:
         assert given.chunks is not None
         assert [chunk async for chunk in given.chunks]
         return given.numbers.cached_tokens or 0

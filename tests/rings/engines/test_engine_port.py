@@ -300,7 +300,7 @@ async def test_an_engine_that_dies_is_withdrawn_and_comes_back_and_a_second_one_
         result, model = await pools.load(parts, "twin"), pools.find(parts, "twin")
         assert (result.replicas, len(pids_of(model)), model.slots) == (2, 2, 2)
         one, two = pools.ask("twin", tokens=50), pools.ask("twin", tenant="t2", tokens=50)
-        async with parts.door.open(one), parts.door.open(two):
+        async with parts.serving.open(one), parts.serving.open(two):
             assert [replica.active for replica in model.replicas] == [1, 1]
         os.kill(pids_of(model)[0], signal.SIGKILL)
         await eventually(lambda: model.slots == 1, "one replica is missed")

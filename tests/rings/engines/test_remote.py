@@ -287,7 +287,7 @@ async def ask_node(box: Parts, **fields: object) -> tuple[int, bytes]:
         "POST", CHAT, {"content-type": "application/json"}, json.dumps(body).encode(), "cloud-large", "acme",
         allow_remote=fields.get("allow_remote", True) is True, is_streaming=fields.get("stream") is True,
     )  # fmt: skip
-    async with asyncio.timeout(30), box.door.open(request) as answer:
+    async with asyncio.timeout(30), box.serving.open(request) as answer:
         if answer.body is not None:
             return answer.status, answer.body
         assert answer.chunks is not None

@@ -62,7 +62,7 @@ def ask(path: str = TOKENIZE, *, model: str = "a", tenant: str = "t1", **fields:
 
 async def answer(parts: Parts, request: Inference) -> dict[str, Any]:
     """Return the JSON of an answer with 200."""
-    async with parts.door.open(request) as found:
+    async with parts.serving.open(request) as found:
         assert found.status == 200
         assert found.body is not None
         assert found.headers["content-type"].startswith("application/json")
@@ -86,13 +86,13 @@ class TestTheRealEngine:
             ({}, None),
         ]
         for more, ignored in cases:
-            async with box.door.open(ask(MESSAGES, max_tokens=1, messages=TALK, **more)) as found:
+            async with box.serving.open(ask(MESSAGES, max_tokens=1, messages=TALK, **more)) as found:
                 assert (found.status, found.headers.get("x-muster-ignored")) == (200, ignored)
 
     async def test_a_prompt_is_counted_while_the_only_slot_generates(self, box: Parts) -> None:
         model, before = find(box, "a"), sum(box.tally.requests.values())
         endless = ask(CHAT, messages=TALK, max_tokens=100_000, ignore_eos=True, stream=True, n_probs=1000)
-        async with box.door.open(endless) as running:
+        async with box.serving.open(endless) as running:
             assert running.chunks is not None
             await anext(running.chunks)
             assert (await answer(box, ask(messages=TALK, tenant="t2")))["count"] > 0

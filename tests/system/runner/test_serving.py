@@ -64,7 +64,7 @@ async def read(answer: Answer) -> bytes:
 
 
 async def serve(parts: Parts, request: Inference) -> bytes:
-    async with parts.door.open(request) as answer:
+    async with parts.serving.open(request) as answer:
         return await read(answer)
 
 
@@ -113,7 +113,7 @@ async def test_a_long_answer_passes_without_being_held(parts: Parts, engine: Scr
 
     engine.handler = pour
     for kind in ("application/octet-stream", "application/json"):
-        async with parts.door.open(ask(path=f"/v1/audio/speech?as={kind}")) as answer:
+        async with parts.serving.open(ask(path=f"/v1/audio/speech?as={kind}")) as answer:
             assert answer.chunks is not None
             assert (answer.body, "x-queue-wait-ms" in answer.headers) == (None, True)
             await anext(answer.chunks)
@@ -134,7 +134,7 @@ async def test_a_stream_ends_with_its_numbers_on_the_boxs_own_port_only(parts: P
     unasked = await serve(parts, ask(stream=True))
     assert b"usage" not in unasked
     assert unasked.startswith(WORD + b": x-cache-hit=true")
-    async with parts.door.open(replace(asked, on_socket=True)) as answer:
+    async with parts.serving.open(replace(asked, on_socket=True)) as answer:
         assert await read(answer) == WORD + USAGE + DONE
         assert answer.usage is not None
         assert answer.numbers.cached_tokens == 4
@@ -157,7 +157,7 @@ async def test_an_engine_that_breaks_off_is_an_error(parts: Parts, engine: Scrip
     engine.handler = cut if moment in {"before", "in the body"} else told
 
     async def client() -> None:
-        async with parts.door.open(ask(stream=moment != "in the body")) as answer:
+        async with parts.serving.open(ask(stream=moment != "in the body")) as answer:
             assert answer.chunks is not None
             async for chunk in answer.chunks:
                 seen.append(chunk)  # what came before it broke off is to be seen
@@ -198,7 +198,7 @@ async def test_what_an_engine_refuses_is_logged_once_and_counted_by_whose_fault_
             await serve(parts, request)
         assert (refused.value.status, refused.value.retryable) == (400, False)
     else:
-        async with parts.door.open(request) as answer:
+        async with parts.serving.open(request) as answer:
             assert (answer.status, answer.headers["retry-after"]) == (status, "7")
             assert prompt.encode() in await read(answer)
     assert parts.tally.requests["alpha", "t1", counted] == 1
@@ -310,7 +310,7 @@ async def test_the_head_of_a_stream_says_where_nothing_is_reused(parts: Parts, e
     for capabilities, cache_mode, is_told in cases:
         find(parts, "alpha").replicas[0].supervisor.engine.capabilities = capabilities  # type: ignore[misc]  # of the attached server
         request = replace(ask(stream=True), cache_mode=cache_mode, allow_remote=True)
-        async with parts.door.open(request) as answer:
+        async with parts.serving.open(request) as answer:
             told = {name: value for name, value in answer.headers.items() if name.startswith("x-cache-")}
             assert told == ({"x-cache-hit": "false", "x-cache-tokens-reused": "0"} if is_told else {})
             assert b": x-cache-hit=false; x-cache-tokens-reused=0;" in await read(answer)
@@ -353,7 +353,7 @@ async def test_a_pool_stream_that_is_answered_whole_gets_four_events(parts: Part
     engine.handler = answer_whole
     body = json.dumps({"model": "alpha", "input": "It rained.", "stream": True}).encode()
     request = Inference("POST", RESPONSES, {"content-type": "application/json"}, body, "alpha", "t1", is_streaming=True)
-    async with parts.door.open(request) as answer:
+    async with parts.serving.open(request) as answer:
         assert (answer.status, answer.is_event_stream) == (200, True)
         events = [json.loads(line[6:]) for line in (await read(answer)).decode().splitlines() if line.startswith("data: ")]
     assert [event["type"] for event in events] == [

@@ -17,7 +17,7 @@ from runner.engines.supervisor import EngineState, Supervisor
 from runner.limits import limits
 from runner.pool import Model, ModelEvent, Replica
 from runner.report import list_endpoints, list_replicas, read_memory
-from runner.serving.headers import INFERENCE_PATHS
+from runner.serving.request import INFERENCE_PATHS
 from runner.telemetry import open_telemetry
 from runner.telemetry.amdgpu import find_cards, read_card
 from runner.telemetry.host import read_host

@@ -27,11 +27,10 @@ from runner.fit import read_shape
 from runner.library import Library
 from runner.pool import Registry
 from runner.relay import Relay
-from runner.serving.door import Door
+from runner.serving.numbers import Tally
 from runner.serving.pool_surface import PoolSurface
 from runner.serving.request import Inference
 from runner.serving.service import Answer, Serving
-from runner.serving.tally import Tally
 from runner.session import (
     Accepted,
     Cancelled,
@@ -350,7 +349,8 @@ class Node:
             registry, rates=read_rates({}), tally=self.tally, costs=None, queue_timeout_s=5.0, on_load=lambda: None
         )
         self.serving = serving
-        self.door = Door(serving, PoolSurface(serving, Decoding))
+        self.serving = serving
+        serving.pool_shape = PoolSurface(serving, Decoding)
         self.endpoint = InferenceEndpoint(self, BodyBudget(), is_form=False)  # type: ignore[arg-type]  # only the door is used
         self.supervisor = Supervisor(self.engine, silent_s=60.0, on_change=lambda: None)
 
@@ -386,7 +386,7 @@ class Node:
         request = Inference(
             "POST", path, {"content-type": "application/json"}, body, "m", "t", is_streaming=True, on_socket=True
         )
-        async with self.door.open(request) as answer:
+        async with self.serving.open(request) as answer:
             assert answer.chunks is not None
             return b"".join([chunk async for chunk in answer.chunks])
 
