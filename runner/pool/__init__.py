@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from runner.pool.capacity import Capacity
 from runner.pool.loading import Loader, LoadOptions, LoadOrder, LoadResult
-from runner.pool.model import LoadProgress, Model, Replica
-from runner.pool.registry import Registry
+from runner.pool.models import LoadProgress, Model, Registry, Replica
 from runner.pool.states import ModelEvent, ModelState
 from runner.pool.unloading import Unloader, UnloadResult
 

@@ -11,7 +11,7 @@ from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan, Progress
 from runner.engines.openai_server import OpenAIServer
 from runner.engines.supervisor import Supervisor
-from runner.pool.registry import Registry
+from runner.pool.models import Registry
 
 
 class AttachedServer:

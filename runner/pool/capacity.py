@@ -15,7 +15,7 @@ from runner.fit import Alternative, DoesNotFit, Estimate, ModelShape, estimate, 
 from runner.ledger import Ledger, LedgerError
 from runner.library import FoundModel, other_quantizations
 from runner.limits import MIB, limits
-from runner.pool.model import Model, Replica
+from runner.pool.models import Model, Replica
 from runner.telemetry import Reading, Telemetry
 from wire import clock
 

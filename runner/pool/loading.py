@@ -28,8 +28,7 @@ from runner.errors import (
 from runner.library.ids import WHISPER_SIZES
 from runner.limits import limits
 from runner.pool.capacity import Capacity, Prediction
-from runner.pool.model import LoadProgress, Model, Replica
-from runner.pool.registry import Registry
+from runner.pool.models import LoadProgress, Model, Registry, Replica
 from runner.pool.states import ModelEvent, ModelState
 from runner.pool.unloading import Unloader, end_flush, stop_replicas
 from wire import clock

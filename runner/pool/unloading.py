@@ -12,8 +12,7 @@ from runner.engines.port import FlushOutcome, FlushRequest, FlushResult, FlushSc
 from runner.errors import AttachedModel, EngineError, ModelLoading, ModelNotLoaded, ModelUnloading
 from runner.limits import limits
 from runner.pool.capacity import Capacity
-from runner.pool.model import Model, Replica
-from runner.pool.registry import Registry
+from runner.pool.models import Model, Registry, Replica
 from runner.pool.states import ModelEvent, ModelState
 
 log = logging.getLogger(__name__)

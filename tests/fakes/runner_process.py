@@ -45,8 +45,7 @@ from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
 from runner.pool import LoadOrder, LoadResult, Model, ModelState, Pool
 from runner.pool.capacity import Prediction
-from runner.pool.model import LoadProgress
-from runner.pool.registry import Registry
+from runner.pool.models import LoadProgress, Registry
 from runner.pool.states import ModelEvent
 from runner.pool.unloading import UnloadResult
 from tests.fakes.clock import VirtualClock
