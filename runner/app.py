@@ -24,7 +24,7 @@ from runner.operations.commands import Commands
 from runner.parts import Parts, Phase, assemble
 from runner.relay import Relay
 from runner.report import list_endpoints, list_replicas, read_memory
-from runner.session import Instruction, Outlet, Stream
+from runner.session import Instruction
 from runner.telemetry import readings
 from wire import clock
 from wire.bridge import (
@@ -59,6 +59,8 @@ class Box:
         self._telemetry_of_node = telemetry_of_node
         self._instance_id = new_uuid7().hex
         self._links: dict[str, GatewayLink] = {}
+        self._wakes: list[asyncio.Event] = []
+        """Of the links: each then reports."""
         self._link_tasks: set[asyncio.Task[None]] = set()
         self._declared: list[str] = []
         self._is_telling = False
@@ -167,21 +169,9 @@ class Box:
         if self._mode is not None:
             link.post(ModeChange(mode=self._mode, reason="owner"))
         link.post(self.list_models())
-        link.report_soon()
+        link.wake.set()
         for url in ack.gateways:
             self._learn_gateway(url, named_by=link)
-
-    def open_stream(self, stream: Stream, body: bytes, outlet: Outlet) -> None:
-        """Serve a stream."""
-        self.relay.open(stream, body, outlet)
-
-    def abort_stream(self, stream: Stream) -> None:
-        """Stop serving a stream."""
-        self.relay.abort(stream)
-
-    def credit_stream(self, stream: Stream) -> None:
-        """Let a stream go on."""
-        self.relay.credit(stream)
 
     def instruct(self, link: GatewayLink, instruction: Instruction) -> None:
         """Carry out a command, answer a query, judge an offer; nothing here waits for that."""
@@ -243,7 +233,7 @@ class Box:
                     self._config,
                     self._client,
                     on_change=self._models_changed,
-                    on_load=self._report_soon,
+                    wakes=self._wakes,
                     engines=self._engines,
                     telemetry_of_node=self._telemetry_of_node,
                 )
@@ -362,12 +352,15 @@ class Box:
         config = self._config
         link = GatewayLink(url, host=self, client=self._client, token=config.token, provider=config.provider)
         self._links[url] = link
+        self._wakes.append(link.wake)
         task = asyncio.create_task(link.run(give_up_s=give_up_s))
         self._link_tasks.add(task)
         task.add_done_callback(lambda done: self._drop_link(url, done))
 
     def _drop_link(self, url: str, task: asyncio.Task[None]) -> None:
-        self._links.pop(url, None)
+        link = self._links.pop(url, None)
+        if link is not None:
+            self._wakes.remove(link.wake)
         self._link_tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("gateway connection failed unexpectedly gateway=%s", url, exc_info=error)
@@ -392,8 +385,8 @@ class Box:
         self._report_soon()
 
     def _report_soon(self) -> None:
-        for link in self._links.values():
-            link.report_soon()
+        for wake in self._wakes:
+            wake.set()
 
 
 async def _end(task: asyncio.Task[None]) -> None:

@@ -57,6 +57,19 @@ _MASKED, _SIZES_OF_2, _SIZES_OF_8 = 0x80, 126, 127
 _HEAD, _HEAD_OF_2, _HEAD_OF_8 = struct.Struct(">BBI"), struct.Struct(">BBHI"), struct.Struct(">BBQI")
 
 
+class Server(Protocol):
+    """Who serves streams. Nothing here may block."""
+
+    def open(self, stream: Stream, body: bytes, outlet: Outlet) -> None:
+        """Serve a stream."""
+
+    def abort(self, stream: Stream) -> None:
+        """Stop serving it."""
+
+    def credit(self, stream: Stream) -> None:
+        """Its window grew."""
+
+
 class Host(Protocol):
     """The box as a connection sees it. Nothing here may block."""
 
@@ -89,14 +102,9 @@ class Host(Protocol):
     def is_leaving(self) -> bool:
         """Whether new requests are refused."""
 
-    def open_stream(self, stream: Stream, body: bytes, outlet: Outlet) -> None:
-        """Serve a stream."""
-
-    def abort_stream(self, stream: Stream) -> None:
-        """Stop serving it."""
-
-    def credit_stream(self, stream: Stream) -> None:
-        """Its window grew."""
+    @property
+    def relay(self) -> Server:
+        """What serves streams."""
 
 
 class GatewaySocket(aiohttp.ClientWebSocketResponse):
@@ -203,6 +211,8 @@ class GatewayLink:
         self._token = token
         self._limits = limits().connection
         self._session: _Session | None = None
+        self.wake = asyncio.Event()
+        """Set = telemetry is sent soon, because something changed."""
         self._last_said, self._said_at = "", 0.0
 
     @property
@@ -220,11 +230,6 @@ class GatewayLink:
         if self._session is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._session.flush(), limit_s)
-
-    def report_soon(self) -> None:
-        """Send telemetry soon because something changed."""
-        if self._session is not None:
-            self._session.wake.set()
 
     async def run(self, *, give_up_s: float | None = None) -> None:
         """Hold a session, and another one after each loss, until cancelled.
@@ -312,6 +317,7 @@ class _Session:
     def __init__(self, link: GatewayLink, host: Host, bounds: ConnectionLimits) -> None:
         self._link = link
         self._host = host
+        self._relay = host.relay
         self._limits = bounds
         self._protocol = ClientSession()
         self._socket: GatewaySocket | None = None
@@ -320,7 +326,7 @@ class _Session:
         self._heartbeat_s = bounds.heartbeat_s
         self._told_facts: list[ModelFacts] | None = None
         self._heard_at = clock.awake()
-        self.wake = asyncio.Event()
+        self._wake = link.wake
         self.accepted_at: float | None = None
 
     @property
@@ -362,7 +368,7 @@ class _Session:
             raise
         finally:
             for stream in self._protocol.close():
-                self._host.abort_stream(stream)
+                self._relay.abort(stream)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -391,14 +397,14 @@ class _Session:
         host = self._host
         match effect:
             case Credited(stream):
-                host.credit_stream(stream)
+                self._relay.credit(stream)
             case Opened(stream, body) if self._leave_asked.is_set() or host.is_leaving:
                 del body
                 self.post(stream.end(End(error="busy", message="the box is draining", retryable=True)))
             case Opened(stream, body):
-                host.open_stream(stream, body, ws)
+                self._relay.open(stream, body, ws)
             case Cancelled(stream):
-                host.abort_stream(stream)
+                self._relay.abort(stream)
             case Reply(frame):
                 self.post(frame)
             case Pinged(timestamp):
@@ -433,8 +439,8 @@ class _Session:
         """Send telemetry every heartbeat and after changes."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.wake.wait(), self._heartbeat_s)
-            self.wake.clear()
+                await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+            self._wake.clear()
             if self.is_accepted:
                 self.post(encode_message(self._leave_out_known(await self._host.take_sample())))
                 await asyncio.sleep(min(self._limits.report_gap_s, self._heartbeat_s))

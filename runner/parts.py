@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -224,10 +224,10 @@ class Parts:
 
 @asynccontextmanager
 async def assemble(
-    config: RunnerConfig, client: aiohttp.ClientSession, *, on_change: Callable[[], None], on_load: Callable[[], None],
+    config: RunnerConfig, client: aiohttp.ClientSession, *, on_change: Callable[[], None], wakes: Collection[asyncio.Event],
     engines: EngineMaker = make_engine, telemetry_of_node: Callable[[], Telemetry] = open_telemetry,
 ) -> AsyncIterator[Parts]:  # fmt: skip
-    """Yield the parts of a box; nothing is loaded yet. ``on_change``: models; ``on_load``: a request began or ended.
+    """Yield the parts of a box; nothing is loaded yet. ``on_change``: models; ``wakes`` are set when a request began or ended.
 
     Raises ConfigError and InvalidSettings.
     """
@@ -248,7 +248,7 @@ async def assemble(
             await ledger.close()
             raise
         parts = _put_together(
-            config, settings, telemetry, ledger, governance, client, on_change=on_change, on_load=on_load, engines=engines
+            config, settings, telemetry, ledger, governance, client, on_change=on_change, wakes=wakes, engines=engines
         )
         try:
             await parts.operations.recover()
@@ -283,7 +283,7 @@ async def _open_governance(config: RunnerConfig, ledger: Ledger) -> Governance:
 
 def _put_together(
     config: RunnerConfig, settings: Settings, telemetry: Telemetry, ledger: Ledger, governance: Governance,
-    client: aiohttp.ClientSession, *, on_change: Callable[[], None], on_load: Callable[[], None], engines: EngineMaker,
+    client: aiohttp.ClientSession, *, on_change: Callable[[], None], wakes: Collection[asyncio.Event], engines: EngineMaker,
 ) -> Parts:  # fmt: skip
     files = config.files
     budget, queue_limits = WaitBudget(config.max_queue_depth), _queue_limits(settings)
@@ -313,7 +313,7 @@ def _put_together(
         tally=tally,
         costs=costs,
         queue_timeout_s=limits().admission.timeout_s,
-        on_load=on_load,
+        wakes=wakes,
         keeps_engine_errors=config.keeps_engine_errors,
     )
     serving.pool_shape = PoolSurface(serving, lambda: parts.settings.decoding)

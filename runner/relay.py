@@ -40,7 +40,7 @@ from wire.limits import WIRE
 log = logging.getLogger(__name__)
 
 _ELSEWHERE = (
-    QueueFull, QueueTimeout, TenantQueueFull, ModelQueueFull, Unavailable, UnknownModel, WrongState,
+    EngineUnavailable, QueueFull, QueueTimeout, TenantQueueFull, ModelQueueFull, Unavailable, UnknownModel, WrongState,
 )  # fmt: skip
 """Refusals that say nothing about the request: another box, or this one later, may take it."""
 
@@ -217,13 +217,13 @@ class Relay:
             async with self._open_answer(request) as answer:
                 job.answer = answer
                 await self._forward(job, answer)
-        except EngineUnavailable as error:
-            return job.end("engine_failed", error.message, retryable=not job.has_head)
-        except _ELSEWHERE as refusal:
-            return job.end("busy", refusal.message, retryable=True)
         except RequestRefused as refusal:
-            if job.has_head:
+            if job.has_head:  # nobody else can go on with an answer of which bytes are out
                 return job.end("engine_failed", refusal.message)
+            if isinstance(refusal, _ELSEWHERE):
+                return job.end(
+                    "engine_failed" if isinstance(refusal, EngineUnavailable) else "busy", refusal.message, retryable=True
+                )
             headers = {"content-type": "application/json"}
             if refusal.retry_after_s is not None:
                 headers["retry-after"] = str(max(1, round(refusal.retry_after_s)))

@@ -63,13 +63,10 @@ class Supervisor:
         self._asks_loop = False
         self._disobeys = ""
         self.state = EngineState.UNLOADED
+        self.is_ready = False
+        """Whether requests may be sent to the engine: it is loaded."""
         self.last_error: str | None = None
         self.restarts = 0
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether requests may be sent to the engine."""
-        return self.state is EngineState.LOADED
 
     def report_failure(self, reason: str) -> None:
         """Have the engine checked at once because a request to it failed."""
@@ -249,8 +246,8 @@ class Supervisor:
 
     def _become(self, state: EngineState, *, error: str | None = None) -> None:
         before = (self.state, self.last_error)
-        self.state = state
-        if state is EngineState.LOADED:
+        self.state, self.is_ready = state, state is EngineState.LOADED
+        if self.is_ready:
             self.last_error = None
         elif error is not None:
             self.last_error = error

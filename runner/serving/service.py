@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -114,22 +114,22 @@ class PoolShape(Protocol):
 class Serving:
     """The one way in for a request from any door.
 
-    ``queue_timeout_s``: longest wait for a turn. ``on_load`` hears when a request begins or ends.
+    ``queue_timeout_s``: longest wait for a turn. ``wakes`` are set when a request begins or ends.
 
     ``keeps_engine_errors``: whether the log has what an engine says when it refuses or fails.
     """
 
     def __init__(
         self, registry: Registry, *, rates: TenantRates, tally: Tally, costs: CostKeeper | None, queue_timeout_s: float,
-        on_load: Callable[[], None], keeps_engine_errors: bool = True,
+        wakes: Collection[asyncio.Event], keeps_engine_errors: bool = True,
     ) -> None:  # fmt: skip
         self.registry = registry
         self._rates = rates
         self._costs = costs
         self._counting = Counting()
         self._queue_timeout_s = queue_timeout_s
-        self._limits = limits().serving
-        self._on_load = on_load
+        self.limits = limits().serving
+        self._wakes = wakes
         self._keeps_engine_errors = keeps_engine_errors
         self._idle = asyncio.Event()
         self._idle.set()
@@ -210,13 +210,13 @@ class Serving:
         message = read_message(answer.body or b"")
         await self.log_error(request, answer.status, message)
         if correct_status(answer.status, message) != answer.status:
-            raise ModalityUnsupported(message[: self._limits.message_chars])
+            raise ModalityUnsupported(message[: self.limits.message_chars])
 
     async def log_error(self, request: Inference, status: int, message: str) -> None:
         """Write one line of an engine's error, with its words as far as they are none of the request's."""
         asked, quoted = request.body, ""
         if self._keeps_engine_errors:
-            is_large = len(asked) > self._limits.thread_bytes
+            is_large = len(asked) > self.limits.thread_bytes
             quoted = await asyncio.to_thread(quote_message, message, asked) if is_large else quote_message(message, asked)
         log.warning(
             "engine answered with an error request=%s model=%s path=%s status=%d error=%s",
@@ -230,7 +230,8 @@ class Serving:
             self._idle.clear()
         else:
             self._idle.set()
-        self._on_load()
+        for wake in self._wakes:
+            wake.set()
 
     def write_down(self, model: Model, request: Inference, answer: Answer | None, status: str) -> None:
         tally = self.tally
@@ -331,7 +332,7 @@ class Slot:
         if answer.status >= 400:
             await serving.take_error(request, answer)
         if forgotten:
-            answer.headers["x-muster-ignored"] = forgotten[: limits().serving.ignored_chars]
+            answer.headers["x-muster-ignored"] = forgotten[: serving.limits.ignored_chars]
         return answer
 
     async def _begin(self, replica: Replica, response: Response, turn: Turn, *, drops_usage: bool) -> Answer:
@@ -358,7 +359,7 @@ class Slot:
             # An answer is read to its end before its headers leave, because those carry final numbers. Where its length is not
             # told, JSON alone: other kinds, such as sound, may be meant to be played as they come.
             is_whole = response.status >= 400 or is_json
-            if length <= limits().serving.whole_bytes if length is not None else is_whole:
+            if length <= self._serving.limits.whole_bytes if length is not None else is_whole:
                 held = await self._read_whole(response, answer, is_json=is_json)
             if answer.body is not None:
                 return answer

@@ -43,7 +43,7 @@ async def assembled(tmp_path: Path, *options: str, **env: str) -> AsyncIterator[
     config = read_config(["--standalone", "--threads", "1", "--data", str(tmp_path / "data"), *options], surroundings)
     async with (
         aiohttp.ClientSession(auto_decompress=False) as client,
-        assemble(config, client, on_change=lambda: None, on_load=lambda: None) as parts,
+        assemble(config, client, on_change=lambda: None, wakes=()) as parts,
     ):
         await parts.start_models()
         yield parts

@@ -274,7 +274,7 @@ async def a_box(folder: Path, provider: ProviderContract, *, cap: float | None =
         write_settings(folder, served.url, cap=cap)
         config = read_config(["--standalone", "--data", str(folder)], {})
         with key_in_environment():
-            async with assemble(config, client, on_change=lambda: None, on_load=lambda: None) as box:
+            async with assemble(config, client, on_change=lambda: None, wakes=()) as box:
                 await box.start_models()
                 await eventually(lambda: box.pool.registry.find("cloud-large").is_ready)
                 yield box

@@ -160,7 +160,7 @@ def serving(engine: FakeEngine) -> Model:
     queue = FairQueue(slots=1, limits=QueueLimits(), budget=WaitBudget(1), weight_of=lambda _tenant: 1.0)
     model = Model(ModelDefinition(model_id="m", backend="gguf"), queue, lambda: None)
     supervisor = Supervisor(engine, silent_s=1, on_change=lambda: None)
-    supervisor.state = EngineState.LOADED
+    supervisor._become(EngineState.LOADED)
     model.replicas.append(Replica(LoadPlan(model_id="m", backend="gguf", slots=1), supervisor))
     model.apply(ModelEvent.LOAD)
     model.serve(load_s=1.0)
@@ -201,7 +201,7 @@ async def test_who_waits_in_vain_is_told_so_and_the_engine_gets_no_more_until_it
     model = serving(FakeEngine())
     with pytest.raises(errors.ModalityUnsupported):
         await Counting().count(model, ask(prompt="x"))
-    model.replicas[0].supervisor.state = EngineState.FAILED
+    model.replicas[0].supervisor._become(EngineState.FAILED)
     with pytest.raises(errors.EngineNotReached):
         await Counting().count(model, ask(prompt="x"))
 

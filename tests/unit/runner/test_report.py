@@ -133,7 +133,7 @@ def make_model(name: str = "m", *, replicas: int = 0, slots: int = 2, translate:
     plan = LoadPlan(model_id=name, backend="gguf", slots=slots)
     for _ in range(replicas):
         supervisor = Supervisor(FakeEngine(), silent_s=1, on_change=lambda: None)
-        supervisor.state = EngineState.LOADED
+        supervisor._become(EngineState.LOADED)
         model.replicas.append(Replica(plan, supervisor))
     return model
 

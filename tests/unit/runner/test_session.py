@@ -7,9 +7,17 @@ import json
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import aiohttp
 import pytest
+from aiohttp.http_websocket import WebSocketWriter
+from websockets.frames import Frame as WebSocketFrame
+from websockets.frames import Opcode
+from websockets.protocol import OPEN
+from websockets.server import ServerProtocol
 
 from conformance.events import DONE, read_stream
 from conformance.events import Stream as EventStream
@@ -17,12 +25,13 @@ from runner.admission import FairQueue, QueueLimits, WaitBudget
 from runner.admission.tenants import read_rates
 from runner.api.bodies import BodyBudget
 from runner.api.inference import InferenceEndpoint
+from runner.connection import GatewaySocket
 from runner.definitions.decoding import Decoding
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import Call
 from runner.engines.supervisor import Supervisor
-from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, StreamClosed
+from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, RateLimitExceeded, SessionLost, StreamClosed
 from runner.fit import read_shape
 from runner.library import Library
 from runner.pool import Registry
@@ -53,6 +62,7 @@ from tests.fakes.recorded_streams import (
     STREAMS,
     RecordedStream,
 )
+from tests.fakes.waiting import eventually, turns
 from wire import bridge, frames
 from wire.bridge import MUSTER_V1, ProtocolError, Register, RegisterAck, encode_message
 from wire.frames import End
@@ -174,6 +184,79 @@ def test_nothing_may_come_before_the_ack_nor_a_second_one_nor_bridge_requests() 
         ClientSession().receive_text(bridge.encode_message(older))
 
 
+class _Wire:
+    """A transport that keeps what is written; ``held_bytes`` is what the kernel has not taken."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.held_bytes = 0
+        self.is_broken = False
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+
+    def is_closing(self) -> bool:
+        return self.is_broken
+
+    def get_write_buffer_size(self) -> int:
+        return self.held_bytes
+
+
+def make_socket(transport: _Wire) -> GatewaySocket:
+    """Return a socket over a transport."""
+    protocol = SimpleNamespace(_paused=False)
+    writer = WebSocketWriter(protocol, transport, use_mask=True)  # type: ignore[arg-type]  # as much of both as is asked for
+    loop, times = asyncio.get_running_loop(), aiohttp.ClientWSTimeout()
+    return GatewaySocket(None, writer, None, SimpleNamespace(connection=None), times, True, False, loop)
+
+
+async def test_what_is_posted_in_one_turn_leaves_in_one_write_as_masked_frames() -> None:
+    wire = _Wire()
+    socket = make_socket(wire)
+    sent: list[str | bytes] = [b"", b"x" * 125, b"y" * 126, "ü" * 40_000, bytes(range(256)) * 1024]
+    for each in sent:
+        socket.post(each)
+    assert wire.written == []
+    await turns(1)
+    assert len(wire.written) == 1
+    peer = ServerProtocol(state=OPEN, max_size=None)
+    peer.receive_data(wire.written[0])
+    found = [frame for frame in peer.events_received() if isinstance(frame, WebSocketFrame)]
+    assert [bytes(frame.data).decode() if frame.opcode is Opcode.TEXT else bytes(frame.data) for frame in found] == sent
+    assert all(frame.fin for frame in found)
+    keys = {wire.written[0][2:6], wire.written[0][8:12]}
+    assert len(keys) == 2, "every frame has a key of its own"
+
+
+async def test_a_socket_has_room_again_once_the_gateway_has_read_and_one_that_broke_ends_its_session() -> None:
+    set_runner_limits(connection={"outbox_bytes": 1000, "outbox_bytes_max": 3000, "outbox_look_s": 0.001})
+    wire = _Wire()
+    socket = make_socket(wire)
+    watch = asyncio.create_task(socket.watch_room())
+    called: list[int] = []
+    socket.post(bytes(1001))
+    assert not socket.has_room
+    wire.held_bytes = 1500
+    socket.when_room(lambda: called.append(1))
+    await turns(5)
+    assert (socket.has_room, called) == (False, [])
+    wire.held_bytes = 900
+    await eventually(lambda: socket.has_room)
+    await turns(5)
+    assert called == [1]
+    socket.post(bytes(200))
+    assert not socket.has_room, "what the transport holds counts"
+    wire.is_broken = True
+    with pytest.raises(SessionLost):
+        await asyncio.wait_for(watch, 30)
+    stuck = make_socket(full := _Wire())
+    full.held_bytes = 3001
+    stuck.when_room(lambda: called.append(2))
+    with pytest.raises(SessionLost, match="does not read"):
+        await asyncio.wait_for(stuck.watch_room(), 30)
+    assert called == [1]
+
+
 class StreamGateway:
     """One stream and the frames that arrive on it; ``Serve`` is what stands behind the relay."""
 
@@ -279,10 +362,10 @@ async def test_a_stream_ends_once_and_what_fails_in_its_answer_is_not_to_be_trie
         assert ("failed unexpectedly" in caplog.text) is isinstance(error, ZeroDivisionError)
         assert "a bug" not in gateway.end.message
     gateway, serve = StreamGateway(), Serve()
-    serve.pieces, serve.error_after = [b"data: 1\n\n", b"data: 2\n\n"], None if code == "busy" else error
+    serve.pieces, serve.error_after = [b"data: 1\n\n", b"data: 2\n\n"], error
     await serve_stream(gateway, serve)
     assert gateway.kinds == [frames.HEAD, frames.DATA, frames.DATA, frames.END]
-    assert (gateway.end.error, gateway.end.retryable) == ("" if code == "busy" else code, False)
+    assert (gateway.end.error, gateway.end.retryable) == ("" if error is None else "engine_failed", False)
 
 
 async def test_a_refusal_keeps_its_status_and_says_when_to_come_back() -> None:
@@ -338,17 +421,14 @@ class PaperEngine(FakeEngine):
 class Node:
     """A node with one model, whose engine is on paper."""
 
-    def __init__(self) -> None:
+    def __init__(self, **rates: str) -> None:
         self.engine, self.tally = PaperEngine(), Tally()
         library = Library(None, None, None, read_shape=read_shape)
         budget = WaitBudget(9)
         registry = Registry(library=library, make_queue=lambda _: self.queue, on_change=lambda: None)
         self.queue = FairQueue(slots=1, limits=QueueLimits(), budget=budget, weight_of=lambda _tenant: 1.0)
         self.registry = registry
-        serving = Serving(
-            registry, rates=read_rates({}), tally=self.tally, costs=None, queue_timeout_s=5.0, on_load=lambda: None
-        )
-        self.serving = serving
+        serving = Serving(registry, rates=read_rates(rates), tally=self.tally, costs=None, queue_timeout_s=5.0, wakes=())
         self.serving = serving
         serving.pool_shape = PoolSurface(serving, Decoding)
         self.endpoint = InferenceEndpoint(self, BodyBudget(), is_form=False)  # type: ignore[arg-type]  # only the door is used
@@ -402,6 +482,22 @@ async def node() -> AsyncIterator[Node]:
     await made.start()
     yield made
     await made.supervisor.unload(gently=True)
+
+
+async def test_a_tenants_rate_counts_what_it_asks_of_the_nodes_own_port_and_nothing_from_a_gateway() -> None:
+    node = Node(TENANT_RATE_LIMIT_t="1req/hour")
+    await node.start()
+    try:
+        node.engine.pieces = [b"data: [DONE]\n\n"]
+        ask = partial(Inference, "POST", CHAT, {}, b'{"model":"m"}', "m")
+        for served in (ask("t", on_socket=True), ask("t"), ask("other"), ask("t", on_socket=True)):
+            async with node.serving.open(served) as answer:
+                assert answer.status == 200
+        with pytest.raises(RateLimitExceeded, match="Tenant t exceeded 1 req/hour"):
+            await node.serving.open(ask("t")).__aenter__()
+        assert (node.tally.refusals, node.serving.load, node.queue.active) == ({"rate_limit_exceeded": 1}, 0, 0)
+    finally:
+        await node.supervisor.unload(gently=True)
 
 
 def list_errors(path: str, said: EventStream) -> list[int]:
