@@ -190,7 +190,8 @@ class GatewaySocket(aiohttp.ClientWebSocketResponse):
         parts, self._parts, self._posted_bytes = self._parts, [], 0
         if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))
-        self._look()
+        if not self.has_room or self._transport.get_write_buffer_size():
+            self._look()
 
     def _look(self) -> None:
         """See how much room there is: what the transport holds only shrinks until the next write."""

@@ -76,10 +76,11 @@ class _Job:
 
     def write(self, out: bytes) -> None:
         """Send bytes of the body, or hold them."""
-        stream, outlet = self.stream, self.outlet
-        if not self._held and outlet.has_room and len(out) <= stream.window and len(out) <= WIRE.frame_payload_bytes:
+        stream, outlet, size = self.stream, self.outlet, len(out)
+        if not self._held and outlet.has_room and size <= stream.window and size <= WIRE.frame_payload_bytes:
             if stream.is_open:  # else the gateway has cancelled it, and its task is about to hear that
-                outlet.post(stream.data(out))
+                stream.window -= size
+                outlet.post(stream.data_head + out)
             return
         self._held += out
         self.go_on()

@@ -64,9 +64,12 @@ class Outlet(Protocol):
 
 
 class Stream:
-    """One request on one session: made by OPEN, gone after its END. ``window`` is in DATA payload bytes."""
+    """One request on one session: made by OPEN, gone after its END. ``window`` is in DATA payload bytes.
 
-    __slots__ = ("_data_head", "_parts", "_received", "_table", "attempt", "ident", "is_open", "meta", "window")
+    ``data_head`` begins a DATA frame: who sends thousands in a second puts it before each and lowers the window itself.
+    """
+
+    __slots__ = ("_parts", "_received", "_table", "attempt", "data_head", "ident", "is_open", "meta", "window")
 
     def __init__(self, table: dict[int, Stream], frame: Frame, meta: OpenMeta) -> None:
         self.ident = frame.stream
@@ -75,7 +78,7 @@ class Stream:
         self.window = meta.window_bytes
         self.is_open = True
         self._table = table
-        self._data_head = encode_frame(DATA, frame.stream, frame.attempt)
+        self.data_head = encode_frame(DATA, frame.stream, frame.attempt)
         self._parts: list[bytes] | None = []
         self._received = 0
 
@@ -95,7 +98,7 @@ class Stream:
         if size > self.window:
             raise ValueError(f"{size} bytes exceed the window of {self.window}")
         self.window -= size
-        return self._data_head + payload
+        return self.data_head + payload
 
     def end(self, end: End) -> bytes:
         """Close the stream and return its END frame. Raises StreamClosed."""

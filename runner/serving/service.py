@@ -41,7 +41,7 @@ from runner.serving.responses import uses_pool_shape
 from wire import clock
 from wire.bridge import TokenCounts
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
-from wire.events import EndReader, StreamEnd, open_end_reader
+from wire.events import BLANK_LINES, EndReader, StreamEnd, open_end_reader
 from wire.limits import WIRE
 from wire.messages_fields import FORMATS, find_unhonoured
 from wire.tidy import ChatTidier
@@ -498,16 +498,22 @@ class Flow:
 
     async def pipe(self, write: Callable[[bytes], None]) -> None:
         """Call ``write`` with what goes out, as it comes; return after the last."""
-        response, take, feeds, numbers = self._response, self._take, self._feeds, self._answer.numbers
+        response, take, (first, *others), numbers = self._response, self._take, self._feeds, self._answer.numbers
         assert isinstance(response, HttpResponse)
         is_on_socket = self._slot.request.on_socket
+        cutter = self._reader.cutter if isinstance(self._reader, StreamReader) else None
 
         def pass_on(chunk: bytes) -> None:
             if numbers.first_byte_ms is None or not is_on_socket:
                 if chunk := take(chunk):
                     write(chunk)
                 return
-            for feed in feeds:
+            is_plain = cutter is not None and not cutter.held and not cutter.is_inside_event
+            if not (is_plain and chunk.endswith(BLANK_LINES) and b'"usage"' not in chunk):
+                chunk = first(chunk)
+                if not chunk:
+                    return
+            for feed in others:
                 chunk = feed(chunk)
                 if not chunk:
                     return
