@@ -14,7 +14,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import cache, partial
 from types import TracebackType
-from typing import cast
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -40,13 +40,18 @@ path or method than those that were checked, and ``x-conversation-id``, which ma
 
 
 class HttpResponse:
-    """One answer: read with ``read`` or ``readany``, or given to a callback with ``pipe``. Its head is there from the start."""
+    """One call and its answer: read with ``read`` or ``readany``, or given to a callback with ``pipe``.
 
-    def __init__(self, connection: _Connection) -> None:
+    Entering it sends the call and waits for the head of the answer, leaving it lets go of the connection.
+    """
+
+    def __init__(self, server: HttpServer, head: bytes, body: bytes) -> None:
+        self._server = server
+        self._call = (head, body)
         self.status = 0
         self._fields: CIMultiDict[str] = CIMultiDict()
-        self._connection: _Connection | None = connection
-        self._loop = connection.loop
+        self._connection: _Connection | None = None
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._held: list[bytes] = []
         self._held_bytes = 0
@@ -55,7 +60,24 @@ class HttpResponse:
         self._is_over = False
         self.take: Callable[[bytes], None] | None = None
         """Who gets the bytes of the body at once."""
-        self._most_held: float = connection.piece_bytes
+        self._most_held = math.inf
+
+    async def __aenter__(self) -> Self:
+        self._connection = connection = self._server.take_idle() or await self._server.connect()
+        self._most_held = connection.piece_bytes
+        connection.send(self, *self._call)
+        self._call = (b"", b"")  # a large one is not kept for as long as its answer lasts
+        try:
+            await self.wait_head()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # What serving reads, as ``port.Response`` says
 
@@ -267,11 +289,11 @@ class _Connection(asyncio.Protocol):
         """Whether a request can be written."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, head: bytes, body: bytes) -> HttpResponse:
-        """Write a request, a large one in pieces; return the answer, of which nothing is there yet."""
+    def send(self, response: HttpResponse, head: bytes, body: bytes) -> None:
+        """Write a request, a large one in pieces; its answer goes to ``response``."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
-        self._response = response = HttpResponse(self)
+        self._response = response
         self._seen_bytes, self._ends_by_close, self._is_complete = 0, False, False
         if len(body) <= self.piece_bytes:
             self._transport.write(head + body)
@@ -279,7 +301,6 @@ class _Connection(asyncio.Protocol):
             self._transport.write(head)
             self._rest = memoryview(body)
             self._write_rest()
-        return response
 
     def pause(self) -> None:
         """Read no further."""
@@ -348,30 +369,6 @@ class _Connection(asyncio.Protocol):
         self._is_kept = self._parser.should_keep_alive()
 
 
-class _Exchange:
-    """Context of one call: entering sends it and returns the answer's head, leaving lets go of the connection."""
-
-    def __init__(self, server: HttpServer, head: bytes, body: bytes) -> None:
-        self._server, self._head, self._body = server, head, body
-        self._response: HttpResponse | None = None
-
-    async def __aenter__(self) -> HttpResponse:
-        connection = self._server.take_idle() or await self._server.connect()
-        self._response = response = connection.send(self._head, self._body)
-        try:
-            await response.wait_head()
-        except BaseException:
-            response.close()
-            raise
-        return response
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._response is not None:
-            self._response.close()
-
-
 class HttpServer:
     """An engine's HTTP server. ``base_url`` ends before ``/v1``; both fields are set once it is known where it listens.
 
@@ -412,7 +409,7 @@ class HttpServer:
         while self._idle:
             self._idle.pop().close()
 
-    def send(self, call: Call, *, path: str | None = None, body: bytes | None = None) -> _Exchange:
+    def send(self, call: Call, *, path: str | None = None, body: bytes | None = None) -> HttpResponse:
         """Send a call, with another path or body where the adapter had to change them. Raises aiohttp.ClientError, OSError.
 
         Leaving the context closes the connection unless the answer was read to its end, which is what makes an engine stop.
@@ -422,7 +419,7 @@ class HttpServer:
         lines += [_say_header(name, value) for name, value in call.headers.items() if name.lower() not in NOT_TO_ENGINE]
         lines += [_say_header(name, value) for name, value in self.headers.items()]
         lines.append(b"Content-Length: %d\r\n\r\n" % len(payload) if payload or call.method == "POST" else b"\r\n")
-        return _Exchange(self, b"".join(lines), payload)
+        return HttpResponse(self, b"".join(lines), payload)
 
     def take_idle(self) -> _Connection | None:
         """Return a connection that is open and waits for a request, the newest first; None when there is none."""
