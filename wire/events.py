@@ -214,8 +214,8 @@ class EndReader:
                 self._kept.append(out)
             else:
                 self._keep(out)
-            for mark in self._closes:
-                if mark in out or self.closing:
+            for mark in self._closes:  # ``in`` would first raise, and drop, an error that the mark is no number
+                if out.find(mark) >= 0 or self.closing:
                     return self._hold_closing(out)
         return out
 

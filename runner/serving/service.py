@@ -509,7 +509,8 @@ class Flow:
                     write(chunk)
                 return
             is_plain = cutter is not None and not cutter.held and not cutter.is_inside_event
-            if not (is_plain and chunk.endswith(BLANK_LINES) and b'"usage"' not in chunk):
+            # ``in`` would first raise, and drop, an error that the word is no number.
+            if not (is_plain and chunk.endswith(BLANK_LINES) and chunk.find(b'"usage"') < 0):
                 chunk = first(chunk)
                 if not chunk:
                     return
