@@ -57,7 +57,7 @@ _MASKED, _SIZES_OF_2, _SIZES_OF_8 = 0x80, 126, 127
 _HEAD, _HEAD_OF_2, _HEAD_OF_8 = struct.Struct(">BBI"), struct.Struct(">BBHI"), struct.Struct(">BBQI")
 
 
-class Server(Protocol):
+class StreamServer(Protocol):
     """Who serves streams. Nothing here may block."""
 
     def open(self, stream: Stream, body: bytes, outlet: Outlet) -> None:
@@ -103,7 +103,7 @@ class Host(Protocol):
         """Whether new requests are refused."""
 
     @property
-    def relay(self) -> Server:
+    def relay(self) -> StreamServer:
         """What serves streams."""
 
 
