@@ -12,6 +12,7 @@ from collections.abc import Callable
 from django.db import Error as DatabaseFailure
 from django.db import connections
 
+from core.db.threads import with_kept_connection
 from core.limits import limits
 
 logger = logging.getLogger(__name__)
@@ -41,16 +42,15 @@ class Reconciler:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                self._look()
+                with_kept_connection(self._look)
                 self._note_database(is_away=False)
             except DatabaseFailure as error:
                 self._note_database(is_away=True, why=type(error).__name__)
             except Exception:
                 # One operation that cannot be looked at must not stop the looks at all others.
                 logger.exception("reconcile_failed")
-            finally:
-                connections.close_all()
             self._stopping.wait(self._every_s)
+        connections.close_all()
 
     def _note_database(self, *, is_away: bool, why: str = "") -> None:
         """Log when the database goes away and when it is back, not every few seconds in between."""

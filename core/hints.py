@@ -14,9 +14,10 @@ import redis
 from asgiref.sync import async_to_sync
 from channels.exceptions import ChannelFull
 from channels.layers import get_channel_layer
-from channels_redis.pubsub import RedisPubSubChannelLayer
+from channels_redis.pubsub import RedisPubSubChannelLayer, RedisPubSubLoopLayer, RedisSingleShardConnection
 from django.conf import settings
 from django.db import transaction
+from redis.asyncio.client import PubSub
 
 from core.limits import limits
 from wire import clock
@@ -76,8 +77,37 @@ class _HintQueue(asyncio.Queue[bytes]):
         super().put_nowait(item)
 
 
+class _Subscription(PubSub):
+    """Waits for the next message where channels_redis would look ten times a second."""
+
+    async def get_message(self, ignore_subscribe_messages: bool = False, timeout: float | None = 0.0) -> Any:
+        """Return the next message; None when none came for ``hint_wait_s``, however soon the caller wants to be back."""
+        del timeout
+        return await super().get_message(ignore_subscribe_messages, timeout=limits().core.hint_wait_s)
+
+
+class _Shard(RedisSingleShardConnection):  # type: ignore[misc]  # channels_redis ships no types
+    """One connection to Valkey that listens."""
+
+    # Any: of redis-py, and None before the first command
+    _redis: Any
+    _pubsub: Any
+
+    def _ensure_redis(self) -> None:
+        if self._pubsub is None:
+            super()._ensure_redis()
+            self._pubsub = _Subscription(self._redis.connection_pool)
+
+
 class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redis ships no types
     """The channel layer: it delivers hints and nothing else, whoever sent it."""
+
+    def _get_layer(self) -> RedisPubSubLoopLayer:
+        is_new = asyncio.get_running_loop() not in self._layers
+        layer = super()._get_layer()
+        if is_new:
+            layer._shards = [_Shard(shard.host, layer) for shard in layer._shards]  # noqa: SLF001 - has no other way in
+        return layer
 
     async def new_channel(self, prefix: str = "specific.") -> str:
         """Return the name of a new channel of this process; nothing comes on it before it joins a group."""

@@ -42,6 +42,7 @@ class CoreLimits:
     hint_send_s: float = bound(1.0, "s", "A hint that is not sent by then is dropped; rows are read at the next sweep anyway.")
     # Less than supervisors wait for an answer of the control plane.
     hint_read_s: float = bound(1.0, "s", "Valkey counts as unreachable.")
+    hint_wait_s: float = bound(10.0, "s", "A listener that heard no hint looks again whether there is one.")
     hint_waiting: int = bound(1000, "hints", "The oldest hint gives way to one more.")
     # Ours have about a hundred.
     hint_bytes: int = bound(1024, "bytes", "A longer message is no hint: it is counted and dropped.")
@@ -702,6 +703,7 @@ class GatewayLimits:
     page_key_warning_s: float = bound(7 * 86_400.0, "s", "Overview names keys in use that end within it.")
     # The HTTP server of a gateway (controlplane.gateway_server)
     server_backlog: int = bound(2_048, "connections", "The kernel refuses a further connection that waits to be accepted.")
+    server_tick_s: float = bound(1.0, "s", "The date that answers carry is renewed.")
     server_stop_poll_s: float = bound(0.05, "s", "A gateway that stops looks again whether requests still run.")
     server_pipelined: int = bound(
         64, "requests", "A connection with more requests waiting for the answer before theirs is closed."

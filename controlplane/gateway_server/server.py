@@ -7,10 +7,13 @@ import gc
 import logging
 import socket
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
-import uvicorn
 from django.conf import settings
+from uvicorn.config import Config
+from uvicorn.server import Server
 
 from controlplane.gateway_server.fast_path import FastPath
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, KnownRequests
@@ -71,12 +74,28 @@ class GatewayApp:
         await send({"type": "lifespan.shutdown.complete"})
 
 
-class GatewayServer(uvicorn.Server):
+class GatewayServer(Server):
     """uvicorn that lets running requests finish before it closes the sockets of the boxes that answer them."""
 
-    def __init__(self, config: uvicorn.Config, runtime: GatewayRuntime) -> None:
+    def __init__(self, config: Config, runtime: GatewayRuntime) -> None:
         super().__init__(config)
         self._runtime = runtime
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._told = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        """Renew the date of answers each second until a signal says stop; uvicorn itself looks ten times a second."""
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limits().gateway.server_tick_s):
+                    await self._told.wait()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal."""
+        super().handle_exit(sig, frame)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._told.set)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new work, wait for what runs (bounded by the grace period), then close everything."""
@@ -104,7 +123,7 @@ def serve(*, host: str, port: int, fd: int | None = None) -> None:
     server.run(None if fd is None else [socket.socket(fileno=fd)])
 
 
-def make_config(app: GatewayApp, *, host: str, port: int) -> uvicorn.Config:
+def make_config(app: GatewayApp, *, host: str, port: int) -> Config:
     """Return how uvicorn serves a gateway."""
     bounds = limits().gateway
     GatewayHttpProtocol.header_timeout_s = bounds.header_s
@@ -112,7 +131,7 @@ def make_config(app: GatewayApp, *, host: str, port: int) -> uvicorn.Config:
     GatewayHttpProtocol.known = KnownRequests(
         app.inference, app.serve_known, FastPath(app.runtime.pipeline, app.inference).begin
     )
-    return uvicorn.Config(
+    return Config(
         app,
         host=host,
         port=port,

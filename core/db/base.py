@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from django.db.backends.postgresql import base
-from psycopg import IsolationLevel
+from psycopg import IsolationLevel, OperationalError
+from psycopg.pq import ConnStatus
 
 from core.db.connection import PatientConnection, read_patience
 from core.limits import limits
@@ -25,6 +27,20 @@ class DatabaseWrapper(base.DatabaseWrapper):
             parameters["options"] = f"{parameters.get('options', '')} {limit}".strip()
             parameters["connect_timeout"] = _limit_connect(str(parameters.get("connect_timeout", "")), patience.left_s)
         return parameters
+
+    def keep(self) -> None:
+        """Leave the connection open for the next work of this thread, whatever ``CONN_MAX_AGE`` says."""
+        self.close_at = None
+
+    def close_if_left(self) -> None:
+        """Close a kept connection that the server closed meanwhile, so that the next statement opens another. Asks nothing."""
+        if self.connection is None or self.in_atomic_block:
+            return
+        pgconn = self.connection.pgconn
+        with suppress(OperationalError):
+            pgconn.consume_input()
+        if pgconn.status != ConnStatus.OK:
+            self.close()
 
     def get_new_connection(self, conn_params: dict[str, Any]) -> PatientConnection:
         """Return an open connection. Raises OperationalError of the driver."""

@@ -14,9 +14,10 @@ from contextlib import suppress
 from functools import cache
 from typing import ParamSpec, TypeVar
 
-from django.db import OperationalError, close_old_connections
+from django.db import OperationalError, close_old_connections, connections
 
 from core.db import Patience, limit_patience
+from core.db.base import DatabaseWrapper
 from core.limits import limits
 from wire import clock
 
@@ -114,9 +115,26 @@ async def run_pulse(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
 async def _run_on(pool: ThreadPoolExecutor, work: Callable[[], R]) -> R:
     def call() -> R:
         with limit_patience(Patience(silence_s=limits().core.database_s)):
-            return _with_connection(work)
+            return with_kept_connection(work)
 
     return await asyncio.get_running_loop().run_in_executor(pool, call)
+
+
+def with_kept_connection(work: Callable[[], R]) -> R:
+    """Run ``work`` on a connection that this thread keeps for its next work: what comes every second is cheaper than one.
+
+    For threads that a process has few of and that live as long as it does. Each work of a thread has to bear with the limits
+    (``limit_patience``) of the first: they are the connection's. Raises whatever ``work`` raises; the connection is closed then
+    unless it is as good as new.
+    """
+    connection = connections["default"]
+    assert isinstance(connection, DatabaseWrapper)
+    connection.close_if_left()
+    try:
+        return work()
+    finally:
+        connection.keep()
+        close_old_connections()
 
 
 def _with_connection(work: Callable[[], R]) -> R:
