@@ -13,8 +13,7 @@ import signal
 import socket
 import uuid
 from contextlib import suppress
-from dataclasses import replace
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,7 +35,7 @@ from gateway.models import GatewayProcess
 from gateway.reconciler import close_orphaned_requests
 from gateway.request.dispatch import Dispatcher
 from gateway.request.identity import KeyRing, RateLimiter
-from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry, read_change_mark, store_key_use
+from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry, Marks, read_marks, store_key_use
 from gateway.request.pipeline import Pipeline
 from gateway.request.records import RecordWriter
 from gateway.values import ModelEntry
@@ -49,12 +48,23 @@ from nodes.links.keeper import FLEET, LinkKeeper
 from nodes.links.relay import RelayLink
 from nodes.services.drains import write_drain_counts
 from nodes.services.ejections import EjectionReport, write_ejections
-from nodes.services.sessions import find_revoked, load_node_rows, write_presences
+from nodes.services.sessions import KnownNodes, write_presences
 from nodes.states import DrainCount, NodeRow
 from wire import clock
 from wire.ids import new_uuid7
 
 logger = logging.getLogger("muster.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """What a sweep read; None = the table did not change. ``is_full``: ``keys`` are all there are, not the changed ones."""
+
+    marks: Marks
+    is_full: bool
+    keys: list[tuple[str, KeyEntry]] | None
+    models: list[ModelEntry] | None
+    aliases: list[AliasEntry] | None
 
 
 class GatewayRuntime:
@@ -98,7 +108,9 @@ class GatewayRuntime:
         self._tasks: list[asyncio.Task[None]] = []
         self._targets: dict[str, HttpTarget] = {}
         self._keys_mark: int | None = None
-        self._keys_full_at = 0.0
+        self._marks: Marks | None = None
+        self._full_at = 0.0
+        self._nodes = KnownNodes(self.gateway_id)
         self._resolving: asyncio.Task[None] | None = None
         self._refresh = asyncio.Event()
         self._drains_told: list[DrainCount] = []
@@ -291,22 +303,25 @@ class GatewayRuntime:
 
     async def _sweep(self) -> None:
         now = clock.monotonic()
-        since = self._keys_mark if now - self._keys_full_at <= self.limits.reload_s else None
-        mark, full, keys, models, aliases, rows, (others, peers), revoked = await run_upkeep(
-            self._load, since, self._credentials_in_use()
-        )
-        self.catalogue.apply_keys(keys, replace=full)
-        self.catalogue.apply_models(models)
-        self.catalogue.apply_aliases(aliases)
-        self._keys_mark = mark
-        if full:
-            self._keys_full_at = now
+        since = self._keys_mark if now - self._full_at <= self.limits.reload_s else None
+        news = await run_upkeep(self._load, since, self._credentials_in_use())
+        if news.keys is not None:
+            self.catalogue.apply_keys(news.keys, replace=news.is_full)
+        if news.models is not None:
+            self.catalogue.apply_models(news.models)
+        if news.aliases is not None:
+            self.catalogue.apply_aliases(news.aliases)
+        self._marks, self._keys_mark = news.marks, news.marks.since
+        if news.is_full:
+            self._full_at = now
+        rows = self._nodes.list_rows()
         declared = {name for row in rows for name in row.model_names}.difference(self.catalogue.models)
         if declared:  # operators then see them, with a button that allows them
             await run_upkeep(services.remember_models, names=sorted(declared))
-        self.keeper.other_gateways = others
+        self.keeper.other_gateways = frozenset(news.marks.others)
+        peers = _find_peers(news.marks.others)
         self.keeper.apply(rows, targets=self._known_targets(rows), peers=peers, read_at=now)
-        self.keeper.cut_off(revoked)
+        self.keeper.cut_off(news.marks.revoked)
 
     def _credentials_in_use(self) -> list[int]:
         return [link.credential_id for link in self.registry if isinstance(link, RelayLink)]
@@ -333,52 +348,22 @@ class GatewayRuntime:
 
     # in a database thread
 
-    def _load(
-        self, since: int | None, credentials: list[int]
-    ) -> tuple[
-        int,
-        bool,
-        list[tuple[str, KeyEntry]],
-        list[ModelEntry],
-        list[AliasEntry],
-        list[NodeRow],
-        tuple[frozenset[uuid.UUID], dict[uuid.UUID, HttpTarget]],
-        set[int],
-    ]:
-        mark = read_change_mark()
-        if since is not None and mark < since:
-            since = None
-        return (
-            mark,
-            since is None,
-            self.catalogue.load_keys(since),
-            self.catalogue.load_models(),
-            self.catalogue.load_aliases(),
-            load_node_rows(),
-            self._load_others(),
-            find_revoked(credentials),
+    def _load(self, since: int | None, credentials: list[int]) -> _News:
+        """Look what changed since the last sweep, and read that again; ``since`` None = read everything."""
+        marks = read_marks(since=since, gateway_id=self.gateway_id, credentials=credentials, dead_s=self.limits.dead_s)
+        before = self._marks
+        if since is None or before is None or marks.since < since:
+            since = before = None
+            self._nodes.forget()
+        if before is None or marks.nodes != before.nodes:
+            self._nodes.refresh()
+        return _News(
+            marks=marks,
+            is_full=since is None,
+            keys=self.catalogue.load_keys(since) if since is None or marks.has_new_keys else None,
+            models=self.catalogue.load_models() if before is None or marks.models != before.models else None,
+            aliases=self.catalogue.load_aliases() if before is None or marks.aliases != before.aliases else None,
         )
-
-    def _load_others(self) -> tuple[frozenset[uuid.UUID], dict[uuid.UUID, HttpTarget]]:
-        """Return which other gateways are alive, and where those are that can be asked to reach their boxes."""
-        since = Now() - timedelta(seconds=self.limits.dead_s)
-        alive = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=since).exclude(pk=self.gateway_id)
-        others = list(alive)
-        peers: dict[uuid.UUID, HttpTarget] = {}
-        for process in others if settings.CLUSTER_SECRET else ():
-            if not process.internal_url:
-                continue
-            parts = urlsplit(process.internal_url)
-            host = parts.hostname or "127.0.0.1"
-            peers[process.pk] = HttpTarget(
-                scheme=parts.scheme,
-                host=host,
-                address=host,
-                port=parts.port or (443 if parts.scheme == "https" else 80),
-                base_path="/internal/v1/nodes",
-                headers={"x-muster-cluster": settings.CLUSTER_SECRET},
-            )
-        return frozenset(process.pk for process in others), peers
 
     def _beat(self) -> None:
         # By the database's clock, by which it is judged: that of this machine may be wrong.
@@ -402,6 +387,25 @@ class GatewayRuntime:
 
     def _unregister_process(self) -> None:
         GatewayProcess.objects.filter(pk=self.gateway_id).update(stopped_at=Now(), heartbeat_at=Now())
+
+
+def _find_peers(others: dict[uuid.UUID, str]) -> dict[uuid.UUID, HttpTarget]:
+    """Return where those of some gateways, by internal URL, are that can be asked to reach their boxes."""
+    peers: dict[uuid.UUID, HttpTarget] = {}
+    for gateway_id, internal_url in others.items() if settings.CLUSTER_SECRET else ():
+        if not internal_url:
+            continue
+        parts = urlsplit(internal_url)
+        host = parts.hostname or "127.0.0.1"
+        peers[gateway_id] = HttpTarget(
+            scheme=parts.scheme,
+            host=host,
+            address=host,
+            port=parts.port or (443 if parts.scheme == "https" else 80),
+            base_path="/internal/v1/nodes",
+            headers={"x-muster-cluster": settings.CLUSTER_SECRET},
+        )
+    return peers
 
 
 def _resolve_targets(urls: set[str]) -> dict[str, HttpTarget]:

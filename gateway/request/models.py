@@ -24,6 +24,7 @@ from gateway.errors import GatewayError, MaxTokensTooLarge, ModelNotAllowed, Mod
 from gateway.models import ApiKey, Model, ModelAlias
 from gateway.routing import AUTO, Alias, Target, may_use, resolve
 from gateway.values import Caller, InferenceRequest, ModelEntry, PoolOptions, Priority
+from nodes.services.sessions import NODE_VERSIONS
 
 logger = logging.getLogger("muster.gateway")
 
@@ -36,6 +37,45 @@ SELECT key.id FROM newest, gateway_apikey AS key WHERE key.changed_in >= %s::xid
 SELECT key.id FROM newest, gateway_tenant AS tenant JOIN gateway_apikey AS key ON key.tenant_id = tenant.id
  WHERE tenant.changed_in >= %s::xid8 AND tenant.changed_in < newest.below
 """
+
+# The sum over a table is another number when a row was written, made or deleted: place and writer of a row name its version.
+_MARKS = f"""
+SELECT pg_snapshot_xmin(pg_current_snapshot())::text,
+       EXISTS ({_CHANGED.replace("%s", "%(since)s")}),
+       (SELECT sum(hashtextextended(concat_ws(' ', ctid, xmin), 0)) FROM gateway_model),
+       (SELECT sum(hashtextextended(concat_ws(' ', alias.ctid, alias.xmin, tenant.ctid, tenant.xmin), 0))
+          FROM gateway_modelalias AS alias LEFT JOIN gateway_tenant AS tenant ON tenant.id = alias.tenant_id),
+       (SELECT sum(version) FROM ({NODE_VERSIONS}) AS node),
+       ARRAY(SELECT id FROM nodes_nodecredential WHERE id = ANY(%(credentials)s) AND revoked_at IS NOT NULL),
+       others.ids, others.urls
+  FROM (SELECT array_agg(id) AS ids, array_agg(internal_url) AS urls FROM gateway_gatewayprocess
+         WHERE stopped_at IS NULL AND id <> %(gateway)s
+           AND heartbeat_at >= statement_timestamp() - make_interval(secs => %(dead_s)s)) AS others
+"""  # noqa: S608  # constants
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What one look at the database says: which tables are to be read again, and the little that is read each time.
+
+    ``models``, ``aliases``, ``nodes`` are equal in two looks when nothing of the table changed between them, but for the
+    presence of nodes that the asking gateway writes itself.
+    """
+
+    since: int
+    """For the next look, and for ``load_keys``: what is committed after this one has a number that is not smaller.
+
+    It is the oldest transaction under way, so that one which commits late is seen too. It only grows, unless the database was
+    replaced by another.
+    """
+    has_new_keys: bool
+    models: object
+    aliases: object
+    nodes: object
+    revoked: frozenset[int]
+    """Those of the credentials in use that were revoked."""
+    others: dict[uuid.UUID, str]
+    """Internal URLs of the other gateways that are alive, by id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +223,23 @@ def store_key_use(used: dict[uuid.UUID, float]) -> None:
         ApiKey.objects.filter(Q(last_used_at__lt=moment) | Q(last_used_at=None), pk=key_id).update(last_used_at=moment)
 
 
-def read_change_mark() -> int:
-    """Return a mark for ``load_keys``: what is committed after it has a number that is not smaller.
+def read_marks(*, since: int | None, gateway_id: uuid.UUID, credentials: list[int], dead_s: float) -> Marks:
+    """Look what changed for one gateway, in one statement. ``since``: of the look before; None = there was none.
 
-    It is the oldest transaction under way, so that one which commits late is seen too. It only grows, unless the database
-    was replaced by another.
+    ``dead_s``: seconds after which a gateway without a heartbeat is no longer alive.
     """
+    values: dict[str, str | float | uuid.UUID | list[int]] = {
+        "since": str(since or 0),
+        "gateway": gateway_id,
+        "credentials": credentials,
+        "dead_s": dead_s,
+    }
     with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_snapshot_xmin(pg_current_snapshot())::text")
-        return int(cursor.fetchone()[0])
+        cursor.execute(_MARKS, values)
+        newest, has_new_keys, models, aliases, nodes, revoked, ids, urls = cursor.fetchone()
+    return Marks(
+        int(newest), has_new_keys, models, aliases, nodes, frozenset(revoked), dict(zip(ids or (), urls or (), strict=True))
+    )
 
 
 _RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}

@@ -8,7 +8,7 @@ import logging
 import uuid
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 import msgspec
@@ -418,9 +418,61 @@ def find_revoked(credential_ids: list[int]) -> set[int]:
     return set(revoked.values_list("pk", flat=True))
 
 
-def load_node_rows() -> list[NodeRow]:
-    """Return every node as routing needs it; one query."""
+# Place and writer of a row name its version (PostgreSQL's manual, "System Columns"): whoever changes it writes another one.
+NODE_VERSIONS = """
+SELECT n.id, hashtextextended(concat_ws(' ', n.ctid, n.xmin, v.ctid, v.xmin,
+             CASE WHEN p.connected AND p.gateway_id = %(gateway)s THEN 'ours' ELSE concat(p.ctid, p.xmin) END), 0) AS version
+  FROM nodes_node AS n JOIN nodes_provider AS v ON v.id = n.provider_id LEFT JOIN nodes_nodepresence AS p ON p.node_id = n.id
+"""
+"""Every node with a number that changes when its rows do, but for the presence that the gateway itself writes."""
+
+
+class KnownNodes:
+    """The rows of one gateway process as they were last read; only those that changed are read again."""
+
+    def __init__(self, gateway_id: uuid.UUID) -> None:
+        self._gateway_id = gateway_id
+        self._known: dict[uuid.UUID, tuple[int, float, NodeRow]] = {}
+        """By node: version, when it was read (clock.monotonic()), row."""
+
+    def forget(self) -> None:
+        """Have every row read again."""
+        self._known = {}
+
+    def refresh(self) -> None:
+        """Read what changed since the last time: one query, and another one for those."""
+        with connection.cursor() as cursor:
+            cursor.execute(NODE_VERSIONS, {"gateway": self._gateway_id})
+            versions: dict[uuid.UUID, int] = dict(cursor.fetchall())
+        known = self._known
+        changed = [node_id for node_id, version in versions.items() if node_id not in known or known[node_id][0] != version]
+        now = clock.monotonic()
+        fresh = {row.node_id: (versions[row.node_id], now, row) for row in load_node_rows(changed)} if changed else {}
+        kept = {node_id: known[node_id] for node_id in versions if node_id in known and node_id not in fresh}
+        self._known = {**kept, **fresh}
+
+    def list_rows(self) -> list[NodeRow]:
+        """Return the rows, with ages and remaining times as of now. Asks nothing."""
+        now = clock.monotonic()
+        return [_age(row, now - read_at) for _, read_at, row in self._known.values()]
+
+
+def _age(row: NodeRow, seconds: float) -> NodeRow:
+    age_s, remaining_s = row.heartbeat_age_s, row.drain_remaining_s
+    if age_s is None and remaining_s is None:
+        return row
+    return replace(
+        row,
+        heartbeat_age_s=None if age_s is None else age_s + seconds,
+        drain_remaining_s=None if remaining_s is None else remaining_s - seconds,
+    )
+
+
+def load_node_rows(node_ids: Collection[uuid.UUID] | None = None) -> list[NodeRow]:
+    """Return every node, or those of ``node_ids``, as routing needs it; one query."""
     query = Node.objects.select_related("provider", "presence").annotate(database_now=Now()).order_by("name", "pk")
+    if node_ids is not None:
+        query = query.filter(pk__in=node_ids)
     rows: list[NodeRow] = []
     for node in query:
         now: datetime = node.database_now

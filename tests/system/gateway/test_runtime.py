@@ -23,18 +23,18 @@ from core.hints import HINT_GROUP
 from core.limits import GatewayLimits
 from core.throttle import AuthThrottle
 from gateway.errors import InvalidApiKey, RateLimited
-from gateway.models import ApiKey, GatewayProcess, Tenant
+from gateway.models import ApiKey, GatewayProcess, Model, Tenant
 from gateway.request.identity import KeyRing
-from gateway.request.models import Catalogue, KeyEntry, read_change_mark, store_key_use
+from gateway.request.models import AliasEntry, Catalogue, KeyEntry, read_marks, store_key_use
 from gateway.runtime import GatewayRuntime
-from gateway.services import create_api_key, create_tenant, disable_tenant, revoke_api_key
-from gateway.values import Caller
+from gateway.services import allow_model, create_api_key, create_tenant, disable_tenant, revoke_api_key
+from gateway.values import Caller, ModelEntry
 from nodes.channel import NodeChannel
 from nodes.links import Link, LinkRegistry
 from nodes.links.keeper import LinkKeeper
-from nodes.models import NodePresence
+from nodes.models import NodePresence, Provider
 from nodes.services.ejections import list_ejections
-from nodes.services.sessions import SessionEnd, close_sessions
+from nodes.services.sessions import KnownNodes, SessionEnd, close_sessions
 from tests.fakes.clock import install_virtual_clock, shift_clock
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import audited, make_node, make_presence
@@ -125,6 +125,78 @@ async def test_a_change_without_a_hint_is_found_by_the_sweep_and_a_database_with
         runtime._keys_mark = 2**60  # as read from the database before it was replaced
         await sync_to_async(revoke_api_key)(key_id=key.pk, actor=ACTOR)
         await eventually(lambda: runtime.catalogue.keys[key.keyid].revoked)
+
+
+class CountingTables(Catalogue):
+    """Counts how often a table is read."""
+
+    reads = 0
+
+    def load_keys(self, since: int | None) -> list[tuple[str, KeyEntry]]:
+        self.reads += 1
+        return super().load_keys(since)
+
+    def load_models(self) -> list[ModelEntry]:
+        self.reads += 1
+        return super().load_models()
+
+    def load_aliases(self) -> list[AliasEntry]:
+        self.reads += 1
+        return super().load_aliases()
+
+
+async def test_a_sweep_reads_the_tables_that_changed_and_no_other() -> None:
+    set_limits(gateway={"sweep_s": 0.1})
+    runtime = CountingRuntime()
+    await sync_to_async(allow_model)(name="tiny", actor=ACTOR)
+    tables = CountingTables(runtime.limits)
+    runtime.catalogue = tables
+    async with run_gateway(runtime):
+        await _sweep_twice(runtime)
+        read = tables.reads
+        await _sweep_twice(runtime)
+        assert tables.reads == read
+        await Model.objects.filter(name="tiny").aupdate(max_tokens=7)  # no hint says so
+        await eventually(lambda: tables.models["tiny"].max_tokens == 7)
+        assert tables.reads == read + 1
+        await Model.objects.filter(name="tiny").adelete()
+        await eventually(lambda: "tiny" not in tables.models)
+        assert tables.reads == read + 2
+
+
+async def _sweep_twice(runtime: CountingRuntime) -> None:
+    until = runtime.sweeps + 2
+    await eventually(lambda: runtime.sweeps >= until)
+
+
+def test_only_rows_of_nodes_that_changed_are_read_again_and_the_others_age() -> None:
+    ours, theirs, gateway_id = make_node(name="ours"), make_node(name="theirs"), uuid.uuid4()
+    make_presence(ours, gateway_id=gateway_id)
+    make_presence(theirs, gateway_id=uuid.uuid4())
+    nodes = KnownNodes(gateway_id)
+
+    def look() -> object:
+        return read_marks(since=None, gateway_id=gateway_id, credentials=[], dead_s=10).nodes
+
+    nodes.refresh()
+    seen, before = look(), {row.name: row for row in nodes.list_rows()}
+    NodePresence.objects.filter(node=ours).update(active_requests=3)
+    assert look() == seen, "a gateway does not read what it wrote itself"
+    NodePresence.objects.filter(node=theirs).update(active_requests=4)
+    assert look() != seen
+    nodes.refresh()
+    again = {row.name: row for row in nodes.list_rows()}
+    assert (again["theirs"].active_requests, again["ours"].active_requests) == (4, 0)
+    assert again["ours"].heartbeat_age_s is not None
+    assert again["ours"].heartbeat_age_s >= (before["ours"].heartbeat_age_s or 0)
+    seen = look()
+    Provider.objects.filter(pk=ours.provider_id).update(state="disabled")
+    assert look() != seen
+    nodes.refresh()
+    assert {row.provider_state for row in nodes.list_rows() if row.name == "ours"} == {"disabled"}
+    theirs.delete()
+    nodes.refresh()
+    assert [row.name for row in nodes.list_rows()] == ["ours"]
 
 
 async def test_a_gateway_whose_clock_is_wrong_is_alive_by_the_clock_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,12 +402,16 @@ class TestKeyRing:
         key, text = await sync_to_async(make_key)()
         catalogue = CountingCatalogue()
         ring = KeyRing(catalogue)
-        since = await sync_to_async(read_change_mark)()
+        since = await sync_to_async(read_mark)()
         await identify(ring, text)
         await sync_to_async(revoke_api_key)(key_id=key.pk, actor=ACTOR)
         catalogue.apply_keys(await sync_to_async(catalogue.load_keys)(since), replace=False)
         await refuse(ring, {"authorization": f"Bearer {text}"})
         assert catalogue.lookups == 1
+
+
+def read_mark() -> int:
+    return read_marks(since=None, gateway_id=uuid.uuid4(), credentials=[], dead_s=10).since
 
 
 def mark_now() -> int:
@@ -346,7 +422,7 @@ def mark_now() -> int:
     with connections["default"].cursor() as cursor:
         cursor.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text")
         now = int(cursor.fetchone()[0])
-    assert read_change_mark() <= now
+    assert read_mark() <= now
     return now
 
 
@@ -383,7 +459,7 @@ def test_a_revocation_is_seen_whatever_the_clock_of_its_writer_says(behind: time
     key, _ = make_key("k")
     other, _ = make_key("o", tenant="closing")
     catalogue = Catalogue(LIMITS)
-    since = read_change_mark()
+    since = read_mark()
     moment = timezone.now() - behind
     ApiKey.objects.filter(pk=key.pk).update(revoked_at=moment, updated_at=moment)
     Tenant.objects.filter(name="closing").update(is_active=False, updated_at=moment)
@@ -400,7 +476,7 @@ def test_a_change_is_seen_however_late_it_is_committed() -> None:
         with writer.cursor() as cursor:
             cursor.execute("UPDATE gateway_apikey SET revoked_at = now(), updated_at = now() - interval '1 day'")
         sooner, _ = make_key("committed sooner")
-        since = read_change_mark()
+        since = read_mark()
         seen = dict(Catalogue(LIMITS).load_keys(since))
         assert not any(entry.revoked for entry in seen.values())
         assert sooner.keyid in seen
