@@ -26,7 +26,10 @@ _UNDECIDED = [ApprovalState.PENDING.value, ApprovalState.APPROVED.value]
 
 def sweep_operations() -> int:
     """Remind, expire, block, and take approvals of revoked keys out; returns how many operations were changed."""
-    return _warn() + _expire() + block_stale() + _drop_void() + _claim_reviews()
+    changed = 0
+    if Operation.objects.filter(state__in=_UNDECIDED).exists():  # all but the reviews are of those alone
+        changed = _warn() + _expire() + block_stale() + _drop_void()
+    return changed + _claim_reviews()
 
 
 def block_stale() -> int:
