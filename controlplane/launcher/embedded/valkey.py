@@ -60,6 +60,8 @@ class Valkey:
             "proto-max-bulk-len": "1mb",
             "maxmemory-policy": "noeviction",
             "daemonize": "no",
+            # Looks at time-outs of clients and at memory once a second: it keeps no keys that expire.
+            "hz": "1",
             "loglevel": "notice",
         }
         argv = [str(find_binary())]
