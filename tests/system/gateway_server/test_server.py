@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from ipaddress import ip_network
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -169,6 +170,8 @@ async def test_a_runtime_that_cannot_start_keeps_the_server_from_listening() -> 
 
 class IdleRuntime:
     """What the application starts and stops."""
+
+    pipeline = SimpleNamespace(limits=GatewayLimits())
 
     async def start(self) -> None:
         """Nothing runs."""
