@@ -218,10 +218,9 @@ class FastRequest(KnownCycle, Sink):
         record.state = RequestState.RUNNING
 
     def start(self) -> None:
-        """Write the row and ask the node, both at once."""
+        """Ask the node and write the row, both at once."""
         pipeline, request, lease = self._path.pipeline, self.request, self._lease
         metrics.TALLY.in_flight += 1
-        pipeline.records.enter(self._record, self._take_row)
         self._number = pipeline.dispatcher.take_number()
         self._trial: Trial = pipeline.dispatcher.ejections.begin(
             lease.link,
@@ -245,6 +244,7 @@ class FastRequest(KnownCycle, Sink):
             priority=self._plan.priority,
         )
         self.stream = lease.link.open_stream(opened, self)
+        pipeline.records.enter(self._record, self._take_row)  # behind it: what waits to be written goes in this order
 
     def is_slow(self, latest: float) -> bool:
         """Whether it began before ``latest``, or its stream has said nothing since the last look, or all it has to say."""

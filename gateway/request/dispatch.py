@@ -18,6 +18,8 @@ from enum import StrEnum
 from http import HTTPStatus
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from core.limits import GatewayLimits
 from gateway.dialects import Surface
 from gateway.dialects.foreign_tools import has_foreign_tools
@@ -292,8 +294,7 @@ class Job:
     """Attempts that failed before their first byte: the nodes' fault once another one answers."""
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """A slot on a box, held by the one who iterates the answer. ``release`` is idempotent."""
 
     dispatcher: Dispatcher

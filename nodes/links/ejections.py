@@ -15,6 +15,8 @@ from enum import StrEnum
 from statistics import median
 from typing import Protocol
 
+import msgspec
+
 from core.limits import limits
 from nodes.links.port import Link, LinkCondition
 
@@ -110,8 +112,7 @@ class Standing:
     lost_link: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Trial:
+class Trial(msgspec.Struct, eq=False):
     """One attempt under way. ``caller`` None: the caller chose the node, so it cannot be blamed for what went wrong there."""
 
     link: Link
