@@ -10,11 +10,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 
 from nodes.links.relay import SCOPE_FRAMES
+from runner.errors import SessionLost
+from runner.limits import limits
 
 BUFFER_BYTES = 256 * 1024
 """What the two ends hold of one direction before whoever sends has to wait."""
@@ -179,6 +181,8 @@ class NodeEnd:
     def __init__(self, link: MemoryLink) -> None:
         self._link = link
         self._messages: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
+        self._wanting_room: list[Callable[[], None]] = []
+        self._is_behind = asyncio.Event()
         self._is_over = False
         self.receive = self._messages.get
 
@@ -201,10 +205,43 @@ class NodeEnd:
     def waiting_bytes(self) -> int:
         return self._link.up.waiting_bytes
 
+    @property
+    def has_room(self) -> bool:
+        return self.waiting_bytes <= limits().connection.outbox_bytes
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._is_over or self._link.up.is_cut
+
     def post(self, frame: Frame) -> None:
-        if self._is_over or self._link.up.is_cut:
-            raise Lost
-        self._link.up.post(frame)
+        """Send one message; what is posted to a connection that broke is dropped, and ``watch_room`` says so."""
+        if not self._is_broken:
+            self._link.up.post(frame)
+        if self._is_broken or not self.has_room:
+            self._is_behind.set()
+
+    def when_room(self, go_on: Callable[[], None]) -> None:
+        self._wanting_room.append(go_on)
+        self._is_behind.set()
+
+    async def watch_room(self) -> NoReturn:
+        """Let streams go on once there is room; ends like the runner's own when the gateway does not read at all."""
+        bounds = limits().connection
+        while not self._is_broken:
+            await self._is_behind.wait()
+            self._is_behind.clear()
+            while not self.has_room and not self._is_broken:
+                if self.waiting_bytes > bounds.outbox_bytes_max:
+                    raise SessionLost("the gateway does not read what is sent to it")
+                await asyncio.sleep(bounds.outbox_look_s)
+            wanting, self._wanting_room = self._wanting_room, []
+            for go_on in wanting:
+                go_on()
+        raise SessionLost("the connection broke")
+
+    async def wait_sent(self) -> None:
+        while self.waiting_bytes and not self._is_broken:
+            await asyncio.sleep(limits().connection.outbox_look_s)
 
     async def close(self, *, code: int = 1000) -> bool:
         """Close the socket in good order; behind a full line nothing waits longer than aiohttp does."""
