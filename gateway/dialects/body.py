@@ -1,20 +1,344 @@
-"""Reading just what policy needs from a JSON body, in one pass, leaving the bytes as they are."""
+"""What policy needs of a request body, JSON or form, read in one pass, leaving the bytes as they are."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import msgspec
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 
 from core.limits import limits
-from gateway.dialects.crowding import is_crowded
-from gateway.dialects.faults import join_fault, read_fault
-from gateway.errors import BadRequest, BodyTooLarge
+from gateway.errors import BadRequest, BodyTooLarge, EngineRefused, GatewayError
 from gateway.values import PoolOptions
 from gateway.whole_numbers import WholeNumber, read_whole_number
 from wire.bounds import find_crowd
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
+
+_STEP_OF_MARKS = re.compile(rb'(?:[^"\[{,]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"\[{,]*+)*+[\[{,]){1000}+', re.DOTALL)
+
+
+def is_crowded(data: bytes) -> bool:
+    """Return whether a JSON text holds more values than anybody needs. Texts shorter than ``body_marks`` bytes cannot.
+
+    Marks are counted wherever they stand first, which is quick; only a text with too many is looked at for its strings.
+    """
+    if len(data) <= WIRE.body_marks or data.count(b",") + data.count(b"[") + data.count(b"{") <= WIRE.body_marks:
+        return False
+    at = 0
+    for _ in range(WIRE.body_marks // 1000):
+        found = _STEP_OF_MARKS.match(data, at)
+        if found is None:
+            return False
+        at = found.end()
+    return True
+
+
+# The place stands last: what comes before may hold a name or a value that a client chose.
+_PLACE = re.compile(r" - at `\$([^`]*)`\Z")
+_NAMED = re.compile(r"Object (?:missing required|contains unknown) field `(.*)`\Z", re.DOTALL)
+
+
+def read_fault(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Return the reason and the path below the value that was read, such as ``.content[1].type``; empty = the value itself."""
+    said = str(error)
+    place = _PLACE.search(said)
+    path = place.group(1) if place is not None else ""
+    reason = said[: place.start()] if place is not None else said
+    named = _NAMED.match(reason)
+    if named is not None:
+        path += f".{named.group(1)[: limits().gateway.fault_field_chars]}"
+    return reason[: limits().gateway.fault_reason_chars], path
+
+
+def join_fault(error: msgspec.ValidationError) -> tuple[str, str | None]:
+    """Return the reason with its place, and the path from the top of a body; None = the body itself."""
+    reason, path = read_fault(error)
+    place = _PLACE.search(str(error))
+    return reason + (place.group() if place is not None else ""), path.removeprefix(".") or None
+
+
+class _Tool(msgspec.Struct):
+    type: object = None
+    input_schema: object = None
+
+
+class _Body(msgspec.Struct):
+    tools: list[_Tool] = []
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def has_foreign_tools(body: bytes, *, is_anthropic: bool) -> bool:
+    """Whether a request offers tools that are not plain functions, such as ``web_search`` or a custom tool with a grammar."""
+    try:
+        tools = _decoder.decode(body).tools
+    except UNREADABLE:
+        return False
+    if is_anthropic:
+        return any(tool.type not in (None, "custom") or not isinstance(tool.input_schema, dict) for tool in tools)
+    return any(tool.type != "function" for tool in tools)
+
+
+_ABOUT_PARTS = re.compile(
+    r"\b(?:content|parts?|files?|documents?|pdf|images?|audio|multimodal|modalit(?:y|ies))\b", re.IGNORECASE
+)
+_KINDS = {
+    "document": "document", "file": "file", "input_file": "file", "image": "image", "input_image": "image",
+    "input_audio": "audio",
+}  # fmt: skip
+_GROUPS = {"file": "document"}
+_MENTIONS = re.compile(r"(?P<document>\bfiles?\b|documents?|pdf)|(?P<image>image)|(?P<audio>audio)", re.IGNORECASE)
+_REFUSALS = frozenset({400, 415, 422, 501})
+_AS_TEXT = frozenset({"text", "content"})
+"""Sources of a document that the translation gives to the engine as text."""
+
+
+class _Source(msgspec.Struct):
+    type: object = None
+
+
+class _Part(msgspec.Struct):
+    type: object = None
+    source: _Source | str | None = None
+    content: list[_Part] | str | None = None
+
+
+class _Turn(msgspec.Struct):
+    content: list[_Part] | str | None = None
+    output: list[_Part] | str | None = None
+
+
+class _Asked(msgspec.Struct):
+    messages: list[_Turn] | None = None
+    input: list[_Turn] | str | None = None
+
+
+_content_decoder = msgspec.json.Decoder(_Asked)
+
+
+def name_unread_part(error: GatewayError, body: bytes) -> GatewayError:
+    """Return an engine's refusal with the field that it is about, where its words are about parts and there is such a part.
+
+    ``body``: as the client sent it. What the engine mentions first is what it refuses; what it would take comes after that.
+    """
+    words = error.message
+    if not isinstance(error, EngineRefused) or error.status not in _REFUSALS or not _ABOUT_PARTS.search(words):
+        return error
+    places: dict[str, tuple[str, str]] = {}
+    for place, part in _list_parts(body):
+        if (kind := _find_kind(part)) is not None:
+            places.setdefault(_GROUPS.get(kind, kind), (place, kind))
+    group = next((group for group in _list_mentioned(words) if group in places), None)
+    if group is None:
+        return error
+    place, kind = places[group]
+    message = f"The {kind} in '{place}' cannot be given to this model. Its engine says: {words.strip()}"
+    return EngineRefused(message, status=error.status, param=place)
+
+
+def holds_part(body: bytes, kinds: frozenset[str]) -> bool:
+    """Whether a request holds a part of one of these types, in a turn or in the result of a tool."""
+    if not any(b'"%b"' % kind.encode() in body for kind in kinds):  # the usual case, found out without reading it
+        return False
+    return any(isinstance(part.type, str) and part.type in kinds for _place, part in _list_parts(body))
+
+
+def _list_mentioned(words: str) -> list[str]:
+    """Return the groups of parts in the order in which the words mention them; documents in any case."""
+    found = [match.lastgroup for match in _MENTIONS.finditer(words) if match.lastgroup is not None]
+    return [*dict.fromkeys(found), "document"]
+
+
+def _find_kind(part: _Part) -> str | None:
+    """Return what a part is if it is more than text."""
+    is_text = isinstance(part.source, _Source) and part.source.type in _AS_TEXT
+    return _KINDS.get(part.type) if isinstance(part.type, str) and not is_text else None
+
+
+def _list_parts(body: bytes) -> Iterator[tuple[str, _Part]]:
+    """Yield every part with its place, in their order."""
+    if is_crowded(body):
+        return
+    try:
+        asked = _content_decoder.decode(body)
+    except UNREADABLE:
+        return
+    for name, turns in (("messages", asked.messages), ("input", asked.input)):
+        for number, turn in enumerate(turns if isinstance(turns, list) else []):
+            for field, parts in (("content", turn.content), ("output", turn.output)):
+                yield from _list_below(parts, f"{name}[{number}].{field}")
+
+
+def _list_below(parts: list[_Part] | str | None, place: str, *, levels: int = 3) -> Iterator[tuple[str, _Part]]:
+    for number, part in enumerate(parts if isinstance(parts, list) else []):
+        here = f"{place}[{number}]"
+        yield here, part
+        if levels > 1:  # results of tools and what documents hold; clients choose the depth
+            yield from _list_below(part.content, f"{here}.content", levels=levels - 1)
+
+
+FORM_TYPE = b"multipart/form-data"
+_READ_FIELDS = frozenset({b"model", b"stream"})
+_TRUE = frozenset({"true", "1", "on", "yes"})
+_FALSE = frozenset({"false", "0", "off", "no", ""})
+
+
+class FormBody(msgspec.Struct):
+    """The fields policy looks at, and the names of all parts that are files."""
+
+    model: str
+    stream: bool
+    files: frozenset[bytes]
+
+
+def read_form(body: bytes, content_type: str) -> FormBody:
+    """Parse a multipart form. Raises BadRequest naming the field at fault."""
+    boundary = _read_boundary(content_type)
+    collector = _Collector()
+    _run_parser(body, boundary, collector)
+    if b"model" not in collector.fields:
+        raise BadRequest("The field 'model' is required.", param="model")
+    return FormBody(
+        model=collector.fields[b"model"],
+        stream=_read_flag(collector.fields.get(b"stream", "")),
+        files=frozenset(collector.files),
+    )
+
+
+def replace_form_model(body: bytes, content_type: str, model: str) -> bytes:
+    """Return a form that ``read_form`` has read, with another value of its field ``model``."""
+    boundary = _read_boundary(content_type)
+    collector = _Collector()
+    _run_parser(body, boundary, collector)
+    start, end = collector.model_span
+    return body[:start] + model.encode() + body[end:]
+
+
+def _read_boundary(content_type: str) -> bytes:
+    kind, options = parse_options_header(content_type)
+    boundary = options.get(b"boundary", b"")
+    if kind != FORM_TYPE or not 0 < len(boundary) <= limits().gateway.form_boundary_bytes:
+        raise BadRequest("Send this as multipart/form-data, with its boundary in the content-type header.")
+    return boundary
+
+
+def _run_parser(body: bytes, boundary: bytes, collector: _Collector) -> None:
+    parser = MultipartParser(
+        boundary,
+        {
+            "on_part_begin": collector.begin_part,
+            "on_header_field": collector.take_header_name,
+            "on_header_value": collector.take_header_value,
+            "on_header_end": collector.end_header,
+            "on_headers_finished": collector.end_headers,
+            "on_part_data": collector.take_data,
+            "on_part_end": collector.end_part,
+        },
+    )
+    mark = b"\r\n--" + boundary
+    marks = padded = 0
+    try:
+        for start in range(0, len(body), limits().gateway.form_piece_bytes):
+            end = start + limits().gateway.form_piece_bytes
+            # The parser is quick between boundaries and slow at each thing that begins like one.
+            marks += body.count(mark, max(0, start - len(mark) + 1), end)
+            if marks > limits().gateway.form_parts:
+                raise BadRequest(f"The form has too many parts; at most {limits().gateway.form_parts} are accepted.")
+            collector.offset = start
+            parser.write(body[start:end])
+            # Blanks behind a boundary are walked one by one: no form needs more than a piece of them.
+            padded = padded + 1 if parser.state is MultipartState.BOUNDARY_PADDING else 0
+            if padded > 1:
+                raise BadRequest("The form cannot be read: a boundary is followed by too many blanks.")
+    except FormParserError:
+        raise BadRequest("The form cannot be read: it does not keep to multipart/form-data.") from None
+    if parser.state is not MultipartState.END:
+        raise BadRequest("The form cannot be read: it ends before its last boundary.")
+
+
+def _read_flag(text: str) -> bool:
+    word = text.strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise BadRequest("The field 'stream' must be true or false.", param="stream")
+
+
+class _Collector:
+    """What the parser calls. One part at a time; of a part that is not read only its name is kept."""
+
+    def __init__(self) -> None:
+        self.fields: dict[bytes, str] = {}
+        self.files: set[bytes] = set()
+        self._header = b""
+        self._value = b""
+        self._disposition = b""
+        self._name: bytes | None = None
+        self._data = b""
+        self.offset = 0
+        """Where in the whole body the piece begins that is being parsed."""
+        self.model_span = (0, 0)
+        """Where in the whole body the value of ``model`` stands."""
+
+    def begin_part(self) -> None:
+        self._disposition, self._name, self._data = b"", None, b""
+
+    def take_header_name(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def take_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def end_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            if self._disposition:
+                raise BadRequest("The form cannot be read: a part has two Content-Disposition headers.")
+            self._disposition = self._value
+        self._header = self._value = b""
+
+    def end_headers(self) -> None:
+        kind, options = parse_options_header(self._disposition.decode("latin-1"))
+        name = options.get(b"name")
+        if kind != b"form-data" or name is None:
+            raise BadRequest("The form cannot be read: each part needs a Content-Disposition of form-data with a name.")
+        is_file = b"filename" in options
+        if is_file:
+            self.files.add(name)
+        if name not in _READ_FIELDS:
+            return
+        text = name.decode()
+        if is_file:
+            raise BadRequest(f"The field '{text}' must be text, not a file.", param=text)
+        if name in self.fields:
+            raise BadRequest(f"The field '{text}' is given twice.", param=text)
+        self.fields[name] = ""
+        self._name = name
+
+    def take_data(self, data: bytes, start: int, end: int) -> None:
+        if self._name is None:
+            return
+        self._data += data[start:end]
+        if self._name == b"model":
+            first = self.model_span[0] or self.offset + start
+            self.model_span = (first, first + len(self._data))
+        if len(self._data) > limits().gateway.form_field_bytes:
+            text = self._name.decode()
+            raise BadRequest(f"The field '{text}' is too long.", param=text)
+
+    def end_part(self) -> None:
+        if self._name is None:
+            return
+        try:
+            self.fields[self._name] = self._data.decode()
+        except UnicodeDecodeError:
+            text = self._name.decode()
+            raise BadRequest(f"The field '{text}' is not UTF-8.", param=text) from None
+
 
 _IMAGE_URL_PREFIX = "data:"
 
@@ -57,7 +381,7 @@ class RequestBody(msgspec.Struct):
         return limit, field
 
 
-_decoder = msgspec.json.Decoder(RequestBody, dec_hook=read_whole_number)
+_request_decoder = msgspec.json.Decoder(RequestBody, dec_hook=read_whole_number)
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _options_decoder = msgspec.json.Decoder(PoolOptions, dec_hook=read_whole_number)
 _encoder = msgspec.json.Encoder()
@@ -78,7 +402,7 @@ def read_body(body: bytes) -> RequestBody:
     if not body.isascii():
         _check_encoding(body)
     try:
-        return _decoder.decode(body)
+        return _request_decoder.decode(body)
     except msgspec.ValidationError as error:
         reason, param = join_fault(error)
         raise BadRequest(f"Invalid request body: {reason}.", param=param) from None
@@ -205,24 +529,24 @@ def require_list(raw: msgspec.Raw, name: str) -> None:
         raise BadRequest(f"The field '{name}' must not be empty.", param=name)
 
 
-class _Source(msgspec.Struct):
+class _PartSource(msgspec.Struct):
     type: str = ""
     data: msgspec.Raw = msgspec.Raw()
-    content: str | list[_Part] | None = None
+    content: str | list[_TextPart] | None = None
 
 
-class _Part(msgspec.Struct):
+class _TextPart(msgspec.Struct):
     """A part of a message. Messages nests: tool results hold parts or a text, documents say where theirs is."""
 
     text: str | None = None
     thinking: str | None = None
-    content: str | list[_Part] | None = None
+    content: str | list[_TextPart] | None = None
     input: msgspec.Raw = msgspec.Raw()
-    source: _Source | None = None
+    source: _PartSource | None = None
 
 
 class _Message(msgspec.Struct):
-    content: str | list[_Part] | None = None
+    content: str | list[_TextPart] | None = None
     tool_calls: msgspec.Raw = msgspec.Raw()
 
 
@@ -244,7 +568,7 @@ def count_prompt_chars(messages: msgspec.Raw, *others: msgspec.Raw) -> int:
     return total
 
 
-def _count_content(content: str | list[_Part] | None) -> int:
+def _count_content(content: str | list[_TextPart] | None) -> int:
     if content is None or isinstance(content, str):
         return len(content or "")
     total = 0

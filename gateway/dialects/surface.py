@@ -13,13 +13,15 @@ from gateway.dialects.body import (
     RequestBody,
     check_model_name,
     count_prompt_chars,
+    name_unread_part,
     read_body,
     read_fields,
+    read_form,
     read_options,
     replace_fields,
+    replace_form_model,
     require_list,
 )
-from gateway.dialects.form import read_form, replace_form_model
 from gateway.dialects.messages import translate_messages
 from gateway.dialects.refusal import complete_error, read_refusal, read_shape
 from gateway.dialects.responses import (
@@ -34,7 +36,6 @@ from gateway.dialects.responses import (
     translate_responses,
 )
 from gateway.dialects.translation import Translation
-from gateway.dialects.unread_parts import name_unread_part
 from gateway.errors import BadRequest, BodyUnreadable, ContextTooLong, GatewayError, PromptTooLarge
 from gateway.values import InferenceRequest, derive
 from wire import clock

@@ -22,8 +22,7 @@ import msgspec
 
 from core.limits import GatewayLimits
 from gateway.dialects import Surface
-from gateway.dialects.foreign_tools import has_foreign_tools
-from gateway.dialects.unread_parts import holds_part
+from gateway.dialects.body import has_foreign_tools, holds_part
 from gateway.errors import (
     EndpointNotAnswered,
     ForwardedRequestFailed,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gateway.dialects.messages.answer import MessagesTranslator
 from gateway.dialects.messages.request import to_chat_body
-from gateway.dialects.messages.translator import MessagesTranslator
 from gateway.dialects.translation import Translation
 from gateway.values import InferenceRequest
 

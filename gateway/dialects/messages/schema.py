@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw
 
 from core.limits import limits
-from gateway.dialects.faults import read_fault
+from gateway.dialects.body import read_fault
 from gateway.errors import BadRequest
 from gateway.whole_numbers import WholeNumber
 from wire.unreadable import UNREADABLE

@@ -1,17 +1,367 @@
-"""Pieces of a chat answer sorted into output items: what is thought, said and called."""
+"""A chat completion said in the words of the Responses API: a whole one, and a stream as events of ordered output items."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
 
 from core.limits import limits
-from gateway.dialects.chat import ChatChoice, ChatMessage, FunctionPart, ToolCallPart
-from gateway.dialects.responses.logprobs import render_logprobs
-from gateway.dialects.responses.object import Status
-from gateway.dialects.responses.output import REFUSAL, TEXT, THOUGHT, CallItem, EventLog, OutputItem, PartKind, SpokenItem
-from gateway.dialects.responses.tools import ToolTable
-from gateway.errors import StreamTooLarge
+from gateway.dialects.chat import (
+    ChatChoice,
+    ChatMessage,
+    ChatPiece,
+    ChatTimings,
+    ChatUsage,
+    FunctionPart,
+    ObjectScan,
+    ToolCallPart,
+    list_payloads,
+    read_chat,
+)
+from gateway.dialects.refusal import read_stream_failure
+from gateway.dialects.responses.items import CallKind, ToolName, ToolTable, unwrap_input
+from gateway.dialects.responses.object import (
+    ResponseFrame,
+    ResponseMoment,
+    Status,
+    Stopwatch,
+    count_tokens,
+    make_response_id,
+    measure,
+    render_error,
+    render_response,
+    render_usage,
+    write_event,
+)
+from gateway.dialects.translation import AnswerContext
+from gateway.errors import ForwardedRequestFailed, GatewayError, RequestInterrupted, StreamTooLarge
+from wire.bridge import TokenCounts
+from wire.events import EventCutter
 from wire.limits import WIRE
+from wire.unreadable import UNREADABLE
+
+
+class _Candidate(msgspec.Struct):
+    token: str = ""
+    logprob: float = 0.0
+    bytes: list[int] | None = None
+
+
+class _Token(_Candidate):
+    top_logprobs: list[_Candidate] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+def render_logprobs(logprobs: object) -> bytes:
+    """Return the tokens of ``choices[].logprobs`` as JSON without brackets; nothing when there are none to read."""
+    try:
+        tokens = msgspec.convert(logprobs, _Logprobs).content or []
+    except msgspec.ValidationError:
+        return b""
+    for token in tokens:
+        token.top_logprobs = token.top_logprobs or []
+        for candidate in (token, *token.top_logprobs):
+            candidate.bytes = list(candidate.token.encode()) if candidate.bytes is None else candidate.bytes
+    return msgspec.json.encode(tokens)[1:-1]
+
+
+_encode = msgspec.json.Encoder().encode
+_NO_ARGUMENTS = "{}"
+
+
+class EventLog:
+    """Numbers events and keeps them until they are taken. Silent: for answers that are not streamed, so none need be made."""
+
+    __slots__ = ("_next", "_waiting", "is_silent")
+
+    def __init__(self, *, is_silent: bool = False) -> None:
+        self.is_silent = is_silent
+        self._next = 1 if is_silent else 0
+        self._waiting: list[bytes] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever said; a silent one is as good as full."""
+        return self._next == 0
+
+    def add(self, name: bytes, members: bytes) -> None:
+        """Add an event. ``members``: what it has beside type and number, as JSON without braces."""
+        if not self.is_silent:
+            self._waiting.append(write_event(name, self._next, members))
+            self._next += 1
+
+    def add_delta(self, head: bytes, text: str) -> None:
+        """Add the next piece of a text. ``head``: the event up to its number."""
+        if not self.is_silent:
+            self._waiting.append(b'%b%d,"delta":%b}\n\n' % (head, self._next, _encode(text)))
+            self._next += 1
+
+    def take(self) -> bytes:
+        """Return what was added since the last time."""
+        waiting = self._waiting
+        if len(waiting) == 1:
+            return waiting.pop()
+        taken = b"".join(waiting)
+        waiting.clear()
+        return taken
+
+
+class OutputItem(Protocol):
+    """An item of the output."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still grow."""
+
+    def close(self, status: Status) -> None:
+        """Finish it; nothing happens when it is finished already."""
+
+    def render(self) -> bytes:
+        """Return the item as JSON."""
+
+
+class PartKind(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """A kind of content part, the item that holds it, and the names of its events."""
+
+    part: bytes
+    item: bytes
+    prefix: str
+    text_key: bytes
+    delta: bytes
+    done: bytes
+
+
+TEXT = PartKind(
+    part=b"output_text",
+    item=b"message",
+    prefix="msg",
+    text_key=b"text",
+    delta=b"response.output_text.delta",
+    done=b"response.output_text.done",
+)
+REFUSAL = PartKind(
+    part=b"refusal",
+    item=b"message",
+    prefix="msg",
+    text_key=b"refusal",
+    delta=b"response.refusal.delta",
+    done=b"response.refusal.done",
+)
+THOUGHT = PartKind(
+    part=b"reasoning_text",
+    item=b"reasoning",
+    prefix="rs",
+    text_key=b"text",
+    delta=b"response.reasoning_text.delta",
+    done=b"response.reasoning_text.done",
+)
+
+
+@dataclass(slots=True)
+class _Part:
+    kind: PartKind
+    head: bytes
+    """A delta event up to its number."""
+    where: bytes
+    """The members that name the part in every other event."""
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+    def render(self) -> bytes:
+        text = _encode(self.text)
+        if self.kind is not TEXT:
+            return b'{"type":"%b","%b":%b}' % (self.kind.part, self.kind.text_key, text)
+        return b'{"type":"output_text","annotations":[],"logprobs":[%b],"text":%b}' % (b",".join(self.logprobs), text)
+
+
+class SpokenItem:
+    """A message or a thought: parts of text, one after the other.
+
+    ``repeats_text``: a message has its text beside its parts too, for readers of llm-pool's shape.
+    """
+
+    __slots__ = ("_head", "_index", "_item_id", "_log", "_parts", "_repeats_text", "_status", "kind", "part")
+
+    def __init__(self, kind: PartKind, *, item_id: str, index: int, log: EventLog, repeats_text: bool) -> None:
+        self.kind = kind
+        self.part: _Part | None = None
+        """The part that grows."""
+        self._item_id = item_id
+        self._index = index
+        self._log = log
+        self._repeats_text = repeats_text and kind.item == b"message"
+        self._parts: list[_Part] = []
+        self._status = Status.IN_PROGRESS
+        if not log.is_silent:
+            log.add(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, self.render()))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still grow."""
+        return self._status is Status.IN_PROGRESS
+
+    @property
+    def text(self) -> str:
+        """What it says, refusals left out."""
+        return "".join(part.text for part in self._parts if part.kind is not REFUSAL)
+
+    def say(self, kind: PartKind, text: str, logprobs: bytes = b"") -> None:
+        """Add text to its last part, or to a new one if that is of another kind. ``logprobs``: JSON without brackets."""
+        part = self.part
+        if part is None or part.kind is not kind:
+            part = self._open_part(kind)
+        part.pieces.append(text)
+        if not logprobs:
+            self._log.add_delta(part.head, text)
+            return
+        part.logprobs.append(logprobs)
+        self._log.add(kind.delta, b'%b,"logprobs":[%b],"delta":%b' % (part.where, logprobs, _encode(text)))
+
+    def add_logprobs(self, logprobs: bytes) -> None:
+        """Note numbers of tokens that had no text of their own."""
+        if logprobs and self.part is not None and self.part.kind is TEXT:
+            self.part.logprobs.append(logprobs)
+
+    def close(self, status: Status) -> None:
+        """Finish it."""
+        if self.is_open:
+            self._close_part()
+            self._status = status
+            if not self._log.is_silent:
+                self._log.add(b"response.output_item.done", b'"output_index":%d,"item":%b' % (self._index, self.render()))
+
+    def render(self) -> bytes:
+        """Return the item as JSON."""
+        content = b",".join([part.render() for part in self._parts])
+        head = b'{"id":%b,"type":"%b","status":"%b"' % (_encode(self._item_id), self.kind.item, self._status.encode())
+        if self.kind.item == b"reasoning":
+            return b'%b,"summary":[],"content":[%b]}' % (head, content)
+        extra = b',"text":' + _encode(self.text) if self._repeats_text else b""
+        return b'%b,"role":"assistant","content":[%b]%b}' % (head, content, extra)
+
+    def _open_part(self, kind: PartKind) -> _Part:
+        self._close_part()
+        place = (_encode(self._item_id), self._index, len(self._parts))
+        where = b'"item_id":%b,"output_index":%d,"content_index":%d' % place
+        logprobs = b',"logprobs":[]' if kind is TEXT else b""
+        head = b'event: %b\ndata: {"type":"%b",%b%b,"sequence_number":' % (kind.delta, kind.delta, where, logprobs)
+        self.part = part = _Part(kind, head, where)
+        self._log.add(b"response.content_part.added", b'%b,"part":%b' % (where, part.render()))
+        self._parts.append(part)
+        return part
+
+    def _close_part(self) -> None:
+        part, self.part = self.part, None
+        if part is None or self._log.is_silent:
+            return
+        members = b'%b,"%b":%b' % (part.where, part.kind.text_key, _encode(part.text))
+        if part.kind is TEXT:
+            members += b',"logprobs":[%b]' % b",".join(part.logprobs)
+        self._log.add(part.kind.done, members)
+        self._log.add(b"response.content_part.done", b'%b,"part":%b' % (part.where, part.render()))
+
+
+_CALL_PREFIXES = {CallKind.FUNCTION: "fc", CallKind.CUSTOM: "ctc", CallKind.SEARCH: "tsc"}
+
+
+class CallItem:
+    """A call of a tool. Only a function's arguments are told while they grow: the others have to be read as a whole first."""
+
+    __slots__ = ("_call_id", "_head", "_index", "_item_id", "_log", "_pieces", "_scan", "_scanned", "_status", "_tool")
+
+    def __init__(self, tool: ToolName, *, call_id: str, stem: str, index: int, log: EventLog) -> None:
+        self._tool = tool
+        self._call_id = call_id
+        self._item_id = f"{_CALL_PREFIXES[tool.kind]}_{stem}_{index}"
+        self._index = index
+        self._log = log
+        self._pieces: list[str] = []
+        self._scan = ObjectScan()
+        self._scanned = 0
+        """How many pieces were scanned."""
+        self._status = Status.IN_PROGRESS
+        name = b"response.function_call_arguments.delta"
+        place = (name, name, _encode(self._item_id), index)
+        self._head = b'event: %b\ndata: {"type":"%b","item_id":%b,"output_index":%d,"sequence_number":' % place
+        if not log.is_silent:
+            log.add(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, self.render()))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still grow."""
+        return self._status is Status.IN_PROGRESS
+
+    def is_whole(self) -> bool:
+        """Whether its arguments so far are an object to its end."""
+        for number in range(self._scanned, len(self._pieces)):
+            self._scan.feed(self._pieces[number])
+        self._scanned = len(self._pieces)
+        return self._scan.is_complete
+
+    def add_arguments(self, piece: str) -> None:
+        """Add the next piece of the arguments, which is JSON text cut anywhere."""
+        self._pieces.append(piece)
+        if self._tool.kind is CallKind.FUNCTION:
+            self._log.add_delta(self._head, piece)
+
+    def close(self, status: Status) -> None:
+        """Finish it. A whole call without arguments has an empty object of them: readers parse the text."""
+        if not self.is_open:
+            return
+        if status is Status.COMPLETED and not "".join(self._pieces).strip():
+            self.add_arguments(_NO_ARGUMENTS)
+        self._status = status
+        if self._log.is_silent:
+            return
+        members = b'"item_id":%b,"output_index":%d' % (_encode(self._item_id), self._index)
+        if self._tool.kind is CallKind.FUNCTION:
+            said = (members, _encode(self._tool.name), _encode("".join(self._pieces)))
+            self._log.add(b"response.function_call_arguments.done", b'%b,"name":%b,"arguments":%b' % said)
+        elif self._tool.kind is CallKind.CUSTOM:
+            text = _encode(self._read_input())
+            self._log.add(b"response.custom_tool_call_input.delta", b'%b,"delta":%b' % (members, text))
+            self._log.add(b"response.custom_tool_call_input.done", b'%b,"input":%b' % (members, text))
+        self._log.add(b"response.output_item.done", b'"output_index":%d,"item":%b' % (self._index, self.render()))
+
+    def render(self) -> bytes:
+        """Return the item as JSON."""
+        tool = self._tool
+        fields: dict[str, object] = {
+            "id": self._item_id,
+            "type": tool.kind.value,
+            "status": self._status.value,
+            "call_id": self._call_id,
+        }
+        if tool.kind is CallKind.SEARCH:
+            fields |= {"execution": "client", "arguments": self._read_object()}
+        else:
+            fields["name"] = tool.name
+            if tool.namespace:
+                fields["namespace"] = tool.namespace
+            if tool.kind is CallKind.CUSTOM:
+                fields["input"] = self._read_input()
+            else:
+                fields["arguments"] = "".join(self._pieces)
+        return _encode(fields)
+
+    def _read_input(self) -> str:
+        """Return a custom tool's text; nothing before the whole of it can be read."""
+        return "" if self.is_open else unwrap_input("".join(self._pieces))
+
+    def _read_object(self) -> object:
+        try:
+            return msgspec.json.decode("".join(self._pieces)) if self._pieces else {}
+        except UNREADABLE:
+            return {}
 
 
 @dataclass(slots=True)
@@ -193,3 +543,218 @@ def number_calls(message: ChatMessage | None) -> None:
     """Give every call of a whole answer a number of its own: there, pieces are calls."""
     for n, part in enumerate((message.tool_calls if message is not None else None) or ()):
         part.index = n
+
+
+_INCOMPLETE_REASONS = {"length": b"max_output_tokens", "content_filter": b"content_filter"}
+_BROKEN_ENDS = frozenset({"abort", "error"})
+"""Finish reasons with which vLLM says that it gave the request up."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """What an answer takes over from its request, most of it for the ``ResponseFrame``. ``response_id`` None: one is made."""
+
+    echo: bytes
+    table: ToolTable
+    response_id: str | None = None
+    is_stored: bool = False
+    uses_pool_fields: bool = False
+
+
+class ResponsesTranslator:
+    """Says one chat answer as a response (``AnswerTranslator``). ``fail`` ends a stream that broke for any reason."""
+
+    def __init__(self, plan: AnswerPlan, context: AnswerContext) -> None:
+        self._plan = plan
+        self._context = context
+        self._frame = ResponseFrame(
+            response_id=plan.response_id or make_response_id(context.request_id),
+            model=context.model,
+            created=context.created,
+            echo=plan.echo,
+            is_stored=plan.is_stored,
+        )
+        self._opened_at = context.clock()
+        self._first_text_at: float | None = None
+        self._cutter = EventCutter()
+        self._large: list[bytes] = []
+        self._log = EventLog()
+        self._items = self._make_items()
+        self._finish_reason: str | None = None
+        self._usage: ChatUsage | None = None
+        self._timings: ChatTimings | None = None
+        self._failure: GatewayError | None = None
+        self._kept: bytes | None = None
+        self._is_done = self._is_over = False
+
+    @property
+    def usage(self) -> TokenCounts | None:
+        """What the engine counted, as far as it said."""
+        return count_tokens(self._usage)
+
+    @property
+    def failure(self) -> GatewayError | None:
+        """Why the answer is over, if it is."""
+        return self._failure
+
+    @property
+    def kept(self) -> bytes | None:
+        """The final response object as JSON, once the answer is whole (completed or incomplete)."""
+        return self._kept
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the engine's event stream, cut anywhere; return whole events, or nothing."""
+        if self._is_over or self._failure is not None:
+            return b""
+        events = self._cutter.feed(data)
+        if self._cutter.is_inside_event or self._large:
+            events = self._gather(events)
+        if events:
+            self._read(events)
+            if self._first_text_at is None and not self._items.is_empty:
+                self._first_text_at = self._context.clock()
+        return self._log.take()
+
+    def finish(self) -> bytes:
+        """Return the closing events. An engine that ended before its finish_reason or ``[DONE]`` is a ``failure``."""
+        if self._is_over or self._failure is not None:
+            return b""
+        rest = b"".join(self._large) + self._cutter.finish()
+        if rest and self._finish_reason is None:
+            self._read(rest, is_cut=True)
+        if self._failure is None and self._finish_reason is None and not self._is_done:
+            self._failure = RequestInterrupted("The engine broke off before the end of its answer.")
+        if self._failure is None:
+            self._begin()
+            self._end()
+        return self._log.take()
+
+    def fail(self, error: GatewayError) -> bytes:
+        """Return the events that end the stream with this error; nothing when it has ended already."""
+        if self._is_over:
+            return b""
+        self._is_over = True
+        self._failure = self._failure or error
+        self._begin()
+        moment = ResponseMoment(Status.FAILED, self._items.render(), render_usage(self._usage), render_error(error))
+        self._log.add(b"response.failed", b'"response":' + render_response(self._frame, moment))
+        return self._log.take()
+
+    def translate_whole(self, body: bytes) -> bytes:
+        """Return an unstreamed chat answer (HTTP 2xx) as a response object; nothing and a ``failure`` when it is none."""
+        self._log = EventLog(is_silent=True)
+        self._items = self._make_items()
+        try:
+            answer = read_chat(body)
+        except UNREADABLE:
+            self._failure = ForwardedRequestFailed("The engine answered with what is no chat completion.")
+            return b""
+        for choice in answer.choices:
+            number_calls(choice.message)
+        self._take(answer)
+        if self._failure is None and self._finish_reason is None:
+            self._failure = ForwardedRequestFailed("The engine answered without a finished message.")
+        if self._failure is None:
+            self._end()
+        return self._kept or b""
+
+    def _make_items(self) -> AnswerItems:
+        plan = self._plan
+        return AnswerItems(stem=self._frame.stem, table=plan.table, log=self._log, repeats_text=plan.uses_pool_fields)
+
+    def _gather(self, events: bytes) -> bytes:
+        """Put an event together that is too large for the cutter to hold."""
+        self._large.append(events)
+        if sum(map(len, self._large)) > limits().gateway.responses_event_bytes:
+            self._failure = StreamTooLarge()
+            self._large.clear()
+            return b""
+        if self._cutter.is_inside_event:
+            return b""
+        whole = b"".join(self._large)
+        self._large.clear()
+        return whole
+
+    def _read(self, events: bytes, *, is_cut: bool = False) -> None:
+        """Take whole events. ``is_cut``: the last one may be a piece of one, which counts for nothing."""
+        if events.startswith(b"data: {") and events.find(b"\n") == len(events) - 2:
+            payloads = iter((events[6:],))  # the usual case, one event of one line
+        else:
+            payloads = list_payloads(events)
+        for payload in payloads:
+            if payload == b"[DONE]":
+                self._is_done = True
+                continue
+            try:
+                piece = read_chat(payload)
+            except UNREADABLE:
+                if not is_cut:
+                    self._failure = ForwardedRequestFailed("The engine sent what is no chat stream.")
+                return
+            self._take(piece)
+            if self._failure is not None:
+                return
+
+    def _take(self, piece: ChatPiece) -> None:
+        if piece.error is not None:
+            self._failure = read_stream_failure(_encode(piece.error))
+            return
+        if self._log.is_empty:
+            self._begin()
+        if piece.usage is not None:
+            self._usage = piece.usage
+        if piece.timings is not None:
+            self._timings = piece.timings
+        for choice in piece.choices:
+            if choice.index != 0:
+                continue
+            try:
+                self._items.take(choice)
+            except StreamTooLarge as error:
+                self._failure = error
+                return
+            if choice.finish_reason is not None:
+                self._finish_reason = choice.finish_reason
+                if choice.finish_reason in _BROKEN_ENDS:
+                    self._failure = ForwardedRequestFailed("The engine gave the request up.")
+
+    def _begin(self) -> None:
+        """Say that the response exists, if that was not said yet."""
+        if self._log.is_empty:
+            response = b'"response":' + render_response(self._frame, ResponseMoment())
+            self._log.add(b"response.created", response)
+            self._log.add(b"response.in_progress", response)
+
+    def _end(self) -> None:
+        """Close every item and the response."""
+        if self._items.has_unnamed_call:
+            self._failure = ForwardedRequestFailed("The engine called a tool without naming it.")
+            return
+        reason = _INCOMPLETE_REASONS.get(self._finish_reason or "")
+        self._items.close(is_cut=reason is not None)
+        self._is_over = True
+        ended_at = self._context.clock()
+        moment = ResponseMoment(
+            status=Status.COMPLETED if reason is None else Status.INCOMPLETE,
+            output=self._items.render(),
+            usage=render_usage(self._usage),
+            incomplete_details=b"null" if reason is None else b'{"reason":"%b"}' % reason,
+            completed_at=b"%d" % (self._context.created + int(ended_at - self._opened_at)) if reason is None else b"null",
+            extra=self._tell_metrics(ended_at) if self._plan.uses_pool_fields else b"",
+        )
+        self._kept = response = render_response(self._frame, moment)
+        # To llm-pool's readers there is no end but this one; the object in it says what is missing.
+        is_completed = reason is None or self._plan.uses_pool_fields
+        self._log.add(b"response.completed" if is_completed else b"response.incomplete", b'"response":' + response)
+
+    def _tell_metrics(self, ended_at: float) -> bytes:
+        """Say llm-pool's numbers in an event of their own; return what its readers want in the object."""
+        watch = Stopwatch(
+            received_at=self._context.received_at,
+            opened_at=self._opened_at,
+            first_text_at=self._first_text_at,
+            ended_at=ended_at,
+        )
+        metrics = _encode(measure(watch, usage=self.usage, timings=self._timings))
+        self._log.add(b"response.metrics", b'"id":%b,"metrics":%b' % (_encode(self._frame.response_id), metrics))
+        return b',"output_text":%b,"metrics":%b' % (_encode(self._items.text), metrics)

@@ -1,23 +1,267 @@
-"""The response object: what of it stays the same for the whole answer, and the object at any moment of it.
-
-Every key is there, null where nothing is known, except ``user``, which the published schema wants to be text.
-Source: OpenAI API reference, "The response object"; Open Responses, "ResponseResource".
-"""
+"""The response object of the Responses API: the fields that it repeats, what is kept from who reads it, and its lists."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.dialects.chat import ChatUsage
-from gateway.dialects.responses.credentials import hide_tool_credentials
-from gateway.dialects.responses.fields import ResponsesRequest
-from gateway.errors import GatewayError
+from core.limits import limits
+from gateway.dialects.body import join_fault
+from gateway.dialects.chat import ChatTimings, ChatUsage
+from gateway.dialects.responses.items import Item, item_kind
+from gateway.errors import BadRequest, GatewayError
+from gateway.whole_numbers import WholeNumber, read_whole_number
 from wire.bridge import TokenCounts
 from wire.contract import ErrorCode
+from wire.ids import format_id, new_uuid7
+from wire.unreadable import UNREADABLE
+
+
+class Decoding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``decoding``: how tokens are chosen; what is None was not given."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: WholeNumber | None = None
+    repetition_penalty: float | None = None
+    max_tokens: WholeNumber | None = None
+    stop: list[str] | None = None
+    beam_size: WholeNumber | None = None
+
+
+_CHAT_NAMES = {
+    "temperature": ("temperature",),
+    "top_p": ("top_p",),
+    "top_k": ("top_k",),
+    "repetition_penalty": ("repetition_penalty", "repeat_penalty"),  # vLLM's name and llama.cpp's; each ignores the other
+    "max_tokens": ("max_tokens",),
+    "stop": ("stop",),
+}
+
+
+def translate_decoding(decoding: Decoding) -> tuple[dict[str, object], list[str]]:
+    """Return chat fields, and the names of what no chat engine takes."""
+    given = {name: value for name, value in msgspec.structs.asdict(decoding).items() if value is not None}
+    fields = {chat: value for name, value in given.items() for chat in _CHAT_NAMES.get(name, ())}
+    return fields, [f"decoding.{name}" for name in given if name not in _CHAT_NAMES]
+
+
+class PoolMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds and token counts; None = unknown. backend ⊂ engine ⊂ pool: each outer timer covers the inner one."""
+
+    backend_inference_wall_ms: float | None = None
+    engine_total_wall_ms: float | None = None
+    engine_outside_backend_wall_ms: float | None = None
+    pool_total_wall_ms: float | None = None
+    engine_queue_wait_ms: float | None = None
+    engine_tokenize_ms: float | None = None
+    gpu_time_to_first_token_ms: float | None = None
+    gpu_generate_total_ms: float | None = None
+    gpu_decode_after_first_token_ms: float | None = None
+    engine_prompt_tokens: int | None = None
+    engine_output_tokens: int | None = None
+    engine_tokens_per_second: float | None = None
+
+
+class Stopwatch(msgspec.Struct, kw_only=True):
+    """Readings of one monotonic clock, in seconds: request received, sent to the box, first text, end of the answer."""
+
+    received_at: float | None
+    opened_at: float
+    first_text_at: float | None = None
+    ended_at: float
+
+
+def measure(watch: Stopwatch, *, usage: TokenCounts | None, timings: ChatTimings | None) -> PoolMetrics:
+    """Return the numbers of an answer as the gateway sees them, with the engine's own where it says them."""
+    backend = (watch.ended_at - watch.opened_at) * 1000.0
+    waited = None if watch.received_at is None else max(0.0, (watch.opened_at - watch.received_at) * 1000.0)
+    whole = backend + (waited or 0.0)
+    first = None if watch.first_text_at is None else (watch.first_text_at - watch.opened_at) * 1000.0
+    generated = None
+    if timings is not None and timings.predicted_ms is not None:
+        generated = (timings.prompt_ms or 0.0) + timings.predicted_ms
+    spent = backend if generated is None else generated
+    output = usage.completion_tokens if usage is not None else None
+    return PoolMetrics(
+        backend_inference_wall_ms=round(backend, 1),
+        engine_total_wall_ms=round(whole, 1),
+        engine_outside_backend_wall_ms=round(whole - backend, 1),
+        pool_total_wall_ms=round(whole, 1),
+        engine_queue_wait_ms=None if waited is None else round(waited, 1),
+        gpu_time_to_first_token_ms=None if first is None else round(first, 1),
+        gpu_generate_total_ms=None if generated is None else round(generated, 1),
+        gpu_decode_after_first_token_ms=None if first is None else round(max(0.0, spent - first), 1),
+        engine_prompt_tokens=usage.prompt_tokens if usage is not None else None,
+        engine_output_tokens=output,
+        engine_tokens_per_second=None if output is None or spent <= 0 else round(output * 1000.0 / spent, 1),
+    )
+
+
+_Read = TypeVar("_Read")
+Json = dict[str, Any]
+"""An object that is read elsewhere. Any, for msgspec would call the hook for each ``object``."""
+
+
+class _Common(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    max_output_tokens: WholeNumber | None = None
+    decoding: Decoding | None = None
+    allow_remote: bool | None = None
+    source_lang_code: str | None = None
+    target_lang_code: str | None = None
+
+    @property
+    def uses_pool_fields(self) -> bool:
+        """Whether it has a field that only llm-pool knows."""
+        pool_only = (self.decoding, self.allow_remote, self.source_lang_code, self.target_lang_code)
+        return any(value is not None for value in pool_only)
+
+    @property
+    def token_limits(self) -> dict[str, int]:
+        """Every limit of output tokens that is asked for, by the field that asks for it."""
+        pool_limit = self.decoding.max_tokens if self.decoding is not None else None
+        limits = {"max_output_tokens": self.max_output_tokens, "decoding.max_tokens": pool_limit}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+class ResponsesBody(_Common, frozen=True, kw_only=True):
+    """What policy looks at. ``input`` is the JSON as it came; what stands inside it is not checked here."""
+
+    input: msgspec.Raw = msgspec.Raw()
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    """``text``: the format of the answer and how long-winded it is."""
+
+    format: Json | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(msgspec.Struct, frozen=True):
+    """``reasoning``: how hard to think, and whether to sum it up, which nothing here can."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(_Common, frozen=True, kw_only=True):
+    """What a translation reads. Everything else of the body goes on as it is."""
+
+    input: str | list[Json] | None = None
+    instructions: str | None = None
+    include: list[str] | None = None
+    metadata: Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_logprobs: WholeNumber | None = None
+    max_tool_calls: WholeNumber | None = None
+    truncation: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
+
+_body_decoder = msgspec.json.Decoder(ResponsesBody, dec_hook=read_whole_number)
+_request_decoder = msgspec.json.Decoder(ResponsesRequest, dec_hook=read_whole_number)
+_all_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def read_responses_body(body: bytes) -> ResponsesBody:
+    """Return what policy looks at. Raises BadRequest naming the field at fault."""
+    fields = _decode(_body_decoder, body)
+    text = bytes(fields.input).strip()
+    if text in {b"", b"null"}:
+        if fields.previous_response_id is None and fields.conversation is None and fields.prompt is None:
+            raise BadRequest("The field 'input' is required.", param="input")
+    elif text[:1] not in {b'"', b"["}:
+        raise BadRequest("The field 'input' must be text or a list of items.", param="input")
+    elif text[:1] == b"[" and text[1:].lstrip().startswith(b"]"):
+        raise BadRequest("The field 'input' must not be empty.", param="input")
+    for name, limit in fields.token_limits.items():
+        if limit < 1:
+            raise BadRequest(f"The field '{name}' must be at least 1.", param=name)
+    return fields
+
+
+def read_request(body: bytes) -> tuple[ResponsesRequest, dict[str, msgspec.Raw]]:
+    """Return what a translation reads, and every top-level field as it came. Raises BadRequest naming the field at fault."""
+    return _decode(_request_decoder, body), _decode(_all_decoder, body)
+
+
+def _decode(decoder: msgspec.json.Decoder[_Read], body: bytes) -> _Read:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        reason, param = join_fault(error)
+        raise BadRequest(f"Invalid request body: {reason}.", param=param) from None
+    except UNREADABLE as error:
+        raise BadRequest(f"The request body is not valid JSON: {error}.") from None
+
+
+_CREDENTIALS = frozenset({"authorization", "headers", "domain_secrets"})
+_DESCRIBED = frozenset({"function", "custom", "tool_search"})
+"""Tools whose members describe arguments, where those names mean nothing."""
+
+
+def hide_tool_credentials(tool: dict[str, object], *, levels: int | None = None) -> dict[str, object]:
+    """Return a tool as it may be kept and repeated. Raises BadRequest for one with more than ``levels`` levels."""
+    levels = limits().gateway.tool_levels if levels is None else levels
+    _check(levels)
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind in _DESCRIBED:
+        return tool
+    tools = tool.get("tools")
+    if kind == "namespace" and isinstance(tools, list):
+        return {**_drop({**tool, "tools": None}, levels), "tools": [_hide_in_tool(one, levels - 1) for one in tools]}
+    return _drop(tool, levels)
+
+
+def hide_item_credentials(item: Item) -> Item:
+    """Return an input item as it may be kept: the tools that it brings without their credentials. Raises BadRequest."""
+    tools = item.get("tools")
+    levels = limits().gateway.tool_levels
+    return {**item, "tools": [_hide_in_tool(tool, levels) for tool in tools]} if isinstance(tools, list) else item
+
+
+def _hide_in_tool(tool: object, levels: int) -> object:
+    return hide_tool_credentials(tool, levels=levels) if isinstance(tool, dict) else tool
+
+
+def _drop(fields: dict[str, object], levels: int) -> dict[str, object]:
+    return {name: _clean(value, levels - 1) for name, value in fields.items() if name not in _CREDENTIALS}
+
+
+def _clean(value: object, levels: int) -> object:
+    if not isinstance(value, dict | list):
+        return value
+    _check(levels)
+    return _drop(value, levels) if isinstance(value, dict) else [_clean(one, levels - 1) for one in value]
+
+
+def _check(levels: int) -> None:
+    if levels <= 0:
+        most = limits().gateway.tool_levels
+        raise BadRequest(f"The field 'tools' has more than {most} levels of lists and objects.", param="tools")
+
 
 _encode = msgspec.json.Encoder().encode
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9]")
@@ -176,3 +420,48 @@ def _echo_tool(tool: dict[str, object]) -> dict[str, object]:
     if tool.get("type") != "function":
         return hide_tool_credentials(tool)
     return {**dict.fromkeys(_FUNCTION_KEYS), **tool}
+
+
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
+}
+
+
+def list_input_items(body: bytes) -> list[bytes]:
+    """Return the request's own input as JSON items, each with ``id`` and ``type``; text is one message of the user.
+
+    References are left out: what they name is kept already. Raises BadRequest for a body that cannot be read.
+    """
+    request, _fields = read_request(body)
+    given: list[Item] = []
+    if isinstance(request.input, str):
+        given = [{"type": "message", "role": "user", "content": request.input}]
+    elif request.input is not None:
+        given = request.input
+    kinds = [(item, item_kind(item)) for item in given]
+    return [msgspec.json.encode(_complete(item, kind)) for item, kind in kinds if kind != "item_reference"]
+
+
+def _complete(item: Item, kind: str) -> Item:
+    given = item.get("id")
+    new_id = given if isinstance(given, str) and given else format_id(_PREFIXES.get(kind, "item"), new_uuid7())
+    complete: Item = {**hide_item_credentials(item), "id": new_id, "type": kind}
+    if kind == "message":
+        complete.setdefault("status", "completed")
+        content = item.get("content")
+        if isinstance(content, str):
+            is_said = item.get("role") == "assistant"
+            part: Item = {"type": "output_text", "text": content, "annotations": []} if is_said else _say(content)
+            complete["content"] = [part]
+    return complete
+
+
+def _say(text: str) -> Item:
+    return {"type": "input_text", "text": text}

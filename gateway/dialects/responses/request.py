@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import base64
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
-from gateway.dialects.responses.checks import field_error
-from gateway.dialects.responses.fields import ResponsesRequest, TextConfig, read_request
-from gateway.dialects.responses.items import Item, Transcript, list_brought_tools
+from gateway.dialects.responses.answer import AnswerPlan, ResponsesTranslator
+from gateway.dialects.responses.items import (
+    SUMMARY_MARK,
+    Item,
+    ToolTable,
+    Transcript,
+    field_error,
+    list_brought_tools,
+    translate_choice,
+)
 from gateway.dialects.responses.object import (
     ResponseFrame,
     ResponseMoment,
+    ResponsesRequest,
     Status,
+    TextConfig,
+    list_input_items,
+    read_request,
     render_echo,
     render_error,
     render_response,
+    translate_decoding,
     write_event,
 )
-from gateway.dialects.responses.pool import translate_decoding
-from gateway.dialects.responses.stream import AnswerPlan, ResponsesTranslator
-from gateway.dialects.responses.tools import ToolTable, translate_choice
-from gateway.dialects.translation import Translation
-from gateway.errors import BadRequest, GatewayError
+from gateway.dialects.translation import AnswerContext, AnswerTranslator, Translation
+from gateway.errors import BadRequest, ForwardedRequestFailed, GatewayError
 from gateway.values import InferenceRequest
+from wire.bridge import TokenCounts
 
 CHAT_PATH = "/v1/chat/completions"
 LOGPROBS = "message.output_text.logprobs"
@@ -201,3 +212,128 @@ def _translate_text(text: TextConfig) -> dict[str, object]:
             raise field_error("text.format.schema", "is required and must be an object")
         return {**chat, "response_format": {"type": "json_schema", "json_schema": {"name": "response", **schema}}}
     raise field_error("text.format.type", "must be text, json_object or json_schema")
+
+
+COMPACT_PATH = "/v1/responses/compact"
+_encode = msgspec.json.Encoder().encode
+_ASK = (
+    "Summarise this conversation so that you can go on with it from the summary alone. Keep what the user wants, what was "
+    "decided and found out, names, numbers, paths and code that still matter, and what is left to do. Write the summary only."
+)
+
+
+class _Part(msgspec.Struct):
+    text: str = ""
+
+
+class _Output(msgspec.Struct):
+    type: str = ""
+    content: list[_Part] = []
+
+
+class _Response(msgspec.Struct):
+    output: list[_Output] = []
+    usage: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def translate_compact(
+    request: InferenceRequest,
+    *,
+    history: Sequence[bytes] = (),
+    previous_response_id: str | None = None,
+    is_stored: bool = False,
+    response_id: str | None = None,
+) -> Translation:
+    """Return the request as a chat completion that asks for the summary. The arguments are those of ``translate_responses``.
+
+    Raises BadRequest naming what a chat completion cannot carry.
+    """
+    asked, fields = read_request(request.body)
+    kept = [item for item in [*history, *list_input_items(request.body)] if _is_users(msgspec.json.decode(item))]
+    said = {**fields, "input": msgspec.Raw(_encode([*_list_input(asked), {"role": "user", "content": _ASK}]))}
+    said.pop("text", None)  # the shape of answers, which a summary need not have
+    if asked.tools:
+        said["tool_choice"] = msgspec.Raw(b'"none"')
+    translation = translate_responses(
+        msgspec.structs.replace(request, body=_encode(said)),
+        history=history,
+        previous_response_id=previous_response_id,
+        is_stored=is_stored,
+        response_id=response_id,
+    )
+    return Translation(
+        path=translation.path,
+        body=translation.body,
+        open_answer=partial(CompactionTranslator, translation.open_answer, kept),
+        ignored=translation.ignored,
+    )
+
+
+class CompactionTranslator:
+    """The answer: ``kept`` are the user's messages as JSON items, oldest first. It is never streamed."""
+
+    kept = None
+
+    def __init__(
+        self, open_answer: Callable[[AnswerContext], AnswerTranslator], kept: Sequence[bytes], context: AnswerContext
+    ) -> None:
+        self._answer = open_answer(context)
+        self._messages = kept
+        self._context = context
+        self._failure: GatewayError | None = None
+
+    @property
+    def usage(self) -> TokenCounts | None:
+        """What the engine counted, as far as it said."""
+        return self._answer.usage
+
+    @property
+    def failure(self) -> GatewayError | None:
+        """Why there is no summary, if there is none."""
+        return self._failure or self._answer.failure
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of a stream that nobody asked for."""
+        del data
+        self._failure = ForwardedRequestFailed("The engine streamed an answer that was asked for as a whole.")
+        return b""
+
+    def finish(self) -> bytes:
+        """Return nothing: there is no stream."""
+        return b""
+
+    def translate_whole(self, body: bytes) -> bytes:
+        """Return an unstreamed chat answer as a compacted response; nothing and a ``failure`` when it holds no summary."""
+        whole = self._answer.translate_whole(body)
+        if self.failure is not None:
+            return b""
+        response = msgspec.json.decode(whole, type=_Response)
+        texts = [part.text for item in response.output if item.type == "message" for part in item.content]
+        summary = "".join(texts).strip()
+        if not summary:
+            self._failure = ForwardedRequestFailed("The model answered without a summary.")
+            return b""
+        stem = self._context.request_id.removeprefix("req_")
+        item = {"id": f"cmp_{stem}", "type": "compaction", "encrypted_content": pack_summary(summary)}
+        output = b",".join([*self._messages, _encode(item)])
+        return b'{"id":"resp_%b","object":"response.compaction","created_at":%d,"output":[%b],"usage":%b}' % (
+            stem.encode(),
+            self._context.created,
+            output,
+            bytes(response.usage),
+        )
+
+
+def pack_summary(summary: str) -> str:
+    """Return what ``encrypted_content`` says of a summary; ``items.read_summary`` reads it."""
+    return SUMMARY_MARK + base64.b64encode(summary.encode()).decode()
+
+
+def _is_users(item: Item) -> bool:
+    return item.get("type") == "message" and item.get("role") == "user"
+
+
+def _list_input(asked: ResponsesRequest) -> list[object]:
+    if isinstance(asked.input, str):
+        return [{"role": "user", "content": asked.input}]
+    return list(asked.input or [])

@@ -20,8 +20,7 @@ from pytest_django import Settings
 from core.limits import GatewayLimits
 from gateway.checks import check_settings
 from gateway.dialects import SURFACES
-from gateway.dialects.body import read_fields, read_options
-from gateway.dialects.crowding import is_crowded
+from gateway.dialects.body import is_crowded, read_fields, read_options
 from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, GatewayError, RequestTimeout
 from gateway.request.attempt import KeepAlive
 from gateway.request.response import admit_origin, is_preflight

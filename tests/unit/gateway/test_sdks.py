@@ -26,7 +26,7 @@ from gateway.dialects.responses import (
     list_input_items,
     read_responses_body,
 )
-from gateway.dialects.responses.compaction import pack_summary
+from gateway.dialects.responses.request import pack_summary
 from gateway.dialects.translation import AnswerContext, AnswerTranslator
 from gateway.errors import ClientLeft, EngineRefused, GatewayError, InvalidApiKey, ModelNotAllowed, ModelUnknown
 from gateway.request.stored import plan_keeping
