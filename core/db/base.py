@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import select
 from typing import Any
 
 from django.db.backends.postgresql import base
-from psycopg import IsolationLevel, OperationalError
-from psycopg.pq import ConnStatus
+from psycopg import IsolationLevel
 
 from core.db.connection import PatientConnection, read_patience
 from core.limits import limits
@@ -36,10 +35,9 @@ class DatabaseWrapper(base.DatabaseWrapper):
         """Close a kept connection that the server closed meanwhile, so that the next statement opens another. Asks nothing."""
         if self.connection is None or self.in_atomic_block:
             return
-        pgconn = self.connection.pgconn
-        with suppress(OperationalError):
-            pgconn.consume_input()
-        if pgconn.status != ConnStatus.OK:
+        told = select.poll()
+        told.register(self.connection.pgconn.socket, select.POLLIN)
+        if told.poll(0):  # a server says nothing to who asks nothing, but that it ends
             self.close()
 
     def get_new_connection(self, conn_params: dict[str, Any]) -> PatientConnection:

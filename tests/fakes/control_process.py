@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,8 @@ from pytest_django import DjangoDbBlocker
 
 from controlplane.env import read_database
 from controlplane.launcher.embedded import EmbeddedServers
+from core.db import threads
+from core.limits import limits
 from tests.fakes.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -204,10 +207,25 @@ def _stop(process: psutil.Process) -> None:
 WITHIN_S = 30.0
 
 
+def close_thread_connections() -> None:
+    """Close what the threads of the ORM have kept: each of them, since a connection is closed where it was opened."""
+    bounds = limits().core
+    for name, number in (("orm", bounds.database_threads), ("upkeep", bounds.database_upkeep_threads), ("pulse", 1)):
+        pool, together = threads._pool(name, number), threading.Barrier(number)
+        for job in [pool.submit(_close_connections, together) for _ in range(number)]:
+            job.result()
+
+
+def _close_connections(together: threading.Barrier) -> None:
+    together.wait()  # so that each thread of the pool gets one of these jobs
+    connections.close_all()
+
+
 @contextmanager
 def use_database(url: str) -> Iterator[None]:
     """Point Django's default connection of this process at ``url``, in every thread that connects from now on."""
     connections.close_all()
+    close_thread_connections()
     saved = connections.settings["default"].copy()
     wanted = read_database(url)
     connections.settings["default"].update(wanted)
@@ -216,6 +234,7 @@ def use_database(url: str) -> Iterator[None]:
         yield
     finally:
         connections.close_all()
+        close_thread_connections()
         connections.settings["default"].update(saved)
         connection.settings_dict.update(saved)
 

@@ -21,7 +21,6 @@ import asyncio
 import itertools
 import json
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -36,10 +35,8 @@ from django.conf import settings
 from django.db import connections
 from django.test import override_settings
 
-from core.db import threads
 from core.db.threads import run_upkeep
 from core.hints import HintLayer
-from core.limits import limits
 from gateway.models import RequestRecord
 from gateway.runtime import GatewayRuntime
 from gateway.services import allow_model, create_api_key, create_tenant
@@ -54,6 +51,7 @@ from runner.engines.port import CHAT
 from runner.engines.supervisor import Supervisor
 from runner.parts import Phase
 from tests.fakes.asgi_client import MemoryClient
+from tests.fakes.control_process import close_thread_connections
 from tests.fakes.engine import EngineCall, FakeEngine
 from tests.fakes.memory_link import MemoryLink
 from tests.fakes.virtual_loop import VirtualLoop
@@ -467,20 +465,7 @@ def _lasting_connections() -> Iterator[None]:
         yield
     finally:
         kept["CONN_MAX_AGE"] = before
-        bounds = limits().core
-        for pool in (
-            threads._pool("orm", bounds.database_threads),
-            threads._pool("upkeep", bounds.database_upkeep_threads),
-            threads._pool("pulse", 1),
-        ):
-            together = threading.Barrier(pool._max_workers)
-            for job in [pool.submit(_close_connections, together) for _ in range(pool._max_workers)]:
-                job.result()
-
-
-def _close_connections(together: threading.Barrier) -> None:
-    together.wait()  # so that each thread of the pool gets one of these jobs
-    connections.close_all()
+        close_thread_connections()
 
 
 LAYERS = {"BACKEND": "tests.fakes.fleet.CountedHintLayer"}
