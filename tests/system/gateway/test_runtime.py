@@ -7,6 +7,7 @@ import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 
@@ -18,7 +19,7 @@ from django.db import connection, connections
 from django.db.models.functions import Now
 from django.utils import timezone
 
-from core.db.threads import run_upkeep
+from core.db.threads import run_upkeep, with_kept_connection
 from core.hints import HINT_GROUP
 from core.limits import GatewayLimits
 from core.throttle import AuthThrottle
@@ -508,3 +509,18 @@ def test_use_of_a_key_is_stored_without_looking_like_a_change_and_never_backward
     again = ApiKey.objects.get(pk=key.pk)
     assert again.last_used_at is not None
     assert (again.last_used_at.timestamp(), again.updated_at) == (2_000_000_000.0, key.updated_at)
+
+
+def test_a_kept_connection_that_the_server_ended_is_left_for_a_new_one() -> None:
+    def ask() -> int:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            return int(cursor.fetchone()[0])
+
+    with ThreadPoolExecutor(max_workers=1) as one:
+        kept = [one.submit(with_kept_connection, ask).result() for _ in range(2)]
+        assert kept[0] == kept[1]
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(%s, 10000)", [kept[0]])
+        assert one.submit(with_kept_connection, ask).result() != kept[0]
+        one.submit(connections.close_all).result()
