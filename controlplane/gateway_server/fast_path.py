@@ -65,7 +65,7 @@ class FastPath:
         limits = pipeline.limits
         self.max_stream_bytes, self.whole_bytes = limits.max_stream_bytes, min(limits.hold_bytes, limits.end_bytes)
         self.running: set[FastRequest] = set()
-        self._look_s = min(limits.closed_s, limits.stream_ping_s / 4)
+        self.look_s = min(limits.closed_s, limits.stream_ping_s / 4)
         self.grant_bytes = WIRE.stream_window_bytes // 8
         self._timer: asyncio.TimerHandle | None = None
         self._version = -1
@@ -99,7 +99,7 @@ class FastPath:
         connection.cycle, connection.fast = taken, taken  # type: ignore[assignment]
         self.running.add(taken)
         if self._timer is None:
-            self._timer = connection.loop.call_later(self._look_s, self._look, connection.loop)
+            self._timer = connection.loop.call_later(self.look_s, self._look, connection.loop)
         taken.start()
         return True
 
@@ -127,11 +127,11 @@ class FastPath:
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give what takes long to the pipeline, which keeps silent streams alive and ends what is late."""
-        latest = clock.monotonic() + 2 * self._look_s - self.pipeline.limits.request_s
+        now = clock.monotonic()
         for one in list(self.running):
-            if one.is_slow(latest):
+            if one.is_slow(now):
                 one.hand_over()
-        self._timer = loop.call_later(self._look_s, self._look, loop) if self.running else None
+        self._timer = loop.call_later(self.look_s, self._look, loop) if self.running else None
 
     def render_head(self, headers: dict[str, str]) -> bytes:
         """Return the lines of an engine's head that its client gets. Links say the usual heads with the same object."""
@@ -179,8 +179,9 @@ class FastRequest(KnownCycle, Sink):
     # Assigned in ``__init__``: of more than 30 attributes without slots each one is looked up in a dictionary.
     __slots__ = (
         "_accepted", "_connection", "_head", "_is_durable", "_last", "_lease", "_number", "_path", "_plan", "_rate",
-        "_record", "_seen_events", "_trial", "_ungranted", "bytes_out", "ends", "events", "first_byte_at", "headers",
-        "is_closing", "parts", "received", "request", "request_id", "started", "status", "stream", "tail", "was_blocked",
+        "_record", "_seen_at", "_seen_events", "_trial", "_ungranted", "bytes_out", "ends", "events", "first_byte_at",
+        "headers", "is_closing", "parts", "received", "request", "request_id", "started", "status", "stream", "tail",
+        "was_blocked",
     )  # fmt: skip
 
     def __init__(
@@ -197,7 +198,7 @@ class FastRequest(KnownCycle, Sink):
         super().__init__(connection, head.scope)
         self._path, self._connection, self._head = path, connection, head
         self._plan, self.request, self._lease, self._rate = plan, request, lease, rate
-        self.started = now
+        self.started = self._seen_at = now
         self.stream: Stream | None = None
         self.ends: EndReader | None = None
         self.first_byte_at: float | None = None
@@ -246,12 +247,16 @@ class FastRequest(KnownCycle, Sink):
         self.stream = lease.link.open_stream(opened, self)
         pipeline.records.enter(self._record, self._take_row)  # behind it: what waits to be written goes in this order
 
-    def is_slow(self, latest: float) -> bool:
-        """Whether it began before ``latest``, or its stream has said nothing since the last look, or all it has to say."""
+    def is_slow(self, now: float) -> bool:
+        """Whether its deadline is near, its stream has been silent for half of what may be, or has said all it has to say."""
         if self._last is not None:
             return False
-        seen, self._seen_events = self._seen_events, self.events + 1
-        return self.started < latest or (self.request.is_streaming and (self.is_closing or seen == self.events + 1))
+        if self._seen_events != self.events:
+            self._seen_events, self._seen_at = self.events, now
+        path, limits = self._path, self._path.pipeline.limits
+        if self.request.is_streaming and (self.is_closing or now - self._seen_at >= limits.stream_ping_s / 2):
+            return True
+        return now + 2 * path.look_s > self.started + limits.request_s
 
     # nodes.links.Sink
 
@@ -476,7 +481,8 @@ class FastRequest(KnownCycle, Sink):
         exchange.adopt(self)
         call.trial, self._trial.answer = self._trial, exchange
         if call.keepalive is not None:
-            call.keepalive.start(min(clock.monotonic() - self.started, pipeline.limits.stream_ping_s / 2))
+            quiet_s = clock.monotonic() - self._seen_at
+            call.keepalive.start(quiet_s + path.look_s if self.events else quiet_s)  # what was said last was seen later
         connection.serve_beside(self, inference.serve(client, pipeline.take_over(call, job, self._record)))
         return exchange
 
