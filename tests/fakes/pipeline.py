@@ -252,6 +252,8 @@ class MemoryDatabase:
         self.rows: dict[str, dict[str, Any]] = {}  # Any: what JSON holds
         self.fates: list[str] = []
         self.is_away = False
+        self.is_slow_to_take = False
+        """Whether the kernel does not take statements: nobody hears that they are sent."""
         self.connections = 0
 
     async def connect(self) -> LoopConnection:
@@ -290,7 +292,8 @@ class _MemoryConnection:
         assert self._answer is None, "one statement at a time"
         database = self._database
         fate = "dies before" if database.is_away else database.fates.pop(0) if database.fates else "works"
-        on_sent()
+        if not database.is_slow_to_take:
+            on_sent()
 
         def answer() -> None:
             self._answer = None
