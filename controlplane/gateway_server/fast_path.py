@@ -28,7 +28,7 @@ from gateway.request.dispatch import Lease, Served
 from gateway.request.identity import RateState
 from gateway.request.models import KeyEntry, check_caps, choose_priority
 from gateway.request.pipeline import Call, Pipeline
-from gateway.request.records import COMPLETED, count_tokens
+from gateway.request.records import COMPLETED, Record, count_tokens
 from gateway.request.response import admit_origin, id_headers, name_box, render_head
 from gateway.values import Header, InferenceRequest, ModelEntry
 from gateway.views.inference import Inference
@@ -178,10 +178,10 @@ class FastRequest(KnownCycle, Sink):
 
     # Assigned in ``__init__``: of more than 30 attributes without slots each one is looked up in a dictionary.
     __slots__ = (
-        "_accepted", "_connection", "_head", "_is_durable", "_last", "_lease", "_number", "_path", "_plan", "_rate",
-        "_record", "_seen_at", "_seen_events", "_trial", "_ungranted", "bytes_out", "ends", "events", "first_byte_at",
-        "headers", "is_closing", "parts", "received", "request", "request_id", "started", "status", "stream", "tail",
-        "was_blocked",
+        "_accepted", "_beginning", "_connection", "_head", "_is_durable", "_last", "_lease", "_number", "_path", "_plan",
+        "_rate", "_record", "_record_id", "_seen_at", "_seen_events", "_trial", "_ungranted", "bytes_out", "ends", "events",
+        "first_byte_at", "headers", "is_closing", "parts", "received", "request", "request_id", "started", "status",
+        "stream", "tail", "was_blocked",
     )  # fmt: skip
 
     def __init__(
@@ -211,27 +211,17 @@ class FastRequest(KnownCycle, Sink):
         self.is_closing = self.was_blocked = self._is_durable = False
         self._accepted: asyncio.Future[None] | None = None
         """Whom the pipeline has wait for the row, once this was handed over."""
-        record_id = new_uuid7()
-        self.request_id = format_id("req", record_id)
-        record = self._record = path.pipeline.books.make_record(record_id, plan.key.caller, request, asked_model=request.model)
-        record.queue_ms, record.attempts = 0, 1
-        record.node_id, record.node_name = lease.link.node_id, lease.link.node_name
-        record.state = RequestState.RUNNING
+        self._beginning = b""
+        """Status and headers of a stream, made while the engine is thinking."""
+        self._record: Record | None = None
+        self._record_id = new_uuid7()
+        self.request_id = format_id("req", self._record_id)
 
     def start(self) -> None:
-        """Ask the node and write the row, both at once."""
+        """Ask the node, then write the row: what need not be there before the node is asked is made meanwhile."""
         pipeline, request, lease = self._path.pipeline, self.request, self._lease
         metrics.TALLY.in_flight += 1
         self._number = pipeline.dispatcher.take_number()
-        self._trial: Trial = pipeline.dispatcher.ejections.begin(
-            lease.link,
-            request.model,
-            caller=self._plan.key.caller.key_id,
-            is_streaming=request.is_streaming,
-            answer=self,
-            now=self.started,
-            probed=lease.probed,
-        )
         opened = OpenRequest(
             request_id=self.request_id,
             attempt=1,
@@ -245,7 +235,29 @@ class FastRequest(KnownCycle, Sink):
             priority=self._plan.priority,
         )
         self.stream = lease.link.open_stream(opened, self)
-        pipeline.records.enter(self._record, self._take_row)  # behind it: what waits to be written goes in this order
+        self._connection.loop.call_soon(self._enter)  # links write what they send in the turn of the loop before
+
+    def _enter(self) -> Record:
+        """Write the row, and have the node judged, unless that has begun; return the record."""
+        if self._record is not None:
+            return self._record
+        path, request, lease, caller = self._path, self.request, self._lease, self._plan.key.caller
+        record = path.pipeline.books.make_record(self._record_id, caller, request, asked_model=request.model)
+        record.queue_ms, record.attempts = 0, 1
+        record.node_id, record.node_name = lease.link.node_id, lease.link.node_name
+        record.state = RequestState.RUNNING
+        self._record = record
+        self._trial: Trial = path.pipeline.dispatcher.ejections.begin(
+            lease.link,
+            request.model,
+            caller=caller.key_id,
+            is_streaming=request.is_streaming,
+            answer=self,
+            now=self.started,
+            probed=lease.probed,
+        )
+        path.pipeline.records.enter(record, self._take_row)
+        return record
 
     def is_slow(self, now: float) -> bool:
         """Whether its deadline is near, its stream has been silent for half of what may be, or has said all it has to say."""
@@ -266,6 +278,8 @@ class FastRequest(KnownCycle, Sink):
             self.hand_over().on_head(status, headers)
             return
         self.status, self.headers = status, headers
+        if self._is_durable:
+            self._beginning = self._render_beginning()
 
     def on_data(self, data: bytes) -> None:
         """Pass a stream on, or keep the parts of an answer until it is whole."""
@@ -294,15 +308,19 @@ class FastRequest(KnownCycle, Sink):
             self.events += 1
             self.bytes_out += len(data)
             self.tail = data
-            if self._is_durable:
+            if self.response_started:
                 self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-            else:
-                self.parts.append(data)
+                return
+            self.parts.append(data)
+        if self._is_durable and not self.response_started:
+            self._say_start()
 
     def on_end(self, end: LinkEnd) -> None:
         """Finish a whole answer; every other end is judged by the pipeline."""
         ends = self.ends
-        is_usual = end.kind is EndKind.COMPLETE and self.status and not self._connection.flow.write_paused
+        is_usual = (
+            end.kind is EndKind.COMPLETE and self.status and self._record is not None and not self._connection.flow.write_paused
+        )
         if is_usual and not self.request.is_streaming:
             self._finish(b"".join(self.parts), end)
         elif is_usual and ends is not None and ends.closing and not (b"error" in ends.recent or b"abort" in ends.recent):
@@ -313,7 +331,13 @@ class FastRequest(KnownCycle, Sink):
     def on_whole(self, status: int, headers: dict[str, str], body: bytes, end: LinkEnd) -> None:
         """Finish an answer that came at once."""
         is_usual = status == HTTPStatus.OK and end.kind is EndKind.COMPLETE and not self.request.is_streaming
-        if not is_usual or not body or len(body) > self._path.whole_bytes or self._connection.flow.write_paused:
+        if (
+            not is_usual
+            or self._record is None
+            or not body
+            or len(body) > self._path.whole_bytes
+            or self._connection.flow.write_paused
+        ):
             self.hand_over(is_over=True).on_whole(status, headers, body, end)
             return
         self.status, self.headers, self.received = status, headers, len(body)
@@ -324,6 +348,7 @@ class FastRequest(KnownCycle, Sink):
 
     def _finish(self, last: bytes, end: LinkEnd) -> None:
         """The answer is whole: the node is done, and what is left is to write that down and to send ``last``."""
+        record = self._enter()
         usage, text_chars = end.detail.usage if end.detail is not None else None, None
         if usage is None and self.ends is not None:
             usage = find_usage(self.ends.recent)
@@ -334,8 +359,8 @@ class FastRequest(KnownCycle, Sink):
         self._lease.release()
         self._path.pipeline.dispatcher.ejections.end(self._trial, Verdict.GOOD, clock.monotonic())
         self.bytes_out += len(last)
-        self._record.status_code = self.status
-        count_tokens(self._record, Served(self.status, usage, text_chars), self)
+        record.status_code = self.status
+        count_tokens(record, Served(self.status, usage, text_chars), self)
         if self._is_durable:
             self._conclude()
 
@@ -352,14 +377,12 @@ class FastRequest(KnownCycle, Sink):
             self.stream.grant(size)
 
     def _open_stream(self, data: bytes) -> EndReader | None:
-        """Begin the response with the first bytes of a stream; None where nobody knows how the stream will end."""
+        """Take it that a stream begins; None where nobody knows how it will end."""
         self.ends = open_end_reader(self.request.endpoint)
         if self.ends is None:
             self.hand_over().on_data(data)
             return None
         self.first_byte_at = clock.monotonic()
-        if self._is_durable:
-            self._say_start()
         return self.ends
 
     def _take_row(self, error: GatewayError | None) -> None:
@@ -375,12 +398,14 @@ class FastRequest(KnownCycle, Sink):
         self._is_durable = True
         if self.ends is not None and not self.disconnected:
             self._say_start()
+        elif self.status and self.request.is_streaming:
+            self._beginning = self._render_beginning()
         if self._last is not None:
             self._conclude()
 
     def _conclude(self) -> None:
         """Write the final state; the client gets the end of its answer once PostgreSQL has that."""
-        pipeline, record = self._path.pipeline, self._record
+        pipeline, record = self._path.pipeline, self._enter()
         pipeline.books.fill_in(record, self, self.started, COMPLETED)
         pipeline.records.send(record, self._deliver)
 
@@ -407,7 +432,10 @@ class FastRequest(KnownCycle, Sink):
         self.response_started = True
         pieces = [b"%x\r\n%b\r\n" % (len(part), part) for part in self.parts]
         self.parts.clear()
-        self.transport.write(b"".join([*self._render_lines(), b"transfer-encoding: chunked\r\n\r\n", *pieces]))
+        self.transport.write(b"".join([self._beginning or self._render_beginning(), *pieces]))
+
+    def _render_beginning(self) -> bytes:
+        return b"".join([*self._render_lines(), b"transfer-encoding: chunked\r\n\r\n"])
 
     def _render_lines(self) -> list[bytes]:
         path, rate, default = self._path, self._rate, self.default_headers
@@ -444,6 +472,9 @@ class FastRequest(KnownCycle, Sink):
         path, pipeline, connection, entry = self._path, self._path.pipeline, self._connection, self._plan.entry
         path.running.discard(self)
         connection.fast = None
+        if not self._is_durable:
+            self._accepted = connection.loop.create_future()
+        record = self._enter()
         handle = Handle(connection)
         handle.cycle = self
         extensions = {SCOPE_HANDLE: handle, SCOPE_LINE: handle}
@@ -453,7 +484,7 @@ class FastRequest(KnownCycle, Sink):
         inference = path.inference[self.scope["path"]]
         client = inference.make_client(scope, self._head.headers, self.request.body)
         extra: list[Header] = [*id_headers(self.request_id, is_anthropic=False), *self._rate.headers()]
-        call = Call(client, inference.surface, self._record.id, self.request_id, extra, started=self.started)
+        call = Call(client, inference.surface, record.id, self.request_id, extra, started=self.started)
         job = call.job = pipeline.dispatcher.new_job(
             request_id=self.request_id,
             request=self.request,
@@ -463,10 +494,10 @@ class FastRequest(KnownCycle, Sink):
         )
         job.accepted, job.deadline = self.started, self.started + pipeline.limits.request_s
         job.sequence, job.attempts, job.models = self._number, 1, (entry.name,)
-        call.caller, call.record, call.entries = self._plan.key.caller, self._record, {entry.name: entry}
+        call.caller, call.record, call.entries = self._plan.key.caller, record, {entry.name: entry}
         client.watch()
-        if not self._is_durable:
-            self._accepted = call.accepted = connection.loop.create_future()
+        if self._accepted is not None:
+            call.accepted = self._accepted
             client.hold(call.accepted)
         if self.response_started:
             client.started, client.tail = True, self.tail or client.tail
@@ -483,7 +514,7 @@ class FastRequest(KnownCycle, Sink):
         if call.keepalive is not None:
             quiet_s = clock.monotonic() - self._seen_at
             call.keepalive.start(quiet_s + path.look_s if self.events else quiet_s)  # what was said last was seen later
-        connection.serve_beside(self, inference.serve(client, pipeline.take_over(call, job, self._record)))
+        connection.serve_beside(self, inference.serve(client, pipeline.take_over(call, job, record)))
         return exchange
 
 

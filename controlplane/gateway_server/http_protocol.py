@@ -378,6 +378,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             self.timeout_keep_alive_task = None
         if self._next_known is not None:
             self._next_known.cancel()
+            self._next_known = None  # what is handed over now gets a task of its own
         super().connection_lost(exc)
         if self.fast is not None:
             self.fast.take_lost()
