@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
 from python_multipart.exceptions import FormParserError
@@ -13,7 +14,7 @@ from core.limits import limits
 from gateway.errors import BadRequest, BodyTooLarge, EngineRefused, GatewayError
 from gateway.values import PoolOptions
 from gateway.whole_numbers import WholeNumber, read_whole_number
-from wire.bounds import find_crowd
+from wire.bounds import BOUNDS, find_crowd
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
@@ -373,12 +374,19 @@ class RequestBody(msgspec.Struct):
     @property
     def token_limit(self) -> tuple[int | None, str]:
         """The largest number of output tokens the caller asks for, and the field that asks for it."""
-        limit, field = self.max_tokens, "max_tokens"
-        if self.max_completion_tokens is not None and (limit is None or self.max_completion_tokens > limit):
-            limit, field = self.max_completion_tokens, "max_completion_tokens"
-        if self.max_output_tokens is not None and (limit is None or self.max_output_tokens > limit):
-            limit, field = self.max_output_tokens, "max_output_tokens"
-        return limit, field
+        return _find_largest(
+            (self.max_tokens, "max_tokens"),
+            (self.max_completion_tokens, "max_completion_tokens"),
+            (self.max_output_tokens, "max_output_tokens"),
+        )
+
+
+def _find_largest(*asked: tuple[int | None, str]) -> tuple[int | None, str]:
+    limit, field = asked[0]
+    for other, name in asked[1:]:
+        if other is not None and (limit is None or other > limit):
+            limit, field = other, name
+    return limit, field
 
 
 _request_decoder = msgspec.json.Decoder(RequestBody, dec_hook=read_whole_number)
@@ -408,6 +416,68 @@ def read_body(body: bytes) -> RequestBody:
         raise BadRequest(f"Invalid request body: {reason}.", param=param) from None
     except UNREADABLE as error:
         raise _say_malformed(error) from None
+
+
+def _within(name: str) -> msgspec.Meta:
+    lowest, highest = BOUNDS["/v1/chat/completions"][name]
+    return msgspec.Meta(ge=lowest, le=highest)
+
+
+class _PlainTurn(msgspec.Struct):
+    role: str
+    content: str
+
+
+class UsualChat(msgspec.Struct, forbid_unknown_fields=True):
+    """A chat request of plain texts and plain numbers. Of a field without a type nothing is looked at."""
+
+    model: str
+    messages: Annotated[list[_PlainTurn], msgspec.Meta(min_length=1)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, _within("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, _within("max_completion_tokens")] | None = None
+    temperature: Annotated[float, _within("temperature")] | None = None
+    top_p: Annotated[float, _within("top_p")] | None = None
+    presence_penalty: Annotated[float, _within("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _within("frequency_penalty")] | None = None
+    n: Annotated[float, _within("n")] | None = None
+    top_logprobs: Annotated[float, _within("top_logprobs")] | None = None
+    logprobs: msgspec.Raw | None = None
+    seed: msgspec.Raw | None = None
+    stop: msgspec.Raw | None = None
+    top_k: msgspec.Raw | None = None
+    user: msgspec.Raw | None = None
+
+    @property
+    def token_limit(self) -> tuple[int | None, str]:
+        """As of ``RequestBody``."""
+        return _find_largest((self.max_tokens, "max_tokens"), (self.max_completion_tokens, "max_completion_tokens"))
+
+
+_usual_decoder = msgspec.json.Decoder(UsualChat)
+_BLANK_COLON = re.compile(rb'"[ \t\r\n]+:')
+
+
+def read_usual_chat(body: bytes) -> UsualChat | None:
+    """Read a chat request in one pass; None: it is unusual, or wrong, which ``read_body`` and those behind it say.
+
+    What is taken here is taken there. A key that is given twice shows in how many there are: a quote and
+    a colon end each. Raises BadRequest for bytes that are not UTF-8.
+    """
+    if is_crowded(body) or find_crowd(body) is not None or _BLANK_COLON.search(body) is not None:
+        return None
+    if not body.isascii():
+        _check_encoding(body)
+    try:
+        usual = _usual_decoder.decode(body)
+    except UNREADABLE:
+        return None
+    given = msgspec.structs.astuple(usual)
+    keys = len(given) - given.count(None) + 2 * len(usual.messages)
+    if usual.stream_options is not None and usual.stream_options.include_usage is not None:
+        keys += 1
+    return usual if body.count(b'":') == keys else None
 
 
 def _say_malformed(error: Exception) -> BadRequest:

@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.dialects.body import (
     RequestBody,
+    UsualChat,
     check_model_name,
     count_prompt_chars,
     name_unread_part,
@@ -18,6 +19,7 @@ from gateway.dialects.body import (
     read_fields,
     read_form,
     read_options,
+    read_usual_chat,
     replace_fields,
     replace_form_model,
     require_list,
@@ -109,6 +111,8 @@ class Surface:
         forwarded = derive(headers, self.path, self._read_headers)
         if self.is_form:
             return self._parse_form(body, forwarded)
+        if self.path == _CHAT_PATH and (usual := read_usual_chat(body)) is not None:
+            return self._make_usual(usual, body, forwarded)
         fields = read_body(body)
         self._check_bounds(read_fields(body))
         self.check(fields)
@@ -154,6 +158,20 @@ class Surface:
             store=fields.store,
             previous_response_id=fields.previous_response_id or "",
             is_pool_shaped=is_pool_shaped,
+        )
+
+    def _make_usual(self, usual: UsualChat, body: bytes, forwarded: dict[str, str]) -> InferenceRequest:
+        check_model_name(usual.model, "model")
+        limit, limit_field = usual.token_limit
+        return InferenceRequest(
+            endpoint=self.path,
+            model=usual.model,
+            is_streaming=bool(usual.stream),
+            max_tokens=limit,
+            max_tokens_field=limit_field,
+            prompt_chars=sum([len(turn.content) for turn in usual.messages]),
+            body=body,
+            headers=forwarded,
         )
 
     def _read_headers(self, headers: Mapping[str, str]) -> dict[str, str]:

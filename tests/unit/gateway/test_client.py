@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pytest_django import Settings
 from core.limits import GatewayLimits
 from gateway.checks import check_settings
 from gateway.dialects import SURFACES
-from gateway.dialects.body import is_crowded, read_fields, read_options
+from gateway.dialects.body import is_crowded, read_fields, read_options, read_usual_chat
 from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, GatewayError, RequestTimeout
 from gateway.request.attempt import KeepAlive
 from gateway.request.response import admit_origin, is_preflight
@@ -221,6 +222,57 @@ def test_a_key_in_another_spelling_is_compared_whatever_stands_beside_it(rest: b
     with pytest.raises(BadRequest) as caught:
         read_fields(HELLO + b',"\\u0061":1,"a":2,' + rest + b"}")
     assert caught.value.param == "a"
+
+
+SPELLED = {
+    "model": ['"m"', '"a\\":b"', '""', '"\\u0000"', "5", "null"],
+    "messages": [
+        '[{"role":"user","content":"hi"}]', '[{"role":"user","content":"h\\"i\\":"},{"role":"x","content":"\\u0022:é"}]', "[]",
+        '[{"role":"user","content":"a","content":"b"}]', '[{"role":"user","content":[{"type":"text","text":"hi"}]}]',
+        '[{"content":"hi"}]',
+        '[{"role":"user","content":null,"tool_calls":[{"id":"1"}]}]', '"hi"', '[{"role":1,"content":"a"}]',
+    ],
+    "stream": ["true", "false", "null", "1"],
+    "stream_options": ['{"include_usage":true}', "{}", '{"include_usage":null}', '{"include_usage":true,"a":1}', "[]"],
+    "max_tokens": ["5", "5.0", "0", "-1", "null", '"5"', "9" * 25],
+    "max_completion_tokens": ["9", "1e1", "0"],
+    "temperature": ["0.7", "1", "2.1", "null", "true", '"hot"', "1e400"],
+    "top_p": ["1", "1.5"],
+    "n": ["1", "129", "1.5"],
+    "stop": ['["a\\":"]', '{"a":1}', "null", "01"],
+    "seed": ["1", '{"seed":1}'],
+    "user": ['"u"', '"\\ud800"', '{"a":{"a":1}}'],
+    "store": ["true", "5"],
+}  # fmt: skip
+MEMBERS = [(name, value) for name, values in SPELLED.items() for value in values]
+BASE = [("model", '"m"'), ("messages", SPELLED["messages"][0])]
+
+
+def read(body: bytes) -> InferenceRequest | tuple[str, str | None]:
+    try:
+        return msgspec.structs.replace(SURFACES[CHAT].parse(body, JSON), body=b"")
+    except BadRequest as error:
+        return error.message.partition("JSON")[0], error.param  # behind it stands what comes next in the body
+
+
+def list_bodies() -> Iterator[str]:
+    """Yield bodies without the brace at their end: usual ones, with one or two more members, and in other layouts."""
+    for model, messages in itertools.product(SPELLED["model"], SPELLED["messages"]):
+        yield f'{{"model":{model},"messages":{messages}'
+    for members in itertools.chain(itertools.combinations(MEMBERS, 1), itertools.product(MEMBERS, repeat=2)):
+        parts = [f'"{name}":{value}' for name, value in (*BASE, *members)]
+        yield "{" + ",".join(parts)
+        yield "{" + ",".join([parts[-1], *parts[:-1]])
+        yield "{" + ",".join([*parts[:-1], parts[-1].replace(":", " :", 1)])
+        yield "{" + ",".join(parts).replace('"model"', '"mod\\u0065l"', 1)
+
+
+def test_a_usual_body_is_read_at_once_as_it_is_read_in_parts() -> None:
+    known = 0
+    for body in list_bodies():
+        assert read(body.encode() + b"}") == read(body.encode() + b',"nobody reads this":0}'), body
+        known += read_usual_chat(body.encode() + b"}") is not None if body.isascii() else 0
+    assert known > 300
 
 
 @pytest.mark.parametrize("field", ["messages", "input", "tools", "system", "metadata", "text", "x_pool_options", "anything"])
