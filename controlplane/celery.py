@@ -7,7 +7,6 @@ from typing import Any
 
 from celery import Celery
 from celery.signals import worker_init, worker_ready
-from django.db import connections
 from kombu.transport import TRANSPORT_ALIASES
 
 from core.db import limit_process
@@ -21,16 +20,13 @@ TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), "controlplane.broker
 app = Celery("muster")
 app.config_from_object("django.conf:settings", namespace="CELERY")
 app.autodiscover_tasks()
+app.autodiscover_tasks(["controlplane"])
 
 
 @worker_init.connect  # type: ignore[untyped-decorator]  # Celery ships no types
 def bound_waits(**_kwargs: Any) -> None:  # Any: the signal's own arguments
-    """Let no task wait for a silent database for ever: it ends with an error, and its row is due again.
-
-    The few threads of a worker keep their connections; a task first asks whether its thread's one still answers.
-    """
+    """Let no task wait for a silent database for ever: it ends with an error, and its row is due again."""
     limit_process(limits().core.database_silence_s)
-    connections.settings["default"].update(CONN_MAX_AGE=None, CONN_HEALTH_CHECKS=True)
 
 
 @worker_ready.connect  # type: ignore[untyped-decorator]  # Celery ships no types

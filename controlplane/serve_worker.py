@@ -1,4 +1,4 @@
-"""``python -m controlplane.serve_worker``: the Celery worker with beat in a thread of it.
+"""``python -m controlplane.serve_worker``: the Celery worker, which carries out what is due by the clock itself.
 
 For one machine: one process instead of the three that ``celery worker --beat`` runs. Where several workers run, start them with
 ``celery worker`` and exactly one ``celery beat``.
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from controlplane.env import read_log_level, report_setting_errors
@@ -22,12 +23,46 @@ os.environ.setdefault("CELERY_SKIP_CHECKS", "1")
 
 from celery import bootsteps, signals
 from celery.apps.worker import Worker
-from celery.beat import Scheduler, Service
+from celery.beat import ScheduleEntry, Scheduler, Service
+from django.db import InterfaceError, OperationalError
 
 from controlplane.celery import app
-from controlplane.reconciling import Reconciler
+from core.db.threads import with_kept_connection
 
 logger = logging.getLogger(__name__)
+
+
+class DueHere(Scheduler):  # type: ignore[misc]  # Celery ships no types
+    """Has a thread of this process carry out what is due: a message to oneself costs more than most of it, and needs Valkey."""
+
+    producer = None
+
+    def __init__(self, *args: object, **options: object) -> None:
+        self._under_way: set[str] = set()
+        self._is_away = False
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="due")
+        super().__init__(*args, **options)
+
+    def apply_async(self, entry: ScheduleEntry, *_args: object, **_options: object) -> None:
+        """Carry out a task of the schedule, unless it is under way since it was due before."""
+        if entry.task not in self._under_way:
+            self._under_way.add(entry.task)
+            self._threads.submit(self._carry_out, entry.task)
+
+    def _carry_out(self, task: str) -> None:
+        try:
+            with_kept_connection(self.app.tasks[task].run)
+            if self._is_away:
+                logger.info("due_tasks_go_on")
+            self._is_away = False
+        except (OperationalError, InterfaceError) as error:
+            if not self._is_away:
+                logger.warning("due_tasks_wait reason=%s", type(error).__name__)
+            self._is_away = True
+        except Exception:
+            logger.exception("due_task_failed task=%s", task)
+        finally:
+            self._under_way.discard(task)
 
 
 class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships no types
@@ -39,7 +74,7 @@ class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships
         super().__init__(worker, **options)
         self._is_stopping = False
         # In memory: every interval is short, and what is due at a start may run then.
-        self._service = Service(worker.app, scheduler_cls=Scheduler)
+        self._service = Service(worker.app, scheduler_cls=DueHere)
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
 
     def start(self, worker: Worker) -> None:
@@ -62,33 +97,12 @@ class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
-class ReconcilerStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships no types
-    """Runs the reconciler beside the worker: it goes on when the worker has lost the broker."""
-
-    requires = {"celery.worker.components:Pool"}
-
-    def __init__(self, worker: Worker, **options: object) -> None:
-        super().__init__(worker, **options)
-        self._reconciler = Reconciler()
-
-    def start(self, worker: Worker) -> None:
-        """Start the thread."""
-        del worker
-        self._reconciler.start()
-
-    def stop(self, worker: Worker) -> None:
-        """End it after the look under way."""
-        del worker
-        self._reconciler.stop()
-
-
 def main(argv: list[str]) -> int:
     """Run until SIGTERM. Tasks are short and few, so two threads do: no second copy of Django in memory."""
     parser = argparse.ArgumentParser(prog="python -m controlplane.serve_worker", description="Run Muster's background work.")
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write the process id here once tasks are taken")
     ready_file: Path | None = parser.parse_args(argv).ready_file
     app.steps["worker"].add(BeatThread)
-    app.steps["worker"].add(ReconcilerStep)
     worker = app.Worker(
         hostname=f"worker@{os.uname().nodename}",
         pool="threads",

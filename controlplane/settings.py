@@ -180,12 +180,8 @@ CELERY_BROKER_TRANSPORT_OPTIONS = {
     "socket_timeout": 15,
 }
 CELERY_BEAT_SCHEDULE = {
-    "reconcile-requests": {"task": "gateway.tasks.reconcile_requests", "schedule": 5.0, "options": {"expires": 10}},
-    "probe-direct-nodes": {"task": "nodes.tasks.probe_direct_nodes", "schedule": 5.0, "options": {"expires": 5}},
-    "ring-direct-boxes": {"task": "nodes.tasks.ring_direct_boxes", "schedule": 5.0, "options": {"expires": 10}},
-    "sweep-nodes": {"task": "nodes.tasks.sweep_nodes", "schedule": 5.0, "options": {"expires": 10}},
-    "sweep-operations": {"task": "governance.tasks.sweep", "schedule": 5.0, "options": {"expires": 10}},
-    "deliver-notices": {"task": "governance.tasks.deliver_notices", "schedule": 10.0, "options": {"expires": 20}},
+    "sweep": {"task": "controlplane.tasks.sweep", "schedule": 5.0, "options": {"expires": 10}},
+    "tell-failed-reloads": {"task": "nodes.tasks.tell_failed_reloads", "schedule": 30.0, "options": {"expires": 30}},
     "report-unreadable": {"task": "governance.tasks.report_unreadable", "schedule": 60.0, "options": {"expires": 60}},
     "checkpoint-audit": {"task": "governance.tasks.checkpoint_audit", "schedule": 60.0, "options": {"expires": 60}},
     "forget-sign-ins": {"task": "governance.tasks.forget_sign_ins", "schedule": 3600.0, "options": {"expires": 600}},

@@ -605,15 +605,15 @@ class GatewayLimits:
     sweep_s: float = bound(2.0, "s", "Keys, models and nodes are read again.")
     # A storm of hints costs ten sweeps a second at most.
     hint_pause_s: float = bound(0.1, "s", "After the sweep for a hint no further hint is followed for so long.")
-    tick_s: float = bound(0.5, "s", "The silence of nodes is judged again.")
-    heartbeat_s: float = bound(1.0, "s", "The gateway says again that it lives.")
+    tick_s: float = bound(1.0, "s", "The silence of nodes is judged again.")
+    heartbeat_s: float = bound(2.0, "s", "The gateway says again that it lives.")
     # A load that makes progress says something every second.
     presence_s: float = bound(0.9, "s", "What nodes newly said is written.")
-    presence_full_rounds: int = bound(2, "rounds", "Every so many rounds all nodes are written: that is their heartbeat.")
+    presence_full_rounds: int = bound(3, "rounds", "Every so many rounds all nodes are written: that is their heartbeat.")
     reconcile_s: float = bound(5.0, "s", "Requests of gateways that died are looked for again.")
     reload_s: float = bound(300.0, "s", "All keys are read again, changed or not.")
     # Canary questions
-    canary_look_s: float = bound(1.0, "s", "The gateway looks again which questions are due.")
+    canary_look_s: float = bound(5.0, "s", "The gateway looks again which questions are due.")
     canary_deadline_s: float = bound(30.0, "s", "A question without an answer counts for nothing.")
     canary_again_s: float = bound(
         60.0, "s", "A node that answered wrongly is asked again, or after the interval if that is shorter."

@@ -18,13 +18,18 @@ _SILENT = """
     g.heartbeat_at < clock_timestamp() - make_interval(secs => %(dead_after_s)s)
     AND pg_postmaster_start_time() < clock_timestamp() - make_interval(secs => %(dead_after_s)s)
 """
-_SOMEBODY_IS_SILENT = f"""
-SELECT EXISTS (
-       SELECT FROM gateway_requestrecord AS r
-         JOIN gateway_gatewayprocess AS g ON g.id = r.gateway_id
-        WHERE r.state = ANY(%(open)s) AND g.stopped_at IS NULL AND {_SILENT}
-       )
-"""  # noqa: S608  # a constant
+_ORPHANS = f"""
+         FROM gateway_requestrecord AS r
+         LEFT JOIN gateway_gatewayprocess AS g ON g.id = r.gateway_id
+        WHERE r.state = ANY(%(open)s)
+          AND (
+               g.stopped_at IS NOT NULL
+               OR (g.id IS NULL AND r.created_at < clock_timestamp() - make_interval(secs => %(dead_after_s)s))
+               OR ({_SILENT})
+          )
+"""
+_LOOK = f"SELECT bool_or(g.id IS NOT NULL AND g.stopped_at IS NULL) {_ORPHANS}"  # a constant
+"""Whether a request's gateway is silent; null when no request is an orphan."""
 _CLOSE = f"""
 UPDATE gateway_requestrecord AS record
    SET state = %(interrupted)s,
@@ -35,14 +40,7 @@ UPDATE gateway_requestrecord AS record
        )::integer
   FROM (
         SELECT r.id, r.created_at
-          FROM gateway_requestrecord AS r
-          LEFT JOIN gateway_gatewayprocess AS g ON g.id = r.gateway_id
-         WHERE r.state = ANY(%(open)s)
-           AND (
-                g.stopped_at IS NOT NULL
-                OR (g.id IS NULL AND r.created_at < clock_timestamp() - make_interval(secs => %(dead_after_s)s))
-                OR ({_SILENT})
-           )
+        {_ORPHANS}
          LIMIT %(batch)s
            FOR UPDATE OF r SKIP LOCKED
        ) AS orphan
@@ -65,7 +63,10 @@ def close_orphaned_requests(*, dead_after_s: float | None = None, confirm_s: flo
         "dead_after_s": limits().gateway.dead_s if dead_after_s is None else dead_after_s,
         "batch": limits().gateway.orphans_batch,
     }
-    if _is_somebody_silent(parameters):
+    is_silent = _look(parameters)
+    if is_silent is None:
+        return 0
+    if is_silent:
         clock.sleep(confirm_s)
     closed = 0
     while True:
@@ -80,8 +81,8 @@ def close_orphaned_requests(*, dead_after_s: float | None = None, confirm_s: flo
     return closed
 
 
-def _is_somebody_silent(parameters: dict[str, str | float | list[str]]) -> bool:
+def _look(parameters: dict[str, str | float | list[str]]) -> bool | None:
     with connection.cursor() as cursor:
-        cursor.execute(_SOMEBODY_IS_SILENT, parameters)
-        row = cursor.fetchone()
-    return bool(row == (True,))
+        cursor.execute(_LOOK, parameters)
+        is_silent: bool | None = cursor.fetchone()[0]
+    return is_silent

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import redis.exceptions
 from channels.layers import get_channel_layer
 from django.conf import settings
-from django.db import DatabaseError, InterfaceError
+from django.db import DatabaseError, InterfaceError, connection
 from django.db.models.functions import Now
 
 from core.db.threads import run_pulse, run_upkeep
@@ -367,7 +367,10 @@ class GatewayRuntime:
 
     def _beat(self) -> None:
         # By the database's clock, by which it is judged: that of this machine may be wrong.
-        GatewayProcess.objects.filter(pk=self.gateway_id).update(heartbeat_at=Now())
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "UPDATE gateway_gatewayprocess SET heartbeat_at = statement_timestamp() WHERE id = %s", [self.gateway_id]
+            )
 
     def _write_back(self, used: dict[uuid.UUID, float], drains: list[DrainCount], *, news_only: bool) -> None:
         write_presences(presence_reports(self.registry, news_only=news_only), gateway_id=self.gateway_id)

@@ -30,12 +30,6 @@ def work(run_id: str) -> bool:
     return services.work_on(ident)
 
 
-@shared_task(name="governance.tasks.sweep")  # type: ignore[untyped-decorator]  # Celery ships no types
-def sweep() -> None:
-    """Remind, expire, block, and work on whatever is due."""
-    services.reconcile()
-
-
 @shared_task(name="governance.tasks.deliver_notices")  # type: ignore[untyped-decorator]  # Celery ships no types
 def deliver_notices() -> int:
     """Send notices that are due."""

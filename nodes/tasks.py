@@ -19,13 +19,18 @@ logger = logging.getLogger(__name__)
 def sweep_nodes() -> None:
     """Bring the rows of silent boxes in line with their age. Idempotent; a lost ring does no harm."""
     report = sweep_presence()
-    given_up = tell_failed_reloads()
-    if given_up:
-        logger.warning("nodes_swept reloads_failed=%d", given_up)
     if report.went_offline or report.drains_ended or report.drained:
         logger.info(
             "nodes_swept went_offline=%d drains_ended=%d drained=%d", report.went_offline, report.drains_ended, report.drained
         )
+
+
+@shared_task(name="nodes.tasks.tell_failed_reloads")  # type: ignore[untyped-decorator]  # Celery ships no types
+def tell_reloads() -> None:
+    """Tell of kept models that nodes have given up loading again. Idempotent."""
+    given_up = tell_failed_reloads()
+    if given_up:
+        logger.warning("nodes_swept reloads_failed=%d", given_up)
 
 
 @shared_task(name="nodes.tasks.probe_direct_nodes")  # type: ignore[untyped-decorator]  # Celery ships no types

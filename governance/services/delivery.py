@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from django.conf import settings
 from django.core.mail import EmailMessage
 from django.db import transaction
-from django.db.models import F, Q
+from django.db.models import F, Q, QuerySet
 
 from core.limits import limits
 from governance.models import Notice
@@ -37,12 +37,20 @@ def deliver_due(limit: int = 50) -> int:
     return sent
 
 
+def is_delivery_due() -> bool:
+    """Whether a notice is to be sent now."""
+    return _find_due(clock.now()).exists()
+
+
+def _find_due(now: datetime) -> QuerySet[Notice]:
+    is_free = Q(lease_until=None) | Q(lease_until__lt=now)
+    return Notice.objects.filter(is_free, sent_at=None, given_up_at=None, due_at__lte=now)
+
+
 def _claim() -> Notice | None:
     now = clock.now()
-    is_free = Q(lease_until=None) | Q(lease_until__lt=now)
-    open_rows = Notice.objects.filter(is_free, sent_at=None, given_up_at=None, due_at__lte=now)
     with transaction.atomic():
-        found = open_rows.select_for_update(skip_locked=True).order_by("due_at").values_list("pk", flat=True).first()
+        found = _find_due(now).select_for_update(skip_locked=True).order_by("due_at").values_list("pk", flat=True).first()
         if found is None:
             return None
         Notice.objects.filter(pk=found).update(

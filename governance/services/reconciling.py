@@ -1,9 +1,9 @@
-"""Everything that is due, whoever forgot to ring: called every few seconds by web, worker and beat."""
+"""Everything that is due, whoever forgot to ring: called every few seconds by the web process and by a worker."""
 
 from __future__ import annotations
 
 from governance.services.runs import run_due
-from governance.services.sweeps import sweep_operations
+from governance.services.sweeps import is_anything_open, sweep_operations
 
 
 def reconcile() -> int:
@@ -11,6 +11,8 @@ def reconcile() -> int:
 
     What the sweep stumbles over does not keep approved operations from being carried out.
     """
+    if not is_anything_open():
+        return 0
     try:
         sweep_operations()
     finally:

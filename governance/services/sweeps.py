@@ -19,6 +19,7 @@ from governance.services.reviews import list_unreviewed
 from governance.services.transitions import drop_void, end_operation, tell
 from governance.states import OPEN_RUNS, ApprovalEvent, ApprovalState
 from wire import clock
+from wire.optoken.approval import BREAK_GLASS
 
 _OPEN = [state.value for state in OPEN_RUNS]
 _UNDECIDED = [ApprovalState.PENDING.value, ApprovalState.APPROVED.value]
@@ -26,10 +27,13 @@ _UNDECIDED = [ApprovalState.PENDING.value, ApprovalState.APPROVED.value]
 
 def sweep_operations() -> int:
     """Remind, expire, block, and take approvals of revoked keys out; returns how many operations were changed."""
-    changed = 0
-    if Operation.objects.filter(state__in=_UNDECIDED).exists():  # all but the reviews are of those alone
-        changed = _warn() + _expire() + block_stale() + _drop_void()
-    return changed + _claim_reviews()
+    return _warn() + _expire() + block_stale() + _drop_void() + _claim_reviews()
+
+
+def is_anything_open() -> bool:
+    """Whether an operation is pending or approved, or was used and nobody was reminded to review it: time changes no other."""
+    unreviewed = Q(op_class=BREAK_GLASS, dispatched_at__isnull=False, warned_percent__lt=100)
+    return Operation.objects.filter(Q(state__in=_UNDECIDED) | unreviewed).exists()
 
 
 def block_stale() -> int:

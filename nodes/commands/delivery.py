@@ -53,13 +53,13 @@ def plan_deliveries(*, linked: Mapping[uuid.UUID, datetime], gateway_id: uuid.UU
     if not linked:
         return []
     now = clock.now()
-    open_ones = NodeCommand.objects.filter(node_id__in=list(linked), state__in=_OPEN)
-    if read_freeze() is not None:
-        open_ones = open_ones.exclude(state=NodeCommand.State.WAITING)
+    open_ones = NodeCommand.objects.filter(node_id__in=list(linked), state__in=_OPEN).order_by("created_at")
+    due = open_ones.exclude(state=NodeCommand.State.WAITING, token="")
+    rows = list(due[: limits().nodes.command_batch])
+    if rows and read_freeze() is not None:
+        rows = list(due.exclude(state=NodeCommand.State.WAITING)[: limits().nodes.command_batch])
     deliveries: list[Delivery] = []
-    for row in open_ones.exclude(state=NodeCommand.State.WAITING, token="").order_by("created_at")[
-        : limits().nodes.command_batch
-    ]:
+    for row in rows:
         delivery = _plan(row, since=linked[row.node_id], now=now, gateway_id=gateway_id)
         if delivery is not None:
             deliveries.append(delivery)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from django.db import transaction
-from django.db.models import F, Q
+from django.db.models import F, Q, QuerySet
 from django.db.models.functions import Now
 
 from core.hints import publish_hint
@@ -50,19 +50,26 @@ def probe_direct_nodes() -> int:
     One that tells its capabilities, and one that did not answer, is due after ``probe_silent_s``, any other after
     ``probe_answered_s``. At most ``probe_batch`` are called, ``probe_threads`` at a time.
     """
-    now = clock.now()
-    is_due = Q(presence__probed_at=None) | Q(presence__probed_at__lte=now - timedelta(seconds=limits().nodes.probe_answered_s))
-    is_soon = ~Q(presence__probe_error="") | Q(presence__capabilities_at__isnull=False)
-    is_due |= is_soon & Q(presence__probed_at__lte=now - timedelta(seconds=limits().nodes.probe_silent_s))
-    nodes = Node.objects.filter(is_due, reach=Reach.DIRECT, presence__isnull=False).exclude(public_base_url="")
-    due = list(
-        nodes.select_related("presence").order_by(F("presence__probed_at").asc(nulls_first=True))[: limits().nodes.probe_batch]
-    )
+    nodes = _find_due().select_related("presence").order_by(F("presence__probed_at").asc(nulls_first=True))
+    due = list(nodes[: limits().nodes.probe_batch])
     with ThreadPoolExecutor(max_workers=limits().nodes.probe_threads, thread_name_prefix="probe") as pool:
         results = list(pool.map(probe_node, due))
     for node, result in zip(due, results, strict=True):
         _store(node, result)
     return sum(bool(result.error) for result in results)
+
+
+def is_probe_due() -> bool:
+    """Whether a node is to be called now."""
+    return _find_due().exists()
+
+
+def _find_due() -> QuerySet[Node]:
+    now = clock.now()
+    is_due = Q(presence__probed_at=None) | Q(presence__probed_at__lte=now - timedelta(seconds=limits().nodes.probe_answered_s))
+    is_soon = ~Q(presence__probe_error="") | Q(presence__capabilities_at__isnull=False)
+    is_due |= is_soon & Q(presence__probed_at__lte=now - timedelta(seconds=limits().nodes.probe_silent_s))
+    return Node.objects.filter(is_due, reach=Reach.DIRECT, presence__isnull=False).exclude(public_base_url="")
 
 
 @transaction.atomic

@@ -256,7 +256,11 @@ _REPORT_COLUMNS = """
     vram_used_mb integer, vram_free_mb integer, gpu_util_percent float8, epoch bigint, models varchar(200)[], endpoints jsonb
 """
 _WRITE_PRESENCES = f"""
-WITH written AS (
+WITH reported AS (
+SELECT * FROM jsonb_to_recordset(%(reports)s::jsonb) AS r({_REPORT_COLUMNS})
+), locked AS MATERIALIZED (
+SELECT node_id FROM nodes_nodepresence WHERE node_id IN (SELECT node_id FROM reported) ORDER BY node_id FOR UPDATE
+), written AS (
 UPDATE nodes_nodepresence AS p
    SET connected = true,
        gateway_id = %(gateway)s,
@@ -274,7 +278,7 @@ UPDATE nodes_nodepresence AS p
        vram_used_mb = CASE WHEN r.is_said THEN r.vram_used_mb ELSE p.vram_used_mb END,
        vram_free_mb = CASE WHEN r.is_said THEN r.vram_free_mb ELSE p.vram_free_mb END,
        gpu_util_percent = CASE WHEN r.is_said THEN r.gpu_util_percent ELSE p.gpu_util_percent END
-  FROM jsonb_to_recordset(%(reports)s::jsonb) AS r({_REPORT_COLUMNS})
+  FROM reported AS r JOIN locked USING (node_id)
  WHERE p.node_id = r.node_id AND p.gateway_links ->> %(key)s::text = r.link
 RETURNING p.node_id, r.epoch, r.models, r.endpoints
 )
@@ -362,11 +366,9 @@ def _write_reports(reports: Sequence[PresenceReport], *, gateway_id: uuid.UUID) 
         "key": gateway_id.hex,
         "reports": json.dumps(rows),
     }
-    with transaction.atomic():
-        _lock_presences([report.node_id for report in reports])
-        with connection.cursor() as cursor:
-            cursor.execute(_WRITE_PRESENCES, values)
-            return [row[0] for row in cursor.fetchall()]
+    with connection.cursor() as cursor:
+        cursor.execute(_WRITE_PRESENCES, values)
+        return [row[0] for row in cursor.fetchall()]
 
 
 def _lock_presences(node_ids: Iterable[uuid.UUID]) -> None:

@@ -35,9 +35,36 @@ class SweepReport:
     drained: int = 0
 
 
-@transaction.atomic
 def sweep_presence() -> SweepReport:
     """Bring the rows in line with what their age says. Idempotent; two at once do the work of one."""
+    return _sweep() if _is_anything_due() else SweepReport()
+
+
+def _is_anything_due() -> bool:
+    """Whether a node is silent, or drains, or did: one look, for that is rare and a sweep asks ten times."""
+    age_s = min(freshness_windows(limits().nodes, protocol=one)[1] for one in ("", BRIDGE_V1))
+    with connection.cursor() as cursor:
+        cursor.execute(_IS_ANYTHING_DUE, [age_s])
+        row = cursor.fetchone()
+    return bool(row == (True,))
+
+
+_IS_ANYTHING_DUE = """
+SELECT EXISTS (
+       SELECT FROM nodes_nodepresence
+        WHERE (connected OR reported_status <> 'offline')
+          AND COALESCE(last_heartbeat_at, updated_at) <= statement_timestamp() - make_interval(secs => %s)
+       )
+    OR EXISTS (
+       SELECT FROM nodes_node
+        WHERE draining OR mode = 'spare_off' OR draining_since IS NOT NULL OR drain_deadline_at IS NOT NULL
+       )
+    OR EXISTS (SELECT FROM nodes_nodedraincount)
+"""
+
+
+@transaction.atomic
+def _sweep() -> SweepReport:
     if not _take_lock():
         return SweepReport(skipped=True)
     now = read_clock()

@@ -604,7 +604,8 @@ KEPT = ("muster.unreadable", "muster.unreadable.total", "muster.unreadable.key")
 A_BATCH = 200
 _WRONG_TYPE_EVERY = 50
 _TASKS = (
-    "governance.tasks.work", "nodes.tasks.call_box", "governance.tasks.sweep", "celery.map", "celery.chord_unlock", "os.system",
+    "governance.tasks.work", "nodes.tasks.call_box", "controlplane.tasks.sweep", "celery.map", "celery.chord_unlock",
+    "os.system",
 )  # fmt: skip
 _ODD: tuple[object, ...] = (
     None, True, -1, 2**63, 1.5, "", "\x00", "é" * 99, [], [[]], {}, {"": None}, "2999-01-01T00:00:00+00:00",

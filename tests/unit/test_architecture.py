@@ -102,6 +102,8 @@ NUMBERS: dict[str, str] = {
 
 PROCESS_EDGES: dict[str, str] = {
     "controlplane/gateway_server/server.py::GatewayApp._live": "the server is told that it cannot start, and exits",
+    "controlplane/serve_worker.py::DueHere._carry_out": "a task that fails must not end the thread that carries out the others",
+    "controlplane/tasks.py::sweep": "a look that fails must not keep the others from being taken",
     "controlplane/reconciling.py::Reconciler._run": "one operation that cannot be looked at must not stop the looks at others",
     "gateway/views/base.py::make_endpoint.application": "the client gets a 500 and the log a traceback; a server would cut",
     "gateway/views/inference.py::Inference.serve": "as above; a stream that had begun is reset instead",

@@ -407,8 +407,8 @@ def test_a_worker_gives_a_frozen_server_up_and_carries_out_what_is_due_when_it_i
         with held(servers, f"SELECT FROM governance_operation WHERE id = '{run.operation_id}' FOR UPDATE"):
             wait_for(lambda: count_blocked(servers), what="the worker has begun", within_s=2 * WITHIN_S)
             with frozen(servers):
-                bell.send_task("governance.tasks.sweep")
-                for sign in ("reconcile_waits", "governance.tasks.sweep", "OperationalError"):
+                bell.send_task("controlplane.tasks.sweep")
+                for sign in ("due_tasks_wait", "controlplane.tasks.sweep", "OperationalError"):
                     wait_for(partial(is_logged, log, sign), what=sign)
         make_due(run.operation)
         bell.send_task("governance.tasks.work", args=[str(run.pk)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from celery import Celery
 from channels.db import database_sync_to_async
 from channels.layers import channel_layers, get_channel_layer
 from channels.testing import WebsocketCommunicator
@@ -29,6 +31,7 @@ from redis import asyncio as aioredis
 from controlplane.asgi import application
 from controlplane.live import CloseCode
 from controlplane.reconciling import Reconciler
+from controlplane.serve_worker import DueHere
 from core import hints
 from core.hints import HINT_GROUP, publish_hint
 from core.models import User
@@ -263,6 +266,36 @@ def test_a_database_that_is_away_is_said_once_and_waited_for_and_a_defect_ends_n
     assert said[:2] == ["reconcile_waits reason=OperationalError", "reconcile_goes_on"]
     assert [each for each in said[2:] if "reconcile_failed" not in each] == []
     assert len(said) == 3, "one look that fails does not end the looks"
+
+
+def test_what_is_due_by_the_clock_is_carried_out_here_and_not_again_while_it_is_under_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    started: list[str] = []
+    may_end = threading.Event()
+    app = Celery(set_as_current=False)
+    app.conf.beat_schedule = {name: {"task": name, "schedule": 0.001} for name in ("held", "broken")}
+
+    @app.task(name="held")
+    def hold() -> None:
+        started.append("held")
+        may_end.wait(WITHIN_S)
+
+    @app.task(name="broken")
+    def fail() -> None:
+        started.append("broken")
+        raise OperationalError("the server closed the connection") if started.count("broken") < 3 else KeyError("a defect")
+
+    with caplog.at_level(logging.INFO, logger="controlplane.serve_worker"):
+        scheduler = DueHere(app=app)
+        wait_until(lambda: scheduler.tick() is not None and started.count("broken") > 4)
+        assert started.count("held") == 1
+        may_end.set()
+        wait_until(lambda: scheduler.tick() is not None and started.count("held") > 1)
+    said = [record.getMessage() for record in caplog.records if record.name == "controlplane.serve_worker"]
+    assert said[0] == "due_tasks_wait reason=OperationalError"
+    assert said.count(said[0]) <= 2
+    assert "due_task_failed task=broken" in said
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, date, datetime, timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from django.db import connection, transaction
@@ -16,6 +17,7 @@ from django.test import Client
 from django.utils import timezone
 from pytest_django import DjangoCaptureOnCommitCallbacks
 
+from controlplane.tasks import sweep
 from core.limits import GatewayLimits, limits
 from gateway import services
 from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord
@@ -36,8 +38,19 @@ from gateway.values import Priority
 from governance.services import create_admin_token
 from nodes.services import create_credential, create_provider
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import ACTOR, audited, make_gateway, make_key, make_operator, make_record, make_tenant
+from tests.fakes.nodes import (
+    ACTOR,
+    audited,
+    make_gateway,
+    make_key,
+    make_node,
+    make_operator,
+    make_presence,
+    make_record,
+    make_tenant,
+)
 from tests.fakes.waiting import wait_until
+from wire.bridge import MUSTER_V1
 from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, RequestState
 from wire.ids import format_id, new_uuid7
 
@@ -216,6 +229,25 @@ def test_a_row_that_is_being_written_is_left_for_the_next_call_and_a_second_work
         in_thread(lambda: closed.append(reconcile_requests())).join(30)
     assert closed == [1, 0]
     assert reconcile_requests() == 1
+
+
+def test_a_sweep_takes_every_look_though_one_fails(caplog: pytest.LogCaptureFixture) -> None:
+    record = make_record(gateway_id=make_gateway(stopped=True).pk, state=RequestState.RUNNING)
+    presence = make_presence(make_node(), age_s=16, connected=True, protocol=MUSTER_V1)
+
+    def spoil(execute: Callable[..., object], sql: str, *rest: Any) -> object:
+        if "gateway_requestrecord" in sql:
+            raise KeyError("a defect")
+        return execute(sql, *rest)
+
+    with connection.execute_wrapper(spoil):
+        sweep()
+    presence.refresh_from_db()
+    assert presence.reported_status == "offline"
+    assert "sweep_failed look=reconcile_requests" in caplog.text
+    sweep()
+    record.refresh_from_db()
+    assert record.state == "interrupted"
 
 
 TODAY = date(2031, 5, 17)

@@ -259,7 +259,7 @@ class OperationLife(RuleBasedStateMachine):
 
     @rule()
     def work(self) -> None:
-        self.processes.perform(tasks.sweep)
+        self.processes.perform(services.reconcile)
 
     @precondition(lambda self: bool(BROKER.rings))
     @rule(times=st.integers(0, 2))
@@ -274,7 +274,7 @@ class OperationLife(RuleBasedStateMachine):
 
         def meanwhile() -> None:
             self.clock.advance(seconds)
-            tasks.sweep()
+            services.reconcile()
 
         self.processes.interrupt(meanwhile)
         self.work()

@@ -23,7 +23,7 @@ from governance.states import RunState
 from nodes.models import Node, NodePresence
 from nodes.operations import MODEL_LOAD
 from nodes.operations.lost_models import find_lost_models, tell_failed_reloads
-from nodes.tasks import sweep_nodes
+from nodes.tasks import tell_reloads
 from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due
 from tests.fakes.nodes import shared_rows
 from wire.ids import format_id
@@ -118,8 +118,8 @@ def test_a_reload_that_the_node_gave_up_is_told_once_to_those_who_decided_it(
     row = done(team, rig.runner_id, keepLoaded=True)
     signers = set(row.decisions.values_list("person_name", flat=True))
     fail(gave_up_ms=1_000)
-    sweep_nodes()
-    sweep_nodes()
+    tell_reloads()
+    tell_reloads()
     assert told() == sorted([("reload_failed", "hook"), *(("reload_failed", name) for name in {row.requested_by, *signers})])
     event = AuditEvent.objects.get(action="node.reload-failed")
     assert (event.target, event.op_id) == (box.printed_id, format_id("op", row.pk))

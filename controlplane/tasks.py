@@ -1,0 +1,43 @@
+"""The sweep: every few seconds one task looks at everything that time or a lost message may have made due."""
+
+from __future__ import annotations
+
+import logging
+
+from celery import shared_task
+from django.db import InterfaceError, OperationalError
+
+from gateway.tasks import reconcile_requests
+from governance.services import reconcile
+from governance.services.delivery import is_delivery_due
+from governance.tasks import deliver_notices
+from nodes.services.probe import is_probe_due
+from nodes.tasks import probe_direct, ring_direct_boxes, sweep_nodes
+
+logger = logging.getLogger(__name__)
+
+
+@shared_task(name="controlplane.tasks.sweep")  # type: ignore[untyped-decorator]  # Celery ships no types
+def sweep() -> None:
+    """Look at operations, requests, nodes, commands and notices; what may wait for somebody else gets its own task. Idempotent.
+
+    One task for all: while nothing is due, sending and taking six costs more than the looks do. A look that fails keeps none
+    of the others from being taken. Raises OperationalError when the database is away.
+    """
+    for look in (reconcile, reconcile_requests, sweep_nodes, ring_direct_boxes, _ring_probe, _ring_delivery):
+        try:
+            look()
+        except (OperationalError, InterfaceError):
+            raise
+        except Exception:
+            logger.exception("sweep_failed look=%s", look.__name__)
+
+
+def _ring_probe() -> None:
+    if is_probe_due():
+        probe_direct.apply_async(expires=5)
+
+
+def _ring_delivery() -> None:
+    if is_delivery_due():
+        deliver_notices.apply_async(expires=20)
