@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 import sys
+import time
 import urllib.parse
 import uuid
 from collections.abc import Callable, Sequence
@@ -248,6 +250,7 @@ class Box:
         self._slots = slots
         self._gpus = [_describe_gpu(index) for index in range(gpus)]
         self._instance_id = uuid.uuid4().hex
+        self._op_key = secrets.token_urlsafe(32)
         self._endpoints = list(endpoints)
         self._dialect = dialect
         self._player = player
@@ -273,6 +276,7 @@ class Box:
                 gpus=self._gpus if is_muster else [],
                 endpoints=self._endpoints if is_muster else [],
                 replicas=self._list_replicas() if is_muster else [],
+                governance=self._describe_governance() if is_muster and self._gpus else None,
             )
         )
 
@@ -299,6 +303,12 @@ class Box:
         while self._dialect.version == bridge.MUSTER_V1:
             self._send(bridge.Telemetry(current_load=self._player.live, gpus=self._gpus, replicas=self._list_replicas()))
             await asyncio.sleep(interval_s)
+
+    def _describe_governance(self) -> bridge.BoxGovernance:
+        """Return what a node says that takes operations by tokens which the server alone signs; no operation is sent here."""
+        return bridge.BoxGovernance(
+            level="L1", runner_id=self._name, public_key="", op_keys={"k1": self._op_key}, clock_ms=time.time_ns() // 1_000_000
+        )
 
     def _list_replicas(self) -> list[bridge.ReplicaInfo]:
         return [

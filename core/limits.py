@@ -231,6 +231,7 @@ class NodeLimits:
     clock_skew_ms: int = bound(
         240_000, "ms", "A node whose clock is further off is sent no operation: it would refuse a token of five minutes."
     )
+    clock_skew_shown_ms: int = bound(1_000, "ms", "A node whose clock moved by less since it registered keeps the skew shown.")
 
     # Sockets of nodes
     handshake_timeout_s: float = bound(10.0, "s", "A socket that did not register is closed.")
@@ -250,6 +251,7 @@ class NodeLimits:
     max_unregistered: int = bound(
         64, "sockets", "Further sockets of one address that have not registered are refused, except with a good credential."
     )
+    registered_at_once: int = bound(128, "nodes", "Further nodes that register at once wait for the next transaction.")
     socket_buffer_bytes: int = bound(256 * MIB, "bytes", "A node whose line has so much waiting is disconnected with 1011.")
     socket_full_bytes: int = bound(
         32 * MIB,

@@ -194,7 +194,7 @@ class GatewayRuntime:
                 async with asyncio.timeout(self.limits.sweep_s):
                     await self._refresh.wait()
                     await asyncio.sleep(next_hint_at - loop.time())
-            was_hinted = self._refresh.is_set()
+            was_hinted, began = self._refresh.is_set(), loop.time()
             self._refresh.clear()
             try:
                 await self._sweep()
@@ -202,7 +202,9 @@ class GatewayRuntime:
                 self._keys_mark = None  # the database that comes back may be another, with other marks
                 logger.warning("gateway.sweep_failed error=%s; working from memory", type(error).__name__)
             if was_hinted:
-                next_hint_at = loop.time() + self.limits.hint_pause_s
+                # Many nodes make a sweep long; those that all come at once must not have it take all the time.
+                took_s = loop.time() - began
+                next_hint_at = loop.time() + min(max(self.limits.hint_pause_s, 4 * took_s), self.limits.sweep_s)
 
     async def _run_heartbeat(self) -> None:
         """Say that we live, on a clock and a thread of its own: nothing that holds anything else up must make us look dead."""
@@ -314,17 +316,17 @@ class GatewayRuntime:
         self._marks, self._keys_mark = news.marks, news.marks.since
         if news.is_full:
             self._full_at = now
-        rows = self._nodes.list_rows()
-        declared = {name for row in rows for name in row.model_names}.difference(self.catalogue.models)
-        if declared:  # operators then see them, with a button that allows them
-            await run_upkeep(services.remember_models, names=sorted(declared))
+        rows = list(self._nodes.rows.values())
         self.keeper.other_gateways = frozenset(news.marks.others)
         peers = _find_peers(news.marks.others)
         self.keeper.apply(rows, targets=self._known_targets(rows), peers=peers, read_at=now)
         self.keeper.cut_off(news.marks.revoked)
+        declared = self.keeper.known_models.difference(self.catalogue.models)
+        if declared:  # operators then see them, with a button that allows them
+            await run_upkeep(services.remember_models, names=sorted(declared))
 
     def _credentials_in_use(self) -> list[int]:
-        return [link.credential_id for link in self.registry if isinstance(link, RelayLink)]
+        return list({link.credential_id for link in self.registry if isinstance(link, RelayLink)})
 
     def _known_targets(self, rows: list[NodeRow]) -> dict[uuid.UUID, HttpTarget]:
         """Return the addresses that are known, and have the others looked up beside: a name server may be slow."""

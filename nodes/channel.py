@@ -11,16 +11,15 @@ import base64
 import logging
 import uuid
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import msgspec
 from django.db import DatabaseError, DataError, InterfaceError
 
-from core.db.threads import run_in_database, run_upkeep
+from core.db.threads import Batcher, run_in_database, run_upkeep
 from core.limits import limits
 from core.throttle import AuthThrottle
 from governance.checkpoints import consistency, has_checkpoint, latest_checkpoint
@@ -28,15 +27,18 @@ from governance.errors import GovernanceError
 from governance.services import policy_chain
 from nodes import services
 from nodes.commands import FINAL_STATES, Ask, Delivery, Send, plan_deliveries, store_status
-from nodes.errors import NodeNotFound
+from nodes.errors import EnrolmentRefused, NodeNotFound
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
+from nodes.metrics import AUTH_FAILURES
+from nodes.models import NodeCredential
 from nodes.reports import store_endpoints
 from nodes.services import sessions, take_report
 from nodes.session import ModeRequested
 from wire import bridge, clock
 from wire.contract import NodeMode
+from wire.credentials import digest_credential
 
 logger = logging.getLogger("muster.nodes")
 
@@ -67,6 +69,30 @@ class OwnerWord:
     said_at: float
 
 
+Connect = Callable[[sessions.OpenedSession, float], RelayLink]
+"""Links a node whose session was opened; the float is when it was asked for (clock.monotonic())."""
+
+
+class CredentialRefused(Exception):
+    """The text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class CredentialCheck:
+    """What a socket of an address brings to be let in."""
+
+    address: str
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A session to be opened, and what links its node then."""
+
+    request: sessions.SessionRequest
+    connect: Connect
+
+
 class NodeChannel:
     """What the node sockets of one gateway process share: it delivers to the nodes, and takes down what they say."""
 
@@ -83,8 +109,11 @@ class NodeChannel:
         """Held while the good credentials are read: sockets that come meanwhile read none."""
         self.unregistered: Counter[str] = Counter()
         """Sockets by address, from the upgrade until they have registered or are closed."""
-        self.registering = asyncio.Lock()
-        """Held from choosing a node to linking it: bridge workers that share a name must see each other."""
+        at_once = self.limits.registered_at_once
+        self.credentials = Batcher(self._check_credentials, most=at_once, spawn=self.run_beside)
+        """Finds the credentials that sockets bring. Raises CredentialRefused, DatabaseError."""
+        self.registrations = Batcher(self._open_sessions, most=at_once, spawn=self.run_beside)
+        """Opens sessions and links their nodes. Raises EnrolmentRefused, and DatabaseError, DataError of them."""
         self.owner_words: dict[uuid.UUID, OwnerWord] = {}
         """What owners said at their nodes and the database does not know yet; the newest of each."""
         self._beside: set[asyncio.Task[None]] = set()
@@ -121,11 +150,49 @@ class NodeChannel:
             if not self.unregistered[address]:
                 del self.unregistered[address]
 
-    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run work that outlives the call that made it; it is bounded by a time-out of its own, or ended by ``close``."""
         task = asyncio.get_running_loop().create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
+        return task
+
+    async def _check_credentials(self, asked: list[CredentialCheck]) -> Sequence[NodeCredential | CredentialRefused]:
+        return await run_in_database(self._find_credentials, asked)
+
+    def _find_credentials(self, asked: list[CredentialCheck]) -> list[NodeCredential | CredentialRefused]:
+        """Return the credentials; runs in a thread, where the throttle may ask the database."""
+        throttle = self.throttle
+        waiting = {check for check in asked if throttle.must_wait(check.address, digest_credential(check.secret))}
+        found = services.find_credentials({check.secret for check in asked if check not in waiting})
+        answers: list[NodeCredential | CredentialRefused] = []
+        for check in asked:
+            credential = found.get(check.secret)
+            if credential is not None:
+                answers.append(credential)
+            elif check in waiting or throttle.is_blocked(check.address):
+                AUTH_FAILURES.labels("throttled").inc()
+                answers.append(CredentialRefused("worker authentication temporarily rate limited"))
+            else:
+                throttle.record_failure(check.address)
+                AUTH_FAILURES.labels("rejected").inc()
+                answers.append(CredentialRefused("worker authentication failed"))
+        return answers
+
+    async def _open_sessions(self, asked: list[Registration]) -> list[RelayLink | Exception]:
+        """Open sessions and link their nodes before others are opened: bridge workers that share a name must see each other."""
+        asked_at = clock.monotonic()
+        opened = await run_in_database(
+            sessions.open_sessions,
+            [registration.request for registration in asked],
+            gateway_id=self.gateway_id,
+            live_nodes=frozenset(link.node_id for link in self.links),
+            other_gateways=self.keeper.other_gateways,
+        )
+        return [
+            session if isinstance(session, EnrolmentRefused) else registration.connect(session, asked_at)
+            for registration, session in zip(asked, opened, strict=True)
+        ]
 
     # on the event loop, from the frame path
 
@@ -395,22 +462,11 @@ def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list
                 status=_status_of(link),
                 last_error=(telemetry.last_error or "") if telemetry is not None else "",
                 endpoints=store_endpoints(link.endpoints),
-                said=_read_state(telemetry) if telemetry is not None else None,
+                said=telemetry,
                 link_id=link.link_id,
             )
         )
     return reports
-
-
-def _read_state(telemetry: bridge.Telemetry) -> sessions.ReportedState:
-    return sessions.ReportedState(
-        gpus=msgspec.to_builtins(telemetry.gpus),
-        replicas=msgspec.to_builtins(telemetry.replicas),
-        available=list(telemetry.available),
-        memory=msgspec.to_builtins(telemetry.memory),
-        queue_depth=telemetry.queue_depth,
-        avg_wait_ms=telemetry.avg_wait_ms,
-    )
 
 
 def _serves_nothing(link: RelayLink) -> bool:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, assert_never
 from urllib.parse import parse_qs
 
@@ -18,13 +19,12 @@ from channels.exceptions import StopConsumer
 from django.conf import settings
 from django.db import DatabaseError, DataError, InterfaceError
 
-from core.db.threads import run_in_database, run_upkeep
-from nodes import services
-from nodes.channel import NodeChannel
+from core.db.threads import run_upkeep
+from nodes.channel import CredentialCheck, CredentialRefused, NodeChannel, Registration
 from nodes.errors import EnrolmentRefused, TooManySockets
 from nodes.links.relay import SCOPE_FRAMES, FrameSource, RelayLink
 from nodes.metrics import AUTH_FAILURES, FRAMES_DROPPED, SESSIONS
-from nodes.models import NodeCredential
+from nodes.models import ProviderState
 from nodes.services import sessions
 from nodes.session import (
     AnswerArrived,
@@ -146,13 +146,14 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         """Take the upgrade and find out whose credential it carries. Raises Refused."""
         await self.send({"type": "websocket.accept"})
         try:
-            credential = await run_in_database(self._find_credential, self._read_secret())
-            provider = self._query("provider") or "local"
-            provider_open = await run_in_database(sessions.is_provider_open, provider)
+            credential = await self._channel.credentials.call(CredentialCheck(self.address, self._read_secret()))
+        except CredentialRefused as refusal:
+            raise Refused(1008, str(refusal)) from None
         except DatabaseError:
             logger.exception("worker.auth_unavailable")
             raise Refused(1013, "the control plane cannot check credentials now; try again") from None
-        if not provider_open or provider != credential.provider.name:
+        provider = credential.provider
+        if provider.state != ProviderState.ENABLED or provider.name != (self._query("provider") or "local"):
             raise Refused(1008, "worker provider is unknown, disabled or not the credential's")
         self._channel.throttle.record_success(self.address)
         self.credential = credential
@@ -250,7 +251,7 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         elif not link.policy.draining:
             link.policy.drain_deadline_at = None
         self._channel.registry.announce(link)
-        link.wanted_mode = effect
+        link.wanted_mode, link.applied_row = effect, None
         self._channel.take_owner_word(link, effect)
 
     # the credential
@@ -263,19 +264,6 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
                 with suppress(DatabaseError, InterfaceError):
                     await run_upkeep(throttle.read_good)
         return throttle.knows(digest_credential(self._read_secret()))
-
-    def _find_credential(self, secret: str) -> NodeCredential:
-        """Return the credential; runs in a thread, where those of an address wait that came at once. Raises Refused."""
-        throttle = self._channel.throttle
-        if throttle.must_wait(self.address, digest_credential(secret)):
-            AUTH_FAILURES.labels("throttled").inc()
-            raise Refused(1008, "worker authentication temporarily rate limited")
-        credential = services.find_credential(secret)
-        if credential is None:
-            throttle.record_failure(self.address)
-            AUTH_FAILURES.labels("rejected").inc()
-            raise Refused(1008, "worker authentication failed")
-        return credential
 
     def _read_secret(self) -> str:
         headers: dict[bytes, bytes] = dict(self.scope["headers"])
@@ -300,27 +288,17 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         (effect,) = self.protocol.receive_text(frame)
         if not isinstance(effect, Registered):
             raise ProtocolError("the first frame must be register")
-        async with self._channel.registering:
-            asked_at = clock.monotonic()
-            opened = await self._open_session(effect)
-            return self._connect(effect, opened, asked_at=asked_at)
-
-    async def _open_session(self, effect: Registered) -> sessions.OpenedSession:
-        channel = self._channel
         request = sessions.SessionRequest(
             credential_id=self.credential.pk,
             worker_name=effect.name,
             models=effect.models,
             max_concurrent=effect.max_concurrent,
             protocol=effect.protocol,
-            gateway_id=channel.gateway_id,
-            live_nodes=frozenset(link.node_id for link in channel.links),
-            other_gateways=channel.keeper.other_gateways,
             peer_address=self.address,
             message=effect.message,
         )
         try:
-            return await run_in_database(sessions.open_session, request)
+            return await self._channel.registrations.call(Registration(request, partial(self._connect, effect)))
         except EnrolmentRefused as error:
             raise Refused(1008, error.message) from None
         except DataError:
@@ -329,7 +307,7 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
             logger.exception("worker.register_unavailable")
             raise Refused(1013, "the control plane cannot register workers now; try again") from None
 
-    def _connect(self, effect: Registered, opened: sessions.OpenedSession, *, asked_at: float) -> RelayLink:
+    def _connect(self, effect: Registered, opened: sessions.OpenedSession, asked_at: float) -> RelayLink:
         channel = self._channel
         link = RelayLink(
             node_id=opened.node_id,

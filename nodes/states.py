@@ -12,6 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 
 from core.limits import NodeLimits
+from wire import clock
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 
@@ -123,7 +124,7 @@ def _find_obstacle(facts: NodeFacts, freshness: Freshness, status: NodeStatus) -
 
 @dataclass(frozen=True, slots=True)
 class NodeRow:
-    """A node as read from the database for routing. Ages and remaining times are by the database's clock, in seconds."""
+    """A node as read from the database for routing. Moments are clock.monotonic() seconds, told by the database's clock."""
 
     node_id: uuid.UUID
     name: str
@@ -137,12 +138,12 @@ class NodeRow:
     cordoned: bool
     draining: bool
     drain_reason: str
-    drain_remaining_s: float | None
+    drain_deadline_at: float | None
     draining_since: datetime | None
     """Names the drain or reclaim in force; None = none is."""
     epoch: int
     instance_id: str
-    heartbeat_age_s: float | None
+    heard_at: float | None
     reported_status: str
     is_accepting_jobs: bool
     active_requests: int
@@ -159,6 +160,16 @@ class NodeRow:
     """Names of the engines that serve a model, as far as the box says."""
     api_key: str = field(default="", repr=False)
     """What calls of its URL authenticate with; empty = nothing."""
+
+    @property
+    def heartbeat_age_s(self) -> float | None:
+        """For how many seconds nothing was heard of the node; None = never anything."""
+        return None if self.heard_at is None else clock.monotonic() - self.heard_at
+
+    @property
+    def drain_remaining_s(self) -> float | None:
+        """In how many seconds work that still runs there ends; None = never."""
+        return None if self.drain_deadline_at is None else self.drain_deadline_at - clock.monotonic()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
-from typing import ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
-from django.db import OperationalError, close_old_connections, connections
+from django.db import DatabaseError, DataError, InterfaceError, OperationalError, close_old_connections, connections
 
 from core.db import Patience, limit_patience
 from core.db.base import DatabaseWrapper
@@ -23,6 +24,7 @@ from wire import clock
 
 P = ParamSpec("P")
 R = TypeVar("R")
+A = TypeVar("A")
 
 
 class _Room:
@@ -135,6 +137,64 @@ def with_kept_connection(work: Callable[[], R]) -> R:
     finally:
         connection.keep()
         close_old_connections()
+
+
+class Batcher(Generic[A, R]):
+    """Values that come while ``run`` is under way share its next run: many at once cost the database hardly more than one.
+
+    ``run`` answers each value by a result or an error, in order. ``most`` values share a run. ``spawn`` makes the task that
+    runs, and ends it when the process stops.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[A]], Awaitable[Sequence[R | Exception]]],
+        *,
+        most: int,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._run = run
+        self._most = most
+        self._spawn = spawn
+        self._waiting: deque[tuple[A, asyncio.Future[R]]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def call(self, value: A) -> R:
+        """Return what a run answers to ``value``. Raises its error; one that ``run`` raised goes to all that share the run."""
+        answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        self._waiting.append((value, answer))
+        if self._task is None or self._task.done():
+            self._task = self._spawn(self._work())
+        return await answer
+
+    async def _work(self) -> None:
+        while self._waiting:
+            taken = [self._waiting.popleft() for _ in range(min(self._most, len(self._waiting)))]
+            batch = [one for one in taken if not one[1].done()]  # else whoever asked is gone
+            try:
+                await self._answer(batch)
+            finally:
+                for _, answer in batch:
+                    answer.cancel()  # of no effect once it is known
+
+    async def _answer(self, batch: Sequence[tuple[A, asyncio.Future[R]]]) -> None:
+        try:
+            results = await self._run([value for value, _ in batch]) if batch else ()
+        except DataError as error:
+            if len(batch) > 1:  # one value that the database does not take must not keep the others out
+                for one in batch:
+                    await self._answer([one])
+                return
+            results = [error]
+        except (DatabaseError, InterfaceError) as error:
+            results = [error] * len(batch)
+        for (_, answer), result in zip(batch, results, strict=True):
+            if answer.done():
+                continue
+            if isinstance(result, Exception):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
 
 
 def _with_connection(work: Callable[[], R]) -> R:

@@ -5,7 +5,8 @@ The database refuses changes (migration 0002) and chains events by hash when the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 from django.db import transaction
@@ -26,11 +27,29 @@ def record_event(*, actor: str, action: str, target: str, detail: Detail | None 
     digests and ids. ``op_id`` names the operation that the event belongs to.
     Raises RuntimeError outside a transaction, NotCanonical for a detail that JSON readers could read differently.
     """
+    (event,) = record_events([Event(actor=actor, action=action, target=target, detail=detail or {}, op_id=op_id)])
+    return event
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What ``record_events`` takes of one event, as ``record_event`` does."""
+
+    actor: str
+    action: str
+    target: str
+    detail: Detail
+    op_id: str = ""
+
+
+def record_events(events: Iterable[Event]) -> list[AuditEvent]:
+    """Write events in one statement; otherwise as ``record_event``."""
     if not transaction.get_connection().in_atomic_block:
-        raise RuntimeError("record_event must run inside transaction.atomic(), together with the change it records")
-    plain = dict(detail or {})
-    canonical_bytes(plain)
-    return AuditEvent.objects.create(actor=actor, action=action, target=target, detail=plain, op_id=op_id)
+        raise RuntimeError("an event must be written inside transaction.atomic(), together with the change it records")
+    rows = [AuditEvent(**{**asdict(event), "detail": dict(event.detail)}) for event in events]
+    for row in rows:
+        canonical_bytes(row.detail)
+    return AuditEvent.objects.bulk_create(rows)
 
 
 def record_word(*, actor: str, action: str, target: str, detail: Detail | None = None, op_id: str = "") -> AuditEvent | None:

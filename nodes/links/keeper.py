@@ -71,10 +71,11 @@ class LinkKeeper:
         if now - self._applied_at > self._limits.rows_blind_s:
             self._believed_at = now + self._limits.rows_blind_s
         self._applied_at = now
-        self.rows = {row.node_id: row for row in rows}
-        self.known_models = frozenset(name for row in self.rows.values() for name in row.model_names)
-        open_to = {name for row in self.rows.values() if row.provider_state != "disabled" for name in row.model_names}
-        self.disabled_models = self.known_models - open_to
+        known, self.rows = self.rows, {row.node_id: row for row in rows}
+        if known.keys() != self.rows.keys() or any(known[node_id] is not row for node_id, row in self.rows.items()):
+            self.known_models = frozenset(name for row in self.rows.values() for name in row.model_names)
+            open_to = {name for row in self.rows.values() if row.provider_state != "disabled" for name in row.model_names}
+            self.disabled_models = self.known_models - open_to
         for row in self.rows.values():
             self._apply_row(row, targets.get(row.node_id), peers)
         self.registry.announce(None)
@@ -105,16 +106,11 @@ class LinkKeeper:
 
     def count_statuses(self) -> Counter[NodeStatus]:
         """Return how many nodes are in each status of the contract now; of a node linked here, by when it was heard here."""
-        now = clock.monotonic()
         counts = Counter(dict.fromkeys(NodeStatus, 0))
         for row in self.rows.values():
             link = self.registry.get(row.node_id)
-            if link is not None:
-                age_s: float | None = link.silence_s
-            else:
-                age_s = None if row.heartbeat_age_s is None else row.heartbeat_age_s + now - self._read_at
             facts = NodeFacts(
-                age_s=age_s,
+                age_s=row.heartbeat_age_s if link is None else link.silence_s,
                 protocol="" if row.carries_bytes else bridge.BRIDGE_V1,
                 reported=NodeStatus(row.reported_status),
                 mode=NodeMode(row.mode),
@@ -131,10 +127,13 @@ class LinkKeeper:
         now = clock.monotonic()
         if stood_s := clock.beat():
             logger.warning("gateway.stood_still seconds=%.1f", stood_s)
+        awake = clock.awake()
         for link in self.registry:
-            self._enforce_drain(link, now)
+            if link.policy.drain_deadline_at is not None or link.drain_then_close:
+                self._enforce_drain(link, now)
             if isinstance(link, RelayLink):
-                self._check_socket(link, now)
+                if now >= link.ping_at or awake - link.last_seen >= link.offline_after_s:
+                    self._check_socket(link, now)
             elif link.silence_s >= link.offline_after_s and not self._is_blind(now):
                 self.registry.remove(link, "the node sent no heartbeat")
                 link.close("offline")
@@ -150,6 +149,8 @@ class LinkKeeper:
     def _apply_row(self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]) -> None:
         link = self.registry.get(row.node_id)
         if isinstance(link, RelayLink):
+            if link.applied_row is row:
+                return
             # Without an instance id (bridge v1) a box has one session, so a newer epoch is always another one.
             if row.epoch > link.epoch and (row.instance_id != link.instance_id or not link.instance_id):
                 logger.warning("node.fenced node=%s epoch=%d newer=%d", row.name, link.epoch, row.epoch)
@@ -158,6 +159,7 @@ class LinkKeeper:
                 return
             self._set_policy(link, row)
             self._tell(link, row)
+            link.applied_row = row if link.is_mode_known_since(self._read_at) else None
             return
         wanted = self._wanted_target(row, target, peers)
         if wanted is None:
@@ -226,9 +228,7 @@ class LinkKeeper:
         policy.draining = row.draining
         if not isinstance(link, RelayLink) or link.is_mode_known_since(self._read_at):  # else the owner's word is newer
             policy.reclaimed = row.mode == NodeMode.SPARE_OFF.value
-            remaining = row.drain_remaining_s
-            stopping = policy.draining or policy.reclaimed
-            policy.drain_deadline_at = clock.monotonic() + remaining if stopping and remaining is not None else None
+            policy.drain_deadline_at = row.drain_deadline_at if policy.draining or policy.reclaimed else None
         if row.provider_state == "deleted" and isinstance(link, RelayLink):
             self.registry.remove(link, "the provider was deleted")
             link.close("provider was deleted")
@@ -256,7 +256,7 @@ class LinkKeeper:
         if overdue and link.active:
             logger.info("node.drain_deadline node=%s interrupted=%d", link.node_name, link.active)
             link.end_streams(EndKind.RECLAIMED, "the node was reclaimed while the request was running")
-        if isinstance(link, RelayLink) and link.drain_then_close and (overdue or link.active == 0):
+        if link.drain_then_close and (overdue or link.active == 0):
             link.drain_then_close = False
             link.close("graceful shutdown timed out" if overdue else "graceful shutdown complete")
 
@@ -265,10 +265,8 @@ class LinkKeeper:
             self.registry.remove(link, "the node stopped answering")
             link.close("worker heartbeat timed out")
             return
-        muster = link.session.speaks_muster
-        interval = self._limits.heartbeat_interval_s if muster else self._limits.bridge_ping_interval_s
-        if now - link.last_ping_at >= interval:
-            link.last_ping_at = now
+        if now >= link.ping_at:
+            link.ping_at = now + link.ping_interval_s
             link.send_message(bridge.Ping(timestamp_unix_ms=clock.unix_ms()))
 
 

@@ -151,6 +151,8 @@ class Link:
         """What ``Ejections`` remembers of its replicas, by model."""
         self.is_peer = False
         """Whether another gateway, which may be lost itself, stands between this one and the node."""
+        self.drain_then_close = False
+        """Whether the node was told to leave once nothing runs on it."""
         self.closed = False
 
     @property

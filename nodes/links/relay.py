@@ -11,6 +11,7 @@ from core.outbox import AsgiSend, Outbox
 from nodes.links.port import EndKind, Link, LinkEnd, Sink
 from nodes.reports import find_contexts, find_endpoints, find_engines
 from nodes.session import AnswerArrived, HeadArrived, ModeRequested, OpenRequest, ServerSession, StreamEnded
+from nodes.states import NodeRow
 from wire import bridge, clock
 from wire.frames import End
 from wire.limits import WIRE
@@ -83,7 +84,7 @@ class RelayLink(Link):
         self.epoch = 0
         self.credential_id = 0
         self.link_id = uuid.UUID(int=0)
-        """Names the link in the database; ``services.sessions.open_session`` gives it."""
+        """Names the link in the database; ``services.sessions.open_sessions`` gives it."""
         self.wanted_mode: ModeRequested | None = None
         """What the owner said at the box and the database does not know yet."""
         self.mode_stored_at = 0.0
@@ -104,19 +105,22 @@ class RelayLink(Link):
         self.agent_version = ""
         self.peer_address = ""
         self.provider = ""
-        self.last_ping_at = clock.monotonic()
-        self.drain_then_close = False
+        bounds = limits().nodes
+        self.ping_interval_s = bounds.heartbeat_interval_s if session.speaks_muster else bounds.bridge_ping_interval_s
+        self.ping_at = clock.monotonic() + self.ping_interval_s
+        self.applied_row: NodeRow | None = None
+        """The row whose policy this link follows; None = the next that comes is applied."""
         self.is_farewell_stored = False
         """Whether the database knows that this link is over."""
-        self._full_bytes = limits().nodes.socket_full_bytes
+        self._full_bytes = bounds.socket_full_bytes
         self.write_frame: Callable[[bytes], bool] | None = None
         """Writes a frame at once when the line is free (``FrameSource.write_frame``); None = each waits for its turn."""
         self._kick = kick
         self._streams: dict[int, RelayStream] = {}
         self.outbox = Outbox(
             send,
-            limit_bytes=limits().nodes.socket_buffer_bytes,
-            timeout_s=limits().nodes.socket_write_s,
+            limit_bytes=bounds.socket_buffer_bytes,
+            timeout_s=bounds.socket_write_s,
             on_stuck=lambda reason: kick(1011, reason),
             on_drained=on_drained,
         )

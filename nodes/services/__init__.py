@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from nodes.services.boxes import count_replicas, describe_box, describe_counts
-from nodes.services.credentials import create_credential, find_credential, read_credential_digests, revoke_credential
+from nodes.services.credentials import (
+    create_credential,
+    find_credential,
+    find_credentials,
+    read_credential_digests,
+    revoke_credential,
+)
 from nodes.services.direct_calls import ring_direct_box
 from nodes.services.drains import describe_drain
 from nodes.services.governance import set_op_key, take_governance, take_report
@@ -43,6 +49,7 @@ __all__ = [
     "drain_node",
     "enable_provider",
     "find_credential",
+    "find_credentials",
     "heartbeat_age_s",
     "is_drained",
     "judge_status",

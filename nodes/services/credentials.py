@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 
 from django.db import transaction
@@ -65,19 +66,28 @@ def revoke_credential(*, credential_id: int, actor: str) -> NodeCredential:
 
 
 def find_credential(text: str) -> NodeCredential | None:
-    """Return the credential that ``text`` is (provider and bound node loaded), or None when it is none or revoked.
+    """Return the credential that ``text`` is, None when it is none: see ``find_credentials``."""
+    return find_credentials({text}).get(text)
 
-    A client key or an admin token is none. Takes the same time whether the key id exists or not.
+
+def find_credentials(texts: Collection[str]) -> dict[str, NodeCredential]:
+    """Return the credentials (provider and bound node loaded) of those texts that are one and not revoked.
+
+    A client key or an admin token is none. Takes the same time whether the key ids exist or not.
     The provider may be disabled: what that means is for the caller to decide.
     """
-    keyid = parse_keyid(text, CredentialKind.WORKER)
-    if keyid is None:
-        return None
-    found = NodeCredential.objects.select_related("provider", "node").filter(keyid=keyid, revoked_at__isnull=True).first()
-    matches = verify_credential(text, bytes(found.digest) if found is not None else _NO_DIGEST)
-    if found is None or not matches:
-        return None
-    _touch(found)
+    keyids = {text: keyid for text in texts if (keyid := parse_keyid(text, CredentialKind.WORKER)) is not None}
+    if not keyids:
+        return {}
+    rows = NodeCredential.objects.select_related("provider", "node").filter(keyid__in=set(keyids.values()), revoked_at=None)
+    known = {row.keyid: row for row in rows}
+    found: dict[str, NodeCredential] = {}
+    for text, keyid in keyids.items():
+        row = known.get(keyid)
+        matches = verify_credential(text, bytes(row.digest) if row is not None else _NO_DIGEST)
+        if row is not None and matches:
+            found[text] = row
+    _touch(found.values())
     return found
 
 
@@ -97,13 +107,11 @@ def _find_bound_node(node_id: uuid.UUID | None, provider: Provider) -> Node | No
     return node
 
 
-def _touch(credential: NodeCredential) -> None:
+def _touch(credentials: Iterable[NodeCredential]) -> None:
     now = clock.now()
-    if credential.last_used_at is not None and now - credential.last_used_at < timedelta(
-        seconds=limits().nodes.credential_use_s
-    ):
-        return
-    due = Q(last_used_at__isnull=True) | Q(last_used_at__lt=now - timedelta(seconds=limits().nodes.credential_use_s))
-    # updated_at stays: use is not a change that anyone must reload.
-    NodeCredential.objects.filter(due, pk=credential.pk).update(last_used_at=now)
-    credential.last_used_at = now
+    before = now - timedelta(seconds=limits().nodes.credential_use_s)
+    due = [one.pk for one in credentials if one.last_used_at is None or one.last_used_at <= before]
+    if due:
+        # updated_at stays: use is not a change that anyone must reload.
+        unused = Q(last_used_at__isnull=True) | Q(last_used_at__lt=before)
+        NodeCredential.objects.filter(unused, pk__in=due).update(last_used_at=now)

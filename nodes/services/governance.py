@@ -9,10 +9,12 @@ import base64
 import logging
 import re
 import uuid
+from collections import Counter
+from collections.abc import Sequence
 from typing import assert_never
 
 from django.db import connection, transaction
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -60,6 +62,48 @@ def take_governance(*, node_id: uuid.UUID, said: BoxGovernance | None, heard_ms:
     _store(node, said, heard_ms=heard_ms)
     _store_keys(node, said)
     return node
+
+
+def take_registered(said: Sequence[tuple[Node, BoxGovernance | None, int]]) -> None:
+    """Store how boxes that have registered decide: each with its row and when it was heard, as for ``take_governance``.
+
+    Within a transaction that holds the rows. A box that says what it said before costs no statement of its own.
+    """
+    ids = [node.pk for node, word, _ in said if word is not None]
+    keys: dict[uuid.UUID, dict[str, bytes]] = {node_id: {} for node_id in ids}
+    for key in NodeOpKey.objects.filter(node__in=ids, retired_at=None) if ids else ():
+        keys[key.node_id][key.kid] = bytes(key.secret)
+    holders = Counter(
+        _list_holders(Node.objects.filter(runner_id__in={word.runner_id for _, word, _ in said if word is not None}))
+        if ids
+        else ()
+    )
+    for node, word, heard_ms in said:
+        if word is None:
+            is_news = bool(node.op_level)
+        else:
+            is_news = holders[word.runner_id] > 1 or _is_news(node, word, keys[node.pk], heard_ms=heard_ms)
+        if is_news:
+            take_governance(node_id=node.pk, said=word, heard_ms=heard_ms)
+
+
+def _is_news(node: Node, said: BoxGovernance, keys: dict[str, bytes], *, heard_ms: int) -> bool:
+    """Whether a box says of itself, or names as keys (by id), anything that is not stored of it."""
+    skew_ms, was_ms = _measure_skew(said, heard_ms=heard_ms), node.clock_skew_ms
+    if skew_ms is None or was_ms is None:
+        is_same_clock = skew_ms == was_ms
+    else:
+        is_same_clock = abs(skew_ms - was_ms) < limits().nodes.clock_skew_shown_ms and _is_skewed(skew_ms) == _is_skewed(was_ms)
+    stored = (
+        *(node.op_level, node.runner_id, node.box_key, node.policy_version, node.policy_sha256, node.policy_error),
+        *(node.witness_size, node.keeps_models, node.reloads_settings),
+    )
+    now = (
+        *(said.level, said.runner_id, said.public_key, said.policy_version, said.policy_sha256, said.policy_error),
+        *(said.witness_size, said.keeps_models, said.reloads_settings),
+    )
+    named = {kid: _read_secret(text) for kid, text in said.op_keys.items()}
+    return not said.level or stored != now or not is_same_clock or named != keys
 
 
 @transaction.atomic
@@ -189,8 +233,13 @@ def _owns(said: BoxGovernance) -> bool:
 
 def _is_held(node: Node, runner_id: str) -> bool:
     """Whether another box has the id. One whose credential was revoked, or whose provider is gone, holds nothing."""
+    return _list_holders(Node.objects.filter(runner_id=runner_id).exclude(pk=node.pk)).exists()
+
+
+def _list_holders(nodes: QuerySet[Node]) -> QuerySet[Node, str]:
+    """Return the runner id of each of these boxes that holds one."""
     gone = Q(credential__revoked_at__isnull=False) | Q(provider__state=ProviderState.DELETED)
-    return Node.objects.filter(runner_id=runner_id).exclude(pk=node.pk).exclude(gone).exists()
+    return nodes.exclude(gone).values_list("runner_id", flat=True)
 
 
 def _lock_runner_id(runner_id: str) -> None:
@@ -204,11 +253,7 @@ def _store(node: Node, said: BoxGovernance, *, heard_ms: int) -> None:
         logger.error("node.key_changed node=%s", node.name)
         _record(node, "node.key_changed", {"old_runner_id": node.runner_id, "runner_id": said.runner_id})
     _note_step_back(node, said)
-    skew_ms = (
-        max(-limits().nodes.report_integer, min(heard_ms - said.clock_ms, limits().nodes.report_integer))
-        if said.clock_ms
-        else None
-    )
+    skew_ms = _measure_skew(said, heard_ms=heard_ms)
     if _is_skewed(skew_ms) and not _is_skewed(node.clock_skew_ms):
         logger.error("node.clock_skew node=%s skew_ms=%d", node.name, skew_ms)
         _record(node, "node.clock_skew", {"skew_ms": skew_ms})
@@ -259,6 +304,12 @@ def _read_secret(text: str) -> bytes | None:
     except ApprovalError:
         return None
     return secret if WIRE.token_least_key_bytes <= len(secret) <= limits().nodes.op_key_bytes else None
+
+
+def _measure_skew(said: BoxGovernance, *, heard_ms: int) -> int | None:
+    """Return how far a box's clock is behind, in ms; None when it does not say what it shows."""
+    most = limits().nodes.report_integer
+    return max(-most, min(heard_ms - said.clock_ms, most)) if said.clock_ms else None
 
 
 def _is_skewed(skew_ms: int | None) -> bool:

@@ -8,20 +8,21 @@ import logging
 import uuid
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from dataclasses import dataclass, field
+from datetime import timedelta
 
 import msgspec
 from django.db import DataError, connection, transaction
+from django.db.models import Q
 from django.db.models.functions import Now
 
 from core import hints
 from core.limits import limits
 from governance import audit
 from nodes.errors import ApiKeyUnreadable, EnrolmentRefused, NameTaken
-from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState, Reach
+from nodes.models import Node, NodeCredential, NodePresence, Reach
 from nodes.reports import find_endpoints, read_contexts, read_endpoints, read_engines, store_endpoints
-from nodes.services.governance import take_governance
+from nodes.services.governance import take_registered
 from nodes.services.health import explain_unreachable
 from nodes.states import NodeRow
 from wire import bridge, clock
@@ -34,19 +35,13 @@ logger = logging.getLogger("muster.nodes")
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """What a box said when it registered; names are sanitized already.
-
-    ``live_nodes`` are linked here at the moment; ``other_gateways`` are alive and may hold others.
-    """
+    """What a box said when it registered; names are sanitized already."""
 
     credential_id: int
     worker_name: str
     models: tuple[str, ...]
     max_concurrent: int
     protocol: str
-    gateway_id: uuid.UUID
-    live_nodes: frozenset[uuid.UUID]
-    other_gateways: frozenset[uuid.UUID]
     peer_address: str
     message: bridge.Register
     heard_ms: int = field(default_factory=clock.unix_ms)
@@ -68,18 +63,6 @@ class OpenedSession:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportedState:
-    """What a muster v1 box says of itself, as JSON values that were cut to size before."""
-
-    gpus: list[dict[str, object]]
-    replicas: list[dict[str, object]]
-    available: list[str]
-    memory: dict[str, object] | None
-    queue_depth: int
-    avg_wait_ms: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class PresenceReport:
     """What a gateway knows of a node on its socket. ``epoch`` guards its models and ``link_id`` the rest against old news."""
 
@@ -92,48 +75,195 @@ class PresenceReport:
     status: str
     last_error: str
     endpoints: dict[str, list[str]]
-    said: ReportedState | None
+    said: bridge.Telemetry | None
+    """What a muster v1 box says of itself, cut to size."""
     link_id: uuid.UUID
-    """As ``open_session`` gave it."""
+    """As ``open_sessions`` gave it."""
 
 
-def is_provider_open(name: str) -> bool:
-    """Return whether boxes of the provider may connect."""
-    return Provider.objects.filter(name=name, state=ProviderState.ENABLED).exists()
+class _Opening:
+    """Rows that sessions which are opened together read and write, each kind in one statement. Within a transaction."""
+
+    def __init__(
+        self,
+        requests: Sequence[SessionRequest],
+        *,
+        gateway_id: uuid.UUID,
+        live_nodes: Collection[uuid.UUID],
+        other_gateways: Collection[uuid.UUID],
+    ) -> None:
+        self._gateway_id = gateway_id
+        self._live = set(live_nodes)
+        self._other_gateways = other_gateways
+        self._alive = {gateway.hex for gateway in other_gateways}
+        ids = {request.credential_id for request in requests}
+        credentials = NodeCredential.objects.select_for_update(of=("self",)).select_related("provider").filter(pk__in=ids)
+        self._credentials = {credential.pk: credential for credential in credentials.order_by("pk")}
+        bound = {credential.node_id for credential in self._credentials.values() if credential.node_id is not None}
+        names = {name for request in requests for name in self._list_names(request)}
+        wanted = Q(pk__in=bound) | Q(credential__in=ids, name__in=names)
+        nodes = list(Node.objects.select_for_update().filter(wanted).order_by("pk"))
+        self._nodes = {node.pk: node for node in nodes}
+        self._by_name = {(node.credential_id, node.name): node for node in nodes}
+        self._enrolled: dict[int, int] = {}
+        """Nodes by credential, of those that were asked for."""
+        self._before = {node.pk: _list_said(node) for node in nodes}
+        rows = NodePresence.objects.select_for_update().filter(pk__in=self._nodes).order_by("pk")
+        self._links = {row.pk: row.gateway_links for row in rows.only("gateway_links")}
+        self._presences: dict[uuid.UUID, NodePresence] = {}
+        self._words: list[tuple[Node, bridge.BoxGovernance | None, int]] = []
+        self._events: list[audit.Event] = []
+
+    def open(self, request: SessionRequest) -> OpenedSession:
+        """Find or make the node of a session. Raises EnrolmentRefused, and NameTaken of them."""
+        credential = self._credentials[request.credential_id]
+        if credential.revoked_at is not None:
+            raise EnrolmentRefused("the credential was revoked")
+        node = self._nodes[credential.node_id] if credential.node_id is not None else self._find_node(credential, request)
+        message = request.message
+        if _is_rival(node, message) and self._is_live(node):
+            _note_rival(node, peer_address=request.peer_address)
+            raise NameTaken(bridge.NAME_TAKEN, param="node_name")
+        self._nodes[node.pk] = self._by_name[node.credential_id, node.name] = node
+        epoch_before = node.epoch
+        _take_message(node, request)
+        links = self._links.get(node.pk, {}) if node.epoch == epoch_before else {}
+        link_id = new_uuid7()
+        self._links[node.pk] = {
+            **{gateway: link for gateway, link in links.items() if gateway in self._alive},
+            self._gateway_id.hex: link_id.hex,
+        }
+        self._presences[node.pk] = NodePresence(
+            node=node,
+            connected=True,
+            gateway_links=self._links[node.pk],
+            gateway_id=self._gateway_id,
+            last_heartbeat_at=Now(),  # not this machine's clock, which may be wrong
+            reported_status=NodeStatus.AVAILABLE.value,
+            is_accepting_jobs=True,
+            active_requests=min(max(0, message.current_load), limits().nodes.report_load),
+            protocol=request.protocol,
+            peer_address=request.peer_address[:64],
+            last_error="",
+            gpus=msgspec.to_builtins(message.gpus),
+            replicas=msgspec.to_builtins(message.replicas),
+            available_models=list(message.available),
+            memory=msgspec.to_builtins(message.memory),
+            queue_depth=None,
+            avg_wait_ms=None,
+            updated_at=clock.now(),
+        )
+        self._events.append(
+            audit.Event(
+                actor=f"node:{node.name}",
+                action="node.connect",
+                target=node.printed_id,
+                detail={"protocol": request.protocol, "epoch": node.epoch, "credential": credential.name},
+            )
+        )
+        self._words.append((node, message.governance, request.heard_ms))
+        self._live.add(node.pk)
+        return OpenedSession(node.id, node.name, node.epoch, node.mode, node.cordoned, node.draining, link_id)
+
+    def write(self) -> None:
+        """Write what changed."""
+        nodes = [self._nodes[node_id] for node_id in self._presences]
+        # A row that is there keeps what operators decided: it is locked, and only what its box says is set.
+        changed = [node for node in nodes if self._before.get(node.pk) != _list_said(node)]
+        columns = [*_SAID_COLUMNS, "updated_at"]
+        Node.objects.bulk_create(changed, update_conflicts=True, unique_fields=["id"], update_fields=columns)
+        presences = self._presences.values()
+        NodePresence.objects.bulk_create(
+            presences, update_conflicts=True, unique_fields=["node"], update_fields=_PRESENCE_COLUMNS
+        )
+        take_registered(self._words)
+        audit.record_events(self._events)
+        if nodes:
+            hints.publish_hint("nodes", str(nodes[0].pk) if len(nodes) == 1 else "")
+
+    def _find_node(self, credential: NodeCredential, request: SessionRequest) -> Node:
+        names = self._list_names(request)
+        for name in names:
+            node = self._by_name.get((credential.pk, name))
+            if node is None:
+                if credential.pk not in self._enrolled:
+                    self._enrolled[credential.pk] = credential.nodes.count()
+                if self._enrolled[credential.pk] >= credential.max_nodes:
+                    raise EnrolmentRefused(f"the enrolment credential already has {credential.max_nodes} nodes")
+                self._enrolled[credential.pk] += 1
+                return Node(name=name, credential=credential, provider=credential.provider)
+            if len(names) == 1 or not self._is_live(node):
+                return node
+        raise EnrolmentRefused(f"more than {limits().nodes.name_tries} live workers are called {request.worker_name!r}")
+
+    def _list_names(self, request: SessionRequest) -> list[str]:
+        """Return the names that a box may get, the first one that is free first."""
+        credential = self._credentials[request.credential_id]
+        if request.message.instance_id is not None or credential.max_nodes == 1:
+            return [request.worker_name]  # with a credential for one box there is no second one that could share the name
+        numbers = range(2, limits().nodes.name_tries + 1)
+        return [request.worker_name, *(f"{request.worker_name[:110]}-{number}" for number in numbers)]
+
+    def _is_live(self, node: Node) -> bool:
+        """Whether a gateway holds the box's socket: this one, or another one that heard it lately."""
+        if node.pk in self._live or not self._other_gateways:
+            return node.pk in self._live
+        since = Now() - timedelta(seconds=limits().nodes.rival_heard_s)
+        held = NodePresence.objects.filter(connected=True, gateway_id__in=self._other_gateways, last_heartbeat_at__gte=since)
+        return held.filter(pk=node.pk).exists()
 
 
-def open_session(request: SessionRequest) -> OpenedSession:
-    """Find or enrol the node of a session and fence older sessions. Raises EnrolmentRefused, and NameTaken of them.
+def open_sessions(
+    requests: Sequence[SessionRequest],
+    *,
+    gateway_id: uuid.UUID,
+    live_nodes: Collection[uuid.UUID] = (),
+    other_gateways: Collection[uuid.UUID] = (),
+) -> list[OpenedSession | EnrolmentRefused]:
+    """Find or enrol the nodes of sessions and fence older ones, all in one transaction; the answers are in order.
 
-    An enrolment credential is shared by many boxes and bridge v1 workers often share a name too, so a name that is
-    live already gets a number; a muster v1 box that comes back under its name replaces its older session.
+    ``live_nodes`` are linked here at the moment; ``other_gateways`` are alive and may hold others. An enrolment credential is
+    shared by many boxes and bridge v1 workers often share a name too, so a name that is live already gets a number; a muster v1
+    box that comes back under its name replaces its older session, and a second one beside it is refused (NameTaken).
+    Raises DataError when something that one of the boxes said cannot be stored: nothing is then.
     """
-    opened = _open_session(request)
-    if opened is None:
-        raise NameTaken(bridge.NAME_TAKEN, param="node_name")
-    return opened
+    answers: list[OpenedSession | EnrolmentRefused] = []
+    with transaction.atomic():
+        opening = _Opening(requests, gateway_id=gateway_id, live_nodes=live_nodes, other_gateways=other_gateways)
+        for request in requests:
+            try:
+                answers.append(opening.open(request))
+            except EnrolmentRefused as error:
+                answers.append(error)
+        opening.write()
+    return answers
 
 
-@transaction.atomic
-def _open_session(request: SessionRequest) -> OpenedSession | None:
-    """Return the session, None for a second box beside one that is alive, which is written down."""
-    credential = (
-        NodeCredential.objects.select_for_update(of=("self",)).select_related("provider", "node").get(pk=request.credential_id)
-    )
-    if credential.revoked_at is not None:
-        raise EnrolmentRefused("the credential was revoked")
-    node = credential.node if credential.node is not None else _find_node(credential, request)
+_SAID_COLUMNS = (
+    *("reach", "max_concurrent", "model_names", "model_endpoints", "epoch", "instance_id", "former_instances", "installation"),
+    *("agent_version", "owner_name", "gpu_name", "vram_total_mb"),
+)
+"""What a box says of itself when it registers."""
+_PRESENCE_COLUMNS = (
+    *("connected", "gateway_links", "gateway_id", "last_heartbeat_at", "reported_status", "is_accepting_jobs"),
+    *("active_requests", "protocol", "peer_address", "last_error", "gpus", "replicas", "available_models", "memory"),
+    *("queue_depth", "avg_wait_ms", "updated_at"),
+)
+
+
+def _list_said(node: Node) -> list[object]:
+    return [getattr(node, name) for name in _SAID_COLUMNS]
+
+
+def _take_message(node: Node, request: SessionRequest) -> None:
+    """Set on the row, without saving it, what a box said."""
     message = request.message
-    if _is_rival(node, message) and (node.pk in request.live_nodes or _is_held_elsewhere(node, request.other_gateways)):
-        _note_rival(node, peer_address=request.peer_address)
-        return None
     gpu = message.gpus[0] if message.gpus else None
     node.reach = Reach.RELAY
     node.max_concurrent = request.max_concurrent
     node.model_names = list(request.models)
     endpoints = find_endpoints(request.models, replicas=message.replicas, registered=message.endpoints)
     node.model_endpoints = store_endpoints(endpoints)
-    epoch_before = node.epoch
     _take_instance(node, message)
     node.agent_version = (message.agent_version or "")[:60]
     if message.owner_name:
@@ -141,75 +271,12 @@ def _open_session(request: SessionRequest) -> OpenedSession | None:
     if gpu is not None:
         node.gpu_name = gpu.name[:200]
         node.vram_total_mb = gpu.memory_total_mb
-    node.save()
-    take_governance(node_id=node.pk, said=message.governance, heard_ms=request.heard_ms)
-    link_id = new_uuid7()
-    presence = NodePresence.objects.select_for_update().filter(node=node).first()
-    links = {} if presence is None or node.epoch != epoch_before else presence.gateway_links
-    alive = {gateway.hex for gateway in request.other_gateways}
-    NodePresence.objects.update_or_create(
-        node=node,
-        defaults={
-            "connected": True,
-            "gateway_links": {
-                **{gateway: link for gateway, link in links.items() if gateway in alive},
-                request.gateway_id.hex: link_id.hex,
-            },
-            "gateway_id": request.gateway_id,
-            "last_heartbeat_at": Now(),  # not this machine's clock, which may be wrong
-            "reported_status": NodeStatus.AVAILABLE.value,
-            "is_accepting_jobs": True,
-            "active_requests": min(max(0, message.current_load), limits().nodes.report_load),
-            "protocol": request.protocol,
-            "peer_address": request.peer_address[:64],
-            "last_error": "",
-            "gpus": msgspec.to_builtins(message.gpus),
-            "replicas": msgspec.to_builtins(message.replicas),
-            "available_models": list(message.available),
-            "memory": msgspec.to_builtins(message.memory),
-            "queue_depth": None,
-            "avg_wait_ms": None,
-            "updated_at": clock.now(),
-        },
-    )
-    audit.record_event(
-        actor=f"node:{node.name}",
-        action="node.connect",
-        target=node.printed_id,
-        detail={"protocol": request.protocol, "epoch": node.epoch, "credential": credential.name},
-    )
-    hints.publish_hint("nodes", str(node.id))
-    return OpenedSession(node.id, node.name, node.epoch, node.mode, node.cordoned, node.draining, link_id)
-
-
-def _find_node(credential: NodeCredential, request: SessionRequest) -> Node:
-    # With a credential for one box there is no second one that could share the name.
-    shared_name = request.message.instance_id is None and credential.max_nodes > 1
-    for number in range(1, limits().nodes.name_tries + 1):
-        name = request.worker_name if number == 1 else f"{request.worker_name[:110]}-{number}"
-        node = Node.objects.select_for_update().filter(credential=credential, name=name).first()
-        if node is None:
-            if credential.nodes.count() >= credential.max_nodes:
-                raise EnrolmentRefused(f"the enrolment credential already has {credential.max_nodes} nodes")
-            return Node(name=name, credential=credential, provider=credential.provider)
-        if not shared_name:
-            return node
-        if node.pk not in request.live_nodes and not _is_held_elsewhere(node, request.other_gateways):
-            return node
-    raise EnrolmentRefused(f"more than {limits().nodes.name_tries} live workers are called {request.worker_name!r}")
 
 
 def _name_installation(message: bridge.Register) -> str:
     """Return what the box's key is called here; empty when it says none, as older boxes and bridge v1 workers do."""
     key = message.governance.public_key if message.governance is not None else ""
     return hashlib.sha256(key.encode()).hexdigest() if key else ""
-
-
-def _is_held_elsewhere(node: Node, other_gateways: Collection[uuid.UUID]) -> bool:
-    """Whether one of these gateways holds the box's socket and heard it lately."""
-    since = Now() - timedelta(seconds=limits().nodes.rival_heard_s)
-    held = NodePresence.objects.filter(connected=True, gateway_id__in=other_gateways, last_heartbeat_at__gte=since)
-    return held.filter(pk=node.pk).exists()
 
 
 def _is_rival(node: Node, message: bridge.Register) -> bool:
@@ -259,7 +326,7 @@ _WRITE_PRESENCES = f"""
 WITH reported AS (
 SELECT * FROM jsonb_to_recordset(%(reports)s::jsonb) AS r({_REPORT_COLUMNS})
 ), locked AS MATERIALIZED (
-SELECT node_id FROM nodes_nodepresence WHERE node_id IN (SELECT node_id FROM reported) ORDER BY node_id FOR UPDATE
+SELECT reported.* FROM reported JOIN nodes_nodepresence AS p USING (node_id) ORDER BY node_id FOR UPDATE OF p
 ), written AS (
 UPDATE nodes_nodepresence AS p
    SET connected = true,
@@ -278,7 +345,7 @@ UPDATE nodes_nodepresence AS p
        vram_used_mb = CASE WHEN r.is_said THEN r.vram_used_mb ELSE p.vram_used_mb END,
        vram_free_mb = CASE WHEN r.is_said THEN r.vram_free_mb ELSE p.vram_free_mb END,
        gpu_util_percent = CASE WHEN r.is_said THEN r.gpu_util_percent ELSE p.gpu_util_percent END
-  FROM reported AS r JOIN locked USING (node_id)
+  FROM locked AS r
  WHERE p.node_id = r.node_id AND p.gateway_links ->> %(key)s::text = r.link
 RETURNING p.node_id, r.epoch, r.models, r.endpoints
 )
@@ -304,7 +371,7 @@ RETURNING p.node_id, p.gateway_id = %(gateway)s
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """A session that is over: ``link_id`` as ``open_session`` gave it."""
+    """A session that is over: ``link_id`` as ``open_sessions`` gave it."""
 
     node_id: uuid.UUID
     link_id: uuid.UUID
@@ -364,7 +431,7 @@ def _write_reports(reports: Sequence[PresenceReport], *, gateway_id: uuid.UUID) 
     values: dict[str, str | uuid.UUID] = {
         "gateway": gateway_id,
         "key": gateway_id.hex,
-        "reports": json.dumps(rows),
+        "reports": msgspec.json.encode(rows).decode(),
     }
     with connection.cursor() as cursor:
         cursor.execute(_WRITE_PRESENCES, values)
@@ -403,14 +470,14 @@ def _render_report(report: PresenceReport) -> dict[str, object]:
     return row
 
 
-def _sum_gpus(gpus: list[dict[str, object]]) -> dict[str, object]:
-    used = [int(str(g["memory_used_mb"])) for g in gpus if g.get("memory_used_mb") is not None]
-    total = [int(str(g["memory_total_mb"])) for g in gpus if g.get("memory_total_mb") is not None]
-    busy = [float(str(g["utilization_percent"])) for g in gpus if g.get("utilization_percent") is not None]
+def _sum_gpus(gpus: Sequence[bridge.GpuInfo]) -> dict[str, object]:
+    used = [gpu.memory_used_mb for gpu in gpus if gpu.memory_used_mb is not None]
+    total = [gpu.memory_total_mb for gpu in gpus if gpu.memory_total_mb is not None]
+    busy = [gpu.utilization_percent for gpu in gpus if gpu.utilization_percent is not None]
     return {
         "vram_used_mb": sum(used) if used else None,
         "vram_free_mb": max(0, sum(total) - sum(used)) if used and total else None,
-        "gpu_util_percent": max(busy) if busy else None,
+        "gpu_util_percent": max(busy, default=None),
     }
 
 
@@ -434,40 +501,24 @@ class KnownNodes:
 
     def __init__(self, gateway_id: uuid.UUID) -> None:
         self._gateway_id = gateway_id
-        self._known: dict[uuid.UUID, tuple[int, float, NodeRow]] = {}
-        """By node: version, when it was read (clock.monotonic()), row."""
+        self._versions: dict[uuid.UUID, int] = {}
+        self.rows: dict[uuid.UUID, NodeRow] = {}
+        """By node; a row that did not change stays the same object."""
 
     def forget(self) -> None:
         """Have every row read again."""
-        self._known = {}
+        self._versions, self.rows = {}, {}
 
     def refresh(self) -> None:
         """Read what changed since the last time: one query, and another one for those."""
         with connection.cursor() as cursor:
             cursor.execute(NODE_VERSIONS, {"gateway": self._gateway_id})
             versions: dict[uuid.UUID, int] = dict(cursor.fetchall())
-        known = self._known
-        changed = [node_id for node_id, version in versions.items() if node_id not in known or known[node_id][0] != version]
-        now = clock.monotonic()
-        fresh = {row.node_id: (versions[row.node_id], now, row) for row in load_node_rows(changed)} if changed else {}
-        kept = {node_id: known[node_id] for node_id in versions if node_id in known and node_id not in fresh}
-        self._known = {**kept, **fresh}
-
-    def list_rows(self) -> list[NodeRow]:
-        """Return the rows, with ages and remaining times as of now. Asks nothing."""
-        now = clock.monotonic()
-        return [_age(row, now - read_at) for _, read_at, row in self._known.values()]
-
-
-def _age(row: NodeRow, seconds: float) -> NodeRow:
-    age_s, remaining_s = row.heartbeat_age_s, row.drain_remaining_s
-    if age_s is None and remaining_s is None:
-        return row
-    return replace(
-        row,
-        heartbeat_age_s=None if age_s is None else age_s + seconds,
-        drain_remaining_s=None if remaining_s is None else remaining_s - seconds,
-    )
+        changed = [node_id for node_id, version in versions.items() if self._versions.get(node_id) != version]
+        fresh = {row.node_id: row for row in load_node_rows(changed)} if changed else {}
+        known = self.rows
+        self.rows = {node_id: row for node_id in versions if (row := fresh.get(node_id) or known.get(node_id)) is not None}
+        self._versions = {node_id: version for node_id, version in versions.items() if node_id in self.rows}
 
 
 def load_node_rows(node_ids: Collection[uuid.UUID] | None = None) -> list[NodeRow]:
@@ -477,7 +528,7 @@ def load_node_rows(node_ids: Collection[uuid.UUID] | None = None) -> list[NodeRo
         query = query.filter(pk__in=node_ids)
     rows: list[NodeRow] = []
     for node in query:
-        now: datetime = node.database_now
+        since = clock.monotonic() - node.database_now.timestamp()
         presence = getattr(node, "presence", None)
         seen = presence.last_heartbeat_at if presence is not None else None
         deadline = node.drain_deadline_at
@@ -496,11 +547,11 @@ def load_node_rows(node_ids: Collection[uuid.UUID] | None = None) -> list[NodeRo
                 cordoned=node.cordoned,
                 draining=node.draining,
                 drain_reason=node.drain_reason,
-                drain_remaining_s=(deadline - now).total_seconds() if deadline is not None else None,
+                drain_deadline_at=since + deadline.timestamp() if deadline is not None else None,
                 draining_since=node.draining_since,
                 epoch=node.epoch,
                 instance_id=node.instance_id,
-                heartbeat_age_s=max(0.0, (now - seen).total_seconds()) if seen is not None else None,
+                heard_at=since + min(seen, node.database_now).timestamp() if seen is not None else None,
                 reported_status=presence.reported_status if presence is not None else NodeStatus.OFFLINE.value,
                 is_accepting_jobs=presence.is_accepting_jobs if presence is not None else False,
                 active_requests=presence.active_requests if presence is not None else 0,

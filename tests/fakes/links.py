@@ -24,7 +24,7 @@ from nodes.states import NodeRow
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import make_credential
 from tests.fakes.waiting import DEADLINE_S, eventually
-from wire import bridge
+from wire import bridge, clock
 
 _numbers = count(1)
 
@@ -147,15 +147,18 @@ class FakeLink(Link):
 
 
 def make_row(node_id: uuid.UUID, **changes: object) -> NodeRow:
-    """Return the row of a healthy, lent, connected node that serves ``m``; ``changes`` replace fields."""
+    """Return the row of a healthy, lent, connected node that serves ``m``; ``changes`` replace fields, or properties."""
     values: dict[str, object] = {
         "node_id": node_id, "name": "node", "provider": "local", "provider_state": "enabled", "is_direct": False,
         "public_base_url": "", "model_names": ("m",), "max_concurrent": 2, "mode": "spare_on", "cordoned": False,
-        "draining": False, "drain_reason": "", "drain_remaining_s": None, "draining_since": None, "epoch": 1, "instance_id": "",
-        "heartbeat_age_s": 1.0, "reported_status": "available", "is_accepting_jobs": True, "active_requests": 0,
+        "draining": False, "drain_reason": "", "drain_deadline_at": None, "draining_since": None, "epoch": 1, "instance_id": "",
+        "heard_at": clock.monotonic() - 1.0, "reported_status": "available", "is_accepting_jobs": True, "active_requests": 0,
         "connected": True, "gateway_id": None, "unreachable": "", "endpoints": {}, "carries_bytes": True, "contexts": {},
         "engines": {},
     }  # fmt: skip
+    for name, moment, sign in (("heartbeat_age_s", "heard_at", -1), ("drain_remaining_s", "drain_deadline_at", 1)):
+        if isinstance(seconds := changes.pop(name, None), float):
+            changes[moment] = clock.monotonic() + sign * seconds
     assert changes.keys() <= values.keys()
     return NodeRow(**{**values, **changes})  # type: ignore[arg-type]  # names and types stand above
 

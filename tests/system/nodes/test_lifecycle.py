@@ -18,7 +18,14 @@ from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodePresence
 from nodes.services import SweepReport, cordon_node, drain_node, set_mode, sweep_presence, uncordon_node, undrain_node
 from nodes.services.registry import Heartbeat, record_heartbeat
-from nodes.services.sessions import PresenceReport, SessionRequest, load_node_rows, open_session, write_presences
+from nodes.services.sessions import (
+    OpenedSession,
+    PresenceReport,
+    SessionRequest,
+    load_node_rows,
+    open_sessions,
+    write_presences,
+)
 from nodes.services.sweep import LOCK_KEY
 from nodes.states import NodeRow
 from nodes.tasks import sweep_nodes
@@ -242,10 +249,11 @@ def is_about(value: float | None, wanted: float) -> bool:
 def test_what_is_heard_over_a_socket_or_http_is_heard_now_or_as_long_ago_as_is_said() -> None:
     credential, _ = make_credential()
     request = SessionRequest(
-        credential_id=credential.pk, worker_name="rig", models=("m",), max_concurrent=1, protocol=MUSTER_V1, gateway_id=HERE,
-        live_nodes=frozenset(), other_gateways=frozenset(), peer_address="10.0.0.1", message=bridge.Register(worker_name="rig"),
+        credential_id=credential.pk, worker_name="rig", models=("m",), max_concurrent=1, protocol=MUSTER_V1,
+        peer_address="10.0.0.1", message=bridge.Register(worker_name="rig"),
     )  # fmt: skip
-    opened = open_session(request)
+    (opened,) = open_sessions([request], gateway_id=HERE)
+    assert isinstance(opened, OpenedSession)
     assert is_about(read_row().heartbeat_age_s, 0)
     report = PresenceReport(
         node_id=opened.node_id, epoch=1, age_s=300.0, active=0, max_concurrent=1, models=("m",), status="available",

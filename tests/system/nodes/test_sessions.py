@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from governance.services import create_admin_token
 from governance.services.notice_text import write_message
 from governance.services.webhooks import add_webhook
 from nodes import errors, services
-from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reach
+from nodes.models import Node, NodeCredential, NodeOpKey, NodePresence, ProviderState, Reach
 from nodes.services import sessions
 from nodes.services.drains import mark_drained, write_drain_counts
 from nodes.states import DrainCount
@@ -114,7 +115,7 @@ def test_a_provider_is_switched_off_and_on_and_one_that_comes_back_revives_no_cr
         (services.enable_provider, ProviderState.ENABLED),
     ):
         first, again = (change(name="local", actor=ACTOR) for _ in range(2))
-        assert (first.state, again.state, sessions.is_provider_open("local")) == (state, state, state is ProviderState.ENABLED)
+        assert (first.state, again.state) == (state, state)
         assert first.updated_at > before
         before = again.updated_at
     assert [len(audited(f"provider.{action}")) for action in ("create", "disable", "enable")] == [1, 1, 1]
@@ -127,7 +128,6 @@ def test_a_provider_is_switched_off_and_on_and_one_that_comes_back_revives_no_cr
         for name in ("local", "never"):
             with pytest.raises(errors.ProviderNotFound):
                 change(name=name, actor=ACTOR)
-            assert not sessions.is_provider_open(name)
     assert services.create_provider(name="local", actor=ACTOR).state == ProviderState.ENABLED
     assert services.find_credential(text) is None
 
@@ -155,6 +155,17 @@ def test_at_once_is_no_way_around_the_limit(names: list[str], made: int) -> None
 # Enrolment
 
 
+def registration(
+    credential: NodeCredential, name: str = "worker", *, protocol: str = bridge.MUSTER_V1, **fields: object
+) -> sessions.SessionRequest:
+    """Return what a box of that name says."""
+    message = bridge.Register(worker_name=name, **fields)  # type: ignore[arg-type]  # names of its fields
+    return sessions.SessionRequest(
+        credential_id=credential.pk, worker_name=name, models=("m",), max_concurrent=3, protocol=protocol,
+        peer_address="10.0.0.1", message=message,
+    )  # fmt: skip
+
+
 def ask(
     credential: NodeCredential,
     name: str = "worker",
@@ -166,12 +177,11 @@ def ask(
     **fields: object,
 ) -> sessions.OpenedSession:
     """Open a session as a box of that name."""
-    message = bridge.Register(worker_name=name, **fields)  # type: ignore[arg-type]  # names of its fields
-    request = sessions.SessionRequest(
-        credential_id=credential.pk, worker_name=name, models=("m",), max_concurrent=3, protocol=protocol, gateway_id=gateway,
-        live_nodes=live, other_gateways=others, peer_address="10.0.0.1", message=message,
-    )  # fmt: skip
-    return sessions.open_session(request)
+    request = registration(credential, name, protocol=protocol, **fields)
+    (opened,) = sessions.open_sessions([request], gateway_id=gateway, live_nodes=live, other_gateways=others)
+    if isinstance(opened, errors.EnrolmentRefused):
+        raise opened
+    return opened
 
 
 def governed(public_key: str) -> bridge.BoxGovernance:
@@ -293,6 +303,61 @@ def test_a_credential_enrols_no_more_boxes_than_it_may_and_a_bound_one_speaks_fo
         services.create_credential(name="spare", provider_name="other", node_id=node.pk, actor=ACTOR)
 
 
+def test_boxes_that_register_at_once_see_each_other_and_each_gets_its_own_answer() -> None:
+    credential, _ = make_credential(max_nodes=4)
+    revoked, _ = make_credential("revoked")
+    services.revoke_credential(credential_id=revoked.pk, actor=ACTOR)
+    asked = [
+        *(registration(credential) for _ in range(2)),
+        registration(credential, "rig", instance_id="a1", governance=governed("a")),
+        registration(credential, "rig", instance_id="b1", governance=governed("b")),
+        registration(credential, "rig", instance_id="a2", governance=governed("a")),
+        registration(revoked, "x"),
+        registration(credential, "d", instance_id="1"),
+        registration(credential, "e", instance_id="1"),
+    ]
+    # The second "rig" cannot be told from a box started again: nobody has seen its instance id, but its key is another one.
+    answers = sessions.open_sessions(asked, gateway_id=HERE)
+    told = [one.node_name if isinstance(one, sessions.OpenedSession) else type(one).__name__ for one in answers]
+    assert told == ["worker", "worker-2", "rig", "NameTaken", "rig", "EnrolmentRefused", "d", "EnrolmentRefused"]
+    rigs = [one for one in answers if isinstance(one, sessions.OpenedSession) and one.node_name == "rig"]
+    assert (rigs[0].node_id == rigs[1].node_id, [one.epoch for one in rigs]) == (True, [1, 2])
+    assert presence_of(rigs[0]).gateway_links == {HERE.hex: rigs[1].link_id.hex}
+    assert sorted(Node.objects.values_list("name", flat=True)) == ["d", "rig", "worker", "worker-2"]
+    assert (len(audited("node.connect")), len(audited("node.rival_refused"))) == (5, 1)
+
+
+def test_boxes_that_come_back_and_say_what_they_said_cost_no_statement_each() -> None:
+    credential, _ = make_credential(max_nodes=20)
+
+    def come(count: int, key: str = "k" * 43) -> int:
+        asked = [
+            registration(
+                credential, f"rig-{number}", instance_id="i",
+                governance=bridge.BoxGovernance(level="L1", runner_id=f"rig-{number}", public_key="", op_keys={"k1": key}),
+            )
+            for number in range(count)
+        ]  # fmt: skip
+        with CaptureQueriesContext(connection) as queries:
+            answers = sessions.open_sessions(asked, gateway_id=HERE)
+        assert all(isinstance(one, sessions.OpenedSession) and one.epoch == 1 for one in answers)
+        return len(queries)
+
+    come(12)
+    assert come(2) == come(12)
+    Node.objects.filter(name="rig-5").update(runner_id="rig-1")  # as when its credential was revoked for a while
+    come(2)
+    assert dict(Node.objects.filter(name__in=("rig-0", "rig-1")).values_list("name", "op_level")) == {
+        "rig-0": "L1",
+        "rig-1": "",
+    }
+    before = set(NodeOpKey.objects.values_list("pk", "secret"))
+    come(2, "g" * 43)
+    assert {bytes(secret) for _, secret in set(NodeOpKey.objects.values_list("pk", "secret")) - before} == {
+        base64.urlsafe_b64decode("g" * 43 + "=")
+    }
+
+
 # Closing and reporting
 
 
@@ -302,12 +367,6 @@ def report(opened: sessions.OpenedSession, **changes: object) -> sessions.Presen
         node_id=opened.node_id, epoch=opened.epoch, age_s=2.0, active=1, max_concurrent=3, models=("m",), status="available",
         last_error="", endpoints={}, said=None, link_id=opened.link_id,
     )  # fmt: skip
-    return replace(base, **changes)  # type: ignore[arg-type]  # names of its fields
-
-
-def said(**changes: object) -> sessions.ReportedState:
-    """Return what a box says of itself."""
-    base = sessions.ReportedState(gpus=[], replicas=[], available=[], memory=None, queue_depth=0, avg_wait_ms=None)
     return replace(base, **changes)  # type: ignore[arg-type]  # names of its fields
 
 
@@ -369,7 +428,15 @@ def test_a_report_is_written_with_the_age_of_its_news_and_one_that_says_nothing_
         {"index": 0, "name": "a", "memory_total_mb": 10, "memory_used_mb": 4, "utilization_percent": 30.0},
         {"index": 1, "name": "b", "memory_total_mb": 20, "memory_used_mb": 1, "utilization_percent": 70.5},
     ]
-    state = said(gpus=gpus, replicas=[{"model": "m"}], available=["x"], memory={"kind": "gpu"}, queue_depth=4, avg_wait_ms=70)
+    replica = {"model": "m", "state": "loaded", "engine": "vllm"}
+    state = bridge.Telemetry(
+        gpus=[bridge.GpuInfo(**gpu) for gpu in gpus],  # type: ignore[arg-type]  # their fields
+        replicas=[bridge.ReplicaInfo(model="m", state="loaded", engine="vllm")],
+        available=["x"],
+        memory=bridge.MemoryInfo(total_mb=30),
+        queue_depth=4,
+        avg_wait_ms=70,
+    )
     before = timezone.now()
     sessions.write_presences([report(opened, status="busy", last_error="e" * 900, said=state)], gateway_id=HERE)
     presence = presence_of(opened)
@@ -379,11 +446,10 @@ def test_a_report_is_written_with_the_age_of_its_news_and_one_that_says_nothing_
     sessions.write_presences([report(opened)], gateway_id=HERE)
     presence = presence_of(opened)
     assert (presence.vram_used_mb, presence.vram_free_mb, presence.gpu_util_percent) == (5, 25, 70.5)
-    assert (presence.gpus, presence.replicas, presence.memory) == (gpus, [{"model": "m"}], {"kind": "gpu"})
+    assert (presence.gpus, presence.replicas, presence.memory) == (gpus, [replica], {"total_mb": 30})
     assert (presence.available_models, presence.queue_depth, presence.avg_wait_ms) == (["x"], 4, 70)
-    sessions.write_presences(
-        [report(opened, said=said(gpus=[{"index": 0, "name": "a", "memory_used_mb": 4}]))], gateway_id=HERE
-    )
+    state = bridge.Telemetry(gpus=[bridge.GpuInfo(index=0, name="a", memory_used_mb=4)])
+    sessions.write_presences([report(opened, said=state)], gateway_id=HERE)
     assert (presence_of(opened).vram_used_mb, presence_of(opened).vram_free_mb) == (4, None)
 
 
@@ -408,9 +474,9 @@ def test_a_registration_says_at_once_what_the_box_has() -> None:
     [
         {"last_error": "a\x00b"},
         {"active": 10**30},
-        {"said": said(gpus=[{"index": 0, "name": "a\x00b"}])},
-        {"said": said(gpus=[{"index": 0, "name": "a", "memory_used_mb": 10**30}])},
-        {"said": said(replicas=[{"model": "a\x00"}])},
+        {"said": bridge.Telemetry(gpus=[bridge.GpuInfo(index=0, name="a\x00b")])},
+        {"said": bridge.Telemetry(gpus=[bridge.GpuInfo(index=0, name="a", memory_used_mb=10**30)])},
+        {"said": bridge.Telemetry(replicas=[bridge.ReplicaInfo(model="a\x00", state="loaded", engine="e")])},
     ],
     ids=["last_error", "active", "gpu name", "gpu memory", "replica"],
 )

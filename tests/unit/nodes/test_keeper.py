@@ -200,7 +200,8 @@ async def test_rows_that_were_read_before_the_owners_word_was_stored_do_not_undo
     assert link.condition() is LinkCondition.DRAINING
     # Lent again, and stored, while a sweep that had read the row before was on its way.
     began = time.monotonic()
-    link.policy.reclaimed, link.policy.drain_deadline_at, link.mode_stored_at = False, None, began + 1
+    link.policy.reclaimed, link.policy.drain_deadline_at = False, None
+    link.applied_row, link.mode_stored_at = None, began + 1
     ends = run_on(link)
     setting.apply(taken_back, read_at=began)
     assert link.condition() is LinkCondition.READY
@@ -347,7 +348,7 @@ async def test_a_silent_box_is_let_go_and_a_quiet_one_is_pinged(setting: Setting
     now = time.monotonic()
     setting.keeper.tick()
     assert box.messages() == []
-    box.link.last_ping_at = now - 5.0
+    box.link.ping_at = now
     setting.keeper.tick()
     setting.keeper.tick()
     assert [type(m) for m in box.messages()] == [bridge.Ping]
