@@ -165,3 +165,5 @@ class Transport(redis_transport.Transport):
     """kombu's own, with our channel."""
 
     Channel = TaskChannel
+    brpop_timeout = 5
+    """Seconds after which a quiet list is asked again; a message is taken at once."""

@@ -384,7 +384,7 @@ class NodeLimits:
     probe_threads: int = bound(16, "nodes", "Further nodes of a round of probes wait for a thread.")
 
     # Commands to nodes
-    channel_sweep_s: float = bound(2.0, "s", "Gateways look for commands to their nodes, with a hint or without.")
+    channel_sweep_s: float = bound(4.0, "s", "Gateways look for commands to their nodes, with a hint or without.")
     channel_hint_pause_s: float = bound(
         0.1,
         "s",

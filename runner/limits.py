@@ -102,7 +102,7 @@ class ConnectionLimits:
     report_gap_s: float = bound(0.5, "s", "Changes of load within this time share one message.")
     beat_s: float = bound(0.5, "s", "The runner notes that it runs, so that it can tell when it stood still.")
     reading_s: float = bound(1.0, "s", "The machine is read again.")
-    measure_s: float = bound(5.0, "s", "Processes and numbers of engines are read again; that costs more than the machine.")
+    measure_s: float = bound(15.0, "s", "Processes and numbers of engines are read again; that costs more than the machine.")
     facts_s: float = bound(30.0, "s", "What loads of the models take is put together anew.")
     facts: int = bound(32, "models", "A gateway is told no memory and limits of a load of further models.")
     available: int = bound(200, "models", "A gateway is told no further names of models that could be loaded.")

@@ -84,7 +84,7 @@ class Parts:
     _reloading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def look(self) -> Reading:
-        """Return a reading of the machine, at most a second old; the loaded models are measured every five."""
+        """Return a reading of the machine, at most a second old; the loaded models are measured every fifteen."""
         now = clock.monotonic()
         if self.reading is None or now - self._read_at >= limits().connection.reading_s:
             self._read_at = now

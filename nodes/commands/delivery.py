@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from django.db import connection
+
 from core.limits import limits
 from governance.services import read_freeze, requeue_run
 from nodes.commands.rows import park_command
@@ -18,6 +20,7 @@ from nodes.models import NodeCommand
 from wire import clock
 
 _OPEN = (NodeCommand.State.WAITING, NodeCommand.State.SENT, NodeCommand.State.RUNNING)
+_NODES_WITH_OPEN = "SELECT DISTINCT node_id FROM nodes_nodecommand WHERE state = ANY(%s)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,9 @@ def plan_deliveries(*, linked: Mapping[uuid.UUID, datetime], gateway_id: uuid.UU
     if not linked:
         return []
     # Few nodes have open commands, and thousands may be linked: the database is not told of all these each time.
-    wanted = linked.keys() & set(NodeCommand.objects.filter(state__in=_OPEN).values_list("node_id", flat=True))
+    with connection.cursor() as cursor:
+        cursor.execute(_NODES_WITH_OPEN, [[state.value for state in _OPEN]])
+        wanted = linked.keys() & {node_id for (node_id,) in cursor.fetchall()}
     if not wanted:
         return []
     now = clock.now()

@@ -61,6 +61,9 @@ _SETTINGS = {
     "max_wal_senders": "0",
     "io_method": "sync",
     "jit": "off",
+    # Commits write the log themselves, and checkpoints the pages: these two would only wake up several times a second.
+    "wal_writer_delay": "10s",
+    "bgwriter_delay": "10s",
     "huge_pages": "off",
     "log_min_messages": "warning",
     "log_line_prefix": "%m [%p] ",
