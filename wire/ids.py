@@ -13,22 +13,23 @@ _random = random.Random(os.urandom(32))  # noqa: S311 - identifiers are unique, 
 os.register_at_fork(after_in_child=lambda: _random.seed(os.urandom(32)))
 
 _new, _set = object.__new__, object.__setattr__
+_UNKNOWN = uuid.SafeUUID.unknown  # looking a member up takes a third of all that is done here
+_VERSION = 0x7 << 76 | 0b10 << 62
 
 
 def new_uuid7() -> uuid.UUID:
     """Return a UUIDv7: 48 bits of Unix milliseconds, then 74 random bits."""
-    millis = clock.unix_ms()
-    rand = _random.getrandbits(80)
-    value = (millis & 0xFFFFFFFFFFFF) << 80 | 0x7 << 76 | (rand >> 68 & 0xFFF) << 64 | 0b10 << 62 | rand & ((1 << 62) - 1)
+    rand = _random.getrandbits(74)
+    value = (clock.unix_ms() & 0xFFFFFFFFFFFF) << 80 | (rand >> 62) << 64 | rand & 0x3FFFFFFFFFFFFFFF | _VERSION
     made = _new(uuid.UUID)  # its own __init__ takes as long as all of this
     _set(made, "int", value)
-    _set(made, "is_safe", uuid.SafeUUID.unknown)
+    _set(made, "is_safe", _UNKNOWN)
     return made
 
 
 def format_id(prefix: str, value: uuid.UUID) -> str:
     """Return ``<prefix>_<32 hex digits>``, the form every API shows."""
-    return f"{prefix}_{value.hex}"
+    return f"{prefix}_{value.int:032x}"
 
 
 def parse_id(prefix: str, text: str) -> uuid.UUID | None:

@@ -541,6 +541,8 @@ class Dispatcher:
     ) -> Link | None:
         now = clock.monotonic() if now is None else now
         links = self._registry.links_answering(model, endpoint)
+        if len(links) == 1:  # there is nothing to choose, whatever it has done and is called
+            return links[0] if links[0].can_take(now) else None
         if len(links) > self._limits.placed_among and not (avoid or prefer):
             some = self.ejections.list_free(self._take_some(links), model, now)
             if endpoint in SPOKEN_THROUGH:

@@ -190,7 +190,8 @@ class Pipeline:
         exchange = call.exchange
         assert exchange is not None
         if isinstance(outcome, Served):
-            count_tokens(record, outcome, exchange)
+            if outcome.usage is not None or outcome.status < 400:
+                count_tokens(record, exchange, outcome.usage, text_chars=outcome.text_chars)
             await self._keep(call, job, exchange)
             exchange.send_ahead()
         await client.drain()  # until then the server would cut what the client has not taken

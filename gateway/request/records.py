@@ -31,11 +31,46 @@ from core.limits import limits
 from gateway import metrics
 from gateway.errors import GatewayError, RateLimited, RecordsUnavailable, ShuttingDown
 from gateway.metrics import RECORDS_DROPPED
-from gateway.request.dispatch import Served
 from gateway.request.identity import RateLimiter
 from gateway.values import Caller, InferenceRequest, RequestOutcome, judge_outcome
 from wire import clock
+from wire.bridge import TokenCounts
 from wire.contract import OPEN_REQUEST_STATES, RequestState
+
+
+class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One row of ``gateway_requestrecord``; field names are column names. Set ``state`` last: it is what makes it final."""
+
+    id: uuid.UUID
+    created_at: datetime
+    gateway_id: uuid.UUID
+    tenant: str
+    key_id: uuid.UUID
+    key_name: str
+    endpoint: str
+    model: str
+    is_streaming: bool
+    state: RequestState = RequestState.QUEUED
+    error_code: str | None = None
+    status_code: int | None = None
+    node_id: uuid.UUID | None = None
+    node_name: str = ""
+    attempts: int = 0
+    max_tokens: int | None = None
+    prompt_tokens_est: int = 0
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    tokens_estimated: bool = False
+    bytes_out: int = 0
+    queue_ms: int | None = None
+    ttfb_ms: int | None = None
+    latency_ms: int | None = None
+    finished_at: datetime | None = None
+    engine_error: str = ""
+    """What the engine said when it failed or refused (``wire.engine_errors.quote_message``)."""
+    asked_model: str = ""
+    """What the client asked for, where ``model`` (which answers) has another name."""
+
 
 _TYPES = {
     "id": "uuid",
@@ -69,13 +104,25 @@ _TYPES = {
 _FIXED = {"id", "created_at", "gateway_id", "tenant", "key_id", "key_name", "endpoint", "is_streaming"}
 _COLUMNS = ", ".join(_TYPES)
 _RECORDSET = ", ".join(f"{name} {kind}" for name, kind in _TYPES.items())
-_ASSIGNMENTS = ", ".join(f"{name} = v.{name}" for name in _TYPES if name not in _FIXED)
+_DEFAULTS = {one.name: one.default for one in msgspec.structs.fields(Record) if one.default not in (None, msgspec.NODEFAULT)}
+"""A value that is the default does not travel."""
+
+
+def _value(row: str, name: str) -> str:
+    if name not in _DEFAULTS:
+        return f"{row}.{name}"
+    literal = repr(str(_DEFAULTS[name])) if _TYPES[name] == "text" else str(_DEFAULTS[name]).lower()
+    return f"coalesce({row}.{name}, {literal})"
+
+
+_VALUES = ", ".join(_value("i", name) for name in _TYPES)
+_ASSIGNMENTS = ", ".join(f"{name} = {_value('v', name)}" for name in _TYPES if name not in _FIXED)
 _OPEN = ", ".join(f"'{state.value}'" for state in sorted(OPEN_REQUEST_STATES))
 # Built from the constants above alone; values travel as parameters.
 # An id is made once, so a row that is there already is the same one: a commit whose acknowledgement was lost. Its second
 # attempt waits for the first where that is still under way.
 _INSERT = (
-    f"INSERT INTO gateway_requestrecord ({_COLUMNS}) SELECT {_COLUMNS} "  # noqa: S608
+    f"INSERT INTO gateway_requestrecord ({_COLUMNS}) SELECT {_VALUES} "  # noqa: S608
     f"FROM json_to_recordset($1::json) AS i({_RECORDSET}) ON CONFLICT DO NOTHING"
 )
 
@@ -124,6 +171,7 @@ class Bookkeeper:
 
     def make_record(self, record_id: uuid.UUID, caller: Caller, request: InferenceRequest, *, asked_model: str = "") -> Record:
         """Return the row of a request, not written yet. ``asked_model``: the client's name for the model, if another."""
+        bounds = limits().gateway
         return Record(
             id=record_id,
             created_at=clock.now(),
@@ -135,8 +183,8 @@ class Bookkeeper:
             model=request.model,
             asked_model="" if asked_model == request.model else asked_model,
             is_streaming=request.is_streaming,
-            max_tokens=None if request.max_tokens is None else min(request.max_tokens, limits().gateway.record_integer),
-            prompt_tokens_est=request.prompt_chars // limits().gateway.token_chars,
+            max_tokens=None if request.max_tokens is None else min(request.max_tokens, bounds.record_integer),
+            prompt_tokens_est=request.prompt_chars // bounds.token_chars,
         )
 
     def record_refusal(
@@ -218,7 +266,7 @@ class Bookkeeper:
             if passage.first_byte_at is not None:
                 record.ttfb_ms = int((passage.first_byte_at - started) * 1000)
             if passage.events and record.completion_tokens is None:  # it broke, or was left: what came until then was made too
-                count_tokens(record, Served(200, None), passage)
+                count_tokens(record, passage, None)
         elapsed = clock.monotonic() - started
         record.latency_ms = int(elapsed * 1000)
         self._seal(record, ending)
@@ -247,55 +295,21 @@ def unread_request(endpoint: str) -> InferenceRequest:
     )
 
 
-def count_tokens(record: Record, outcome: Served, passage: Passage) -> None:
-    """Fill in the tokens: what the engine counted, else an estimate that is marked as one."""
-    usage = outcome.usage
+def count_tokens(record: Record, passage: Passage, usage: TokenCounts | None, *, text_chars: int | None = None) -> None:
+    """Fill in the tokens: what the engine counted, else an estimate that is marked as one, from ``text_chars`` if known."""
+    bounds = limits().gateway
     if usage is not None:
-        record.prompt_tokens = min(max(0, usage.prompt_tokens), limits().gateway.record_integer)
-        record.completion_tokens = min(max(0, usage.completion_tokens), limits().gateway.record_integer)
-    elif outcome.status < 400:
+        record.prompt_tokens = min(max(0, usage.prompt_tokens), bounds.record_integer)
+        record.completion_tokens = min(max(0, usage.completion_tokens), bounds.record_integer)
+    else:
         record.tokens_estimated = True
         record.prompt_tokens = record.prompt_tokens_est
         events = max(0, passage.events - 1)
-        said = outcome.text_chars if outcome.text_chars is not None else passage.bytes_out
-        record.completion_tokens = events if record.is_streaming else -(-said // limits().gateway.token_chars)
+        said = text_chars if text_chars is not None else passage.bytes_out
+        record.completion_tokens = events if record.is_streaming else -(-said // bounds.token_chars)
 
 
 logger = logging.getLogger("muster.records")
-
-
-class Record(msgspec.Struct, kw_only=True):
-    """One row of ``gateway_requestrecord``; field names are column names. Set ``state`` last: it is what makes it final."""
-
-    id: uuid.UUID
-    created_at: datetime
-    gateway_id: uuid.UUID
-    tenant: str
-    key_id: uuid.UUID
-    key_name: str
-    endpoint: str
-    model: str
-    is_streaming: bool
-    state: RequestState = RequestState.QUEUED
-    error_code: str | None = None
-    status_code: int | None = None
-    node_id: uuid.UUID | None = None
-    node_name: str = ""
-    attempts: int = 0
-    max_tokens: int | None = None
-    prompt_tokens_est: int = 0
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    tokens_estimated: bool = False
-    bytes_out: int = 0
-    queue_ms: int | None = None
-    ttfb_ms: int | None = None
-    latency_ms: int | None = None
-    finished_at: datetime | None = None
-    engine_error: str = ""
-    """What the engine said when it failed or refused (``wire.engine_errors.quote_message``)."""
-    asked_model: str = ""
-    """What the client asked for, where ``model`` (which answers) has another name."""
 
 
 _encoder = msgspec.json.Encoder()

@@ -29,6 +29,7 @@ END_HEADER = "x-muster-end"
 """A peer gateway's word for why it could not start a stream: ``busy`` or ``gone``."""
 _PRINTABLE = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 _SECONDS_RE = re.compile(r"[0-9]{1,9}\Z")
+_UNAVAILABLE = int(HTTPStatus.SERVICE_UNAVAILABLE)  # a member takes ten times as long to look up
 _COMPLETE = LinkEnd(kind=EndKind.COMPLETE)
 _QUEUE_FULL = "queue_full"
 """The error code of the model-runner API for a node whose own queue is full."""
@@ -167,7 +168,7 @@ class HttpStream:
             kind = EndKind.BUSY if refusal == "busy" else EndKind.LINK_LOST
             self.sink.on_end(LinkEnd(kind=kind, message="the other gateway could not start it", retryable=True))
             return
-        if status == HTTPStatus.SERVICE_UNAVAILABLE and not self._link.is_peer:
+        if status == _UNAVAILABLE and not self._link.is_peer:
             self._refusal_head = headers
             return
         if headers.get("content-type", "").startswith("text/event-stream"):
@@ -225,7 +226,7 @@ class HttpStream:
         if self.finished:
             return
         is_stream = headers.get("content-type", "").startswith("text/event-stream")
-        if is_stream or self._link.is_peer or status == HTTPStatus.SERVICE_UNAVAILABLE:
+        if is_stream or self._link.is_peer or status == _UNAVAILABLE:
             self.on_response_head(status, headers)
             if body:
                 self.on_response_data(body)
@@ -238,7 +239,7 @@ class HttpStream:
         """Pass on a 503 for another reason than a full queue, as any other answer."""
         head, self._refusal_head = self._refusal_head, None
         body, self._refusal = self._refusal, b""
-        self.sink.on_head(HTTPStatus.SERVICE_UNAVAILABLE, head or {})
+        self.sink.on_head(_UNAVAILABLE, head or {})
         if body:
             self.sink.on_data(body)
 

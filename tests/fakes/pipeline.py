@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
+import msgspec
 import psycopg
 from asgiref.sync import sync_to_async
 from django.db import connections
@@ -240,6 +241,10 @@ async def written(writer: RecordWriter) -> None:
     await writer.accept(make_record())
 
 
+_OMITTED = {one.name: one.default for one in msgspec.structs.fields(Record) if one.default is not msgspec.NODEFAULT}
+"""What the statements fill in of a row that does not say it."""
+
+
 class MemoryDatabase:
     """The table of request records as its statements see it, on connections that fail as they are told.
 
@@ -266,7 +271,7 @@ class MemoryDatabase:
 
     def carry_out(self, statement: str, values: Sequence[bytes]) -> None:
         """Do what a statement of ``gateway.request.records`` says, whole or not at all. Raises DataError."""
-        parts = [json.loads(value) for value in values]
+        parts = [[{**_OMITTED, **row} for row in json.loads(value)] for value in values]
         if any(row["model"] == "bad" for rows in parts for row in rows):
             raise psycopg.DataError("a value that the table refuses")
         inserts = parts[0] if statement in {INSERT, BOTH} else []
