@@ -677,8 +677,7 @@ class GatewayLimits:
         2 * WIRE.answer_calls, "strands", "A translated answer with more calls and texts that wait ends with an error."
     )
     # An engine may give the whole arguments of a call at once.
-    messages_event_bytes: int = bound(16 * MIB, "bytes", "A stream with a larger event ends with an error (Messages).")
-    responses_event_bytes: int = bound(32 * MIB, "bytes", "A stream with a larger event ends with an error (Responses).")
+    chat_event_bytes: int = bound(32 * MIB, "bytes", "A stream that is translated and has a larger event ends with an error.")
     # Of all texts, arguments and log probabilities: they are said again, several times, at the end.
     responses_answer_chars: int = bound(32 * MIB, "characters", "A longer translated answer ends with an error (Responses).")
     refusal_chars: int = bound(1000, "characters", "What an engine says of a refusal is cut there for the caller.")

@@ -11,9 +11,14 @@ from collections.abc import Iterator
 
 import msgspec
 
+from core.limits import limits
 from gateway.dialects.body import is_crowded
+from gateway.dialects.refusal import read_refusal, read_stream_failure
+from gateway.errors import ForwardedRequestFailed, GatewayError, RequestInterrupted, StreamTooLarge
 from wire.bridge import TokenCounts
+from wire.events import EventCutter
 from wire.limits import WIRE
+from wire.unreadable import UNREADABLE
 
 _IN_STRING = re.compile(r'["\\]')
 _OUTSIDE = re.compile(r'["{}\[\]]')
@@ -156,8 +161,10 @@ class ChatUsage(msgspec.Struct):
         details = self.completion_tokens_details
         return None if details is None or details.reasoning_tokens is None else max(0, details.reasoning_tokens)
 
-    def to_counts(self) -> TokenCounts:
-        """Return the counts that are written down; their sum is ours, for clients reckon it too."""
+    def to_counts(self) -> TokenCounts | None:
+        """Return the counts that are written down, None when there are none; their sum is ours, for clients reckon it too."""
+        if self.prompt_tokens is None and self.completion_tokens is None:
+            return None
         return TokenCounts(
             prompt_tokens=self.prompt, completion_tokens=self.completion, total_tokens=self.prompt + self.completion
         )
@@ -207,3 +214,144 @@ def list_payloads(events: bytes) -> Iterator[bytes]:
             payload = b"\n".join(lines).strip()
         if payload:
             yield payload
+
+
+FAILED_FINISHES = frozenset({"abort", "error"})
+"""What vLLM says when it stopped for a reason of its own: no answer."""
+_DONE = b"[DONE]"
+_ERROR_OBJECT = re.compile(rb'"object"\s*:\s*"error"')
+_NOT_CHAT = "The engine's answer is no chat completion."
+_NOT_FINISHED = "The engine ended its answer before it was finished."
+
+
+class ChatReader:
+    """Reads an engine's chat answer, streamed or whole, for a dialect that says it in its own words.
+
+    A dialect hears ``_begin`` before the first choice and ``_take_choice`` for each piece of the first of ``n`` answers; that
+    may raise ForwardedRequestFailed or StreamTooLarge. After a ``failure`` nothing more is read.
+    """
+
+    __slots__ = ("_cutter", "_failure", "_finish_reason", "_is_done", "_large", "_stopped_by", "_timings", "_usage")
+
+    def __init__(self) -> None:
+        self._cutter = EventCutter()
+        self._large: list[bytes] = []
+        """Of an event that is larger than what the cutter holds."""
+        self._is_done = False
+        self._finish_reason: str | None = None
+        self._stopped_by: int | str | None = None
+        self._usage: ChatUsage | None = None
+        self._timings: ChatTimings | None = None
+        self._failure: GatewayError | None = None
+
+    @property
+    def usage(self) -> TokenCounts | None:
+        """What the engine counted, cached tokens included, as far as it said."""
+        return None if self._usage is None else self._usage.to_counts()
+
+    @property
+    def failure(self) -> GatewayError | None:
+        """Why the answer is over, if it is."""
+        return self._failure
+
+    def _begin(self) -> None:
+        """Hear that the engine has begun to answer; of a stream this comes again with each piece."""
+        raise NotImplementedError
+
+    def _take_choice(self, choice: ChatChoice) -> None:
+        """Take a piece of the answer, or the whole of it."""
+        raise NotImplementedError
+
+    def _read(self, data: bytes) -> None:
+        """Take bytes of a stream, cut anywhere."""
+        events = self._cutter.feed(data)
+        if self._large or self._cutter.is_inside_event:
+            events = self._gather(events)
+        if not events:
+            return
+        if events.startswith(b"data: {") and events.find(b"\n") == len(events) - 2:
+            self._take_payload(events[6:-2])  # the usual case, one event of one line
+            return
+        for payload in list_payloads(events):
+            self._take_payload(payload)
+            if self._failure is not None:
+                return
+
+    def _read_rest(self) -> None:
+        """Take what stood behind the last blank line: an event without its end, if it is whole in itself."""
+        for payload in list_payloads(b"".join(self._large) + self._cutter.finish()):
+            try:
+                _ = payload == _DONE or read_chat(payload)
+            except UNREADABLE:
+                break
+            self._take_payload(payload)
+        if self._failure is None and self._finish_reason is None and not self._is_done:
+            self._failure = RequestInterrupted(_NOT_FINISHED)
+
+    def _read_whole(self, body: bytes) -> None:
+        """Take an unstreamed answer."""
+        try:
+            answer = read_chat(body)
+        except UNREADABLE:
+            answer = ChatPiece()
+        self._usage = answer.usage
+        has_answer = any(choice.index == 0 and choice.message is not None for choice in answer.choices)
+        if answer.error is None and not has_answer:
+            is_error = _ERROR_OBJECT.search(body) is not None
+            self._failure = read_refusal(502, body) if is_error else ForwardedRequestFailed(_NOT_CHAT)
+            return
+        for choice in answer.choices:  # there, each piece of a call is a call
+            for number, part in enumerate((choice.message.tool_calls if choice.message is not None else None) or ()):
+                part.index = number
+        self._take_piece(answer, body)
+
+    def _gather(self, events: bytes) -> bytes:
+        """Put an event together that is too large for the cutter to hold; return it once it is whole."""
+        self._large.append(events)
+        if sum(map(len, self._large)) > limits().gateway.chat_event_bytes:
+            self._failure = StreamTooLarge()
+            self._large.clear()
+        if self._cutter.is_inside_event or not events:
+            return b""
+        whole = b"".join(self._large)
+        self._large.clear()
+        return whole
+
+    def _take_payload(self, payload: bytes) -> None:
+        try:
+            piece = read_chat(payload)
+        except UNREADABLE:
+            if payload == _DONE:
+                self._is_done = True
+            elif not self._is_done:
+                self._failure = ForwardedRequestFailed(_NOT_CHAT)
+            return
+        self._take_piece(piece, payload)
+
+    def _take_piece(self, piece: ChatPiece, text: bytes) -> None:
+        if piece.error is not None:
+            self._failure = read_stream_failure(msgspec.json.encode(piece.error))
+            return
+        if piece.usage is not None:
+            self._usage = piece.usage
+        if piece.timings is not None:
+            self._timings = piece.timings
+        choices = piece.choices
+        if not choices:
+            if piece.usage is None and _ERROR_OBJECT.search(text):
+                self._failure = read_refusal(502, text)
+            return
+        self._begin()
+        for choice in choices:
+            if choice.index:
+                continue
+            try:
+                self._take_choice(choice)
+            except (ForwardedRequestFailed, StreamTooLarge) as error:
+                self._failure = error
+            if choice.finish_reason:
+                self._finish_reason, self._stopped_by = choice.finish_reason, choice.stopped_by
+                if choice.finish_reason in FAILED_FINISHES:
+                    self._failure = ForwardedRequestFailed(_NOT_FINISHED)
+            if self._failure is not None:
+                return

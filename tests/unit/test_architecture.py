@@ -56,6 +56,7 @@ NUMBERS: dict[str, str] = {
     "gateway/models.py": "TAIL_CHARS",
     "runner/ledger/database.py": "SCHEMA_VERSION",
     "wire/credentials.py": "_CRC_LENGTH",
+    "wire/ids.py": "_VERSION",
     "wire/frames.py": "OPEN BODY CANCEL CREDIT HEAD DATA END REPLY FLAG_FIN",
     "wire/optoken/canonical.py": "MAX_INTEGER",
     "wire/optoken/signing.py": "TOKEN_VERSION",

@@ -10,24 +10,17 @@ import msgspec
 from core.limits import limits
 from gateway.dialects.chat import (
     ChatChoice,
-    ChatMessage,
-    ChatPiece,
-    ChatTimings,
-    ChatUsage,
+    ChatReader,
     FunctionPart,
     ObjectScan,
     ToolCallPart,
-    list_payloads,
-    read_chat,
 )
-from gateway.dialects.refusal import read_stream_failure
 from gateway.dialects.responses.items import CallKind, ToolName, ToolTable, unwrap_input
 from gateway.dialects.responses.object import (
     ResponseFrame,
     ResponseMoment,
     Status,
     Stopwatch,
-    count_tokens,
     make_response_id,
     measure,
     render_error,
@@ -36,9 +29,7 @@ from gateway.dialects.responses.object import (
     write_event,
 )
 from gateway.dialects.translation import AnswerContext
-from gateway.errors import ForwardedRequestFailed, GatewayError, RequestInterrupted, StreamTooLarge
-from wire.bridge import TokenCounts
-from wire.events import EventCutter
+from gateway.errors import ForwardedRequestFailed, GatewayError, StreamTooLarge
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
@@ -539,15 +530,7 @@ def _begins_another(call: _Call, item: CallItem, function: FunctionPart) -> bool
     return not is_repetition and item.is_whole()
 
 
-def number_calls(message: ChatMessage | None) -> None:
-    """Give every call of a whole answer a number of its own: there, pieces are calls."""
-    for n, part in enumerate((message.tool_calls if message is not None else None) or ()):
-        part.index = n
-
-
 _INCOMPLETE_REASONS = {"length": b"max_output_tokens", "content_filter": b"content_filter"}
-_BROKEN_ENDS = frozenset({"abort", "error"})
-"""Finish reasons with which vLLM says that it gave the request up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,10 +544,11 @@ class AnswerPlan:
     uses_pool_fields: bool = False
 
 
-class ResponsesTranslator:
+class ResponsesTranslator(ChatReader):
     """Says one chat answer as a response (``AnswerTranslator``). ``fail`` ends a stream that broke for any reason."""
 
     def __init__(self, plan: AnswerPlan, context: AnswerContext) -> None:
+        super().__init__()
         self._plan = plan
         self._context = context
         self._frame = ResponseFrame(
@@ -576,26 +560,10 @@ class ResponsesTranslator:
         )
         self._opened_at = context.clock()
         self._first_text_at: float | None = None
-        self._cutter = EventCutter()
-        self._large: list[bytes] = []
         self._log = EventLog()
         self._items = self._make_items()
-        self._finish_reason: str | None = None
-        self._usage: ChatUsage | None = None
-        self._timings: ChatTimings | None = None
-        self._failure: GatewayError | None = None
         self._kept: bytes | None = None
-        self._is_done = self._is_over = False
-
-    @property
-    def usage(self) -> TokenCounts | None:
-        """What the engine counted, as far as it said."""
-        return count_tokens(self._usage)
-
-    @property
-    def failure(self) -> GatewayError | None:
-        """Why the answer is over, if it is."""
-        return self._failure
+        self._is_over = False
 
     @property
     def kept(self) -> bytes | None:
@@ -606,24 +574,16 @@ class ResponsesTranslator:
         """Take bytes of the engine's event stream, cut anywhere; return whole events, or nothing."""
         if self._is_over or self._failure is not None:
             return b""
-        events = self._cutter.feed(data)
-        if self._cutter.is_inside_event or self._large:
-            events = self._gather(events)
-        if events:
-            self._read(events)
-            if self._first_text_at is None and not self._items.is_empty:
-                self._first_text_at = self._context.clock()
+        self._read(data)
+        if self._first_text_at is None and not self._items.is_empty:
+            self._first_text_at = self._context.clock()
         return self._log.take()
 
     def finish(self) -> bytes:
         """Return the closing events. An engine that ended before its finish_reason or ``[DONE]`` is a ``failure``."""
         if self._is_over or self._failure is not None:
             return b""
-        rest = b"".join(self._large) + self._cutter.finish()
-        if rest and self._finish_reason is None:
-            self._read(rest, is_cut=True)
-        if self._failure is None and self._finish_reason is None and not self._is_done:
-            self._failure = RequestInterrupted("The engine broke off before the end of its answer.")
+        self._read_rest()
         if self._failure is None:
             self._begin()
             self._end()
@@ -644,14 +604,7 @@ class ResponsesTranslator:
         """Return an unstreamed chat answer (HTTP 2xx) as a response object; nothing and a ``failure`` when it is none."""
         self._log = EventLog(is_silent=True)
         self._items = self._make_items()
-        try:
-            answer = read_chat(body)
-        except UNREADABLE:
-            self._failure = ForwardedRequestFailed("The engine answered with what is no chat completion.")
-            return b""
-        for choice in answer.choices:
-            number_calls(choice.message)
-        self._take(answer)
+        self._read_whole(body)
         if self._failure is None and self._finish_reason is None:
             self._failure = ForwardedRequestFailed("The engine answered without a finished message.")
         if self._failure is None:
@@ -662,61 +615,8 @@ class ResponsesTranslator:
         plan = self._plan
         return AnswerItems(stem=self._frame.stem, table=plan.table, log=self._log, repeats_text=plan.uses_pool_fields)
 
-    def _gather(self, events: bytes) -> bytes:
-        """Put an event together that is too large for the cutter to hold."""
-        self._large.append(events)
-        if sum(map(len, self._large)) > limits().gateway.responses_event_bytes:
-            self._failure = StreamTooLarge()
-            self._large.clear()
-            return b""
-        if self._cutter.is_inside_event:
-            return b""
-        whole = b"".join(self._large)
-        self._large.clear()
-        return whole
-
-    def _read(self, events: bytes, *, is_cut: bool = False) -> None:
-        """Take whole events. ``is_cut``: the last one may be a piece of one, which counts for nothing."""
-        if events.startswith(b"data: {") and events.find(b"\n") == len(events) - 2:
-            payloads = iter((events[6:],))  # the usual case, one event of one line
-        else:
-            payloads = list_payloads(events)
-        for payload in payloads:
-            if payload == b"[DONE]":
-                self._is_done = True
-                continue
-            try:
-                piece = read_chat(payload)
-            except UNREADABLE:
-                if not is_cut:
-                    self._failure = ForwardedRequestFailed("The engine sent what is no chat stream.")
-                return
-            self._take(piece)
-            if self._failure is not None:
-                return
-
-    def _take(self, piece: ChatPiece) -> None:
-        if piece.error is not None:
-            self._failure = read_stream_failure(_encode(piece.error))
-            return
-        if self._log.is_empty:
-            self._begin()
-        if piece.usage is not None:
-            self._usage = piece.usage
-        if piece.timings is not None:
-            self._timings = piece.timings
-        for choice in piece.choices:
-            if choice.index != 0:
-                continue
-            try:
-                self._items.take(choice)
-            except StreamTooLarge as error:
-                self._failure = error
-                return
-            if choice.finish_reason is not None:
-                self._finish_reason = choice.finish_reason
-                if choice.finish_reason in _BROKEN_ENDS:
-                    self._failure = ForwardedRequestFailed("The engine gave the request up.")
+    def _take_choice(self, choice: ChatChoice) -> None:
+        self._items.take(choice)
 
     def _begin(self) -> None:
         """Say that the response exists, if that was not said yet."""

@@ -374,7 +374,7 @@ def render_echo(request: ResponsesRequest, *, previous_response_id: str | None) 
 
 def render_usage(usage: ChatUsage | None) -> bytes:
     """Return ``usage`` as JSON; null when the engine did not say."""
-    counts = count_tokens(usage)
+    counts = usage.to_counts() if usage is not None else None
     if usage is None or counts is None:
         return b"null"
     return _encode(
@@ -386,13 +386,6 @@ def render_usage(usage: ChatUsage | None) -> bytes:
             "total_tokens": counts.total_tokens,
         }
     )
-
-
-def count_tokens(usage: ChatUsage | None) -> TokenCounts | None:
-    """Return an engine's counts; None when it gave none."""
-    if usage is None or (usage.prompt_tokens is None and usage.completion_tokens is None):
-        return None
-    return usage.to_counts()
 
 
 def render_error(error: GatewayError) -> bytes:
