@@ -11,7 +11,16 @@ import msgspec
 from msgspec import Raw
 
 from core.limits import limits
-from gateway.dialects.chat import ChatChoice, ChatMessage, ChatReader, ChatUsage, ObjectScan, ToolCallPart
+from gateway.dialects.chat import (
+    CallFinder,
+    ChatChoice,
+    ChatMessage,
+    ChatReader,
+    ChatUsage,
+    EngineCall,
+    ObjectScan,
+    ToolCallPart,
+)
 from gateway.dialects.translation import AnswerContext
 from gateway.errors import ForwardedRequestFailed, StreamTooLarge
 from wire.limits import WIRE
@@ -210,20 +219,16 @@ class Kind(StrEnum):
     CALL = "call"
 
 
-class Strand:
-    """One block to be. ``prefix`` is the beginning of its deltas once it is open."""
+class Strand(EngineCall):
+    """One block to be, a call or not. ``prefix`` is the beginning of its deltas once it is open."""
 
-    __slots__ = ("call_id", "held", "is_closed", "kind", "name", "number", "prefix", "scan")
+    __slots__ = ("held", "kind", "prefix", "scan")
 
     def __init__(self, kind: Kind, number: int = 0) -> None:
+        super().__init__(number)
         self.kind = kind
-        self.number = number
-        """Of a call: how many began before it."""
         self.held: list[str] = []
         self.prefix = b""
-        self.is_closed = False
-        self.call_id = ""
-        self.name = ""
         self.scan: ObjectScan | None = None
         """Of a call whose arguments have begun to be an object."""
 
@@ -232,6 +237,11 @@ class Strand:
         """Whether the next strand may take over."""
         return self.kind is not Kind.CALL or (self.scan is not None and self.scan.is_complete)
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing of its text has come."""
+        return not self.held and self.scan is None
+
 
 class Strands:
     """The blocks of one answer. ``make_id`` names a call whose engine did not."""
@@ -239,9 +249,7 @@ class Strands:
     def __init__(self, make_id: Callable[[int], str]) -> None:
         self._make_id = make_id
         self._strands: deque[Strand] = deque()
-        self._by_index: dict[int, Strand] = {}
-        self._by_id: dict[str, Strand] = {}
-        self._last_call: Strand | None = None
+        self._calls = CallFinder(lambda number: self._begin(Strand(Kind.CALL, number)))
         self._limits = limits().gateway
         self._held_chars = 0
         self._next_index = 0
@@ -268,15 +276,10 @@ class Strands:
 
     def add_call(self, part: ToolCallPart) -> bytes:
         """Take a piece of a tool call; return the events that may go out. Raises ForwardedRequestFailed."""
-        strand = self._find_call(part)
-        if not strand.call_id and part.id and part.id not in self._by_id:
-            strand.call_id = part.id
-            self._by_id[part.id] = strand
+        strand = self._calls.find(part)
         function = part.function
         if function is None:
             return self._advance()
-        if function.name and not strand.name:
-            strand.name = function.name
         if function.arguments:
             if strand.scan is not None and strand.prefix and self.open_kind is Kind.CALL:
                 piece = _scan(strand.scan, function.arguments)
@@ -296,17 +299,6 @@ class Strands:
         if len(self._strands) >= self._limits.strands or strand.number >= WIRE.answer_calls:
             raise StreamTooLarge
         self._strands.append(strand)
-        return strand
-
-    def _find_call(self, part: ToolCallPart) -> Strand:
-        """Return the strand that a piece belongs to. Engines leave the index out, or give every call the same."""
-        by_id = self._by_id.get(part.id or "", self._last_call)
-        strand = by_id if part.index is None else self._by_index.get(part.index)
-        if strand is None or _begins_another(strand, part):
-            number = self._last_call.number + 1 if self._last_call is not None else 0
-            strand = self._last_call = self._begin(Strand(Kind.CALL, number))
-        if part.index is not None:
-            self._by_index[part.index] = strand
         return strand
 
     def _take_arguments(self, strand: Strand, piece: str) -> None:
@@ -398,21 +390,6 @@ def _scan(scan: ObjectScan, piece: str) -> str:
     if rest and not rest.isspace():
         raise ForwardedRequestFailed("The engine sent more arguments of a tool call after their end.")
     return piece[: len(piece) - len(rest)]
-
-
-def _begins_another(strand: Strand, part: ToolCallPart) -> bool:
-    """Whether a piece begins a new call though its index, or its lack of one, is that of an earlier call."""
-    name = part.function.name if part.function is not None else None
-    if not name or (part.id and part.id == strand.call_id):
-        return False
-    if strand.is_closed or strand.is_whole:
-        arguments = part.function.arguments if part.function is not None else None
-        is_repetition = name == strand.name and not (arguments and not arguments.isspace())
-        return bool(part.id) or part.index is None or not is_repetition
-    if not (part.id and strand.call_id):
-        return False
-    has_nothing = not strand.held and strand.scan is None
-    return part.index is None or (has_nothing and name != strand.name)
 
 
 _SPOKEN = re.compile(r"[^A-Za-z0-9_-]")

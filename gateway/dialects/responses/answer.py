@@ -9,9 +9,10 @@ import msgspec
 
 from core.limits import limits
 from gateway.dialects.chat import (
+    CallFinder,
     ChatChoice,
     ChatReader,
-    FunctionPart,
+    EngineCall,
     ObjectScan,
     ToolCallPart,
 )
@@ -291,6 +292,11 @@ class CallItem:
         """Whether it may still grow."""
         return self._status is Status.IN_PROGRESS
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether no arguments have come."""
+        return not self._pieces
+
     def is_whole(self) -> bool:
         """Whether its arguments so far are an object to its end."""
         for number in range(self._scanned, len(self._pieces)):
@@ -355,14 +361,25 @@ class CallItem:
             return {}
 
 
-@dataclass(slots=True)
-class _Call:
-    """A call as the engine numbers it. ``item`` None: its name has not come yet, and ``early`` are its arguments so far."""
+class _Call(EngineCall):
+    """A call with its item; None: its name has not come yet, and ``early`` are its arguments so far."""
 
-    engine_id: str | None
-    early: list[str]
-    name: str = ""
-    item: CallItem | None = None
+    __slots__ = ("early", "item")
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.early: list[str] = []
+        self.item: CallItem | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its arguments so far are an object to its end."""
+        return self.item is not None and self.item.is_whole()
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether no arguments have come."""
+        return not self.early and (self.item is None or self.item.is_bare)
 
 
 class AnswerItems:
@@ -380,10 +397,8 @@ class AnswerItems:
         self._spoken: SpokenItem | None = None
         self._latest: OutputItem | None = None
         self._calls: list[_Call] = []
-        self._by_index: dict[int, _Call] = {}
-        self._last_index = 0
+        self._finder = CallFinder(self._begin_call)
         self._chars_left = limits().gateway.responses_answer_chars
-        self._call_ids: set[str] = set()
 
     @property
     def is_empty(self) -> bool:
@@ -469,12 +484,12 @@ class AnswerItems:
             spoken.close(Status.COMPLETED)
 
     def _take_call(self, part: ToolCallPart) -> None:
-        call = self._find_call(part)
+        call = self._finder.find(part)
         function = part.function
         if function is None:
             return
-        if call.item is None and function.name:
-            call.item = self._open_call(call, function.name)
+        if call.item is None and call.name:
+            call.item = self._open_call(call)
             self._latest = call.item
         arguments = function.arguments
         if not arguments:
@@ -486,48 +501,23 @@ class AnswerItems:
             call.item.add_arguments(arguments)
             self._latest = call.item
 
-    def _find_call(self, part: ToolCallPart) -> _Call:
-        """Return the call that a piece belongs to.
+    def _begin_call(self, number: int) -> _Call:
+        """Add a call. Raises StreamTooLarge."""
+        if number >= WIRE.answer_calls:
+            raise StreamTooLarge
+        self._calls.append(_Call(number))
+        return self._calls[-1]
 
-        Some engines leave the index out, or give every call the same one: a piece with a name of its own and another id
-        begins another call, and so does the name alone without an index, or behind arguments that are whole.
-        """
-        index = self._last_index if part.index is None else part.index
-        self._last_index = index
-        call = self._by_index.get(index)
-        if call is not None and call.item is not None and part.function is not None and part.function.name:
-            is_other = part.id != call.engine_id if part.id else _begins_another(call, call.item, part.function)
-            call = None if is_other or part.index is None else call
-        if call is None:
-            if len(self._calls) >= WIRE.answer_calls:
-                raise StreamTooLarge
-            call = _Call(part.id or None, [])
-            self._by_index[index] = call
-            self._calls.append(call)
-        call.engine_id = call.engine_id or part.id or None
-        return call
-
-    def _open_call(self, call: _Call, name: str) -> CallItem:
-        """Add an item for a call. Its id is settled here: one that comes later, or a second time, does not count."""
+    def _open_call(self, call: _Call) -> CallItem:
+        """Add an item for a call. Its id is settled here: one that comes later does not count."""
         self._close_spoken()
         index = self._place_item()
-        call_id = call.engine_id
-        if call_id is None or call_id in self._call_ids:
-            call_id = f"call_{self._stem}_{index}"
-        self._call_ids.add(call_id)
-        call.name = name
-        item = CallItem(self._table.find(name), call_id=call_id, stem=self._stem, index=index, log=self._log)
+        call_id = call.call_id or f"call_{self._stem}_{index}"
+        item = CallItem(self._table.find(call.name), call_id=call_id, stem=self._stem, index=index, log=self._log)
         self._items.append(item)
         for piece in call.early:
             item.add_arguments(piece)
         return item
-
-
-def _begins_another(call: _Call, item: CallItem, function: FunctionPart) -> bool:
-    """Whether a name without an id begins another call: the one before is whole, and this does not merely repeat its name."""
-    arguments = function.arguments
-    is_repetition = function.name == call.name and not (arguments and not arguments.isspace())
-    return not is_repetition and item.is_whole()
 
 
 _INCOMPLETE_REASONS = {"length": b"max_output_tokens", "content_filter": b"content_filter"}
