@@ -7,6 +7,7 @@ locked increments would cost more than relaying a chunk does. It is touched on t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from prometheus_client import REGISTRY, Counter, Gauge
@@ -36,6 +37,11 @@ class _Timing:
         self.counts = [0] * (len(_SECONDS) + 1)
         self.total = 0.0
 
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(_SECONDS, seconds)] += 1
+        self.total += seconds
+
     def buckets(self) -> list[tuple[str, float]]:
         """Return the cumulative buckets that the exposition format wants."""
         running, result = 0, []
@@ -51,7 +57,7 @@ class _ModelTally:
     __slots__ = ("completion_tokens", "latency", "prompt_tokens", "queue_wait", "states", "ttfb")
 
     def __init__(self) -> None:
-        self.states: dict[str, int] = {}
+        self.states: defaultdict[str, int] = defaultdict(int)
         self.latency, self.ttfb, self.queue_wait = _Timing(), _Timing(), _Timing()
         self.prompt_tokens = self.completion_tokens = 0
 
@@ -75,22 +81,24 @@ class RequestTally(Collector):
         state: str,
         outcome: RequestOutcome,
         latency_s: float,
-        ttfb_s: float | None,
-        queue_s: float | None,
-        tokens: tuple[int, int],
+        ttfb_ms: int | None,
+        queue_ms: int | None,
+        prompt_tokens: int | None,
+        completion_tokens: int | None,
     ) -> None:
-        """Count one request that reached its final state. ``tokens``: prompt, completion."""
+        """Count one request that reached its final state."""
         self._outcomes[outcome] += 1
         tally = self._models.get(model)
         if tally is None:
             tally = self._models[model] = _ModelTally()
-        tally.states[state] = tally.states.get(state, 0) + 1
-        for timing, seconds in ((tally.latency, latency_s), (tally.ttfb, ttfb_s), (tally.queue_wait, queue_s)):
-            if seconds is not None:
-                timing.counts[bisect_left(_SECONDS, seconds)] += 1
-                timing.total += seconds
-        tally.prompt_tokens += tokens[0]
-        tally.completion_tokens += tokens[1]
+        tally.states[state] += 1
+        tally.latency.add(latency_s)
+        if ttfb_ms is not None:
+            tally.ttfb.add(ttfb_ms / 1000)
+        if queue_ms is not None:
+            tally.queue_wait.add(queue_ms / 1000)
+        tally.prompt_tokens += prompt_tokens or 0
+        tally.completion_tokens += completion_tokens or 0
 
     def count(self, outcome: RequestOutcome) -> None:
         """Count what became of a request, accepted or not."""

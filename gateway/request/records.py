@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -276,9 +278,10 @@ class Bookkeeper:
             state=record.state,
             outcome=judge_outcome(record.state, record.status_code) or RequestOutcome.FAILED,
             latency_s=elapsed,
-            ttfb_s=record.ttfb_ms / 1000 if record.ttfb_ms is not None else None,
-            queue_s=record.queue_ms / 1000 if record.queue_ms is not None else None,
-            tokens=(record.prompt_tokens or 0, record.completion_tokens or 0),
+            ttfb_ms=record.ttfb_ms,
+            queue_ms=record.queue_ms,
+            prompt_tokens=record.prompt_tokens,
+            completion_tokens=record.completion_tokens,
         )
 
 
@@ -322,38 +325,30 @@ Settle = Callable[[GatewayError | None], None]
 """Told once what became of a row: None, or why it is not written."""
 
 
-class _Waiting:
-    """Whoever waits for a row to be written, or for a statement to be sent; None: nobody does."""
+_Sending = tuple[float, Settle]
+"""Whoever waits for a statement to be sent, and the loop time at which it waits no longer."""
 
-    __slots__ = ("due_at", "is_answered", "settle")
 
-    def __init__(self, settle: Settle | None) -> None:
-        self.settle = settle
-        self.due_at = 0.0
-        """Loop time at which it waits no longer."""
-        self.is_answered = settle is None
+class _Accept(msgspec.Struct, eq=False):
+    """A row on its way in, and who is told of that once; None: nobody is, or was already."""
+
+    record: Record
+    settle: Settle | None
+    due_at: float = 0.0
+    """Loop time at which it waits no longer."""
+    given_up: bool = False
+    was_refused: bool = False
+    """Whether its request could not be accepted earlier on."""
 
     def answer(self, error: GatewayError | None = None) -> None:
         """Tell it, once."""
-        settle, self.settle = self.settle, None  # this is kept a while longer than the request that waited
-        if settle is not None and not self.is_answered:
-            self.is_answered = True
+        settle, self.settle = self.settle, None
+        if settle is not None:
             settle(error)
 
     def forget(self, _future: object) -> None:
         """Nobody waits any more."""
-        self.is_answered = True
-
-
-class _Accept(_Waiting):
-    """A row on its way in. ``was_refused``: of a request that could not be accepted earlier on."""
-
-    __slots__ = ("given_up", "record", "was_refused")
-
-    def __init__(self, record: Record, settle: Settle | None, *, was_refused: bool = False) -> None:
-        self.settle, self.is_answered = settle, settle is None
-        self.due_at, self.given_up = 0.0, False
-        self.record, self.was_refused = record, was_refused
+        self.settle = None
 
 
 def _settle_future(future: asyncio.Future[None], error: GatewayError | None) -> None:
@@ -371,8 +366,7 @@ class _Batch:
 
     inserts: list[_Accept]
     updates: dict[int, Record]
-    finishing: list[_Waiting] = field(default_factory=list)
-    """Of those who wait until the statement is sent."""
+    finishing: list[_Sending] = field(default_factory=list)
     was_repeated: bool = False
 
     @property
@@ -405,12 +399,9 @@ class RecordWriter:
         """Of ``_inserts``, by ``id``: they are written as they are then, so their changes need no update."""
         self._updates: dict[int, Record] = {}
         """By ``id``: a request has one record, and hashing a UUID takes longer than all the rest."""
-        self._finishing: list[_Waiting] = []
-        """Of those who wait until the updates are sent."""
-        self._unsent: deque[_Waiting] = deque()
-        """Those same, until they wait no longer."""
+        self._finishing: list[_Sending] = []
+        """Of ``_updates``."""
         self._send_watch: asyncio.TimerHandle | None = None
-        self._outstanding: deque[_Accept] = deque()
         self._refused: deque[Record] = deque()
         """Final rows of requests that never were on their way in."""
         self._doubtful: deque[Record] = deque()
@@ -462,10 +453,10 @@ class RecordWriter:
         future.add_done_callback(entry.forget)
         return future
 
-    def enter(self, record: Record, settle: Settle) -> _Waiting:
+    def enter(self, record: Record, settle: Settle) -> _Accept:
         """Insert a row; ``settle`` is told when it is durable, or RecordsUnavailable: at once only unless it ``keeps_up``."""
         assert self._loop is not None
-        entry = _Accept(record, settle)
+        entry = _Accept(record, settle, self._loop.time() + self._accept_s)
         if len(self._inserts) >= self._max_pending:
             _close(record)
             self._keep(record, self._refused)
@@ -474,8 +465,6 @@ class RecordWriter:
         self._inserts.append(entry)
         self._entering.add(id(record))
         self._wake()
-        entry.due_at = self._loop.time() + self._accept_s
-        self._outstanding.append(entry)
         if self._watch is None:
             self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding)
         return entry
@@ -501,11 +490,8 @@ class RecordWriter:
             self.touch(record)
             settle(None)
             return
-        entry = _Waiting(settle)
         self._updates[id(record)] = record
-        self._finishing.append(entry)
-        entry.due_at = self._loop.time() + self._limits.records_send_s
-        self._unsent.append(entry)
+        self._finishing.append((self._loop.time() + self._limits.records_send_s, settle))
         if self._send_watch is None:
             self._send_watch = self._loop.call_later(self._limits.records_send_s, self._check_unsent)
         self._wake()
@@ -535,23 +521,26 @@ class RecordWriter:
         """Give up on what waits too long. One timer for all: requests are many, and a stuck database is rare."""
         assert self._loop is not None
         now = self._loop.time()
-        outstanding = self._outstanding
-        while outstanding and (outstanding[0].is_answered or outstanding[0].due_at <= now):
-            entry = outstanding.popleft()
-            if not entry.is_answered:
+        under_way = [] if self._under_way is None else [self._under_way]
+        waiting = [*(batch.inserts for batch in (*under_way, *self._single)), self._inserts]
+        for entry in chain.from_iterable(waiting):
+            if entry.due_at > now:
+                break  # those behind it came later
+            if entry.settle is not None:
                 _close(entry.record)
                 entry.given_up = self._is_late = True
                 entry.answer(RecordsUnavailable(retry_after_s=2))
-        self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding) if outstanding else None
+        self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding) if any(waiting) else None
 
     def _check_unsent(self) -> None:
         """Let those go on who wait too long for their statement to be sent. One timer for all, as above."""
         assert self._loop is not None
         now = self._loop.time()
-        while self._unsent and (self._unsent[0].is_answered or self._unsent[0].due_at <= now):
-            self._unsent.popleft().answer()
-        left_s = self._unsent[0].due_at - now if self._unsent else 0.0
-        self._send_watch = self._loop.call_later(left_s, self._check_unsent) if self._unsent else None
+        waiting = [self._finishing] if self._under_way is None else [self._under_way.finishing, self._finishing]
+        for each in waiting:
+            _settle(each, now)
+        due_at = min((each[0][0] for each in waiting if each), default=None)
+        self._send_watch = None if due_at is None else self._loop.call_later(due_at - now, self._check_unsent)
 
     def _resolve(self, entries: list[_Accept]) -> None:
         for entry in entries:
@@ -751,9 +740,12 @@ class RecordWriter:
             self._end_batch(batch, failure)
 
 
-def _settle(waiting: Iterable[_Waiting]) -> None:
-    for one in waiting:
-        one.answer()
+def _settle(waiting: list[_Sending], until: float = math.inf) -> None:
+    """Let those of ``waiting`` go on who were to wait until then."""
+    due = [settle for due_at, settle in waiting if due_at <= until]
+    del waiting[: len(due)]
+    for settle in due:
+        settle(None)
 
 
 def _close(record: Record) -> None:
