@@ -420,10 +420,11 @@ def mark_now() -> int:
 
     The real one is the oldest transaction of the whole server, on which other tests run theirs: it may lie further back.
     """
+    oldest = read_mark()
     with connections["default"].cursor() as cursor:
         cursor.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text")
         now = int(cursor.fetchone()[0])
-    assert read_mark() <= now
+    assert oldest <= now
     return now
 
 
