@@ -365,6 +365,8 @@ class FastRequest(KnownCycle, Sink):
         count_tokens(record, self, usage, text_chars=text_chars)
         if self._is_durable:
             self._conclude()
+        elif self._path.pipeline.records.is_entering(record):  # its row is written once, with its end
+            self._path.pipeline.books.fill_in(record, self, self.started, COMPLETED)
 
     def _take_part(self, data: bytes, size: int) -> None:
         """Keep a part of an answer that goes out as a whole. One that is large goes out in parts, or not at all."""
@@ -408,11 +410,15 @@ class FastRequest(KnownCycle, Sink):
     def _conclude(self) -> None:
         """Write the final state; the client gets the end of its answer once PostgreSQL has that."""
         pipeline, record = self._path.pipeline, self._enter()
+        if record.state is RequestState.COMPLETED:
+            self._deliver(None)
+            return
         pipeline.books.fill_in(record, self, self.started, COMPLETED)
         pipeline.records.send(record, self._deliver)
 
     def _deliver(self, _error: GatewayError | None) -> None:
         self._path.running.discard(self)
+        self._path.pipeline.books.count(self._enter(), self.started)
         connection, last = self._connection, self._last
         connection.fast = None
         if self.disconnected or last is None:

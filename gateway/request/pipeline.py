@@ -198,6 +198,7 @@ class Pipeline:
         ending = await self._conclude(call, job, outcome, record)
         if isinstance(outcome, Served) and not exchange.is_delivered:
             self.books.fill_in(record, exchange, call.started, ending)
+            self.books.count(record, call.started)
             await self.records.finish(record)  # a client that has the whole answer has it recorded, even if we die
             exchange.deliver(exchange.last)
             await client.drain()

@@ -130,9 +130,11 @@ _INSERT = (
 
 
 def _update(parameter: str) -> str:
+    # A row that was completed on its way in, and of which nobody knew whether it got in, was completed for nobody.
+    is_undone = f"r.state = '{RequestState.COMPLETED.value}' AND v.error_code = '{RecordsUnavailable.code}'"
     return (
         f"UPDATE gateway_requestrecord r SET {_ASSIGNMENTS} FROM json_to_recordset({parameter}::json) AS v({_RECORDSET}) "  # noqa: S608
-        f"WHERE r.id = v.id AND r.created_at = v.created_at AND r.state IN ({_OPEN})"
+        f"WHERE r.id = v.id AND r.created_at = v.created_at AND (r.state IN ({_OPEN}) OR {is_undone})"
     )
 
 
@@ -259,25 +261,28 @@ class Bookkeeper:
         """Write the final state, once; a request that was torn down (the gateway stops) ends as interrupted."""
         if record.state in OPEN_REQUEST_STATES:
             self.fill_in(record, passage, started, ending)
+            self.count(record, started)
             self.records.touch(record)
 
     def fill_in(self, record: Record, passage: Passage | None, started: float, ending: Ending) -> None:
-        """Give an open record its final state, which somebody else writes."""
+        """Give an open record its final state, which somebody else writes and counts."""
         if passage is not None:
             record.bytes_out = passage.bytes_out
             if passage.first_byte_at is not None:
                 record.ttfb_ms = int((passage.first_byte_at - started) * 1000)
             if passage.events and record.completion_tokens is None:  # it broke, or was left: what came until then was made too
                 count_tokens(record, passage, None)
-        elapsed = clock.monotonic() - started
-        record.latency_ms = int(elapsed * 1000)
+        record.latency_ms = int((clock.monotonic() - started) * 1000)
         self._seal(record, ending)
+
+    def count(self, record: Record, started: float) -> None:
+        """Count a request that was accepted and is final now."""
         metrics.TALLY.in_flight -= 1
         metrics.TALLY.add(
             model=record.model,
             state=record.state,
             outcome=judge_outcome(record.state, record.status_code) or RequestOutcome.FAILED,
-            latency_s=elapsed,
+            latency_s=clock.monotonic() - started,
             ttfb_ms=record.ttfb_ms,
             queue_ms=record.queue_ms,
             prompt_tokens=record.prompt_tokens,
@@ -468,6 +473,10 @@ class RecordWriter:
         if self._watch is None:
             self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding)
         return entry
+
+    def is_entering(self, record: Record) -> bool:
+        """Whether a row was not sent yet, so that it is written as it will be then. A final state of it is no promise."""
+        return id(record) in self._entering
 
     def touch(self, record: Record) -> None:
         """Write a row's new content soon, together with what comes until then."""
@@ -749,8 +758,8 @@ def _settle(waiting: list[_Sending], until: float = math.inf) -> None:
 
 
 def _close(record: Record) -> None:
-    """Fill in that a request could not be written down in time, unless it has ended otherwise."""
-    if record.state not in OPEN_REQUEST_STATES:
+    """Fill in that a request could not be written down in time, unless its client left it. Nobody got an answer."""
+    if record.state not in OPEN_REQUEST_STATES and record.state is not RequestState.COMPLETED:
         return
     record.error_code = RecordsUnavailable.code
     record.status_code = RecordsUnavailable.status

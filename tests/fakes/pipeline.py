@@ -20,6 +20,7 @@ from core.db import LoopConnection, ServerSilent, threads
 from core.limits import GatewayLimits
 from gateway.counting import TokenCounter
 from gateway.dialects import SURFACES, Surface
+from gateway.errors import RecordsUnavailable
 from gateway.request.dispatch import Dispatcher
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry
@@ -260,6 +261,8 @@ class MemoryDatabase:
         self.is_slow_to_take = False
         """Whether the kernel does not take statements: nobody hears that they are sent."""
         self.connections = 0
+        self.statements: list[str] = []
+        """Names of those that were carried out."""
 
     async def connect(self) -> LoopConnection:
         """Return a connection. Raises OperationalError while the database is away."""
@@ -276,7 +279,10 @@ class MemoryDatabase:
             raise psycopg.DataError("a value that the table refuses")
         inserts = parts[0] if statement in {INSERT, BOTH} else []
         updates = parts[-1] if statement in {UPDATE, BOTH} else []
+        self.statements.append(statement)
         open_before = {key for key, row in self.rows.items() if row["state"] in OPEN_REQUEST_STATES}
+        undone = {row["id"] for row in updates if row["error_code"] == RecordsUnavailable.code}
+        open_before |= {key for key in undone & self.rows.keys() if self.rows[key]["state"] == RequestState.COMPLETED}
         for row in inserts:
             self.rows.setdefault(row["id"], row)
         for row in updates:

@@ -98,6 +98,21 @@ async def test_a_final_state_is_never_overwritten(writer: RecordWriter, rows: Ro
     assert read(rows, record, "state", "attempts") == (final.value, 0)
 
 
+@pytest.mark.parametrize("final", [s for s in RequestState if s.value not in {"queued", "assigned", "running"}])
+async def test_only_what_was_completed_on_its_way_in_is_closed_as_refused(
+    writer: RecordWriter, rows: Rows, final: RequestState
+) -> None:
+    """Its client was told that the request could not be written down: nobody has the answer of which the row speaks."""
+    record = make_record()
+    await writer.accept(record)
+    rows.execute("UPDATE gateway_requestrecord SET state = %s WHERE id = %s", [final.value, record.id])
+    record.error_code, record.state = RecordsUnavailable.code, RequestState.REJECTED
+    writer.touch(record)
+    await written(writer)
+    expected = RequestState.REJECTED if final is RequestState.COMPLETED else final
+    assert read(rows, record) == (expected.value,)
+
+
 async def test_a_client_that_left_while_it_was_accepted_has_a_final_row(writer: RecordWriter, rows: Rows) -> None:
     records = [make_record() for _ in range(20)]
     for record in records:

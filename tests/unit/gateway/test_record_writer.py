@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.metrics import RECORDS_DROPPED
-from gateway.request.records import Record, RecordWriter
+from gateway.request.records import INSERT, Record, RecordWriter
 from tests.fakes.examples import examples
 from tests.fakes.pipeline import MemoryDatabase, make_record
 from tests.fakes.virtual_loop import VirtualLoop
@@ -19,7 +19,8 @@ from wire.contract import OPEN_REQUEST_STATES, RequestState
 ACCEPT_S = 2.0
 STEPS = st.one_of(
     st.tuples(
-        st.sampled_from(["accept", "accept", "accept bad", "refusal", "leave", "run", "run", "finish"]), st.integers(1, 4)
+        st.sampled_from(["accept", "accept", "accept bad", "refusal", "leave", "run", "run", "finish", "end early"]),
+        st.integers(1, 4),
     ),
     st.tuples(
         st.sampled_from(["works", "slow", "dies before", "dies after", "fails", "stalls", "goes away", "comes back"]),
@@ -49,6 +50,12 @@ class Story:
         running = [record for record, future in self.asked if is_accepted(future) and record.state in OPEN_REQUEST_STATES]
         return running[number % len(running)] if running else None
 
+    def end_early(self) -> None:
+        """Everything ends whose row was not sent yet."""
+        for record, _ in self.asked:
+            if self.writer.is_entering(record) and record.state in OPEN_REQUEST_STATES:
+                record.finished_at, record.state = clock.now(), RequestState.COMPLETED
+
     async def take(self, step: str, number: int) -> None:
         """Do what a step says."""
         record = self.find(number)
@@ -63,6 +70,8 @@ class Story:
             case "finish" if record is not None:
                 record.finished_at, record.state = clock.now(), RequestState.COMPLETED
                 self.finishes.append(asyncio.ensure_future(self.writer.finish(record)))
+            case "end early":
+                self.end_early()
             case "leave":
                 waiting = [(record, future) for record, future in self.asked if not future.done()]
                 if waiting:
@@ -145,3 +154,17 @@ async def test_what_came_last_is_written_before_the_writer_stops() -> None:
         str(record.id): RequestState.COMPLETED,
         str(refusal.id): RequestState.REJECTED,
     }
+
+
+async def test_a_request_that_ends_before_its_row_is_sent_is_written_once() -> None:
+    database = MemoryDatabase()
+    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=6, connect=database.connect)
+    writer.start()
+    record = make_record()
+    accepted = writer.accept(record)
+    assert writer.is_entering(record)
+    record.finished_at, record.state = clock.now(), RequestState.COMPLETED
+    await accepted
+    assert [row["state"] for row in database.rows.values()] == [RequestState.COMPLETED]
+    assert (database.statements, writer.pending) == ([INSERT], 0)
+    await writer.stop()
