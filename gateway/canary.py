@@ -93,7 +93,7 @@ class Canaries:
         """Ask one node, judge what it says, and say when it is asked again."""
         if not link.can_take(clock.monotonic()):
             return  # its slot was taken, or it was lost, since it was found to be due
-        lease = Lease(self.dispatcher, link)
+        lease = Lease(self.dispatcher, link, _PATH)
         link.active += 1
         record_id, started = new_uuid7(), clock.monotonic()
         self._plan_next(link, entry, self.interval_s)

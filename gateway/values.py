@@ -14,6 +14,8 @@ from gateway.whole_numbers import WholeNumber
 from wire.contract import RequestState
 
 Header = tuple[bytes, bytes]
+CHAT_PATH = "/v1/chat/completions"
+"""The API path to whose requests those of other dialects are translated."""
 T = TypeVar("T")
 
 
@@ -134,9 +136,9 @@ class Unmatched(msgspec.Struct, kw_only=True, omit_defaults=True):
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the gateway reads of a request body; the body itself travels on untouched unless it is translated.
 
-    ``endpoint``: the surface the client speaks. ``lane``: the API path a box must answer, natively or by translation;
-    empty = the endpoint. ``options`` None: the client sent no ``x_pool_options``. ``store`` and ``previous_response_id`` are
-    of /v1/responses alone.
+    ``endpoint``: the surface the client speaks. ``paths``: the API paths on which a node may be asked, best first; on another
+    one than the endpoint the request is translated. ``options`` None: the client sent no ``x_pool_options``. ``store`` and
+    ``previous_response_id`` are of /v1/responses alone.
     """
 
     endpoint: str
@@ -147,17 +149,12 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes
     headers: dict[str, str]
     max_tokens_field: str = "max_tokens"
-    lane: str = ""
+    paths: tuple[str, ...]
     options: PoolOptions | None = None
     store: bool | None = None
     previous_response_id: str = ""
     is_pool_shaped: bool = False
     """Whether it uses fields that only llm-pool's form of /v1/responses has."""
-
-    @property
-    def path(self) -> str:
-        """The API path a box must be able to answer."""
-        return self.lane or self.endpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,6 @@ from wire.contract import NodeMode, NodeStatus
 
 POOL_RESPONSES = "/v1/pool/responses"
 """Where a box of ours answers llm-pool's form of /v1/responses, for any chat model."""
-SPOKEN_THROUGH = {"/v1/messages": "/v1/chat/completions", "/v1/responses": "/v1/chat/completions"}
-"""API paths a box need not answer itself: the gateway says their requests on another path and translates the answer."""
-AS_IT_IS = "="
-"""Before an API path: only boxes that answer it themselves will do, because the request cannot be translated."""
-
 TOKENIZE = "/v1/tokenize"
 """API path on which a box says how many tokens a prompt has; for gateways, not for their clients."""
 

@@ -24,7 +24,7 @@ from gateway import metrics
 from gateway.errors import GatewayError
 from gateway.request.attempt import Exchange, KeepAlive, count_answer_chars, find_usage, read_usage
 from gateway.request.client import SCOPE_HANDLE, SCOPE_LINE
-from gateway.request.dispatch import Lease
+from gateway.request.dispatch import Candidate, Lease
 from gateway.request.identity import RateState
 from gateway.request.models import KeyEntry, check_caps, choose_priority
 from gateway.request.pipeline import Call, Pipeline
@@ -89,14 +89,14 @@ class FastPath:
             plan = self._plan(head, request)
             if plan is None or check_caps(plan.entry, request) is not None:
                 return False
-            link = pipeline.dispatcher.find_free(request.model, path, now)
+            link = pipeline.dispatcher.find_free(request.model, request.paths, now)
             if link is None or link.is_peer or not (link.carries_bytes and link.reports_usage):
                 return False
             caller = plan.key.caller
             rate = pipeline.limiter.take(caller.key_id, caller.requests_per_minute, now)
         except GatewayError:
             return False
-        lease = pipeline.dispatcher.grant(link, request.model, now)
+        lease = pipeline.dispatcher.grant(link, request.model, path, now)
         taken = FastRequest(self, connection, head, plan, request, lease, rate, now)
         connection.cycle, connection.fast = taken, taken  # type: ignore[assignment]
         self.running.add(taken)
@@ -495,14 +495,14 @@ class FastRequest(KnownCycle, Sink):
         call = Call(client, inference.surface, record.id, self.request_id, extra, started=self.started)
         job = call.job = pipeline.dispatcher.new_job(
             request_id=self.request_id,
-            request=self.request,
+            candidates=[Candidate(entry, self.request)],
             tenant=self._plan.key.caller.tenant,
-            max_queue=entry.max_queue,
+            asked_model=entry.name,
             priority=self._plan.priority,
         )
         job.accepted, job.deadline = self.started, self.started + pipeline.limits.request_s
-        job.sequence, job.attempts, job.models = self._number, 1, (entry.name,)
-        call.caller, call.record, call.entries = self._plan.key.caller, record, {entry.name: entry}
+        job.sequence, job.attempts = self._number, 1
+        call.caller, call.record = self._plan.key.caller, record
         client.watch()
         if self._accepted is not None:
             call.accepted = self._accepted

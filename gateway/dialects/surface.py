@@ -39,7 +39,7 @@ from gateway.dialects.responses import (
 )
 from gateway.dialects.translation import Translation
 from gateway.errors import BadRequest, BodyUnreadable, ContextTooLong, GatewayError, PromptTooLarge
-from gateway.values import InferenceRequest, derive
+from gateway.values import CHAT_PATH, InferenceRequest, derive
 from wire import clock
 from wire.bounds import BOUNDS, find_out_of_bounds
 from wire.events import fail_response
@@ -66,7 +66,7 @@ _CACHE_TAG_RE = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
 _JSON_TYPE = "application/json"
 _JSON_TYPES = frozenset({"", _JSON_TYPE, "text/json"})
 _OPENAI_HEADERS = frozenset({"content-type", "openai-organization", CACHE_MODE, CACHE_TAG})
-_CHAT_PATH = "/v1/chat/completions"
+_CHAT_ALONE = (CHAT_PATH,)
 _SUMMARY = SUMMARY_MARK.encode()
 _ANTHROPIC_HEADERS = frozenset({"content-type", "anthropic-version", "anthropic-beta", CACHE_MODE, CACHE_TAG})
 
@@ -83,8 +83,8 @@ class Dialect(StrEnum):
 class Surface:
     """How one path is read and how it says errors. ``forwarded`` headers travel to the box; credentials never do.
 
-    ``is_form``: the body is a multipart form with a file instead of JSON. ``translate``: how a request is said to a box
-    that does not answer this path (``nodes.states.SPOKEN_THROUGH`` names the path it is said on).
+    ``is_form``: the body is a multipart form with a file instead of JSON. ``translate``: how a request is said to a node
+    that is asked on another path.
     """
 
     path: str
@@ -93,8 +93,12 @@ class Surface:
     dialect: Dialect = Dialect.OPENAI
     is_form: bool = False
     translate: Callable[[InferenceRequest], Translation] | None = None
-    lane: str = ""
-    """The API path on which nodes are asked in any case, because none answers this one itself; empty = wherever they can."""
+    paths: tuple[str, ...] = ()
+    """The API paths on which a node may be asked, best first; unless it is said otherwise this one alone."""
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            object.__setattr__(self, "paths", (self.path,))
 
     @property
     def is_anthropic(self) -> bool:
@@ -111,7 +115,7 @@ class Surface:
         forwarded = derive(headers, self.path, self._read_headers)
         if self.is_form:
             return self._parse_form(body, forwarded)
-        if self.path == _CHAT_PATH and (usual := read_usual_chat(body)) is not None:
+        if self.path == CHAT_PATH and (usual := read_usual_chat(body)) is not None:
             return self._make_usual(usual, body, forwarded)
         fields = read_body(body)
         self._check_bounds(read_fields(body))
@@ -128,9 +132,9 @@ class Surface:
                     limit, limit_field = asked, name
         if limit is not None and limit < 0:
             raise BadRequest(f"The field '{limit_field}' must not be negative.", param=limit_field)
-        lane = self.lane
+        paths = self.paths
         if self.dialect is Dialect.RESPONSES and _SUMMARY in body:
-            lane = _CHAT_PATH  # no engine knows what our compaction items say
+            paths = _CHAT_ALONE  # no engine knows what our compaction items say
         options = None
         if fields.x_pool_options:
             options = read_options(fields.x_pool_options) if bytes(fields.x_pool_options) != b"null" else None
@@ -154,7 +158,7 @@ class Surface:
             body=body,
             headers=forwarded,
             options=options,
-            lane=lane,
+            paths=paths,
             store=fields.store,
             previous_response_id=fields.previous_response_id or "",
             is_pool_shaped=is_pool_shaped,
@@ -165,6 +169,7 @@ class Surface:
         limit, limit_field = usual.token_limit
         return InferenceRequest(
             endpoint=self.path,
+            paths=self.paths,
             model=usual.model,
             is_streaming=bool(usual.stream),
             max_tokens=limit,
@@ -214,6 +219,7 @@ class Surface:
             raise BadRequest("The field 'file' is required and must be a file.", param="file")
         return InferenceRequest(
             endpoint=self.path,
+            paths=self.paths,
             model=form.model,
             is_streaming=form.stream,
             max_tokens=None,
@@ -407,12 +413,28 @@ SURFACES: dict[str, Surface] = {
         Surface("/v1/completions", _OPENAI_HEADERS, _check_completion),
         Surface("/v1/embeddings", _OPENAI_HEADERS, _check_input),
         Surface("/v1/rerank", _OPENAI_HEADERS, _check_rerank),
-        Surface("/v1/responses", _OPENAI_HEADERS, _check_responses, Dialect.RESPONSES, translate=translate_responses),
-        Surface(COMPACT_PATH, _OPENAI_HEADERS, _check_compact, Dialect.RESPONSES, translate=translate_compact, lane=_CHAT_PATH),
+        Surface(
+            "/v1/responses",
+            _OPENAI_HEADERS,
+            _check_responses,
+            Dialect.RESPONSES,
+            translate=translate_responses,
+            paths=("/v1/responses", CHAT_PATH),
+        ),
+        Surface(
+            COMPACT_PATH, _OPENAI_HEADERS, _check_compact, Dialect.RESPONSES, translate=translate_compact, paths=_CHAT_ALONE
+        ),
         Surface("/v1/audio/transcriptions", _OPENAI_HEADERS, _check_nothing, is_form=True),
         Surface("/v1/audio/translations", _OPENAI_HEADERS, _check_nothing, is_form=True),
         Surface("/v1/images/generations", _OPENAI_HEADERS, _check_prompt),
-        Surface("/v1/messages", _ANTHROPIC_HEADERS, _check_messages, Dialect.ANTHROPIC, translate=translate_messages),
+        Surface(
+            "/v1/messages",
+            _ANTHROPIC_HEADERS,
+            _check_messages,
+            Dialect.ANTHROPIC,
+            translate=translate_messages,
+            paths=("/v1/messages", CHAT_PATH),
+        ),
     )
 }
 """Every inference surface by path."""

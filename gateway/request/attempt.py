@@ -34,7 +34,6 @@ from gateway.values import Header
 from nodes.links import EndKind, LinkEnd, Sink, Stream
 from nodes.links.http import USAGE_COMMENT
 from nodes.session import OpenRequest
-from nodes.states import POOL_RESPONSES
 from wire import clock
 from wire.bridge import CANCEL_CLIENT_DISCONNECT, CANCEL_TIMEOUT, TokenCounts
 from wire.events import EndReader, StreamEnd, open_end_reader
@@ -312,7 +311,7 @@ class Exchange(Sink):
         self._limits = limits
         self._extra = extra
         self._translation = translation
-        self._path = job.request.endpoint if job.request.lane != POOL_RESPONSES else POOL_RESPONSES
+        self._path = lease.path
         self._keepalive = keepalive
         self._queue_ms = queue_ms
         self._waits = waits

@@ -12,7 +12,7 @@ import itertools
 import math
 import uuid
 from bisect import insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
@@ -23,7 +23,9 @@ import msgspec
 from core.limits import GatewayLimits
 from gateway.dialects import Surface
 from gateway.dialects.body import has_foreign_tools, holds_part
+from gateway.dialects.translation import Translation
 from gateway.errors import (
+    BadRequest,
     EndpointNotAnswered,
     ForwardedRequestFailed,
     GatewayError,
@@ -39,11 +41,11 @@ from gateway.errors import (
     RequestTimeout,
 )
 from gateway.metrics import QUEUE_DEPTH
-from gateway.values import InferenceRequest, Unmatched
+from gateway.values import CHAT_PATH, InferenceRequest, ModelEntry, Unmatched
 from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
 from nodes.links.keeper import LinkKeeper
-from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
+from nodes.states import POOL_RESPONSES
 from wire import clock
 from wire.bridge import TokenCounts
 from wire.contract import RequestState
@@ -128,49 +130,114 @@ def judge_end(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
             return ForwardedRequestFailed(), RetryReason.ENGINE if end.retryable else None
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A slot is free now."""
+class Ready(msgspec.Struct, frozen=True):
+    """A slot is free now, on ``link``."""
+
+    link: Link
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """Boxes are there and full; a newcomer would wait about this long."""
+class Busy(msgspec.Struct, frozen=True):
+    """Nodes are there and full; a newcomer would wait about this long."""
 
     wait_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """Nobody can serve it now."""
+class Closed(msgspec.Struct, frozen=True):
+    """Nobody can serve it now. ``is_final``: waiting does not help, so that a new request is refused at once."""
 
     error: GatewayError
+    is_final: bool = False
 
 
-Outlook = Ready | Busy | Closed
+Availability = Ready | Busy | Closed
 
 
-def pick_name(outlooks: Iterable[tuple[str, Outlook]], budget_s: float) -> str:
-    """Return the first name that has room or whose wait fits in ``budget_s``; else that of the shortest wait, or the first.
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A model that may serve a request, and the request as that model's nodes are sent it.
 
-    ``outlooks``: at least one, best first; read no further than needed.
+    ``asked``: the request as it came. ``rename``: how it is said to another model than it names. ``translate``: how it is said
+    on another API path than the client's; None = it cannot be.
     """
-    best, best_wait_s = "", math.inf
-    for name, outlook in outlooks:
-        best = best or name
-        match outlook:
-            case Ready():
-                return name
-            case Busy(wait_s) if wait_s <= budget_s:
-                return name
-            case Busy(wait_s) if wait_s < best_wait_s:
-                best, best_wait_s = name, wait_s
-            case _:
-                continue
-    return best
+
+    entry: ModelEntry
+    asked: InferenceRequest
+    rename: Callable[[InferenceRequest, str], InferenceRequest] | None = None
+    translate: Callable[[InferenceRequest], Translation] | None = None
+    unsaid: BadRequest | None = None
+    """Why it cannot be translated, while it waits for a node that takes it as it is."""
+    _request: InferenceRequest | None = None
+    _translation: Translation | None = None
+
+    @property
+    def request(self) -> InferenceRequest:
+        """The request for this model: made when it is first needed, as its body may be large and the models many."""
+        if self._request is None:
+            self._request = self.asked if self.rename is None else self.rename(self.asked, self.entry.name)
+        return self._request
+
+    def choose_translation(self, path: str) -> Translation | None:
+        """Return the request as it is said on ``path``, None where that is the client's own. Raises BadRequest."""
+        if path in (self.request.endpoint, POOL_RESPONSES):
+            return None
+        if self._translation is None:
+            if self.translate is None:
+                asked, model = self.request.endpoint, self.request.model
+                raise EndpointNotAnswered(f"The model '{model}' does not answer {asked}.", param="model")
+            self._translation = self.translate(self.request)
+        return self._translation
+
+    def send_on(self, path: str) -> None:
+        """Have nodes asked on that API path alone from now on."""
+        self.asked = self._request = msgspec.structs.replace(self.request, paths=(path,))
 
 
-class Candidate(Protocol):
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which models may serve a request and whether each has room now, best first; at least one."""
+
+    choices: tuple[tuple[Candidate, Availability], ...]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody can serve the request now."""
+        return all(isinstance(found, Closed) for _, found in self.choices)
+
+    @property
+    def refusal(self) -> GatewayError | None:
+        """Why a new request is refused at once, None when it may be accepted: what the first model says counts."""
+        _, first = self.choices[0]
+        return first.error if isinstance(first, Closed) and first.is_final and self.is_closed else None
+
+    @property
+    def is_served_elsewhere(self) -> bool:
+        """Whether a node that did not refuse the request can serve it, now or when one of its slots is free."""
+        return any(isinstance(one, Ready) or (isinstance(one, Busy) and one.wait_s < math.inf) for _, one in self.choices)
+
+    def rank(self, budget_s: float) -> list[Candidate]:
+        """Return the candidates as they are to be tried.
+
+        Those that have room or whose wait fits in ``budget_s`` come in their order, then the shorter waits, then those that
+        nobody serves.
+        """
+
+        def rank_one(choice: tuple[Candidate, Availability]) -> tuple[int, float]:
+            match choice[1]:
+                case Ready():
+                    return 0, 0.0
+                case Busy(wait_s) if wait_s < math.inf:
+                    return (0, 0.0) if wait_s <= budget_s else (1, wait_s)
+                case _:
+                    return 2, 0.0
+
+        return [candidate for candidate, _ in sorted(self.choices, key=rank_one)]
+
+    def list_ready(self) -> list[Candidate]:
+        """Return the candidates with a free slot."""
+        return [candidate for candidate, found in self.choices if isinstance(found, Ready)]
+
+
+class Replica(Protocol):
     """What placement reads of a link."""
 
     last_served: int
@@ -186,7 +253,7 @@ class Candidate(Protocol):
         """Whether a client that prefers a box by this name means it."""
 
 
-L = TypeVar("L", bound=Candidate)
+L = TypeVar("L", bound=Replica)
 _NONE: frozenset[Link] = frozenset()
 
 
@@ -235,12 +302,14 @@ def choose_path(link: Link, request: InferenceRequest) -> str:
 
     Translated is also what the engine's own Messages would take and forget.
     """
-    path = link.find_path(request.model, request.path) or request.path
+    path = link.find_path(request.model, request.paths) or request.paths[0]
+    if path != _MESSAGES:
+        return path
     engines = link.engines.get(request.model, frozenset())
-    if path != _MESSAGES or engines.isdisjoint(HONOURED) or not link.answers(request.model, SPOKEN_THROUGH[path]):
+    if engines.isdisjoint(HONOURED) or not link.answers(request.model, CHAT_PATH):
         return path
     is_left_out = not engines.isdisjoint(_LEAVES_PARTS_OUT) and holds_part(request.body, _LEFT_OUT)
-    return SPOKEN_THROUGH[path] if is_left_out or find_unhonoured(engines, request.body) else path
+    return CHAT_PATH if is_left_out or find_unhonoured(engines, request.body) else path
 
 
 def find_other_words(
@@ -252,8 +321,8 @@ def find_other_words(
     another request may have found out while this one was on its way. An engine that knows the path may still refuse tools
     which only the provider runs, and agents offer those to everybody: a translation leaves them out.
     """
-    path, model = request.endpoint, request.model
-    if surface is None or surface.translate is None or not link.answers(model, SPOKEN_THROUGH.get(path, "")):
+    model = request.model
+    if surface is None or surface.translate is None or not link.answers(model, CHAT_PATH):
         return None
     if status in (_DECLARED_UNKNOWN if model in link.endpoints else _UNKNOWN_PATH):
         is_about_model = b"model" in body[:8192].lower()  # then it is not the path that it does not know
@@ -265,23 +334,22 @@ def find_other_words(
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """An accepted request on its way to a box. ``deadline`` and ``accepted`` are clock.monotonic() seconds."""
+    """A request on its way to a node. ``deadline`` and ``accepted`` are clock.monotonic() seconds."""
 
     request_id: str
-    request: InferenceRequest
+    candidates: tuple[Candidate, ...]
+    """What may serve it, best first."""
     tenant: str
     priority: str
-    max_queue: int
-    """How many may wait for the model that is asked now."""
     sequence: int
     accepted: float
     deadline: float
+    candidate: Candidate = field(init=False)
+    """What is asked now."""
     max_wait_s: float = math.inf
     """Longest wait for a slot that the client accepts."""
     asked_model: str = ""
-    """The name the client used; the request's model is the one that is asked now."""
-    models: tuple[str, ...] = ()
-    """Models that may serve it, best first; empty = the request's alone."""
+    """The name the client used."""
     prefer: str = ""
     """Name of a box or GPU that should serve it, if it can."""
     unmatched: Unmatched | None = None
@@ -292,12 +360,24 @@ class Job:
     suspects: list[Trial] = field(default_factory=list)
     """Attempts that failed before their first byte: the nodes' fault once another one answers."""
 
+    def __post_init__(self) -> None:
+        self.candidate = self.candidates[0]
+
+    @property
+    def request(self) -> InferenceRequest:
+        """The request as it is sent now."""
+        return self.candidate.request
+
 
 class Lease(msgspec.Struct, eq=False):
-    """A slot on a box, held by the one who iterates the answer. ``release`` is idempotent."""
+    """A slot on a node, held by the one who iterates the answer. ``path``: the API path on which the node is asked.
+
+    ``release`` is idempotent.
+    """
 
     dispatcher: Dispatcher
     link: Link
+    path: str
     model: str = ""
     granted: float = 0.0
     """clock.monotonic() seconds; 0 = not to be counted in how long requests take."""
@@ -325,7 +405,7 @@ class _Waiter:
     timer: asyncio.TimerHandle | None = None
 
 
-def _count(lanes: dict[str, list[_Waiter]]) -> int:
+def _count(lanes: dict[tuple[str, ...], list[_Waiter]]) -> int:
     return sum(len(queue) for queue in lanes.values())
 
 
@@ -341,8 +421,8 @@ class Dispatcher:
         self.ejections = registry.ejections
         self._keeper = keeper
         self._limits = limits
-        self._queues: dict[str, dict[str, list[_Waiter]]] = {}
-        """Who waits, by model and API path: a box may answer a model on one path and not on another."""
+        self._queues: dict[str, dict[tuple[str, ...], list[_Waiter]]] = {}
+        """Who waits, by model and API paths: a node may answer a model on one path and not on another."""
         self._sequence = itertools.count(1)
         self._served = itertools.count(1)
         self._start = 0
@@ -351,65 +431,68 @@ class Dispatcher:
         """How long a request holds a slot, by model: a moving average in seconds."""
         registry.subscribe(self._take_change)
 
-    def new_job(self, *, request_id: str, request: InferenceRequest, tenant: str, max_queue: int, priority: str = "") -> Job:
-        """Return a job whose place in the queue and whose deadline count from now. ``priority`` is for the box."""
-        now, options = clock.monotonic(), request.options
+    def new_job(
+        self, *, request_id: str, candidates: Sequence[Candidate], tenant: str, asked_model: str, priority: str = ""
+    ) -> Job:
+        """Return a job whose place in the queue and whose deadline count from now. ``priority`` is for the node."""
+        now, options = clock.monotonic(), candidates[0].asked.options
         wait_ms = options.max_latency_ms if options is not None else None
         return Job(
             request_id=request_id,
-            request=request,
+            candidates=tuple(candidates),
             tenant=tenant,
             priority=priority,
-            max_queue=max_queue,
             sequence=next(self._sequence),
             accepted=now,
             deadline=now + self._limits.request_s,
-            asked_model=request.model,
+            asked_model=asked_model,
             max_wait_s=math.inf if wait_ms is None else wait_ms / 1000,
             prefer=(options.prefer_gpu or "") if options is not None else "",
         )
 
-    def outlook(self, model: str, lane: str, *, max_queue: float = math.inf, avoid: Collection[Link] = ()) -> Outlook:
-        """Return how a newcomer for ``model`` would fare on that API path, best on none of the boxes in ``avoid``."""
+    def plan(self, job: Job) -> Plan:
+        """Return where a request may go now: a new one, or one that may go to another node after an attempt."""
         now = clock.monotonic()
-        links = self._links_open(model, lane, now)
-        lanes = self._queues.get(model, {})
-        waiting = len(lanes.get(lane, ()))
-        if not waiting and choose_link([link for link in links if link not in avoid] if avoid else links, now=now) is not None:
-            return Ready()
-        ready = [link for link in links if link.condition() is LinkCondition.READY]
+        return Plan(tuple([(candidate, self._judge(candidate, job, now)) for candidate in job.candidates]))
+
+    def _judge(self, candidate: Candidate, job: Job, now: float) -> Availability:
+        model, paths, avoid = candidate.entry.name, candidate.asked.paths, job.avoid
+        if model in self._keeper.disabled_models:
+            return Closed(ProviderDisabled(retry_after_s=30), is_final=True)
+        lanes = self._queues.get(model)
+        if not lanes or paths not in lanes:
+            link = self._choose(model, paths, avoid, job.prefer, now=now)
+            if link is not None and link not in avoid:
+                return Ready(link)
+        mismatch = self._find_mismatch(model, paths)
+        if mismatch is not None:
+            return Closed(mismatch, is_final=True)
+        number = _count(lanes) if lanes else 0
+        if number >= candidate.entry.max_queue and not job.attempts:
+            return Closed(QueueFull(retry_after_s=1), is_final=True)
+        ready = [link for link in self._links_open(model, paths, now) if link.condition() is LinkCondition.READY]
         if not ready:
-            return Closed(self._explain(model, lane) or NoAvailableNode(retry_after_s=5))
-        if _count(lanes) >= max_queue:
-            return Closed(QueueFull(retry_after_s=1))
+            return Closed(self._explain(model, paths) or NoAvailableNode(retry_after_s=5))
         if avoid and all(link in avoid for link in ready):
             return Busy(math.inf)
         slots = sum(max(1, link.max_concurrent) for link in ready)
+        waiting = len(lanes.get(paths, ())) if lanes else 0
         return Busy(self._held_s.get(model, 0.0) * (waiting + 1) / slots)
 
     def knows_node(self, name: str) -> bool:
         """Whether a node or GPU of that name is connected, to this gateway or to one it can ask."""
         return any(link.is_called(name) for link in self._registry)
 
-    def declares(self, model: str, path: str) -> bool:
-        """Whether some box says of itself that it answers the model on that API path."""
-        return path in self._registry.endpoints_of(model)
+    def is_answered(self, model: str, paths: tuple[str, ...]) -> bool:
+        """Whether some node can be asked for the model on one of these API paths."""
+        return bool(self._registry.links_answering(model, paths))
 
-    def speaks(self, model: str, path: str) -> bool:
-        """Whether some box can be asked for the model on that API path without a translation."""
-        return bool(self._registry.links_answering(model, AS_IT_IS + path))
-
-    def needs_translation(self, model: str, *, endpoint: str, lane: str) -> bool:
-        """Whether boxes serve the model, and none of them on the client's own API path."""
-        links = self._registry.links_answering(model, lane)
-        return bool(links) and (lane != endpoint or not any(link.answers(model, endpoint) for link in links))
-
-    def rank_models(self, models: Iterable[str], lane: str) -> list[str]:
-        """Return those of ``models`` that boxes serve on that API path, the one with most room first."""
+    def rank_models(self, models: Iterable[str], paths: tuple[str, ...]) -> list[str]:
+        """Return those of ``models`` that nodes serve on one of these API paths, the one with most room first."""
         now = clock.monotonic()
         rooms: list[tuple[int, int, str]] = []
         for model in models:
-            ready = [link for link in self._links_open(model, lane, now) if link.condition() is LinkCondition.READY]
+            ready = [link for link in self._links_open(model, paths, now) if link.condition() is LinkCondition.READY]
             if ready:
                 free = sum(max(0, link.max_concurrent - link.load) for link in ready)
                 rooms.append((-free, _count(self._queues.get(model, {})), model))
@@ -433,51 +516,39 @@ class Dispatcher:
         """Requests waiting, by model."""
         return {model: _count(lanes) for model, lanes in self._queues.items()}
 
-    def check_room(self, model: str, endpoint: str, max_queue: int) -> None:
-        """Refuse a new request that would find no place, before anything is written for it.
+    def acquire(self, job: Job, plan: Plan | None = None) -> Lease | asyncio.Future[Lease]:
+        """Return a slot for the job's candidate, or the future of one. Raises QueueFull.
 
-        Raises EndpointNotAnswered when boxes serve the model and none on this path, QueueFull.
+        ``plan``: of this turn of the loop; None = there is none. The future fails with a GatewayError when the wait is over;
+        cancelling it, or setting an exception on it, takes the request out of the queue.
         """
-        mismatch = self._find_mismatch(model, endpoint)
-        if mismatch is not None:
-            raise mismatch
+        request, now = job.request, clock.monotonic()
+        model, paths = request.model, request.paths
         lanes = self._queues.get(model)
-        if lanes and _count(lanes) >= max_queue:
-            raise QueueFull(retry_after_s=1)
-        if max_queue == 0 and self._choose(model, endpoint, _NONE) is None:
-            raise QueueFull(retry_after_s=1)
-
-    def acquire(self, job: Job) -> Lease | asyncio.Future[Lease]:
-        """Return a slot, or the future of one. Raises QueueFull.
-
-        The future fails with a GatewayError when the wait is over; cancelling it, or setting an exception on it, takes
-        the request out of the queue.
-        """
-        model, endpoint = job.request.model, job.request.path
-        lanes = self._queues.get(model)
-        if not lanes or endpoint not in lanes:
-            link = self._choose(model, endpoint, job.avoid, job.prefer)
+        if not lanes or paths not in lanes:
+            found = next((found for one, found in plan.choices if one is job.candidate), None) if plan is not None else None
+            link = found.link if isinstance(found, Ready) else self._choose(model, paths, job.avoid, job.prefer, now=now)
             if link is not None:
-                return self.grant(link, model, clock.monotonic())
-        if lanes and _count(lanes) >= job.max_queue and not job.attempts:
+                return self.grant(link, model, choose_path(link, request), now)
+        if lanes and _count(lanes) >= job.candidate.entry.max_queue and not job.attempts:
             raise QueueFull(retry_after_s=1)
         return self._enqueue(job)
 
-    def find_free(self, model: str, endpoint: str, now: float) -> Link | None:
+    def find_free(self, model: str, paths: tuple[str, ...], now: float) -> Link | None:
         """Return a link on which a new request can begin now (clock.monotonic()), None when it has to wait, or is refused."""
         if model in self._queues or model in self._keeper.disabled_models:
             return None
-        return self._choose(model, endpoint, _NONE, now=now)
+        return self._choose(model, paths, _NONE, now=now)
 
     def take_number(self) -> int:
         """Return a place in the queue, behind all that were given before."""
         return next(self._sequence)
 
-    def grant(self, link: Link, model: str, now: float) -> Lease:
+    def grant(self, link: Link, model: str, path: str, now: float) -> Lease:
         """Take a slot of a link that can take a request now (clock.monotonic())."""
         link.active += 1
         link.last_served = next(self._served)
-        return Lease(self, link, model, now, self.ejections.take_probe(link, model, now))
+        return Lease(self, link, path, model, now, self.ejections.take_probe(link, model, now))
 
     def place_on(self, link: Link) -> None:
         """Give free slots of ``link`` to those who wait, oldest first."""
@@ -490,7 +561,8 @@ class Dispatcher:
                 return
             self._remove(waiter)
             if not waiter.future.done():  # its client left earlier in this loop turn
-                waiter.future.set_result(self.grant(link, waiter.job.request.model, now))
+                request = waiter.job.request
+                waiter.future.set_result(self.grant(link, request.model, choose_path(link, request), now))
 
     def begin_trial(self, job: Job, lease: Lease, answer: Answer, *, caller: uuid.UUID) -> Trial:
         """Return an attempt to judge a node by. A caller who chose the node cannot blame it."""
@@ -532,26 +604,25 @@ class Dispatcher:
 
     # inside
 
-    def _links_open(self, model: str, lane: str, now: float) -> Sequence[Link]:
-        """Return the links that may get a request for the model on that API path: ejected ones only where there is no other."""
-        return self.ejections.choose_from(self._registry.links_answering(model, lane), model, now)
+    def _links_open(self, model: str, paths: tuple[str, ...], now: float) -> Sequence[Link]:
+        """Return the links that may get a request for the model: ejected ones only where there is no other."""
+        return self.ejections.choose_from(self._registry.links_answering(model, paths), model, now)
 
     def _choose(
-        self, model: str, endpoint: str, avoid: Collection[Link], prefer: str = "", *, now: float | None = None
+        self, model: str, paths: tuple[str, ...], avoid: Collection[Link], prefer: str = "", *, now: float
     ) -> Link | None:
-        now = clock.monotonic() if now is None else now
-        links = self._registry.links_answering(model, endpoint)
+        links = self._registry.links_answering(model, paths)
         if len(links) == 1:  # there is nothing to choose, whatever it has done and is called
             return links[0] if links[0].can_take(now) else None
         if len(links) > self._limits.placed_among and not (avoid or prefer):
             some = self.ejections.list_free(self._take_some(links), model, now)
-            if endpoint in SPOKEN_THROUGH:
-                some = [link for link in some if link.answers(model, endpoint)]
+            if len(paths) > 1:
+                some = [link for link in some if link.answers(model, paths[0])]
             if (found := choose_link(some, now=now)) is not None:
                 return found
         links = self.ejections.choose_from(links, model, now)
-        if endpoint in SPOKEN_THROUGH and not prefer:  # a box that speaks it needs no translation
-            own = [link for link in links if link not in avoid and link.answers(model, endpoint)]
+        if len(paths) > 1 and not prefer:  # a node that answers the first needs no translation
+            own = [link for link in links if link not in avoid and link.answers(model, paths[0])]
             if (native := choose_link(own, now=now)) is not None:
                 return native
         return choose_link(links, now=now, avoid=avoid, prefer=prefer)
@@ -563,22 +634,21 @@ class Dispatcher:
         some = links[start : start + number]
         return [*some, *links[: number - len(some)]] if len(some) < number else some
 
-    def _find_mismatch(self, model: str, endpoint: str) -> GatewayError | None:
-        """Return an error when boxes serve the model and none of them on this path; that nobody serves it at all may pass."""
+    def _find_mismatch(self, model: str, paths: tuple[str, ...]) -> GatewayError | None:
+        """Return an error when nodes serve the model and none of them on these paths; that nobody serves it at all may pass."""
         registry = self._registry
-        if registry.links_answering(model, endpoint) or not registry.links_for(model):
+        if registry.links_answering(model, paths) or not registry.links_for(model):
             return None
         answered = [path for path in registry.endpoints_of(model) if path != POOL_RESPONSES]
         instead = f"it answers {', '.join(answered)}." if answered else "its boxes answer other paths."
-        asked = endpoint.removeprefix(AS_IT_IS)
-        return EndpointNotAnswered(f"The model '{model}' does not answer {asked}; {instead}", param="model")
+        return EndpointNotAnswered(f"The model '{model}' does not answer {paths[0]}; {instead}", param="model")
 
     def _enqueue(self, job: Job) -> asyncio.Future[Lease]:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(job, loop.create_future())
         waiter.future.add_done_callback(lambda _future: self._forget(waiter))
         lanes = self._queues.setdefault(job.request.model, {})
-        insort(lanes.setdefault(job.request.path, []), waiter, key=_sequence_of)
+        insort(lanes.setdefault(job.request.paths, []), waiter, key=_sequence_of)
         QUEUE_DEPTH.inc()
         self._arm(waiter)
         return waiter.future
@@ -594,7 +664,7 @@ class Dispatcher:
     def _take_timer(self, waiter: _Waiter, is_last: bool) -> None:
         if waiter.future.done():
             return
-        reason = self.explain(waiter.job.request)
+        reason = self._explain(waiter.job.request.model, waiter.job.request.paths)
         if reason is not None:
             self._end(waiter, reason)
         elif is_last:
@@ -607,12 +677,9 @@ class Dispatcher:
         if not waiter.future.done():
             waiter.future.set_exception(error)
 
-    def explain(self, request: InferenceRequest) -> GatewayError | None:
-        """Return why nobody can serve the request at all, or None when it is only a matter of waiting."""
-        return self._explain(request.model, request.path)
-
-    def _explain(self, model: str, lane: str) -> GatewayError | None:
-        conditions = {link.condition() for link in self._registry.links_answering(model, lane)}
+    def _explain(self, model: str, paths: tuple[str, ...]) -> GatewayError | None:
+        """Return why nobody can serve such a request at all, or None when it is only a matter of waiting."""
+        conditions = {link.condition() for link in self._registry.links_answering(model, paths)}
         if LinkCondition.READY in conditions:
             return None
         if LinkCondition.BUSY in conditions:
@@ -623,7 +690,7 @@ class Dispatcher:
             return NodeDraining(retry_after_s=10)
         if LinkCondition.UNHEALTHY in conditions:
             return NodeUnhealthy(retry_after_s=10)
-        mismatch = self._find_mismatch(model, lane)
+        mismatch = self._find_mismatch(model, paths)
         return mismatch or self._explain_rows(model) or NoAvailableNode(retry_after_s=5)
 
     def _explain_rows(self, model: str) -> GatewayError | None:
@@ -633,17 +700,12 @@ class Dispatcher:
             return None
         return ProviderDisabled(retry_after_s=30) if "disabled" in states else ProviderDeleted(retry_after_s=30)
 
-    def refuse_disabled(self, model: str) -> None:
-        """Raise ProviderDisabled at once when only switched-off providers have the model."""
-        if model in self._keeper.disabled_models:
-            raise ProviderDisabled(retry_after_s=30)
-
     def _oldest_for(self, link: Link, now: float) -> _Waiter | None:
         best: _Waiter | None = None
         for model in self._queues.keys() & link.models:
-            for endpoint, queue in self._queues[model].items():
+            for paths, queue in self._queues[model].items():
                 is_older = best is None or queue[0].job.sequence < best.job.sequence
-                if is_older and link in self._links_open(model, endpoint, now):
+                if is_older and link in self._links_open(model, paths, now):
                     best = queue[0]
         return best
 
@@ -676,12 +738,12 @@ class Dispatcher:
             waiter.timer = None
         request = waiter.job.request
         lanes = self._queues.get(request.model, {})
-        queue = lanes.get(request.path)
+        queue = lanes.get(request.paths)
         if queue is None or waiter not in queue:
             return
         queue.remove(waiter)
         QUEUE_DEPTH.dec()
         if not queue:
-            del lanes[request.path]
+            del lanes[request.paths]
         if not lanes:
             del self._queues[request.model]

@@ -246,13 +246,13 @@ _RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}
 
 
 class Admission:
-    """Applies the allow-list and the caps. ``rank_models``: which of some models boxes serve on an API path, best first."""
+    """Applies the allow-list and the caps. ``rank_models``: which of some models nodes serve on API paths, best first."""
 
     def __init__(
         self,
         catalogue: Catalogue,
         is_known_model: Callable[[str], bool],
-        rank_models: Callable[[Iterable[str], str], list[str]],
+        rank_models: Callable[[Iterable[str], tuple[str, ...]], list[str]],
     ) -> None:
         self._catalogue = catalogue
         self._is_known_model = is_known_model
@@ -265,7 +265,7 @@ class Admission:
         """
         admitted: list[ModelEntry] = []
         refusal: GatewayError | None = None
-        for entry in self.route(caller, request.model, request.path, request.options):
+        for entry in self.route(caller, request.model, request.paths, request.options):
             error = check_caps(entry, request)
             if error is None:
                 admitted.append(entry)
@@ -275,7 +275,7 @@ class Admission:
             raise refusal
         return admitted
 
-    def route(self, caller: Caller, name: str, path: str, options: PoolOptions | None = None) -> list[ModelEntry]:
+    def route(self, caller: Caller, name: str, paths: tuple[str, ...], options: PoolOptions | None = None) -> list[ModelEntry]:
         """Return the rows of the models behind a name, best first, at least one.
 
         Raises ModelUnknown (404), ModelNotAllowed (400) or NoAvailableNode.
@@ -290,7 +290,7 @@ class Admission:
             aliases=aliases,
             refuse=lambda model, via: self._refuse(caller, model, via),
             fallbacks_of=lambda model: models[model].fallbacks,
-            rank_auto=lambda: self._rank_models([row.name for row in models.values() if row.allowed], path),
+            rank_auto=lambda: self._rank_models([row.name for row in models.values() if row.allowed], paths),
             extra=options.fallback_models if options is not None else (),
         )
         return [models[model] for model in route.models]

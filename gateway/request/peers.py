@@ -11,9 +11,9 @@ from gateway.dialects import Surface
 from gateway.errors import GatewayError
 from gateway.request.attempt import Exchange
 from gateway.request.client import ClientConnection
-from gateway.request.dispatch import Broken, Dispatcher, Job, Lease, Retry, RetryReason, Served
+from gateway.request.dispatch import Broken, Candidate, Dispatcher, Job, Lease, Retry, RetryReason, Served
 from gateway.request.response import read_name
-from gateway.values import Header, InferenceRequest
+from gateway.values import Header, InferenceRequest, ModelEntry
 from nodes.links import Link
 from nodes.links.http import END_HEADER
 from nodes.session import OpenRequest
@@ -26,29 +26,29 @@ _NO_HEADERS: list[Header] = []
 
 
 async def serve_peer(
-    *, dispatcher: Dispatcher, limits: GatewayLimits, client: ClientConnection, link: Link, surface: Surface, lane: str = ""
+    *, dispatcher: Dispatcher, limits: GatewayLimits, client: ClientConnection, link: Link, surface: Surface, path: str
 ) -> None:
     """Run one attempt on ``link`` for a peer. What did not start is said in a header, what broke is cut.
 
-    ``lane``: the API path the box is asked on, empty = the surface's.
+    ``path``: the API path on which the node is asked.
     """
     body = await client.read_body(limits.max_audio_bytes if surface.is_form else limits.max_body_bytes + limits.kept_bytes)
     headers = client.headers
+    request = InferenceRequest(
+        endpoint=surface.path,
+        paths=(path,),
+        model=read_name(headers, "x-muster-model", max_chars=200),
+        is_streaming=headers.get("x-muster-streaming") == "1",
+        max_tokens=None,
+        prompt_chars=0,
+        body=body,
+        headers={name: value for name, value in headers.items() if name in surface.forwarded},
+    )
     job = Job(
         request_id=headers.get("x-request-id", "")[:80],
-        request=InferenceRequest(
-            endpoint=surface.path,
-            lane=lane,
-            model=read_name(headers, "x-muster-model", max_chars=200),
-            is_streaming=headers.get("x-muster-streaming") == "1",
-            max_tokens=None,
-            prompt_chars=0,
-            body=body,
-            headers={name: value for name, value in headers.items() if name in surface.forwarded},
-        ),
+        candidates=(Candidate(_name_model(request.model), request),),
         tenant=read_name(headers, "x-muster-tenant", max_chars=80),
         priority=headers.get("x-muster-priority", "")[:10],
-        max_queue=0,
         sequence=next(_sequence),
         accepted=clock.monotonic(),
         deadline=clock.monotonic() + _read_number(headers.get("x-muster-deadline-ms")) / 1000,
@@ -57,11 +57,11 @@ async def serve_peer(
     if not link.can_take(clock.monotonic()):
         refuse_peer(client, b"busy")
         return
-    if not link.answers(job.request.model, job.request.path):  # unloaded since the peer last looked
+    if not link.answers(request.model, path):  # unloaded since the peer last looked
         refuse_peer(client, b"gone")
         return
     link.active += 1
-    lease = Lease(dispatcher, link)
+    lease = Lease(dispatcher, link, path)
     client.watch()
     exchange = Exchange(job=job, lease=lease, client=client, surface=None, limits=limits, extra=_NO_HEADERS)
     try:
@@ -80,6 +80,11 @@ async def serve_peer(
             client.abort()
         case Served() | Broken():
             pass
+
+
+def _name_model(name: str) -> ModelEntry:
+    """Return the row of a model whose limits the peer has applied."""
+    return ModelEntry(name=name, allowed=True, owned_by="", max_tokens=0, max_prompt_chars=0, max_queue=0, created=0)
 
 
 def refuse_peer(client: ClientConnection, word: bytes) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import uuid
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -39,19 +38,15 @@ from gateway.request.attempt import Exchange, KeepAlive
 from gateway.request.client import ClientConnection
 from gateway.request.dispatch import (
     Broken,
-    Busy,
-    Closed,
+    Candidate,
     Dispatcher,
     Job,
     Lease,
     Outcome,
-    Outlook,
-    Ready,
+    Plan,
     Retry,
     RetryReason,
     Served,
-    choose_path,
-    pick_name,
 )
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, choose_priority
@@ -68,18 +63,19 @@ from gateway.request.records import (
     unread_request,
 )
 from gateway.request.response import id_headers, name_box, name_header, refuse
-from gateway.request.stored import LANE as KEPT_LANE
 from gateway.request.stored import Keeping, keep_answer, mark_unkept, plan_keeping
-from gateway.values import Caller, Header, InferenceRequest, ModelEntry, PoolOptions, Unmatched
+from gateway.values import CHAT_PATH, Caller, Header, InferenceRequest, ModelEntry, PoolOptions, Unmatched
 from nodes.links import Link
 from nodes.links.ejections import Trial
-from nodes.states import AS_IT_IS, POOL_RESPONSES, SPOKEN_THROUGH
+from nodes.states import POOL_RESPONSES
 from wire import clock
 from wire.contract import RequestState
 from wire.engine_errors import quote_message
 from wire.ids import format_id, new_uuid7
 
 logger = logging.getLogger("muster.gateway")
+
+_POOL_PATHS = (POOL_RESPONSES,)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +93,8 @@ class Call:
     """Set once it is identified."""
     record: Record | None = None
     job: Job | None = None
+    plan: Plan | None = None
+    """What was planned in this turn of the loop."""
     exchange: Exchange | None = None
     """The attempt that runs, or ran last."""
     trial: Trial | None = None
@@ -104,11 +102,6 @@ class Call:
     keeping: Keeping | None = None
     keepalive: KeepAlive | None = None
     queue_ms: int = 0
-    unsaid: BadRequest | None = None
-    """Why it cannot be said in other words, while it waits for a box that takes it as it is."""
-    entries: dict[str, ModelEntry] = field(default_factory=dict)
-    """The models that may serve it by name, best first."""
-    translations: dict[str, Translation] = field(default_factory=dict)
     accepted: asyncio.Future[None] | None = None
     """Done when its row is durable; until then the client gets nothing of what is said."""
 
@@ -159,8 +152,8 @@ class Pipeline:
             ending = await answering
         except GatewayError as raised:
             error = client.settle() or raised
-            if call.unsaid is not None and isinstance(error, EndpointNotAnswered):
-                error = call.unsaid
+            if call.job is not None and call.job.candidate.unsaid is not None and isinstance(error, EndpointNotAnswered):
+                error = call.job.candidate.unsaid
             ending = Ending(error.state, error)
             if call.record is not None and self.books.is_refused(call.record):  # it has no row, and is no request
                 metrics.TALLY.in_flight -= 1
@@ -237,16 +230,20 @@ class Pipeline:
                 caller.stores_responses or request.store or request.previous_response_id
             ):
                 call.keeping = await plan_keeping(caller, request, call.request_id)
-                if call.keeping is not None:
+                if call.keeping is not None:  # an engine's own object has another id, and says that it is not stored
                     chars = request.prompt_chars + call.keeping.history_chars
-                    request = msgspec.structs.replace(request, lane=KEPT_LANE, prompt_chars=chars)
-            entries = self.admission.admit(caller, request)
-            call.entries = {row.name: row for row in entries}
-            entry, asked_model = entries[0], request.model
-            request = self._rename(call, request, entry.name)
-            self._check_room(call, request)
-            if surface.translate is not None:
-                self._translate_early(call, request)
+                    request = msgspec.structs.replace(request, paths=(CHAT_PATH,), prompt_chars=chars)
+            entries, asked_model = self.admission.admit(caller, request), request.model
+            candidates = [self._make_candidate(call, request, entry) for entry in entries]
+            request = candidates[0].request
+            job = self.dispatcher.new_job(
+                request_id=call.request_id,
+                candidates=candidates,
+                tenant=caller.tenant,
+                asked_model=asked_model,
+                priority=choose_priority(caller, request.options),
+            )
+            call.plan = self._plan(call, job)
         except GatewayError as error:
             if isinstance(error, RateLimited):
                 rate = self.limiter.peek(caller.key_id, caller.requests_per_minute)
@@ -254,17 +251,9 @@ class Pipeline:
             refused = request or unread_request(surface.path)
             self.books.record_refusal(error, caller, refused, call.record_id, asked_model=asked_model)
             raise
-        job = self.dispatcher.new_job(
-            request_id=call.request_id,
-            request=request,
-            tenant=caller.tenant,
-            max_queue=entry.max_queue,
-            priority=choose_priority(caller, request.options),
-        )
-        call.job, job.asked_model = job, asked_model
+        call.job = job
         if request.options is not None:
             job.unmatched = self._find_unmatched(caller, request.options)
-        job.models = tuple(call.entries)
         record = self.books.make_record(call.record_id, caller, request, asked_model=asked_model)
         client.watch()
         await self._accept(call, record)
@@ -282,6 +271,7 @@ class Pipeline:
             call.accepted = accepted
             call.client.hold(accepted)
             return
+        call.plan = None
         try:
             await call.client.wait(accepted)
         except GatewayError as error:
@@ -295,6 +285,30 @@ class Pipeline:
         if call.accepted is not None and not call.client.is_gone:
             await call.client.wait(call.accepted)
 
+    def _make_candidate(self, call: Call, request: InferenceRequest, entry: ModelEntry) -> Candidate:
+        """Return a model that may serve a request, on the API paths on which that model's nodes are asked for it."""
+        surface, translate = call.surface, call.surface.translate
+        if call.keeping is not None:
+            translate = call.keeping.translate
+        elif request.is_pool_shaped and self.dispatcher.is_answered(entry.name, _POOL_PATHS):
+            request = msgspec.structs.replace(request, paths=_POOL_PATHS)
+        return Candidate(entry, request, surface.rename, translate)
+
+    def _plan(self, call: Call, job: Job) -> Plan:
+        """Return where a new request may go. Raises what the first model says where none can take it, or can be told it."""
+        plan, surface = self.dispatcher.plan(job), call.surface
+        refusal = plan.refusal
+        if isinstance(refusal, EndpointNotAnswered) and surface.path not in surface.paths:
+            raise PathNotOffered(
+                f"The model '{job.request.model}' cannot be asked on {surface.path}: that takes nodes on which it answers "
+                f"{surface.paths[0]}.",
+                param="model",
+            )
+        if refusal is not None:
+            raise refusal
+        self._translate_early(job.candidate)
+        return plan
+
     def _find_unmatched(self, caller: Caller, options: PoolOptions) -> Unmatched | None:
         """Return what the options name that is nothing here, None when everything is something."""
         gpu = options.prefer_gpu or ""
@@ -304,59 +318,17 @@ class Pipeline:
         )
         return unmatched if unmatched.prefer_gpu or unmatched.fallback_models else None
 
-    def _rename(self, call: Call, request: InferenceRequest, model: str) -> InferenceRequest:
-        """Return the request for a model, on the API path on which that model's boxes are asked for it."""
-        renamed, lane = call.surface.rename(request, model), self._find_lane(call, request, model)
-        return renamed if lane == renamed.lane else msgspec.structs.replace(renamed, lane=lane)
-
-    def _find_lane(self, call: Call, request: InferenceRequest, model: str) -> str:
-        if request.lane == KEPT_LANE or not request.is_pool_shaped:
-            return request.lane  # in those words in any case, or natively wherever a box can
-        return POOL_RESPONSES if self.dispatcher.declares(model, POOL_RESPONSES) else ""
-
-    def _outlook(self, call: Call, model: str, request: InferenceRequest, job: Job | None = None) -> Outlook:
-        """Return how the request would fare if it asked for that model now."""
-        lane = self._find_lane(call, request, model) or request.endpoint
-        if job is not None and job.attempts:
-            return self.dispatcher.outlook(model, lane, avoid=job.avoid)
-        return self.dispatcher.outlook(model, lane, max_queue=call.entries[model].max_queue)
-
-    def _check_room(self, call: Call, request: InferenceRequest) -> None:
-        """Refuse what no model behind the name can take now. Raises what the first of them says."""
-        first, *others = call.entries.values()
-        try:
-            self.dispatcher.refuse_disabled(first.name)
-            self.dispatcher.check_room(first.name, request.path, first.max_queue)
-        except GatewayError as error:
-            if not all(isinstance(self._outlook(call, row.name, request), Closed) for row in others):
-                return
-            if call.surface.lane and isinstance(error, EndpointNotAnswered):
-                raise PathNotOffered(
-                    f"The model '{first.name}' cannot be asked on {request.endpoint}: that takes nodes on which it answers "
-                    f"{call.surface.lane}.",
-                    param="model",
-                ) from None
-            raise
-
-    def _translate_early(self, call: Call, request: InferenceRequest) -> None:
-        """Find out before anything is accepted whether a request can be said in the only words its boxes speak."""
-        if request.lane.startswith(AS_IT_IS):
+    def _translate_early(self, candidate: Candidate) -> None:
+        """Translate a request that every node has to be told in other words, so that it is refused before it waits."""
+        request = candidate.request
+        if candidate.translate is None or request.paths[0] == POOL_RESPONSES:
             return
-        endpoint = request.path if request.lane == POOL_RESPONSES else request.endpoint
-        if self.dispatcher.needs_translation(request.model, endpoint=endpoint, lane=request.path):
-            self._translate(call, request, KEPT_LANE)
-
-    def _translate(self, call: Call, request: InferenceRequest, path: str) -> Translation | None:
-        """Return the request as it is said on ``path``, None when that is where it came from. Raises BadRequest."""
-        if path in (request.endpoint, POOL_RESPONSES):
-            return None
-        known = call.translations.get(request.model)
-        if known is None:
-            translate = call.keeping.translate if call.keeping is not None else call.surface.translate
-            if translate is None:
-                raise EndpointNotAnswered(f"The model '{request.model}' does not answer {request.endpoint}.", param="model")
-            known = call.translations[request.model] = translate(request)
-        return known
+        if request.paths[0] == request.endpoint and (
+            len(request.paths) == 1 or self.dispatcher.is_answered(request.model, request.paths[:1])
+        ):
+            return
+        if self.dispatcher.is_answered(request.model, request.paths):
+            candidate.choose_translation(CHAT_PATH)
 
     async def _find_slot(self, call: Call, job: Job, record: Record) -> Lease:
         """Return a slot on a box of the first model that can answer in time. Raises ShuttingDown: nothing is begun any more."""
@@ -364,14 +336,15 @@ class Pipeline:
             raise ShuttingDown(retry_after_s=2)
         self.books.require_open(record)
         asked_at = clock.monotonic()
-        if len(job.models) > 1:
-            self._choose_model(call, job, job.models)
+        plan, call.plan = call.plan, None
+        if len(job.candidates) > 1:
+            plan = plan or self.dispatcher.plan(job)
+            self._choose_candidate(job, plan.rank(min(self.limits.queue_s, job.max_wait_s)))
         try:
-            lease = await self._wait_for_slot(call.client, job, record)
+            lease = await self._wait_for_slot(call.client, job, record, plan)
         except (QueueTimeout, NoAvailableNode):
-            rest = [name for name in job.models if name != job.request.model]
-            ready = [name for name in rest if isinstance(self._outlook(call, name, job.request, job), Ready)]
-            if not self._choose_model(call, job, ready):
+            rest = [candidate for candidate in self.dispatcher.plan(job).list_ready() if candidate is not job.candidate]
+            if not self._choose_candidate(job, rest):
                 raise
             lease = await self._wait_for_slot(call.client, job, record)
         try:
@@ -389,8 +362,8 @@ class Pipeline:
         self.records.touch(record)
         return lease
 
-    async def _wait_for_slot(self, client: ClientConnection, job: Job, record: Record) -> Lease:
-        found = self.dispatcher.acquire(job)
+    async def _wait_for_slot(self, client: ClientConnection, job: Job, record: Record, plan: Plan | None = None) -> Lease:
+        found = self.dispatcher.acquire(job, plan)
         if isinstance(found, Lease):
             return found
         self.books.note_wait(record, model=job.request.model, asked_model=job.asked_model)
@@ -401,46 +374,35 @@ class Pipeline:
                 found.result().release()  # granted in the same loop turn as the cancel
             raise
 
-    def _choose_model(self, call: Call, job: Job, models: Sequence[str]) -> bool:
-        """Give the job to the best of the models whose boxes can be told the request; return whether there is one."""
-        left, budget_s = list(models), min(self.limits.queue_s, job.max_wait_s)
-        while left:
-            best = pick_name(((name, self._outlook(call, name, job.request, job)) for name in left), budget_s)
-            request = self._rename(call, job.request, best)
+    def _choose_candidate(self, job: Job, candidates: Sequence[Candidate]) -> bool:
+        """Give the job to the first of some models whose nodes can be told the request; return whether there is one."""
+        for candidate in candidates:
             try:
-                if call.surface.translate is not None:
-                    self._translate_early(call, request)
-            except BadRequest:
-                left.remove(best)  # what it cannot be told another one may take as it is
+                self._translate_early(candidate)
+            except BadRequest:  # what it cannot be told another one may take as it is
                 continue
-            job.request, job.max_queue = request, call.entries[best].max_queue
+            job.candidate = candidate
             return True
         return False
 
     def _open_exchange(self, call: Call, job: Job, lease: Lease) -> Exchange | None:
-        """Return the attempt on a box, in the words it speaks; whatever is raised, the slot is free then.
+        """Return the attempt on a node, in the words it speaks; whatever is raised, the slot is free then.
 
-        None: it cannot be said in those words, and has to wait for a box that speaks the client's own.
+        None: it cannot be said in those words, and has to wait for a node that speaks the client's own.
         """
+        candidate, request = job.candidate, job.request
         try:
-            return self._prepare_exchange(call, job, lease)
+            translation = None if candidate.translate is None else candidate.choose_translation(lease.path)
+            return self.make_exchange(call, job, lease, translation)
         except BaseException as error:
             lease.release()
-            request = job.request
-            if isinstance(error, BadRequest) and not request.lane and self.dispatcher.speaks(request.model, request.endpoint):
-                job.request = msgspec.structs.replace(request, lane=AS_IT_IS + request.endpoint)
+            own = request.paths[:1]
+            if isinstance(error, BadRequest) and len(request.paths) > 1 and self.dispatcher.is_answered(request.model, own):
+                candidate.send_on(*own)
                 job.attempts -= 1
-                call.unsaid, error.__traceback__ = error, None
+                candidate.unsaid, error.__traceback__ = error, None
                 return None
             raise
-
-    def _prepare_exchange(self, call: Call, job: Job, lease: Lease) -> Exchange:
-        """Return the attempt on a box. Raises BadRequest for what cannot be said in the words that it speaks."""
-        request, link = job.request, lease.link
-        translation = None
-        if call.surface.translate is not None:
-            translation = self._translate(call, request, choose_path(link, request))
-        return self.make_exchange(call, job, lease, translation)
 
     def make_exchange(self, call: Call, job: Job, lease: Lease, translation: Translation | None = None) -> Exchange:
         """Return an attempt that was not begun yet."""
@@ -459,7 +421,7 @@ class Pipeline:
             keepalive=call.keepalive,
             queue_ms=call.queue_ms,
             waits=True,
-            tidies=call.entries[request.model].tidy and request.is_streaming and request.endpoint == KEPT_LANE,
+            tidies=job.candidate.entry.tidy and request.is_streaming and request.endpoint == CHAT_PATH,
         )
 
     async def _run_attempt(self, job: Job, trial: Trial, exchange: Exchange) -> Outcome:
@@ -490,12 +452,12 @@ class Pipeline:
             self.dispatcher.note_unspoken(link, job.request.model, job.request.endpoint)
             return True
         if outcome.reason is RetryReason.FOREIGN_TOOLS:
-            job.request = msgspec.structs.replace(job.request, lane=SPOKEN_THROUGH[job.request.endpoint])
+            job.candidate.send_on(CHAT_PATH)
             return True
         if outcome.reason is RetryReason.BUSY:
             job.avoid.add(link)
             self.dispatcher.note_busy(link, outcome.error.retry_after_s)
-            if outcome.error.retry_after_s is not None and not self._has_other_node(call, job):
+            if outcome.error.retry_after_s is not None and not self.dispatcher.plan(job).is_served_elsewhere:
                 raise outcome.error
             return True
         job.losses += 1
@@ -504,15 +466,10 @@ class Pipeline:
             raise RequeueExhausted(retry_after_s=5) if isinstance(outcome.error, RequestInterrupted) else outcome.error
         if outcome.reason is RetryReason.LOST:
             return True
-        if all(isinstance(self._outlook(call, name, job.request, job), Closed) for name in job.models):
+        if self.dispatcher.plan(job).is_closed:
             is_reclaimed = outcome.reason is RetryReason.RECLAIMED
             raise RequestInterrupted(retry_after_s=5) if is_reclaimed else ForwardedRequestFailed(retry_after_s=2)
         return True
-
-    def _has_other_node(self, call: Call, job: Job) -> bool:
-        """Whether a node that did not refuse the request can serve it, with its model or a fallback."""
-        outlooks = [self._outlook(call, name, job.request, job) for name in job.models or (job.request.model,)]
-        return any(isinstance(one, Ready) or (isinstance(one, Busy) and one.wait_s < math.inf) for one in outlooks)
 
     # endings
 
@@ -536,7 +493,7 @@ class Pipeline:
                         outcome.error,
                         client=call.client,
                         surface=call.surface,
-                        entry=call.entries[record.model],
+                        entry=job.candidate.entry,
                         request=job.request,
                         tenant=job.tenant,
                         request_id=job.request_id,

@@ -299,7 +299,14 @@ def name_model(record: Record, model: str, *, asked_model: str) -> None:
 def unread_request(endpoint: str) -> InferenceRequest:
     """Return what is known of a request whose body could not be read."""
     return InferenceRequest(
-        endpoint=endpoint, model="", is_streaming=False, max_tokens=None, prompt_chars=0, body=b"", headers={}
+        endpoint=endpoint,
+        paths=(endpoint,),
+        model="",
+        is_streaming=False,
+        max_tokens=None,
+        prompt_chars=0,
+        body=b"",
+        headers={},
     )
 
 

@@ -30,9 +30,6 @@ logger = logging.getLogger("muster.gateway")
 
 T = TypeVar("T")
 
-RESPONSES = "/v1/responses"
-LANE = "/v1/chat/completions"
-"""Kept answers are made by translation: an engine's own object has another id, and says that it is not stored."""
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FALSE = msgspec.Raw(b"false")
 

@@ -79,7 +79,7 @@ class CountingViews:
         body = await client.read_body()
         extra += self._take_rate(caller, surface, extra)
         request = await run_beside(len(body), lambda: surface.parse(body, client.headers))
-        entry = runtime.pipeline.admission.route(caller, request.model, request.endpoint, request.options)[0]
+        entry = runtime.pipeline.admission.route(caller, request.model, request.paths, request.options)[0]
         to_chat = await counting.plan(caller, request, request_id)
         chat, ignored = await run_beside(len(body), lambda: to_chat(surface.rename(request, entry.name)))
         count = await runtime.pipeline.counter.count(entry, chat, tenant=caller.tenant, request_id=request_id)

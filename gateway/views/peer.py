@@ -31,8 +31,7 @@ def make_peer_door(runtime: GatewayRuntime) -> Application:
         shown = client.headers.get("x-muster-cluster", "")
         route = scope["url_route"]["kwargs"]
         path = "/" + str(route["path"])
-        lane = path if path == POOL_RESPONSES else ""
-        surface = SURFACES["/v1/responses"] if lane else SURFACES.get(path)
+        surface = SURFACES.get("/v1/responses" if path == POOL_RESPONSES else path)
         is_known = surface is not None or path == TOKENIZE
         if not secret or not hmac.compare_digest(shown.encode(), secret.encode()) or not is_known:
             send_failure(client, RouteNotFound(), DEFAULT_SURFACE)
@@ -47,7 +46,7 @@ def make_peer_door(runtime: GatewayRuntime) -> Application:
                 await count_for_peer(client, link)
                 return
             dispatcher, limits = runtime.dispatcher, runtime.limits
-            await serve_peer(dispatcher=dispatcher, limits=limits, client=client, link=link, surface=surface, lane=lane)
+            await serve_peer(dispatcher=dispatcher, limits=limits, client=client, link=link, surface=surface, path=path)
         except GatewayError as error:
             if not client.started and not client.is_gone:
                 send_failure(client, error, DEFAULT_SURFACE)

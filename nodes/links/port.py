@@ -16,7 +16,7 @@ import msgspec
 
 from core.limits import limits
 from nodes.session import OpenRequest
-from nodes.states import AS_IT_IS, BINARY_ENDPOINTS, POOL_RESPONSES, SPOKEN_THROUGH
+from nodes.states import BINARY_ENDPOINTS, POOL_RESPONSES
 from wire import clock
 from wire.bridge import GpuInfo
 from wire.frames import End
@@ -174,15 +174,12 @@ class Link:
         paths = self.endpoints.get(model)
         return endpoint != POOL_RESPONSES if paths is None else endpoint in paths
 
-    def find_path(self, model: str, lane: str) -> str | None:
-        """Return the API path on which the box can be asked what belongs on ``lane``: that one, or one it is translated to."""
-        if lane.startswith(AS_IT_IS):
-            path = lane.removeprefix(AS_IT_IS)
-            return path if self.answers(model, path) else None
-        if self.answers(model, lane):
-            return lane
-        other = SPOKEN_THROUGH.get(lane)
-        return other if other is not None and self.answers(model, other) else None
+    def find_path(self, model: str, paths: Sequence[str]) -> str | None:
+        """Return the first of some API paths on which the box can be asked for the model."""
+        for path in paths:
+            if self.answers(model, path):
+                return path
+        return None
 
     def context_of(self, model: str) -> int | None:
         """Return the tokens that a request for the model may have, prompt and answer, on any replica; None = not known."""

@@ -19,8 +19,8 @@ class LinkRegistry:
     def __init__(self) -> None:
         self._links: dict[uuid.UUID, Link] = {}
         self._by_model: dict[str, list[Link]] = {}
-        self._answering: dict[tuple[str, str], list[Link]] = {}
-        """Links by model and API path, worked out when first asked for after a change."""
+        self._answering: dict[tuple[str, tuple[str, ...]], list[Link]] = {}
+        """Links by model and API paths, worked out when first asked for after a change."""
         self._listeners: list[Listener] = []
         self.ejections = Ejections(self.links_for)
         self.ejections.on_eject = lambda ejection: EJECTIONS.labels(ejection.fault.value).inc()
@@ -43,15 +43,15 @@ class LinkRegistry:
         """Return the links whose boxes declare ``model``."""
         return self._by_model.get(model, ())
 
-    def links_answering(self, model: str, endpoint: str) -> Sequence[Link]:
-        """Return the links whose boxes can be asked for ``model`` what belongs on that API path, translated if need be."""
-        lane = (model, endpoint)
-        found = self._answering.get(lane)
+    def links_answering(self, model: str, paths: tuple[str, ...]) -> Sequence[Link]:
+        """Return the links whose boxes can be asked for ``model`` on one of some API paths."""
+        key = (model, paths)
+        found = self._answering.get(key)
         if found is None:
             declaring = self._by_model.get(model)
             if not declaring:
                 return ()  # not kept: clients choose such names
-            found = self._answering[lane] = [link for link in declaring if link.find_path(model, endpoint) is not None]
+            found = self._answering[key] = [link for link in declaring if link.find_path(model, paths) is not None]
         return found
 
     def endpoints_of(self, model: str) -> list[str]:

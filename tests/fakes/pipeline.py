@@ -21,13 +21,13 @@ from core.limits import GatewayLimits
 from gateway.counting import TokenCounter
 from gateway.dialects import SURFACES, Surface
 from gateway.errors import RecordsUnavailable
-from gateway.request.dispatch import Dispatcher
+from gateway.request.dispatch import Candidate, Dispatcher, Job
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry
 from gateway.request.pipeline import Pipeline
 from gateway.request.records import BOTH, INSERT, UPDATE, Record, RecordWriter, connect_records
 from gateway.routing import Alias
-from gateway.values import Caller, ModelEntry, Priority
+from gateway.values import Caller, InferenceRequest, ModelEntry, Priority
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from tests.fakes.asgi_client import MemoryClient
@@ -240,6 +240,14 @@ async def written(writer: RecordWriter) -> None:
     """Wait until nothing waits and the last commit is through: an insert that follows it is durable."""
     await eventually(lambda: writer.pending == 0)
     await writer.accept(make_record())
+
+
+def make_job(dispatcher: Dispatcher, request: InferenceRequest, *, max_queue: int = 100) -> Job:
+    """Return a job of a request that arrives now, for the model that it names."""
+    entry = ModelEntry(
+        name=request.model, allowed=True, owned_by="", max_tokens=9, max_prompt_chars=9, max_queue=max_queue, created=0
+    )
+    return dispatcher.new_job(request_id="req_1", candidates=[Candidate(entry, request)], tenant="t", asked_model=request.model)
 
 
 _OMITTED = {one.name: one.default for one in msgspec.structs.fields(Record) if one.default is not msgspec.NODEFAULT}

@@ -259,14 +259,14 @@ async def test_a_stream_runs_over_the_socket_a_late_frame_is_dropped_and_a_forge
 
 async def test_what_a_box_reports_reaches_link_registry_and_presence() -> None:
     async with linked(endpoints=["/v1/chat/completions"]) as (door, socket, link):
-        assert list(door.registry.links_answering("m", "/v1/chat/completions")) == [link]
+        assert list(door.registry.links_answering("m", ("/v1/chat/completions",))) == [link]
         gpu = bridge.GpuInfo(index=0, name="g", memory_used_mb=5)
         embeds = bridge.ReplicaInfo(model="a", state="loaded", endpoints=["/v1/embeddings"])
         socket.say(bridge.Telemetry(current_load=2, gpus=[gpu], last_error="hot", replicas=[embeds]))
         socket.say(bridge.ModelsUpdate(models=["a", "b"], current_load=2))
         await eventually(lambda: link.models == {"a", "b"})
         assert door.registry.served_models() == ["a", "b"]
-        answering = [list(door.registry.links_answering("a", f"/v1/{path}")) for path in ("embeddings", "chat/completions")]
+        answering = [list(door.registry.links_answering("a", (f"/v1/{path}",))) for path in ("embeddings", "chat/completions")]
         assert answering == [[link], []]
         (report,) = presence_reports(door.registry)
         assert (report.active, report.models, report.status, report.last_error) == (2, ("a", "b"), "available", "hot")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from core.limits import GatewayLimits
 from gateway import errors
 from gateway.dialects import SURFACES
-from gateway.request.dispatch import Busy, Closed, Dispatcher, Job, Lease, Outlook, Ready, choose_link, pick_name
+from gateway.request.dispatch import Availability, Busy, Closed, Dispatcher, Job, Lease, Plan, Ready, choose_link
 from gateway.request.peers import serve_peer
 from gateway.request.response import render_head
 from gateway.values import InferenceRequest
@@ -27,6 +27,7 @@ from nodes.states import POOL_RESPONSES
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink, make_row
+from tests.fakes.pipeline import make_job
 from tests.fakes.waiting import turns
 from wire import clock
 
@@ -53,9 +54,14 @@ class Floor:
     def job(self, model: str = "m", *, max_queue: int = 100, endpoint: str = CHAT) -> Job:
         """Return a request that arrives now."""
         request = InferenceRequest(
-            endpoint=endpoint, model=model, is_streaming=False, max_tokens=None, prompt_chars=1, body=b"{}", headers={}
-        )
-        return self.dispatcher.new_job(request_id="r", request=request, tenant="t", max_queue=max_queue)
+            endpoint=endpoint, paths=SURFACES[endpoint].paths, model=model, is_streaming=False, max_tokens=None,
+            prompt_chars=1, body=b"{}", headers={},
+        )  # fmt: skip
+        return make_job(self.dispatcher, request, max_queue=max_queue)
+
+    def plan(self, model: str = "m", *, max_queue: int = 100, endpoint: str = CHAT) -> Plan:
+        """Return where such a request may go."""
+        return self.dispatcher.plan(self.job(model, max_queue=max_queue, endpoint=endpoint))
 
     def take(self, model: str = "m", *, endpoint: str = CHAT) -> Lease:
         """Get a slot that is free."""
@@ -68,6 +74,13 @@ class Floor:
         found = self.dispatcher.acquire(self.job(model, max_queue=max_queue, endpoint=endpoint))
         assert isinstance(found, asyncio.Future)
         return found
+
+
+def explain(plan: Plan) -> tuple[type[errors.GatewayError], bool]:
+    """Return why nobody can serve a request for one model, and whether waiting does not help either."""
+    ((_, found),) = plan.choices
+    assert isinstance(found, Closed)
+    return type(found.error), found.is_final
 
 
 async def settle() -> None:
@@ -110,10 +123,10 @@ async def test_a_full_queue_refuses_and_a_requeued_request_keeps_its_place() -> 
     second, third = floor.queue(max_queue=2), floor.queue(max_queue=2)
     with pytest.raises(errors.QueueFull):
         floor.queue(max_queue=2)
-    with pytest.raises(errors.QueueFull) as caught:
-        floor.dispatcher.check_room("m", CHAT, 2)
-    assert caught.value.retry_after_s
-    floor.dispatcher.check_room("other", CHAT, 2)
+    refusal = floor.plan(max_queue=2).refusal
+    assert isinstance(refusal, errors.QueueFull)
+    assert refusal.retry_after_s
+    assert floor.plan("other", max_queue=2).refusal is None
     job.attempts = 1  # its box was lost, and another one came
     again = floor.dispatcher.acquire(job)
     assert isinstance(again, asyncio.Future)
@@ -173,16 +186,13 @@ async def test_rows_explain_why_a_model_has_no_box_and_a_provider_that_is_gone_e
 
     floor = Floor()
     apply("disabled")
-    assert type(floor.dispatcher.explain(floor.job("m").request)) is errors.ProviderDisabled
-    assert type(floor.dispatcher.explain(floor.job("x").request)) is errors.NoAvailableNode
-    with pytest.raises(errors.ProviderDisabled):
-        floor.dispatcher.refuse_disabled("m")
-    floor.dispatcher.refuse_disabled("x")
+    assert type(floor.plan("m").refusal) is errors.ProviderDisabled
+    assert explain(floor.plan("x")) == (errors.NoAvailableNode, False)
     apply("disabled", "enabled")
-    floor.dispatcher.refuse_disabled("m")
+    assert explain(floor.plan("m")) == (errors.NoAvailableNode, False)
     here, elsewhere = floor.queue("m"), floor.queue("x")
     apply("deleted")
-    assert type(floor.dispatcher.explain(floor.job("m").request)) is errors.ProviderDeleted
+    assert explain(floor.plan("m")) == (errors.ProviderDeleted, False)
     assert type(await fails(here)) is errors.ProviderDeleted
     apply("deleted", "enabled", model="x")
     assert not elsewhere.done()  # another provider has the model too
@@ -309,9 +319,10 @@ async def test_text_links_are_not_asked_to_carry_a_file() -> None:
     floor = Floor()
     floor.link().carries_bytes = False
     floor.registry.update_models(next(iter(floor.registry)), frozenset({"m"}))
-    floor.dispatcher.check_room("m", CHAT, 1)
-    with pytest.raises(errors.EndpointNotAnswered, match="its boxes answer other paths"):
-        floor.dispatcher.check_room("m", AUDIO, 1)
+    assert floor.plan().refusal is None
+    refusal = floor.plan(endpoint=AUDIO).refusal
+    assert isinstance(refusal, errors.EndpointNotAnswered)
+    assert "its boxes answer other paths" in refusal.message
 
 
 async def test_a_free_slot_goes_to_the_oldest_that_the_box_can_answer() -> None:
@@ -336,13 +347,13 @@ async def test_under_five_times_the_load_every_slot_works_and_what_has_no_place_
     running, waiting, answered, refused = list[Lease](), list[asyncio.Future[Lease]](), 0, 0
     for wave in range(100):
         for _ in range(5 * box.max_concurrent):
-            try:
-                floor.dispatcher.check_room("m", CHAT, 2)
-                found = floor.dispatcher.acquire(floor.job(max_queue=2))
-            except errors.QueueFull:
+            job = floor.job(max_queue=2)
+            plan = floor.dispatcher.plan(job)
+            if isinstance(plan.refusal, errors.QueueFull):
                 refused += 1
-            else:
-                (running if isinstance(found, Lease) else waiting).append(found)  # type: ignore[arg-type]  # by its own kind
+                continue
+            found = floor.dispatcher.acquire(job, plan)
+            (running if isinstance(found, Lease) else waiting).append(found)  # type: ignore[arg-type]  # by its own kind
         assert (box.active, floor.dispatcher.depth) == (4, 2), wave
         for lease in running:
             lease.release()
@@ -388,22 +399,20 @@ async def test_of_a_thousand_nodes_few_are_compared_and_every_free_slot_is_found
     assert wait.result().link is free
 
 
-async def test_the_outlook_tells_free_from_full_from_closed() -> None:
+async def test_a_plan_tells_free_from_full_from_closed() -> None:
     floor = Floor()
-    assert isinstance(floor.dispatcher.outlook("m", CHAT), Closed)
+    assert floor.plan().is_closed
     link = floor.link("m", slots=2)
-    assert floor.dispatcher.outlook("m", CHAT) == Ready()
+    assert [found for _, found in floor.plan().choices] == [Ready(link)]
     leases = [floor.take(), floor.take()]
-    assert floor.dispatcher.outlook("m", CHAT) == Busy(0.0)
+    assert [found for _, found in floor.plan().choices] == [Busy(0.0)]
     floor.dispatcher.note_held("m", 8.0)
-    assert floor.dispatcher.outlook("m", CHAT) == Busy(4.0)
+    assert [found for _, found in floor.plan().choices] == [Busy(4.0)]
     waiting = floor.queue()
-    assert floor.dispatcher.outlook("m", CHAT) == Busy(8.0)
+    assert [found for _, found in floor.plan().choices] == [Busy(8.0)]
     waiting.cancel()
     link.policy.draining = True
-    found = floor.dispatcher.outlook("m", CHAT)
-    assert isinstance(found, Closed)
-    assert isinstance(found.error, errors.NodeDraining)
+    assert explain(floor.plan()) == (errors.NodeDraining, False)
     for lease in leases:
         lease.release()
 
@@ -414,31 +423,57 @@ async def test_models_rank_by_free_room_and_only_where_the_path_is_answered() ->
     floor.link("large", slots=4)
     floor.link("vectors", slots=9, vectors={EMBED})
     floor.link("away", slots=9).policy.cordoned = True
-    assert floor.dispatcher.rank_models(["small", "large", "vectors", "away", "unknown"], CHAT) == ["large", "small"]
+    assert floor.dispatcher.rank_models(["small", "large", "vectors", "away", "unknown"], (CHAT,)) == ["large", "small"]
     for _ in range(4):
         floor.take("large")
-    assert floor.dispatcher.rank_models(["large", "small"], CHAT) == ["small", "large"]
+    assert floor.dispatcher.rank_models(["large", "small"], (CHAT,)) == ["small", "large"]
 
 
 CLOSED = Closed(errors.NoAvailableNode())
+FULL = Closed(errors.QueueFull(), is_final=True)
+
+
+READY = Ready(FakeLink())
 
 
 @pytest.mark.parametrize(
-    ("outlooks", "picked"),
+    ("found", "ranked"),
     [
-        ([CLOSED, Ready(), Ready()], "b"),
-        ([Busy(1.0), Ready()], "a"),
-        ([Busy(9.0), Busy(2.0), Ready()], "b"),
-        ([Busy(9.0), CLOSED, Busy(8.0), Busy(8.5)], "c"),
-        ([Busy(math.inf), CLOSED], "a"),
-        ([CLOSED, Busy(8.0)], "b"),
-        ([CLOSED, CLOSED], "a"),
+        ([CLOSED, READY, READY], "bca"),
+        ([Busy(1.0), READY], "ab"),
+        ([Busy(9.0), Busy(2.0), READY], "bca"),
+        ([Busy(9.0), CLOSED, Busy(8.0), Busy(8.5)], "cdab"),
+        ([Busy(math.inf), CLOSED], "ab"),
+        ([CLOSED, Busy(math.inf)], "ab"),
+        ([CLOSED, Busy(8.0)], "ba"),
+        ([CLOSED, CLOSED], "ab"),
     ],
 )
-def test_a_model_with_room_comes_first_then_one_that_answers_in_time_then_the_shortest_queue(
-    outlooks: list[Outlook], picked: str
+async def test_a_model_with_room_comes_first_then_one_that_answers_in_time_then_the_shortest_queue(
+    found: list[Availability], ranked: str
 ) -> None:
-    assert pick_name(zip("abcd", outlooks, strict=False), budget_s=5.0) == picked
+    floor = Floor()
+    plan = Plan(tuple(zip([floor.job(name).candidate for name in "abcd"], found, strict=False)))
+    assert "".join(candidate.entry.name for candidate in plan.rank(5.0)) == ranked
+
+
+@pytest.mark.parametrize(
+    ("found", "refusal"),
+    [
+        ([CLOSED], None),
+        ([FULL], errors.QueueFull),
+        ([FULL, CLOSED], errors.QueueFull),
+        ([CLOSED, FULL], None),
+        ([FULL, Busy(1.0)], None),
+        ([FULL, READY], None),
+    ],
+)
+async def test_a_new_request_is_refused_where_waiting_does_not_help_and_no_other_model_can_take_it(
+    found: list[Availability], refusal: type[errors.GatewayError] | None
+) -> None:
+    floor = Floor()
+    plan = Plan(tuple(zip([floor.job(name).candidate for name in "ab"], found, strict=False)))
+    assert type(plan.refusal) is (refusal or type(None))
 
 
 @dataclass(eq=False)
@@ -471,21 +506,21 @@ def test_the_least_loaded_free_box_wins_unless_another_is_preferred_and_free(
     assert found in fans if fans else found is choose_link(boxes, now=0.0)
 
 
-@pytest.mark.parametrize("lane", ["", POOL_RESPONSES], ids=["the client's path", "what only boxes of ours answer"])
-async def test_a_peer_names_model_and_tenant_in_any_script_and_may_send_a_kept_conversation_too(lane: str) -> None:
+@pytest.mark.parametrize("path", [RESPONSES, POOL_RESPONSES], ids=["the client's path", "what only boxes of ours answer"])
+async def test_a_peer_names_model_and_tenant_in_any_script_and_may_send_a_kept_conversation_too(path: str) -> None:
     floor, limits = Floor(), GatewayLimits(max_body_bytes=100)  # a conversation that was kept stands beside the largest request
     link = floor.link("модель")
-    link.endpoints = {"модель": frozenset({POOL_RESPONSES})} if lane else {}
+    link.endpoints = {"модель": frozenset({POOL_RESPONSES})} if path == POOL_RESPONSES else {}
     headers = {"x-muster-model": "модель", "x-muster-tenant": "大学", "x-muster-deadline-ms": "30000"}
     said = {name: value.encode().decode("latin-1") for name, value in headers.items()}
     client = MemoryClient(headers=said, body=[b"x" * 101], limits=limits)
     peer = serve_peer(
-        dispatcher=floor.dispatcher, limits=limits, client=client.connection, link=link, surface=SURFACES[RESPONSES], lane=lane
+        dispatcher=floor.dispatcher, limits=limits, client=client.connection, link=link, surface=SURFACES[RESPONSES], path=path
     )
     serving = asyncio.create_task(peer)
     await client.wait(lambda: link.streams or serving.done())
     request = link.streams[0].request
-    assert (request.model, request.tenant, request.body, request.path) == ("модель", "大学", b"x" * 101, lane or RESPONSES)
+    assert (request.model, request.tenant, request.body, request.path) == ("модель", "大学", b"x" * 101, path)
     link.streams[0].answer(b"{}")
     await serving
     assert (client.status, client.body, link.active) == (200, b"{}", 0)
@@ -505,7 +540,7 @@ async def test_a_request_that_gives_its_slot_back_tries_an_ejected_box_no_longer
     now = clock.monotonic()
     ejection = Ejection(box.node_id, "m", Fault.FAILED, since=now - 60, until=now - 1, is_probing=True)
     box.active += 1
-    Lease(floor.dispatcher, box, "m", granted=now, probed=ejection).release()
+    Lease(floor.dispatcher, box, CHAT, "m", granted=now, probed=ejection).release()
     assert not ejection.is_probing
 
 

@@ -23,6 +23,7 @@ from nodes.links.keeper import LinkKeeper
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.examples import examples
 from tests.fakes.links import FakeLink, FakeStream
+from tests.fakes.pipeline import make_job
 from tests.fakes.waiting import turns
 from wire.bridge import TokenCounts
 
@@ -45,10 +46,10 @@ class Attempt:
         self.link = FakeLink()
         registry.add(self.link)
         request = InferenceRequest(
-            endpoint="/v1/chat/completions", model="m", is_streaming=streams, max_tokens=None, prompt_chars=1,
+            endpoint=CHAT.path, paths=CHAT.paths, model="m", is_streaming=streams, max_tokens=None, prompt_chars=1,
             body=b'{"a":1}', headers={"content-type": "application/json"},
         )  # fmt: skip
-        self.job = dispatcher.new_job(request_id="req_1", request=request, tenant="t", max_queue=1)
+        self.job = make_job(dispatcher, request)
         lease = dispatcher.acquire(self.job)
         assert isinstance(lease, Lease)
         self.lease = lease

@@ -18,7 +18,7 @@ from gateway.request.identity import RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue
 from gateway.request.records import Bookkeeper, RecordWriter, unread_request
 from gateway.routing import AUTO, Alias, Target, may_use, resolve
-from gateway.values import Caller, InferenceRequest, ModelEntry, PoolOptions
+from gateway.values import CHAT_PATH, Caller, InferenceRequest, ModelEntry, PoolOptions
 from gateway.views.models import ListedModel, ModelList, cut_page, render_anthropic, render_openai, render_page
 from nodes.links import LinkRegistry
 from tests.fakes.clock import install_virtual_clock
@@ -239,8 +239,8 @@ def make_admission(*known: str) -> Admission:
 
 def a_request(model: str = "m", *, prompt_chars: int = 1, max_tokens: int | None = None) -> InferenceRequest:
     return InferenceRequest(
-        endpoint="/v1/chat/completions", model=model, is_streaming=False, max_tokens=max_tokens, prompt_chars=prompt_chars,
-        body=b"", headers={},
+        endpoint=CHAT_PATH, paths=(CHAT_PATH,), model=model, is_streaming=False, max_tokens=max_tokens,
+        prompt_chars=prompt_chars, body=b"", headers={},
     )  # fmt: skip
 
 
@@ -269,7 +269,7 @@ HIDDEN = "project-nightjar-70b"
 
 
 def hide_model(*, is_allowed: bool) -> Admission:
-    def rank(names: Iterable[str], _path: str) -> list[str]:
+    def rank(names: Iterable[str], _paths: tuple[str, ...]) -> list[str]:
         return list(names)
 
     catalogue = Catalogue(GatewayLimits())
@@ -287,7 +287,7 @@ def test_a_refusal_names_what_was_asked_for_and_never_the_model_behind_it(name: 
     """And what looks like the name of an allowed one is another."""
     options = PoolOptions(fallback_models=("fast",))
     with pytest.raises(errors.GatewayError) as refused:
-        hide_model(is_allowed=is_allowed).route(caller("mine"), name, "/v1/chat/completions", options)
+        hide_model(is_allowed=is_allowed).route(caller("mine"), name, (CHAT_PATH,), options)
     assert HIDDEN not in refused.value.message
     assert name in refused.value.message or name == "auto"
 

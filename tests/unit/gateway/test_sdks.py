@@ -236,7 +236,7 @@ def test_the_output_of_a_compaction_is_the_input_of_the_next_request(summary: st
     assert base64.b64encode(summary.encode()).decode() in output[-1]["encrypted_content"]
     asked = {"model": "m", "input": [*output, {"role": "user", "content": "Go on."}]}
     request = SURFACES[RESPONSES].parse(json.dumps(asked).encode(), {})
-    assert request.path == "/v1/chat/completions"  # engines that speak Responses would not know the item
+    assert request.paths == ("/v1/chat/completions",)  # engines that speak Responses would not know the item
     (turn,) = json.loads(say_request(RESPONSES, **asked).body)["messages"]
     assert turn == {"role": "user", "content": f"hello\n\nSummary of the conversation so far:\n{summary}\n\nGo on."}
     assert compact("shorter", output)[-1]["encrypted_content"] == pack_summary("shorter")

@@ -27,6 +27,7 @@ from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.clock import install_virtual_clock
 from tests.fakes.examples import TIMES
 from tests.fakes.links import FakeLink
+from tests.fakes.pipeline import make_job
 from tests.fakes.recorded_streams import (
     BARE_ERRORS,
     CHAT,
@@ -94,7 +95,7 @@ class Serving:
         asked = {"model": "m", "stream": True, **ASKED[passage.asked], **({"x_pool_options": {}} if measures else {})}
         request = surface.parse(json.dumps(asked).encode(), {"content-type": "application/json"})
         is_pools = passage.stream.path == POOL_RESPONSES
-        self.request = msgspec.structs.replace(request, lane=POOL_RESPONSES) if is_pools else request
+        self.request = msgspec.structs.replace(request, paths=(POOL_RESPONSES,)) if is_pools else request
         self.translation = surface.translate(request) if passage.is_translated and surface.translate is not None else None
         self.surface = None if for_peer else surface
 
@@ -103,7 +104,7 @@ class Serving:
 
         Return how the attempt ended and what the client got.
         """
-        job = self.dispatcher.new_job(request_id="req_1", request=self.request, tenant="t", max_queue=1)
+        job = make_job(self.dispatcher, self.request)
         lease = self.dispatcher.acquire(job)
         assert isinstance(lease, Lease)
         client = MemoryClient()

@@ -115,15 +115,15 @@ def test_links_are_found_by_node_model_and_path_and_follow_every_change(setting:
     registry.add(second)
     assert (list(registry), registry.get(first.node_id), registry.served_models()) == ([first, second], first, ["a", "b"])
     assert [list(registry.links_for(model)) for model in "bx"] == [[first, second], []]
-    assert [list(registry.links_answering("b", "/chat")), list(registry.links_answering("a", "/embed"))] == [
+    assert [list(registry.links_answering("b", ("/chat",))), list(registry.links_answering("a", ("/embed",)))] == [
         [first, second],
         [],
     ]
     registry.update_models(second, frozenset({"a"}), {"a": frozenset({"/other"})})
-    assert list(registry.links_answering("b", "/chat")) == [first]
+    assert list(registry.links_answering("b", ("/chat",))) == [first]
     assert registry.endpoints_of("a") == ["/chat", "/other"]
     registry.update_models(first, frozenset({"c"}))
-    assert [list(registry.links_answering("a", "/chat")), list(registry.links_for("b"))] == [[], []]
+    assert [list(registry.links_answering("a", ("/chat",))), list(registry.links_for("b"))] == [[], []]
     registry.remove(second)
     assert (registry.endpoints_of("a"), registry.served_models()) == ([], ["c"])
     assert heard == [first, second, second, first, None]
@@ -153,7 +153,7 @@ def test_a_removed_or_replaced_link_is_forgotten_and_its_streams_end_as_lost_onc
         registry.remove(each)
     assert len(registry) == 0
     for number in range(100):
-        assert list(registry.links_answering(f"guess-{number}", "/chat")) == []
+        assert list(registry.links_answering(f"guess-{number}", ("/chat",))) == []
     assert registry._answering == {}, "names that nobody serves leave nothing behind"
 
 
@@ -335,7 +335,7 @@ async def test_a_box_on_another_gateway_is_reached_through_that_gateway_on_its_p
     assert (link.answers("m", "/a"), link.answers("m", "/b")) == (True, False)
     setting.apply(make_row(node_id, **there | {"endpoints": {"m": frozenset({"/b"})}}))
     assert setting.registry.get(node_id) is link
-    assert (list(setting.registry.links_answering("m", "/b")), link.carries_bytes) == ([link], True)
+    assert (list(setting.registry.links_answering("m", ("/b",))), link.carries_bytes) == ([link], True)
     setting.apply(make_row(node_id, connected=False, **there))
     assert setting.registry.get(node_id) is None
     for gateway in (None, HERE, uuid.UUID(int=3)):
