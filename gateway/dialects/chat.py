@@ -1,14 +1,20 @@
-"""Chat completions as engines answer them, as far as other dialects need it: one decoder for chunks and whole answers.
+"""Chat completions as engines answer them, as far as other dialects need it, and the contract of a translation to them.
 
-Engines differ: reasoning is ``reasoning_content`` (llama.cpp, older vLLM) or ``reasoning`` (vLLM), ids come late or never,
-errors arrive inside a stream. Source: OpenAI API reference, "Chat" and "Chat streaming".
+A translation is chosen once a node is found that does not speak the caller's dialect. Whoever writes one keeps to this:
+what cannot be carried is refused by name (``BadRequest(param=...)``), what may be left out is listed in ``ignored``, and
+an answer never pretends to be whole: after a failure there is no closing event.
+
+One decoder reads chunks and whole answers. Engines differ: reasoning is ``reasoning_content`` (llama.cpp, older vLLM) or
+``reasoning`` (vLLM), ids come late or never, errors arrive inside a stream. Source: OpenAI API reference, "Chat" and
+"Chat streaming".
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -16,6 +22,7 @@ from core.limits import limits
 from gateway.dialects.body import is_crowded
 from gateway.dialects.refusal import read_refusal, read_stream_failure
 from gateway.errors import ForwardedRequestFailed, GatewayError, RequestInterrupted, StreamTooLarge
+from wire import clock
 from wire.bridge import TokenCounts
 from wire.events import EventCutter
 from wire.limits import WIRE
@@ -59,6 +66,67 @@ class ObjectScan:
                 self._depth += 1 if mark in "{[" else -1
                 self.is_complete = self._depth == 0
         return piece[at:]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerContext:
+    """What an answer may say about its circumstances. ``created``: Unix seconds.
+
+    ``clock``: monotonic seconds, read when the answer is opened, at its first text and at its end. ``received_at``: what it
+    showed when the request came in, None = nobody noted it.
+    """
+
+    request_id: str
+    model: str
+    created: int
+    clock: Callable[[], float] = clock.monotonic
+    received_at: float | None = None
+
+
+class AnswerTranslator(Protocol):
+    """One attempt's answer. Streamed: ``feed`` …, then ``finish``. Whole: ``translate_whole``. Never both."""
+
+    @property
+    def usage(self) -> TokenCounts | None:
+        """What the engine counted, as far as it said."""
+
+    @property
+    def failure(self) -> GatewayError | None:
+        """Why the answer is over, if it is: an error in the stream, or bytes that are no chat answer.
+
+        Set by ``feed``, ``finish`` or ``translate_whole``; whoever called says it in the client's dialect and ends.
+        """
+
+    @property
+    def kept(self) -> bytes | None:
+        """The whole answer as one JSON object of this dialect once it is finished, for surfaces that keep answers."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take bytes of the engine's event stream, cut anywhere; return whole events of this dialect, or nothing."""
+
+    def finish(self) -> bytes:
+        """Return the closing events. An engine that ended before its answer was whole is a ``failure``, not an end."""
+
+    def translate_whole(self, body: bytes) -> bytes:
+        """Return an unstreamed answer (HTTP 2xx) in this dialect."""
+
+
+@runtime_checkable
+class FailingTranslator(Protocol):
+    """A translator of a dialect that ends a broken stream with more than one line about the error."""
+
+    def fail(self, error: GatewayError) -> bytes:
+        """Return the events that end the stream with this error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A request as the node gets it. ``path``: the API path it is asked on. ``ignored``: names of fields that were left out."""
+
+    path: str
+    body: bytes
+    open_answer: Callable[[AnswerContext], AnswerTranslator]
+    ignored: tuple[str, ...] = ()
 
 
 class FunctionPart(msgspec.Struct, gc=False):

@@ -24,6 +24,7 @@ from gateway.dialects.body import (
     replace_form_model,
     require_list,
 )
+from gateway.dialects.chat import Translation
 from gateway.dialects.messages import translate_messages
 from gateway.dialects.refusal import complete_error, read_refusal, read_shape
 from gateway.dialects.responses import (
@@ -37,7 +38,6 @@ from gateway.dialects.responses import (
     translate_compact,
     translate_responses,
 )
-from gateway.dialects.translation import Translation
 from gateway.errors import BadRequest, BodyUnreadable, ContextTooLong, GatewayError, PromptTooLarge
 from gateway.values import CHAT_PATH, InferenceRequest, derive
 from wire import clock

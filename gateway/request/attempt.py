@@ -15,9 +15,9 @@ import msgspec
 
 from core.limits import GatewayLimits, limits
 from gateway.dialects import Surface
+from gateway.dialects.chat import AnswerContext, AnswerTranslator, FailingTranslator, Translation
 from gateway.dialects.pool_meta import MetaStream, PoolMeta, add_meta
 from gateway.dialects.refusal import read_refusal, read_stream_failure
-from gateway.dialects.translation import AnswerContext, AnswerTranslator, FailingTranslator, Translation
 from gateway.errors import (
     ClientLeft,
     EngineRefused,

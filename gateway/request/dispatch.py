@@ -23,7 +23,7 @@ import msgspec
 from core.limits import GatewayLimits
 from gateway.dialects import Surface
 from gateway.dialects.body import has_foreign_tools, holds_part
-from gateway.dialects.translation import Translation
+from gateway.dialects.chat import Translation
 from gateway.errors import (
     BadRequest,
     EndpointNotAnswered,

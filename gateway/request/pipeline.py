@@ -15,9 +15,9 @@ from core.limits import GatewayLimits
 from gateway import metrics
 from gateway.counting import TokenCounter, run_beside
 from gateway.dialects import Surface
+from gateway.dialects.chat import Translation
 from gateway.dialects.messages import to_chat_body
 from gateway.dialects.surface import Dialect
-from gateway.dialects.translation import Translation
 from gateway.errors import (
     BadRequest,
     ContextTooLong,

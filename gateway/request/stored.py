@@ -19,8 +19,8 @@ from django.db import DatabaseError, InterfaceError
 from core.db.threads import run_in_database
 from core.limits import limits
 from gateway.dialects.body import count_prompt_chars
+from gateway.dialects.chat import AnswerTranslator, Translation
 from gateway.dialects.responses import COMPACT_PATH, list_input_items, make_response_id, translate_compact, translate_responses
-from gateway.dialects.translation import AnswerTranslator, Translation
 from gateway.errors import BadRequest, GatewayError, RecordsUnavailable, ResponseNotFound
 from gateway.services.responses import keep_response, load_history
 from gateway.values import Caller, InferenceRequest

@@ -11,7 +11,7 @@ from typing import Any  # JSON
 from conformance.events import read_stream
 from conformance.readers import messages as messages_reader
 from gateway.dialects import SURFACES
-from gateway.dialects.translation import AnswerContext, AnswerTranslator, FailingTranslator, Translation
+from gateway.dialects.chat import AnswerContext, AnswerTranslator, FailingTranslator, Translation
 from gateway.errors import GatewayError
 
 Json = dict[str, Any]

@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from gateway.dialects import SURFACES
+from gateway.dialects.chat import AnswerContext, AnswerTranslator, FailingTranslator, Translation
 from gateway.dialects.messages import to_chat_body
 from gateway.dialects.refusal import read_refusal
-from gateway.dialects.translation import AnswerContext, AnswerTranslator, FailingTranslator, Translation
 from gateway.errors import ContextTooLong, GatewayError
 from gateway.values import InferenceRequest
 

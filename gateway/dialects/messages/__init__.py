@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from gateway.dialects.chat import Translation
 from gateway.dialects.messages.answer import MessagesTranslator
 from gateway.dialects.messages.request import to_chat_body
-from gateway.dialects.translation import Translation
-from gateway.values import InferenceRequest
+from gateway.values import CHAT_PATH, InferenceRequest
 
 __all__ = ["MessagesTranslator", "to_chat_body", "translate_messages"]
-
-CHAT_PATH = "/v1/chat/completions"
 
 
 def translate_messages(request: InferenceRequest) -> Translation:

@@ -12,6 +12,7 @@ from msgspec import Raw
 
 from core.limits import limits
 from gateway.dialects.chat import (
+    AnswerContext,
     CallFinder,
     ChatChoice,
     ChatMessage,
@@ -21,7 +22,6 @@ from gateway.dialects.chat import (
     ObjectScan,
     ToolCallPart,
 )
-from gateway.dialects.translation import AnswerContext
 from gateway.errors import ForwardedRequestFailed, StreamTooLarge
 from wire.limits import WIRE
 

@@ -9,6 +9,7 @@ import msgspec
 
 from core.limits import limits
 from gateway.dialects.chat import (
+    AnswerContext,
     CallFinder,
     ChatChoice,
     ChatReader,
@@ -29,7 +30,6 @@ from gateway.dialects.responses.object import (
     render_usage,
     write_event,
 )
-from gateway.dialects.translation import AnswerContext
 from gateway.errors import ForwardedRequestFailed, GatewayError, StreamTooLarge
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE

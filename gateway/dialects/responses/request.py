@@ -8,6 +8,7 @@ from functools import partial
 
 import msgspec
 
+from gateway.dialects.chat import AnswerContext, AnswerTranslator, Translation
 from gateway.dialects.responses.answer import AnswerPlan, ResponsesTranslator
 from gateway.dialects.responses.items import (
     SUMMARY_MARK,
@@ -32,12 +33,10 @@ from gateway.dialects.responses.object import (
     translate_decoding,
     write_event,
 )
-from gateway.dialects.translation import AnswerContext, AnswerTranslator, Translation
 from gateway.errors import BadRequest, ForwardedRequestFailed, GatewayError
-from gateway.values import InferenceRequest
+from gateway.values import CHAT_PATH, InferenceRequest
 from wire.bridge import TokenCounts
 
-CHAT_PATH = "/v1/chat/completions"
 LOGPROBS = "message.output_text.logprobs"
 
 _CARRIED = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "allow_remote"})

@@ -28,7 +28,7 @@ from benchmarks.toolchain import Tools, build_tools, find_compiler
 from benchmarks.upstream import MockUpstream
 from controlplane.launcher.processes import find_by_directory
 from gateway.dialects import SURFACES
-from gateway.dialects.translation import AnswerContext
+from gateway.dialects.chat import AnswerContext
 from tests.fakes.scripted_gateway import TOKEN, run_gateway
 from tests.fakes.waiting import eventually, wait_until
 

@@ -18,7 +18,7 @@ from core.limits import GatewayLimits
 from gateway import metrics
 from gateway.canary import Canaries
 from gateway.dialects import SURFACES
-from gateway.dialects.translation import Translation
+from gateway.dialects.chat import Translation
 from gateway.errors import ShuttingDown
 from gateway.values import InferenceRequest
 from nodes.links import EndKind

@@ -23,9 +23,9 @@ from conformance.readers import responses as responses_reader
 from conformance.verdicts import Violation
 from core.limits import limits
 from gateway.dialects import SURFACES
+from gateway.dialects.chat import FailingTranslator
 from gateway.dialects.refusal import read_refusal
 from gateway.dialects.responses import translate_responses
-from gateway.dialects.translation import FailingTranslator
 from gateway.errors import GatewayError, StreamTooLarge
 from tests.fakes.chat_engine import (
     CONTEXT,

@@ -18,6 +18,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from conformance.events import read_stream
 from gateway import errors
 from gateway.dialects import SURFACES, Surface
+from gateway.dialects.chat import AnswerContext, AnswerTranslator
 from gateway.dialects.messages import to_chat_body
 from gateway.dialects.pool_meta import MetaStream, PoolMeta, add_meta
 from gateway.dialects.refusal import ANTHROPIC_TYPES
@@ -27,7 +28,6 @@ from gateway.dialects.responses import (
     read_responses_body,
 )
 from gateway.dialects.responses.request import pack_summary
-from gateway.dialects.translation import AnswerContext, AnswerTranslator
 from gateway.errors import ClientLeft, EngineRefused, GatewayError, InvalidApiKey, ModelNotAllowed, ModelUnknown
 from gateway.request.stored import plan_keeping
 from gateway.values import Caller, InferenceRequest
