@@ -671,10 +671,10 @@ class GatewayLimits:
     fault_shown_chars: int = bound(60, "characters", "A longer name from a client is not repeated in an error.")
     ignored_names: int = bound(32, "names", "Further fields that a translation leaves out are not named.")
     ignored_name_chars: int = bound(64, "characters", "The name of a field that a translation leaves out is cut there.")
-    # Of all strands that wait.
+    # Of all blocks that wait.
     held_chars: int = bound(4 * MIB, "characters", "A translated answer that comes out of order ends with an error beyond it.")
-    strands: int = bound(
-        2 * WIRE.answer_calls, "strands", "A translated answer with more calls and texts that wait ends with an error."
+    waiting_blocks: int = bound(
+        2 * WIRE.answer_calls, "blocks", "A translated answer with more calls and texts that wait ends with an error."
     )
     # An engine may give the whole arguments of a call at once.
     chat_event_bytes: int = bound(32 * MIB, "bytes", "A stream that is translated and has a larger event ends with an error.")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -27,45 +27,6 @@ from wire.bridge import TokenCounts
 from wire.events import EventCutter
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
-
-_IN_STRING = re.compile(r'["\\]')
-_OUTSIDE = re.compile(r'["{}\[\]]')
-
-
-class ObjectScan:
-    """Follows the pieces of a JSON object to its end, wherever they are cut, and keeps none of them."""
-
-    __slots__ = ("_depth", "_is_escaped", "_is_in_string", "is_complete")
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._is_in_string = False
-        self._is_escaped = False
-        self.is_complete = False
-        """Whether the object has ended; what follows may be white space only."""
-
-    def feed(self, piece: str) -> str:
-        """Take the next piece. Returns what of it lies behind the end of the object."""
-        at = 0
-        if self._is_escaped and piece:
-            at, self._is_escaped = 1, False
-        while not self.is_complete:
-            found = (_IN_STRING if self._is_in_string else _OUTSIDE).search(piece, at)
-            if found is None:
-                return ""
-            at = found.end()
-            mark = found.group()
-            if mark == "\\":
-                at += 1
-                if at > len(piece):
-                    self._is_escaped = True
-                    return ""
-            elif mark == '"':
-                self._is_in_string = not self._is_in_string
-            else:
-                self._depth += 1 if mark in "{[" else -1
-                self.is_complete = self._depth == 0
-        return piece[at:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,82 +244,6 @@ def list_payloads(events: bytes) -> Iterator[bytes]:
             payload = b"\n".join(lines).strip()
         if payload:
             yield payload
-
-
-class EngineCall:
-    """A tool call as an engine sends it, in pieces. A dialect adds how it says the call."""
-
-    __slots__ = ("call_id", "is_closed", "name", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        """How many calls began before it."""
-        self.call_id = ""
-        """The engine's, unless that is another call's."""
-        self.name = ""
-        self.is_closed = False
-        """Whether nothing of it is said any more."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether its arguments so far are an object to its end."""
-        raise NotImplementedError
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether no arguments have come."""
-        raise NotImplementedError
-
-
-C = TypeVar("C", bound=EngineCall)
-
-
-class CallFinder(Generic[C]):
-    """Finds the call that a piece belongs to. Engines leave the index out, or give every call the same.
-
-    ``begin`` makes the next call, given how many began before it.
-    """
-
-    __slots__ = ("_begin", "_by_id", "_by_index", "_last", "_unnumbered")
-
-    def __init__(self, begin: Callable[[int], C]) -> None:
-        self._begin = begin
-        self._by_index: dict[int, C] = {}
-        self._by_id: dict[str, C] = {}
-        self._last: C | None = None
-        self._unnumbered: C | None = None
-        """The call of the piece before, if that left the index out."""
-
-    def find(self, part: ToolCallPart) -> C:
-        """Return the call of a piece, with what the piece says of id and name; a new one where it begins one."""
-        call = self._by_id.get(part.id or "", self._last) if part.index is None else self._by_index.get(part.index)
-        if call is None and self._unnumbered is not None and not (part.function is not None and part.function.name):
-            call = self._unnumbered  # its first piece left the index out
-        if call is None or _begins_another(call, part):
-            call = self._last = self._begin(0 if self._last is None else self._last.number + 1)
-        if part.index is not None:
-            self._by_index[part.index] = call
-        self._unnumbered = call if part.index is None else None
-        if not call.call_id and part.id and part.id not in self._by_id:
-            call.call_id = part.id
-            self._by_id[part.id] = call
-        if part.function is not None and part.function.name and not call.name:
-            call.name = part.function.name
-        return call
-
-
-def _begins_another(call: EngineCall, part: ToolCallPart) -> bool:
-    """Whether a piece begins a new call though its index, or its lack of one, is that of an earlier call."""
-    name = part.function.name if part.function is not None else None
-    if not name or (part.id and part.id == call.call_id):
-        return False
-    if call.is_closed or call.is_whole:
-        arguments = part.function.arguments if part.function is not None else None
-        is_repetition = name == call.name and not (arguments and not arguments.isspace())
-        return bool(part.id) or part.index is None or not is_repetition
-    if not (part.id and call.call_id):
-        return False
-    return part.index is None or (call.is_bare and name != call.name)
 
 
 FAILED_FINISHES = frozenset({"abort", "error"})

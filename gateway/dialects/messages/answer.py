@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable
-from enum import StrEnum
 
 import msgspec
 from msgspec import Raw
 
 from core.limits import limits
-from gateway.dialects.chat import (
-    AnswerContext,
-    CallFinder,
-    ChatChoice,
-    ChatMessage,
-    ChatReader,
-    ChatUsage,
-    EngineCall,
-    ObjectScan,
-    ToolCallPart,
-)
-from gateway.errors import ForwardedRequestFailed, StreamTooLarge
-from wire.limits import WIRE
+from gateway.dialects.blocks import Block, BlockKind, Blocks, ObjectScan
+from gateway.dialects.chat import AnswerContext, ChatChoice, ChatMessage, ChatReader, ChatUsage
+from gateway.errors import ForwardedRequestFailed
 
 _encoder = msgspec.json.Encoder()
 encode = _encoder.encode
@@ -33,13 +21,16 @@ UNSIGNED = "unsigned"
 RAW_ARGUMENTS_KEY = "INVALID_JSON"
 """Where the text of arguments stands that are no JSON object; Anthropic's guide to fine-grained tool streaming names it so."""
 
-MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
-DELTA_END = b"}}\n\n"
+_MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+_DELTA_END = b"}}\n\n"
 _START = b'event: content_block_start\ndata: {"type":"content_block_start","index":%d,"content_block":%b}\n\n'
 _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
 _STOP = b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n'
-_TEXT_BLOCK = b'{"type":"text","text":""}'
-_THINKING_BLOCK = b'{"type":"thinking","thinking":"","signature":""}'
+_SPOKEN_FORMS = {
+    BlockKind.TEXT: (b'{"type":"text","text":""}', b"text_delta", b"text"),
+    BlockKind.THINKING: (b'{"type":"thinking","thinking":"","signature":""}', b"thinking_delta", b"thinking"),
+}
+"""How a block begins, and the type of its deltas with the member that has the text."""
 
 
 def render_message_start(message_id: str, model: str, usage: ChatUsage | None) -> bytes:
@@ -55,46 +46,6 @@ def render_message_start(message_id: str, model: str, usage: ChatUsage | None) -
         "usage": make_usage(usage) | {"output_tokens": 0},
     }
     return b'event: message_start\ndata: {"type":"message_start","message":%b}\n\n' % encode(message)
-
-
-def render_text_start(index: int) -> bytes:
-    """Return the event that opens a text block."""
-    return _START % (index, _TEXT_BLOCK)
-
-
-def render_thinking_start(index: int) -> bytes:
-    """Return the event that opens a thinking block."""
-    return _START % (index, _THINKING_BLOCK)
-
-
-def render_call_start(index: int, call_id: str, name: str) -> bytes:
-    """Return the event that opens a ``tool_use`` block."""
-    return _START % (index, encode({"type": "tool_use", "id": call_id, "name": name, "input": {}}))
-
-
-def make_text_prefix(index: int) -> bytes:
-    """Return a text delta up to its text, which goes between this and ``DELTA_END`` as a JSON string."""
-    return _DELTA % (index, b"text_delta", b"text")
-
-
-def make_thinking_prefix(index: int) -> bytes:
-    """As ``make_text_prefix``, for thinking."""
-    return _DELTA % (index, b"thinking_delta", b"thinking")
-
-
-def make_arguments_prefix(index: int) -> bytes:
-    """As ``make_text_prefix``, for a piece of the input of a tool."""
-    return _DELTA % (index, b"input_json_delta", b"partial_json")
-
-
-def render_signature(index: int) -> bytes:
-    """Return the last delta of a thinking block."""
-    return _DELTA % (index, b"signature_delta", b"signature") + encode(UNSIGNED) + DELTA_END
-
-
-def render_block_stop(index: int) -> bytes:
-    """Return the event that closes a block."""
-    return _STOP % index
 
 
 def render_message_delta(stop_reason: str, stop_sequence: str | None, usage: ChatUsage | None) -> bytes:
@@ -211,201 +162,76 @@ def _list_texts(message: ChatMessage) -> list[dict[str, object]]:
     return blocks
 
 
-class Kind(StrEnum):
-    """What a strand carries."""
+class MessageBlocks:
+    """Blocks as events of a Messages stream. ``make_id`` names a call whose engine did not."""
 
-    TEXT = "text"
-    THINKING = "thinking"
-    CALL = "call"
-
-
-class Strand(EngineCall):
-    """One block to be, a call or not. ``prefix`` is the beginning of its deltas once it is open."""
-
-    __slots__ = ("held", "kind", "prefix", "scan")
-
-    def __init__(self, kind: Kind, number: int = 0) -> None:
-        super().__init__(number)
-        self.kind = kind
-        self.held: list[str] = []
-        self.prefix = b""
-        self.scan: ObjectScan | None = None
-        """Of a call whose arguments have begun to be an object."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the next strand may take over."""
-        return self.kind is not Kind.CALL or (self.scan is not None and self.scan.is_complete)
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether nothing of its text has come."""
-        return not self.held and self.scan is None
-
-
-class Strands:
-    """The blocks of one answer. ``make_id`` names a call whose engine did not."""
+    __slots__ = ("_make_id", "events", "has_calls", "has_cut_calls", "prefix")
 
     def __init__(self, make_id: Callable[[int], str]) -> None:
         self._make_id = make_id
-        self._strands: deque[Strand] = deque()
-        self._calls = CallFinder(lambda number: self._begin(Strand(Kind.CALL, number)))
-        self._limits = limits().gateway
-        self._held_chars = 0
-        self._next_index = 0
+        self.events: list[bytes] = []
+        self.prefix = b""
+        """A delta of the block that was opened last, up to its text."""
         self.has_calls = False
         """Whether the answer calls tools."""
         self.has_cut_calls = False
         """Whether the arguments of one ended before their JSON did."""
-        self.open_kind: Kind | None = None
-        """What the open block is while nothing else waits: a piece of that kind may go out at once, behind ``prefix``."""
-        self.prefix = b""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no block was opened, and none will be."""
-        return not self._next_index and not self._strands
-
-    def add(self, kind: Kind, text: str) -> bytes:
-        """Take a piece of text or thinking; return the events that may go out. Raises StreamTooLarge."""
-        strand = self._strands[-1] if self._strands else None
-        if strand is None or strand.kind is not kind:
-            strand = self._begin(Strand(kind))
-        self._hold(strand, text)
-        return self._advance()
-
-    def add_call(self, part: ToolCallPart) -> bytes:
-        """Take a piece of a tool call; return the events that may go out. Raises ForwardedRequestFailed."""
-        strand = self._calls.find(part)
-        function = part.function
-        if function is None:
-            return self._advance()
-        if function.arguments:
-            if strand.scan is not None and strand.prefix and self.open_kind is Kind.CALL:
-                piece = _scan(strand.scan, function.arguments)
-                return strand.prefix + encode(piece) + DELTA_END if piece else b""
-            self._take_arguments(strand, function.arguments)
-        return self._advance()
-
-    def finish(self) -> bytes:
-        """Return what is still held, and the end of every block. Raises ForwardedRequestFailed."""
-        out = [self._advance()]
-        while self._strands:
-            out += [self._close(self._strands.popleft()), self._advance()]
-        return b"".join(out)
-
-    def _begin(self, strand: Strand) -> Strand:
-        """Put a strand behind the others. Raises StreamTooLarge."""
-        if len(self._strands) >= self._limits.strands or strand.number >= WIRE.answer_calls:
-            raise StreamTooLarge
-        self._strands.append(strand)
-        return strand
-
-    def _take_arguments(self, strand: Strand, piece: str) -> None:
-        """Follow arguments that begin like an object; hold any others, which are made into one at their end."""
-        if strand.scan is None and not strand.held:
+    def take_arguments(self, block: Block, piece: str) -> str:
+        """Follow arguments that begin like an object; any others are held, and made into one at their end."""
+        if block.is_bare:
             piece = piece.lstrip()
             if piece.startswith("{"):
-                strand.scan = ObjectScan()
-        if strand.scan is not None:
-            piece = _scan(strand.scan, piece)
-        if piece:
-            self._hold(strand, piece)
+                block.scan = ObjectScan()
+        if block.scan is None:
+            return piece
+        rest = block.scan.feed(piece)
+        if rest and not rest.isspace():
+            raise ForwardedRequestFailed("The engine sent more arguments of a tool call after their end.")
+        return piece[: len(piece) - len(rest)] if rest else piece
 
-    def _hold(self, strand: Strand, piece: str) -> None:
-        strand.held.append(piece)
-        self._held_chars += len(piece)
+    def open(self, block: Block) -> None:
+        """Open a block, and settle the id of a call."""
+        if block.kind is BlockKind.CALL:
+            self.has_calls = True
+            block.call_id = block.call_id or self._make_id(block.number)
+            start = encode({"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}})
+            delta, key = b"input_json_delta", b"partial_json"
+        else:
+            start, delta, key = _SPOKEN_FORMS[block.kind]
+        self.prefix = _DELTA % (block.index, delta, key)
+        self.events.append(_START % (block.index, start))
 
-    def _advance(self) -> bytes:
-        """Write what the open strand holds, and open the next while the open one is whole. Raises StreamTooLarge."""
-        strands = self._strands
-        out = []
-        while strands:
-            out.append(self._write(strands[0]))
-            if len(strands) == 1 or not strands[0].is_whole:
-                break
-            out.append(self._close(strands.popleft()))
-        if self._held_chars > self._limits.held_chars:
-            raise StreamTooLarge
-        self.open_kind = strands[0].kind if len(strands) == 1 else None
-        self.prefix = strands[0].prefix if strands else b""
-        return b"".join(out)
+    def say(self, block: Block, pieces: list[str]) -> None:
+        """Say pieces in one delta. ``block``: the one that was opened last."""
+        self.events.append(self.prefix + encode("".join(pieces)) + _DELTA_END)
 
-    def _write(self, strand: Strand) -> bytes:
-        """Open a strand's block if that is possible by now, and write what it holds."""
-        if strand.kind is Kind.CALL and not (strand.name and (strand.call_id or strand.scan)):
-            return b""
-        out = b"" if strand.prefix else self._open(strand)
-        if not strand.held or (strand.kind is Kind.CALL and strand.scan is None):
-            return out
-        text = "".join(strand.held)
-        self._held_chars -= len(text)
-        strand.held = []
-        if not text:
-            return out
-        return out + strand.prefix + encode(text) + DELTA_END
-
-    def _open(self, strand: Strand) -> bytes:
-        index = self._next_index
-        self._next_index += 1
-        match strand.kind:
-            case Kind.TEXT:
-                strand.prefix = make_text_prefix(index)
-                return render_text_start(index)
-            case Kind.THINKING:
-                strand.prefix = make_thinking_prefix(index)
-                return render_thinking_start(index)
-            case Kind.CALL:
-                self.has_calls = True
-                strand.call_id = strand.call_id or self._make_id(strand.number)
-                strand.prefix = make_arguments_prefix(index)
-                return render_call_start(index, strand.call_id, strand.name)
-
-    def _close(self, strand: Strand) -> bytes:
-        """Return the end of a block, opened now if it was not. Raises ForwardedRequestFailed for a call nobody can make."""
-        strand.is_closed = True
-        held = "".join(strand.held)
-        self._held_chars -= len(held)
-        strand.held = []
-        out = b""
-        if strand.kind is Kind.CALL and not strand.name:
-            if not (held or strand.call_id):
-                return b""
-            raise ForwardedRequestFailed("The engine sent a tool call without the name of the tool.")
-        if not strand.prefix:
-            out = self._open(strand)
-        index = self._next_index - 1
-        if strand.kind is Kind.THINKING:
-            out += render_signature(index)
-        elif strand.scan is not None:
-            self.has_cut_calls |= not strand.scan.is_complete
-        elif strand.kind is Kind.CALL:
-            out += strand.prefix + encode(bytes(read_arguments(held)).decode()) + DELTA_END
-        return out + render_block_stop(index)
-
-
-def _scan(scan: ObjectScan, piece: str) -> str:
-    """Return the part of a piece that belongs to the object. Raises ForwardedRequestFailed when there is more."""
-    rest = scan.feed(piece)
-    if rest and not rest.isspace():
-        raise ForwardedRequestFailed("The engine sent more arguments of a tool call after their end.")
-    return piece[: len(piece) - len(rest)]
+    def close(self, block: Block) -> None:
+        """Close a block: sign a thinking one, and say arguments that are no object."""
+        if block.kind is BlockKind.THINKING:
+            self.events.append(_DELTA % (block.index, b"signature_delta", b"signature") + encode(UNSIGNED) + _DELTA_END)
+        elif block.scan is not None:
+            self.has_cut_calls |= not block.is_whole
+        elif block.kind is BlockKind.CALL:
+            self.say(block, [bytes(read_arguments("".join(block.held))).decode()])
+        self.events.append(_STOP % block.index)
 
 
 _SPOKEN = re.compile(r"[^A-Za-z0-9_-]")
-_TEXT, _THINKING = Kind.TEXT, Kind.THINKING
+_TEXT, _THINKING = BlockKind.TEXT, BlockKind.THINKING
 
 
 class MessagesTranslator(ChatReader):
     """One answer; see ``AnswerTranslator``. The closing events are held until ``finish``: usage follows the last piece."""
 
-    __slots__ = ("_context", "_has_started", "_id", "_is_whole", "_out", "_refuses", "_strands")
+    __slots__ = ("_blocks", "_context", "_has_started", "_id", "_is_whole", "_out", "_refuses", "_renderer")
 
     def __init__(self, context: AnswerContext) -> None:
         super().__init__()
         self._context = context
         self._id = _SPOKEN.sub("", context.request_id.removeprefix("req_"))
-        self._strands = Strands(self._make_call_id)
+        self._renderer = MessageBlocks(self._make_call_id)
+        self._blocks = Blocks(self._renderer, is_sequential=True, held_chars=limits().gateway.held_chars)
         self._out: list[bytes] = []
         """Events that were not returned yet."""
         self._has_started = self._is_whole = False
@@ -471,36 +297,40 @@ class MessagesTranslator(ChatReader):
             self._out.append(said)
 
     def _take_delta(self, delta: ChatMessage) -> None:
-        content, thought, strands, out = delta.content, delta.reasoning_content or delta.reasoning, self._strands, self._out
+        content, thought, blocks, out = delta.content, delta.reasoning_content or delta.reasoning, self._blocks, self._out
         if not delta.tool_calls and not delta.refusal:
-            if not thought and (strands.open_kind is _TEXT or not content):
+            if not thought and (blocks.open_kind is _TEXT or not content):
                 if content:
-                    out.append(strands.prefix + encode(content) + DELTA_END)
+                    out.append(self._renderer.prefix + encode(content) + _DELTA_END)
                 return
-            if not content and strands.open_kind is _THINKING:
-                out.append(strands.prefix + encode(thought) + DELTA_END)
+            if not content and blocks.open_kind is _THINKING:
+                out.append(self._renderer.prefix + encode(thought) + _DELTA_END)
                 return
-        if thought:
-            out.append(strands.add(_THINKING, thought))
-        if content:
-            out.append(strands.add(_TEXT, content))
-        if delta.refusal:
-            self._refuses = True
-            out.append(strands.add(_TEXT, delta.refusal))
+        self._refuses |= bool(delta.refusal)
+        for kind, text in ((_THINKING, thought), (_TEXT, content), (_TEXT, delta.refusal)):
+            if text:
+                blocks.add(kind, text)
+                self._move_events()
         for part in delta.tool_calls or ():
-            out.append(strands.add_call(part))
+            blocks.add_call(part)
+            self._move_events()
+
+    def _move_events(self) -> None:
+        """Let events go out; those of a piece that cannot be taken as a whole stay where they are."""
+        self._out += self._renderer.events
+        self._renderer.events.clear()
 
     def _end(self) -> None:
         """Close every block and the message. Raises ForwardedRequestFailed."""
-        strands, out = self._strands, self._out
-        if strands.is_empty:
-            out.append(strands.add(_TEXT, ""))
-        out.append(strands.finish())
+        if self._blocks.is_empty:
+            self._blocks.add(_TEXT, "")
+        self._blocks.finish()
+        self._move_events()
         stop_reason, stop_sequence = find_stop(
             self._finish_reason,
             self._stopped_by,
-            has_calls=strands.has_calls,
-            has_cut_calls=strands.has_cut_calls,
+            has_calls=self._renderer.has_calls,
+            has_cut_calls=self._renderer.has_cut_calls,
             refuses=self._refuses,
         )
-        out.append(render_message_delta(stop_reason, stop_sequence, self._usage) + MESSAGE_STOP)
+        self._out.append(render_message_delta(stop_reason, stop_sequence, self._usage) + _MESSAGE_STOP)

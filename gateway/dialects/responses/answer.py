@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
 from core.limits import limits
-from gateway.dialects.chat import (
-    AnswerContext,
-    CallFinder,
-    ChatChoice,
-    ChatReader,
-    EngineCall,
-    ObjectScan,
-    ToolCallPart,
-)
+from gateway.dialects.blocks import Block, BlockKind, Blocks, ObjectScan
+from gateway.dialects.chat import AnswerContext, ChatChoice, ChatReader
 from gateway.dialects.responses.items import CallKind, ToolName, ToolTable, unwrap_input
 from gateway.dialects.responses.object import (
     ResponseFrame,
@@ -103,26 +95,11 @@ class EventLog:
         return taken
 
 
-class OutputItem(Protocol):
-    """An item of the output."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it may still grow."""
-
-    def close(self, status: Status) -> None:
-        """Finish it; nothing happens when it is finished already."""
-
-    def render(self) -> bytes:
-        """Return the item as JSON."""
-
-
 class PartKind(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """A kind of content part, the item that holds it, and the names of its events."""
+    """A kind of content part, the block that holds it, and the names of its events."""
 
     part: bytes
-    item: bytes
-    prefix: str
+    block: BlockKind
     text_key: bytes
     delta: bytes
     done: bytes
@@ -130,24 +107,21 @@ class PartKind(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
 TEXT = PartKind(
     part=b"output_text",
-    item=b"message",
-    prefix="msg",
+    block=BlockKind.TEXT,
     text_key=b"text",
     delta=b"response.output_text.delta",
     done=b"response.output_text.done",
 )
 REFUSAL = PartKind(
     part=b"refusal",
-    item=b"message",
-    prefix="msg",
+    block=BlockKind.TEXT,
     text_key=b"refusal",
     delta=b"response.refusal.delta",
     done=b"response.refusal.done",
 )
 THOUGHT = PartKind(
     part=b"reasoning_text",
-    item=b"reasoning",
-    prefix="rs",
+    block=BlockKind.THINKING,
     text_key=b"text",
     delta=b"response.reasoning_text.delta",
     done=b"response.reasoning_text.done",
@@ -181,16 +155,16 @@ class SpokenItem:
     ``repeats_text``: a message has its text beside its parts too, for readers of llm-pool's shape.
     """
 
-    __slots__ = ("_head", "_index", "_item_id", "_log", "_parts", "_repeats_text", "_status", "kind", "part")
+    __slots__ = ("_index", "_item_id", "_log", "_parts", "_repeats_text", "_status", "is_message", "part")
 
-    def __init__(self, kind: PartKind, *, item_id: str, index: int, log: EventLog, repeats_text: bool) -> None:
-        self.kind = kind
+    def __init__(self, kind: BlockKind, *, stem: str, index: int, log: EventLog, repeats_text: bool) -> None:
+        self.is_message = kind is BlockKind.TEXT
         self.part: _Part | None = None
         """The part that grows."""
-        self._item_id = item_id
+        self._item_id = f"{'msg' if self.is_message else 'rs'}_{stem}_{index}"
         self._index = index
         self._log = log
-        self._repeats_text = repeats_text and kind.item == b"message"
+        self._repeats_text = repeats_text and self.is_message
         self._parts: list[_Part] = []
         self._status = Status.IN_PROGRESS
         if not log.is_silent:
@@ -234,11 +208,11 @@ class SpokenItem:
     def render(self) -> bytes:
         """Return the item as JSON."""
         content = b",".join([part.render() for part in self._parts])
-        head = b'{"id":%b,"type":"%b","status":"%b"' % (_encode(self._item_id), self.kind.item, self._status.encode())
-        if self.kind.item == b"reasoning":
-            return b'%b,"summary":[],"content":[%b]}' % (head, content)
+        place = (_encode(self._item_id), self._status.encode())
+        if not self.is_message:
+            return b'{"id":%b,"type":"reasoning","status":"%b","summary":[],"content":[%b]}' % (*place, content)
         extra = b',"text":' + _encode(self.text) if self._repeats_text else b""
-        return b'%b,"role":"assistant","content":[%b]%b}' % (head, content, extra)
+        return b'{"id":%b,"type":"message","status":"%b","role":"assistant","content":[%b]%b}' % (*place, content, extra)
 
     def _open_part(self, kind: PartKind) -> _Part:
         self._close_part()
@@ -268,7 +242,7 @@ _CALL_PREFIXES = {CallKind.FUNCTION: "fc", CallKind.CUSTOM: "ctc", CallKind.SEAR
 class CallItem:
     """A call of a tool. Only a function's arguments are told while they grow: the others have to be read as a whole first."""
 
-    __slots__ = ("_call_id", "_head", "_index", "_item_id", "_log", "_pieces", "_scan", "_scanned", "_status", "_tool")
+    __slots__ = ("_call_id", "_head", "_index", "_item_id", "_log", "_pieces", "_status", "_tool")
 
     def __init__(self, tool: ToolName, *, call_id: str, stem: str, index: int, log: EventLog) -> None:
         self._tool = tool
@@ -277,9 +251,6 @@ class CallItem:
         self._index = index
         self._log = log
         self._pieces: list[str] = []
-        self._scan = ObjectScan()
-        self._scanned = 0
-        """How many pieces were scanned."""
         self._status = Status.IN_PROGRESS
         name = b"response.function_call_arguments.delta"
         place = (name, name, _encode(self._item_id), index)
@@ -291,18 +262,6 @@ class CallItem:
     def is_open(self) -> bool:
         """Whether it may still grow."""
         return self._status is Status.IN_PROGRESS
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether no arguments have come."""
-        return not self._pieces
-
-    def is_whole(self) -> bool:
-        """Whether its arguments so far are an object to its end."""
-        for number in range(self._scanned, len(self._pieces)):
-            self._scan.feed(self._pieces[number])
-        self._scanned = len(self._pieces)
-        return self._scan.is_complete
 
     def add_arguments(self, piece: str) -> None:
         """Add the next piece of the arguments, which is JSON text cut anywhere."""
@@ -361,163 +320,86 @@ class CallItem:
             return {}
 
 
-class _Call(EngineCall):
-    """A call with its item; None: its name has not come yet, and ``early`` are its arguments so far."""
-
-    __slots__ = ("early", "item")
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.early: list[str] = []
-        self.item: CallItem | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether its arguments so far are an object to its end."""
-        return self.item is not None and self.item.is_whole()
-
-    @property
-    def is_bare(self) -> bool:
-        """Whether no arguments have come."""
-        return not self.early and (self.item is None or self.item.is_bare)
-
-
 class AnswerItems:
-    """The output of one answer. A thought or a message ends where another item begins; calls stay open to the end.
+    """The output of one answer, each block an item. Arguments are said as they come, whether they are an object or not.
 
     ``stem``: what the ids of the items have in common. ``repeats_text``: see ``SpokenItem``.
     """
 
     def __init__(self, *, stem: str, table: ToolTable, log: EventLog, repeats_text: bool) -> None:
+        self.is_cut = False
+        """Whether the answer was stopped early, so the item that grew last is not whole."""
         self._stem = stem
         self._table = table
         self._log = log
         self._repeats_text = repeats_text
-        self._items: list[OutputItem] = []
-        self._spoken: SpokenItem | None = None
-        self._latest: OutputItem | None = None
-        self._calls: list[_Call] = []
-        self._finder = CallFinder(self._begin_call)
+        self._items: list[SpokenItem | CallItem] = []
+        self._latest: SpokenItem | CallItem | None = None
+        """The item that grew last."""
         self._chars_left = limits().gateway.responses_answer_chars
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing has been said yet."""
-        return not self._items
-
-    @property
-    def has_unnamed_call(self) -> bool:
-        """Whether the engine began a call and never said of what."""
-        return any(call.item is None for call in self._calls)
 
     @property
     def text(self) -> str:
         """All text of all messages."""
-        return "".join(item.text for item in self._items if isinstance(item, SpokenItem) and item.kind is not THOUGHT)
+        return "".join(item.text for item in self._items if isinstance(item, SpokenItem) and item.is_message)
 
-    def take(self, choice: ChatChoice) -> None:
-        """Take the next piece of the answer, or the whole of it. Raises StreamTooLarge."""
-        said = choice.delta or choice.message
-        if said is None:
-            return
-        thought = said.reasoning_content or said.reasoning
-        if thought:
-            self._say(THOUGHT, thought)
-        if said.content:
-            self._say(TEXT, said.content, choice.logprobs)
-        elif choice.logprobs is not None and self._spoken is not None and not thought:
-            self._spoken.add_logprobs(self._render_logprobs(choice.logprobs))
-        if said.refusal:
-            self._say(REFUSAL, said.refusal)
-        if said.tool_calls:
-            for part in said.tool_calls:
-                self._take_call(part)
+    def take_arguments(self, block: Block, piece: str) -> str:
+        """Return the whole piece. Raises StreamTooLarge."""
+        self._count(len(piece))
+        return piece
 
-    def close(self, *, is_cut: bool) -> None:
-        """Finish every item. ``is_cut``: the answer was stopped early, so the item that grew last is not whole."""
-        if self.is_empty and not is_cut:
-            self._say(TEXT, "")
-        for item in self._items:
-            item.close(Status.INCOMPLETE if is_cut and item is self._latest else Status.COMPLETED)
+    def open(self, block: Block) -> None:
+        """Add an item. The id of a call is settled here: one that comes later does not count. Raises StreamTooLarge."""
+        index, log = block.index, self._log
+        if index >= WIRE.answer_calls:
+            raise StreamTooLarge
+        if block.kind is BlockKind.CALL:
+            block.scan = ObjectScan()
+            call_id = block.call_id or f"call_{self._stem}_{index}"
+            self._latest = CallItem(self._table.find(block.name), call_id=call_id, stem=self._stem, index=index, log=log)
+        else:
+            self._latest = SpokenItem(block.kind, stem=self._stem, index=index, log=log, repeats_text=self._repeats_text)
+        self._items.append(self._latest)
+
+    def say(self, block: Block, pieces: list[str]) -> None:
+        """Add the next pieces of the arguments of a call."""
+        self._latest = call = self._items[block.index]
+        assert isinstance(call, CallItem)
+        for piece in pieces:
+            block.unscanned.append(piece)
+            call.add_arguments(piece)
+
+    def say_text(self, kind: PartKind, text: str, logprobs: object) -> None:
+        """Add text to the last item, which is a message or a thought. Raises StreamTooLarge."""
+        self._latest = spoken = self._items[-1]
+        assert isinstance(spoken, SpokenItem)
+        self._count(len(text))
+        spoken.say(kind, text, b"" if logprobs is None else self._render_logprobs(logprobs))
+
+    def add_logprobs(self, logprobs: object) -> None:
+        """Note numbers of tokens that had no text, if the last item is a message or a thought. Raises StreamTooLarge."""
+        if self._items and isinstance(spoken := self._items[-1], SpokenItem):
+            spoken.add_logprobs(self._render_logprobs(logprobs))
+
+    def close(self, block: Block) -> None:
+        """Finish an item."""
+        item = self._items[block.index]
+        item.close(Status.INCOMPLETE if self.is_cut and item is self._latest else Status.COMPLETED)
 
     def render(self) -> bytes:
         """Return ``output`` as JSON."""
         return b"[%b]" % b",".join([item.render() for item in self._items])
-
-    def _say(self, kind: PartKind, text: str, logprobs: object = None) -> None:
-        spoken = self._spoken
-        if spoken is None or spoken.kind.item != kind.item:
-            spoken = self._open_spoken(kind)
-        self._latest = spoken
-        self._count(len(text))
-        spoken.say(kind, text, b"" if logprobs is None else self._render_logprobs(logprobs))
 
     def _render_logprobs(self, logprobs: object) -> bytes:
         rendered = render_logprobs(logprobs)
         self._count(len(rendered))
         return rendered
 
-    def _open_spoken(self, kind: PartKind) -> SpokenItem:
-        self._close_spoken()
-        index = self._place_item()
-        item_id = f"{kind.prefix}_{self._stem}_{index}"
-        spoken = SpokenItem(kind, item_id=item_id, index=index, log=self._log, repeats_text=self._repeats_text)
-        self._spoken = spoken
-        self._items.append(spoken)
-        return spoken
-
-    def _place_item(self) -> int:
-        """Return the index of the next item. Raises StreamTooLarge."""
-        if len(self._items) >= WIRE.answer_calls:
-            raise StreamTooLarge
-        return len(self._items)
-
     def _count(self, chars: int) -> None:
         """Take so much of what has to be kept into account. Raises StreamTooLarge."""
         self._chars_left -= chars
         if self._chars_left < 0:
             raise StreamTooLarge
-
-    def _close_spoken(self) -> None:
-        spoken, self._spoken = self._spoken, None
-        if spoken is not None:
-            spoken.close(Status.COMPLETED)
-
-    def _take_call(self, part: ToolCallPart) -> None:
-        call = self._finder.find(part)
-        function = part.function
-        if function is None:
-            return
-        if call.item is None and call.name:
-            call.item = self._open_call(call)
-            self._latest = call.item
-        arguments = function.arguments
-        if not arguments:
-            return
-        self._count(len(arguments))
-        if call.item is None:
-            call.early.append(arguments)
-        else:
-            call.item.add_arguments(arguments)
-            self._latest = call.item
-
-    def _begin_call(self, number: int) -> _Call:
-        """Add a call. Raises StreamTooLarge."""
-        if number >= WIRE.answer_calls:
-            raise StreamTooLarge
-        self._calls.append(_Call(number))
-        return self._calls[-1]
-
-    def _open_call(self, call: _Call) -> CallItem:
-        """Add an item for a call. Its id is settled here: one that comes later does not count."""
-        self._close_spoken()
-        index = self._place_item()
-        call_id = call.call_id or f"call_{self._stem}_{index}"
-        item = CallItem(self._table.find(call.name), call_id=call_id, stem=self._stem, index=index, log=self._log)
-        self._items.append(item)
-        for piece in call.early:
-            item.add_arguments(piece)
-        return item
 
 
 _INCOMPLETE_REASONS = {"length": b"max_output_tokens", "content_filter": b"content_filter"}
@@ -551,7 +433,7 @@ class ResponsesTranslator(ChatReader):
         self._opened_at = context.clock()
         self._first_text_at: float | None = None
         self._log = EventLog()
-        self._items = self._make_items()
+        self._begin_items()
         self._kept: bytes | None = None
         self._is_over = False
 
@@ -565,7 +447,7 @@ class ResponsesTranslator(ChatReader):
         if self._is_over or self._failure is not None:
             return b""
         self._read(data)
-        if self._first_text_at is None and not self._items.is_empty:
+        if self._first_text_at is None and not self._blocks.is_empty:
             self._first_text_at = self._context.clock()
         return self._log.take()
 
@@ -593,7 +475,7 @@ class ResponsesTranslator(ChatReader):
     def translate_whole(self, body: bytes) -> bytes:
         """Return an unstreamed chat answer (HTTP 2xx) as a response object; nothing and a ``failure`` when it is none."""
         self._log = EventLog(is_silent=True)
-        self._items = self._make_items()
+        self._begin_items()
         self._read_whole(body)
         if self._failure is None and self._finish_reason is None:
             self._failure = ForwardedRequestFailed("The engine answered without a finished message.")
@@ -601,12 +483,33 @@ class ResponsesTranslator(ChatReader):
             self._end()
         return self._kept or b""
 
-    def _make_items(self) -> AnswerItems:
-        plan = self._plan
-        return AnswerItems(stem=self._frame.stem, table=plan.table, log=self._log, repeats_text=plan.uses_pool_fields)
+    def _begin_items(self) -> None:
+        """Begin an output without items, which tells the log what becomes of it."""
+        plan, held_chars = self._plan, limits().gateway.responses_answer_chars
+        self._items = AnswerItems(stem=self._frame.stem, table=plan.table, log=self._log, repeats_text=plan.uses_pool_fields)
+        self._blocks = Blocks(self._items, is_sequential=False, held_chars=held_chars)
 
     def _take_choice(self, choice: ChatChoice) -> None:
-        self._items.take(choice)
+        said = choice.delta or choice.message
+        if said is None:
+            return
+        thought = said.reasoning_content or said.reasoning
+        if thought:
+            self._say(THOUGHT, thought)
+        if said.content:
+            self._say(TEXT, said.content, choice.logprobs)
+        elif choice.logprobs is not None and not thought:
+            self._items.add_logprobs(choice.logprobs)
+        if said.refusal:
+            self._say(REFUSAL, said.refusal)
+        if said.tool_calls:
+            for part in said.tool_calls:
+                self._blocks.add_call(part)
+
+    def _say(self, kind: PartKind, text: str, logprobs: object = None) -> None:
+        if self._blocks.open_kind is not kind.block:
+            self._blocks.add(kind.block, "")
+        self._items.say_text(kind, text, logprobs)
 
     def _begin(self) -> None:
         """Say that the response exists, if that was not said yet."""
@@ -617,11 +520,14 @@ class ResponsesTranslator(ChatReader):
 
     def _end(self) -> None:
         """Close every item and the response."""
-        if self._items.has_unnamed_call:
+        if self._blocks.has_unnamed_call:
             self._failure = ForwardedRequestFailed("The engine called a tool without naming it.")
             return
         reason = _INCOMPLETE_REASONS.get(self._finish_reason or "")
-        self._items.close(is_cut=reason is not None)
+        self._items.is_cut = reason is not None
+        if self._blocks.is_empty and reason is None:
+            self._say(TEXT, "")
+        self._blocks.finish()
         self._is_over = True
         ended_at = self._context.clock()
         moment = ResponseMoment(
