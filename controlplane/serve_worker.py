@@ -110,13 +110,21 @@ class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
-def main(argv: list[str]) -> int:
+class NamedWorker(Worker):  # type: ignore[misc]  # Celery ships no types
+    """A worker whose process keeps its name, by which people look for it."""
+
+    def set_process_status(self, info: str) -> None:
+        """Leave the name of the process as it is."""
+
+
+def main(argv: list[str] | None = None) -> int:
     """Run until SIGTERM. Tasks are short and few, so two threads do: no second copy of Django in memory."""
     parser = argparse.ArgumentParser(prog="python -m controlplane.serve_worker", description="Run Muster's background work.")
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write the process id here once tasks are taken")
     ready_file: Path | None = parser.parse_args(argv).ready_file
     app.steps["worker"].add(BeatThread)
-    worker = app.Worker(
+    worker = NamedWorker(
+        app=app,
         hostname=f"worker@{os.uname().nodename}",
         pool="threads",
         concurrency=2,
@@ -133,4 +141,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -14,8 +14,6 @@ from concurrent.futures import TimeoutError as LookupTimeout
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-import httpx
-
 from core.limits import limits
 from governance.errors import GovernanceError
 
@@ -87,6 +85,8 @@ def post_notice(*, url: str, secret: str, body: bytes, at: int) -> None:
 
     The host is resolved once, and the address that was checked is the one dialled. Redirects are not followed.
     """
+    import httpx  # 6 MB that most processes need for nothing
+
     try:
         target = parse_webhook_url(url)
     except InvalidWebhook as refusal:

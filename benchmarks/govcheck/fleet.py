@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from benchmarks.errors import BenchmarkError
+from controlplane.launcher.attach import read_variables
 from controlplane.launcher.processes import Command, spawn
 from wire.optoken.approval import decode_bytes, encode_bytes, read_statement
 
@@ -138,10 +139,9 @@ class Fleet:
 
     def backstage(self, module: str, given: str = "") -> str:
         """Return what a program of ours printed in the environment of the control plane. Raises BenchmarkError."""
-        gateway = self.part("gateway")
-        assert gateway is not None
+        environment = {**_clean_environment(), **GENEROUS, **read_variables(self.data)}
         done = subprocess.run(
-            [sys.executable, "-m", module], cwd=ROOT, env=gateway.environ(), input=given, capture_output=True, text=True,
+            [sys.executable, "-m", module], cwd=ROOT, env=environment, input=given, capture_output=True, text=True,
             timeout=600, check=False,
         )  # fmt: skip
         if done.returncode:

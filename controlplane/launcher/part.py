@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from controlplane.launcher.backoff import Backoff
 from controlplane.launcher.logs import open_log, read_last_line
-from controlplane.launcher.processes import Command, identify, send_group, spawn
+from controlplane.launcher.processes import Child, Command, identify, send_group, start
 from core.limits import limits
 from wire import clock
 
@@ -42,7 +41,7 @@ class Part:
     spec: PartSpec
     log_path: Path
     backoff: Backoff = field(default_factory=Backoff)
-    process: subprocess.Popen[bytes] | None = None
+    process: Child | None = None
     identity: str = ""
     started_at: float = 0.0
     late_said_at: float = 0.0
@@ -56,7 +55,7 @@ class Part:
             self.spec.before_start()
         with open_log(self.log_path) as log:
             self.logged_before = self.log_path.stat().st_size
-            self.process = spawn(self.spec.command(), log)
+            self.process = start(self.spec.command(), log)
         self.identity = identify(self.process.pid) or ""
         self.started_at = self.late_said_at = clock.monotonic()
         self.is_ready = False

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from controlplane.env import read_float, read_list, read_text
@@ -120,6 +121,8 @@ class Installation:
     cluster_secret: str
     log_key: str
     run_id: str
+    is_preloaded: bool = False
+    """Whether this process has loaded what its Django processes need, so that they can be forks of it."""
 
     def environment(self) -> dict[str, str]:
         """Return the whole environment of every Django process that the launcher starts."""
@@ -176,7 +179,7 @@ def control_spec(installation: Installation) -> PartSpec:
     arguments = ["--host", where.host, "--port", str(where.control_port)]
     return PartSpec(
         name="control",
-        command=lambda: _python(["-m", "controlplane.serve_control", *arguments], installation.environment()),
+        command=lambda: _django(installation, "controlplane.serve_control", arguments, installation.environment()),
         is_ready=lambda _pid: readiness.answers_ok(where.near_host, where.control_port, "/healthz"),
     )
 
@@ -197,7 +200,7 @@ def _gateway_spec(installation: Installation, index: int) -> PartSpec:
         environment["MUSTER_INTERNAL_URL"] = where.gateway_urls()[index]
     return PartSpec(
         name="gateway" if index == 0 else f"gateway-{index + 1}",
-        command=lambda: _python(["-m", "controlplane.serve_gateway", *arguments], environment, sockets),
+        command=lambda: _django(installation, "controlplane.serve_gateway", arguments, environment, sockets),
         is_ready=lambda _pid: readiness.answers_ok(where.near_host, port, "/health"),
         # Streams in flight may finish: the gateway's own grace period and a little more.
         stop_deadline_s=read_gateway_grace_s() + 5.0,
@@ -207,10 +210,10 @@ def _gateway_spec(installation: Installation, index: int) -> PartSpec:
 def worker_spec(installation: Installation) -> PartSpec:
     """Return the Celery worker with beat inside it."""
     ready_file = installation.place.run / "worker.ready"
-    arguments = ["-m", "controlplane.serve_worker", "--ready-file", str(ready_file)]
+    arguments = ["--ready-file", str(ready_file)]
     return PartSpec(
         name="worker",
-        command=lambda: _python(arguments, installation.pageless_environment()),
+        command=lambda: _django(installation, "controlplane.serve_worker", arguments, installation.pageless_environment()),
         is_ready=lambda pid: readiness.names_process(ready_file, pid),
         # Its id may come again after a reboot, and this file with it.
         before_start=lambda: ready_file.unlink(missing_ok=True),
@@ -261,10 +264,33 @@ def read_gateway_grace_s() -> float:
     return read_float("MUSTER_SHUTDOWN_GRACE_S", 30.0)
 
 
+def load_server() -> None:
+    """Load what the server's processes have in common: settings, models and pages, and the libraries that all of them use."""
+    django = importlib.import_module("django")  # nothing of it is installed when this module is loaded
+    django.setup()
+    for name in ("asyncio", "msgspec", "psycopg", "redis"):
+        importlib.import_module(name)
+
+
 def bootstrap_command(installation: Installation) -> Command:
     """Return the command that migrates the database and makes the credentials."""
-    arguments = ["manage.py", "bootstrap", "--credentials", str(installation.place.credentials)]
-    return _python(arguments, installation.pageless_environment())
+    arguments = ["bootstrap", "--credentials", str(installation.place.credentials)]
+    return _django(installation, "manage", arguments, installation.pageless_environment())
+
+
+def _django(
+    installation: Installation,
+    module: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    sockets: tuple[int, ...] = (),
+) -> Command:
+    """Return how to run a module of the server. Settings are read when it is loaded, so a fork has those of the others."""
+    command = _python(["-m", module, *arguments], environment, sockets)
+    is_alike = "MUSTER_INTERNAL_URL" not in environment or environment["MUSTER_INTERNAL_URL"] == read_text(
+        "MUSTER_INTERNAL_URL"
+    )
+    return replace(command, program=(module, *arguments)) if installation.is_preloaded and is_alike else command
 
 
 def _python(arguments: list[str], environment: dict[str, str], sockets: tuple[int, ...] = ()) -> Command:

@@ -1,8 +1,15 @@
-"""Child processes that cannot outlive us, and process ids that cannot be mistaken for somebody else's."""
+"""Child processes that cannot outlive us, and process ids that cannot be mistaken for somebody else's.
+
+On Linux a child that needs what this process has loaded is a fork of it: both share that memory, and it starts at once.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
+import io
+import logging
 import os
 import resource
 import signal
@@ -12,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn, Protocol
 
 from core.limits import limits
 from wire import clock
@@ -44,7 +51,10 @@ class UserIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What to run. ``death_signal`` is what the kernel sends the child when we die (Linux), ``sockets`` what it inherits."""
+    """What to run. ``death_signal`` is what the kernel sends the child when we die (Linux), ``sockets`` what it inherits.
+
+    ``program``: a module and the arguments of its ``main()``, which a fork of this process runs; empty = ``argv`` is executed.
+    """
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -52,6 +62,117 @@ class Command:
     user: UserIdentity | None = None
     death_signal: signal.Signals = signal.SIGKILL
     sockets: tuple[int, ...] = ()
+    program: tuple[str, ...] = ()
+
+
+class Child(Protocol):
+    """A child process, as ``subprocess.Popen`` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal, None while it runs."""
+
+    def wait(self) -> int:
+        """Wait for its end and return the exit status."""
+
+
+class Fork:
+    """A child that was forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal, None while it runs."""
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+    def wait(self) -> int:
+        """Wait for its end and return the exit status."""
+        if self._status is None:
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._status
+
+
+def preload(environment: Mapping[str, str], load: Callable[[], None]) -> bool:
+    """Load with these variables what forked children share; return whether children can be forked now.
+
+    They cannot on macOS, whose libraries do not bear it, nor when it failed: each child reports the same error in its own log.
+    """
+    if sys.platform != "linux":
+        return False
+    before = dict(os.environ)
+    try:
+        importlib.import_module("setproctitle").getproctitle()  # it looks for our command line beside the first environment
+        os.environ.update(environment)
+        load()
+    except Exception:  # noqa: BLE001 - see above
+        return False
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    gc.collect()
+    gc.freeze()  # a collection in a child would write to every page that it shares
+    return True
+
+
+def start(command: Command, log: IO[bytes]) -> Child:
+    """Start a child by ``fork`` if the command names a program, otherwise by ``spawn``. Raises OSError."""
+    return fork(command, log) if command.program else spawn(command, log)
+
+
+def fork(command: Command, log: IO[bytes]) -> Fork:
+    """Run the program of ``command`` in a fork of this process, as ``spawn`` does it. Raises OSError."""
+    tie = _tie_to_parent(command.death_signal)
+    sys.stdout.flush()  # the child would say once more what waits here
+    sys.stderr.flush()
+    pid = os.fork()
+    if not pid:
+        _run_program(command, log.fileno(), tie)
+    return Fork(pid)
+
+
+def _run_program(command: Command, log: int, tie: Callable[[], None] | None) -> NoReturn:
+    """Leave everything of the parent but its memory, run the program, and end without a step into the frames of the parent."""
+    status: object = 1
+    try:
+        os.setsid()
+        if tie is not None:
+            tie()
+        signal.set_wakeup_fd(-1)
+        for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(each, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
+            os.dup2(number, target)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) not in command.sockets:
+                with suppress(OSError):  # the one by which they are listed is closed already
+                    os.close(int(name))
+        os.chdir(command.cwd)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)
+        os.environ.clear()
+        os.environ.update(command.env)
+        sys.argv = list(command.program)
+        importlib.import_module("setproctitle").setproctitle(" ".join(command.argv))
+        status = importlib.import_module(command.program[0]).main()
+    except SystemExit as ended:
+        status = ended.code
+    except BaseException:
+        logging.getLogger("muster.launcher").exception("program_failed")
+    finally:
+        if isinstance(status, str):
+            sys.stderr.write(status + "\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 0 if status is None else 1)
 
 
 def spawn(command: Command, log: IO[bytes] | int) -> subprocess.Popen[bytes]:

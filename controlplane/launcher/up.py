@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from controlplane.env import SettingError, read_database, read_log_level, read_text
@@ -31,7 +30,7 @@ from controlplane.launcher.places import (
     remove_unused,
 )
 from controlplane.launcher.ports import claim_port, list_addresses, list_names
-from controlplane.launcher.processes import raise_file_limit, send_group, spawn
+from controlplane.launcher.processes import Child, preload, raise_file_limit, send_group, start
 from controlplane.launcher.readiness import describe_unreachable
 from controlplane.launcher.supervise import Supervisor
 from core.limits import limits
@@ -175,6 +174,8 @@ class _Session:
             log_key=_read_secret("MUSTER_LOG_KEY", self.place.data / "log_key"),
             run_id=self.run_id,
         )
+        progress("Loading the server")
+        self.installation = replace(self.installation, is_preloaded=preload(self.installation.environment(), parts.load_server))
         is_first = not self.place.credentials.exists()
         self._bootstrap()
         self.credentials = require_credentials(self.place.credentials)
@@ -238,7 +239,7 @@ class _Session:
         log_path = self.place.logs / "bootstrap.log"
         with open_log(log_path) as log:
             before = log.tell() or log_path.stat().st_size
-            process = spawn(parts.bootstrap_command(self.installation), log)
+            process = start(parts.bootstrap_command(self.installation), log)
         try:
             status = self._await_bootstrap(process, log_path, before)
         finally:
@@ -251,7 +252,7 @@ class _Session:
                 f"preparing the database failed: {lines[-1] if lines else f'status {status}'} (all of it: {log_path})"
             )
 
-    def _await_bootstrap(self, process: subprocess.Popen[bytes], log_path: Path, before: int) -> int:
+    def _await_bootstrap(self, process: Child, log_path: Path, before: int) -> int:
         began = said_at = clock.monotonic()
         said = ""
         while (status := process.poll()) is None:

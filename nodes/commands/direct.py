@@ -10,9 +10,8 @@ import json
 import logging
 import uuid
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 from django.db.models import Q
 
 from core.limits import limits
@@ -24,6 +23,9 @@ from nodes.models import Node, NodeCommand, Reach
 from nodes.reports import clean_result
 from wire import clock
 from wire.optoken.canonical import TOKEN_MEMBER
+
+if TYPE_CHECKING:
+    import httpx
 
 _PATHS = {"model-load": "/v1/models/load", "model-unload": "/v1/models/unload", "cache-flush": "/v1/cache/flush"}
 _SPENT_CODES = frozenset({"op_token_refused", "op_token_expired"})
@@ -179,6 +181,8 @@ def _list_loaded(members: dict[str, Any]) -> list[str]:
 
 def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> Answer:
     """Send one request to the address that the guard allows. Raises BoxSilent."""
+    import httpx  # most processes call no node
+
     try:
         target, api_key = resolve_direct_target(node.public_base_url), node.read_api_key()
     except NodeError as error:
@@ -204,6 +208,8 @@ def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> An
 
 
 def _read(response: httpx.Response) -> bytes:
+    import httpx
+
     raw = bytearray()
     until = clock.monotonic() + limits().nodes.call_s
     for piece in response.iter_bytes():

@@ -25,6 +25,7 @@ import httpx
 import psutil
 import pytest
 
+from controlplane.launcher.attach import read_variables
 from tests.fakes.control_process import ROOT, ServerProcess, free_port, wait_for_port
 from tests.fakes.waiting import wait_until
 
@@ -169,7 +170,7 @@ class Stack:
             if process.poll() is not None:
                 raise AssertionError(f"./muster up ended with {process.returncode}:\n{log.read_text()[-4000:]}")
             ready = read_ready(ready_file)
-            env = psutil.Process(ready.pids["gateway"]).environ()
+            env = {**inherited, **settings, **read_variables(directory / "data"), "MUSTER_ADMIN_PAGES": "0"}
             backstage = Backstage(env, directory / "backstage.log")
         except BaseException:
             process.send_signal(signal.SIGTERM)

@@ -108,6 +108,8 @@ PROCESS_EDGES: dict[str, str] = {
     "controlplane/reconciling.py::Reconciler._run": "one operation that cannot be looked at must not stop the looks at others",
     "gateway/views/base.py::make_endpoint.application": "the client gets a 500 and the log a traceback; a server would cut",
     "gateway/views/inference.py::Inference.serve": "as above; a stream that had begun is reset instead",
+    "controlplane/launcher/processes.py::preload": "the children that are then executed say what is wrong",
+    "controlplane/launcher/processes.py::_run_program": "as at the bottom of a program: the child logs it and ends",
     "core/outbox.py::_Rest.__await__": "throws it into the coroutine it stands for, which raises it again",
 }
 """Where a broad exception may end: ``path::function`` and why nothing above could do better."""

@@ -45,8 +45,8 @@ them. Empty = no forwarding header is believed. Name proxies alone: whoever call
 throttles and the logs take for its address
 MUSTER_LOG_LEVEL | `info` | `debug` (or `trace`), `info`, `warning` (or `warn`), `error`, `critical`, in any case. For \
 nodes too
-MUSTER_ADMIN_PAGES | on | Load the admin's modules. Off for gateways and workers, which show no page: a second and 15 MB \
-less each
+MUSTER_ADMIN_PAGES | on | Load the admin's modules. Gateways and workers show no page: where each of them loads the server \
+itself, off saves a second and 15 MB
 MUSTER_STATIC_ROOT | `staticfiles` in the repository | Where `collectstatic` writes
 MUSTER_STATIC_FINDERS | on | Serve static files from the packages. Off in an image that has collected them
 **Approvals**

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -34,6 +35,49 @@ from controlplane.launcher.processes import Command, spawn
 command = Command(argv=[sys.executable, "-c", "import signal; signal.alarm(60); signal.pause()"], env=os.environ, cwd=Path("/"))
 print(spawn(command, subprocess.DEVNULL).pid, flush=True)
 signal.alarm(60); signal.pause()
+"""
+FORKING = """
+import json, os, signal, socket, sys
+from pathlib import Path
+from controlplane.launcher.processes import Command, fork, preload
+kept, closed = socket.socket(), socket.socket()
+os.environ["OF_THE_PARENT"] = "1"
+loaded = {}
+print("waits in a buffer", end="")
+preloaded = preload({"AT_LOAD": "1"}, lambda: loaded.update(seen=os.environ["AT_LOAD"]))
+command = Command(
+    argv=["program", "of", "ours"], env={"OF_THE_CHILD": "1"}, cwd=Path(sys.argv[1]), sockets=(kept.fileno(),),
+    program=("program", str(kept.fileno()), str(closed.fileno()), *sys.argv[2:]),
+)
+sys.path.insert(0, sys.argv[1])
+with open(Path(sys.argv[1], "log"), "ab") as log:
+    child = fork(command, log)
+print(json.dumps([preloaded, "AT_LOAD" in os.environ, child.pid]), flush=True)
+if "stays" in sys.argv:
+    signal.alarm(60); signal.pause()
+print(child.wait(), child.poll())
+"""
+PROGRAM = """
+import json, os, signal, stat, sys
+def is_open(number):
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:
+        return False
+def main():
+    numbers = [is_open(int(word)) for word in sys.argv[1:3]]
+    environment = sorted(name for name in os.environ if name.startswith(("AT_LOAD", "OF_THE")))
+    handlers = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    title = open("/proc/self/cmdline").read().rstrip("\\0 ")
+    print(json.dumps([sys.argv, numbers, environment, os.getcwd(), title, handlers, os.getsid(0) == os.getpid()]))
+    match sys.argv[3]:
+        case "fails":
+            raise ValueError("it cannot go on")
+        case "leaves":
+            sys.exit(4)
+        case "ends":
+            return 5
+    signal.alarm(60); signal.pause()
 """
 LEAVING = """
 import signal, sys
@@ -201,6 +245,51 @@ def test_what_we_start_may_open_as_many_files_as_the_system_lets_us(hard: str, r
     )
     answer = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == f"({raised}, {hard})"
+
+
+# children that are forks of us
+
+
+@linux_only
+@pytest.mark.parametrize(("how", "status"), [("ends", 5), ("leaves", 4), ("fails", 1)])
+def test_a_fork_runs_its_program_as_if_it_had_been_executed(tmp_path: Path, how: str, status: int) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKING, str(tmp_path), how], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    buffered, _, said = ran.stdout.partition("[")
+    state, ended = said.splitlines()
+    assert (buffered, state.split(", ")[:2]) == ("waits in a buffer", ["true", "false"]), ran.stderr
+    assert ended == f"{status} {status}"
+    first, *rest = (tmp_path / "log").read_text().splitlines()
+    argv, sockets, environment, folder, title, has_defaults, leads = json.loads(first)
+    assert (argv[0], argv[3]) == ("program", how)
+    assert sockets == [True, False], "only the sockets that it was to have are open in it"
+    assert environment == ["OF_THE_CHILD"]
+    assert (folder, title, has_defaults, leads) == (str(tmp_path), "program of ours", True, True)
+    assert ("ValueError: it cannot go on" in "\n".join(rest)) == (how == "fails")
+
+
+@linux_only
+def test_a_fork_does_not_outlive_us(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    argv = [sys.executable, "-c", FORKING, str(tmp_path), "runs", "stays"]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(json.loads("[" + parent.stdout.readline().partition("[")[2])[2])
+        identity = processes.identify(pid)
+        assert identity
+        wait_until((tmp_path / "log").read_text)
+        parent.kill()
+    wait_until(lambda: not processes.is_alive(pid, identity))
+
+
+def test_nothing_is_shared_that_cannot_be_loaded() -> None:
+    def fail() -> None:
+        raise LauncherError(os.environ["AT_LOAD"])
+
+    assert not processes.preload({"AT_LOAD": "1"}, fail)
+    assert "AT_LOAD" not in os.environ
 
 
 # what an earlier run has left
