@@ -174,10 +174,14 @@ class _Session:
             log_key=_read_secret("MUSTER_LOG_KEY", self.place.data / "log_key"),
             run_id=self.run_id,
         )
-        progress("Loading the server")
-        self.installation = replace(self.installation, is_preloaded=preload(self.installation.environment(), parts.load_server))
         is_first = not self.place.credentials.exists()
-        self._bootstrap()
+        if is_first:
+            self._bootstrap()  # executed, so that what compiling the server leaves behind is not in the memory that is shared
+        progress("Loading the server")
+        is_preloaded = preload(self.installation.environment(), parts.load_server)
+        self.installation = replace(self.installation, is_preloaded=is_preloaded)
+        if not is_first:
+            self._bootstrap()
         self.credentials = require_credentials(self.place.credentials)
         is_served = self._start_parts(self.credentials)
         self.is_ready = True
