@@ -290,7 +290,7 @@ class Pipeline:
         surface, translate = call.surface, call.surface.translate
         if call.keeping is not None:
             translate = call.keeping.translate
-        elif request.is_pool_shaped and self.dispatcher.is_answered(entry.name, _POOL_PATHS):
+        elif request.is_pool_shaped and request.paths == surface.paths and self.dispatcher.is_answered(entry.name, _POOL_PATHS):
             request = msgspec.structs.replace(request, paths=_POOL_PATHS)
         return Candidate(entry, request, surface.rename, translate)
 

@@ -164,7 +164,7 @@ COMPACT = SURFACES["/v1/responses/compact"]
 
 async def test_a_compaction_is_a_request_like_any_other(make_gateway: Make) -> None:
     gateway = make_gateway()
-    link = gateway.link(paths={CHAT, "/v1/responses"})
+    link = gateway.link(paths={CHAT, "/v1/responses", "/v1/pool/responses"})
     request = gateway.ask(surface=COMPACT, input="A long talk", x_pool_options={})
     stream = await request.on(link)
     assert stream.request.path == CHAT
@@ -174,11 +174,13 @@ async def test_a_compaction_is_a_request_like_any_other(make_gateway: Make) -> N
     assert (request.client.status, said["object"], said["output"][-1]["type"]) == (200, "response.compaction", "compaction")
     assert said["x_pool_meta"]["model"] == "m"
     assert await request.record("state", "endpoint", "prompt_tokens") == ("completed", "/v1/responses/compact", 3)
-    after = gateway.ask(surface=SURFACES["/v1/responses"], input=[*said["output"], {"role": "user", "content": "Go on"}])
-    stream = await after.on(link)
-    assert (stream.request.path, b"Summary of the conversation" in stream.request.body) == (CHAT, True)
-    stream.answer(REPLY)
-    await after.done()
+    for fields in ({}, {"decoding": {}}):  # the second is a request that runners answer on a path of their own
+        going_on = [*said["output"], {"role": "user", "content": "Go on"}]
+        after = gateway.ask(surface=SURFACES["/v1/responses"], input=going_on, **fields)
+        stream = await after.on(link)
+        assert (stream.request.path, b"Summary of the conversation" in stream.request.body) == (CHAT, True)
+        stream.answer(REPLY)
+        await after.done()
 
 
 SLOPPY = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"Hi"},"finish_reason":null}]}\n\n'
