@@ -20,7 +20,7 @@ from gateway.request.attempt import read_usage
 from gateway.request.dispatch import Dispatcher, Lease
 from gateway.request.models import Catalogue
 from gateway.request.records import Record, RecordWriter
-from gateway.values import ModelEntry
+from gateway.values import CHAT_PATH, ModelEntry
 from nodes.links import Link, LinkRegistry
 from nodes.session import OpenRequest
 from wire import clock
@@ -32,7 +32,6 @@ logger = logging.getLogger("muster.gateway")
 
 KEY_NAME = "canary"
 """Stands in the record of a canary question, whose tenant is empty."""
-_PATH = "/v1/chat/completions"
 _HEADERS = {"content-type": "application/json"}
 
 
@@ -72,7 +71,7 @@ class Canaries:
             for entry in self.catalogue.models.values()
             if entry.allowed and entry.canary_question
             for link in self.registry.links_for(entry.name)
-            if link.answers(entry.name, _PATH)
+            if link.answers(entry.name, CHAT_PATH)
         ]
         known = self._due
         self._due = {
@@ -93,7 +92,7 @@ class Canaries:
         """Ask one node, judge what it says, and say when it is asked again."""
         if not link.can_take(clock.monotonic()):
             return  # its slot was taken, or it was lost, since it was found to be due
-        lease = Lease(self.dispatcher, link, _PATH)
+        lease = Lease(self.dispatcher, link, CHAT_PATH)
         link.active += 1
         record_id, started = new_uuid7(), clock.monotonic()
         self._plan_next(link, entry, self.interval_s)
@@ -131,7 +130,7 @@ class Canaries:
             tenant="",
             key_id=uuid.UUID(int=0),
             key_name=KEY_NAME,
-            endpoint=_PATH,
+            endpoint=CHAT_PATH,
             model=entry.name,
             is_streaming=False,
             max_tokens=limits().gateway.canary_tokens,
@@ -158,7 +157,7 @@ def _write_request(entry: ModelEntry, request_id: str, *, tenant: str) -> OpenRe
         request_id=request_id,
         attempt=1,
         model=entry.name,
-        path=_PATH,
+        path=CHAT_PATH,
         body=msgspec.json.encode(body),
         headers=_HEADERS,
         is_streaming=False,

@@ -265,11 +265,8 @@ def read_gateway_grace_s() -> float:
 
 
 def load_server() -> None:
-    """Load what the server's processes have in common: settings, models and pages, and the libraries that all of them use."""
-    django = importlib.import_module("django")  # nothing of it is installed when this module is loaded
-    django.setup()
-    for name in ("asyncio", "msgspec", "psycopg", "redis"):
-        importlib.import_module(name)
+    """Load what the server's processes have in common: settings, models and pages, and with them the libraries of all."""
+    importlib.import_module("django").setup()  # nothing of it is installed when this module is loaded
 
 
 def bootstrap_command(installation: Installation) -> Command:
@@ -285,11 +282,10 @@ def _django(
     environment: dict[str, str],
     sockets: tuple[int, ...] = (),
 ) -> Command:
-    """Return how to run a module of the server. Settings are read when it is loaded, so a fork has those of the others."""
+    """Return how to run a module of the server: in a fork, unless it needs other settings than this process has loaded."""
     command = _python(["-m", module, *arguments], environment, sockets)
-    is_alike = "MUSTER_INTERNAL_URL" not in environment or environment["MUSTER_INTERNAL_URL"] == read_text(
-        "MUSTER_INTERNAL_URL"
-    )
+    loaded = [{**variables, "MUSTER_ADMIN_PAGES": ""} for variables in (environment, installation.environment())]
+    is_alike = loaded[0] == loaded[1]  # pages that nobody opens cost a fork nothing
     return replace(command, program=(module, *arguments)) if installation.is_preloaded and is_alike else command
 
 

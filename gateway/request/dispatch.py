@@ -232,6 +232,10 @@ class Plan:
 
         return [candidate for candidate, _ in sorted(self.choices, key=rank_one)]
 
+    def find_link(self, candidate: Candidate) -> Link | None:
+        """Return the link on which a candidate has a free slot."""
+        return next((found.link for one, found in self.choices if one is candidate and isinstance(found, Ready)), None)
+
     def list_ready(self) -> list[Candidate]:
         """Return the candidates with a free slot."""
         return [candidate for candidate, found in self.choices if isinstance(found, Ready)]
@@ -526,8 +530,9 @@ class Dispatcher:
         model, paths = request.model, request.paths
         lanes = self._queues.get(model)
         if not lanes or paths not in lanes:
-            found = next((found for one, found in plan.choices if one is job.candidate), None) if plan is not None else None
-            link = found.link if isinstance(found, Ready) else self._choose(model, paths, job.avoid, job.prefer, now=now)
+            link = plan.find_link(job.candidate) if plan is not None else None
+            if link is None:
+                link = self._choose(model, paths, job.avoid, job.prefer, now=now)
             if link is not None:
                 return self.grant(link, model, choose_path(link, request), now)
         if lanes and _count(lanes) >= job.candidate.entry.max_queue and not job.attempts:

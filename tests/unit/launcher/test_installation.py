@@ -320,6 +320,25 @@ def test_the_local_node_keeps_its_identity_and_gets_no_secret_of_ours(tmp_path: 
     assert not {f"{name}{suffix}" for name in secrets for suffix in ("", "_FILE")} & set(environment)
 
 
+def test_what_needs_the_settings_that_are_loaded_is_a_fork_and_the_node_never_is(tmp_path: Path) -> None:
+    def list_programs(made: parts.Installation) -> dict[str, str]:
+        specs = [
+            parts.control_spec(made),
+            parts.worker_spec(made),
+            *parts.gateway_specs(made),
+            parts.node_spec(made, CREDENTIALS),
+        ]
+        return {spec.name: (spec.command().program or ("",))[0] for spec in specs}
+
+    plain = make_installation(tmp_path)
+    assert not any(list_programs(plain).values()), "nothing is loaded yet"
+    loaded = replace(plain, is_preloaded=True)
+    forks = {"control": "controlplane.serve_control", "worker": "controlplane.serve_worker", "node": ""}
+    assert list_programs(loaded) == {**forks, "gateway": "controlplane.serve_gateway"}
+    several = replace(loaded, addresses=replace(loaded.addresses, gateway_ports=(8080, 8081)))
+    assert list_programs(several) == {**forks, "gateway": "", "gateway-2": ""}, "each has an address of its own"
+
+
 class _Recorded(Mapping[str, str]):
     """An environment that remembers which variables were looked for."""
 
