@@ -3,8 +3,8 @@
 A request is accepted when its row is durable; that is what ``accept`` waits for. Later changes ride along with the next
 commit, at most ``records_linger_s`` later. A final state goes at once: ``finish`` is done when the kernel has its statement, so
 that PostgreSQL carries it out even if this process is killed; only then the client gets its last bytes. A final state is never
-overwritten: the update only finds open rows, so a gateway that was declared dead and comes back changes nothing. The event loop
-writes on a connection of its own, one commit under way at a time; rows travel as one JSON text.
+overwritten: the statement changes open rows only, so a gateway that was declared dead and comes back changes nothing. The
+event loop writes on a connection of its own, one commit under way at a time; rows travel as one JSON text.
 
 What could not be accepted because the database did not take it in time gets a row too, a final one, once it is back: in
 small portions beside the others, and no more of them than the writer may hold.
@@ -110,37 +110,28 @@ _DEFAULTS = {one.name: one.default for one in msgspec.structs.fields(Record) if 
 """A value that is the default does not travel."""
 
 
-def _value(row: str, name: str) -> str:
+def _value(name: str) -> str:
     if name not in _DEFAULTS:
-        return f"{row}.{name}"
+        return f"i.{name}"
     literal = repr(str(_DEFAULTS[name])) if _TYPES[name] == "text" else str(_DEFAULTS[name]).lower()
-    return f"coalesce({row}.{name}, {literal})"
+    return f"coalesce(i.{name}, {literal})"
 
 
-_VALUES = ", ".join(_value("i", name) for name in _TYPES)
-_ASSIGNMENTS = ", ".join(f"{name} = {_value('v', name)}" for name in _TYPES if name not in _FIXED)
+_VALUES = ", ".join(map(_value, _TYPES))
+_ASSIGNMENTS = ", ".join(f"{name} = excluded.{name}" for name in _TYPES if name not in _FIXED)
 _OPEN = ", ".join(f"'{state.value}'" for state in sorted(OPEN_REQUEST_STATES))
-# Built from the constants above alone; values travel as parameters.
-# An id is made once, so a row that is there already is the same one: a commit whose acknowledgement was lost. Its second
-# attempt waits for the first where that is still under way.
-_INSERT = (
-    f"INSERT INTO gateway_requestrecord ({_COLUMNS}) SELECT {_VALUES} "  # noqa: S608
-    f"FROM json_to_recordset($1::json) AS i({_RECORDSET}) ON CONFLICT DO NOTHING"
-)
-
-
-def _update(parameter: str) -> str:
-    # A row that was completed on its way in, and of which nobody knew whether it got in, was completed for nobody.
-    is_undone = f"r.state = '{RequestState.COMPLETED.value}' AND v.error_code = '{RecordsUnavailable.code}'"
-    return (
-        f"UPDATE gateway_requestrecord r SET {_ASSIGNMENTS} FROM json_to_recordset({parameter}::json) AS v({_RECORDSET}) "  # noqa: S608
-        f"WHERE r.id = v.id AND r.created_at = v.created_at AND (r.state IN ({_OPEN}) OR {is_undone})"
-    )
-
-
-INSERT, UPDATE, BOTH = "records_insert", "records_update", "records_both"
-"""Names of the statements. ``BOTH`` takes the inserts first."""
-STATEMENTS = {INSERT: _INSERT, UPDATE: _update("$1"), BOTH: f"WITH added AS ({_INSERT}) {_update('$2')}"}
+# A row that was completed on its way in, and of which nobody knew whether it got in, was completed for nobody.
+_IS_UNDONE = f"r.state = '{RequestState.COMPLETED.value}' AND excluded.error_code = '{RecordsUnavailable.code}'"
+WRITE = "records_write"
+"""Name of the one statement: it adds rows, and changes those that are there and open."""
+# Built from the constants above alone; values travel as parameters. A row is found by its primary key, in the partition of its
+# day: an UPDATE that joins the rows is planned by what PostgreSQL believes to know of their number, and reads the whole day
+# where it knows nothing yet. An id is made once, so a row that is there already is the same one.
+STATEMENTS = {
+    WRITE: f"INSERT INTO gateway_requestrecord AS r ({_COLUMNS}) SELECT {_VALUES} "  # noqa: S608
+    f"FROM json_to_recordset($1::json) AS i({_RECORDSET}) "
+    f"ON CONFLICT (id, created_at) DO UPDATE SET {_ASSIGNMENTS} WHERE r.state IN ({_OPEN}) OR {_IS_UNDONE}"
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,29 +552,22 @@ class RecordWriter:
     def _resolve(self, entries: list[_Accept]) -> None:
         for entry in entries:
             if entry.given_up:  # it got in after all, and nobody serves it
-                self._reject([entry])
+                self.touch(entry.record)
             else:
                 entry.answer()
 
     def _reject(self, entries: list[_Accept]) -> None:
-        """The commit failed or its fate is unknown: nobody was promised anything, and a row that did get in is closed."""
+        """The commit failed or its fate is unknown: nobody was promised anything."""
         for entry in entries:
             _close(entry.record)
             entry.answer(RecordsUnavailable(retry_after_s=2))
-            if len(self._updates) < self._max_pending:
-                self.touch(entry.record)
-
-    def _reject_unknown(self, entries: list[_Accept]) -> None:
-        self._reject(entries)
-        for entry in entries:
-            self._keep(entry.record, self._doubtful)
 
     def _close_late(self) -> None:
         """See to it that what was refused has a final row. Not earlier: what is on its way in would hold the others up."""
-        while self._doubtful and len(self._updates) < self._max_pending:
-            record = self._doubtful.popleft()
-            self._keep(record, self._refused)
-            self.touch(record)
+        while self._doubtful:
+            self._keep(self._doubtful.popleft(), self._refused)
+        if self._refused:
+            self._wake(self._limits.records_linger_s)
 
     def _keep(self, record: Record, waiting: deque[Record]) -> None:
         """Have a refused request's row written later, unless too many wait for that already."""
@@ -638,9 +622,9 @@ class RecordWriter:
             number = min(self._limits.records_refused_batch, len(self._refused))
             inserts += [_Accept(self._refused.popleft(), None, was_refused=True) for _ in range(number)]
         self._is_due = bool(self._refused)  # the others go with later batches
-        if not inserts and not updates:
+        if not inserts and not updates and (self.is_healthy or not self._doubtful):
             _settle(finishing)
-            return None
+            return None  # else even an empty batch tells that the database is back
         return _Batch(inserts, updates, finishing)
 
     def _write(self, batch: _Batch) -> None:
@@ -649,19 +633,14 @@ class RecordWriter:
         if self._database is None or self._database.is_closed:
             self._connecting = self._loop.create_task(self._connect())
             return
-        inserts, updates = batch.inserts, batch.updates
-        values = []
+        rows = {id(entry.record): entry.record for entry in batch.inserts} | batch.updates  # a statement takes each row once
         try:
-            if inserts:
-                values.append(_encoder.encode([entry.record for entry in inserts]))
-            if updates:
-                values.append(_encoder.encode(list(updates.values())))
+            values = [_encoder.encode(list(rows.values()))]
         except _REFUSED as error:
             self._loop.call_soon(self._end_batch, batch, error)
             return
-        statement = BOTH if len(values) > 1 else INSERT if inserts else UPDATE
         self._database.send(
-            statement, values, on_sent=lambda: _settle(batch.finishing), on_done=lambda error: self._end_batch(batch, error)
+            WRITE, values, on_sent=lambda: _settle(batch.finishing), on_done=lambda error: self._end_batch(batch, error)
         )
 
     def _end_batch(self, batch: _Batch, error: Exception | None) -> None:
@@ -724,7 +703,10 @@ class RecordWriter:
         for key, record in batch.updates.items():
             self._updates.setdefault(key, record)
         self._refused.extendleft(entry.record for entry in batch.inserts if entry.was_refused)
-        self._reject_unknown([entry for entry in batch.inserts if not entry.was_refused])
+        unknown = [entry for entry in batch.inserts if not entry.was_refused]
+        self._reject(unknown)
+        for entry in unknown:
+            self._keep(entry.record, self._doubtful)
         if self._stopping:
             self._updates.clear()
             self._refused.clear()

@@ -25,7 +25,7 @@ from gateway.request.dispatch import Candidate, Dispatcher, Job
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry
 from gateway.request.pipeline import Pipeline
-from gateway.request.records import BOTH, INSERT, UPDATE, Record, RecordWriter, connect_records
+from gateway.request.records import WRITE, Record, RecordWriter, connect_records
 from gateway.routing import Alias
 from gateway.values import Caller, InferenceRequest, ModelEntry, Priority
 from nodes.links import LinkRegistry
@@ -269,8 +269,8 @@ class MemoryDatabase:
         self.is_slow_to_take = False
         """Whether the kernel does not take statements: nobody hears that they are sent."""
         self.connections = 0
-        self.statements: list[str] = []
-        """Names of those that were carried out."""
+        self.written: list[list[str]] = []
+        """The states of the rows of each statement that was carried out."""
 
     async def connect(self) -> LoopConnection:
         """Return a connection. Raises OperationalError while the database is away."""
@@ -282,19 +282,16 @@ class MemoryDatabase:
 
     def carry_out(self, statement: str, values: Sequence[bytes]) -> None:
         """Do what a statement of ``gateway.request.records`` says, whole or not at all. Raises DataError."""
-        parts = [[{**_OMITTED, **row} for row in json.loads(value)] for value in values]
-        if any(row["model"] == "bad" for rows in parts for row in rows):
+        assert statement == WRITE
+        rows = [{**_OMITTED, **row} for value in values for row in json.loads(value)]
+        assert len({row["id"] for row in rows}) == len(rows), "PostgreSQL takes a row once in a statement"
+        if any(row["model"] == "bad" for row in rows):
             raise psycopg.DataError("a value that the table refuses")
-        inserts = parts[0] if statement in {INSERT, BOTH} else []
-        updates = parts[-1] if statement in {UPDATE, BOTH} else []
-        self.statements.append(statement)
-        open_before = {key for key, row in self.rows.items() if row["state"] in OPEN_REQUEST_STATES}
-        undone = {row["id"] for row in updates if row["error_code"] == RecordsUnavailable.code}
-        open_before |= {key for key in undone & self.rows.keys() if self.rows[key]["state"] == RequestState.COMPLETED}
-        for row in inserts:
-            self.rows.setdefault(row["id"], row)
-        for row in updates:
-            if row["id"] in open_before:
+        self.written.append([row["state"] for row in rows])
+        for row in rows:
+            before = self.rows.get(row["id"], row)["state"]
+            is_undone = before == RequestState.COMPLETED and row["error_code"] == RecordsUnavailable.code
+            if row["id"] not in self.rows or before in OPEN_REQUEST_STATES or is_undone:
                 self.rows[row["id"]] = row
 
 
