@@ -174,7 +174,8 @@ async def test_a_compaction_is_a_request_like_any_other(make_gateway: Make) -> N
     assert (request.client.status, said["object"], said["output"][-1]["type"]) == (200, "response.compaction", "compaction")
     assert said["x_pool_meta"]["model"] == "m"
     assert await request.record("state", "endpoint", "prompt_tokens") == ("completed", "/v1/responses/compact", 3)
-    for fields in ({}, {"decoding": {}}):  # the second is a request that runners answer on a path of their own
+    later: list[dict[str, object]] = [{}, {"decoding": {}}]  # the second: runners answer it on a path of their own
+    for fields in later:
         going_on = [*said["output"], {"role": "user", "content": "Go on"}]
         after = gateway.ask(surface=SURFACES["/v1/responses"], input=going_on, **fields)
         stream = await after.on(link)
