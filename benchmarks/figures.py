@@ -171,7 +171,9 @@ def _compare(own: Figures, figures: Mapping[System, Figures]) -> None:
 
 def judge_floors(figures: Mapping[System, Figures]) -> list[Verdict]:
     """Return one verdict for each floor and each system that it binds and that was measured."""
-    return [_judge(floor, figures[system]) for floor in FLOORS for system in floor.systems if system in figures]
+    nginx_us = figures[System.NGINX].request_us if System.NGINX in figures else None
+    floors = [floor.adapt(nginx_us) for floor in FLOORS]
+    return [_judge(floor, figures[system]) for floor in floors for system in floor.systems if system in figures]
 
 
 def _judge(floor: Floor, own: Figures) -> Verdict:

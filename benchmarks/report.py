@@ -96,11 +96,13 @@ def render_verdicts(verdicts: Sequence[Verdict]) -> str:
     rows = [["", "figure", "floor", "goal", "", ""]]
     for verdict, systems in _join_equal(judged):
         sign = "≥" if verdict.floor.is_least else "≤"
-        goal = "" if verdict.floor.goal is None else f"{sign} {verdict.floor.goal:g}"
+        goal = "" if verdict.floor.goal is None else f"{sign} {verdict.floor.goal:.3g}"
         what = f"{verdict.floor.title}: {', '.join(systems) if len(systems) < 4 else f'{len(systems)} systems'}"
+        if verdict.floor.scale != 1:
+            what += f" (floor and goal × {verdict.floor.scale:.2f})"
         value = verdict.reason if verdict.value is None else _render_value(verdict.value)
         distance = _render_distance(verdict.goal_ratio)
-        rows.append([_tell(verdict), value, f"{sign} {verdict.floor.limit:g}", goal, distance, what])
+        rows.append([_tell(verdict), value, f"{sign} {verdict.floor.limit:.3g}", goal, distance, what])
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [_count(verdicts), ""]
     for row in rows:
@@ -203,6 +205,7 @@ def write_json(
                 "system": v.system.value,
                 "limit": v.floor.limit,
                 "goal": v.floor.goal,
+                "scale": v.floor.scale,
                 "goal_ratio": v.goal_ratio,
                 "is_least": v.floor.is_least,
                 "is_binding": v.floor.is_binding,

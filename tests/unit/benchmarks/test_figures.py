@@ -115,6 +115,17 @@ def test_streams_opened_at_once_have_three_percentiles_beyond_the_mocks_own() ->
     assert (own.opened_p50_ms, own.opened_p95_ms, own.opened_p99_ms) == pytest.approx((7.0, 7.0, 70.0))
 
 
+def test_floors_in_time_are_as_wide_as_nginx_is_slow_in_the_same_run() -> None:
+    samples = [sample(System.MOCK, Measure.ENGINE, ttfb_us=5000.0), sample(DIRECT, Measure.ENGINE, ttfb_us=5700.0)]
+    assert passed(samples, "engine_added_ms", DIRECT) is False
+    samples.append(sample(NGINX, Measure.REQUESTS, cpu_s=0.0248))  # twice what the floors' machine takes
+    readings = [Reading(System.NODES_1000, Measure.REGISTRATIONS, {"registrations_per_s": 101.0})]
+    figures = compute_figures(SampleSet(samples), readings)
+    assert find_verdict(figures, "engine_added_ms", DIRECT).passed is True
+    assert find_verdict(figures, "registrations_per_s", System.NODES_1000).passed is True
+    assert "added TTFB p50, engine needs 5 ms, ms: direct (floor and goal × 2.00)" in render_verdicts(judge_floors(figures))
+
+
 def test_time_added_below_that_of_the_mock_meets_no_floor() -> None:
     pair = [sample(System.MOCK, Measure.ENGINE, ttfb_us=5_300.0), sample(DIRECT, Measure.ENGINE, ttfb_us=5_100.0)]
     verdict = find_verdict(compute_figures(SampleSet(pair)), "engine_added_ms", DIRECT)
