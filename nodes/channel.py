@@ -26,7 +26,7 @@ from governance.checkpoints import consistency, has_checkpoint, latest_checkpoin
 from governance.errors import GovernanceError
 from governance.services import policy_chain
 from nodes import services
-from nodes.commands import FINAL_STATES, Ask, Delivery, Send, plan_deliveries, store_status
+from nodes.delivery import FINAL_STATES, Ask, Delivery, Send, plan_deliveries, store_status
 from nodes.errors import EnrolmentRefused, NodeNotFound
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper

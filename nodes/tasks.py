@@ -8,7 +8,7 @@ import uuid
 from celery import shared_task
 
 from core.limits import limits
-from nodes.commands.direct import call_direct_box, find_unattended
+from nodes.direct import call_direct_box, find_unattended
 from nodes.operations.lost_models import tell_failed_reloads
 from nodes.services import probe_direct_nodes, sweep_presence
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from core.limits import limits
 from governance.errors import InvalidProposal
 from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer, Undone
-from nodes.commands import Command, put_command
+from nodes.delivery import Command, put_command
 from nodes.models import Node, NodeOpKey, NodePresence, Reach
 from nodes.operations.choices import flush_choices, list_boxes, load_choices, reload_choices, unload_choices
 from nodes.operations.impact import (

@@ -25,7 +25,7 @@ from django.db import connection
 from django.db.models.functions import Now
 
 from governance.services import active_policy, policy_chain
-from nodes.commands import Send, plan_deliveries, store_status
+from nodes.delivery import Send, plan_deliveries, store_status
 from nodes.models import Node, NodePresence
 from nodes.reports import clean_governance, clean_report, clean_status
 from nodes.services.governance import take_governance, take_report

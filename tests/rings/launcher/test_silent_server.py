@@ -34,7 +34,7 @@ from core.db import limit_process
 from governance import services
 from governance.models import AuditEvent, OperationRun
 from governance.states import RunState
-from nodes.commands.direct import call_direct_box, find_unattended
+from nodes.direct import call_direct_box, find_unattended
 from nodes.models import NodeCommand, Reach
 from nodes.services import set_op_key
 from tests.fakes.control_process import (

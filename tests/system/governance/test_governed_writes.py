@@ -44,7 +44,7 @@ WRITERS: dict[str, set[str]] = {
     "governance.OperationRun": {f"{SERVICES}/{name}.py" for name in ("decisions", "dispatching", "finishing", "runs",
             "transitions")}, "governance.PolicyVersion": {f"{SERVICES}/policies.py", f"{SERVICES}/transitions.py"},
     "governance.WebhookEndpoint": {f"{SERVICES}/webhooks.py"},
-    "nodes.NodeCommand": {f"nodes/commands/{name}.py" for name in ("delivery", "direct", "rows", "statuses")},
+    "nodes.NodeCommand": {"nodes/delivery.py", "nodes/direct.py"},
     "gateway.ApiKey": {"gateway/request/models.py", "gateway/services/keys.py"},
     "gateway.Model": {"gateway/services/models.py"},
     "gateway.Tenant": {"gateway/services/tenants.py"},

@@ -33,7 +33,7 @@ from governance import services, tasks
 from governance.errors import GovernanceError
 from governance.models import ApproverKey, AuditEntry, AuditEvent, Decision, Operation, OperationRun, PolicyVersion
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, OPEN_RUNS, RUNS, ApprovalState, RunState
-from nodes.commands.statuses import RECEIPT_INVALID
+from nodes.delivery import RECEIPT_INVALID
 from nodes.models import NodeCommand, NodeOpKey
 from tests.fakes.audit_logs import chain_events
 from tests.fakes.clock import TickingClock, VirtualClock

@@ -24,8 +24,7 @@ from governance import services
 from governance.models import Freeze, OperationRun
 from governance.registry import RunOrder
 from governance.states import RunState
-from nodes.commands import Ask, Command, Delivery, Send, plan_deliveries, put_command, store_status
-from nodes.commands.rows import park_command
+from nodes.delivery import Ask, Command, Delivery, Send, park_command, plan_deliveries, put_command, store_status
 from nodes.models import Node, NodeCommand
 from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, only_run
 from tests.fakes.nodes import audited, find_tables, shared_rows

@@ -18,7 +18,7 @@ from governance import services
 from governance.models import Operation, OperationRun
 from governance.states import RunState
 from nodes import services as nodes_services
-from nodes.commands.direct import _hand_over, call_direct_box, find_unattended
+from nodes.direct import _hand_over, call_direct_box, find_unattended
 from nodes.models import Node, NodeCommand, NodeCredential, NodePresence, Reach
 from nodes.serializers import NodeSerializer
 from nodes.services.clock import clock_of, with_clock

@@ -1,6 +1,10 @@
-"""What a box says of a command, brought to the rows: progress, the end, or that it never heard of it.
+"""Operations on their way to nodes: rows that say what is to be delivered, and what the nodes answer.
 
-Each status is stored in one transaction with what governance makes of it, so a crash between the two loses nothing: the box
+Over a socket a gateway process delivers them, over HTTP a Celery task (``nodes.direct``). Neither permits anything: that is
+what the token in the row is for, which the node judges by itself. Two gateways that hold sockets of one node may both send:
+the node carries out each (op_id, use) once. The compare-and-set only keeps that rare.
+
+Each status is stored in one transaction with what governance makes of it, so a crash between the two loses nothing: the node
 answers the next question with the same words.
 """
 
@@ -9,16 +13,17 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping
-from datetime import timedelta
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 
-from django.db import transaction
+from django.db import connection, transaction
 
+from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_word
-from governance.services import finish_run, note_progress, requeue_run
+from governance.services import finish_run, note_progress, read_freeze, requeue_run
 from governance.services.lookup import find_operation
 from governance.states import RunEvent
-from nodes.commands.rows import park_command
 from nodes.models import Node, NodeCommand, NodePresence
 from wire import clock
 from wire.bridge import OpStatus
@@ -32,6 +37,140 @@ TRY_AGAIN_CODES = frozenset({"unavailable", "busy", "leaving", "op_token_expired
 RECEIPT_INVALID = "receipt_invalid"
 
 logger = logging.getLogger("muster.nodes")
+
+_OPEN = (NodeCommand.State.WAITING, NodeCommand.State.SENT, NodeCommand.State.RUNNING)
+_NODES_WITH_OPEN = "SELECT DISTINCT node_id FROM nodes_nodecommand WHERE state = ANY(%s)"
+
+
+# The rows
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What a box is to be sent. ``body``: what the model-runner API takes, without the token."""
+
+    run_id: uuid.UUID
+    node_id: uuid.UUID
+    op_id: str
+    use: int
+    operation: str
+    body: Mapping[str, object]
+    token: str = field(repr=False)
+    token_expires_at: datetime
+
+
+@transaction.atomic
+def put_command(command: Command) -> bool:
+    """Have a command delivered; False when it has ended already. A new token replaces the one before.
+
+    Putting it again is harmless: a box carries out each (op_id, use) once.
+    """
+    row, is_new = NodeCommand.objects.select_for_update().get_or_create(
+        pk=command.run_id,
+        defaults={
+            "node_id": command.node_id,
+            "op_id": command.op_id,
+            "use": command.use,
+            "operation": command.operation,
+            "body": dict(command.body),
+            "token": command.token,
+            "token_expires_at": command.token_expires_at,
+        },
+    )
+    if row.state == NodeCommand.State.ENDED:
+        return False
+    if not is_new:
+        row.token, row.token_expires_at = command.token, command.token_expires_at
+        row.state, row.sent_at, row.gateway_id, row.task_id = NodeCommand.State.WAITING, None, None, ""
+        row.save(update_fields=["token", "token_expires_at", "state", "sent_at", "gateway_id", "task_id", "updated_at"])
+    publish_hint("commands", str(command.node_id))
+    return True
+
+
+def park_command(row: NodeCommand) -> None:
+    """Hold it back until it gets another token; a row that has got one meanwhile stays as it is."""
+    same = NodeCommand.objects.filter(pk=row.pk, token=row.token).exclude(state=NodeCommand.State.ENDED)
+    same.update(state=NodeCommand.State.WAITING, token="", task_id="", updated_at=clock.now())
+
+
+# What is to be sent
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the command with its token."""
+
+    node_id: uuid.UUID
+    op_id: str
+    use: int
+    operation: str
+    body: dict[str, object]
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask the box where the command stands."""
+
+    node_id: uuid.UUID
+    op_id: str
+    use: int
+
+
+Delivery = Send | Ask
+
+
+def plan_deliveries(*, linked: Mapping[uuid.UUID, datetime], gateway_id: uuid.UUID) -> list[Delivery]:
+    """Return what to send now, marked as sent. ``linked``: since when each box is linked to this process.
+
+    A command whose token has run out goes back to be given another. While all operations are frozen none is sent; boxes are
+    still asked about those that they have.
+    """
+    if not linked:
+        return []
+    # Few nodes have open commands, and thousands may be linked: the database is not told of all these each time.
+    with connection.cursor() as cursor:
+        cursor.execute(_NODES_WITH_OPEN, [[state.value for state in _OPEN]])
+        wanted = linked.keys() & {node_id for (node_id,) in cursor.fetchall()}
+    if not wanted:
+        return []
+    now = clock.now()
+    open_ones = NodeCommand.objects.filter(node_id__in=wanted, state__in=_OPEN).order_by("created_at")
+    due = open_ones.exclude(state=NodeCommand.State.WAITING, token="")
+    rows = list(due[: limits().nodes.command_batch])
+    if rows and read_freeze() is not None:
+        rows = list(due.exclude(state=NodeCommand.State.WAITING)[: limits().nodes.command_batch])
+    deliveries: list[Delivery] = []
+    for row in rows:
+        delivery = _plan(row, since=linked[row.node_id], now=now, gateway_id=gateway_id)
+        if delivery is not None:
+            deliveries.append(delivery)
+    return deliveries
+
+
+def _plan(row: NodeCommand, *, since: datetime, now: datetime, gateway_id: uuid.UUID) -> Delivery | None:
+    if row.state == NodeCommand.State.WAITING:
+        return _plan_first(row, now=now, gateway_id=gateway_id)
+    # What was sent over a socket of ours that is gone may never have arrived. Of another gateway's sockets nothing is known.
+    is_cut_off = row.gateway_id == gateway_id and row.updated_at < since
+    if not is_cut_off and now - row.updated_at < timedelta(seconds=limits().nodes.command_quiet_s):
+        return None
+    mine = NodeCommand.objects.filter(pk=row.pk, state=row.state, updated_at=row.updated_at)
+    return Ask(row.node_id, row.op_id, row.use) if mine.update(gateway_id=gateway_id, updated_at=now) else None
+
+
+def _plan_first(row: NodeCommand, *, now: datetime, gateway_id: uuid.UUID) -> Send | None:
+    if row.token_expires_at is None or row.token_expires_at - now <= timedelta(seconds=limits().nodes.command_token_margin_s):
+        requeue_run(run_id=row.pk, reason="its token ran out before the box could be reached")
+        park_command(row)
+        return None
+    mine = NodeCommand.objects.filter(pk=row.pk, state=NodeCommand.State.WAITING, token=row.token)
+    if not mine.update(state=NodeCommand.State.SENT, sent_at=now, gateway_id=gateway_id, updated_at=now):
+        return None
+    return Send(row.node_id, row.op_id, row.use, row.operation, dict(row.body), row.token)
+
+
+# What nodes say
 
 
 @transaction.atomic

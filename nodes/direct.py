@@ -17,7 +17,7 @@ from django.db.models import Q
 from core.limits import limits
 from governance.states import RunEvent
 from nodes.addresses import build_request, resolve_direct_target
-from nodes.commands.statuses import TRY_AGAIN_CODES, finish_command, lose_run, note_running, send_back
+from nodes.delivery import TRY_AGAIN_CODES, finish_command, lose_run, note_running, send_back
 from nodes.errors import NodeError
 from nodes.models import Node, NodeCommand, Reach
 from nodes.reports import clean_result
