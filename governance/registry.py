@@ -68,7 +68,9 @@ class RunOrder:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """It is on its way; the end is told by ``governance.services.finish_run``."""
+    """It goes to a node with its token; the end is told by ``governance.services.finish_run``."""
+
+    node_id: uuid.UUID
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db.models import Q
-
 from core.limits import limits
+from governance.services import finish_run, note_progress, requeue_run
+from governance.services.node_runs import NodeRun, claim_contact, find_node_run, list_unattended
 from governance.states import RunEvent
 from nodes.addresses import build_request, resolve_direct_target
-from nodes.delivery import TRY_AGAIN_CODES, finish_command, lose_run, note_running, send_back
+from nodes.delivery import TRY_AGAIN_CODES, lose_run, read_order
 from nodes.errors import NodeError
-from nodes.models import Node, NodeCommand, Reach
+from nodes.models import Node, Reach
 from nodes.reports import clean_result
 from wire import clock
 from wire.optoken.canonical import TOKEN_MEMBER
@@ -45,115 +45,99 @@ class BoxSilent(Exception):
 
 
 def find_unattended() -> list[uuid.UUID]:
-    """Return the commands of boxes called over HTTP that no task looks after any more."""
-    now = clock.now()
-    waiting = Q(
-        state=NodeCommand.State.WAITING, updated_at__lte=now - timedelta(seconds=limits().nodes.call_unattended_s)
-    ) & ~Q(token="")
-    begun = Q(
-        state__in=[NodeCommand.State.SENT, NodeCommand.State.RUNNING],
-        updated_at__lte=now - timedelta(seconds=2 * limits().nodes.call_s),
+    """Return the runs on nodes called over HTTP that no task looks after any more."""
+    now, bounds = clock.now(), limits().nodes
+    return list_unattended(
+        list(Node.objects.filter(reach=Reach.DIRECT).values_list("pk", flat=True)),
+        unsent_since=now - timedelta(seconds=bounds.call_unattended_s),
+        silent_since=now - timedelta(seconds=2 * bounds.call_s),
+        most=bounds.call_batch,
     )
-    rows = NodeCommand.objects.filter(waiting | begun, node__reach=Reach.DIRECT).order_by("updated_at")
-    return list(rows.values_list("pk", flat=True)[: limits().nodes.call_batch])
 
 
 def call_direct_box(run_id: uuid.UUID) -> bool:
-    """Take one command one step further: hand it over, or ask how its load goes. Return whether to call again.
+    """Take one run one step further: hand it over, or ask how its load goes. Return whether to call again.
 
-    Two tasks for one command do the work of one: each step is claimed first.
+    Two tasks for one run do the work of one: each step is claimed first.
     """
-    row = NodeCommand.objects.select_related("node").filter(pk=run_id, node__reach=Reach.DIRECT).first()
-    if row is None or row.state == NodeCommand.State.ENDED:
+    run = find_node_run(run_id)
+    node = None if run is None else Node.objects.filter(pk=run.node_id, reach=Reach.DIRECT).first()
+    if run is None or node is None or run.has_ended:
         return False
-    if row.state == NodeCommand.State.WAITING:
-        return bool(row.token) and _hand_over(row)
-    if not _claim(row, state=row.state):
+    if run.is_waiting:
+        return _hand_over(run, node)
+    if run.sent_at is None or not claim_contact(run):
         return False
-    if row.task_id:
-        return _poll(row)
-    _lose(row, result={"error": "the answer of the box was lost"})
+    if run.task_id:
+        return _poll(run, node)
+    _lose(run, node, result={"error": "the answer of the node was lost"})
     return False
 
 
-def _claim(row: NodeCommand, *, state: str) -> bool:
-    """Whether this step is ours: nobody has touched the row since it was read."""
-    now = clock.now()
-    same = NodeCommand.objects.filter(pk=row.pk, state=row.state, updated_at=row.updated_at)
-    if not same.update(state=state, sent_at=row.sent_at or now, updated_at=now):
+def _hand_over(run: NodeRun, node: Node) -> bool:
+    params = read_order(run)
+    if params is None or not claim_contact(run):
         return False
-    row.state, row.updated_at = state, now
-    return True
-
-
-def _hand_over(row: NodeCommand) -> bool:
-    if row.token_expires_at is None or row.token_expires_at - clock.now() <= timedelta(
-        seconds=limits().nodes.command_token_margin_s
-    ):
-        send_back(row, "its token ran out before the box could be reached")
-        return False
-    if not _claim(row, state=NodeCommand.State.SENT):
-        return False
-    path = _PATHS.get(row.operation)
+    path = _PATHS.get(run.operation)
     if path is None:  # asked for while the node dialled in
-        words = f"{row.operation} takes no approval over HTTP; connect the node by its own session, then ask again"
-        finish_command(row, RunEvent.FAIL, code="unknown_operation", message=words, result={})
+        words = f"{run.operation} takes no approval over HTTP; connect the node by its own session, then ask again"
+        finish_run(run_id=run.run_id, event=RunEvent.FAIL, code="unknown_operation", message=words)
         return False
-    body = {**row.body, TOKEN_MEMBER: row.token}
     try:
-        status, members = _call(row.node, "POST", path, body)
+        status, members = _call(node, "POST", path, {**params, TOKEN_MEMBER: run.token})
     except BoxSilent as silence:
-        logger.warning("operation.box_silent node=%s reason=%s", row.node.name, silence)
+        logger.warning("operation.box_silent node=%s reason=%s", node.name, silence)
         if silence.was_sent:
-            _lose(row, result={"error": str(silence)[:300]})
+            _lose(run, node, result={"error": str(silence)[:300]})
         else:
-            send_back(row, "the box could not be reached")
+            requeue_run(run_id=run.run_id, reason="the node could not be reached")
         return False
-    return _take_answer(row, status, members)
+    return _take_answer(run, node, status, members)
 
 
-def _take_answer(row: NodeCommand, status: int, members: dict[str, Any]) -> bool:
+def _take_answer(run: NodeRun, node: Node, status: int, members: dict[str, Any]) -> bool:
     task_id = members.get("taskId")
     if status == 202 and isinstance(task_id, str) and _is_plain(task_id):
-        NodeCommand.objects.filter(pk=row.pk).update(task_id=task_id, updated_at=clock.now())
-        note_running(row, stage=_text(members.get("stage")) or "loading", fraction=_number(members.get("progress")), eta_s=None)
+        fraction = _number(members.get("progress"))
+        stage = _text(members.get("stage")) or "loading"
+        note_progress(run_id=run.run_id, stage=stage, fraction=fraction, eta_s=None, task_id=task_id)
         return True
     if status == 202:
-        _lose(row, result={"error": "the box began, and named no task that can be asked for"})
+        _lose(run, node, result={"error": "the node began, and named no task that can be asked for"})
         return False
     if 200 <= status < 300:
-        finish_command(row, RunEvent.SUCCEED, result=clean_result(members))
+        finish_run(run_id=run.run_id, event=RunEvent.SUCCEED, result=clean_result(members))
         return False
     code, message = _read_error(members, status)
     if code in TRY_AGAIN_CODES and code not in _SPENT_CODES:
-        send_back(row, f"the box refused it for now: {code}")
+        requeue_run(run_id=run.run_id, reason=f"the node refused it for now: {code}")
         return False
-    finish_command(row, RunEvent.FAIL, code=code, message=message, result=clean_result(members))
+    finish_run(run_id=run.run_id, event=RunEvent.FAIL, code=code, message=message, result=clean_result(members))
     return False
 
 
-def _poll(row: NodeCommand) -> bool:
+def _poll(run: NodeRun, node: Node) -> bool:
     try:
-        status, members = _call(row.node, "GET", f"{_PATHS['model-load']}/{row.task_id}", None)
+        status, members = _call(node, "GET", f"{_PATHS['model-load']}/{run.task_id}", None)
     except BoxSilent as silence:
-        logger.warning("operation.box_silent node=%s reason=%s", row.node.name, silence)
+        logger.warning("operation.box_silent node=%s reason=%s", node.name, silence)
         return True
     if status == 404:
-        _lose(row, result={"error": "the box no longer knows the task"})
+        _lose(run, node, result={"error": "the node no longer knows the task"})
         return False
     if status != 200:
         return True
     match members.get("status"):
         case "completed":
-            finish_command(row, RunEvent.SUCCEED, result=clean_result(members))
+            finish_run(run_id=run.run_id, event=RunEvent.SUCCEED, result=clean_result(members))
         case "failed":
             code, message = _text(members.get("code")) or "model_load_failed", _text(members.get("error"))
-            finish_command(row, RunEvent.FAIL, code=code, message=message, result=clean_result(members))
+            finish_run(run_id=run.run_id, event=RunEvent.FAIL, code=code, message=message, result=clean_result(members))
         case "interrupted":
-            _lose(row, result=clean_result(members))
+            _lose(run, node, result=clean_result(members))
         case _:
-            note_running(
-                row,
+            note_progress(
+                run_id=run.run_id,
                 stage=_text(members.get("stage")),
                 fraction=_number(members.get("progress")),
                 eta_s=_number(members.get("eta")),
@@ -162,14 +146,14 @@ def _poll(row: NodeCommand) -> bool:
     return False
 
 
-def _lose(row: NodeCommand, *, result: dict[str, Any]) -> None:
-    """End a command whose outcome nobody knows, with what the box says it has loaded."""
+def _lose(run: NodeRun, node: Node, *, result: dict[str, Any]) -> None:
+    """End a run whose outcome nobody knows, with what the node says it has loaded."""
     try:
-        _, members = _call(row.node, "GET", "/v1/capabilities", None)
+        _, members = _call(node, "GET", "/v1/capabilities", None)
         loaded = _list_loaded(members)
     except BoxSilent:
         loaded = []
-    lose_run(row, result=result, loaded=loaded)
+    lose_run(run, node, result=result, loaded=loaded)
 
 
 def _list_loaded(members: dict[str, Any]) -> list[str]:

@@ -29,7 +29,7 @@ from django.utils import timezone
 
 from core.hints import publish_hint
 from governance.models import Decision, Operation, OperationRun, PolicyVersion
-from nodes.models import Node, NodeCommand, NodeOpKey
+from nodes.models import Node, NodeOpKey
 from wire.ids import format_id, new_uuid7
 from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l0, sign_l1, sign_l2
 from wire.optoken.approval import Policy, PolicyRef, Statement, encode_bytes, read_policy, read_statement
@@ -192,28 +192,19 @@ def _store(loot: Loot, statement: Statement, *, adopts: PolicyVersion | None = N
 def _attempt(
     title: str, loot: Loot, statement: Statement, token: dict[str, object], *, use: int = 1, within_s: float = WAIT_S
 ) -> None:
-    """Plant the command and its run, and report what the box said."""
+    """Plant a run with its token, and report what the box said."""
     now = timezone.now()
     with transaction.atomic():
         run = OperationRun.objects.create(
             operation=_store(loot, statement), target=loot.node.runner_id, use=use, state="dispatched",
-            due_at=now + timedelta(hours=1), dispatched_at=now,
+            due_at=now + timedelta(hours=1), dispatched_at=now, node_id=loot.node.pk, token=encode_token(token),
+            token_expires_at=now + timedelta(seconds=LIFE_S), contact_at=now,
         )  # fmt: skip
-        NodeCommand.objects.create(
-            run_id=run.pk,
-            node=loot.node,
-            op_id=statement.op_id,
-            use=use,
-            operation=statement.operation,
-            body=dict(statement.params),
-            token=encode_token(token),
-            token_expires_at=now + timedelta(seconds=LIFE_S),
-        )
         publish_hint("commands")
     give_up_at = time.monotonic() + within_s
-    while NodeCommand.objects.get(pk=run.pk).state != NodeCommand.State.ENDED and time.monotonic() < give_up_at:
+    while run.ended_at is None and time.monotonic() < give_up_at:
         time.sleep(0.05)
-    run.refresh_from_db()
+        run.refresh_from_db()
     said = {"name": title, "operation": statement.operation, "state": run.state, "code": run.code, "message": run.message}
     sys.stdout.write(json.dumps(said) + "\n")
     sys.stdout.flush()

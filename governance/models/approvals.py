@@ -158,12 +158,26 @@ class OperationRun(models.Model):
     lease_owner = models.CharField(
         max_length=80, blank=True, help_text="The worker that looked at it last; due_at ends its lease"
     )
+    node_id = models.UUIDField(null=True, blank=True, editable=False, help_text="The node that carries it out, if one does")
+    token = models.TextField(blank=True, editable=False, db_default="", help_text="What the node verifies; until it has ended")
+    token_expires_at = models.DateTimeField(null=True, blank=True, editable=False)
+    sent_at = models.DateTimeField(null=True, blank=True, editable=False, help_text="When the node was given this token")
+    contact_at = models.DateTimeField(
+        null=True, blank=True, editable=False, help_text="When the node was last sent something about it, or said something"
+    )
+    gateway_id = models.UUIDField(null=True, blank=True, editable=False, help_text="The gateway that sent it last")
+    task_id = models.CharField(
+        max_length=80, blank=True, editable=False, db_default="", help_text="Of a node that is called over HTTP"
+    )
     updated_at = models.DateTimeField(auto_now=True)
 
     class Meta:
         ordering = ["operation", "use", "position"]
         constraints = [models.UniqueConstraint(fields=["operation", "target", "use"], name="operationrun_once")]
-        indexes = [models.Index(fields=["due_at"], condition=models.Q(ended_at=None), name="operationrun_due")]
+        indexes = [
+            models.Index(fields=["due_at"], condition=models.Q(ended_at=None), name="operationrun_due"),
+            models.Index(fields=["node_id"], condition=models.Q(ended_at=None), name="operationrun_node"),
+        ]
 
     def __str__(self) -> str:
         return f"{self.operation} on {self.target}"

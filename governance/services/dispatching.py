@@ -7,7 +7,9 @@ the box included.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from django.db import connection, transaction
 from django.db.models import Max
@@ -92,9 +94,9 @@ def _send(run: OperationRun, operation: Operation, statement: Statement) -> None
         finish(run, RunEvent.FAIL, code=error.code.value.lower(), message=error.message)
         return
     match outcome:
-        case Sent():
+        case Sent(node_id):
             _mark_dispatched(operation)
-            _mark_sent(run)
+            _mark_sent(run, order, node_id)
         case Done(message, result):
             _mark_dispatched(operation)
             run.attempt += 1
@@ -111,14 +113,19 @@ def _mark_dispatched(operation: Operation) -> None:
         operation.save(update_fields=["dispatched_at", "updated_at"])
 
 
-def _mark_sent(run: OperationRun) -> None:
+def _mark_sent(run: OperationRun, order: RunOrder, node_id: uuid.UUID) -> None:
+    """Leave the run with its token where whoever reaches the node finds it."""
+    run.node_id, run.token = node_id, order.token
+    run.token_expires_at = datetime.fromtimestamp(order.token_expires_at, UTC)
+    run.sent_at, run.contact_at, run.gateway_id, run.task_id = None, clock.now(), None, ""
     run.attempt += 1
     run.state = next_run(RunState(run.state), RunEvent.DISPATCH).value
     run.dispatched_at = run.dispatched_at or clock.now()
     run.message = ""
-    run.save(update_fields=["attempt", "state", "dispatched_at", "message", "fence", "updated_at"])
+    run.save()
     audit_run(run, run.operation, "operation.dispatch", {"attempt": run.attempt, "fence": run.fence})
     publish_hint("operations", str(run.operation_id))
+    publish_hint("commands", str(node_id))
 
 
 def _make_order(kind: OperationKind, run: OperationRun, operation: Operation, statement: Statement) -> RunOrder | None:

@@ -68,6 +68,7 @@ def finish(
     run.ended_at = now if new in FINAL_RUNS else None
     run.fraction = 1.0 if new is RunState.SUCCEEDED else run.fraction
     run.eta_s = None
+    run.token = ""
     run.due_at = now
     run.save()
     audit_run(run, run.operation, f"operation.run.{new.value}", {"code": run.code, "receipt": bool(run.receipt)})

@@ -80,6 +80,8 @@ def _move_on(run_id: uuid.UUID) -> None:
     now = clock.now()
     if state is RunState.QUEUED:
         dispatch(run, operation)
+    elif state is RunState.DISPATCHED and not run.token:
+        _requeue(run, "it was sent by an earlier release")
     elif now > max(operation.not_after, run.updated_at) + timedelta(seconds=limits().governance.run_silence_s):
         _give_up(run)
     else:
@@ -96,12 +98,17 @@ def _give_up(run: OperationRun) -> None:
 
 
 @transaction.atomic
-def note_progress(*, run_id: uuid.UUID, stage: str, fraction: float | None, eta_s: float | None) -> None:
-    """Take down how far a run is. Without effect on one that has ended or was never sent."""
+def note_progress(*, run_id: uuid.UUID, stage: str, fraction: float | None, eta_s: float | None, task_id: str = "") -> None:
+    """Take down how far a run is. Without effect on one that has ended or was never sent.
+
+    ``task_id``: how the node calls it, where that is to be asked for over HTTP.
+    """
     rows, now = OperationRun.objects.filter(pk=run_id), clock.now()
     share = None if fraction is None or not math.isfinite(fraction) else min(1.0, max(0.0, fraction))
     left_s = None if eta_s is None or not math.isfinite(eta_s) else max(0.0, eta_s)
-    told = {"stage": stage[:200], "fraction": share, "eta_s": left_s, "updated_at": now}
+    told = {"stage": stage[:200], "fraction": share, "eta_s": left_s, "contact_at": now, "updated_at": now}
+    if task_id:
+        told["task_id"] = task_id
     if rows.filter(state=RunState.DISPATCHED.value).update(state=RunState.EXECUTING.value, **told):
         run = rows.select_related("operation").get()
         audit_run(run, run.operation, "operation.run.executing", {"attempt": run.attempt})
@@ -140,14 +147,19 @@ def requeue_run(*, run_id: uuid.UUID, reason: str) -> bool:
     run = lock_run(run_id)
     if run is None or RunState(run.state) not in sources_of(RunEvent.REQUEUE):
         return False
+    _requeue(run, reason)
+    return True
+
+
+def _requeue(run: OperationRun, reason: str) -> None:
     wait_s = min(limits().governance.run_pause_max_s, 0.5 * 2 ** min(run.attempt, 6))
     run.state = next_run(RunState(run.state), RunEvent.REQUEUE).value
     run.message, run.due_at = reason[: limits().governance.run_message_chars], clock.now() + timedelta(seconds=wait_s)
-    run.save(update_fields=["state", "message", "due_at", "updated_at"])
+    run.token, run.sent_at, run.task_id = "", None, ""
+    run.save()
     audit_run(run, run.operation, "operation.run.queued", {"attempt": run.attempt})
     publish_hint("operations", str(run.operation_id))
     ring(run.pk, after_s=wait_s)
-    return True
 
 
 def last_run(operation: str, *, target: str, params: Mapping[str, object]) -> OperationRun | None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 
 from core.limits import limits
 from governance.errors import InvalidProposal
 from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer, Undone
-from nodes.delivery import Command, put_command
 from nodes.models import Node, NodeOpKey, NodePresence, Reach
 from nodes.operations.choices import flush_choices, list_boxes, load_choices, reload_choices, unload_choices
 from nodes.operations.impact import (
@@ -70,27 +68,15 @@ class _BoxOperation:
         return None if key is None else Signer(node.op_level, key.kid, bytes(key.secret), node.runner_id)
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
-        """Put the command where a gateway finds it; a box called over HTTP is called by a task."""
+        """Say which node is to get it: a gateway sends it, and a task to a node that is called over HTTP."""
         node = find_signed(order.target)
         if node is None:
             return NotNow(f"{order.target} is no node that is known here", retry_s=limits().nodes.command_away_retry_s)
         if problem := hinders(node) or _is_away(node):
             return NotNow(problem, retry_s=limits().nodes.command_away_retry_s)
-        put_command(
-            Command(
-                run_id=order.run_id,
-                node_id=node.pk,
-                op_id=order.op_id,
-                use=order.use,
-                operation=order.operation,
-                body=order.params,
-                token=order.token,
-                token_expires_at=datetime.fromtimestamp(order.token_expires_at, UTC),
-            )
-        )
         if node.reach == Reach.DIRECT.value:
             ring_direct_box(order.run_id)
-        return Sent()
+        return Sent(node.pk)
 
     def _clean_params(self, params: Mapping[str, object]) -> dict[str, object]:
         raise NotImplementedError

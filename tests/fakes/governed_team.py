@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -317,7 +318,7 @@ class FakeBox:
             return NotNow(f"{order.target} is busy")
         self.watch(order)
         self.sent.append(order)
-        return Done("done at once") if order.target in self.local else Sent()
+        return Done("done at once") if order.target in self.local else Sent(uuid.UUID(int=1))
 
 
 BOX = FakeBox()

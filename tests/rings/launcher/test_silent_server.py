@@ -35,7 +35,7 @@ from governance import services
 from governance.models import AuditEvent, OperationRun
 from governance.states import RunState
 from nodes.direct import call_direct_box, find_unattended
-from nodes.models import NodeCommand, Reach
+from nodes.models import Reach
 from nodes.services import set_op_key
 from tests.fakes.control_process import (
     WITHIN_S,
@@ -387,8 +387,7 @@ def test_a_box_called_when_the_database_froze_is_called_once(servers: EmbeddedSe
             go_on(stopped)
         assert stopped
         wait_for_the_abandoned(servers)
-        row = NodeCommand.objects.get(pk=run_id)
-        NodeCommand.objects.filter(pk=run_id).update(updated_at=row.updated_at - timedelta(minutes=1))
+        OperationRun.objects.filter(pk=run_id).update(contact_at=only_run(operation).queued_at - timedelta(minutes=1))
         assert find_unattended() == [run_id]
         for again in [in_thread(lambda: call_direct_box(run_id)) for _ in range(2)]:
             again.result(WITHIN_S)

@@ -41,10 +41,9 @@ WRITERS: dict[str, set[str]] = {
     "governance.Decision": {f"{SERVICES}/decisions.py", f"{SERVICES}/transitions.py"},
     "governance.Freeze": {f"{SERVICES}/freezes.py"},
     "governance.Operation": {f"{SERVICES}/{name}.py" for name in ("dispatching", "lookup", "proposals", "sweeps")},
-    "governance.OperationRun": {f"{SERVICES}/{name}.py" for name in ("decisions", "dispatching", "finishing", "runs",
-            "transitions")}, "governance.PolicyVersion": {f"{SERVICES}/policies.py", f"{SERVICES}/transitions.py"},
+    "governance.OperationRun": {f"{SERVICES}/{name}.py" for name in ("decisions", "dispatching", "finishing", "node_runs",
+            "runs", "transitions")}, "governance.PolicyVersion": {f"{SERVICES}/policies.py", f"{SERVICES}/transitions.py"},
     "governance.WebhookEndpoint": {f"{SERVICES}/webhooks.py"},
-    "nodes.NodeCommand": {"nodes/delivery.py", "nodes/direct.py"},
     "gateway.ApiKey": {"gateway/request/models.py", "gateway/services/keys.py"},
     "gateway.Model": {"gateway/services/models.py"},
     "gateway.Tenant": {"gateway/services/tenants.py"},
@@ -80,7 +79,7 @@ ASKED_BY_ITS_CALLERS = {f"{SERVICES}/admin_tokens.py::_mint"}
 
 
 CALLERS: dict[str, set[str]] = {
-    "carry_out": {f"{SERVICES}/dispatching.py"}, "put_command": {"nodes/operations/models_on_boxes.py"},
+    "carry_out": {f"{SERVICES}/dispatching.py"},
     "adopt_policy": {"governance/operations.py"}, "lift_freeze": {"governance/operations.py"},
     "raise_key_limit": {"gateway/operations.py"}, "raise_model_caps": {"gateway/operations.py"},
 }  # fmt: skip
@@ -380,7 +379,7 @@ LEAKS = {
     "save in a loop": ("governance.Decision", "def f():\n    for one in Decision.objects.all():\n        one.save()"),
     "bulk_update": ("governance.PolicyVersion", "def f(rows):\n    PolicyVersion.objects.bulk_update(rows, ['state'])"),
     "delete": ("governance.Decision", "def f():\n    Decision.objects.all().delete()"),
-    "get_or_create": ("nodes.NodeCommand", "def f():\n    NodeCommand.objects.get_or_create(pk=1)"),
+    "get_or_create": ("governance.OperationRun", "def f():\n    OperationRun.objects.get_or_create(pk=1)"),
     "asynchronous": ("governance.ApproverKey", "async def f():\n    await ApproverKey.objects.acreate(label='x')"),
     "related manager": ("governance.OperationRun", "def f(operation):\n    operation.runs.update(state='queued')"),
     "create by a related manager": ("governance.Decision", "def f(one):\n    one.decisions.create(is_approval=True)"),

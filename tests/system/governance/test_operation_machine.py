@@ -34,7 +34,7 @@ from governance.errors import GovernanceError
 from governance.models import ApproverKey, AuditEntry, AuditEvent, Decision, Operation, OperationRun, PolicyVersion
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, OPEN_RUNS, RUNS, ApprovalState, RunState
 from nodes.delivery import RECEIPT_INVALID
-from nodes.models import NodeCommand, NodeOpKey
+from nodes.models import NodeOpKey
 from tests.fakes.audit_logs import chain_events
 from tests.fakes.clock import TickingClock, VirtualClock
 from tests.fakes.examples import TIMES
@@ -53,7 +53,7 @@ IN_POLICY = ("ana", "ben", "cleo", "dan")
 NAMES = ("rig", "den")
 MARKS = 40
 FORGED = ("as signed", "too late", "far ahead", "other params", "other node", "own key", "twice one", "use 2")
-WRITTEN = ("statement", "approvals", "run", "command")
+WRITTEN = ("statement", "approvals", "run", "sending")
 WHO = st.integers(0, 4)
 """The last one has a key and stands in no policy."""
 WHICH = st.integers(0, 7)
@@ -487,7 +487,7 @@ class OperationLife(RuleBasedStateMachine):
             case "run":
                 runs.update(state=RunState.QUEUED.value, ended_at=None, due_at=clock.now())
             case _:
-                NodeCommand.objects.filter(op_id=asked.row.printed_id).update(state=NodeCommand.State.WAITING)
+                runs.update(sent_at=None)
         self.carry_on()
 
     def invent_approvals(self, asked: Asked) -> None:

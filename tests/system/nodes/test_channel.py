@@ -21,9 +21,9 @@ from pytest_django import Settings
 
 from governance import services
 from governance.checkpoints import make_checkpoint
-from governance.models import Operation, WitnessStatement
+from governance.models import Operation, OperationRun, WitnessStatement
 from governance.states import RunState
-from nodes.models import Node, NodeCommand, NodePresence
+from nodes.models import Node, NodePresence
 from tests.fakes.governed_team import Identity, Team, approve_load, make_due, make_governed, only_run
 from tests.fakes.limits import set_limits
 from tests.fakes.links import Door, NodeSocket, dial, hello
@@ -118,7 +118,7 @@ async def reaches(operation: Operation, state: RunState) -> None:
 @sync_to_async
 def let_time_pass(seconds: float) -> None:
     before = timezone.now() - timedelta(seconds=seconds)
-    NodeCommand.objects.update(updated_at=before, sent_at=before)
+    OperationRun.objects.update(contact_at=before, sent_at=before)
 
 
 @sync_to_async
@@ -141,13 +141,13 @@ async def test_an_approved_load_is_carried_out_and_its_end_is_proved_though_the_
         assert (command.operation, command.body, command.use) == ("model-load", {"modelId": "m"}, 1)
         socket.say(bridge.OpStatus(op_id=command.op_id, use=1, state="running", stage="weights", fraction=0.5))
         await reaches(operation, RunState.EXECUTING)
-        await sync_to_async(rename_table)("nodes_nodecommand", "nodes_away")
+        await sync_to_async(rename_table)("governance_operationrun", "governance_away")
         try:
             socket.say(governed.rig.end(command.op_id, "succeeded", result={"gpuMemoryUsedMB": 7}))
             await eventually(lambda: "node.courier_waits" in caplog.text, "a round that the database failed")
             await eventually(lambda: door.channel.waiting_statuses, "a status that waits")
         finally:
-            await sync_to_async(rename_table)("nodes_away", "nodes_nodecommand")
+            await sync_to_async(rename_table)("governance_away", "governance_operationrun")
         await reaches(operation, RunState.SUCCEEDED)
         await eventually(lambda: not door.channel.waiting_statuses, "nothing that waits")
     run = await sync_to_async(only_run)(operation)
@@ -165,7 +165,7 @@ async def test_a_last_word_that_comes_while_progress_is_being_stored_is_stored_n
         operation = await governed.approve()
         command = await received(socket, bridge.OpCommand)
         with psycopg.connect(**connection.get_connection_params()) as other:
-            other.execute("SELECT 1 FROM nodes_nodecommand FOR UPDATE")
+            other.execute("SELECT 1 FROM governance_operationrun FOR UPDATE")
             socket.say(bridge.OpStatus(op_id=command.op_id, use=1, state="running", stage="weights"))
             await eventually(cast("Callable[[], Awaitable[bool]]", is_held_up), "progress that waits for the row")
             socket.say(governed.rig.end(command.op_id, "succeeded"))
@@ -224,10 +224,10 @@ async def test_a_box_without_governance_is_told_of_no_operation(governed: Govern
             await other.approve()
             await received(beside, bridge.OpCommand)  # so no round of deliveries goes on that still knows the governed node
             await let_time_pass(60)
-            before = await NodeCommand.objects.aget(node__name="rig")
+            before = await OperationRun.objects.aget(target=governed.rig.runner_id)
             await received(beside, bridge.OpQuery)  # so a round has passed the plain node as well
             assert not [m for m in plain.messages if isinstance(m, bridge.OpCommand | bridge.OpQuery | bridge.PolicyOffer)]
-            assert (await NodeCommand.objects.aget(pk=before.pk)).updated_at == before.updated_at
+            assert (await OperationRun.objects.aget(pk=before.pk)).contact_at == before.contact_at
 
 
 # Policies and checkpoints

@@ -16,10 +16,11 @@ from core.limits import limits
 from gateway.services import allow_model
 from governance import services
 from governance.models import Operation, OperationRun
+from governance.services.node_runs import find_node_run
 from governance.states import RunState
 from nodes import services as nodes_services
 from nodes.direct import _hand_over, call_direct_box, find_unattended
-from nodes.models import Node, NodeCommand, NodeCredential, NodePresence, Reach
+from nodes.models import Node, NodeCredential, NodePresence, Reach
 from nodes.serializers import NodeSerializer
 from nodes.services.clock import clock_of, with_clock
 from nodes.services.direct_calls import TASK_NAME
@@ -288,11 +289,6 @@ class Called:
         """The run, as it is now."""
         return only_run(self.operation)
 
-    @property
-    def row(self) -> NodeCommand:
-        """The command, as it is now."""
-        return NodeCommand.objects.get(pk=self.run.pk)
-
     def call(self) -> bool:
         """Take it one step further."""
         return call_direct_box(self.run.pk)
@@ -328,8 +324,8 @@ def test_a_load_is_handed_over_polled_and_ended(team: Team, far: DirectNode, lev
     far.answers[TASK] = (200, {"taskId": "load-1", "status": "completed", "gpuMemoryUsedMB": 32})
     assert not called.call()
     assert (called.run.state, called.run.result["gpuMemoryUsedMB"]) == (RunState.SUCCEEDED.value, 32)
-    assert (called.row.state, called.row.token) == ("ended", "")
-    assert not called.call(), "an ended command is called no more"
+    assert called.run.token == ""
+    assert not called.call(), "what has ended is called no more"
     assert far.paths() == [f"POST {LOAD}", f"GET {TASK}", f"GET {TASK}"]
     assert far.bearers == ["Bearer a-key-of-the-node"] * 3
 
@@ -337,7 +333,7 @@ def test_a_load_is_handed_over_polled_and_ended(team: Team, far: DirectNode, lev
 def test_an_unload_that_is_answered_at_once_has_ended_and_what_takes_no_token_is_not_called(
     team: Team, sent: Called, far: DirectNode
 ) -> None:
-    NodeCommand.objects.update(operation="settings-reload")
+    Operation.objects.update(operation="settings-reload")
     assert not sent.call()
     assert (sent.run.state, sent.run.code) == (RunState.FAILED, "unknown_operation")
     assert "connect the node by its own session" in sent.run.message
@@ -410,28 +406,29 @@ def test_two_workers_hand_it_over_once_and_an_address_that_is_not_allowed_is_not
     settings.NODE_DIRECT_ALLOW_LOOPBACK = True
     make_due(sent.operation)
     services.run_due()
-    stale = NodeCommand.objects.select_related("node").get(pk=sent.run.pk)
+    stale = find_node_run(sent.run.pk)
+    assert stale is not None
     far.answers[LOAD] = BEGUN
     assert sent.call()
-    assert not _hand_over(stale)
+    assert not _hand_over(stale, sent.node)
     assert far.paths() == [f"POST {LOAD}"]
 
 
 def test_a_worker_that_died_with_the_call_leaves_an_outcome_that_nobody_knows(sent: Called, far: DirectNode) -> None:
-    NodeCommand.objects.update(state="sent", sent_at=timezone.now())
+    OperationRun.objects.update(sent_at=timezone.now())
     assert not sent.call()
     assert sent.run.state == RunState.RESOLVED.value
     assert f"POST {LOAD}" not in far.paths()
 
 
 def test_a_command_without_a_worker_is_found_by_the_sweep(sent: Called) -> None:
-    NodeCommand.objects.update(updated_at=timezone.now() + timedelta(minutes=1))  # however slow the machine is: just now
+    OperationRun.objects.update(contact_at=timezone.now() + timedelta(minutes=1))  # however slow the machine is: just now
     assert find_unattended() == []
-    NodeCommand.objects.update(updated_at=timezone.now() - timedelta(seconds=6))
+    OperationRun.objects.update(contact_at=timezone.now() - timedelta(seconds=6))
     assert find_unattended() == [sent.run.pk]
-    NodeCommand.objects.update(state="running", task_id="load-1")
+    OperationRun.objects.update(state=RunState.EXECUTING.value, sent_at=timezone.now(), task_id="load-1")
     assert find_unattended() == [], "a call may take that long"
-    NodeCommand.objects.update(updated_at=timezone.now() - timedelta(seconds=21))
+    OperationRun.objects.update(contact_at=timezone.now() - timedelta(seconds=21))
     assert find_unattended() == [sent.run.pk]
     assert call_box.name == TASK_NAME
     assert ring_direct_boxes.name == "nodes.tasks.ring_direct_boxes"

@@ -22,9 +22,9 @@ from gateway.models import RequestRecord
 from governance import services
 from governance.errors import InvalidProposal, NeedsApproval
 from governance.models import Operation
-from governance.registry import NotNow, RunOrder
+from governance.registry import NotNow, RunOrder, Sent
 from governance.states import RunState
-from nodes.models import Node, NodeCommand, NodeOpKey, NodePresence, Reach
+from nodes.models import Node, NodeOpKey, NodePresence, Reach
 from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT, SETTINGS_RELOAD
 from nodes.services import drain_node, revoke_credential
 from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, make_governed, only_run
@@ -223,11 +223,9 @@ def test_a_box_that_would_refuse_or_is_away_is_not_sent_anything_until_it_is_bac
     outcome = MODEL_LOAD.carry_out(order(rig.runner_id))
     assert isinstance(outcome, NotNow)
     assert reason in outcome.reason
-    assert not NodeCommand.objects.exists()
     Node.objects.update(**before)
     NodePresence.objects.update(connected=True, last_heartbeat_at=timezone.now())
-    MODEL_LOAD.carry_out(order(rig.runner_id))
-    assert NodeCommand.objects.get().body == {"modelId": "m"}
+    assert MODEL_LOAD.carry_out(order(rig.runner_id)) == Sent(box.pk)
 
 
 def test_an_order_that_nobody_approved_forces_nothing(team: Team, box: Node) -> None:

@@ -1,4 +1,4 @@
-"""Commands as rows: what is to be sent when, what becomes of a run by what its node says, and where its token is."""
+"""Runs on their way to nodes: what is sent when, what becomes of a run by what its node says, and where its token is."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any, cast
 import pytest
 import redis
 from django.conf import settings
+from django.db import connection
+from django.db.migrations.executor import MigrationExecutor
 from django.test import Client
 from django.utils import timezone
 from django.utils.module_loading import import_string
@@ -21,15 +23,16 @@ from pytest_django import DjangoDbBlocker
 from core.limits import limits
 from core.models import User
 from governance import services
-from governance.models import Freeze, OperationRun
+from governance.models import Freeze, Operation, OperationRun
 from governance.registry import RunOrder
 from governance.states import RunState
-from nodes.delivery import Ask, Command, Delivery, Send, park_command, plan_deliveries, put_command, store_status
-from nodes.models import Node, NodeCommand
+from nodes.delivery import Ask, Delivery, Send, plan_deliveries, store_status
+from nodes.models import Node
 from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, only_run
 from tests.fakes.nodes import audited, find_tables, shared_rows
 from wire.bridge import OpStatus
-from wire.optoken import Level, Operation, Verifier, read_token
+from wire.optoken import Level, Verifier, read_token
+from wire.optoken import Operation as Verb
 from wire.optoken.approval import read_policy, read_statement, verify_receipts
 
 pytestmark = pytest.mark.django_db
@@ -46,7 +49,7 @@ class Sent:
         self.node = make_box(self.rig, age_s=-3600.0, reloads_settings=True)
         self.operation = approve_load(team, self.rig.runner_id, **asked)
         services.run_due()
-        self.command = NodeCommand.objects.get(pk=only_run(self.operation).pk)
+        self.op_id = self.operation.printed_id
 
     @property
     def run(self) -> OperationRun:
@@ -54,14 +57,10 @@ class Sent:
         return only_run(self.operation)
 
     @property
-    def row(self) -> NodeCommand:
-        """The command, as it is now."""
-        return NodeCommand.objects.get(pk=self.command.pk)
-
-    @property
-    def states(self) -> tuple[str, str]:
-        """Of the run and of its command."""
-        return self.run.state, self.row.state
+    def stands(self) -> tuple[str, bool, bool]:
+        """Its state, whether there is a token for its node, and whether the node was given it."""
+        run = self.run
+        return run.state, bool(run.token), run.sent_at is not None
 
     def plan(self, *, gateway: uuid.UUID = GATEWAY, linked_s_ago: float = 3600.0) -> list[Delivery]:
         """What a gateway that holds the node's socket would send now."""
@@ -73,14 +72,14 @@ class Sent:
         return store_status(node_id=(node or self.node).pk, status=status)
 
     def say(self, state: str, **fields: Any) -> bool:
-        """The node says something about this command without a receipt."""
-        return self.hear(OpStatus(op_id=self.command.op_id, use=1, state=state, **fields))
+        """The node says something about this run without a receipt."""
+        return self.hear(OpStatus(op_id=self.op_id, use=1, state=state, **fields))
 
     def pass_time(self, seconds: float) -> None:
-        """Let the command have been touched so long ago; below zero: as if it were still to come, and so never long ago."""
+        """Let it have been touched so long ago; below zero: as if that were still to come, and so never long ago."""
         before = timezone.now() - timedelta(seconds=seconds)
-        NodeCommand.objects.update(updated_at=before)
-        NodeCommand.objects.filter(sent_at__isnull=False).update(sent_at=before)
+        OperationRun.objects.update(contact_at=before)
+        OperationRun.objects.filter(sent_at__isnull=False).update(sent_at=before)
 
     def dispatch_again(self) -> None:
         """Let the next attempt be due, and make it."""
@@ -100,17 +99,17 @@ def sent(team: Team, django_db_blocker: DjangoDbBlocker) -> Iterator[Sent]:
 @pytest.mark.parametrize(
     ("operation", "params", "model_id"),
     [
-        (Operation.MODEL_LOAD, {"modelId": "m"}, "m"),
-        (Operation.CACHE_FLUSH, {"scope": "all"}, None),
-        (Operation.SETTINGS_RELOAD, {}, None),
+        (Verb.MODEL_LOAD, {"modelId": "m"}, "m"),
+        (Verb.CACHE_FLUSH, {"scope": "all"}, None),
+        (Verb.SETTINGS_RELOAD, {}, None),
     ],
-    ids=lambda value: value.value if isinstance(value, Operation) else "",
+    ids=lambda value: value.value if isinstance(value, Verb) else "",
 )
 def test_what_is_approved_waits_for_a_gateway_with_a_token_that_the_node_accepts(
-    team: Team, operation: Operation, params: dict[str, object], model_id: str | None
+    team: Team, operation: Verb, params: dict[str, object], model_id: str | None
 ) -> None:
     sent = Sent(team, operation=operation.value, params=params)
-    assert sent.states == (RunState.DISPATCHED.value, "waiting")
+    assert sent.stands == (RunState.DISPATCHED.value, True, False)
     found = services.active_policy()
     assert found is not None
     verifier = Verifier(
@@ -129,14 +128,15 @@ def test_what_is_approved_waits_for_a_gateway_with_a_token_that_the_node_accepts
     assert (delivery.operation, delivery.body) == (operation.value, params)
 
 
-def test_a_command_is_sent_by_one_gateway_that_holds_the_node_once(sent: Sent) -> None:
+def test_a_run_is_sent_by_one_gateway_that_holds_the_node_once(sent: Sent) -> None:
     assert plan_deliveries(linked={}, gateway_id=GATEWAY) == []
     assert plan_deliveries(linked={uuid.uuid4(): LONG_AGO}, gateway_id=GATEWAY) == []
     assert [type(each) for each in sent.plan()] == [Send]
     sent.pass_time(-60)
     assert sent.plan() == []
     assert sent.plan(gateway=OTHER) == []
-    assert (sent.row.state, sent.row.gateway_id) == ("sent", GATEWAY)
+    assert sent.stands == (RunState.DISPATCHED.value, True, True)
+    assert sent.run.gateway_id == GATEWAY
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_node_that_may_have_missed_it_is_asked_once(
 ) -> None:
     sent.plan()
     sent.pass_time(silent_s)
-    asked = [Ask(sent.node.pk, sent.command.op_id, 1)] if is_asked else []
+    asked = [Ask(sent.node.pk, sent.op_id, 1)] if is_asked else []
     assert sent.plan(gateway=gateway, linked_s_ago=linked_s_ago) == asked
     assert sent.plan(gateway=gateway) == [], "and then given time to answer"
 
@@ -169,10 +169,10 @@ def test_while_everything_is_frozen_nothing_is_sent_and_what_was_sent_is_asked_a
 
 
 def test_a_token_that_ran_out_before_the_box_came_is_replaced(sent: Sent) -> None:
-    NodeCommand.objects.update(token_expires_at=timezone.now() + timedelta(seconds=4))
-    old = sent.row.token
+    OperationRun.objects.update(token_expires_at=timezone.now() + timedelta(seconds=4))
+    old = sent.run.token
     assert sent.plan() == []
-    assert (sent.run.state, sent.row.token) == (RunState.QUEUED.value, "")
+    assert sent.stands == (RunState.QUEUED.value, False, False)
     assert sent.plan() == [], "nothing is sent without a token"
     sent.dispatch_again()
     (delivery,) = sent.plan()
@@ -180,21 +180,23 @@ def test_a_token_that_ran_out_before_the_box_came_is_replaced(sent: Sent) -> Non
     assert delivery.token != old
 
 
-def test_putting_a_command_again_is_harmless_and_an_ended_one_stays_ended(sent: Sent) -> None:
-    again = Command(
-        run_id=sent.run.pk, node_id=sent.node.pk, op_id=sent.command.op_id, use=1, operation="model-load",
-        body={"modelId": "m"}, token="new", token_expires_at=timezone.now() + timedelta(minutes=5),
-    )  # fmt: skip
-    sent.plan()
-    stale = sent.row
-    assert put_command(again)
-    park_command(stale)
-    assert (sent.row.state, sent.row.token, NodeCommand.objects.count()) == ("waiting", "new", 1), "it has got one meanwhile"
-    park_command(sent.row)
-    assert (sent.row.token, sent.row.state) == ("", "waiting")
-    NodeCommand.objects.update(state="ended")
-    assert not put_command(again)
-    assert (sent.row.state, sent.row.token, sent.plan()) == ("ended", "", [])
+def test_what_an_earlier_release_left_on_its_way_is_sent_anew(sent: Sent) -> None:
+    """It kept the token in a table of its own."""
+    OperationRun.objects.update(token="", node_id=None, contact_at=None)
+    assert sent.plan() == []
+    make_due(sent.operation)
+    services.run_due()
+    assert sent.stands == (RunState.QUEUED.value, False, False)
+    sent.dispatch_again()
+    assert [type(each) for each in sent.plan()] == [Send]
+
+
+def test_a_statement_that_was_changed_on_its_way_is_verified_again_and_not_sent(sent: Sent) -> None:
+    Operation.objects.update(statement=b"{}")
+    assert sent.plan() == []
+    assert sent.stands == (RunState.QUEUED.value, False, False)
+    sent.dispatch_again()
+    assert (sent.run.state, sent.run.code) == (RunState.FAILED.value, "approval_invalid")
 
 
 # What nodes say
@@ -208,9 +210,8 @@ def test_progress_is_passed_on_and_one_end_is_kept_with_its_receipt_and_the_key_
     assert sent.say("running", stage="loading", fraction=0.25, eta_s=9.0)
     run = sent.run
     assert (run.state, run.stage, run.fraction, run.eta_s) == (RunState.EXECUTING.value, "loading", 0.25, 9.0)
-    assert sent.row.state == "running"
     code = "" if state == "succeeded" else "engine_failed"
-    status = sent.rig.end(sent.command.op_id, state, code=code, result={"mb": 7})
+    status = sent.rig.end(sent.op_id, state, code=code, result={"mb": 7})
     assert sent.hear(status)
     assert not sent.hear(status)
     assert not sent.say("running", fraction=0.1)
@@ -220,8 +221,8 @@ def test_progress_is_passed_on_and_one_end_is_kept_with_its_receipt_and_the_key_
     assert run.receipt_key == sent.node.box_key
     (receipt,) = verify_receipts(evidence_of(sent), read_statement(bytes(sent.operation.statement)))
     assert receipt["runnerId"] == sent.rig.runner_id, "it convinces the stand-alone verifier"
-    assert (sent.row.state, sent.row.token) == ("ended", "")
-    assert len([event for event in audited(f"operation.run.{state}") if event.op_id == sent.command.op_id]) == 1
+    assert run.token == ""
+    assert len([event for event in audited(f"operation.run.{state}") if event.op_id == sent.op_id]) == 1
 
 
 Receipt = Callable[[Sent, OpStatus], str]
@@ -239,13 +240,13 @@ FAULTS: dict[str, Receipt] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_end_without_a_proper_receipt_is_recorded_as_such_and_is_no_evidence(sent: Sent, fault: str) -> None:
-    status = OpStatus(op_id=sent.command.op_id, use=1, state="succeeded", result={"a": 1})
+    status = OpStatus(op_id=sent.op_id, use=1, state="succeeded", result={"a": 1})
     status.receipt = FAULTS[fault](sent, status)
     sent.hear(status)
     run = sent.run
     assert (run.state, run.code, run.receipt) == (RunState.SUCCEEDED.value, "receipt_invalid", "")
     (event,) = audited("operation.receipt_invalid")
-    assert (event.op_id, event.target) == (sent.command.op_id, sent.rig.runner_id)
+    assert (event.op_id, event.target) == (sent.op_id, sent.rig.runner_id)
     assert evidence_of(sent)["receipts"] == []
 
 
@@ -264,7 +265,7 @@ def test_of_a_node_below_l2_no_receipt_is_needed_and_none_is_kept_that_names_no_
     sent: Sent, has_receipt: bool
 ) -> None:
     Node.objects.update(op_level="L1")
-    status = OpStatus(op_id=sent.command.op_id, use=1, state="succeeded")
+    status = OpStatus(op_id=sent.op_id, use=1, state="succeeded")
     status.receipt = sent.rig.receipt(status, statement_digest="") if has_receipt else ""
     sent.hear(status)
     assert (sent.run.state, sent.run.code, sent.run.receipt) == (RunState.SUCCEEDED.value, "", "")
@@ -273,26 +274,27 @@ def test_of_a_node_below_l2_no_receipt_is_needed_and_none_is_kept_that_names_no_
 
 @pytest.mark.parametrize("says", [{"state": "refused", "code": "unavailable"}, {"state": "unknown"}], ids=["busy", "unheard"])
 def test_a_node_that_is_busy_or_never_heard_of_it_gets_it_again_with_a_new_token(sent: Sent, says: dict[str, str]) -> None:
-    old = sent.row.token
+    old = sent.run.token
     sent.plan()
     sent.pass_time(6)
     assert isinstance(sent.plan()[0], Ask)
     sent.say(**says)
-    assert (*sent.states, sent.row.token) == (RunState.QUEUED.value, "waiting", "")
+    sent.say("refused", code="busy")
+    assert sent.stands == (RunState.QUEUED.value, False, False), "also when it says so twice"
     sent.dispatch_again()
-    assert sent.row.token not in {"", old}
+    assert sent.run.token not in {"", old}
     assert sent.run.attempt == 2
     assert isinstance(sent.plan()[0], Send)
 
 
 def test_what_means_nothing_comes_from_another_node_or_is_older_than_what_was_sent_changes_nothing(sent: Sent) -> None:
-    assert not sent.hear(sent.rig.end(sent.command.op_id, "succeeded"), node=make_box(Identity("other")))
+    assert not sent.hear(sent.rig.end(sent.op_id, "succeeded"), node=make_box(Identity("other")))
     assert not any(sent.say(state) for state in ("", "approved"))
-    assert sent.states == (RunState.DISPATCHED.value, "waiting")
+    assert sent.stands == (RunState.DISPATCHED.value, True, False)
     sent.plan()
     sent.pass_time(-60)
     sent.say("unknown")
-    assert sent.states == (RunState.DISPATCHED.value, "sent")
+    assert sent.stands == (RunState.DISPATCHED.value, True, True)
     sent.say("refused", code="op_token_refused", message="no")
     assert (sent.run.state, sent.run.code, sent.run.message) == (RunState.FAILED.value, "op_token_refused", "no")
 
@@ -301,9 +303,9 @@ def test_what_means_nothing_comes_from_another_node_or_is_older_than_what_was_se
 def test_a_node_that_was_cut_off_or_forgot_what_it_had_begun_is_resolved_by_what_it_has_now(sent: Sent, forgot: bool) -> None:
     sent.plan()
     sent.say("running", stage="loading")
-    sent.say("unknown") if forgot else sent.hear(sent.rig.end(sent.command.op_id, "interrupted"))
+    sent.say("unknown") if forgot else sent.hear(sent.rig.end(sent.op_id, "interrupted"))
     run = sent.run
-    assert (run.state, sent.row.state) == (RunState.RESOLVED.value, "ended"), "and it is not given it again"
+    assert sent.stands == (RunState.RESOLVED.value, False, True), "and it is not given it again"
     if not forgot:
         assert (run.code, run.result, bool(run.receipt)) == ("interrupted", {"loadedNow": ["old"]}, True)
         assert "Loaded on it now: old" in run.message
@@ -313,26 +315,25 @@ def test_a_word_of_being_cut_off_that_comes_when_it_is_about_to_be_sent_again_en
     sent.plan()
     sent.pass_time(6)
     sent.say("refused", code="unavailable")
-    assert sent.states == (RunState.QUEUED.value, "waiting")
     sent.say("interrupted")
-    assert sent.states == (RunState.QUEUED.value, "waiting")
+    assert sent.stands == (RunState.QUEUED.value, False, False)
     sent.dispatch_again()
     assert isinstance(sent.plan()[0], Send)
 
 
 def test_a_batch_goes_to_one_node_after_the_other_and_stops_at_a_failure(team: Team) -> None:
     first, second = Identity("one"), Identity("two")
-    make_box(first)
+    box = make_box(first)
     make_box(second)
     operation = approve_load(team, first.runner_id, second.runner_id)
     services.run_due()
-    (command,) = NodeCommand.objects.filter(pk__in=operation.runs.values("pk"))
-    assert command.node.name == "one"
-    store_status(node_id=command.node_id, status=first.end(command.op_id, "failed"))
+    (run,) = operation.runs.exclude(token="")
+    assert (run.target, run.node_id) == (first.runner_id, box.pk)
+    store_status(node_id=box.pk, status=first.end(operation.printed_id, "failed"))
     services.run_due()
     states = list(OperationRun.objects.filter(operation=operation).order_by("position").values_list("state", flat=True))
     assert states == [RunState.FAILED.value, RunState.SKIPPED.value]
-    assert NodeCommand.objects.filter(pk__in=operation.runs.values("pk")).count() == 1
+    assert operation.runs.filter(node_id__isnull=False).count() == 1
 
 
 # Where tokens and keys are
@@ -343,13 +344,13 @@ def read_redis() -> bytes:
         return b"".join(cast("bytes", store.dump(key) or b"") for key in store.scan_iter())
 
 
-def test_a_token_is_in_its_command_alone_and_gone_after_the_end(team: Team, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_token_is_in_its_run_alone_and_gone_after_the_end(team: Team, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG):
         sent = Sent(team)
-        token, secret = sent.command.token, sent.rig.secret
+        token, secret = sent.run.token, sent.rig.secret
         mac = token[-60:]
         assert len(token) > 1000
-        assert find_tables(token) == {"nodes_nodecommand"}
+        assert find_tables(token) == {"governance_operationrun"}
         assert find_tables(secret.hex()) == {"nodes_nodeopkey"}
         planned = sent.plan()
         boss = Client()
@@ -361,8 +362,8 @@ def test_a_token_is_in_its_command_alone_and_gone_after_the_end(team: Team, capl
         answers = [boss.get(page) for page in pages]
         assert [answer.status_code for answer in answers] == [200] * len(pages)
         shown = "".join(answer.content.decode() for answer in answers)
-        sent.hear(sent.rig.end(sent.command.op_id, "succeeded"))
-    assert sent.row.token == ""
+        sent.hear(sent.rig.end(sent.op_id, "succeeded"))
+    assert sent.run.token == ""
     assert find_tables(token, mac) == set()
     for secret_text in (token, mac, secret.hex()):
         assert secret_text not in shown + caplog.text
@@ -383,3 +384,43 @@ def test_every_task_takes_nothing_but_ids() -> None:
     assert len(ours) > 8
     assert {name for task in ours.values() for name in inspect.signature(task.run).parameters} == {"run_id"}
     assert not {name for name, entry in settings.CELERY_BEAT_SCHEDULE.items() if entry.get("args") or entry.get("kwargs")}
+
+
+# Rows of the release before
+
+
+def migrate(governance: str, nodes: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")  # a table with events that wait cannot be changed
+    executor = MigrationExecutor(connection)
+    executor.migrate([("governance", governance), ("nodes", nodes)])
+
+
+def test_commands_of_the_release_before_are_taken_over_and_it_can_serve_on(sent: Sent) -> None:
+    sent.plan()
+    columns = ("node_id", "token", "token_expires_at", "sent_at", "contact_at", "gateway_id", "task_id")
+    ours = OperationRun.objects.filter(pk=sent.run.pk)
+    before = ours.values("id", *columns).get()
+    migrate("0009_void_approvals", "0011_ejections")
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "INSERT INTO nodes_nodecommand (run_id, node_id, op_id, use, operation, body, token, token_expires_at, state, "
+            "task_id, gateway_id, sent_at, created_at, updated_at) "
+            "VALUES (%s, %s, %s, 1, 'model-load', '{}', %s, %s, 'sent', '', %s, %s, now(), %s)",
+            [before["id"], before["node_id"], sent.op_id, before["token"], before["token_expires_at"], GATEWAY,
+             before["sent_at"], before["contact_at"]],
+        )  # fmt: skip
+    migrate("0010_runs_on_nodes", "0012_commands_are_runs")
+    assert ours.values("id", *columns).get() == before
+    sent.pass_time(6)
+    assert sent.plan() == [Ask(sent.node.pk, sent.op_id, 1)]
+    with connection.cursor() as cursor:  # as the release before adds a run, and a command, which knows no node any more
+        cursor.execute(
+            "INSERT INTO governance_operationrun (id, operation_id, target, use, position, started_by, state, attempt, stage, "
+            "code, message, result, receipt, receipt_key, queued_at, due_at, lease_owner, updated_at) SELECT %s, operation_id, "
+            "'other', 2, 0, '', 'queued', 0, '', '', '', '{}', '', '', now(), now(), '', now() FROM governance_operationrun "
+            "WHERE id = %s",
+            [uuid.uuid4(), before["id"]],
+        )
+        cursor.execute("UPDATE nodes_nodecommand SET state = 'ended', token = ''")
+    assert OperationRun.objects.get(target="other").token == ""
