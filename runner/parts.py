@@ -254,6 +254,7 @@ async def assemble(
             await parts.operations.recover()
             await parts.desired.open()
             await ledger.abandon_costs()
+            await parts.look()  # a registration tells of the GPUs
             yield parts
         finally:
             await parts.close()

@@ -42,6 +42,7 @@ class StrictJsonParser(BaseParser):
             value = json.loads(
                 raw.decode(), object_pairs_hook=_read_object, parse_float=_Unsignable, parse_constant=_Unsignable
             )
+            _check(value, path="")  # goes less deep than the reader of some Pythons
         except UnicodeDecodeError:
             raise ParseError("The body is not UTF-8.") from None
         except (ValueError, RecursionError) as error:
@@ -49,7 +50,6 @@ class StrictJsonParser(BaseParser):
                 str(error) if isinstance(error, json.JSONDecodeError | _NameTwice) else "it goes beyond what JSON readers take"
             )
             raise ParseError(f"The body is not JSON that can be used: {reason}.") from None
-        _check(value, path="")
         return value
 
 

@@ -45,6 +45,8 @@ _COMPUTE_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
 _FILE_WORD = re.compile(r"i?q[0-9][a-z0-9_]{0,12}\Z")
 _CONTEXT = Integer(minimum=1, unit="tokens")
 _BUDGET = Integer(minimum=1, unit="MiB")
+_NEEDS_GPU = frozenset({"vllm", "tgi"})
+"""Backends whose builds for a GPU do not work without one, and which are told that they have none when none is named."""
 _PASSED_ON = ("device", "compute_type", "prompt_format", "enable_thinking", "revision")
 
 
@@ -113,11 +115,12 @@ def load_recommendations(definition: ModelDefinition) -> list[dict[str, object]]
 def choose_gpus(definition: ModelDefinition, *, given: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:
     """Return the GPUs that ``device`` of a definition means: of those ``given`` to the node, else of those ``found`` in it.
 
-    Raises InvalidLoadRequest when what it names is not there. Without a device, or with ``auto``, the engine has those given.
+    Raises InvalidLoadRequest when what it names is not there. Without a device, or with ``auto``, the engine has those given,
+    and one that cannot do without a GPU those found.
     """
     device = definition.device
     if device is None or device == "auto":
-        return given
+        return given or (found if definition.backend in _NEEDS_GPU else ())
     if device == "cpu":
         return ()
     usable, number = given or found, gpu_number(device)

@@ -65,9 +65,15 @@ class Capacity:
             slots=plan.slots,
             type_k=_cache_type(plan, "gguf_type_k"),
             type_v=_cache_type(plan, "gguf_type_v"),
-            overhead_bytes=learn_overhead(seen, plan.backend).bytes,
+            overhead_bytes=learn_overhead(seen, plan.backend, has_gpu=await self._uses_gpu(plan)).bytes,
         )
         return Prediction(shape, predicted, expected_s)
+
+    async def _uses_gpu(self, plan: LoadPlan) -> bool:
+        """Return whether the engine is to have a GPU: llama.cpp finds one by itself, CTranslate2 is given it."""
+        if plan.options.get("device") == "cpu" or not (plan.gpu_ids or plan.backend == "gguf"):
+            return False
+        return (await self.read()).kind == "gpu"
 
     def decide(
         self, model: Model, plan: LoadPlan, prediction: Prediction, *, replicas: int, reading: Reading,

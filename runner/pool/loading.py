@@ -221,8 +221,7 @@ class Loader:
 
     async def _plan(self, definition: ModelDefinition, wanted: Mapping[str, object], path: Path | None) -> LoadPlan:
         options = self._options
-        names_gpu = definition.device is not None and definition.device.startswith("cuda")
-        found = tuple(gpu.index for gpu in (await self._capacity.read()).gpus) if names_gpu else ()
+        found = (await self._capacity.read()).engine_ids if definition.device != "cpu" else ()
         gpu_ids = choose_gpus(definition, given=options.gpu_ids, found=found)
         return make_plan(
             definition, overrides=wanted, path=path, threads=options.threads, gpu_ids=gpu_ids, defaults=options.defaults

@@ -141,7 +141,8 @@ def select_visible(visible: str, gpus: list[tuple[int, str]]) -> set[int]:
     """Return the indexes, of ``(index, UUID)`` pairs, that a value of CUDA_VISIBLE_DEVICES selects.
 
     As CUDA reads it (CUDA C++ Programming Guide, environment variables): indexes or beginnings of UUIDs, up to the first that
-    names no GPU, so that an empty text or -1 selects none. Indexes are in PCI order, as with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    names no GPU, so that an empty text or -1 selects none; a GPU that is named twice leaves none at all. Indexes are in PCI
+    order, as with CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
     chosen: set[int] = set()
     for word in (part.strip() for part in visible.split(",")):
@@ -151,6 +152,8 @@ def select_visible(visible: str, gpus: list[tuple[int, str]]) -> set[int]:
             matches = [index for index, uuid in gpus if word and uuid.lower().startswith(word.lower())]
         if len(matches) != 1:
             break
+        if matches[0] in chosen:
+            return set()
         chosen.add(matches[0])
     return chosen
 

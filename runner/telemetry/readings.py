@@ -22,7 +22,7 @@ from wire.bridge import GpuInfo
 class Reading:
     """The GPUs, and the memory that models share: the sum over the GPUs, or that of the host (``kind``). In MiB.
 
-    ``driver_version`` is NVIDIA's, ``at`` is Unix time.
+    ``driver_version`` is NVIDIA's, ``nvidia_count`` how many of ``gpus`` are, which come first; ``at`` is Unix time.
     """
 
     gpus: list[GpuInfo]
@@ -32,6 +32,12 @@ class Reading:
     free_mb: int
     driver_version: str | None
     at: float
+    nvidia_count: int = 0
+
+    @property
+    def engine_ids(self) -> tuple[int, ...]:
+        """The GPUs that one engine can have together: NVIDIA's, or those of others where there are none of these."""
+        return tuple(gpu.index for gpu in self.gpus[: self.nvidia_count or None])
 
 
 class Telemetry:
@@ -42,12 +48,14 @@ class Telemetry:
         self._cards = cards
         self._lock = threading.Lock()
         # Decided once: a GPU that falls silent later must not make its models be judged by the host's memory.
-        self._has_gpu_memory = any(_is_sized(gpu) for gpu in self._read_gpus())
+        nvidia = self._read_nvidia()
+        self._has_gpu_memory = any(_is_sized(gpu) for gpu in [*nvidia, *self._read_amd(nvidia)])
 
     def sample(self) -> Reading:
         """Return what the box has and what is used of it now."""
         with self._lock:
-            gpus = self._read_gpus()
+            nvidia = self._read_nvidia()
+            gpus = [*nvidia, *self._read_amd(nvidia)]
             driver_version = self._nvml.driver_version() if self._nvml is not None else None
         if self._has_gpu_memory:
             sized = [gpu for gpu in gpus if _is_sized(gpu)]
@@ -64,6 +72,7 @@ class Telemetry:
             free_mb=free_mb,
             driver_version=driver_version,
             at=clock.unix_s(),
+            nvidia_count=len(nvidia),
         )
 
     def measure(self, roots: Sequence[int]) -> TreeMemory:
@@ -81,10 +90,12 @@ class Telemetry:
             if self._nvml is not None:
                 self._nvml.close()
 
-    def _read_gpus(self) -> list[GpuInfo]:
-        gpus = self._nvml.sample() if self._nvml is not None else []
-        first = max((gpu.index for gpu in gpus), default=-1) + 1
-        return [*gpus, *(read_card(device, index=first + number) for number, device in enumerate(self._cards))]
+    def _read_nvidia(self) -> list[GpuInfo]:
+        return self._nvml.sample() if self._nvml is not None else []
+
+    def _read_amd(self, nvidia: Sequence[GpuInfo]) -> list[GpuInfo]:
+        first = max((gpu.index for gpu in nvidia), default=-1) + 1
+        return [read_card(device, index=first + number) for number, device in enumerate(self._cards)]
 
 
 def open_telemetry(*, sysfs: Path = Path("/sys/class/drm"), env: Mapping[str, str] = os.environ) -> Telemetry:

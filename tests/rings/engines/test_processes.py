@@ -281,7 +281,8 @@ def test_two_gpus_are_reported_and_their_memory_summed(look: Look) -> None:
     ("visible", "indexes", "log"),
     [
         ("1,0", [0, 1], ""), ("GPU-bbbb2222-0000", [1], ""), ("GPU-aaaa", [0], ""), ("0,7,1", [0], ""), ("", [], ""),
-        ("-1", [], ""), ("MIG-1234", [], "CUDA_VISIBLE_DEVICES selects no whole GPU"),
+        ("-1", [], ""), ("0,0", [], "CUDA_VISIBLE_DEVICES selects no whole GPU"),
+        ("MIG-1234", [], "CUDA_VISIBLE_DEVICES selects no whole GPU"),
     ],
 )  # fmt: skip
 def test_the_environment_narrows_which_gpus_count(look: Look, visible: str, indexes: list[int], log: str) -> None:

@@ -196,6 +196,7 @@ TWO_READINGS: list[tuple[str | bytes, str | None, str]] = [
     ('{"params": {"name": "\\u0000"}}', "params.name", "NUL"), ('{"params": {"name": "\\ud800"}}', "params.name", "surrogate"),
     ('{"max_uses": ' + "9" * 5000 + "}", None, "not JSON that can be used"),
     ('{"params": ' + "[" * 3000 + "]" * 3000 + "}", None, "not JSON that can be used"),
+    ('{"params": ' + "[" * 1200 + "]" * 1200 + "}", None, "not JSON that can be used"),
     ("{", None, "not JSON that can be used"), ("[]", None, "Expected a dictionary"), ("7", None, "Expected a dictionary"),
     (b"\xff", None, "not UTF-8"),
 ]  # fmt: skip

@@ -544,3 +544,8 @@ async def test_a_model_that_the_settings_switch_on_and_that_does_not_fit_is_fail
         model = find(parts, "big")
         await eventually(lambda: model.state is ModelState.FAILED, "the load is refused")
         assert "MiB" in (model.last_error or "")
+
+
+async def test_the_machine_has_been_read_before_a_gateway_is_told_of_it(tmp_path: Path) -> None:
+    async with assembled(tmp_path) as parts:
+        assert parts.reading is not None

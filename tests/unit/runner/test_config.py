@@ -468,7 +468,8 @@ def test_a_second_load_differs_in_what_it_names_and_what_is_otherwise_in_force(
 
 def test_a_device_is_made_into_gpus_of_the_node_or_refused() -> None:
     cases: list[tuple[str | None, tuple[int, ...], tuple[int, ...], tuple[int, ...] | str]] = [
-        (None, (2, 3), (0, 1, 2, 3), (2, 3)), ("auto", (), (0,), ()), ("cpu", (2, 3), (0, 1), ()),
+        (None, (2, 3), (0, 1, 2, 3), (2, 3)), ("auto", (), (0,), (0,)), (None, (), (0, 1), (0, 1)), (None, (), (), ()),
+        ("cpu", (2, 3), (0, 1), ()),
         ("cuda", (2, 3), (0, 1, 2, 3), (2, 3)), ("cuda", (), (0, 1), (0, 1)), ("cuda:3", (2, 3), (0, 1, 2, 3), (3,)),
         ("cuda:1", (), (0, 1), (1,)), ("cuda", (), (), "this node has no GPU"),
         ("cuda:0", (2, 3), (0, 1, 2, 3), "this node has the GPUs 2, 3"), ("cuda:5", (), (0, 1), "this node has the GPUs 0, 1"),
@@ -480,6 +481,8 @@ def test_a_device_is_made_into_gpus_of_the_node_or_refused() -> None:
         with pytest.raises(InvalidLoadRequest, match=chosen) as caught:
             choose_gpus(model("vllm", device=device), given=given_, found=found)
         assert caught.value.param == "device"
+    for backend in ("gguf", "ct2", "whisper", "exllamav3"):  # these find a GPU by themselves, or run without one
+        assert choose_gpus(model(backend), given=(), found=(0, 1)) == ()
 
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "runner-settings.json"

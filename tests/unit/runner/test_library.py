@@ -599,6 +599,9 @@ def test_the_overhead_is_the_median_of_the_newest_twenty_loads_or_a_guess_that_s
         fit.learn_overhead([], "vllm").bytes > fit.learn_overhead([], "whisper").bytes > fit.learn_overhead([], "ct2").bytes > 0
     )
     assert fit.learn_overhead([], "openai_compatible").bytes == 0
+    assert (fit.learn_overhead([], "gguf", has_gpu=True).bytes, fit.learn_overhead([], "vllm", has_gpu=True).bytes) == (
+        768 * MIB, fit.learn_overhead([], "vllm").bytes,
+    )  # fmt: skip
     old, new = ([seen(9_000_000, float(at)) for at in range(30)], [seen(500 + at, 100.0 + at) for at in range(20)])
     learnt = fit.learn_overhead([*new, *old], "gguf")
     assert (learnt.bytes, learnt.is_learnt, learnt.samples) == (509, True, 20)

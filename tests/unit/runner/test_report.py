@@ -18,7 +18,7 @@ from runner.limits import limits
 from runner.pool import Model, ModelEvent, Replica
 from runner.report import list_endpoints, list_replicas, read_memory
 from runner.serving.request import INFERENCE_PATHS
-from runner.telemetry import open_telemetry
+from runner.telemetry import Reading, open_telemetry
 from runner.telemetry.amdgpu import find_cards, read_card
 from runner.telemetry.host import read_host
 from runner.telemetry.nvml import NvmlProbe
@@ -95,6 +95,15 @@ def test_an_amd_gpu_that_tells_little_still_counts_and_one_that_falls_silent_lea
     reading = telemetry.sample()
     assert (reading.kind, reading.total_mb, reading.free_mb) == ("gpu", 0, 0)
     assert find_cards(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(("nvidia_count", "ids"), [(0, (0, 1)), (1, (0,)), (2, (0, 1))])
+def test_an_engine_has_gpus_of_one_maker(nvidia_count: int, ids: tuple[int, ...]) -> None:
+    gpus = [GpuInfo(index=0, name="first"), GpuInfo(index=1, name="second")]
+    reading = Reading(
+        gpus=gpus, kind="gpu", total_mb=2, used_mb=1, free_mb=1, driver_version=None, at=0.0, nvidia_count=nvidia_count
+    )
+    assert reading.engine_ids == ids
 
 
 def test_the_host_is_what_psutil_says_where_nothing_limits_it(tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_what_muster_adds_to_the_acknowledgement_is_left_out_for_a_bridge_worker
         '{"type":"response_chunk","request_id":"r"}', '{"type":"response_complete","request_id":"r","status_code":"200"}',
         '{"type":"mode_change","mode":"maybe"}', '{"type":"pong","current_load":1.5}', '{"type":"pong","current_load":1e999}',
         '{"type":"pong","current_load":NaN}', '{"type":"response_chunk","request_id":"r","chunk":"\\ud800"}', '{"type":"pong"',
-        '{"type":"pong"} x', '{"type":"pong","x":' + "[" * 200_000, '{"type":"pong","x":' + "[" * 5_000 + "]" * 5_000 + "}",
+        '{"type":"pong"} x', '{"type":"pong","x":' + "[" * 200_000, '{"type":"pong","x":' + "[" * 200_000 + "]" * 200_000 + "}",
         b'{"type":"response_chunk","request_id":"a","chunk":"\xff"}', '{"type":"pong","current_load":"my secret prompt"}',
     ],
     ids=lambda frame: str(frame[:40]),
