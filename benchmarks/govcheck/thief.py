@@ -30,7 +30,7 @@ from django.utils import timezone
 from core.hints import publish_hint
 from governance.models import Decision, Operation, OperationRun, PolicyVersion
 from nodes.models import Node, NodeOpKey
-from wire.ids import format_id, new_uuid7
+from wire.ids import format_id, new_uuid7, parse_id
 from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l0, sign_l1, sign_l2
 from wire.optoken.approval import Policy, PolicyRef, Statement, encode_bytes, read_policy, read_statement
 from wire.optoken.proposal import DEFAULT_CLASSES, ApproverEntry, KeyEntry, build_policy, build_statement
@@ -181,12 +181,17 @@ def _plant_policy(loot: Loot) -> Policy:
 
 
 def _store(loot: Loot, statement: Statement, *, adopts: PolicyVersion | None = None) -> Operation:
+    """Write an operation, over the one of that name where there is one."""
     now = timezone.now()
-    return Operation.objects.create(
-        statement=statement.raw, digest=uuid.uuid4().hex * 2, operation=statement.operation, op_class=statement.op_class,
-        policy=loot.policy_row, requested_by="thief", requested_at=now, not_before=now, not_after=now + timedelta(hours=1),
-        expires_at=now + timedelta(hours=1), state="approved", adopts=adopts,
-    )  # fmt: skip
+    written = {
+        "statement": statement.raw, "digest": uuid.uuid4().hex * 2, "operation": statement.operation,
+        "op_class": statement.op_class, "policy": loot.policy_row, "requested_by": "thief", "requested_at": now,
+        "not_before": now, "not_after": now + timedelta(hours=1), "expires_at": now + timedelta(hours=1), "state": "approved",
+        "adopts": adopts,
+    }  # fmt: skip
+    ident = parse_id("op", statement.op_id)
+    assert ident is not None
+    return Operation.objects.update_or_create(pk=ident, defaults=written)[0]
 
 
 def _attempt(
@@ -195,11 +200,14 @@ def _attempt(
     """Plant a run with its token, and report what the box said."""
     now = timezone.now()
     with transaction.atomic():
-        run = OperationRun.objects.create(
-            operation=_store(loot, statement), target=loot.node.runner_id, use=use, state="dispatched",
-            due_at=now + timedelta(hours=1), dispatched_at=now, node_id=loot.node.pk, token=encode_token(token),
-            token_expires_at=now + timedelta(seconds=LIFE_S), contact_at=now,
-        )  # fmt: skip
+        planted = {
+            "state": "dispatched", "due_at": now + timedelta(hours=1), "dispatched_at": now, "node_id": loot.node.pk,
+            "token": encode_token(token), "token_expires_at": now + timedelta(seconds=LIFE_S), "sent_at": None,
+            "contact_at": now, "ended_at": None, "code": "", "message": "",
+        }  # fmt: skip
+        run, _ = OperationRun.objects.update_or_create(
+            operation=_store(loot, statement), target=loot.node.runner_id, use=use, defaults=planted
+        )
         publish_hint("commands")
     give_up_at = time.monotonic() + within_s
     while run.ended_at is None and time.monotonic() < give_up_at:
