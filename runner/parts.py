@@ -12,7 +12,6 @@ from enum import StrEnum
 
 import aiohttp
 
-from runner.admission import FairQueue, QueueLimits, WaitBudget, read_rates, read_weights
 from runner.config import BackendConfig, LlamaConfig, RunnerConfig
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.environment import read_vllm_defaults
@@ -35,6 +34,7 @@ from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
 from runner.pool import Capacity, Loader, LoadOptions, LoadOrder, ModelState, Pool, Registry, Unloader
 from runner.pool.attached import AttachedServer
+from runner.queue import FairQueue, QueueLimits, WaitBudget, read_rates, read_weights
 from runner.serving.costs import Costs
 from runner.serving.numbers import Tally
 from runner.serving.pool_surface import PoolSurface

@@ -7,7 +7,6 @@ import asyncio
 import msgspec
 
 from runner import AGENT_VERSION
-from runner.admission import read_rates
 from runner.api.answers import (
     CapabilitiesAnswer,
     Flags,
@@ -30,6 +29,7 @@ from runner.limits import MIB, limits
 from runner.operations.governance import Standing
 from runner.parts import Parts, Phase
 from runner.pool import Model, ModelState, Replica
+from runner.queue import read_rates
 from runner.telemetry import Reading
 from wire import clock
 from wire.bridge import GpuInfo

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from runner.admission import WaitBudget
 from runner.api.answers import HealthAnswer
 from runner.limits import limits
 from runner.parts import Parts, Phase
 from runner.pool import Model, ModelState
+from runner.queue import WaitBudget
 from runner.telemetry import Reading
 from wire import clock
 

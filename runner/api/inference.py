@@ -10,7 +10,6 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from runner.admission import clean_tenant
 from runner.api.bodies import BodyBudget, check_media_type, parse_object, read_body
 from runner.api.forms import read_form_fields
 from runner.api.refusals import render
@@ -18,6 +17,7 @@ from runner.engines.port import MESSAGES, RESPONSES
 from runner.errors import EngineUnavailable, ModelUnloading, QueueTimeout, RequestRefused, Unavailable
 from runner.limits import limits
 from runner.parts import Parts
+from runner.queue import clean_tenant
 from runner.serving.numbers import Numbers
 from runner.serving.request import (
     BodyFields,

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from runner.admission import FairQueue
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan, Progress
 from runner.engines.openai_server import OpenAIServer
 from runner.engines.supervisor import Supervisor
 from runner.pool.models import Registry
+from runner.queue import FairQueue
 
 
 class AttachedServer:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from runner.admission import FairQueue
 from runner.definitions.definition import Backend, ModelDefinition
 from runner.definitions.plan import LoadPlan, Observation, Progress
 from runner.engines.port import Capabilities, FlushOutcome
@@ -16,6 +15,7 @@ from runner.errors import ModelFailed, UnknownModel
 from runner.library import FoundModel, Library
 from runner.library.ids import WHISPER_SIZES
 from runner.pool.states import ModelEvent, ModelState, next_state
+from runner.queue import FairQueue
 from runner.telemetry import TreeMemory
 from wire import clock
 

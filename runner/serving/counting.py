@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from runner.admission import FairQueue, QueueLimits, Turn, WaitBudget
 from runner.engines.port import TokenCounter
 from runner.errors import EngineError, EngineNotReached, EngineUnavailable, InvalidRequest, ModalityUnsupported
 from runner.limits import limits
 from runner.pool import Model
+from runner.queue import FairQueue, QueueLimits, Turn, WaitBudget
 from runner.serving.request import Inference
 from wire.unreadable import UNREADABLE
 

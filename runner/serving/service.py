@@ -15,7 +15,6 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDictProxy
 
-from runner.admission import TenantRates, Turn
 from runner.engines.http import HttpResponse
 from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, TOKENIZE, Call, Capabilities, Response
 from runner.errors import (
@@ -34,6 +33,7 @@ from runner.errors import (
 )
 from runner.limits import limits
 from runner.pool import Model, ModelState, Registry, Replica
+from runner.queue import TenantRates, Turn
 from runner.serving.counting import Counting
 from runner.serving.numbers import Numbers, Tally
 from runner.serving.request import INFERENCE_PATHS, Inference, is_allowed_path

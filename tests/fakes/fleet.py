@@ -42,7 +42,6 @@ from gateway.runtime import GatewayRuntime
 from gateway.services import allow_model, create_api_key, create_tenant
 from gateway.urls import make_application
 from nodes.services import create_credential, create_provider
-from runner.admission import FairQueue
 from runner.app import Box
 from runner.config import read_config
 from runner.definitions.definition import ModelDefinition
@@ -50,6 +49,7 @@ from runner.definitions.plan import LoadPlan
 from runner.engines.port import CHAT
 from runner.engines.supervisor import Supervisor
 from runner.parts import Phase
+from runner.queue import FairQueue
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.control_process import close_thread_connections
 from tests.fakes.engine import EngineCall, FakeEngine

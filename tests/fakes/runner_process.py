@@ -29,7 +29,6 @@ from nodes.delivery import Send, plan_deliveries, store_status
 from nodes.models import Node, NodePresence
 from nodes.reports import clean_governance, clean_report, clean_status
 from nodes.services.governance import take_governance, take_report
-from runner.admission import FairQueue
 from runner.config.values import OperationsConfig
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan, Report
@@ -48,6 +47,7 @@ from runner.pool.capacity import Prediction
 from runner.pool.models import LoadProgress, Registry
 from runner.pool.states import ModelEvent
 from runner.pool.unloading import UnloadResult
+from runner.queue import FairQueue
 from tests.fakes.clock import VirtualClock
 from tests.fakes.waiting import takes
 from wire import bridge, clock

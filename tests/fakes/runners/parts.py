@@ -10,11 +10,11 @@ from pathlib import Path
 
 import aiohttp
 
-from runner.admission import FairQueue, Priority, QueueLimits, Turn, WaitBudget
 from runner.config import TINY_MODEL_PATH, read_config
 from runner.definitions.plan import LoadPlan
 from runner.parts import Parts, assemble
 from runner.pool import Loader, LoadOptions, LoadOrder, LoadResult, Model
+from runner.queue import FairQueue, Priority, QueueLimits, Turn, WaitBudget
 from runner.serving.request import Inference
 from tests.fakes.clock import install_virtual_clock
 from tests.fakes.engine import FakeEngine

@@ -14,7 +14,6 @@ import pytest
 import pytest_asyncio
 
 from runner import errors
-from runner.admission import FairQueue, QueueLimits, WaitBudget
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.llama_server import LlamaServer
@@ -25,6 +24,7 @@ from runner.engines.vllm import VllmEngine
 from runner.limits import limits
 from runner.parts import Parts
 from runner.pool import Model, ModelEvent, Replica
+from runner.queue import FairQueue, QueueLimits, WaitBudget
 from runner.report import list_endpoints
 from runner.serving.counting import Counting
 from runner.serving.request import Inference

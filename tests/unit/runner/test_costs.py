@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from runner.admission import FairQueue, QueueLimits, WaitBudget
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.sections import Price, Remote
 from runner.engines.port import CHAT
@@ -20,6 +19,7 @@ from runner.errors import SpendingCapReached, Unavailable
 from runner.ledger import CostState, Ledger, LedgerFull
 from runner.limits import limits
 from runner.pool import Model
+from runner.queue import FairQueue, QueueLimits, WaitBudget
 from runner.serving.costs import Costs, Spending, estimate_cost
 from runner.serving.request import Inference
 from runner.serving.service import Answer

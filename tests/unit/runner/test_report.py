@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.admission import FairQueue, QueueLimits, WaitBudget
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.exposition import read_samples, show_series
@@ -16,6 +15,7 @@ from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capab
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.limits import limits
 from runner.pool import Model, ModelEvent, Replica
+from runner.queue import FairQueue, QueueLimits, WaitBudget
 from runner.report import list_endpoints, list_replicas, read_memory
 from runner.serving.request import INFERENCE_PATHS
 from runner.telemetry import Reading, open_telemetry

@@ -18,7 +18,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runner import admission, errors
+from runner import errors
+from runner import queue as queues
 from runner.api.access import AccessGuard
 from runner.api.answers import spec_name
 from runner.api.bodies import BodyBudget, decode, parse_object
@@ -104,9 +105,9 @@ class Rates:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.clock = install_virtual_clock(unix_s=1_745_880_000.0)
-        self.rates = admission.read_rates(env)
+        self.rates = queues.read_rates(env)
 
-    def take(self, tenant: str, times: int = 1) -> admission.RateState:
+    def take(self, tenant: str, times: int = 1) -> queues.RateState:
         """Take several times, and return the last state."""
         for _ in range(times - 1):
             self.rates.take(tenant)
@@ -122,9 +123,9 @@ class Rates:
 
 def test_a_tenant_beyond_its_rate_hears_the_limit_and_when_to_come_again() -> None:
     box = Rates({"TENANT_RATE_LIMIT_community-x": "100req/min"})
-    assert box.take("community-x") == admission.RateState(limit=100, remaining=99, reset_at=1_745_880_060)
+    assert box.take("community-x") == queues.RateState(limit=100, remaining=99, reset_at=1_745_880_060)
     box.clock.advance(29.5)
-    assert box.take("community-x", 99) == admission.RateState(limit=100, remaining=0, reset_at=1_745_880_060)
+    assert box.take("community-x", 99) == queues.RateState(limit=100, remaining=0, reset_at=1_745_880_060)
     with pytest.raises(errors.RateLimitExceeded, match=r"^Tenant community-x exceeded 100 req/min$") as caught:
         box.take("community-x")
     error = caught.value
@@ -161,7 +162,7 @@ def test_tenants_have_windows_of_their_own_and_the_rate_that_is_set_for_them() -
     assert [box.take(tenant).limit for tenant in "abc"] == [1, 2, 2]
     assert (box.is_refused("a"), box.take("b").remaining, box.is_refused("b"), box.take("c").remaining) == (True, 0, True, 0)
     box = Rates({"TENANT_RATE_LIMIT_a": "1req/min"})
-    assert box.take("b", 1000) == admission.RateState(limit=None, remaining=None, reset_at=None)
+    assert box.take("b", 1000) == queues.RateState(limit=None, remaining=None, reset_at=None)
     assert box.rates.stranger_count == 0
     box = Rates({"ENABLE_MULTI_TENANT": "false", "DEFAULT_RATE_LIMIT": "2req/min", "TENANT_RATE_LIMIT_a": "50req/min"})
     box.take("a")
@@ -194,27 +195,27 @@ def test_a_rate_or_weight_that_cannot_be_read_names_its_variable() -> None:
     for text in ("", "100", "100/min", "req/min", "-1req/min", "0req/min", "1.5req/s", "100req/day", "999999req/s", "x"):
         for name in ("TENANT_RATE_LIMIT_community-x", "DEFAULT_RATE_LIMIT") if text else ("TENANT_RATE_LIMIT_x",):
             with pytest.raises(errors.ConfigError, match=name):
-                admission.read_rates({name: text})
+                queues.read_rates({name: text})
     for name in ("", " a", "caf\u00e9", "x" * 129):
         with pytest.raises(errors.ConfigError, match="names no tenant"):
-            admission.read_rates({f"TENANT_RATE_LIMIT_{name}": "1req/s"})
+            queues.read_rates({f"TENANT_RATE_LIMIT_{name}": "1req/s"})
     with pytest.raises(errors.ConfigError, match="ENABLE_MULTI_TENANT must be true or false"):
-        admission.read_rates({"ENABLE_MULTI_TENANT": "perhaps"})
+        queues.read_rates({"ENABLE_MULTI_TENANT": "perhaps"})
     for text in ("", "0", "-1", "nan", "inf", "1001", "two"):
         with pytest.raises(errors.ConfigError, match="TENANT_WEIGHT_a must be a number above 0"):
-            admission.read_weights({"TENANT_WEIGHT_a": text})
-    weight_of = admission.read_weights({"TENANT_WEIGHT_community-x": "2.5", "TENANT_RATE_LIMIT_b": "1req/s"})
+            queues.read_weights({"TENANT_WEIGHT_a": text})
+    weight_of = queues.read_weights({"TENANT_WEIGHT_community-x": "2.5", "TENANT_RATE_LIMIT_b": "1req/s"})
     assert (weight_of("community-x"), weight_of("b"), weight_of("default")) == (2.5, 1.0, 1.0)
-    assert admission.read_weights({"TENANT_WEIGHT_default": "0.5", "TENANT_WEIGHT_a": "4"})("b") == 0.5
+    assert queues.read_weights({"TENANT_WEIGHT_default": "0.5", "TENANT_WEIGHT_a": "4"})("b") == 0.5
 
 
 def test_a_tenant_is_a_short_printable_name_and_the_nameless_are_anonymous() -> None:
-    assert [admission.clean_tenant(text) for text in ("  community-x ", "", "   ", "a b", "x" * 128)] == [
+    assert [queues.clean_tenant(text) for text in ("  community-x ", "", "   ", "a b", "x" * 128)] == [
         "community-x", "anonymous", "anonymous", "a b", "x" * 128,
     ]  # fmt: skip
     for text in ("x" * 129, "caf\u00e9", "a\x00b", "a\nb", "a\x7f", "\u202eb"):
         with pytest.raises(errors.InvalidRequest, match="128 printable ASCII") as caught:
-            admission.clean_tenant(text)
+            queues.clean_tenant(text)
         assert caught.value.param == "X-Tenant-ID"
 
 
@@ -289,8 +290,8 @@ def test_the_bodies_of_all_requests_share_one_budget_and_give_it_back() -> None:
 
 
 def make_model(*events: ModelEvent, error: str | None = None) -> Model:
-    budget = admission.WaitBudget(10)
-    queue = admission.FairQueue(slots=1, limits=admission.QueueLimits(), budget=budget, weight_of=lambda _: 1.0)
+    budget = queues.WaitBudget(10)
+    queue = queues.FairQueue(slots=1, limits=queues.QueueLimits(), budget=budget, weight_of=lambda _: 1.0)
     model = Model(ModelDefinition(model_id="m", backend="gguf"), queue, lambda: None)
     for event in events:
         model.apply(event, error=error if event is ModelEvent.FAIL else None)
@@ -299,7 +300,7 @@ def make_model(*events: ModelEvent, error: str | None = None) -> Model:
 
 def make_parts(*models: Model, phase: Phase = Phase.SERVING, waiting: int = 0, max_depth: int = 10) -> Parts:
     """Return the few parts that health is judged by."""
-    budget = admission.WaitBudget(max_depth)
+    budget = queues.WaitBudget(max_depth)
     for _ in range(waiting):
         budget.add()
     pool = SimpleNamespace(registry=SimpleNamespace(models=list(models)))
@@ -496,7 +497,7 @@ async def refused(visitors: Visitors, name: str) -> BaseException:
 
 
 async def test_a_tenant_and_a_model_have_only_so_many_requests_waiting() -> None:
-    visitors = Visitors(limits=admission.QueueLimits(pending_per_key=2))
+    visitors = Visitors(limits=queues.QueueLimits(pending_per_key=2))
     await visitors.come("a1", "a2", "a3")
     error = await refused(visitors, "a4")
     assert isinstance(error, errors.TenantQueueFull)
@@ -505,7 +506,7 @@ async def test_a_tenant_and_a_model_have_only_so_many_requests_waiting() -> None
     assert not visitors.tasks["b1"].done()
     assert (visitors.queue.rejected_per_key_limit, visitors.queue.rejected_executor_limit) == (1, 0)
     assert {share.fairness_key: share.rejected for share in visitors.queue.snapshot()} == {"a": 1, "b": 0}
-    visitors = Visitors(limits=admission.QueueLimits(pending_per_executor=2))
+    visitors = Visitors(limits=queues.QueueLimits(pending_per_executor=2))
     await visitors.come("a1", "a2", "b1")
     error = await refused(visitors, "c1")
     assert isinstance(error, errors.ModelQueueFull)
@@ -516,7 +517,7 @@ async def test_a_tenant_and_a_model_have_only_so_many_requests_waiting() -> None
 
 async def test_the_box_has_only_so_many_requests_waiting_over_all_models() -> None:
     first, second = Visitors(max_depth=2), Visitors()
-    second.queue = admission.FairQueue(slots=1, limits=admission.QueueLimits(), budget=first.budget, weight_of=lambda _: 1.0)
+    second.queue = queues.FairQueue(slots=1, limits=queues.QueueLimits(), budget=first.budget, weight_of=lambda _: 1.0)
     await first.come("a1", "a2")
     await second.come("a1", "a2")
     assert (first.budget.depth, first.queue.depth, second.queue.depth) == (2, 1, 1)
@@ -579,7 +580,7 @@ async def test_a_slot_granted_to_a_request_that_is_cancelled_in_the_same_tick_is
 
 @pytest.mark.parametrize("low", ["b1", "ax"], ids=["of another tenant", "of its own"])
 async def test_a_low_request_is_not_starved_by_a_stream_of_high_ones(low: str) -> None:
-    visitors = Visitors(limits=admission.QueueLimits())
+    visitors = Visitors(limits=queues.QueueLimits())
     await visitors.come("a0", priority="high")
     await visitors.come(low, priority="low")
     for number in range(1, 40):
@@ -591,7 +592,7 @@ async def test_a_low_request_is_not_starved_by_a_stream_of_high_ones(low: str) -
 
 
 async def test_waits_are_averaged_over_the_last_five_minutes_and_the_last_thousand() -> None:
-    clock, budget = install_virtual_clock(), admission.WaitBudget(16)
+    clock, budget = install_virtual_clock(), queues.WaitBudget(16)
     assert (budget.avg_wait_ms, budget.p95_wait_ms, budget.max_depth) == (0.0, 0.0, 16)
     budget.observe(9000.0)
     clock.advance(200.0)
@@ -611,13 +612,13 @@ async def test_waits_are_averaged_over_the_last_five_minutes_and_the_last_thousa
 class Asked:
     """What a random run knows of one request."""
 
-    task: asyncio.Task[admission.Turn]
+    task: asyncio.Task[queues.Turn]
     is_cancelled: bool = False
     has_left: bool = False
 
 
 TENANTS = st.sampled_from("abcd")
-PRIORITIES: st.SearchStrategy[admission.Priority] = st.sampled_from(("high", "normal", "low"))
+PRIORITIES: st.SearchStrategy[queues.Priority] = st.sampled_from(("high", "normal", "low"))
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("enter"), TENANTS, PRIORITIES), st.tuples(st.just("leave"), st.integers(0, 30)),
@@ -634,9 +635,9 @@ class RandomRun:
 
     def __init__(self) -> None:
         self.clock = install_virtual_clock()
-        self.budget = admission.WaitBudget(12)
-        limits = admission.QueueLimits(pending_per_key=5, pending_per_executor=10)
-        self.queue = admission.FairQueue(slots=2, limits=limits, budget=self.budget, weight_of=lambda _: 1.0)
+        self.budget = queues.WaitBudget(12)
+        limits = queues.QueueLimits(pending_per_key=5, pending_per_executor=10)
+        self.queue = queues.FairQueue(slots=2, limits=limits, budget=self.budget, weight_of=lambda _: 1.0)
         self.requests: list[Asked] = []
         self.is_paused = False
         self.most_active = 2

@@ -21,8 +21,6 @@ from websockets.server import ServerProtocol
 
 from conformance.events import DONE, read_stream
 from conformance.events import Stream as EventStream
-from runner.admission import FairQueue, QueueLimits, WaitBudget
-from runner.admission.tenants import read_rates
 from runner.api.bodies import BodyBudget
 from runner.api.inference import InferenceEndpoint
 from runner.connection import GatewaySocket
@@ -35,6 +33,7 @@ from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, Rat
 from runner.fit import read_shape
 from runner.library import Library
 from runner.pool import Registry
+from runner.queue import FairQueue, QueueLimits, WaitBudget, read_rates
 from runner.relay import Relay
 from runner.serving.numbers import Tally
 from runner.serving.pool_surface import PoolSurface
