@@ -36,8 +36,8 @@ from runner.pool import Capacity, Loader, LoadOptions, LoadOrder, ModelState, Po
 from runner.pool.attached import AttachedServer
 from runner.queue import FairQueue, QueueLimits, WaitBudget, read_rates, read_weights
 from runner.serving.costs import Costs
-from runner.serving.numbers import Tally
 from runner.serving.pool_surface import PoolSurface
+from runner.serving.request import Tally
 from runner.serving.service import Serving
 from runner.telemetry import Reading, Telemetry, open_telemetry
 from wire import clock

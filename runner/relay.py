@@ -22,6 +22,7 @@ from runner.errors import (
 )
 from runner.limits import limits
 from runner.serving.request import (
+    Answer,
     Inference,
     check_crowd,
     read_cache_mode,
@@ -30,7 +31,6 @@ from runner.serving.request import (
     read_priority,
     refusal_body,
 )
-from runner.serving.service import Answer
 from runner.session import Outlet, Stream
 from wire import clock
 from wire.events import find_boundary

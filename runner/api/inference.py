@@ -18,10 +18,11 @@ from runner.errors import EngineUnavailable, ModelUnloading, QueueTimeout, Reque
 from runner.limits import limits
 from runner.parts import Parts
 from runner.queue import clean_tenant
-from runner.serving.numbers import Numbers
 from runner.serving.request import (
+    Answer,
     BodyFields,
     Inference,
+    Numbers,
     check_bounds,
     check_crowd,
     read_cache_mode,
@@ -31,7 +32,6 @@ from runner.serving.request import (
     refusal_fields,
 )
 from runner.serving.responses import make_response_id
-from runner.serving.service import Answer
 from wire import clock
 from wire.events import EndReader, fail_response
 

@@ -20,7 +20,7 @@ from runner.limits import MIB, limits
 from runner.parts import Parts
 from runner.pool import Model, ModelState
 from runner.serving.costs import MICROS, CostSummary
-from runner.serving.numbers import Histogram, Tally
+from runner.serving.request import Histogram, Tally
 from runner.telemetry import Reading
 
 _PREFIX = "muster_runner"

@@ -20,8 +20,7 @@ from runner.errors import SpendingCapReached, Unavailable
 from runner.ledger import CostState, Ledger, LedgerError
 from runner.limits import limits
 from runner.pool import Model
-from runner.serving.request import Inference
-from runner.serving.service import Answer
+from runner.serving.request import Answer, Inference
 from wire import clock
 from wire.bridge import TokenCounts
 from wire.unreadable import UNREADABLE

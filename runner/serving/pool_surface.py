@@ -10,8 +10,7 @@ from dataclasses import replace
 from runner.definitions.decoding import Decoding
 from runner.engines.port import CHAT
 from runner.errors import EngineUnavailable
-from runner.serving.numbers import Numbers
-from runner.serving.request import Inference
+from runner.serving.request import Answer, Inference, Numbers
 from runner.serving.responses import (
     PoolMetrics,
     ResponseBuilder,
@@ -19,7 +18,7 @@ from runner.serving.responses import (
     read_pool_request,
     to_chat,
 )
-from runner.serving.service import Answer, Serving
+from runner.serving.service import Serving
 from wire import clock
 
 log = logging.getLogger(__name__)

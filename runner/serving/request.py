@@ -1,17 +1,23 @@
-"""One inference request as the box sees it, from either door: its own HTTP port, or the socket of a gateway. Pure.
+"""One inference request and its answer: what is asked, by which paths, how a refusal is said, and what an answer told.
 
-With it the paths that may be asked, and how a refusal is said in JSON: the error object of the model-runner specification,
-which OpenAI's clients read as theirs.
+A request comes from either door: the box's own HTTP port, or the socket of a gateway. Refusals are the error object of the
+model-runner specification, which OpenAI's clients read as theirs. The counts of all answers are plain numbers, so that a
+box without a metrics reader pays next to nothing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
+import aiohttp
 import msgspec
+from multidict import CIMultiDictProxy
 
+from runner.engines.http import HttpResponse
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -22,11 +28,17 @@ from runner.engines.port import (
     TRANSCRIPTIONS,
     CacheMode,
     Priority,
+    Response,
 )
-from runner.errors import InvalidRequest, RequestRefused
+from runner.errors import EngineUnavailable, InvalidRequest, RequestRefused
 from runner.limits import limits
+from wire import clock
 from wire.bounds import find_crowd, find_out_of_bounds
+from wire.bridge import TokenCounts
+from wire.events import BLANK_LINES, EndReader, StreamEnd
+from wire.tidy import ChatTidier
 from wire.unreadable import UNREADABLE
+from wire.usage import BodyReader, StreamReader
 
 INFERENCE_PATHS = (
     CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, MESSAGES, IMAGES, TRANSCRIPTIONS, "/v1/audio/translations", "/v1/audio/speech",
@@ -45,6 +57,22 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+DURATION_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+WAIT_BOUNDS_S = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+OTHER_TENANTS = "other"
+"""What tenants beyond the first ``tenants`` of the limits are counted under: labels must not grow without bound."""
+_DONE = b"data: [DONE]\n\n"
+_USAGE_CHUNK = re.compile(rb'(data: \{[^\n]*"choices"\s*:\s*\[\s*\][^\n]*"usage"[^\n]*)\}(\r?\n)')
+
+HOP_BY_HOP = frozenset({
+    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+    "transfer-encoding", "upgrade", "expect",
+})  # fmt: skip
+"""RFC 9110 section 7.6.1, and ``expect``, which only concerns the hop it was sent on."""
+
+NOT_TO_CLIENT = HOP_BY_HOP | {
+    "set-cookie", "set-cookie2", "server", "date", "alt-svc", "strict-transport-security", "www-authenticate", "via",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +198,422 @@ def refusal_fields(refusal: RequestRefused) -> dict[str, object]:
         "retryable": refusal.retryable,
         **refusal.details,
     }
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    total_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+
+
+class _Timings(msgspec.Struct):
+    """llama.cpp's own numbers, which our child servers repeat: milliseconds, and tokens taken from the cache."""
+
+    cache_n: int | None = None
+    prompt_n: int | None = None
+    prompt_ms: float | None = None
+    predicted_n: int | None = None
+    predicted_ms: float | None = None
+    tokenize_ms: float | None = None
+
+
+class _Inner(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage | None = None
+    timings: _Timings | None = None
+    message: _Inner | None = None
+    response: _Inner | None = None
+
+
+_answer_decoder = msgspec.json.Decoder(_Answer)
+
+
+@dataclass(slots=True)
+class Numbers:
+    """Numbers of one answer; None = nobody told. ``engine_ms`` is the engine's own time where it reports it.
+
+    ``wall_ms`` is measured here, from sending the request to the last byte; ``first_byte_ms`` to the first of the body.
+    """
+
+    queue_wait_ms: float = 0.0
+    wall_ms: float = 0.0
+    first_byte_ms: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    tokenize_ms: float | None = None
+    prompt_ms: float | None = None
+    decode_ms: float | None = None
+    reported_gpu_ms: float | None = None
+
+    @property
+    def gpu_ms(self) -> float:
+        """Time the engine worked: what it reports, else what was measured around it."""
+        if self.reported_gpu_ms is not None:
+            return self.reported_gpu_ms
+        if self.prompt_ms is not None and self.decode_ms is not None:
+            return self.prompt_ms + self.decode_ms
+        return self.wall_ms
+
+    def take(self, answer: bytes) -> TokenCounts | None:
+        """Read the JSON of a whole answer, or of one event of a stream; later numbers win. Anything else is ignored.
+
+        Return its usage, None where that is missing or not as ``wire.usage`` wants it.
+        """
+        try:
+            found = _answer_decoder.decode(answer)
+        except UNREADABLE:
+            return None
+        usage = found.usage or next((inner.usage for inner in (found.response, found.message) if inner and inner.usage), None)
+        if usage is not None:
+            self._take_usage(usage)
+        if (timings := found.timings) is not None:
+            self.cached_tokens = timings.cache_n if timings.cache_n is not None else self.cached_tokens
+            self.prompt_ms = timings.prompt_ms if timings.prompt_ms is not None else self.prompt_ms
+            self.decode_ms = timings.predicted_ms if timings.predicted_ms is not None else self.decode_ms
+            self.tokenize_ms = timings.tokenize_ms if timings.tokenize_ms is not None else self.tokenize_ms
+        return _count_tokens(usage)
+
+    def take_stream(self, reader: StreamReader) -> None:
+        """Read what a finished stream said."""
+        for event in reader.noted_events():
+            for line in event.splitlines():
+                if line.startswith(b"data:") and (b'"usage"' in line or b'"timings"' in line):
+                    self.take(line[5:].strip())
+
+    def headers(self) -> dict[str, str]:
+        """Return the response headers of the model-runner specification, all of them, lower-case."""
+        cached = self.cached_tokens or 0
+        return {
+            "x-cache-hit": "true" if cached > 0 else "false",
+            "x-cache-tokens-reused": str(cached),
+            "x-queue-wait-ms": str(round(self.queue_wait_ms)),
+            "x-gpu-time-ms": str(round(self.gpu_ms)),
+        }
+
+    def comment(self) -> bytes:
+        """Return the same as an SSE comment, which every client skips."""
+        return b": " + "; ".join(f"{name}={value}" for name, value in self.headers().items()).encode() + b"\n\n"
+
+    def _take_usage(self, usage: _Usage) -> None:
+        prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
+        output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
+        details = usage.prompt_tokens_details or usage.input_tokens_details
+        cached = details.cached_tokens if details is not None else usage.cache_read_input_tokens
+        self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
+        self.output_tokens = output if output is not None else self.output_tokens
+        self.cached_tokens = cached if cached is not None else self.cached_tokens
+
+
+def _count_tokens(usage: _Usage | None) -> TokenCounts | None:
+    """Return usage as a gateway is told it, where prompt and answer are both there and no number is below zero."""
+    if usage is None:
+        return None
+    prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
+    output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
+    if prompt is None or output is None:
+        return None
+    total = prompt + output if usage.total_tokens is None else usage.total_tokens
+    return (
+        TokenCounts(prompt_tokens=prompt, completion_tokens=output, total_tokens=total)
+        if min(prompt, output, total) >= 0
+        else None
+    )
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts per upper bound in seconds, the last one for everything above."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(init=False)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        """How many values were counted."""
+        return sum(self.counts)
+
+
+@dataclass(slots=True)
+class ModelTally:
+    """What one model served. Prompt and cached tokens make its cache hit rate."""
+
+    durations: Histogram = field(default_factory=lambda: Histogram(DURATION_BOUNDS_S))
+    waits: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS_S))
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of prompt tokens that came from the cache, 0.0 to 1.0."""
+        return min(1.0, self.cached_tokens / self.prompt_tokens) if self.prompt_tokens else 0.0
+
+
+class Tally:
+    """All counts of the process."""
+
+    def __init__(self) -> None:
+        self.requests: dict[tuple[str, str, str], int] = {}
+        """By model, tenant and status: success, error, refused or cancelled."""
+        self.refusals: dict[str, int] = {}
+        """By code, from whichever door; the codes are those of ``runner.errors``."""
+        self.models: dict[str, ModelTally] = {}
+        self._tenants: set[str] = set()
+
+    def count(self, *, model: str, tenant: str, status: str) -> None:
+        """Count a request that ended, or was refused."""
+        if tenant not in self._tenants:
+            if len(self._tenants) < limits().serving.tenants:
+                self._tenants.add(tenant)
+            else:
+                tenant = OTHER_TENANTS
+        key = (model, tenant, status)
+        self.requests[key] = self.requests.get(key, 0) + 1
+
+    def count_refusal(self, code: str) -> None:
+        """Count a request that was not carried out, or broke off, by the code that its client was told."""
+        self.refusals[code] = self.refusals.get(code, 0) + 1
+
+    def of(self, model: str) -> ModelTally:
+        """Return the tally of a model; call it for models that exist only."""
+        found = self.models.get(model)
+        if found is None:
+            found = self.models[model] = ModelTally()
+        return found
+
+
+@dataclass(slots=True)
+class Answer:
+    """What goes back: a whole ``body``, or ``chunks`` as they come; ``usage`` and ``numbers`` are final after the last one.
+
+    Reading ``chunks`` raises EngineUnavailable when the engine breaks off.
+    """
+
+    status: int
+    headers: dict[str, str]
+    body: bytes | None = None
+    chunks: AsyncIterator[bytes] | None = None
+    is_event_stream: bool = False
+    usage: TokenCounts | None = None
+    numbers: Numbers = field(default_factory=Numbers)
+    has_failed: bool = False
+    """Its end was an error event, or none at all: who read it knows, and nobody else would."""
+    flow: Flow | None = None
+    """What ``chunks`` comes from, where it is an engine's own answer; one of the two is read."""
+    ends: EndReader | None = None
+    """Of an engine's own event stream, where its dialect has a closing event: what passed of it."""
+
+
+class _Failure(msgspec.Struct):
+    message: str = ""
+
+
+class Source(Protocol):
+    """Where an answer comes from: one request on one replica. ``began``: when it was sent, in seconds of the clock."""
+
+    request: Inference
+    began: float
+
+    def report(self, error: Exception, *, began_answer: bool) -> EngineUnavailable:
+        """Have the replica looked at; return what the client hears."""
+
+    def report_cut(self) -> None:
+        """Have the replica looked at because its stream just ended."""
+
+
+class Flow:
+    """The body of an engine's answer on its way out, read once: with ``iterate``, or with ``pipe`` where ``is_piped``.
+
+    Reading raises EngineUnavailable when the engine breaks off. Of event streams whole events come out; on the box's own port
+    the last before ``[DONE]``, or at the end, is a comment with the numbers, and a stream without its closing event raises too:
+    through a gateway such a stream just ends, for the gateway sees that and has a state of its own for it.
+    """
+
+    __slots__ = ("_answer", "_done", "_feeds", "_held", "_reader", "_response", "_source", "_steps")
+
+    def __init__(
+        self, source: Source, response: Response, answer: Answer, reader: StreamReader | BodyReader,
+        steps: Sequence[StreamReader | BodyReader | ChatTidier | EndReader], held: bytes = b"",
+    ) -> None:  # fmt: skip
+        self._source = source
+        self._response = response
+        self._answer = answer
+        self._reader = reader
+        self._steps = steps
+        self._feeds = tuple(step.feed for step in steps)
+        self._held = held
+        self._done = b""
+
+    @property
+    def is_piped(self) -> bool:
+        """Whether the engine's connection can call back."""
+        return isinstance(self._response, HttpResponse)
+
+    async def iterate(self) -> AsyncIterator[bytes]:
+        """Yield what goes out."""
+        try:
+            if self._held:
+                yield self._take(self._held)
+            while chunk := await self._response.content.readany():
+                if out := self._take(chunk):
+                    yield out
+        except (aiohttp.ClientError, OSError) as error:
+            self._break_off(error)
+        if last := self._finish():
+            yield last
+
+    async def pipe(self, write: Callable[[bytes], None]) -> None:
+        """Call ``write`` with what goes out, as it comes; return after the last."""
+        response, take, (first, *others), numbers = self._response, self._take, self._feeds, self._answer.numbers
+        assert isinstance(response, HttpResponse)
+        is_on_socket = self._source.request.on_socket
+        cutter = self._reader.cutter if isinstance(self._reader, StreamReader) else None
+
+        def pass_on(chunk: bytes) -> None:
+            if numbers.first_byte_ms is None or not is_on_socket:
+                if chunk := take(chunk):
+                    write(chunk)
+                return
+            is_plain = cutter is not None and not cutter.held and not cutter.is_inside_event
+            # ``in`` would first raise, and drop, an error that the word is no number.
+            if not (is_plain and chunk.endswith(BLANK_LINES) and chunk.find(b'"usage"') < 0):
+                chunk = first(chunk)
+                if not chunk:
+                    return
+            for feed in others:
+                chunk = feed(chunk)
+                if not chunk:
+                    return
+            write(chunk)
+
+        if self._held:
+            pass_on(self._held)
+        try:
+            await response.pipe(pass_on)
+        except (aiohttp.ClientError, OSError) as error:
+            self._break_off(error)
+        if last := self._finish():
+            write(last)
+
+    def pause(self) -> None:
+        """Have the engine wait; only while ``pipe`` runs."""
+        if isinstance(self._response, HttpResponse):
+            self._response.pause()
+
+    def resume(self) -> None:
+        """Have it go on."""
+        if isinstance(self._response, HttpResponse):
+            self._response.resume()
+
+    def _take(self, data: bytes) -> bytes:
+        """Return what of the engine's bytes may go out now."""
+        for feed in self._feeds:
+            data = feed(data)
+            if not data:
+                break
+        answer, source = self._answer, self._source
+        numbers = answer.numbers
+        if numbers.first_byte_ms is None:
+            numbers.first_byte_ms = (clock.monotonic() - source.began) * 1000
+        if source.request.on_socket or not answer.is_event_stream:
+            return data  # through a gateway the engine's bytes pass as they are; the numbers travel beside them
+        if data.endswith(_DONE):
+            data, self._done = data[: -len(_DONE)], _DONE
+        if b'"usage"' in data:
+            self._count()
+            data = _annotate_usage(data, numbers)
+        return data
+
+    def _break_off(self, error: Exception) -> None:
+        """Raise EngineUnavailable, unless the engine had said everything: behind its closing event it has answered."""
+        ends = self._answer.ends
+        if ends is None or not ends.is_closed:
+            raise self._source.report(error, began_answer=True) from None
+
+    def _finish(self) -> bytes:
+        """Return what goes out last; usage, numbers and how it ended are known then."""
+        rest, answer = b"", self._answer
+        for step in self._steps:
+            rest = (step.feed(rest) if rest else b"") + step.finish()
+        self._count()
+        answer.usage = self._reader.usage()
+        if answer.ends is not None:
+            self._judge(answer, answer.ends)
+        if self._source.request.on_socket or not answer.is_event_stream:
+            return rest
+        return rest + answer.numbers.comment() + self._done
+
+    def _count(self) -> None:
+        numbers = self._answer.numbers
+        numbers.wall_ms = (clock.monotonic() - self._source.began) * 1000
+        if isinstance(self._reader, StreamReader):
+            numbers.take_stream(self._reader)
+
+    def _judge(self, answer: Answer, ends: EndReader) -> None:
+        """Note how a stream ended. Raises EngineUnavailable on the box's own port for one that just ended."""
+        end = ends.judge()
+        answer.has_failed = end is not StreamEnd.WHOLE
+        if end is StreamEnd.CUT:
+            self._source.report_cut()
+            if not self._source.request.on_socket:
+                words = _read_words(ends.error)
+                raise EngineUnavailable(words or "The engine ended its stream before its answer was finished.")
+
+
+def headers_to_client(given: CIMultiDictProxy[str], *, is_event_stream: bool) -> dict[str, str]:
+    """Return the response headers to pass on, lower-case, repeated ones joined by a comma.
+
+    An event stream loses its ``content-length``: a chunk may be taken out of it.
+    """
+    kept: dict[str, str] = {}
+    for name, value in given.items():
+        lower = name.lower()
+        if lower in NOT_TO_CLIENT or lower.startswith("access-control-"):
+            continue
+        if lower == "content-length" and is_event_stream:
+            continue
+        kept[lower] = f"{kept[lower]}, {value}" if lower in kept else value
+    return kept
+
+
+def _read_words(error: bytes) -> str:
+    """Return what an engine's error event says, as far as it is text; nothing without one."""
+    try:
+        said = msgspec.json.decode(error, type=_Failure).message
+    except UNREADABLE:
+        return ""
+    return f"The engine failed: {said[: limits().engines.said_chars]}" if said else ""
+
+
+def _annotate_usage(out: bytes, numbers: Numbers) -> bytes:
+    """Add our numbers to the usage chunk of a client that asked for one."""
+    extra = msgspec.json.encode(
+        {
+            "queue_wait_ms": round(numbers.queue_wait_ms),
+            "gpu_time_ms": round(numbers.gpu_ms),
+            "cache_tokens_reused": numbers.cached_tokens or 0,
+        }
+    )
+    return _USAGE_CHUNK.sub(lambda found: found[1] + b',"muster":' + extra + b"}" + found[2], out, count=1)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import aiohttp
 import msgspec
-from multidict import CIMultiDictProxy
 
-from runner.engines.http import HttpResponse
-from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, TOKENIZE, Call, Capabilities, Response
+from runner.engines.port import (
+    CHAT,
+    MESSAGES,
+    POOL_RESPONSES,
+    RESPONSES,
+    TOKENIZE,
+    Call,
+    Capabilities,
+    Response,
+    TokenCounter,
+)
 from runner.errors import (
     EngineError,
     EngineNotReached,
@@ -33,15 +40,12 @@ from runner.errors import (
 )
 from runner.limits import limits
 from runner.pool import Model, ModelState, Registry, Replica
-from runner.queue import TenantRates, Turn
-from runner.serving.counting import Counting
-from runner.serving.numbers import Numbers, Tally
-from runner.serving.request import INFERENCE_PATHS, Inference, is_allowed_path
+from runner.queue import FairQueue, QueueLimits, TenantRates, Turn, WaitBudget
+from runner.serving.request import INFERENCE_PATHS, Answer, Flow, Inference, Numbers, Tally, headers_to_client, is_allowed_path
 from runner.serving.responses import uses_pool_shape
 from wire import clock
-from wire.bridge import TokenCounts
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
-from wire.events import BLANK_LINES, EndReader, StreamEnd, open_end_reader
+from wire.events import open_end_reader
 from wire.limits import WIRE
 from wire.messages_fields import FORMATS, find_unhonoured
 from wire.tidy import ChatTidier
@@ -50,44 +54,8 @@ from wire.usage import BodyReader, StreamReader, ask_for_usage, read_body_usage
 
 log = logging.getLogger(__name__)
 
-_DONE = b"data: [DONE]\n\n"
-_USAGE_CHUNK = re.compile(rb'(data: \{[^\n]*"choices"\s*:\s*\[\s*\][^\n]*"usage"[^\n]*)\}(\r?\n)')
-
-HOP_BY_HOP = frozenset({
-    "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-    "transfer-encoding", "upgrade", "expect",
-})  # fmt: skip
-"""RFC 9110 section 7.6.1, and ``expect``, which only concerns the hop it was sent on."""
-
-NOT_TO_CLIENT = HOP_BY_HOP | {
-    "set-cookie", "set-cookie2", "server", "date", "alt-svc", "strict-transport-security", "www-authenticate", "via",
-}  # fmt: skip
-
-
-@dataclass(slots=True)
-class Answer:
-    """What goes back: a whole ``body``, or ``chunks`` as they come; ``usage`` and ``numbers`` are final after the last one.
-
-    Reading ``chunks`` raises EngineUnavailable when the engine breaks off.
-    """
-
-    status: int
-    headers: dict[str, str]
-    body: bytes | None = None
-    chunks: AsyncIterator[bytes] | None = None
-    is_event_stream: bool = False
-    usage: TokenCounts | None = None
-    numbers: Numbers = field(default_factory=Numbers)
-    has_failed: bool = False
-    """Its end was an error event, or none at all: who read it knows, and nobody else would."""
-    flow: Flow | None = None
-    """What ``chunks`` comes from, where it is an engine's own answer; one of the two is read."""
-    ends: EndReader | None = None
-    """Of an engine's own event stream, where its dialect has a closing event: what passed of it."""
-
-
-class _Failure(msgspec.Struct):
-    message: str = ""
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_text_decoder = msgspec.json.Decoder(str)
 
 
 class Charge(Protocol):
@@ -455,161 +423,6 @@ class Slot:
         self._replica.supervisor.report_failure(f"{self.request.method} {self.request.endpoint}: the stream ended early")
 
 
-class Flow:
-    """The body of an engine's answer on its way out, read once: with ``iterate``, or with ``pipe`` where ``is_piped``.
-
-    Reading raises EngineUnavailable when the engine breaks off. Of event streams whole events come out; on the box's own port
-    the last before ``[DONE]``, or at the end, is a comment with the numbers, and a stream without its closing event raises too:
-    through a gateway such a stream just ends, for the gateway sees that and has a state of its own for it.
-    """
-
-    __slots__ = ("_answer", "_done", "_feeds", "_held", "_reader", "_response", "_slot", "_steps")
-
-    def __init__(
-        self, slot: Slot, response: Response, answer: Answer, reader: StreamReader | BodyReader,
-        steps: Sequence[StreamReader | BodyReader | ChatTidier | EndReader], held: bytes = b"",
-    ) -> None:  # fmt: skip
-        self._slot = slot
-        self._response = response
-        self._answer = answer
-        self._reader = reader
-        self._steps = steps
-        self._feeds = tuple(step.feed for step in steps)
-        self._held = held
-        self._done = b""
-
-    @property
-    def is_piped(self) -> bool:
-        """Whether the engine's connection can call back."""
-        return isinstance(self._response, HttpResponse)
-
-    async def iterate(self) -> AsyncIterator[bytes]:
-        """Yield what goes out."""
-        try:
-            if self._held:
-                yield self._take(self._held)
-            while chunk := await self._response.content.readany():
-                if out := self._take(chunk):
-                    yield out
-        except (aiohttp.ClientError, OSError) as error:
-            self._break_off(error)
-        if last := self._finish():
-            yield last
-
-    async def pipe(self, write: Callable[[bytes], None]) -> None:
-        """Call ``write`` with what goes out, as it comes; return after the last."""
-        response, take, (first, *others), numbers = self._response, self._take, self._feeds, self._answer.numbers
-        assert isinstance(response, HttpResponse)
-        is_on_socket = self._slot.request.on_socket
-        cutter = self._reader.cutter if isinstance(self._reader, StreamReader) else None
-
-        def pass_on(chunk: bytes) -> None:
-            if numbers.first_byte_ms is None or not is_on_socket:
-                if chunk := take(chunk):
-                    write(chunk)
-                return
-            is_plain = cutter is not None and not cutter.held and not cutter.is_inside_event
-            # ``in`` would first raise, and drop, an error that the word is no number.
-            if not (is_plain and chunk.endswith(BLANK_LINES) and chunk.find(b'"usage"') < 0):
-                chunk = first(chunk)
-                if not chunk:
-                    return
-            for feed in others:
-                chunk = feed(chunk)
-                if not chunk:
-                    return
-            write(chunk)
-
-        if self._held:
-            pass_on(self._held)
-        try:
-            await response.pipe(pass_on)
-        except (aiohttp.ClientError, OSError) as error:
-            self._break_off(error)
-        if last := self._finish():
-            write(last)
-
-    def pause(self) -> None:
-        """Have the engine wait; only while ``pipe`` runs."""
-        if isinstance(self._response, HttpResponse):
-            self._response.pause()
-
-    def resume(self) -> None:
-        """Have it go on."""
-        if isinstance(self._response, HttpResponse):
-            self._response.resume()
-
-    def _take(self, data: bytes) -> bytes:
-        """Return what of the engine's bytes may go out now."""
-        for feed in self._feeds:
-            data = feed(data)
-            if not data:
-                break
-        answer, slot = self._answer, self._slot
-        numbers = answer.numbers
-        if numbers.first_byte_ms is None:
-            numbers.first_byte_ms = (clock.monotonic() - slot.began) * 1000
-        if slot.request.on_socket or not answer.is_event_stream:
-            return data  # through a gateway the engine's bytes pass as they are; the numbers travel beside them
-        if data.endswith(_DONE):
-            data, self._done = data[: -len(_DONE)], _DONE
-        if b'"usage"' in data:
-            self._count()
-            data = _annotate_usage(data, numbers)
-        return data
-
-    def _break_off(self, error: Exception) -> None:
-        """Raise EngineUnavailable, unless the engine had said everything: behind its closing event it has answered."""
-        ends = self._answer.ends
-        if ends is None or not ends.is_closed:
-            raise self._slot.report(error, began_answer=True) from None
-
-    def _finish(self) -> bytes:
-        """Return what goes out last; usage, numbers and how it ended are known then."""
-        rest, answer = b"", self._answer
-        for step in self._steps:
-            rest = (step.feed(rest) if rest else b"") + step.finish()
-        self._count()
-        answer.usage = self._reader.usage()
-        if answer.ends is not None:
-            self._judge(answer, answer.ends)
-        if self._slot.request.on_socket or not answer.is_event_stream:
-            return rest
-        return rest + answer.numbers.comment() + self._done
-
-    def _count(self) -> None:
-        numbers = self._answer.numbers
-        numbers.wall_ms = (clock.monotonic() - self._slot.began) * 1000
-        if isinstance(self._reader, StreamReader):
-            numbers.take_stream(self._reader)
-
-    def _judge(self, answer: Answer, ends: EndReader) -> None:
-        """Note how a stream ended. Raises EngineUnavailable on the box's own port for one that just ended."""
-        end = ends.judge()
-        answer.has_failed = end is not StreamEnd.WHOLE
-        if end is StreamEnd.CUT:
-            self._slot.report_cut()
-            if not self._slot.request.on_socket:
-                words = _read_words(ends.error)
-                raise EngineUnavailable(words or "The engine ended its stream before its answer was finished.")
-
-
-def headers_to_client(given: CIMultiDictProxy[str], *, is_event_stream: bool) -> dict[str, str]:
-    """Return the response headers to pass on, lower-case, repeated ones joined by a comma.
-
-    An event stream loses its ``content-length``: a chunk may be taken out of it.
-    """
-    kept: dict[str, str] = {}
-    for name, value in given.items():
-        lower = name.lower()
-        if lower in NOT_TO_CLIENT or lower.startswith("access-control-"):
-            continue
-        if lower == "content-length" and is_event_stream:
-            continue
-        kept[lower] = f"{kept[lower]}, {value}" if lower in kept else value
-    return kept
-
-
 async def _hold(response: Response) -> tuple[bytes, bool]:
     """Return a body and True; of one of unknown length that goes beyond ``whole_bytes``, its beginning and False."""
     if response.content_length is not None:
@@ -620,27 +433,6 @@ async def _hold(response: Response) -> tuple[bytes, bool]:
         if len(held) > whole_bytes:
             return bytes(held), False
     return bytes(held), True
-
-
-def _read_words(error: bytes) -> str:
-    """Return what an engine's error event says, as far as it is text; nothing without one."""
-    try:
-        said = msgspec.json.decode(error, type=_Failure).message
-    except UNREADABLE:
-        return ""
-    return f"The engine failed: {said[: limits().engines.said_chars]}" if said else ""
-
-
-def _annotate_usage(out: bytes, numbers: Numbers) -> bytes:
-    """Add our numbers to the usage chunk of a client that asked for one."""
-    extra = msgspec.json.encode(
-        {
-            "queue_wait_ms": round(numbers.queue_wait_ms),
-            "gpu_time_ms": round(numbers.gpu_ms),
-            "cache_tokens_reused": numbers.cached_tokens or 0,
-        }
-    )
-    return _USAGE_CHUNK.sub(lambda found: found[1] + b',"muster":' + extra + b"}" + found[2], out, count=1)
 
 
 def _name_end(answer: Answer) -> str:
@@ -674,3 +466,92 @@ def _explain_state(model: Model) -> RequestRefused:
             return ModelFailed(f"{name} does not serve: {model.last_error or 'its engine is down'}.")
         case _:
             return ModelNotLoaded(f"{name} is not loaded on this box.")
+
+
+class Counting:
+    """Token counts beside the inference queue: a prompt is counted while others generate, and takes no turn from them.
+
+    Bounded all the same: few counts at once for each model, a fair and short line of those who wait, and an answer in seconds
+    or a refusal. An engine goes on with a long text when nobody waits for it any more, so its turn is taken until it has
+    ended. ``limit_s``: longest wait for a turn, and then for the engine.
+    """
+
+    def __init__(self, *, limit_s: float | None = None) -> None:
+        self._limits = bounds = limits().serving
+        self._limit_s = bounds.count_s if limit_s is None else limit_s
+        self._waiting = QueueLimits(
+            pending_per_key=bounds.count_waiting_of_tenant, pending_per_executor=bounds.count_waiting_of_model
+        )
+        self._working: set[asyncio.Task[bytes]] = set()
+        self._queues: WeakKeyDictionary[Model, FairQueue] = WeakKeyDictionary()
+        self._budget = WaitBudget(bounds.count_waiting)
+
+    async def count(self, model: Model, request: Inference) -> tuple[bytes, float]:
+        """Return the answer ``{"count", "max_model_len"}`` as JSON, and the milliseconds that were waited for a turn.
+
+        Raises RequestRefused.
+        """
+        fields = {**read_question(request.body), "model": msgspec.Raw(msgspec.json.encode(model.model_id))}
+        queue = self._queue_of(model)
+        turn = await queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._limit_s)
+        work = asyncio.create_task(_ask_count(model, fields))
+        self._working.add(work)
+        work.add_done_callback(lambda done: self._end(done, queue, turn))
+        await asyncio.wait({work}, timeout=self._limit_s)
+        if not work.done():
+            raise EngineUnavailable(f"The engine did not count within {self._limit_s:g} s.", retry_after_s=2)
+        return work.result(), turn.waited_ms
+
+    def _end(self, work: asyncio.Task[bytes], queue: FairQueue, turn: Turn) -> None:
+        self._working.discard(work)
+        queue.leave(turn)
+        if not work.cancelled():
+            work.exception()  # whoever still waited has heard it
+
+    def _queue_of(self, model: Model) -> FairQueue:
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = FairQueue(
+                slots=self._limits.counts, limits=self._waiting, budget=self._budget, weight_of=lambda _tenant: 1.0
+            )
+            self._queues[model] = queue
+        return queue
+
+
+def read_question(body: bytes) -> dict[str, msgspec.Raw]:
+    """Return the members of a body that has either ``messages``, as a list, or ``prompt``, as a text. Raises InvalidRequest."""
+    if len(body) > limits().serving.count_bytes:
+        raise InvalidRequest(f"The tokens of a body of more than {limits().serving.count_bytes} bytes are not counted.")
+    try:
+        fields = _fields_decoder.decode(body)
+    except UNREADABLE:
+        raise InvalidRequest("The request body must be a JSON object.") from None
+    fields = {name: value for name, value in fields.items() if len(memoryview(value)) > 4 or bytes(value) != b"null"}
+    if ("messages" in fields) == ("prompt" in fields):
+        raise InvalidRequest("Send either 'messages' or 'prompt'.", param="messages")
+    if "messages" in fields and bytes(memoryview(fields["messages"])[:1]) != b"[":
+        raise InvalidRequest("The field 'messages' must be a list.", param="messages")
+    if "prompt" in fields:
+        _check_text(fields["prompt"])
+    return fields
+
+
+def _check_text(prompt: msgspec.Raw) -> None:
+    try:
+        _text_decoder.decode(prompt)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise InvalidRequest("The field 'prompt' must be a text.", param="prompt") from None
+
+
+async def _ask_count(model: Model, fields: Mapping[str, msgspec.Raw]) -> bytes:
+    replica = model.pick()
+    if replica is None:
+        raise EngineNotReached(f"{model.model_id} has no replica that serves right now.", retry_after_s=2)
+    engine = replica.supervisor.engine
+    if not engine.capabilities.counts_tokens or not isinstance(engine, TokenCounter):
+        raise ModalityUnsupported(f"The engine of {model.model_id} counts no tokens.", param="model")
+    try:
+        count = await engine.count_tokens(fields)
+    except EngineError as error:
+        raise EngineUnavailable(f"The engine did not count: {error}.", retry_after_s=2) from None
+    return msgspec.json.encode({"count": count, "max_model_len": replica.context_tokens})

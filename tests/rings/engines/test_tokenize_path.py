@@ -26,8 +26,8 @@ from runner.parts import Parts
 from runner.pool import Model, ModelEvent, Replica
 from runner.queue import FairQueue, QueueLimits, WaitBudget
 from runner.report import list_endpoints
-from runner.serving.counting import Counting
 from runner.serving.request import Inference
+from runner.serving.service import Counting
 from tests.fakes.engine import FakeEngine
 from tests.fakes.engines.cases import contract_model, contract_plan, contract_python, foreign_plan, foreign_server
 from tests.fakes.engines.llama_server import run_router, server_plan

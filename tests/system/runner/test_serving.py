@@ -22,8 +22,7 @@ from runner.errors import (
 )
 from runner.parts import Parts
 from runner.pool import ModelState
-from runner.serving.request import Inference
-from runner.serving.service import Answer
+from runner.serving.request import Answer, Inference
 from tests.fakes.engine import FakeEngine
 from tests.fakes.engines.scripted_server import Handler, ScriptedEngine, run_engine
 from tests.fakes.runners.parts import Bench, assembled, find

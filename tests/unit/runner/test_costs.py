@@ -21,8 +21,7 @@ from runner.limits import limits
 from runner.pool import Model
 from runner.queue import FairQueue, QueueLimits, WaitBudget
 from runner.serving.costs import Costs, Spending, estimate_cost
-from runner.serving.request import Inference
-from runner.serving.service import Answer
+from runner.serving.request import Answer, Inference
 from tests.fakes.ledgers import T0, Clock, opened
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.waiting import turns

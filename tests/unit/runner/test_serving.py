@@ -33,9 +33,18 @@ from runner.limits import limits
 from runner.operations.bodies import LoadBody
 from runner.parts import Parts, Phase
 from runner.pool import Model, ModelEvent
-from runner.serving.numbers import OTHER_TENANTS, Histogram, Numbers, Tally
-from runner.serving.request import is_allowed_path, read_cache_mode, read_cache_tag, read_fields, read_priority
-from runner.serving.service import headers_to_client
+from runner.serving.request import (
+    OTHER_TENANTS,
+    Histogram,
+    Numbers,
+    Tally,
+    headers_to_client,
+    is_allowed_path,
+    read_cache_mode,
+    read_cache_tag,
+    read_fields,
+    read_priority,
+)
 from runner.telemetry import Reading
 from tests.fakes.clock import install_virtual_clock
 from tests.fakes.examples import examples

@@ -35,10 +35,9 @@ from runner.library import Library
 from runner.pool import Registry
 from runner.queue import FairQueue, QueueLimits, WaitBudget, read_rates
 from runner.relay import Relay
-from runner.serving.numbers import Tally
 from runner.serving.pool_surface import PoolSurface
-from runner.serving.request import Inference
-from runner.serving.service import Answer, Serving
+from runner.serving.request import Answer, Inference, Tally
+from runner.serving.service import Serving
 from runner.session import (
     Accepted,
     Cancelled,
