@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -24,6 +25,9 @@ def main() -> int:
         return 2
     install(config.limits)
     _start_log(config)
+    gc.collect()
+    gc.freeze()  # what was imported stays; a request makes some hundred objects, and few of them in circles
+    gc.set_threshold(20_000, 20, 20)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as loop:
             loop.run(run_box(config))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import aiohttp
@@ -13,7 +12,6 @@ import msgspec
 from runner.engines.http import HttpServer
 from runner.engines.llama_slots import Properties
 from runner.engines.port import (
-    Call,
     Capabilities,
     EngineStats,
     FlushOutcome,
@@ -22,7 +20,6 @@ from runner.engines.port import (
     Health,
     Progress,
     Report,
-    Response,
 )
 from runner.errors import EngineError, EngineSilent
 
@@ -59,6 +56,8 @@ class OpenAIServer:
         self._server = HttpServer(client)
         self._server.base_url = url
         self._server.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.stream = self._server.send
+        """A request is passed on as it is."""
         self._given = list(given)
         self._listed: list[str] = []
         self._on_models = on_models
@@ -95,10 +94,6 @@ class OpenAIServer:
     async def stats(self) -> EngineStats:
         """Return nothing: such a server has no numbers to ask for."""
         return EngineStats()
-
-    def stream(self, call: Call) -> AbstractAsyncContextManager[Response]:
-        """Pass a request on as it is."""
-        return self._server.send(call)
 
     async def health(self) -> Health:
         """List the models; any answer below 500 is a sign of life."""

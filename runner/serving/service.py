@@ -279,7 +279,9 @@ class Slot:
         replica = model.pick()
         if replica is None:
             raise EngineNotReached(f"{model.model_id} has no replica that serves right now.", retry_after_s=2)
-        self._body, drops_usage = ask_for_usage(request.path, request.body)
+        self._body, drops_usage = request.body, False
+        if request.is_streaming:
+            self._body, drops_usage = ask_for_usage(request.path, request.body)
         call = Call(
             request.method, request.path, request.headers, self._body, request.tenant, request.cache_mode, request.cache_tag,
             request.priority,

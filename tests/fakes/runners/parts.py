@@ -63,7 +63,8 @@ def ask(model_id: str, *, tenant: str = "t1", tokens: int = 4, is_weighty: bool 
     body = QUESTION % (model_id.encode(), tokens)
     if is_weighty:
         body = b"{" + WEIGHTY + body[1:]
-    return Inference("POST", "/v1/chat/completions", {"content-type": "application/json"}, body, model_id, tenant)
+    headers = {"content-type": "application/json"}
+    return Inference("POST", "/v1/chat/completions", headers, body, model_id, tenant, is_streaming=True)
 
 
 async def answer(parts: Parts, model_id: str, *, tenant: str = "t1") -> int:

@@ -52,7 +52,8 @@ async def parts(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[Parts]:
 
 def ask(model: str = "alpha", *, path: str = CHAT, tenant: str = "t1", **fields: object) -> Inference:
     body = json.dumps({"model": model, "messages": [], **fields}).encode()
-    return Inference("POST", path, {"content-type": "application/json"}, body, model, tenant)
+    headers = {"content-type": "application/json"}
+    return Inference("POST", path, headers, body, model, tenant, is_streaming=bool(fields.get("stream")))
 
 
 async def read(answer: Answer) -> bytes:
