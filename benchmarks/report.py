@@ -98,6 +98,8 @@ def render_verdicts(verdicts: Sequence[Verdict]) -> str:
         sign = "≥" if verdict.floor.is_least else "≤"
         goal = "" if verdict.floor.goal is None else f"{sign} {verdict.floor.goal:.3g}"
         what = f"{verdict.floor.title}: {', '.join(systems) if len(systems) < 4 else f'{len(systems)} systems'}"
+        if verdict.value is not None and verdict.floor.tie and verdict.passed and verdict.value > verdict.floor.limit:
+            what += f" (a tie: within {verdict.floor.tie:.0%})"
         if verdict.floor.scale != 1:
             what += f" (floor and goal × {verdict.floor.scale:.2f})"
         value = verdict.reason if verdict.value is None else _render_value(verdict.value)
