@@ -15,7 +15,6 @@ from governance.services.reading import (
     read_operation,
     summarise,
 )
-from governance.services.reconciling import reconcile
 from governance.services.reviews import explain_own_review, list_users
 from governance.services.runs import (
     LastRun,
@@ -28,6 +27,7 @@ from governance.services.runs import (
     work_on,
 )
 from governance.services.standing import use_approval
+from governance.services.sweeps import reconcile
 from governance.services.values import DecisionView, Inbox, OperationSummary, OperationView, Proposer, RunView
 
 __all__ = [

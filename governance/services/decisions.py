@@ -17,9 +17,9 @@ from governance.audit import record_event
 from governance.errors import ApprovalRefused, NotPermitted, StateChanged
 from governance.models import ApproverKey, Decision, Operation, OperationRun
 from governance.services.evidence import count_rejections, find_new_policy, find_policy, is_met, list_proofs, read_stored
-from governance.services.finishing import ring
 from governance.services.lookup import find_operation, hold_policies, is_current, move_approval, require_state
 from governance.services.reviews import explain_own_review
+from governance.services.runs import ring
 from governance.services.transitions import (
     drop_void,
     end_operation,

@@ -16,6 +16,7 @@ from core.limits import limits
 from governance.models import Decision, Operation, OperationRun, PolicyVersion
 from governance.services.lookup import take_operation
 from governance.services.reviews import list_unreviewed
+from governance.services.runs import run_due
 from governance.services.transitions import drop_void, end_operation, tell
 from governance.states import OPEN_RUNS, ApprovalEvent, ApprovalState
 from wire import clock
@@ -23,6 +24,20 @@ from wire.optoken.approval import BREAK_GLASS
 
 _OPEN = [state.value for state in OPEN_RUNS]
 _UNDECIDED = [ApprovalState.PENDING.value, ApprovalState.APPROVED.value]
+
+
+def reconcile() -> int:
+    """Sweep, then work on what is due; any number of processes may. Returns how many runs were looked at.
+
+    What the sweep stumbles over does not keep approved operations from being carried out.
+    """
+    if not is_anything_open():
+        return 0
+    try:
+        sweep_operations()
+    finally:
+        done = run_due()
+    return done
 
 
 def sweep_operations() -> int:

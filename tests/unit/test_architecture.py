@@ -46,7 +46,7 @@ NUMBERS: dict[str, str] = {
     # Keys of advisory locks.
     "gateway/partitions.py": "ADVISORY_LOCK",
     "gateway/tasks.py": "RECONCILE_LOCK",
-    "governance/services/dispatching.py": "_FENCE_LOCK",
+    "governance/services/runs.py": "_FENCE_LOCK",
     "governance/services/lookup.py": "_POLICY_LOCK",
     "governance/services/notices.py": "_UNREADABLE_LOCK",
     "governance/services/proposals.py": "_PROPOSER_LOCK",

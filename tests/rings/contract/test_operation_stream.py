@@ -15,7 +15,7 @@ from core.limits import limits
 from governance import services
 from governance.errors import StateChanged
 from governance.models import Operation
-from governance.services.dispatching import _FENCE_LOCK
+from governance.services.runs import _FENCE_LOCK
 from tests.fakes.audit_logs import raw_connection
 from tests.fakes.control_process import ServerProcess, serve_control
 from tests.fakes.governed_team import Team, make_team, propose_token

@@ -40,9 +40,9 @@ WRITERS: dict[str, set[str]] = {
     "governance.ApproverKey": {f"{SERVICES}/approver_keys.py", f"{SERVICES}/decisions.py"},
     "governance.Decision": {f"{SERVICES}/decisions.py", f"{SERVICES}/transitions.py"},
     "governance.Freeze": {f"{SERVICES}/freezes.py"},
-    "governance.Operation": {f"{SERVICES}/{name}.py" for name in ("dispatching", "lookup", "proposals", "sweeps")},
-    "governance.OperationRun": {f"{SERVICES}/{name}.py" for name in ("decisions", "dispatching", "finishing", "node_runs",
-            "runs", "transitions")}, "governance.PolicyVersion": {f"{SERVICES}/policies.py", f"{SERVICES}/transitions.py"},
+    "governance.Operation": {f"{SERVICES}/{name}.py" for name in ("lookup", "proposals", "runs", "sweeps")},
+    "governance.OperationRun": {f"{SERVICES}/{name}.py" for name in ("decisions", "runs", "transitions")},
+    "governance.PolicyVersion": {f"{SERVICES}/policies.py", f"{SERVICES}/transitions.py"},
     "governance.WebhookEndpoint": {f"{SERVICES}/webhooks.py"},
     "gateway.ApiKey": {"gateway/request/models.py", "gateway/services/keys.py"},
     "gateway.Model": {"gateway/services/models.py"},
@@ -79,7 +79,7 @@ ASKED_BY_ITS_CALLERS = {f"{SERVICES}/admin_tokens.py::_mint"}
 
 
 CALLERS: dict[str, set[str]] = {
-    "carry_out": {f"{SERVICES}/dispatching.py"},
+    "carry_out": {f"{SERVICES}/runs.py"},
     "adopt_policy": {"governance/operations.py"}, "lift_freeze": {"governance/operations.py"},
     "raise_key_limit": {"gateway/operations.py"}, "raise_model_caps": {"gateway/operations.py"},
 }  # fmt: skip

@@ -16,7 +16,7 @@ from core.limits import limits
 from gateway.services import allow_model
 from governance import services
 from governance.models import Operation, OperationRun
-from governance.services.node_runs import find_node_run
+from governance.services.runs import find_node_run
 from governance.states import RunState
 from nodes import services as nodes_services
 from nodes.direct import _hand_over, call_direct_box, find_unattended
