@@ -253,7 +253,7 @@ FLOORS = (
     Floor("request_ratio", "CPU per request, × nginx", _REQUESTS, 5.5, _DIRECT, goal=4.3),
     Floor("request_ratio", "CPU per request, × nginx", _REQUESTS, 10.0, _RELAY, goal=7.0),
     Floor("request_peer_ratio", "CPU per request, × vllm-router", _REQUESTS, 1.0, _DIRECT, goal=0.8, tie=TIE),
-    Floor("request_litellm_ratio", "CPU per request, times cheaper than LiteLLM", _REQUESTS, 120, _DIRECT, 250, is_least=True),
+    Floor("request_litellm_ratio", "CPU per request, times cheaper than LiteLLM", _REQUESTS, 150, _DIRECT, 250, is_least=True),
     Floor("chunk_ratio", "CPU per chunk, × nginx", _CHUNKS, 1.8, _DIRECT, goal=1.5),
     Floor("chunk_ratio", "CPU per chunk, × nginx", _CHUNKS, 1.8, _RELAY, goal=1.4),
     Floor("chunk_litellm_ratio", "CPU per chunk, times cheaper than LiteLLM", _CHUNKS, 20, _DIRECT, 35, is_least=True),
