@@ -161,7 +161,7 @@ class NodePresence(models.Model):
     gateway_links = models.JSONField(
         default=dict, db_default={}, blank=True, help_text="Open links by gateway, in hex; what another link reports is old"
     )
-    last_heartbeat_at = models.DateTimeField(null=True, blank=True, db_index=True)
+    last_heartbeat_at = models.DateTimeField(null=True, blank=True)  # no index: it changes with every report
     reported_status = models.CharField(max_length=10, default=NodeStatus.OFFLINE.value)
     is_accepting_jobs = models.BooleanField(default=True)
     active_requests = models.PositiveIntegerField(default=0)

@@ -22,7 +22,7 @@ from datetime import UTC, datetime, timedelta
 
 from django.conf import settings
 from django.db import connection, transaction
-from django.db.models import Max, Q, QuerySet
+from django.db.models import BooleanField, ExpressionWrapper, Max, Q, QuerySet
 from django.db.models.fields.json import KeyTextTransform
 from django.utils.module_loading import import_string
 
@@ -493,8 +493,9 @@ def list_nodes_with_runs() -> set[uuid.UUID]:
 
 
 def list_node_runs(nodes: Collection[uuid.UUID], *, most: int, is_sent: bool) -> list[NodeRun]:
-    """Return what is to be sent to these nodes and what they have, oldest first; ``is_sent``: only what they have."""
-    rows = _open().filter(node_id__in=nodes).order_by("queued_at", "position")
+    """Return what is to be sent to these nodes, then what they have, the longest untouched first; ``is_sent``: only that."""
+    was_sent = ExpressionWrapper(Q(sent_at__isnull=False), output_field=BooleanField())
+    rows = _open().filter(node_id__in=nodes).order_by(was_sent, "contact_at")
     rows = rows.exclude(sent_at=None) if is_sent else rows.exclude(sent_at=None, token="")
     return [_read(row) for row in rows[:most]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Format = Literal["gguf", "safetensors", "exl3", "ctranslate2", "whisper"]
@@ -42,3 +42,14 @@ class ModelShape:
     quantization: str | None = None
     vocab: int | None = None
     latent_rank: int | None = None
+
+    def last_layers(self, count: int) -> ModelShape:
+        """Return the part that llama.cpp puts on a GPU for ``n_gpu_layers``: the last blocks, and the output as one more.
+
+        Below zero, and above their number, is all of it. The weights of a block are taken to be alike.
+        """
+        if not 0 <= count <= self.layers:
+            return self
+        kept = len(self.kv_layers) * count // self.layers if self.layers else 0
+        weights_bytes = self.weights_bytes * count // (self.layers + 1)
+        return replace(self, weights_bytes=weights_bytes, kv_layers=self.kv_layers[len(self.kv_layers) - kept :])

@@ -59,13 +59,17 @@ class Capacity:
         shape = await asyncio.to_thread(read_shape, plan.path)
         check_quantization(plan, shape.quantization)
         seen = _largest(await self._ledger.observations(plan.backend)) if self._ledger is not None else []
+        has_gpu = await self._uses_gpu(plan)
+        on_gpu = plan.options.get("gguf_n_gpu_layers")
+        if has_gpu and isinstance(on_gpu, int):  # the others are in the memory of the host, which is not shared out
+            shape = shape.last_layers(on_gpu)
         predicted = estimate(
             shape,
             context_tokens=_context_of(plan, shape),
             slots=plan.slots,
             type_k=_cache_type(plan, "gguf_type_k"),
             type_v=_cache_type(plan, "gguf_type_v"),
-            overhead_bytes=learn_overhead(seen, plan.backend, has_gpu=await self._uses_gpu(plan)).bytes,
+            overhead_bytes=learn_overhead(seen, plan.backend, has_gpu=has_gpu).bytes,
         )
         return Prediction(shape, predicted, expected_s)
 

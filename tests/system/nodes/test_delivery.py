@@ -29,6 +29,7 @@ from governance.states import RunState
 from nodes.delivery import Ask, Delivery, Send, plan_deliveries, store_status
 from nodes.models import Node
 from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, only_run
+from tests.fakes.limits import set_limits
 from tests.fakes.nodes import audited, find_tables, shared_rows
 from wire.bridge import OpStatus
 from wire.optoken import Level, Verifier, read_token
@@ -156,6 +157,17 @@ def test_a_node_that_may_have_missed_it_is_asked_once(
     asked = [Ask(sent.node.pk, sent.op_id, 1)] if is_asked else []
     assert sent.plan(gateway=gateway, linked_s_ago=linked_s_ago) == asked
     assert sent.plan(gateway=gateway) == [], "and then given time to answer"
+
+
+def test_what_waits_is_sent_however_much_has_been_sent(team: Team, sent: Sent) -> None:
+    sent.plan()
+    other = Identity("other")
+    node = make_box(other)
+    approve_load(team, other.runner_id)
+    services.run_due()
+    set_limits(nodes={"command_batch": 1})
+    linked = {sent.node.pk: LONG_AGO, node.pk: LONG_AGO}
+    assert [type(each) for each in plan_deliveries(linked=linked, gateway_id=GATEWAY)] == [Send]
 
 
 def test_while_everything_is_frozen_nothing_is_sent_and_what_was_sent_is_asked_about(team: Team, sent: Sent) -> None:

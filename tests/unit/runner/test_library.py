@@ -588,6 +588,15 @@ def test_a_window_bounds_what_a_layer_keeps_and_audio_does_not_grow_with_the_con
     assert (heard.kv_bytes, heard.kv_bytes_per_token) == (448 * 4 + 1500 * 8, 4)
 
 
+def test_layers_that_stay_with_the_host_take_nothing_of_the_gpu() -> None:
+    whole = make_shape(*[fit.KvLayer(1, 1, 1, layer) for layer in range(1, 25)], weights_bytes=2500)
+    half = whole.last_layers(12)
+    assert (half.weights_bytes, [layer.window for layer in half.kv_layers]) == (1200, list(range(13, 25)))
+    assert (whole.last_layers(0).weights_bytes, whole.last_layers(0).kv_layers) == (0, ())
+    assert whole.last_layers(24).weights_bytes == 2400, "the output stays with the host"
+    assert whole.last_layers(-1) == whole.last_layers(25) == whole.last_layers(4096) == whole
+
+
 def seen(beyond: int, at: float, *, backend: str = "gguf", measured: int | None = None) -> Observation:
     return Observation(backend, "m", "k", 1000, 200, 1200 + beyond if measured is None else measured, 1.0, at)
 
