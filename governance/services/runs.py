@@ -99,7 +99,7 @@ def _move_on(run_id: uuid.UUID) -> None:
     now = clock.now()
     if state is RunState.QUEUED:
         dispatch(run, operation)
-    elif state is RunState.DISPATCHED and not run.token:
+    elif state in sources_of(RunEvent.REQUEUE) and not run.token:
         _requeue(run, "it was sent by an earlier release")
     elif now > max(operation.not_after, run.updated_at) + timedelta(seconds=limits().governance.run_silence_s):
         _give_up(run)

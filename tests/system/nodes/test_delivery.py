@@ -192,9 +192,10 @@ def test_a_token_that_ran_out_before_the_box_came_is_replaced(sent: Sent) -> Non
     assert delivery.token != old
 
 
-def test_what_an_earlier_release_left_on_its_way_is_sent_anew(sent: Sent) -> None:
-    """It kept the token in a table of its own."""
-    OperationRun.objects.update(token="", node_id=None, contact_at=None)
+@pytest.mark.parametrize("state", [RunState.DISPATCHED, RunState.EXECUTING])
+def test_what_an_earlier_release_left_on_its_way_is_sent_anew(sent: Sent, state: RunState) -> None:
+    """It kept the token in a table of its own, and what its node says of it finds no run."""
+    OperationRun.objects.filter(pk=sent.run.pk).update(state=state.value, token="", node_id=None, contact_at=None)
     assert sent.plan() == []
     make_due(sent.operation)
     services.run_due()
