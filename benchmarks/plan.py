@@ -212,7 +212,7 @@ class Floor:
     ``measure``: what the figure comes from, None when from every load. ``goal``: what the design asks for beyond the floor, in
     the floor's unit; to miss it is no failure. A floor that is not binding is shown when missed, but no failure either.
     ``is_time``: time or CPU time, or with ``is_least`` a number per time, as of the machine on which nginx takes ``NGINX_US``
-    for a request; ``scale`` is how many times as long it takes where the floor is judged (ADR 0017).
+    for a request; ``scale`` is what limit and goal were multiplied by for the run that is judged (ADR 0017).
     """
 
     figure: str
@@ -232,10 +232,8 @@ class Floor:
         """Return the floor for a run in which nginx took so much CPU for a request; None: it was not measured."""
         if not self.is_time or nginx_us is None:
             return self
-        scale = nginx_us / NGINX_US
-        by = 1 / scale if self.is_least else scale
-        goal = None if self.goal is None else self.goal * by
-        return replace(self, limit=self.limit * by, goal=goal, scale=by)
+        scale = NGINX_US / nginx_us if self.is_least else nginx_us / NGINX_US
+        return replace(self, limit=self.limit * scale, goal=None if self.goal is None else self.goal * scale, scale=scale)
 
     def is_met(self, value: float) -> bool:
         """Return whether a figure passes."""

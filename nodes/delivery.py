@@ -36,7 +36,6 @@ TRY_AGAIN_CODES = frozenset({"unavailable", "busy", "leaving", "op_token_expired
 """Refusals that say nothing against the operation: it is sent again, with a new token."""
 RECEIPT_INVALID = "receipt_invalid"
 
-
 logger = logging.getLogger("muster.nodes")
 
 

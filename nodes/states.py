@@ -18,7 +18,6 @@ from wire.contract import NodeMode, NodeStatus
 
 POOL_RESPONSES = "/v1/pool/responses"
 """Where a box of ours answers llm-pool's form of /v1/responses, for any chat model."""
-
 TOKENIZE = "/v1/tokenize"
 """API path on which a box says how many tokens a prompt has; for gateways, not for their clients."""
 

@@ -48,14 +48,12 @@ class Telemetry:
         self._cards = cards
         self._lock = threading.Lock()
         # Decided once: a GPU that falls silent later must not make its models be judged by the host's memory.
-        nvidia = self._read_nvidia()
-        self._has_gpu_memory = any(_is_sized(gpu) for gpu in [*nvidia, *self._read_amd(nvidia)])
+        self._has_gpu_memory = any(_is_sized(gpu) for gpu in self._read_gpus())
 
     def sample(self) -> Reading:
         """Return what the box has and what is used of it now."""
         with self._lock:
-            nvidia = self._read_nvidia()
-            gpus = [*nvidia, *self._read_amd(nvidia)]
+            gpus = self._read_gpus()
             driver_version = self._nvml.driver_version() if self._nvml is not None else None
         if self._has_gpu_memory:
             sized = [gpu for gpu in gpus if _is_sized(gpu)]
@@ -72,7 +70,7 @@ class Telemetry:
             free_mb=free_mb,
             driver_version=driver_version,
             at=clock.unix_s(),
-            nvidia_count=len(nvidia),
+            nvidia_count=len(gpus) - len(self._cards),
         )
 
     def measure(self, roots: Sequence[int]) -> TreeMemory:
@@ -90,12 +88,10 @@ class Telemetry:
             if self._nvml is not None:
                 self._nvml.close()
 
-    def _read_nvidia(self) -> list[GpuInfo]:
-        return self._nvml.sample() if self._nvml is not None else []
-
-    def _read_amd(self, nvidia: Sequence[GpuInfo]) -> list[GpuInfo]:
-        first = max((gpu.index for gpu in nvidia), default=-1) + 1
-        return [read_card(device, index=first + number) for number, device in enumerate(self._cards)]
+    def _read_gpus(self) -> list[GpuInfo]:
+        gpus = self._nvml.sample() if self._nvml is not None else []
+        first = max((gpu.index for gpu in gpus), default=-1) + 1
+        return [*gpus, *(read_card(device, index=first + number) for number, device in enumerate(self._cards))]
 
 
 def open_telemetry(*, sysfs: Path = Path("/sys/class/drm"), env: Mapping[str, str] = os.environ) -> Telemetry:
