@@ -21,7 +21,7 @@ def provision(models: list[str], *, keys: int) -> dict[str, str]:
     from gateway.models import ApiKey
     from gateway.services import allow_model, create_api_key, create_tenant
     from nodes.models import Provider
-    from nodes.services import create_credential, create_provider
+    from nodes.services.credentials import create_credential, create_provider
     from wire.credentials import CredentialKind, mint_credential
 
     create_tenant(name="bench", actor=ACTOR)

@@ -27,7 +27,7 @@ from governance.services import read_operation
 from governance.signin import find_living, may_act
 from governance.states import RunState
 from governance.views.operation_parts import render_live
-from nodes.services.boxes import read_box
+from nodes.services.telemetry import read_box
 from wire import clock
 
 Pushed = dict[str, Any]

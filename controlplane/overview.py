@@ -21,7 +21,7 @@ from gateway.services.traffic import OpenRequests, Traffic, read_open_requests, 
 from gateway.services.waiting import Wait, WaitingModel, explain_waits, read_waits
 from governance.services import active_policy
 from nodes.operations.lost_models import LostModel, find_lost_models
-from nodes.services.overview import FleetOverview, NodeHealth, read_fleet
+from nodes.services.availability import FleetOverview, NodeHealth, read_fleet
 from nodes.states import Freshness
 from wire import clock
 from wire.contract import NodeStatus

@@ -287,7 +287,7 @@ OPERATIONS = {
     "break-glass-review": "governance.operations.BREAK_GLASS_REVIEW",
 }
 # Who knows which box pinned which approval policy, for the page of the policy. governance knows nothing of boxes.
-GOVERNANCE_BOXES = "nodes.services.read_policy_pins"
+GOVERNANCE_BOXES = "nodes.services.availability.read_policy_pins"
 # Signs audit checkpoints: the 32-byte seed of an Ed25519 key in base64url. Empty = no checkpoints.
 GOVERNANCE_LOG_KEY = read_text("MUSTER_LOG_KEY")
 GOVERNANCE_LOG_ORIGIN = read_text("MUSTER_LOG_ORIGIN", "muster.local/audit")

@@ -11,7 +11,7 @@ from gateway.tasks import reconcile_requests
 from governance.services import reconcile
 from governance.services.delivery import is_delivery_due
 from governance.tasks import deliver_notices
-from nodes.services.probe import is_probe_due
+from nodes.services.nodes import is_probe_due
 from nodes.tasks import probe_direct, ring_direct_boxes, sweep_nodes
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from gateway.services.limits import LIMIT_RAISE as NAME
 from gateway.values import Priority
 from governance.errors import InvalidProposal
 from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
-from nodes.services.serving import Has, ServingBox, read_boxes_of
+from nodes.services.availability import Has, ServingBox, read_boxes_of
 
 KEY, TENANT, MODEL = "key", "tenant", "model"
 ACTOR = "system:governance"

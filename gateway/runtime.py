@@ -46,8 +46,8 @@ from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import HttpTarget
 from nodes.links.keeper import FLEET, LinkKeeper
 from nodes.links.relay import RelayLink
+from nodes.services.availability import EjectionReport, write_ejections
 from nodes.services.drains import write_drain_counts
-from nodes.services.ejections import EjectionReport, write_ejections
 from nodes.services.sessions import KnownNodes, write_presences
 from nodes.states import DrainCount, NodeRow
 from wire import clock

@@ -13,7 +13,7 @@ from rest_framework.views import APIView
 from core.limits import limits
 from nodes.authentication import CredentialHolder, NodeTokenAuthentication
 from nodes.errors import NodeNotFound
-from nodes.models import Node, NodePresence, ProviderState
+from nodes.models import Node, NodePresence, ProviderState, read_clock, with_clock
 from nodes.serializers import (
     ErrorSerializer,
     HeartbeatAnswerSerializer,
@@ -26,8 +26,9 @@ from nodes.serializers import (
     RegisterSerializer,
     print_time,
 )
-from nodes.services import judge_status, record_heartbeat, register_direct_node, require_own_node, set_mode
-from nodes.services.clock import read_clock, with_clock
+from nodes.services.availability import judge_status
+from nodes.services.drains import set_mode
+from nodes.services.nodes import record_heartbeat, register_direct_node, require_own_node
 from wire.contract import NodeMode
 from wire.ids import parse_id
 

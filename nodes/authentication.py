@@ -12,7 +12,7 @@ from rest_framework.request import Request
 from core.throttle import AuthThrottle
 from nodes.errors import InvalidNodeToken, TooManyWrongTokens
 from nodes.models import NodeCredential
-from nodes.services import find_credential, read_credential_digests
+from nodes.services.credentials import find_credential, read_credential_digests
 from wire.credentials import CredentialKind, digest_credential, parse_keyid
 
 SCHEME = "bearer"

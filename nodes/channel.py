@@ -25,7 +25,6 @@ from core.throttle import AuthThrottle
 from governance.checkpoints import consistency, has_checkpoint, latest_checkpoint
 from governance.errors import GovernanceError
 from governance.services import policy_chain
-from nodes import services
 from nodes.delivery import FINAL_STATES, Ask, Delivery, Send, plan_deliveries, store_status
 from nodes.errors import EnrolmentRefused, NodeNotFound
 from nodes.links import LinkRegistry
@@ -34,7 +33,10 @@ from nodes.links.relay import RelayLink
 from nodes.metrics import AUTH_FAILURES
 from nodes.models import NodeCredential
 from nodes.reports import store_endpoints
-from nodes.services import sessions, take_report
+from nodes.services import sessions
+from nodes.services.credentials import find_credentials, read_credential_digests
+from nodes.services.drains import set_mode
+from nodes.services.governance import take_report
 from nodes.session import ModeRequested
 from wire import bridge, clock
 from wire.contract import NodeMode
@@ -103,7 +105,7 @@ class NodeChannel:
         self.gateway_id = keeper.gateway_id
         self.advertised_gateways = advertised_gateways
         self.throttle = AuthThrottle(
-            failures=self.limits.auth_failures, block_s=self.limits.auth_block_s, read_digests=services.read_credential_digests
+            failures=self.limits.auth_failures, block_s=self.limits.auth_block_s, read_digests=read_credential_digests
         )
         self.reading_good = asyncio.Lock()
         """Held while the good credentials are read: sockets that come meanwhile read none."""
@@ -164,7 +166,7 @@ class NodeChannel:
         """Return the credentials; runs in a thread, where the throttle may ask the database."""
         throttle = self.throttle
         waiting = {check for check in asked if throttle.must_wait(check.address, digest_credential(check.secret))}
-        found = services.find_credentials({check.secret for check in asked if check not in waiting})
+        found = find_credentials({check.secret for check in asked if check not in waiting})
         answers: list[NodeCredential | CredentialRefused] = []
         for check in asked:
             credential = found.get(check.secret)
@@ -381,7 +383,7 @@ class NodeChannel:
         while (word := self.owner_words.get(node_id)) is not None:
             try:
                 await run_in_database(
-                    services.set_mode,
+                    set_mode,
                     node_id=node_id,
                     mode=NodeMode(word.effect.mode),
                     reason=(word.effect.reason or "owner at the box")[:200],

@@ -1,11 +1,15 @@
-"""Tables of the node registry. Rows are written by ``nodes.services`` alone."""
+"""Tables of the node registry, and the clock by which their rows are judged. Rows are written by ``nodes.services`` alone."""
 
 from __future__ import annotations
+
+from datetime import datetime
 
 from cryptography.fernet import Fernet, InvalidToken
 from django.conf import settings
 from django.contrib.postgres.fields import ArrayField
-from django.db import models
+from django.db import connection, models
+from django.db.models import QuerySet
+from django.db.models.functions import Now
 from django.utils import timezone
 
 from nodes.errors import ApiKeyUnreadable
@@ -226,3 +230,30 @@ class NodeOpKey(models.Model):
 
     def __str__(self) -> str:
         return self.kid
+
+
+def read_clock() -> datetime:
+    """Return what time it is. What one process writes and another one judges by its age is reckoned from this."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT statement_timestamp()")
+        row = cursor.fetchone()
+    now: datetime = row[0]
+    return now
+
+
+def with_clock(nodes: QuerySet[Node]) -> QuerySet[Node]:
+    """Have each box come with the time at which it was read, for ``clock_of``."""
+    return nodes.annotate(database_now=Now())
+
+
+def clock_of(node: Node) -> datetime:
+    """Return what time it was when a box was read ``with_clock``: its age and its status count then."""
+    now: datetime = node.database_now  # type: ignore[attr-defined]  # the annotation
+    return now
+
+
+def heartbeat_age_s(presence: NodePresence | None, *, now: datetime) -> float | None:
+    """Return the seconds since the last sign of life by the database's clock, or None when there was none."""
+    if presence is None or presence.last_heartbeat_at is None:
+        return None
+    return max(0.0, (now - presence.last_heartbeat_at).total_seconds())

@@ -9,11 +9,9 @@ from typing import Any
 from rest_framework import serializers
 
 from core.limits import limits
-from nodes.models import Node, NodePresence
-from nodes.services import Heartbeat, Registration, is_drained, judge_status
-from nodes.services.clock import clock_of
-from nodes.services.ejections import list_ejections
-from nodes.services.health import explain_unreachable
+from nodes.models import Node, NodePresence, clock_of
+from nodes.services.availability import explain_unreachable, is_drained, judge_status, list_ejections
+from nodes.services.nodes import Heartbeat, Registration
 from wire.contract import NodeMode, NodeStatus
 
 STATUSES = [status.value for status in NodeStatus]

@@ -10,7 +10,8 @@ from celery import shared_task
 from core.limits import limits
 from nodes.direct import call_direct_box, find_unattended
 from nodes.operations.lost_models import tell_failed_reloads
-from nodes.services import probe_direct_nodes, sweep_presence
+from nodes.services.drains import sweep_presence
+from nodes.services.nodes import probe_direct_nodes
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Clock of a process: the time of day, and seconds that never go back. Tests put another source in its place.
 
 Nothing else in the product reads ``time`` or ``datetime.now``; a lint holds it to that. The age of a row is reckoned by the
-clock of the database (``nodes.services.clock``), because machines of one installation need not agree.
+clock of the database (``nodes.models``), because machines of one installation need not agree.
 """
 
 from __future__ import annotations

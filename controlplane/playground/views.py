@@ -29,7 +29,7 @@ from gateway.services import ServiceError, list_tenants
 from gateway.services.offers import list_offers
 from gateway.services.requests import find_request
 from gateway.services.waiting import explain_waits
-from nodes.services.overview import read_fleet
+from nodes.services.availability import read_fleet
 from wire.ids import parse_id
 
 DEFAULT_TENANT = "default"

@@ -26,7 +26,7 @@ from gateway.services import (
 )
 from gateway.services.limits import CAPS
 from gateway.services.waiting import explain_waits
-from nodes.services.overview import read_served_models
+from nodes.services.availability import read_served_models
 
 DETAILS = ("fallbacks", "context_tokens", "tokenizer", "tidy")
 

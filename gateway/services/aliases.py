@@ -19,7 +19,7 @@ from gateway.services.models import require_known_models
 from gateway.services.tenants import get_tenant
 from gateway.services.values import clean_model_name
 from governance.audit import record_event
-from nodes.services.overview import read_served_models
+from nodes.services.availability import read_served_models
 
 
 class TargetState(StrEnum):

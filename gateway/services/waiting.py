@@ -11,7 +11,7 @@ from django.db.models import Count, Min
 
 from core.limits import limits
 from gateway.models import RequestRecord
-from nodes.services.serving import Has, ServingBox, read_boxes_of
+from nodes.services.availability import Has, ServingBox, read_boxes_of
 from nodes.states import Obstacle
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState

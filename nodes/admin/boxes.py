@@ -16,28 +16,19 @@ from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextInputWi
 from core.admin_pages import ChangeLink, Offer, RowChange, ShowingAdmin, Values, column
 from core.limits import limits
 from governance.services import active_policy
-from nodes.models import Node, NodePresence, ProviderState, Reach
-from nodes.services import (
-    cordon_node,
-    count_replicas,
-    describe_box,
-    describe_counts,
-    describe_drain,
+from nodes.models import Node, NodePresence, ProviderState, Reach, clock_of, heartbeat_age_s, with_clock
+from nodes.services.availability import (
     describe_gpus,
-    drain_node,
-    heartbeat_age_s,
+    explain_unreachable,
     is_drained,
     judge_status,
-    set_api_key,
-    set_op_key,
+    list_ejections,
     status_expression,
-    uncordon_node,
-    undrain_node,
 )
-from nodes.services.clock import clock_of, with_clock
-from nodes.services.ejections import list_ejections
-from nodes.services.health import explain_unreachable
-from nodes.services.lifecycle import EVICT, FORCED_DRAIN
+from nodes.services.drains import EVICT, FORCED_DRAIN, cordon_node, describe_drain, drain_node, uncordon_node, undrain_node
+from nodes.services.governance import set_op_key
+from nodes.services.nodes import set_api_key
+from nodes.services.telemetry import count_replicas, describe_box, describe_counts
 from wire import clock
 from wire.contract import NodeMode, NodeStatus
 
@@ -318,8 +309,7 @@ class NodeAdmin(ShowingAdmin):
     @column("Last seen", ordering="presence__last_heartbeat_at")
     def show_heartbeat(self, node: Node) -> str:
         """Return how long ago the box was heard."""
-        presence = _presence(node)
-        return describe_age(heartbeat_age_s(presence, now=clock_of(node)) if presence is not None else None)
+        return describe_age(heartbeat_age_s(_presence(node), now=clock_of(node)))
 
     @column("Models")
     def show_models(self, node: Node) -> str:

@@ -14,7 +14,7 @@ from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminSelectWidge
 
 from core.admin_pages import Created, CreatingAdmin, NextStep, RowChange, Values, column
 from nodes.models import Node, NodeCredential, Provider, ProviderState
-from nodes.services import create_credential, revoke_credential
+from nodes.services.credentials import create_credential, revoke_credential
 
 
 class CredentialForm(forms.Form):

@@ -12,7 +12,7 @@ from unfold.widgets import UnfoldAdminTextInputWidget
 
 from core.admin_pages import Created, CreatingAdmin, RowChange, Values, column
 from nodes.models import Provider, ProviderState
-from nodes.services import create_provider, delete_provider, disable_provider, enable_provider
+from nodes.services.credentials import create_provider, delete_provider, disable_provider, enable_provider
 
 
 class ProviderForm(forms.Form):

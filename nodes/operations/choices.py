@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from core.limits import limits
 from governance.registry import Choices
-from nodes.models import Node, ProviderState
+from nodes.models import Node, ProviderState, clock_of, with_clock
 from nodes.operations.params import KEEP, SCOPES
 from nodes.operations.targets import Target
-from nodes.services import describe_box, judge_status
-from nodes.services.clock import clock_of, with_clock
+from nodes.services.availability import judge_status
+from nodes.services.telemetry import describe_box
 from wire.contract import NodeStatus
 
 _SCOPE_LABELS = {"all": "everything", "model": "one model", "tenant": "one tenant", "tag": "what carries a tag"}

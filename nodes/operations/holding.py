@@ -12,7 +12,7 @@ from nodes.operations.choices import list_boxes, offer
 from nodes.operations.impact import DANGER, judge_history, judge_live
 from nodes.operations.params import DRAIN_FIELDS, EVICT_FIELDS, Field, clean_params
 from nodes.operations.targets import clean_targets, find_signed, name_of, read_target
-from nodes.services import cordon_node, drain_node
+from nodes.services.drains import cordon_node, drain_node
 
 ACTOR = "system:governance"
 

@@ -13,7 +13,7 @@ from core.limits import limits
 from governance.registry import Impact
 from governance.services import last_run
 from nodes.operations.targets import Target, hinders
-from nodes.services.boxes import ReplicaView
+from nodes.services.telemetry import ReplicaView
 from wire.contract import NodeStatus
 
 OK, CAUTION, DANGER = "ok", "caution", "danger"

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from core.limits import limits
 from governance.errors import InvalidProposal
 from nodes.errors import NodeError, NodeNotFound
-from nodes.models import Node, NodePresence, ProviderState
-from nodes.services import judge_status
-from nodes.services.boxes import BoxView, describe_box
-from nodes.services.clock import read_clock
-from nodes.services.overview import find_node_id
+from nodes.models import Node, NodePresence, ProviderState, read_clock
+from nodes.services.availability import find_node_id, judge_status
+from nodes.services.telemetry import BoxView, describe_box
 from wire.contract import NodeStatus
 from wire.ids import parse_id
 

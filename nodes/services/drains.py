@@ -1,31 +1,157 @@
-"""Drains and reclaims of nodes: what still runs on a draining node, when nothing does any more, and how a page says so.
-
-Every gateway writes for every draining node how many requests it runs there; that row also says that the gateway places nothing
-new. A node is drained once each gateway that is alive has said zero, no request record names the node as running, and the node
-itself reported zero since the drain began. ``Node.draining_since`` names the drain: a row of an earlier one counts for nothing.
-"""
+"""Cordons, drains and reclaims of nodes: what operators and owners decide, how it stands, and the sweep of silent nodes."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from django.conf import settings
-from django.db import transaction
+from django.db import connection, transaction
+from django.db.models import F, Q
+from django.db.models.functions import Coalesce
 from django.utils.module_loading import import_string
 
 from core.hints import publish_hint
+from core.limits import limits
 from governance.audit import record_event
+from governance.registry import RunOrder
+from governance.services import require_approval
 from governance.services.notices import notify_of_event
-from nodes.models import Node, NodeDrainCount, NodePresence
-from nodes.services.clock import read_clock
-from nodes.services.health import is_drained, judge_status
-from nodes.states import DrainCount
+from nodes.errors import BadRequest, NodeNotFound
+from nodes.models import Node, NodeDrainCount, NodePresence, read_clock
+from nodes.services.availability import is_drained, judge_status
+from nodes.states import DrainCount, freshness_windows
 from wire import clock
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
+
+FORCED_DRAIN, EVICT = "node-drain", "node-evict"
+
+Changes = dict[str, object]
+
+
+def cordon_node(*, node_id: uuid.UUID, actor: str) -> Node:
+    """Give the box no new work until it is uncordoned; what runs goes on. Raises NodeNotFound."""
+    return _change(node_id, "node.cordon", actor, lambda node: {} if node.cordoned else {"cordoned": True})
+
+
+def uncordon_node(*, node_id: uuid.UUID, actor: str) -> Node:
+    """Lift a cordon. Raises NodeNotFound."""
+    return _change(node_id, "node.uncordon", actor, lambda node: {"cordoned": False} if node.cordoned else {})
+
+
+@transaction.atomic
+def drain_node(
+    *, node_id: uuid.UUID, actor: str, reason: str, timeout_s: float | None = None, order: RunOrder | None = None
+) -> Node:
+    """Give the box no new work, and end as interrupted what still runs after ``timeout_s`` (None = the setting).
+
+    Less time than the setting is a forced drain: ``order`` is then the approved run that it belongs to. A second drain replaces
+    deadline and reason. Raises NodeNotFound, BadRequest, NeedsApproval.
+    """
+    limit_s = limits().nodes.drain_timeout_s if timeout_s is None else timeout_s
+    if not 0 <= limit_s <= limits().nodes.drain_timeout_max_s:
+        raise BadRequest(
+            f"timeout_s must be between 0 and {limits().nodes.drain_timeout_max_s:.0f} seconds.", param="timeout_s"
+        )
+    if limit_s < limits().nodes.drain_timeout_s:
+        is_eviction = order is not None and order.operation == EVICT
+        usual = f"the same without a time of your own (--timeout, timeout_s) gives {limits().nodes.drain_timeout_s:.0f} s"
+        require_approval(
+            EVICT if is_eviction else FORCED_DRAIN, order=order, instead=f"A plain drain needs none: {usual} to what runs."
+        )  # fmt: skip
+    deadline = read_clock() + timedelta(seconds=limit_s)
+
+    def decide(node: Node) -> Changes:
+        return {
+            "draining": True,
+            "drain_deadline_at": _earlier(deadline, _reclaim_deadline(node)),
+            "drain_reason": _checked_reason(reason),
+            "drain_actor": actor[:200],
+            **({} if node.draining else begin_stop()),
+        }
+
+    return _change(node_id, "node.drain", actor, decide)
+
+
+def undrain_node(*, node_id: uuid.UUID, actor: str) -> Node:
+    """End a drain. A reclaimed box stays reclaimed, and keeps the deadline of that. Raises NodeNotFound."""
+
+    def decide(node: Node) -> Changes:
+        if not node.draining:
+            return {}
+        if node.mode == NodeMode.SPARE_OFF.value:
+            return {"draining": False}
+        return {"draining": False, "drain_deadline_at": None, "drain_reason": "", **end_stop()}
+
+    return _change(node_id, "node.undrain", actor, decide)
+
+
+@transaction.atomic
+def set_mode(*, node_id: uuid.UUID, mode: NodeMode, reason: str, actor: str, said_age_s: float = 0.0) -> Node:
+    """Lend the box (``spare_on``) or take it back (``spare_off``: no new work, the rest gets the reclaim grace).
+
+    Saying ``spare_off`` again does not extend the grace. ``said_age_s``: how many seconds ago it was asked for; a wish that is
+    older than the mode in force changes nothing. Raises NodeNotFound, BadRequest.
+    """
+    now = read_clock()
+    deadline, said_at = now + timedelta(seconds=limits().nodes.reclaim_grace_s), now - timedelta(seconds=said_age_s)
+    is_newest = Q(mode_said_at=None) | Q(mode_said_at__lte=said_at)
+    is_void = not Node.objects.filter(is_newest, pk=node_id).update(mode_said_at=said_at)
+
+    def decide(node: Node) -> Changes:
+        if node.mode == mode.value or is_void:
+            return {}
+        changes: Changes = {"mode": mode.value}
+        if mode is NodeMode.SPARE_OFF:
+            changes["drain_deadline_at"] = _earlier(deadline, node.drain_deadline_at if node.draining else None)
+            changes["drain_reason"] = _checked_reason(reason)
+            if not node.draining:
+                changes |= begin_stop()
+        elif not node.draining:
+            changes |= {"drain_deadline_at": None, "drain_reason": "", **end_stop()}
+        return changes
+
+    return _change(node_id, "node.set_mode", actor, decide)
+
+
+@transaction.atomic
+def _change(node_id: uuid.UUID, action: str, actor: str, decide: Callable[[Node], Changes]) -> Node:
+    """Apply what ``decide`` says of the locked row, with its audit event; an empty answer means nothing to do."""
+    node = Node.objects.select_for_update().filter(pk=node_id).first()
+    if node is None:
+        raise NodeNotFound(f"There is no node {node_id}.", param="node_id")
+    changes = decide(node)
+    if not changes:
+        return node
+    for field, value in changes.items():
+        setattr(node, field, value)
+    node.save(update_fields=[*changes, "updated_at"])
+    detail = {"name": node.name, **{field: _plain(value) for field, value in changes.items()}}
+    record_event(actor=actor, action=action, target=node.printed_id, detail=detail)
+    publish_hint("nodes", str(node.pk))
+    return node
+
+
+def _checked_reason(reason: str) -> str:
+    if len(reason) > limits().nodes.drain_reason_chars:
+        raise BadRequest(f"reason must have at most {limits().nodes.drain_reason_chars} characters.", param="reason")
+    return reason
+
+
+def _reclaim_deadline(node: Node) -> datetime | None:
+    return node.drain_deadline_at if node.mode == NodeMode.SPARE_OFF.value else None
+
+
+def _earlier(deadline: datetime, other: datetime | None) -> datetime:
+    return deadline if other is None else min(deadline, other)
+
+
+def _plain(value: object) -> object:
+    return value.isoformat() if isinstance(value, datetime) else value
+
 
 ACTOR = "system:sweep"
 
@@ -144,3 +270,136 @@ def _count_requests(count: int) -> str:
 
 def _clock_time(moment: datetime) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+
+
+ACTOR = "system:sweep"
+LOCK_KEY = 0x6D757374_6E6F6465
+"""Advisory lock of this sweep: ``mustnode`` in ASCII."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """How many rows a sweep changed. ``skipped``: another process was sweeping."""
+
+    skipped: bool = False
+    went_offline: int = 0
+    drains_ended: int = 0
+    deadlines_cleared: int = 0
+    drained: int = 0
+
+
+def sweep_presence() -> SweepReport:
+    """Bring the rows in line with what their age says. Idempotent; two at once do the work of one."""
+    return _sweep() if _is_anything_due() else SweepReport()
+
+
+def _is_anything_due() -> bool:
+    """Whether a node is silent, or drains, or did: one look, for that is rare and a sweep asks ten times."""
+    age_s = min(freshness_windows(limits().nodes, protocol=one)[1] for one in ("", BRIDGE_V1))
+    with connection.cursor() as cursor:
+        cursor.execute(_IS_ANYTHING_DUE, [age_s])
+        row = cursor.fetchone()
+    return bool(row == (True,))
+
+
+_IS_ANYTHING_DUE = """
+SELECT EXISTS (
+       SELECT FROM nodes_nodepresence
+        WHERE (connected OR reported_status <> 'offline')
+          AND COALESCE(last_heartbeat_at, updated_at) <= statement_timestamp() - make_interval(secs => %s)
+       )
+    OR EXISTS (
+       SELECT FROM nodes_node
+        WHERE draining OR mode = 'spare_off' OR draining_since IS NOT NULL OR drain_deadline_at IS NOT NULL
+       )
+    OR EXISTS (SELECT FROM nodes_nodedraincount)
+"""
+
+
+@transaction.atomic
+def _sweep() -> SweepReport:
+    if not _take_lock():
+        return SweepReport(skipped=True)
+    now = read_clock()
+    went_offline = _mark_offline(now)
+    deadlines_cleared = _clear_deadlines(now)
+    drains_ended = _end_drains()
+    _name_drains(now)
+    return SweepReport(
+        went_offline=went_offline, deadlines_cleared=deadlines_cleared, drains_ended=drains_ended, drained=mark_drained()
+    )
+
+
+def _take_lock() -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [LOCK_KEY])
+        row = cursor.fetchone()
+    return bool(row and row[0])
+
+
+def _is_overdue(now: datetime) -> Q:
+    """Rows whose last sign of life is older than their protocol allows. Needs the annotation ``seen_at``."""
+    _, rest_s = freshness_windows(limits().nodes, protocol="")
+    _, bridge_s = freshness_windows(limits().nodes, protocol=BRIDGE_V1)
+    bridge = Q(protocol=BRIDGE_V1, seen_at__lte=now - timedelta(seconds=bridge_s))
+    return bridge | (~Q(protocol=BRIDGE_V1) & Q(seen_at__lte=now - timedelta(seconds=rest_s)))
+
+
+def _mark_offline(now: datetime) -> int:
+    rows = NodePresence.objects.annotate(seen_at=Coalesce("last_heartbeat_at", "updated_at")).filter(_is_overdue(now))
+    claimed = rows.filter(Q(connected=True) | ~Q(reported_status=NodeStatus.OFFLINE.value)).select_related("node")
+    went = 0
+    for presence in claimed.order_by("pk"):
+        # Compare and set: a heartbeat that arrived since keeps the box.
+        same = NodePresence.objects.filter(pk=presence.pk, last_heartbeat_at=presence.last_heartbeat_at)
+        if presence.last_heartbeat_at is None:
+            same = NodePresence.objects.filter(pk=presence.pk, last_heartbeat_at__isnull=True)
+        changed = same.update(
+            connected=False,
+            gateway_id=None,
+            reported_status=NodeStatus.OFFLINE.value,
+            active_requests=0,
+            updated_at=now,
+        )
+        if changed:
+            went += 1
+            _record(presence.node, "node.offline")
+    return went
+
+
+def _end_drains() -> int:
+    """End drains with nothing left to drain: the deadline is long past and the box is gone.
+
+    Until then a drain survives reconnects, and a box that is still there stays drained until an operator undrains it.
+    """
+    gone = Q(presence__isnull=True) | Q(presence__connected=False, presence__reported_status=NodeStatus.OFFLINE.value)
+    over = Node.objects.select_for_update(of=("self",)).filter(gone, draining=True, drain_deadline_at__isnull=True)
+    ended = 0
+    for node in over.order_by("pk"):
+        changes: dict[str, object] = {"draining": False, "drain_reason": ""}
+        if node.mode != NodeMode.SPARE_OFF.value:
+            changes |= end_stop()
+        for field, value in changes.items():
+            setattr(node, field, value)
+        node.save(update_fields=[*changes, "updated_at"])
+        ended += 1
+        _record(node, "node.drain_end")
+    return ended
+
+
+def _name_drains(now: datetime) -> None:
+    """Name the drains that a release without ``draining_since`` began, and forget what was counted for drains that are over."""
+    stopping = Q(draining=True) | Q(mode=NodeMode.SPARE_OFF.value)
+    Node.objects.filter(stopping, draining_since=None).update(draining_since=now, updated_at=now)
+    Node.objects.filter(~stopping, draining_since__isnull=False).update(**end_stop(), updated_at=now)
+    NodeDrainCount.objects.exclude(draining_since=F("node__draining_since")).delete()
+
+
+def _clear_deadlines(now: datetime) -> int:
+    past = Node.objects.filter(drain_deadline_at__lt=now - timedelta(seconds=limits().nodes.drain_deadline_kept_s))
+    return past.update(drain_deadline_at=None, updated_at=now)
+
+
+def _record(node: Node, action: str) -> None:
+    record_event(actor=ACTOR, action=action, target=node.printed_id, detail={"name": node.name})
+    publish_hint("nodes", str(node.pk))

@@ -22,8 +22,8 @@ from governance import audit
 from nodes.errors import ApiKeyUnreadable, EnrolmentRefused, NameTaken
 from nodes.models import Node, NodeCredential, NodePresence, Reach
 from nodes.reports import find_endpoints, read_contexts, read_endpoints, read_engines, store_endpoints
+from nodes.services.availability import explain_unreachable
 from nodes.services.governance import take_registered
-from nodes.services.health import explain_unreachable
 from nodes.states import NodeRow
 from wire import bridge, clock
 from wire.bridge import BRIDGE_V1

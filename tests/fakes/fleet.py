@@ -41,7 +41,7 @@ from gateway.models import RequestRecord
 from gateway.runtime import GatewayRuntime
 from gateway.services import allow_model, create_api_key, create_tenant
 from gateway.urls import make_application
-from nodes.services import create_credential, create_provider
+from nodes.services.credentials import create_credential, create_provider
 from runner.app import Box
 from runner.config import read_config
 from runner.definitions.definition import ModelDefinition

@@ -28,7 +28,7 @@ from governance.registry import Description, Done, Impact, NotNow, Request, RunO
 from governance.services import ApproverChoice, Proposer
 from governance.states import ApprovalState
 from nodes.models import Node
-from nodes.services import take_governance
+from nodes.services.governance import take_governance
 from tests.fakes.nodes import make_node, make_presence
 from tests.fakes.passkeys import SoftPasskey
 from tests.fakes.waiting import wait_until

@@ -16,7 +16,7 @@ from gateway.models import ApiKey, GatewayProcess, RequestRecord, Tenant
 from gateway.services import create_api_key, create_tenant
 from governance.models import AuditEvent
 from nodes.models import Node, NodeCredential, NodePresence, Provider, Reach
-from nodes.services import create_credential, create_provider
+from nodes.services.credentials import create_credential, create_provider
 from wire.contract import NodeStatus, RequestState
 from wire.ids import new_uuid7
 

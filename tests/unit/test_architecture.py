@@ -51,7 +51,7 @@ NUMBERS: dict[str, str] = {
     "governance/services/notices.py": "_UNREADABLE_LOCK",
     "governance/services/proposals.py": "_PROPOSER_LOCK",
     "governance/services/reviews.py": "_LOCK",
-    "nodes/services/sweep.py": "LOCK_KEY",
+    "nodes/services/drains.py": "LOCK_KEY",
     # Formats of ours, part of what is stored or sent.
     "gateway/models.py": "TAIL_CHARS",
     "runner/ledger/database.py": "SCHEMA_VERSION",

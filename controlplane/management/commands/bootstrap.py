@@ -24,7 +24,7 @@ from governance.audit import record_event
 from governance.errors import NeedsApproval
 from governance.services import create_admin_token, verify_admin_token
 from nodes.errors import Conflict
-from nodes.services import create_credential, create_provider, find_credential
+from nodes.services.credentials import create_credential, create_provider, find_credential
 from wire.credentials import CredentialKind, parse_keyid, verify_credential
 
 ACTOR = "system:bootstrap"

@@ -8,7 +8,7 @@ from typing import Any
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
 from nodes.errors import Conflict
-from nodes.services import create_credential, create_provider
+from nodes.services.credentials import create_credential, create_provider
 
 
 class Command(ServiceCommand):

@@ -6,8 +6,8 @@ from argparse import ArgumentParser
 from typing import Any
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
-from nodes.services import cordon_node, describe_drain, drain_node, uncordon_node, undrain_node
-from nodes.services.overview import find_node_id
+from nodes.services.availability import find_node_id
+from nodes.services.drains import cordon_node, describe_drain, drain_node, uncordon_node, undrain_node
 
 SIMPLE_ACTIONS = {"cordon": cordon_node, "uncordon": uncordon_node, "undrain": undrain_node}
 ACTIONS = {*SIMPLE_ACTIONS, "drain"}

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
-from nodes.services import delete_provider, disable_provider, enable_provider
+from nodes.services.credentials import delete_provider, disable_provider, enable_provider
 
 CHANGES = {"enabled": enable_provider, "disabled": disable_provider, "deleted": delete_provider}
 

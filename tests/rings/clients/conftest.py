@@ -33,7 +33,7 @@ def stack() -> Iterator[Stack]:
 async def lab(stack: Stack) -> AsyncIterator[Lab]:
     """The test's own corner of the stack."""
     _, secret = stack.backstage.call(
-        "nodes.services.create_credential", name=unique("lab"), provider_name="local", max_nodes=50, actor=ACTOR
+        "nodes.services.credentials.create_credential", name=unique("lab"), provider_name="local", max_nodes=50, actor=ACTOR
     )
     corner = Lab(stack, str(secret), stack.main)
     try:

@@ -43,7 +43,7 @@ def stack() -> Iterator[Stack]:
 @pytest.fixture(scope="package")
 def worker_secret(stack: Stack) -> str:
     _, text = stack.backstage.call(
-        "nodes.services.create_credential", name=unique("lab"), provider_name="local", max_nodes=5000, actor=ACTOR
+        "nodes.services.credentials.create_credential", name=unique("lab"), provider_name="local", max_nodes=5000, actor=ACTOR
     )
     return str(text)
 

@@ -209,8 +209,10 @@ AUDIO = "/v1/audio/transcriptions"
 
 async def test_a_provider_that_is_deleted_sends_away_what_waits_and_closes_its_workers(lab: Lab) -> None:
     provider = unique("provider")
-    lab.operate("nodes.services.create_provider", name=provider)
-    _, secret = lab.operate("nodes.services.create_credential", name=unique("c"), provider_name=provider, max_nodes=9)
+    lab.operate("nodes.services.credentials.create_provider", name=provider)
+    _, secret = lab.operate(
+        "nodes.services.credentials.create_credential", name=unique("c"), provider_name=provider, max_nodes=9
+    )
     model = await lab.model()
     worker = await lab.worker(model, secret=str(secret), provider=provider)
     lab.ask(model, "running")
@@ -219,7 +221,7 @@ async def test_a_provider_that_is_deleted_sends_away_what_waits_and_closes_its_w
     for number in range(2):
         queued.append(lab.ask(model, f"queued {number}"))
         await lab.queued(number + 1)
-    lab.operate("nodes.services.delete_provider", name=provider)
+    lab.operate("nodes.services.credentials.delete_provider", name=provider)
     for reply in queued:
         assert_failure(await reply, 503, "NO_AVAILABLE_NODE", DELETED_TEXT)
     await worker.closed()
@@ -297,7 +299,7 @@ async def test_a_recording_larger_than_a_json_body_may_be_travels_byte_for_byte(
 
 async def test_spare_off_gives_work_in_flight_the_grace_period_then_interrupts_it(lab: Lab) -> None:
     model, name = await lab.model(), unique("direct")
-    _, token = lab.operate("nodes.services.create_credential", name=name, provider_name="local")
+    _, token = lab.operate("nodes.services.credentials.create_credential", name=name, provider_name="local")
     async with serve_backend() as backend:
         about: dict[str, object] = {"node_name": name, "owner_name": "JOY", "public_base_url": backend.url, "gpu_name": "RTX"}
         about |= {"current_model": model, "vram_total_mb": 98304, "agent_version": "0.1.0"}

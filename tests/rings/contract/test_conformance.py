@@ -120,7 +120,9 @@ def read_url(engine: subprocess.Popen[str]) -> str:
 def run_direct_box(stack: Stack, url: str, model: str) -> Iterator[None]:
     """Register a server as a box that is called over HTTP, and keep it alive as its agent would."""
     name = unique("conform")
-    _, token = stack.backstage.call("nodes.services.create_credential", name=name, provider_name="local", actor=ACTOR)
+    _, token = stack.backstage.call(
+        "nodes.services.credentials.create_credential", name=name, provider_name="local", actor=ACTOR
+    )
 
     def post(path: str, body: Mapping[str, Any]) -> Any:
         headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}

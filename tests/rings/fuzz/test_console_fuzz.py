@@ -32,7 +32,7 @@ from governance import services
 from governance.api.schema import STREAM_PATH
 from governance.models import AuditEvent
 from governance.services import create_admin_token
-from nodes.services import create_credential, create_provider
+from nodes.services.credentials import create_credential, create_provider
 from tests.fakes.governed_team import make_team, propose_token
 from tests.fakes.nodes import make_operator
 from wire.contract import ErrorCode

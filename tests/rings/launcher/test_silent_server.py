@@ -36,7 +36,7 @@ from governance.models import AuditEvent, OperationRun
 from governance.states import RunState
 from nodes.direct import call_direct_box, find_unattended
 from nodes.models import Reach
-from nodes.services import set_op_key
+from nodes.services.governance import set_op_key
 from tests.fakes.control_process import (
     WITHIN_S,
     ServerProcess,

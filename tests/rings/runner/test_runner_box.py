@@ -18,7 +18,7 @@ from pytest_django import Settings
 from core.limits import limits
 from gateway.services import allow_model
 from nodes.models import Node, NodePresence
-from nodes.services import Registration, probe_direct_nodes, register_direct_node
+from nodes.services.nodes import Registration, probe_direct_nodes, register_direct_node
 from tests.fakes.engines.scripted_server import run_engine
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, make_credential

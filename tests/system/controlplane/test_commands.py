@@ -33,7 +33,7 @@ from governance.models import Decision
 from governance.services import create_admin_token, revoke_admin_token, verify_admin_token
 from governance.services.approver_keys import add_key_file
 from nodes.models import Node, Provider
-from nodes.services import find_credential, revoke_credential
+from nodes.services.credentials import find_credential, revoke_credential
 from tests.fakes.control_process import serve_control
 from tests.fakes.governed_team import make_governed, make_key, make_team, propose_token
 from tests.fakes.nodes import audited, make_credential, make_node

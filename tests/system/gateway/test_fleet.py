@@ -23,7 +23,7 @@ from gateway.errors import (
 )
 from nodes.links import LinkCondition
 from nodes.models import Node as NodeRecord
-from nodes.services import cordon_node, drain_node, uncordon_node, undrain_node
+from nodes.services.drains import cordon_node, drain_node, uncordon_node, undrain_node
 from runner.limits import limits as runner_limits
 from tests.fakes.engine import CallState, EngineCall
 from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Answer, Fleet, Node, Rows

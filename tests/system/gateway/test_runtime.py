@@ -34,7 +34,7 @@ from nodes.channel import NodeChannel
 from nodes.links import Link, LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.models import NodePresence, Provider
-from nodes.services.ejections import list_ejections
+from nodes.services.availability import list_ejections
 from nodes.services.sessions import KnownNodes, SessionEnd, close_sessions
 from tests.fakes.clock import install_virtual_clock, shift_clock
 from tests.fakes.limits import set_limits

@@ -29,7 +29,7 @@ from gateway.services.responses import keep_response
 from gateway.services.traffic import FAILED, REFUSED
 from gateway.services.waiting import explain_wait
 from gateway.values import RequestOutcome, judge_outcome
-from nodes.services.serving import Has, ServingBox
+from nodes.services.availability import Has, ServingBox
 from nodes.states import Obstacle
 from tests.fakes.clock import shift_clock
 from tests.fakes.limits import set_limits

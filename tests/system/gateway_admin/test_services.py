@@ -36,7 +36,7 @@ from gateway.tasks import RECONCILE_LOCK, reconcile_requests
 from gateway.tasks import maintain_partitions as maintain_task
 from gateway.values import Priority
 from governance.services import create_admin_token
-from nodes.services import create_credential, create_provider
+from nodes.services.credentials import create_credential, create_provider
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import (
     ACTOR,

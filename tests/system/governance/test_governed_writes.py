@@ -69,7 +69,7 @@ COUNTERPARTS: dict[str, set[str]] = {
         "gateway/services/tenants.py::change_tenant_limit", "gateway/services/models.py::allow_model",
         "gateway/services/models.py::change_model_caps", "gateway/services/models.py::raise_model_caps"},
     "admin-token-mint": {f"{SERVICES}/admin_tokens.py::create_admin_token"},
-    "node-drain": {"nodes/services/lifecycle.py::drain_node"}, "node-evict": {"nodes/services/lifecycle.py::drain_node"},
+    "node-drain": {"nodes/services/drains.py::drain_node"}, "node-evict": {"nodes/services/drains.py::drain_node"},
     "model-load": set(), "model-unload": set(), "cache-flush": set(), "settings-reload": set(), "policy-change": set(),
     "unfreeze": set(), "break-glass-review": set(),
 }  # fmt: skip

@@ -18,14 +18,22 @@ from governance import services
 from governance.models import Operation, OperationRun
 from governance.services.runs import find_node_run
 from governance.states import RunState
-from nodes import services as nodes_services
 from nodes.direct import _hand_over, call_direct_box, find_unattended
-from nodes.models import Node, NodeCredential, NodePresence, Reach
+from nodes.models import Node, NodeCredential, NodePresence, Reach, clock_of, with_clock
 from nodes.serializers import NodeSerializer
-from nodes.services.clock import clock_of, with_clock
+from nodes.services.availability import read_fleet, read_served_models
 from nodes.services.direct_calls import TASK_NAME
-from nodes.services.overview import read_fleet, read_served_models
+from nodes.services.governance import set_op_key
+from nodes.services.nodes import (
+    Heartbeat,
+    Registration,
+    probe_direct_nodes,
+    record_heartbeat,
+    register_direct_node,
+    set_api_key,
+)
 from nodes.services.sessions import load_node_rows
+from nodes.services.telemetry import describe_box
 from nodes.tasks import call_box, ring_direct_boxes
 from tests.fakes.closed_port import closed_port
 from tests.fakes.direct_node import CAPABILITIES, DirectNode, run_direct_node
@@ -64,12 +72,10 @@ def make_direct(url: str) -> Node:
     return node
 
 
-def register(far: DirectNode, **changes: Any) -> tuple[NodeCredential, nodes_services.Registration]:
+def register(far: DirectNode, **changes: Any) -> tuple[NodeCredential, Registration]:
     """What the node registers with, for a model that is allowed."""
     allow_model(name="m", actor=ACTOR)
-    return make_credential()[0], nodes_services.Registration(
-        node_name="agent", current_model="m", public_base_url=far.url, **changes
-    )
+    return make_credential()[0], Registration(node_name="agent", current_model="m", public_base_url=far.url, **changes)
 
 
 def let_probe_be_due() -> None:
@@ -81,7 +87,7 @@ def let_probe_be_due() -> None:
 
 def test_a_node_that_answers_is_reachable_and_asked_below_its_base_path_by_its_name(far: DirectNode) -> None:
     make_direct(f"{far.url}/engine")
-    assert nodes_services.probe_direct_nodes() == 0
+    assert probe_direct_nodes() == 0
     presence = NodePresence.objects.get()
     assert (presence.probe_error, presence.probed_at is not None) == ("", True)
     assert (far.paths(), set(far.hosts)) == (
@@ -95,29 +101,29 @@ def test_a_node_whose_url_nobody_listens_on_is_told_so_and_is_not_available_unti
 ) -> None:
     far.answers[MODELS] = (503, {})
     credential, about = register(far)
-    registered = nodes_services.register_direct_node(credential=credential, registration=about)
+    registered = register_direct_node(credential=credential, registration=about)
     assert registered.unreachable == "answers with 503"
-    heartbeat = nodes_services.Heartbeat(node_id=registered.node.pk, status=NodeStatus.AVAILABLE, is_accepting_jobs=True)
-    beaten = nodes_services.record_heartbeat(credential=credential, heartbeat=heartbeat)
+    heartbeat = Heartbeat(node_id=registered.node.pk, status=NodeStatus.AVAILABLE, is_accepting_jobs=True)
+    beaten = record_heartbeat(credential=credential, heartbeat=heartbeat)
     assert (beaten.effective_status, beaten.unreachable) == (NodeStatus.OFFLINE, "answers with 503")
     (row,) = load_node_rows()
     assert row.unreachable == "answers with 503"
     assert read_fleet().served_models == frozenset()
     far.answers[MODELS] = (404, {})  # it has no such path, and it is there
     let_probe_be_due()
-    assert nodes_services.probe_direct_nodes() == 0
-    assert nodes_services.record_heartbeat(credential=credential, heartbeat=heartbeat).effective_status is NodeStatus.AVAILABLE
+    assert probe_direct_nodes() == 0
+    assert record_heartbeat(credential=credential, heartbeat=heartbeat).effective_status is NodeStatus.AVAILABLE
     assert read_served_models() == read_fleet().served_models == frozenset({"m"})
     far.seen.clear()
     NodePresence.objects.update(probed_at=None)
     settings.NODE_DIRECT_ALLOW_LOOPBACK = False
-    assert nodes_services.probe_direct_nodes() == 1
+    assert probe_direct_nodes() == 1
     assert (bool(NodePresence.objects.get().probe_error), far.seen) == (True, []), "what is not allowed any more is not called"
     settings.NODE_DIRECT_ALLOW_LOOPBACK = True
     with closed_port() as port:
         Node.objects.update(public_base_url=f"http://127.0.0.1:{port}")
         NodePresence.objects.update(probed_at=None)
-        assert nodes_services.probe_direct_nodes() == 1
+        assert probe_direct_nodes() == 1
     assert "ConnectError" in NodePresence.objects.get().probe_error
 
 
@@ -131,7 +137,7 @@ def test_a_node_that_does_not_answer_or_tells_its_capabilities_is_called_again_s
         before = timezone.now() - timedelta(seconds=age_s)
         NodePresence.objects.update(probed_at=before, probe_error=error, capabilities_at=before if tells else None)
         far.seen.clear()
-        nodes_services.probe_direct_nodes()
+        probe_direct_nodes()
         assert len(far.seen) == calls, (error, tells, age_s)
 
 
@@ -139,7 +145,7 @@ def test_what_a_node_says_of_its_capabilities_stands_where_the_telemetry_of_a_di
     far.answers[TOLD] = (200, EXAMPLE)
     make_direct(far.url)
     Node.objects.update(gpu_name="NVIDIA H100", model_names=["registered"])
-    assert nodes_services.probe_direct_nodes() == 0
+    assert probe_direct_nodes() == 0
     node = with_clock(Node.objects.select_related("provider", "presence")).get()
     said, large = NodeSerializer(node).data, "meta-llama/Llama-3.1-70B-Instruct"
     assert (said["status"], said["reachable"], said["models"]) == ("available", True, [large])
@@ -148,7 +154,7 @@ def test_what_a_node_says_of_its_capabilities_stands_where_the_telemetry_of_a_di
     assert said["available_models"] == ["meta-llama/Llama-3.1-8B-Instruct", "deepseek-ai/deepseek-r1-distill-llama-70b"]
     assert (said["queue_depth"], said["avg_wait_ms"], said["vram_free_mb"]) == (3, 150, 23920)
     assert load_node_rows()[0].contexts == {large: 32768}
-    view = nodes_services.describe_box(node, now=clock_of(node))
+    view = describe_box(node, now=clock_of(node))
     assert view.memory is not None
     assert (view.memory.total_mb, view.memory.used_mb, view.gpus[0].name) == (81920, 58000, "NVIDIA H100")
 
@@ -156,7 +162,7 @@ def test_what_a_node_says_of_its_capabilities_stands_where_the_telemetry_of_a_di
 def test_a_call_that_tells_nothing_changes_nothing_but_whether_the_node_is_reachable(far: DirectNode) -> None:
     far.answers[TOLD] = (200, EXAMPLE)
     make_direct(far.url)
-    nodes_services.probe_direct_nodes()
+    probe_direct_nodes()
     changed = {"presence__probed_at", "presence__probe_error"}
     fields = [f"presence__{field.attname}" for field in NodePresence._meta.concrete_fields]
     kept = [name for name in ("model_names", "model_endpoints", *fields) if name not in changed]
@@ -174,13 +180,13 @@ def test_a_call_that_tells_nothing_changes_nothing_but_whether_the_node_is_reach
     for answer, error in answers:
         let_probe_be_due()
         far.answers[TOLD] = answer
-        assert nodes_services.probe_direct_nodes() == bool(error)
+        assert probe_direct_nodes() == bool(error)
         assert Node.objects.values(*kept).get() == before
         assert NodePresence.objects.get().probe_error == error
     NodePresence.objects.update(connected=True, replicas=[])
     let_probe_be_due()
     far.answers[TOLD] = (200, EXAMPLE)
-    nodes_services.probe_direct_nodes()
+    probe_direct_nodes()
     assert NodePresence.objects.get().replicas == [], "a node that holds a socket is not overwritten by what its URL says"
 
 
@@ -198,16 +204,14 @@ def test_a_node_that_never_sent_a_heartbeat_lives_by_its_capabilities_and_any_ot
 ) -> None:
     far.answers[TOLD] = (200, EXAMPLE.replace(b'"healthy"', b'"%s"' % health.encode()))
     credential, about = register(far)
-    registered = nodes_services.register_direct_node(credential=credential, registration=about)
+    registered = register_direct_node(credential=credential, registration=about)
     assert registered.status is (NodeStatus.AVAILABLE if health == "healthy" else NodeStatus.ERROR)
     if beats is not None:
-        heartbeat = nodes_services.Heartbeat(
-            node_id=registered.node.pk, status=beats, is_accepting_jobs=beats is not NodeStatus.DRAINING
-        )
-        nodes_services.record_heartbeat(credential=credential, heartbeat=heartbeat)
+        heartbeat = Heartbeat(node_id=registered.node.pk, status=beats, is_accepting_jobs=beats is not NodeStatus.DRAINING)
+        record_heartbeat(credential=credential, heartbeat=heartbeat)
     let_probe_be_due()
     heard_at = NodePresence.objects.get().last_heartbeat_at
-    assert nodes_services.probe_direct_nodes() == 0
+    assert probe_direct_nodes() == 0
     presence = NodePresence.objects.get()
     assert (presence.reported_status, presence.last_error) == (status, last_error)
     assert (presence.last_heartbeat_at == heard_at) is (beats is not None)
@@ -231,13 +235,13 @@ def test_a_key_is_kept_until_another_is_given_or_the_node_has_another_url(
     far: DirectNode, first: str | None, second: str | None, path: str, kept: str
 ) -> None:
     credential, about = register(far, api_key=first)
-    nodes_services.register_direct_node(credential=credential, registration=about)
+    register_direct_node(credential=credential, registration=about)
     before = Node.objects.values("sealed_api_key", "updated_at").get()
-    nodes_services.register_direct_node(credential=credential, registration=about)
+    register_direct_node(credential=credential, registration=about)
     assert Node.objects.values("sealed_api_key", "updated_at").get() == before, "the same key again is no change"
     far.bearers.clear()
     moved = replace(about, public_base_url=far.url + path, api_key=second)
-    nodes_services.register_direct_node(credential=credential, registration=moved)
+    register_direct_node(credential=credential, registration=moved)
     assert set(far.bearers) == {f"Bearer {kept}" if kept else ""}
     assert Node.objects.get().read_api_key() == kept
     (row,) = load_node_rows()
@@ -247,22 +251,22 @@ def test_a_key_is_kept_until_another_is_given_or_the_node_has_another_url(
 def test_a_key_that_the_node_does_not_accept_or_that_cannot_be_decrypted_is_said(far: DirectNode, settings: Settings) -> None:
     far.api_key, far.answers[TOLD] = "right", (200, EXAMPLE)
     node = make_direct(far.url)
-    assert nodes_services.probe_direct_nodes() == 0  # without a key any answer says that somebody is there
-    nodes_services.set_api_key(node_id=node.pk, api_key="wrong", actor=ACTOR)
-    assert nodes_services.probe_direct_nodes() == 1
+    assert probe_direct_nodes() == 0  # without a key any answer says that somebody is there
+    set_api_key(node_id=node.pk, api_key="wrong", actor=ACTOR)
+    assert probe_direct_nodes() == 1
     assert "does not accept the API key" in NodePresence.objects.get().probe_error
-    nodes_services.set_api_key(node_id=node.pk, api_key="right", actor=ACTOR)
-    assert nodes_services.probe_direct_nodes() == 0
+    set_api_key(node_id=node.pk, api_key="right", actor=ACTOR)
+    assert probe_direct_nodes() == 0
     assert NodePresence.objects.get().queue_depth == 3
     far.answers |= {TOLD: (307, "/elsewhere"), MODELS: (307, "/elsewhere")}
     far.seen.clear()
     let_probe_be_due()
-    nodes_services.probe_direct_nodes()
+    probe_direct_nodes()
     assert far.paths() == [f"GET {TOLD}", f"GET {MODELS}"], "a key does not follow a redirect"
     NodePresence.objects.update(probed_at=None)
     settings.SECRET_KEY = "another"
     far.seen.clear()
-    assert nodes_services.probe_direct_nodes() == 1
+    assert probe_direct_nodes() == 1
     assert "MUSTER_SECRET_KEY" in NodePresence.objects.get().probe_error
     assert (far.seen, load_node_rows()[0].api_key) == ([], "")
 
@@ -280,7 +284,7 @@ class Called:
     def __init__(self, team: Team, url: str, *, level: str = "L0", **asked: Any) -> None:
         self.node: Node = make_node("far", reach=Reach.DIRECT, public_base_url=url)
         make_presence(self.node, age_s=-3600.0)
-        nodes_services.set_op_key(node_id=self.node.pk, kid="k1", secret=SECRET, level=level, actor=ACTOR)
+        set_op_key(node_id=self.node.pk, kid="k1", secret=SECRET, level=level, actor=ACTOR)
         self.operation: Operation = approve_load(team, self.node.printed_id, **asked)
         services.run_due()
 
@@ -304,7 +308,7 @@ def sent(team: Team, listening: DirectNode, django_db_blocker: DjangoDbBlocker) 
 @pytest.mark.parametrize(("level", "kind"), [("L0", Level.L0), ("L1", Level.L1)])
 def test_a_load_is_handed_over_polled_and_ended(team: Team, far: DirectNode, level: str, kind: Level) -> None:
     called = Called(team, far.url, level=level)
-    nodes_services.set_api_key(node_id=called.node.pk, api_key="a-key-of-the-node", actor=ACTOR)
+    set_api_key(node_id=called.node.pk, api_key="a-key-of-the-node", actor=ACTOR)
     far.answers[LOAD] = BEGUN
     assert called.call()
     (_, _, body) = far.seen[0]

@@ -23,7 +23,8 @@ from nodes import channel
 from nodes.errors import BadRequest
 from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeOpKey, Reach
-from nodes.services import revoke_credential, set_op_key, take_governance, take_report
+from nodes.services.credentials import revoke_credential
+from nodes.services.governance import set_op_key, take_governance, take_report
 from tests.fakes.governed_team import Identity, make_box
 from tests.fakes.limits import set_limits
 from tests.fakes.links import Door, FakeLink

@@ -16,8 +16,17 @@ from core.limits import limits
 from governance.errors import NeedsApproval
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodePresence
-from nodes.services import SweepReport, cordon_node, drain_node, set_mode, sweep_presence, uncordon_node, undrain_node
-from nodes.services.registry import Heartbeat, record_heartbeat
+from nodes.services.drains import (
+    LOCK_KEY,
+    SweepReport,
+    cordon_node,
+    drain_node,
+    set_mode,
+    sweep_presence,
+    uncordon_node,
+    undrain_node,
+)
+from nodes.services.nodes import Heartbeat, record_heartbeat
 from nodes.services.sessions import (
     OpenedSession,
     PresenceReport,
@@ -26,7 +35,6 @@ from nodes.services.sessions import (
     open_sessions,
     write_presences,
 )
-from nodes.services.sweep import LOCK_KEY
 from nodes.states import NodeRow
 from nodes.tasks import sweep_nodes
 from tests.fakes.clock import shift_clock

@@ -26,7 +26,8 @@ from governance.registry import NotNow, RunOrder, Sent
 from governance.states import RunState
 from nodes.models import Node, NodeOpKey, NodePresence, Reach
 from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT, SETTINGS_RELOAD
-from nodes.services import drain_node, revoke_credential
+from nodes.services.credentials import revoke_credential
+from nodes.services.drains import drain_node
 from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, make_governed, only_run
 from tests.fakes.nodes import ACTOR, audited, make_node, shared_rows
 from wire.optoken.approval import read_statement

@@ -27,10 +27,16 @@ from django.utils import timezone
 
 from governance.services.people import Assurance
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState
-from nodes.services import find_credential, judge_status, status_expression
-from nodes.services.boxes import BoxView, count_replicas, describe_box
-from nodes.services.ejections import EjectionReport, list_ejections, write_ejections
-from nodes.services.overview import read_fleet
+from nodes.services.availability import (
+    EjectionReport,
+    judge_status,
+    list_ejections,
+    read_fleet,
+    status_expression,
+    write_ejections,
+)
+from nodes.services.credentials import find_credential
+from nodes.services.telemetry import BoxView, count_replicas, describe_box
 from tests.fakes.governed_team import make_governed
 from tests.fakes.nodes import audited, make_credential, make_node, make_presence, make_provider
 from wire.bridge import BRIDGE_V1, MemoryInfo, ModelFacts

@@ -18,8 +18,15 @@ from core.throttle import AuthThrottle
 from gateway.services import allow_model, create_api_key, create_tenant
 from governance.services import create_admin_token
 from nodes import authentication
-from nodes import services as nodes_services
 from nodes.models import Node, NodePresence
+from nodes.services.credentials import (
+    delete_provider,
+    disable_provider,
+    enable_provider,
+    read_credential_digests,
+    revoke_credential,
+)
+from nodes.services.drains import cordon_node, drain_node
 from tests.fakes.closed_port import closed_port
 from tests.fakes.nodes import ACTOR, audited, find_tables, make_credential, make_node, make_presence, shared_rows
 from wire.contract import NodeMode
@@ -125,8 +132,8 @@ def test_registering_again_refreshes_the_same_box_and_keeps_what_operators_and_i
     token: str, node_id: str
 ) -> None:
     node = own_node()
-    nodes_services.cordon_node(node_id=node.pk, actor=ACTOR)
-    nodes_services.drain_node(node_id=node.pk, actor=ACTOR, reason="fans")
+    cordon_node(node_id=node.pk, actor=ACTOR)
+    drain_node(node_id=node.pk, actor=ACTOR, reason="fans")
     Node.objects.update(model_names=["a", "b"])
     assert (enlist(token, public_base_url=""), audited("node.refresh")) == (node_id, []), "nothing changed"
     assert enlist(token, agent_version="0.2.0", owner_name="ROY", max_concurrent=3) == node_id
@@ -206,7 +213,7 @@ def test_only_a_node_credential_opens_the_node_api_and_nothing_else(token: str) 
     _, client_key = create_api_key(name="app", tenant_name="acme", actor=ACTOR)
     _, admin_token = create_admin_token(name="ops", actor=ACTOR)
     revoked, revoked_text = make_credential("old")
-    nodes_services.revoke_credential(credential_id=revoked.pk, actor=ACTOR)
+    revoke_credential(credential_id=revoked.pk, actor=ACTOR)
     for wrong in (None, "", "wrong", client_key, admin_token, revoked_text, token[:-1]):
         for path in (REGISTER, BEAT, f"/nodes/{NOBODY}/mode"):
             # The credential comes first: nothing is said about a body that its sender may not send.
@@ -221,7 +228,7 @@ def test_only_a_node_credential_opens_the_node_api_and_nothing_else(token: str) 
 def test_wrong_credentials_from_one_address_are_slowed_down_and_cost_no_query_and_good_ones_go_on(
     token: str, node_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = AuthThrottle(failures=3, block_s=600.0, read_digests=nodes_services.read_credential_digests)
+    slow = AuthThrottle(failures=3, block_s=600.0, read_digests=read_credential_digests)
     monkeypatch.setattr(authentication, "throttle", slow)
     assert beat(token, node_id)["ok"] is True
     _, newcomer = make_credential("newcomer")
@@ -250,13 +257,13 @@ def test_the_credential_of_another_box_is_invalid_for_this_one(token: str, node_
 
 def test_a_box_of_a_disabled_provider_cannot_register_and_should_drain(token: str, node_id: str) -> None:
     assert beat(token, node_id)["should_drain"] is False
-    nodes_services.disable_provider(name="local", actor=ACTOR)
+    disable_provider(name="local", actor=ACTOR)
     status, answer = post(REGISTER, token, REGISTRATION)
     assert (status, answer["error"]["code"], answer["error"]["retryable"]) == (403, "BAD_REQUEST", True)
     assert beat(token, node_id)["should_drain"] is True
-    nodes_services.enable_provider(name="local", actor=ACTOR)
+    enable_provider(name="local", actor=ACTOR)
     assert post(REGISTER, token, REGISTRATION)[0] == 200
-    nodes_services.delete_provider(name="local", actor=ACTOR)
+    delete_provider(name="local", actor=ACTOR)
     assert_error(post(REGISTER, token, REGISTRATION), 401, "INVALID_NODE_TOKEN")
 
 
@@ -339,7 +346,7 @@ def test_the_list_shows_the_contracts_fields_first_and_ours_after_and_takes_thre
     beat(token, node_id, active_request_count=2)
     silent = make_node("silent", mode=NodeMode.SPARE_OFF)
     make_node("gone", credential=make_credential("gone", provider="gone")[0])
-    nodes_services.delete_provider(name="gone", actor=ACTOR)
+    delete_provider(name="gone", actor=ACTOR)
     _, admin_token = create_admin_token(name="more", actor=ACTOR)
     with django_assert_num_queries(3):  # token, its last use, the boxes
         response = Client().get("/nodes", headers={"authorization": f"Bearer {admin_token}"})

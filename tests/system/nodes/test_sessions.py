@@ -21,10 +21,29 @@ from governance.models import Notice
 from governance.services import create_admin_token
 from governance.services.notice_text import write_message
 from governance.services.webhooks import add_webhook
-from nodes import errors, services
+from nodes import errors
 from nodes.models import Node, NodeCredential, NodeOpKey, NodePresence, ProviderState, Reach
 from nodes.services import sessions
-from nodes.services.drains import mark_drained, write_drain_counts
+from nodes.services.credentials import (
+    create_credential,
+    create_provider,
+    delete_provider,
+    disable_provider,
+    enable_provider,
+    find_credential,
+    revoke_credential,
+)
+from nodes.services.drains import (
+    cordon_node,
+    describe_drain,
+    drain_node,
+    mark_drained,
+    set_mode,
+    sweep_presence,
+    undrain_node,
+    write_drain_counts,
+)
+from nodes.services.nodes import claim_node
 from nodes.states import DrainCount
 from tests.fakes.nodes import (
     ACTOR,
@@ -53,7 +72,7 @@ def test_a_new_credential_is_found_and_only_its_digest_is_stored() -> None:
     credential, text = make_credential(" rack 4 ", max_nodes=3)
     row = NodeCredential.objects.get()
     assert (row.name, row.max_nodes, bytes(row.digest)) == ("rack 4", 3, digest_credential(text))
-    found = services.find_credential(text)
+    found = find_credential(text)
     assert found is not None
     assert (found.pk, found.provider.name) == (credential.pk, "local")
     assert text not in str(audited("node_credential.create")[0].detail)
@@ -64,7 +83,7 @@ def test_a_new_credential_is_found_and_only_its_digest_is_stored() -> None:
     same_id = f"msw_{text.split('_')[1]}_{forged.split('_')[2]}"
     client = mint_credential(CredentialKind.CLIENT).text
     for wrong in ("", text[:-1], text + "x", text.replace("msw_", "msa_"), admin_token, client, forged, same_id):
-        assert services.find_credential(wrong) is None, wrong
+        assert find_credential(wrong) is None, wrong
 
 
 @pytest.mark.parametrize(
@@ -81,38 +100,38 @@ def test_a_new_credential_is_found_and_only_its_digest_is_stored() -> None:
 def test_what_cannot_be_used_is_named(changes: dict[str, Any], error: type[errors.NodeError], param: str) -> None:
     make_provider()
     with pytest.raises(error) as caught:
-        services.create_credential(**{"name": "box", "provider_name": "local", "actor": ACTOR, **changes})
+        create_credential(**{"name": "box", "provider_name": "local", "actor": ACTOR, **changes})
     assert caught.value.param == param
     assert not NodeCredential.objects.exists()
     for name in ("", "-a", "a b", "ä", "a/b", "x" * 61, "a\n"):
         with pytest.raises(errors.BadRequest, match="name"):
-            services.create_provider(name=name, actor=ACTOR)
+            create_provider(name=name, actor=ACTOR)
 
 
 def test_a_revoked_credential_is_not_found_opens_nothing_and_revoking_twice_records_once() -> None:
     credential, text = make_credential()
     kept, _ = make_credential("kept")
-    first = services.revoke_credential(credential_id=credential.pk, actor=ACTOR)
-    again = services.revoke_credential(credential_id=credential.pk, actor=ACTOR)
+    first = revoke_credential(credential_id=credential.pk, actor=ACTOR)
+    again = revoke_credential(credential_id=credential.pk, actor=ACTOR)
     assert first.revoked_at == again.revoked_at is not None
     assert first.updated_at > credential.updated_at
-    assert services.find_credential(text) is None
+    assert find_credential(text) is None
     assert (sessions.find_revoked([kept.pk, credential.pk]), sessions.find_revoked([])) == ({credential.pk}, set())
     assert len(audited("node_credential.revoke")) == 1
     with pytest.raises(errors.EnrolmentRefused, match="revoked"):
         ask(credential)  # it was checked a moment ago
     assert Node.objects.count() == 0
     with pytest.raises(errors.CredentialNotFound):
-        services.revoke_credential(credential_id=0, actor=ACTOR)
+        revoke_credential(credential_id=0, actor=ACTOR)
 
 
 def test_a_provider_is_switched_off_and_on_and_one_that_comes_back_revives_no_credential() -> None:
     before = make_provider().updated_at
     with pytest.raises(errors.Conflict):
-        services.create_provider(name="local", actor=ACTOR)
+        create_provider(name="local", actor=ACTOR)
     for change, state in (
-        (services.disable_provider, ProviderState.DISABLED),
-        (services.enable_provider, ProviderState.ENABLED),
+        (disable_provider, ProviderState.DISABLED),
+        (enable_provider, ProviderState.ENABLED),
     ):
         first, again = (change(name="local", actor=ACTOR) for _ in range(2))
         assert (first.state, again.state) == (state, state)
@@ -121,15 +140,15 @@ def test_a_provider_is_switched_off_and_on_and_one_that_comes_back_revives_no_cr
     assert [len(audited(f"provider.{action}")) for action in ("create", "disable", "enable")] == [1, 1, 1]
     _, text = make_credential()
     _, other = make_credential(provider="other")
-    services.delete_provider(name="local", actor=ACTOR)
-    assert (services.find_credential(text), services.find_credential(other) is not None) == (None, True)
+    delete_provider(name="local", actor=ACTOR)
+    assert (find_credential(text), find_credential(other) is not None) == (None, True)
     assert audited("provider.delete")[0].detail == {"revoked_credentials": 1}
-    for change in (services.enable_provider, services.disable_provider, services.delete_provider):
+    for change in (enable_provider, disable_provider, delete_provider):
         for name in ("local", "never"):
             with pytest.raises(errors.ProviderNotFound):
                 change(name=name, actor=ACTOR)
-    assert services.create_provider(name="local", actor=ACTOR).state == ProviderState.ENABLED
-    assert services.find_credential(text) is None
+    assert create_provider(name="local", actor=ACTOR).state == ProviderState.ENABLED
+    assert find_credential(text) is None
 
 
 @pytest.mark.django_db(transaction=True)
@@ -141,7 +160,7 @@ def test_at_once_is_no_way_around_the_limit(names: list[str], made: int) -> None
     def enrol(name: str) -> bool:
         try:
             start.wait(30)
-            return services.claim_node(credential=credential, name=name)[1]
+            return claim_node(credential=credential, name=name)[1]
         except errors.EnrolmentRefused:
             return False
         finally:
@@ -215,9 +234,9 @@ def test_a_new_box_is_enrolled_with_what_it_said() -> None:
 def test_a_box_that_comes_back_keeps_its_row_and_what_was_decided_about_it() -> None:
     credential, _ = make_credential(max_nodes=3)
     first = ask(credential, "rig", instance_id="i1")
-    services.cordon_node(node_id=first.node_id, actor=ACTOR)
-    services.drain_node(node_id=first.node_id, actor=ACTOR, reason="fans")
-    services.set_mode(node_id=first.node_id, mode=NodeMode.SPARE_OFF, reason="gaming", actor=ACTOR)
+    cordon_node(node_id=first.node_id, actor=ACTOR)
+    drain_node(node_id=first.node_id, actor=ACTOR, reason="fans")
+    set_mode(node_id=first.node_id, mode=NodeMode.SPARE_OFF, reason="gaming", actor=ACTOR)
     again = ask(credential, "rig", instance_id="i2", live=frozenset({first.node_id}))
     assert again == replace(first, epoch=2, mode="spare_off", cordoned=True, draining=True, link_id=again.link_id)
     assert Node.objects.count() == 1
@@ -300,13 +319,13 @@ def test_a_credential_enrols_no_more_boxes_than_it_may_and_a_bound_one_speaks_fo
     assert (opened.node_id, opened.node_name, bound.node) == (node.pk, "rig", node)
     make_provider("other")
     with pytest.raises(errors.BadRequest):  # it must be of the node's provider
-        services.create_credential(name="spare", provider_name="other", node_id=node.pk, actor=ACTOR)
+        create_credential(name="spare", provider_name="other", node_id=node.pk, actor=ACTOR)
 
 
 def test_boxes_that_register_at_once_see_each_other_and_each_gets_its_own_answer() -> None:
     credential, _ = make_credential(max_nodes=4)
     revoked, _ = make_credential("revoked")
-    services.revoke_credential(credential_id=revoked.pk, actor=ACTOR)
+    revoke_credential(credential_id=revoked.pk, actor=ACTOR)
     asked = [
         *(registration(credential) for _ in range(2)),
         registration(credential, "rig", instance_id="a1", governance=governed("a")),
@@ -496,7 +515,7 @@ def test_rows_say_what_routing_needs_in_one_query() -> None:
     credential, _ = make_credential(max_nodes=9)
     opened = ask(credential, "b", instance_id="i1")
     ask(credential, "d", protocol=bridge.BRIDGE_V1)
-    services.drain_node(node_id=opened.node_id, actor=ACTOR, reason="fans", timeout_s=60)
+    drain_node(node_id=opened.node_id, actor=ACTOR, reason="fans", timeout_s=60)
     sessions.write_presences([report(opened)], gateway_id=HERE)
     url = "https://box.example/v1"
     direct = make_node("a", reach=Reach.DIRECT, public_base_url=url, model_names=["x"], credential=credential)
@@ -526,7 +545,7 @@ def drain(name: str = "box", *, active: int = 0, heard_after_s: float = 1.0, **p
     node = make_node(name)
     values = {"active_requests": active, "connected": True, "protocol": MUSTER_V1, **presence}
     make_presence(node, age_s=0.0, **values)
-    node = services.drain_node(node_id=node.pk, actor=ACTOR, reason="new fans")
+    node = drain_node(node_id=node.pk, actor=ACTOR, reason="new fans")
     heard = node.draining_since + timedelta(seconds=heard_after_s)  # type: ignore[operator]  # it drains
     NodePresence.objects.update(last_heartbeat_at=heard)
     return node
@@ -546,15 +565,15 @@ def drained_at(node: Node) -> object:
 def test_a_node_is_drained_when_the_last_gateway_has_said_zero() -> None:
     here, there = make_gateway(), make_gateway()
     node = drain()
-    assert services.sweep_presence().drained == 0, "no gateway has heard of the drain yet"
+    assert sweep_presence().drained == 0, "no gateway has heard of the drain yet"
     tell(node, here, 0)
     tell(node, there, 1)
-    assert (services.sweep_presence().drained, drained_at(node)) == (0, None)
+    assert (sweep_presence().drained, drained_at(node)) == (0, None)
     tell(node, there, 0)
     assert drained_at(node) is not None
     (event,) = audited("node.drained")
     assert (event.target, event.detail) == (node.printed_id, {"name": "box", "interrupted": 0})
-    assert services.sweep_presence().drained == 0
+    assert sweep_presence().drained == 0
     assert len(audited("node.drained")) == 1
 
 
@@ -587,8 +606,8 @@ def test_what_a_gateway_said_of_an_earlier_drain_counts_for_nothing() -> None:
     tell(node, gateway, 1)
     earlier = Node.objects.get().draining_since
     assert earlier is not None
-    services.undrain_node(node_id=node.pk, actor=ACTOR)
-    again = services.drain_node(node_id=node.pk, actor=ACTOR, reason="again")
+    undrain_node(node_id=node.pk, actor=ACTOR)
+    again = drain_node(node_id=node.pk, actor=ACTOR, reason="again")
     NodePresence.objects.update(last_heartbeat_at=again.draining_since)
     write_drain_counts([DrainCount(node.pk, earlier, 0)], gateway_id=gateway.pk)
     assert (mark_drained(), drained_at(node)) == (0, None)
@@ -598,10 +617,10 @@ def test_what_a_gateway_said_of_an_earlier_drain_counts_for_nothing() -> None:
 
 def test_a_reclaimed_node_is_drained_too_and_lending_it_again_clears_that() -> None:
     node = make_node()
-    services.set_mode(node_id=node.pk, mode=NodeMode.SPARE_OFF, reason="mine", actor="node:box")
+    set_mode(node_id=node.pk, mode=NodeMode.SPARE_OFF, reason="mine", actor="node:box")
     assert mark_drained() == 1
     assert not Notice.objects.exists()
-    assert services.set_mode(node_id=node.pk, mode=NodeMode.SPARE_ON, reason="", actor="node:box").drained_at is None
+    assert set_mode(node_id=node.pk, mode=NodeMode.SPARE_ON, reason="", actor="node:box").drained_at is None
 
 
 def test_what_the_deadline_interrupted_is_counted_and_said() -> None:
@@ -615,7 +634,7 @@ def test_what_the_deadline_interrupted_is_counted_and_said() -> None:
     mark_drained()
     found = Node.objects.get()
     assert found.drain_interrupted == 2
-    said = services.describe_drain(found, NodePresence.objects.get())
+    said = describe_drain(found, NodePresence.objects.get())
     assert said == f"drained at {found.drained_at:%Y-%m-%d %H:%M:%S} UTC, 2 requests interrupted: safe to power off"
 
 

@@ -17,13 +17,14 @@ from asgiref.sync import sync_to_async
 from django.db import connection, connections
 from pytest_django import Settings
 
+import nodes.channel
 from governance.models import AuditEvent
-from nodes import services
 from nodes.channel import OwnerWord, presence_reports
 from nodes.links import EndKind
 from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeCredential, NodePresence
-from nodes.services import cordon_node, disable_provider, revoke_credential, set_mode
+from nodes.services.credentials import disable_provider, find_credentials, revoke_credential
+from nodes.services.drains import cordon_node, set_mode
 from nodes.services.sessions import find_revoked, load_node_rows, write_presences
 from nodes.session import ModeRequested
 from tests.fakes.limits import set_limits
@@ -87,13 +88,12 @@ async def test_too_many_wrong_secrets_from_one_address_have_to_wait_and_good_one
 
 async def test_what_comes_at_once_from_one_address_is_not_looked_up_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    find = services.find_credentials
 
     def note(texts: Collection[str]) -> dict[str, NodeCredential]:
         looks.append(len(texts))
-        return find(texts)
+        return find_credentials(texts)
 
-    monkeypatch.setattr(services, "find_credentials", note)
+    monkeypatch.setattr(nodes.channel, "find_credentials", note)
     door = Door()
     async with AsyncExitStack() as stack:
         sockets = [await stack.enter_async_context(dial(door, mint_credential(CredentialKind.WORKER).text)) for _ in range(20)]

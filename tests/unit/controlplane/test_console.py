@@ -50,7 +50,7 @@ from gateway.services.traffic import Minute, OpenRequests, Traffic
 from gateway.services.waiting import Wait, WaitingModel
 from governance.errors import InvalidAdminToken
 from nodes.errors import NodeNotFound
-from nodes.services.overview import FleetOverview, NodeHealth
+from nodes.services.availability import FleetOverview, NodeHealth
 from nodes.states import Freshness
 from wire.contract import ErrorCode, NodeStatus
 

@@ -1,4 +1,4 @@
-"""What a box has of models and memory at this moment, ready for a page. Reads only; a box may have said anything."""
+"""What a node has of models and memory at this moment, ready for a page. Reads only; a node may have said anything."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from core.limits import limits
-from nodes.models import Node, NodePresence, ProviderState
-from nodes.services.clock import clock_of, with_clock
-from nodes.services.health import heartbeat_age_s
+from nodes.models import Node, NodePresence, ProviderState, clock_of, heartbeat_age_s, with_clock
 from nodes.states import Freshness, judge_freshness
 from wire.bridge import GpuInfo, MemoryInfo, ModelFacts, ReplicaInfo
 

@@ -1,0 +1,458 @@
+"""Availability: whether a node or a model may get work now, and if not why, from rows. Reads only, but for ejections."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from django.db import transaction
+from django.db.models import Case, CharField, F, Q, Value, When
+from django.db.models.functions import Now
+
+from core.hints import publish_hint
+from core.limits import limits
+from governance.audit import record_event
+from governance.services import active_policy
+from governance.services.notices import notify_of_event
+from nodes.errors import BadRequest, NodeNotFound
+from nodes.models import Node, NodePresence, ProviderState, Reach, clock_of, heartbeat_age_s, read_clock, with_clock
+from nodes.services.telemetry import BoxView, count_replicas, describe_box, describe_counts, list_failures
+from nodes.states import Availability, Freshness, NodeFacts, Obstacle, freshness_windows, judge_availability
+from wire.bridge import BRIDGE_V1, MUSTER_V1
+from wire.contract import NodeMode, NodeStatus
+from wire.ids import parse_id
+
+
+def read_availability(node: Node, presence: NodePresence | None, *, now: datetime, is_enabled: bool = True) -> Availability:
+    """Return whether a node may get new work at ``now``, whenever it last spoke. ``is_enabled``: whether its provider is."""
+    facts = NodeFacts(
+        age_s=heartbeat_age_s(presence, now=now),
+        protocol=presence.protocol if presence is not None else "",
+        reported=NodeStatus(presence.reported_status) if presence is not None else NodeStatus.OFFLINE,
+        mode=NodeMode(node.mode),
+        draining=node.draining,
+        cordoned=node.cordoned,
+        is_accepting_jobs=presence is not None and presence.is_accepting_jobs,
+        unreachable=explain_unreachable(node, presence),
+        is_enabled=is_enabled,
+        is_drained=is_drained(node, presence),
+    )
+    return judge_availability(facts, limits().nodes)
+
+
+def judge_status(node: Node, presence: NodePresence | None, *, now: datetime) -> NodeStatus:
+    """Return the contract status every list shows."""
+    return read_availability(node, presence, now=now).status
+
+
+def is_drained(node: Node, presence: NodePresence | None) -> bool:
+    """Whether nothing runs on a node that is draining or was reclaimed."""
+    return node.drained_at is not None and (presence is None or presence.active_requests == 0)
+
+
+def explain_unreachable(node: Node, presence: NodePresence | None) -> str:
+    """Return why no gateway can send the node a request, however often it is heard; empty when one can."""
+    if presence is None:
+        return "it has never been heard"
+    if presence.connected:
+        return ""
+    if node.reach != Reach.DIRECT.value or not node.public_base_url:
+        return "it holds no socket to a gateway and registered no public_base_url"
+    return presence.probe_error if presence.probed_at is not None else "its public_base_url has not been called yet"
+
+
+def status_expression(*, now: datetime | Now) -> Case:
+    """Return ``judge_status`` as SQL over Node, for filters. A test holds the two together."""
+    _, rest_s = freshness_windows(limits().nodes, protocol="")
+    _, bridge_s = freshness_windows(limits().nodes, protocol=BRIDGE_V1)
+    answers = Q(reach=Reach.DIRECT.value, presence__probed_at__isnull=False, presence__probe_error="") & ~Q(public_base_url="")
+    is_bridge = Q(presence__protocol=BRIDGE_V1)
+    offline = (
+        Q(presence__isnull=True)
+        | Q(presence__last_heartbeat_at__isnull=True)
+        | (is_bridge & Q(presence__last_heartbeat_at__lte=now - timedelta(seconds=bridge_s)))
+        | (~is_bridge & Q(presence__last_heartbeat_at__lte=now - timedelta(seconds=rest_s)))
+        | Q(presence__reported_status=NodeStatus.OFFLINE.value)
+        | ~(Q(presence__connected=True) | answers)
+    )
+    held_back = (
+        Q(draining=True)
+        | Q(cordoned=True)
+        | Q(mode=NodeMode.SPARE_OFF.value)
+        | Q(presence__reported_status=NodeStatus.DRAINING.value)
+        | Q(presence__is_accepting_jobs=False)
+    )
+    return Case(
+        When(offline, then=Value(NodeStatus.OFFLINE.value)),
+        When(presence__reported_status=NodeStatus.ERROR.value, then=Value(NodeStatus.ERROR.value)),
+        When(held_back, then=Value(NodeStatus.DRAINING.value)),
+        default=F("presence__reported_status"),
+        output_field=CharField(),
+    )
+
+
+def describe_gpus(node: Node, presence: NodePresence | None) -> str:
+    """Return one line: ``NVIDIA L4 63 % 18.0/22.5 GiB; …``, from telemetry if there is any, else from registration."""
+    gpus = presence.gpus if presence is not None else []
+    if not gpus:
+        gpus = [
+            {
+                "name": node.gpu_name,
+                "utilization_percent": presence.gpu_util_percent if presence is not None else None,
+                "memory_used_mb": presence.vram_used_mb if presence is not None else None,
+                "memory_total_mb": node.vram_total_mb,
+            }
+        ]
+    return "; ".join(filter(None, (_describe_gpu(gpu) for gpu in gpus)))
+
+
+def _describe_gpu(gpu: Mapping[str, object]) -> str:
+    busy, used, total = gpu.get("utilization_percent"), gpu.get("memory_used_mb"), gpu.get("memory_total_mb")
+    parts = [str(gpu.get("name") or "")]
+    if isinstance(busy, int | float):
+        parts.append(f"{busy:.0f} %")
+    if isinstance(total, int | float):
+        parts.append(
+            f"{used / 1024:.1f}/{total / 1024:.1f} GiB" if isinstance(used, int | float) else f"{total / 1024:.1f} GiB"
+        )
+    return " ".join(filter(None, parts))
+
+
+def should_drain(node: Node) -> bool:
+    """Return whether the server wants no new work on the box. ``node.provider`` must be loaded."""
+    is_held_back = node.cordoned or node.draining or node.mode == NodeMode.SPARE_OFF.value
+    return is_held_back or node.provider.state != ProviderState.ENABLED
+
+
+_REASONS = {
+    "failed": "it failed requests that other nodes answered",
+    "slow": "it answers much more slowly than other nodes",
+    "wrong": "it answered the canary question wrongly",
+    "unsteady": "it reconnected ten times within a minute",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EjectionReport:
+    """What a gateway holds against a node; an empty model = every model. ``left_s``: how long yet, negative = it is tried.
+
+    ``is_news``: operators are to be told. ``is_held`` False: it goes on getting requests, for half of the others are ejected.
+    """
+
+    node_id: uuid.UUID
+    model: str
+    reason: str
+    age_s: float
+    left_s: float
+    is_news: bool
+    is_held: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ShownEjection:
+    """An ejection in words, which leave the model out. ``model`` empty = every model."""
+
+    model: str
+    reason: str
+    since: datetime
+    until: datetime
+    words: str
+
+
+def write_ejections(reports: Sequence[EjectionReport], *, gateway_id: uuid.UUID) -> None:
+    """Write all that a gateway holds against nodes, in place of what it wrote before; what is new goes to the audit log."""
+    with transaction.atomic():
+        now, key = read_clock(), gateway_id.hex
+        held: dict[uuid.UUID, list[dict[str, object]]] = {}
+        for one in reports:
+            since, until = now - timedelta(seconds=one.age_s), now + timedelta(seconds=one.left_s)
+            told: dict[str, object] = {"model": one.model, "reason": one.reason}
+            told |= {"since": since.isoformat(), "until": until.isoformat()}
+            held.setdefault(one.node_id, []).append(told if one.is_held else {**told, "is_held": False})
+        rows = NodePresence.objects.select_for_update(of=("self",)).select_related("node").order_by("pk")
+        for presence in rows.filter(Q(pk__in=list(held)) | Q(ejections__has_key=key)):
+            others = {gateway: entries for gateway, entries in presence.ejections.items() if gateway != key}
+            entries = held.get(presence.pk)
+            presence.ejections = {
+                **{gateway: kept for gateway, told in others.items() if (kept := [e for e in told if _is_shown(e, now)])},
+                **({key: entries} if entries else {}),
+            }
+            presence.save(update_fields=["ejections"])
+            publish_hint("nodes", str(presence.pk))
+            for one in reports:
+                if one.node_id == presence.pk and one.is_news:
+                    _tell(presence, one)
+
+
+def list_ejections(presence: NodePresence | None, *, now: datetime) -> list[ShownEjection]:
+    """Return for which models gateways send a node nothing new at the moment, and why; one line a model and reason."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for told in presence.ejections.values() if presence is not None else ():
+        for entry in told:
+            key = (entry["model"], entry["reason"])
+            if _is_shown(entry, now) and (key not in found or found[key]["until"] < entry["until"]):
+                found[key] = entry
+    return [_show(entry, now) for _key, entry in sorted(found.items())]
+
+
+def _is_shown(entry: dict[str, str], now: datetime) -> bool:
+    return datetime.fromisoformat(entry["until"]) > now - timedelta(seconds=limits().nodes.ejection_shown_s)
+
+
+def _show(entry: dict[str, str], now: datetime) -> ShownEjection:
+    since, until = datetime.fromisoformat(entry["since"]), datetime.fromisoformat(entry["until"])
+    if not entry.get("is_held", True):
+        when = "it gets requests all the same, because half of the model's nodes are ejected"
+    elif until <= now:
+        when = "one request at a time tries it"
+    else:
+        when = f"no new requests until {until:%H:%M:%S} UTC"
+    reason = _REASONS.get(entry["reason"], entry["reason"])
+    return ShownEjection(entry["model"], entry["reason"], since, until, f"{reason}; {when}")
+
+
+def _tell(presence: NodePresence, report: EjectionReport) -> None:
+    node = presence.node
+    detail = {"name": node.name, "model": report.model, "reason": _REASONS.get(report.reason, report.reason)}
+    event = record_event(actor="system:gateway", action="node.ejected", target=node.printed_id, detail=detail)
+    notify_of_event(event, "ejected", usernames=())
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHealth:
+    """One node as the first page sees it. ``age_s`` and ``heard_at`` are None for a node that was never heard.
+
+    ``models`` says how many it has loaded and is loading; empty when it does not say. ``failed``: model and reason of each
+    replica that failed. ``could_take_operations``: it is a runner of ours that dials in, so only its start keeps it from them.
+    """
+
+    name: str
+    status: NodeStatus
+    freshness: Freshness
+    age_s: float | None
+    active_requests: int
+    max_concurrent: int
+    models: str
+    last_error: str
+    id: uuid.UUID | None = None
+    heard_at: datetime | None = None
+    is_enabled: bool = True
+    """Whether its provider is switched on."""
+    model_names: tuple[str, ...] = ()
+    failed: tuple[tuple[str, str], ...] = ()
+    is_loading: bool = False
+    probe_error: str = ""
+    op_level: str = ""
+    could_take_operations: bool = False
+    policy_version: int = 0
+    policy_error: str = ""
+    witness_alarm: str = ""
+    clock_skew_ms: int | None = None
+    rival_seen_at: datetime | None = None
+    rival_address: str = ""
+    ejections: tuple[ShownEjection, ...] = ()
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether requests may be sent to it now."""
+        return self.is_enabled and self.status in {NodeStatus.AVAILABLE, NodeStatus.BUSY}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOverview:
+    """Every node of a provider that was not deleted, by name."""
+
+    nodes: tuple[NodeHealth, ...]
+
+    def count_statuses(self) -> Counter[NodeStatus]:
+        """Return how many boxes are in each status of the contract."""
+        return Counter(node.status for node in self.nodes)
+
+    @property
+    def online(self) -> int:
+        """How many boxes were heard recently enough not to count as lost."""
+        return sum(node.status is not NodeStatus.OFFLINE for node in self.nodes)
+
+    @property
+    def served_models(self) -> frozenset[str]:
+        """The models of nodes that take work."""
+        return frozenset(model for node in self.nodes if node.takes_work for model in node.model_names)
+
+    @property
+    def free_models(self) -> frozenset[str]:
+        """The models of nodes that take work, were heard just now and have a free slot."""
+        free = (node for node in self.nodes if node.takes_work and node.active_requests < node.max_concurrent)
+        return frozenset(model for node in free if node.freshness is Freshness.FRESH for model in node.model_names)
+
+
+def read_fleet() -> FleetOverview:
+    """Return the health of every box in one query."""
+    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence", "provider").order_by("name")
+    return FleetOverview(tuple(_describe_health(node, clock_of(node)) for node in with_clock(rows)))
+
+
+def read_served_models() -> frozenset[str]:
+    """Return the models that boxes can be asked for at this moment; one query."""
+    able = [NodeStatus.AVAILABLE.value, NodeStatus.BUSY.value]
+    status_now = status_expression(now=Now())
+    nodes = Node.objects.filter(provider__state=ProviderState.ENABLED).annotate(status_now=status_now)
+    names = nodes.filter(status_now__in=able).values_list("model_names", flat=True)
+    return frozenset(name for declared in names for name in declared)
+
+
+def _describe_health(node: Node, now: datetime) -> NodeHealth:
+    presence: NodePresence | None = getattr(node, "presence", None)
+    availability = read_availability(node, presence, now=now)
+    counts = count_replicas(presence)
+    return NodeHealth(
+        name=node.name,
+        status=availability.status,
+        freshness=availability.freshness,
+        age_s=heartbeat_age_s(presence, now=now),
+        active_requests=presence.active_requests if presence is not None else 0,
+        max_concurrent=node.max_concurrent,
+        models=describe_counts(counts),
+        last_error=presence.last_error if presence is not None else "",
+        id=node.pk,
+        heard_at=presence.last_heartbeat_at if presence is not None else None,
+        is_enabled=node.provider.state == ProviderState.ENABLED,
+        model_names=tuple(node.model_names),
+        failed=list_failures(presence) if counts["failed"] else (),
+        is_loading=counts["loading"] > 0,
+        probe_error=presence.probe_error if presence is not None and node.reach == Reach.DIRECT else "",
+        op_level=node.op_level,
+        could_take_operations=node.reach == Reach.RELAY and presence is not None and presence.protocol == MUSTER_V1,
+        policy_version=node.policy_version,
+        policy_error=node.policy_error,
+        witness_alarm=node.witness_alarm,
+        clock_skew_ms=node.clock_skew_ms,
+        rival_seen_at=node.rival_seen_at,
+        rival_address=node.rival_address,
+        ejections=tuple(list_ejections(presence, now=now)),
+    )
+
+
+def find_node_id(text: str) -> uuid.UUID:
+    """Return the id of the box that ``text`` names: its printed id, its UUID, or a name that only one box has.
+
+    Raises NodeNotFound; BadRequest when several boxes have that name.
+    """
+    node_id = parse_id("node", text)
+    found = list(Node.objects.filter(Q(pk=node_id) if node_id else Q(name=text)).values_list("pk", flat=True)[:2])
+    if not found:
+        raise NodeNotFound(f"There is no node {text}.", param="node")
+    if len(found) > 1:
+        raise BadRequest(f"Several nodes are called {text}; say which by its id, node_….", param="node")
+    return found[0]
+
+
+class Has(StrEnum):
+    """How near a box is to answering for a model."""
+
+    LOADED = "loaded"
+    LOADING = "loading"
+    COULD = "could"
+    """The model lies on it, or it may fetch it; nobody has loaded it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingBox:
+    """One box as somebody sees it who waits for a model. ``obstacle`` None = it takes work.
+
+    ``active`` of ``slots`` are requests; ``percent``: how far it has loaded the model, None = it does not say;
+    ``provider`` and ``owner``: whom to ask.
+    """
+
+    node_id: uuid.UUID
+    name: str
+    has: Has
+    obstacle: Obstacle | None
+    active: int
+    slots: int
+    percent: int | None = None
+    provider: str = ""
+    owner: str = ""
+    last_error: str = ""
+
+
+def read_boxes_of(models: Collection[str]) -> dict[str, tuple[ServingBox, ...]]:
+    """Return for each model the boxes that have it, load it or could, by name; one query."""
+    boxes_there_are = Node.objects.exclude(provider__state=ProviderState.DELETED)
+    rows = with_clock(boxes_there_are).select_related("presence", "provider").order_by("name")
+    found: dict[str, list[ServingBox]] = {model: [] for model in models}
+    for node in rows if models else ():
+        now = clock_of(node)
+        presence: NodePresence | None = getattr(node, "presence", None)
+        view = describe_box(node, now=now)
+        is_enabled = node.provider.state == ProviderState.ENABLED
+        obstacle = read_availability(node, presence, now=now, is_enabled=is_enabled).obstacle
+        for model, boxes in found.items():
+            has, percent = _find_share(node, presence, view, model)
+            if has is not None:
+                boxes.append(_describe_serving(node, presence, has, percent, obstacle))
+    return {model: tuple(boxes) for model, boxes in found.items()}
+
+
+def _find_share(node: Node, presence: NodePresence | None, view: BoxView, model: str) -> tuple[Has | None, int | None]:
+    if model in node.model_names:
+        return Has.LOADED, None
+    loading = next((replica for replica in view.changing if (replica.model, replica.state) == (model, Has.LOADING)), None)
+    if loading is not None:
+        return Has.LOADING, loading.percent
+    available = presence.available_models if presence is not None else None
+    return (Has.COULD if model in (available or ()) else None), None
+
+
+def _describe_serving(
+    node: Node, presence: NodePresence | None, has: Has, percent: int | None, obstacle: Obstacle | None
+) -> ServingBox:
+    return ServingBox(
+        node_id=node.pk,
+        name=node.name,
+        has=has,
+        obstacle=obstacle,
+        active=presence.active_requests if presence is not None else 0,
+        slots=node.max_concurrent,
+        percent=percent,
+        provider=node.provider.name,
+        owner=node.owner_name,
+        last_error=presence.last_error if presence is not None else "",
+    )
+
+
+TRUST = "run ./muster trust on it"
+
+
+def read_policy_pins() -> list[dict[str, str]]:
+    """Return {"name", "text"} for each box that may come back, by name: its level, what it pinned beside what is in force."""
+    found = active_policy()
+    newest = found[0].version if found is not None else 0
+    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).exclude(credential__revoked_at__isnull=False)
+    return [{"name": node.name, "text": describe_pin(node, newest=newest)} for node in rows.order_by("name", "pk")]
+
+
+def describe_pin(node: Node, *, newest: int) -> str:
+    """Return what a box holds, in words. ``newest``: the version in force, 0 = none."""
+    if not node.op_level:
+        return f"takes no operations from here{_add(node.policy_error)}"
+    if node.op_level != "L2":
+        return f"level {node.op_level}: it checks a key and no approvals, so it pins no policy"
+    if not node.policy_version:
+        return f"level L2, none pinned: {TRUST}{_add(node.policy_error)}"
+    return f"level L2, version {node.policy_version} pinned{_compare(node.policy_version, newest)}{_add(node.policy_error)}"
+
+
+def _compare(pinned: int, newest: int) -> str:
+    if not newest:
+        return "; none is in force here"
+    if pinned < newest:
+        return f"; version {newest} is in force, which is offered to it while it is connected"
+    return "" if pinned == newest else f"; version {newest} is in force here, an older one"
+
+
+def _add(error: str) -> str:
+    return f"; it says: {error}" if error else ""
