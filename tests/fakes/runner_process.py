@@ -13,7 +13,7 @@ import selectors
 import shutil
 import sqlite3
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -54,7 +54,6 @@ from wire import bridge, clock
 from wire.bridge import BoxGovernance, PolicyOffer
 from wire.optoken.approval import policy_words
 
-Answer = TypeVar("Answer")
 Mood = Literal["works", "fails", "hangs"]
 Post = Callable[[bridge.OpStatus | bridge.GovernanceReport], None]
 
@@ -183,23 +182,29 @@ class RunnerProcess:
     def is_up(self) -> bool:
         return self._loop is not None
 
-    def start(self) -> None:
+    def start(self, *, kill_at: int | None = None) -> None:
+        """Start it. ``kill_at``: as in ``kill_at``, counted from right before it opens its ledger."""
         assert self._loop is None
-        self._loop, self._is_dead, self._fuse = VirtualLoop(), False, None
-        self._finish(self._start())
+        self._loop, self._is_dead, self._fuse = VirtualLoop(), False, kill_at
+        starting = self._loop.create_task(self._start())
+        self.run()
+        if self.is_up:
+            starting.result()
 
     async def _start(self) -> None:
+        await self._reach()
         self._ledger = await Ledger.open(self.folder)
+        await self._reach()
+        ledger = cast("Ledger", _MortalLedger(self._ledger, self._reach))
         config = OperationsConfig(
             key_path=None, level=2, is_level_given=True, min_signers=1, runner_id="", ops_per_hour=100
         )  # fmt: skip
-        self.governance = Governance(config, data=self.folder, name=self._name, ledger=self._ledger)
+        self.governance = Governance(config, data=self.folder, name=self._name, ledger=ledger)
         await self.governance.open()
         rules = GateRules(
             key_path=self.governance.key_path, level=self.governance.level, min_signers=1,
             runner_id=self.governance.runner_id, policy=lambda: self.governance.policy, ops_per_hour=config.ops_per_hour,
         )  # fmt: skip
-        ledger = cast("Ledger", _MortalLedger(self._ledger, self._reach))
         self.gate = Gate(rules, ledger=ledger)
         self.engines = EnginePool(self._effects, self._find_policy)
         for model_id in self._models:
@@ -224,12 +229,15 @@ class RunnerProcess:
             case bridge.OpQuery():
                 self._loop.call_soon(self._commands.query, message, post)
             case bridge.PolicyOffer():
-                report = self._finish(self.governance.take_policies(message))
-                if report is not None:
-                    post(report)
+                self._judging = self._loop.create_task(self._judge(message, post))
             case _:
                 raise TypeError(message)
         self.run()
+
+    async def _judge(self, offer: PolicyOffer, post: Post) -> None:
+        report = await self.governance.take_policies(offer)
+        if report is not None:
+            post(report)
 
     def run(self) -> None:
         if self._loop is not None:
@@ -248,8 +256,8 @@ class RunnerProcess:
             if self._loop is not None:
                 self.engines.may_go_on.clear()
 
-    def kill_at(self, calls: int) -> None:
-        """Have it killed when its ledger was called, or has answered, so many times more."""
+    def kill_at(self, calls: int | None) -> None:
+        """Have it killed when its ledger was called, or has answered, so many times more; None = not any more."""
         self._fuse = calls
 
     def kill(self) -> None:
@@ -290,10 +298,6 @@ class RunnerProcess:
         loop.run_until_complete(unwind())
         loop.close()
 
-    def _finish(self, work: Coroutine[Any, Any, Answer]) -> Answer:
-        assert self._loop is not None
-        return self._loop.run_until_complete(work)
-
     def _find_policy(self) -> int:
         policy = self.governance.policy
         return 0 if policy is None else policy.ref.version
@@ -311,6 +315,12 @@ def read_ops(folder: Path) -> dict[tuple[str, int], sqlite3.Row]:
     with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as ledger:
         ledger.row_factory = sqlite3.Row
         return {(row["approval_id"], row["use"]): row for row in ledger.execute("SELECT * FROM ops")}
+
+
+def read_desired(folder: Path) -> dict[str, int]:
+    """The models that the ledger says are loaded after a restart, with the fence of their load."""
+    with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as ledger:
+        return dict(ledger.execute("SELECT model_id, fence FROM desired_models"))
 
 
 Result = TypeVar("Result")

@@ -41,7 +41,17 @@ from tests.fakes.examples import TIMES
 from tests.fakes.governed_team import Member, Team, make_team
 from tests.fakes.nodes import make_node, make_presence
 from tests.fakes.passkeys import KeyFile, SoftPasskey
-from tests.fakes.runner_process import BROKER, BROKER_PATH, Effect, FleetNode, Gateway, Processes, make_folders, read_ops
+from tests.fakes.runner_process import (
+    BROKER,
+    BROKER_PATH,
+    Effect,
+    FleetNode,
+    Gateway,
+    Processes,
+    make_folders,
+    read_desired,
+    read_ops,
+)
 from wire import bridge, clock
 from wire.auditlog import entry_hash
 from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l2
@@ -60,6 +70,8 @@ WHICH = st.integers(0, 7)
 SIGNERS = st.sampled_from([(), (1,), (1, 2), (1, 2), (2, 3), (0, 4), (1, 2, 3)])
 NODE = st.sampled_from([0, 1])
 KINDS = st.sampled_from(["load", "load", "flush", "unload", "drain"])
+POINTS = {"flush": 10, "load": 16}
+"""Of each kind: before and after what is looked up, the nonce, the booking, the steps of the load, the outcome."""
 OPEN = [state.value for state in OPEN_RUNS]
 RUN_EVENTS = {f"operation.run.{state.value}": state for state in RunState} | {"operation.dispatch": RunState.DISPATCHED}
 APPROVAL_EVENTS = {
@@ -166,7 +178,7 @@ class OperationLife(RuleBasedStateMachine):
         number = len(self.asked)
         mark = {"load": str(1000 + number), "flush": f"t{number}", "unload": f"u{number}", "drain": ""}[kind]
         kinds: dict[str, tuple[str, dict[str, object]]] = {
-            "load": ("model-load", {"modelId": "m", "maxContextLength": 1000 + number}),
+            "load": ("model-load", {"modelId": "m", "maxContextLength": 1000 + number, "keepLoaded": number % 2 == 0}),
             "flush": ("cache-flush", {"scope": "tag", "tag": mark, "modelId": "m"}),
             "unload": ("model-unload", {"modelId": mark}),
             "drain": ("node-drain", {"timeout_s": 0}),
@@ -395,6 +407,14 @@ class OperationLife(RuleBasedStateMachine):
         each.process.kill_at(calls)
         self.carry_on()
 
+    @precondition(lambda self: any(not node.process.is_up for node in self.nodes))
+    @rule(calls=st.integers(0, 8))
+    def kill_a_runner_that_starts(self, calls: int) -> None:
+        """Kill it before or after it opens its ledger, or at a call of it from there until it has registered."""
+        index = next(index for index, node in enumerate(self.nodes) if not node.process.is_up)
+        self.killed[index] = True
+        self.nodes[index].process.start(kill_at=calls)
+
     # What a thief does who has the database of the control plane
 
     @precondition(lambda self: any(asked.is_remote for asked in self.asked))
@@ -537,6 +557,9 @@ class OperationLife(RuleBasedStateMachine):
                 mates = [other["fence"] for other in before.values() if other["slot"] == row["slot"]]
                 assert row["fence"] > max(mates, default=0), "an earlier operation came behind a later one"
             self.begun[index] = rows
+            loads = [row for row in rows.values() if row["operation"] == "model-load" and row["outcome"]]
+            kept = {row["fence"] for row in loads if json.loads(row["outcome"])["state"] == "succeeded"}
+            assert set(read_desired(node.process.folder).values()) <= kept, "kept loaded, and its load did not succeed"
 
     def check_effects(self, index: int) -> None:
         node = self.nodes[index]
@@ -672,19 +695,33 @@ class OperationLife(RuleBasedStateMachine):
             self.be_robbed()
 
     def be_killed(self) -> None:
-        """Have the first runner killed before and after each call of its ledger from when it books an operation on."""
+        """Have the first runner killed before and after each call of its ledger in the life of each kind of operation."""
         self.clock.advance(3_700.0)  # a fence of a thief may be an hour ahead
-        for calls in range(4, 8):
-            for _ in range(2):  # what was cut off before is not asked about any more
-                self.link()
-                self.carry_on()
-                self.clock.advance(11.0)
-            self.ask(0, "flush", (1, 2, 3), both=False, where=0, window="now", goes_on=False)
-            self.kill_a_runner(0, calls)
-            self.everything_holds()
+        for kind in ("flush", "load"):
+            calls = 0
+            while self.is_killed_in(kind, calls):
+                calls += 1
+            assert calls >= POINTS[kind], "the ledger is called less often than it is written"
         self.link()
         states = [json.loads(row["outcome"])["state"] for row in read_ops(self.nodes[0].process.folder).values()]
         assert "interrupted" in states, "no operation was cut off"
+
+    def is_killed_in(self, kind: str, calls: int) -> bool:
+        """Have an operation carried out and the runner killed at this call; return whether there were so many."""
+        for _ in range(2):  # what was cut off before is not asked about any more
+            self.link()
+            self.carry_on()
+            self.clock.advance(11.0)
+        process = self.nodes[0].process
+        self.ask(0, kind, (1, 2, 3), both=False, where=0, window="now", goes_on=False)
+        self.kill_a_runner(0, calls)
+        self.everything_holds()
+        if process.is_up:
+            process.kill_at(None)
+            return False
+        process.start(kill_at=calls % 4)  # and again while it comes back
+        self.nodes[0].notice_its_end()
+        return True
 
     def be_robbed(self) -> None:
         """Have the thief try everything: on what one person signed, on what is signed and then repeated, and too late."""
