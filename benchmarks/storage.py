@@ -15,8 +15,8 @@ from psycopg import sql
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.processes import tree_cpu_s, walk_tree
+from controlplane.launcher.console import LauncherError
 from controlplane.launcher.embedded import EmbeddedServers
-from controlplane.launcher.errors import LauncherError
 
 
 @dataclass(frozen=True, slots=True)

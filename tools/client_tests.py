@@ -9,11 +9,9 @@ import subprocess
 import zlib
 from pathlib import Path
 
-from controlplane.launcher.console import progress
+from controlplane.launcher.console import LauncherError, progress
 from controlplane.launcher.environment import ROOT
-from controlplane.launcher.errors import LauncherError
-from controlplane.launcher.files import read_json, write_json
-from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
+from controlplane.launcher.files import FileLock, LockHeld, acquire_patiently, read_json, write_json
 from wire import clock
 
 TESTS = "tests/rings/clients"

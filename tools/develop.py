@@ -9,9 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from controlplane.launcher.console import say
+from controlplane.launcher.console import LauncherError, say
 from controlplane.launcher.environment import ROOT
-from controlplane.launcher.errors import LauncherError
 from tools import mutants
 from tools.browsers import VARIABLE, ensure_chromium
 from tools.client_tests import TESTS as CLIENT_TESTS

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from controlplane.launcher.console import say
-from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.console import LauncherError, say
 from tools.reach import PLUGIN, Reach, insert_note, place_plugin, read_reach
 from wire import clock
 

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from benchmarks.errors import BenchmarkError
-from controlplane.launcher.attach import read_variables
+from controlplane.launcher.installation import read_variables
 from controlplane.launcher.processes import Command, spawn
 from wire.optoken.approval import decode_bytes, encode_bytes, read_statement
 

@@ -13,10 +13,8 @@ from typing import NoReturn
 
 from controlplane.env import SettingError
 from controlplane.launcher import environment
-from controlplane.launcher.console import complain, say
-from controlplane.launcher.credentials import Credentials, run_credentials
-from controlplane.launcher.errors import LauncherError
-from controlplane.launcher.places import default_data, node_data
+from controlplane.launcher.console import LauncherError, complain, say
+from controlplane.launcher.installation import Credentials, default_data, node_data, run_credentials
 
 _DESCRIPTION = """\
 Muster puts the GPUs you own behind one OpenAI-compatible endpoint.
@@ -264,7 +262,7 @@ def _run_up(options: argparse.Namespace, _rest: list[str], argv: list[str]) -> i
 
 
 def _run_down(options: argparse.Namespace, _rest: list[str], _argv: list[str]) -> int:
-    from controlplane.launcher.attach import run_down
+    from controlplane.launcher.installation import run_down
 
     return run_down(options.data)
 
@@ -275,7 +273,7 @@ def _run_credentials(options: argparse.Namespace, _rest: list[str], _argv: list[
 
 def _run_manage(options: argparse.Namespace, rest: list[str], argv: list[str]) -> int:
     environment.enter("server", argv)
-    from controlplane.launcher.attach import run_manage
+    from controlplane.launcher.installation import run_manage
 
     return run_manage(options.data, rest)
 

@@ -1,4 +1,4 @@
-"""What the launcher prints: short lines with the seconds since it began, flushed at once."""
+"""What the launcher prints and refuses: short lines with the seconds since it began, flushed at once."""
 
 from __future__ import annotations
 
@@ -45,3 +45,11 @@ def _write(stream: TextIO, text: str) -> None:
 def elapsed_s() -> float:
     """Return the seconds since the launcher began."""
     return max(0.0, clock.unix_s() - _BEGAN_AT)
+
+
+class LauncherError(Exception):
+    """The command cannot go on. The text is one line for the person at the terminal: what is wrong and what to do."""
+
+
+class StopRequested(Exception):
+    """Ctrl-C or SIGTERM arrived; whatever was started is to be stopped in order."""

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import struct
+import tempfile
 from pathlib import Path
 
-from controlplane.launcher.attach import read_variables, run_manage
-from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.console import LauncherError
 from controlplane.launcher.files import read_json
+from controlplane.launcher.installation import installation_path, read_variables, run_manage
 from controlplane.launcher.parts import TINY_MODEL
-from controlplane.launcher.places import installation_path
 from controlplane.launcher.processes import send
-from controlplane.launcher.tiny_model import write_f16_model
 
 MODEL = "muster-tiny-f16"
 
@@ -43,3 +44,90 @@ def wake_node(data: Path) -> None:
     pid = pids.get("node") if isinstance(pids, dict) else None
     if isinstance(pid, int) and pid != os.getpid():
         send(pid, signal.SIGHUP)
+
+
+_ALIGNMENT = 32
+_MAGIC, _VERSION = b"GGUF", 3
+_F32, _F16, _Q8_0 = 0, 1, 8
+_STRING, _ARRAY = 8, 9
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_BLOCK, _BLOCK_BYTES = 32, 34
+_FILE_TYPE = b"general.file_type"
+_MOSTLY_F16 = 1
+
+
+def write_f16_model(source: Path, target: Path) -> None:
+    """Write ``source`` (GGUF with f32 and q8_0 tensors, at most a few MB) to ``target`` with f16 in the place of q8_0.
+
+    The target is there whole or not at all. Raises ValueError for another kind of file, OSError.
+    """
+    data = _unpack(source.read_bytes())
+    fd, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-")
+    draft = Path(name)
+    try:
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(data)
+        draft.chmod(0o644)
+        draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _unpack(data: bytes) -> bytes:
+    if data[:4] != _MAGIC or struct.unpack_from("<I", data, 4) != (_VERSION,):
+        raise ValueError("not a GGUF file of version 3")
+    tensors, pairs = struct.unpack_from("<QQ", data, 8)
+    head, at = bytearray(data[:24]), 24
+    for _ in range(pairs):
+        key, value = _read_text(data, at)
+        end = _skip_value(data, value + 4, *struct.unpack_from("<I", data, value))
+        head += data[at:end] if key != _FILE_TYPE else data[at : value + 4] + struct.pack("<I", _MOSTLY_F16)
+        at = end
+    table: list[tuple[bytes, int, int, int]] = []
+    for _ in range(tensors):
+        _, shape_at = _read_text(data, at)
+        (dimensions,) = struct.unpack_from("<I", data, shape_at)
+        kind_at = shape_at + 4 + 8 * dimensions
+        shape = struct.unpack_from(f"<{dimensions}Q", data, shape_at + 4)
+        kind, offset = struct.unpack_from("<IQ", data, kind_at)
+        table.append((data[at:kind_at], kind, offset, math.prod(shape)))
+        at = kind_at + 12
+    start, body = -(-at // _ALIGNMENT) * _ALIGNMENT, bytearray()
+    for name, kind, offset, count in table:
+        head += name + struct.pack("<IQ", _F16 if kind == _Q8_0 else kind, len(body))
+        body += _read_tensor(data, start + offset, kind, count)
+        body += bytes(-len(body) % _ALIGNMENT)
+    return bytes(head) + bytes(-len(head) % _ALIGNMENT) + bytes(body)
+
+
+def _read_tensor(data: bytes, at: int, kind: int, count: int) -> bytes:
+    if kind == _F32:
+        return data[at : at + 4 * count]
+    if kind != _Q8_0:
+        raise ValueError(f"tensors of type {kind} are not read here")
+    packed = bytearray()
+    for block in range(at, at + count // _BLOCK * _BLOCK_BYTES, _BLOCK_BYTES):
+        scale, *weights = struct.unpack_from(f"<e{_BLOCK}b", data, block)
+        packed += struct.pack(f"<{_BLOCK}e", *(scale * weight for weight in weights))
+    return bytes(packed)
+
+
+def _read_text(data: bytes, at: int) -> tuple[bytes, int]:
+    """Return a string and where it ends."""
+    (length,) = struct.unpack_from("<Q", data, at)
+    return data[at + 8 : at + 8 + length], at + 8 + length
+
+
+def _skip_value(data: bytes, at: int, kind: int) -> int:
+    """Return where a metadata value of that type ends."""
+    if kind == _STRING:
+        return _read_text(data, at)[1]
+    if kind != _ARRAY:
+        return at + _SIZES[kind]
+    inner, length = struct.unpack_from("<IQ", data, at)
+    at += 12
+    if inner not in {_STRING, _ARRAY}:
+        return int(at + length * _SIZES[inner])
+    for _ in range(length):
+        at = _skip_value(data, at, inner)
+    return at

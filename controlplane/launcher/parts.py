@@ -1,22 +1,25 @@
-"""The parts of an installation as specifications: command lines, environments and readiness."""
+"""The parts of an installation as specifications: command lines, environments and"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from urllib.parse import urlsplit
+from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 from controlplane.env import read_float, read_list, read_text
-from controlplane.launcher import readiness
-from controlplane.launcher.credentials import Credentials
-from controlplane.launcher.embedded import EmbeddedServer, Postgres, Valkey
+from controlplane.launcher.embedded import Valkey
 from controlplane.launcher.environment import ROOT
-from controlplane.launcher.part import PartSpec
-from controlplane.launcher.places import Place
+from controlplane.launcher.installation import Credentials, Place
+from controlplane.launcher.postgres import Postgres
 from controlplane.launcher.processes import Command
+from controlplane.launcher.supervisor import PartSpec
+from core.limits import limits
 
 STOP_ORDER = (("node",), ("gateway",), ("worker", "control"), ("valkey",), ("postgres",))
 RUN_ID_VARIABLE = "MUSTER_RUN_ID"
@@ -156,7 +159,7 @@ class Installation:
         return {**self.environment(), "MUSTER_ADMIN_PAGES": "0"}
 
 
-def embedded_spec(name: str, server: EmbeddedServer) -> PartSpec:
+def embedded_spec(name: str, server: Postgres | Valkey) -> PartSpec:
     """Return the part that runs an embedded server."""
     return PartSpec(
         name=name,
@@ -168,11 +171,6 @@ def embedded_spec(name: str, server: EmbeddedServer) -> PartSpec:
     )
 
 
-def embedded_servers(place: Place) -> tuple[Postgres, Valkey]:
-    """Return the embedded servers of the installation in ``place``."""
-    return Postgres(home=place.postgres, sockets=place.sockets / "postgres"), Valkey(sockets=place.sockets)
-
-
 def control_spec(installation: Installation) -> PartSpec:
     """Return the control plane: Django on Daphne."""
     where = installation.addresses
@@ -180,7 +178,7 @@ def control_spec(installation: Installation) -> PartSpec:
     return PartSpec(
         name="control",
         command=lambda: _django(installation, "controlplane.serve_control", arguments, installation.environment()),
-        is_ready=lambda _pid: readiness.answers_ok(where.near_host, where.control_port, "/healthz"),
+        is_ready=lambda _pid: answers_ok(where.near_host, where.control_port, "/healthz"),
     )
 
 
@@ -201,7 +199,7 @@ def _gateway_spec(installation: Installation, index: int) -> PartSpec:
     return PartSpec(
         name="gateway" if index == 0 else f"gateway-{index + 1}",
         command=lambda: _django(installation, "controlplane.serve_gateway", arguments, environment, sockets),
-        is_ready=lambda _pid: readiness.answers_ok(where.near_host, port, "/health"),
+        is_ready=lambda _pid: answers_ok(where.near_host, port, "/health"),
         # Streams in flight may finish: the gateway's own grace period and a little more.
         stop_deadline_s=read_gateway_grace_s() + 5.0,
     )
@@ -214,7 +212,7 @@ def worker_spec(installation: Installation) -> PartSpec:
     return PartSpec(
         name="worker",
         command=lambda: _django(installation, "controlplane.serve_worker", arguments, installation.pageless_environment()),
-        is_ready=lambda pid: readiness.names_process(ready_file, pid),
+        is_ready=lambda pid: names_process(ready_file, pid),
         # Its id may come again after a reboot, and this file with it.
         before_start=lambda: ready_file.unlink(missing_ok=True),
         stop_deadline_s=15.0,
@@ -242,7 +240,7 @@ def node_spec(installation: Installation, credentials: Credentials) -> PartSpec:
     return PartSpec(
         name="node",
         command=lambda: _python(arguments, environment),
-        is_ready=lambda _pid: readiness.lists_model(
+        is_ready=lambda _pid: lists_model(
             where.near_host, where.gateway_ports[0], api_key=credentials.api_key, model=credentials.model
         ),
         stop_deadline_s=drain_s + 5.0,
@@ -300,3 +298,75 @@ def _is_loopback(host: str) -> bool:
 def _bracket(host: str) -> str:
     """Return a host as URLs and ``Host`` headers write it: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
+
+
+def fetch(host: str, port: int, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes] | None:
+    """Return status and body of a GET, or None when nobody gives an HTTP answer within a second or two.
+
+    HTTP/1.0 by hand: ``http.client`` would keep TLS and mail parsing in the supervisor's memory for good.
+    """
+    lines = [f"GET {path} HTTP/1.0", f"Host: {host}:{port}", *(f"{name}: {value}" for name, value in (headers or {}).items())]
+    try:
+        with socket.create_connection((host, port), timeout=limits().launcher.ready_answer_s) as connection:
+            connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+            answer = b""
+            while len(answer) < limits().launcher.ready_answer_bytes and (piece := connection.recv(65536)):
+                answer += piece
+    except OSError:
+        return None
+    head, _, body = answer.partition(b"\r\n\r\n")
+    words = head.split(b" ", 2)
+    if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+        return None
+    return int(words[1]), body
+
+
+def answers_ok(host: str, port: int, path: str) -> bool:
+    """Return whether a GET of ``path`` is answered with 200."""
+    answer = fetch(host, port, path)
+    return answer is not None and answer[0] == 200
+
+
+def lists_model(host: str, port: int, *, api_key: str, model: str) -> bool:
+    """Return whether the gateway lists ``model`` to the holder of ``api_key``."""
+    answer = fetch(host, port, "/v1/models", {"Authorization": f"Bearer {api_key}"})
+    if answer is None or answer[0] != 200:
+        return False
+    try:
+        entries = json.loads(answer[1])["data"]
+        return any(entry.get("id") == model for entry in entries)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def names_process(path: Path, pid: int) -> bool:
+    """Return whether process ``pid`` wrote its id into ``path``; what an earlier process left there does not count."""
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip() == str(pid)
+    except OSError:
+        return False
+
+
+def describe_unreachable(url: str, *, default_port: int) -> str:
+    """Return why nothing answers at the server that ``url`` names, or an empty text when something does.
+
+    Understands ``scheme://host:port``, ``unix:///path`` and ``postgresql://…?host=/directory``.
+    """
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query))
+    host = query.get("host") or parts.hostname or ""
+    try:
+        port = int(query.get("port") or parts.port or default_port)
+    except ValueError:
+        return "its port is not a number"
+    try:
+        if parts.scheme == "unix" or host.startswith("/"):
+            path = parts.path if parts.scheme == "unix" else f"{host}/.s.PGSQL.{port}"
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(limits().launcher.ready_answer_s)
+                probe.connect(path)
+        else:
+            socket.create_connection((host or "127.0.0.1", port), timeout=5.0).close()
+    except OSError as error:
+        return f"nothing answers at {host or parts.path or '127.0.0.1'} port {port} ({error.strerror or error})"
+    return ""

@@ -11,7 +11,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.console import LauncherError
 from controlplane.launcher.processes import read_command_line
 
 _LISTEN = "0A"

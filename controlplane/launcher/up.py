@@ -5,34 +5,44 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from controlplane.env import SettingError, read_database, read_log_level, read_text
 from controlplane.launcher import parts
-from controlplane.launcher.console import complain, elapsed_s, progress, say
-from controlplane.launcher.credentials import Credentials, describe_command, require_credentials
-from controlplane.launcher.embedded import EmbeddedServer
-from controlplane.launcher.errors import LauncherError, StopRequested
-from controlplane.launcher.files import read_or_create_secret, write_json
-from controlplane.launcher.leftovers import end_leftovers, record_children
-from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently
-from controlplane.launcher.logs import open_log, read_last_line, read_tail
-from controlplane.launcher.places import (
+from controlplane.launcher.console import LauncherError, StopRequested, complain, elapsed_s, progress, say
+from controlplane.launcher.embedded import Valkey
+from controlplane.launcher.files import FileLock, LockHeld, acquire_patiently, read_json, read_or_create_secret, write_json
+from controlplane.launcher.installation import (
+    Credentials,
     Place,
     check_data,
     children_path,
     choose_place,
+    describe_command,
     find_missing,
     lock_path,
     prepare_data,
     remove_unused,
+    require_credentials,
 )
+from controlplane.launcher.parts import RUN_ID_VARIABLE, describe_unreachable
 from controlplane.launcher.ports import claim_port, list_addresses, list_names
-from controlplane.launcher.processes import Child, preload, raise_file_limit, send_group, start
-from controlplane.launcher.readiness import describe_unreachable
-from controlplane.launcher.supervise import Supervisor
+from controlplane.launcher.postgres import Postgres
+from controlplane.launcher.processes import (
+    Child,
+    find_by_variable,
+    is_alive,
+    preload,
+    raise_file_limit,
+    send,
+    send_group,
+    start,
+    wait_gone,
+)
+from controlplane.launcher.supervisor import Part, Supervisor, open_log, read_last_line, read_tail
 from core.limits import limits
 from wire import clock
 
@@ -216,11 +226,12 @@ class _Session:
         """Start the embedded servers that no variable replaces; return DATABASE_URL and REDIS_URL."""
         urls = {"postgres": read_text("DATABASE_URL"), "valkey": read_text("REDIS_URL")}
         self.place.make_socket_directory()
-        embedded: tuple[tuple[str, EmbeddedServer], ...] = tuple(
-            zip(("postgres", "valkey"), parts.embedded_servers(self.place), strict=True)
-        )
+        servers: dict[str, Postgres | Valkey] = {
+            "postgres": Postgres(home=self.place.postgres, sockets=self.place.sockets / "postgres"),
+            "valkey": Valkey(sockets=self.place.sockets),
+        }
         own = []
-        for name, server in embedded:
+        for name, server in servers.items():
             if urls[name]:
                 variable, port = ("DATABASE_URL", 5432) if name == "postgres" else ("REDIS_URL", 6379)
                 if trouble := describe_unreachable(urls[name], default_port=port):
@@ -398,3 +409,44 @@ def _read_secret(variable: str, path: Path) -> str:
 def _kind(name: str) -> str:
     """Return the part's name without the number of a second gateway."""
     return name.partition("-")[0]
+
+
+def record_children(path: Path, run_id: str, parts: Mapping[str, Part]) -> None:
+    """Write down the children that run now, each with what tells it from a later process of the same id."""
+    children = {
+        name: {"pid": part.process.pid, "identity": part.identity} for name, part in parts.items() if part.process is not None
+    }
+    write_json(path, {"run_id": run_id, "children": children})
+
+
+def end_leftovers(path: Path) -> None:
+    """End the children of an earlier run that are still alive; a process that only shares an id with one is left alone.
+
+    PostgreSQL is left to ``Postgres.clear_leftovers``, which knows all of its processes. Raises LauncherError.
+    """
+    kept = read_json(path)
+    children = kept.get("children")
+    run_id = kept.get("run_id")
+    if not isinstance(children, dict) or not isinstance(run_id, str):
+        return
+    recorded = [
+        (int(child["pid"]), str(child["identity"]))
+        for name, child in children.items()
+        if name != "postgres" and isinstance(child, dict) and is_alive(int(child["pid"]), str(child["identity"]))
+    ]
+
+    def survivors() -> set[int]:
+        return {pid for pid, identity in recorded if is_alive(pid, identity)} | set(find_by_variable(RUN_ID_VARIABLE, run_id))
+
+    if not survivors():
+        return
+    say(f"Ending {len(survivors())} processes that an earlier run left behind")
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid, identity in recorded:
+            if is_alive(pid, identity):
+                send_group(pid, number)
+        for pid in find_by_variable(RUN_ID_VARIABLE, run_id):
+            send(pid, number)
+        if wait_gone(lambda: not survivors(), limits().launcher.leftover_s):
+            return
+    raise LauncherError(f"processes of an earlier run cannot be ended: {sorted(survivors())}. Stop them and try again")

@@ -25,7 +25,7 @@ import httpx
 import psutil
 import pytest
 
-from controlplane.launcher.attach import read_variables
+from controlplane.launcher.installation import read_variables
 from tests.fakes.control_process import ROOT, ServerProcess, free_port, wait_for_port
 from tests.fakes.waiting import wait_until
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.launcher.errors import LauncherError
+from controlplane.launcher.console import LauncherError
 from tools.mutants import run_mutants
 
 ENVIRONMENT = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

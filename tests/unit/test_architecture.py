@@ -62,9 +62,9 @@ NUMBERS: dict[str, str] = {
     "wire/optoken/signing.py": "TOKEN_VERSION",
     # Formats, numbers and defaults of others: files, Linux, libraries.
     "controlplane/gateway_server/ws_protocol.py": "_BINARY _SHORT_BYTES",
-    "controlplane/launcher/embedded/postgres.py": "_READY_LINE",
+    "controlplane/launcher/postgres.py": "_READY_LINE",
     "controlplane/launcher/processes.py": "_PR_SET_PDEATHSIG",
-    "controlplane/launcher/tiny_model.py": "_ALIGNMENT _VERSION _F32 _F16 _Q8_0 _STRING _ARRAY _BLOCK _BLOCK_BYTES _MOSTLY_F16",
+    "controlplane/launcher/demo.py": "_ALIGNMENT _VERSION _F32 _F16 _Q8_0 _STRING _ARRAY _BLOCK _BLOCK_BYTES _MOSTLY_F16",
     "runner/connection.py": "_FINAL_TEXT _FINAL_BINARY _MASKED _SIZES_OF_2 _SIZES_OF_8",
     "runner/definitions/fields.py": "EXLLAMA_PAGE_TOKENS",
     "runner/definitions/kinds.py": "MAX_INTEGER",

@@ -13,7 +13,7 @@ from django.conf import settings
 from django.db import transaction
 
 from controlplane.launcher.files import read_json
-from controlplane.launcher.places import default_data, installation_path
+from controlplane.launcher.installation import default_data, installation_path
 from controlplane.launcher.up import EXAMPLE_QUESTION
 from controlplane.management.commands.invite import create_person, let_propose
 from controlplane.management.service_command import ACTOR, ServiceCommand

@@ -335,7 +335,7 @@ def disk(private_servers: EmbeddedServers, rows: Rows, tmp_path_factory: pytest.
     """A small disk of its own for the tables and indexes of the database."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount a small disk")
-    data = private_servers.postgres.server.data  # type: ignore[attr-defined]  # the server is a PostgreSQL
+    data = private_servers.postgres.server.data  # type: ignore[union-attr]  # the server is a PostgreSQL
     place = data.parent.parent / "small-disk"
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", place], check=False, capture_output=True)

@@ -18,10 +18,8 @@ import psycopg
 import pytest
 import redis
 
-from controlplane.launcher.embedded import EmbeddedServers, Postgres
-from controlplane.launcher.embedded.postgres import find_tree
-from controlplane.launcher.embedded.servers import RunningServer
-from controlplane.launcher.embedded.unprivileged import place_binaries
+from controlplane.launcher.embedded import EmbeddedServers, RunningServer
+from controlplane.launcher.postgres import Postgres, find_tree, place_binaries
 from controlplane.launcher.processes import UserIdentity, find_by_directory, identify, wait_gone
 from tests.fakes.waiting import wait_until
 
@@ -284,7 +282,7 @@ def test_stopping_leaves_no_process_and_no_file() -> None:
 @as_root
 @pytest.mark.parametrize("count", [65_536, 1_000], ids=["a container with 16 bits of users", "one with too few"])
 def test_in_a_container_postgres_gets_a_user_that_the_container_has(count: int) -> None:
-    asked = "from pathlib import Path; from controlplane.launcher.embedded.unprivileged import choose_user as ask; "
+    asked = "from pathlib import Path; from controlplane.launcher.postgres import choose_user as ask; "
     command = f"read go; exec {sys.executable} -c '{asked}print(ask(Path(\"/data\")).uid)'"
     contained = subprocess.Popen(
         ["unshare", "--user", "sh", "-c", command],

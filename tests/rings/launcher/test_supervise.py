@@ -17,13 +17,12 @@ from pathlib import Path
 import pytest
 
 from controlplane.launcher import processes
+from controlplane.launcher.console import LauncherError, StopRequested
 from controlplane.launcher.environment import ROOT
-from controlplane.launcher.errors import LauncherError, StopRequested
 from controlplane.launcher.files import write_json
-from controlplane.launcher.leftovers import end_leftovers
-from controlplane.launcher.part import PartSpec
 from controlplane.launcher.ports import claim_port
-from controlplane.launcher.supervise import Supervisor, describe_status
+from controlplane.launcher.supervisor import PartSpec, Supervisor, describe_status
+from controlplane.launcher.up import end_leftovers
 from tests.fakes.waiting import wait_until
 
 RUN = "import signal; signal.alarm(60); signal.pause()"

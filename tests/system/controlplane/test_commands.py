@@ -22,8 +22,8 @@ from django.core.management.base import SystemCheckError
 from django.test import Client, override_settings
 
 from controlplane.approver_cli import describe, main
-from controlplane.launcher.credentials import require_credentials
 from controlplane.launcher.files import read_json, write_json
+from controlplane.launcher.installation import require_credentials
 from controlplane.management.commands.bootstrap import ACTOR, MODEL, USERNAME, make_credentials
 from controlplane.management.service_command import SETTINGS_CHECKS
 from core.models import User

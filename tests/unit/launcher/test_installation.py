@@ -22,26 +22,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controlplane.launcher import installer, locks, parts, places
-from controlplane.launcher.attach import run_down, run_manage
-from controlplane.launcher.backoff import Backoff
+from controlplane.launcher import environment, files, installation, parts
 from controlplane.launcher.cli import _parse, name_node, take_data
-from controlplane.launcher.credentials import (
+from controlplane.launcher.console import LauncherError
+from controlplane.launcher.demo import MODEL, make_second_model, run_demo
+from controlplane.launcher.environment import ROOT, SETS, lock_file
+from controlplane.launcher.files import (
+    FileLock,
+    LockHeld,
+    acquire_patiently,
+    read_holder,
+    read_json,
+    read_or_create_secret,
+    write_json,
+    write_private,
+)
+from controlplane.launcher.installation import (
     Credentials,
+    default_data,
     describe_command,
     read_credentials,
     require_credentials,
     run_credentials,
+    run_down,
+    run_manage,
 )
-from controlplane.launcher.demo import MODEL, make_second_model, run_demo
-from controlplane.launcher.environment import ROOT, SETS, lock_file
-from controlplane.launcher.errors import LauncherError
-from controlplane.launcher.files import read_json, read_or_create_secret, write_json, write_private
-from controlplane.launcher.locks import FileLock, LockHeld, acquire_patiently, read_holder
-from controlplane.launcher.logs import open_log, read_last_line, read_tail, rotate
-from controlplane.launcher.places import default_data
+from controlplane.launcher.parts import answers_ok, describe_unreachable, lists_model, names_process
 from controlplane.launcher.ports import claim_port, list_addresses, list_names
-from controlplane.launcher.readiness import answers_ok, describe_unreachable, lists_model, names_process
+from controlplane.launcher.supervisor import Backoff, open_log, read_last_line, read_tail, rotate
 from core.limits import limits
 from runner.config import read_config
 from tests.fakes.limits import set_limits
@@ -69,34 +77,34 @@ def folder() -> Iterator[Path]:
 
 
 def test_a_folder_is_made_with_its_places_and_one_that_was_there_keeps_its_mode(folder: Path) -> None:
-    data = places.prepare_data(folder / "a" / "b")
+    data = installation.prepare_data(folder / "a" / "b")
     assert {entry.name for entry in data.iterdir()} == {"logs", "models", "node", "run"}
     assert (mode(data / "logs"), mode(data) & 0o066) == (0o700, 0)
-    place, note = places.choose_place(data)
+    place, note = installation.choose_place(data)
     assert (note, place.postgres, place.sockets) == ("", data / "postgres", data / "sockets")
     (folder / "mine").mkdir(mode=0o700)
-    assert mode(places.prepare_data(folder / "mine")) == 0o700
+    assert mode(installation.prepare_data(folder / "mine")) == 0o700
     (folder / "file").touch()
     with pytest.raises(LauncherError, match=r"cannot write to .*--data DIR"):
-        places.prepare_data(folder / "file")
+        installation.prepare_data(folder / "file")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root runs PostgreSQL as another user")
 def test_under_root_a_closed_directory_gets_an_open_place_and_keeps_it(folder: Path) -> None:
     closed = folder / "closed"
     closed.mkdir(mode=0o700)
-    data = places.prepare_data(closed / "d")
-    place, note = places.choose_place(data)
+    data = installation.prepare_data(closed / "d")
+    place, note = installation.choose_place(data)
     assert str(data) in note
-    assert places.is_open_to_others(place.postgres.parent)
-    assert (mode(closed), places.choose_place(data)[0]) == (0o700, place)
+    assert installation.is_open_to_others(place.postgres.parent)
+    assert (mode(closed), installation.choose_place(data)[0]) == (0o700, place)
 
 
 def test_a_long_path_gets_short_sockets_and_those_of_somebody_else_are_refused(folder: Path) -> None:
-    data = places.prepare_data(folder / ("x" * 90))
-    place, _ = places.choose_place(data)
+    data = installation.prepare_data(folder / ("x" * 90))
+    place, _ = installation.choose_place(data)
     assert len(str(place.sockets)) < 80
-    assert places.choose_place(data)[0].sockets == place.sockets
+    assert installation.choose_place(data)[0].sockets == place.sockets
     place.make_socket_directory()
     place.sockets.rmdir()
     place.sockets.symlink_to(folder)
@@ -112,20 +120,20 @@ def test_a_long_path_gets_short_sockets_and_those_of_somebody_else_are_refused(f
 def test_an_empty_folder_and_one_of_an_installation_are_taken(folder: Path, names: list[str], is_empty: bool) -> None:
     for name in names:
         (folder / name).touch()
-    assert places.check_data(folder) is is_empty
-    assert places.check_data(folder / "not" / "there")
+    assert installation.check_data(folder) is is_empty
+    assert installation.check_data(folder / "not" / "there")
 
 
 def test_what_a_start_that_failed_had_made_is_removed_and_what_it_had_written_stays(folder: Path) -> None:
     wanted = folder / "a" / "b"
-    made = places.find_missing(wanted)
-    data = places.prepare_data(wanted)
-    places.lock_path(data).touch()
-    places.remove_unused(data, made)
+    made = installation.find_missing(wanted)
+    data = installation.prepare_data(wanted)
+    installation.lock_path(data).touch()
+    installation.remove_unused(data, made)
     assert list(folder.iterdir()) == []
-    data = places.prepare_data(wanted)
+    data = installation.prepare_data(wanted)
     (data / "logs" / "postgres.log").write_text("no space left")
-    places.remove_unused(data, [data])
+    installation.remove_unused(data, [data])
     assert (data / "logs" / "postgres.log").exists()
 
 
@@ -174,7 +182,7 @@ def test_a_log_is_kept_once_when_it_has_grown_and_read_from_where_it_was_and_to_
 _HOLD = """
 import signal, sys
 from pathlib import Path
-from controlplane.launcher.locks import FileLock
+from controlplane.launcher.files import FileLock
 FileLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 signal.alarm(60); signal.pause()
@@ -216,7 +224,7 @@ class Clock:
 
 def test_waiting_for_a_lock_ends_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, waited_for = Clock(), list[str]()
-    monkeypatch.setattr(locks, "clock", clock)
+    monkeypatch.setattr(files, "clock", clock)
     with FileLock(tmp_path / "lock"), pytest.raises(LockHeld):
         acquire_patiently(FileLock(tmp_path / "lock"), deadline_s=5.0, on_wait=waited_for.append)
     assert waited_for == [str(os.getpid())]
@@ -272,7 +280,7 @@ OUTSIDE = NEAR | {"192.168.1.4", "[fd00::4]", "gpu1", "gpu1.local"}
 
 def make_installation(tmp_path: Path, host: str = "127.0.0.1") -> parts.Installation:
     return parts.Installation(
-        place=places.Place(data=tmp_path, postgres=tmp_path / "postgres", sockets=tmp_path / "sockets"),
+        place=installation.Place(data=tmp_path, postgres=tmp_path / "postgres", sockets=tmp_path / "sockets"),
         addresses=parts.Addresses(host=host, control_port=8000, gateway_ports=(8080,)),
         database_url="postgresql:///x", redis_url="redis://x", secret_key="s", cluster_secret="c", log_key="l", run_id="r",
     )  # fmt: skip
@@ -554,18 +562,18 @@ def test_what_pip_is_configured_to_use_reaches_uv() -> None:
         "global.proxy=not quoted",
     ]  # fmt: skip
     settings = {"find-links": "/from/variable", "index-url": "https://install/simple", "cert": "/etc/ca.pem"}
-    assert installer.parse_pip_settings(lines) == settings
+    assert environment.parse_pip_settings(lines) == settings
     more = {"extra-index-url": "https://b/simple\nfile:///c", "no-index": "true", "trusted-host": "a"}
-    assert installer.uv_options({**settings, **more}) == [
+    assert environment.uv_options({**settings, **more}) == [
         "--index-strategy", "unsafe-best-match", "--default-index", "https://install/simple", "--extra-index-url",
         "https://b/simple", "--extra-index-url", "file:///c", "--find-links", "/from/variable", "--allow-insecure-host", "a",
         "--no-index",
     ]  # fmt: skip
-    assert installer.uv_environment({"cert": "/ca.pem", "default-timeout": "180"}) == {
+    assert environment.uv_environment({"cert": "/ca.pem", "default-timeout": "180"}) == {
         "SSL_CERT_FILE": "/ca.pem",
         "UV_HTTP_TIMEOUT": "180",
     }
-    assert installer.uv_environment({}) == {}
+    assert environment.uv_environment({}) == {}
 
 
 def test_each_lock_file_holds_everything_of_the_smaller_ones() -> None:
@@ -578,7 +586,7 @@ def test_each_lock_file_holds_everything_of_the_smaller_ones() -> None:
     lines = [
         "a==1 \\", "    --hash=sha256:00", "b==2 ; sys_platform == 'win32' \\", "# via a", "c==3 ; sys_platform != 'win32'",
     ]  # fmt: skip
-    assert installer.count_pins("\n".join(lines)) == 2, "pins of other systems are not counted"
+    assert environment.count_pins("\n".join(lines)) == 2, "pins of other systems are not counted"
 
 
 @pytest.mark.parametrize("has_uv", [True, False])
@@ -597,7 +605,7 @@ esac
     lock, uv_lock = tmp_path / "lock.txt", tmp_path / "uv.txt"
     lock.write_text("one==1 --hash=sha256:00\n")
     uv_lock.write_text("uv==1 --hash=sha256:00\n")
-    installer.install(python, lock, uv_lock)
+    environment.install(python, lock, uv_lock)
     installs = [call for call in calls.read_text().splitlines() if " install " in call]
     assert [call.split()[1] for call in installs] == (["uv", "pip"] if has_uv else ["pip", "uv", "pip"])
     assert all("--require-hashes" in call.split() for call in installs)

@@ -1,25 +1,151 @@
-"""Keeps the parts of an installation running: starts, waits, restarts with back-off, stops in order.
-
-One thread, no asyncio: Linux ties a child's death signal to the thread that started it, and there is nothing to overlap.
-"""
+"""Keeps the parts of an installation running: starts, waits, restarts with back-off, stops in order."""
 
 from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
-from controlplane.launcher.console import complain, progress
-from controlplane.launcher.errors import LauncherError, StopRequested
-from controlplane.launcher.logs import rotate
-from controlplane.launcher.part import Part, PartSpec
+from controlplane.launcher.console import LauncherError, StopRequested, complain, progress
+from controlplane.launcher.processes import Child, Command, identify, send_group, start
 from core.limits import limits
 from wire import clock
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CAN_PEEK = hasattr(os, "waitid")
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """Open ``path`` for a child to append to, mode 0600. A grown one is kept once as ``NAME.log.1``."""
+    rotate(path)
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab")
+
+
+def rotate(path: Path) -> None:
+    """Move what ``path`` holds to ``NAME.log.1`` when it has grown beyond the limit; children keep writing to ``path``.
+
+    They write in append mode, so a truncated file starts again at its beginning. A line written in between may be lost.
+    """
+    try:
+        if path.stat().st_size <= limits().launcher.log_bytes:
+            return
+        shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+        path.with_name(f"{path.name}.1").chmod(0o600)
+        os.truncate(path, 0)
+    except FileNotFoundError:
+        return
+
+
+def read_last_line(path: Path, *, since: int = 0) -> str:
+    """Return the last line after byte ``since`` that says something, at most 200 characters, or ``nothing in its log``."""
+    lines = [line.strip() for line in read_tail(path, since=since).splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "nothing in its log"
+
+
+def read_tail(path: Path, *, since: int = 0) -> str:
+    """Return the last few kilobytes of ``path`` that were written after byte ``since``."""
+    try:
+        with path.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            begin = since if since <= size else 0
+            stream.seek(max(begin, size - limits().launcher.log_tail_bytes))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+@dataclass(slots=True)
+class Backoff:
+    """No pause at first, then exponential ones from ``restart_first_s`` on; a run of ``restart_healthy_s`` starts over."""
+
+    failures: int = 0
+
+    def next_pause_s(self, ran_s: float) -> float:
+        """Return the pause after a run of ``ran_s`` seconds that ended unasked."""
+        bounds = limits().launcher
+        if ran_s >= bounds.restart_healthy_s:
+            self.failures = 0
+        pause = min(bounds.restart_first_s * 2.0 ** min(self.failures - 1, 16), bounds.restart_max_s) if self.failures else 0.0
+        self.failures += 1
+        return pause
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """What a part is. ``command`` is asked anew at each start, after ``before_start`` has cleared the ground."""
+
+    name: str
+    command: Callable[[], Command]
+    is_ready: Callable[[int], bool]
+    before_start: Callable[[], None] | None = None
+    stop_signal: signal.Signals = signal.SIGTERM
+    stop_deadline_s: float = field(default_factory=lambda: limits().launcher.stop_s)
+    start_deadline_s: float = field(default_factory=lambda: limits().launcher.start_s)
+
+
+@dataclass(slots=True)
+class Part:
+    """A part with its process. ``restart_at`` (monotonic) is set while it is down and waits for its next start.
+
+    ``late_said_at`` (monotonic): when the person was last told that it is not ready yet. ``logged_before``: bytes
+    of its log that are of earlier starts.
+    """
+
+    spec: PartSpec
+    log_path: Path
+    backoff: Backoff = field(default_factory=Backoff)
+    process: Child | None = None
+    identity: str = ""
+    started_at: float = 0.0
+    late_said_at: float = 0.0
+    logged_before: int = 0
+    is_ready: bool = False
+    restart_at: float | None = None
+
+    def start(self) -> None:
+        """Start the child. Raises OSError when it cannot be executed and LauncherError when the ground is not clear."""
+        if self.spec.before_start:
+            self.spec.before_start()
+        with open_log(self.log_path) as log:
+            self.logged_before = self.log_path.stat().st_size
+            self.process = start(self.spec.command(), log)
+        self.identity = identify(self.process.pid) or ""
+        self.started_at = self.late_said_at = clock.monotonic()
+        self.is_ready = False
+        self.restart_at = None
+
+    @property
+    def last_line(self) -> str:
+        return read_last_line(self.log_path, since=self.logged_before)
+
+    def probe(self) -> bool:
+        """Return whether the part is ready, asking it when it was not yet."""
+        if not self.is_ready and self.process is not None:
+            self.is_ready = self.spec.is_ready(self.process.pid)
+        return self.is_ready
+
+    def reap(self) -> int | None:
+        """Return the exit status when the child has ended since the last call, with all it had started ended too."""
+        process = self.process
+        if process is None:
+            return None
+        if _CAN_PEEK:
+            # Look without reaping: until it is reaped its process group number cannot become somebody else's.
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+        elif process.poll() is None:
+            return None
+        send_group(process.pid, signal.SIGKILL)
+        status = process.wait()
+        self.process = None
+        self.is_ready = False
+        return status
 
 
 class Supervisor:
@@ -28,6 +154,8 @@ class Supervisor:
     A part that is not ready ``late_after_s`` seconds after its start is named, and again after each such time.
     """
 
+    # One thread, no asyncio: Linux ties a child's death signal to the thread that started it, and there is nothing to overlap.
+
     def __init__(self, logs: Path, on_change: Callable[[], None], *, late_after_s: float | None = None) -> None:
         self.parts: dict[str, Part] = {}
         self._logs = logs
@@ -35,14 +163,16 @@ class Supervisor:
         self._late_after_s = limits().launcher.late_s if late_after_s is None else late_after_s
         self._stop_signals_seen = 0
         self._rotated_at = clock.monotonic()
-        self._wake_read, self._wake_write = _make_pipe()
+        self._wake_read, self._wake_write = os.pipe()
+        for end in (self._wake_read, self._wake_write):
+            os.set_blocking(end, False)
 
     def listen_for_signals(self) -> None:
         """Take Ctrl-C, SIGTERM, SIGHUP and the death of children as wake-ups."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         for number in _STOP_SIGNALS:
             signal.signal(number, self._note_stop)
-        signal.signal(signal.SIGCHLD, _note_nothing)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)  # without a handler nothing reaches the wake-up pipe
 
     @property
     def pids(self) -> dict[str, int]:
@@ -116,7 +246,6 @@ class Supervisor:
                 rotate(part.log_path)
 
     def _say_when_late(self, part: Part) -> None:
-        """Tell the person which part is awaited, and what it said last."""
         now = clock.monotonic()
         if part.process is None or part.is_ready or now - part.late_said_at < self._late_after_s:
             return
@@ -125,7 +254,7 @@ class Supervisor:
         progress(f"Still waiting for {part.spec.name} after {waited_s:.0f} s. Last line: {part.last_line}")
 
     def stop(self, order: Sequence[Sequence[str]]) -> None:
-        """Stop the parts, one group of names after the other; a second signal from the person shortens the patience."""
+        """Stop the parts, one group of names after the other; with a second signal from the person they are killed."""
         self._stop_signals_seen = 0
         for group in order:
             self._stop_group([self.parts[name] for name in group if name in self.parts])
@@ -134,13 +263,15 @@ class Supervisor:
         began = clock.monotonic()
         for part in parts:
             part.restart_at = None
-            part.ask_to_stop()
+            if part.process is not None:
+                # Not ``Popen.send_signal``: that reaps a child which has ended already, and then nobody can tell how.
+                os.kill(part.process.pid, part.spec.stop_signal)
         while any(part.process is not None for part in parts):
             for part in parts:
                 late = clock.monotonic() - began > part.spec.stop_deadline_s
                 if part.reap() is None and part.process is not None and (late or self._stop_signals_seen):
                     complain(f"{part.spec.name} did not stop in time; killed")
-                    part.kill()
+                    send_group(part.process.pid, signal.SIGKILL)
             if any(part.process is not None for part in parts):
                 self.sleep(0.05)
 
@@ -155,7 +286,6 @@ class Supervisor:
         return True
 
     def _next_wake_s(self) -> float:
-        """Return how long there is nothing to do unless a signal arrives."""
         now = clock.monotonic()
         if any(part.process is not None and not part.is_ready for part in self.parts.values()):
             return limits().launcher.ready_poll_s
@@ -182,14 +312,3 @@ def describe_status(status: int) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
-
-
-def _note_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Exist, so that SIGCHLD reaches the wake-up pipe."""
-
-
-def _make_pipe() -> tuple[int, int]:
-    ends = os.pipe()
-    for fd in ends:
-        os.set_blocking(fd, False)
-    return ends

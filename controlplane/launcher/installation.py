@@ -1,20 +1,28 @@
-"""Where an installation keeps its things: one directory, and for PostgreSQL under root a place that its own user can reach."""
+"""One installation: where it keeps its things, its generated credentials, and the commands for one that runs already.
+
+Everything lies in one directory, but under root PostgreSQL has a place that its own user can reach.
+"""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import signal
 import stat
+import sys
 import tempfile
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from controlplane.launcher.console import LauncherError, say
 from controlplane.launcher.environment import ROOT
-from controlplane.launcher.errors import LauncherError
-from controlplane.launcher.files import read_json, write_json
-from controlplane.launcher.processes import find_by_directory
+from controlplane.launcher.files import read_holder, read_json, write_json
+from controlplane.launcher.processes import find_by_directory, send
 from core.limits import limits
+from wire import clock
 
 # sockaddr_un holds 108 bytes on Linux and 104 on macOS; PostgreSQL adds "/.s.PGSQL.5432" to the directory.
 _SYSTEM_HOME = Path("/var/lib/muster")
@@ -248,3 +256,107 @@ def _socket_directory(home: Path) -> Path:
         return beside
     name = f"{zlib.crc32(os.fsencode(home)):08x}{zlib.adler32(os.fsencode(home)):08x}"
     return _TEMPORARY / f"muster-{os.geteuid()}-{name}"
+
+
+_MAY_BE_EMPTY = {"password", "admin_token"}
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The generated credentials of an installation, in clear text.
+
+    ``password`` is empty once the operator has changed it, ``admin_token`` once it was revoked and a policy forbids another.
+    """
+
+    username: str
+    password: str
+    admin_token: str
+    api_key: str
+    model: str
+    worker_secret: str
+    node_token: str
+    local_node_token: str
+
+
+def read_credentials(path: Path) -> Credentials | None:
+    """Return what ``path`` holds, or None when it is missing or incomplete."""
+    values = read_json(path)
+    admin = values.get("admin")
+    if not isinstance(admin, dict):
+        return None
+    flat = {**values, **admin}
+    names = Credentials.__slots__
+    if not all(isinstance(flat.get(name), str) and (flat[name] or name in _MAY_BE_EMPTY) for name in names):
+        return None
+    return Credentials(**{name: str(flat[name]) for name in names})
+
+
+def require_credentials(path: Path) -> Credentials:
+    """Return what ``path`` holds. Raises LauncherError when bootstrap left it incomplete."""
+    credentials = read_credentials(path)
+    if credentials is None:
+        raise LauncherError(f"{path} is incomplete: delete it and start again, new credentials are made then")
+    return credentials
+
+
+def run_credentials(data: Path, name: str | None) -> int:
+    """Print the credentials of the installation in ``data``, or the one called ``name`` alone. Raises LauncherError."""
+    path = credentials_path(data)
+    credentials = read_credentials(path)
+    if credentials is None:
+        raise LauncherError(f"{path} is missing, incomplete or not yours to read: has ./muster up run with this --data DIR?")
+    values = asdict(credentials)
+    for line in [values[name]] if name else [f"{each:<18}{value}" for each, value in values.items()]:
+        say(line)
+    return 0
+
+
+def describe_command(data: Path) -> str:
+    """Return the command line that shows the credentials in ``data``, to be pasted anywhere."""
+    where = [] if data == default_data() else ["--data", str(data)]
+    return shlex.join([str(ROOT / "muster"), "credentials", *where])
+
+
+def run_down(data: Path) -> int:
+    """Stop the ``up`` that runs on ``data`` and wait until it has. Returns 0 also when none ran. Raises LauncherError."""
+    holder = read_holder(lock_path(data))
+    if holder is None:
+        say(f"Not running: {data}")
+        return 0
+    say(f"Stopping muster (process {holder})")
+    try:
+        send(holder, signal.SIGTERM)
+    except PermissionError:
+        raise LauncherError(f"process {holder} belongs to another user: stop it as that user") from None
+    until = clock.monotonic() + limits().launcher.attach_stop_s
+    while read_holder(lock_path(data)) == holder:
+        if clock.monotonic() > until:
+            raise LauncherError(f"process {holder} still runs after {limits().launcher.attach_stop_s:.0f} s; see {data}/logs")
+        clock.sleep(0.05)
+    say("Stopped")
+    return 0
+
+
+def run_manage(data: Path, arguments: Sequence[str]) -> int:
+    """Replace this process by ``manage.py`` with the environment of the installation on ``data``.
+
+    With DATABASE_URL and MUSTER_SECRET_KEY set, these are used and nothing has to run. Raises LauncherError.
+    """
+    environment = dict(os.environ)
+    if not ("DATABASE_URL" in environment and {"MUSTER_SECRET_KEY", "MUSTER_SECRET_KEY_FILE"} & set(environment)):
+        environment |= read_variables(data)
+    sys.stdout.flush()
+    os.chdir(ROOT)
+    os.execve(sys.executable, [sys.executable, str(ROOT / "manage.py"), *arguments], environment)
+
+
+def read_variables(data: Path) -> dict[str, str]:
+    """Return the environment of the installation that runs on ``data``. Raises LauncherError when none does."""
+    if read_holder(lock_path(data)) is None:
+        raise LauncherError(f"no Muster runs on {data}: start it with ./muster up, or name its directory with --data DIR")
+    variables = read_json(installation_path(data)).get("environment")
+    if not isinstance(variables, dict):
+        raise LauncherError(
+            f"the Muster on {data} is still starting, or belongs to another user: try again when it says it is ready"
+        )
+    return {str(name): str(value) for name, value in variables.items()}
