@@ -29,9 +29,9 @@ from runner.limits import MIB, limits
 from runner.operations.bodies import LoadBody
 from runner.operations.desired_state import DesiredState
 from runner.operations.gate import Gate, GateRules
-from runner.operations.governance import Governance
 from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
+from runner.operations.trust import Governance
 from runner.pool import Capacity, Loader, LoadOptions, LoadOrder, ModelState, Pool, Registry, Unloader
 from runner.pool.attached import AttachedServer
 from runner.queue import FairQueue, QueueLimits, WaitBudget, read_rates, read_weights

@@ -26,7 +26,7 @@ from runner.engines.port import Capabilities, EngineStats, FlushResult
 from runner.errors import Unavailable
 from runner.fit import ModelShape
 from runner.limits import MIB, limits
-from runner.operations.governance import Standing
+from runner.operations.trust import Standing
 from runner.parts import Parts, Phase
 from runner.pool import Model, ModelState, Replica
 from runner.queue import read_rates

@@ -19,8 +19,8 @@ from runner.errors import RunnerError
 from runner.ledger import DesiredModel, Ledger, LedgerError
 from runner.limits import limits
 from runner.operations.bodies import LoadBody
-from runner.operations.governance import Governance
-from runner.operations.identity import Identity
+from runner.operations.keys import Identity
+from runner.operations.trust import Governance
 from wire import clock
 from wire.optoken import Level, Operation, OpTokenError, Policy, SignedToken, Verifier, read_token
 from wire.optoken.approval import ApprovalError, decode_bytes, read_statement

@@ -1,22 +1,81 @@
-"""The key files that operation tokens are checked with, read again whenever they change."""
+"""Keys of a runner: those that op tokens are checked with, those that it makes itself, and the one that it signs with.
+
+They lie in small files that only their owner reads, replaced whole and on disk before anybody relies on them.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
+import secrets
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
-from runner.errors import OperationsDisabled
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from runner.errors import ConfigError, OperationsDisabled
 from runner.limits import limits
 from wire.limits import WIRE
+from wire.optoken import make_runner_id
 
 log = logging.getLogger(__name__)
 
+IDENTITY_NAME = "identity.key"
+OP_KEYS_NAME = "op-keys"
+"""The folder of the keys that the runner makes itself."""
 KEY_SUFFIX = ".key"
 _KID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_OWN_KID = re.compile(r"(\d{10})-[0-9a-f]{4}")
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace a file in one step, readable by its owner alone. Raises OSError."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def read_private(path: Path) -> bytes | None:
+    """Return the content of a file, None when there is none. Raises OSError, and ValueError beyond 4096 bytes."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(limits().operations.key_bytes + 1)
+    except FileNotFoundError:
+        return None
+    if len(content) > limits().operations.key_bytes:
+        raise ValueError(f"{path} has more than {limits().operations.key_bytes} bytes")
+    return content
+
+
+def remove_private(path: Path) -> None:
+    """Remove a file, if it is there, for good. Raises OSError."""
+    path.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class UnusableKey(ValueError):
@@ -117,3 +176,102 @@ def _stamp(path: Path) -> _Stamp:
 
 def _describe(path: Path, error: OSError | UnusableKey) -> str:
     return f"the key file {path} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+
+
+class TooManyKeys(Exception):
+    """As many keys are valid as may be; the oldest are dropped a day after they were replaced."""
+
+
+class OpKeys:
+    """The keys in ``folder``, one file ``<kid>.key`` each. A kid begins with the Unix second in which its key was made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def list_kids(self) -> list[str]:
+        """Return the ids of the keys, the newest last. Raises OSError."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(path.stem for path in self.folder.glob(f"*{KEY_SUFFIX}") if _OWN_KID.fullmatch(path.stem))
+
+    def read(self) -> dict[str, bytes]:
+        """Return the keys by id, the newest last. Raises OSError and UnusableKey."""
+        return {kid: read_key(self._path(kid)) for kid in self.list_kids()}
+
+    def ensure(self, now: float) -> None:
+        """Make the first key. Raises OSError."""
+        if not self.list_kids():
+            self._make(int(now))
+
+    def renew(self, now: float) -> str:
+        """Make another key and return its id; those before it are good for a day more. Raises TooManyKeys and OSError."""
+        self.drop_retired(now)
+        kids = self.list_kids()
+        if len(kids) >= limits().operations.op_keys:
+            raise TooManyKeys(f"{len(kids)} keys are valid, the most there may be; the oldest is dropped within a day")
+        # Above the newest even when the clock was set back, since the order of the ids is that of their age.
+        return self._make(max(int(now), _made_at(kids[-1]) + 1 if kids else 0))
+
+    def drop_retired(self, now: float) -> list[str]:
+        """Remove every key whose successor was made a day ago; return their ids. Raises OSError."""
+        kids = self.list_kids()
+        retired = [
+            kid for kid, successor in pairwise(kids) if _made_at(successor) + limits().operations.op_key_overlap_s <= now
+        ]
+        for kid in retired:
+            self._path(kid).unlink(missing_ok=True)
+        if retired:
+            sync_folder(self.folder)
+        return retired
+
+    def _make(self, made_at: int) -> str:
+        kid = f"{made_at:010d}-{secrets.token_hex(2)}"
+        # Text, because readers of key files take one newline off the end.
+        write_private(self._path(kid), secrets.token_hex(32).encode())
+        return kid
+
+    def _path(self, kid: str) -> Path:
+        return self.folder / f"{kid}{KEY_SUFFIX}"
+
+
+def _made_at(kid: str) -> int:
+    return int(kid.partition("-")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """``public_key``: SPKI DER. ``certified_id``: the name of the box with the fingerprint of that key. ``is_new``: it was made
+    just now, so nobody has approved anything for it yet.
+    """
+
+    private_key: Ed25519PrivateKey = field(repr=False)
+    public_key: bytes
+    certified_id: str
+    is_new: bool = False
+
+
+def load_identity(data: Path, name: str) -> Identity:
+    """Return the identity that lies in ``data``, made at the first start. Raises ConfigError, naming what is wrong with it."""
+    path = data / IDENTITY_NAME
+    try:
+        content = read_private(path)
+        if content is None:
+            key = Ed25519PrivateKey.generate()
+            pem = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+            write_private(path, key.private_bytes(*pem))
+        else:
+            found = serialization.load_pem_private_key(content, None)
+            if not isinstance(found, Ed25519PrivateKey):
+                raise TypeError("a key of another kind")
+            key = found
+    except OSError as error:
+        raise ConfigError(f"the key of this box, {path}, cannot be used: {error.strerror}") from None
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise ConfigError(
+            f"{path} is not an Ed25519 key; put back the one that was there, or remove it: then the box gets a new runner id"
+        ) from None
+    public_key = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    try:
+        return Identity(key, public_key, make_runner_id(name, public_key), is_new=content is None)
+    except ValueError as error:
+        raise ConfigError(f"--name {name!r} cannot be part of a runner id: {error}") from None

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from runner.operations.identity import Identity
+from runner.operations.keys import Identity
 from wire.optoken.receipt import Outcome, Receipt, ReceiptError, digest_result, sign_receipt
 
 log = logging.getLogger(__name__)

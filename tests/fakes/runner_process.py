@@ -37,11 +37,10 @@ from runner.errors import EngineError, LoadConflict
 from runner.ledger import FILE_NAME, Ledger, LedgerError
 from runner.library import Library
 from runner.operations.commands import Commands
-from runner.operations.fingerprint import write_trusted
 from runner.operations.gate import Gate, GateRules
-from runner.operations.governance import Governance
 from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
+from runner.operations.trust import Governance, write_trusted
 from runner.pool import LoadOrder, LoadResult, Model, ModelState, Pool
 from runner.pool.capacity import Prediction
 from runner.pool.models import LoadProgress, Registry

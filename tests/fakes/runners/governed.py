@@ -10,11 +10,10 @@ from typing import Any
 
 from runner.ledger import Ledger
 from runner.operations.commands import Commands
-from runner.operations.fingerprint import write_trusted
 from runner.operations.gate import Admitted, Gate, GateRules
-from runner.operations.policies import PolicyStore
 from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
+from runner.operations.trust import PolicyStore, write_trusted
 from runner.parts import Parts
 from runner.pool import Pool
 from tests.fakes.ledgers import T0, Clock

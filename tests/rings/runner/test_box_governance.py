@@ -19,9 +19,8 @@ import pytest
 
 from runner.ledger import Ledger, OpAlreadyDone, TaskState, approvals
 from runner.operations import trust
-from runner.operations.identity import load_identity
-from runner.operations.op_keys import FOLDER_NAME, OpKeys
-from runner.operations.policies import FORGOTTEN, WAITING
+from runner.operations.keys import OP_KEYS_NAME, OpKeys, load_identity
+from runner.operations.trust import FORGOTTEN, WAITING
 from tests.fakes.audit_logs import FORK, LOG, checkpoint_of, offer_of
 from tests.fakes.policies import Fleet, Issuer
 from tests.fakes.runners.governed import Control, enrol, options_of
@@ -244,7 +243,7 @@ def enrolled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Enrolled]:
     asyncio.run(enrol(folder / "data", fleet))
     with run_api_box(folder, "--name", "attic", models=("a",), has_op_key=False) as box:
         runner_id = box.client.get("/v1/capabilities").json()["runnerId"]
-        ((kid, key),) = OpKeys(folder / "data" / FOLDER_NAME).read().items()
+        ((kid, key),) = OpKeys(folder / "data" / OP_KEYS_NAME).read().items()
         yield Enrolled(box, Issuer(fleet, runner_id, kid, key), folder / "data")
 
 

@@ -16,8 +16,8 @@ from runner.config.values import OperationsConfig
 from runner.errors import OperationLimit, OperationsDisabled, OpTokenRefused, Unavailable
 from runner.ledger import FILE_NAME, Ledger, approvals
 from runner.operations.gate import LIMIT_REASON, REFUSED, Admitted, Gate, GateRules, OperationRunning
-from runner.operations.governance import Governance
-from runner.operations.op_keys import OpKeys
+from runner.operations.keys import OpKeys
+from runner.operations.trust import Governance
 from tests.fakes.ledgers import T0, Clock
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.policies import Fleet, Issuer

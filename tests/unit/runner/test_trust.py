@@ -26,15 +26,21 @@ from runner.limits import limits
 from runner.operations import trust
 from runner.operations.bodies import LoadBody
 from runner.operations.desired_state import Accepted, DesiredState, NotDesired, open_sealed, seal_accepted
-from runner.operations.fingerprint import TRUSTED_NAME, is_asked_to_forget, read_trusted, write_trusted
 from runner.operations.gate import Gate, GateRules
-from runner.operations.governance import Governance
-from runner.operations.identity import FILE_NAME as IDENTITY_NAME
-from runner.operations.identity import Identity, load_identity
-from runner.operations.keys import KeyRing
-from runner.operations.op_keys import FOLDER_NAME, OpKeys, TooManyKeys
-from runner.operations.policies import ANOTHER, FORGOTTEN, WAITING, PolicyStore
-from runner.operations.witness import Sighting, Witness
+from runner.operations.keys import IDENTITY_NAME, OP_KEYS_NAME, Identity, KeyRing, OpKeys, TooManyKeys, load_identity
+from runner.operations.trust import (
+    ANOTHER,
+    FORGOTTEN,
+    TRUSTED_NAME,
+    WAITING,
+    Governance,
+    PolicyStore,
+    Sighting,
+    Witness,
+    is_asked_to_forget,
+    read_trusted,
+    write_trusted,
+)
 from tests.fakes.audit_logs import FORK, KEY, LOG, checkpoint_of, offer_of, seal
 from tests.fakes.ledgers import T0, Clock, opened
 from tests.fakes.policies import Fleet, Issuer
@@ -234,7 +240,7 @@ async def test_show_says_what_the_box_is_and_believes(tmp_path: Path, capsys: py
     assert "none pinned; run ./muster trust" in capsys.readouterr().out
     fleet = Fleet(T0)
     await pin(tmp_path, fleet)
-    OpKeys(tmp_path / FOLDER_NAME).ensure(T0)
+    OpKeys(tmp_path / OP_KEYS_NAME).ensure(T0)
     async with opened(tmp_path):  # while a box uses it
         assert run(tmp_path, "--show") == 0
     said = capsys.readouterr().out
@@ -266,7 +272,7 @@ def test_an_identity_is_made_once_and_names_its_key(tmp_path: Path) -> None:
 
 
 def test_the_first_key_is_made_once_and_a_key_ring_reads_it_and_no_file_of_others(tmp_path: Path) -> None:
-    keys = OpKeys(tmp_path / FOLDER_NAME)
+    keys = OpKeys(tmp_path / OP_KEYS_NAME)
     for now in (T0, T0 + 10):
         keys.ensure(now)
     (kid,) = keys.list_kids()
@@ -316,7 +322,7 @@ def require_seen(sighting: Sighting, witness: Witness, entries: Sequence[Entry])
     assert witness.seen is not None
     assert sighting.note == seal(entries).note
     message = checkpoint_of(entries).witness_message("")
-    assert verify_signature(witness.public_key, message, to_bytes(sighting.signature))
+    assert verify_signature(witness.identity.public_key, message, to_bytes(sighting.signature))
 
 
 @pytest.mark.parametrize("smaller", [offer_of(LOG[:9], old=5), offer_of(LOG[:9]), offer_of(FORK[:9])], ids=["5", "0", "fork"])
@@ -374,7 +380,7 @@ async def test_a_node_signs_its_runner_id_for_a_control_plane_that_asks(tmp_path
         offers = [offer_of(LOG[:20]), offer_of(FORK, old=20)]
         said = [await judge(witness, msgspec.structs.replace(offer, wants_name=wants_name)) for offer in offers]
         message = checkpoint_of(LOG[:20]).witness_message(name)
-        assert all(verify_signature(witness.public_key, message, to_bytes(each.signature)) for each in said)
+        assert all(verify_signature(witness.identity.public_key, message, to_bytes(each.signature)) for each in said)
         assert [bool(each.alarm) for each in said] == [False, True]
 
 
