@@ -16,7 +16,7 @@ from runner.api.model_facts import list_facts
 from runner.api.shapes import Shapes
 from runner.config import RunnerConfig, normalise_gateway, settle_api
 from runner.connection import GatewayLink, GatewaySocket
-from runner.engines.registry import EngineMaker, make_engine
+from runner.engines.port import EngineMaker, make_engine
 from runner.errors import ConfigError, InvalidSettings, SettingsConflict
 from runner.ledger import LedgerError
 from runner.limits import limits

@@ -17,8 +17,8 @@ from runner.definitions.definition import ModelDefinition
 from runner.definitions.environment import read_vllm_defaults
 from runner.definitions.overrides import make_plan
 from runner.definitions.settings import MODELS, Settings, SettingsChange, diff_settings, read_settings
-from runner.engines.private_folders import make_private_folder
-from runner.engines.registry import EngineMaker, make_engine
+from runner.engines.port import EngineMaker, make_engine
+from runner.engines.process import make_private_folder
 from runner.engines.supervisor import EngineState
 from runner.errors import RunnerError, SettingsConflict
 from runner.fit import read_shape

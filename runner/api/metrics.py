@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from runner import AGENT_VERSION
-from runner.engines.exposition import show_series
+from runner.engines.http_engine import show_series
 from runner.engines.port import MetricsSource
 from runner.errors import RunnerError
 from runner.limits import MIB, limits

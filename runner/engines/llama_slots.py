@@ -1,6 +1,7 @@
-"""Calls to a llama.cpp server, each pinned to a slot of its tenant's own, and the flush that erases slots.
+"""Finding out what a llama.cpp server that others started does with prompts: pins them to slots, reuses, forgets.
 
-Shared by the adapters for llama.cpp in a child process and for somebody else's llama-server.
+By default such a server keeps a second copy of prompts in host memory, which brings an erased prompt back and crosses
+slots; it does not say so anywhere. So it is tried with a prompt of random letters, once per load.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import asyncio
 import contextlib
 import math
 import re
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 from urllib.parse import urlencode
 
@@ -23,18 +25,138 @@ from runner.engines.port import (
     CHAT,
     COMPLETIONS,
     RESPONSES,
+    CacheMode,
     Call,
     EngineStats,
     FlushOutcome,
     FlushRequest,
     FlushResult,
+    FlushScope,
     Response,
 )
-from runner.engines.slots import Lease, Owner, SlotBook
 from runner.errors import EngineError
 from runner.limits import limits
 from wire import clock
 from wire.unreadable import UNREADABLE
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose prompt a slot holds: the scope in which cache entries are shared."""
+
+    tenant: str
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One call's slot. ``owner`` is whose the content will be, None = nobody's. ``reuses``: what is there is its own.
+
+    A lease that is not ``is_pinned`` only holds a place: the engine chooses the slot itself.
+    """
+
+    slot: int
+    owner: Owner | None
+    reuses: bool = False
+    is_pinned: bool = True
+
+
+@dataclass(slots=True)
+class _Slot:
+    index: int
+    owner: Owner | None = None
+    is_blank: bool = True
+    lease: Lease | None = None
+    last_used: int = 0
+
+
+class SlotBook:
+    """Which of ``count`` slots is whose and which are in use. Every method is one synchronous decision."""
+
+    def __init__(self, count: int) -> None:
+        self._slots = [_Slot(index) for index in range(count)]
+        self._clock = 0
+        self._unpinned = 0
+
+    def take(self, owner: Owner, cache_mode: CacheMode) -> Lease | None:
+        """Return a slot for a call, None when all are in use.
+
+        Its own most recent slot first, else an empty one, else one that is nobody's, else the one unused for longest.
+        A call that is to leave nothing spares its tenant's own slots as it would anybody's.
+        """
+        free = self._free()
+        own = [slot for slot in free if slot.owner == owner and cache_mode != "none"]
+        if own:
+            slot = max(own, key=lambda slot: slot.last_used)
+            return self._hold(slot, Lease(slot.index, owner, reuses=True))
+        if not free:
+            return None
+        slot = min(free, key=lambda slot: (not slot.is_blank, slot.owner is not None, slot.last_used))
+        return self._hold(slot, Lease(slot.index, None if cache_mode == "none" else owner))
+
+    def take_unpinned(self) -> Lease | None:
+        """Return a place for a call that the engine puts where it likes, None when all are in use.
+
+        From now until it ends nothing is known of any slot that is free meanwhile.
+        """
+        free = self._free()
+        if not free:
+            return None
+        for slot in free:
+            slot.owner, slot.is_blank = None, False
+        self._unpinned += 1
+        slot = min(free, key=lambda slot: slot.last_used)  # the engine's own rule, so most likely the right guess
+        return self._hold(slot, Lease(slot.index, None, is_pinned=False))
+
+    def release(self, lease: Lease, *, was_answered: bool) -> None:
+        """End a call. Only an answer proves that its prompt has replaced what the slot held before."""
+        slot = self._slots[lease.slot]
+        slot.lease = None
+        slot.is_blank = False
+        self._clock += 1
+        slot.last_used = self._clock
+        is_known = (was_answered or lease.reuses) and lease.is_pinned and not self._unpinned
+        slot.owner = lease.owner if is_known else None
+        if not lease.is_pinned:
+            self._unpinned -= 1
+
+    def seize(self, request: FlushRequest) -> list[Lease] | None:
+        """Take every slot that may hold what is to be flushed; None when one of them is in use, and then none is taken."""
+        if self._unpinned:
+            return None
+        wanted = [slot for slot in self._slots if _may_hold(slot, request)]
+        if any(slot.lease is not None for slot in wanted):
+            return None
+        return [self._hold(slot, Lease(slot.index, None)) for slot in wanted]
+
+    def return_seized(self, leases: list[Lease], *, erased: set[int]) -> None:
+        """Give seized slots back; those in ``erased`` are empty now, the others stay whose they were."""
+        for lease in leases:
+            slot = self._slots[lease.slot]
+            slot.lease = None
+            if lease.slot in erased:
+                slot.owner, slot.is_blank = None, True
+
+    def _free(self) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.lease is None]
+
+    @staticmethod
+    def _hold(slot: _Slot, lease: Lease) -> Lease:
+        slot.lease = lease
+        return lease
+
+
+def _may_hold(slot: _Slot, request: FlushRequest) -> bool:
+    """Return whether a slot may hold what is to go; of a slot that is nobody's, nobody knows."""
+    if request.scope in {FlushScope.ALL, FlushScope.MODEL}:
+        return True
+    owner = slot.lease.owner if slot.lease is not None else slot.owner
+    if owner is None:
+        return slot.lease is None and not slot.is_blank
+    if request.tenant is not None and owner.tenant != request.tenant:
+        return False
+    return request.scope is FlushScope.TENANT or owner.tag == request.tag
+
 
 PINNABLE: Final = frozenset({CHAT, COMPLETIONS, RESPONSES})
 """Not /v1/messages: llama.cpp drops unknown members of its body, so such a call runs in whatever slot it likes."""
@@ -276,3 +398,67 @@ def plain_call(call: Call) -> Call:
 
 def _among(slots: Iterable[Slot], wanted: list[int]) -> list[Slot]:
     return [slot for slot in slots if slot.id in wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """``isolates``: a prompt stays in its slot and may be kept from being reused. ``erases``: an erased one is gone."""
+
+    isolates: bool = False
+    erases: bool = False
+    detail: str = ""
+
+
+class _Timings(msgspec.Struct):
+    cache_n: int
+
+
+class _Completion(msgspec.Struct):
+    timings: _Timings
+
+
+async def probe_slots(server: HttpServer, *, model: str | None) -> Findings:
+    """Try slot 0 of an idle server. An answer that cannot be understood means that nothing can be relied on."""
+    try:
+        return await _probe(_Prober(server, model))
+    except (EngineError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        return Findings(detail=f"what the server keeps of prompts could not be found out: {error}")
+
+
+class _Prober:
+    def __init__(self, server: HttpServer, model: str | None) -> None:
+        self._server = server
+        self._routing: dict[str, object] = {} if model is None else {"model": model}
+
+    async def count_reused(self, prompt: str, *, may_reuse: bool) -> int:
+        """Run a prompt in slot 0; return how much of it was there already. Raises EngineError, msgspec.DecodeError."""
+        body = {**self._routing, "prompt": prompt, "n_predict": 1, "id_slot": 0, "cache_prompt": may_reuse}
+        status, answer = await self._server.ask("POST", "/completion", body=body, timeout_s=limits().engines.llama_probe_s)
+        if status != 200:
+            raise EngineError(f"/completion answers HTTP {status}")
+        return msgspec.json.decode(answer, type=_Completion).timings.cache_n
+
+    async def can_erase(self) -> bool:
+        """Erase slot 0; return whether the server did."""
+        status, _ = await self._server.ask(
+            "POST", "/slots/0?action=erase", body=self._routing or None, timeout_s=limits().engines.llama_probe_s
+        )
+        return status == 200
+
+
+async def _probe(prober: _Prober) -> Findings:
+    first, second = secrets.token_hex(48), secrets.token_hex(48)
+    await prober.count_reused(first, may_reuse=True)
+    if await prober.count_reused(first, may_reuse=True) <= limits().engines.llama_probe_tokens:
+        return Findings(detail="the server reports no reuse of prompts, so nothing can be said about it")
+    if await prober.count_reused(first, may_reuse=False):
+        return Findings(detail="the server reuses prompts also where it is told not to")
+    await prober.count_reused(second, may_reuse=True)  # now a copy of the first would be in host memory
+    if await prober.count_reused(first, may_reuse=True) > limits().engines.llama_probe_tokens:
+        return Findings(detail="the server keeps copies of prompts in host memory: start it with --cache-ram 0")
+    if not await prober.can_erase():
+        return Findings(isolates=True, detail="the server does not erase slots: start it with --slot-save-path")
+    if await prober.count_reused(first, may_reuse=True):
+        return Findings(isolates=True, detail="the server brings erased prompts back")
+    await prober.can_erase()
+    return Findings(isolates=True, erases=True)

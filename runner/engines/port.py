@@ -1,21 +1,20 @@
-"""What the runner needs of an engine, whatever it is: load, unload, flush, stats, stream, capabilities.
-
-Every engine answers HTTP in the OpenAI shape on an address that only the adapter knows: llama.cpp and vLLM bring such a
-server, libraries get one from us in their child process. So one exchange serves them all, and bytes pass untouched.
-"""
+"""Which adapter serves which backend. Adapters are imported when the first model of theirs is loaded, not before."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from typing import Literal, Protocol, runtime_checkable
 
+import aiohttp
 import msgspec
 from multidict import CIMultiDictProxy
 
 from runner.definitions.plan import LoadPlan, Progress, Report
+from runner.errors import EngineError
 
 __all__ = [
     "CHAT", "COMPLETIONS", "EMBEDDINGS", "IMAGES", "MESSAGES", "POOL_RESPONSES", "RESPONSES", "TOKENIZE", "TRANSCRIPTIONS",
@@ -279,3 +278,32 @@ class MetricsSource(Protocol):
 
     async def read_metrics(self) -> str:
         """Return its metrics in Prometheus' text format, an empty text when it does not answer in time. Never raises."""
+
+
+ADAPTERS: dict[str, str] = {
+    "gguf": "runner.engines.llama:LlamaCpp",
+    "llama_server": "runner.engines.llama:LlamaServer",
+    "ct2": "runner.engines.library:Ct2Engine",
+    "whisper": "runner.engines.library:WhisperEngine",
+    "vllm": "runner.engines.vllm:VllmEngine",
+    "exllamav3": "runner.engines.library:ExLlamaV3Engine",
+    "tabbyapi": "runner.engines.tabby:TabbyApiEngine",
+    "tgi": "runner.engines.tgi:TgiEngine",
+    "comfyui": "runner.engines.comfy:ComfyUiEngine",
+    "openai_compatible": "runner.engines.remote:RemoteEngine",
+}
+"""Backend name of the settings to ``module:class``; every class takes ``(plan, client)``."""
+
+EngineMaker = Callable[[LoadPlan, aiohttp.ClientSession], Engine]
+
+
+def make_engine(plan: LoadPlan, client: aiohttp.ClientSession) -> Engine:
+    """Return an adapter for one replica, nothing started yet. Raises EngineError for a backend without one."""
+    try:
+        module, _, name = ADAPTERS[plan.backend].partition(":")
+    except KeyError:
+        raise EngineError(
+            f"there is no engine for the backend {plan.backend!r}; known: {', '.join(sorted(ADAPTERS))}"
+        ) from None
+    engine: Engine = getattr(import_module(module), name)(plan, client)
+    return engine

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from runner.engines.descendants import list_left
 from runner.engines.port import Engine, Health, LoopOwner, Report
+from runner.engines.process import list_left
 from runner.errors import EngineError
 from runner.limits import limits
 from wire import clock

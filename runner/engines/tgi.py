@@ -7,11 +7,11 @@ clears its cache and no salts: a launcher of ours therefore runs without prefix 
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 import secrets
 import shutil
-import sys
-from collections.abc import AsyncIterator, Mapping
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +20,8 @@ import aiohttp
 import msgspec
 
 from runner.definitions.plan import LoadPlan
-from runner.engines.child import Child
-from runner.engines.descendants import kill_rest, list_tree
-from runner.engines.elsewhere import bearer, read_url
-from runner.engines.exposition import read_samples
 from runner.engines.http import HttpServer
+from runner.engines.http_engine import bearer, read_samples, read_url, take_answer
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -40,12 +37,112 @@ from runner.engines.port import (
     Report,
     Response,
 )
-from runner.engines.private_folders import make_private_folder
-from runner.engines.tgi_launcher import LauncherLog, build_command, build_environment, free_ports
-from runner.engines.token_counts import take_answer
+from runner.engines.process import Child, FailureReasons, child_environment, kill_rest, list_tree, make_private_folder
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull, RequestRefused
 from runner.limits import limits
 from wire.unreadable import UNREADABLE
+
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_STAGES: tuple[tuple[str, str, float], ...] = (
+    ("Starting check and download process", "checking the files", 0.05),
+    ("Successfully downloaded weights", "files checked", 0.2),
+    ("Starting shard", "loading weights", 0.25),
+    ("Shard ready", "weights loaded", 0.7),
+    ("Starting Webserver", "starting the API", 0.75),
+    ("Warming up model", "warming up", 0.8),
+    ("Connected", "ready", 0.98),
+)
+
+
+class LauncherLog:
+    """Fed with the lines of one start."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._words = FailureReasons()
+        self._reached = 0.0
+
+    def feed(self, line: str) -> None:
+        """Take one line, and report the stage that it tells of."""
+        self._words.feed(line)
+        for words, stage, fraction in _STAGES:
+            if words in line and fraction > self._reached:
+                self._reached = fraction
+                self._report(Progress(stage, fraction))
+
+    def failure(self) -> str:
+        """Return why the start failed, an empty text when no reason was given."""
+        return self._words.best()
+
+
+def build_command(plan: LoadPlan, ports: list[int], folder: Path) -> list[str]:
+    """Return the command that serves ``plan``. ``ports``: of the API, of its metrics, and for its shards to meet on."""
+    options = plan.options
+    model = str(plan.path or options.get("server_model") or plan.model_id)
+    command = [
+        str(options["tgi_launcher"]), "--model-id", model, "--hostname", "127.0.0.1", "--port", str(ports[0]),
+        "--prometheus-port", str(ports[1]), "--master-port", str(ports[2]), "--shard-uds-path", str(folder / "s"),
+        "--max-batch-size", str(plan.slots), "--max-concurrent-requests", str(max(plan.slots * 2, plan.slots + 8)),
+    ]  # fmt: skip
+    if plan.context_tokens:
+        command += ["--max-total-tokens", str(plan.context_tokens), "--max-input-tokens", str(plan.context_tokens - 1)]
+    if len(plan.gpu_ids) > 1:
+        command += ["--num-shard", str(len(plan.gpu_ids))]
+    if plan.quantization:
+        command += ["--quantize", plan.quantization]
+    adapters = options.get("tgi_adapters")
+    if isinstance(adapters, list | tuple) and adapters:
+        command += ["--lora-adapters", ",".join(str(name) for name in adapters)]
+    return command
+
+
+def build_environment(plan: LoadPlan, key: str) -> dict[str, str]:
+    """Return the launcher's environment; ``key`` is what its API is to ask for."""
+    caching = "1" if plan.options.get("tgi_prefix_caching") is True else "0"
+    return child_environment() | {
+        "API_KEY": key,  # not on the command line, which every user of the machine can read
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "USAGE_STATS": "off",
+        "PREFIX_CACHING": caching,
+        "USE_PREFIX_CACHING": caching,
+        "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in plan.gpu_ids),
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Return loopback ports that nothing has now; TGI cannot pick them itself and tell.
+
+    Where Linux says which ports it gives to those that ask for any, they lie below: until TGI listens, nothing else gets them.
+    """
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        for port in _candidates(count):
+            place = held.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                place.bind(("127.0.0.1", port))
+                found.append(place.getsockname()[1])
+            if len(found) == count:
+                break
+    return found
+
+
+def _candidates(count: int) -> Iterator[int]:
+    """Yield ports to try, 0 = any."""
+    lowest, tries = limits().engines.tgi_lowest_port, limits().engines.tgi_port_tries
+    width = lowest_given_port() - lowest
+    if width > tries:
+        yield from (lowest + secrets.randbelow(width) for _ in range(tries))
+    yield from [0] * count
+
+
+def lowest_given_port() -> int:
+    """Return the lowest port that Linux gives to those that ask for any, 0 where that is not known."""
+    try:
+        return int(_GIVEN_PORTS.read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
 
 _TOKENIZER_PATHS = frozenset({"/tokenize", "/chat_tokenize"})
 _BASE_MODEL = msgspec.Raw(b'"tgi"')
@@ -235,11 +332,10 @@ class TgiEngine:
         ports, key = free_ports(3), secrets.token_urlsafe(24)
         self._server.base_url = f"http://127.0.0.1:{ports[0]}"
         self._server.headers = {"Authorization": f"Bearer {key}"}
-        warden = [sys.executable, "-m", "runner.engines.children.warden", str(os.getpid())]
         command = build_command(self._plan, ports, self._folder)
         report(Progress("starting TGI", 0.0))
         self._log = LauncherLog(report)
-        await self._child.start_foreign([*warden, *command], build_environment(self._plan, key), self._log.feed)
+        await self._child.start_foreign(command, build_environment(self._plan, key), self._log.feed)
         try:
             async with asyncio.timeout(limits().engines.server_load_s):
                 await self._wait_healthy()

@@ -8,7 +8,7 @@ import aiohttp
 
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan, Progress
-from runner.engines.openai_server import OpenAIServer
+from runner.engines.remote import OpenAIServer
 from runner.engines.supervisor import Supervisor
 from runner.pool.models import Registry
 from runner.queue import FairQueue

@@ -10,12 +10,17 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from runner.engines.children.base import Parent
-from runner.engines.children.reading import report_reading
-from runner.engines.children.textserver.app import ServerSettings, run
-from runner.engines.children.textserver.model import Prompt, Sampling, Step
-from runner.engines.children.textserver.pieces import Detokeniser
-from runner.engines.children.textserver.templates import read_json, special_tokens
+from runner.engines.children import Parent, report_reading
+from runner.engines.children.textserver import (
+    Detokeniser,
+    Prompt,
+    Sampling,
+    ServerSettings,
+    Step,
+    read_json,
+    run,
+    special_tokens,
+)
 from runner.limits import limits
 from wire import clock
 

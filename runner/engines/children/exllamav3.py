@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.engines.children.base import Parent
-from runner.engines.children.textserver.app import ServerSettings, run
-from runner.engines.children.textserver.model import Prompt, Sampling, Step
-from runner.engines.children.textserver.templates import read_json, special_tokens
+from runner.engines.children import Parent
+from runner.engines.children.textserver import Prompt, Sampling, ServerSettings, Step, read_json, run, special_tokens
 from runner.limits import limits
 
 log = logging.getLogger(__name__)

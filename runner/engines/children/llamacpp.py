@@ -1,6 +1,6 @@
 """The process that holds llama.cpp: one model, one HTTP server on a random loopback port.
 
-Started by ``runner.engines.llamacpp`` as ``python -m runner.engines.children.llamacpp PARENT_PID``. The log of llama.cpp goes
+Started by ``runner.engines.llama`` as ``python -m runner.engines.children.llamacpp PARENT_PID``. The log of llama.cpp goes
 to standard error. Nothing of asyncio or aiohttp is imported here: this process should weigh what the engine weighs.
 """
 
@@ -13,7 +13,7 @@ import socket
 import sys
 from typing import Any
 
-from runner.engines.children.base import Parent
+from runner.engines.children import Parent
 from runner.limits import limits
 
 

@@ -7,33 +7,239 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from aiohttp import web
+from aiohttp import BodyPartReader, web
 
-from runner.engines.children.base import Parent
-from runner.engines.children.reading import report_reading
-from runner.engines.children.slots import Pipe, Slots
-from runner.engines.children.textserver.answers import as_event
-from runner.engines.children.web import Refusal, make_app, serve
-from runner.engines.children.whisper_answer import (
-    Outcome,
-    Segment,
-    as_json,
-    as_srt,
-    as_verbose_json,
-    as_vtt,
-    delta_event,
-    done_event,
-    text_of,
-)
-from runner.engines.children.whisper_request import AudioRequest, read_request
+from runner.engines.children import Parent, report_reading
+from runner.engines.children.textserver import as_event
+from runner.engines.children.web import Pipe, Refusal, Slots, make_app, serve
 from runner.limits import limits
 from wire import clock
+
+FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
+STREAMED_FORMATS = ("json", "text")
+_TRUE, _FALSE = ("true", "1"), ("false", "0", "")
+
+
+@dataclass(slots=True)
+class AudioRequest:
+    """What to transcribe, and how. ``file`` has no name on disk; whoever uses it last closes it."""
+
+    file: IO[bytes]
+    language: str | None = None
+    prompt: str | None = None
+    response_format: str = "json"
+    temperature: float = 0.0
+    granularities: frozenset[str] = frozenset({"segment"})
+    stream: bool = False
+    vad_filter: bool = False
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Fields by name; the names of lists end in ``[]``."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    granularities: set[str] = field(default_factory=set)
+    has_file: bool = False
+
+
+async def read_request(request: web.Request, *, max_upload_bytes: int, languages: Collection[str]) -> AudioRequest:
+    """Read and check a body; ``languages`` are the codes the model knows. Raises Refusal, and leaves no file open then."""
+    if not request.content_type.startswith("multipart/"):
+        raise Refusal("the body must be multipart/form-data with a file", param="file")
+    # Unlinked at once where the system can: nothing remains, not even after a kill.
+    file = tempfile.TemporaryFile(prefix="muster-audio-")  # noqa: SIM115  # outlives this function on success
+    try:
+        parts = await _read_parts(request, file, max_upload_bytes)
+        checked = _check(parts, file, languages)
+    except BaseException:
+        file.close()
+        raise
+    file.seek(0)
+    return checked
+
+
+async def _read_parts(request: web.Request, file: IO[bytes], max_upload_bytes: int) -> _Parts:
+    if (request.content_length or 0) > max_upload_bytes + limits().children.audio_fields * limits().children.audio_field_bytes:
+        raise _too_large(max_upload_bytes)
+    parts = _Parts()
+    try:
+        reader = await request.multipart()
+        for _ in range(limits().children.audio_fields):
+            part = await reader.next()
+            if part is None:
+                return parts
+            if not isinstance(part, BodyPartReader):
+                raise Refusal("nested multipart bodies are not read")
+            await _read_part(part, parts, file, max_upload_bytes)
+    except (ValueError, AssertionError) as error:  # what aiohttp raises for a body that is not multipart after all
+        raise Refusal("the multipart body cannot be read") from error
+    raise Refusal(f"more than {limits().children.audio_fields} fields")
+
+
+async def _read_part(part: BodyPartReader, parts: _Parts, file: IO[bytes], max_upload_bytes: int) -> None:
+    if part.name == "file":
+        size = 0
+        while chunk := await part.read_chunk(limits().children.audio_chunk_bytes):
+            size += len(chunk)
+            if size > max_upload_bytes:
+                raise _too_large(max_upload_bytes)
+            file.write(chunk)
+        parts.has_file = True
+        return
+    value = bytearray()
+    while chunk := await part.read_chunk(limits().children.audio_field_bytes):
+        value += chunk
+        if len(value) > limits().children.audio_field_bytes:
+            raise Refusal(f"a field has more than {limits().children.audio_field_bytes} bytes", param=part.name)
+    text = value.decode("utf-8", "replace").strip()
+    name = (part.name or "").removesuffix("[]")
+    if name == "timestamp_granularities":
+        parts.granularities.add(text)
+    else:
+        parts.fields[name] = text
+
+
+def _too_large(max_upload_bytes: int) -> Refusal:
+    limit_mb = max_upload_bytes // (1024 * 1024)
+    return Refusal(f"the file is larger than {limit_mb} MiB", param="file", code="request_too_large", status=413)
+
+
+def _check(parts: _Parts, file: IO[bytes], languages: Collection[str]) -> AudioRequest:
+    fields = parts.fields
+    if not parts.has_file:
+        raise Refusal("the field file is missing", param="file")
+    language = fields.get("language", "").lower() or None
+    if language is not None and language not in languages:
+        raise Refusal("the model does not know this language; send a code such as en", param="language")
+    shape = fields.get("response_format") or "json"
+    if shape not in FORMATS:
+        raise Refusal(f"response_format is one of {', '.join(FORMATS)}", param="response_format")
+    stream = _flag(fields, "stream")
+    if stream and shape not in STREAMED_FORMATS:
+        raise Refusal("a streamed answer is json or text", param="response_format")
+    if parts.granularities - {"segment", "word"}:
+        raise Refusal("timestamp_granularities are segment and word", param="timestamp_granularities")
+    if parts.granularities and shape != "verbose_json":
+        raise Refusal("timestamp_granularities need response_format verbose_json", param="timestamp_granularities")
+    return AudioRequest(
+        file=file,
+        language=language,
+        prompt=fields.get("prompt") or None,
+        response_format=shape,
+        temperature=_temperature(fields),
+        granularities=frozenset(parts.granularities or {"segment"}),
+        stream=stream,
+        vad_filter=_flag(fields, "vad_filter"),
+    )
+
+
+def _flag(fields: dict[str, str], name: str) -> bool:
+    value = fields.get(name, "").lower()
+    if value not in _TRUE + _FALSE:
+        raise Refusal(f"{name} is true or false", param=name)
+    return value in _TRUE
+
+
+def _temperature(fields: dict[str, str]) -> float:
+    try:
+        value = float(fields.get("temperature") or 0)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise Refusal("temperature is a number from 0 to 1", param="temperature")
+    return value
+
+
+Segment = dict[str, Any]  # JSON
+"""id, seek, start, end, text, tokens, temperature, avg_logprob, compression_ratio, no_speech_prob; perhaps words."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What is known of a transcription beside its segments. Times in milliseconds; ``language`` is a code."""
+
+    task: str
+    language: str = ""
+    audio_ms: float = 0.0
+    speech_ms: float = 0.0
+    decode_ms: float = 0.0
+    inference_ms: float = 0.0
+
+    def timings(self) -> dict[str, float]:
+        """Return the ``timings`` member: ``speech_ms`` is what the silence filter left of ``audio_ms``."""
+        names = ("audio_ms", "speech_ms", "decode_ms", "inference_ms")
+        return {name: round(getattr(self, name), 3) for name in names}
+
+    def usage(self) -> dict[str, object]:
+        """Return the ``usage`` member: whole seconds of audio, rounded up."""
+        return {"type": "duration", "seconds": int(-(-self.audio_ms // 1000))}
+
+
+def text_of(segments: Sequence[Segment]) -> str:
+    """Return the whole transcript."""
+    return "".join(segment["text"] for segment in segments).strip()
+
+
+def as_json(segments: Sequence[Segment], outcome: Outcome) -> dict[str, object]:
+    """Return the ``json`` shape."""
+    return {"text": text_of(segments), "usage": outcome.usage(), "timings": outcome.timings()}
+
+
+def as_verbose_json(segments: Sequence[Segment], outcome: Outcome, granularities: Collection[str]) -> dict[str, object]:
+    """Return the ``verbose_json`` shape with segments, words or both."""
+    found: dict[str, object] = {
+        "task": outcome.task,
+        "language": outcome.language,
+        "duration": round(outcome.audio_ms / 1000, 3),
+        **as_json(segments, outcome),
+    }
+    if "segment" in granularities:
+        found["segments"] = [{name: value for name, value in segment.items() if name != "words"} for segment in segments]
+    if "word" in granularities:
+        found["words"] = [word for segment in segments for word in segment.get("words") or ()]
+    return found
+
+
+def as_srt(segments: Sequence[Segment]) -> str:
+    """Return SubRip subtitles."""
+    return "".join(
+        f"{number}\n{_clock(segment['start'], ',')} --> {_clock(segment['end'], ',')}\n{segment['text'].strip()}\n\n"
+        for number, segment in enumerate(segments, 1)
+    )
+
+
+def as_vtt(segments: Sequence[Segment]) -> str:
+    """Return WebVTT subtitles."""
+    return "WEBVTT\n\n" + "".join(
+        f"{_clock(segment['start'], '.')} --> {_clock(segment['end'], '.')}\n{segment['text'].strip()}\n\n"
+        for segment in segments
+    )
+
+
+def delta_event(segment: Segment, *, first: bool) -> dict[str, object]:
+    """Return the stream event of one segment."""
+    return {"type": "transcript.text.delta", "delta": segment["text"].lstrip() if first else segment["text"]}
+
+
+def done_event(segments: Sequence[Segment], outcome: Outcome) -> dict[str, object]:
+    """Return the last stream event."""
+    return {"type": "transcript.text.done", **as_json(segments, outcome)}
+
+
+def _clock(seconds: float, mark: str) -> str:
+    whole_ms = round(seconds * 1000)
+    minutes, ms = divmod(whole_ms, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{ms // 1000:02}{mark}{ms % 1000:03}"
+
 
 RATE = 16_000
 

@@ -20,15 +20,12 @@ import psutil
 
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import LoadPlan
-from runner.engines.ct2 import Ct2Engine
-from runner.engines.exllamav3 import ExLlamaV3Engine
-from runner.engines.llamacpp import LlamaCpp
+from runner.engines.library import Ct2Engine, ExLlamaV3Engine, WhisperEngine
+from runner.engines.llama import LlamaCpp
 from runner.engines.port import TRANSCRIPTIONS, Call, FlushResult
-from runner.engines.tgi import TgiEngine
-from runner.engines.tgi_launcher import free_ports
+from runner.engines.tgi import TgiEngine, free_ports
 from runner.engines.vllm import VllmEngine
-from runner.engines.vllm.command import PYTHON_VARIABLE
-from runner.engines.whisper import WhisperEngine
+from runner.engines.vllm_command import PYTHON_VARIABLE
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chatting, environment, openai_cached_tokens
 from tests.fakes.models.make import ct2_model_dir, hf_model_dir, speech_wav, whisper_dir
 

@@ -17,7 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from runner.definitions.plan import LoadPlan
-from runner.engines.comfyui import ComfyUiEngine
+from runner.engines.comfy import ComfyUiEngine
 from runner.engines.port import IMAGES, Call, FlushResult
 from tests.fakes.engines.scripted_server import listening, says
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest

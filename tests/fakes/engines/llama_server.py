@@ -17,7 +17,7 @@ from aiohttp import web
 
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import LoadPlan
-from runner.engines.llama_server import LlamaServer
+from runner.engines.llama import LlamaServer
 from tests.fakes.closed_port import closed_port
 from tests.fakes.engines.cases import ENDLESS
 from tests.fakes.engines.cases import QUESTION as LONG_QUESTION

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import FlushResult
-from runner.engines.tabbyapi import TabbyApiEngine
+from runner.engines.tabby import TabbyApiEngine
 from tests.fakes.engines.scripted_server import drop, listening, stream_words, words_answer
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chatting, environment
 from tests.fakes.waiting import takes

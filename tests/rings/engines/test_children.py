@@ -19,10 +19,8 @@ import openai
 import psutil
 import pytest
 
-from runner.engines.ct2 import Ct2Engine
-from runner.engines.exllamav3 import ExLlamaV3Engine
+from runner.engines.library import TRANSLATIONS, Ct2Engine, ExLlamaV3Engine, WhisperEngine
 from runner.engines.port import CHAT, COMPLETIONS, TOKENIZE, TRANSCRIPTIONS, Call, Engine, FlushRequest, FlushResult, FlushScope
-from runner.engines.whisper import TRANSLATIONS, WhisperEngine
 from runner.errors import EngineError
 from tests.fakes.engines.cases import PAGES_QUESTION as LONG_QUESTION
 from tests.fakes.engines.cases import audio_call, ct2_plan, exllama_plan, fake_library, long_wav, whisper_plan

@@ -15,8 +15,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from runner.engines.comfyui import ComfyUiEngine
-from runner.engines.comfyui.workflow import make_text_to_image
+from runner.engines.comfy import ComfyUiEngine
+from runner.engines.comfy_server import make_text_to_image
 from runner.engines.port import CHAT, Health, Priority, Progress
 from runner.errors import EngineError, ModalityUnsupported
 from runner.limits import limits

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 
 from runner.definitions.plan import LoadPlan, Progress
-from runner.engines.exposition import show_series
+from runner.engines.http_engine import show_series
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -30,9 +30,8 @@ from runner.engines.port import (
     FlushScope,
     Health,
 )
-from runner.engines.tabbyapi import TabbyApiEngine
-from runner.engines.tgi import TgiEngine
-from runner.engines.tgi_launcher import build_command, build_environment, free_ports, lowest_given_port
+from runner.engines.tabby import TabbyApiEngine
+from runner.engines.tgi import TgiEngine, build_command, build_environment, free_ports, lowest_given_port
 from runner.engines.vllm import VllmEngine
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull
 from tests.fakes.engines.cases import BLOCKS_QUESTION as QUESTION
@@ -104,7 +103,7 @@ async def test_a_load_that_is_cancelled_while_vllm_hangs_leaves_nothing(tmp_path
     loading = asyncio.create_task(engine.load(lambda progress: stages.append(progress.stage)))
     await eventually(lambda: "setting up the KV cache" in stages, "the server is up and hangs")
     tree, folder = process_tree(engine.pids), engine._folder
-    assert len(tree) == 3, "warden, server, worker"
+    assert len(tree) == 3, "subreaper, server, worker"
     assert folder is not None
     assert folder.stat().st_mode & 0o777 == 0o700, "its socket lies in a folder of ours alone"
     loading.cancel()

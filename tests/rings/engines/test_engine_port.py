@@ -16,9 +16,9 @@ import aiohttp
 import psutil
 import pytest
 
-from runner.engines.descendants import list_left, list_tree
-from runner.engines.llamacpp import LlamaCpp
+from runner.engines.llama import LlamaCpp
 from runner.engines.port import CHAT, MESSAGES, Call
+from runner.engines.process import list_left, list_tree
 from runner.engines.supervisor import Supervisor
 from runner.errors import EngineError, InsufficientMemory, InvalidLoadRequest, RequestRefused
 from runner.limits import limits

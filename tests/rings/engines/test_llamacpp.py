@@ -22,9 +22,8 @@ import pytest
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import Progress
 from runner.engines import port
-from runner.engines.child import gpu_environment
-from runner.engines.llama_server import LlamaServer
-from runner.engines.llamacpp import LlamaCpp, child_settings, weight_files
+from runner.engines.llama import LlamaCpp, LlamaServer, child_settings, weight_files
+from runner.engines.process import gpu_environment
 from runner.errors import EngineError
 from tests.fakes.engines import suite
 from tests.fakes.engines.cases import ENDLESS, QUESTION, tiny_plan

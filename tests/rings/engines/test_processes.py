@@ -1,4 +1,4 @@
-"""Processes below the runner: children that break what was agreed, wardens, and the memory that trees hold, on GPUs too.
+"""Processes below the runner: children that break what was agreed, subreapers, and the memory that trees hold, on GPUs too.
 
 GPUs are those of a driver library of ours, seen through the real bindings in a process of its own.
 """
@@ -18,8 +18,8 @@ import msgspec
 import psutil
 import pytest
 
-from runner.engines.child import Child
 from runner.engines.port import Progress
+from runner.engines.process import Child
 from runner.errors import EngineError
 from runner.telemetry import open_telemetry
 from runner.telemetry.processes import find_tree, measure_host_bytes
@@ -34,7 +34,7 @@ pytestmark = [
 ]  # fmt: skip
 MIB = 1024 * 1024
 
-# children and wardens
+# children and subreapers
 
 SERVER = """
 import os, pathlib, signal, subprocess, sys
@@ -50,15 +50,15 @@ signal.alarm(600); signal.pause()
 """
 RUNNER = """
 import os, signal, subprocess, sys
-warden = [sys.executable, "-m", "runner.engines.children.warden", str(os.getpid())]
-subprocess.Popen([*warden, *sys.argv[1:]], start_new_session=True)
+subreaper = [sys.executable, "-m", "runner.engines.children.subreaper", str(os.getpid())]
+subprocess.Popen([*subreaper, *sys.argv[1:]], start_new_session=True)
 signal.alarm(600); signal.pause()
 """
 
 
 @pytest.fixture
 async def runner(tmp_path: Path) -> AsyncIterator[psutil.Process]:
-    """A runner with a warden, a server and the server's two workers, one of which has left the process group."""
+    """A runner with a subreaper, a server and the server's two workers, one of which has left the process group."""
     command = [sys.executable, "-c", RUNNER, sys.executable, "-c", SERVER, str(tmp_path)]
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL)
     await eventually((tmp_path / "ready").exists, "the server has started its workers")
@@ -76,14 +76,14 @@ async def runner(tmp_path: Path) -> AsyncIterator[psutil.Process]:
 @pytest.mark.parametrize(
     ("number", "victim", "is_told"),
     [(signal.SIGKILL, -1, False), (signal.SIGKILL, 1, False), (signal.SIGTERM, 0, True)],
-    ids=["the runner is killed", "the server is killed", "the warden is asked to end"],
+    ids=["the runner is killed", "the server is killed", "the subreaper is asked to end"],
 )
 async def test_nothing_of_a_server_outlives_it(
     runner: psutil.Process, tmp_path: Path, number: signal.Signals, victim: int, is_told: bool
 ) -> None:
-    (warden,) = runner.children()
-    (server,) = warden.children()
-    tree = [warden, server, *server.children()]
+    (subreaper,) = runner.children()
+    (server,) = subreaper.children()
+    tree = [subreaper, server, *server.children()]
     assert len(tree) == 4
     (runner if victim < 0 else tree[victim]).send_signal(number)
     await assert_gone(tree)
@@ -92,8 +92,8 @@ async def test_nothing_of_a_server_outlives_it(
 
 async def test_the_exit_status_is_that_of_the_server() -> None:
     async def run(*command: str) -> tuple[int | None, bytes]:
-        warden = [sys.executable, "-m", "runner.engines.children.warden", str(os.getpid()), *command]
-        process = await asyncio.create_subprocess_exec(*warden, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
+        subreaper = [sys.executable, "-m", "runner.engines.children.subreaper", str(os.getpid()), *command]
+        process = await asyncio.create_subprocess_exec(*subreaper, cwd=ROOT, stderr=asyncio.subprocess.PIPE)
         _, errors = await asyncio.wait_for(process.communicate(), 30)
         return process.returncode, errors
 

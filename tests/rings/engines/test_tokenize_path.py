@@ -16,7 +16,7 @@ import pytest_asyncio
 from runner import errors
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
-from runner.engines.llama_server import LlamaServer
+from runner.engines.llama import LlamaServer
 from runner.engines.port import CHAT, MESSAGES, TOKENIZE, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.engines.tgi import TgiEngine

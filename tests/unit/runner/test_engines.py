@@ -18,21 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.definitions.plan import LoadPlan
-from runner.engines.children.textserver.fields import ChatFields, parse_chat
-from runner.engines.children.textserver.pieces import Detokeniser, StopStrings
-from runner.engines.children.textserver.templates import ChatTemplate, special_tokens
+from runner.engines.children.textserver import ChatFields, ChatTemplate, Detokeniser, StopStrings, parse_chat, special_tokens
 from runner.engines.children.web import Refusal
-from runner.engines.comfyui.images import image_format, strip_texts
-from runner.engines.comfyui.request import read_image_request
-from runner.engines.comfyui.workflow import read_workflow
-from runner.engines.elsewhere import set_thinking
-from runner.engines.llama_slots import is_object, pin_body
+from runner.engines.comfy import read_image_request
+from runner.engines.comfy_server import image_format, read_workflow, strip_texts
+from runner.engines.http_engine import set_thinking
+from runner.engines.llama_slots import Lease, Owner, SlotBook, is_object, pin_body
 from runner.engines.port import COMPLETIONS, CacheMode, Call, FlushRequest, FlushScope
-from runner.engines.private_folders import make_private_folder
-from runner.engines.slots import Lease, Owner, SlotBook
-from runner.engines.vllm.command import build_command, build_environment
-from runner.engines.vllm.salts import Salts, seal_body
-from runner.engines.vllm.startup import StartupLog
+from runner.engines.process import make_private_folder
+from runner.engines.vllm import Salts, seal_body
+from runner.engines.vllm_command import StartupLog, build_command, build_environment
 from runner.errors import EngineError, InvalidRequest
 from runner.limits import MIB, limits
 from tests.fakes.examples import examples

@@ -10,7 +10,7 @@ import pytest
 
 from runner.definitions.definition import ModelDefinition
 from runner.definitions.plan import LoadPlan
-from runner.engines.exposition import read_samples, show_series
+from runner.engines.http_engine import read_samples, show_series
 from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.limits import limits

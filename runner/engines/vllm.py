@@ -1,12 +1,13 @@
-"""The vLLM adapter: one API server with its workers per replica."""
+"""vLLM: its own API server in a child process, spoken to over a Unix socket that only we can reach."""
 
 from __future__ import annotations
 
 import asyncio
-import os
+import hashlib
+import hmac
+import secrets
 import shutil
-import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,8 @@ import aiohttp
 import msgspec
 
 from runner.definitions.plan import LoadPlan
-from runner.engines.child import Child
-from runner.engines.descendants import kill_rest, list_tree
-from runner.engines.exposition import Samples, read_samples
 from runner.engines.http import HttpServer
+from runner.engines.http_engine import Samples, ask_count, read_samples
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -34,18 +33,208 @@ from runner.engines.port import (
     FlushResult,
     FlushScope,
     Health,
+    Priority,
     Progress,
     Report,
     Response,
+)
+from runner.engines.process import Child, kill_rest, list_tree, make_private_folder
+from runner.engines.vllm_command import (
+    StartupLog,
+    build_command,
+    build_environment,
+    caches_prefixes,
+    can_sleep,
+    find_python,
+    is_pooling,
+    sees_pictures,
+    takes_lora,
+    weights_bytes,
 )  # fmt: skip
-from runner.engines.private_folders import make_private_folder
-from runner.engines.token_counts import ask_count
-from runner.engines.vllm import command
-from runner.engines.vllm.flushing import Flusher
-from runner.engines.vllm.salts import PRIORITIES, Salts, seal_body
-from runner.engines.vllm.startup import StartupLog
-from runner.errors import EngineError, EngineUnavailable, ModalityUnsupported
+from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported
 from runner.limits import limits
+from wire.unreadable import UNREADABLE
+
+PRIORITIES: dict[Priority, int] = {"high": -10, "normal": 0, "low": 10}
+"""vLLM serves lower numbers first."""
+_OURS_ALONE = ("request_id", "kv_transfer_params", "ec_transfer_params")
+"""Fields that steer the engine and not the answer; a client's request id could collide with another's."""
+
+_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class Salts:
+    """The salts of one engine, and which of them a flush has made void."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+        self._epochs: dict[tuple[str | None, str | None], int] = {}
+
+    def salt_for(self, call: Call) -> str:
+        """Return the salt of a request: stable within tenant and tag, unique when nothing is to be reused."""
+        if call.cache_mode == "none":
+            return secrets.token_hex(16)
+        tenant, tag = call.tenant, call.cache_tag
+        epochs = [self._epochs.get(key, 0) for key in ((tenant, None), (None, tag), (tenant, tag))]
+        # As JSON, so that no two pairs of tenant and tag run together into the same text.
+        named = msgspec.json.encode([tenant, tag, *epochs])
+        return hmac.new(self._key, named, hashlib.sha256).hexdigest()
+
+    def forget(self, request: FlushRequest) -> None:
+        """Make the salts void that a flush names; what was cached under them is never found again."""
+        if request.scope in {FlushScope.ALL, FlushScope.MODEL} or len(self._epochs) >= limits().engines.vllm_epochs:
+            self._key = secrets.token_bytes(32)
+            self._epochs.clear()
+            return
+        tag = request.tag if request.scope is FlushScope.TAG else None
+        key = (request.tenant, tag)
+        self._epochs[key] = self._epochs.get(key, 0) + 1
+
+
+def seal_body(body: bytes, *, salt: str, priority: Priority) -> bytes:
+    """Return the body with our salt and priority in place of whatever the client said about them.
+
+    The values of all other fields stay byte for byte. Raises InvalidRequest when it is no JSON object: vLLM would read some
+    texts that are none, such as UTF-16, and would find a client's own salt in them.
+    """
+    try:
+        fields = _fields_decoder.decode(body)
+    except UNREADABLE:
+        raise InvalidRequest("the body must be a JSON object in UTF-8") from None
+    for name in _OURS_ALONE:
+        fields.pop(name, None)
+    fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
+    fields["priority"] = msgspec.Raw(msgspec.json.encode(PRIORITIES[priority]))
+    return msgspec.json.encode(fields)
+
+
+_BUSY = FlushOutcome(FlushResult.REFUSED_BUSY, "requests are running; try again when none is")
+
+
+class _Reset(msgspec.Struct):
+    success: bool = False
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Completion(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Limit(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class _Limits(msgspec.Struct):
+    data: list[_Limit] = []
+
+
+class Flusher:
+    """Clears the cache of one server. ``model`` is the name it serves under, ``scrape`` reads its metrics."""
+
+    def __init__(self, server: HttpServer, model: str, scrape: Callable[[], Awaitable[Samples]]) -> None:
+        self._server = server
+        self._model = model
+        self._scrape = scrape
+
+    async def flush(self) -> FlushOutcome:
+        """Clear it, unless requests run for longer than ``vllm_busy_s``.
+
+        Raises EngineError when vLLM does not answer, or when it reuses what it says is gone.
+        """
+        samples = await self._wait_idle()
+        if samples is None:
+            return _BUSY
+        is_caching = samples.labels("vllm:cache_config_info").get("enable_prefix_caching") != "False"
+        canary, salt = await self._make_canary(_block_tokens(samples)), secrets.token_hex(16)
+        reused_before = 0
+        if canary:
+            await self._ask_canary(canary, salt)
+            reused_before = await self._ask_canary(canary, salt)
+            if is_caching and not reused_before:
+                raise EngineError("the cache cannot be checked: a prompt sent twice was not found in it")
+        if not await self._reset():
+            return _BUSY
+        if not canary:
+            return FlushOutcome(FlushResult.FLUSHED, "the context is shorter than one cache block: nothing is ever reused")
+        reused_after = await self._ask_canary(canary, salt)
+        if reused_after:
+            raise EngineError(f"vLLM says its cache is clear, and still reuses {reused_after} tokens of a prompt from before")
+        seen = f"of a prompt of {len(canary)} tokens, {reused_before} were reused before and none after"
+        return FlushOutcome(FlushResult.FLUSHED, f"{seen}; vLLM keeps the memory reserved")
+
+    async def _wait_idle(self) -> Samples | None:
+        """Return the metrics once no request runs or waits, None when that does not come."""
+        clock = asyncio.get_running_loop().time
+        give_up_at = clock() + limits().engines.vllm_busy_s
+        while True:
+            samples = await self._scrape()
+            if not samples.total("vllm:num_requests_running") and not samples.total("vllm:num_requests_waiting"):
+                return samples
+            if clock() >= give_up_at:
+                return None
+            await asyncio.sleep(limits().engines.vllm_retry_s)
+
+    async def _reset(self) -> bool:
+        """Ask for the reset until it succeeds or ``vllm_busy_s`` is over; return whether it did."""
+        clock = asyncio.get_running_loop().time
+        give_up_at = clock() + limits().engines.vllm_busy_s
+        while True:
+            status, body = await self._server.ask("POST", "/reset_prefix_cache", timeout_s=limits().engines.vllm_flush_s)
+            if status != 200:
+                raise EngineError(f"/reset_prefix_cache was answered with HTTP {status}")
+            try:
+                if msgspec.json.decode(body, type=_Reset).success:
+                    return True
+            except msgspec.DecodeError:
+                raise EngineError("/reset_prefix_cache was answered with something else than JSON") from None
+            if clock() >= give_up_at:
+                return False
+            await asyncio.sleep(limits().engines.vllm_retry_s)
+
+    async def _make_canary(self, block_tokens: int) -> list[int]:
+        """Return token ids that fill two blocks, or one where no more fits; none when not even that does."""
+        status, body = await self._server.ask("GET", "/v1/models")
+        try:
+            listed = msgspec.json.decode(body, type=_Limits).data if status == 200 else []
+        except msgspec.DecodeError:
+            listed = []
+        longest = next((entry.max_model_len for entry in listed if entry.max_model_len), 2 * block_tokens + 2)
+        # One token more than whole blocks, because the last one is always computed; and one for the answer.
+        length = next((blocks * block_tokens + 1 for blocks in (2, 1) if blocks * block_tokens + 2 <= longest), 0)
+        return [3 + index % 40 for index in range(length)]
+
+    async def _ask_canary(self, tokens: list[int], salt: str) -> int:
+        """Have the prompt completed; return how many of its tokens came from the cache."""
+        body = {
+            "model": self._model, "prompt": tokens, "max_tokens": 1, "temperature": 0,
+            "cache_salt": salt, "priority": -100,
+        }  # fmt: skip
+        status, answer = await self._server.ask("POST", COMPLETIONS, body=body, timeout_s=limits().engines.vllm_flush_s)
+        if status != 200:
+            raise EngineError(f"the cache cannot be checked: a prompt was answered with HTTP {status}")
+        try:
+            usage = msgspec.json.decode(answer, type=_Completion).usage
+        except msgspec.DecodeError:
+            raise EngineError("the cache cannot be checked: a prompt was not answered with JSON") from None
+        # Older versions leave the details out when the number is zero.
+        details = usage.prompt_tokens_details if usage is not None else None
+        return (details.cached_tokens or 0) if details is not None else 0
+
+
+def _block_tokens(samples: Samples) -> int:
+    labels = samples.labels("vllm:cache_config_info")
+    for name in ("effective_attention_block_size", "block_size"):
+        if labels.get(name, "").isdigit():
+            return int(labels[name])
+    return 16
+
 
 _CACHE_HINT = " (here: vllm_kv_cache_memory_bytes or the memory budget, or a shorter context)"
 _TOKENIZER_PATHS = frozenset({"/tokenize", "/detokenize"})
@@ -82,7 +271,7 @@ class VllmEngine:
         self._log = StartupLog(_ignore)
         self._weights_bytes: int | None = None
         self._is_asleep = False
-        self._capabilities = _describe(plan, sees_pictures=False)
+        self._capabilities = _describe(plan, with_vision=False)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -97,20 +286,16 @@ class VllmEngine:
     async def load(self, report: Report) -> None:
         """Start the server and wait until it is healthy. Raises EngineError with vLLM's own reason; nothing is left then."""
         await self.unload(gently=False)
-        python = await asyncio.to_thread(command.find_python)
+        python = await asyncio.to_thread(find_python)
         self._log = StartupLog(report)
         try:
             self._folder = await asyncio.to_thread(make_private_folder, "vllm")
             server = self._open_session(self._folder / "s")
-            started = await asyncio.to_thread(command.build_command, python, self._plan, self._folder / "s")
-            self._weights_bytes = await asyncio.to_thread(command.weights_bytes, self._plan)
-            sees_pictures = await asyncio.to_thread(command.sees_pictures, self._plan)
-            self._capabilities = _describe(self._plan, sees_pictures=sees_pictures)
+            started = await asyncio.to_thread(build_command, python, self._plan, self._folder / "s")
+            self._weights_bytes = await asyncio.to_thread(weights_bytes, self._plan)
+            self._capabilities = _describe(self._plan, with_vision=await asyncio.to_thread(sees_pictures, self._plan))
             report(Progress("starting vLLM", 0.0))
-            # The warden replaces the guard that the child begins as, so it is a child of this process as well.
-            warden = [sys.executable, "-m", "runner.engines.children.warden", str(os.getpid())]
-            environment = command.build_environment(self._plan)
-            await self._child.start_foreign([*warden, *started], environment, self._log.feed)
+            await self._child.start_foreign(started, build_environment(self._plan), self._log.feed)
             async with asyncio.timeout(limits().engines.server_load_s):
                 await self._wait_healthy(server)
         except TimeoutError:
@@ -309,22 +494,22 @@ class VllmEngine:
         )
 
 
-def _describe(plan: LoadPlan, *, sees_pictures: bool) -> Capabilities:
-    is_caching, is_pooling = command.caches_prefixes(plan), command.is_pooling(plan)
+def _describe(plan: LoadPlan, *, with_vision: bool) -> Capabilities:
+    is_caching, pools = caches_prefixes(plan), is_pooling(plan)
     return Capabilities(
-        endpoints=(EMBEDDINGS, TOKENIZE) if is_pooling else (CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENIZE),
-        streaming=not is_pooling,
+        endpoints=(EMBEDDINGS, TOKENIZE) if pools else (CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENIZE),
+        streaming=not pools,
         prefix_caching=is_caching,
         keeps_nothing=not is_caching,
         reports_cached_tokens=is_caching,
         isolates_tenants=True,
         engine_priority=True,
-        flushes_cache=not is_pooling,
-        sleeps=command.can_sleep(plan),
-        loads_lora=command.takes_lora(plan),
+        flushes_cache=not pools,
+        sleeps=can_sleep(plan),
+        loads_lora=takes_lora(plan),
         reports_progress=True,
         counts_tokens=True,
-        vision_input=sees_pictures,
+        vision_input=with_vision,
         function_calling=bool(plan.options.get("vllm_tool_call_parser")),
     )
 

@@ -1,4 +1,4 @@
-"""A child process that holds an engine: settings in, progress and an address out, its last words, its certain end.
+"""Child processes that hold engines: how one starts, what it says, its certain end, and its private folder.
 
 Two kinds share this: programs of ours (``runner.engines.children.*``), which read one JSON line of settings from standard
 input and answer in JSON lines on standard output, and servers of others, whose output is only read.
@@ -10,17 +10,22 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
+import shutil
 import signal
 import sys
+import tempfile
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from runner.engines.port import Progress, Report
 from runner.errors import EngineError
 from runner.limits import limits
+from wire import clock
 
 log = logging.getLogger(__name__)
 
@@ -97,13 +102,14 @@ class Child:
     async def start_foreign(
         self, command: Sequence[str], environment: Mapping[str, str], on_line: Callable[[str], None] | None = None
     ) -> None:
-        """Start a program of others; each line it prints goes to ``on_line``. It dies with us where the system allows that.
+        """Start a program of others; each line it prints goes to ``on_line``. It and all its workers die with us.
 
         Raises EngineError when it cannot be started.
         """
-        guard = [sys.executable, "-m", "runner.engines.children.guard", str(os.getpid()), *command]
+        # The workers of such a server would live on, with the GPU's memory, when it is killed: the subreaper ends them with it.
+        held = [sys.executable, "-m", "runner.engines.children.subreaper", str(os.getpid()), *command]
         env = {**environment, "PYTHONPATH": child_environment()["PYTHONPATH"]}
-        process = await self._spawn(guard, env, stdin=asyncio.subprocess.DEVNULL)
+        process = await self._spawn(held, env, stdin=asyncio.subprocess.DEVNULL)
         self._readers.append(asyncio.create_task(self._read_log(process.stderr, on_line)))
         self._readers.append(asyncio.create_task(self._read_log(process.stdout, on_line)))
 
@@ -231,3 +237,109 @@ def gpu_environment(gpu_ids: Sequence[int], *, is_cpu: bool = False) -> dict[str
         return {}
     visible = ",".join(str(gpu_id) for gpu_id in gpu_ids)
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible, "HIP_VISIBLE_DEVICES": visible}
+
+
+def list_tree(pid: int | None) -> list[psutil.Process]:
+    """Return a process and all that descends from it, nothing when there is none."""
+    if pid is None:
+        return []
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def list_left(pids: Iterable[int]) -> set[int]:
+    """Return the ports of clients that have closed a connection to a server in these trees, which still holds it open. Blocks.
+
+    Its own connections to others do not count: a server may keep those as long as it likes.
+    """
+    found = []
+    for pid in pids:
+        for process in list_tree(pid):
+            with contextlib.suppress(psutil.Error):
+                found += process.net_connections(kind="tcp")
+    served = {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
+    return {
+        connection.raddr.port
+        for connection in found
+        if connection.status == psutil.CONN_CLOSE_WAIT and connection.laddr.port in served
+    }
+
+
+async def kill_rest(tree: list[psutil.Process]) -> list[int]:
+    """Kill what still runs of ``tree``; return the process ids of what has not gone within ``gone_s``."""
+    give_up_at = clock.monotonic() + limits().engines.gone_s
+    while True:
+        left = [process for process in tree if _is_alive(process)]
+        if not left or clock.monotonic() >= give_up_at:
+            return [process.pid for process in left]
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        await asyncio.sleep(limits().engines.gone_poll_s)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; a process id that another program has got in the meantime does not count."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def make_private_folder(name: str) -> Path:
+    """Return a new folder that only we may enter; remove those of runners that were killed before they could. Blocks."""
+    usual = Path(tempfile.gettempdir())
+    # A socket's path has room for some hundred characters, and our names take up to 40.
+    base = usual if len(str(usual)) <= limits().engines.folder_chars else Path("/tmp")  # noqa: S108  # mkdtemp makes it private
+    prefix = f"muster-{name}-"
+    for folder in base.glob(f"{prefix}*-*"):
+        owner = folder.name.removeprefix(prefix).partition("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)) and _is_our_folder(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base))
+
+
+def _is_our_folder(path: Path) -> bool:
+    """Whether it is a folder, no link to one, that belongs to us: anybody may write to the place where it lies."""
+    try:
+        return path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink()
+    except OSError:
+        return False
+
+
+# Servers of several processes put a process name before their lines, and loggers a date and a place.
+_PREFIX = re.compile(
+    r"^(?:\([^()]*\) ?)?(?:[\d:.TZ-]+\s+)?(?:(?:ERROR|CRITICAL) (?:[\d-]+ [\d:.]+ \[[^\]]*\] ?)?(?:[a-z_-]+: )*)?"
+)
+_RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Interrupt)(?:: |$)")
+_INDIRECT = re.compile(r"initialization failed|See root cause above|[Ss]ee stack trace|cancelled|ShardCannotStart")
+_USAGE_ERROR = re.compile(r"^(?:\S+: )?error: ")
+_VALIDATION = re.compile(r"^\s*(?:Value|Assertion) error, (.+?)(?: \[type=.*)?$")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+class FailureReasons:
+    """Fed with lines; keeps those that are reasons, causes apart from what only followed from them."""
+
+    def __init__(self) -> None:
+        self._causes: deque[str] = deque(maxlen=5)
+        self._consequences: deque[str] = deque(maxlen=5)
+
+    def feed(self, line: str) -> None:
+        """Take one line."""
+        text = _COLOUR.sub("", line)
+        if match := _VALIDATION.match(text):
+            self._causes.append(match[1])
+            return
+        # "error:" of a command line has no prefix, and its words must not be taken for one.
+        said = text if _USAGE_ERROR.match(text) else _PREFIX.sub("", text, count=1)
+        if _USAGE_ERROR.match(said) or _RAISED.match(said):
+            (self._consequences if _INDIRECT.search(said) else self._causes).append(said)
+
+    def best(self) -> str:
+        """Return the last cause, else the last consequence, else an empty text."""
+        words = self._causes or self._consequences
+        return words[-1][: limits().engines.logged_chars] if words else ""

@@ -16,9 +16,8 @@ from http import HTTPStatus
 import aiohttp
 import msgspec
 
-from runner.engines.elsewhere import bearer, read_key, read_url, set_thinking
 from runner.engines.http import HttpServer
-from runner.engines.library_child import read_option
+from runner.engines.http_engine import bearer, read_key, read_option, read_url, set_thinking
 from runner.engines.llama_slots import end_with, is_object
 from runner.engines.port import (
     CHAT,
