@@ -24,8 +24,8 @@ from core.admin_pages import ChangeLink, FindingAdmin, column, name_actor
 from core.models import User
 from governance.audit import record_event
 from governance.errors import GovernanceError
-from governance.services.approver_keys import list_keys
-from governance.services.people import create_invitation, make_invitation_url
+from governance.keys import list_keys
+from governance.people import create_invitation, make_invitation_url
 from governance.signin import may_act
 
 INVITATION_MEANING = (

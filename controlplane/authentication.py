@@ -9,8 +9,9 @@ from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from rest_framework.authentication import BaseAuthentication, get_authorization_header
 from rest_framework.request import Request
 
+from governance.admin_tokens import verify_admin_token
 from governance.errors import InvalidAdminToken
-from governance.services import Proposer, verify_admin_token
+from governance.operations.values import Proposer
 
 SCHEME = "bearer"
 CHALLENGE = 'Bearer realm="muster"'

@@ -23,10 +23,10 @@ from core.hints import HINT_GROUP
 from core.limits import limits
 from core.models import User
 from governance.errors import OperationNotFound
-from governance.services import read_operation
+from governance.operations.reading import read_operation
 from governance.signin import find_living, may_act
 from governance.states import RunState
-from governance.views.operation_parts import render_live
+from governance.web.operation_parts import render_live
 from nodes.services.telemetry import read_box
 from wire import clock
 

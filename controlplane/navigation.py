@@ -14,7 +14,7 @@ from django.urls import reverse
 from controlplane.playground.access import may_play
 from core.limits import limits
 from core.models import User
-from governance.services import count_waiting_for
+from governance.operations.reading import count_waiting_for
 
 
 class Item(TypedDict):

@@ -19,7 +19,7 @@ from core.limits import limits
 from gateway.services.overview import ExpiringKey, GatewayHealth, count_asked_models, read_expiring_keys, read_gateways
 from gateway.services.traffic import OpenRequests, Traffic, read_open_requests, read_traffic
 from gateway.services.waiting import Wait, WaitingModel, explain_waits, read_waits
-from governance.services import active_policy
+from governance.operations.policies import active_policy
 from nodes.operations.lost_models import LostModel, find_lost_models
 from nodes.services.availability import FleetOverview, NodeHealth, read_fleet
 from nodes.states import Freshness

@@ -82,8 +82,8 @@ TEMPLATES = [
                 "django.template.context_processors.request",
                 "django.contrib.auth.context_processors.auth",
                 "django.contrib.messages.context_processors.messages",
-                "governance.views.frame.show_freeze",
-                "governance.views.frame.show_read_only",
+                "governance.web.frame.show_freeze",
+                "governance.web.frame.show_read_only",
             ]
         },
     }
@@ -224,7 +224,7 @@ SPECTACULAR_SETTINGS = {
         "RunStateEnum": [state.value for state in RunState],
     },
     # The second adds the event stream, which is no view of the REST framework.
-    "POSTPROCESSING_HOOKS": ["drf_spectacular.hooks.postprocess_schema_enums", "governance.api.schema.add_stream"],
+    "POSTPROCESSING_HOOKS": ["drf_spectacular.hooks.postprocess_schema_enums", "governance.rest.schema.add_stream"],
     "SWAGGER_UI_DIST": "SIDECAR",
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
 }
@@ -281,10 +281,10 @@ OPERATIONS = {
     "node-drain": "nodes.operations.NODE_DRAIN",
     "node-evict": "nodes.operations.NODE_EVICT",
     "limit-raise": "gateway.operations.LIMIT_RAISE",
-    "admin-token-mint": "governance.operations.ADMIN_TOKEN_MINT",
-    "policy-change": "governance.operations.POLICY_CHANGE",
-    "unfreeze": "governance.operations.UNFREEZE",
-    "break-glass-review": "governance.operations.BREAK_GLASS_REVIEW",
+    "admin-token-mint": "governance.operations.kinds.ADMIN_TOKEN_MINT",
+    "policy-change": "governance.operations.kinds.POLICY_CHANGE",
+    "unfreeze": "governance.operations.kinds.UNFREEZE",
+    "break-glass-review": "governance.operations.kinds.BREAK_GLASS_REVIEW",
 }
 # Who knows which box pinned which approval policy, for the page of the policy. governance knows nothing of boxes.
 GOVERNANCE_BOXES = "nodes.services.availability.read_policy_pins"

@@ -27,8 +27,8 @@ from gateway.services import (
     read_targets,
 )
 from gateway.values import RequestOutcome, judge_outcome
-from governance.api.access import GovernanceView
-from governance.api.forms import Flag, Form, Text, WholeNumber
+from governance.rest.access import GovernanceView
+from governance.rest.forms import Flag, Form, Text, WholeNumber
 from nodes.serializers import ErrorSerializer, print_time
 from wire.contract import RequestState
 from wire.ids import format_id, parse_id

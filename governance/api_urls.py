@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from django.urls import path
 
-from governance.api import audit_log, decisions, operations, policy
-from governance.api.stream import stream_events
+from governance.rest import audit_log, decisions, operations, policy
+from governance.rest.stream import stream_events
 
 _ONE = "api/v1/operations/<str:op_id>"
 

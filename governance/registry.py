@@ -68,7 +68,7 @@ class RunOrder:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """It goes to a node with its token; the end is told by ``governance.services.finish_run``."""
+    """It goes to a node with its token; the end is told by ``governance.operations.runs.finish_run``."""
 
     node_id: uuid.UUID
 

@@ -1,6 +1,6 @@
 """The session of a person: how it was opened, how long it lives, and the challenge that a browser was given.
 
-``request.session["muster_assurance"]`` is how the person signed in. What that allows is ``governance.services.people``'s.
+``request.session["muster_assurance"]`` is how the person signed in. What that allows is ``governance.people``'s.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from django.urls import reverse
 from core.limits import limits
 from governance.audit import record_event
 from governance.errors import SignInRefused
-from governance.services.approver_keys import list_passkey_ids
-from governance.services.people import Assurance, may_change
+from governance.keys import list_passkey_ids
+from governance.people import Assurance, may_change
 from wire import clock
 from wire.optoken.approval import decode_bytes, encode_bytes
 

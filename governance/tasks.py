@@ -8,10 +8,10 @@ import uuid
 from celery import shared_task
 
 from core.hints import read_unreadable
-from governance import services
 from governance.checkpoints import checkpoint_if_due
-from governance.services.delivery import deliver_due
-from governance.services.notices import notify_of_unreadable
+from governance.delivery import deliver_due
+from governance.notices import notify_of_unreadable
+from governance.operations.runs import work_on
 from governance.services.sign_in_throttle import sweep_failures
 from governance.signin import sweep_sessions
 from wire import clock
@@ -27,7 +27,7 @@ def work(run_id: str) -> bool:
     except (ValueError, TypeError, AttributeError):
         logger.warning("task_with_bad_id name=work")
         return False
-    return services.work_on(ident)
+    return work_on(ident)
 
 
 @shared_task(name="governance.tasks.deliver_notices")  # type: ignore[untyped-decorator]  # Celery ships no types

@@ -6,7 +6,7 @@ import uuid
 
 from django.urls import include, path, register_converter
 
-from governance.views import approvals, freeze, policy, propose
+from governance.web import approvals, freeze, policy, propose
 from wire.ids import parse_id
 
 

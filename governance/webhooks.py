@@ -1,6 +1,6 @@
 """Posting a notice to a webhook: which addresses may be called, how a body is signed, one attempt.
 
-Who is told what, and when it is tried again, is for ``governance.services``.
+Who is told what, and when it is tried again, is for ``governance.notices``.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from core.limits import limits
 from core.throttle import AuthThrottle
 from governance.checkpoints import consistency, has_checkpoint, latest_checkpoint
 from governance.errors import GovernanceError
-from governance.services import policy_chain
+from governance.operations.evidence import policy_chain
 from nodes.delivery import FINAL_STATES, Ask, Delivery, Send, plan_deliveries, store_status
 from nodes.errors import EnrolmentRefused, NodeNotFound
 from nodes.links import LinkRegistry

@@ -20,9 +20,18 @@ from django.db import transaction
 
 from core.limits import limits
 from governance.audit import record_word
-from governance.services import finish_run, note_progress, read_freeze, requeue_run
-from governance.services.lookup import find_operation
-from governance.services.runs import NodeRun, claim_contact, find_run_of, list_node_runs, list_nodes_with_runs
+from governance.operations.freezes import read_freeze
+from governance.operations.lookup import find_operation
+from governance.operations.runs import (
+    NodeRun,
+    claim_contact,
+    find_run_of,
+    finish_run,
+    list_node_runs,
+    list_nodes_with_runs,
+    note_progress,
+    requeue_run,
+)
 from governance.states import RunEvent, RunState
 from nodes.models import Node, NodePresence
 from wire import clock

@@ -13,8 +13,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from core.limits import limits
-from governance.services import finish_run, note_progress, requeue_run
-from governance.services.runs import NodeRun, claim_contact, find_node_run, list_unattended
+from governance.operations.runs import (
+    NodeRun,
+    claim_contact,
+    find_node_run,
+    finish_run,
+    list_unattended,
+    note_progress,
+    requeue_run,
+)
 from governance.states import RunEvent
 from nodes.addresses import build_request, resolve_direct_target
 from nodes.delivery import TRY_AGAIN_CODES, lose_run, read_order

@@ -17,8 +17,8 @@ import django
 django.setup()
 
 from core.models import User
-from governance.services import create_admin_token
-from governance.services.approver_keys import add_key_file
+from governance.admin_tokens import create_admin_token
+from governance.keys import add_key_file
 
 ACTOR = "system:govcheck"
 

@@ -10,8 +10,8 @@ from gateway.models import ApiKey, Model, Tenant
 from gateway.services.errors import InvalidValue, ServiceError
 from gateway.values import Priority
 from governance.errors import NeedsApproval
+from governance.operations.guard import require_approval
 from governance.registry import RunOrder
-from governance.services import require_approval
 from wire.contract import ErrorCode
 
 LIMIT_RAISE = "limit-raise"

@@ -17,8 +17,8 @@ from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.request.response import Application, admit_origin, answer_preflight, id_headers, send_error
 from gateway.runtime import GatewayRuntime
 from gateway.values import Header, HeaderView
+from governance.admin_tokens import verify_admin_token
 from governance.errors import TooManyWrongTokens
-from governance.services import verify_admin_token
 from nodes.links import Link
 from wire.ids import format_id, new_uuid7
 

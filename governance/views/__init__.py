@@ -1,1 +1,1 @@
-"""The pages of governance in the browser: approvals, policy, freeze, signing in. They parse, call one service and render."""
+"""The pages on which people sign in and keep their keys."""

@@ -15,7 +15,7 @@ from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminTextInputWi
 
 from core.admin_pages import ChangeLink, Offer, RowChange, ShowingAdmin, Values, column
 from core.limits import limits
-from governance.services import active_policy
+from governance.operations.policies import active_policy
 from nodes.models import Node, NodePresence, ProviderState, Reach, clock_of, heartbeat_age_s, with_clock
 from nodes.services.availability import (
     describe_gpus,

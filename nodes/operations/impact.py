@@ -10,8 +10,8 @@ from django.conf import settings
 from django.utils.module_loading import import_string
 
 from core.limits import limits
+from governance.operations.runs import last_run
 from governance.registry import Impact
-from governance.services import last_run
 from nodes.operations.targets import Target, hinders
 from nodes.services.telemetry import ReplicaView
 from wire.contract import NodeStatus

@@ -15,8 +15,8 @@ from django.utils import timezone
 from core.limits import limits
 from governance.audit import record_event
 from governance.audit.reading import find_last_event, find_last_event_at
-from governance.services import LastRun, list_last_successes
-from governance.services.notices import list_requester_and_signers, notify_of_event
+from governance.notices import list_requester_and_signers, notify_of_event
+from governance.operations.runs import LastRun, list_last_successes
 from nodes.models import Node
 from nodes.operations.choices import list_boxes
 from nodes.operations.params import KEEP

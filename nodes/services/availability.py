@@ -16,8 +16,8 @@ from django.db.models.functions import Now
 from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
-from governance.services import active_policy
-from governance.services.notices import notify_of_event
+from governance.notices import notify_of_event
+from governance.operations.policies import active_policy
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodePresence, ProviderState, Reach, clock_of, heartbeat_age_s, read_clock, with_clock
 from nodes.services.telemetry import BoxView, count_replicas, describe_box, describe_counts, list_failures

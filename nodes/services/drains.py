@@ -16,9 +16,9 @@ from django.utils.module_loading import import_string
 from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
+from governance.notices import notify_of_event
+from governance.operations.guard import require_approval
 from governance.registry import RunOrder
-from governance.services import require_approval
-from governance.services.notices import notify_of_event
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodeDrainCount, NodePresence, read_clock
 from nodes.services.availability import is_drained, judge_status

@@ -22,10 +22,13 @@ from django.test import Client, override_settings
 from django.utils import timezone
 
 from core.models import User
-from governance import services
 from governance.models import AdminToken, ApproverKey, AuditEvent, Decision, Operation, OperationRun, PolicyVersion
+from governance.operations import decisions
+from governance.operations.policies import ApproverChoice, active_policy, draft_policy
+from governance.operations.proposals import propose
+from governance.operations.runs import run_due
+from governance.operations.values import Proposer
 from governance.registry import Description, Done, Impact, NotNow, Request, RunOrder, Sent, Signer, find_kind
-from governance.services import ApproverChoice, Proposer
 from governance.states import ApprovalState
 from nodes.models import Node
 from nodes.services.governance import take_governance
@@ -62,7 +65,7 @@ class Member:
         return self.passkey.sign(read_statement(bytes(operation.statement)).digest, approver=self.name)
 
     def approve(self, operation: Operation) -> Operation:
-        return services.approve(
+        return decisions.approve(
             op_id=operation.pk, user=self.user, proof=self.proof(operation), brought_by=f"session:{self.name}"
         )
 
@@ -92,13 +95,13 @@ class Team:
 
     def change_policy(self, **changes: object) -> Operation:
         """Have a policy of everybody as they are now asked for by the first; nobody has signed it."""
-        return services.draft_policy(
+        return draft_policy(
             approvers=self.choices(), reason="anew", proposer=self[0].proposer, **changes,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def start(self, **changes: object) -> PolicyVersion:
         """Draft, sign and carry out the first policy: asked for by the first person, approved by two others."""
-        operation = services.draft_policy(
+        operation = draft_policy(
             approvers=self.choices(),
             reason="the first policy",
             proposer=self[0].proposer,
@@ -106,10 +109,10 @@ class Team:
         )
         for member in self.members[1:3] or self.members:
             member.approve(operation)
-        services.run_due()
+        run_due()
         # A control plane that runs beside the test may have taken it.
         wait_until(lambda: not operation.runs.filter(ended_at=None).exists(), what="the policy is in force")
-        found = services.active_policy()
+        found = active_policy()
         assert found is not None
         return found[0]
 
@@ -165,7 +168,7 @@ def propose_token(member: Member, **changes: object) -> Operation:
         "operation": "admin-token-mint", "targets": ["control-plane"], "params": {"name": "ci"}, "reason": "for the build",
         "proposer": member.proposer,
     }  # fmt: skip
-    return services.propose(**(asked | changes))  # type: ignore[arg-type]
+    return propose(**(asked | changes))  # type: ignore[arg-type]
 
 
 def make_due(operation: Operation) -> None:
@@ -256,7 +259,7 @@ def approve_load(
     team: Team, *targets: str, operation: str = "model-load", params: Mapping[str, object] | None = None, **asked: Any
 ) -> Operation:
     """An operation that two people approved; nothing is dispatched yet."""
-    row = services.propose(
+    row = propose(
         operation=operation, targets=targets, params=params if params is not None else {"modelId": "m"},
         reason="the tests need it", proposer=team[0].proposer, **asked,
     )  # fmt: skip
@@ -341,4 +344,4 @@ def propose_load(member: Member, *targets: str, **changes: object) -> Operation:
         "operation": NAME, "targets": targets or ("box-a",), "params": {"modelId": "m"}, "reason": "for the demo",
         "proposer": member.proposer,
     }  # fmt: skip
-    return services.propose(**(asked | changes))  # type: ignore[arg-type]
+    return propose(**(asked | changes))  # type: ignore[arg-type]

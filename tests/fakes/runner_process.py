@@ -24,7 +24,8 @@ from typing import Any, Literal, TypeVar, cast
 from django.db import connection
 from django.db.models.functions import Now
 
-from governance.services import active_policy, policy_chain
+from governance.operations.evidence import policy_chain
+from governance.operations.policies import active_policy
 from nodes.delivery import Send, plan_deliveries, store_status
 from nodes.models import Node, NodePresence
 from nodes.reports import clean_governance, clean_report, clean_status

@@ -22,7 +22,7 @@ import pytest
 import controlplane.authentication
 import core.throttle
 import gateway.request.identity
-import governance.services.admin_tokens
+import governance.admin_tokens
 import nodes.authentication
 import nodes.consumers
 import nodes.services.credentials
@@ -46,11 +46,11 @@ NUMBERS: dict[str, str] = {
     # Keys of advisory locks.
     "gateway/partitions.py": "ADVISORY_LOCK",
     "gateway/tasks.py": "RECONCILE_LOCK",
-    "governance/services/runs.py": "_FENCE_LOCK",
-    "governance/services/lookup.py": "_POLICY_LOCK",
-    "governance/services/notices.py": "_UNREADABLE_LOCK",
-    "governance/services/proposals.py": "_PROPOSER_LOCK",
-    "governance/services/reviews.py": "_LOCK",
+    "governance/operations/runs.py": "_FENCE_LOCK",
+    "governance/operations/lookup.py": "_POLICY_LOCK",
+    "governance/notices.py": "_UNREADABLE_LOCK",
+    "governance/operations/proposals.py": "_PROPOSER_LOCK",
+    "governance/operations/reviews.py": "_LOCK",
     "nodes/services/drains.py": "LOCK_KEY",
     # Formats of ours, part of what is stored or sent.
     "gateway/models.py": "TAIL_CHARS",
@@ -383,7 +383,7 @@ def test_a_wheel_holds_every_package_that_ships_and_the_templates() -> None:
 
 
 MODULES = (
-    controlplane.authentication, gateway.request.identity, governance.services.admin_tokens, core.throttle,
+    controlplane.authentication, gateway.request.identity, governance.admin_tokens, core.throttle,
     nodes.authentication, nodes.consumers, nodes.services.credentials, wire.credentials,
 )  # fmt: skip
 RAW = {"raw", "extra", "RawSQL", "cursor", "execute", "executemany", "connection", "connections"}

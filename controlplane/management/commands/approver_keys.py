@@ -9,7 +9,7 @@ from django.core.management import CommandError
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
 from core.models import User
-from governance.services.approver_keys import KeyView, add_key_file, list_keys, revoke_key
+from governance.keys import KeyView, add_key_file, list_keys, revoke_key
 
 
 class Command(ServiceCommand):

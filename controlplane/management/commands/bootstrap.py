@@ -20,9 +20,9 @@ from controlplane.management.service_command import SETTINGS_CHECKS
 from core.limits import limits
 from core.models import User
 from gateway.services import NameTaken, allow_model, create_api_key, create_tenant
+from governance.admin_tokens import create_admin_token, verify_admin_token
 from governance.audit import record_event
 from governance.errors import NeedsApproval
-from governance.services import create_admin_token, verify_admin_token
 from nodes.errors import Conflict
 from nodes.services.credentials import create_credential, create_provider, find_credential
 from wire.credentials import CredentialKind, parse_keyid, verify_credential

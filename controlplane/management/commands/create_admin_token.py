@@ -9,7 +9,7 @@ from django.core.management import CommandError
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
 from core.models import User
-from governance.services import create_admin_token
+from governance.admin_tokens import create_admin_token
 
 
 class Command(ServiceCommand):

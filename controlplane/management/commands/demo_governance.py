@@ -19,8 +19,8 @@ from controlplane.management.commands.invite import create_person, let_propose
 from controlplane.management.service_command import ACTOR, ServiceCommand
 from core.models import User
 from gateway.services import allow_model
-from governance.services.approver_keys import list_passkey_ids
-from governance.services.people import create_invitation, make_invitation_url
+from governance.keys import list_passkey_ids
+from governance.people import create_invitation, make_invitation_url
 
 PROPOSER = "ana"
 PEOPLE = ((PROPOSER, "Ana"), ("ben", "Ben"), ("cleo", "Cleo"))

@@ -13,7 +13,7 @@ from django.db import transaction
 from controlplane.management.service_command import ACTOR, ServiceCommand
 from core.models import User
 from governance.audit import record_event
-from governance.services.people import create_invitation, make_invitation_url
+from governance.people import create_invitation, make_invitation_url
 
 
 class Command(ServiceCommand):

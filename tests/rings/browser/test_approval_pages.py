@@ -18,9 +18,9 @@ from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize
 
 from controlplane.live import CloseCode
 from core.models import User
-from governance import services
 from governance.models import ApproverKey, Operation
-from governance.services.people import create_invitation
+from governance.operations import freezes, runs
+from governance.people import create_invitation
 from governance.signin import ASSURANCE
 from tests.fakes.control_process import ROOT, ServerProcess
 from tests.fakes.governed_team import Identity, Member, Team, make_box, make_governed, make_team, propose_token
@@ -129,7 +129,7 @@ def approve_button(page: Page) -> Locator:
 
 
 def run_due() -> None:
-    in_database(services.run_due)
+    in_database(runs.run_due)
 
 
 def test_from_an_invitation_to_a_token_that_two_others_approved(site: Site) -> None:
@@ -261,9 +261,9 @@ def list_pages(team: Team, operation: Operation) -> list[str]:
         done = propose_token(team[0], params={"name": "deploy"})
         team[1].approve(done)
         team[2].approve(done)
-        services.run_due()
+        runs.run_due()
         team[2].approve(operation)
-        services.freeze(user=team[1].user, reason="strange loads in the attic")
+        freezes.freeze(user=team[1].user, reason="strange loads in the attic")
         return [path_of(operation), path_of(done)]
 
     return [

@@ -12,10 +12,11 @@ import psutil
 import pytest
 
 from core.limits import limits
-from governance import services
+from governance.admin_tokens import create_admin_token
 from governance.errors import StateChanged
 from governance.models import Operation
-from governance.services.runs import _FENCE_LOCK
+from governance.operations.proposals import cancel
+from governance.operations.runs import _FENCE_LOCK, run_due
 from tests.fakes.audit_logs import raw_connection
 from tests.fakes.control_process import ServerProcess, serve_control
 from tests.fakes.governed_team import Team, make_team, propose_token
@@ -41,7 +42,7 @@ def team() -> Team:
 
 @pytest.fixture
 def token(team: Team) -> str:
-    _, text = services.create_admin_token(name="ci", actor="user:ana", owner=team[0].user)
+    _, text = create_admin_token(name="ci", actor="user:ana", owner=team[0].user)
     team.start()
     return text
 
@@ -87,7 +88,7 @@ def test_a_follower_sees_every_change_until_the_end(client: httpx.Client, team: 
             team[2].approve(operation)
             approved = next(events)
         assert (approved["state"], approved["run_state"], approved["is_final"]) == ("approved", "queued", False)
-        services.run_due()
+        run_due()
         rest = list(events)
     assert (rest[-1]["run_state"], rest[-1]["percent"], rest[-1]["is_final"]) == ("succeeded", 100, True)
     assert [run["state"] for run in rest[-1]["runs"]] == ["succeeded"]
@@ -110,7 +111,7 @@ def is_followed_to_the_end(client: httpx.Client, operation: Operation, team: Tea
         if answer.status_code != 200:
             return False
         with suppress(StateChanged):  # it was cancelled the last time, and the stream ended without saying so
-            services.cancel(op_id=operation.pk, proposer=team[0].proposer)
+            cancel(op_id=operation.pk, proposer=team[0].proposer)
         return "cancelled" in [event["state"] for event in read_events(answer)]
 
 

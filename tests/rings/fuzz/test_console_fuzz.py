@@ -28,10 +28,10 @@ from schemathesis.schemas import BaseSchema
 from schemathesis.specs.openapi import checks
 
 from controlplane.api_errors import describe_error
-from governance import services
-from governance.api.schema import STREAM_PATH
+from governance import admin_tokens
+from governance.admin_tokens import create_admin_token
 from governance.models import AuditEvent
-from governance.services import create_admin_token
+from governance.rest.schema import STREAM_PATH
 from nodes.services.credentials import create_credential, create_provider
 from tests.fakes.governed_team import make_team, propose_token
 from tests.fakes.nodes import make_operator
@@ -74,7 +74,7 @@ def test_the_document_is_made_without_a_warning() -> None:
 
 def test_every_address_keeps_to_its_description(document: BaseSchema) -> None:
     team = make_team()
-    _, admin = services.create_admin_token(name="fuzz", actor="user:ana", owner=team[0].user)
+    _, admin = admin_tokens.create_admin_token(name="fuzz", actor="user:ana", owner=team[0].user)
     team.start()
     create_provider(name="local", actor="user:ana")
     _, worker = create_credential(name="box", provider_name="local", actor="user:ana")
@@ -122,7 +122,7 @@ BYTES = st.binary(max_size=60).map(encode_bytes) | WORDS
 
 def test_whatever_is_asked_for_or_shown_as_a_proof_is_answered_as_described(document: BaseSchema) -> None:
     team = make_team()
-    _, admin = services.create_admin_token(name="fuzz", actor="user:ana")
+    _, admin = admin_tokens.create_admin_token(name="fuzz", actor="user:ana")
     team.start()
     target = propose_token(team[1])
     proof, headers = team[0].proof(target), {"Authorization": f"Bearer {admin}"}

@@ -22,10 +22,10 @@ from controlplane.celery import app
 from core.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, read_unreadable
 from core.limits import limits
 from governance.models import AuditEvent, Notice, SignInFailure
-from governance.services.notice_text import write_message
-from governance.services.notices import notify_of_unreadable
-from governance.services.runs import ring
-from governance.services.webhooks import add_webhook
+from governance.notice_text import write_message
+from governance.notices import notify_of_unreadable
+from governance.operations.runs import ring
+from governance.webhook_endpoints import add_webhook
 from nodes.services.direct_calls import ring_direct_box
 from tests.fakes.control_process import serve_control, serve_gateway, serve_worker
 from tests.fakes.request_bodies import FOREIGN, QUEUE, QUEUES, make_envelope, send_noise

@@ -31,8 +31,10 @@ from controlplane.launcher.embedded import EmbeddedServers
 from controlplane.live import CloseCode
 from core.db import connection as patient
 from core.db import limit_process
-from governance import services
+from governance.admin_tokens import claim_admin_token
 from governance.models import AuditEvent, OperationRun
+from governance.operations.runs import run_due, work_on
+from governance.operations.sweeps import reconcile
 from governance.states import RunState
 from nodes.direct import call_direct_box, find_unattended
 from nodes.models import Reach
@@ -155,8 +157,8 @@ def token(team: Team) -> str:
     operation = propose_token(team[0], params={"name": "script"})
     for member in team.members[1:]:
         member.approve(operation)
-    services.run_due()
-    return services.claim_admin_token(op_id=operation.pk, user=team[0].user)[1]
+    run_due()
+    return claim_admin_token(op_id=operation.pk, user=team[0].user)[1]
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +349,7 @@ def test_executions_that_a_freeze_cuts_off_come_to_exactly_one_end(servers: Embe
     with ExitStack() as holding:
         holding.enter_context(held(servers, f"SELECT FROM governance_operation WHERE id = '{begun.operation_id}' FOR UPDATE"))
         holding.enter_context(held(servers, f"SELECT pg_advisory_xact_lock({COMMIT_LOCK})"))
-        workers = [in_thread(partial(services.work_on, run.pk)) for run in (begun, ending)]
+        workers = [in_thread(partial(work_on, run.pk)) for run in (begun, ending)]
         wait_for(lambda: count_blocked(servers) == len(workers), what="one has begun, and one is in its COMMIT")
         with frozen(servers):
             assert all(isinstance(worker.exception(WITHIN_S), OperationalError) for worker in workers)
@@ -356,7 +358,7 @@ def test_executions_that_a_freeze_cuts_off_come_to_exactly_one_end(servers: Embe
     assert (is_done(begun), is_done(ending)) == (False, True)
     for run in (begun, ending):
         make_due(run.operation)
-    for again in [in_thread(services.reconcile) for _ in range(3)]:
+    for again in [in_thread(reconcile) for _ in range(3)]:
         again.result(WITHIN_S)
     wait_for(lambda: is_done(begun), what="the other one is carried out")
     for run in (begun, ending):
@@ -379,7 +381,7 @@ def test_a_box_called_when_the_database_froze_is_called_once(servers: EmbeddedSe
         make_presence(node, age_s=0)
         set_op_key(node_id=node.pk, kid="k1", secret="a key of the tests, 32 bytes long", level="L0", actor=ACTOR)
         operation = approve_load(team, "far")
-        services.run_due()
+        run_due()
         run_id = only_run(operation).pk
         try:
             assert isinstance(in_thread(lambda: call_direct_box(run_id)).exception(WITHIN_S), OperationalError)

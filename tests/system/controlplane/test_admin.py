@@ -31,9 +31,9 @@ from gateway.routing import Target
 from gateway.services import allow_model, change_response_policy, create_alias
 from gateway.services.overview import read_gateways
 from gateway.services.responses import keep_response
-from governance.services import create_admin_token
-from governance.services.webhooks import add_webhook
-from governance.views.content_policy import STRICT_POLICY
+from governance.admin_tokens import create_admin_token
+from governance.web.content_policy import STRICT_POLICY
+from governance.webhook_endpoints import add_webhook
 from tests.fakes.governed_team import make_governed
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, make_gateway, make_key, make_node, make_operator, make_presence, make_record

@@ -29,9 +29,9 @@ from controlplane.management.service_command import SETTINGS_CHECKS
 from core.models import User
 from gateway.models import ApiKey, Model
 from gateway.services import disallow_model, is_model_allowed, revoke_api_key
+from governance.admin_tokens import create_admin_token, revoke_admin_token, verify_admin_token
+from governance.keys import add_key_file
 from governance.models import Decision
-from governance.services import create_admin_token, revoke_admin_token, verify_admin_token
-from governance.services.approver_keys import add_key_file
 from nodes.models import Node, Provider
 from nodes.services.credentials import find_credential, revoke_credential
 from tests.fakes.control_process import serve_control

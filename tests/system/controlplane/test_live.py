@@ -35,8 +35,8 @@ from controlplane.serve_worker import DueHere
 from core import hints
 from core.hints import HINT_GROUP, publish_hint
 from core.models import User
-from governance import services
 from governance.models import OperationRun
+from governance.operations.runs import run_due
 from governance.states import RunState
 from nodes.models import Node, NodePresence
 from tests.fakes.governed_team import make_governed, propose_token
@@ -241,7 +241,7 @@ def test_what_is_due_is_carried_out_without_any_message() -> None:
         wait_until(lambda: OperationRun.objects.filter(operation=operation, state=RunState.SUCCEEDED.value).exists())
     finally:
         assert reconciler.stop()
-    assert services.run_due() == 0
+    assert run_due() == 0
 
 
 def test_a_database_that_is_away_is_said_once_and_waited_for_and_a_defect_ends_none(

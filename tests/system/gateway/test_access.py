@@ -24,8 +24,8 @@ from gateway.runtime import GatewayRuntime
 from gateway.services import change_response_policy, create_api_key, create_tenant
 from gateway.services.responses import keep_response
 from gateway.urls import make_application
+from governance.admin_tokens import create_admin_token
 from governance.models import PolicyVersion
-from governance.services import create_admin_token
 from tests.fakes.nodes import ACTOR, PASSWORD, make_operator
 from tests.fakes.policies import make_people, make_policy
 

@@ -24,7 +24,7 @@ from gateway.services import (
     create_tenant,
 )
 from gateway.urls import make_application
-from governance.services import create_admin_token
+from governance.admin_tokens import create_admin_token
 from tests.fakes.links import FakeLink
 from tests.fakes.nodes import ACTOR, audited, make_node, make_operator, make_presence
 

@@ -12,7 +12,7 @@ import redis
 from django.db import connection
 
 from core.db.threads import run_upkeep
-from governance.services import create_admin_token
+from governance.admin_tokens import create_admin_token
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet
 

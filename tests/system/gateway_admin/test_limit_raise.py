@@ -19,9 +19,11 @@ from gateway import services as gateway
 from gateway.models import ApiKey, Model, Tenant
 from gateway.operations import LIMIT_RAISE
 from gateway.services import ApprovalNeeded, allow_model, change_tenant_limit, create_tenant, raise_key_limit, raise_model_caps
-from governance import services
 from governance.errors import InvalidProposal
 from governance.models import AuditEvent, Operation, OperationRun
+from governance.operations import proposals
+from governance.operations.runs import run_due
+from governance.operations.standing import use_approval
 from governance.registry import RunOrder
 from governance.states import RunState
 from tests.fakes.governed_team import Team, make_governed, make_team
@@ -77,7 +79,7 @@ def caps_of(name: str = "big") -> tuple[int | None, ...]:
 
 
 def propose(team: Team, *targets: str, max_uses: int = 1, **params: object) -> Operation:
-    return services.propose(
+    return proposals.propose(
         operation="limit-raise", targets=targets, params=params, reason="a demo", proposer=team[0].proposer, max_uses=max_uses
     )
 
@@ -91,7 +93,7 @@ def approve(team: Team, operation: Operation) -> Operation:
 def carry_out(team: Team, operation: Operation) -> OperationRun:
     """Approve an operation of one target, carry it out and return how that went."""
     approve(team, operation)
-    services.run_due()
+    run_due()
     return operation.runs.get()
 
 
@@ -187,12 +189,12 @@ def test_an_approved_raise_is_carried_out_once_with_the_approved_values_and_reco
     ]
     for operation in raises:
         team[1].approve(operation)
-    services.run_due()
+    run_due()
     key.refresh_from_db()
     assert (key.requests_per_minute, key.priority, caps_of()) == (30, "normal", (1024, None, 10))
     for operation in raises:
         team[2].approve(operation)
-    services.run_due()
+    run_due()
     key.refresh_from_db()
     assert (key.requests_per_minute, key.priority, caps_of()) == (500, "high", (4096, None, 50))
     (of_key,), (of_model,) = audited("api_key.raise"), audited("model.raise")
@@ -200,7 +202,7 @@ def test_an_approved_raise_is_carried_out_once_with_the_approved_values_and_reco
     assert of_key.detail["from"] == {"requests_per_minute": 30, "priority": "normal"}
     assert of_model.detail == {"from": {"max_tokens": 1024, "max_queue": 10}, "to": {"max_tokens": 4096, "max_queue": 50}}
     change_caps(max_tokens=1)
-    services.run_due()
+    run_due()
     assert caps_of() == (1, None, 50)
     spent = order_of(raises[1], max_tokens=4096, max_queue=50)
     with pytest.raises(ApprovalNeeded):
@@ -268,11 +270,11 @@ def test_a_batch_raises_several_models_and_stops_at_the_first_that_fails(team: T
     targets = [f"model:{name}" for name in names]
     done, stopped = (propose(team, *targets, max_tokens=most) for most in (2048, 4096))
     approve(team, done)
-    services.run_due()
+    run_due()
     assert [caps_of(name)[0] for name in names] == [2048] * 3
     Model.objects.filter(name="wide").delete()
     approve(team, stopped)
-    services.run_due()
+    run_due()
     states = [run.state for run in stopped.runs.order_by("position")]
     assert states == [RunState.SUCCEEDED.value, RunState.FAILED.value, RunState.SKIPPED.value]
     assert [caps_of(name)[0] for name in ("big", "last")] == [4096, 2048]
@@ -285,8 +287,8 @@ def test_a_standing_approval_raises_again_what_was_lowered_in_between() -> None:
     for lower in (False, True, False):
         if lower:
             change_caps(max_tokens=1024)
-        services.use_approval(op_id=operation.pk, proposer=team[0].proposer)
-        services.run_due()
+        use_approval(op_id=operation.pk, proposer=team[0].proposer)
+        run_due()
         states.append(operation.runs.latest("use").state)
         assert caps_of()[0] == 4096
     assert states == [RunState.SUCCEEDED.value, RunState.SUCCEEDED.value, RunState.FAILED.value]

@@ -35,7 +35,7 @@ from gateway.request.models import Catalogue
 from gateway.tasks import RECONCILE_LOCK, reconcile_requests
 from gateway.tasks import maintain_partitions as maintain_task
 from gateway.values import Priority
-from governance.services import create_admin_token
+from governance.admin_tokens import create_admin_token
 from nodes.services.credentials import create_credential, create_provider
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import (

@@ -24,11 +24,13 @@ from pytest_django.fixtures import Settings
 
 from core.limits import limits
 from core.models import User
-from governance import services
+from governance.delivery import deliver_due
 from governance.models import AuditEvent, Notice, Operation, WebhookEndpoint
-from governance.services.delivery import deliver_due
-from governance.services.notices import NOTICE_EVENTS, notify
-from governance.services.webhooks import add_webhook, remove_webhook
+from governance.notices import NOTICE_EVENTS, notify
+from governance.operations.decisions import reject
+from governance.operations.freezes import freeze
+from governance.operations.runs import run_due
+from governance.webhook_endpoints import add_webhook, remove_webhook
 from governance.webhooks import SIGNATURE_HEADER, DeliveryFailed, InvalidWebhook, parse_webhook_url, post_notice
 from tests.fakes.governed_team import Team, make_governed, propose_token
 from wire.optoken.approval import digest_words
@@ -103,12 +105,12 @@ def test_each_event_is_told_once_to_those_whom_it_concerns(team: Team, mailoutbo
     assert told("expiring_50") == {"ana", "cleo", "webhook:ops"}, "who has not decided, and the requester"
     assert told("approved") == set()
     team[2].approve(operation)
-    services.run_due()
+    run_due()
     assert told("approved") == told("succeeded") == {"ana", "ben", "cleo", "webhook:ops"}
-    services.reject(op_id=propose_token(team[0]).pk, user=team[1].user, comment="not today")
+    reject(op_id=propose_token(team[0]).pk, user=team[1].user, comment="not today")
     assert "ana" in told("rejected")
     Notice.objects.all().delete()
-    services.freeze(user=team[1].user, reason="odd things happen")
+    freeze(user=team[1].user, reason="odd things happen")
     assert told("frozen") == {"ana", "ben", "cleo", "webhook:ops"}
     Notice.objects.filter(person=None).delete()
     assert deliver_due() == 3

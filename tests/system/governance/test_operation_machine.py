@@ -29,9 +29,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pytest_django import Settings
 
 from core.models import User
-from governance import services, tasks
+from governance import tasks
 from governance.errors import GovernanceError
 from governance.models import ApproverKey, AuditEntry, AuditEvent, Decision, Operation, OperationRun, PolicyVersion
+from governance.operations import decisions, freezes, proposals
+from governance.operations.freezes import lift_freeze, name_freeze, read_freeze
+from governance.operations.policies import draft_policy
+from governance.operations.proposals import propose
+from governance.operations.standing import use_approval
+from governance.operations.sweeps import reconcile
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, OPEN_RUNS, RUNS, ApprovalState, RunState
 from nodes.delivery import RECEIPT_INVALID
 from nodes.models import NodeOpKey
@@ -190,7 +196,7 @@ class OperationLife(RuleBasedStateMachine):
             changes = {"op_class": "standing", "max_uses": 2}
         targets = [self.nodes[index].row.name for index in indices]
         with contextlib.suppress(GovernanceError):
-            row = self.processes.perform(lambda: services.propose(
+            row = self.processes.perform(lambda: propose(
                 operation=operation, targets=targets, params=params, reason="odd", proposer=self.team[who].proposer,
                 stops_on_failure=not goes_on, **changes,
             ))  # fmt: skip
@@ -220,9 +226,9 @@ class OperationLife(RuleBasedStateMachine):
         if (asked := self.pick(which)) is not None:
             member, op_id = self.team[who], asked.row.pk
             calls: dict[str, Callable[[], object]] = {
-                "reject": lambda: services.reject(op_id=op_id, user=member.user, comment="no"),
-                "withdraw": lambda: services.withdraw(op_id=op_id, user=member.user),
-                "cancel": lambda: services.cancel(op_id=op_id, proposer=member.proposer),
+                "reject": lambda: decisions.reject(op_id=op_id, user=member.user, comment="no"),
+                "withdraw": lambda: decisions.withdraw(op_id=op_id, user=member.user),
+                "cancel": lambda: proposals.cancel(op_id=op_id, proposer=member.proposer),
             }
             with contextlib.suppress(GovernanceError):
                 self.processes.perform(calls[how])
@@ -231,7 +237,7 @@ class OperationLife(RuleBasedStateMachine):
     def use(self, who: int, which: int) -> None:
         if (asked := self.pick(which)) is not None:
             with contextlib.suppress(GovernanceError):
-                self.processes.perform(lambda: services.use_approval(op_id=asked.row.pk, proposer=self.team[who].proposer))
+                self.processes.perform(lambda: use_approval(op_id=asked.row.pk, proposer=self.team[who].proposer))
 
     @rule(who=WHO, is_lost=st.booleans())
     def lose_a_key(self, who: int, *, is_lost: bool) -> None:
@@ -242,16 +248,16 @@ class OperationLife(RuleBasedStateMachine):
     def freeze(self, *, is_on: bool) -> None:
         with contextlib.suppress(GovernanceError):
             if is_on:
-                self.processes.perform(lambda: services.freeze(user=self.team[3].user, reason="odd"))
-            elif (found := services.read_freeze()) is not None:
-                named = services.name_freeze(found)
-                self.processes.perform(transaction.atomic(lambda: services.lift_freeze(named=named, operation=None)))
+                self.processes.perform(lambda: freezes.freeze(user=self.team[3].user, reason="odd"))
+            elif (found := read_freeze()) is not None:
+                named = name_freeze(found)
+                self.processes.perform(transaction.atomic(lambda: lift_freeze(named=named, operation=None)))
 
     @precondition(lambda self: PolicyVersion.objects.count() < 3)  # which is slow
     @rule(needed=st.integers(1, 3))
     def change_the_policy(self, needed: int) -> None:
         with contextlib.suppress(GovernanceError):
-            change = services.draft_policy(
+            change = draft_policy(
                 approvers=self.team.choices()[:4], reason="anew", proposer=self.team[0].proposer,
                 thresholds={"model-load": needed, "cache-flush": needed, "policy-change": max(2, needed)},
             )  # fmt: skip
@@ -271,7 +277,7 @@ class OperationLife(RuleBasedStateMachine):
 
     @rule()
     def work(self) -> None:
-        self.processes.perform(services.reconcile)
+        self.processes.perform(reconcile)
 
     @precondition(lambda self: bool(BROKER.rings))
     @rule(times=st.integers(0, 2))
@@ -286,7 +292,7 @@ class OperationLife(RuleBasedStateMachine):
 
         def meanwhile() -> None:
             self.clock.advance(seconds)
-            services.reconcile()
+            reconcile()
 
         self.processes.interrupt(meanwhile)
         self.work()
@@ -539,7 +545,7 @@ class OperationLife(RuleBasedStateMachine):
             self.check_effects(index)
         self.check_audit()
         self.check_rows()
-        assert len(self.gateway.sent) == self.sent_seen or services.read_freeze() is None, "sent while everything is frozen"
+        assert len(self.gateway.sent) == self.sent_seen or read_freeze() is None, "sent while everything is frozen"
         self.sent_seen = len(self.gateway.sent)
 
     def read_ledgers(self) -> None:

@@ -14,10 +14,12 @@ from django.utils import timezone
 
 from core.limits import limits
 from core.models import User
-from governance import services
 from governance.errors import GovernanceError, TooManyOpen
 from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun
-from governance.services.sweeps import sweep_operations
+from governance.operations import decisions, proposals
+from governance.operations.decisions import reject, withdraw
+from governance.operations.runs import run_due, work_on
+from governance.operations.sweeps import reconcile, sweep_operations
 from governance.states import ApprovalState, RunState
 from tests.fakes.examples import TIMES
 from tests.fakes.governed_team import (
@@ -80,7 +82,7 @@ def test_two_last_approvals_meet_the_quorum_once(team: Team) -> None:
 def test_approval_and_rejection_at_once_end_in_one_of_both(team: Team) -> None:
     operation = propose_token(team[0], not_before=timezone.now() + timedelta(hours=1))
     team[1].approve(operation)
-    at_once(lambda: team[2].approve(operation), lambda: services.reject(op_id=operation.pk, user=team[3].user, comment="no"))
+    at_once(lambda: team[2].approve(operation), lambda: reject(op_id=operation.pk, user=team[3].user, comment="no"))
     assert Operation.objects.get(pk=operation.pk).state == ApprovalState.REJECTED.value
     assert not OperationRun.objects.filter(operation=operation).exclude(state=RunState.SKIPPED.value).exists()
 
@@ -89,7 +91,7 @@ def test_withdrawal_and_dispatch_at_once_leave_no_run_without_quorum(team: Team)
     for _ in range(2 * TIMES):
         operation = propose_token(team[0])
         team.sign(operation)
-        at_once(services.run_due, partial(services.withdraw, op_id=operation.pk, user=team[2].user))
+        at_once(run_due, partial(withdraw, op_id=operation.pk, user=team[2].user))
         found = Operation.objects.get(pk=operation.pk)
         has_run = OperationRun.objects.filter(operation=operation, state=RunState.SUCCEEDED.value).exists()
         withdrawn = Decision.objects.filter(operation=operation, withdrawn_at__isnull=False).exists()
@@ -134,7 +136,7 @@ def test_six_workers_that_are_rung_for_one_run_carry_it_out_once(team: Team) -> 
     operation = propose_token(team[0])
     team.sign(operation)
     run = OperationRun.objects.get(operation=operation)
-    answers = at_once(*[lambda: services.work_on(run.pk)] * 4, services.run_due, services.reconcile)
+    answers = at_once(*[lambda: work_on(run.pk)] * 4, run_due, reconcile)
     assert sum(bool(answer) for answer in answers) == 1
     done = AuditEvent.objects.filter(op_id=operation.printed_id, action="operation.run.succeeded")
     assert done.count() == 1
@@ -146,10 +148,10 @@ def test_a_policy_change_and_the_last_approval_at_once_never_run_under_the_old_p
     change = team.change_policy(thresholds={"admin-token-mint": 3, "policy-change": 3})
     for member in team.members[1:]:
         member.approve(change)
-    at_once(services.run_due, lambda: team[2].approve(pending))
+    at_once(run_due, lambda: team[2].approve(pending))
     sweep_operations()
     make_due(pending)
-    services.run_due()
+    run_due()
     assert Operation.objects.get(pk=pending.pk).state == ApprovalState.BLOCKED.value
     assert not OperationRun.objects.filter(operation=pending, state=RunState.SUCCEEDED.value).exists()
 
@@ -163,10 +165,10 @@ def test_six_workers_on_one_batch_wait_for_each_other_and_never_in_a_circle(team
             team.sign(operation)
             make_due(operation)
             runs = list(operation.runs.order_by("-position"))
-            at_once(*[partial(services.work_on, run.pk) for run in runs], services.run_due, services.reconcile)
+            at_once(*[partial(work_on, run.pk) for run in runs], run_due, reconcile)
             for _ in targets:
                 make_due(operation)
-                services.run_due()
+                run_due()
             assert list(operation.runs.order_by("position").values_list("state", flat=True)) == ["succeeded"] * 4
     assert [order.target for order in box.sent] == list(targets) * TIMES
 
@@ -177,8 +179,8 @@ def test_cancelling_and_dispatching_at_once_end_in_one_of_both(team: Team) -> No
             operation = propose_load(team[0], "box-a", "box-b")
             team.sign(operation)
             make_due(operation)
-            cancel = partial(services.cancel, op_id=operation.pk, proposer=team[0].proposer)
-            at_once(services.run_due, cancel, services.run_due, sweep_operations)
+            cancel = partial(proposals.cancel, op_id=operation.pk, proposer=team[0].proposer)
+            at_once(run_due, cancel, run_due, sweep_operations)
             is_cancelled = Operation.objects.get(pk=operation.pk).state == ApprovalState.CANCELLED.value
             was_sent = any(order.op_id == operation.printed_id for order in box.sent)
             assert is_cancelled != was_sent
@@ -225,9 +227,9 @@ def test_two_break_glass_uses_at_once_are_one_until_it_is_reviewed() -> None:
         for name in ("box-a", "box-b"):
             operation = propose_load(people[0], name, op_class="break-glass")
             proof = emergency[0].sign(bytes.fromhex(operation.digest), approver="ben")
-            services.approve(op_id=operation.pk, user=people[1].user, proof=proof, brought_by="session:ben")
+            decisions.approve(op_id=operation.pk, user=people[1].user, proof=proof, brought_by="session:ben")
         OperationRun.objects.filter(operation__op_class="break-glass").update(due_at=timezone.now())
-        at_once(*[services.run_due] * 3)
+        at_once(*[run_due] * 3)
         assert len(box.sent) == 1
         waiting = OperationRun.objects.get(operation__op_class="break-glass", state=RunState.QUEUED.value)
         assert "has not been reviewed" in waiting.message

@@ -21,13 +21,19 @@ from django.utils import timezone
 
 from core.models import User
 from gateway.services import create_tenant
-from governance import services
+from governance.admin_tokens import claim_admin_token, create_admin_token, verify_admin_token
 from governance.errors import ApprovalRefused, InvalidProposal, NeedsApproval, NotPermitted, StateChanged
+from governance.keys import add_key_file
 from governance.models import ApproverKey, AuditEvent, Decision, Freeze, Operation, OperationRun, PolicyVersion
+from governance.operations import decisions, freezes, proposals
+from governance.operations.freezes import read_freeze
+from governance.operations.policies import active_policy, draft_policy
+from governance.operations.reading import read_inbox, read_operation
+from governance.operations.runs import finish_run, run_due
+from governance.operations.standing import use_approval
+from governance.operations.sweeps import sweep_operations
+from governance.operations.values import Proposer
 from governance.registry import find_kind
-from governance.services import Proposer
-from governance.services.approver_keys import add_key_file
-from governance.services.sweeps import sweep_operations
 from governance.signin import ASSURANCE
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.audit_logs import LOG_KEY, chain_events
@@ -79,27 +85,27 @@ def actions_of(operation: Operation) -> list[str]:
 
 
 def test_an_approved_operation_is_carried_out_once_and_its_token_claimed_once() -> None:
-    services.create_admin_token(name="first", actor="user:admin")
+    create_admin_token(name="first", actor="user:admin")
     team = make_governed()
     with pytest.raises(NeedsApproval, match="propose admin-token-mint"):
-        services.create_admin_token(name="second", actor="user:admin")
+        create_admin_token(name="second", actor="user:admin")
     operation = propose_token(team[0])
     assert team[1].approve(operation).state == ApprovalState.PENDING.value
-    assert services.run_due() == 0
+    assert run_due() == 0
     assert team[2].approve(operation).state == ApprovalState.APPROVED.value
-    assert [services.run_due(), services.run_due()] == [1, 0]
+    assert [run_due(), run_due()] == [1, 0]
     assert (run_of(operation).state, run_of(operation).attempt) == (RunState.SUCCEEDED.value, 1)
-    token, text = services.claim_admin_token(op_id=operation.pk, user=team[0].user)
+    token, text = claim_admin_token(op_id=operation.pk, user=team[0].user)
     assert token.owner_id == team[0].user.pk
-    assert services.verify_admin_token(text) == token
+    assert verify_admin_token(text) == token
     with pytest.raises(StateChanged, match="claimed already"):
-        services.claim_admin_token(op_id=operation.pk, user=team[0].user)
+        claim_admin_token(op_id=operation.pk, user=team[0].user)
     assert actions_of(operation) == [
         "operation.propose", "operation.approve", "operation.approve", "operation.approved", "operation.run.succeeded",
         "admin_token.create",
     ]  # fmt: skip
     with pytest.raises(StateChanged, match="on its way already"):
-        services.withdraw(op_id=operation.pk, user=team[1].user)
+        decisions.withdraw(op_id=operation.pk, user=team[1].user)
 
 
 def test_outsiders_and_people_who_are_switched_off_do_not_count_and_decide_nothing(team: Team) -> None:
@@ -110,9 +116,9 @@ def test_outsiders_and_people_who_are_switched_off_do_not_count_and_decide_nothi
     assert state_of(operation) == ApprovalState.PENDING.value
     for member in (team[1], outsider):
         for act in (
-            lambda member=member: services.reject(op_id=operation.pk, user=member.user, comment="no"),
-            lambda member=member: services.freeze(user=member.user, reason="no"),
-            lambda member=member: services.draft_policy(approvers=team.choices(), reason="x", proposer=member.proposer),
+            lambda member=member: decisions.reject(op_id=operation.pk, user=member.user, comment="no"),
+            lambda member=member: freezes.freeze(user=member.user, reason="no"),
+            lambda member=member: draft_policy(approvers=team.choices(), reason="x", proposer=member.proposer),
         ):
             with pytest.raises(NotPermitted):
                 act()
@@ -131,9 +137,9 @@ def test_a_change_of_policy_ends_as_succeeded_and_the_log_does_not_say_that_it_w
     pending = propose_token(team[0])
     for version in (2, 3):
         change = team.sign(team.change_policy())
-        services.run_due()
+        run_due()
         sweep_operations()
-        ended = services.read_operation(change.pk, None)
+        ended = read_operation(change.pk, None)
         assert (ended.summary.state, ended.summary.run_state, ended.state_reason) == ("approved", "succeeded", "")
         assert ended.runs[0].message == f"Version {version} is in force; {3 - version} pending operations were blocked."
         assert actions_of(change)[-2:] == ["policy.activate", "operation.run.succeeded"]
@@ -152,54 +158,54 @@ def test_what_is_written_into_the_rows_of_operations_carries_nothing_out(box: Fa
     team[1].approve(forged)
     Operation.objects.filter(pk=forged.pk).update(state=ApprovalState.APPROVED.value)
     OperationRun.objects.create(operation=forged, target="control-plane", due_at=timezone.now())
-    services.run_due()
+    run_due()
     assert run_of(forged).code == "approval_invalid"
     for change in ({}, *WRITTEN):
         operation = team.sign(propose_token(team[0]))
         altered = bytes(operation.statement).replace(b'"name":"ci"', b'"name":"cj"')
         Operation.objects.filter(pk=operation.pk).update(**change or {"statement": altered})
-        services.run_due()
+        run_due()
         run = run_of(operation)
         assert (run.state, run.code) == (RunState.FAILED.value, "approval_invalid"), change
         assert state_of(operation) == ApprovalState.BLOCKED.value
     for name, changed in (("box-a", {"target": "box-z"}), ("box-b", {"use": 2})):
         other = team.sign(propose_load(team[0], name))
         OperationRun.objects.filter(operation=other).update(**changed)
-        services.run_due()
+        run_due()
         assert box.sent == []
 
 
 def test_an_approval_copied_to_another_operation_is_not_carried_out_again(team: Team) -> None:
     operation = team.sign(propose_token(team[0]))
-    services.run_due()
-    copy, decisions = Operation.objects.get(pk=operation.pk), list(operation.decisions.all())
+    run_due()
+    copy, said = Operation.objects.get(pk=operation.pk), list(operation.decisions.all())
     Operation.objects.filter(pk=operation.pk).update(digest="f" * 64)
     copy.pk, copy.dispatched_at = new_uuid7(), None
-    for row in (copy, *decisions):
+    for row in (copy, *said):
         if isinstance(row, Decision):
             row.pk, row.operation = None, copy
         row._state.adding = True
         row.save(force_insert=True)
     OperationRun.objects.create(operation=copy, target="control-plane", due_at=timezone.now())
-    services.run_due()
+    run_due()
     assert run_of(copy).code == "approval_invalid"
 
 
 def test_a_claimed_token_has_the_name_and_the_owner_that_were_signed(team: Team) -> None:
     operation = team.sign(propose_token(team[0]))
-    services.run_due()
+    run_due()
     OperationRun.objects.filter(operation=operation).update(result={"claimable": True, "name": "other"})
     Operation.objects.filter(pk=operation.pk).update(requested_by="ben")
     with pytest.raises(NotPermitted):
-        services.claim_admin_token(op_id=operation.pk, user=team[1].user)
-    token, _ = services.claim_admin_token(op_id=operation.pk, user=team[0].user)
+        claim_admin_token(op_id=operation.pk, user=team[1].user)
+    token, _ = claim_admin_token(op_id=operation.pk, user=team[0].user)
     assert token.name == "ci"
 
 
 def test_one_row_that_cannot_be_read_takes_no_list_away(team: Team) -> None:
     operation, fine = propose_token(team[0]), propose_token(team[0])
     Operation.objects.filter(pk=operation.pk).update(statement=b"{}", op_class="gone")
-    titles = {line.id: line.title for line in services.read_inbox(team[1].user).to_approve}
+    titles = {line.id: line.title for line in read_inbox(team[1].user).to_approve}
     assert "cannot be read" in titles[operation.pk]
     assert titles[fine.pk].startswith("Make an admin token")
     Operation.objects.filter(pk__in=[operation.pk, fine.pk]).update(expires_at=timezone.now())
@@ -209,11 +215,11 @@ def test_one_row_that_cannot_be_read_takes_no_list_away(team: Team) -> None:
 
 def test_a_token_that_nobody_claimed_in_the_window_is_not_made(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     operation = team.sign(propose_token(team[0]))
-    services.run_due()
+    run_due()
     shift_clock(monkeypatch, 25 * 3600)
     with pytest.raises(StateChanged, match="window is over"):
-        services.claim_admin_token(op_id=operation.pk, user=team[0].user)
-    assert "claim" not in services.read_operation(operation.pk, team[0].user).actions
+        claim_admin_token(op_id=operation.pk, user=team[0].user)
+    assert "claim" not in read_operation(operation.pk, team[0].user).actions
 
 
 def test_of_two_first_policies_one_comes_into_force_and_the_other_is_blocked() -> None:
@@ -221,11 +227,11 @@ def test_of_two_first_policies_one_comes_into_force_and_the_other_is_blocked() -
     one, other = team.change_policy(), team.change_policy()
     for operation in (one, other):
         team.sign(operation)
-    services.run_due()
+    run_due()
     sweep_operations()
     make_due(one)
     make_due(other)
-    services.run_due()
+    run_due()
     assert sorted([state_of(one), state_of(other)]) == [ApprovalState.APPROVED.value, ApprovalState.BLOCKED.value]
     assert PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE).count() == 1
     assert PolicyVersion.objects.filter(state=PolicyVersion.State.DROPPED).count() == 1
@@ -242,38 +248,38 @@ def test_a_policy_that_has_expired_can_still_be_followed_by_another(monkeypatch:
     with pytest.raises(InvalidProposal, match="has expired"):
         propose_token(team[0])
     team[2].approve(change)
-    services.run_due()
+    run_due()
     assert PolicyVersion.objects.get(state=PolicyVersion.State.ACTIVE).version == 2
 
 
 def test_a_stolen_key_is_taken_out_of_the_policy_while_everything_is_frozen(team: Team) -> None:
-    services.freeze(user=team[3].user, reason="a laptop is gone")
+    freezes.freeze(user=team[3].user, reason="a laptop is gone")
     change = team.change_policy()
     team.sign(change)
-    services.run_due()
-    assert services.active_policy()[0].version == 2  # type: ignore[index]
-    assert services.read_freeze() is not None
+    run_due()
+    assert active_policy()[0].version == 2  # type: ignore[index]
+    assert read_freeze() is not None
 
 
 def ask(team: Team, **params: object) -> Operation:
     asked = {"operation": "unfreeze", "targets": ["control-plane"], "params": params, "reason": "all is well"}
-    return services.propose(**asked, proposer=team[0].proposer)  # type: ignore[arg-type]
+    return proposals.propose(**asked, proposer=team[0].proposer)  # type: ignore[arg-type]
 
 
 def carry_out(team: Team, operation: Operation) -> OperationRun:
     team.sign(operation)
-    services.run_due()
+    run_due()
     return run_of(operation)
 
 
 def freeze(team: Team, reason: str) -> Freeze:
-    return services.freeze(user=team[3].user, reason=reason)
+    return freezes.freeze(user=team[3].user, reason=reason)
 
 
 def test_a_freeze_stops_what_is_approved_until_a_quorum_lifts_it_by_its_name(team: Team) -> None:
     row = freeze(team, "one")
     waiting = team.sign(propose_token(team[0]))
-    services.run_due()
+    run_due()
     assert run_of(waiting).message == "everything is frozen"
     with pytest.raises(InvalidProposal, match=f"freeze {row.pk}, by dan") as refusal:
         ask(team, freeze=row.pk + 1)
@@ -288,8 +294,8 @@ def test_a_freeze_stops_what_is_approved_until_a_quorum_lifts_it_by_its_name(tea
     assert carry_out(team, operation).state == RunState.SUCCEEDED.value
     assert Freeze.objects.get(pk=row.pk).lifted_by == operation
     make_due(waiting)
-    services.run_due()
-    assert services.read_freeze() is None
+    run_due()
+    assert read_freeze() is None
     assert run_of(waiting).state == RunState.SUCCEEDED.value
 
 
@@ -302,7 +308,7 @@ def test_what_was_signed_for_one_freeze_or_for_none_does_not_end_a_later_one(tea
     run = carry_out(team, old)
     assert (run.state, "names no freeze" in run.message) == (RunState.FAILED.value, True)
     carry_out(team, one)
-    assert services.read_freeze() is None
+    assert read_freeze() is None
     assert "not frozen any more" in carry_out(team, third).message
     later = freeze(team, "two")
     Freeze.objects.filter(pk=later.pk).update(frozen_at=other.requested_at - timedelta(seconds=5))  # a clock that was wrong
@@ -311,7 +317,7 @@ def test_what_was_signed_for_one_freeze_or_for_none_does_not_end_a_later_one(tea
     run = carry_out(team, other)
     assert (run.state, run.code) == (RunState.FAILED.value, "state_changed")
     assert "ask for unfreeze again" in run.message
-    assert services.read_freeze() == later
+    assert read_freeze() == later
 
 
 # Proofs that were taken back or dropped, and who brought one
@@ -333,11 +339,11 @@ def by_page(member: Member, operation: Operation, proof: Proof, client: Client) 
 
 
 def withdraw(member: Member, operation: Operation) -> None:
-    services.withdraw(op_id=operation.pk, user=member.user)
+    decisions.withdraw(op_id=operation.pk, user=member.user)
 
 
 def reject(member: Member, operation: Operation) -> None:
-    services.reject(op_id=operation.pk, user=member.user, comment="not so")
+    decisions.reject(op_id=operation.pk, user=member.user, comment="not so")
     Operation.objects.filter(pk=operation.pk).update(state="pending")
     operation.decisions.filter(is_approval=False).update(withdrawn_at=timezone.now())
 
@@ -390,19 +396,19 @@ def test_who_was_off_for_a_moment_between_two_sweeps_has_approved_nothing_that_w
     ana, ben, cleo, dan = team.members
     waiting, approved, other = (propose_token(ana, params={"name": name}) for name in ("waits", "approved", "other"))
     proof = ben.proof(waiting)
-    services.approve(op_id=waiting.pk, user=ben.user, proof=proof, brought_by="session:ben")
+    decisions.approve(op_id=waiting.pk, user=ben.user, proof=proof, brought_by="session:ben")
     for member in (ben, cleo):
         member.approve(approved)
     for member in (cleo, dan):
         member.approve(other)
     pass_moment(ben)
     assert cleo.approve(waiting).state == "pending"
-    services.run_due()
+    run_due()
     states = {row.pk: row.state for row in Operation.objects.filter(pk__in=[waiting.pk, approved.pk])}
     assert states == {waiting.pk: "pending", approved.pk: "pending"}
     assert other.runs.filter(state="succeeded").exists()
     with pytest.raises(ApprovalRefused, match="never counts again"):
-        services.approve(op_id=waiting.pk, user=ben.user, proof=proof, brought_by="session:ben")
+        decisions.approve(op_id=waiting.pk, user=ben.user, proof=proof, brought_by="session:ben")
     # Dan signs instead of ben, and ben himself anew: nobody has to ask again.
     assert dan.approve(approved).state == "approved"
     assert ben.approve(waiting).state == "approved"
@@ -414,20 +420,20 @@ def test_a_standing_approval_ends_with_a_moment_off_also_while_a_use_is_on_its_w
         standing = propose_load(team[0], op_class="standing", max_uses=3)
         for member in team.members[1:]:
             member.approve(standing)
-        run = services.use_approval(op_id=standing.pk, proposer=team[0].proposer)[0]
-        services.run_due()
+        run = use_approval(op_id=standing.pk, proposer=team[0].proposer)[0]
+        run_due()
         User.objects.filter(pk=team[2].user.pk).update(is_active=True, first_name="Cleo")
         ApproverKey.objects.filter(pk=team[2].key.pk).update(label="blue")
         sweep_operations()
         assert not standing.decisions.filter(withdrawn_at__isnull=False).exists()
         off_and_on_by_shell(team[1])
-        assert services.finish_run(run_id=run.pk, event=RunEvent.SUCCEED)
+        assert finish_run(run_id=run.pk, event=RunEvent.SUCCEED)
         with pytest.raises(ApprovalRefused, match="another approver must sign"):
-            services.use_approval(op_id=standing.pk, proposer=team[0].proposer)
+            use_approval(op_id=standing.pk, proposer=team[0].proposer)
         sweep_operations()
         assert [d.person_name for d in standing.decisions.filter(withdrawn_at=None)] == ["cleo"]
         team[1].approve(standing)
-        assert services.use_approval(op_id=standing.pk, proposer=team[0].proposer)
+        assert use_approval(op_id=standing.pk, proposer=team[0].proposer)
 
 
 def same(proof: Proof) -> Proof:
@@ -445,7 +451,7 @@ def test_a_proof_that_was_taken_back_counts_never_again_and_a_new_one_of_the_per
     client = make_client(team[1])
     operation = propose_token(team[0])
     proof = team[1].proof(operation)
-    services.approve(op_id=operation.pk, user=team[1].user, proof=proof, brought_by="session:ben")
+    decisions.approve(op_id=operation.pk, user=team[1].user, proof=proof, brought_by="session:ben")
     end(team[1], operation)
     door(team[1], operation, alter(proof), client)
     assert not operation.decisions.filter(withdrawn_at=None).exists()
@@ -464,10 +470,10 @@ def test_a_key_file_that_signs_the_same_bytes_again_is_told_what_to_do_and_anoth
 
     def sign(each: KeyFile) -> Operation:
         proof = each.sign(digest, approver="ben")
-        return services.approve(op_id=operation.pk, user=team[1].user, proof=proof, brought_by="session:ben")
+        return decisions.approve(op_id=operation.pk, user=team[1].user, proof=proof, brought_by="session:ben")
 
     sign(key)
-    services.withdraw(op_id=operation.pk, user=team[1].user)
+    decisions.withdraw(op_id=operation.pk, user=team[1].user)
     with pytest.raises(ApprovalRefused, match="another key of yours, or ask for the operation again"):
         sign(key)
     sign(other)

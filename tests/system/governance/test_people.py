@@ -20,11 +20,12 @@ from django.utils import timezone
 
 from core.models import User
 from core.throttle import AuthThrottle
+from governance import admin_tokens
+from governance.admin_tokens import create_admin_token, revoke_admin_token, verify_admin_token
 from governance.errors import AdminTokenNotFound, NotPermitted
+from governance.keys import add_key_file, list_keys
 from governance.models import AdminToken, ApproverKey, AuditEvent, PolicyVersion
-from governance.services import admin_tokens, create_admin_token, revoke_admin_token, verify_admin_token
-from governance.services.approver_keys import add_key_file, list_keys
-from governance.services.people import create_invitation
+from governance.people import create_invitation
 from tests.fakes.clock import install_virtual_clock
 from tests.fakes.governed_team import make_key
 from tests.fakes.nodes import audited

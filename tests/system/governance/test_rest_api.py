@@ -20,10 +20,13 @@ from django.utils import timezone
 from pytest_django.fixtures import Settings
 
 from core.models import User
-from governance import checkpoints, services
-from governance.api.stream import StatusStream
+from governance import checkpoints
+from governance.admin_tokens import revoke_admin_token, verify_admin_token
 from governance.errors import InvalidProposal
 from governance.models import AdminToken, AuditEvent, Operation, PolicyVersion
+from governance.operations import decisions
+from governance.operations.runs import run_due
+from governance.rest.stream import StatusStream
 from governance.states import ApprovalState
 from tests.fakes.audit_logs import append
 from tests.fakes.governed_team import Team, make_client, make_governed, make_team, open_session, post, propose_token, refusal
@@ -66,7 +69,7 @@ def test_an_operation_is_asked_for_approved_carried_out_and_its_token_claimed(te
     for client, member, state in zip(clients[1:3], team.members[1:], ("pending", "approved"), strict=True):
         answer = post(client, f"{path}/approvals", {"proof": member.proof(operation), "comment": "words compared"})
         assert (answer.status_code, answer.json()["state"]) == (200, state), answer.content
-    services.run_due()
+    run_due()
     ended = clients[0].get(path).json()
     assert [run["state"] for run in ended["runs"]] == ["succeeded"]
     said = [(one["person"], one["comment"]) for one in ended["decisions"]]
@@ -76,7 +79,7 @@ def test_an_operation_is_asked_for_approved_carried_out_and_its_token_claimed(te
     claimed = post(clients[0], f"{path}/claim")
     assert (claimed.status_code, claimed["Cache-Control"]) == (200, "no-store")
     secret = claimed.json()["secret"]
-    token = services.verify_admin_token(secret)
+    token = verify_admin_token(secret)
     assert token is not None
     assert (token.pk, token.owner) == (claimed.json()["token_id"], team[0].user)
     assert "claimed already" in refusal(post(clients[0], f"{path}/claim"), 409)["message"]
@@ -298,7 +301,7 @@ def test_a_policy_is_drafted_signed_and_then_read_with_its_chain() -> None:
     operation = PolicyVersion.objects.get().adopted_by
     for member in team.members[1:]:
         member.approve(operation)
-    services.run_due()
+    run_due()
     shown = client.get(POLICY).json()
     document = decode_bytes(shown["document_b64"])
     assert shown["version"] == 1
@@ -388,7 +391,7 @@ async def test_a_stream_fills_silence_and_ends_with_its_token(team: Team, client
         chunks = aiter(stream)
         assert (await anext(chunks)).startswith(b"event: status\ndata: {")
         assert await anext(chunks) == b": still here\n\n"
-        await database_sync_to_async(services.revoke_admin_token)(token_id=token.pk, actor="user:ana")
+        await database_sync_to_async(revoke_admin_token)(token_id=token.pk, actor="user:ana")
         assert {chunk async for chunk in chunks} <= {b": still here\n\n"}
 
 
@@ -498,14 +501,14 @@ def test_an_operation_that_is_newer_than_the_policy_is_refused_until_the_next_ve
     draft = Operation.objects.get(reason="name it")
     assert "admin-token-mint" in text_of(client, page_of(draft))
     team.sign(draft)
-    services.run_due()
+    run_due()
     assert propose_token(team[0]).op_class == "admin-token-mint"
 
 
 def test_text_of_people_never_becomes_markup(team: Team) -> None:
     hostile = "<img src=x onerror=alert(1)>\"'"
     operation = propose_token(team[0], params={"name": hostile}, reason=hostile)
-    services.reject(op_id=operation.pk, user=team[1].user, comment=hostile)
+    decisions.reject(op_id=operation.pk, user=team[1].user, comment=hostile)
     for path in (page_of(operation), reverse("approvals:inbox"), reverse("approvals:history")):
         assert "<img" not in open_session(team[2].user).get(path).content.decode()
 

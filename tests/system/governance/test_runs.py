@@ -9,12 +9,18 @@ from datetime import timedelta
 import pytest
 from django.utils import timezone
 
-from governance import services
 from governance.errors import ApprovalRefused, GovernanceError, InvalidProposal, NotPermitted, StateChanged
 from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun
-from governance.services import Proposer
-from governance.services.reviews import REVIEW, list_unreviewed
-from governance.services.sweeps import sweep_operations
+from governance.operations import decisions, proposals
+from governance.operations.decisions import withdraw
+from governance.operations.evidence import read_evidence
+from governance.operations.proposals import cancel
+from governance.operations.reading import read_operation
+from governance.operations.reviews import REVIEW, list_unreviewed
+from governance.operations.runs import finish_run, requeue_run, run_due
+from governance.operations.standing import use_approval
+from governance.operations.sweeps import sweep_operations
+from governance.operations.values import Proposer
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.governed_team import (
     FakeBox,
@@ -55,18 +61,18 @@ def run_of(operation: Operation, target: str = "box-a") -> OperationRun:
 
 
 def end(operation: Operation, event: RunEvent, target: str = "box-a") -> bool:
-    return services.finish_run(run_id=run_of(operation, target).pk, event=event, code="no_memory")
+    return finish_run(run_id=run_of(operation, target).pk, event=event, code="no_memory")
 
 
 def run_again(operation: Operation) -> None:
     make_due(operation)
-    services.run_due()
+    run_due()
 
 
 def test_a_batch_is_carried_out_in_its_order_one_at_a_time(box: FakeBox, team: Team) -> None:
     operation = team.sign(propose_load(team[0], "box-c", "box-a", "box-b"))
     for expected in ("box-c", "box-a", "box-b"):  # the end of one wakes the next
-        services.run_due()
+        run_due()
         run_again(operation)
         assert [order.target for order in box.sent][-1] == expected
         assert end(operation, RunEvent.SUCCEED, expected)
@@ -78,29 +84,29 @@ def test_a_failure_and_an_end_of_which_nobody_knows_stop_the_rest_of_a_batch_and
     box: FakeBox, team: Team
 ) -> None:
     operation, other = (team.sign(propose_load(team[0], "box-a", "box-b", "box-c")) for _ in range(2))
-    services.run_due()
+    run_due()
     end(operation, RunEvent.FAIL)
     assert states_of(operation) == ["failed", "skipped", "skipped"]
     assert AuditEvent.objects.filter(op_id=operation.printed_id, action="operation.run.skipped").count() == 2
     for event, states in [(RunEvent.LOSE, ["unknown", "queued"]), (RunEvent.RESOLVE, ["resolved", "skipped"])]:
         end(other, event)
         assert states_of(other)[:2] == states
-    services.run_due()
+    run_due()
     assert len(box.sent) == 2
 
 
 def test_a_batch_that_goes_on_after_failures_passes_a_box_that_is_away(box: FakeBox, team: Team) -> None:
     box.away.add("box-a")
     operation = team.sign(propose_load(team[0], "box-a", "box-b", stops_on_failure=False))
-    services.run_due()
+    run_due()
     OperationRun.objects.filter(operation=operation, target="box-b").update(due_at=timezone.now())
-    services.run_due()
+    run_due()
     assert states_of(operation) == ["queued", "dispatched"]
     box.away.clear()
     run_again(operation)
     assert states_of(operation) == ["queued", "dispatched"]
     end(operation, RunEvent.FAIL, "box-b")
-    services.run_due()
+    run_due()
     assert states_of(operation) == ["dispatched", "failed"]
 
 
@@ -108,7 +114,7 @@ def test_a_batch_that_goes_on_after_failures_passes_a_box_that_is_away(box: Fake
 def test_what_was_signed_decides_what_a_failure_stops_whatever_the_row_says(box: FakeBox, team: Team, signed: bool) -> None:
     operation, other = (team.sign(propose_load(team[0], "box-a", "box-b", stops_on_failure=signed)) for _ in range(2))
     Operation.objects.filter(pk=other.pk).update(stops_on_failure=not signed)
-    services.run_due()
+    run_due()
     assert (len(box.sent), run_of(other).code) == (1, "approval_invalid")
     Operation.objects.filter(pk=operation.pk).update(stops_on_failure=not signed)
     end(operation, RunEvent.FAIL)
@@ -123,16 +129,16 @@ def test_a_batch_signed_in_the_first_format_stops_at_a_failure_and_stays_provabl
     rows.update(statement=statement.raw, digest=statement.digest.hex(), stops_on_failure=False)
     operation.refresh_from_db()
     team.sign(operation)
-    services.run_due()
+    run_due()
     end(operation, RunEvent.FAIL)
     assert states_of(operation) == ["failed", "skipped"]
-    assert verify_bundle(services.read_evidence(operation.printed_id))[1] == statement
+    assert verify_bundle(read_evidence(operation.printed_id))[1] == statement
 
 
 def test_no_run_of_a_batch_stays_queued_when_its_window_ends_unused(box: FakeBox, team: Team) -> None:
     box.away.add("box-a")
     operation = team.sign(propose_load(team[0], "box-a", "box-b"))
-    services.run_due()
+    run_due()
     assert "takes no operations" in run_of(operation).message
     Operation.objects.filter(pk=operation.pk).update(not_after=timezone.now())
     run_again(operation)
@@ -146,17 +152,17 @@ def test_one_run_that_cannot_be_handled_does_not_hold_up_the_others(box: FakeBox
     box.busy.add("box-c")
     broken, fine, busy = (team.sign(propose_load(team[0], target)) for target in ("box-a", "box-b", "box-c"))
     with pytest.raises(LookupError):
-        services.run_due()
-    services.run_due()
+        run_due()
+    run_due()
     assert [states_of(each) for each in (broken, fine, busy)] == [["queued"], ["dispatched"], ["queued"]]
     assert Operation.objects.get(pk=broken.pk).dispatched_at is None
     assert run_of(busy, "box-c").message == "box-c is busy"
-    assert services.withdraw(op_id=busy.pk, user=team[1].user).state == ApprovalState.PENDING.value, "it was not sent"
+    assert withdraw(op_id=busy.pk, user=team[1].user).state == ApprovalState.PENDING.value, "it was not sent"
 
 
 def test_a_box_that_is_silent_for_a_day_after_the_window_is_given_up(box: FakeBox, team: Team) -> None:
     operation = team.sign(propose_load(team[0]))
-    services.run_due()
+    run_due()
     long_ago = timezone.now() - timedelta(hours=25)
     Operation.objects.filter(pk=operation.pk).update(not_after=long_ago)
     runs = OperationRun.objects.filter(operation=operation)
@@ -172,11 +178,11 @@ def test_a_box_that_is_silent_for_a_day_after_the_window_is_given_up(box: FakeBo
 
 def test_a_change_of_policy_ends_what_a_batch_has_not_sent(box: FakeBox, team: Team) -> None:
     operation = team.sign(propose_load(team[0], "box-a", "box-b"))
-    services.run_due()
+    run_due()
     team.sign(team.change_policy())
-    services.run_due()
+    run_due()
     end(operation, RunEvent.SUCCEED)
-    services.run_due()
+    run_due()
     assert states_of(operation) == ["succeeded", "skipped"]
     assert "policy changed" in run_of(operation, "box-b").message
     sweep_operations()
@@ -186,10 +192,10 @@ def test_a_change_of_policy_ends_what_a_batch_has_not_sent(box: FakeBox, team: T
 @pytest.mark.parametrize("event", [RunEvent.SUCCEED, RunEvent.FAIL], ids=["success", "failure"])
 def test_a_box_that_tells_the_end_of_what_it_was_never_sent_is_not_heard(box: FakeBox, team: Team, event: RunEvent) -> None:
     operation = team.sign(propose_load(team[0], "box-a", "box-b"))
-    services.run_due()
+    run_due()
     assert not end(operation, event, "box-b")
     assert states_of(operation) == ["dispatched", "queued"]
-    assert services.requeue_run(run_id=run_of(operation).pk, reason="cut off")
+    assert requeue_run(run_id=run_of(operation).pk, reason="cut off")
     assert end(operation, event), "it had been sent"
     assert not end(operation, event)
 
@@ -213,10 +219,10 @@ def standing(box: FakeBox, team: Team) -> Operation:
 
 
 def use(team: Team, operation: Operation, *, end: RunEvent | None = RunEvent.SUCCEED) -> OperationRun:
-    run = services.use_approval(op_id=operation.pk, proposer=team[0].proposer)[0]
-    services.run_due()
+    run = use_approval(op_id=operation.pk, proposer=team[0].proposer)[0]
+    run_due()
     if end is not None:
-        assert services.finish_run(run_id=run.pk, event=end)
+        assert finish_run(run_id=run.pk, event=end)
     return run
 
 
@@ -224,11 +230,11 @@ def test_each_use_has_its_number_and_the_last_one_ends_it(box: FakeBox, team: Te
     outsider = Team().add("mallory", is_staff=False)
     for proposer in (outsider.proposer, Proposer("ana", outsider.user.pk)):
         with pytest.raises(NotPermitted):
-            services.use_approval(op_id=standing.pk, proposer=proposer)
+            use_approval(op_id=standing.pk, proposer=proposer)
     run = use(team, standing, end=RunEvent.LOSE)
     with pytest.raises(StateChanged, match="has not ended"):  # while nobody knows how it went
         use(team, standing)
-    services.finish_run(run_id=run.pk, event=RunEvent.RESOLVE)
+    finish_run(run_id=run.pk, event=RunEvent.RESOLVE)
     for _ in range(2):
         use(team, standing)
     assert [(order.use, order.op_id) for order in box.sent] == [(number, standing.printed_id) for number in (1, 2, 3)]
@@ -239,9 +245,9 @@ def test_each_use_has_its_number_and_the_last_one_ends_it(box: FakeBox, team: Te
 def test_the_requester_ends_it_between_two_uses_but_not_during_one(team: Team, standing: Operation) -> None:
     run = use(team, standing, end=None)
     with pytest.raises(StateChanged, match="on its way"):
-        services.cancel(op_id=standing.pk, proposer=team[0].proposer)
-    services.finish_run(run_id=run.pk, event=RunEvent.SUCCEED)
-    assert services.cancel(op_id=standing.pk, proposer=team[0].proposer).state == ApprovalState.CANCELLED.value
+        cancel(op_id=standing.pk, proposer=team[0].proposer)
+    finish_run(run_id=run.pk, event=RunEvent.SUCCEED)
+    assert cancel(op_id=standing.pk, proposer=team[0].proposer).state == ApprovalState.CANCELLED.value
     with pytest.raises(StateChanged):
         use(team, standing)
 
@@ -250,13 +256,13 @@ def test_an_approval_withdrawn_after_a_use_stops_the_next_and_the_proof_of_the_f
     team: Team, standing: Operation
 ) -> None:
     use(team, standing)
-    assert services.withdraw(op_id=standing.pk, user=team[2].user).state == ApprovalState.PENDING.value
+    assert withdraw(op_id=standing.pk, user=team[2].user).state == ApprovalState.PENDING.value
     with pytest.raises(StateChanged):
         use(team, standing)
-    assert verify_bundle(services.read_evidence(standing.printed_id))[2].is_met
+    assert verify_bundle(read_evidence(standing.printed_id))[2].is_met
     team[2].approve(standing)
     use(team, standing)
-    assert verify_bundle(services.read_evidence(standing.printed_id))[2].is_met
+    assert verify_bundle(read_evidence(standing.printed_id))[2].is_met
     Operation.objects.filter(pk=standing.pk).update(not_after=timezone.now())
     with pytest.raises(StateChanged, match="window"):
         use(team, standing)
@@ -269,7 +275,7 @@ def break_glass(team: Team, key: SoftPasskey, target: str) -> Operation:
     """What the first asked for and the second signed."""
     asked = propose_load(team[ANA], target, op_class=BREAK_GLASS)
     proof = key.sign(bytes.fromhex(asked.digest), approver=team[BEN].name)
-    return services.approve(op_id=asked.pk, user=team[BEN].user, proof=proof, brought_by="session:ben")
+    return decisions.approve(op_id=asked.pk, user=team[BEN].user, proof=proof, brought_by="session:ben")
 
 
 def make_emergency(*names: str, **policy: object) -> tuple[Team, SoftPasskey]:
@@ -285,7 +291,7 @@ def use_break_glass(box: FakeBox, *names: str, **policy: object) -> tuple[Team, 
     box.local.add("box-a")
     team, key = make_emergency(*names, **policy)
     used = break_glass(team, key, "box-a")
-    services.run_due()
+    run_due()
     assert run_of(used).state == RunState.SUCCEEDED.value
     return team, used
 
@@ -294,7 +300,7 @@ def review(member: Member, used: Operation, **changes: object) -> Operation:
     asked: dict[str, object] = {
         "operation": REVIEW, "targets": [used.printed_id], "params": {}, "reason": "looked at", "proposer": member.proposer,
     }  # fmt: skip
-    return services.propose(**(asked | changes))  # type: ignore[arg-type]
+    return proposals.propose(**(asked | changes))  # type: ignore[arg-type]
 
 
 def test_whoever_used_it_does_not_review_it_and_a_signature_that_is_stored_all_the_same_closes_nothing(box: FakeBox) -> None:
@@ -305,10 +311,10 @@ def test_whoever_used_it_does_not_review_it_and_a_signature_that_is_stored_all_t
         with pytest.raises(ApprovalRefused, match="somebody else") as refusal:
             team[who].approve(asked)
         assert refusal.value.rule == "reviewer_used_it", how
-        view = services.read_operation(asked.pk, team[who].user)
+        view = read_operation(asked.pk, team[who].user)
         assert "approve" not in view.actions
         assert "somebody else" in view.hindrances["approve"]
-        assert "approve" in services.read_operation(asked.pk, team[DAN].user).actions
+        assert "approve" in read_operation(asked.pk, team[DAN].user).actions
     OperationRun.objects.filter(operation=used).update(started_by="")
     asked = review(team[EVE], used)
     Decision.objects.create(
@@ -316,7 +322,7 @@ def test_whoever_used_it_does_not_review_it_and_a_signature_that_is_stored_all_t
         key=ApproverKey.objects.get(user=team[BEN].user, is_break_glass=False),
     )  # fmt: skip
     team[CLEO].approve(asked)
-    services.run_due()
+    run_due()
     run = OperationRun.objects.get(operation=asked)
     assert run.state == RunState.FAILED.value
     assert "ben used" in run.message
@@ -330,13 +336,13 @@ def test_a_review_that_too_few_could_sign_is_refused_with_what_would_help(box: F
     assert refusal.value.param == "targets"
     team.add("dan")
     team.sign(team.change_policy())
-    services.run_due()
+    run_due()
     with pytest.raises(InvalidProposal, match="leaves cleo"):
         review(team[3], used)  # whoever asks for the review cannot sign it
     asked = review(team[BEN], used)
     team[CLEO].approve(asked)
     team[3].approve(asked)
-    services.run_due()
+    run_due()
     assert not list_unreviewed().exists()
 
 
@@ -352,7 +358,7 @@ def test_a_review_closes_only_what_its_signers_read_and_is_reminded_of(box: Fake
     team[CLEO].approve(asked)
     team[DAN].approve(asked)
     Operation.objects.filter(pk=asked.pk).update(reviews=other)
-    services.run_due()
+    run_due()
     assert OperationRun.objects.get(operation=asked).state == RunState.FAILED.value
     assert list_unreviewed().get() == used
 
@@ -365,7 +371,7 @@ def test_of_two_break_glass_operations_the_second_waits_for_the_review_of_the_fi
         propose_load(team[ANA], "box-a", op_class=BREAK_GLASS, max_uses=2)
     assert refusal.value.param == "max_uses"
     first, second = break_glass(team, key, "box-a"), break_glass(team, key, "box-b")
-    services.run_due()
+    run_due()
     run_again(second)
     assert [order.target for order in box.sent] == ["box-a"]
     assert "has not been reviewed" in OperationRun.objects.get(operation=second).message
@@ -374,16 +380,16 @@ def test_of_two_break_glass_operations_the_second_waits_for_the_review_of_the_fi
     looked_at = review(team[ANA], first)
     team[2].approve(looked_at)
     team[3].approve(looked_at)
-    services.run_due()
+    run_due()
     run_again(second)
     assert [order.target for order in box.sent] == ["box-a", "box-b"]
 
 
 def test_a_key_revoked_after_a_use_was_asked_for_stops_that_use(box: FakeBox, team: Team, standing: Operation) -> None:
     use(team, standing)
-    services.use_approval(op_id=standing.pk, proposer=team[0].proposer)
+    use_approval(op_id=standing.pk, proposer=team[0].proposer)
     ApproverKey.objects.filter(user=team[2].user).update(revoked_at=timezone.now())
-    services.run_due()
+    run_due()
     assert len(box.sent) == 1
     assert Operation.objects.get(pk=standing.pk).state == ApprovalState.PENDING.value
     with pytest.raises(ApprovalRefused) as refusal:
@@ -393,16 +399,16 @@ def test_a_key_revoked_after_a_use_was_asked_for_stops_that_use(box: FakeBox, te
 
 def test_each_run_has_a_fence_above_all_others_and_keeps_it_when_it_is_sent_again(box: FakeBox, team: Team) -> None:
     first, second = (team.sign(propose_load(team[0], target)) for target in ("box-a", "box-b"))
-    services.run_due()
+    run_due()
     fences = [run_of(first).fence, run_of(second, "box-b").fence]
     assert fences[0] is not None
     assert fences[1] is not None
     assert fences[0] < fences[1]
     OperationRun.objects.filter(operation=second).update(fence=fences[1] + 60_000)
     third = team.sign(propose_load(team[0], "box-c"))
-    services.run_due()
+    run_due()
     assert run_of(third, "box-c").fence == fences[1] + 60_001
-    assert services.requeue_run(run_id=run_of(first).pk, reason="it was away")
+    assert requeue_run(run_id=run_of(first).pk, reason="it was away")
     run_again(first)
     assert [order.target for order in box.sent].count("box-a") == 2
     assert run_of(first).fence == fences[0]

@@ -26,11 +26,12 @@ from django.utils import timezone
 from core.limits import limits
 from core.models import User
 from gateway.models import ApiKey, Tenant
-from governance import services
 from governance.errors import SignInRefused
 from governance.models import ApproverKey, AuditEvent, Invitation, OneTimePassword, Operation, SignInFailure
-from governance.services.passkeys import KnownPasskey, verify_known
-from governance.services.people import create_invitation
+from governance.operations.policies import draft_policy
+from governance.operations.runs import run_due
+from governance.passkeys import KnownPasskey, verify_known
+from governance.people import create_invitation
 from governance.services.sign_in_throttle import ANYWHERE_PACE, NAME_PACE, REFUSAL, _hide, sweep_failures
 from tests.fakes.governed_team import RP_ID, Member, Team, make_client, make_team, open_session, post, propose_token
 from tests.fakes.nodes import find_tables, make_tenant
@@ -563,13 +564,13 @@ def set_policy(team: Team, state: str) -> Operation | None:
     if state == "none":
         return None
     if state == "drafted":
-        return services.draft_policy(approvers=team.choices(), reason="the first policy", proposer=team[0].proposer)
-    first = services.draft_policy(
+        return draft_policy(approvers=team.choices(), reason="the first policy", proposer=team[0].proposer)
+    first = draft_policy(
         approvers=team.choices(), reason="the first policy", proposer=team[0].proposer, is_solo=state == "solo"
     )
     for member in team.members[:1] if state == "solo" else team.members[1:]:
         member.approve(first)
-    services.run_due()
+    run_due()
     return propose_token(team[0])
 
 

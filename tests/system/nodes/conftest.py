@@ -8,7 +8,7 @@ import pytest
 from django.test import Client
 from pytest_django import DjangoDbBlocker
 
-from governance.services.people import Assurance
+from governance.people import Assurance
 from tests.fakes.governed_team import Team, make_governed
 from tests.fakes.nodes import shared_rows
 

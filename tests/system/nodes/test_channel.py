@@ -19,9 +19,9 @@ from django.db import connection, connections
 from django.utils import timezone
 from pytest_django import Settings
 
-from governance import services
 from governance.checkpoints import make_checkpoint
 from governance.models import Operation, OperationRun, WitnessStatement
+from governance.operations.runs import run_due
 from governance.states import RunState
 from nodes.models import Node, NodePresence
 from tests.fakes.governed_team import Identity, Team, approve_load, make_due, make_governed, only_run
@@ -86,7 +86,7 @@ class Governed:
 
     def _approve(self) -> Operation:
         operation = approve_load(self.team, self.rig.runner_id)
-        services.run_due()
+        run_due()
         return operation
 
 
@@ -124,7 +124,7 @@ def let_time_pass(seconds: float) -> None:
 @sync_to_async
 def dispatch_again(operation: Operation) -> None:
     make_due(operation)
-    services.run_due()
+    run_due()
 
 
 def rename_table(old: str, new: str) -> None:

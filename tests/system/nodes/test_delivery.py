@@ -22,8 +22,11 @@ from pytest_django import DjangoDbBlocker
 
 from core.limits import limits
 from core.models import User
-from governance import services
 from governance.models import Freeze, Operation, OperationRun
+from governance.operations.evidence import read_evidence
+from governance.operations.freezes import freeze
+from governance.operations.policies import active_policy
+from governance.operations.runs import run_due
 from governance.registry import RunOrder
 from governance.states import RunState
 from nodes.delivery import Ask, Delivery, Send, plan_deliveries, store_status
@@ -49,7 +52,7 @@ class Sent:
         self.rig = Identity()
         self.node = make_box(self.rig, age_s=-3600.0, reloads_settings=True)
         self.operation = approve_load(team, self.rig.runner_id, **asked)
-        services.run_due()
+        run_due()
         self.op_id = self.operation.printed_id
 
     @property
@@ -85,7 +88,7 @@ class Sent:
     def dispatch_again(self) -> None:
         """Let the next attempt be due, and make it."""
         make_due(self.operation)
-        services.run_due()
+        run_due()
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +114,7 @@ def test_what_is_approved_waits_for_a_gateway_with_a_token_that_the_node_accepts
 ) -> None:
     sent = Sent(team, operation=operation.value, params=params)
     assert sent.stands == (RunState.DISPATCHED.value, True, False)
-    found = services.active_policy()
+    found = active_policy()
     assert found is not None
     verifier = Verifier(
         level=Level.L2,
@@ -164,18 +167,18 @@ def test_what_waits_is_sent_however_much_has_been_sent(team: Team, sent: Sent) -
     other = Identity("other")
     node = make_box(other)
     approve_load(team, other.runner_id)
-    services.run_due()
+    run_due()
     set_limits(nodes={"command_batch": 1})
     linked = {sent.node.pk: LONG_AGO, node.pk: LONG_AGO}
     assert [type(each) for each in plan_deliveries(linked=linked, gateway_id=GATEWAY)] == [Send]
 
 
 def test_while_everything_is_frozen_nothing_is_sent_and_what_was_sent_is_asked_about(team: Team, sent: Sent) -> None:
-    services.freeze(user=team[1].user, reason="stop")
+    freeze(user=team[1].user, reason="stop")
     assert sent.plan() == []
     Freeze.objects.update(lifted_at=timezone.now())
     assert [type(each) for each in sent.plan()] == [Send]
-    services.freeze(user=team[1].user, reason="stop")
+    freeze(user=team[1].user, reason="stop")
     sent.pass_time(6)
     assert [type(each) for each in sent.plan()] == [Ask]
 
@@ -198,7 +201,7 @@ def test_what_an_earlier_release_left_on_its_way_is_sent_anew(sent: Sent, state:
     OperationRun.objects.filter(pk=sent.run.pk).update(state=state.value, token="", node_id=None, contact_at=None)
     assert sent.plan() == []
     make_due(sent.operation)
-    services.run_due()
+    run_due()
     assert sent.stands == (RunState.QUEUED.value, False, False)
     sent.dispatch_again()
     assert [type(each) for each in sent.plan()] == [Send]
@@ -264,7 +267,7 @@ def test_an_end_without_a_proper_receipt_is_recorded_as_such_and_is_no_evidence(
 
 
 def evidence_of(sent: Sent) -> dict[str, object]:
-    return services.read_evidence(sent.operation.printed_id)
+    return read_evidence(sent.operation.printed_id)
 
 
 def test_a_forged_receipt_that_is_sent_again_and_again_is_recorded_a_few_times(sent: Sent) -> None:
@@ -339,11 +342,11 @@ def test_a_batch_goes_to_one_node_after_the_other_and_stops_at_a_failure(team: T
     box = make_box(first)
     make_box(second)
     operation = approve_load(team, first.runner_id, second.runner_id)
-    services.run_due()
+    run_due()
     (run,) = operation.runs.exclude(token="")
     assert (run.target, run.node_id) == (first.runner_id, box.pk)
     store_status(node_id=box.pk, status=first.end(operation.printed_id, "failed"))
-    services.run_due()
+    run_due()
     states = list(OperationRun.objects.filter(operation=operation).order_by("position").values_list("state", flat=True))
     assert states == [RunState.FAILED.value, RunState.SKIPPED.value]
     assert operation.runs.filter(node_id__isnull=False).count() == 1

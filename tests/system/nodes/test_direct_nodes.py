@@ -14,9 +14,8 @@ from starlette.responses import PlainTextResponse
 
 from core.limits import limits
 from gateway.services import allow_model
-from governance import services
 from governance.models import Operation, OperationRun
-from governance.services.runs import find_node_run
+from governance.operations.runs import find_node_run, run_due
 from governance.states import RunState
 from nodes.direct import _hand_over, call_direct_box, find_unattended
 from nodes.models import Node, NodeCredential, NodePresence, Reach, clock_of, with_clock
@@ -286,7 +285,7 @@ class Called:
         make_presence(self.node, age_s=-3600.0)
         set_op_key(node_id=self.node.pk, kid="k1", secret=SECRET, level=level, actor=ACTOR)
         self.operation: Operation = approve_load(team, self.node.printed_id, **asked)
-        services.run_due()
+        run_due()
 
     @property
     def run(self) -> OperationRun:
@@ -395,7 +394,7 @@ def test_a_node_that_cannot_be_reached_gets_it_again(sent: Called, far: DirectNo
     assert sent.run.state == RunState.QUEUED.value
     Node.objects.update(public_base_url=far.url)
     make_due(sent.operation)
-    services.run_due()
+    run_due()
     far.answers[LOAD] = (200, {"taskId": None, "status": "completed"})
     assert not sent.call()
     assert (sent.run.state, sent.run.attempt) == (RunState.SUCCEEDED.value, 2)
@@ -409,7 +408,7 @@ def test_two_workers_hand_it_over_once_and_an_address_that_is_not_allowed_is_not
     assert (sent.run.state, far.seen) == (RunState.QUEUED.value, [])
     settings.NODE_DIRECT_ALLOW_LOOPBACK = True
     make_due(sent.operation)
-    services.run_due()
+    run_due()
     stale = find_node_run(sent.run.pk)
     assert stale is not None
     far.answers[LOAD] = BEGUN

@@ -15,10 +15,10 @@ from pytest_django import DjangoDbBlocker
 
 from controlplane.overview import read_overview
 from core.models import User
-from governance import services
 from governance.errors import InvalidProposal
 from governance.models import AuditEvent, Notice, Operation, OperationRun, WebhookEndpoint
-from governance.services.notice_text import write_message
+from governance.notice_text import write_message
+from governance.operations.runs import run_due
 from governance.states import RunState
 from nodes.models import Node, NodePresence
 from nodes.operations import MODEL_LOAD
@@ -64,7 +64,7 @@ def done(
     asked = {"modelId": "m", **params}
     row = approve_load(team, target, operation=operation, params=asked)
     make_due(row)
-    services.run_due()
+    run_due()
     at = timezone.now() - timedelta(seconds=age_s)
     changed = OperationRun.objects.filter(operation=row).update(
         state=state.value, ended_at=at, result={"modelId": asked["modelId"], **(result or {})}

@@ -19,9 +19,9 @@ from pytest_django import DjangoDbBlocker, Settings
 
 from core.limits import limits
 from gateway.models import RequestRecord
-from governance import services
 from governance.errors import InvalidProposal, NeedsApproval
 from governance.models import Operation
+from governance.operations.runs import run_due
 from governance.registry import NotNow, RunOrder, Sent
 from governance.states import RunState
 from nodes.models import Node, NodeOpKey, NodePresence, Reach
@@ -241,7 +241,7 @@ def test_an_approved_forced_drain_or_eviction_is_carried_out_and_fails_with_word
     team: Team, box: Node, operation: str, params: dict[str, object], left_s: float
 ) -> None:
     approved = approve_load(team, "rig", operation=operation, params=params)
-    services.run_due()
+    run_due()
     assert only_run(approved).state == RunState.SUCCEEDED.value
     node = Node.objects.get()
     assert (node.cordoned, node.draining) == (operation == "node-evict", True)
@@ -252,7 +252,7 @@ def test_an_approved_forced_drain_or_eviction_is_carried_out_and_fails_with_word
     for kind in (NodeOpKey, NodePresence, Node):
         kind.objects.all().delete()
     make_due(again)
-    services.run_due()
+    run_due()
     assert (only_run(again).state, "There is no node" in only_run(again).message) == (RunState.FAILED.value, True)
 
 

@@ -25,7 +25,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from governance.services.people import Assurance
+from governance.people import Assurance
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState
 from nodes.services.availability import (
     EjectionReport,

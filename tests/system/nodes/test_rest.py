@@ -16,7 +16,7 @@ from pytest_django import DjangoAssertNumQueries, DjangoDbBlocker, Settings
 
 from core.throttle import AuthThrottle
 from gateway.services import allow_model, create_api_key, create_tenant
-from governance.services import create_admin_token
+from governance.admin_tokens import create_admin_token
 from nodes import authentication
 from nodes.models import Node, NodePresence
 from nodes.services.credentials import (

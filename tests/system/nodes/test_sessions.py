@@ -17,10 +17,10 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from gateway.models import GatewayProcess
+from governance.admin_tokens import create_admin_token
 from governance.models import Notice
-from governance.services import create_admin_token
-from governance.services.notice_text import write_message
-from governance.services.webhooks import add_webhook
+from governance.notice_text import write_message
+from governance.webhook_endpoints import add_webhook
 from nodes import errors
 from nodes.models import Node, NodeCredential, NodeOpKey, NodePresence, ProviderState, Reach
 from nodes.services import sessions

@@ -1,0 +1,129 @@
+"""Changes to the credentials of the admin APIs. Every caller (admin pages, launcher, commands) comes through here."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from django.db import DatabaseError, transaction
+from django.db.models import Q
+
+from core.limits import limits
+from core.throttle import AuthThrottle
+from governance.audit import record_event
+from governance.errors import AdminTokenNotFound, InvalidName, NotPermitted, StateChanged, TooManyWrongTokens
+from governance.models import AdminToken, Operation
+from governance.operations.decisions import require_active
+from governance.operations.evidence import read_stored
+from governance.operations.guard import require_approval
+from governance.operations.lookup import find_operation
+from governance.states import RunState
+from wire import clock
+from wire.credentials import CredentialKind, digest_credential, mint_credential, parse_keyid, verify_credential
+
+if TYPE_CHECKING:
+    from core.models import User
+
+MINT = "admin-token-mint"
+_NO_DIGEST = bytes(32)
+
+
+def _read_digests() -> list[bytes]:
+    return [bytes(digest) for digest in AdminToken.objects.filter(revoked_at=None).values_list("digest", flat=True)]
+
+
+throttle = AuthThrottle(read_digests=_read_digests)
+"""By address. Of this process alone."""
+
+
+@transaction.atomic
+def create_admin_token(*, name: str, actor: str, owner: User | None = None) -> tuple[AdminToken, str]:
+    """Create a token and return it with its text, which exists nowhere else and is shown once.
+
+    Governed: once a policy is active, a token is proposed as ``admin-token-mint`` and claimed. Raises InvalidName,
+    NeedsApproval.
+    """
+    require_approval(MINT, order=None)
+    return _mint(name=name, actor=actor, owner=owner, operation=None)
+
+
+@transaction.atomic
+def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]:
+    """Make the token that was approved, once, for the person who asked for it; its text is returned and kept nowhere.
+
+    Possible until the approved window ends. Name and person are those that were signed.
+    Raises OperationNotFound, NotPermitted, StateChanged.
+    """
+    require_active(user)
+    operation = find_operation(op_id, lock=True)
+    statement = read_stored(operation)
+    if statement.operation != MINT or statement.requested_by != user.get_username():
+        raise NotPermitted("Only the person who asked for an admin token can claim it.", param="op_id")
+    if not operation.runs.filter(state=RunState.SUCCEEDED.value).exists():
+        raise StateChanged("This token has not been approved and made ready; wait until it has.", param="op_id")
+    if clock.now().timestamp() >= statement.not_after:
+        raise StateChanged(
+            "The approved window is over and the token was not claimed in it; propose another one.", param="op_id"
+        )
+    if AdminToken.objects.filter(minted_by=operation).exists():
+        raise StateChanged("This token was claimed already; its text is shown once. Propose another one.", param="op_id")
+    return _mint(name=str(statement.params["name"]), actor=f"user:{user.get_username()}", owner=user, operation=operation)
+
+
+def _mint(*, name: str, actor: str, owner: User | None, operation: Operation | None) -> tuple[AdminToken, str]:
+    cleaned = name.strip()
+    if not cleaned or len(cleaned) > limits().governance.token_name_chars:
+        raise InvalidName(f"Give the token a name of 1 to {limits().governance.token_name_chars} characters.", param="name")
+    minted = mint_credential(CredentialKind.ADMIN)
+    token = AdminToken.objects.create(
+        name=cleaned, keyid=minted.keyid, digest=minted.digest, owner_id=owner.pk if owner else None, minted_by=operation
+    )
+    record_event(
+        actor=actor, action="admin_token.create", target=cleaned, detail={"keyid": minted.keyid},
+        op_id=operation.printed_id if operation else "",
+    )  # fmt: skip
+    return token, minted.text
+
+
+@transaction.atomic
+def revoke_admin_token(*, token_id: int, actor: str) -> AdminToken:
+    """Make a token useless from now on; doing so again changes nothing. Raises AdminTokenNotFound."""
+    changed = AdminToken.objects.filter(pk=token_id, revoked_at__isnull=True).update(revoked_at=clock.now())
+    token = AdminToken.objects.filter(pk=token_id).first()
+    if token is None:
+        raise AdminTokenNotFound(f"There is no admin token {token_id}.", param="token_id")
+    if changed:
+        record_event(actor=actor, action="admin_token.revoke", target=token.name, detail={"keyid": token.keyid})
+    return token
+
+
+def verify_admin_token(text: str, *, address: str = "") -> AdminToken | None:
+    """Return the token that ``text`` is, or None when it is none, or a revoked one, or a credential of another kind.
+
+    A token whose owner may no longer sign in is None too. Takes the same time whether the key id exists or not. Writes
+    ``last_used_at`` at most once a minute. Raises TooManyWrongTokens after too many wrong ones from ``address``.
+    """
+    keyid = parse_keyid(text, CredentialKind.ADMIN)
+    if keyid is None:
+        return None
+    if address and throttle.must_wait(address, digest_credential(text)):
+        raise TooManyWrongTokens("Too many wrong admin tokens came from this address; wait a second and try again.")
+    token = AdminToken.objects.select_related("owner").filter(keyid=keyid, revoked_at__isnull=True).first()
+    matches = verify_credential(text, bytes(token.digest) if token is not None else _NO_DIGEST)
+    if token is None or not matches or (token.owner is not None and not token.owner.is_active):
+        throttle.record_failure(address)
+        return None
+    _touch(token)
+    return token
+
+
+def _touch(token: AdminToken) -> None:
+    now = clock.now()
+    if token.last_used_at is not None and now - token.last_used_at < timedelta(seconds=limits().governance.token_use_s):
+        return
+    due = Q(last_used_at__isnull=True) | Q(last_used_at__lt=now - timedelta(seconds=limits().governance.token_use_s))
+    with contextlib.suppress(DatabaseError):  # who reads needs no database that takes writes
+        AdminToken.objects.filter(due, pk=token.pk).update(last_used_at=now)
+    token.last_used_at = now

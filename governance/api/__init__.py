@@ -1,1 +1,0 @@
-"""The REST API of governance: propose, decide, follow, prove. Views translate; ``governance.services`` decides."""

@@ -1,0 +1,234 @@
+"""The public keys of people: passkeys and Ed25519 key files. Enrolled, listed, revoked; never changed, never deleted.
+
+A key signs in, or says who somebody is, from the moment it is enrolled. What it approves is for the policy to say.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Protocol
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
+from django.db import IntegrityError, transaction
+
+from core.limits import limits
+from governance.audit import record_event
+from governance.errors import GovernanceError, InvalidName, InvalidProposal, NotPermitted
+from governance.models import ApproverKey
+from governance.operations.policies import active_policy
+from wire import clock
+from wire.contract import ErrorCode
+from wire.optoken.approval import MAX_KEYS_EACH, ApprovalError, decode_bytes, encode_bytes, load_public_key
+
+if TYPE_CHECKING:
+    from core.models import User
+
+LINE_WORD = "ed25519"
+Kind = ApproverKey.Kind
+
+
+class KeyNotFound(GovernanceError):
+    """The person has no such key that is in use."""
+
+    code = ErrorCode.NOT_FOUND
+    status = 404
+
+
+class NewKey(Protocol):
+    """A passkey that was just made, as ``governance.passkeys`` verified it."""
+
+    @property
+    def keyid(self) -> str:
+        """Credential id, base64url."""
+
+    @property
+    def public_key(self) -> bytes:
+        """SPKI DER."""
+
+    @property
+    def sign_count(self) -> int:
+        """What the device says."""
+
+    @property
+    def is_backup_eligible(self) -> bool:
+        """Whether it can be copied to other devices."""
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """How the device is reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyView:
+    """A key as its owner sees it. ``in_policy``: the active policy names it, so it approves.
+
+    ``is_rsa``: a runner of an earlier release refuses a policy that names it.
+    """
+
+    id: int
+    label: str
+    kind: str
+    thumbprint: str
+    created_at: datetime
+    last_used_at: datetime | None
+    revoked_at: datetime | None
+    is_backup_eligible: bool
+    is_break_glass: bool
+    in_policy: bool
+    is_rsa: bool
+
+    @property
+    def is_passkey(self) -> bool:
+        """Whether a browser signs with it."""
+        return self.kind == Kind.WEBAUTHN
+
+
+def list_keys(user: User) -> list[KeyView]:
+    """Return the person's keys, those in use first, then by age."""
+    named = _named_thumbprints()
+    rows = ApproverKey.objects.filter(user_id=user.pk).order_by("created_at")
+    views = [
+        KeyView(
+            id=row.pk,
+            label=row.label,
+            kind=row.kind,
+            thumbprint=row.thumbprint,
+            created_at=row.created_at,
+            last_used_at=row.last_used_at,
+            revoked_at=row.revoked_at,
+            is_backup_eligible=row.is_backup_eligible,
+            is_break_glass=row.is_break_glass,
+            in_policy=row.thumbprint in named,
+            is_rsa=isinstance(load_public_key(decode_bytes(row.public_key)), RSAPublicKey),
+        )
+        for row in rows
+    ]
+    return sorted(views, key=lambda view: view.revoked_at is not None)
+
+
+def list_passkey_ids(user: User) -> list[str]:
+    """Return the credential ids of the person's passkeys in use."""
+    rows = ApproverKey.objects.filter(user_id=user.pk, kind=Kind.WEBAUTHN, revoked_at__isnull=True)
+    return list(rows.values_list("keyid", flat=True))
+
+
+def find_passkey(keyid: str) -> ApproverKey | None:
+    """Return the passkey in use that has this credential id."""
+    rows = ApproverKey.objects.select_related("user").filter(kind=Kind.WEBAUTHN, revoked_at__isnull=True)
+    return rows.filter(keyid=keyid).first() if keyid else None
+
+
+def note_use(key: ApproverKey, *, sign_count: int) -> None:
+    """Write down that a passkey signed in just now."""
+    ApproverKey.objects.filter(pk=key.pk).update(last_used_at=clock.now(), sign_count=sign_count)
+
+
+@transaction.atomic
+def enrol_passkey(*, user: User, passkey: NewKey, label: str, actor: str) -> ApproverKey:
+    """Keep a passkey that was just made. Raises NotPermitted for one too many or one that is known, InvalidName."""
+    return _add_key(
+        ApproverKey(
+            user_id=user.pk,
+            kind=Kind.WEBAUTHN,
+            keyid=passkey.keyid,
+            public_key=encode_bytes(passkey.public_key),
+            thumbprint=hashlib.sha256(passkey.public_key).hexdigest(),
+            label=check_label(label),
+            transports=list(passkey.transports),
+            sign_count=passkey.sign_count,
+            is_backup_eligible=passkey.is_backup_eligible,
+            last_used_at=clock.now(),
+        ),
+        owner=user.get_username(),
+        actor=actor,
+    )
+
+
+@transaction.atomic
+def add_key_file(*, user: User, line: str, label: str = "", is_break_glass: bool = False, actor: str) -> ApproverKey:
+    """Keep the public half of a key file. ``line``: what ``./muster keys show`` prints. ``label`` "" = the name in the line.
+
+    Raises InvalidProposal for another line, NotPermitted for one key too many or a known one, InvalidName.
+    """
+    spki, name = read_public_line(line)
+    thumbprint = hashlib.sha256(spki).hexdigest()
+    key = ApproverKey(
+        user_id=user.pk,
+        kind=Kind.ED25519,
+        keyid=thumbprint[:32],
+        public_key=encode_bytes(spki),
+        thumbprint=thumbprint,
+        label=check_label(label or name),
+        is_break_glass=is_break_glass,
+    )
+    return _add_key(key, owner=user.get_username(), actor=actor)
+
+
+@transaction.atomic
+def revoke_key(*, user: User, key_id: int, actor: str, accepts_policy_change: bool) -> ApproverKey:
+    """Take a key out of use. A new key in the place of one that the policy names approves only after a policy change.
+
+    Raises KeyNotFound; NotPermitted when the policy names the key and ``accepts_policy_change`` is False.
+    """
+    key = ApproverKey.objects.select_for_update().filter(pk=key_id, user_id=user.pk, revoked_at__isnull=True).first()
+    if key is None:
+        raise KeyNotFound("There is no such key in use.")
+    if key.thumbprint in _named_thumbprints() and not accepts_policy_change:
+        raise NotPermitted(
+            "The active policy names this key. Removing it here stops it from signing in; boxes trust it until a new version "
+            "of the policy leaves it out, and another key of yours approves only once a version names it. Say that you know."
+        )
+    key.revoked_at = clock.now()
+    key.save(update_fields=["revoked_at"])
+    record_event(actor=actor, action="approver-key.revoke", target=user.get_username(), detail=_describe(key))
+    return key
+
+
+def read_public_line(line: str) -> tuple[bytes, str]:
+    """Return SPKI DER and name of ``ed25519 BASE64URL NAME``. Raises InvalidProposal."""
+    words = line.split(maxsplit=2)
+    spki = b""
+    if len(words) > 1 and words[0] == LINE_WORD:
+        try:
+            spki = decode_bytes(words[1])
+            spki = spki if isinstance(load_public_key(spki), Ed25519PublicKey) else b""
+        except ApprovalError:
+            spki = b""
+    if not spki:
+        raise InvalidProposal(
+            "This is not the public line of a key file. Paste what ./muster keys show prints: ed25519, the key, a name.",
+            param="public",
+        )
+    return spki, words[2].strip() if len(words) > 2 else "key file"
+
+
+def check_label(label: str) -> str:
+    """Return a name for a key. Raises InvalidName."""
+    text = label.strip()
+    if not (0 < len(text) <= limits().governance.key_label_chars and text.isprintable()):
+        raise InvalidName(f"A key needs a name of 1 to {limits().governance.key_label_chars} characters.", param="label")
+    return text
+
+
+def _add_key(key: ApproverKey, *, owner: str, actor: str) -> ApproverKey:
+    if ApproverKey.objects.filter(user_id=key.user_id, revoked_at__isnull=True).count() >= MAX_KEYS_EACH:
+        raise NotPermitted(f"A person has at most {MAX_KEYS_EACH} keys. Remove one first.")
+    try:
+        with transaction.atomic():
+            key.save(force_insert=True)
+    except IntegrityError:
+        raise NotPermitted("This key is enrolled already, or was once. Every key belongs to one person, once.") from None
+    record_event(actor=actor, action="approver-key.enrol", target=owner, detail=_describe(key))
+    return key
+
+
+def _describe(key: ApproverKey) -> dict[str, object]:
+    return {"kind": key.kind, "thumbprint": key.thumbprint, "break_glass": key.is_break_glass}
+
+
+def _named_thumbprints() -> frozenset[str]:
+    found = active_policy()
+    return frozenset() if found is None else frozenset(key.thumbprint for key in found[1].keys.values())

@@ -1,0 +1,1 @@
+"""Operations: asked for, decided about, carried out, proved. Every change of their rows is made here."""

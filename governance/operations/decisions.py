@@ -1,0 +1,257 @@
+"""What approvers do: approve with a proof, reject, withdraw. Every check that a box makes of a proof is made here first."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+from django.db import transaction
+
+from core.hints import publish_hint
+from core.limits import limits
+from governance.audit import record_event
+from governance.errors import ApprovalRefused, NotPermitted, StateChanged
+from governance.models import ApproverKey, Decision, Operation, OperationRun
+from governance.operations.evidence import count_rejections, find_new_policy, find_policy, is_met, list_proofs, read_stored
+from governance.operations.lookup import find_operation, hold_policies, is_current, move_approval, require_state
+from governance.operations.reviews import explain_own_review
+from governance.operations.runs import ring
+from governance.operations.transitions import drop_void, end_operation, fall_short_if_needed, require_nothing_on_its_way, tell
+from governance.states import ApprovalEvent, ApprovalState, RunState
+from wire import clock
+from wire.optoken.approval import (
+    ApprovalError,
+    Policy,
+    Statement,
+    check_proof,
+    decode_bytes,
+    judge,
+    load_public_key,
+    select_proofs,
+)
+
+if TYPE_CHECKING:
+    from core.models import User
+
+
+@transaction.atomic
+def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], brought_by: str, comment: str = "") -> Operation:
+    """Keep an approval that holds; when the policy is satisfied with it, the operation is approved and set to work.
+
+    ``proof``: as in ``wire.optoken.approval``, by a key of ``user``; one that was taken back or dropped never counts again.
+    ``brought_by``: ``session:<person>`` or ``token:<name>#<key id>``. Approvals whose key was revoked since, or whose person
+    was deactivated, do not count any more. Raises OperationNotFound, StateChanged, NotPermitted, ApprovalRefused.
+    """
+    require_active(user)
+    operation = find_operation(op_id, lock=True)
+    require_state(operation, ApprovalState.PENDING)
+    now = clock.now()
+    if now >= operation.expires_at:
+        raise StateChanged("Nobody approved this in time; ask for it again.", param="op_id")
+    hold_policies(to_change=False)
+    require_current(operation)
+    key = _find_key(user, proof)
+    drop_void(operation)
+    statement, policy = read_stored(operation), find_policy(operation)
+    if Decision.objects.filter(operation=operation, person=user, withdrawn_at=None).exists():
+        raise ApprovalRefused("You decided about this already; one person counts once, with any key.", rule="duplicate_proof")
+    if why := explain_own_review(operation, policy, [user.get_username()]):
+        raise ApprovalRefused(why, rule="reviewer_used_it", param="op_id")
+    _check(statement, [*list_proofs(operation), dict(proof)], policy, find_new_policy(statement))
+    _require_not_withdrawn(operation, key, proof)
+    Decision.objects.create(
+        operation=operation, person=user, person_name=user.get_username(), is_approval=True, key=key, proof=dict(proof),
+        brought_by=brought_by, comment=comment.strip()[:limits().governance.decision_comment_chars],
+    )  # fmt: skip
+    ApproverKey.objects.filter(pk=key.pk).update(last_used_at=now)
+    record_event(
+        actor=f"user:{user.get_username()}", action="operation.approve", target=operation.printed_id,
+        op_id=operation.printed_id,
+        detail={"digest": operation.digest, "key": key.thumbprint[:16], "kind": key.kind, "brought_by": brought_by},
+    )  # fmt: skip
+    publish_hint("operations", str(operation.pk))
+    operation = find_operation(op_id)
+    if is_met(operation):
+        _meet(operation)
+    return operation
+
+
+@transaction.atomic
+def reject(*, op_id: uuid.UUID, user: User, comment: str) -> Operation:
+    """Say no, with a reason; needs no signature, since it is the safe direction. Ends the operation when enough people do.
+
+    Raises OperationNotFound, StateChanged, NotPermitted, ApprovalRefused.
+    """
+    require_active(user)
+    operation = find_operation(op_id, lock=True)
+    require_state(operation, ApprovalState.PENDING, ApprovalState.APPROVED)
+    require_nothing_on_its_way(operation)
+    policy = find_policy(operation)
+    _require_approver(user, policy, find_new_policy(read_stored(operation)))
+    why = comment.strip()
+    if not why:
+        raise ApprovalRefused("Say why you reject it; whoever asked will read that.", rule="reason_missing", param="comment")
+    if user.get_username() == operation.requested_by:
+        raise NotPermitted("You asked for this; cancel it instead.", param="op_id")
+    _withdraw_own(operation, user)
+    Decision.objects.create(
+        operation=operation,
+        person=user,
+        person_name=user.get_username(),
+        is_approval=False,
+        comment=why[: limits().governance.decision_comment_chars],
+    )
+    record_event(
+        actor=f"user:{user.get_username()}", action="operation.reject", target=operation.printed_id, op_id=operation.printed_id
+    )
+    publish_hint("operations", str(operation.pk))
+    operation = find_operation(op_id)
+    if count_rejections(list(operation.decisions.all())) >= policy.classes[operation.op_class].deny_threshold:
+        if operation.state == ApprovalState.APPROVED.value:
+            move_approval(operation, ApprovalEvent.FALL_SHORT)
+        reason = f"rejected by {user.get_username()}: {why}"
+        end_operation(operation, ApprovalEvent.REJECT, reason=reason, notice="rejected")
+    else:
+        fall_short_if_needed(operation)
+    return operation
+
+
+@transaction.atomic
+def withdraw(*, op_id: uuid.UUID, user: User) -> Operation:
+    """Take one's own decision back, until the operation is on its way; of a standing approval also between two uses.
+
+    Raises OperationNotFound, StateChanged, NotPermitted.
+    """
+    require_active(user)
+    operation = find_operation(op_id, lock=True)
+    require_state(operation, ApprovalState.PENDING, ApprovalState.APPROVED)
+    require_nothing_on_its_way(operation)
+    if not _withdraw_own(operation, user):
+        raise NotPermitted("You have not decided about this, so there is nothing to take back.", param="op_id")
+    publish_hint("operations", str(operation.pk))
+    operation = find_operation(op_id)
+    fall_short_if_needed(operation)
+    return operation
+
+
+def _withdraw_own(operation: Operation, user: User) -> bool:
+    own = Decision.objects.filter(operation=operation, person=user, withdrawn_at=None)
+    if not own.update(withdrawn_at=clock.now()):
+        return False
+    record_event(
+        actor=f"user:{user.get_username()}",
+        action="operation.withdraw",
+        target=operation.printed_id,
+        op_id=operation.printed_id,
+    )
+    return True
+
+
+def _meet(operation: Operation) -> None:
+    """The policy is satisfied: plan the runs and ring for a worker, all in the transaction of the last approval."""
+    move_approval(operation, ApprovalEvent.MEET)
+    record_event(
+        actor="system:governance", action="operation.approved", target=operation.printed_id, op_id=operation.printed_id,
+        detail={"digest": operation.digest},
+    )  # fmt: skip
+    tell(operation, "approved")
+    if operation.max_uses == 1:
+        plan_runs(operation, use=1, started_by=operation.requested_by)
+
+
+def plan_runs(operation: Operation, *, use: int, started_by: str) -> list[OperationRun]:
+    """Write down one run for each target; those that are there already are left as they are.
+
+    The first is due when the window opens; the end of each wakes the next, which otherwise looks for itself a little later.
+    """
+    due_at = max(clock.now(), operation.not_before)
+    planned = [
+        OperationRun(
+            operation=operation, target=target, use=use, position=position, started_by=started_by,
+            due_at=due_at + (timedelta(seconds=limits().governance.run_lease_s) if position else timedelta()),
+        )
+        for position, target in enumerate(read_stored(operation).targets)
+    ]  # fmt: skip
+    OperationRun.objects.bulk_create(planned, ignore_conflicts=True)
+    runs = list(OperationRun.objects.filter(operation=operation, use=use).order_by("position"))
+    first = next((run for run in runs if run.state == RunState.QUEUED.value), None)
+    if first is not None:
+        OperationRun.objects.filter(pk=first.pk).update(due_at=due_at)
+        ring(first.pk)
+    return runs
+
+
+def require_active(user: User) -> None:
+    """Raise NotPermitted for a person who was deactivated, however they got here; nobody is until the transaction ends."""
+    people = type(user).objects.select_for_update(no_key=True)
+    if people.filter(pk=user.pk, is_active=True).first() is None:
+        raise NotPermitted("This person was deactivated and decides about nothing any more.", param="person")
+
+
+def require_current(operation: Operation) -> None:
+    """Raise ApprovalRefused when the policy changed since; the sweep then blocks the operation."""
+    if not is_current(operation):
+        raise ApprovalRefused(
+            f"The policy changed since this was asked for (under version {operation.policy.version}); ask for it again.",
+            rule="wrong_policy",
+        )
+
+
+def _find_key(user: User, proof: Mapping[str, object]) -> ApproverKey:
+    # Held until the transaction ends: who revokes the key meanwhile finds the decision and voids it.
+    keys = ApproverKey.objects.select_for_update(no_key=True).filter(user=user, revoked_at=None)
+    key = keys.filter(keyid=str(proof.get("keyid", ""))[:300]).first()
+    if key is None or proof.get("approver") != user.get_username():
+        raise ApprovalRefused("This key is not one of yours, or it was revoked.", rule="unknown_key", param="proof")
+    return key
+
+
+def _require_not_withdrawn(operation: Operation, key: ApproverKey, proof: Mapping[str, object]) -> None:
+    """Raise ApprovalRefused for a checked proof that stood once and was taken back, or dropped with its key or person.
+
+    Everybody who may look at the operation could bring it again.
+    """
+    past = [d.proof for d in operation.decisions.all() if d.withdrawn_at and d.proof and d.key_id == key.pk]
+    if _identify_signature(key, proof) in {_identify_signature(key, each) for each in past}:
+        raise ApprovalRefused(
+            "This very signature was taken back, or dropped with its key or person, and never counts again. Sign anew; a key "
+            "that makes the same signature each time, as key files do, cannot: use another key of yours, or ask for the "
+            "operation again.",
+            rule="withdrawn_proof",
+            param="proof",
+        )
+
+
+def _identify_signature(key: ApproverKey, proof: Mapping[str, object]) -> bytes | int:
+    """Return what two proofs of a key have in common exactly when its owner signed once.
+
+    Of ECDSA it is the first number alone: whoever sees a signature can compute a second one with the same first number.
+    """
+    signature = decode_bytes(proof["signature"])
+    if isinstance(load_public_key(decode_bytes(key.public_key)), EllipticCurvePublicKey):
+        return decode_dss_signature(signature)[0]
+    return signature
+
+
+def _require_approver(user: User, policy: Policy, new: Policy | None) -> None:
+    name = user.get_username()
+    if name not in policy.groups and (new is None or name not in new.groups):
+        raise NotPermitted("The policy does not name you as an approver.", param="op_id")
+
+
+def _check(statement: Statement, proofs: list[dict[str, object]], policy: Policy, new: Policy | None) -> None:
+    """Check all proofs under the policy and under the one that would follow it; the newest one stands last."""
+    judges = [policy] if new is None or new.ref == policy.ref else [policy, new]
+    newest = proofs[-1]
+    try:
+        if not any(newest.get("keyid") in each.keys for each in judges):
+            check_proof(newest, statement, policy)
+        for each in judges:
+            judge(statement, select_proofs(proofs, each), each)
+    except ApprovalError as error:
+        text = str(error)
+        raise ApprovalRefused(f"{text[:1].upper()}{text[1:]}.", rule=error.rule.value, param="proof") from None

@@ -1,0 +1,220 @@
+"""The governed operations that are governance's own: policy, freeze, review, and admin tokens. Wired up in ``OPERATIONS``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from core.limits import limits
+from governance.errors import ApprovalRefused, InvalidProposal
+from governance.models import Operation, PolicyVersion
+from governance.operations.freezes import lift_freeze, name_freeze, read_freeze
+from governance.operations.policies import active_policy, adopt_policy
+from governance.operations.reviews import explain_own_review, list_users
+from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
+from wire.ids import parse_id
+from wire.optoken.approval import Policy, policy_words, read_policy
+
+CONTROL_PLANE = "control-plane"
+
+
+class _Local:
+    """What operations of the control plane itself share: no box, no token."""
+
+    is_remote: ClassVar[bool] = False
+
+    def find_signer(self, target: str) -> Signer | None:
+        """Return None: there is nothing to sign a token for."""
+        del target
+        return None
+
+    def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
+        """Return nothing: the description says it all."""
+        del targets, params
+        return ()
+
+
+def _find(printed_id: str) -> Operation | None:
+    ident = parse_id("op", printed_id)
+    return None if ident is None else Operation.objects.filter(pk=ident).first()
+
+
+def _require_control_plane(targets: Sequence[str]) -> tuple[str, ...]:
+    if list(targets) not in ([], [CONTROL_PLANE]):
+        raise InvalidProposal(f"The one target of this operation is {CONTROL_PLANE}.", param="targets")
+    return (CONTROL_PLANE,)
+
+
+def _require_only(params: Mapping[str, object], *names: str) -> None:
+    if unknown := sorted(set(params) - set(names)):
+        raise InvalidProposal(
+            f"This operation takes no {unknown[0]}; it takes: {', '.join(names) or 'nothing'}.", param="params"
+        )
+
+
+class PolicyChange(_Local):
+    """Puts the next version of the policy in force. Proposed by drafting it (``services.draft_policy``)."""
+
+    name = "policy-change"
+    title = "Change the approval policy"
+
+    def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
+        """Refuse: the draft makes the request."""
+        del targets, params
+        raise InvalidProposal("A policy is changed by drafting its next version.", param="operation")
+
+    def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
+        """Return people, keys and thresholds of the new version beside those of the active one."""
+        del targets
+        row = PolicyVersion.objects.filter(sha256=str(params.get("sha256", ""))).first()
+        if row is None:
+            return Description("Change the approval policy", [Line("Policy", "this version is not stored here")])
+        new, found = read_policy(bytes(row.document)), active_policy()
+        old = found[1] if found else None
+        words = policy_words(new.ref.sha256)
+        lines = [Line("Version", str(new.ref.version), str(old.ref.version) if old else "none"), Line("Fingerprint", words)]
+        people = sorted(set(new.groups) | (set(old.groups) if old else set()))
+        lines += [Line(f"Approver {person}", _describe_person(new, person), _describe_person(old, person)) for person in people]
+        names = sorted(set(new.classes) | (set(old.classes) if old else set()))
+        lines += [Line(f"To {name}", _describe_class(new, name), _describe_class(old, name)) for name in names]
+        return Description(f"Put version {new.ref.version} of the approval policy in force", lines)
+
+    def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
+        """Put it in force; what is pending under the old one is blocked."""
+        row = PolicyVersion.objects.select_for_update().get(sha256=str(order.params["sha256"]))
+        blocked = adopt_policy(row, actor="system:governance", op_id=order.op_id)
+        return Done(f"Version {row.version} is in force; {blocked} pending operations were blocked.")
+
+
+class Unfreeze(_Local):
+    """Lifts the freeze."""
+
+    name = "unfreeze"
+    title = "Lift the freeze"
+
+    def choices(self) -> Mapping[str, object]:
+        """Return what the page that proposes offers: nothing is to be chosen."""
+        return {"targets": [], "params": []}
+
+    def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
+        """Return the request, which names the freeze in force. Raises InvalidProposal when there is none, or another."""
+        _require_only(params, "freeze", "frozenBy", "frozenAt")
+        found = read_freeze()
+        if found is None:
+            raise InvalidProposal("Nothing is frozen.", param="operation")
+        named = name_freeze(found)
+        if any(named[name] != value for name, value in params.items()):
+            raise InvalidProposal(f"In force is freeze {found.pk}, by {found.frozen_by}, and no other.", param="freeze")
+        return Request(_require_control_plane(targets), named)
+
+    def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
+        """Return which freeze would end, and what is in force now."""
+        del targets
+        found = read_freeze()
+        now = "not frozen"
+        if found is not None:
+            now = "in force" if name_freeze(found) == params else f"ended; in force is another one, by {found.frozen_by}"
+        which = f"{params['freeze']}, by {params.get('frozenBy')}" if "freeze" in params else "named by nobody"
+        return Description("Let approved operations run again", [Line("Lifts the freeze", which, now)])
+
+    def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
+        """Lift it. Raises StateChanged when another freeze is in force than the one that was signed."""
+        lifted = lift_freeze(named=order.params, operation=_find(order.op_id))
+        return Done("Operations run again." if lifted else "What this was asked for is not frozen any more.")
+
+
+class BreakGlassReview(_Local):
+    """Closes a break-glass use: the normal quorum has looked at it."""
+
+    name = "break-glass-review"
+    title = "Review a break-glass use"
+
+    def choices(self) -> Mapping[str, object]:
+        """Return what the page that proposes offers: the operation is named by its id."""
+        return {"params": []}
+
+    def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
+        """Return the request; the one target is the printed id of the operation that was used."""
+        _require_only(params)
+        used = _find(targets[0]) if len(targets) == 1 else None
+        if used is None or used.op_class != "break-glass":
+            raise InvalidProposal("The one target is the id (op_…) of a break-glass operation.", param="targets")
+        return Request((used.printed_id,), {})
+
+    def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
+        """Return what was done under break-glass."""
+        del params
+        used = _find(targets[0])
+        lines = [Line("Break-glass operation", targets[0])]
+        if used is not None:
+            lines += [Line("What was done", used.operation), Line("Asked for by", used.requested_by), Line("Why", used.reason)]
+            lines.append(Line("Not to be reviewed by", ", ".join(sorted(list_users(used)))))
+        return Description("Confirm that this break-glass use was looked at", lines)
+
+    def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
+        """Note it; the operation itself is the record. Raises ApprovalRefused when one of the signers used what is reviewed."""
+        found = _find(order.op_id)
+        if found is None or found.reviews is None or found.reviews.printed_id != order.target:
+            raise ApprovalRefused("What would be closed is not what was signed.", rule="bad_statement")
+        if why := explain_own_review(found, read_policy(bytes(found.policy.document)), order.approved_by):
+            raise ApprovalRefused(why, rule="reviewer_used_it")
+        return Done(f"{order.target} is reviewed; break-glass may be used again.")
+
+
+class AdminTokenMint(_Local):
+    """Lets the requester make one admin token."""
+
+    name = "admin-token-mint"
+    title = "Make an admin token"
+
+    def choices(self) -> Mapping[str, object]:
+        """Return what the page that proposes offers."""
+        return {"targets": [], "params": [{"name": "name", "label": "Name of the token", "help": "What it is for."}]}
+
+    def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
+        """Return the request: {"name"}."""
+        _require_only(params, "name")
+        name = params.get("name")
+        if not isinstance(name, str) or not 1 <= len(name.strip()) <= limits().governance.token_name_chars:
+            raise InvalidProposal(
+                f"Give the token a name of 1 to {limits().governance.token_name_chars} characters.", param="name"
+            )
+        return Request(_require_control_plane(targets), {"name": name.strip()})
+
+    def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
+        """Return what the token opens."""
+        del targets
+        name = str(params.get("name", ""))
+        lines = [
+            Line("Name", name),
+            Line("It opens", "the admin APIs of control plane and gateway"),
+            Line("Shown", "to its requester, once"),
+        ]
+        return Description(f"Make an admin token named {name}", lines)
+
+    def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
+        """Leave it to be claimed: nothing secret passes through rows and workers."""
+        return Done("The requester can claim the token once, on this page.", {"claimable": True, "name": order.params["name"]})
+
+
+def _describe_person(policy: Policy | None, person: str) -> str:
+    if policy is None or person not in policy.groups:
+        return "not an approver"
+    kinds = sorted(f"{key.kind} {key.thumbprint[:8]}" + (" (break-glass)" if key.is_break_glass else "")
+                   for key in policy.keys.values() if key.approver == person)  # fmt: skip
+    groups = ", ".join(sorted(policy.groups[person]))
+    return f"{', '.join(kinds)}{f'; {groups}' if groups else ''}"
+
+
+def _describe_class(policy: Policy | None, name: str) -> str:
+    found = None if policy is None else policy.classes.get(name)
+    if policy is None or found is None:
+        return "not possible"
+    if found.solo:
+        return "the requester alone (solo)"
+    able = {key.approver for key in policy.keys.values() if key.is_break_glass == (name == "break-glass")}
+    factors = ", ".join(f"{count} of {group}" for group, count in sorted(found.factors.items()))
+    return f"{found.threshold} of {len(able)}" + (f", with {factors}" if factors else "")
+
+
+POLICY_CHANGE, UNFREEZE, BREAK_GLASS_REVIEW, ADMIN_TOKEN_MINT = PolicyChange(), Unfreeze(), BreakGlassReview(), AdminTokenMint()

@@ -1,0 +1,252 @@
+"""Asking for an operation, and taking that back. What is signed is built here, once; an edit is another operation."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+
+from django.contrib.auth import get_user_model
+from django.db import IntegrityError, connection, transaction
+from django.db.models import Q
+
+from core.hints import publish_hint
+from core.limits import limits
+from governance.audit import record_event
+from governance.errors import InvalidProposal, NotPermitted, StateChanged, TooManyOpen
+from governance.models import Operation, PolicyVersion
+from governance.operations.lookup import find_operation
+from governance.operations.reviews import REVIEW, require_reviewed, require_reviewers
+from governance.operations.transitions import end_operation, require_nothing_on_its_way, tell
+from governance.operations.values import Proposer
+from governance.registry import find_kind
+from governance.states import ApprovalEvent, ApprovalState
+from wire import clock
+from wire.ids import format_id, new_uuid7, parse_id
+from wire.optoken.approval import BREAK_GLASS, POLICY_CHANGE, ApprovalError, Policy, find_class
+from wire.optoken.proposal import build_statement
+
+OWNERLESS = "token:"
+_PROPOSER_LOCK = 0x6D73_7072
+
+
+@transaction.atomic
+def propose(
+    *,
+    operation: str,
+    targets: Sequence[str],
+    params: Mapping[str, object],
+    reason: str,
+    proposer: Proposer,
+    op_class: str = "",
+    not_before: datetime | None = None,
+    not_after: datetime | None = None,
+    max_uses: int = 1,
+    stops_on_failure: bool = True,
+    reviews: uuid.UUID | None = None,
+    idempotency_key: str | None = None,
+) -> Operation:
+    """Ask for an operation; returns it pending. ``op_class`` "" = the class that is named like the operation.
+
+    ``not_before`` None = now; ``not_after`` None = as long as the class allows. With an ``idempotency_key`` that this proposer
+    used before, the operation of then is returned when it asks for the same, else StateChanged is raised.
+    Raises UnknownOperation, InvalidProposal, NoPolicy, NotPermitted, TooManyOpen.
+    """
+    from governance.operations.policies import require_policy
+
+    kind = find_kind(operation)
+    if operation == POLICY_CHANGE:
+        raise InvalidProposal("A policy is changed by drafting its next version.", param="operation")
+    request = kind.clean(targets, params)
+    wanted = op_class or operation
+    hold_proposer(proposer)
+    if idempotency_key is not None:
+        earlier = Operation.objects.filter(requested_by=proposer.name, idempotency_key=idempotency_key).first()
+        if earlier is not None:
+            goes_on = len(request.targets) > 1 and not stops_on_failure
+            return _repeat(earlier, (operation, wanted, request.targets, dict(request.params), max_uses, not goes_on))
+    row, policy = require_policy()
+    if policy.expires_at <= clock.now().timestamp():
+        raise InvalidProposal("The approval policy has expired; draft its next version first.", param="operation")
+    require_proposer(proposer, policy, wanted)
+    require_few(proposer)
+    if wanted == BREAK_GLASS:
+        if max_uses != 1:
+            raise InvalidProposal("A break-glass is used once and then reviewed; ask again for the next use.", param="max_uses")
+        require_reviewed()
+    reviewed = _find_reviewed(operation, request.targets, reviews)
+    if reviewed is not None:
+        require_reviewers(reviewed, policy=policy, op_class=wanted, proposer_name=proposer.name)
+    return add_operation(
+        operation=operation,
+        op_class=wanted,
+        targets=request.targets,
+        params=request.params,
+        reason=reason,
+        proposer=proposer,
+        policy_row=row,
+        policy=policy,
+        not_before=not_before,
+        not_after=not_after,
+        max_uses=max_uses,
+        stops_on_failure=stops_on_failure,
+        reviews=reviewed,
+        idempotency_key=idempotency_key,
+    )
+
+
+def add_operation(
+    *,
+    operation: str,
+    op_class: str,
+    targets: Sequence[str],
+    params: Mapping[str, object],
+    reason: str,
+    proposer: Proposer,
+    policy_row: PolicyVersion,
+    policy: Policy,
+    not_before: datetime | None = None,
+    not_after: datetime | None = None,
+    max_uses: int = 1,
+    stops_on_failure: bool = True,
+    reviews: Operation | None = None,
+    adopts: PolicyVersion | None = None,
+    idempotency_key: str | None = None,
+) -> Operation:
+    """Build the statement and store it, inside the caller's transaction. Raises InvalidProposal naming the field at fault."""
+    why = reason.strip()
+    if not why or len(why) > limits().governance.operation_reason_chars:
+        raise InvalidProposal(f"Say why, in 1 to {limits().governance.operation_reason_chars} characters.", param="reason")
+    rules = policy.classes.get(op_class)
+    if rules is None or operation not in rules.operations:
+        fitting = sorted(name for name, found in policy.classes.items() if operation in found.operations)
+        if not fitting:
+            raise InvalidProposal(
+                f"The policy names nobody for {operation}: approve a policy that does. A draft of its next version offers it.",
+                param="operation",
+            )
+        raise InvalidProposal(
+            f"The policy has no class {op_class!r} for {operation}; it has: {', '.join(fitting)}.", param="op_class"
+        )
+    now = clock.now()
+    opens_at = max(not_before or now, now - timedelta(seconds=1))
+    if opens_at > now + timedelta(seconds=limits().governance.operation_ahead_s):
+        raise InvalidProposal(
+            f"The window must begin within {timedelta(seconds=limits().governance.operation_ahead_s).days} days.",
+            param="not_before",
+        )
+    life_end = now + timedelta(seconds=rules.life_s)
+    closes_at = not_after or opens_at + timedelta(seconds=rules.usable_s)
+    if closes_at <= max(opens_at, now):
+        raise InvalidProposal("The window must end after it begins, and in the future.", param="not_after")
+    op_id = new_uuid7()
+    try:
+        statement = build_statement(
+            op_id=format_id("op", op_id), operation=operation, op_class=op_class, targets=targets, params=params,
+            policy_ref=policy.ref, requested_by=proposer.name, reason=why, requested_at=int(now.timestamp()),
+            not_before=int(opens_at.timestamp()), not_after=int(closes_at.timestamp()), max_uses=max_uses,
+            stops_on_failure=stops_on_failure,
+        )  # fmt: skip
+        find_class(statement, policy)
+    except ApprovalError as error:
+        raise InvalidProposal(f"This cannot be signed ({error.rule.value}): {error}.", param="params") from None
+    ends_at = datetime.fromtimestamp(statement.not_after, UTC)
+    found = Operation(
+        pk=op_id, statement=statement.raw, digest=statement.digest.hex(), operation=operation, op_class=op_class,
+        policy=policy_row, requested_by=proposer.name, reason=why, requested_at=now,
+        not_before=datetime.fromtimestamp(statement.not_before, UTC), not_after=ends_at, expires_at=min(life_end, ends_at),
+        max_uses=max_uses, stops_on_failure=statement.stops_on_failure, reviews=reviews, adopts=adopts,
+        idempotency_key=idempotency_key,
+    )  # fmt: skip
+    try:
+        with transaction.atomic():
+            found.save(force_insert=True)
+    except IntegrityError:
+        raise StateChanged("The same was asked for at the same moment; look at it again.", param="idempotency_key") from None
+    record_event(
+        actor=name_actor(proposer), action="operation.propose", target=found.printed_id, op_id=found.printed_id,
+        detail={
+            "operation": operation, "class": op_class, "targets": list(targets), "digest": found.digest,
+            "policy": policy.ref.version,
+        },
+    )  # fmt: skip
+    tell(found, "break_glass" if op_class == BREAK_GLASS else "proposed")
+    publish_hint("operations", str(found.pk))
+    return found
+
+
+@transaction.atomic
+def cancel(*, op_id: uuid.UUID, proposer: Proposer) -> Operation:
+    """Take an operation back, by whoever asked for it, before anything was dispatched; a standing one also between two uses.
+
+    Raises OperationNotFound, NotPermitted, StateChanged.
+    """
+    operation = find_operation(op_id, lock=True)
+    if operation.requested_by != proposer.name:
+        raise NotPermitted(f"Only {operation.requested_by} can cancel this; an approver can reject it.", param="op_id")
+    require_nothing_on_its_way(operation)
+    end_operation(operation, ApprovalEvent.CANCEL, reason=f"cancelled by {proposer.name}", actor=name_actor(proposer))
+    return operation
+
+
+def name_actor(proposer: Proposer) -> str:
+    """Return the proposer as the audit trail writes one."""
+    return proposer.name if proposer.name.startswith(OWNERLESS) else f"user:{proposer.name}"
+
+
+def _repeat(earlier: Operation, wanted: tuple[object, ...]) -> Operation:
+    from governance.operations.evidence import read_stored
+
+    asked = read_stored(earlier)
+    parts = (asked.operation, asked.op_class, asked.targets, dict(asked.params), asked.max_uses, asked.stops_on_failure)
+    if parts != wanted:
+        raise StateChanged("This Idempotency-Key was used for another operation; choose a new one.", param="idempotency_key")
+    return earlier
+
+
+def hold_proposer(proposer: Proposer) -> None:
+    """Have whoever asks under the same name at the same moment wait: caps and Idempotency-Keys are counted one by one."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", [_PROPOSER_LOCK, proposer.name])
+
+
+def require_proposer(proposer: Proposer, policy: Policy | None, op_class: str) -> None:
+    """Raise NotPermitted unless somebody may ask for operations of a class. ``policy`` None: there is none yet."""
+    rules = policy.classes.get(op_class) if policy is not None else None
+    if rules is not None and rules.proposers and proposer.name not in rules.proposers:
+        raise NotPermitted(f"The policy lets only {', '.join(rules.proposers)} ask for {op_class}.", param="op_class")
+    if proposer.user_id is None:
+        if not proposer.name.startswith(OWNERLESS):
+            raise NotPermitted(
+                "Only a person who is signed in, or an admin token, can ask for operations.", param="requested_by"
+            )
+        return
+    user = get_user_model().objects.filter(pk=proposer.user_id, is_active=True).first()
+    is_known = user is not None and user.get_username() == proposer.name
+    if user is None or not is_known or not (user.is_staff or (policy is not None and proposer.name in policy.groups)):
+        raise NotPermitted("Only operators and approvers can ask for operations.", param="requested_by")
+
+
+def require_few(proposer: Proposer) -> None:
+    """Raise TooManyOpen when somebody has too much open, or asks too often."""
+    own = Operation.objects.filter(requested_by=proposer.name)
+    is_open = Q(state=ApprovalState.PENDING.value) | Q(state=ApprovalState.APPROVED.value, dispatched_at=None)
+    if own.filter(is_open).count() >= limits().governance.operation_open:
+        raise TooManyOpen(
+            f"You have {limits().governance.operation_open} open operations; cancel some or wait until they are decided."
+        )
+    if own.filter(requested_at__gte=clock.now() - timedelta(hours=1)).count() >= limits().governance.operation_per_hour:
+        raise TooManyOpen(f"You asked for {limits().governance.operation_per_hour} operations within an hour; wait a little.")
+
+
+def _find_reviewed(operation: str, targets: Sequence[str], reviews: uuid.UUID | None) -> Operation | None:
+    """Return the operation that a review is about: the one that approvers sign as its target."""
+    if operation != REVIEW:
+        return None
+    named = parse_id("op", targets[0]) if len(targets) == 1 else None
+    if reviews is not None and reviews != named:
+        raise InvalidProposal("The review must name the same operation as its target.", param="reviews")
+    found = Operation.objects.filter(pk=named, op_class=BREAK_GLASS, dispatched_at__isnull=False).first() if named else None
+    if found is None:
+        raise InvalidProposal("Name the break-glass operation that is reviewed; it must have been used.", param="targets")
+    return found

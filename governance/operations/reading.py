@@ -1,0 +1,323 @@
+"""What pages and APIs show of operations. Reads only."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+from django.db.models import Exists, OuterRef, Q
+
+from core.limits import limits
+from governance.errors import UnknownOperation
+from governance.models import AdminToken, ApproverKey, Decision, Operation, OperationRun, PolicyVersion
+from governance.operations.evidence import find_new_policy, find_policy, list_proofs, read_stored
+from governance.operations.freezes import read_freeze
+from governance.operations.lookup import find_operation, is_current
+from governance.operations.reviews import explain_own_review
+from governance.operations.values import DecisionView, Inbox, OperationSummary, OperationView, RunView
+from governance.registry import Description, FindsUndone, Impact, Line, Undone, find_kind
+from governance.states import OPEN_RUNS, ApprovalState, RunState
+from wire import clock
+from wire.optoken.approval import (
+    ApprovalError,
+    Policy,
+    Statement,
+    Verdict,
+    decode_bytes,
+    digest_words,
+    encode_bytes,
+    judge,
+    read_canonical,
+    read_policy,
+    select_proofs,
+)
+
+if TYPE_CHECKING:
+    from core.models import User
+
+_RUN_ORDER = [
+    RunState.UNKNOWN, RunState.EXECUTING, RunState.DISPATCHED, RunState.QUEUED, RunState.FAILED, RunState.RESOLVED,
+    RunState.SKIPPED, RunState.SUCCEEDED,
+]  # fmt: skip
+"""Which of several run states stands for all of them: the first that occurs."""
+
+
+def read_inbox(user: User) -> Inbox:
+    """Return what waits for this person, what they asked for, and what others have open or had within two days."""
+    name, now = user.get_username(), clock.now()
+    # Two pages, so that however much is done in two days, nothing that waits drops off the list.
+    pending = Q(state=ApprovalState.PENDING.value)
+    has_open_run = Exists(OperationRun.objects.filter(operation=OuterRef("pk"), ended_at=None))
+    is_usable = Q(state=ApprovalState.APPROVED.value, not_after__gt=now) & (Q(dispatched_at=None) | Q(max_uses__gt=1))
+    shown = has_open_run | is_usable | Q(decided_at__gte=now - timedelta(seconds=limits().governance.page_recent_s))
+    waiting = list(_with_parts(Operation.objects.filter(pending))[: limits().governance.page_rows])
+    rows = [*waiting, *_with_parts(Operation.objects.filter(shown).exclude(pending))[: limits().governance.page_rows]]
+    to_approve, mine, others = [], [], []
+    policies: dict[int, Policy] = {}
+    for operation in rows:
+        summary = _summarise(operation, policies)
+        if operation.requested_by == name:
+            mine.append(summary)
+        elif operation.state == ApprovalState.PENDING.value and _may_decide(operation, name, policies):
+            to_approve.append(summary)
+        else:
+            others.append(summary)
+    return Inbox(to_approve, mine, others)
+
+
+def read_history(*, before: datetime | None, limit: int) -> list[OperationSummary]:
+    """Return operations by the time they were asked for, newest first, from before a time."""
+    rows = Operation.objects.all() if before is None else Operation.objects.filter(requested_at__lt=before)
+    policies: dict[int, Policy] = {}
+    return [_summarise(operation, policies) for operation in _with_parts(rows)[:limit]]
+
+
+def summarise(operations: Iterable[Operation]) -> list[OperationSummary]:
+    """Return the lines of a list; the operations should have been read with ``with_parts``."""
+    policies: dict[int, Policy] = {}
+    return [_summarise(operation, policies) for operation in operations]
+
+
+def count_waiting_for(user: User) -> int:
+    """Return how many operations wait for this person."""
+    pending = _with_parts(Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now()))[
+        : limits().governance.page_rows
+    ]
+    policies: dict[int, Policy] = {}
+    name = user.get_username()
+    return sum(o.requested_by != name and _may_decide(o, name, policies) for o in pending)
+
+
+def read_operation(op_id: uuid.UUID, user: User | None) -> OperationView:
+    """Return everything about an operation, with what ``user`` may do to it now. Raises OperationNotFound."""
+    operation = find_operation(op_id)
+    statement, policy = read_stored(operation), find_policy(operation)
+    actions, hindrances = _find_actions(operation, statement, policy, user)
+    return OperationView(
+        summary=_summarise(operation, {operation.policy_id: policy}),
+        description=_describe(operation, statement),
+        impacts=_preview(operation, statement),
+        statement=read_canonical(statement.raw, limit=len(statement.raw)),
+        statement_b64=encode_bytes(statement.raw),
+        digest=statement.digest.hex(),
+        words=digest_words(statement.digest),
+        reason=operation.reason,
+        policy_version=statement.policy.version,
+        policy_sha256=statement.policy.sha256,
+        not_before=operation.not_before,
+        max_uses=operation.max_uses,
+        uses=len({run.use for run in operation.runs.all()}),
+        verdict=_judge(statement, list_proofs(operation), policy),
+        decisions=[_show_decision(decision) for decision in sorted(operation.decisions.all(), key=lambda d: d.at)],
+        runs=[_show_run(run) for run in operation.runs.all()],
+        state_reason=operation.state_reason,
+        decided_at=operation.decided_at,
+        actions=frozenset(actions),
+        hindrances=hindrances,
+        assertion=_make_assertion(statement, policy, user),
+        is_frozen=read_freeze() is not None,
+        undone=_find_undone(operation),
+    )
+
+
+def _find_undone(operation: Operation) -> Sequence[Undone]:
+    kind = find_kind(operation.operation)
+    has_succeeded = any(run.state == RunState.SUCCEEDED.value for run in operation.runs.all())
+    return kind.find_undone(operation.pk) if has_succeeded and isinstance(kind, FindsUndone) else ()
+
+
+def _with_parts(rows: object) -> list[Operation]:
+    found = rows.select_related("policy", "adopts").prefetch_related("decisions", "runs")  # type: ignore[attr-defined]  # a query
+    return found.order_by("-requested_at")  # type: ignore[no-any-return]
+
+
+def _policy_of(operation: Operation, policies: dict[int, Policy]) -> Policy:
+    if operation.policy_id not in policies:
+        policies[operation.policy_id] = read_policy(bytes(operation.policy.document))
+    return policies[operation.policy_id]
+
+
+def _may_decide(operation: Operation, name: str, policies: dict[int, Policy]) -> bool:
+    """Whether a person is asked: named by the policy (or the one that is to follow), and not decided yet."""
+    if any(d.person_name == name and d.withdrawn_at is None for d in operation.decisions.all()):
+        return False
+    if name in _policy_of(operation, policies).groups:
+        return True
+    return operation.adopts is not None and name in read_policy(bytes(operation.adopts.document)).groups
+
+
+def _summarise(operation: Operation, policies: dict[int, Policy]) -> OperationSummary:
+    rules = _policy_of(operation, policies).classes.get(operation.op_class)
+    # Of a standing approval, how the last use went.
+    last = max((run.use for run in operation.runs.all()), default=0)
+    runs = [run for run in operation.runs.all() if run.use == last]
+    states = {RunState(run.state) for run in runs}
+    approvals = sum(d.is_approval and d.withdrawn_at is None for d in operation.decisions.all())
+    return OperationSummary(
+        id=operation.pk, printed_id=operation.printed_id, title=_title_of(operation),
+        operation=operation.operation, op_class=operation.op_class, state=operation.state,
+        run_state=next((state.value for state in _RUN_ORDER if state in states), ""), requested_by=operation.requested_by,
+        requested_at=operation.requested_at, expires_at=operation.expires_at, not_after=operation.not_after,
+        approvals=approvals, required=rules.required if rules else 0,
+        percent=_percent_of(runs),
+        is_solo=rules is not None and rules.solo, is_break_glass=operation.op_class == "break-glass",
+        is_standing=operation.max_uses > 1,
+    )  # fmt: skip
+
+
+def _title_of(operation: Operation) -> str:
+    """Return the title; one row that was changed in the database does not take the whole list away."""
+    try:
+        return _describe(operation, read_stored(operation)).title
+    except (ApprovalError, UnknownOperation):
+        return f"{operation.operation}: what was signed cannot be read"
+
+
+def _percent_of(runs: Sequence[OperationRun]) -> int | None:
+    """Return how much of the runs is done; None before anything begins."""
+    if not any(run.dispatched_at for run in runs):
+        return None
+    done = [1.0 if RunState(run.state) not in OPEN_RUNS else run.fraction or 0.0 for run in runs]
+    return round(100 * sum(done) / len(done))
+
+
+def _describe(operation: Operation, statement: Statement) -> Description:
+    found = find_kind(operation.operation).describe(statement.targets, statement.params)
+    if operation.op_class == operation.operation:
+        return found
+    return Description(found.title, [*found.lines, Line("Under the class", operation.op_class)])
+
+
+def _preview(operation: Operation, statement: Statement) -> Sequence[Impact]:
+    """Return what it would mean, as long as it has not been done."""
+    if operation.state not in {ApprovalState.PENDING.value, ApprovalState.APPROVED.value} or operation.dispatched_at:
+        return ()
+    return find_kind(operation.operation).preview(statement.targets, statement.params)
+
+
+def _judge(statement: Statement, proofs: list[dict[str, object]], policy: Policy) -> Verdict | None:
+    try:
+        return judge(statement, select_proofs(proofs, policy), policy)
+    except ApprovalError:
+        return None
+
+
+def _find_actions(
+    operation: Operation, statement: Statement, policy: Policy, user: User | None
+) -> tuple[set[str], dict[str, str]]:
+    """Return what a person may do, and why not what they may not."""
+    actions: set[str] = set()
+    hindrances: dict[str, str] = {}
+    if user is None:
+        return actions, hindrances
+    name, state = user.get_username(), ApprovalState(operation.state)
+    is_free = not any(RunState(run.state) in OPEN_RUNS for run in operation.runs.all())
+    is_on_its_way = operation.dispatched_at is not None and not (operation.max_uses > 1 and is_free)
+    is_undecided = state in {ApprovalState.PENDING, ApprovalState.APPROVED} and not is_on_its_way
+    own = next((d for d in operation.decisions.all() if d.person_id == user.pk and d.withdrawn_at is None), None)
+    is_requester, rules = name == operation.requested_by, policy.classes.get(operation.op_class)
+    new, is_solo = find_new_policy(statement), rules is not None and rules.solo
+    is_named = name in policy.groups or (new is not None and name in new.groups)
+    if is_requester and is_undecided:
+        actions.add("cancel")
+    if own is not None and is_undecided:
+        actions.add("withdraw")
+    if not is_requester and is_named and own is None and is_undecided:
+        actions.add("reject")
+    why_not = _why_no_approval(
+        operation, is_requester=is_requester and not is_solo, is_named=is_named, has_decided=own is not None,
+        has_key=bool(_list_usable(statement, [policy] if new is None else [policy, new], user)),
+    ) or explain_own_review(operation, policy, [name])  # fmt: skip
+    if why_not:
+        hindrances["approve"] = why_not
+    else:
+        actions.add("approve")
+    if operation.max_uses > 1 and state is ApprovalState.APPROVED and clock.now() < operation.not_after and is_free:
+        if len({run.use for run in operation.runs.all()}) < operation.max_uses:
+            actions.add("use")
+        else:
+            hindrances["use"] = "All uses are spent."
+    is_claimable = any(run.result.get("claimable") for run in operation.runs.all() if isinstance(run.result, dict))
+    in_time = clock.now() < operation.not_after
+    if is_requester and is_claimable and in_time and not AdminToken.objects.filter(minted_by=operation).exists():
+        actions.add("claim")
+    return actions, hindrances
+
+
+def _why_no_approval(
+    operation: Operation, *, is_requester: bool, is_named: bool, has_decided: bool, has_key: bool
+) -> str | None:
+    """Return the first rule that keeps a person from approving, None when nothing does."""
+    if operation.state != ApprovalState.PENDING.value:
+        return f"It is {operation.state}; nothing can be approved any more."
+    if clock.now() >= operation.expires_at:
+        return "Nobody approved this in time; ask for it again."
+    if not is_current(operation):
+        return "The policy changed since this was asked for; ask for it again."
+    if is_requester:
+        return "You asked for this and cannot approve it; someone else must."
+    if not is_named:
+        return "The policy does not name you as an approver."
+    if has_decided:
+        return "You decided about this already; one person counts once, with any key."
+    if not has_key:
+        return "The policy names no key of yours for this class. Enrol one; a change of policy then takes it in."
+    return None
+
+
+def _list_usable(statement: Statement, policies: Sequence[Policy], user: User) -> list[ApproverKey]:
+    """Return the person's keys with which they could approve: named by a policy, and of the right class."""
+    wants_break_glass = statement.op_class == "break-glass"
+    named = {key.keyid for policy in policies for key in policy.keys.values() if key.is_break_glass == wants_break_glass}
+    return list(ApproverKey.objects.filter(user=user, revoked_at=None, keyid__in=named))
+
+
+def _make_assertion(statement: Statement, policy: Policy, user: User | None) -> dict[str, object] | None:
+    if user is None:
+        return None
+    new = find_new_policy(statement)
+    keys = _list_usable(statement, [policy] if new is None else [policy, new], user)
+    passkeys = [key for key in keys if key.kind == ApproverKey.Kind.WEBAUTHN]
+    if not passkeys or not policy.rp_ids:
+        return None
+    return {
+        "rpId": min(policy.rp_ids),
+        "allowCredentials": [{"type": "public-key", "id": key.keyid, "transports": list(key.transports)} for key in passkeys],
+        "userVerification": "required",
+        "timeout": limits().governance.passkey_decision_ms,
+    }
+
+
+def _show_decision(decision: Decision) -> DecisionView:
+    key = decision.key
+    return DecisionView(
+        person=decision.person_name, is_approval=decision.is_approval, key_label=key.label if key else "",
+        key_kind=key.kind if key else "", thumbprint=key.thumbprint if key else "", brought_by=decision.brought_by,
+        comment=decision.comment, at=decision.at, withdrawn_at=decision.withdrawn_at, proof=decision.proof,
+    )  # fmt: skip
+
+
+def _show_run(run: OperationRun) -> RunView:
+    percent = 100 if run.state == RunState.SUCCEEDED.value else None if run.fraction is None else round(100 * run.fraction)
+    return RunView(
+        id=run.pk, target=run.target, use=run.use, position=run.position, state=run.state, stage=run.stage, percent=percent,
+        eta_s=run.eta_s, code=run.code, message=run.message, result=run.result, receipt=_decode_receipt(run.receipt),
+        receipt_text=run.receipt, attempt=run.attempt, queued_at=run.queued_at, dispatched_at=run.dispatched_at,
+        ended_at=run.ended_at,
+    )  # fmt: skip
+
+
+def _decode_receipt(text: str) -> Mapping[str, object] | None:
+    """Return what a receipt says, without a look at its signature: for showing."""
+    try:
+        members = read_canonical(decode_bytes(text), limit=limits().governance.receipt_bytes).get("receipt") if text else None
+    except ApprovalError:
+        return None
+    return members if isinstance(members, dict) else None
+
+
+def list_policy_versions() -> list[PolicyVersion]:
+    """Return every version that was ever in force or is a draft, newest first."""
+    return list(PolicyVersion.objects.exclude(state=PolicyVersion.State.DROPPED).order_by("-version", "-created_at"))

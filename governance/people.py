@@ -1,0 +1,172 @@
+"""People: how they sign in, what their session may do, how they are invited. Sessions are ``governance.signin``'s."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Mapping
+from datetime import timedelta
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from django.conf import settings
+from django.contrib.auth import authenticate, get_user_model
+from django.db import transaction
+from django.db.models import Exists
+from django.http import HttpRequest
+
+from core.limits import limits
+from governance.audit import record_event
+from governance.errors import NotPermitted, SignInRefused
+from governance.keys import NewKey, enrol_passkey, find_passkey, note_use
+from governance.models import ApproverKey, Invitation, PolicyVersion
+from governance.services.one_time_password import has_app, spend_code
+from governance.services.sign_in_throttle import REFUSAL, book_code, book_try, forgive
+from wire import clock
+
+if TYPE_CHECKING:
+    from core.models import User
+
+PASSKEY_REFUSAL = "This passkey was not accepted. Use another one, or ask an administrator for an invitation."
+
+logger = logging.getLogger(__name__)
+
+
+class Assurance(StrEnum):
+    """How somebody signed in."""
+
+    PASSKEY = "passkey"
+    TOTP = "totp"
+    PASSWORD = "password"  # noqa: S105 - the name of a way, not a secret
+
+
+def may_change(user: User, assurance: Assurance) -> bool:
+    """Return whether such a session may do what its person may; otherwise it may only look.
+
+    A password is enough until there is something better: a passkey of the person (also one that was revoked since, so that
+    losing it opens no door) or an active policy.
+    """
+    if assurance is Assurance.PASSKEY:
+        return True
+    passkeys = ApproverKey.objects.filter(user_id=user.pk, kind=ApproverKey.Kind.WEBAUTHN)
+    policies = PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE)
+    return get_user_model().objects.filter(pk=user.pk).exclude(Exists(passkeys) | Exists(policies)).exists()
+
+
+def may_enrol(user: User, assurance: Assurance) -> bool:
+    """Return whether such a session may add a key: by passkey, or before the first policy for a person who never had a key.
+
+    Under a policy a password alone would otherwise make itself a passkey, and with that everything its person may do. The
+    first key comes by invitation then, which a second person or the server's shell issues.
+    """
+    has_had_key = ApproverKey.objects.filter(user_id=user.pk).exists()
+    return assurance is Assurance.PASSKEY or (not has_had_key and may_change(user, assurance))
+
+
+def sign_in_by_password(request: HttpRequest, *, name: str, password: str, code: str, address: str) -> tuple[User, Assurance]:
+    """Return whose name, password and (with an app set up) code these are. Raises SignInRefused, with one text for all causes.
+
+    A name that nobody has costs the same time: a password is hashed either way.
+    """
+    is_last_free = book_try(name=name, address=address)
+    user = authenticate(request, username=name, password=password)
+    if user is None or not _is_code_right(user, code, address):
+        if is_last_free:
+            _note_guessing(user)
+        raise SignInRefused(REFUSAL)
+    forgive(name=name, address=address)
+    return user, Assurance.TOTP if has_app(user) else Assurance.PASSWORD
+
+
+def _is_code_right(user: User, code: str, address: str) -> bool:
+    if not has_app(user):
+        return True
+    book_code(name=user.get_username(), address=address)
+    return spend_code(user=user, code=code)
+
+
+@transaction.atomic
+def _note_guessing(user: User | None) -> None:
+    """Write down once a block that somebody is guessing. A name that was typed may be a password, and is not kept."""
+    target = user.get_username() if user is not None else ""
+    record_event(actor="system:sign-in", action="sign-in.slow-down", target=target, detail={})
+
+
+def sign_in_by_passkey(answer: Mapping[str, Any], *, challenge: bytes) -> User:
+    """Return whose passkey answered ``challenge``. Raises SignInRefused."""
+    from governance.passkeys import KnownPasskey, read_keyid, verify_known  # only pages need the library behind it
+    from wire.optoken.approval import decode_bytes
+
+    key = find_passkey(read_keyid(answer))
+    if key is None or not key.user.is_active:
+        raise SignInRefused(PASSKEY_REFUSAL)
+    count = verify_known(answer, KnownPasskey(key.keyid, decode_bytes(key.public_key)), challenge=challenge)
+    if count and count <= key.sign_count:
+        logger.warning("passkey_count_went_back key=%s", key.thumbprint)
+    note_use(key, sign_count=count)
+    return key.user
+
+
+# Invitations
+
+
+@transaction.atomic
+def create_invitation(*, user: User, actor: str, hours: int = 72) -> tuple[Invitation, str]:
+    """Return a new invitation and its token, which is stored nowhere. Earlier ones of the person end.
+
+    Raises NotPermitted for somebody who is switched off or a life outside 1 to invitation_max_hours.
+    """
+    if not user.is_active:
+        raise NotPermitted("This person is switched off. Switch the account on first.")
+    if not 1 <= hours <= limits().governance.invitation_max_hours:
+        raise NotPermitted(f"An invitation lives 1 to {limits().governance.invitation_max_hours} hours.", param="hours")
+    now = clock.now()
+    Invitation.objects.filter(user_id=user.pk, used_at__isnull=True, expires_at__gt=now).update(expires_at=now)
+    text = secrets.token_urlsafe(32)
+    invitation = Invitation.objects.create(
+        user_id=user.pk, digest=_digest(text), created_by=actor, expires_at=now + timedelta(hours=hours)
+    )
+    record_event(
+        actor=actor,
+        action="invitation.create",
+        target=user.get_username(),
+        detail={"invitation": invitation.pk, "hours": hours},
+    )
+    return invitation, text
+
+
+def make_invitation_url(text: str) -> str:
+    """Return the link that is handed to the person."""
+    return f"{settings.PUBLIC_URL.rstrip('/')}/sign-in/invitation/{text}"
+
+
+def find_invitation(text: str) -> Invitation:
+    """Return the invitation that may be used now. Raises SignInRefused."""
+    found = Invitation.objects.select_related("user").filter(
+        digest=_digest(text), used_at__isnull=True, expires_at__gt=clock.now(), user__is_active=True
+    )
+    invitation = found.first()
+    if invitation is None:
+        raise SignInRefused("This invitation was used, has ended or never was. Ask an administrator for a new one.")
+    return invitation
+
+
+@transaction.atomic
+def accept_invitation(*, text: str, passkey: NewKey, label: str) -> User:
+    """Spend the invitation, enrol the passkey, return the person. Raises SignInRefused, NotPermitted, InvalidName."""
+    invitation = find_invitation(text)
+    spent = Invitation.objects.filter(pk=invitation.pk, used_at__isnull=True, expires_at__gt=clock.now()).update(
+        used_at=clock.now()
+    )
+    if not spent:
+        raise SignInRefused("This invitation was used. Ask an administrator for a new one.")
+    person = invitation.user
+    actor = f"user:{person.get_username()}"
+    record_event(actor=actor, action="invitation.use", target=person.get_username(), detail={"invitation": invitation.pk})
+    enrol_passkey(user=person, passkey=passkey, label=label, actor=actor)
+    return person
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

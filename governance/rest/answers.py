@@ -1,0 +1,247 @@
+"""What this API answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rest_framework import serializers
+
+from governance.operations.values import OperationView
+from governance.states import ApprovalState, RunState
+
+STATES = [state.value for state in ApprovalState]
+RUN_STATES = [state.value for state in RunState]
+
+
+class ErrorBodySerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """The fields of an error. ``rule``: of APPROVAL_REFUSED only, the stable code of the rule that refused."""
+
+    code = serializers.CharField()
+    message = serializers.CharField()
+    retryable = serializers.BooleanField()
+    type = serializers.CharField()
+    param = serializers.CharField(allow_null=True)
+    rule = serializers.CharField(required=False)
+
+
+class RefusalSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """The contract's error envelope, with the rule of governance that refused."""
+
+    error = ErrorBodySerializer()
+
+
+class SummarySerializer(serializers.Serializer[Any]):  # Any: a summary, or what holds one
+    """One line of the list of operations."""
+
+    op_id = serializers.CharField(source="printed_id")
+    title = serializers.CharField()
+    operation = serializers.CharField()
+    op_class = serializers.CharField()
+    state = serializers.ChoiceField(choices=STATES)
+    run_state = serializers.ChoiceField(
+        choices=RUN_STATES, allow_blank=True, help_text="Of the least finished run; empty: none yet"
+    )
+    requested_by = serializers.CharField()
+    requested_at = serializers.DateTimeField()
+    expires_at = serializers.DateTimeField(help_text="Until when it waits for approvals")
+    not_after = serializers.DateTimeField()
+    approvals = serializers.IntegerField()
+    required = serializers.IntegerField()  # type: ignore[assignment]  # the metaclass takes fields off the class
+    percent = serializers.IntegerField(allow_null=True)
+    is_solo = serializers.BooleanField()
+    is_break_glass = serializers.BooleanField()
+    is_standing = serializers.BooleanField()
+
+
+class PageSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """A page of the list. ``next_cursor``: of the next page, null on the last one."""
+
+    operations = SummarySerializer(many=True)
+    next_cursor = serializers.CharField(allow_null=True)
+
+
+class LineSerializer(serializers.Serializer[Any]):  # Any: a value of the registry
+    """One line of a statement in words. ``now``: what it is today, empty where there is nothing to compare."""
+
+    label = serializers.CharField()  # type: ignore[assignment]  # the metaclass takes fields off the class
+    value = serializers.CharField()
+    now = serializers.CharField(allow_blank=True)
+
+
+class DescriptionSerializer(serializers.Serializer[Any]):  # Any: a value of the registry
+    """A statement in plain words."""
+
+    title = serializers.CharField()
+    lines = LineSerializer(many=True)
+
+
+class ImpactSerializer(serializers.Serializer[Any]):  # Any: a value of the registry
+    """What carrying it out would mean now."""
+
+    level = serializers.ChoiceField(choices=["ok", "caution", "danger"])
+    text = serializers.CharField()
+
+
+class VerdictSerializer(serializers.Serializer[Any]):  # Any: a value of the verifier
+    """How far the proofs satisfy the policy. ``missing_factors``: group → how many more of it."""
+
+    required = serializers.IntegerField()  # type: ignore[assignment]  # the metaclass takes fields off the class
+    missing = serializers.IntegerField()
+    approved_by = serializers.ListField(child=serializers.CharField())
+    missing_factors = serializers.DictField(child=serializers.IntegerField())
+    missing_file_proofs = serializers.IntegerField()
+    is_met = serializers.BooleanField()
+
+
+class DecisionSerializer(serializers.Serializer[Any]):  # Any: a value of the services
+    """What one person said."""
+
+    person = serializers.CharField()
+    is_approval = serializers.BooleanField()
+    key_label = serializers.CharField(allow_blank=True)
+    key_kind = serializers.CharField(allow_blank=True)
+    thumbprint = serializers.CharField(allow_blank=True)
+    brought_by = serializers.CharField(
+        allow_blank=True, help_text="Who handed the proof in: `session:<person>` or `token:<name>#<key id>`"
+    )
+    comment = serializers.CharField(allow_blank=True)
+    at = serializers.DateTimeField()
+    withdrawn_at = serializers.DateTimeField(allow_null=True)
+    proof = serializers.DictField(allow_null=True)
+
+
+class RunSerializer(serializers.Serializer[Any]):  # Any: a value of the services
+    """One carrying out on one target."""
+
+    run_id = serializers.UUIDField(source="id")
+    target = serializers.CharField()
+    use = serializers.IntegerField()
+    position = serializers.IntegerField()
+    state = serializers.ChoiceField(choices=RUN_STATES)
+    stage = serializers.CharField(allow_blank=True)
+    percent = serializers.IntegerField(allow_null=True)
+    eta_s = serializers.FloatField(allow_null=True)
+    code = serializers.CharField(allow_blank=True)
+    message = serializers.CharField(allow_blank=True)
+    result = serializers.DictField()
+    attempt = serializers.IntegerField()
+    queued_at = serializers.DateTimeField()
+    dispatched_at = serializers.DateTimeField(allow_null=True)
+    ended_at = serializers.DateTimeField(allow_null=True)
+
+
+class OperationSerializer(SummarySerializer):
+    """Everything about one operation, for the owner of the token. Its first members are those of the list."""
+
+    description = DescriptionSerializer()
+    impacts = ImpactSerializer(many=True)
+    statement = serializers.DictField(help_text="What is signed, parsed")
+    statement_b64 = serializers.CharField(help_text="The very bytes that are signed, base64url")
+    digest = serializers.CharField(
+        help_text="SHA-256 of the statement with its domain, hexadecimal; the challenge of a passkey"
+    )
+    words = serializers.CharField(help_text="Six words of the digest, to compare by eye and ear")
+    reason = serializers.CharField(allow_blank=True)
+    policy_version = serializers.IntegerField()
+    policy_sha256 = serializers.CharField()
+    not_before = serializers.DateTimeField()
+    max_uses = serializers.IntegerField()
+    uses = serializers.IntegerField()
+    verdict = VerdictSerializer(allow_null=True)
+    decisions = DecisionSerializer(many=True)
+    runs = RunSerializer(many=True)
+    state_reason = serializers.CharField(allow_blank=True)
+    decided_at = serializers.DateTimeField(allow_null=True)
+    actions = serializers.SerializerMethodField(help_text="What the owner of the token may do now")
+    hindrances = serializers.DictField(child=serializers.CharField(), help_text="Action → why it cannot be done now")
+    assertion = serializers.DictField(
+        allow_null=True, help_text="WebAuthn request options for passkeys of the owner of the token"
+    )
+    is_frozen = serializers.BooleanField(help_text="All operations stand still")
+
+    def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:  # Any: fields of all types
+        """Return the fields, those of the list read from the summary."""
+        fields = super().get_fields()
+        for name in SummarySerializer().get_fields():
+            fields[name].source = f"summary.{fields[name].source or name}"
+        return fields
+
+    def get_actions(self, view: OperationView) -> list[str]:
+        """Return the actions in a fixed order."""
+        return sorted(view.actions)
+
+
+class ReceiptSerializer(serializers.Serializer[Any]):  # Any: a value of the services
+    """What a box signed about a run. ``text``: as the box sent it, for a verifier."""
+
+    run_id = serializers.UUIDField(source="id")
+    target = serializers.CharField()
+    use = serializers.IntegerField()
+    receipt = serializers.DictField(allow_null=True, help_text="Its members, null when it cannot be read")
+    text = serializers.CharField(source="receipt_text")
+
+
+class ReceiptListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """The receipts of an operation, in the order of its runs."""
+
+    receipts = ReceiptSerializer(many=True)
+
+
+class EvidenceSerializer(serializers.Serializer[Any]):  # Any: a bundle, no model
+    """What ``python wire/optoken/approval.py`` checks; further members are for the reader."""
+
+    policies = serializers.ListField(child=serializers.DictField())
+    statement = serializers.CharField()
+    proofs = serializers.ListField(child=serializers.DictField())
+    receipts = serializers.ListField()
+
+
+class ClaimedTokenSerializer(serializers.Serializer[Any]):  # Any: a row and its secret
+    """A new admin token. ``secret`` is shown this once."""
+
+    token_id = serializers.IntegerField()
+    name = serializers.CharField()
+    key_id = serializers.CharField()
+    secret = serializers.CharField()
+
+
+class PolicySerializer(serializers.Serializer[Any]):  # Any: a row and what it holds
+    """The policy in force."""
+
+    version = serializers.IntegerField()
+    sha256 = serializers.CharField()
+    words = serializers.CharField(help_text="Twelve words of the SHA-256, as every box shows them")
+    activated_at = serializers.DateTimeField(allow_null=True)
+    document = serializers.DictField(help_text="Parsed")
+    document_b64 = serializers.CharField(help_text="The very bytes that were signed, base64url")
+
+
+class PolicyLinkSerializer(serializers.Serializer[Any]):  # Any: a bundle, no model
+    """One version with the statement and the proofs that brought it in."""
+
+    document = serializers.CharField()
+    statement = serializers.CharField()
+    proofs = serializers.ListField(child=serializers.DictField())
+
+
+class PolicyChainSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """The versions behind the one that is held, oldest first."""
+
+    policies = PolicyLinkSerializer(many=True)
+
+
+class FreezeSerializer(serializers.Serializer[Any]):  # Any: a row or nothing
+    """Whether everything stands still. The other members are null while nothing does."""
+
+    is_frozen = serializers.BooleanField()
+    frozen_by = serializers.CharField(allow_null=True)
+    frozen_at = serializers.DateTimeField(allow_null=True)
+    reason = serializers.CharField(allow_null=True, allow_blank=True)
+
+
+class ConsistencySerializer(serializers.Serializer[Any]):  # Any: a proof, no model
+    """The proof (RFC 9162 section 2.1.4) that the log of ``old`` entries is the head of that of ``new``: hashes in base64."""
+
+    old = serializers.IntegerField()
+    new = serializers.IntegerField()
+    proof = serializers.ListField(child=serializers.CharField())

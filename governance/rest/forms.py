@@ -1,0 +1,201 @@
+"""What requests of this API carry. Types are taken as written: "5" is no number and 1 is no text."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from rest_framework import serializers
+
+from core.limits import limits
+from governance.operations.policies import ApproverChoice
+from governance.states import ApprovalState
+from wire.ids import parse_id
+from wire.optoken.approval import MAX_APPROVERS, MAX_KEYS_EACH, MAX_TARGETS, MAX_TEXT_CHARS
+
+EARLIEST, LATEST = datetime(2020, 1, 1, tzinfo=UTC), datetime(2100, 1, 1, tzinfo=UTC)
+"""Times beyond these are typing errors, and arithmetic with them may leave the calendar."""
+
+
+class Text(serializers.CharField):
+    """Text that was sent as text."""
+
+    def to_internal_value(self, data: object) -> str:
+        if not isinstance(data, str):
+            self.fail("invalid")
+        return super().to_internal_value(data)
+
+
+class WholeNumber(serializers.IntegerField):
+    """A whole number that was sent as a number."""
+
+    def to_internal_value(self, data: Any) -> int:  # Any: Django REST framework's signature
+        if type(data) is not int:
+            self.fail("invalid")
+        return super().to_internal_value(data)
+
+
+class Flag(serializers.BooleanField):
+    """True or false, and no word for them."""
+
+    def to_internal_value(self, data: object) -> bool:
+        if not isinstance(data, bool):
+            self.fail("invalid", input=data)
+        return data
+
+
+class Moment(serializers.DateTimeField):
+    """A time of this century."""
+
+    def to_internal_value(self, value: Any) -> datetime:  # Any: Django REST framework's signature
+        if not isinstance(value, str):
+            self.fail("invalid", format="2026-11-21T08:00:00Z")
+        moment = super().to_internal_value(value)
+        if not EARLIEST <= moment <= LATEST:
+            raise serializers.ValidationError(f"Give a time between {EARLIEST.year} and {LATEST.year}.")
+        return moment
+
+
+class Form(serializers.Serializer[Any]):  # Any: a form has no model
+    """The body of a request. A name it does not know is refused: a mistyped limit must not pass for no limit."""
+
+    def to_internal_value(self, data: Any) -> Any:  # Any: Django REST framework's signature
+        if isinstance(data, Mapping) and (unknown := sorted(set(data) - set(self.fields))):
+            known = ", ".join(sorted(self.fields))
+            raise serializers.ValidationError({unknown[0][:60]: [f"There is no such field; there are: {known}."]})
+        return super().to_internal_value(data)
+
+
+class ProposalForm(Form):
+    """Body of ``POST /operations``."""
+
+    operation = Text(max_length=40, help_text="What is to be done, such as model-load")
+    op_class = Text(
+        max_length=40,
+        required=False,
+        default="",
+        allow_blank=True,
+        help_text="Class of the policy; left out: named like the operation",
+    )
+    targets = serializers.ListField(
+        child=Text(max_length=MAX_TEXT_CHARS, trim_whitespace=False), required=False, default=list, max_length=MAX_TARGETS,
+        help_text="The boxes or things it is for, in the order in which they are dealt with; none: the control plane",
+    )  # fmt: skip
+    params = serializers.DictField(required=False, default=dict, help_text="Everything the operation needs; signed as it is")
+    reason = Text(max_length=1000, help_text="For the approvers; only its digest is signed")
+    not_before = Moment(required=False, allow_null=True, default=None, help_text="Left out: now")
+    not_after = Moment(required=False, allow_null=True, default=None, help_text="Left out: as long as the class allows")
+    max_uses = WholeNumber(
+        required=False,
+        default=1,
+        min_value=1,
+        max_value=limits().governance.operation_uses,
+        help_text="More than 1: a standing approval",
+    )
+    stops_on_failure = Flag(required=False, default=True, help_text="Whether targets behind a failed one are skipped")
+    reviews = Text(
+        max_length=60, required=False, allow_null=True, default=None, help_text="Of break-glass-review: the operation reviewed"
+    )
+
+    def validate_reviews(self, value: str | None) -> uuid.UUID | None:
+        """Return the id of the operation that is reviewed."""
+        op_id = None if value is None else parse_id("op", value)
+        if value is not None and op_id is None:
+            raise serializers.ValidationError("Give the id of an operation: op_ and 32 hexadecimal digits.")
+        return op_id
+
+
+class ProofForm(Form):
+    """A signature over the digest of the statement. ``clientDataJSON`` and ``authenticatorData``: of a passkey only."""
+
+    type = serializers.ChoiceField(choices=["webauthn", "ed25519"])
+    approver = Text(max_length=150, help_text="User name")
+    keyid = Text(max_length=300)
+    signature = Text(max_length=1000, help_text="base64url without padding, as the two below")
+    clientDataJSON = Text(max_length=8192, required=False)  # noqa: N815 - WebAuthn's name
+    authenticatorData = Text(max_length=8192, required=False)  # noqa: N815 - WebAuthn's name
+
+
+class ApprovalForm(Form):
+    """Body of ``POST …/approvals``."""
+
+    proof = ProofForm()
+    comment = Text(max_length=500, required=False, default="", allow_blank=True)
+
+
+class RejectionForm(Form):
+    """Body of ``POST …/rejections``."""
+
+    comment = Text(max_length=500, help_text="Why; the requester reads it")
+
+
+class EmptyForm(Form):
+    """Body of a request that says all in its address: none, or ``{}``."""
+
+
+class FreezeForm(Form):
+    """Body of ``POST /freeze``."""
+
+    reason = Text(max_length=300)
+
+
+class ApproverForm(Form):
+    """One person of the next policy."""
+
+    username = Text(max_length=150)
+    groups = serializers.ListField(child=Text(max_length=60), required=False, default=list, max_length=32)
+    key_ids = serializers.ListField(
+        child=WholeNumber(min_value=1, max_value=limits().governance.api_id),
+        min_length=1,
+        max_length=MAX_KEYS_EACH,
+        help_text="Keys of this person",
+    )
+
+
+class DraftForm(Form):
+    """Body of ``POST /policy/drafts``."""
+
+    approvers = serializers.ListField(child=ApproverForm(), min_length=1, max_length=MAX_APPROVERS)
+    thresholds = serializers.DictField(
+        child=WholeNumber(min_value=1, max_value=MAX_APPROVERS), required=False, default=dict, help_text="Class → approvals"
+    )
+    classes = serializers.DictField(
+        child=serializers.DictField(), required=False, allow_null=True, default=None,
+        help_text="Whole classes in the place of the usual ones, with the members of a policy document",
+    )  # fmt: skip
+    is_solo = Flag(required=False, default=False, help_text="One person alone may ask and approve; shown everywhere")
+    expires_at = Moment(required=False, allow_null=True, default=None)
+    reason = Text(max_length=1000)
+
+    def validate_approvers(self, value: list[dict[str, Any]]) -> list[ApproverChoice]:  # Any: validated members
+        """Return the people as the service takes them."""
+        return [ApproverChoice(one["username"], tuple(one["groups"]), tuple(one["key_ids"])) for one in value]
+
+
+class ListForm(serializers.Serializer[Any]):  # Any: a form has no model
+    """Query of ``GET /operations``."""
+
+    state = serializers.ChoiceField(choices=[state.value for state in ApprovalState], required=False)
+    operation = serializers.CharField(max_length=40, required=False)
+    requested_by = serializers.CharField(max_length=200, required=False, help_text="A user name, or token:<name>#<key id>")
+    limit = serializers.IntegerField(
+        min_value=1, max_value=limits().governance.api_page_max_rows, required=False, default=limits().governance.api_page_rows
+    )
+    cursor = serializers.CharField(max_length=80, required=False, help_text="next_cursor of the page before")
+
+
+class ChainForm(serializers.Serializer[Any]):  # Any: a form has no model
+    """Query of ``GET /policy/chain``."""
+
+    after = serializers.IntegerField(
+        min_value=0, max_value=limits().governance.api_integer, required=False, default=0, help_text="The version held"
+    )
+
+
+class ConsistencyForm(serializers.Serializer[Any]):  # Any: a form has no model
+    """Query of ``GET /audit/consistency``."""
+
+    old = serializers.IntegerField(min_value=0, max_value=limits().governance.api_id, help_text="Entries of the older log")
+    new = serializers.IntegerField(min_value=0, max_value=limits().governance.api_id, help_text="Entries of the newer log")

@@ -1,0 +1,125 @@
+"""What all approval pages share: who may see them, the frame around them, errors in words.
+
+That a session without a passkey only looks is not settled here: ``controlplane.middleware`` refuses its POSTs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from functools import wraps
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+from django.contrib import messages
+from django.contrib.auth.models import AbstractUser
+from django.contrib.auth.views import redirect_to_login
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
+from django.template.response import TemplateResponse
+from django.utils.functional import SimpleLazyObject
+
+from governance.errors import GovernanceError, NotPermitted
+from governance.operations.freezes import read_freeze
+from governance.operations.values import Proposer
+from governance.signin import find_read_only
+from governance.web.content_policy import close_page
+
+if TYPE_CHECKING:
+    from core.models import User
+
+Parameters = ParamSpec("Parameters")
+View = Callable[Concatenate[HttpRequest, Parameters], HttpResponse]
+
+
+def approval_page(view: View[Parameters]) -> View[Parameters]:
+    """Let a view show a page to people who are signed in.
+
+    An error of governance becomes a page with its words and its status.
+    """
+
+    @wraps(view)
+    def guarded(request: HttpRequest, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> HttpResponse:
+        if not request.user.is_authenticated:
+            return redirect_to_login(request.get_full_path())
+        try:
+            response = view(request, *args, **kwargs)
+        except GovernanceError as error:
+            context = {"title": "This cannot be done", "problem": error.message}
+            response = render_page(request, "approvals/problem.html", context, status=error.status)
+        return close_page(response)
+
+    return guarded
+
+
+def approval_form(*, back_to: Callable[Parameters, str]) -> Callable[[View[Parameters]], View[Parameters]]:
+    """Let a view act on a form of a page; it returns to the page, with the words of an error when there is one."""
+
+    def decorate(view: View[Parameters]) -> View[Parameters]:
+        @wraps(view)
+        def guarded(request: HttpRequest, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> HttpResponse:
+            page = back_to(*args, **kwargs)
+            if not request.user.is_authenticated:
+                return redirect_to_login(page)
+            try:
+                response = view(request, *args, **kwargs)
+            except GovernanceError as error:
+                messages.error(request, error.message)
+                response = HttpResponseRedirect(page, status=HTTPStatus.SEE_OTHER)
+            return close_page(response)
+
+        return guarded
+
+    return decorate
+
+
+def approval_json(view: View[Parameters]) -> View[Parameters]:
+    """Let a view answer a script of a page. Errors are ``{"error": {"code", "message", "rule"}}``."""
+
+    @wraps(view)
+    def guarded(request: HttpRequest, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> HttpResponse:
+        try:
+            if not request.user.is_authenticated:
+                raise NotPermitted("You are no longer signed in. Sign in again; nothing was done.")
+            response = view(request, *args, **kwargs)
+        except GovernanceError as error:
+            said = {"code": error.code.value, "message": error.message, "rule": getattr(error, "rule", "")}
+            response = JsonResponse({"error": said}, status=error.status)
+        return close_page(response)
+
+    return guarded
+
+
+def render_page(
+    request: HttpRequest,
+    template: str,
+    context: Mapping[str, Any] | None = None,  # Any: Django's template context
+    *,
+    status: int = HTTPStatus.OK,
+) -> HttpResponse:
+    """Return a page in the frame of the approval pages."""
+    return TemplateResponse(request, template, dict(context or {}), status=status).render()
+
+
+def show_freeze(request: HttpRequest) -> dict[str, object]:
+    """Return the freeze in force as ``frozen``, for the banner on every page; read only by pages that have one."""
+    del request
+    return {"frozen": SimpleLazyObject(read_freeze)}
+
+
+def show_read_only(request: HttpRequest) -> dict[str, object]:
+    """Return why the session may only look as ``read_only``, for the banner on every page; read only by pages that have one."""
+    return {"read_only": SimpleLazyObject(lambda: find_read_only(request) if hasattr(request, "user") else None)}
+
+
+def find_viewer(request: HttpRequest) -> User:
+    """Return the person of a request that one of the decorators above has let in."""
+    # A copy is the row itself: what Django puts into a request is a stand-in of another type.
+    user = copy(request.user)
+    assert isinstance(user, AbstractUser)
+    return user
+
+
+def find_proposer(request: HttpRequest) -> Proposer:
+    """Return the person of a request as one who asks for operations."""
+    user = find_viewer(request)
+    return Proposer(name=user.get_username(), user_id=user.pk)
