@@ -38,7 +38,7 @@ def check_proxies(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> 
             "MUSTER_BEHIND_TLS is on and MUSTER_TRUSTED_PROXIES is empty: no forwarding header is believed, so everybody "
             "behind the proxy has its address, and pages take every request for plain HTTP.",
             hint="Name the addresses that the proxy calls from, such as MUSTER_TRUSTED_PROXIES=127.0.0.1, and let it set "
-            "X-Forwarded-For and X-Forwarded-Proto as docs/operate.md shows.",
+            "X-Forwarded-For and X-Forwarded-Proto as docs/lan-and-https.md shows.",
             id="controlplane.W001",
         )
     ]

@@ -2,7 +2,7 @@
 
 ``limits()`` is read where a bound applies; whoever serves each request takes its section once, when it is built. No module
 keeps a number of its own; ``tests/unit/test_architecture.py`` names the few that are no bounds. ``docs/settings.md`` is made
-from this file and from ``runner/limits.py``.
+from the limits of this file that a variable sets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CoreLimits:
         30.0,
         "s",
         "How long the control plane and the worker bear a database that says nothing; "
-        "[what ends then](operate.md#when-postgresql-does-not-answer). More where single statements rightly take longer. "
+        "[what ends then](troubleshoot.md#postgresql-does-not-answer). More where single statements rightly take longer. "
         "Connecting takes `connect_timeout` at most.",
         setting="MUSTER_DATABASE_SILENCE_S",
         minimum=1,

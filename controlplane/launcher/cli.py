@@ -23,7 +23,7 @@ First time? Run ./muster up, wait for "ready", and paste the curl line it prints
 Everything it installs goes into .venv, everything it writes into .muster, both beside this script.
 """
 _EPILOG = """\
-./muster COMMAND --help explains each command. docs/operate.md lists the settings.
+./muster COMMAND --help explains each command. docs/README.md says where to read on.
 """
 
 
@@ -134,8 +134,8 @@ _OWN_HELP = {"manage", "audit", "test", "check"}
 _OF_TEST = ("mutants", "fast", "all", "vllm", "clients")
 _NEEDS = {
     **dict.fromkeys(("manage", "audit"), ("server", "docs/operate.md")),
-    "node": ("runner", "docs/connect-a-box.md"),
-    "trust": ("runner", "docs/connect-a-box.md"),
+    "node": ("runner", "docs/nodes.md"),
+    "trust": ("runner", "docs/nodes.md"),
     "sign": ("runner", "docs/runner-api.md"),
     **dict.fromkeys(("keys", "approve"), ("runner", "docs/approvals.md")),
     "bench": ("dev", "benchmarks/README.md"),

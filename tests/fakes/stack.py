@@ -297,7 +297,7 @@ class DocumentedNginx:
 
 def read_example(folder: Path, *, port: int, gateway_port: int, control_port: int) -> str:
     """Return the page's configuration with the ports and the certificate of a test, and visitors from this machine."""
-    page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "lan-and-https.md").read_text(encoding="utf-8")
     example = page.split("```nginx\n")[1].split("```")[0]
     changes = {
         r"/etc/ssl/\w+\.pem": f"{folder}/cert.pem", r"/etc/ssl/\w+\.key": f"{folder}/key.pem",

@@ -19,34 +19,31 @@ WRITTEN = "Written by `python -m tests.unit.test_defences` from `tests/defences.
 PROVEN = "`./muster test --mutants {row}` puts a defect into a copy of the program and shows that the tests of a row notice it."
 THREATS = f"""# Threats
 
-What somebody may try, what stands against it, and the test that shows it. {WRITTEN}
+What somebody may try, and what stands against it. Each row has tests, which `tests/defences.toml` names. {WRITTEN}
 {PROVEN.format(row="T11")}
 [Failures](failures.md) has what happens when a part fails; [secure.md](secure.md) has what an operator does.
 
-| | Threat | Defence | Test |
-|---|---|---|---|
+| | Threat | Defence |
+|---|---|---|
 """
 FAILURES = f"""# Failures
 
-What happens when a part fails, and the test that shows it; *no test* means that nothing checks the row automatically.
+What happens when a part fails. `tests/defences.toml` names the tests of each row; *no test* means that nothing checks it.
 {WRITTEN}
 {PROVEN.format(row="F28")}
 [Threats](threats.md) has what somebody may try.
 
-| | Failure | What callers and operators see | Test |
-|---|---|---|---|
+| | Failure | What callers and operators see |
+|---|---|---|
 """
 
 
 def render(head: str, letter: str, rows: list[dict[str, Any]], seen: str) -> str:
     """Return a page: its head and a line for each row."""
+    untested = {False: "; *no test*", True: ""}
     return head + "".join(
-        f"| {letter}{row['row']} | {row['what']} | {row[seen]} | {_list_tests(row['tests'])} |\n" for row in rows
+        f"| {letter}{row['row']} | {row['what']} | {row[seen]}{untested[bool(row['tests'])]} |\n" for row in rows
     )
-
-
-def _list_tests(tests: list[str]) -> str:
-    return ", ".join(f"`{test.rpartition('::')[2]}`" for test in tests) or "*no test*"
 
 
 PAGES = {

@@ -119,7 +119,7 @@ def test_documented_defaults_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_option_of_the_box_is_documented() -> None:
-    page = read(DOCS / "connect-a-box.md")
+    page = read(DOCS / "nodes.md")
     source = "".join(read(path) for path in sorted((ROOT / "runner" / "config").glob("*.py")))
     options = set(re.findall(r'add\("(--[a-z-]+)"', source))
     # Whole words in capitals: the runner's own variables, and those of the model-runner and llm-pool specifications.

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import fields
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from core.limits import Limits
-from wire.limits import MIB, WIRE, Bound, list_bounds
+from wire.limits import MIB, Bound, list_bounds
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """# Settings
 
-Written by `python -m tests.unit.test_settings_page` from `core/limits.py`, `wire/limits.py` and `runner/limits.py`; a test
-fails when this page is older.
+Written by `python -m tests.unit.test_settings_page` from `core/limits.py` and the rows in that file; a test fails
+when this page is older.
 
-Environment variables only, read once at start. Any of them may be given as `NAME_FILE`, the path of a file to read it from; use
-that for secrets. A value that cannot be used stops the process with one line that says why.
+Every process of the server reads these environment variables once, when it starts. Any of them may be given as `NAME_FILE`, the
+path of a file that holds the value; use that for secrets. A value that cannot be used stops the process with one line that says
+why. Nodes have [options of their own](nodes.md#options). Bounds that no variable sets stand in `core/limits.py`,
+`wire/limits.py` and `runner/limits.py`, each with its unit and what happens at it.
 
 """
 SETTING_HEAD = "| Variable | Default | Unit | What it does, or what happens at it |\n|---|---|---|---|\n"
-BOUND_HEAD = "| Field | Default | Unit | What happens at it |\n|---|---|---|---|\n"
 ROWS = """\
 DATABASE_URL | `postgresql:///muster` | `postgresql://user:password@host:port/name`; `?host=/directory` for a Unix socket, \
 other parameters as in libpq. Unless it says otherwise: `connect_timeout=5`, `keepalives_idle=5`, `keepalives_interval=2`, \
@@ -69,7 +67,7 @@ MUSTER_CANARY_INTERVAL_S
 MUSTER_NO_NODE_WAIT_S
 MUSTER_STREAM_PING_S
 MUSTER_TOKENIZERS_DIR | empty | Folder with a folder for each model's `tokenizer.json` (and `tokenizer_config.json`, \
-`chat_template.jinja`), named on the model's page; empty = boxes are asked, or counts are estimated
+`chat_template.jinja`), named on the model's page; empty = nodes are asked, or counts are estimated
 MUSTER_ACCEPT_TIMEOUT_S
 MUSTER_CLIENT_WRITE_TIMEOUT_S
 MUSTER_HEADER_TIMEOUT_S
@@ -91,7 +89,7 @@ MUSTER_METRICS_REQUIRE_TOKEN | off | `GET /metrics` always asks for an admin tok
 machines or behind a proxy
 MUSTER_REQUEST_RETENTION_DAYS
 MUSTER_KEEP_ENGINE_ERRORS | on | Request records and logs keep what an engine said when it failed or refused: at most 300 \
-characters, cut before the first 20 that the request holds too. A node has [the same switch](connect-a-box.md) for its own \
+characters, cut before the first 20 that the request holds too. A node has [the same switch](nodes.md#options) for its own \
 log
 **Playground**
 MUSTER_PLAYGROUND_GATEWAY_URL | `http://127.0.0.1:8080` | Where the control plane asks for the playground: scheme, host and \
@@ -99,10 +97,10 @@ port of a gateway, or of what stands before them. `./muster up` sets it
 MUSTER_GATEWAY_PUBLIC_URL | the one above | Where clients reach the gateways; what the playground's code names
 **Several gateways**
 MUSTER_INTERNAL_URL | empty | Where other gateways reach this one
-MUSTER_CLUSTER_SECRET | empty | What gateways show each other; without it they do not reach each other's boxes
-MUSTER_GATEWAY_URLS | empty | Public address of each gateway by itself, separated by commas: what our own boxes are told to \
+MUSTER_CLUSTER_SECRET | empty | What gateways show each other; without it they do not reach each other's nodes
+MUSTER_GATEWAY_URLS | empty | Public address of each gateway by itself, separated by commas: what our own nodes are told to \
 dial as well
-**Boxes**
+**Nodes**
 MUSTER_HEARTBEAT_INTERVAL_S
 MUSTER_STALE_AFTER_S
 MUSTER_OFFLINE_AFTER_S
@@ -126,24 +124,12 @@ def list_sections(limits: Any) -> Iterator[tuple[str, Any]]:
     return ((field.name, getattr(limits, field.name)) for field in fields(limits))
 
 
-def read_node_limits() -> Any:
-    """Return what a node's program has; None where it has no such value."""
-    return import_module("runner.limits").Limits() if find_spec("runner.limits") else None
-
-
 def list_settings(limits: Any) -> dict[str, Bound]:
     return {bound.setting: bound for _, section in list_sections(limits) for bound in list_bounds(section) if bound.setting}
 
 
 def render() -> str:
-    node, server = read_node_limits(), Limits()
-    parts = [HEAD, SETTING_HEAD, *_render_rows(list_settings(server))]
-    parts.append("\nWhat a node itself reads is in [connect-a-box.md](connect-a-box.md).\n")
-    parts += ["\n## Bounds of the server\n\nNo setting reaches them.\n", *_render_sections(server, has_settings=False)]
-    parts += ["\n## Bounds of the formats\n\nServer and node share them.\n\n", _render_bounds(WIRE, has_settings=False)]
-    if node is not None:
-        parts += ["\n## Bounds of a node\n", *_render_sections(node, has_settings=True)]
-    return "".join(parts)
+    return "".join([HEAD, SETTING_HEAD, *_render_rows(list_settings(Limits()))])
 
 
 def _render_rows(settings: dict[str, Bound]) -> Iterator[str]:
@@ -152,31 +138,17 @@ def _render_rows(settings: dict[str, Bound]) -> Iterator[str]:
         if name.startswith("**"):
             yield f"| {name} | | | |\n"
         elif name in settings:
-            yield _render_row(name, settings[name], in_setting=True)
+            yield _render_row(name, settings[name])
         else:
             default, text = said
             yield f"| `{name}` | {default} | | {text} |\n"
 
 
-def _render_sections(limits: Any, *, has_settings: bool) -> Iterator[str]:
-    for name, section in list_sections(limits):
-        rows = _render_bounds(section, has_settings=has_settings)
-        if rows:
-            yield f"\n### {name}\n\n{inspect.getdoc(type(section))}\n\n{rows}"
-
-
-def _render_bounds(section: Any, *, has_settings: bool) -> str:
-    bounds = [bound for bound in list_bounds(section) if has_settings or not bound.setting]
-    return BOUND_HEAD + "".join(_render_row(bound.name, bound, in_setting=False) for bound in bounds) if bounds else ""
-
-
-def _render_row(name: str, bound: Bound, *, in_setting: bool) -> str:
-    factor = bound.factor if in_setting else 1
-    unit = "MiB" if factor == MIB else bound.unit
-    default = bound.default / factor
+def _render_row(name: str, bound: Bound) -> str:
+    unit = "MiB" if bound.factor == MIB else bound.unit
+    default = bound.default / bound.factor
     shown = f"{default:g}" if abs(default) < 1e6 else f"{default:.0f}"
-    then = bound.then if in_setting or not bound.setting else f"{bound.then} Variable: `{bound.setting}`."
-    return f"| `{name}` | {shown} | {unit} | {then} |\n"
+    return f"| `{name}` | {shown} | {unit} | {bound.then} |\n"
 
 
 def test_the_page_of_the_settings_is_what_the_limits_say() -> None:

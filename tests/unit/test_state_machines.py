@@ -73,7 +73,7 @@ def _nodes() -> str:
             "that no gateway can reach (no socket, and no URL that answers) is `offline` whatever it reports; a `stale` node",
             "gets nothing new.", "", "| Last sign of life | Reported | Held back | Status |", "|---|---|---|---|", *rows, "",
             "Beside the status, a draining or reclaimed node is *drained* once nothing runs on it any more (`drained_at`); see",
-            "[operate.md](operate.md#taking-a-box-out).", ""],
+            "[operate.md](operate.md#take-a-node-out).", ""],
     )  # fmt: skip
 
 

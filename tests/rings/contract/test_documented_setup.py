@@ -1,4 +1,4 @@
-"""Gateway and control plane set up as docs/operate.md says, behind its nginx; and what its readers type.
+"""Gateway and control plane set up as docs/lan-and-https.md says, behind its nginx; and what its readers type.
 
 A block is run when its fence says so: three back-quotes, the language, and the word ``run``.
 """

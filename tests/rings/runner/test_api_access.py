@@ -186,7 +186,7 @@ def test_settings_files_that_come_after_the_start_are_found(tmp_path: Path) -> N
 
 
 TEXT = (ROOT / "docs" / "runner-api.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^```sh box\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+COMMANDS = re.findall(r"^```sh node\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 
 
 def refusal_codes() -> set[str]:
@@ -201,7 +201,7 @@ def refusal_codes() -> set[str]:
 
 def test_the_commands_of_the_page_work_in_their_order(tmp_path: Path) -> None:
     with run_api_box(tmp_path, models=("tiny",)) as box:
-        surroundings = {**os.environ, "BOX": box.url, "KEY_FILE": str(tmp_path / "model-api.key"), "PYTHONPATH": str(ROOT)}
+        surroundings = {**os.environ, "NODE": box.url, "KEY_FILE": str(tmp_path / "model-api.key"), "PYTHONPATH": str(ROOT)}
         sign = f"{sys.executable} -m runner.operations.sign"
         for block in COMMANDS:
             script = block.replace("./muster sign", sign)
