@@ -6,6 +6,7 @@ the model-runner and llm-pool specifications where they have one); ``runner.api`
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -278,3 +279,7 @@ class DownloadFailed(RunnerError):
 
 class CorruptModel(RunnerError):
     """A model file is damaged, cut short or not what its name says; the text names the file and what is wrong with it."""
+
+    @classmethod
+    def of(cls, path: Path, problem: str) -> CorruptModel:
+        return cls(f"{path.name} is damaged: {problem}. Copy or download it again.")

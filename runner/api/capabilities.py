@@ -24,7 +24,7 @@ from runner.api.health import find_ailments
 from runner.api.shapes import Shapes
 from runner.engines.port import Capabilities, EngineStats, FlushResult
 from runner.errors import Unavailable
-from runner.fit import ModelShape
+from runner.fit.memory import ModelShape
 from runner.limits import MIB, limits
 from runner.operations.trust import Standing
 from runner.parts import Parts, Phase

@@ -6,7 +6,8 @@ import asyncio
 from pathlib import Path
 
 from runner.errors import CorruptModel
-from runner.fit import ModelShape, read_shape
+from runner.fit import read_shape
+from runner.fit.memory import ModelShape
 from runner.limits import limits
 
 

@@ -1,4 +1,4 @@
-"""Reading the ``model.bin`` of CTranslate2, text models and Whisper: names, dimensions and types of its variables.
+"""The ``model.bin`` of CTranslate2, text models and Whisper: names, dimensions and types of its variables, and their shape.
 
 Source: what ctranslate2.specs.model_spec writes (binary versions 4 to 6); the data are passed over, not read.
 """
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from runner.fit.cursor import HeaderCursor, corrupt
-from runner.fit.shape import KvLayer, ModelShape
+from runner.errors import CorruptModel
+from runner.fit.gguf import HeaderCursor
+from runner.fit.memory import KvLayer, ModelShape
 from runner.limits import limits
 
 _TYPES = (("float32", 4), ("int8", 1), ("int16", 2), ("int32", 4), ("float16", 2), ("bfloat16", 2))
@@ -20,8 +21,8 @@ _LAYER = re.compile(r"decoder/layer_(\d{1,4})/")
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
-    """One variable; ``value`` is that of a small integer, None for weights."""
+class _Variable:
+    """``value`` is that of a small integer, None for weights."""
 
     dims: tuple[int, ...]
     type_name: str
@@ -29,19 +30,33 @@ class Variable:
     value: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class Ct2Model:
-    """What is in a ``model.bin``."""
+def read_ct2(path: Path) -> ModelShape:
+    """Return the shape of the model in a ``model.bin``.
 
-    path: Path
-    spec: str
-    variables: dict[str, Variable]
+    Raises CorruptModel (a PyTorch file of the same name is told apart), also when its variables do not make a decoder that can
+    be measured, and OSError.
+    """
+    spec, variables = _read_variables(path)
+    is_whisper = spec == "WhisperSpec"
+    numbers = {int(match[1]) for name in variables if (match := _LAYER.match(name))}
+    layers = max(numbers) + 1 if numbers else 0
+    if layers > limits().models.layers:
+        raise CorruptModel.of(path, f"it claims {layers} layers")
+    heads = _small(variables, "decoder/num_heads") or 0
+    return ModelShape(
+        format="whisper" if is_whisper else "ctranslate2",
+        weights_bytes=sum(variable.size_bytes for variable in variables.values()),
+        layers=layers,
+        kv_layers=_kv_layers(path, variables, layers, heads, is_whisper=is_whisper) if layers and heads else (),
+        context_max=448 if is_whisper else None,
+        quantization=_quantization(variables),
+    )
 
 
-def read_ct2(path: Path) -> Ct2Model:
-    """Read a ``model.bin``. Raises CorruptModel (a PyTorch file of the same name is told apart), OSError."""
+def _read_variables(path: Path) -> tuple[str, dict[str, _Variable]]:
+    """Return the name of the specification that was written, and the variables by name."""
     with path.open("rb", buffering=0) as file:
-        cursor = HeaderCursor(path, file, path.stat().st_size, chunk_bytes=limits().models.ct2_chunk_bytes)
+        cursor = HeaderCursor(path, file, chunk_bytes=limits().models.ct2_chunk_bytes)
         version = cursor.unsigned(4)
         if not 4 <= version <= 6:
             raise cursor.fail("it is no CTranslate2 model of binary version 4 to 6 (weights of PyTorch are not loaded)")
@@ -50,32 +65,7 @@ def read_ct2(path: Path) -> Ct2Model:
         count = cursor.unsigned(4)
         if count > limits().models.tensors:
             raise cursor.fail(f"it claims {count} variables")
-        variables = dict(_read_variable(cursor) for _ in range(count))
-        return Ct2Model(path, spec, variables)
-
-
-def shape_ct2(model: Ct2Model) -> ModelShape:
-    """Return the shape of the model. Raises CorruptModel when its variables do not make a decoder that can be measured."""
-    is_whisper = model.spec == "WhisperSpec"
-    numbers = {int(match[1]) for name in model.variables if (match := _LAYER.match(name))}
-    layers = max(numbers) + 1 if numbers else 0
-    if layers > limits().models.layers:
-        raise corrupt(model.path, f"it claims {layers} layers")
-    heads = _small(model, "decoder/num_heads") or 0
-    # What belongs to a quantisation (scales) or is a setting (no dimensions) is no parameter of the network.
-    weights = [variable for name, variable in model.variables.items() if variable.dims and not name.endswith("_scale")]
-    return ModelShape(
-        format="whisper" if is_whisper else "ctranslate2",
-        architecture=model.spec,
-        weights_bytes=sum(variable.size_bytes for variable in model.variables.values()),
-        parameter_count=sum(prod(variable.dims) for variable in weights),
-        layers=layers,
-        heads=heads,
-        kv_layers=_kv_layers(model, layers, heads, is_whisper=is_whisper) if layers and heads else (),
-        context_max=448 if is_whisper else None,
-        quantization=_quantization(weights),
-        vocab=_vocab(model),
-    )
+        return spec, dict(_read_variable(cursor) for _ in range(count))
 
 
 def _name(cursor: HeaderCursor) -> str:
@@ -85,7 +75,7 @@ def _name(cursor: HeaderCursor) -> str:
     return cursor.text(length).rstrip("\0")
 
 
-def _read_variable(cursor: HeaderCursor) -> tuple[str, Variable]:
+def _read_variable(cursor: HeaderCursor) -> tuple[str, _Variable]:
     name = _name(cursor)
     rank = cursor.unsigned(1)
     if rank > 8:
@@ -103,24 +93,26 @@ def _read_variable(cursor: HeaderCursor) -> tuple[str, Variable]:
     value = int.from_bytes(cursor.take(exact), "little", signed=True) if is_small else None
     if not is_small:
         cursor.skip(exact)
-    return name, Variable(dims, type_name, exact, value)
+    return name, _Variable(dims, type_name, exact, value)
 
 
-def _small(model: Ct2Model, name: str) -> int | None:
-    variable = model.variables.get(name)
+def _small(variables: dict[str, _Variable], name: str) -> int | None:
+    variable = variables.get(name)
     value = variable.value if variable is not None else None
     return value if value is not None and 0 <= value <= 1 << 15 else None
 
 
-def _kv_layers(model: Ct2Model, layers: int, heads: int, *, is_whisper: bool) -> tuple[KvLayer, ...]:
-    embeddings = model.variables.get("decoder/embeddings/weight")
+def _kv_layers(
+    path: Path, variables: dict[str, _Variable], layers: int, heads: int, *, is_whisper: bool
+) -> tuple[KvLayer, ...]:
+    embeddings = variables.get("decoder/embeddings/weight")
     if embeddings is None or len(embeddings.dims) != 2:
-        raise corrupt(model.path, "it has no decoder/embeddings/weight")
+        raise CorruptModel.of(path, "it has no decoder/embeddings/weight")
 
     def stated(layer: int, name: str) -> int | None:
         # Equal values of later layers may be written once, under the name of the first.
-        path = f"self_attention/{name}"
-        return _small(model, f"decoder/layer_{layer}/{path}") or _small(model, f"decoder/layer_0/{path}")
+        own, first = (f"decoder/layer_{number}/self_attention/{name}" for number in (layer, 0))
+        return _small(variables, own) or _small(variables, first)
 
     even = embeddings.dims[1] // heads
     found: list[KvLayer] = []
@@ -132,13 +124,10 @@ def _kv_layers(model: Ct2Model, layers: int, heads: int, *, is_whisper: bool) ->
     return tuple(found)
 
 
-def _quantization(weights: list[Variable]) -> str | None:
+def _quantization(variables: dict[str, _Variable]) -> str | None:
     sizes: Counter[str] = Counter()
-    for variable in weights:
-        sizes[variable.type_name] += variable.size_bytes
+    for name, variable in variables.items():
+        # What belongs to a quantisation (scales) or is a setting (no dimensions) is no parameter of the network.
+        if variable.dims and not name.endswith("_scale"):
+            sizes[variable.type_name] += variable.size_bytes
     return sizes.most_common(1)[0][0] if sizes else None
-
-
-def _vocab(model: Ct2Model) -> int | None:
-    embeddings = model.variables.get("decoder/embeddings/weight")
-    return embeddings.dims[0] if embeddings is not None and embeddings.dims else None

@@ -1,16 +1,21 @@
-"""Reading the header of a GGUF file, version 2 and 3: metadata and the list of tensors.
+"""The header of a GGUF file, version 2 and 3: metadata and the list of tensors, and the shape of the model that they state.
 
-Source: the GGUF specification of ggml (docs/gguf.md) and the table of block sizes in its gguf-py.
+Source: the GGUF specification of ggml (docs/gguf.md), and of its gguf-py the table of block sizes and the names of keys.
+That package does not read them here, see docs/adr/0007-dependencies.md.
 """
 
 from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
-from runner.fit.cursor import HeaderCursor, corrupt
+from runner.errors import CorruptModel
+from runner.fit.memory import KvLayer, ModelShape
 from runner.limits import limits
 
 Value = int | float | str | bool | tuple[int | float | bool, ...]
@@ -18,6 +23,7 @@ Value = int | float | str | bool | tuple[int | float | bool, ...]
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")
 
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("f32", 1, 4), 1: ("f16", 1, 2), 2: ("q4_0", 32, 18), 3: ("q4_1", 32, 20), 6: ("q5_0", 32, 22), 7: ("q5_1", 32, 24),
@@ -29,98 +35,230 @@ TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
     40: ("nvfp4", 64, 36), 41: ("q1_0", 128, 18),
 }  # fmt: skip
 """Number in the file -> name, elements of a block, bytes of a block."""
+FILE_TYPES = {
+    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 7: "q8_0", 8: "q5_0", 9: "q5_1", 10: "q2_k", 11: "q3_k_s", 12: "q3_k_m",
+    13: "q3_k_l", 14: "q4_k_s", 15: "q4_k_m", 16: "q5_k_s", 17: "q5_k_m", 18: "q6_k", 19: "iq2_xxs", 20: "iq2_xs",
+    21: "q2_k_s", 22: "iq3_xs", 23: "iq3_xxs", 24: "iq1_s", 25: "iq4_nl", 26: "iq3_s", 27: "iq3_m", 28: "iq2_s", 29: "iq2_m",
+    30: "iq4_xs", 31: "iq1_m", 32: "bf16", 36: "tq1_0", 37: "tq2_0", 38: "mxfp4", 39: "nvfp4",
+}  # fmt: skip
+"""``general.file_type``: llama.cpp's enum llama_ftype."""
+WINDOW_PERIODS = {
+    "gemma2": 2, "gemma3": 6, "gemma3n": 5, "cohere2": 4, "gpt-oss": 2, "exaone4": 4, "olmo2": 4, "llama4": 4,
+    "plamo3": 8, "mellum": 4,
+}  # fmt: skip
+"""Architectures whose files do not say which layers slide: every n-th layer sees everything, the others the window."""
+
+
+class HeaderCursor:
+    """A position in a binary file, little-endian. Every method raises CorruptModel where the file ends or a bound is passed,
+    so that a hostile file costs neither memory nor hours.
+
+    ``chunk_bytes`` are read at a time: few where the header lies scattered between data that are passed over.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO, *, chunk_bytes: int) -> None:
+        self.size = path.stat().st_size
+        self._path = path
+        self._file = file
+        self._chunk_bytes = chunk_bytes
+        self._chunk = b""
+        self._at = 0
+        self._chunk_start = 0
+        self._walked = 0
+        self._strings = 0
+
+    @property
+    def position(self) -> int:
+        """Where the next byte is read from."""
+        return self._chunk_start + self._at
+
+    def fail(self, problem: str) -> CorruptModel:
+        return CorruptModel.of(self._path, problem)
+
+    def take(self, count: int) -> bytes:
+        if count > limits().models.take_bytes:
+            raise self.fail(f"a field of its header says it is {count} bytes long")
+        self._fill(count)
+        start = self._at
+        self._at += count
+        return self._chunk[start : self._at]
+
+    def skip(self, count: int) -> None:
+        """Pass over ``count`` bytes, however many, without reading them."""
+        if count <= len(self._chunk) - self._at:
+            self._at += count
+            return
+        target = self.position + count
+        if target > self.size:
+            raise self.fail(f"it ends after {self.size} bytes, where at least {target} are needed")
+        self._file.seek(target)
+        self._chunk, self._at, self._chunk_start = b"", 0, target
+
+    def unsigned(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def text(self, length: int) -> str:
+        return self.take(length).decode("utf-8", "replace")
+
+    def skip_strings(self, count: int) -> None:
+        """Pass over ``count`` strings, each behind its length of 8 bytes."""
+        self._strings += count
+        if self._strings > limits().models.strings:
+            raise self.fail(f"it claims to hold {self._strings} strings")
+        left = count
+        while left:
+            if len(self._chunk) - self._at < 8:
+                self._fill(8)
+            # Vocabularies have a million entries: local names, and no method call for those that are wholly in the chunk.
+            chunk, at, end = self._chunk, self._at, len(self._chunk)
+            while left and at + 8 <= end:
+                following = at + 8 + int.from_bytes(chunk[at : at + 8], "little")
+                if following > end:
+                    break
+                at, left = following, left - 1
+            self._at = at
+            if left and at + 8 <= end:  # one that reaches beyond the chunk
+                self.skip(self.unsigned(8))
+                left -= 1
+
+    def _fill(self, count: int) -> None:
+        have = len(self._chunk) - self._at
+        if have >= count:
+            return
+        start = self.position
+        if start + count > self.size:
+            raise self.fail(f"it ends after {self.size} bytes, in the middle of its header")
+        more = self._file.read(max(self._chunk_bytes, count - have))
+        self._walked += len(more)
+        if self._walked > limits().models.walk_bytes:
+            raise self.fail("its header does not end")
+        self._chunk, self._at, self._chunk_start = self._chunk[self._at :] + more, 0, start
+        if len(self._chunk) < count:
+            raise self.fail("it was cut short while it was read")
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """One tensor: its name, how many numbers it holds, how they are stored, and its bytes in the file."""
-
+class _Tensor:
     name: str
-    elements: int
     type_name: str
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class GgufHeader:
-    """What the parts of a GGUF say together. Text arrays (the vocabulary) are kept only as ``lengths`` by key."""
+class _Header:
+    """What the parts of a GGUF say together, with typed and bounded access to the metadata of its architecture."""
 
-    path: Path
-    metadata: dict[str, Value]
-    lengths: dict[str, int]
-    tensors: tuple[GgufTensor, ...]
+    def __init__(self, path: Path, metadata: dict[str, Value], tensors: list[_Tensor]) -> None:
+        self.path = path
+        self.metadata = metadata
+        self.tensors = tensors
+        architecture = metadata.get("general.architecture")
+        if not isinstance(architecture, str) or not architecture:
+            raise CorruptModel.of(path, "it does not name its architecture (general.architecture)")
+        self.architecture = architecture
+
+    def get(self, name: str) -> Value | None:
+        return self.metadata.get(f"{self.architecture}.{name}")
+
+    def number(self, name: str, *, most: int | None = None) -> int | None:
+        """Return a number that is no array, None when the key is missing."""
+        value = self.get(name)
+        if isinstance(value, tuple) or value is None:
+            return None
+        return self._check(name, value, limits().models.width if most is None else most)
+
+    def required(self, name: str, *, most: int | None = None) -> int:
+        value = self.number(name, most=most)
+        if value is None:
+            raise CorruptModel.of(self.path, f"its metadata has no {self.architecture}.{name}")
+        return value
+
+    def per_layer(self, name: str, layers: int) -> list[int] | None:
+        """Return one number per layer: an array as it is (repeated when it is shorter), a scalar for all of them."""
+        value = self.get(name)
+        items = value if isinstance(value, tuple) else () if value is None else (value,)
+        numbers = [self._check(name, item, limits().models.width) for item in items]
+        return [numbers[layer % len(numbers)] for layer in range(layers)] if numbers else None
+
+    def _check(self, name: str, value: object, most: int) -> int:
+        # A truth value is a number here: window patterns are arrays of both.
+        if not isinstance(value, int) or not 0 <= value <= most:
+            raise CorruptModel.of(self.path, f"{self.architecture}.{name} is {str(value)[:40]!r}")
+        return int(value)
 
 
-def part_paths(path: Path) -> tuple[Path, ...]:
-    """Return all parts of a split GGUF in order, or the path alone. They need not exist. Raises CorruptModel."""
-    match = _PART.fullmatch(path.name)
-    if match is None:
-        return (path,)
-    count = int(match["count"])
-    if not 1 <= int(match["number"]) <= count <= limits().models.parts:
-        raise corrupt(path, "its name does not say which part of how many it is")
-    return tuple(path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+def read_gguf(path: Path) -> ModelShape:
+    """Return the shape of the model in a GGUF and, when it is split, all its parts.
+
+    Raises CorruptModel, also when a number that it needs is missing or absurd, and OSError.
+    """
+    header = _read_header(path)
+    layers = header.required("block_count", most=limits().models.layers)
+    return ModelShape(
+        format="gguf",
+        weights_bytes=sum(tensor.size_bytes for tensor in header.tensors),
+        layers=layers,
+        kv_layers=_kv_layers(header, layers),
+        context_max=header.number("context_length", most=1 << 40),
+        quantization=_quantization(header),
+    )
 
 
-def read_gguf(path: Path) -> GgufHeader:
-    """Read a GGUF and, when it is split, all its parts. Raises CorruptModel, OSError."""
-    parts = part_paths(path)
+def _read_header(path: Path) -> _Header:
+    parts = _part_paths(path)
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        raise corrupt(path, f"its part {missing[0]} is missing" if len(parts) > 1 else "it is not a file")
-    first, *others = [_read_part(part) for part in parts]
-    tensors = first.tensors + tuple(tensor for part in others for tensor in part.tensors)
-    return GgufHeader(path, first.metadata, first.lengths, tensors)
+        raise CorruptModel.of(path, f"its part {missing[0]} is missing" if len(parts) > 1 else "it is not a file")
+    (metadata, tensors), *others = [_read_part(part) for part in parts]
+    return _Header(path, metadata, tensors + [tensor for _, more in others for tensor in more])
 
 
-def _read_part(path: Path) -> GgufHeader:
+def _part_paths(path: Path) -> list[Path]:
+    """Return all parts of a split GGUF in order, or the path alone. They need not exist."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    if not 1 <= int(match["number"]) <= count <= limits().models.parts:
+        raise CorruptModel.of(path, "its name does not say which part of how many it is")
+    return [path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+
+
+def _read_part(path: Path) -> tuple[dict[str, Value], list[_Tensor]]:
     with path.open("rb", buffering=0) as file:
-        cursor = HeaderCursor(path, file, path.stat().st_size, chunk_bytes=limits().models.chunk_bytes)
-        tensor_count, pair_count = _read_start(cursor)
-        metadata: dict[str, Value] = {}
-        lengths: dict[str, int] = {}
-        for _ in range(pair_count):
-            key = cursor.text(cursor.unsigned(8))
-            _read_value(cursor, key, metadata, lengths)
+        cursor = HeaderCursor(path, file, chunk_bytes=limits().models.chunk_bytes)
+        if cursor.take(4) != b"GGUF":
+            raise cursor.fail("it is no GGUF file (its first four bytes say so)")
+        version = cursor.unsigned(4)
+        if version not in {2, 3}:
+            raise cursor.fail(f"its GGUF version is {version}, and 2 and 3 can be read (big-endian files cannot)")
+        tensor_count, pair_count = cursor.unsigned(8), cursor.unsigned(8)
+        if tensor_count > limits().models.tensors or pair_count > limits().models.pairs:
+            raise cursor.fail(f"it claims {tensor_count} tensors and {pair_count} metadata entries")
+        pairs = [(cursor.text(cursor.unsigned(8)), _read_value(cursor)) for _ in range(pair_count)]
+        metadata = {key: value for key, value in pairs if value is not None}
         infos = [_read_info(cursor) for _ in range(tensor_count)]
-        return GgufHeader(path, metadata, lengths, _measure(cursor, infos, metadata.get("general.alignment", 32)))
+        return metadata, _measure(cursor, infos, metadata.get("general.alignment", 32))
 
 
-def _read_start(cursor: HeaderCursor) -> tuple[int, int]:
-    if cursor.take(4) != b"GGUF":
-        raise cursor.fail("it is no GGUF file (its first four bytes say so)")
-    version = cursor.unsigned(4)
-    if version not in {2, 3}:
-        raise cursor.fail(f"its GGUF version is {version}, and 2 and 3 can be read (big-endian files cannot)")
-    tensor_count, pair_count = cursor.unsigned(8), cursor.unsigned(8)
-    if tensor_count > limits().models.tensors or pair_count > limits().models.pairs:
-        raise cursor.fail(f"it claims {tensor_count} tensors and {pair_count} metadata entries")
-    return tensor_count, pair_count
-
-
-def _read_value(cursor: HeaderCursor, key: str, metadata: dict[str, Value], lengths: dict[str, int]) -> None:
+def _read_value(cursor: HeaderCursor) -> Value | None:
+    """Return a value, None for one that is passed over: a chat template, a licence, a vocabulary."""
     kind = cursor.unsigned(4)
     if kind == _STRING:
         length = cursor.unsigned(8)
-        if length > limits().models.kept_items:  # a chat template, a licence
-            cursor.skip(length)
+        if length <= limits().models.kept_items:
+            return cursor.text(length)
+        cursor.skip(length)
+    elif kind != _ARRAY:
+        return _read_scalars(cursor, kind, 1)[0]
+    else:
+        kind, count = cursor.unsigned(4), cursor.unsigned(8)
+        if kind == _STRING:
+            cursor.skip_strings(count)
+        elif count <= limits().models.kept_items:
+            return _read_scalars(cursor, kind, count)
         else:
-            metadata[key] = cursor.text(length)
-    elif kind == _ARRAY:
-        _read_array(cursor, key, metadata, lengths)
-    else:
-        metadata[key] = _read_scalars(cursor, kind, 1)[0]
-
-
-def _read_array(cursor: HeaderCursor, key: str, metadata: dict[str, Value], lengths: dict[str, int]) -> None:
-    kind, count = cursor.unsigned(4), cursor.unsigned(8)
-    lengths[key] = count
-    if kind == _STRING:
-        cursor.skip_strings(count)
-    elif count <= limits().models.kept_items:
-        metadata[key] = _read_scalars(cursor, kind, count)
-    else:
-        cursor.skip(count * struct.calcsize(_scalar(cursor, kind)))
+            cursor.skip(count * struct.calcsize(_scalar(cursor, kind)))
+    return None
 
 
 def _scalar(cursor: HeaderCursor, kind: int) -> str:
@@ -136,6 +274,7 @@ def _read_scalars(cursor: HeaderCursor, kind: int, count: int) -> tuple[int | fl
 
 
 def _read_info(cursor: HeaderCursor) -> tuple[str, list[int], int, int]:
+    """Return the name, dimensions, type number and offset of a tensor."""
     name = cursor.text(cursor.unsigned(8))
     rank = cursor.unsigned(4)
     if rank > 8:
@@ -143,17 +282,17 @@ def _read_info(cursor: HeaderCursor) -> tuple[str, list[int], int, int]:
     return name, [cursor.unsigned(8) for _ in range(rank)], cursor.unsigned(4), cursor.unsigned(8)
 
 
-def _measure(cursor: HeaderCursor, infos: list[tuple[str, list[int], int, int]], alignment: Value) -> tuple[GgufTensor, ...]:
+def _measure(cursor: HeaderCursor, infos: list[tuple[str, list[int], int, int]], alignment: Value) -> list[_Tensor]:
     """Return the tensors with their sizes, once all of them lie inside the file and beside each other."""
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
         raise cursor.fail(f"its alignment is {str(alignment)[:40]}")
     start = -(-cursor.position // alignment) * alignment
     available = cursor.size - start
-    tensors: list[GgufTensor] = []
+    tensors: list[_Tensor] = []
     reached = 0
-    by_offset = sorted(infos, key=lambda info: info[3])
-    for index, (name, dims, number, offset) in enumerate(by_offset):
-        following = by_offset[index + 1][3] if index + 1 < len(by_offset) else max(available, offset)
+    infos = sorted(infos, key=lambda info: info[3])
+    for index, (name, dims, number, offset) in enumerate(infos):
+        following = infos[index + 1][3] if index + 1 < len(infos) else max(available, offset)
         tensor = _measure_one(cursor, name, dims, number, gap=following - offset)
         if offset < reached:
             raise cursor.fail(f"the tensor {name[:80]!r} lies on top of another one")
@@ -161,19 +300,88 @@ def _measure(cursor: HeaderCursor, infos: list[tuple[str, list[int], int, int]],
         if reached > available:
             raise cursor.fail(f"it has {cursor.size} bytes, and the tensor {name[:80]!r} ends at {start + reached}")
         tensors.append(tensor)
-    return tuple(tensors)
+    return tensors
 
 
-def _measure_one(cursor: HeaderCursor, name: str, dims: list[int], number: int, *, gap: int) -> GgufTensor:
-    elements = 1
-    for dim in dims:
-        elements *= dim
+def _measure_one(cursor: HeaderCursor, name: str, dims: list[int], number: int, *, gap: int) -> _Tensor:
+    elements = prod(dims)
     if elements > 1 << 62:
         raise cursor.fail(f"the tensor {name[:80]!r} has impossible dimensions")
     known = TENSOR_TYPES.get(number)
     if known is None:  # newer than this program: it reaches to where the next one begins
-        return GgufTensor(name, elements, f"type{number}", gap)
+        return _Tensor(name, f"type{number}", gap)
     type_name, block, block_bytes = known
     if dims and dims[0] % block:
         raise cursor.fail(f"the rows of the tensor {name[:80]!r} are no multiple of {block}, which {type_name} needs")
-    return GgufTensor(name, elements, type_name, elements // block * block_bytes)
+    return _Tensor(name, type_name, elements // block * block_bytes)
+
+
+def _quantization(header: _Header) -> str | None:
+    number = header.metadata.get("general.file_type")
+    if isinstance(number, int) and number in FILE_TYPES:
+        return FILE_TYPES[number]
+    sizes: Counter[str] = Counter()
+    for tensor in header.tensors:
+        sizes[tensor.type_name] += tensor.size_bytes
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _kv_layers(header: _Header, layers: int) -> tuple[KvLayer, ...]:
+    attending = _attending_layers(header, layers)
+    windows = _windows(header, layers)
+    if header.number("attention.key_length_mla") is not None:
+        # llama.cpp keeps the latent vector alone; a file without this key comes from before that and is expanded in full.
+        width = header.required("attention.kv_lora_rank") + header.required("rope.dimension_count")
+        return tuple(KvLayer(1, width, 0) for _ in attending)
+    heads = header.per_layer("attention.head_count", layers)
+    if heads is None:
+        return ()
+    kv_heads = header.per_layer("attention.head_count_kv", layers) or heads
+    embedding = header.required("embedding_length")
+    key_length, value_length = header.number("attention.key_length"), header.number("attention.value_length")
+    key_slides, value_slides = header.number("attention.key_length_swa"), header.number("attention.value_length_swa")
+    found: list[KvLayer] = []
+    for layer in attending:
+        if kv_heads[layer] == 0:
+            continue
+        even = embedding // heads[layer] if heads[layer] else 0
+        key, value = (even if key_length is None else key_length), (even if value_length is None else value_length)
+        window = windows[layer]
+        if window is not None:
+            key, value = key_slides or key, value_slides or value
+        found.append(KvLayer(kv_heads[layer], key, value, window))
+    return tuple(found)
+
+
+def _attending_layers(header: _Header, layers: int) -> list[int]:
+    """Return the layers that keep keys and values: recurrent ones and those that share another's cache do not."""
+    parts: dict[int, set[str]] = {}
+    for tensor in header.tensors:
+        if match := _BLOCK.match(tensor.name):
+            parts.setdefault(int(match[1]), set()).add(match[2])
+    interval = header.number("full_attention_interval")
+    own = layers - (header.number("attention.shared_kv_layers") or 0)
+    return [
+        layer for layer in range(own) if _attends(parts.get(layer, set())) and (not interval or (layer + 1) % interval == 0)
+    ]
+
+
+def _attends(parts: set[str]) -> bool:
+    if not any(part.startswith(("ssm_", "time_mix_", "shortconv")) for part in parts):
+        return True
+    return bool(parts & {"attn_k", "attn_kv_a_mqa", "attn_k_b", "attn_kv_b"})
+
+
+def _windows(header: _Header, layers: int) -> list[int | None]:
+    """Return the window of each layer, None = it sees everything. A layer we know nothing of counts in full."""
+    window = header.number("attention.sliding_window")
+    if not window:
+        return [None] * layers
+    raw = header.get("attention.sliding_window_pattern")
+    if isinstance(raw, tuple):
+        flags = header.per_layer("attention.sliding_window_pattern", layers) or [0] * layers
+        return [window if flag else None for flag in flags]
+    period = header.number("attention.sliding_window_pattern") if raw is not None else WINDOW_PERIODS.get(header.architecture)
+    if period is None:
+        return [None] * layers
+    return [window if period == 0 or layer % period < period - 1 else None for layer in range(layers)]

@@ -1,17 +1,20 @@
-"""Reading the headers of safetensors files: an 8-byte length, then JSON of names, types, shapes and offsets.
+"""A folder of Hugging Face: the headers of its safetensors files and its ``config.json``, and the shape that they state.
 
-Source: the format description of the safetensors library.
+Source: the format description of the safetensors library (an 8-byte length, then JSON of names, types, shapes and offsets) and
+the field names of transformers. That library does not read them here, see docs/adr/0007-dependencies.md.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from runner.fit.cursor import corrupt
+from runner.errors import CorruptModel
+from runner.fit.memory import KvLayer, ModelShape
 from runner.limits import limits
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -20,6 +23,14 @@ DTYPE_BITS = {
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I8": 8, "U8": 8, "BOOL": 8,
     "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
+SLIDING = {"sliding_attention", "chunked_attention", "local", "sliding"}
+RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm", "moe", "mlp"}
+ATTENTION_FREE = {"mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm"}
+ALL_SLIDE = {"mistral", "mixtral", "phi3", "starcoder2"}
+WINDOW_PERIODS = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "BF16": "bf16", "F16": "fp16", "F32": "fp32"}
+# What decoding hostile JSON raises.
+_UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -32,105 +43,253 @@ class _Index(msgspec.Struct, frozen=True):
     weight_map: dict[str, str]
 
 
-@dataclass(slots=True)
-class TensorSums:
-    """Totals over the files of one model; ``bytes_by_type`` is keyed by the type names of the format.
+def read_folder(folder: Path) -> ModelShape:
+    """Return the shape of a safetensors or EXL3 folder. Raises CorruptModel, OSError."""
+    config = _Config(folder / "config.json")
+    files = _weight_files(folder)
+    if not files:
+        raise CorruptModel.of(config.path, "no .safetensors file lies beside it")
+    sizes = _sum_tensors(files)
+    method, bits = _quantization_method(config)
+    layers = config.required("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=limits().models.layers)
+    return ModelShape(
+        format="exl3" if method == "exl3" else "safetensors",
+        weights_bytes=sizes.total(),
+        layers=layers,
+        kv_layers=_kv_layers(config, layers),
+        context_max=config.number("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", most=1 << 40),
+        quantization=_quantization(config, sizes, method, bits),
+    )
 
-    ``packed_words``: 32-bit words that hold several quantised weights each.
-    """
 
-    size_bytes: int = 0
-    elements: int = 0
-    packed_words: int = 0
-    bytes_by_type: Counter[str] = field(default_factory=Counter)
-
-
-def weight_files(folder: Path) -> tuple[Path, ...]:
+def _weight_files(folder: Path) -> list[Path]:
     """Return the files that the weights of a folder are in. Raises CorruptModel when the index names one that is missing."""
     index = folder / INDEX_NAME
     if index.is_file():
-        names = sorted(set(_read_index(index).weight_map.values()))
+        names = _read_index(index)
         for name in names:
             if "/" in name or "\\" in name or name.startswith(".") or not name.endswith(".safetensors"):
-                raise corrupt(index, f"it names the file {name[:80]!r}")
+                raise CorruptModel.of(index, f"it names the file {name[:80]!r}")
             if not (folder / name).is_file():
-                raise corrupt(index, f"it names {name[:80]}, which is missing")
-        return tuple(folder / name for name in names)
+                raise CorruptModel.of(index, f"it names {name[:80]}, which is missing")
+        return [folder / name for name in names]
     single = folder / "model.safetensors"
     if single.is_file():
-        return (single,)
+        return [single]
     found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     # Some publishers put the same weights there twice, once in the layout of their own library.
-    return tuple(path for path in found if not path.name.startswith("consolidated")) or tuple(found)
+    return [path for path in found if not path.name.startswith("consolidated")] or found
 
 
-def sum_tensors(files: tuple[Path, ...]) -> TensorSums:
-    """Add up the tensors of some files. Raises CorruptModel, OSError."""
-    sums = TensorSums()
-    for path in files[: limits().models.files]:
-        _add_file(path, sums)
-    return sums
-
-
-def _read_index(path: Path) -> _Index:
+def _read_index(path: Path) -> list[str]:
     if path.stat().st_size > limits().models.safetensors_bytes:
-        raise corrupt(path, f"it is larger than {limits().models.safetensors_bytes} bytes")
+        raise CorruptModel.of(path, f"it is larger than {limits().models.safetensors_bytes} bytes")
     try:
         index = msgspec.json.decode(path.read_bytes(), type=_Index)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise corrupt(path, f"it is no index of tensors ({str(error)[:100]})") from None
-    if not index.weight_map or len(set(index.weight_map.values())) > limits().models.files:
-        raise corrupt(path, "it names no files, or too many")
-    return index
+    except _UNREADABLE as error:
+        raise CorruptModel.of(path, f"it is no index of tensors ({str(error)[:100]})") from None
+    names = sorted(set(index.weight_map.values()))
+    if not 1 <= len(names) <= limits().models.files:
+        raise CorruptModel.of(path, "it names no files, or too many")
+    return names
+
+
+def _sum_tensors(files: list[Path]) -> Counter[str]:
+    """Return the bytes of all tensors by the type names of the format."""
+    sizes: Counter[str] = Counter()
+    for path in files[: limits().models.files]:
+        header, available = _read_header(path)
+        total = 0
+        for name, raw in header.items():
+            if name == "__metadata__":
+                continue
+            try:
+                tensor = msgspec.json.decode(raw, type=_Tensor)
+            except _UNREADABLE as error:
+                problem = f"the entry of the tensor {name[:80]!r} cannot be read ({str(error)[:100]})"
+                raise CorruptModel.of(path, problem) from None
+            size = _measure(path, name, tensor, available)
+            total += size
+            sizes[tensor.dtype] += size
+        if total > available:
+            raise CorruptModel.of(path, "its tensors lie on top of each other")
+    return sizes
 
 
 def _read_header(path: Path) -> tuple[dict[str, msgspec.Raw], int]:
     """Return the header by tensor name, and how many bytes of data follow it."""
-    size = path.stat().st_size
+    size, most = path.stat().st_size, limits().models.safetensors_bytes
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
-            raise corrupt(path, f"it has {size} bytes, and its header alone should have {length}")
-        if length > limits().models.safetensors_bytes:
-            raise corrupt(path, f"its header of {length} bytes is larger than {limits().models.safetensors_bytes}")
+            raise CorruptModel.of(path, f"it has {size} bytes, and its header alone should have {length}")
+        if length > most:
+            raise CorruptModel.of(path, f"its header of {length} bytes is larger than {most}")
         raw = file.read(length)
     try:
         return msgspec.json.decode(raw, type=dict[str, msgspec.Raw]), size - 8 - length
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise corrupt(path, f"its header cannot be read ({str(error)[:100]})") from None
+    except _UNREADABLE as error:
+        raise CorruptModel.of(path, f"its header cannot be read ({str(error)[:100]})") from None
 
 
-def _add_file(path: Path, sums: TensorSums) -> None:
-    header, available = _read_header(path)
-    total = 0
-    for name, raw in header.items():
-        if name == "__metadata__":
-            continue
-        try:
-            tensor = msgspec.json.decode(raw, type=_Tensor)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise corrupt(path, f"the entry of the tensor {name[:80]!r} cannot be read ({str(error)[:100]})") from None
-        size, elements = _measure(path, name, tensor, available)
-        total += size
-        sums.elements += elements
-        sums.bytes_by_type[tensor.dtype] += size
-        if tensor.dtype == "I32" and name.endswith(("qweight", "weight_packed")):
-            sums.packed_words += elements
-    if total > available:
-        raise corrupt(path, "its tensors lie on top of each other")
-    sums.size_bytes += total
-
-
-def _measure(path: Path, name: str, tensor: _Tensor, available: int) -> tuple[int, int]:
+def _measure(path: Path, name: str, tensor: _Tensor, available: int) -> int:
+    """Return the bytes of a tensor. A type newer than this program is taken at its word."""
     begin, end = tensor.data_offsets
-    elements = 1
-    for dim in tensor.shape[:16]:
-        elements *= dim
     if not 0 <= begin <= end or min(tensor.shape, default=0) < 0 or len(tensor.shape) > 16:
-        raise corrupt(path, f"the tensor {name[:80]!r} has impossible dimensions or offsets")
+        raise CorruptModel.of(path, f"the tensor {name[:80]!r} has impossible dimensions or offsets")
     if end > available:
-        raise corrupt(path, f"the tensor {name[:80]!r} ends {end - available} bytes behind the end of the file")
+        raise CorruptModel.of(path, f"the tensor {name[:80]!r} ends {end - available} bytes behind the end of the file")
     bits = DTYPE_BITS.get(tensor.dtype)
-    if bits is not None and -(-elements * bits // 8) != end - begin:
-        raise corrupt(path, f"the tensor {name[:80]!r} has {end - begin} bytes, which do not fit its dimensions")
-    return end - begin, elements
+    if bits is not None and -(-prod(tensor.shape) * bits // 8) != end - begin:
+        raise CorruptModel.of(path, f"the tensor {name[:80]!r} has {end - begin} bytes, which do not fit its dimensions")
+    return end - begin
+
+
+class _Config:
+    """Typed and bounded access to a ``config.json``; the text part of a model that also sees or hears."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.whole = _read_object(path)
+        inner = self.whole.get("text_config") or self.whole.get("llm_config") or self.whole.get("language_config")
+        self.fields: dict[str, Any] = inner if isinstance(inner, dict) else self.whole  # Any: values of JSON
+
+    def number(self, *names: str, most: int | None = None) -> int | None:
+        """Return the first of these fields that is set. Raises CorruptModel when it is no number in bounds."""
+        most = limits().models.width if most is None else most
+        for name in names:
+            value = self.fields.get(name)
+            if value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+                raise CorruptModel.of(self.path, f"{name} is {str(value)[:40]!r}")
+            return value
+        return None
+
+    def required(self, *names: str, most: int | None = None) -> int:
+        value = self.number(*names, most=most)
+        if value is None:
+            raise CorruptModel.of(self.path, f"it has no {names[0]}")
+        return value
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > limits().models.config_bytes:
+        raise CorruptModel.of(path, f"it is larger than {limits().models.config_bytes} bytes")
+    try:
+        fields = msgspec.json.decode(path.read_bytes())
+    except _UNREADABLE as error:
+        raise CorruptModel.of(path, f"it is no JSON ({str(error)[:100]})") from None
+    if not isinstance(fields, dict):
+        raise CorruptModel.of(path, "it is no JSON object")
+    return fields
+
+
+def _quantization_method(config: _Config) -> tuple[str | None, int | None]:
+    section = config.whole.get("quantization_config") or config.fields.get("quantization_config")
+    if not isinstance(section, dict):
+        return None, None
+    method, bits = section.get("quant_method"), section.get("bits")
+    if bits is None and section.get("load_in_4bit") is True:
+        bits = 4
+    if bits is None and section.get("load_in_8bit") is True:
+        bits = 8
+    # EXL3 states averages such as 4.25 bits.
+    usable = isinstance(bits, int) and not isinstance(bits, bool) and 0 < bits <= 64
+    return (method[:40] if isinstance(method, str) else None), (bits if usable else None)
+
+
+def _quantization(config: _Config, sizes: Counter[str], method: str | None, bits: int | None) -> str | None:
+    if method is not None:
+        return f"{method}-{bits}bit" if bits is not None else method
+    stated = config.whole.get("dtype") or config.whole.get("torch_dtype") or config.fields.get("dtype")
+    stored = sizes.most_common(1)
+    word = stored[0][0] if stored else stated
+    return _DTYPES.get(word, word.lower()) if isinstance(word, str) else None
+
+
+def _kv_layers(config: _Config, layers: int) -> tuple[KvLayer, ...]:
+    kinds = _layer_kinds(config, layers)
+    rank = config.number("kv_lora_rank")
+    if rank is not None:
+        latent = KvLayer(1, rank + (config.number("qk_rope_head_dim") or 0), 0)
+        return tuple(latent for kind in kinds if kind != "none")
+    if all(kind == "none" for kind in kinds):
+        return ()
+    heads = config.required("num_attention_heads", "n_head", "n_heads")
+    if heads == 0:
+        raise CorruptModel.of(config.path, "num_attention_heads is 0")
+    width = config.number("head_dim", "kv_channels") or config.required("hidden_size", "n_embd", "d_model") // heads
+    value_width = config.number("v_head_dim") or width
+    kv_heads = _kv_heads(config, heads, layers)
+    wide = config.number("global_head_dim")
+    wide_heads = config.number("num_global_key_value_heads")
+    window = config.number("sliding_window", "attention_chunk_size", most=1 << 40)
+    found: list[KvLayer] = []
+    for layer, kind in enumerate(kinds):
+        if kind == "sliding":
+            found.append(KvLayer(kv_heads[layer], width, value_width, window))
+        elif kind == "full":
+            found.append(KvLayer(wide_heads or kv_heads[layer], wide or width, wide or value_width))
+    return tuple(layer for layer in found if layer.kv_heads)
+
+
+def _kv_heads(config: _Config, heads: int, layers: int) -> list[int]:
+    listed = config.fields.get("num_kv_heads") or config.fields.get("num_key_value_heads")
+    if isinstance(listed, list):
+        if len(listed) < layers or not all(isinstance(item, int) and 0 <= item <= limits().models.width for item in listed):
+            raise CorruptModel.of(config.path, "its list of key-value heads does not fit its layers")
+        return listed[:layers]
+    if config.fields.get("multi_query") is True and config.fields.get("new_decoder_architecture") is not True:
+        return [1] * layers
+    kv_heads = config.number("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+    return [heads if kv_heads is None else kv_heads] * layers
+
+
+def _layer_kinds(config: _Config, layers: int) -> list[str]:
+    """Return ``full``, ``sliding`` or ``none`` for each layer. What it does not know counts in full: rather too much."""
+    model_type = str(config.fields.get("model_type") or config.whole.get("model_type") or "")
+    if model_type in ATTENTION_FREE:
+        return ["none"] * layers
+    kinds = _stated_kinds(config, layers) or _hybrid_kinds(config, layers) or _sliding_kinds(config, layers, model_type)
+    shared = config.number("num_kv_shared_layers", most=layers) or 0
+    has_window = bool(config.number("sliding_window", "attention_chunk_size", most=1 << 40))
+    kinds = ["full" if kind == "sliding" and not has_window else kind for kind in kinds]
+    return kinds[: layers - shared] + ["none"] * shared
+
+
+def _stated_kinds(config: _Config, layers: int) -> list[str] | None:
+    lists = [config.fields.get(name) for name in ("layer_types", "layers_block_type", "block_types")]
+    most = limits().models.layers
+    texts = (entry for entry in lists if isinstance(entry, list) and entry and all(isinstance(item, str) for item in entry))
+    stated = next((entry[:most] for entry in texts), None)
+    if stated is None:
+        pattern = config.fields.get("hybrid_override_pattern")
+        if not isinstance(pattern, str) or not pattern:
+            return None
+        stated = ["attention" if letter == "*" else "mamba" for letter in pattern[:most]]
+    kinds = ["sliding" if kind in SLIDING else "none" if kind in RECURRENT else "full" for kind in stated]
+    return [kinds[layer % len(kinds)] for layer in range(layers)]
+
+
+def _hybrid_kinds(config: _Config, layers: int) -> list[str] | None:
+    interval = config.number("full_attention_interval")
+    if interval:
+        return ["full" if (layer + 1) % interval == 0 else "none" for layer in range(layers)]
+    period = config.number("attn_layer_period")
+    if period:
+        offset = config.number("attn_layer_offset") or 0
+        return ["full" if layer % period == offset else "none" for layer in range(layers)]
+    return None
+
+
+def _sliding_kinds(config: _Config, layers: int, model_type: str) -> list[str]:
+    if not config.number("sliding_window", most=1 << 40) or config.fields.get("use_sliding_window") is False:
+        return ["full"] * layers
+    if config.fields.get("use_sliding_window") is True:
+        first = config.number("max_window_layers") or 0
+        return ["sliding" if layer >= first else "full" for layer in range(layers)]
+    period = config.number("sliding_window_pattern") or WINDOW_PERIODS.get(model_type)
+    if period:
+        return ["sliding" if (layer + 1) % period else "full" for layer in range(layers)]
+    return ["sliding" if model_type in ALL_SLIDE else "full"] * layers

@@ -11,7 +11,8 @@ from runner.definitions.overrides import check_quantization, plan_key
 from runner.definitions.plan import LoadPlan, Observation
 from runner.engines.port import EngineStats
 from runner.errors import InsufficientMemory
-from runner.fit import Alternative, DoesNotFit, Estimate, ModelShape, estimate, judge, learn_overhead, read_shape
+from runner.fit import read_shape
+from runner.fit.memory import Alternative, DoesNotFit, Estimate, ModelShape, estimate, judge, learn_overhead
 from runner.ledger import Ledger, LedgerError
 from runner.library import FoundModel, other_quantizations
 from runner.limits import MIB, limits
@@ -69,7 +70,7 @@ class Capacity:
             slots=plan.slots,
             type_k=_cache_type(plan, "gguf_type_k"),
             type_v=_cache_type(plan, "gguf_type_v"),
-            overhead_bytes=learn_overhead(seen, plan.backend, has_gpu=has_gpu).bytes,
+            overhead_bytes=learn_overhead(seen, plan.backend, has_gpu=has_gpu),
         )
         return Prediction(shape, predicted, expected_s)
 
@@ -112,7 +113,7 @@ class Capacity:
                 (other.model_id, other.memory_bytes or 0) for other in others if other is not evictee and other.memory_bytes
             ],
         )
-        if isinstance(verdict, DoesNotFit):
+        if verdict is not None:
             raise _refusal(model.model_id, plan, verdict, replicas=replicas, free_bytes=max(0, free))
         return prediction.estimate.total_bytes * replicas
 

@@ -73,7 +73,7 @@ NUMBERS: dict[str, str] = {
     "runner/engines/children/whisper.py": "RATE",
     "runner/engines/comfy.py": "MIN_SIDE MAX_SIDE SIDE_STEP",
     "runner/engines/llama.py": "BATCH_TOKENS",
-    "runner/fit/estimate.py": "BATCH_TOKENS PAGE_TOKENS",
+    "runner/fit/memory.py": "BATCH_TOKENS PAGE_TOKENS",
     "runner/fit/gguf.py": "_STRING _ARRAY",
     "runner/telemetry/nvml.py": "_INSUFFICIENT_SIZE _NOT_AVAILABLE",
     "runner/tiny/to_gguf.py": "END_OF_TEXT END_OF_TURN",

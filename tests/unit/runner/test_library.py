@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner import fit
 from runner.definitions.plan import Observation
 from runner.errors import CorruptModel, InvalidRequest, UnknownModel
+from runner.fit import memory, read_shape
 from runner.library import FoundModel, Library, check_model_id, other_quantizations
 from runner.library.quantizations import name_without_quantization
 from tests.fakes.examples import examples
@@ -43,9 +43,9 @@ class CountingReader:
     def __init__(self) -> None:
         self.read: list[str] = []
 
-    def __call__(self, path: Path) -> fit.ModelShape:
+    def __call__(self, path: Path) -> memory.ModelShape:
         self.read.append(path.name)
-        return fit.read_shape(path)
+        return read_shape(path)
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def base(tmp_path: Path) -> Path:
 
 
 def make_library(base: Path | None, home: Path | None = None) -> Library:
-    return Library(base, home, None, read_shape=fit.read_shape)
+    return Library(base, home, None, read_shape=read_shape)
 
 
 def found(library: Library) -> dict[str, FoundModel]:
@@ -286,24 +286,25 @@ def test_the_ways_of_naming_a_quantisation_do_not_count_and_another_model_stays_
 
 
 def per_token(path: Path) -> int:
-    return fit.estimate(fit.read_shape(path), context_tokens=1, slots=1, overhead_bytes=0).kv_bytes_per_token
+    shape = read_shape(path)
+    empty, one = (memory.estimate(shape, context_tokens=tokens, slots=1, overhead_bytes=0).kv_bytes for tokens in (0, 1))
+    return one - empty
 
 
 def test_the_tensors_of_a_gguf_are_added_up_exactly_in_every_form_of_the_file(tmp_path: Path) -> None:
-    shape = fit.read_shape(write_gguf(tmp_path / "m.gguf"))
+    shape = read_shape(write_gguf(tmp_path / "m.gguf"))
     assert shape.weights_bytes == 64 * 32 // 32 * 34 * 2 + 64 * 4 + 64 * 32 * 2
-    assert (shape.parameter_count, shape.vocab) == (3 * 64 * 32 + 64, 3)
-    assert fit.read_shape(write_gguf(tmp_path / "m2.gguf", version=2)) == shape
+    assert read_shape(write_gguf(tmp_path / "m2.gguf", version=2)) == shape
     untyped = {key: value for key, value in LLAMA.items() if key != "general.file_type"}
-    assert fit.read_shape(write_gguf(tmp_path / "untyped.gguf", untyped)).quantization == "q8_0", "the type of most bytes"
+    assert read_shape(write_gguf(tmp_path / "untyped.gguf", untyped)).quantization == "q8_0", "the type of most bytes"
     write_gguf(tmp_path / "m-00001-of-00002.gguf", LLAMA, LLAMA_TENSORS[:2])
     second = write_gguf(tmp_path / "m-00002-of-00002.gguf", {"split.no": 1}, LLAMA_TENSORS[2:])
-    assert fit.read_shape(second) == shape, "whichever part is named"
+    assert read_shape(second) == shape, "whichever part is named"
     header, data = gguf_bytes(LLAMA, LLAMA_TENSORS)
     old = struct.pack("<2QI", 64, 32, GGUF_F16)
     assert header.count(old) == 1
     (tmp_path / "newer.gguf").write_bytes(header.replace(old, struct.pack("<2QI", 64, 32, 99)) + bytes(data))
-    assert fit.read_shape(tmp_path / "newer.gguf").weights_bytes == shape.weights_bytes, "it reaches to the next tensor"
+    assert read_shape(tmp_path / "newer.gguf").weights_bytes == shape.weights_bytes, "it reaches to the next tensor"
 
 
 def _deepseek_v3(**more: object) -> dict[str, object]:
@@ -316,9 +317,9 @@ def _deepseek_v3(**more: object) -> dict[str, object]:
 def test_latent_attention_keeps_one_compressed_vector_per_layer_unless_an_old_conversion_lacks_its_keys(tmp_path: Path) -> None:
     metadata = _deepseek_v3(head_count_kv=1, key_length=576, value_length=512, key_length_mla=192, value_length_mla=128)
     path = write_gguf(tmp_path / "m.gguf", metadata)
-    assert (per_token(path), fit.read_shape(path).latent_rank) == (61 * (512 + 64) * 2, 512)
+    assert per_token(path) == 61 * (512 + 64) * 2
     path = write_gguf(tmp_path / "old.gguf", _deepseek_v3(head_count_kv=128, key_length=192, value_length=128))
-    assert (per_token(path), fit.read_shape(path).latent_rank) == (61 * 128 * (192 + 128) * 2, None)
+    assert per_token(path) == 61 * 128 * (192 + 128) * 2
 
 
 def _gemma(architecture: str, layers: int, **more: object) -> dict[str, object]:
@@ -342,7 +343,7 @@ def _gemma(architecture: str, layers: int, **more: object) -> dict[str, object]:
     ],
 )
 def test_layers_with_a_sliding_window_are_told_apart(tmp_path: Path, metadata: dict[str, object], full: list[int]) -> None:
-    layers = fit.read_shape(write_gguf(tmp_path / "m.gguf", metadata)).kv_layers
+    layers = read_shape(write_gguf(tmp_path / "m.gguf", metadata)).kv_layers
     assert [index for index, layer in enumerate(layers) if layer.window is None] == full
 
 
@@ -359,7 +360,7 @@ def test_layers_with_a_sliding_window_are_told_apart(tmp_path: Path, metadata: d
     ],
 )
 def test_recurrent_layers_keep_none(tmp_path: Path, metadata: dict[str, object], tensors: list[Tensor], attending: int) -> None:
-    assert len(fit.read_shape(write_gguf(tmp_path / "m.gguf", metadata, tensors)).kv_layers) == attending
+    assert len(read_shape(write_gguf(tmp_path / "m.gguf", metadata, tensors)).kv_layers) == attending
 
 
 def _llama_8b() -> dict[str, object]:
@@ -427,7 +428,7 @@ def test_bytes_per_token_of_published_configurations_are_those_computed_by_hand(
 )  # fmt: skip
 def test_windows_go_to_the_layers_that_have_them(tmp_path: Path, config: dict[str, object], full: list[int]) -> None:
     base = {"num_hidden_layers": 12, "num_attention_heads": 4, "hidden_size": 64}
-    layers = fit.read_shape(write_folder(tmp_path / "m", base | config)).kv_layers
+    layers = read_shape(write_folder(tmp_path / "m", base | config)).kv_layers
     assert len(layers) == 12
     assert [index for index, layer in enumerate(layers) if layer.window is None] == full
 
@@ -438,7 +439,7 @@ def test_the_quantisation_is_named_as_the_load_request_names_it(tmp_path: Path) 
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes-4bit", "safetensors"),
         ({"quant_method": "exl3", "bits": 4.25}, "exl3", "exl3"), (None, "bf16", "safetensors"),
     ):  # fmt: skip
-        shape = fit.read_shape(write_folder(tmp_path / expected, _llama_8b() | {"quantization_config": section}))
+        shape = read_shape(write_folder(tmp_path / expected, _llama_8b() | {"quantization_config": section}))
         assert (shape.quantization, shape.format) == (expected, form)
 
 
@@ -447,33 +448,31 @@ def _with_index(folder: Path, weight_map: dict[str, str]) -> Path:
     return folder
 
 
-def test_weights_of_a_folder_count_once_and_packed_words_as_the_parameters_in_them(tmp_path: Path) -> None:
-    config = _llama_8b() | {"quantization_config": {"quant_method": "awq", "bits": 4}}
-    tensors = {"q.qweight": ("I32", (8, 4), 128), "q.scales": ("F16", (8,), 16)}
-    shape = fit.read_shape(write_folder(tmp_path / "packed", config, tensors))
-    assert (shape.parameter_count, shape.weights_bytes) == (8 * 4 * 8 + 8, 144)
+def test_weights_of_a_folder_count_once_and_those_of_an_unheard_of_type_as_stated(tmp_path: Path) -> None:
+    tensors = {"q.qweight": ("I32", (8, 4), 128), "q.scales": ("F16", (8,), 16), "q.zeros": ("F5_NEW", (8,), 5)}
+    assert read_shape(write_folder(tmp_path / "packed", _llama_8b(), tensors)).weights_bytes == 149
     folder = write_folder(tmp_path / "m", _llama_8b())
     (folder / "consolidated.safetensors").write_bytes(safetensors_bytes({"x": ("U8", (999,), 999)}))
-    assert fit.read_shape(folder).weights_bytes == 256 + 16, "without the second copy"
+    assert read_shape(folder).weights_bytes == 256 + 16, "without the second copy"
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     (folder / "model-00002-of-00002.safetensors").write_bytes(safetensors_bytes({"x": ("U8", (100,), 100)}))
     names = {"a": "model-00001-of-00002.safetensors", "x": "model-00002-of-00002.safetensors"}
-    assert fit.read_shape(_with_index(folder, names)).weights_bytes == 256 + 16 + 100
+    assert read_shape(_with_index(folder, names)).weights_bytes == 256 + 16 + 100
 
 
 def test_ctranslate2_states_its_heads_layer_by_layer_and_whisper_keeps_the_audio_for_its_decoder(tmp_path: Path) -> None:
-    shape = fit.read_shape(write_ct2(tmp_path / "m", layers=3))
-    assert (shape.format, shape.quantization, shape.vocab, shape.heads) == ("ctranslate2", "int8", 10, 4)
-    assert (shape.kv_layers, shape.parameter_count) == ((fit.KvLayer(2, 8, 8),) * 3, 320 + 3 * 2048)
+    shape = read_shape(write_ct2(tmp_path / "m", layers=3))
+    assert (shape.format, shape.quantization, shape.layers) == ("ctranslate2", "int8", 3)
+    assert (shape.kv_layers, shape.weights_bytes) == ((memory.KvLayer(2, 8, 8),) * 3, 2 + 320 + 3 * (4 + 2048))
     folder = write_ct2(tmp_path / "w", layers=1)
     raw = (folder / "model.bin").read_bytes()
     (folder / "model.bin").write_bytes(raw.replace(b"\x17\0TransformerDecoderSpec\0", b"\x0c\0WhisperSpec\0"))
-    shape = fit.read_shape(folder)
+    shape = read_shape(folder)
     assert (shape.format, shape.context_max) == ("whisper", 448)
-    assert shape.kv_layers == (fit.KvLayer(2, 8, 8), fit.KvLayer(4, 8, 8, fixed_tokens=1500))
+    assert shape.kv_layers == (memory.KvLayer(2, 8, 8), memory.KvLayer(4, 8, 8, fixed_tokens=1500))
     (folder / "model.bin").write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(CorruptModel, match=r"weights of PyTorch are not loaded"):
-        fit.read_shape(folder)
+        read_shape(folder)
 
 
 def _truncate(path: Path, by: int) -> None:
@@ -543,53 +542,55 @@ def test_a_damaged_model_is_refused_naming_the_file_and_what_is_wrong(tmp_path: 
     make, words = DAMAGED[name]
     path = make(tmp_path)
     with pytest.raises(CorruptModel, match=words):
-        fit.read_shape(path)
+        read_shape(path)
 
 
 MIB = 1 << 20
 
 
-def make_shape(*layers: fit.KvLayer, weights_bytes: int = 1000) -> fit.ModelShape:
-    return fit.ModelShape("gguf", "llama", weights_bytes, 500, len(layers), 4, layers)
+def make_shape(*layers: memory.KvLayer, weights_bytes: int = 1000) -> memory.ModelShape:
+    return memory.ModelShape("gguf", weights_bytes, len(layers), layers)
 
 
-LLAMA_8B = make_shape(*[fit.KvLayer(8, 128, 128)] * 32, weights_bytes=8_540_000_000)
+LLAMA_8B = make_shape(*[memory.KvLayer(8, 128, 128)] * 32, weights_bytes=8_540_000_000)
 
 
 def test_the_cache_is_tokens_times_slots_times_the_bits_of_its_type_in_whole_blocks() -> None:
-    result = fit.estimate(LLAMA_8B, context_tokens=8192, slots=2, overhead_bytes=7)
-    assert (result.kv_bytes_per_token, result.kv_bytes) == (131_072, 2 * 8192 * 131_072)
+    result = memory.estimate(LLAMA_8B, context_tokens=8192, slots=2, overhead_bytes=7)
+    assert result.kv_bytes == 2 * 8192 * 131_072
     assert result.total_bytes == 8_540_000_000 + 2 * (1 << 30) + 7
     bits = {"f32": 32.0, "f16": 16.0, "bf16": 16.0, "q8_0": 8.5, "q5_1": 6.0, "q5_0": 5.5, "q4_1": 5.0, "q4_0": 4.5,
             "iq4_nl": 4.5, "fp8": 8.0, "fp8_e5m2": 8.0}  # fmt: skip
     for name, size in bits.items():
-        result = fit.estimate(LLAMA_8B, context_tokens=1, slots=1, type_k=name, type_v=name, overhead_bytes=0)
+        result = memory.estimate(LLAMA_8B, context_tokens=1, slots=1, type_k=name, type_v=name, overhead_bytes=0)
         assert result.kv_bytes == 32 * 2 * 8 * 128 * size / 8
-    mixed = fit.estimate(
-        make_shape(fit.KvLayer(1, 40, 8)), context_tokens=1, slots=1, type_k="q8_0", type_v="f16", overhead_bytes=0
+    mixed = memory.estimate(
+        make_shape(memory.KvLayer(1, 40, 8)), context_tokens=1, slots=1, type_k="q8_0", type_v="f16", overhead_bytes=0
     )
     assert mixed.kv_bytes == 2 * 34 + 8 * 2
     with pytest.raises(ValueError, match="'q3' is no type of KV cache"):
-        fit.estimate(LLAMA_8B, context_tokens=1, slots=1, type_k="q3", overhead_bytes=0)
+        memory.estimate(LLAMA_8B, context_tokens=1, slots=1, type_k="q3", overhead_bytes=0)
 
 
 def test_a_window_bounds_what_a_layer_keeps_and_audio_does_not_grow_with_the_context() -> None:
     # Gemma 3 27B: 62 layers, every sixth sees everything, 16 heads of 128, a window of 1024, at its full context.
-    layers = [fit.KvLayer(16, 128, 128, None if (layer + 1) % 6 == 0 else 1024) for layer in range(62)]
+    layers = [memory.KvLayer(16, 128, 128, None if (layer + 1) % 6 == 0 else 1024) for layer in range(62)]
     of_token = 16 * (128 + 128) * 2
-    result = fit.estimate(make_shape(*layers), context_tokens=131_072, slots=1, overhead_bytes=0)
+    result = memory.estimate(make_shape(*layers), context_tokens=131_072, slots=1, overhead_bytes=0)
     assert result.kv_bytes == 10 * 131_072 * of_token + 52 * (1024 + 512) * of_token
-    assert result.kv_bytes_per_token == 62 * of_token
-    short = fit.estimate(make_shape(fit.KvLayer(1, 1, 1, 4096)), context_tokens=100, slots=3, overhead_bytes=0)
+    short = memory.estimate(make_shape(memory.KvLayer(1, 1, 1, 4096)), context_tokens=100, slots=3, overhead_bytes=0)
     assert short.kv_bytes == 3 * 100 * 4
-    heard = fit.estimate(
-        make_shape(fit.KvLayer(1, 1, 1), fit.KvLayer(2, 1, 1, fixed_tokens=1500)), context_tokens=448, slots=1, overhead_bytes=0
+    heard = memory.estimate(
+        make_shape(memory.KvLayer(1, 1, 1), memory.KvLayer(2, 1, 1, fixed_tokens=1500)),
+        context_tokens=448,
+        slots=1,
+        overhead_bytes=0,
     )
-    assert (heard.kv_bytes, heard.kv_bytes_per_token) == (448 * 4 + 1500 * 8, 4)
+    assert heard.kv_bytes == 448 * 4 + 1500 * 8
 
 
 def test_layers_that_stay_with_the_host_take_nothing_of_the_gpu() -> None:
-    whole = make_shape(*[fit.KvLayer(1, 1, 1, layer) for layer in range(1, 25)], weights_bytes=2500)
+    whole = make_shape(*[memory.KvLayer(1, 1, 1, layer) for layer in range(1, 25)], weights_bytes=2500)
     half = whole.last_layers(12)
     assert (half.weights_bytes, [layer.window for layer in half.kv_layers]) == (1200, list(range(13, 25)))
     assert (whole.last_layers(0).weights_bytes, whole.last_layers(0).kv_layers) == (0, ())
@@ -601,35 +602,29 @@ def seen(beyond: int, at: float, *, backend: str = "gguf", measured: int | None 
     return Observation(backend, "m", "k", 1000, 200, 1200 + beyond if measured is None else measured, 1.0, at)
 
 
-def test_the_overhead_is_the_median_of_the_newest_twenty_loads_or_a_guess_that_says_where_it_comes_from() -> None:
-    guess = fit.learn_overhead([seen(5, 1.0, backend="vllm"), seen(0, 1.0, measured=0)], "gguf")
-    assert (guess.bytes, guess.is_learnt, guess.samples, "37 MB" in guess.reason) == (48 * MIB, False, 0, True)
-    assert (
-        fit.learn_overhead([], "vllm").bytes > fit.learn_overhead([], "whisper").bytes > fit.learn_overhead([], "ct2").bytes > 0
-    )
-    assert fit.learn_overhead([], "openai_compatible").bytes == 0
-    assert (fit.learn_overhead([], "gguf", has_gpu=True).bytes, fit.learn_overhead([], "vllm", has_gpu=True).bytes) == (
-        768 * MIB, fit.learn_overhead([], "vllm").bytes,
-    )  # fmt: skip
+def test_the_overhead_is_the_median_of_the_newest_twenty_loads_or_a_guess() -> None:
+    learn = memory.learn_overhead
+    assert learn([seen(5, 1.0, backend="vllm"), seen(0, 1.0, measured=0)], "gguf") == 48 * MIB
+    assert learn([], "vllm") > learn([], "whisper") > learn([], "ct2") > learn([], "openai_compatible") == 0
+    assert (learn([], "gguf", has_gpu=True), learn([], "vllm", has_gpu=True)) == (768 * MIB, learn([], "vllm"))
     old, new = ([seen(9_000_000, float(at)) for at in range(30)], [seen(500 + at, 100.0 + at) for at in range(20)])
-    learnt = fit.learn_overhead([*new, *old], "gguf")
-    assert (learnt.bytes, learnt.is_learnt, learnt.samples) == (509, True, 20)
-    assert fit.learn_overhead([seen(100, 1.0), seen(110, 2.0), seen(9_999_999, 3.0)], "gguf").bytes == 110
-    assert fit.learn_overhead([seen(-500, 1.0)], "gguf").bytes == 0
+    assert learn([*new, *old], "gguf") == 509
+    assert learn([seen(100, 1.0), seen(110, 2.0), seen(9_999_999, 3.0)], "gguf") == 110
+    assert learn([seen(-500, 1.0)], "gguf") == 0
 
 
 def ask(
     free_bytes: int, *, budget_bytes: int | None = None, context_tokens: int = 8192, slots: int = 4, **more: object
-) -> fit.Fits | fit.DoesNotFit:
-    predicted = fit.estimate(LLAMA_8B, context_tokens=context_tokens, slots=slots, overhead_bytes=100 * MIB)
-    return fit.judge(
+) -> memory.DoesNotFit | None:
+    predicted = memory.estimate(LLAMA_8B, context_tokens=context_tokens, slots=slots, overhead_bytes=100 * MIB)
+    return memory.judge(
         predicted, free_bytes=free_bytes, budget_bytes=budget_bytes, shape=LLAMA_8B, context_tokens=context_tokens, slots=slots,
         **more,  # type: ignore[arg-type]  # the further arguments by name
     )  # fmt: skip
 
 
-def refused(verdict: fit.Fits | fit.DoesNotFit) -> dict[fit.SuggestionKind, fit.Suggestion]:
-    assert isinstance(verdict, fit.DoesNotFit)
+def refused(verdict: memory.DoesNotFit | None) -> dict[memory.SuggestionKind, memory.Suggestion]:
+    assert verdict is not None
     return {suggestion.kind: suggestion for suggestion in verdict.suggestions}
 
 
@@ -637,34 +632,34 @@ NEEDED = 8_540_000_000 + 4 * (1 << 30) + 100 * MIB
 
 
 def test_one_byte_less_than_enough_is_refused_with_the_longest_context_and_the_most_requests_that_fit() -> None:
-    assert isinstance(ask(NEEDED), fit.Fits)
-    assert isinstance(ask(NEEDED * 2, budget_bytes=NEEDED - 1), fit.DoesNotFit)
-    suggestion = refused(ask(NEEDED - 1))[fit.SuggestionKind.SHORTER_CONTEXT]
+    assert ask(NEEDED) is None
+    assert ask(NEEDED * 2, budget_bytes=NEEDED - 1) is not None
+    suggestion = refused(ask(NEEDED - 1))[memory.SuggestionKind.SHORTER_CONTEXT]
     assert (suggestion.context_tokens, "7936 tokens" in suggestion.text) == (8192 - 256, True)
     assert suggestion.as_dict() == {
         "kind": "shorter_context", "text": suggestion.text, "requiredMB": -(-suggestion.required_bytes // MIB),
         "maxContextLength": 7936,
     }  # fmt: skip
-    fewer = refused(ask(NEEDED - 2 * (1 << 30)))[fit.SuggestionKind.FEWER_SLOTS]
+    fewer = refused(ask(NEEDED - 2 * (1 << 30)))[memory.SuggestionKind.FEWER_SLOTS]
     assert (fewer.slots, fewer.required_bytes) == (2, NEEDED - 2 * (1 << 30))
-    assert "One request at a time instead of 4" in refused(ask(NEEDED - 3 * (1 << 30)))[fit.SuggestionKind.FEWER_SLOTS].text
+    assert "One request at a time instead of 4" in refused(ask(NEEDED - 3 * (1 << 30)))[memory.SuggestionKind.FEWER_SLOTS].text
 
 
 def test_smaller_caches_other_quantisations_and_the_fewest_evictions_that_do_are_suggested() -> None:
     free = NEEDED - 2 * (1 << 30)
-    smaller = refused(ask(free, kv_types=("q8_0", "unheard_of", "q4_0")))[fit.SuggestionKind.SMALLER_KV_TYPE]
+    smaller = refused(ask(free, kv_types=("q8_0", "unheard_of", "q4_0")))[memory.SuggestionKind.SMALLER_KV_TYPE]
     assert smaller.kv_type == "q4_0"  # q8_0 takes 8.5 of 16 bits: just too much
-    assert fit.SuggestionKind.SMALLER_KV_TYPE not in refused(ask(free))
+    assert memory.SuggestionKind.SMALLER_KV_TYPE not in refused(ask(free))
     sizes = {"q4": ("q4_k_m", 4_900_000_000), "q2": ("q2_k", 3_200_000_000), "f16": ("f16", 1 << 34)}
-    others = [fit.Alternative(name, *size) for name, size in sizes.items()]
-    other = refused(ask(NEEDED - 3_000_000_000, alternatives=others))[fit.SuggestionKind.OTHER_QUANTIZATION]
+    others = [memory.Alternative(name, *size) for name, size in sizes.items()]
+    other = refused(ask(NEEDED - 3_000_000_000, alternatives=others))[memory.SuggestionKind.OTHER_QUANTIZATION]
     assert (other.model_id, other.quantization) == ("q4", "q4_k_m")
     assert other.required_bytes == NEEDED - 8_540_000_000 + 4_900_000_000
     loaded = [("small", 1 << 30), ("middle", 3 << 30), ("large", 6 << 30), ("unknown", 0)]
     for missing, evicted in ((2 << 30, ("middle",)), (7 << 30, ("small", "large"))):
-        assert refused(ask(NEEDED - missing, loaded=loaded))[fit.SuggestionKind.EVICT].evict == evicted
-    assert fit.SuggestionKind.EVICT not in refused(ask(NEEDED - (11 << 30), loaded=loaded))
-    assert fit.SuggestionKind.EVICT not in refused(ask(NEEDED - 1, budget_bytes=NEEDED - 1, loaded=[("other", 1 << 40)]))
+        assert refused(ask(NEEDED - missing, loaded=loaded))[memory.SuggestionKind.EVICT].evict == evicted
+    assert memory.SuggestionKind.EVICT not in refused(ask(NEEDED - (11 << 30), loaded=loaded))
+    assert memory.SuggestionKind.EVICT not in refused(ask(NEEDED - 1, budget_bytes=NEEDED - 1, loaded=[("other", 1 << 40)]))
 
 
 @examples(25)
@@ -674,14 +669,15 @@ def test_smaller_caches_other_quantisations_and_the_fewest_evictions_that_do_are
 )  # fmt: skip
 def test_every_suggestion_is_enough_by_itself(free: int, context: int, slots: int, sizes: list[int]) -> None:
     loaded = [(f"m{index}", size) for index, size in enumerate(sizes)]
-    verdict = ask(free, context_tokens=context, slots=slots, kv_types=tuple(fit.CACHE_TYPES), loaded=loaded)
-    if isinstance(verdict, fit.Fits):
-        assert verdict.predicted.total_bytes <= free
+    verdict = ask(free, context_tokens=context, slots=slots, kv_types=tuple(memory.CACHE_TYPES), loaded=loaded)
+    needed = memory.estimate(LLAMA_8B, context_tokens=context, slots=slots, overhead_bytes=100 * MIB).total_bytes
+    if verdict is None:
+        assert needed <= free
         return
-    assert verdict.required_bytes > free
+    assert verdict.required_bytes == needed > free
     for suggestion in verdict.suggestions:
         freed = sum(size for name, size in loaded if name in suggestion.evict)
-        again = fit.estimate(
+        again = memory.estimate(
             LLAMA_8B, context_tokens=suggestion.context_tokens or context, slots=suggestion.slots or slots,
             type_k=suggestion.kv_type or "f16", type_v=suggestion.kv_type or "f16", overhead_bytes=100 * MIB,
         )  # fmt: skip
@@ -720,13 +716,13 @@ def damage(content: bytes, changes: list[tuple[int, bytes]], cut: int | None) ->
     return bytes(raw[: len(raw) if cut is None else cut % (len(raw) + 1)])
 
 
-def read_anyhow(path: Path) -> fit.ModelShape | None:
+def read_anyhow(path: Path) -> memory.ModelShape | None:
     """Return the shape, or None for a file that is refused; any other exception fails the test."""
     try:
-        shape = fit.read_shape(path)
+        shape = read_shape(path)
     except CorruptModel:
         return None
-    assert fit.estimate(shape, context_tokens=4096, slots=1, overhead_bytes=0).total_bytes >= shape.weights_bytes >= 0
+    assert memory.estimate(shape, context_tokens=4096, slots=1, overhead_bytes=0).total_bytes >= shape.weights_bytes >= 0
     return shape
 
 
@@ -788,7 +784,7 @@ def test_numbers_made_to_exhaust_memory_are_refused_cheaply(folder: Path, raw: b
     tracemalloc.start()
     try:
         with pytest.raises(CorruptModel):
-            fit.read_shape(model)
+            read_shape(model)
         assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
     finally:
         tracemalloc.stop()

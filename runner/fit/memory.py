@@ -1,0 +1,309 @@
+"""Memory of a model: its shape, what a load of it takes, whether that fits, and what would fit instead. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import combinations
+from statistics import median
+from typing import Literal
+
+from runner.definitions.plan import Observation
+from runner.limits import MIB, limits
+
+Format = Literal["gguf", "safetensors", "exl3", "ctranslate2", "whisper"]
+
+CACHE_TYPES: dict[str, tuple[int, int]] = {
+    "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q5_1": (32, 24), "q5_0": (32, 22), "q4_1": (32, 20),
+    "q4_0": (32, 18), "iq4_nl": (32, 18), "fp8": (1, 1), "fp8_e4m3": (1, 1), "fp8_e5m2": (1, 1), "auto": (1, 2),
+    "float32": (1, 4), "float16": (1, 2), "bfloat16": (1, 2),
+}  # fmt: skip
+"""Elements and bytes of one block: those of ggml for its types, one number for the others (``auto``: 16 bits)."""
+
+BATCH_TOKENS = 512
+"""A sliding window is kept together with the batch being worked on (n_ubatch of llama.cpp, its default)."""
+PAGE_TOKENS = 256
+
+# Bytes that an engine takes beside weights and cache before a load was measured: without a GPU, with one.
+FIRST_GUESSES: dict[str, tuple[int, int]] = {
+    # llama.cpp took 37 MB with a 1 MB model, 0.7 GB on a GPU, where most of it is CUDA's own; buffers grow with the model.
+    "gguf": (48 * MIB, 768 * MIB),
+    # CTranslate2 took 52 MB with a 1 MB model, 0.6 GB on a GPU.
+    "ct2": (64 * MIB, 640 * MIB),
+    # faster-whisper took 164 MB without a GPU, its audio decoder and voice detector included; with one it was not measured.
+    "whisper": (192 * MIB, 192 * MIB),
+    # The processes of vLLM took 1.7 GB without a GPU, together with a 2 MB model.
+    "vllm": (1800 * MIB, 1800 * MIB),
+    # ExLlamaV3 was never measured; vLLM in one process, on the same PyTorch, took 1.2 GB.
+    "exllamav3": (1200 * MIB, 1200 * MIB),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """What one layer keeps of each token: ``kv_heads`` times ``key_dim`` and ``value_dim`` numbers.
+
+    ``window``: a token older than so many is forgotten. ``fixed_tokens``: it always holds so many, whatever the context
+    (cross-attention over the audio of Whisper). Multi-head latent attention is one head of rank + rotary numbers and no values.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    fixed_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What memory a model needs depends on. ``weights_bytes`` is the exact sum of its tensors as stored.
+
+    ``layers`` counts all blocks, ``kv_layers`` those that keep something per token: recurrent layers, and layers that share
+    the cache of another, are not in it. ``context_max`` in tokens.
+    """
+
+    format: Format
+    weights_bytes: int
+    layers: int
+    kv_layers: tuple[KvLayer, ...]
+    context_max: int | None = None
+    quantization: str | None = None
+
+    def last_layers(self, count: int) -> ModelShape:
+        """Return the part that llama.cpp puts on a GPU for ``n_gpu_layers``: the last blocks, and the output as one more.
+
+        Below zero, and above their number, is all of it. The weights of a block are taken to be alike.
+        """
+        if not 0 <= count <= self.layers:
+            return self
+        kept = len(self.kv_layers) * count // self.layers if self.layers else 0
+        weights_bytes = self.weights_bytes * count // (self.layers + 1)
+        return replace(self, weights_bytes=weights_bytes, kv_layers=self.kv_layers[len(self.kv_layers) - kept :])
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a load takes, in bytes: weights as they are, the KV cache by formula, the engine's own share as given."""
+
+    weights_bytes: int
+    kv_bytes: int
+    overhead_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.overhead_bytes
+
+
+def estimate(
+    shape: ModelShape, *, context_tokens: int, slots: int, type_k: str = "f16", type_v: str = "f16", overhead_bytes: int
+) -> Estimate:
+    """Return what ``slots`` requests of ``context_tokens`` each take. Raises ValueError for an unknown type of cache."""
+    kv_bytes = slots * sum(
+        _cells(layer, context_tokens)
+        * (_row_bytes(layer.kv_heads * layer.key_dim, type_k) + _row_bytes(layer.kv_heads * layer.value_dim, type_v))
+        for layer in shape.kv_layers
+    )
+    return Estimate(shape.weights_bytes, kv_bytes, overhead_bytes)
+
+
+def _cells(layer: KvLayer, context_tokens: int) -> int:
+    """Return for how many tokens of one request a layer has room."""
+    if layer.fixed_tokens is not None:
+        return layer.fixed_tokens
+    if layer.window is None:
+        return context_tokens
+    return min(context_tokens, -(-(layer.window + BATCH_TOKENS) // PAGE_TOKENS) * PAGE_TOKENS)
+
+
+def _row_bytes(elements: int, cache_type: str) -> int:
+    if cache_type not in CACHE_TYPES:
+        raise ValueError(f"{cache_type!r} is no type of KV cache; known are {', '.join(CACHE_TYPES)}")
+    block, block_bytes = CACHE_TYPES[cache_type]
+    return -(-elements // block) * block_bytes
+
+
+def learn_overhead(observations: Sequence[Observation], backend: str, *, has_gpu: bool = False) -> int:
+    """Return the bytes that an engine takes beyond weights and cache: the median of the newest measured loads of a backend,
+    never below zero; before any, a first guess, which is 0 for a server of somebody else's.
+    """
+    # A load of which no memory could be measured has 0 there.
+    ours = [seen for seen in observations if seen.backend == backend and seen.measured_bytes > 0]
+    newest = sorted(ours, key=lambda seen: seen.loaded_at)[-limits().models.measured_loads :]
+    if not newest:
+        return FIRST_GUESSES.get(backend, (0, 0))[has_gpu]
+    # The median, so that one load beside another program that came or went does not spoil it.
+    return max(0, int(median(seen.measured_bytes - seen.weights_bytes - seen.kv_bytes for seen in newest)))
+
+
+class SuggestionKind(StrEnum):
+    """What could be changed."""
+
+    SHORTER_CONTEXT = "shorter_context"
+    FEWER_SLOTS = "fewer_slots"
+    SMALLER_KV_TYPE = "smaller_kv_type"
+    OTHER_QUANTIZATION = "other_quantization"
+    EVICT = "evict"
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """One change after which it fits. ``required_bytes``: what the model takes then. The field of its kind is set."""
+
+    kind: SuggestionKind
+    text: str
+    required_bytes: int
+    context_tokens: int | None = None
+    slots: int | None = None
+    kv_type: str | None = None
+    model_id: str | None = None
+    quantization: str | None = None
+    evict: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """Return it as it goes into an answer: camelCase, sizes in MB (rounded up), unset fields left out."""
+        fields: dict[str, object | None] = {
+            "kind": self.kind.value,
+            "text": self.text,
+            "requiredMB": _mb(self.required_bytes),
+            "maxContextLength": self.context_tokens,
+            "slots": self.slots,
+            "kvType": self.kv_type,
+            "modelId": self.model_id,
+            "quantization": self.quantization,
+            "evict": list(self.evict) or None,
+        }
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The same model in another quantisation that is here already."""
+
+    model_id: str
+    quantization: str
+    weights_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DoesNotFit:
+    """Each suggestion alone would do. ``free_bytes`` is what it may have: the smaller of free and budget."""
+
+    required_bytes: int
+    free_bytes: int
+    suggestions: tuple[Suggestion, ...]
+
+
+def judge(
+    predicted: Estimate,
+    *,
+    free_bytes: int,
+    budget_bytes: int | None,
+    shape: ModelShape,
+    context_tokens: int,
+    slots: int,
+    type_k: str = "f16",
+    type_v: str = "f16",
+    kv_types: Sequence[str] = (),
+    alternatives: Sequence[Alternative] = (),
+    loaded: Sequence[tuple[str, int]] = (),
+) -> DoesNotFit | None:
+    """Compare what it takes with what it may have, and look for what would fit; None when it does.
+
+    ``kv_types``: those that the backend can use, in order of preference. ``loaded``: id and bytes of models that may be
+    unloaded for it; that helps when memory is short, not when the budget of the model itself is.
+    """
+    available = free_bytes if budget_bytes is None else min(free_bytes, budget_bytes)
+    if predicted.total_bytes <= available:
+        return None
+
+    def need(*, tokens: int = context_tokens, slots: int = slots, key: str = type_k, value: str = type_v) -> int:
+        changed = estimate(
+            shape, context_tokens=tokens, slots=slots, type_k=key, type_v=value, overhead_bytes=predicted.overhead_bytes
+        )
+        return changed.total_bytes
+
+    found = [
+        _shorter_context((context_tokens - 1) // PAGE_TOKENS, lambda pages: need(tokens=pages * PAGE_TOKENS), available),
+        _fewer_slots(slots, lambda count: need(slots=count), available),
+        _smaller_cache(kv_types, lambda name: need(key=name, value=name), available),
+        _other_quantization(alternatives, predicted.total_bytes - predicted.weights_bytes, available),
+    ]
+    if budget_bytes is None or predicted.total_bytes <= budget_bytes:
+        found.append(_evict(predicted.total_bytes, free_bytes, loaded))
+    return DoesNotFit(predicted.total_bytes, available, tuple(entry for entry in found if entry is not None))
+
+
+def _most(high: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number up to ``high`` that fits, 0 when none does: more never takes less."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _shorter_context(pages: int, need: Callable[[int], int], available: int) -> Suggestion | None:
+    pages = _most(pages, lambda count: need(count) <= available)
+    if pages == 0:
+        return None
+    tokens, required = pages * PAGE_TOKENS, need(pages)
+    text = f"A context of {tokens} tokens would fit ({_mb(required)} MB)."
+    return Suggestion(SuggestionKind.SHORTER_CONTEXT, text, required, context_tokens=tokens)
+
+
+def _fewer_slots(slots: int, need: Callable[[int], int], available: int) -> Suggestion | None:
+    count = _most(slots - 1, lambda count: need(count) <= available)
+    if count == 0:
+        return None
+    required = need(count)
+    requests = "One request" if count == 1 else f"{count} requests"
+    text = f"{requests} at a time instead of {slots} would fit ({_mb(required)} MB)."
+    return Suggestion(SuggestionKind.FEWER_SLOTS, text, required, slots=count)
+
+
+def _smaller_cache(kv_types: Sequence[str], need: Callable[[str], int], available: int) -> Suggestion | None:
+    for kv_type in kv_types:
+        if kv_type in CACHE_TYPES and (required := need(kv_type)) <= available:
+            text = f"A KV cache of type {kv_type} would fit ({_mb(required)} MB)."
+            return Suggestion(SuggestionKind.SMALLER_KV_TYPE, text, required, kv_type=kv_type)
+    return None
+
+
+def _other_quantization(alternatives: Sequence[Alternative], beside_bytes: int, available: int) -> Suggestion | None:
+    """Return the largest, so the least degraded, alternative that fits."""
+    for other in sorted(alternatives, key=lambda entry: -entry.weights_bytes):
+        required = beside_bytes + other.weights_bytes
+        if required <= available:
+            text = f"{other.model_id} ({other.quantization}) would fit ({_mb(required)} MB)."
+            kind = SuggestionKind.OTHER_QUANTIZATION
+            return Suggestion(kind, text, required, model_id=other.model_id, quantization=other.quantization)
+    return None
+
+
+def _evict(required: int, free_bytes: int, loaded: Sequence[tuple[str, int]]) -> Suggestion | None:
+    """Return the fewest models whose memory is enough; among equally many, those that give up least."""
+    missing = required - free_bytes
+    useful = [entry for entry in loaded if entry[1] > 0]
+    if sum(size for _, size in useful) < missing:
+        return None
+    chosen = _fewest(useful, missing)
+    names = " and ".join(model_id for model_id, _ in chosen)
+    text = f"Unloading {names} would free enough ({_mb(sum(size for _, size in chosen))} MB)."
+    return Suggestion(SuggestionKind.EVICT, text, required, evict=tuple(model_id for model_id, _ in chosen))
+
+
+def _fewest(useful: list[tuple[str, int]], missing: int) -> tuple[tuple[str, int], ...]:
+    largest_first = sorted(useful, key=lambda entry: -entry[1])
+    count, freed = 0, 0
+    while freed < missing:
+        freed += largest_first[count][1]
+        count += 1
+    if len(useful) > limits().models.searched_models:
+        return tuple(largest_first[:count])
+    enough = (entries for entries in combinations(useful, count) if sum(size for _, size in entries) >= missing)
+    return min(enough, key=lambda entries: sum(size for _, size in entries))
+
+
+def _mb(size: int) -> int:
+    return -(-size // MIB)
