@@ -13,9 +13,8 @@ from enum import StrEnum
 import aiohttp
 
 from runner.config import BackendConfig, LlamaConfig, RunnerConfig
-from runner.definitions.definition import ModelDefinition
-from runner.definitions.environment import read_vllm_defaults
-from runner.definitions.overrides import make_plan
+from runner.definitions.fields import ModelDefinition
+from runner.definitions.plan import make_plan, read_vllm_defaults
 from runner.definitions.settings import MODELS, Settings, SettingsChange, diff_settings, read_settings
 from runner.engines.port import EngineMaker, make_engine
 from runner.engines.process import make_private_folder

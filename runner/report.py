@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from runner.definitions.definition import TRANSLATABLE
+from runner.definitions.fields import TRANSLATABLE
 from runner.engines.port import Capabilities
 from runner.limits import MIB, limits
 from runner.pool import Model, ModelState, Replica

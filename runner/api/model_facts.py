@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.api.shapes import Shapes
-from runner.definitions.definition import ModelDefinition
-from runner.definitions.overrides import load_constraints
+from runner.definitions.fields import ModelDefinition
+from runner.definitions.plan import load_constraints
 from runner.limits import MIB
 from runner.parts import Parts
 from runner.pool import Model

@@ -13,7 +13,7 @@ from runner.api.lifecycle import TOKEN_FIELD, answer, without_token
 from runner.api.model_facts import effective_inflight, estimate_memory, name_constraints, wanted_replicas
 from runner.api.refusals import ModelLoadFailed
 from runner.api.shapes import Shapes
-from runner.definitions.overrides import describe, load_recommendations
+from runner.definitions.plan import describe, load_recommendations
 from runner.errors import InvalidRequest
 from runner.limits import MIB
 from runner.operations.bodies import LoadBody, Reply, UnloadBody

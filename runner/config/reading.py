@@ -20,7 +20,7 @@ from runner.config.values import (
     OperationsConfig,
     RunnerConfig,
 )
-from runner.definitions.definition import TRANSLATABLE
+from runner.definitions.fields import TRANSLATABLE
 from runner.errors import ConfigError
 from runner.limits import Limits, limits
 from wire.limits import Bound, list_bounds

@@ -1,10 +1,68 @@
-"""The values a load is made of: what is to be loaded, how it goes on, what it took. Pure."""
+"""What is to be loaded: overrides checked against the definition, the plan that comes of it, how it goes on, what it took.
+
+Pure: environment variables come as a mapping.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Annotated
+
+import msgspec
+
+from runner.definitions.fields import (
+    BACKEND_FIELDS,
+    COMMON_FIELDS,
+    EXLLAMA_PAGE_TOKENS,
+    LOAD,
+    Field,
+    ModelDefinition,
+    count,
+    find_field,
+    gpu_number,
+    owners_of,
+)
+from runner.definitions.settings import find_problem
+from runner.errors import ConfigError, InvalidLoadRequest
+from runner.limits import limits
+
+CONTEXT_FIELDS: Mapping[str, str] = {
+    "gguf": "gguf_n_ctx",
+    "llama_server": "llama_server_n_ctx",
+    "vllm": "vllm_max_model_len",
+}
+"""The field that says how many tokens one request may have."""
+
+CACHE_FIELDS: Mapping[str, str] = {"exllamav3": "exllama_cache_size", "tabbyapi": "exllama_cache_size"}
+"""The field that says how many tokens all requests of a replica may have together."""
+
+QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {
+    "vllm": ("awq-4bit", "gptq-4bit", "fp16", "bf16"),
+    "ct2": ("fp16", "bf16"),
+    "whisper": ("fp16", "bf16"),
+    "gguf": ("fp16", "bf16"),
+}
+"""Words of the model-runner specification that a backend can carry out, or, for gguf, that its files can be."""
+
+_UNQUANTISED = frozenset({"fp32", "fp16", "bf16"})
+_FILE_WORDS = {"f16": "fp16", "float16": "fp16", "bfloat16": "bf16", "f32": "fp32", "float32": "fp32"}
+_COMPUTE_TYPES = {"fp16": "float16", "bf16": "bfloat16"}
+_FILE_WORD = re.compile(r"i?q[0-9][a-z0-9_]{0,12}\Z")
+_POSITIVE = Field(Annotated[int, count(1)])
+_NEEDS_GPU = frozenset({"vllm", "tgi"})
+"""Backends whose builds for a GPU do not work without one, and which are told that they have none when none is named."""
+_PASSED_ON = ("device", "compute_type", "prompt_format", "enable_thinking", "revision")
+_VLLM_VARIABLES: Mapping[str, str] = {
+    "VLLM_MAX_MODEL_LEN": "vllm_max_model_len",
+    "VLLM_GPU_MEMORY_UTILIZATION": "vllm_gpu_memory_utilization",
+    "VLLM_ENABLE_PREFIX_CACHING": "vllm_enable_prefix_caching",
+}
+_SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +112,330 @@ class Observation:
     measured_bytes: int
     load_s: float
     loaded_at: float
+
+
+def read_vllm_defaults(env: Mapping[str, str]) -> dict[str, object]:
+    """Return the fields that the VLLM_* variables of the model-runner specification set; an empty one counts as unset.
+
+    Raises ConfigError naming the variable.
+    """
+    found: dict[str, object] = {}
+    for variable, name in _VLLM_VARIABLES.items():
+        words = env.get(variable, "").strip()
+        if not words:
+            continue
+        # The steps of a length are those of the override form only.
+        known = _POSITIVE if name == "vllm_max_model_len" else BACKEND_FIELDS["vllm"][name]
+        value: object
+        try:
+            if name == "vllm_enable_prefix_caching":
+                value = _SWITCHES.get(words.lower())
+            else:
+                value = int(words) if name == "vllm_max_model_len" else float(words)
+        except ValueError:
+            value = None
+        if not known.accepts(value):
+            raise ConfigError(f"{variable} must be {known.allowed()}, not {words[:40]!r}")
+        found[name] = value
+    return found
+
+
+def check_overrides(definition: ModelDefinition, overrides: Mapping[str, object]) -> dict[str, object]:
+    """Return the overrides of a load, checked; ``maxContextLength`` becomes the backend's own field where it has one.
+
+    Keys are the override fields of the backend (llm-pool), and ``quantization``, ``maxContextLength`` and
+    ``gpuMemoryBudgetMB`` (model-runner; null = not given). A key that is present, even with null, beats the definition.
+    Raises InvalidLoadRequest with ``param``: the first field that cannot be used, its value and its limit.
+    """
+    checked: dict[str, object] = {}
+    for name, value in overrides.items():
+        if name in _RUNNER_CHECKS:
+            if value is not None:
+                checked |= _RUNNER_CHECKS[name](definition, value)
+        else:
+            checked[name] = _check_field(definition, name, value)
+    _refuse_two_contexts(definition, overrides)
+    problem = find_problem({**definition.options, **checked})
+    if problem is not None:
+        raise InvalidLoadRequest(f"{problem[0]} {problem[1]}.", param=problem[0])
+    return checked
+
+
+def load_constraints(definition: ModelDefinition) -> dict[str, dict[str, object]]:
+    """Return what a load of this model may override, a constraint by field name.
+
+    As ``Field.constraint`` has them, each with ``default``: what holds when the field is left out.
+    """
+    constraints: dict[str, dict[str, object]] = {}
+    for name, known in _open_fields(definition).items():
+        default = definition.options.get(name, known.default)
+        if name in {"replicas", "target_inflight"}:
+            default = getattr(definition, name)
+        constraints[name] = {**known.constraint(), "default": default}
+    return constraints
+
+
+def load_recommendations(definition: ModelDefinition) -> list[dict[str, object]]:
+    """Return pairs of KV cache types that are worth trying, from the most exact to the smallest; none for most backends."""
+    match definition.backend:
+        case "gguf":
+            fields = ["gguf_type_k", "gguf_type_v"]
+            pairs: list[tuple[str, list[object]]] = [
+                ("exact", ["f16", "f16"]),
+                ("about half the memory", ["q8_0", "q8_0"]),
+                ("about two fifths of the memory", ["q8_0", "q4_0"]),
+                ("under a third of the memory", ["q4_0", "q4_0"]),
+            ]
+        case "exllamav3" | "tabbyapi":
+            fields = ["exllama_cache_k_bits", "exllama_cache_v_bits"]
+            pairs = [
+                ("exact", [None, None]),
+                ("about half the memory", [8, 8]),
+                ("about three eighths of the memory", [8, 4]),
+                ("about a quarter of the memory", [4, 4]),
+            ]
+        case _:
+            return []
+    presets = [{"label": label, "values": values} for label, values in pairs]
+    return [{"kind": "pair_presets", "name": "kv_cache", "fields": fields, "presets": presets}]
+
+
+def choose_gpus(definition: ModelDefinition, *, given: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the GPUs that ``device`` of a definition means: of those ``given`` to the node, else of those ``found`` in it.
+
+    Raises InvalidLoadRequest when what it names is not there. Without a device, or with ``auto``, the engine has those given,
+    and one that cannot do without a GPU those found.
+    """
+    device = definition.device
+    if device is None or device == "auto":
+        return given or (found if definition.backend in _NEEDS_GPU else ())
+    if device == "cpu":
+        return ()
+    usable, number = given or found, gpu_number(device)
+    chosen = usable if number is None else tuple(index for index in usable if index == number)
+    if not chosen:
+        there = f"the GPUs {', '.join(map(str, usable))}" if usable else "no GPU"
+        raise InvalidLoadRequest(
+            f"device: the settings of {definition.model_id} say {device}, and this node has {there} for it; correct them.",
+            param="device",
+        )
+    return chosen
+
+
+def make_plan(
+    definition: ModelDefinition, *, overrides: Mapping[str, object], path: Path | None, threads: int,
+    gpu_ids: tuple[int, ...], defaults: Mapping[str, str] | None = None,
+) -> LoadPlan:  # fmt: skip
+    """Return what one replica is to be: the definition, ``overrides`` as ``check_overrides`` returned them over it.
+
+    ``defaults`` are environment variables; those of vLLM hold where nobody says otherwise (ConfigError for a bad one).
+    The plan's options have no nulls; device, compute_type, prompt_format, enable_thinking and revision are among them.
+    """
+    backend = definition.backend
+    options: dict[str, object] = read_vllm_defaults(defaults or {}) if backend == "vllm" else {}
+    options |= {name: getattr(definition, name) for name in _PASSED_ON}
+    options |= definition.options
+    options |= {name: value for name, value in overrides.items() if name in BACKEND_FIELDS[backend]}
+    if backend == "comfyui" and definition.model_path and not options.get("server_model"):
+        options["server_model"] = PurePath(definition.model_path).name  # what is fetched there is called so
+    slots = _int(overrides.get("target_inflight")) or definition.target_inflight
+    quantization = overrides.get("quantization")
+    if backend in {"ct2", "whisper"} and quantization is not None:
+        options["compute_type"] = _COMPUTE_TYPES[str(quantization)]
+    context = _int(overrides.get("maxContextLength"))
+    if backend in CACHE_FIELDS:
+        size = CACHE_FIELDS[backend]
+        if context is not None:
+            options[size] = -(-context * slots // EXLLAMA_PAGE_TOKENS) * EXLLAMA_PAGE_TOKENS
+        cache = _int(options.get(size))
+        context = context or (None if cache is None else max(1, cache // slots))
+    elif backend in CONTEXT_FIELDS:
+        context = _int(options.get(CONTEXT_FIELDS[backend]))
+    return LoadPlan(
+        model_id=definition.model_id,
+        backend=backend,
+        path=path,
+        context_tokens=context,
+        slots=slots,
+        threads=threads,
+        gpu_ids=gpu_ids,
+        memory_budget_mb=_int(overrides.get("gpuMemoryBudgetMB")),
+        quantization=None if quantization is None else str(quantization),
+        options={name: value for name, value in options.items() if value is not None},
+    )
+
+
+def find_conflicts(
+    plan: LoadPlan, asked: Mapping[str, object], *, replicas: int, context_tokens: int | None, files: str | None
+) -> dict[str, tuple[object, object]]:
+    """Return what is asked for otherwise than ``plan``, by which the model is loaded: name to (in force, asked).
+
+    ``asked``: overrides as ``check_overrides`` returned them; what they do not name may be anything. ``context_tokens``: what
+    one request has, as the engine says; ``files``: the quantisation of the files. None = not known, which nothing equals.
+    """
+    found: dict[str, tuple[object, object]] = {}
+    for name, value in asked.items():
+        known = find_field(plan.backend, name)
+        default = known.default if known is not None else None
+        held: object
+        match name:
+            case "replicas":
+                held = replicas
+            case "target_inflight":
+                held = plan.slots
+            case "gpuMemoryBudgetMB":
+                held = plan.memory_budget_mb
+            case "quantization":
+                held = plan.quantization or files
+                if held is not None and _is_quantization(str(held), str(value)):
+                    continue
+            case "maxContextLength":
+                held = plan.context_tokens or context_tokens
+            case _:
+                held = plan.options.get(name)
+                if held is None and name == CONTEXT_FIELDS.get(plan.backend):
+                    held = context_tokens
+        held, wanted = (default if held is None else held), (default if value is None else value)
+        if held != wanted:
+            found[name] = (held, wanted)
+    return found
+
+
+def plan_key(plan: LoadPlan) -> str:
+    """Return 16 hex digits that are the same for plans that take the same memory, whenever and wherever they are made."""
+    options = {name: value for name, value in plan.options.items() if _changes_memory(plan.backend, name, value)}
+    parts = [
+        plan.backend, plan.context_tokens, plan.slots, plan.quantization, plan.memory_budget_mb, len(plan.gpu_ids), options,
+    ]  # fmt: skip
+    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:16]
+
+
+def check_quantization(plan: LoadPlan, files: str | None) -> None:
+    """Compare what a load asks for with what the files are: a word such as awq-4bit, fp16, Q8_0, or None = cannot be told.
+
+    Raises InvalidLoadRequest: quantised files cannot be loaded as anything else, and others are not quantised by a load.
+    """
+    wanted = plan.quantization
+    if wanted is None or files is None or plan.backend in {"ct2", "whisper"}:  # CTranslate2 converts any to any
+        return
+    found = _FILE_WORDS.get(files.lower(), files.lower())
+    if not _is_quantization(files, wanted) and not (plan.backend == "vllm" and {found, wanted} <= _UNQUANTISED):
+        raise InvalidLoadRequest(
+            f"quantization: {_shown(wanted)} was asked for, but the files of {plan.model_id} are {files}; "
+            "leave quantization out, or fetch files of that kind.",
+            param="quantization",
+        )
+
+
+def _is_quantization(files: str, wanted: str) -> bool:
+    found = _FILE_WORDS.get(files.lower(), files.lower())
+    return found == wanted or wanted.startswith(f"{found}-")
+
+
+def describe(definition: ModelDefinition) -> dict[str, object]:
+    """Return a definition for listings, in the field names of the settings. Of keys it has the variables' names only."""
+    values: dict[str, object] = msgspec.structs.asdict(definition)
+    options = values.pop("options")
+    assert isinstance(options, dict)
+    return {**values, **options}
+
+
+def _open_fields(definition: ModelDefinition) -> dict[str, Field]:
+    """Return what a load may set: of a llama-server that is running already, nothing of the server itself."""
+    backend = definition.backend
+    if backend == "attached":
+        return {}
+    own = {} if backend == "llama_server" and "server_url" in definition.options else BACKEND_FIELDS[backend]
+    found = {name: known for name, known in {**COMMON_FIELDS, **own}.items() if known.is_override}
+    return found | {"replicas": Field(Annotated[int, LOAD, count(1, definition.replica_max, unit="replicas")])}
+
+
+def _check_field(definition: ModelDefinition, name: str, value: object) -> object:
+    fields = _open_fields(definition)
+    if name not in fields:
+        raise InvalidLoadRequest(
+            f"{_shown_name(name)} {_why_unknown(definition, name, list(fields))}", param=name[: limits().models.shown_chars]
+        )
+    return _check_value(name, value, fields[name])
+
+
+def _check_value(name: str, value: object, known: Field) -> object:
+    if not known.accepts(value):
+        raise _not_allowed(name, value, f"it must be {known.allowed()}.")
+    return value
+
+
+def _not_allowed(name: str, value: object, why: str) -> InvalidLoadRequest:
+    return InvalidLoadRequest(f"{name}: {_shown(value)} is not allowed; {why}", param=name)
+
+
+def _why_unknown(definition: ModelDefinition, name: str, known: list[str]) -> str:
+    found = find_field(definition.backend, name)
+    if definition.backend != "attached" and found is not None and found.is_override:
+        why = f"is fixed by the server that {definition.model_id} is on, which was started with it"
+    elif found is not None:
+        why = "is set in the settings and not by a load"
+    elif owners := owners_of(name):
+        why = f"is a field of {', '.join(owners)}, and {definition.model_id} runs on {definition.backend}"
+    else:
+        why = "is not a field of any backend"
+    return f"{why}; a load of this model may set {', '.join(known) or 'nothing'}."
+
+
+def _check_quantization_word(definition: ModelDefinition, value: object) -> dict[str, object]:
+    name, words = "quantization", QUANTIZATIONS.get(definition.backend, ())
+    if not words:
+        raise _not_allowed(name, value, f"{definition.backend} loads files as they are, leave it out.")
+    if definition.backend == "gguf" and isinstance(value, str) and _FILE_WORD.match(value):
+        return {name: value}  # the files' own word, as the listings show it; compared with them before the load
+    if value not in words:
+        raise _not_allowed(name, value, f"it must be one of {', '.join(words)}.")
+    return {name: value}
+
+
+def _check_context(definition: ModelDefinition, value: object) -> dict[str, object]:
+    name, backend = "maxContextLength", definition.backend
+    own, fields = CONTEXT_FIELDS.get(backend), _open_fields(definition)
+    if own in fields:
+        return {own: _check_value(name, value, fields[own])}
+    if backend in CACHE_FIELDS or backend == "ct2":
+        return {name: _check_value(name, value, _POSITIVE)}
+    raise _not_allowed(name, value, f"the context of a {backend} model is its own, leave it out.")
+
+
+def _check_budget(definition: ModelDefinition, value: object) -> dict[str, object]:
+    name = "gpuMemoryBudgetMB"
+    if definition.backend in {"openai_compatible", "attached"}:
+        raise _not_allowed(name, value, f"{definition.model_id} takes no memory of this box, leave it out.")
+    return {name: _check_value(name, value, _POSITIVE)}
+
+
+_RUNNER_CHECKS = {
+    "quantization": _check_quantization_word,
+    "maxContextLength": _check_context,
+    "gpuMemoryBudgetMB": _check_budget,
+}
+
+
+def _refuse_two_contexts(definition: ModelDefinition, overrides: Mapping[str, object]) -> None:
+    own = CONTEXT_FIELDS.get(definition.backend) or CACHE_FIELDS.get(definition.backend)
+    if own in overrides and overrides.get("maxContextLength") is not None:
+        raise InvalidLoadRequest(f"maxContextLength and {own} say the same thing; give one of them.", param="maxContextLength")
+
+
+def _changes_memory(backend: str, name: str, value: object) -> bool:
+    known = find_field(backend, name)
+    return known is None or (known.uses_memory and value != known.default)
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=lambda other: type(other).__name__)
+    return text if len(text) <= limits().models.shown_chars else text[: limits().models.shown_chars - 1] + "…"
+
+
+def _shown_name(name: str) -> str:
+    return name if name.isprintable() and len(name) <= limits().models.shown_chars else "a field"

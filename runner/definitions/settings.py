@@ -1,5 +1,6 @@
-"""What the owner of the box writes down: settings.json with local.json over it, checked field by field (llm-pool
-specification). Reading the two files is all the I/O there is.
+"""Settings of a node, checked field by field: settings.json with local.json over it (llm-pool specification).
+
+Reading the two files is all the I/O there is.
 """
 
 from __future__ import annotations
@@ -8,30 +9,88 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Annotated, Literal, TypeVar, cast
 
 import msgspec
 
-from runner.definitions.combinations import find_misplaced, find_problem
-from runner.definitions.decoding import DECODING_FIELDS, Decoding, merge_decoding
-from runner.definitions.definition import Backend, ModelDefinition
-from runner.definitions.fields import BACKEND_FIELDS, BACKENDS, COMMON_FIELDS, find_field, owners_of
-from runner.definitions.kinds import ID, is_model_id
-from runner.definitions.sections import (
-    Fairness,
-    Remote,
-    Service,
-    check_value,
-    read_fairness,
-    read_object,
-    read_remote,
-    read_service,
-    refuse,
+from runner.definitions.fields import (
+    BACKEND_FIELDS,
+    BACKENDS,
+    COMMON_FIELDS,
+    POSITIVE,
+    REQUIRED,
+    Backend,
+    Decoding,
+    Field,
+    ModelDefinition,
+    count,
+    fields_of,
+    find_field,
+    is_model_id,
+    number,
+    owners_of,
+    text,
+    type_name,
 )
 from runner.errors import InvalidSettings, SettingsConflict
 from runner.limits import limits
 
 MODELS = "engine.models"
+_EXACT_V_TYPES = frozenset({"f32", "f16", "bf16"})
+_NO_TEMPLATE = frozenset({"tgi", "openai_compatible", "whisper", "comfyui"})
+"""Backends that are given no variables of a chat template, or have none."""
+_SPECULATIVE = (
+    "vllm_num_speculative_tokens", "vllm_speculative_moe_backend", "vllm_speculative_attention_backend",
+)  # fmt: skip
+Problem = tuple[str, str]
+"""The field to name, and what is wrong and what would do, to follow the name."""
+Section = TypeVar("Section", bound=msgspec.Struct)
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the runner's API listens; None = not said here."""
+
+    host: Annotated[str, text("a host name or address")] | None = None
+    port: Annotated[int, count(1, 65535, unit="port")] | None = None
+    log_level: Literal["debug", "info", "warning", "error"] | None = None
+
+
+class Fairness(msgspec.Struct, frozen=True, kw_only=True):
+    """Shares of tenants in a model's time, and how many of their requests run (softly) and wait (at most)."""
+
+    weights: dict[str, float] = {}
+    soft_inflight_per_key: Annotated[int, count(1, 1024, unit="requests")] = 1
+    pending_per_key: Annotated[int, count(1, 65536, unit="requests")] = 32
+    pending_per_executor: Annotated[int, count(1, 65536, unit="requests")] = 128
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """What a million tokens of a remote model cost, in the currency of the settings."""
+
+    input_per_million: Annotated[float, REQUIRED, number(0.0)]
+    output_per_million: Annotated[float, REQUIRED, number(0.0)]
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Limits for models that cost money. ``monthly_cap`` holds for a tenant without one of its own in ``caps``.
+
+    None = no cap; 0 = nothing may be spent. Amounts are in ``currency``; ``prices`` by model id.
+    """
+
+    currency: str = "USD"
+    monthly_cap: float | None = None
+    caps: Mapping[str, float] = field(default_factory=dict)
+    prices: Mapping[str, Price] = field(default_factory=dict)
+
+    def cap_for(self, tenant: str) -> float | None:
+        """Return what a tenant may spend in a month, None for any amount."""
+        return self.caps.get(tenant, self.monthly_cap)
+
+
+_CURRENCY = Field(Annotated[str, text("three letters such as EUR", "[A-Z]{3}")])
+_MONEY, _CAP = Field(Annotated[float, number(0.0)]), Field(Annotated[float, number(0.0)] | None)
+_WEIGHT = Field(Annotated[float, POSITIVE])
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +141,22 @@ def merge_settings(base: Mapping[str, object], local: Mapping[str, object]) -> d
 
 def parse_settings(merged: Mapping[str, object]) -> Settings:
     """Return the settings of an object as the files have it. Raises InvalidSettings."""
-    top = read_object(merged, "", {"service", "engine"})
-    engine = read_object(top.get("engine", {}), "engine", {"backend", "decoding", "models", "fairness", "remote"})
+    top = _read_object(merged, "", {"service", "engine"})
+    engine = _read_object(top.get("engine", {}), "engine", {"backend", "decoding", "models", "fairness", "remote"})
     backend = engine.get("backend")
     if "backend" in engine:
-        check_value(backend, "engine.backend", COMMON_FIELDS["backend"].kind)
-    given = read_object(engine.get("decoding", {}), "engine.decoding", set(DECODING_FIELDS))
-    for name, value in given.items():
-        check_value(value, f"engine.decoding.{name}", DECODING_FIELDS[name])
+        _check_value(backend, "engine.backend", COMMON_FIELDS["backend"])
+    decoding = _read_section(engine.get("decoding", {}), "engine.decoding", Decoding)
     models = _read_models(engine.get("models", {}), cast("Backend | None", backend))
+    fairness = dict(_read_object(engine.get("fairness", {}), "engine.fairness", fields_of(Fairness)))
+    weights = _read_tenants(fairness.pop("weights", {}), "engine.fairness.weights", _WEIGHT)
     return Settings(
-        service=read_service(top.get("service", {})),
-        decoding=merge_decoding(Decoding(), given),
+        service=_read_section(top.get("service", {}), "service", Service),
+        decoding=decoding,
         models=models,
-        fairness=read_fairness(engine.get("fairness", {})),
-        remote=read_remote(
-            engine.get("remote", {}),
-            remote_models={name for name, model in models.items() if model.backend == "openai_compatible"},
+        fairness=msgspec.structs.replace(_read_section(fairness, "engine.fairness", Fairness), weights=weights),
+        remote=_read_remote(
+            engine.get("remote", {}), {name for name, model in models.items() if model.backend == "openai_compatible"}
         ),
     )
 
@@ -126,32 +184,76 @@ def diff_settings(old: Settings, new: Settings, loaded: Collection[str]) -> Sett
     )
 
 
+def find_problem(values: Mapping[str, object]) -> Problem | None:
+    """Return the first rule that options of a model break together, None when all hold. Absent and null mean the same."""
+    k_bits, v_bits = values.get("exllama_cache_k_bits"), values.get("exllama_cache_v_bits")
+    if (k_bits is not None or v_bits is not None) and values.get("exllama_cache_quant") is not None:
+        return (
+            "exllama_cache_quant",
+            "cannot go together with exllama_cache_k_bits and exllama_cache_v_bits; set one of the two ways to null",
+        )
+    if (k_bits is None) is not (v_bits is None):
+        missing, given = ("k", "v") if k_bits is None else ("v", "k")
+        return f"exllama_cache_{missing}_bits", f"is needed too when exllama_cache_{given}_bits is given; 2 to 8 bits"
+    type_v = values.get("gguf_type_v")
+    # llama.cpp refuses a quantised V cache without flash attention.
+    if values.get("gguf_flash_attn") == "off" and type_v is not None and type_v not in _EXACT_V_TYPES:
+        return "gguf_type_v", f"cannot be {type_v} with gguf_flash_attn off; set gguf_flash_attn to on or auto"
+    if values.get("vllm_speculative_method") is None and values.get("vllm_speculative_model") is None:
+        for name in _SPECULATIVE:
+            if values.get(name) is not None:
+                return name, "does nothing without vllm_speculative_method or vllm_speculative_model; give one of them"
+    return None
+
+
+def _find_misplaced(backend: str, values: Mapping[str, object]) -> Problem | None:
+    """Return the first common field of a model's settings that would do nothing for its backend, None when all act."""
+    device, own = values.get("device"), {name for name, value in values.items() if value is not None}
+    if device is not None and backend == "tgi":
+        return "device", "is not told to TGI; say with CUDA_VISIBLE_DEVICES what it may use"
+    if device is not None and backend in {"llama_server", "tabbyapi", "comfyui", "openai_compatible"}:
+        return "device", "is decided by the server that has the model; take it out"
+    if device == "cpu" and backend == "exllamav3":
+        return "device", "cannot be cpu: ExLlamaV3 runs on GPUs alone"
+    if device == "cpu" and backend == "gguf" and values.get("gguf_n_gpu_layers") not in {None, 0}:
+        return "gguf_n_gpu_layers", f"cannot be {values['gguf_n_gpu_layers']} with device cpu; leave one of them out"
+    for name in ("prompt_format", "enable_thinking"):
+        if name in own and backend in _NO_TEMPLATE:
+            return name, f"does nothing for {backend}, which is given no variables of a chat template; take it out"
+    if "enable_thinking" in own and values.get("prompt_format") == "translategemma_template":
+        return "enable_thinking", "does nothing with prompt_format translategemma_template, which has no such switch"
+    return None
+
+
 def _read_models(value: object, default_backend: Backend | None) -> dict[str, ModelDefinition]:
-    models = read_object(value, MODELS, None)
     definitions: dict[str, ModelDefinition] = {}
-    for model_id, fields in models.items():
+    for model_id, fields in _read_object(value, MODELS, None).items():
         if not is_model_id(model_id):
             shown = model_id if model_id.isprintable() and len(model_id) <= 80 else "a name"
-            raise InvalidSettings(f"{MODELS}: {shown!r} cannot be used, a name must be {ID.allowed()}", param=MODELS)
+            raise InvalidSettings(
+                f"{MODELS}: {shown!r} cannot be used, a name must be a model id: at most {limits().models.id_chars} letters, "
+                "digits and . _ : @ + - / that begins with a letter or digit",
+                param=MODELS,
+            )
         definitions[model_id] = _read_model(model_id, fields, default_backend)
     return definitions
 
 
 def _read_model(model_id: str, value: object, default_backend: Backend | None) -> ModelDefinition:
     path = f"{MODELS}.{model_id}"
-    fields = dict(read_object(value, path, None))
+    fields = dict(_read_object(value, path, None))
     backend = _read_backend(fields, path, default_backend)
     for name, given in fields.items():
         known = find_field(backend, name)
         if known is None:
             raise InvalidSettings(_describe_unknown(path, name, backend), param=f"{path}.{name}")
-        check_value(given, f"{path}.{name}", known.kind)
+        _check_value(given, f"{path}.{name}", known)
     own = BACKEND_FIELDS[backend]
     for name, known in own.items():
         if known.is_required and fields.get(name) is None:
-            raise InvalidSettings(f"{path}.{name} is missing; it must be {known.kind.allowed()}", param=f"{path}.{name}")
+            raise _missing(f"{path}.{name}", known)
     options = {name: given for name, given in fields.items() if name in own}
-    problem = find_misplaced(backend, fields) or find_problem(options)
+    problem = _find_misplaced(backend, fields) or find_problem(options)
     if problem is not None:
         raise InvalidSettings(f"{path}.{problem[0]} {problem[1]}", param=f"{path}.{problem[0]}")
     common = {name: given for name, given in fields.items() if name in COMMON_FIELDS}
@@ -167,7 +269,7 @@ def _read_model(model_id: str, value: object, default_backend: Backend | None) -
 
 def _read_backend(fields: Mapping[str, object], path: str, default: Backend | None) -> Backend:
     if "backend" in fields:
-        check_value(fields["backend"], f"{path}.backend", COMMON_FIELDS["backend"].kind)
+        _check_value(fields["backend"], f"{path}.backend", COMMON_FIELDS["backend"])
         return cast("Backend", fields["backend"])
     if default is None:
         raise InvalidSettings(
@@ -183,6 +285,86 @@ def _describe_unknown(path: str, name: str, backend: str) -> str:
         return f"{path}.{name} is a field of {', '.join(owners)}, but the model's backend is {backend}; take it out"
     known = ", ".join(sorted([*COMMON_FIELDS, *BACKEND_FIELDS[backend]]))
     return f"{path}.{name} is unknown; a {backend} model may have {known}"
+
+
+def _read_remote(value: object, remote_models: Collection[str]) -> Remote:
+    """Return the ``engine.remote`` section. A price must belong to one of ``remote_models``. Raises InvalidSettings."""
+    path = "engine.remote"
+    fields = _read_object(value, path, {"currency", "monthly_cap", "prices"})
+    currency = fields.get("currency", "USD")
+    _check_value(currency, f"{path}.currency", _CURRENCY)
+    cap_path = f"{path}.monthly_cap"
+    caps = _read_object(fields.get("monthly_cap", {}), cap_path, {"default", "tenants"})
+    default = caps.get("default")
+    _check_value(default, f"{cap_path}.default", _CAP)
+    prices: dict[str, Price] = {}
+    for model_id, price in _read_object(fields.get("prices", {}), f"{path}.prices", None).items():
+        where = f"{path}.prices.{_shown(model_id)}"
+        if model_id not in remote_models:
+            raise InvalidSettings(f"{where} is not the id of an openai_compatible model of these settings", param=where)
+        prices[model_id] = _read_section(price, where, Price)
+    return Remote(
+        currency=str(currency),
+        monthly_cap=None if default is None else msgspec.convert(default, float),
+        caps=_read_tenants(caps.get("tenants", {}), f"{cap_path}.tenants", _MONEY),
+        prices=prices,
+    )
+
+
+def _read_tenants(value: object, path: str, known: Field) -> dict[str, float]:
+    tenants: dict[str, float] = {}
+    for tenant, amount in _read_object(value, path, None).items():
+        if not tenant or len(tenant) > limits().admission.tenant_chars or tenant != tenant.strip() or not tenant.isprintable():
+            raise InvalidSettings(
+                f"{path}: a tenant is named by 1 to {limits().admission.tenant_chars} printable characters", param=path
+            )
+        _check_value(amount, f"{path}.{tenant}", known)
+        tenants[tenant] = msgspec.convert(amount, float)
+    return tenants
+
+
+def _read_section(value: object, path: str, section: type[Section]) -> Section:
+    """Return a section of which a struct declares the fields. Raises InvalidSettings."""
+    known = fields_of(section)
+    given = _read_object(value, path, known)
+    for name, one in given.items():
+        _check_value(one, f"{path}.{name}", known[name])
+    for name, declared in known.items():
+        if declared.is_required and name not in given:
+            raise _missing(f"{path}.{name}", declared)
+    return msgspec.convert(given, section)
+
+
+def _read_object(value: object, path: str, known: Collection[str] | None) -> Mapping[str, object]:
+    """Return an object whose names are among ``known`` (None = any). Raises InvalidSettings naming the dotted path."""
+    if not isinstance(value, Mapping):
+        raise _refuse(value, path or "the settings", "an object")
+    for name in value:
+        if known is not None and name not in known:
+            dotted = f"{path}.{_shown(name)}".lstrip(".")
+            raise InvalidSettings(f"{dotted} is unknown; allowed here: {', '.join(sorted(known))}", param=dotted)
+    return value
+
+
+def _check_value(value: object, path: str, known: Field) -> None:
+    if not known.accepts(value):
+        raise _refuse(value, path, known.allowed())
+
+
+def _missing(path: str, known: Field) -> InvalidSettings:
+    return InvalidSettings(f"{path} is missing; it must be {known.allowed()}", param=path)
+
+
+def _refuse(value: object, path: str, allowed: str) -> InvalidSettings:
+    """Return the error for a value that cannot be used: numbers are repeated, strings are not, for they may be secret."""
+    got = type_name(value)
+    if isinstance(value, bool | int | float):
+        got += f" ({str(value)[:40]})"
+    return InvalidSettings(f"{path} must be {allowed}, not {got}", param=path)
+
+
+def _shown(name: str) -> str:
+    return name if name.isprintable() and len(name) <= 80 else "(a name)"
 
 
 def _read_file(path: Path) -> dict[str, object]:
@@ -202,7 +384,7 @@ def _read_file(path: Path) -> dict[str, object]:
     except (ValueError, RecursionError):  # not UTF-8, a number of thousands of digits, or nested as deeply
         raise InvalidSettings(f"{path} cannot be read as JSON in UTF-8") from None
     if not isinstance(parsed, dict):
-        raise refuse(parsed, str(path), "an object with service and engine")
+        raise _refuse(parsed, str(path), "an object with service and engine")
     return parsed
 
 

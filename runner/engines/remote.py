@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from runner.definitions.kinds import is_http_url
+from runner.definitions.fields import is_http_url
 from runner.definitions.plan import LoadPlan
 from runner.engines.http import HttpServer
 from runner.engines.http_engine import read_key, read_option

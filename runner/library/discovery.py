@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from runner.definitions.definition import Backend
+from runner.definitions.fields import Backend
 from runner.errors import CorruptModel
 from runner.library.files import (
     BACKENDS,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import aiohttp
 
-from runner.definitions.definition import ModelDefinition
+from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan, Progress
 from runner.engines.remote import OpenAIServer
 from runner.engines.supervisor import Supervisor

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from runner.definitions.overrides import check_quantization, plan_key
-from runner.definitions.plan import LoadPlan, Observation
+from runner.definitions.plan import LoadPlan, Observation, check_quantization, plan_key
 from runner.engines.port import EngineStats
 from runner.errors import InsufficientMemory
 from runner.fit import read_shape

@@ -9,10 +9,17 @@ from pathlib import Path, PurePath
 
 import msgspec
 
-from runner.definitions.definition import ModelDefinition
-from runner.definitions.fields import CONTEXT_FIELDS
-from runner.definitions.overrides import check_overrides, choose_gpus, find_conflicts, make_plan
-from runner.definitions.plan import LoadPlan, Progress, Report
+from runner.definitions.fields import ModelDefinition
+from runner.definitions.plan import (
+    CONTEXT_FIELDS,
+    LoadPlan,
+    Progress,
+    Report,
+    check_overrides,
+    choose_gpus,
+    find_conflicts,
+    make_plan,
+)
 from runner.engines.port import Engine
 from runner.engines.supervisor import Supervisor
 from runner.errors import (

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from runner.definitions.definition import Backend, ModelDefinition
+from runner.definitions.fields import Backend, ModelDefinition
 from runner.definitions.plan import LoadPlan, Observation, Progress
 from runner.engines.port import Capabilities, FlushOutcome
 from runner.engines.supervisor import Supervisor

@@ -15,7 +15,7 @@ from fractions import Fraction
 
 import msgspec
 
-from runner.definitions.sections import Price, Remote
+from runner.definitions.settings import Price, Remote
 from runner.errors import SpendingCapReached, Unavailable
 from runner.ledger import CostState, Ledger, LedgerError
 from runner.limits import limits

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from runner.definitions.decoding import Decoding
+from runner.definitions.fields import Decoding
 from runner.engines.port import CHAT
 from runner.errors import EngineUnavailable
 from runner.serving.request import Answer, Inference, Numbers

@@ -44,7 +44,7 @@ from gateway.urls import make_application
 from nodes.services.credentials import create_credential, create_provider
 from runner.app import Box
 from runner.config import read_config
-from runner.definitions.definition import ModelDefinition
+from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import CHAT
 from runner.engines.supervisor import Supervisor

@@ -31,7 +31,7 @@ from nodes.models import Node, NodePresence
 from nodes.reports import clean_governance, clean_report, clean_status
 from nodes.services.governance import take_governance, take_report
 from runner.config.values import OperationsConfig
-from runner.definitions.definition import ModelDefinition
+from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan, Report
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult
 from runner.errors import EngineError, LoadConflict

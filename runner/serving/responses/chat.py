@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from runner.definitions.definition import Backend, ModelDefinition
+from runner.definitions.fields import Backend, ModelDefinition
 from runner.errors import InvalidRequest, ModalityUnsupported, RemoteNotAllowed
 from runner.serving.responses.request import PoolRequest
 

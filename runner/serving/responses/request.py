@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
-from runner.definitions.decoding import DECODING_FIELDS, Decoding, merge_decoding
-from runner.definitions.kinds import Boolean, Kind, Text, type_name
+from runner.definitions.fields import DECODING_FIELDS, Decoding, Field, merge_decoding, text, type_name
 from runner.errors import InvalidRequest
 from wire.unreadable import UNREADABLE
 
-_LANGUAGE = re.compile(r"[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8}){0,3}", re.ASCII)
-_CODE = Text(what="a language code such as en or pt-BR", is_valid=lambda text: bool(_LANGUAGE.fullmatch(text)), nullable=True)
+_CODE = Field(Annotated[str, text("a language code such as en or pt-BR", "[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8}){0,3}")] | None)
 
-_FIELDS: Mapping[str, Kind | None] = {
-    "model": Text(what="a model id"),
+_FIELDS: Mapping[str, Field | None] = {
+    "model": Field(Annotated[str, text("a model id")]),
     "input": None,
     "instructions": None,
     "source_lang_code": _CODE,
     "target_lang_code": _CODE,
-    "stream": Boolean(),
-    "allow_remote": Boolean(),
+    "stream": Field(bool),
+    "allow_remote": Field(bool),
     "decoding": None,
 }
 """Every field of the request; those without a kind are texts of any length, and the nested object."""
@@ -123,7 +121,7 @@ def _refuse_unknown(fields: Mapping[str, object], known: Mapping[str, object], p
             raise InvalidRequest(f"{prefix}{shown} is unknown; allowed are {allowed}", param=f"{prefix}{shown}")
 
 
-def _check(name: str, value: object, kind: Kind) -> None:
+def _check(name: str, value: object, kind: Field) -> None:
     if not kind.accepts(value):
         got = type_name(value)
         if isinstance(value, int | float) and not isinstance(value, bool):

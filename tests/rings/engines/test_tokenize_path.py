@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from runner import errors
-from runner.definitions.definition import ModelDefinition
+from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.llama import LlamaServer
 from runner.engines.port import CHAT, MESSAGES, TOKENIZE, Capabilities

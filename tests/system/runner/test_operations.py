@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from runner.definitions.definition import ModelDefinition
+from runner.definitions.fields import ModelDefinition
 from runner.engines.port import CHAT, Capabilities, FlushRequest, FlushResult, FlushScope
 from runner.errors import (
     EngineError,

@@ -13,12 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.config import ApiConfig, BackendConfig, LlamaConfig, normalise_gateway, read_config, settle_api
-from runner.definitions.decoding import DECODING_FIELDS
-from runner.definitions.definition import Backend, ModelDefinition
-from runner.definitions.environment import read_vllm_defaults
-from runner.definitions.fields import BACKEND_FIELDS, BACKENDS, COMMON_FIELDS, KV_TYPES
-from runner.definitions.kinds import MAX_INTEGER
-from runner.definitions.overrides import (
+from runner.definitions.fields import (
+    BACKEND_FIELDS,
+    BACKENDS,
+    COMMON_FIELDS,
+    DECODING_FIELDS,
+    KV_TYPES,
+    MAX_INTEGER,
+    Backend,
+    ModelDefinition,
+)
+from runner.definitions.plan import (
+    LoadPlan,
     check_overrides,
     check_quantization,
     choose_gpus,
@@ -28,10 +34,9 @@ from runner.definitions.overrides import (
     load_recommendations,
     make_plan,
     plan_key,
+    read_vllm_defaults,
 )
-from runner.definitions.plan import LoadPlan
-from runner.definitions.sections import Remote, Service
-from runner.definitions.settings import Settings, diff_settings, merge_settings, parse_settings, read_settings
+from runner.definitions.settings import Remote, Service, Settings, diff_settings, merge_settings, parse_settings, read_settings
 from runner.errors import ConfigError, InvalidLoadRequest, InvalidSettings, SettingsConflict
 from runner.limits import Limits
 from tests.fakes.examples import examples

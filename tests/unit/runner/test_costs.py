@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.definitions.definition import ModelDefinition
-from runner.definitions.sections import Price, Remote
+from runner.definitions.fields import ModelDefinition
+from runner.definitions.settings import Price, Remote
 from runner.engines.port import CHAT
 from runner.errors import SpendingCapReached, Unavailable
 from runner.ledger import CostState, Ledger, LedgerFull

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.definitions.decoding import Decoding
-from runner.definitions.definition import Backend, ModelDefinition
+from runner.definitions.fields import Backend, Decoding, ModelDefinition
 from runner.errors import EngineUnavailable, InvalidRequest, ModalityUnsupported, RemoteNotAllowed
 from runner.serving import responses
 from tests.fakes.examples import examples

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runner.definitions.definition import ModelDefinition
+from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.http_engine import read_samples, show_series
 from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capabilities

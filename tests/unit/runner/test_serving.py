@@ -28,7 +28,7 @@ from runner.api.health import find_ailments
 from runner.api.lifecycle import Interruptible
 from runner.api.refusals import render
 from runner.config import ApiConfig
-from runner.definitions.definition import ModelDefinition
+from runner.definitions.fields import ModelDefinition
 from runner.limits import limits
 from runner.operations.bodies import LoadBody
 from runner.parts import Parts, Phase

@@ -24,8 +24,7 @@ from conformance.events import Stream as EventStream
 from runner.api.bodies import BodyBudget
 from runner.api.inference import InferenceEndpoint
 from runner.connection import GatewaySocket
-from runner.definitions.decoding import Decoding
-from runner.definitions.definition import ModelDefinition
+from runner.definitions.fields import Decoding, ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import Call
 from runner.engines.supervisor import Supervisor
