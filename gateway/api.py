@@ -29,7 +29,7 @@ from gateway.services import (
 from gateway.values import RequestOutcome, judge_outcome
 from governance.rest.access import GovernanceView
 from governance.rest.forms import Flag, Form, Text, WholeNumber
-from nodes.serializers import ErrorSerializer, print_time
+from nodes.api import ErrorSerializer, print_time
 from wire.contract import RequestState
 from wire.ids import format_id, parse_id
 

@@ -1,36 +1,336 @@
-"""The nodes REST API of the contract: register, heartbeat, mode (boxes) and the list (administrators)."""
+"""The nodes REST API, field for field as in the node and gateway contract v1: register, heartbeat, mode and the list.
+
+Our own extras come last in each answer. The contract writes addresses without a trailing slash; with one they work too.
+"""
 
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, ClassVar
 
+from django.urls import re_path
+from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.authentication import BaseAuthentication, get_authorization_header
 from rest_framework.permissions import IsAuthenticated
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from core.limits import limits
-from nodes.authentication import CredentialHolder, NodeTokenAuthentication
-from nodes.errors import NodeNotFound
-from nodes.models import Node, NodePresence, ProviderState, read_clock, with_clock
-from nodes.serializers import (
-    ErrorSerializer,
-    HeartbeatAnswerSerializer,
-    HeartbeatSerializer,
-    ModeAnswerSerializer,
-    ModeSerializer,
-    NodeListSerializer,
-    NodeSerializer,
-    RegisterAnswerSerializer,
-    RegisterSerializer,
-    print_time,
-)
-from nodes.services.availability import judge_status
+from core.throttle import AuthThrottle
+from nodes.errors import InvalidNodeToken, NodeNotFound, TooManyWrongTokens
+from nodes.models import Node, NodeCredential, NodePresence, ProviderState, clock_of, read_clock, with_clock
+from nodes.services.availability import explain_unreachable, is_drained, judge_status, list_ejections
+from nodes.services.credentials import find_credential, read_credential_digests
 from nodes.services.drains import set_mode
-from nodes.services.nodes import record_heartbeat, register_direct_node, require_own_node
-from wire.contract import NodeMode
+from nodes.services.nodes import Heartbeat, Registration, record_heartbeat, register_direct_node, require_own_node
+from wire.contract import NodeMode, NodeStatus
+from wire.credentials import CredentialKind, digest_credential, parse_keyid
 from wire.ids import parse_id
+
+SCHEME = "bearer"
+CHALLENGE = 'Bearer realm="muster-nodes"'
+_INVALID = "The node credential is not valid. Send Authorization: Bearer msw_…."
+
+throttle = AuthThrottle(read_digests=read_credential_digests)
+"""By address. Of this process alone: it spares the database, and nobody guesses a credential anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class CredentialHolder:
+    """The caller of a node API: whoever holds ``credential``."""
+
+    credential: NodeCredential
+    is_authenticated: ClassVar[bool] = True
+
+
+class NodeTokenAuthentication(BaseAuthentication):
+    """``Authorization: Bearer msw_…``. There is no anonymous access: a missing token is an invalid one."""
+
+    def authenticate(self, request: Request) -> tuple[CredentialHolder, None]:
+        """Return the holder of the credential. Raises InvalidNodeToken (401), TooManyWrongTokens (429)."""
+        scheme, _, text = get_authorization_header(request).decode("latin-1").partition(" ")
+        text = text.strip()
+        if scheme.lower() != SCHEME or parse_keyid(text, CredentialKind.WORKER) is None:
+            raise InvalidNodeToken(_INVALID)  # it costs no query, so it is not counted
+        return CredentialHolder(credential=_look_up(text, str(request.META.get("REMOTE_ADDR", "")))), None
+
+    def authenticate_header(self, request: Request) -> str:
+        """Return the challenge of a 401."""
+        return CHALLENGE
+
+
+def _look_up(text: str, address: str) -> NodeCredential:
+    """Return the credential. Behind a proxy many boxes have one address, so a good one never waits."""
+    if throttle.must_wait(address, digest_credential(text)):
+        raise TooManyWrongTokens("Too many wrong node credentials came from this address; wait a second and try again.")
+    credential = find_credential(text)
+    if credential is None:
+        throttle.record_failure(address)
+        raise InvalidNodeToken(_INVALID)
+    return credential
+
+
+class NodeTokenScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]  # drf-spectacular registers by subclassing
+    """How the OpenAPI document describes the credential."""
+
+    target_class = "nodes.api.NodeTokenAuthentication"
+    name = "nodeToken"
+
+    def get_security_definition(self, auto_schema: object) -> dict[str, str]:
+        """Return the OpenAPI security scheme."""
+        return {"type": "http", "scheme": "bearer", "description": "Credential of a GPU box, msw_…"}
+
+
+STATUSES = [status.value for status in NodeStatus]
+MODES = [mode.value for mode in NodeMode]
+
+
+def print_time(moment: datetime | None) -> str | None:
+    """Return an ISO 8601 UTC text ending in ``Z``, as the contract writes times."""
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z") if moment is not None else None
+
+
+class RegisterSerializer(serializers.Serializer[Registration]):
+    """Request of ``POST /nodes/register``."""
+
+    node_name = serializers.CharField(max_length=120)
+    owner_name = serializers.CharField(max_length=120, required=False, allow_blank=True, default="")
+    public_base_url = serializers.CharField(
+        max_length=300,
+        required=False,
+        allow_blank=True,
+        allow_null=True,
+        default="",
+        help_text="Where the gateway reaches the box over HTTP; absent for a box that dials in",
+    )
+    gpu_name = serializers.CharField(max_length=200, required=False, allow_blank=True, default="")
+    vram_total_mb = serializers.IntegerField(
+        min_value=0, max_value=limits().nodes.report_integer, required=False, allow_null=True, default=None
+    )
+    current_model = serializers.CharField(max_length=200)
+    agent_version = serializers.CharField(max_length=60, required=False, allow_blank=True, default="")
+    max_concurrent = serializers.IntegerField(
+        min_value=1,
+        max_value=limits().nodes.max_concurrent_cap,
+        required=False,
+        allow_null=True,
+        default=None,
+        help_text="Requests the node takes at once; 1 when it never said",
+    )
+    api_key = serializers.CharField(
+        max_length=limits().nodes.api_key_chars,
+        required=False,
+        allow_blank=True,
+        allow_null=True,
+        default=None,
+        write_only=True,
+        trim_whitespace=False,
+        help_text="Sent as a bearer credential with every call of public_base_url; absent = as before, empty = none",
+    )
+
+    def to_registration(self) -> Registration:
+        """Return the validated request as the value the service takes."""
+        data = {**self.validated_data, "public_base_url": self.validated_data["public_base_url"] or ""}
+        return Registration(**data)
+
+
+class RegisterAnswerSerializer(serializers.Serializer[Any]):  # Any: an answer, no model
+    """Response of ``POST /nodes/register``."""
+
+    node_id = serializers.CharField()
+    status = serializers.ChoiceField(choices=STATUSES)
+    accepted_model = serializers.CharField()
+    heartbeat_interval_sec = serializers.FloatField()
+    # Ours, beyond the contract.
+    reachable = serializers.BooleanField(help_text="Whether a gateway can send the node requests")
+    unreachable_reason = serializers.CharField(allow_null=True)
+
+
+class HeartbeatSerializer(serializers.Serializer[Heartbeat]):
+    """Request of ``POST /nodes/heartbeat``. ``observed_at`` may be off by any amount: the server's clock rules."""
+
+    node_id = serializers.CharField(max_length=60)
+    status = serializers.ChoiceField(choices=STATUSES)
+    mode = serializers.ChoiceField(choices=MODES, required=False, allow_null=True, default=None)
+    gpu_util_percent = serializers.FloatField(min_value=0, max_value=100, required=False, allow_null=True, default=None)
+    vram_used_mb = serializers.IntegerField(
+        min_value=0, max_value=limits().nodes.report_integer, required=False, allow_null=True, default=None
+    )
+    vram_free_mb = serializers.IntegerField(
+        min_value=0, max_value=limits().nodes.report_integer, required=False, allow_null=True, default=None
+    )
+    spare_score = serializers.FloatField(min_value=-1e9, max_value=1e9, required=False, allow_null=True, default=None)
+    is_accepting_jobs = serializers.BooleanField(required=False, allow_null=True, default=None)
+    active_request_count = serializers.IntegerField(
+        min_value=0, max_value=limits().nodes.report_integer, required=False, default=0
+    )
+    last_local_error = serializers.CharField(
+        required=False, allow_null=True, allow_blank=True, default="", max_length=20_000, trim_whitespace=False
+    )
+    observed_at = serializers.DateTimeField(required=False, allow_null=True, default=None)
+
+    def to_heartbeat(self, node_id: uuid.UUID) -> Heartbeat:
+        """Return the validated request as the service takes it. Silence means accepting work, unless draining."""
+        data = self.validated_data
+        status = NodeStatus(data["status"])
+        accepting = data["is_accepting_jobs"]
+        return Heartbeat(
+            node_id=node_id,
+            status=status,
+            mode=NodeMode(data["mode"]) if data["mode"] else None,
+            is_accepting_jobs=status is not NodeStatus.DRAINING if accepting is None else accepting,
+            active_request_count=data["active_request_count"],
+            gpu_util_percent=data["gpu_util_percent"],
+            vram_used_mb=data["vram_used_mb"],
+            vram_free_mb=data["vram_free_mb"],
+            spare_score=data["spare_score"],
+            last_local_error=data["last_local_error"] or "",
+            observed_at=data["observed_at"],
+        )
+
+
+class HeartbeatAnswerSerializer(serializers.Serializer[Any]):  # Any: an answer, no model
+    """Response of ``POST /nodes/heartbeat``."""
+
+    ok = serializers.BooleanField()
+    server_time = serializers.DateTimeField()
+    effective_status = serializers.ChoiceField(choices=STATUSES)
+    should_drain = serializers.BooleanField()
+    # Ours, beyond the contract.
+    reachable = serializers.BooleanField(help_text="Whether a gateway can send the node requests")
+    unreachable_reason = serializers.CharField(allow_null=True)
+
+
+class ModeSerializer(serializers.Serializer[Any]):  # Any: a request, no model
+    """Request of ``POST /nodes/{node_id}/mode``."""
+
+    mode = serializers.ChoiceField(choices=MODES)
+    reason = serializers.CharField(max_length=200, required=False, allow_blank=True, allow_null=True, default="")
+
+
+class ModeAnswerSerializer(serializers.Serializer[Any]):  # Any: an answer, no model
+    """Response of ``POST /nodes/{node_id}/mode``."""
+
+    node_id = serializers.CharField()
+    mode = serializers.ChoiceField(choices=MODES)
+    status = serializers.ChoiceField(choices=STATUSES)
+
+
+class NodeSerializer(serializers.Serializer[Node]):
+    """One box in ``GET /nodes``. ``status`` is judged when it is read; node, provider and presence must be loaded."""
+
+    node_id = serializers.CharField(source="printed_id")
+    node_name = serializers.CharField(source="name")
+    owner_name = serializers.CharField()
+    status = serializers.ChoiceField(choices=STATUSES)
+    mode = serializers.ChoiceField(choices=MODES)
+    current_model = serializers.CharField(allow_null=True)
+    gpu_util_percent = serializers.FloatField(allow_null=True)
+    vram_free_mb = serializers.IntegerField(allow_null=True)
+    spare_score = serializers.FloatField(allow_null=True)
+    active_request_count = serializers.IntegerField()
+    last_heartbeat_at = serializers.DateTimeField(allow_null=True)
+    # Ours, beyond the contract.
+    models = serializers.ListField(child=serializers.CharField())
+    max_concurrent = serializers.IntegerField()
+    cordoned = serializers.BooleanField()
+    draining = serializers.BooleanField()
+    drain_deadline_at = serializers.DateTimeField(allow_null=True)
+    drained = serializers.BooleanField(help_text="Nothing runs on the draining or reclaimed node: it is safe to power off")
+    drained_at = serializers.DateTimeField(allow_null=True)
+    drain_interrupted = serializers.IntegerField(help_text="Requests that the drain or reclaim interrupted")
+    reach = serializers.ChoiceField(choices=["relay", "direct"])
+    connected = serializers.BooleanField()
+    reachable = serializers.BooleanField(help_text="Whether a gateway can send the node requests")
+    unreachable_reason = serializers.CharField(allow_null=True)
+    provider = serializers.CharField()
+    gpu_name = serializers.CharField()
+    vram_total_mb = serializers.IntegerField(allow_null=True)
+    vram_used_mb = serializers.IntegerField(allow_null=True)
+    agent_version = serializers.CharField()
+    last_error = serializers.CharField()
+    replicas = serializers.ListField(child=serializers.DictField())
+    available_models = serializers.ListField(child=serializers.CharField())
+    memory = serializers.DictField(allow_null=True)
+    gpus = serializers.ListField(child=serializers.DictField())
+    queue_depth = serializers.IntegerField(allow_null=True)
+    avg_wait_ms = serializers.IntegerField(allow_null=True)
+    ejections = serializers.ListField(
+        child=serializers.DictField(), help_text="Models for which gateways send it nothing new: model, reason, since, until"
+    )
+
+    def to_representation(self, instance: Node) -> dict[str, Any]:  # Any: JSON
+        presence: NodePresence | None = getattr(instance, "presence", None)
+        live = presence or NodePresence(node=instance)
+        unreachable = explain_unreachable(instance, presence)
+        return {
+            "node_id": instance.printed_id,
+            "node_name": instance.name,
+            "owner_name": instance.owner_name,
+            "status": judge_status(instance, presence, now=clock_of(instance)).value,
+            "mode": instance.mode,
+            "current_model": instance.model_names[0] if instance.model_names else None,
+            "gpu_util_percent": live.gpu_util_percent,
+            "vram_free_mb": live.vram_free_mb,
+            "spare_score": live.spare_score,
+            "active_request_count": live.active_requests,
+            "last_heartbeat_at": print_time(live.last_heartbeat_at),
+            "models": instance.model_names,
+            "max_concurrent": instance.max_concurrent,
+            "cordoned": instance.cordoned,
+            "draining": instance.draining,
+            "drain_deadline_at": print_time(instance.drain_deadline_at),
+            "drained": is_drained(instance, presence),
+            "drained_at": print_time(instance.drained_at),
+            "drain_interrupted": instance.drain_interrupted,
+            "reach": instance.reach,
+            "connected": live.connected,
+            "reachable": not unreachable,
+            "unreachable_reason": unreachable or None,
+            "provider": instance.provider.name,
+            "gpu_name": instance.gpu_name,
+            "vram_total_mb": instance.vram_total_mb,
+            "vram_used_mb": live.vram_used_mb,
+            "agent_version": instance.agent_version,
+            "last_error": live.last_error,
+            "replicas": live.replicas,
+            "available_models": live.available_models or [],
+            "memory": live.memory,
+            "gpus": live.gpus,
+            "queue_depth": live.queue_depth,
+            "avg_wait_ms": live.avg_wait_ms,
+            "ejections": [
+                {"model": one.model, "reason": one.reason, "since": print_time(one.since), "until": print_time(one.until)}
+                for one in list_ejections(presence, now=clock_of(instance))
+            ],
+        }
+
+
+class NodeListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """Response of ``GET /nodes``."""
+
+    nodes = NodeSerializer(many=True)
+
+
+class ErrorDetailSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """The fields of an error."""
+
+    code = serializers.CharField()
+    message = serializers.CharField()
+    retryable = serializers.BooleanField()
+    type = serializers.CharField()
+    param = serializers.CharField(allow_null=True)
+
+
+class ErrorSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """The contract's error envelope."""
+
+    error = ErrorDetailSerializer()
 
 
 class NodeView(APIView):
@@ -161,3 +461,11 @@ def _read_node_id(text: str) -> uuid.UUID:
 def _plain_number(seconds: float) -> float:
     """Return a whole number of seconds as an integer, the way the contract writes it."""
     return int(seconds) if seconds == int(seconds) else seconds
+
+
+urlpatterns = [
+    re_path(r"^nodes/?$", NodeListView.as_view(), name="nodes"),
+    re_path(r"^nodes/register/?$", RegisterView.as_view(), name="node-register"),
+    re_path(r"^nodes/heartbeat/?$", HeartbeatView.as_view(), name="node-heartbeat"),
+    re_path(r"^nodes/(?P<node_id>[^/]+)/mode/?$", ModeView.as_view(), name="node-mode"),
+]

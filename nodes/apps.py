@@ -1,9 +1,16 @@
-"""Django application of ``nodes``."""
+"""Django application of ``nodes``, and what of its settings must fail at start, not at the first node that registers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from django.apps import AppConfig
-from django.core.checks import register
+from django.conf import settings
+from django.core.checks import CheckMessage, Error, register
+from django.utils.module_loading import import_string
+
+from core.limits import NodeLimits, limits
+from nodes.addresses import parse_policy
 
 
 class NodesConfig(AppConfig):
@@ -14,6 +21,76 @@ class NodesConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from nodes.checks import check_settings
-
         register(check_settings, "nodes")
+
+
+def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> list[CheckMessage]:
+    """Return what is wrong with the settings that start with ``NODE_``."""
+    return [*_check_model_check(), *_check_traffic(), *_check_direct_hosts(), *_check_health(limits().nodes)]
+
+
+def _check_model_check() -> list[CheckMessage]:
+    path = settings.NODE_MODEL_CHECK
+    try:
+        found = import_string(path)
+    except ImportError as error:
+        return [
+            Error(
+                f"NODE_MODEL_CHECK names {path!r}, which cannot be imported: {error}",
+                hint="Name a function that takes a model name and returns whether it is allow-listed.",
+                id="nodes.E001",
+            )
+        ]
+    if callable(found):
+        return []
+    return [Error(f"NODE_MODEL_CHECK names {path!r}, which is no function.", id="nodes.E001")]
+
+
+def _check_traffic() -> list[CheckMessage]:
+    hint = "Name a function of (node id, model or None) that returns live requests and their tenants; or leave it empty."
+    problems = _check_function("NODE_TRAFFIC", settings.NODE_TRAFFIC, hint=hint) if settings.NODE_TRAFFIC else []
+    hint = "Name a function of (node id, time) that returns nodes.services.drains.DrainFacts."
+    return [*problems, *_check_function("NODE_DRAIN_FACTS", settings.NODE_DRAIN_FACTS, hint=hint)]
+
+
+def _check_function(setting: str, path: str, *, hint: str) -> list[CheckMessage]:
+    try:
+        found = import_string(path)
+    except ImportError as error:
+        return [Error(f"{setting} names {path!r}, which cannot be imported: {error}", hint=hint, id="nodes.E005")]
+    return [] if callable(found) else [Error(f"{setting} names {path!r}, which is no function.", hint=hint, id="nodes.E005")]
+
+
+def _check_direct_hosts() -> list[CheckMessage]:
+    try:
+        parse_policy(settings.NODE_DIRECT_HOSTS, allow_loopback=settings.NODE_DIRECT_ALLOW_LOOPBACK)
+    except ValueError as error:
+        return [
+            Error(
+                f"MUSTER_DIRECT_HOSTS: {error}",
+                hint="List hosts and networks, separated by commas: gpu1.lan, .gpus.lan, 10.0.0.0/24, gpu1.lan:8000, private.",
+                id="nodes.E002",
+            )
+        ]
+    return []
+
+
+def _check_health(policy: NodeLimits) -> list[CheckMessage]:
+    problems: list[CheckMessage] = []
+    if not policy.heartbeat_interval_s < policy.stale_after_s <= policy.offline_after_s:
+        problems.append(
+            Error(
+                "MUSTER_HEARTBEAT_INTERVAL_S, MUSTER_STALE_AFTER_S and MUSTER_OFFLINE_AFTER_S must rise in that order.",
+                hint="The defaults are 5, 10 and 15 seconds.",
+                id="nodes.E003",
+            )
+        )
+    if not policy.bridge_ping_interval_s < policy.bridge_pong_window_s:
+        problems.append(
+            Error(
+                "MUSTER_BRIDGE_PING_INTERVAL_S must be below MUSTER_BRIDGE_PONG_WINDOW_S.",
+                hint="The defaults are 15 and 45 seconds.",
+                id="nodes.E004",
+            )
+        )
+    return problems

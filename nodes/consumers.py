@@ -18,12 +18,12 @@ from channels.consumer import AsyncConsumer
 from channels.exceptions import StopConsumer
 from django.conf import settings
 from django.db import DatabaseError, DataError, InterfaceError
+from prometheus_client import Counter
 
 from core.db.threads import run_upkeep
-from nodes.channel import CredentialCheck, CredentialRefused, NodeChannel, Registration
+from nodes.channel import AUTH_FAILURES, CredentialCheck, CredentialRefused, NodeChannel, Registration
 from nodes.errors import EnrolmentRefused, TooManySockets
 from nodes.links.relay import SCOPE_FRAMES, FrameSource, RelayLink
-from nodes.metrics import AUTH_FAILURES, FRAMES_DROPPED, SESSIONS
 from nodes.models import ProviderState
 from nodes.services import sessions
 from nodes.session import (
@@ -52,6 +52,9 @@ from wire.ids import format_id
 from wire.limits import WIRE
 
 logger = logging.getLogger("muster.nodes")
+
+SESSIONS = Counter("muster_worker_sessions_total", "Worker sessions opened", ["protocol"])
+FRAMES_DROPPED = Counter("muster_worker_frames_dropped_total", "Late frames of streams that were over")
 
 Scope = dict[str, Any]
 """An ASGI scope; the specification leaves its values open."""

@@ -12,6 +12,10 @@ import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from django.conf import settings
+from django.db import transaction
+from django.utils.module_loading import import_string
+
 from core.limits import limits
 from governance.operations.runs import (
     NodeRun,
@@ -24,7 +28,7 @@ from governance.operations.runs import (
 )
 from governance.states import RunEvent
 from nodes.addresses import build_request, resolve_direct_target
-from nodes.delivery import TRY_AGAIN_CODES, lose_run, read_order
+from nodes.channel import TRY_AGAIN_CODES, lose_run, read_order
 from nodes.errors import NodeError
 from nodes.models import Node, Reach
 from nodes.reports import clean_result
@@ -229,3 +233,25 @@ def _text(value: object) -> str:
 
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+TASK_NAME = "nodes.tasks.call_box"
+
+logger = logging.getLogger("muster.nodes")
+
+
+def ring_direct_box(run_id: uuid.UUID) -> None:
+    """Have a worker take the command one step further, once the transaction is committed."""
+
+    def send() -> None:
+        from celery.exceptions import CeleryError  # loaded by whoever sends a task at all
+        from kombu.exceptions import KombuError
+
+        try:
+            import_string(settings.TASK_APP).send_task(
+                TASK_NAME, args=[str(run_id)], expires=limits().nodes.call_task_s, retry=False
+            )
+        except (OSError, KombuError, CeleryError) as error:
+            logger.warning("command_not_rung run=%s error=%s; the sweep takes it up", run_id, type(error).__name__)
+
+    transaction.on_commit(send)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 
+from prometheus_client import Counter
+
 from core.limits import limits
 from nodes.links.ejections import Ejections
 from nodes.links.port import EndKind, Link, Listener
-from nodes.metrics import EJECTIONS
 from nodes.states import TOKENIZE
 from wire import clock
+
+EJECTIONS = Counter("muster_node_ejections_total", "Times a node was held back for how it answered", ["reason"])
 
 
 class LinkRegistry:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from core.limits import limits
 from governance.errors import InvalidProposal
 from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer, Undone
+from nodes.direct import ring_direct_box
 from nodes.models import Node, NodeOpKey, NodePresence, Reach, read_clock
 from nodes.operations.choices import flush_choices, list_boxes, load_choices, reload_choices, unload_choices
 from nodes.operations.impact import (
@@ -24,7 +25,6 @@ from nodes.operations.lost_models import find_lost_models
 from nodes.operations.params import KEEP, LOAD_FIELDS, RELOAD_FIELDS, UNLOAD_FIELDS, clean_flush, clean_params
 from nodes.operations.targets import Target, clean_targets, find_signed, hinders, name_of, read_target
 from nodes.services.availability import judge_status
-from nodes.services.direct_calls import ring_direct_box
 from wire.contract import NodeStatus
 
 

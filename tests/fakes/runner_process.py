@@ -26,7 +26,7 @@ from django.db.models.functions import Now
 
 from governance.operations.evidence import policy_chain
 from governance.operations.policies import active_policy
-from nodes.delivery import Send, plan_deliveries, store_status
+from nodes.channel import Send, plan_deliveries, store_status
 from nodes.models import Node, NodePresence
 from nodes.reports import clean_governance, clean_report, clean_status
 from nodes.services.governance import take_governance, take_report

@@ -23,7 +23,7 @@ import controlplane.authentication
 import core.throttle
 import gateway.request.identity
 import governance.admin_tokens
-import nodes.authentication
+import nodes.api
 import nodes.consumers
 import nodes.services.credentials
 import wire.credentials
@@ -383,7 +383,7 @@ def test_a_wheel_holds_every_package_that_ships_and_the_templates() -> None:
 
 MODULES = (
     controlplane.authentication, gateway.request.identity, governance.admin_tokens, core.throttle,
-    nodes.authentication, nodes.consumers, nodes.services.credentials, wire.credentials,
+    nodes.api, nodes.consumers, nodes.services.credentials, wire.credentials,
 )  # fmt: skip
 RAW = {"raw", "extra", "RawSQL", "cursor", "execute", "executemany", "connection", "connections"}
 

@@ -26,7 +26,7 @@ from governance.notice_text import write_message
 from governance.notices import notify_of_unreadable
 from governance.operations.runs import ring
 from governance.webhook_endpoints import add_webhook
-from nodes.services.direct_calls import ring_direct_box
+from nodes.direct import ring_direct_box
 from tests.fakes.control_process import serve_control, serve_gateway, serve_worker
 from tests.fakes.request_bodies import FOREIGN, QUEUE, QUEUES, make_envelope, send_noise
 from tests.fakes.waiting import wait_until

@@ -39,7 +39,7 @@ from governance.operations.proposals import propose
 from governance.operations.standing import use_approval
 from governance.operations.sweeps import reconcile
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, OPEN_RUNS, RUNS, ApprovalState, RunState
-from nodes.delivery import RECEIPT_INVALID
+from nodes.channel import RECEIPT_INVALID
 from nodes.models import NodeOpKey
 from tests.fakes.audit_logs import chain_events
 from tests.fakes.clock import TickingClock, VirtualClock

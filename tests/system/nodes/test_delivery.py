@@ -29,7 +29,7 @@ from governance.operations.policies import active_policy
 from governance.operations.runs import run_due
 from governance.registry import RunOrder
 from governance.states import RunState
-from nodes.delivery import Ask, Delivery, Send, plan_deliveries, store_status
+from nodes.channel import Ask, Delivery, Send, plan_deliveries, store_status
 from nodes.models import Node
 from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, only_run
 from tests.fakes.limits import set_limits

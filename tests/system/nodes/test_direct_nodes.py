@@ -17,11 +17,10 @@ from gateway.services import allow_model
 from governance.models import Operation, OperationRun
 from governance.operations.runs import find_node_run, run_due
 from governance.states import RunState
-from nodes.direct import _hand_over, call_direct_box, find_unattended
+from nodes.api import NodeSerializer
+from nodes.direct import TASK_NAME, _hand_over, call_direct_box, find_unattended
 from nodes.models import Node, NodeCredential, NodePresence, Reach, clock_of, with_clock
-from nodes.serializers import NodeSerializer
 from nodes.services.availability import read_fleet, read_served_models
-from nodes.services.direct_calls import TASK_NAME
 from nodes.services.governance import set_op_key
 from nodes.services.nodes import (
     Heartbeat,

@@ -17,7 +17,7 @@ from pytest_django import DjangoAssertNumQueries, DjangoDbBlocker, Settings
 from core.throttle import AuthThrottle
 from gateway.services import allow_model, create_api_key, create_tenant
 from governance.admin_tokens import create_admin_token
-from nodes import authentication
+from nodes import api
 from nodes.models import Node, NodePresence
 from nodes.services.credentials import (
     delete_provider,
@@ -229,7 +229,7 @@ def test_wrong_credentials_from_one_address_are_slowed_down_and_cost_no_query_an
     token: str, node_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = AuthThrottle(failures=3, block_s=600.0, read_digests=read_credential_digests)
-    monkeypatch.setattr(authentication, "throttle", slow)
+    monkeypatch.setattr(api, "throttle", slow)
     assert beat(token, node_id)["ok"] is True
     _, newcomer = make_credential("newcomer")
     *wrongs, last = (mint_credential(CredentialKind.WORKER).text for _ in range(9))

@@ -18,7 +18,7 @@ from pytest_django import Settings
 from core.limits import NodeLimits, limits
 from core.outbox import AsgiMessage
 from governance.errors import InvalidProposal
-from nodes.checks import check_settings
+from nodes.apps import check_settings
 from nodes.links import EndKind, LinkCondition, LinkRegistry
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.keeper import FleetGauges, LinkKeeper
