@@ -20,7 +20,7 @@ from gateway.services.overview import ExpiringKey, GatewayHealth, count_asked_mo
 from gateway.services.traffic import OpenRequests, Traffic, read_open_requests, read_traffic
 from gateway.services.waiting import Wait, WaitingModel, explain_waits, read_waits
 from governance.operations.policies import active_policy
-from nodes.operations.lost_models import LostModel, find_lost_models
+from nodes.operations.load import LostModel, find_lost_models
 from nodes.services.availability import FleetOverview, NodeHealth, read_fleet
 from nodes.states import Freshness
 from wire import clock

@@ -274,12 +274,12 @@ NODE_DIRECT_HOSTS = read_list("MUSTER_DIRECT_HOSTS")
 NODE_DIRECT_ALLOW_LOOPBACK = read_bool("MUSTER_DIRECT_ALLOW_LOOPBACK", default=False)
 # What each governed operation does. governance stands below the apps that do it and may not import them.
 OPERATIONS = {
-    "model-load": "nodes.operations.MODEL_LOAD",
-    "model-unload": "nodes.operations.MODEL_UNLOAD",
-    "cache-flush": "nodes.operations.CACHE_FLUSH",
-    "settings-reload": "nodes.operations.SETTINGS_RELOAD",
-    "node-drain": "nodes.operations.NODE_DRAIN",
-    "node-evict": "nodes.operations.NODE_EVICT",
+    "model-load": "nodes.operations.load.MODEL_LOAD",
+    "model-unload": "nodes.operations.load.MODEL_UNLOAD",
+    "cache-flush": "nodes.operations.flush.CACHE_FLUSH",
+    "settings-reload": "nodes.operations.load.SETTINGS_RELOAD",
+    "node-drain": "nodes.operations.hold.NODE_DRAIN",
+    "node-evict": "nodes.operations.hold.NODE_EVICT",
     "limit-raise": "gateway.operations.LIMIT_RAISE",
     "admin-token-mint": "governance.operations.kinds.ADMIN_TOKEN_MINT",
     "policy-change": "governance.operations.kinds.POLICY_CHANGE",

@@ -9,7 +9,7 @@ from celery import shared_task
 
 from core.limits import limits
 from nodes.direct import call_direct_box, find_unattended
-from nodes.operations.lost_models import tell_failed_reloads
+from nodes.operations.load import tell_failed_reloads
 from nodes.services.drains import sweep_presence
 from nodes.services.nodes import probe_direct_nodes
 

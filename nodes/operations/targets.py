@@ -1,24 +1,46 @@
-"""The boxes that an operation is for: from what a person types to what is signed, and back to how they are now."""
+"""The nodes that an operation is for, and what all operations on nodes have in common.
+
+From what a person types to what is signed, and back to how the nodes are now. Parameters are brought into the one form that
+is signed, and what cannot be signed is refused with the reason. A node may have said anything of itself.
+"""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Literal
+
+from django.conf import settings
+from django.utils.module_loading import import_string
 
 from core.limits import limits
 from governance.errors import InvalidProposal
+from governance.operations.runs import last_run
+from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
+from nodes.direct import ring_direct_box
 from nodes.errors import NodeError, NodeNotFound
-from nodes.models import Node, NodePresence, ProviderState, read_clock
+from nodes.models import Node, NodeOpKey, NodePresence, ProviderState, Reach, clock_of, read_clock, with_clock
 from nodes.services.availability import find_node_id, judge_status
 from nodes.services.telemetry import BoxView, describe_box
 from wire.contract import NodeStatus
 from wire.ids import parse_id
+from wire.optoken.approval import ApprovalError, canonical
+
+OK, CAUTION, DANGER = "ok", "caution", "danger"
+
+Params = Mapping[str, object]
+Option = tuple[str, str]
+Traffic = tuple[int, int]
+"""Live requests, and the tenants that they are of."""
+TrafficReader = Callable[[uuid.UUID, str | None], Traffic]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A box as an operation sees it now."""
+    """A node as an operation sees it now."""
 
     node: Node
     status: NodeStatus
@@ -35,10 +57,96 @@ class Target:
         return {replica.model for replica in self.box.loaded}
 
 
-def clean_targets(targets: Sequence[str], *, is_remote: bool) -> tuple[str, ...]:
-    """Return the targets as they are signed: runner ids for what the boxes carry out themselves, else ids of nodes.
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One parameter. ``least`` and ``most`` bound a number; None = the largest of a column."""
 
-    Takes runner ids, node ids and names that only one box has. Raises InvalidProposal.
+    kind: Literal["text", "number", "truth", "object"]
+    is_required: bool = False
+    least: int = 1
+    most: int | None = None
+
+
+class NodeOperation:
+    """A governed operation on nodes. Each says its name, its parameters and its sentences.
+
+    One that is not ``is_remote`` is carried out by the control plane itself and overrides ``carry_out``.
+    """
+
+    name: str
+    title: str
+    is_remote = True
+    fields: Mapping[str, Field] = {}
+
+    def clean(self, targets: Sequence[str], params: Params) -> Request:
+        """Return the request with the ids that are signed as targets. Raises InvalidProposal."""
+        cleaned = self.clean_params(params)
+        return Request(clean_targets(targets, is_remote=self.is_remote), cleaned)
+
+    def clean_params(self, params: Params) -> dict[str, object]:
+        """Return the parameters in the form that is signed. Raises InvalidProposal."""
+        return clean_params(params, self.fields)
+
+    def describe(self, targets: Sequence[str], params: Params) -> Description:
+        """Return the request in words, each parameter beside what is so today."""
+        found = [target for target in map(read_target, targets) if target is not None]
+        on = Line("On" if len(targets) == 1 else f"On {len(targets)} nodes, one after the other", ", ".join(targets))
+        names = _list_some([name_of(target) for target in targets[: limits().nodes.listed_names]], count=len(targets))
+        return Description(f"{self.write_sentence(params)} {names}", [on, *self.write_lines(params, found)])
+
+    def preview(self, targets: Sequence[str], params: Params) -> Sequence[Impact]:
+        """Return what it would mean for each node."""
+        impacts: list[Impact] = []
+        for signed in targets:
+            target = read_target(signed)
+            if target is None:
+                impacts.append(Impact(DANGER, f"{signed} is no node that is known here any more."))
+                continue
+            if self.is_remote:
+                impacts += _judge_reach(target)
+            impacts += self.judge(target, params, signed)
+            impacts += _judge_history(self.name, signed, params, target.node.name)
+        return impacts
+
+    def find_signer(self, target: str) -> Signer | None:
+        """Return the newest key of the node; None while it is away or takes no operations."""
+        node = find_signed(target)
+        if node is None or not node.op_level or node.runner_id != target:
+            return None
+        key = NodeOpKey.objects.filter(node=node, retired_at=None).order_by("-pk").first()
+        return None if key is None else Signer(node.op_level, key.kid, bytes(key.secret), node.runner_id)
+
+    def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
+        """Say which node is to get it: a gateway sends it, and a task to a node that is called over HTTP."""
+        node = find_signed(order.target)
+        if node is None:
+            return NotNow(f"{order.target} is no node that is known here", retry_s=limits().nodes.command_away_retry_s)
+        if problem := explain_unready(node) or _explain_absence(node):
+            return NotNow(problem, retry_s=limits().nodes.command_away_retry_s)
+        if node.reach == Reach.DIRECT.value:
+            ring_direct_box(order.run_id)
+        return Sent(node.pk)
+
+    def write_sentence(self, params: Params) -> str:
+        """Return what is asked for, up to the names of the nodes."""
+        raise NotImplementedError
+
+    def write_lines(self, params: Params, found: Sequence[Target]) -> list[Line]:
+        """Return the parameters in words. ``found``: the nodes as they are now."""
+        raise NotImplementedError
+
+    def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
+        """Yield what this operation means for a node. ``signed``: the node's id as it is signed."""
+        raise NotImplementedError
+
+
+# The nodes
+
+
+def clean_targets(targets: Sequence[str], *, is_remote: bool) -> tuple[str, ...]:
+    """Return the targets as they are signed: runner ids for what the nodes carry out themselves, else ids of nodes.
+
+    Takes runner ids, node ids and names that only one node has. Raises InvalidProposal.
     """
     found: dict[str, None] = {}
     for text in targets:
@@ -58,33 +166,45 @@ def clean_targets(targets: Sequence[str], *, is_remote: bool) -> tuple[str, ...]
 
 
 def read_target(text: str) -> Target | None:
-    """Return the box of a signed target; None when there is none any more."""
+    """Return the node of a signed target; None when there is none any more."""
     node = find_signed(text)
-    if node is None:
-        return None
-    now = read_clock()
-    presence: NodePresence | None = getattr(node, "presence", None)
-    return Target(node, judge_status(node, presence, now=now), describe_box(node, now=now))
+    return None if node is None else _make_target(node, now=read_clock())
+
+
+def list_targets() -> list[Target]:
+    """Return every node that may come back, by name, in one query."""
+    rows = Node.objects.exclude(provider__state=ProviderState.DELETED).exclude(credential__revoked_at__isnull=False)
+    nodes = with_clock(rows).select_related("presence").order_by("name", "pk")
+    return [_make_target(node, now=clock_of(node)) for node in nodes]
 
 
 def find_signed(text: str) -> Node | None:
-    """Return the box whose runner id or printed id a statement holds."""
+    """Return the node whose runner id or printed id a statement holds."""
     rows = Node.objects.select_related("presence", "credential").exclude(provider__state=ProviderState.DELETED)
     by_id = parse_id("node", text) if text.startswith("node_") else None
     if by_id is not None:
         return rows.filter(pk=by_id).first()
+    found = list(rows.filter(runner_id=text)) if text else []
     # Of several that ever had the id, one alone may have it now: the others' credentials are revoked.
-    return _choose(list(rows.filter(runner_id=text))) if text else None
+    usable = [node for node in found if node.credential is None or node.credential.revoked_at is None]
+    return max(usable or found, key=lambda node: node.updated_at, default=None)
 
 
 def name_of(text: str) -> str:
-    """Return what a person calls the box of a signed target."""
+    """Return what a person calls the node of a signed target."""
     node = find_signed(text)
     return node.name if node is not None else text
 
 
-def hinders(node: Node) -> str:
-    """Return why a box that takes operations cannot be sent one now; "" = it can."""
+def refuse_unable(targets: Sequence[str], is_able: Callable[[Node], bool], *, why: str, param: str) -> None:
+    """Raise InvalidProposal naming the signed nodes that have not said that they know what is asked for."""
+    unable = [node.name for node in map(find_signed, targets) if node is not None and not is_able(node)]
+    if unable:
+        raise InvalidProposal(f"{', '.join(unable[: limits().nodes.listed_names])} has not said that it can {why}", param=param)
+
+
+def explain_unready(node: Node) -> str:
+    """Return why a node that takes operations cannot be sent one now; "" = it can."""
     if not node.op_level:
         return f"{node.name} takes no operations from here: {node.policy_error or 'it named no level'}"
     if node.op_level == "L2" and not node.policy_version:
@@ -94,10 +214,22 @@ def hinders(node: Node) -> str:
     return ""
 
 
+def _explain_absence(node: Node) -> str:
+    presence: NodePresence | None = getattr(node, "presence", None)
+    has_way = node.reach == Reach.DIRECT.value or (presence is not None and presence.connected)
+    if not has_way or judge_status(node, presence, now=read_clock()) is NodeStatus.OFFLINE:
+        return f"{node.name} is offline; it is told when it is back"
+    return ""
+
+
+def _make_target(node: Node, *, now: datetime) -> Target:
+    return Target(node, judge_status(node, getattr(node, "presence", None), now=now), describe_box(node, now=now))
+
+
 def _find_typed(text: str) -> Node:
-    """Return the box that a person means. A box below L2 chooses its runner id, so what nodes are called counts first."""
+    """Return the node that a person means. A node below L2 chooses its runner id, so what nodes are called counts first."""
     try:
-        ident: uuid.UUID = find_node_id(text)
+        return Node.objects.get(pk=find_node_id(text))
     except NodeNotFound as error:
         node = find_signed(text)
         if node is None:
@@ -105,9 +237,190 @@ def _find_typed(text: str) -> Node:
         return node
     except NodeError as error:
         raise InvalidProposal(error.message, param="targets") from None
-    return Node.objects.get(pk=ident)
 
 
-def _choose(rows: list[Node]) -> Node | None:
-    usable = [node for node in rows if node.credential is None or node.credential.revoked_at is None]
-    return max(usable or rows, key=lambda node: node.updated_at, default=None)
+# The parameters
+
+
+def clean_params(params: Params, fields: Mapping[str, Field]) -> dict[str, object]:
+    """Return the members that are signed; those that are null or empty text are left out. Raises InvalidProposal."""
+    unknown = sorted(params.keys() - fields.keys())
+    if unknown:
+        known = ", ".join(fields) or "nothing"
+        raise InvalidProposal(f"There is no parameter {unknown[0][:60]!r} here; it takes {known}.", param=unknown[0][:60])
+    given = {name: value for name, value in params.items() if value is not None and value != ""}
+    missing = [name for name, field in fields.items() if field.is_required and name not in given]
+    if missing:
+        raise InvalidProposal(f"{missing[0]} must be given.", param=missing[0])
+    for name, field in fields.items():
+        if name in given:
+            _check_value(name, given[name], field)
+    cleaned = {name: given[name] for name in fields if name in given}
+    try:
+        canonical(cleaned)
+    except ApprovalError as error:
+        raise InvalidProposal(f"These parameters cannot be signed: {error}.", param="params") from None
+    return cleaned
+
+
+def _check_value(name: str, value: object, field: Field) -> None:
+    bounds = limits().nodes
+    match field.kind:
+        case "text":
+            if not isinstance(value, str) or not _can_be_signed(value):
+                raise InvalidProposal(
+                    f"{name} must be printable text of at most {bounds.operation_text_chars} characters, without outer blanks.",
+                    param=name,
+                )
+        case "number":
+            _refuse_floats(name, value)
+            most = bounds.report_integer if field.most is None else field.most
+            if isinstance(value, bool) or not isinstance(value, int) or not field.least <= value <= most:
+                raise InvalidProposal(f"{name} must be a whole number from {field.least} to {most}.", param=name)
+        case "truth":
+            if not isinstance(value, bool):
+                raise InvalidProposal(f"{name} must be true or false.", param=name)
+        case "object":
+            if not isinstance(value, Mapping) or len(value) > bounds.operation_overrides:
+                raise InvalidProposal(f"{name} must be an object of at most {bounds.operation_overrides} members.", param=name)
+            _refuse_floats(name, value)
+
+
+def _refuse_floats(name: str, value: object) -> None:
+    """Fractions have several spellings, and what is signed must have one."""
+    if isinstance(value, float):
+        raise InvalidProposal(
+            f"{name} is {value}: only whole numbers can be signed. Give it in a smaller unit, or set it on the node.",
+            param=name,
+        )
+    if isinstance(value, Mapping):
+        for inner, each in value.items():
+            _refuse_floats(f"{name}.{inner}", each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _refuse_floats(name, each)
+
+
+def _can_be_signed(text: str) -> bool:
+    return 0 < len(text) <= limits().nodes.operation_text_chars and text.isprintable() and text == text.strip()
+
+
+# What the page that proposes offers
+
+
+def offer(targets: list[Target], *, is_remote: bool, params: Sequence[Mapping[str, object]]) -> Choices:
+    """Return nodes and parameters as the page wants them. ``is_remote``: the nodes carry it out themselves.
+
+    Nodes that take no operations come last: choosing one is refused with what would help.
+    """
+    able = [each for each in targets if not is_remote or (each.node.op_level and each.node.runner_id)]
+    rest = [each for each in targets if each not in able]
+    offered = [(each.node.runner_id if is_remote else each.node.printed_id, _label(each, is_remote=is_remote)) for each in able]
+    offered += [(each.node.printed_id, _label(each, is_remote=is_remote)) for each in rest]
+    return {"targets": offered, "targets_label": "Nodes", "params": params}
+
+
+def offer_models(places: Mapping[str, Sequence[str]], *, blank: str = "Choose…") -> dict[str, object]:
+    """Return the field of a model, of those of which it is known where they are. Without any its name is typed."""
+    field: dict[str, object] = {"name": "modelId", "label": "Model"}
+    if not places:
+        return {**field, "help": "No node says that it has one; write its name."}
+    return {**field, "kind": "select", "choices": [("", blank), *list_options(places)], "others": "Another model"}
+
+
+def list_options(places: Mapping[str, Sequence[str]]) -> Iterator[Option]:
+    """Yield the options of a list of models, each with where it is."""
+    for model, where in sorted(places.items())[: limits().nodes.offered_models]:
+        yield model, f"{model} ({_list_some(where)})"
+
+
+def find_places(targets: Sequence[Target], *, is_available: bool = False) -> dict[str, list[str]]:
+    """Return by model where it is loaded, or with ``is_available`` also where it could be. Names that can be signed alone."""
+    places: dict[str, list[str]] = {}
+    for target in targets:
+        presence, name = target.presence, target.node.name
+        said = map(str, (presence.available_models or ()) if is_available and presence is not None else ())
+        for model in filter(_can_be_signed, {*said, *target.loaded}):
+            is_loaded = is_available and model in target.loaded
+            places.setdefault(model, []).append(f"loaded on {name}" if is_loaded else f"on {name}")
+    return places
+
+
+def _label(target: Target, *, is_remote: bool) -> str:
+    node = target.node
+    state = "draining" if node.draining else "cordoned" if node.cordoned else target.status.value
+    parts = ["away" if target.status is NodeStatus.OFFLINE else state]
+    if is_remote:
+        parts.append(_describe_level(node))
+    parts.append(f"has {_list_some(sorted(target.loaded))} loaded" if target.loaded else "nothing loaded")
+    return f"{node.name}: {' · '.join(parts)}"
+
+
+def _describe_level(node: Node) -> str:
+    if not node.op_level or not node.runner_id:
+        return "takes no operations from here"
+    if node.op_level != "L2":
+        return f"{node.op_level}, checks a key and no approvals"
+    return f"L2 with policy version {node.policy_version}" if node.policy_version else "L2, no policy pinned"
+
+
+def _list_some(names: Sequence[str], *, count: int | None = None) -> str:
+    """Return the first few of some names, and how many more there are. ``count``: of all, where ``names`` are fewer."""
+    most, count = limits().nodes.listed_names, len(names) if count is None else count
+    return ", ".join(names[:most]) + (f" and {count - most} more" if count > most else "")
+
+
+# What carrying it out would mean now
+
+
+def judge_live(target: Target, model: str | None, *, verb: str) -> Iterator[Impact]:
+    """Yield how many requests run on the node (on ``model``; None = on any) and what would happen to them."""
+    reported = sum(replica.active for replica in target.box.loaded if model is None or replica.model == model)
+    if model is None and target.presence is not None:
+        reported = max(reported, target.presence.active_requests)
+    path = settings.NODE_TRAFFIC
+    ours, tenants = _load_reader(path)(target.node.pk, model) if path else (0, 0)
+    live = max(reported, ours)
+    what = f"on {model} " if model is not None else ""
+    if not live:
+        yield Impact(OK, f"No request runs {what}on {target.node.name} now.")
+        return
+    of = f" of {tenants} tenant{'s' if tenants != 1 else ''}" if tenants else ""
+    yield Impact(CAUTION, f"{live} request{'s' if live != 1 else ''}{of} run {what}on {target.node.name} now; {verb}.")
+
+
+def _judge_reach(target: Target) -> Iterator[Impact]:
+    """Yield whether the node can be told at all, and what protects it."""
+    node = target.node
+    if target.status is NodeStatus.OFFLINE:
+        yield Impact(DANGER, f"{node.name} is offline. It is told when it is back, if that is before the approval runs out.")
+    if problem := explain_unready(node):
+        yield Impact(DANGER, f"Nothing is sent for now: {problem}.")
+    elif node.op_level != "L2":
+        yield Impact(CAUTION, f"{node.name} works at level {node.op_level}: it checks a key and not the approvals themselves.")
+    if node.witness_alarm:
+        yield Impact(DANGER, f"{node.name} contradicts the audit log: {node.witness_alarm}.")
+    if node.policy_version and node.policy_error:
+        yield Impact(CAUTION, f"{node.name} refused a newer policy: {node.policy_error}.")
+    if node.clock_skew_ms is not None and not problem and abs(node.clock_skew_ms) > limits().nodes.clock_skew_warning_ms:
+        yield Impact(CAUTION, f"The clock of {node.name} is {abs(node.clock_skew_ms) // 1000} s off.")
+
+
+def _judge_history(operation: str, signed: str, params: Params, name: str) -> Iterator[Impact]:
+    """Yield how the same went the last time."""
+    run = last_run(operation, target=signed, params=params)
+    if run is None or run.ended_at is None:
+        yield Impact(CAUTION, f"This was never done on {name} before.")
+        return
+    seconds = (run.ended_at - run.dispatched_at).total_seconds() if run.dispatched_at is not None else 0.0
+    took = f" after {seconds:.0f} s" if seconds >= 1 else ""
+    level = OK if run.state == "succeeded" else CAUTION
+    why = f" ({run.code})" if run.code else ""
+    yield Impact(level, f"The last time on {name}, on {run.ended_at:%Y-%m-%d %H:%M} UTC, it {run.state}{took}{why}.")
+
+
+@lru_cache(maxsize=4)
+def _load_reader(path: str) -> TrafficReader:
+    """Return the function that counts live requests. It lives above this app, hence the dotted path."""
+    reader: TrafficReader = import_string(path)
+    return reader

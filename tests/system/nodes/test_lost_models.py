@@ -21,8 +21,7 @@ from governance.notice_text import write_message
 from governance.operations.runs import run_due
 from governance.states import RunState
 from nodes.models import Node, NodePresence
-from nodes.operations import MODEL_LOAD
-from nodes.operations.lost_models import find_lost_models, tell_failed_reloads
+from nodes.operations.load import MODEL_LOAD, find_lost_models, tell_failed_reloads
 from nodes.tasks import tell_reloads
 from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due
 from tests.fakes.nodes import shared_rows

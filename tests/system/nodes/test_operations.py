@@ -25,7 +25,9 @@ from governance.operations.runs import run_due
 from governance.registry import NotNow, RunOrder, Sent
 from governance.states import RunState
 from nodes.models import Node, NodeOpKey, NodePresence, Reach
-from nodes.operations import CACHE_FLUSH, MODEL_LOAD, MODEL_UNLOAD, NODE_DRAIN, NODE_EVICT, SETTINGS_RELOAD
+from nodes.operations.flush import CACHE_FLUSH
+from nodes.operations.hold import NODE_DRAIN, NODE_EVICT
+from nodes.operations.load import MODEL_LOAD, MODEL_UNLOAD, SETTINGS_RELOAD
 from nodes.services.credentials import revoke_credential
 from nodes.services.drains import drain_node
 from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, make_governed, only_run

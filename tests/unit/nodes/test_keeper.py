@@ -24,7 +24,10 @@ from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.keeper import FleetGauges, LinkKeeper
 from nodes.links.port import Link
 from nodes.links.relay import RelayLink
-from nodes.operations.params import DRAIN_FIELDS, EVICT_FIELDS, LOAD_FIELDS, UNLOAD_FIELDS, Field, clean_flush, clean_params
+from nodes.operations.flush import CACHE_FLUSH
+from nodes.operations.hold import NODE_DRAIN, NODE_EVICT
+from nodes.operations.load import MODEL_LOAD, MODEL_UNLOAD
+from nodes.operations.targets import Field, clean_params
 from nodes.session import ServerSession
 from nodes.states import TOKENIZE, DrainCount, Freshness, NodeFacts, NodeRow, Obstacle, judge_availability
 from tests.fakes.clock import virtual_clock
@@ -546,37 +549,42 @@ LOAD: dict[str, object] = {"modelId": "org/m", "quantization": "awq", "maxContex
 
 def test_a_load_is_signed_as_it_was_asked_for() -> None:
     asked = {**LOAD, "gpuMemoryBudgetMB": 9000, "overrides": {"n_ctx": 5, "flags": ["a"], "deep": {"on": True}}}
-    assert clean_params(asked, LOAD_FIELDS) == asked
-    assert canonical(clean_params(asked, LOAD_FIELDS))
-    assert clean_params({"modelId": "m", "quantization": None, "evictModel": ""}, LOAD_FIELDS) == {"modelId": "m"}
-    assert clean_params({"timeout_s": 0}, DRAIN_FIELDS) == {"timeout_s": 0}
-    assert clean_params({"modelId": "m", "force": True}, UNLOAD_FIELDS) == {"modelId": "m", "force": True}
+    assert clean_params(asked, MODEL_LOAD.fields) == asked
+    assert canonical(clean_params(asked, MODEL_LOAD.fields))
+    assert clean_params({"modelId": "m", "quantization": None, "evictModel": ""}, MODEL_LOAD.fields) == {"modelId": "m"}
+    assert clean_params({"timeout_s": 0}, NODE_DRAIN.fields) == {"timeout_s": 0}
+    assert clean_params({"modelId": "m", "force": True}, MODEL_UNLOAD.fields) == {"modelId": "m", "force": True}
 
 
 UNSIGNABLE: list[tuple[Mapping[str, Field], dict[str, object], str, str]] = [
-    (LOAD_FIELDS, {"modelId": ""}, "modelId", "must be given"),
-    (LOAD_FIELDS, {"modelId": 7}, "modelId", "printable text"),
-    (LOAD_FIELDS, {"modelId": "a\u202eb"}, "modelId", "printable text"),
-    (LOAD_FIELDS, {"modelId": " m"}, "modelId", "outer blanks"),
-    (LOAD_FIELDS, {"modelId": "m" * 201}, "modelId", "at most 200"),
-    (LOAD_FIELDS, {"maxContextLength": 4096.0}, "maxContextLength", "only whole numbers can be signed"),
-    (LOAD_FIELDS, {"maxContextLength": 0}, "maxContextLength", "from 1 to"),
-    (LOAD_FIELDS, {"maxContextLength": True}, "maxContextLength", "whole number"),
-    (LOAD_FIELDS, {"maxContextLength": "4096"}, "maxContextLength", "whole number"),
-    (LOAD_FIELDS, {"gpuMemoryBudgetMB": 2**31}, "gpuMemoryBudgetMB", "whole number"),
-    (LOAD_FIELDS, {"overrides": {"gpu_memory_utilization": 0.9}}, "overrides.gpu_memory_utilization", "only whole numbers"),
-    (LOAD_FIELDS, {"overrides": {"a": {"b": [1, 0.5]}}}, "overrides.a.b", "only whole numbers"),
-    (LOAD_FIELDS, {"overrides": [1]}, "overrides", "must be an object"),
-    (LOAD_FIELDS, {"overrides": {"a": None}}, "params", "cannot be signed"),
-    (LOAD_FIELDS, {"overrides": {"ä": 1}}, "params", "cannot be signed"),
-    (LOAD_FIELDS, {"overrides": {str(number): 1 for number in range(65)}}, "overrides", "at most 64"),
-    (LOAD_FIELDS, {"verifiedOpToken": "x"}, "verifiedOpToken", "There is no parameter 'verifiedOpToken' here"),
-    (DRAIN_FIELDS, {"timeout_s": -1}, "timeout_s", ""),
-    (DRAIN_FIELDS, {"timeout_s": 1.5}, "timeout_s", ""),
-    (DRAIN_FIELDS, {}, "timeout_s", ""),
-    (EVICT_FIELDS, {"timeout_s": 0}, "timeout_s", ""),
-    (UNLOAD_FIELDS, {"modelId": "m", "force": 1}, "force", ""),
-    (UNLOAD_FIELDS, {"modelId": "m", "force": "true"}, "force", ""),
+    (MODEL_LOAD.fields, {"modelId": ""}, "modelId", "must be given"),
+    (MODEL_LOAD.fields, {"modelId": 7}, "modelId", "printable text"),
+    (MODEL_LOAD.fields, {"modelId": "a\u202eb"}, "modelId", "printable text"),
+    (MODEL_LOAD.fields, {"modelId": " m"}, "modelId", "outer blanks"),
+    (MODEL_LOAD.fields, {"modelId": "m" * 201}, "modelId", "at most 200"),
+    (MODEL_LOAD.fields, {"maxContextLength": 4096.0}, "maxContextLength", "only whole numbers can be signed"),
+    (MODEL_LOAD.fields, {"maxContextLength": 0}, "maxContextLength", "from 1 to"),
+    (MODEL_LOAD.fields, {"maxContextLength": True}, "maxContextLength", "whole number"),
+    (MODEL_LOAD.fields, {"maxContextLength": "4096"}, "maxContextLength", "whole number"),
+    (MODEL_LOAD.fields, {"gpuMemoryBudgetMB": 2**31}, "gpuMemoryBudgetMB", "whole number"),
+    (
+        MODEL_LOAD.fields,
+        {"overrides": {"gpu_memory_utilization": 0.9}},
+        "overrides.gpu_memory_utilization",
+        "only whole numbers",
+    ),
+    (MODEL_LOAD.fields, {"overrides": {"a": {"b": [1, 0.5]}}}, "overrides.a.b", "only whole numbers"),
+    (MODEL_LOAD.fields, {"overrides": [1]}, "overrides", "must be an object"),
+    (MODEL_LOAD.fields, {"overrides": {"a": None}}, "params", "cannot be signed"),
+    (MODEL_LOAD.fields, {"overrides": {"ä": 1}}, "params", "cannot be signed"),
+    (MODEL_LOAD.fields, {"overrides": {str(number): 1 for number in range(65)}}, "overrides", "at most 64"),
+    (MODEL_LOAD.fields, {"verifiedOpToken": "x"}, "verifiedOpToken", "There is no parameter 'verifiedOpToken' here"),
+    (NODE_DRAIN.fields, {"timeout_s": -1}, "timeout_s", ""),
+    (NODE_DRAIN.fields, {"timeout_s": 1.5}, "timeout_s", ""),
+    (NODE_DRAIN.fields, {}, "timeout_s", ""),
+    (NODE_EVICT.fields, {"timeout_s": 0}, "timeout_s", ""),
+    (MODEL_UNLOAD.fields, {"modelId": "m", "force": 1}, "force", ""),
+    (MODEL_UNLOAD.fields, {"modelId": "m", "force": "true"}, "force", ""),
 ]
 
 
@@ -585,7 +593,7 @@ def test_what_cannot_be_signed_is_refused_in_words(
     fields: Mapping[str, Field], changes: dict[str, object], param: str, words: str
 ) -> None:
     with pytest.raises(InvalidProposal, match=words or None) as caught:
-        clean_params({**(LOAD if fields is LOAD_FIELDS else {}), **changes}, fields)
+        clean_params({**(LOAD if fields is MODEL_LOAD.fields else {}), **changes}, fields)
     assert caught.value.param == param
 
 
@@ -611,8 +619,8 @@ def test_what_cannot_be_signed_is_refused_in_words(
 )
 def test_a_flush_says_what_its_scope_needs_and_nothing_else(params: dict[str, object], param: str | None) -> None:
     if param is None:
-        assert clean_flush(params) == params
+        assert CACHE_FLUSH.clean_params(params) == params
         return
     with pytest.raises(InvalidProposal) as caught:
-        clean_flush(params)
+        CACHE_FLUSH.clean_params(params)
     assert caught.value.param == param

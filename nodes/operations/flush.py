@@ -1,0 +1,99 @@
+"""Flushing of caches on nodes: all, of a model, of a tenant or of a tag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from governance.errors import InvalidProposal
+from governance.registry import Choices, Impact, Line
+from nodes.operations.targets import (
+    CAUTION,
+    DANGER,
+    OK,
+    Field,
+    NodeOperation,
+    Option,
+    Params,
+    Target,
+    find_places,
+    judge_live,
+    list_targets,
+    offer,
+    offer_models,
+)
+
+SCOPES = {"tag": "what carries a tag", "tenant": "one tenant", "model": "one model", "all": "everything"}
+"""By what is signed, in the order in which the page lists them."""
+_NEEDED_BY_SCOPE = {"model": "modelId", "tenant": "tenantId", "tag": "tag"}
+
+
+class CacheFlush(NodeOperation):
+    """Flush caches: all, of a model, of a tenant or of a tag."""
+
+    name = "cache-flush"
+    title = "Flush caches"
+    fields: Mapping[str, Field] = {
+        "scope": Field("text", is_required=True),
+        "tenantId": Field("text"),
+        "modelId": Field("text"),
+        "tag": Field("text"),
+    }
+
+    def clean_params(self, params: Params) -> dict[str, object]:
+        """Return the members of a flush, with what its scope needs. Raises InvalidProposal."""
+        cleaned = super().clean_params(params)
+        scope = str(cleaned["scope"])
+        if scope not in SCOPES:
+            raise InvalidProposal("scope must be one of all, model, tenant, tag.", param="scope")
+        needed = _NEEDED_BY_SCOPE.get(scope)
+        if needed is not None and needed not in cleaned:
+            raise InvalidProposal(f"The scope {scope} needs {needed}.", param=needed)
+        allowed = {"scope", "modelId", needed} | ({"tenantId"} if scope == "tag" else set())
+        extra = sorted(cleaned.keys() - allowed)
+        if extra:
+            raise InvalidProposal(f"The scope {scope} makes no use of {extra[0]}; leave it out.", param=extra[0])
+        return cleaned
+
+    def choices(self) -> Choices:
+        """Return what a flush offers: its scope, and the names that a scope needs."""
+        targets = list_targets()
+        scopes: list[Option] = [("", "Choose…"), *SCOPES.items()]
+        model = offer_models(find_places(targets), blank="any")
+        params: list[Mapping[str, object]] = [
+            {"name": "scope", "label": "What to flush", "kind": "select", "choices": scopes},
+            {**model, "required": False, "help": "Needed for one model; narrows a tenant or a tag."},
+            {"name": "tenantId", "label": "Tenant", "required": False, "help": "Needed for one tenant; narrows a tag."},
+            {"name": "tag", "label": "Tag", "required": False, "help": "Needed for what carries a tag."},
+        ]
+        return offer(targets, is_remote=True, params=params)
+
+    def write_sentence(self, params: Params) -> str:
+        model, tenant = params.get("modelId"), params.get("tenantId")
+        match params.get("scope"):
+            case "tenant":
+                what = f"the cache of tenant {tenant}"
+            case "tag":
+                what = f"the cache tagged {params.get('tag')}" + (f" of tenant {tenant}" if tenant else "")
+            case "model":
+                return f"Flush the cache of model {model} on"
+            case _:
+                what = "all caches"
+        return f"Flush {what}{f' of model {model}' if model else ''} on"
+
+    def write_lines(self, params: Params, found: Sequence[Target]) -> list[Line]:
+        labels = {"scope": "Scope", "tenantId": "Tenant", "modelId": "Model", "tag": "Tag"}
+        return [Line(label, str(params[field])) for field, label in labels.items() if field in params]
+
+    def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
+        model, name = params.get("modelId"), target.node.name
+        if params.get("scope") == "all":
+            yield Impact(DANGER, f"The caches of every tenant on {name} are emptied; their next requests are slower.")
+        if isinstance(model, str) and model not in target.loaded:
+            yield Impact(CAUTION, f"{model} is not loaded on {name}.")
+        elif not target.loaded:
+            yield Impact(OK, f"No model is loaded on {name}.")
+        else:
+            yield from judge_live(target, model if isinstance(model, str) else None, verb="some engines refuse while they run")
+
+
+CACHE_FLUSH = CacheFlush()

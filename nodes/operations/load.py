@@ -1,0 +1,374 @@
+"""Loading and unloading of models, and the settings that say what can be loaded; loaded models that are gone again."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from urllib.parse import urlencode
+
+from django.db import transaction
+from django.utils import timezone
+
+from core.limits import limits
+from governance.audit import record_event
+from governance.audit.reading import find_last_event, find_last_event_at
+from governance.notices import list_requester_and_signers, notify_of_event
+from governance.operations.runs import LastRun, last_run, list_last_successes
+from governance.registry import Choices, Impact, Line, Request, Undone
+from nodes.models import Node, Reach
+from nodes.operations.targets import (
+    CAUTION,
+    DANGER,
+    OK,
+    Field,
+    NodeOperation,
+    Params,
+    Target,
+    find_places,
+    judge_live,
+    list_options,
+    list_targets,
+    offer,
+    offer_models,
+    refuse_unable,
+)
+from wire import clock
+from wire.contract import NodeStatus
+from wire.ids import format_id
+
+KEEP = "keepLoaded"
+"""Of a load: the node loads the model again by itself after every restart."""
+RELOAD_FAILED = "node.reload-failed"
+_AS_SET_UP = "as the node is set up"
+_MAY_FINISH = "they may finish within the node's own limit"
+
+
+class ModelLoad(NodeOperation):
+    """Load a model, another one making room for it where that is asked for."""
+
+    name = "model-load"
+    title = "Load a model"
+    fields: Mapping[str, Field] = {
+        "modelId": Field("text", is_required=True),
+        "quantization": Field("text"),
+        "maxContextLength": Field("number"),
+        "gpuMemoryBudgetMB": Field("number"),
+        "evictModel": Field("text"),
+        "overrides": Field("object"),
+        KEEP: Field("truth"),
+    }
+
+    def clean(self, targets: Sequence[str], params: Params) -> Request:
+        """Return the request with runner ids as targets. Raises InvalidProposal, also for nodes that cannot keep a model."""
+        request = super().clean(targets, params)
+        if _is_kept(request.params):
+            why = (
+                "keep a model loaded: the runner there is of an older version, works at level L0, or is called over HTTP. "
+                "Update it, or ask for the load alone."
+            )
+            refuse_unable(request.targets, lambda node: node.keeps_models, why=why, param=KEEP)
+        return request
+
+    def clean_params(self, params: Params) -> dict[str, object]:
+        cleaned = super().clean_params(params)
+        # Left out where it is false: so statements without it stay what they were, and runners that do not know it take them.
+        return cleaned if _is_kept(cleaned) else {name: value for name, value in cleaned.items() if name != KEEP}
+
+    def find_undone(self, op_id: uuid.UUID) -> Sequence[Undone]:
+        """Return which models this operation has loaded that are not loaded any more."""
+        return [Undone(f"{lost.what} {lost.advice}", lost.again) for lost in find_lost_models(op_id)]
+
+    def choices(self) -> Choices:
+        """Return what a load offers: what the nodes could load, and what has to go for it."""
+        targets = list_targets()
+        model = {**offer_models(find_places(targets, is_available=True)), "help": "Models found on the nodes, or type a name."}
+        keep = {
+            "name": KEEP, "label": "Keep it loaded", "kind": "checkbox", "required": False,
+            "initial": any(target.node.keeps_models for target in targets),
+            "help": "The node loads it again by itself after every restart, until an unload is approved. Approvers sign this.",
+        }  # fmt: skip
+        evict: dict[str, object] = {"name": "evictModel", "label": "Replace (unload first)", "required": False}
+        if places := find_places(targets):
+            evict |= {"kind": "select", "choices": [("", "nothing"), *list_options(places)]}
+        else:
+            evict["help"] = "Nothing is loaded at the moment."
+        rare: list[dict[str, object]] = [
+            {"name": "maxContextLength", "label": "Context length in tokens", "kind": "number", "min": 1,
+             "help": "Empty: as the node is set up."},
+            {"name": "gpuMemoryBudgetMB", "label": "GPU memory that it may take, in MiB", "kind": "number", "min": 1,
+             "help": "Empty: what it needs."},
+            {"name": "quantization", "label": "Quantization", "help": "Empty: as the node is set up."},
+            {"name": "overrides", "label": "Settings of the engine", "kind": "json",
+             "help": 'A JSON object, such as {"n_gpu_layers": 20}. Whole numbers only.'},
+        ]  # fmt: skip
+        rare = [{**field, "required": False, "is_rare": True} for field in rare]
+        return offer(targets, is_remote=True, params=[model, keep, evict, *rare])
+
+    def write_sentence(self, params: Params) -> str:
+        return f"Load {params.get('modelId')} on"
+
+    def write_lines(self, params: Params, found: Sequence[Target]) -> list[Line]:
+        labels = {
+            "quantization": "Quantization",
+            "maxContextLength": "Tokens per request",
+            "gpuMemoryBudgetMB": "Memory for it, MiB",
+        }
+        lines = [Line("Model", str(params.get("modelId")), _now_of(found, params.get("modelId")))]
+        lines += [Line(label, str(params[field]), _AS_SET_UP) for field, label in labels.items() if field in params]
+        if "evictModel" in params:
+            lines.append(Line("Unloaded first", str(params["evictModel"]), _now_of(found, params["evictModel"])))
+        after = "is loaded again, until an unload is approved" if _is_kept(params) else "is not loaded again"
+        lines.append(Line("After a restart of the node", after))
+        overrides = params.get("overrides")
+        if isinstance(overrides, Mapping):
+            lines += [Line(f"Engine: {name}", str(value), _AS_SET_UP) for name, value in sorted(overrides.items())]
+        return lines
+
+    def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
+        model, name = str(params.get("modelId")), target.node.name
+        if model in target.loaded:
+            kept = " It is kept loaded from then on." if _is_kept(params) else ""
+            text = f"{model} is loaded on {name} already: the same load changes nothing, another is refused.{kept}"
+            yield Impact(CAUTION, text)
+            return
+        evicted = params.get("evictModel")
+        if isinstance(evicted, str) and evicted not in target.loaded:
+            yield Impact(CAUTION, f"{evicted} is to be unloaded first, but it is not loaded on {name}.")
+        elif isinstance(evicted, str):
+            yield Impact(CAUTION, f"{evicted} is unloaded from {name} first.")
+            yield from judge_live(target, evicted, verb=_MAY_FINISH)
+        yield self._judge_memory(target, params, signed)
+
+    def _judge_memory(self, target: Target, params: Params, signed: str) -> Impact:
+        """Return whether a model fits, as far as it was ever measured."""
+        model, name, memory = str(params.get("modelId")), target.node.name, target.box.memory
+        if memory is None:
+            return Impact(CAUTION, f"{name} does not say how much memory it has.")
+        freed = sum(replica.memory_mb or 0 for replica in target.box.loaded if replica.model == params.get("evictModel"))
+        free = memory.total_mb - memory.used_mb + freed
+        replicas = (*target.box.loaded, *target.box.changing)
+        needed = max((replica.memory_mb or 0 for replica in replicas if replica.model == model), default=0)
+        if not needed and (run := last_run(self.name, target=signed, params=params)) is not None:
+            before = run.result.get("gpuMemoryUsedMB")
+            needed = before if isinstance(before, int) else 0
+        if needed <= 0:
+            return Impact(CAUTION, f"Memory use of {model} unknown. {free} of {memory.total_mb} MiB are free on {name}.")
+        level = DANGER if needed > free else OK
+        return Impact(level, f"{model} took {needed} MiB when it was last measured; {free} MiB are free on {name}.")
+
+
+class ModelUnload(NodeOperation):
+    """Unload a model; by force without waiting for what runs."""
+
+    name = "model-unload"
+    title = "Unload a model"
+    fields: Mapping[str, Field] = {"modelId": Field("text", is_required=True), "force": Field("truth")}
+
+    def choices(self) -> Choices:
+        """Return what an unload offers: what is loaded, and whether to wait for what runs."""
+        targets = list_targets()
+        force = {
+            "name": "force", "label": "By force: requests that run are cut off", "kind": "checkbox", "required": False,
+            "help": "Otherwise they may finish within the node's own limit.",
+        }  # fmt: skip
+        return offer(targets, is_remote=True, params=[offer_models(find_places(targets)), force])
+
+    def write_sentence(self, params: Params) -> str:
+        return f"{'Unload by force' if params.get('force') is True else 'Unload'} {params.get('modelId')} from"
+
+    def write_lines(self, params: Params, found: Sequence[Target]) -> list[Line]:
+        running = "are cut off at once" if params.get("force") is True else "may finish within the node's own limit"
+        return [
+            Line("Model", str(params.get("modelId")), _now_of(found, params.get("modelId"))),
+            Line("Requests that run", running),
+        ]
+
+    def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
+        model = str(params.get("modelId"))
+        if model not in target.loaded:
+            yield Impact(CAUTION, f"{model} is not loaded on {target.node.name}.")
+        else:
+            yield from judge_live(target, model, verb="they are cut off" if params.get("force") is True else _MAY_FINISH)
+
+
+class SettingsReload(NodeOperation):
+    """Have nodes read their settings files again: what can be loaded there changes, what is loaded does not."""
+
+    name = "settings-reload"
+    title = "Reload the settings of nodes"
+
+    def clean(self, targets: Sequence[str], params: Params) -> Request:
+        """Return the request with runner ids as targets. Raises InvalidProposal, also for nodes that do not know it."""
+        request = super().clean(targets, params)
+        why = (
+            "reload its settings by an approval: the runner there is of an older version, has no data folder, or is called "
+            "over HTTP. Update it, or have its owner reload them on the node."
+        )
+        # Over HTTP the call exists and takes no token: nothing there would look at what people signed.
+        refuse_unable(
+            request.targets, lambda node: node.reloads_settings and node.reach != Reach.DIRECT.value, why=why, param="targets"
+        )
+        return request
+
+    def choices(self) -> Choices:
+        """Return what a reload of the settings offers: it has no parameters."""
+        return offer(list_targets(), is_remote=True, params=[])
+
+    def write_sentence(self, params: Params) -> str:
+        return "Reload the settings of"
+
+    def write_lines(self, params: Params, found: Sequence[Target]) -> list[Line]:
+        read = "settings.json and local.json on the node, as they are then; they are no part of what is signed"
+        return [
+            Line("What is read", read),
+            Line("Models that are loaded", "stay as they are; if one would change, nothing is taken over"),
+        ]
+
+    def judge(self, target: Target, params: Params, signed: str) -> Iterator[Impact]:
+        for model in sorted(target.loaded):
+            text = f"{model} is loaded on {target.node.name} and stays as it is; with other settings for it the node refuses."
+            yield Impact(OK, text)
+
+
+MODEL_LOAD, MODEL_UNLOAD, SETTINGS_RELOAD = ModelLoad(), ModelUnload(), SettingsReload()
+
+
+def _is_kept(params: Params) -> bool:
+    return params.get(KEEP) is True
+
+
+def _now_of(found: Sequence[Target], model: object) -> str:
+    """Return on how many of the nodes a model is loaded now."""
+    holding = [target.node.name for target in found if model in target.loaded]
+    if not holding:
+        return "not loaded"
+    return "loaded" if len(found) == 1 else f"loaded on {', '.join(holding[: limits().nodes.listed_names])}"
+
+
+# Models that an operation has loaded and that are gone although nobody had them unloaded
+
+
+@dataclass(frozen=True, slots=True)
+class LostModel:
+    """A model that a node does not have although its last load succeeded. ``reason``: as the node says it, "" = it does not.
+
+    ``is_kept``: people approved that it stays loaded. ``gave_up_ms``: when the node stopped trying to load it again, as it says
+    (Unix time in milliseconds); None = it has not. ``back_at``: when the node last connected, None = not known. ``again``:
+    the query of the page that proposes, which asks for the same once more.
+    """
+
+    model: str
+    node_id: uuid.UUID
+    node_name: str
+    op_id: uuid.UUID
+    loaded_at: datetime
+    back_at: datetime | None
+    reason: str
+    is_kept: bool
+    again: str
+    gave_up_ms: int | None = None
+
+    @property
+    def what(self) -> str:
+        """One sentence that names model and node."""
+        return f"{self.model} was loaded on {self.node_name} and is not any more."
+
+    @property
+    def advice(self) -> str:
+        """Since when, and why."""
+        since = f"It was loaded at {_print(self.loaded_at)}."
+        if self.back_at is not None:
+            since = f"{since} {self.node_name} connected at {_print(self.back_at)} without it."
+        if self.is_kept:
+            why = f"It is approved to stay loaded, and {self.node_name} says: {self.reason or 'nothing about it'}."
+        else:
+            why = f"{self.node_name} says: {self.reason}." if self.reason else "Its approval did not ask to keep it loaded."
+        return f"{since} {why}"
+
+
+def find_lost_models(op_id: uuid.UUID | None = None) -> tuple[LostModel, ...]:
+    """Return what nodes that are connected have lost, by node and model; ``op_id``: only what this operation had loaded.
+
+    Three queries when nothing is lost, one while no node that takes operations is connected.
+    """
+    targets = {target.node.runner_id: target for target in list_targets() if _is_heard(target)}
+    if not targets:
+        return ()
+    loads = [run for run in _read_loads(targets) if op_id is None or run.op_id == op_id]
+    lost = [found for run in loads if (found := _compare(targets[run.target], run)) is not None]
+    return tuple(sorted(lost, key=lambda each: (each.node_name, each.model)))
+
+
+def tell_failed_reloads() -> int:
+    """Tell of each kept model that a node has given up loading again, once for each time it gave up; return how many are new.
+
+    Who asked for the load and who signed it are told, since they said that the model stays loaded and can ask for it again.
+    """
+    gave_up = [lost for lost in find_lost_models() if lost.is_kept and lost.gave_up_ms is not None]
+    return sum(_tell(lost) for lost in gave_up)
+
+
+@transaction.atomic
+def _tell(lost: LostModel) -> bool:
+    # The row lock makes "not told yet" and "told" one step: two sweeps at once tell of a failure once.
+    node = Node.objects.select_for_update(of=("self",)).get(pk=lost.node_id)
+    told = find_last_event(action=RELOAD_FAILED, target=node.printed_id, detail={"model": lost.model})
+    if told is not None and (
+        told.detail.get("gave_up_ms") == lost.gave_up_ms
+        or clock.now() - told.at < timedelta(seconds=limits().nodes.reload_failed_again_s)
+    ):
+        return False
+    detail = {"name": node.name, "model": lost.model, "reason": lost.reason, "gave_up_ms": lost.gave_up_ms}
+    event = record_event(
+        actor="system:sweep", action=RELOAD_FAILED, target=node.printed_id, detail=detail, op_id=format_id("op", lost.op_id)
+    )
+    notify_of_event(event, "reload_failed", usernames=list_requester_and_signers(lost.op_id))
+    return True
+
+
+def _is_heard(target: Target) -> bool:
+    """Whether what the node says of its models is of now; one that is away has another problem."""
+    node, said = target.node, target.box.says_something and target.box.is_current
+    return bool(node.runner_id and node.op_level and said and target.status is not NodeStatus.OFFLINE)
+
+
+def _read_loads(targets: Collection[str]) -> Iterator[LastRun]:
+    """Yield, for each node and model, the last load, unless an unload or an eviction came after it."""
+    evictions = list_last_successes(targets=targets, operations=[MODEL_LOAD.name], member="evicted")
+    evicted_at = {(run.target, run.subject): run.ended_at for run in evictions}
+    for run in list_last_successes(targets=targets, operations=[MODEL_LOAD.name, MODEL_UNLOAD.name], member="modelId"):
+        if run.operation == MODEL_LOAD.name and evicted_at.get((run.target, run.subject), run.ended_at) <= run.ended_at:
+            yield run
+
+
+def _compare(target: Target, run: LastRun) -> LostModel | None:
+    model, view, node = str(run.params.get("modelId")), target.box, target.node
+    if model in target.loaded or any(replica.model == model for replica in view.changing) or model in node.model_names:
+        return None
+    failed = next((replica for replica in view.failed if replica.model == model), None)
+    reason, gave_up_ms = (failed.detail, failed.gave_up_ms) if failed is not None else ("", None)
+    return LostModel(
+        model=model, node_id=node.pk, node_name=node.name, op_id=run.op_id, loaded_at=run.ended_at,
+        back_at=find_last_event_at(action="node.connect", target=node.printed_id), reason=reason.rstrip("."),
+        is_kept=run.params.get(KEEP) is True, again=_make_query(run), gave_up_ms=gave_up_ms,
+    )  # fmt: skip
+
+
+def _make_query(run: LastRun) -> str:
+    fields = [("operation", run.operation), ("target", run.target)]
+    if run.op_class != run.operation:
+        fields.append(("op_class", run.op_class))
+    return urlencode([*fields, *((name, _as_text(value)) for name, value in {KEEP: False, **run.params}.items())])
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else ""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _print(at: datetime) -> str:
+    return f"{timezone.localtime(at):%Y-%m-%d %H:%M %Z}"
