@@ -19,7 +19,9 @@ ACTOR = "benchmark"
 def provision(models: list[str], *, keys: int) -> dict[str, str]:
     """Create a tenant, ``keys`` keys without a practical limit, the models, and one credential for each kind of box."""
     from gateway.models import ApiKey
-    from gateway.services import allow_model, create_api_key, create_tenant
+    from gateway.services.keys import create_api_key
+    from gateway.services.models import allow_model
+    from gateway.services.tenants import create_tenant
     from nodes.models import Provider
     from nodes.services.credentials import create_credential, create_provider
     from wire.credentials import CredentialKind, mint_credential

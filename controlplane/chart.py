@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from gateway.services.traffic import Minute
+from gateway.services.requests import Minute
 
 WIDTH = 720
 HEIGHT = 120

@@ -16,9 +16,18 @@ from django.urls import reverse
 from controlplane.templatetags.muster import print_duration
 from core.hints import read_unreadable
 from core.limits import limits
-from gateway.services.overview import ExpiringKey, GatewayHealth, count_asked_models, read_expiring_keys, read_gateways
-from gateway.services.traffic import OpenRequests, Traffic, read_open_requests, read_traffic
-from gateway.services.waiting import Wait, WaitingModel, explain_waits, read_waits
+from gateway.services.explanations import Wait, WaitingModel, explain_waits, read_waits
+from gateway.services.requests import (
+    ExpiringKey,
+    GatewayHealth,
+    OpenRequests,
+    Traffic,
+    count_asked_models,
+    read_expiring_keys,
+    read_gateways,
+    read_open_requests,
+    read_traffic,
+)
 from governance.operations.policies import active_policy
 from nodes.operations.load import LostModel, find_lost_models
 from nodes.services.availability import FleetOverview, NodeHealth, read_fleet

@@ -304,11 +304,11 @@ EMAIL_HOST_PASSWORD = read_text("MUSTER_MAIL_PASSWORD")
 EMAIL_USE_TLS = read_bool("MUSTER_MAIL_TLS", default=False)
 EMAIL_TIMEOUT = 10
 # Who knows which models are allow-listed. The registry stands below the gateway and may not import it.
-NODE_MODEL_CHECK = "gateway.services.is_model_allowed"
+NODE_MODEL_CHECK = "gateway.services.models.is_model_allowed"
 # Who counts live requests of a box, for what approvers read.
-NODE_TRAFFIC = "gateway.services.traffic.read_traffic_of_node"
+NODE_TRAFFIC = "gateway.services.requests.read_traffic_of_node"
 # Who knows what gateways still run on a draining node.
-NODE_DRAIN_FACTS = "gateway.services.traffic.read_drain_facts"
+NODE_DRAIN_FACTS = "gateway.services.requests.read_drain_facts"
 
 UNFOLD = {
     "SITE_TITLE": "Muster",

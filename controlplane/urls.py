@@ -21,7 +21,7 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("api/schema", SpectacularAPIView.as_view(), name="schema"),
     path("api/docs", SpectacularSwaggerSplitView.as_view(url_name="schema"), name="docs"),
     path("", include("nodes.api")),
-    path("", include("gateway.api_urls")),
+    path("", include("gateway.api")),
     path("", include("governance.urls")),
     path("", include("governance.api_urls")),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any, Protocol, cast
 
+from django.urls import path
 from drf_spectacular.utils import OpenApiParameter, extend_schema, extend_schema_field
 from rest_framework import serializers, status
 from rest_framework.request import Request
@@ -14,9 +15,8 @@ from rest_framework.views import APIView
 from core.limits import limits
 from gateway.models import ModelAlias, RequestRecord
 from gateway.routing import Target
-from gateway.services import (
-    AliasNotFound,
-    InvalidValue,
+from gateway.services.errors import AliasNotFound, InvalidValue
+from gateway.services.models import (
     TargetState,
     change_alias,
     create_alias,
@@ -287,3 +287,10 @@ class _Named(Protocol):
     @property
     def actor(self) -> str:
         """``token:<name>``."""
+
+
+urlpatterns = [
+    path("requests", RequestListView.as_view(), name="requests"),
+    path("api/v1/aliases", AliasListView.as_view(), name="aliases"),
+    path("api/v1/aliases/<int:alias_id>", AliasView.as_view(), name="alias"),
+]

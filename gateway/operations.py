@@ -8,23 +8,12 @@ from dataclasses import dataclass
 
 from core.limits import limits
 from gateway.models import ApiKey, Model, Tenant
-from gateway.services import (
-    ServiceError,
-    change_tenant_limit,
-    find_api_key,
-    find_model,
-    find_tenant,
-    key_limit,
-    list_api_keys,
-    list_models,
-    list_tenants,
-    model_caps,
-    raise_key_limit,
-    raise_model_caps,
-    tenant_limit,
-)
-from gateway.services.limits import CAPS, PRIORITY, RATE
+from gateway.services.errors import ServiceError
+from gateway.services.keys import find_api_key, list_api_keys, raise_key_limit
+from gateway.services.limits import CAPS, PRIORITY, RATE, key_limit, model_caps, tenant_limit
 from gateway.services.limits import LIMIT_RAISE as NAME
+from gateway.services.models import find_model, list_models, raise_model_caps
+from gateway.services.tenants import change_tenant_limit, find_tenant, list_tenants
 from gateway.values import Priority
 from governance.errors import InvalidProposal
 from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer

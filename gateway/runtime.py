@@ -27,17 +27,18 @@ from django.db.models.functions import Now
 from core.db.threads import run_pulse, run_upkeep
 from core.hints import HINT_GROUP
 from core.limits import limits
-from gateway import metrics, services
+from gateway import metrics
 from gateway.canary import Canaries
 from gateway.counting import TokenCounter
 from gateway.errors import ShuttingDown
 from gateway.models import GatewayProcess
-from gateway.reconciler import close_orphaned_requests
 from gateway.request.dispatch import Dispatcher
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry, Marks, read_marks, store_key_use
 from gateway.request.pipeline import Pipeline
 from gateway.request.records import RecordWriter
+from gateway.services.models import remember_models
+from gateway.services.requests import close_orphaned_requests
 from gateway.values import ModelEntry
 from nodes.addresses import resolve_direct_target
 from nodes.channel import NodeChannel, presence_reports
@@ -323,7 +324,7 @@ class GatewayRuntime:
         self.keeper.cut_off(news.marks.revoked)
         declared = self.keeper.known_models.difference(self.catalogue.models)
         if declared:  # operators then see them, with a button that allows them
-            await run_upkeep(services.remember_models, names=sorted(declared))
+            await run_upkeep(remember_models, names=sorted(declared))
 
     def _credentials_in_use(self) -> list[int]:
         return list({link.credential_id for link in self.registry if isinstance(link, RelayLink)})

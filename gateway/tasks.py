@@ -1,21 +1,143 @@
-"""Background work of the gateway. A task translates; the work is one function call that may be repeated."""
+"""Background work of the gateway: requests that lost their gateway, the day partitions of the request table, kept answers.
+
+Partitions are made ahead and dropped when their retention is over. Rows whose day has none lie in the DEFAULT partition; they
+are moved when theirs is made.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
 
 from celery import shared_task
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
+from django.db.backends.utils import CursorWrapper
+from psycopg.errors import LockNotAvailable
 
-from gateway.partitions import PartitionsBusy
-from gateway.partitions import maintain_partitions as run_maintenance
-from gateway.reconciler import close_orphaned_requests
-from gateway.services import delete_expired_responses
+from core.limits import limits
+from gateway.services.requests import close_orphaned_requests
+from gateway.services.responses import delete_expired_responses
+from wire import clock
+
+logger = logging.getLogger(__name__)
 
 RECONCILE_LOCK = 0x6D73_7263
 """Key of the advisory lock: one reconciler at a time, however many workers run."""
 
-logger = logging.getLogger(__name__)
+
+TABLE = "gateway_requestrecord"
+DEFAULT_PARTITION = f"{TABLE}_default"
+ADVISORY_LOCK = 0x6D73_7470
+"""Key of the advisory lock of partition maintenance."""
+_NAME = re.compile(rf"{TABLE}_p(\d{{8}})\Z")
+
+
+class PartitionsBusy(Exception):
+    """Somebody else maintains the partitions, or a long query held the table for ``partition_lock_ms``."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaintenanceReport:
+    """What one call did. ``moved_rows`` left the DEFAULT partition for that of their day."""
+
+    created: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    moved_rows: int = 0
+
+
+def maintain_day_partitions(*, today: date | None = None) -> MaintenanceReport:
+    """Make the partitions of today and the next ``partition_days_ahead`` days, drop those past ``retention_days``.
+
+    Idempotent; days are UTC days and each is a transaction of its own. Raises PartitionsBusy.
+    """
+    first = today or clock.now().date()
+    oldest_kept = first - timedelta(days=limits().gateway.retention_days)
+    existing = list_partition_days()
+    ahead = limits().gateway.partition_days_ahead
+    missing = [day for step in range(ahead + 1) if (day := first + timedelta(days=step)) not in existing]
+    moved = sum(_create_day(day) for day in missing)
+    expired = sorted(day for day in existing if day < oldest_kept)
+    for day in expired:
+        _drop_day(day)
+    _delete_strays(oldest_kept)
+    report = MaintenanceReport(
+        created=tuple(map(partition_name, missing)), dropped=tuple(map(partition_name, expired)), moved_rows=moved
+    )
+    if missing or expired:
+        logger.info("partitions_maintained created=%d dropped=%d moved_rows=%d", len(missing), len(expired), moved)
+    return report
+
+
+def partition_name(day: date) -> str:
+    """Return the table name of a day's partition."""
+    return f"{TABLE}_p{day:%Y%m%d}"
+
+
+def list_partition_days() -> set[date]:
+    """Return the days that have a partition."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT relname FROM pg_inherits JOIN pg_class ON pg_class.oid = inhrelid WHERE inhparent = %s::regclass",
+            [TABLE],
+        )
+        matches = [_NAME.match(name) for (name,) in cursor.fetchall()]
+    return {datetime.strptime(match.group(1), "%Y%m%d").replace(tzinfo=UTC).date() for match in matches if match}
+
+
+@contextmanager
+def _locked() -> Iterator[CursorWrapper]:
+    """Hold the advisory lock for one transaction, in which no table lock is waited for longer than ``partition_lock_ms``."""
+    try:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [ADVISORY_LOCK])
+            if cursor.fetchone() != (True,):
+                raise PartitionsBusy("another process maintains the partitions at the moment")
+            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{limits().gateway.partition_lock_ms}ms"])
+            yield cursor
+    except OperationalError as error:
+        if isinstance(error.__cause__, LockNotAvailable):
+            waited_s = limits().gateway.partition_lock_ms / 1000
+            raise PartitionsBusy(f"{TABLE} was in use for {waited_s:g}s") from error
+        raise
+
+
+def _create_day(day: date) -> int:
+    """Make one partition and return how many rows moved into it from the DEFAULT partition.
+
+    The whole table is locked first: an UPDATE planned for the DEFAULT partition alone would miss its moved row.
+    Table names come from dates and constants, never from outside.
+    """
+    name = partition_name(day)
+    start, end = f"{day} 00:00:00+00", f"{day + timedelta(days=1)} 00:00:00+00"
+    with _locked() as cursor:
+        cursor.execute("SELECT to_regclass(%s)", [name])
+        if cursor.fetchone() != (None,):
+            return 0
+        cursor.execute(f"LOCK TABLE {TABLE} IN ACCESS EXCLUSIVE MODE")
+        cursor.execute(f"CREATE TABLE {name} (LIKE {TABLE} INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
+        cursor.execute(
+            f"WITH moved AS (DELETE FROM {DEFAULT_PARTITION} WHERE created_at >= %s AND created_at < %s RETURNING *) "  # noqa: S608  # constants
+            f"INSERT INTO {name} SELECT * FROM moved",
+            [start, end],
+        )
+        moved = int(cursor.rowcount)
+        cursor.execute(f"ALTER TABLE {TABLE} ATTACH PARTITION {name} FOR VALUES FROM ('{start}') TO ('{end}')")
+    return moved
+
+
+def _drop_day(day: date) -> None:
+    with _locked() as cursor:
+        cursor.execute(f"DROP TABLE IF EXISTS {partition_name(day)}")
+
+
+def _delete_strays(oldest_kept: date) -> None:
+    """Delete expired rows that never left the DEFAULT partition."""
+    with _locked() as cursor:
+        cursor.execute(f"DELETE FROM {DEFAULT_PARTITION} WHERE created_at < %s", [f"{oldest_kept} 00:00:00+00"])  # noqa: S608  # constants
 
 
 @shared_task(name="gateway.tasks.reconcile_requests")  # type: ignore[untyped-decorator]  # Celery ships no types
@@ -30,7 +152,7 @@ def reconcile_requests() -> int:
 def maintain_partitions() -> int:
     """Make and drop day partitions. Returns how many; 0 when the table is busy, and the next call tries again."""
     try:
-        report = run_maintenance()
+        report = maintain_day_partitions()
     except PartitionsBusy as error:
         logger.warning("partitions_busy reason=%s", error)
         return 0

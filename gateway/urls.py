@@ -17,10 +17,9 @@ from gateway.request.response import Application, SlashRouter, admit_programs, i
 from gateway.runtime import GatewayRuntime
 from gateway.values import HeaderView
 from gateway.views.admin import AdminViews
-from gateway.views.base import Handler, make_endpoint, make_preflight
 from gateway.views.counting import make_counting_routes
-from gateway.views.inference import Inference, InferenceConsumer
-from gateway.views.peer import make_peer_door
+from gateway.views.endpoints import Handler, Inference, InferenceConsumer, make_endpoint, make_preflight
+from gateway.views.peers import make_peer_door
 from gateway.views.public import PublicViews
 from gateway.views.responses import make_response_routes
 from nodes.consumers import NodeConsumer

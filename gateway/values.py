@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import numbers
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from gateway.whole_numbers import WholeNumber
 from wire.contract import RequestState
 
 Header = tuple[bytes, bytes]
@@ -179,3 +179,23 @@ class ModelEntry:
     canary_question: str = ""
     """What its nodes are asked now and then; empty = nothing."""
     canary_answer: str = ""
+
+
+if TYPE_CHECKING:
+    WholeNumber: TypeAlias = int
+else:
+    # What msgspec does not know it asks a hook for. Every int is an instance of this, so the values stay plain.
+    WholeNumber = numbers.Integral
+
+
+def read_whole_number(kind: type[Any], value: Any) -> Any:  # Any: msgspec's hook, called with whatever stood in the JSON
+    """Return a number for a field of the type ``WholeNumber``; the ``dec_hook`` of a decoder. Raises ValueError."""
+    if kind is object:  # unlike Any, it is asked for too
+        return value
+    if kind is not WholeNumber:
+        raise NotImplementedError(kind)
+    if type(value) is int:
+        return value
+    if type(value) is float and value.is_integer():
+        return int(value)
+    raise ValueError(f"Expected `int`, got `{type(value).__name__}`")

@@ -31,7 +31,7 @@ from gateway.request.pipeline import Call, Pipeline
 from gateway.request.records import COMPLETED, Record, count_tokens
 from gateway.request.response import admit_origin, id_headers, name_box, render_head
 from gateway.values import Header, InferenceRequest, ModelEntry
-from gateway.views.inference import Inference
+from gateway.views.endpoints import Inference
 from nodes.links import EndKind, LinkEnd, Sink, Stream
 from nodes.links.ejections import Trial, Verdict
 from nodes.session import OpenRequest

@@ -24,7 +24,7 @@ from gateway.request.response import Application
 from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application, make_inference
 from gateway.values import HeaderView
-from gateway.views.inference import Inference
+from gateway.views.endpoints import Inference
 from wire import clock
 from wire.client_address import TrustedProxies
 

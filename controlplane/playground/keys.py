@@ -21,8 +21,9 @@ from django.http import HttpRequest
 from controlplane.playground.errors import SignedOut, TenantRefused
 from core.admin_pages import name_actor
 from core.limits import limits
-from gateway.services import KeyNotFound, create_api_key, find_tenant, revoke_api_key
-from gateway.services.keys import is_key_usable
+from gateway.services.errors import KeyNotFound
+from gateway.services.keys import create_api_key, is_key_usable, revoke_api_key
+from gateway.services.tenants import find_tenant
 from wire import clock
 from wire.cipher import derive_cipher
 

@@ -25,10 +25,11 @@ from controlplane.playground.passage import Call, Passage, find_gateway_url
 from controlplane.playground.snippets import ANTHROPIC_VERSION, write_code
 from core.limits import limits
 from gateway.routing import AUTO
-from gateway.services import ServiceError, list_tenants
-from gateway.services.offers import list_offers
+from gateway.services.errors import ServiceError
+from gateway.services.explanations import explain_waits
+from gateway.services.models import list_offers
 from gateway.services.requests import find_request
-from gateway.services.waiting import explain_waits
+from gateway.services.tenants import list_tenants
 from nodes.services.availability import read_fleet
 from wire.ids import parse_id
 

@@ -2,19 +2,6 @@
 
 from __future__ import annotations
 
-from gateway.admin.aliases import AliasAdmin
-from gateway.admin.keys import ApiKeyAdmin
-from gateway.admin.models import AllowListAdmin
-from gateway.admin.requests import GatewayProcessAdmin, RequestRecordAdmin
-from gateway.admin.responses import StoredResponseAdmin
-from gateway.admin.tenants import TenantAdmin
+from gateway.admin import callers, models, requests
 
-__all__ = [
-    "AliasAdmin",
-    "AllowListAdmin",
-    "ApiKeyAdmin",
-    "GatewayProcessAdmin",
-    "RequestRecordAdmin",
-    "StoredResponseAdmin",
-    "TenantAdmin",
-]
+__all__ = ["callers", "models", "requests"]

@@ -2,28 +2,180 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 from django.contrib import admin
-from django.db.models import QuerySet
+from django.core.paginator import Paginator
+from django.db import connection
+from django.db.models import F, Func, IntegerField, QuerySet
 from django.db.models.functions import Now
 from django.http import HttpRequest
+from django.template.defaultfilters import filesizeformat
 from django.urls import reverse
+from django.utils.functional import cached_property
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from core.admin_pages import RowList, ShowingAdmin, column
 from core.limits import limits
-from gateway.admin.endings import name_state
-from gateway.admin.filters import ErrorFilter, ModelFilter, NodeFilter, PeriodFilter, StateFilter, TenantFilter
-from gateway.admin.paginator import EstimatedPaginator
-from gateway.admin.stories import tell_request
-from gateway.models import TAIL_CHARS, GatewayProcess, RequestRecord
-from gateway.services.requests import find_records
-from gateway.services.waiting import explain_waits
-from wire.contract import RequestState
+from gateway.models import TAIL_CHARS, GatewayProcess, Model, RequestRecord, StoredResponse, Tenant
+from gateway.services.explanations import explain_waits, name_state, tell_request
+from gateway.services.requests import FAILED, REFUSED, find_records
+from wire import clock
+from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
 from wire.ids import format_id
+
+RequestRecords = QuerySet[RequestRecord]
+Choices = list[tuple[str, str]]
+
+PERIODS: dict[str, timedelta] = {
+    "15m": timedelta(minutes=15),
+    "1h": timedelta(hours=1),
+    "24h": timedelta(hours=24),
+    "7d": timedelta(days=7),
+}
+
+
+def _same(words: Iterable[str]) -> Choices:
+    return [(word, word) for word in words]
+
+
+class StateFilter(admin.SimpleListFilter):
+    """By what became of a request, or by its state."""
+
+    title = "state"
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
+        """Return the groups that operators ask for, and every state that is none of them."""
+        groups = [("open", "In progress"), ("refused", "Refused (caller's mistake)"), ("wrong", "Failed, any way")]
+        return groups + _same(state.value for state in RequestState if state is not RequestState.REJECTED)
+
+    def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
+        """Return the records in that state."""
+        match self.value():
+            case "open":
+                return queryset.filter(state__in=[state.value for state in OPEN_REQUEST_STATES])
+            case "refused":
+                return queryset.filter(REFUSED)
+            case "wrong":
+                return queryset.filter(FAILED)
+            case None | "":
+                return queryset
+            case state:
+                return queryset.filter(state=state)
+
+
+class PeriodFilter(admin.SimpleListFilter):
+    """By age."""
+
+    title = "time"
+    parameter_name = "period"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
+        """Return the periods."""
+        return [("15m", "last 15 minutes"), ("1h", "last hour"), ("24h", "last 24 hours"), ("7d", "last 7 days")]
+
+    def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
+        """Return the records of that period."""
+        period = PERIODS.get(self.value() or "")
+        return queryset.filter(created_at__gte=clock.now() - period) if period else queryset
+
+
+class ModelFilter(admin.SimpleListFilter):
+    """By model."""
+
+    title = "model"
+    parameter_name = "model"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
+        """Return the known models."""
+        return _same(Model.objects.values_list("name", flat=True)[: limits().gateway.page_choices])
+
+    def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
+        """Return the records of that model."""
+        return queryset.filter(model=self.value()) if self.value() else queryset
+
+
+class TenantFilter(admin.SimpleListFilter):
+    """By tenant."""
+
+    title = "tenant"
+    parameter_name = "tenant"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
+        """Return the tenants."""
+        return _same(Tenant.objects.values_list("name", flat=True)[: limits().gateway.page_choices])
+
+    def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
+        """Return the records of that tenant."""
+        return queryset.filter(tenant=self.value()) if self.value() else queryset
+
+
+class NodeFilter(admin.SimpleListFilter):
+    """By box, as far as it served something during the last day."""
+
+    title = "node"
+    parameter_name = "node"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
+        """Return the boxes of the last day's newest records."""
+        since = clock.now() - timedelta(days=1)
+        recent = RequestRecord.objects.filter(created_at__gte=since).exclude(node_name="").order_by("-created_at")
+        names = set(recent.values_list("node_name", flat=True)[: limits().gateway.page_recent_records])
+        return _same(sorted(names)[: limits().gateway.page_choices])
+
+    def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
+        """Return the records that box served last."""
+        return queryset.filter(node_name=self.value()) if self.value() else queryset
+
+
+class ErrorFilter(admin.SimpleListFilter):
+    """By error code."""
+
+    title = "error"
+    parameter_name = "error"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
+        """Return "any" and the closed vocabulary."""
+        return [("any", "any error"), *_same(code.value for code in ErrorCode)]
+
+    def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
+        """Return the records with that error."""
+        value = self.value()
+        if value == "any":
+            return queryset.filter(error_code__isnull=False)
+        return queryset.filter(error_code=value) if value else queryset
+
+
+class EstimatedPaginator(Paginator):  # type: ignore[type-arg]  # takes no parameter at run time
+    """Counts up to ``page_exact_rows``. Beyond that a filtered list shows this number, all records the planner's estimate."""
+
+    @cached_property
+    def count(self) -> int:
+        """Return how many rows there are, at least for the page links."""
+        queryset = cast("QuerySet[Any]", self.object_list)
+        most = limits().gateway.page_exact_rows
+        counted = int(queryset.order_by()[: most + 1].count())
+        if counted <= most:
+            return counted
+        return most if queryset.query.where else max(most, _estimate_rows(queryset.query.get_meta().db_table))
+
+
+def _estimate_rows(table: str) -> int:
+    """Return what ANALYZE last saw in a table and its partitions; 0 when it never ran."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT coalesce(sum(greatest(reltuples, 0)), 0)::bigint FROM pg_class "
+            "WHERE relkind = 'r' AND oid IN (SELECT relid FROM pg_partition_tree(%s::regclass))",
+            [table],
+        )
+        row = cursor.fetchone()
+    return int(row[0]) if row else 0
+
 
 _TWO_LINES = '<span class="mst-pair"><span>{}</span><small>{}</small></span>'
 _STATE = '<span class="mst-pair"><span class="mst-badge mst-is-{}">{}</span><small class="mst-whole">{}</small></span>'
@@ -211,3 +363,80 @@ def print_ms(value: int | None) -> str:
     if value is None:
         return "–"
     return f"{value:,}\u00a0ms" if value < 10_000 else f"{value / 1000:,.1f}\u00a0s"
+
+
+_SIZE = Func(F("body"), function="octet_length", output_field=IntegerField()) + Func(
+    F("input_items"), function="octet_length", output_field=IntegerField()
+)
+
+
+@admin.register(StoredResponse)
+class StoredResponseAdmin(ShowingAdmin):
+    """Kept answers, newest first. Contents are read for the page of one row alone."""
+
+    list_display = ("id", "tenant", "model", "show_size", "created_at", "expires_at")
+    list_select_related = ("tenant",)
+    list_filter = ("tenant",)
+    empty_words = (
+        "Answers of /v1/responses are kept here, with their prompts, for tenants that have Keep answers switched on: "
+        "their clients can go on from an earlier answer."
+    )
+    empty_link = ("Choose a tenant", "admin:gateway_tenant_changelist")
+    search_fields = ("id__exact",)
+    search_help_text = "The id of a response: resp_…"
+    ordering = ("-created_at",)
+    sortable_by = ("created_at", "expires_at")
+    paginator = EstimatedPaginator
+    show_full_result_count = False
+    list_per_page = 50
+    list_max_show_all = 0
+    fields = (
+        "id",
+        "tenant",
+        "key_id",
+        "model",
+        "previous_id",
+        "created_at",
+        "expires_at",
+        "show_size",
+        "show_input",
+        "show_body",
+    )
+    readonly_fields = fields
+
+    def has_view_permission(self, request: HttpRequest, obj: StoredResponse | None = None) -> bool:
+        """Ask for the permission to view itself: that to change stands for it on other pages, and here it shows prompts."""
+        return bool(request.user.has_perm("gateway.view_storedresponse"))
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[StoredResponse]:
+        """Leave contents in the database; sizes come without them."""
+        queryset: QuerySet[StoredResponse] = super().get_queryset(request)
+        return queryset.defer("input_items", "body").annotate(size_bytes=_SIZE)
+
+    @column("Size")
+    def show_size(self, response: StoredResponse) -> str:
+        """Return how much is kept."""
+        return filesizeformat(getattr(response, "size_bytes", 0))
+
+    @column("Input")
+    def show_input(self, response: StoredResponse) -> SafeString:
+        """Return the input, folded."""
+        return _fold(bytes(response.input_items))
+
+    @column("Answer")
+    def show_body(self, response: StoredResponse) -> SafeString:
+        """Return the response object, folded."""
+        return _fold(bytes(response.body))
+
+
+def _fold(content: bytes) -> SafeString:
+    """Return JSON behind a disclosure: indented when it is short, else its beginning."""
+    if len(content) <= limits().gateway.page_body_chars:
+        text = msgspec.json.format(content, indent=2).decode()
+    else:
+        text = content[: limits().gateway.page_body_chars].decode(errors="replace") + " …"
+    return format_html(
+        '<details><summary class="cursor-pointer">Show</summary>'
+        '<pre class="max-w-full whitespace-pre-wrap break-words">{}</pre></details>',
+        text,
+    )

@@ -12,8 +12,7 @@ from python_multipart.multipart import MultipartParser, MultipartState, parse_op
 
 from core.limits import limits
 from gateway.errors import BadRequest, BodyTooLarge, EngineRefused, GatewayError
-from gateway.values import PoolOptions
-from gateway.whole_numbers import WholeNumber, read_whole_number
+from gateway.values import PoolOptions, WholeNumber, read_whole_number
 from wire.bounds import BOUNDS, find_crowd
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE

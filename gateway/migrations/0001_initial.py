@@ -7,7 +7,7 @@ from django.db import migrations, models
 import wire.ids
 
 # Request records are partitioned by day, which Django cannot express: the table is made here, Django only sees its columns.
-# Rows go to the DEFAULT partition until ``gateway.partitions`` has made the partition of their day.
+# Rows go to the DEFAULT partition until ``gateway.tasks`` has made the partition of their day.
 CREATE_REQUEST_RECORDS = """
 CREATE TABLE gateway_requestrecord (
     id uuid NOT NULL,

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
-
 from gateway.errors import BadRequest
 from wire.contract import ErrorCode
 
 
 class ServiceError(BadRequest):
-    """Base of the tree. ``message`` is shown to the caller and says what to do; ``param`` names the field at fault."""
-
-    code = ErrorCode.BAD_REQUEST
-    status = HTTPStatus.BAD_REQUEST.value
+    """A change to tenants, keys, models or aliases is refused; the message says what to do, ``param`` names the field."""
 
 
 class InvalidValue(ServiceError):
@@ -22,20 +17,20 @@ class InvalidValue(ServiceError):
 class NameTaken(ServiceError):
     """Something else has this name already."""
 
-    status = HTTPStatus.CONFLICT.value
+    status = 409
 
 
 class KeyRevoked(ServiceError):
     """The key is revoked, which is for good."""
 
-    status = HTTPStatus.CONFLICT.value
+    status = 409
 
 
 class NotFound(ServiceError):
     """Base of what does not exist."""
 
     code = ErrorCode.NOT_FOUND
-    status = HTTPStatus.NOT_FOUND.value
+    status = 404
 
 
 class TenantNotFound(NotFound):
@@ -57,4 +52,4 @@ class AliasNotFound(NotFound):
 class ResponseNotKept(ServiceError):
     """An answer was not stored: the tenant does not allow it (any more), or it cannot be stored as it is."""
 
-    status = HTTPStatus.CONFLICT.value
+    status = 409

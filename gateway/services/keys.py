@@ -15,6 +15,10 @@ from gateway.services.errors import InvalidValue, KeyNotFound, KeyRevoked
 from gateway.services.limits import (
     PRIORITY,
     RATE,
+    clean_limit,
+    clean_model_name,
+    clean_name,
+    clean_priority,
     key_limit,
     require_no_promotion,
     require_no_raise,
@@ -22,7 +26,6 @@ from gateway.services.limits import (
     tenant_limit,
 )
 from gateway.services.tenants import get_tenant
-from gateway.services.values import clean_limit, clean_model_name, clean_name, clean_priority
 from gateway.values import Priority
 from governance.audit import record_event
 from governance.registry import RunOrder

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import reduce
 from operator import or_
 from typing import Any
 
-from django.db.models import Q, QuerySet, TextField
-from django.db.models.functions import Cast, Right
+from django.db import connection, transaction
+from django.db.models import Aggregate, Count, F, FloatField, Min, Q, QuerySet, Sum, TextField
+from django.db.models.functions import Cast, Now, Right, TruncMinute
 
 from core.limits import limits
-from gateway.models import TAIL_CHARS, ApiKey, Model, ModelAlias, RequestRecord, Tenant
+from gateway.models import TAIL_CHARS, ApiKey, GatewayProcess, Model, ModelAlias, RequestRecord, Tenant
+from nodes.services.drains import DrainFacts
 from wire import clock
-from wire.contract import OPEN_REQUEST_STATES, RequestState
+from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
 from wire.ids import parse_id
 
 _TAIL = re.compile(rf"[0-9a-f]{{{TAIL_CHARS},31}}\Z")
@@ -98,3 +101,265 @@ def _with_tail(tail: str) -> QuerySet[RequestRecord]:
     return RequestRecord.objects.alias(tail=Right(Cast("id", TextField()), TAIL_CHARS)).filter(
         (is_it & Q(finished_at__isnull=False)) | (is_it & Q(state__in=states))
     )
+
+
+REFUSED = Q(state=RequestState.REJECTED.value, status_code__range=(400, 499))
+"""The caller's mistake, as ``gateway.values.judge_outcome`` has it."""
+FAILED = Q(state__in=[RequestState.FAILED.value, RequestState.INTERRUPTED.value]) | (
+    Q(state=RequestState.REJECTED.value) & ~Q(status_code__range=(400, 499))
+)
+"""A fault of node, engine or gateway, or a lack of capacity. A caller that left (``cancelled``) is neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequests:
+    """Requests that are not finished. ``oldest_wait_s`` is how long the first one in the queue has waited."""
+
+    queued: int
+    running: int
+    oldest_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Minute:
+    """Requests that came in during one minute, and how many of them were refused or failed."""
+
+    starts_at: datetime
+    requests: int
+    refused: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The last ``page_traffic_minutes``. Latencies in ms, of completed requests; None when there were none."""
+
+    requests: int
+    served: int
+    refused: int
+    failed: int
+    p50_ms: int | None
+    p95_ms: int | None
+    prompt_tokens: int
+    completion_tokens: int
+    minutes: tuple[Minute, ...]
+
+    @property
+    def failed_percent(self) -> float:
+        """Share of requests that failed, 0 to 100. Refused ones count on neither side: many would hide what failed."""
+        judged = self.requests - self.refused
+        return 100.0 * self.failed / judged if judged else 0.0
+
+
+def read_open_requests() -> OpenRequests:
+    """Count open requests; cheap however large the table, thanks to the partial index on open states."""
+    queued = Q(state=RequestState.QUEUED.value)
+    row = RequestRecord.objects.filter(state__in=[state.value for state in OPEN_REQUEST_STATES]).aggregate(
+        queued=Count("pk", filter=queued), total=Count("pk"), oldest=Min("created_at", filter=queued)
+    )
+    wait_s = (clock.now() - row["oldest"]).total_seconds() if row["oldest"] else 0.0
+    return OpenRequests(queued=row["queued"], running=row["total"] - row["queued"], oldest_wait_s=max(0.0, wait_s))
+
+
+def read_traffic_of_node(node_id: uuid.UUID, model: str | None) -> tuple[int, int]:
+    """Return how many requests run on a box now (on ``model``; None = on any), and of how many tenants."""
+    states = [state.value for state in OPEN_REQUEST_STATES - {RequestState.QUEUED}]  # which may name the box that it lost
+    running = RequestRecord.objects.filter(state__in=states, node_id=node_id)
+    if model is not None:
+        running = running.filter(model=model)
+    found = running.aggregate(requests=Count("pk"), tenants=Count("tenant", distinct=True))
+    return found["requests"], found["tenants"]
+
+
+def read_drain_facts(node_id: uuid.UUID, since: datetime) -> DrainFacts:
+    """Return what the gateways know of a node that drains ``since``; for ``nodes.services.drains``."""
+    alive = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=Now() - timedelta(seconds=limits().gateway.dead_s))
+    running, _tenants = read_traffic_of_node(node_id, None)
+    interrupted = RequestRecord.objects.filter(
+        created_at__gte=since - timedelta(seconds=limits().gateway.request_s),  # names the partitions to look in
+        finished_at__gte=since,
+        node_id=node_id,
+        state=RequestState.INTERRUPTED.value,
+    )
+    return DrainFacts(frozenset(alive.values_list("pk", flat=True)), running, interrupted.count())
+
+
+class _Percentile(Aggregate):
+    """A percentile of whole numbers, as a fraction of them."""
+
+    function = "PERCENTILE_CONT"
+    template = "%(function)s(%(share)s) WITHIN GROUP (ORDER BY %(expressions)s)"
+    output_field = FloatField()
+
+
+def read_traffic() -> Traffic:
+    """Return totals, percentiles and the minutes of the last hour in two queries."""
+    this_minute = clock.now().replace(second=0, microsecond=0)
+    first = this_minute - timedelta(minutes=limits().gateway.page_traffic_minutes - 1)
+    recent = RequestRecord.objects.filter(created_at__gte=first)
+    completed = Q(state=RequestState.COMPLETED.value)
+    totals = recent.aggregate(
+        requests=Count("pk"),
+        served=Count("pk", filter=completed),
+        refused=Count("pk", filter=REFUSED),
+        failed=Count("pk", filter=FAILED),
+        p50_ms=_Percentile("latency_ms", share=0.5, filter=completed),
+        p95_ms=_Percentile("latency_ms", share=0.95, filter=completed),
+        prompt_tokens=Sum("prompt_tokens", default=0),
+        completion_tokens=Sum("completion_tokens", default=0),
+    )
+    by_minute = (
+        recent.order_by()
+        .annotate(minute=TruncMinute("created_at", tzinfo=UTC))
+        .values("minute")
+        .annotate(
+            requests=Count("pk"),
+            refused=Count("pk", filter=REFUSED),
+            failed=Count("pk", filter=FAILED),
+        )
+    )
+    counted = {row["minute"]: (row["requests"], row["refused"], row["failed"]) for row in by_minute}
+    times = [first + timedelta(minutes=step) for step in range(limits().gateway.page_traffic_minutes)]
+    latencies = {name: None if totals[name] is None else round(totals[name]) for name in ("p50_ms", "p95_ms")}
+    return Traffic(**{**totals, **latencies}, minutes=tuple(Minute(time, *counted.get(time, (0, 0, 0))) for time in times))
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayHealth:
+    """A gateway process that was not stopped, as its heartbeats show it. ``silent_s``: since the last one."""
+
+    name: str
+    heard_at: datetime
+    silent_s: float
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was heard recently enough not to count as lost."""
+        return self.silent_s < limits().gateway.dead_s
+
+
+@dataclass(frozen=True, slots=True)
+class ExpiringKey:
+    """An API key that is in use and ends soon."""
+
+    key_id: uuid.UUID
+    name: str
+    expires_at: datetime
+
+
+def read_gateways() -> tuple[GatewayHealth, ...]:
+    """Return the gateway processes that should serve, in one query.
+
+    A process that died wrote no end. It counts until it is forgotten, or until one that started later took its place: on the
+    same host, under the same internal address.
+    """
+    since = Now() - timedelta(seconds=limits().gateway.forgotten_s)
+    rows = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=since)
+    processes = list(rows.annotate(silence=Now() - F("heartbeat_at")).order_by("host", "pid"))
+    newest: dict[tuple[str, str], datetime] = {}
+    for process in processes:
+        place = process.host, process.internal_url
+        newest[place] = max(newest.get(place, process.started_at), process.started_at)
+    found = []
+    for process in processes:
+        health = GatewayHealth(str(process), process.heartbeat_at, process.silence.total_seconds())
+        was_replaced = newest[process.host, process.internal_url] > max(process.started_at, process.heartbeat_at)
+        if health.is_alive or not was_replaced:
+            found.append(health)
+    return tuple(found)
+
+
+def count_asked_models() -> dict[str, int]:
+    """Return every allowed model with the requests for it within ``page_asked_s``, in two queries."""
+    names = Model.objects.filter(allowed=True).values_list("name", flat=True)
+    since = clock.now() - timedelta(seconds=limits().gateway.page_asked_s)
+    recent = RequestRecord.objects.filter(created_at__gte=since).values_list("model")
+    asked = dict(recent.annotate(requests=Count("pk")).order_by())
+    return {name: asked.get(name, 0) for name in names}
+
+
+def read_expiring_keys() -> tuple[ExpiringKey, ...]:
+    """Return the keys that end within ``page_key_warning_s`` and were used within it, the first to end first; one query."""
+    now = clock.now()
+    within = timedelta(seconds=limits().gateway.page_key_warning_s)
+    usable = ApiKey.objects.filter(revoked_at=None, last_used_at__gte=now - within)
+    rows = usable.filter(expires_at__range=(now, now + within)).order_by("expires_at")
+    return tuple(ExpiringKey(key.pk, key.name, key.expires_at) for key in rows if key.expires_at is not None)
+
+
+logger = logging.getLogger(__name__)
+
+# A gateway cannot write its heartbeat while the database is away: after a restart of the database nobody is taken for
+# dead before every living gateway had the time to write again.
+_SILENT = """
+    g.heartbeat_at < clock_timestamp() - make_interval(secs => %(dead_after_s)s)
+    AND pg_postmaster_start_time() < clock_timestamp() - make_interval(secs => %(dead_after_s)s)
+"""
+_ORPHANS = f"""
+         FROM gateway_requestrecord AS r
+         LEFT JOIN gateway_gatewayprocess AS g ON g.id = r.gateway_id
+        WHERE r.state = ANY(%(open)s)
+          AND (
+               g.stopped_at IS NOT NULL
+               OR (g.id IS NULL AND r.created_at < clock_timestamp() - make_interval(secs => %(dead_after_s)s))
+               OR ({_SILENT})
+          )
+"""
+_LOOK = f"SELECT bool_or(g.id IS NOT NULL AND g.stopped_at IS NULL) {_ORPHANS}"  # a constant
+"""Whether a request's gateway is silent; null when no request is an orphan."""
+_CLOSE = f"""
+UPDATE gateway_requestrecord AS record
+   SET state = %(interrupted)s,
+       error_code = %(error_code)s,
+       finished_at = clock_timestamp(),
+       latency_ms = LEAST(
+           2147483647, GREATEST(0, extract(epoch FROM clock_timestamp() - record.created_at) * 1000)
+       )::integer
+  FROM (
+        SELECT r.id, r.created_at
+        {_ORPHANS}
+         LIMIT %(batch)s
+           FOR UPDATE OF r SKIP LOCKED
+       ) AS orphan
+ WHERE record.id = orphan.id AND record.created_at = orphan.created_at AND record.state = ANY(%(open)s)
+"""  # noqa: S608  # a constant
+
+
+def close_orphaned_requests(*, dead_after_s: float | None = None, confirm_s: float = 2.0) -> int:
+    """Mark open requests of gateways that stopped, or were silent for ``dead_after_s`` seconds, as interrupted.
+
+    Whoever seems silent is looked at once more, ``confirm_s`` seconds later: after a database that stood still (frozen with its
+    machine, cut off by the network) everybody is, until the next heartbeat has come.
+    Returns how many were closed. Final states are never touched; rows that a gateway is writing at the moment are left
+    for the next call. Safe to run several times at once.
+    """
+    parameters: dict[str, str | float | list[str]] = {
+        "interrupted": RequestState.INTERRUPTED.value,
+        "error_code": ErrorCode.REQUEST_INTERRUPTED.value,
+        "open": sorted(state.value for state in OPEN_REQUEST_STATES),
+        "dead_after_s": limits().gateway.dead_s if dead_after_s is None else dead_after_s,
+        "batch": limits().gateway.orphans_batch,
+    }
+    is_silent = _look(parameters)
+    if is_silent is None:
+        return 0
+    if is_silent:
+        clock.sleep(confirm_s)
+    closed = 0
+    while True:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute(_CLOSE, parameters)
+            batch = int(cursor.rowcount)
+        closed += batch
+        if batch < limits().gateway.orphans_batch:
+            break
+    if closed:
+        logger.warning("orphaned_requests_closed count=%d", closed)
+    return closed
+
+
+def _look(parameters: dict[str, str | float | list[str]]) -> bool | None:
+    with connection.cursor() as cursor:
+        cursor.execute(_LOOK, parameters)
+        is_silent: bool | None = cursor.fetchone()[0]
+    return is_silent

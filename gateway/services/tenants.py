@@ -7,8 +7,16 @@ from django.db import IntegrityError, transaction
 from core.hints import publish_hint
 from gateway.models import Tenant
 from gateway.services.errors import NameTaken, TenantNotFound
-from gateway.services.limits import RATE, default_limit, require_no_raise, require_ordered, tenant_limit
-from gateway.services.values import clean_days, clean_limit, clean_name
+from gateway.services.limits import (
+    RATE,
+    clean_days,
+    clean_limit,
+    clean_name,
+    default_limit,
+    require_no_raise,
+    require_ordered,
+    tenant_limit,
+)
 from governance.audit import record_event
 from governance.registry import RunOrder
 from wire import clock

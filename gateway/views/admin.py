@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from core.db.threads import run_in_database
-from gateway import services
 from gateway.errors import BadRequest
 from gateway.models import ApiKey
 from gateway.request.client import ClientConnection
 from gateway.runtime import GatewayRuntime
-from gateway.views.base import is_draining, require_admin, send_answer
+from gateway.services.errors import KeyNotFound
+from gateway.services.keys import create_api_key, list_api_keys, revoke_api_key
+from gateway.views.endpoints import is_draining, require_admin, send_answer
 from wire.ids import format_id, parse_id
 
 
@@ -55,7 +56,7 @@ class AdminViews:
     async def list_keys(self, client: ClientConnection) -> None:
         """``GET /admin/keys``."""
         await require_admin(client)
-        keys = await run_in_database(lambda: [_render_key(key) for key in services.list_api_keys()])
+        keys = await run_in_database(lambda: [_render_key(key) for key in list_api_keys()])
         send_answer(client, 200, {"keys": keys})
 
     async def create_key(self, client: ClientConnection) -> None:
@@ -69,7 +70,7 @@ class AdminViews:
             raise BadRequest("The name must have 1 to 80 characters.", param="name")
 
         def create() -> dict[str, object]:
-            key, text = services.create_api_key(
+            key, text = create_api_key(
                 name=wanted.name.strip(),
                 tenant_name=wanted.tenant,
                 actor=actor,
@@ -88,8 +89,8 @@ class AdminViews:
         actor = await require_admin(client)
         key_id = parse_id("key", str(client.scope["url_route"]["kwargs"]["key_id"]))
         if key_id is None:
-            raise services.KeyNotFound("There is no key with that id.", param="key_id")
-        await run_in_database(services.revoke_api_key, key_id=key_id, actor=actor)
+            raise KeyNotFound("There is no key with that id.", param="key_id")
+        await run_in_database(revoke_api_key, key_id=key_id, actor=actor)
         for keyid, entry in list(self.runtime.catalogue.keys.items()):
             if entry.caller.key_id == key_id:
                 del self.runtime.catalogue.keys[keyid]

@@ -21,7 +21,7 @@ from gateway.request.response import Application, name_header, send_error
 from gateway.request.stored import plan_keeping
 from gateway.runtime import GatewayRuntime
 from gateway.values import Caller, Header, InferenceRequest
-from gateway.views.base import make_endpoint
+from gateway.views.endpoints import make_endpoint
 from wire.ids import format_id, new_uuid7
 
 _json = msgspec.json.Encoder()

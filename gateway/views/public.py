@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from django.conf import settings
@@ -16,9 +19,8 @@ from gateway.errors import InvalidAdminToken, ModelUnknown, RouteNotFound
 from gateway.request.client import ClientConnection
 from gateway.runtime import GatewayRuntime
 from gateway.values import Caller
-from gateway.views.base import find_admin, is_draining, send_answer
+from gateway.views.endpoints import find_admin, is_draining, send_answer
 from gateway.views.models import ModelList, cut_page, render_anthropic, render_openai, render_page
-from gateway.views.nearness import came_directly
 from gateway.views.openapi import make_document
 from nodes.links import Link
 from wire import clock
@@ -131,3 +133,53 @@ def _health_worker(link: Link) -> dict[str, object]:
         "max_concurrent": link.max_concurrent,
         "is_draining": is_draining(link),
     }
+
+
+_PROXY_HEADERS = (
+    "forwarded",
+    "via",
+    "x-forwarded-for",
+    "x-forwarded-host",
+    "x-forwarded-port",
+    "x-forwarded-proto",
+    "x-forwarded-server",
+    "x-original-forwarded-for",
+    "x-real-ip",
+    "cf-connecting-ip",
+    "true-client-ip",
+)
+
+
+def came_directly(scope: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
+    """Whether a request comes from a program on this machine and nothing says that it was passed on.
+
+    A proxy says so in a header, or keeps the name that its caller asked for, or speaks HTTP/1.0, as nginx does to what stands
+    behind it unless told otherwise. One that hides all of that cannot be seen. ``scope``: of ASGI; an absent client is a
+    socket of this machine. Its client is the peer of the connection: only a forwarding header changes that, and with one
+    nothing is direct. No name that is asked for opens anything; another one closes, also for a page whose own name was made
+    to lead here.
+    """
+    client = scope.get("client")
+    if client and not _is_loopback(str(client[0])):
+        return False
+    if scope.get("http_version") == "1.0" or any(name in headers for name in _PROXY_HEADERS):
+        return False
+    host = _read_host(headers.get("host", ""))
+    return not host or host == "localhost" or _is_loopback(host)
+
+
+def _is_loopback(text: str) -> bool:
+    try:
+        address = ip_address(text)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def _read_host(value: str) -> str:
+    """Return the name of a Host header without its port, in small letters; what cannot be read stays as it is."""
+    try:
+        return urlsplit(f"//{value}").hostname or value
+    except ValueError:
+        return value

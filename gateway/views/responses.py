@@ -21,7 +21,7 @@ from gateway.request.response import Application
 from gateway.runtime import GatewayRuntime
 from gateway.services.responses import delete_response, get_response, list_input_items, require_response
 from gateway.values import Caller
-from gateway.views.base import make_endpoint
+from gateway.views.endpoints import make_endpoint
 from wire.ids import format_id, new_uuid7
 
 ROOT = "v1/responses/(?P<response_id>[^/]+)"

@@ -39,7 +39,9 @@ from core.db.threads import run_upkeep
 from core.hints import HintLayer
 from gateway.models import RequestRecord
 from gateway.runtime import GatewayRuntime
-from gateway.services import allow_model, create_api_key, create_tenant
+from gateway.services.keys import create_api_key
+from gateway.services.models import allow_model
+from gateway.services.tenants import create_tenant
 from gateway.urls import make_application
 from nodes.services.credentials import create_credential, create_provider
 from runner.app import Box

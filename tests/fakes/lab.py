@@ -76,7 +76,7 @@ class Lab:
 
     async def allow(self, name: str, *gateways: Gateway, **caps: int) -> None:
         self.models.append(name)
-        self.operate("gateway.services.allow_model", name=name, **caps)
+        self.operate("gateway.services.models.allow_model", name=name, **caps)
         for gateway in gateways or (self.gateway,):
             await eventually(partial(self.knows, name, gateway), what=f"{gateway.name} knows {name}")
 

@@ -13,7 +13,8 @@ from pytest_django import DjangoDbBlocker
 
 from core.models import User
 from gateway.models import ApiKey, GatewayProcess, RequestRecord, Tenant
-from gateway.services import create_api_key, create_tenant
+from gateway.services.keys import create_api_key
+from gateway.services.tenants import create_tenant
 from governance.models import AuditEvent
 from nodes.models import Node, NodeCredential, NodePresence, Provider, Reach
 from nodes.services.credentials import create_credential, create_provider

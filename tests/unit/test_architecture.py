@@ -44,8 +44,7 @@ NUMBERS: dict[str, str] = {
     "controlplane/settings.py": "SESSION_COOKIE_AGE CELERY_TASK_TIME_LIMIT CELERY_WORKER_ETA_TASK_LIMIT "
     "CELERY_TASK_SOFT_TIME_LIMIT EMAIL_TIMEOUT",
     # Keys of advisory locks.
-    "gateway/partitions.py": "ADVISORY_LOCK",
-    "gateway/tasks.py": "RECONCILE_LOCK",
+    "gateway/tasks.py": "ADVISORY_LOCK RECONCILE_LOCK",
     "governance/operations/runs.py": "_FENCE_LOCK",
     "governance/operations/lookup.py": "_POLICY_LOCK",
     "governance/notices.py": "_UNREADABLE_LOCK",
@@ -105,8 +104,8 @@ PROCESS_EDGES: dict[str, str] = {
     "controlplane/serve_worker.py::DueHere._carry_out": "a task that fails must not end the thread that carries out the others",
     "controlplane/tasks.py::sweep": "a look that fails must not keep the others from being taken",
     "controlplane/reconciling.py::Reconciler._run": "one operation that cannot be looked at must not stop the looks at others",
-    "gateway/views/base.py::make_endpoint.application": "the client gets a 500 and the log a traceback; a server would cut",
-    "gateway/views/inference.py::Inference.serve": "as above; a stream that had begun is reset instead",
+    "gateway/views/endpoints.py::make_endpoint.application": "the client gets a 500, the log a traceback; a server would cut",
+    "gateway/views/endpoints.py::Inference.serve": "as above; a stream that had begun is reset instead",
     "controlplane/launcher/processes.py::preload": "the children that are then executed say what is wrong",
     "controlplane/launcher/processes.py::_run_program": "as at the bottom of a program: the child logs it and ends",
     "core/outbox.py::_Rest.__await__": "throws it into the coroutine it stands for, which raises it again",

@@ -19,7 +19,10 @@ from controlplane.launcher.files import read_json, write_json
 from controlplane.management.service_command import SETTINGS_CHECKS
 from core.limits import limits
 from core.models import User
-from gateway.services import NameTaken, allow_model, create_api_key, create_tenant
+from gateway.services.errors import NameTaken
+from gateway.services.keys import create_api_key
+from gateway.services.models import allow_model
+from gateway.services.tenants import create_tenant
 from governance.admin_tokens import create_admin_token, verify_admin_token
 from governance.audit import record_event
 from governance.errors import NeedsApproval

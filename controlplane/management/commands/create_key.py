@@ -7,7 +7,9 @@ from contextlib import suppress
 from typing import Any
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
-from gateway.services import NameTaken, create_api_key, create_tenant
+from gateway.services.errors import NameTaken
+from gateway.services.keys import create_api_key
+from gateway.services.tenants import create_tenant
 from gateway.values import Priority
 
 

@@ -18,7 +18,7 @@ from controlplane.launcher.up import EXAMPLE_QUESTION
 from controlplane.management.commands.invite import create_person, let_propose
 from controlplane.management.service_command import ACTOR, ServiceCommand
 from core.models import User
-from gateway.services import allow_model
+from gateway.services.models import allow_model
 from governance.keys import list_passkey_ids
 from governance.people import create_invitation, make_invitation_url
 

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
-from gateway.services import disallow_model
+from gateway.services.models import disallow_model
 
 
 class Command(ServiceCommand):

@@ -29,7 +29,7 @@ from gateway.dialects.messages.schema import (
     is_object,
 )
 from gateway.errors import BadRequest
-from gateway.whole_numbers import WholeNumber, read_whole_number
+from gateway.values import WholeNumber, read_whole_number
 
 _CUSTOM = frozenset({None, "custom", "function"})
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}

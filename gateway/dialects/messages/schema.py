@@ -15,7 +15,7 @@ from msgspec import Raw
 from core.limits import limits
 from gateway.dialects.body import read_fault
 from gateway.errors import BadRequest
-from gateway.whole_numbers import WholeNumber
+from gateway.values import WholeNumber
 from wire.unreadable import UNREADABLE
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")

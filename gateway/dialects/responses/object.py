@@ -14,7 +14,7 @@ from gateway.dialects.body import join_fault
 from gateway.dialects.chat import ChatTimings, ChatUsage
 from gateway.dialects.responses.items import Item, item_kind
 from gateway.errors import BadRequest, GatewayError
-from gateway.whole_numbers import WholeNumber, read_whole_number
+from gateway.values import WholeNumber, read_whole_number
 from wire.bridge import TokenCounts
 from wire.contract import ErrorCode
 from wire.ids import format_id, new_uuid7

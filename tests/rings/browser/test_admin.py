@@ -13,7 +13,8 @@ from playwright.sync_api import Page, WebSocketRoute, expect
 
 from gateway.models import RequestRecord
 from gateway.routing import Target
-from gateway.services import allow_model, create_alias, create_tenant
+from gateway.services.models import allow_model, create_alias
+from gateway.services.tenants import create_tenant
 from nodes.models import Node
 from tests.fakes.control_process import ServerProcess
 from tests.fakes.nodes import ACTOR, make_credential, make_key, make_node, make_presence, make_record

@@ -160,7 +160,7 @@ def boxes(stack: Stack, worker_secret: str, tmp_path_factory: pytest.TempPathFac
     logs = tmp_path_factory.mktemp("conformance")
     models = {kind: unique(f"conform-{kind}") for kind in BOXES}
     for model in models.values():
-        stack.backstage.call("gateway.services.allow_model", name=model, actor=ACTOR)
+        stack.backstage.call("gateway.services.models.allow_model", name=model, actor=ACTOR)
     with ExitStack() as running:
         gateway = running.enter_context(stack.lend_gateway("conformance", SETTINGS))
 

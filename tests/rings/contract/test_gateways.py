@@ -68,9 +68,9 @@ def read(reply: Reply) -> list[dict[str, Any]]:
 
 def make_key(lab: Lab, prefix: str = "keeper") -> tuple[str, str]:
     tenant = unique(prefix)
-    lab.operate("gateway.services.create_tenant", name=tenant)
-    lab.operate("gateway.services.change_response_policy", name=tenant, stores_responses=True, responses_kept_days=3)
-    _, text = lab.operate("gateway.services.create_api_key", name=tenant, tenant_name=tenant)
+    lab.operate("gateway.services.tenants.create_tenant", name=tenant)
+    lab.operate("gateway.services.tenants.change_response_policy", name=tenant, stores_responses=True, responses_kept_days=3)
+    _, text = lab.operate("gateway.services.keys.create_api_key", name=tenant, tenant_name=tenant)
     return tenant, str(text)
 
 
@@ -187,7 +187,7 @@ async def test_a_gateway_that_is_killed_leaves_each_request_in_one_state_and_kee
         reply = await exchange.finish()
         assert not reply.whole
         assert not {"message_stop", "response.completed"} & {event["type"] for event in read(reply)}
-    close = "gateway.reconciler.close_orphaned_requests"
+    close = "gateway.services.requests.close_orphaned_requests"
 
     async def both_closed() -> bool:
         await asyncio.to_thread(lab.stack.backstage.call, close, dead_after_s=DEAD_AFTER_S, confirm_s=0.5)

@@ -16,7 +16,7 @@ from django.utils import timezone
 from pytest_django import Settings
 
 from core.limits import limits
-from gateway.services import allow_model
+from gateway.services.models import allow_model
 from nodes.models import Node, NodePresence
 from nodes.services.nodes import Registration, probe_direct_nodes, register_direct_node
 from tests.fakes.engines.scripted_server import run_engine

@@ -28,9 +28,10 @@ from core.admin_pages import CreatingAdmin, ShowingAdmin
 from core.models import User
 from gateway.models import ApiKey, GatewayProcess
 from gateway.routing import Target
-from gateway.services import allow_model, change_response_policy, create_alias
-from gateway.services.overview import read_gateways
+from gateway.services.models import allow_model, create_alias
+from gateway.services.requests import read_gateways
 from gateway.services.responses import keep_response
+from gateway.services.tenants import change_response_policy
 from governance.admin_tokens import create_admin_token
 from governance.web.content_policy import STRICT_POLICY
 from governance.webhook_endpoints import add_webhook

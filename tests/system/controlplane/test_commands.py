@@ -28,7 +28,8 @@ from controlplane.management.commands.bootstrap import ACTOR, MODEL, USERNAME, m
 from controlplane.management.service_command import SETTINGS_CHECKS
 from core.models import User
 from gateway.models import ApiKey, Model
-from gateway.services import disallow_model, is_model_allowed, revoke_api_key
+from gateway.services.keys import revoke_api_key
+from gateway.services.models import disallow_model, is_model_allowed
 from governance.admin_tokens import create_admin_token, revoke_admin_token, verify_admin_token
 from governance.keys import add_key_file
 from governance.models import Decision

@@ -26,7 +26,8 @@ from controlplane.playground.passage import Call, Passage
 from core.limits import limits
 from core.models import User
 from gateway.models import ApiKey
-from gateway.services import allow_model, create_tenant, disable_tenant
+from gateway.services.models import allow_model
+from gateway.services.tenants import create_tenant, disable_tenant
 from tests.fakes.control_process import free_port
 from tests.fakes.nodes import ACTOR, audited, make_operator
 from tests.fakes.waiting import eventually

@@ -21,8 +21,9 @@ from django.urls import URLPattern
 from gateway.dialects import SURFACES
 from gateway.models import ApiKey, StoredResponse
 from gateway.runtime import GatewayRuntime
-from gateway.services import change_response_policy, create_api_key, create_tenant
+from gateway.services.keys import create_api_key
 from gateway.services.responses import keep_response
+from gateway.services.tenants import change_response_policy, create_tenant
 from gateway.urls import make_application
 from governance.admin_tokens import create_admin_token
 from governance.models import PolicyVersion

@@ -14,15 +14,14 @@ from django.test import Client
 from django.urls import reverse
 
 from core.limits import GatewayLimits, limits
-from gateway import services
 from gateway.models import ModelAlias
 from gateway.request.models import Catalogue
 from gateway.routing import Target
 from gateway.runtime import GatewayRuntime
-from gateway.services import (
-    create_api_key,
-    create_tenant,
-)
+from gateway.services.errors import InvalidValue, NameTaken
+from gateway.services.keys import create_api_key
+from gateway.services.models import allow_model, change_alias, change_model_details, create_alias, list_aliases, remember_models
+from gateway.services.tenants import create_tenant
 from gateway.urls import make_application
 from governance.admin_tokens import create_admin_token
 from tests.fakes.links import FakeLink
@@ -36,13 +35,13 @@ POLYGLOT = "\"'><img src=x onerror=alert(1)>{{7*7}}<script>alert(2)</script>"
 def _models(db: None) -> None:
     """``a``, ``b`` and ``c`` are allowed, ``known`` is not."""
     for name in ("a", "b", "c"):
-        services.allow_model(name=name, actor=ACTOR)
-    services.remember_models(names=["known"])
+        allow_model(name=name, actor=ACTOR)
+    remember_models(names=["known"])
 
 
 def make_alias(name: str = "x", **changes: Any) -> ModelAlias:
     wanted: dict[str, Any] = {"name": name, "targets": [Target("a", 3), Target("b", 1)], "actor": ACTOR}
-    return services.create_alias(**wanted | changes)
+    return create_alias(**wanted | changes)
 
 
 def load() -> Catalogue:
@@ -54,14 +53,14 @@ def load() -> Catalogue:
 
 
 def test_a_name_is_free_once_for_everybody_and_once_for_each_tenant() -> None:
-    services.create_tenant(name="acme", actor=ACTOR)
+    create_tenant(name="acme", actor=ACTOR)
     make_alias()
     make_alias(tenant_name="acme")
     for tenant, whom in ((None, "for everybody"), ("acme", "of acme")):
-        with pytest.raises(services.NameTaken, match=f"alias x {whom} already") as refusal:
+        with pytest.raises(NameTaken, match=f"alias x {whom} already") as refusal:
             make_alias(tenant_name=tenant)
         assert (refusal.value.param, refusal.value.status) == ("name", 409)
-    assert [alias.tenant and alias.tenant.name for alias in services.list_aliases()] == [None, "acme"]
+    assert [alias.tenant and alias.tenant.name for alias in list_aliases()] == [None, "acme"]
 
 
 BAD_TARGETS: dict[str, tuple[list[Target], str]] = {
@@ -82,10 +81,8 @@ def test_targets_that_make_no_sense_are_refused_when_made_and_when_changed() -> 
     alias = make_alias()
     for targets, text in BAD_TARGETS.values():
         for is_new in (True, False):
-            with pytest.raises(services.InvalidValue, match=text) as refusal:
-                make_alias("y", targets=targets) if is_new else services.change_alias(
-                    alias_id=alias.pk, targets=targets, actor=ACTOR
-                )
+            with pytest.raises(InvalidValue, match=text) as refusal:
+                make_alias("y", targets=targets) if is_new else change_alias(alias_id=alias.pk, targets=targets, actor=ACTOR)
             assert refusal.value.param == "targets"
     alias.refresh_from_db()
     assert alias.targets == [{"model": "a", "weight": 3}, {"model": "b", "weight": 1}]
@@ -93,7 +90,7 @@ def test_targets_that_make_no_sense_are_refused_when_made_and_when_changed() -> 
 
 
 def test_a_gateway_keeps_a_table_for_each_tenant_in_which_its_own_alias_wins() -> None:
-    services.create_tenant(name="acme", actor=ACTOR)
+    create_tenant(name="acme", actor=ACTOR)
     make_alias()
     make_alias("y")
     make_alias(tenant_name="acme", targets=[Target("c")])
@@ -121,12 +118,12 @@ DETAILS: dict[str, Any] = {"fallbacks": ["b", "known"], "context_tokens": 8192, 
 def test_details_of_a_model_are_changed_audited_and_reach_the_gateways_and_senseless_ones_are_refused() -> None:
     make_alias()
     for changes, text in BAD_DETAILS:
-        with pytest.raises(services.InvalidValue, match=text) as refusal:
-            services.change_model_details(name="a", actor=ACTOR, **DETAILS | changes)
+        with pytest.raises(InvalidValue, match=text) as refusal:
+            change_model_details(name="a", actor=ACTOR, **DETAILS | changes)
         assert [refusal.value.param] == list(changes)
     none: dict[str, Any] = {"fallbacks": [], "context_tokens": None, "tokenizer": "", "tidy": False}
     for _ in range(2):
-        services.change_model_details(name="a", actor=ACTOR, **DETAILS)
+        change_model_details(name="a", actor=ACTOR, **DETAILS)
     (event,) = audited("model.details")
     assert (event.actor, event.target, event.detail) == (ACTOR, "a", {"from": none, "to": DETAILS})
     entry = load().models["a"]
@@ -179,7 +176,7 @@ def admin() -> Client:
 
 
 def test_an_alias_lives_its_life_over_rest_and_each_of_it_is_audited(admin: Client) -> None:
-    services.create_tenant(name="acme", actor=ACTOR)
+    create_tenant(name="acme", actor=ACTOR)
     make_presence(make_node("box", model_names=["a"]))
     body = {"name": "x", "tenant": "acme", "targets": [{"model": "a", "weight": 3}, {"model": "b"}]}
     made = admin.post("/api/v1/aliases", body, "application/json")

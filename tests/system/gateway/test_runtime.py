@@ -28,7 +28,9 @@ from gateway.models import ApiKey, GatewayProcess, Model, Tenant
 from gateway.request.identity import KeyRing
 from gateway.request.models import AliasEntry, Catalogue, KeyEntry, read_marks, store_key_use
 from gateway.runtime import GatewayRuntime
-from gateway.services import allow_model, create_api_key, create_tenant, disable_tenant, revoke_api_key
+from gateway.services.keys import create_api_key, revoke_api_key
+from gateway.services.models import allow_model
+from gateway.services.tenants import create_tenant, disable_tenant
 from gateway.values import Caller, ModelEntry
 from nodes.channel import NodeChannel
 from nodes.links import Link, LinkRegistry

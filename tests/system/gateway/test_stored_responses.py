@@ -17,9 +17,10 @@ from django.utils import timezone
 
 from gateway.errors import BadRequest, ResponseNotFound
 from gateway.models import StoredResponse, Tenant
-from gateway.services import ResponseNotKept, change_response_policy, create_tenant, delete_expired_responses
 from gateway.services import responses as responses_module
+from gateway.services.errors import ResponseNotKept
 from gateway.services.responses import (
+    delete_expired_responses,
     delete_response,
     get_response,
     keep_response,
@@ -27,6 +28,7 @@ from gateway.services.responses import (
     load_history,
     require_response,
 )
+from gateway.services.tenants import change_response_policy, create_tenant
 from gateway.tasks import forget_expired_responses
 from tests.fakes.limits import set_limits
 

@@ -15,10 +15,19 @@ from django.test import Client
 from django.urls import reverse
 
 from core.limits import GatewayLimits
-from gateway import services as gateway
 from gateway.models import ApiKey, Model, Tenant
 from gateway.operations import LIMIT_RAISE
-from gateway.services import ApprovalNeeded, allow_model, change_tenant_limit, create_tenant, raise_key_limit, raise_model_caps
+from gateway.services.keys import change_key_limits, raise_key_limit, revoke_api_key
+from gateway.services.limits import ApprovalNeeded
+from gateway.services.models import (
+    allow_model,
+    change_model_caps,
+    change_model_details,
+    disallow_model,
+    raise_model_caps,
+    remember_models,
+)
+from gateway.services.tenants import change_tenant_limit, create_tenant
 from governance.errors import InvalidProposal
 from governance.models import AuditEvent, Operation, OperationRun
 from governance.operations import proposals
@@ -60,7 +69,7 @@ def team(key: ApiKey, big: Model) -> Team:
 
 def change(key: ApiKey, **changes: Any) -> ApiKey:
     wanted: dict[str, Any] = {"requests_per_minute": key.requests_per_minute, "allowed_models": [], "priority": None}
-    return gateway.change_key_limits(key_id=key.pk, actor=ACTOR, **(wanted | changes))
+    return change_key_limits(key_id=key.pk, actor=ACTOR, **(wanted | changes))
 
 
 def limit(name: str = "research", most: int | None = None) -> Tenant:
@@ -70,7 +79,7 @@ def limit(name: str = "research", most: int | None = None) -> Tenant:
 def change_caps(name: str = "big", **caps: Any) -> Model:
     """Change the caps that are named and leave the others as they are."""
     now: dict[str, Any] = dict(Model.objects.filter(name=name).values(*CAPS).get())
-    return gateway.change_model_caps(name=name, actor=ACTOR, **(now | caps))
+    return change_model_caps(name=name, actor=ACTOR, **(now | caps))
 
 
 def caps_of(name: str = "big") -> tuple[int | None, ...]:
@@ -150,16 +159,16 @@ LESS: dict[str, Callable[[ApiKey], object]] = {
     "to the same number as the setting": lambda _: change_caps(max_prompt_chars=LIMITS.max_prompt_chars),
     "back to the setting from above": lambda _: change_caps("huge", max_tokens=None),
     "above the setting and less than today": lambda _: change_caps("huge", max_tokens=10**8),
-    "details": lambda _: gateway.change_model_details(
+    "details": lambda _: change_model_details(
         name="big", fallbacks=[], context_tokens=10**9, tokenizer="big", tidy=True, actor=ACTOR
     ),
     "not allowed and allowed": lambda _: [
-        gateway.disallow_model(name="huge", actor=ACTOR), allow_model(name="huge", actor=ACTOR),
+        disallow_model(name="huge", actor=ACTOR), allow_model(name="huge", actor=ACTOR),
     ],
     "allowed with what it had": lambda _: allow_model(name="huge", max_tokens=10**9, actor=ACTOR),
     "new model": lambda _: allow_model(name="new", actor=ACTOR),
     "new model at the setting": lambda _: allow_model(name="new", max_tokens=LIMITS.max_tokens_cap, actor=ACTOR),
-    "declared": lambda _: gateway.remember_models(names=["seen"]),
+    "declared": lambda _: remember_models(names=["seen"]),
 }  # fmt: skip
 
 
@@ -224,7 +233,7 @@ def test_what_is_revoked_gone_or_no_raise_any_more_fails_with_the_reason_and_low
     run = carry_out(team, waiting)
     assert (run.state, caps_of()) == (RunState.FAILED.value, (8192, None, 10))
     raises = propose(team, f"key:{key.pk}", requests_per_minute=5000), propose(team, "model:big", max_tokens=10**6)
-    gateway.revoke_api_key(key_id=key.pk, actor=ACTOR)
+    revoke_api_key(key_id=key.pk, actor=ACTOR)
     Model.objects.all().delete()
     runs = [carry_out(team, operation) for operation in raises]
     assert [run.state for run in runs] == [RunState.FAILED.value] * 2

@@ -18,16 +18,15 @@ from django.urls import reverse
 from django.utils import timezone
 
 from controlplane.management.commands.invite import let_propose
-from gateway.admin import paginator
-from gateway.admin.endings import explain_ending
+from gateway.admin.requests import EstimatedPaginator
 from gateway.errors import GatewayError
 from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord, StoredResponse, Tenant
 from gateway.routing import Target
-from gateway.services import allow_model, change_response_policy, create_alias, remember_models
-from gateway.services.requests import find_records
+from gateway.services.explanations import explain_ending, explain_wait
+from gateway.services.models import allow_model, create_alias, remember_models
+from gateway.services.requests import FAILED, REFUSED, find_records
 from gateway.services.responses import keep_response
-from gateway.services.traffic import FAILED, REFUSED
-from gateway.services.waiting import explain_wait
+from gateway.services.tenants import change_response_policy
 from gateway.values import RequestOutcome, judge_outcome
 from nodes.services.availability import Has, ServingBox
 from nodes.states import Obstacle
@@ -194,8 +193,8 @@ def test_a_long_table_is_estimated_and_not_counted(monkeypatch: pytest.MonkeyPat
         make_record()
     rows = RequestRecord.objects.order_by("-created_at")
     with CaptureQueriesContext(connection) as queries:
-        everything = paginator.EstimatedPaginator(rows, 2).count
-        filtered = paginator.EstimatedPaginator(rows.filter(model="tiny"), 2).count
+        everything = EstimatedPaginator(rows, 2).count
+        filtered = EstimatedPaginator(rows.filter(model="tiny"), 2).count
     assert everything >= 3
     assert filtered == 3
     assert all("LIMIT" in query["sql"] for query in queries if "COUNT" in query["sql"].upper())

@@ -19,20 +19,24 @@ from pytest_django import DjangoCaptureOnCommitCallbacks
 
 from controlplane.tasks import sweep
 from core.limits import GatewayLimits, limits
-from gateway import services
 from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord
-from gateway.partitions import (
+from gateway.request.models import Catalogue
+from gateway.services.errors import InvalidValue, KeyRevoked, ModelNotFound, NameTaken, TenantNotFound
+from gateway.services.keys import change_key_limits, create_api_key, revoke_api_key
+from gateway.services.models import allow_model, change_model_canary, disallow_model, is_model_allowed, remember_models
+from gateway.services.requests import close_orphaned_requests
+from gateway.services.tenants import create_tenant
+from gateway.tasks import (
     ADVISORY_LOCK,
     DEFAULT_PARTITION,
+    RECONCILE_LOCK,
     TABLE,
     PartitionsBusy,
     list_partition_days,
-    maintain_partitions,
+    maintain_day_partitions,
     partition_name,
+    reconcile_requests,
 )
-from gateway.reconciler import close_orphaned_requests
-from gateway.request.models import Catalogue
-from gateway.tasks import RECONCILE_LOCK, reconcile_requests
 from gateway.tasks import maintain_partitions as maintain_task
 from gateway.values import Priority
 from governance.admin_tokens import create_admin_token
@@ -59,20 +63,20 @@ pytestmark = pytest.mark.django_db
 
 def test_what_cannot_be_made_is_refused_and_a_tenant_is_created_once_and_audited() -> None:
     for name in ("", "   ", "x" * 81, "line\nbreak", "nul\x00", "\u202eevil"):
-        with pytest.raises(services.InvalidValue) as refusal:
-            services.create_tenant(name=name, actor=ACTOR)
+        with pytest.raises(InvalidValue) as refusal:
+            create_tenant(name=name, actor=ACTOR)
         assert refusal.value.param == "name"
     for limit in (0, -1, 2**31):
-        with pytest.raises(services.InvalidValue) as refusal:
-            services.create_tenant(name="research", requests_per_minute=limit, actor=ACTOR)
+        with pytest.raises(InvalidValue) as refusal:
+            create_tenant(name="research", requests_per_minute=limit, actor=ACTOR)
         assert refusal.value.param == "requests_per_minute"
-    services.create_tenant(name=" research ", requests_per_minute=60, actor=ACTOR)
+    create_tenant(name=" research ", requests_per_minute=60, actor=ACTOR)
     assert [(event.actor, event.target) for event in audited("tenant.create")] == [(ACTOR, "research")]
-    with pytest.raises(services.NameTaken):
-        services.create_tenant(name="research", actor=ACTOR)
-    with pytest.raises(services.TenantNotFound):
-        services.create_api_key(name="k", tenant_name="nobody", actor=ACTOR)
-    with pytest.raises(services.InvalidValue) as refusal:
+    with pytest.raises(NameTaken):
+        create_tenant(name="research", actor=ACTOR)
+    with pytest.raises(TenantNotFound):
+        create_api_key(name="k", tenant_name="nobody", actor=ACTOR)
+    with pytest.raises(InvalidValue) as refusal:
         make_key(expires_at=timezone.now() - timedelta(seconds=1))
     assert refusal.value.param == "expires_at"
 
@@ -88,44 +92,44 @@ def test_a_key_is_stored_as_a_hash_and_never_in_the_audit() -> None:
 
 def test_revoking_a_key_is_for_good_and_happens_once() -> None:
     key, _ = make_key()
-    first = services.revoke_api_key(key_id=key.pk, actor=ACTOR)
-    second = services.revoke_api_key(key_id=key.pk, actor=ACTOR)
+    first = revoke_api_key(key_id=key.pk, actor=ACTOR)
+    second = revoke_api_key(key_id=key.pk, actor=ACTOR)
     assert first.revoked_at == second.revoked_at
     assert first.updated_at > key.updated_at
     assert len(audited("api_key.revoke")) == 1
-    with pytest.raises(services.KeyRevoked):
-        services.change_key_limits(key_id=key.pk, requests_per_minute=1, allowed_models=(), actor=ACTOR)
+    with pytest.raises(KeyRevoked):
+        change_key_limits(key_id=key.pk, requests_per_minute=1, allowed_models=(), actor=ACTOR)
 
 
 def test_a_key_has_a_priority_that_stays_until_it_is_changed() -> None:
     assert make_key("plain")[0].priority == "normal"
     key, _ = make_key(priority="low")
-    kept = services.change_key_limits(key_id=key.pk, requests_per_minute=5, allowed_models=(), actor=ACTOR)
+    kept = change_key_limits(key_id=key.pk, requests_per_minute=5, allowed_models=(), actor=ACTOR)
     assert kept.priority == "low"
-    changed = services.change_key_limits(key_id=key.pk, requests_per_minute=5, allowed_models=(), priority="high", actor=ACTOR)
+    changed = change_key_limits(key_id=key.pk, requests_per_minute=5, allowed_models=(), priority="high", actor=ACTOR)
     assert changed.priority == "high"
     assert audited("api_key.limits")[-1].detail["to"]["priority"] == "high"
     assert dict(Catalogue(GatewayLimits()).load_keys(None))[key.keyid].caller.priority is Priority.HIGH
 
 
 def test_a_model_is_allowed_and_disallowed() -> None:
-    assert not services.is_model_allowed("tiny")
-    services.allow_model(name="tiny", max_tokens=100, actor=ACTOR)
-    assert services.is_model_allowed("tiny")
-    services.disallow_model(name="tiny", actor=ACTOR)
-    assert not services.is_model_allowed("tiny")
+    assert not is_model_allowed("tiny")
+    allow_model(name="tiny", max_tokens=100, actor=ACTOR)
+    assert is_model_allowed("tiny")
+    disallow_model(name="tiny", actor=ACTOR)
+    assert not is_model_allowed("tiny")
     assert Model.objects.get().max_tokens == 100
-    with pytest.raises(services.ModelNotFound):
-        services.disallow_model(name="other", actor=ACTOR)
+    with pytest.raises(ModelNotFound):
+        disallow_model(name="other", actor=ACTOR)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda: services.create_tenant(name="other", actor=ACTOR),
+        lambda: create_tenant(name="other", actor=ACTOR),
         lambda: make_key("other"),
-        lambda: services.allow_model(name="other", actor=ACTOR),
-        lambda: services.remember_models(names=["declared"]),
+        lambda: allow_model(name="other", actor=ACTOR),
+        lambda: remember_models(names=["declared"]),
     ],
 )
 def test_every_change_sends_one_hint_after_the_commit(
@@ -138,15 +142,15 @@ def test_every_change_sends_one_hint_after_the_commit(
 
 
 def test_a_canary_question_is_set_and_taken_away_and_one_that_would_tell_nothing_is_refused() -> None:
-    services.allow_model(name="m", actor=ACTOR)
-    services.change_model_canary(name="m", question=" What is 17 times 3? ", answer="51", actor=ACTOR)
+    allow_model(name="m", actor=ACTOR)
+    change_model_canary(name="m", question=" What is 17 times 3? ", answer="51", actor=ACTOR)
     (entry,) = Catalogue(GatewayLimits()).load_models()
     assert (entry.canary_question, entry.canary_answer) == ("What is 17 times 3?", "51")
-    services.change_model_canary(name="m", question="", answer="", actor=ACTOR)
+    change_model_canary(name="m", question="", answer="", actor=ACTOR)
     assert [event.detail for event in audited("model.canary")] == [{"is_asked": True}, {"is_asked": False}]
     for question, answer, param in TELLS_NOTHING:
-        with pytest.raises(services.InvalidValue) as refusal:
-            services.change_model_canary(name="m", question=question, answer=answer, actor=ACTOR)
+        with pytest.raises(InvalidValue) as refusal:
+            change_model_canary(name="m", question=question, answer=answer, actor=ACTOR)
         assert refusal.value.param == param
     assert Catalogue(GatewayLimits()).load_models()[0].canary_question == ""
 
@@ -181,7 +185,7 @@ def test_gateways_that_could_not_write_while_the_database_stood_still_are_not_ta
     def write_heartbeat(_seconds: float) -> None:
         GatewayProcess.objects.filter(pk=alive.pk).update(heartbeat_at=Now() + timedelta(hours=1))
 
-    monkeypatch.setattr("gateway.reconciler.clock", SimpleNamespace(sleep=write_heartbeat))  # not that of every thread
+    monkeypatch.setattr("gateway.services.requests.clock", SimpleNamespace(sleep=write_heartbeat))  # not that of every thread
     assert close_orphaned_requests(dead_after_s=DEAD_AFTER_S) == 1
     assert [RequestRecord.objects.get(pk=row.pk).state for row in rows] == ["running", "interrupted"]
 
@@ -280,11 +284,11 @@ def partition_of(record: RequestRecord) -> str:
 
 @pytest.mark.usefixtures("no_partitions")
 def test_partitions_of_today_and_the_next_days_are_made_once() -> None:
-    report = maintain_partitions(today=TODAY)
+    report = maintain_day_partitions(today=TODAY)
     assert len(report.created) == limits().gateway.partition_days_ahead + 1
     assert list_partition_days() == {TODAY + timedelta(days=step) for step in range(limits().gateway.partition_days_ahead + 1)}
-    assert maintain_partitions(today=TODAY).created == ()
-    assert maintain_partitions(today=TODAY + timedelta(days=1)).created == (
+    assert maintain_day_partitions(today=TODAY).created == ()
+    assert maintain_day_partitions(today=TODAY + timedelta(days=1)).created == (
         partition_name(TODAY + timedelta(days=limits().gateway.partition_days_ahead + 1)),
     )
 
@@ -293,7 +297,7 @@ def test_partitions_of_today_and_the_next_days_are_made_once() -> None:
 def test_rows_that_came_before_their_partition_move_into_it() -> None:
     early = [make_record(created_at=NOON + timedelta(hours=hour)) for hour in (-12, 0, 11)]
     later = make_record(created_at=NOON + timedelta(days=100))
-    report = maintain_partitions(today=TODAY)
+    report = maintain_day_partitions(today=TODAY)
     assert report.moved_rows == 3
     assert {partition_of(record) for record in early} == {partition_name(TODAY)}
     assert partition_of(later) == DEFAULT_PARTITION
@@ -305,9 +309,9 @@ def test_what_is_past_its_retention_goes_wherever_it_lies() -> None:
     set_limits(gateway={"retention_days": 3})
     kept = make_record(created_at=NOON - timedelta(days=3))
     make_record(created_at=NOON - timedelta(days=4))
-    maintain_partitions(today=TODAY - timedelta(days=4))
+    maintain_day_partitions(today=TODAY - timedelta(days=4))
     stray = make_record(created_at=NOON - timedelta(days=40))
-    report = maintain_partitions(today=TODAY)
+    report = maintain_day_partitions(today=TODAY)
     assert report.dropped == (partition_name(TODAY - timedelta(days=4)),)
     assert list(RequestRecord.objects.values_list("pk", flat=True)) == [kept.pk]
     assert not RequestRecord.objects.filter(pk=stray.pk).exists()
@@ -316,14 +320,14 @@ def test_what_is_past_its_retention_goes_wherever_it_lies() -> None:
 @pytest.mark.usefixtures("no_partitions")
 def test_a_second_maintainer_leaves_at_once_and_a_table_that_stays_in_use_is_left_for_the_next_call() -> None:
     with hold(f"SELECT pg_advisory_xact_lock({ADVISORY_LOCK})"), pytest.raises(PartitionsBusy):
-        maintain_partitions(today=TODAY)
+        maintain_day_partitions(today=TODAY)
     set_limits(gateway={"partition_lock_ms": 500})
     with hold(f"LOCK TABLE {TABLE} IN ACCESS SHARE MODE"):
         with pytest.raises(PartitionsBusy):
-            maintain_partitions(today=TODAY)
+            maintain_day_partitions(today=TODAY)
         assert maintain_task() == 0
     set_limits(gateway={"partition_lock_ms": PATIENT_MS})
-    assert len(maintain_partitions(today=TODAY).created) == limits().gateway.partition_days_ahead + 1
+    assert len(maintain_day_partitions(today=TODAY).created) == limits().gateway.partition_days_ahead + 1
 
 
 @pytest.mark.usefixtures("no_partitions")
@@ -333,7 +337,7 @@ def test_an_update_that_waits_for_the_move_finds_its_row() -> None:
     set_limits(gateway={"partition_lock_ms": 120_000})  # the maintainer must not give up before the update waits too
     record, updated = make_record(created_at=NOON), list[int]()
     with hold(f"LOCK TABLE {TABLE} IN SHARE MODE", f"LOCK TABLE {DEFAULT_PARTITION} IN SHARE MODE"):
-        mover = in_thread(lambda: maintain_partitions(today=TODAY))
+        mover = in_thread(lambda: maintain_day_partitions(today=TODAY))
         wait_until(lambda: waiting_statements() >= 1, what="the maintainer waits for the table")
         rows = RequestRecord.objects.filter(pk=record.pk)
         updater = in_thread(lambda: updated.append(rows.update(model="changed")))

@@ -20,7 +20,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from core.models import User
-from gateway.services import create_tenant
+from gateway.services.tenants import create_tenant
 from governance.admin_tokens import claim_admin_token, create_admin_token, verify_admin_token
 from governance.errors import ApprovalRefused, InvalidProposal, NeedsApproval, NotPermitted, StateChanged
 from governance.keys import add_key_file

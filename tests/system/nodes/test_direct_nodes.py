@@ -13,7 +13,7 @@ from pytest_django import DjangoDbBlocker, Settings
 from starlette.responses import PlainTextResponse
 
 from core.limits import limits
-from gateway.services import allow_model
+from gateway.services.models import allow_model
 from governance.models import Operation, OperationRun
 from governance.operations.runs import find_node_run, run_due
 from governance.states import RunState

@@ -15,7 +15,9 @@ from django.utils import timezone
 from pytest_django import DjangoAssertNumQueries, DjangoDbBlocker, Settings
 
 from core.throttle import AuthThrottle
-from gateway.services import allow_model, create_api_key, create_tenant
+from gateway.services.keys import create_api_key
+from gateway.services.models import allow_model
+from gateway.services.tenants import create_tenant
 from governance.admin_tokens import create_admin_token
 from nodes import api
 from nodes.models import Node, NodePresence

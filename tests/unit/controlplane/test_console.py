@@ -44,10 +44,9 @@ from core.db import Patience, limit_patience, limit_process
 from core.db import connection as patient
 from core.db.base import DatabaseWrapper
 from core.limits import limits
-from gateway.services import InvalidValue, NameTaken
-from gateway.services.overview import ExpiringKey, GatewayHealth
-from gateway.services.traffic import Minute, OpenRequests, Traffic
-from gateway.services.waiting import Wait, WaitingModel
+from gateway.services.errors import InvalidValue, NameTaken
+from gateway.services.explanations import Wait, WaitingModel
+from gateway.services.requests import ExpiringKey, GatewayHealth, Minute, OpenRequests, Traffic
 from governance.errors import InvalidAdminToken
 from nodes.errors import NodeNotFound
 from nodes.services.availability import FleetOverview, NodeHealth

@@ -16,9 +16,9 @@ from core.limits import GatewayLimits
 from gateway import errors
 from gateway.dialects import SURFACES
 from gateway.request.dispatch import Availability, Busy, Closed, Dispatcher, Job, Lease, Plan, Ready, choose_link
-from gateway.request.peers import serve_peer
 from gateway.request.response import render_head
 from gateway.values import InferenceRequest
+from gateway.views.peers import serve_peer
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Ejection, Fault
 from nodes.links.http import END_HEADER

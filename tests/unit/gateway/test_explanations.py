@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.admin.endings import explain_ending
-from gateway.admin.stories import split_time
 from gateway.models import RequestRecord
+from gateway.services.explanations import explain_ending, split_time
 from wire.contract import ErrorCode, RequestState
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import hmac
 from itertools import count
+
+from django.conf import settings
 
 from core.limits import GatewayLimits
 from core.limits import limits as read_limits
 from gateway.counting.boxes import exchange as ask_box
-from gateway.dialects import Surface
-from gateway.errors import GatewayError
+from gateway.dialects import SURFACES, Surface
+from gateway.dialects.surface import DEFAULT_SURFACE
+from gateway.errors import GatewayError, RouteNotFound
 from gateway.request.attempt import Exchange
-from gateway.request.client import ClientConnection
+from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.request.dispatch import Broken, Candidate, Dispatcher, Job, Lease, Retry, RetryReason, Served
-from gateway.request.response import read_name
+from gateway.request.response import Application, read_name
+from gateway.runtime import GatewayRuntime
 from gateway.values import Header, InferenceRequest, ModelEntry
+from gateway.views.endpoints import make_client, send_failure
 from nodes.links import Link
 from nodes.links.http import END_HEADER
+from nodes.links.relay import RelayLink
 from nodes.session import OpenRequest
-from nodes.states import TOKENIZE
+from nodes.states import POOL_RESPONSES, TOKENIZE
 from wire import clock
+from wire.ids import parse_id
 
 _sequence = count(1)
 _JSON = [(b"content-type", b"application/json")]
@@ -122,3 +130,35 @@ async def count_for_peer(client: ClientConnection, link: Link) -> None:
         client.respond(502, _JSON, b"{}")
     else:
         client.respond(answer[0], _JSON, answer[1])
+
+
+def make_peer_door(runtime: GatewayRuntime) -> Application:
+    """Return the application behind ``/internal/v1/nodes/{node}/{path}``; without a cluster secret it does not exist."""
+
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        client = make_client(runtime, scope, receive, send)
+        secret = settings.CLUSTER_SECRET
+        shown = client.headers.get("x-muster-cluster", "")
+        route = scope["url_route"]["kwargs"]
+        path = "/" + str(route["path"])
+        surface = SURFACES.get("/v1/responses" if path == POOL_RESPONSES else path)
+        is_known = surface is not None or path == TOKENIZE
+        if not secret or not hmac.compare_digest(shown.encode(), secret.encode()) or not is_known:
+            send_failure(client, RouteNotFound(), DEFAULT_SURFACE)
+            return
+        node_id = parse_id("node", str(route["node"]))
+        link = runtime.registry.get(node_id) if node_id is not None else None
+        if not isinstance(link, RelayLink):
+            refuse_peer(client, b"gone")
+            return
+        try:
+            if surface is None:
+                await count_for_peer(client, link)
+                return
+            dispatcher, limits = runtime.dispatcher, runtime.limits
+            await serve_peer(dispatcher=dispatcher, limits=limits, client=client, link=link, surface=surface, path=path)
+        except GatewayError as error:
+            if not client.started and not client.is_gone:
+                send_failure(client, error, DEFAULT_SURFACE)
+
+    return application
