@@ -12,8 +12,6 @@ from typing import Literal, assert_never
 import aiohttp
 
 from runner import AGENT_VERSION
-from runner.api.model_facts import list_facts
-from runner.api.shapes import Shapes
 from runner.config import RunnerConfig, normalise_gateway, settle_api
 from runner.connection import GatewayLink, GatewaySocket
 from runner.engines.port import EngineMaker, make_engine
@@ -23,7 +21,7 @@ from runner.limits import limits
 from runner.operations.commands import Commands
 from runner.parts import Parts, Phase, assemble
 from runner.relay import Relay
-from runner.report import list_endpoints, list_replicas, read_memory
+from runner.report import Shapes, list_endpoints, list_facts, list_replicas, read_memory
 from runner.session import Instruction
 from runner.telemetry import readings
 from wire import clock
@@ -85,7 +83,6 @@ class Box:
 
     @property
     def relay(self) -> Relay:
-        """What serves the streams of gateways."""
         assert self._relay is not None
         return self._relay
 
@@ -97,7 +94,6 @@ class Box:
         return self.relay.load + self.parts.serving.own_load
 
     def describe(self) -> Register:
-        """Return the registration of a new session."""
         parts = self.parts
         registry = parts.pool.registry
         return Register(
@@ -142,7 +138,6 @@ class Box:
         return self._facts
 
     def _sample(self) -> Telemetry:
-        """Return the models and the load as they are now, and the machine as it was last read."""
         parts = self.parts
         reading, models = parts.reading, parts.pool.registry.models
         return Telemetry(
@@ -157,7 +152,6 @@ class Box:
         )
 
     def list_models(self) -> ModelsUpdate:
-        """Return the models that can be served now."""
         return ModelsUpdate(models=self.parts.pool.registry.ready_ids(), current_load=self.load)
 
     def refresh_models(self) -> None:
@@ -208,7 +202,6 @@ class Box:
                 self._tell_governance(report, but=link)
 
     async def _look_at_governance(self) -> None:
-        """See what the owner changed in the data folder and tell the control plane."""
         report = await self.parts.governance.look()
         if report is not None:
             self._tell_governance(report)

@@ -126,7 +126,6 @@ class GatewaySocket(aiohttp.ClientWebSocketResponse):
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that the kernel has not taken yet."""
         return self._posted_bytes + self._transport.get_write_buffer_size()
 
     def post(self, frame: str | bytes) -> None:
@@ -181,7 +180,6 @@ class GatewaySocket(aiohttp.ClientWebSocketResponse):
             await asyncio.sleep(self._bounds.outbox_look_s)
 
     async def close(self, *, code: int = aiohttp.WSCloseCode.OK, message: bytes = b"") -> bool:
-        """Close in good order, behind what was posted."""
         self._flush()
         return await super().close(code=code, message=message)
 
@@ -218,7 +216,6 @@ class GatewayLink:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a gateway has accepted this box and has not left."""
         return self._session is not None and self._session.is_accepted
 
     def post(self, message: Message) -> None:
@@ -352,13 +349,7 @@ class _Session:
         tasks: list[asyncio.Task[None]] = []
         try:
             self.post(self._protocol.register(self._host.describe()))
-            work = (
-                self._read(ws),
-                ws.watch_room(),
-                self._report(),
-                self._watch_silence(),
-                self._leave_politely(),
-            )
+            work = (self._read(ws), ws.watch_room(), self._report(), self._watch_silence(), self._leave_politely())
             tasks = [asyncio.create_task(each) for each in work]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -421,7 +412,6 @@ class _Session:
                 assert_never(effect)
 
     def _take_note(self, effect: LeaveAsked | Noticed | Accepted) -> None:
-        """Note what the gateway says about this session and this box."""
         match effect:
             case LeaveAsked(reason, drain_s):
                 log.info("gateway asks to leave gateway=%s reason=%s", self._link.url, reason)
@@ -481,7 +471,6 @@ class _Session:
 
 
 def _explain_close(message: aiohttp.WSMessage) -> SessionLost:
-    """Return why a socket that gave a non-data message is lost."""
     if message.type is not aiohttp.WSMsgType.CLOSE:
         return SessionLost("the connection broke" if message.data is None else f"the connection broke: {message.data}")
     code, reason = message.data, str(message.extra or "")

@@ -6,8 +6,25 @@ the model-runner and llm-pool specifications where they have one); ``runner.api`
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import ClassVar
+
+import msgspec
+
+from wire import clock
+from wire.events import EndReader, fail_response
+
+ADMIN_PREFIX = "/v1/admin/"
+"""Below it errors have the shape of llm-pool's admin API."""
+_MESSAGES, _RESPONSES = "/v1/messages", "/v1/responses"
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 
 
 class RunnerError(Exception):
@@ -283,3 +300,126 @@ class CorruptModel(RunnerError):
     @classmethod
     def of(cls, path: Path, problem: str) -> CorruptModel:
         return cls(f"{path.name} is damaged: {problem}. Copy or download it again.")
+
+
+class NotFound(RequestRefused):
+    """There is no such path."""
+
+    code = "not_found"
+    status = 404
+
+
+class MethodNotAllowed(RequestRefused):
+    """The path is there, the method is not."""
+
+    code = "method_not_allowed"
+    status = 405
+
+
+class TooLarge(RequestRefused):
+    """The body has more bytes than this endpoint reads."""
+
+    code = "request_too_large"
+    status = 413
+
+
+class WrongMediaType(RequestRefused):
+    """The body is not of the type that this endpoint reads."""
+
+    code = "unsupported_media_type"
+    status = 415
+
+
+class SlowBody(RequestRefused):
+    """The body did not arrive in time."""
+
+    code = "request_timeout"
+    status = 408
+    retryable = True
+
+
+class OperationFailed(RequestRefused):
+    """An engine did not do what it was told; the text has its own words."""
+
+    code = "engine_failed"
+    status = 500
+
+
+class ModelLoadFailed(RequestRefused):
+    """The files of a model could not be fetched or used, or its load ended in another state than loaded."""
+
+    code = "model_load_failed"
+    status = 500
+
+
+class Broken(RequestRefused):
+    """A bug of ours; the log has the details."""
+
+    code = "internal_error"
+    status = 500
+
+
+class ForeignPage(RequestRefused):
+    """A request that a web page of another origin, or of a rebound name, had a browser send."""
+
+    code = "forbidden"
+    status = 403
+
+
+def make_response_id() -> str:
+    """Return a new id of an answer."""
+    return f"resp_{secrets.token_hex(12)}"
+
+
+def refusal_body(refusal: RequestRefused, *, endpoint: str = "", model: str | None = None) -> bytes:
+    """Return the JSON body of a refusal: ``{"error": {code, message, type, param, retryable, …}}``, its details among them.
+
+    ``endpoint``: the path that was asked. On /v1/messages Anthropic's ``"type": "error"`` stands outside; below ADMIN_PREFIX
+    it is llm-pool's ``{"detail": {code, model, message, …}}``.
+    """
+    if endpoint.startswith(ADMIN_PREFIX):
+        detail = {"code": refusal.code, "model": model, "message": refusal.message, **refusal.details}
+        return msgspec.json.encode({"detail": detail if refusal.param is None else {**detail, "param": refusal.param}})
+    outside = {"type": "error"} if endpoint == _MESSAGES else {}
+    return msgspec.json.encode({**outside, "error": refusal_fields(refusal)})
+
+
+def refusal_fields(refusal: RequestRefused) -> dict[str, object]:
+    """Return the members of the error object."""
+    return {
+        "code": refusal.code,
+        "message": refusal.message,
+        "type": _TYPES.get(refusal.status, "api_error"),
+        "param": refusal.param,
+        "retryable": refusal.retryable,
+        **refusal.details,
+    }
+
+
+def error_event(endpoint: str, refusal: RequestRefused, *, model: str = "", ends: EndReader | None = None) -> bytes:
+    """Return what ends an answer that broke off, as the API that the client speaks has it.
+
+    ``ends``: what passed of an engine's own stream. Its Responses end with ``response.failed``, llm-pool's with an error event.
+    """
+    fields = refusal_fields(refusal)
+    if endpoint == _MESSAGES:
+        inner = {"type": "error", "error": {"type": fields["type"], "message": fields["message"]}}
+        return b"event: error\ndata: " + msgspec.json.encode(inner) + b"\n\n"
+    if endpoint == _RESPONSES and ends is not None:
+        error = msgspec.json.encode({"code": "server_error", "message": refusal.message})
+        first = _begin_response(model)
+        return fail_response(error, first=ends.first, last=ends.recent) or first + fail_response(error, first=first, last=b"")
+    if endpoint == _RESPONSES:
+        flat = {"type": "error", "code": fields["code"], "message": fields["message"], "param": fields["param"]}
+        return b"event: error\ndata: " + msgspec.json.encode(flat) + b"\n\n"
+    return b"data: " + msgspec.json.encode({"error": fields}) + b"\n\n"
+
+
+def _begin_response(model: str) -> bytes:
+    """Return the event that begins a response of which the engine said nothing: only what has begun can fail."""
+    response = {
+        "id": make_response_id(), "object": "response", "created_at": int(clock.unix_s()), "status": "in_progress",
+        "error": None, "incomplete_details": None, "model": model, "output": [], "usage": None,
+    }  # fmt: skip
+    event = {"type": "response.created", "sequence_number": 0, "response": response}
+    return b"event: response.created\ndata: " + msgspec.json.encode(event) + b"\n\n"

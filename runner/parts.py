@@ -32,10 +32,9 @@ from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
 from runner.operations.trust import Governance
 from runner.pool import Capacity, Loader, LoadOptions, LoadOrder, ModelState, Pool, Registry, Unloader
-from runner.pool.attached import AttachedServer
+from runner.pool.models import AttachedServer
 from runner.queue import FairQueue, QueueLimits, WaitBudget, read_rates, read_weights
 from runner.serving.costs import Costs
-from runner.serving.pool_surface import PoolSurface
 from runner.serving.request import Tally
 from runner.serving.service import Serving
 from runner.telemetry import Reading, Telemetry, open_telemetry
@@ -172,7 +171,6 @@ class Parts:
         self.operations.refuse_new()
 
     async def close(self) -> None:
-        """End loads and engines."""
         self.refuse_new()
         for task in self._tasks:
             task.cancel()
@@ -199,7 +197,6 @@ class Parts:
         task.add_done_callback(self._tasks.discard)
 
     def _start_given(self, engine: LlamaConfig) -> None:
-        """Serve the GGUF file of the command line."""
         definition = ModelDefinition(
             model_id=engine.model_name, backend="gguf", model_path=str(engine.model_path), enabled=True,
             target_inflight=self.config.max_concurrent, options={"gguf_n_ctx": engine.context_tokens},
@@ -314,9 +311,9 @@ def _put_together(
         costs=costs,
         queue_timeout_s=limits().admission.timeout_s,
         wakes=wakes,
+        decoding=lambda: parts.settings.decoding,
         keeps_engine_errors=config.keeps_engine_errors,
     )
-    serving.pool_shape = PoolSurface(serving, lambda: parts.settings.decoding)
     gate = _make_gate(config, governance, ledger)
     operations = Operations(pool, gate, ledger, Clerk(governance.identity))
 

@@ -97,7 +97,6 @@ class Key:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has anything running or waiting."""
         return self.active > 0 or self.pending > 0
 
     def score(self, now: float) -> float:
@@ -111,13 +110,11 @@ class Key:
         self.last_granted = number
 
     def finish(self, started_at: float, now: float) -> None:
-        """Charge a request that ran, well or not."""
         self.active -= 1
         self.started_sum = self.started_sum - started_at if self.active else 0.0
         self.charged += (now - started_at) * 1000 / self.weight
 
     def share(self, now: float) -> KeyShare:
-        """Return the account as it is shown."""
         return KeyShare(
             fairness_key=self.tenant,
             pending=self.pending,
@@ -174,12 +171,10 @@ class WaitBudget:
 
     @property
     def depth(self) -> int:
-        """Requests that wait now."""
         return self._depth
 
     @property
     def is_full(self) -> bool:
-        """Whether nobody else may wait."""
         return self._depth >= self.max_depth
 
     def add(self) -> None:
@@ -187,7 +182,6 @@ class WaitBudget:
         self._depth += 1
 
     def remove(self) -> None:
-        """Count a request that no longer waits, whatever ended it."""
         self._depth -= 1
 
     def observe(self, wait_ms: float) -> None:
@@ -229,14 +223,7 @@ class FairQueue:
     ``weight_of`` is the operator's weight of a tenant, above 0.
     """
 
-    def __init__(
-        self,
-        *,
-        slots: int,
-        limits: QueueLimits,
-        budget: WaitBudget,
-        weight_of: Callable[[str], float],
-    ) -> None:
+    def __init__(self, *, slots: int, limits: QueueLimits, budget: WaitBudget, weight_of: Callable[[str], float]) -> None:
         self._slots = _checked_slots(slots)
         self._limits = limits
         self._bounds = process_limits().admission
@@ -267,7 +254,6 @@ class FairQueue:
 
     @property
     def depth(self) -> int:
-        """Requests that wait."""
         return self._depth
 
     async def enter(self, *, tenant: str, priority: Priority, timeout_s: float) -> Turn:
@@ -321,7 +307,6 @@ class FairQueue:
         self._is_paused = True
 
     def resume(self) -> None:
-        """Let requests in again."""
         self._is_paused = False
         self._grant(clock.monotonic())
 
@@ -543,7 +528,6 @@ class Rate:
 
     @property
     def period_s(self) -> float:
-        """Length of the window in seconds."""
         return _PERIODS_S[self.unit]
 
 
@@ -553,13 +537,7 @@ class TenantRates:
     Not ``is_multi_tenant``: everybody shares one window of the usual rate.
     """
 
-    def __init__(
-        self,
-        *,
-        by_tenant: Mapping[str, Rate],
-        usual: Rate | None,
-        is_multi_tenant: bool,
-    ) -> None:
+    def __init__(self, *, by_tenant: Mapping[str, Rate], usual: Rate | None, is_multi_tenant: bool) -> None:
         self.is_multi_tenant = is_multi_tenant
         self._usual = usual
         self._own = {tenant: (rate, deque[float]()) for tenant, rate in by_tenant.items()} if is_multi_tenant else {}
@@ -568,7 +546,6 @@ class TenantRates:
 
     @property
     def stranger_count(self) -> int:
-        """Tenants without a rate of their own that have a window now."""
         return len(self._strangers)
 
     def key_of(self, tenant: str) -> str:

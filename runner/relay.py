@@ -19,18 +19,10 @@ from runner.errors import (
     Unavailable,
     UnknownModel,
     WrongState,
-)
-from runner.limits import limits
-from runner.serving.request import (
-    Answer,
-    Inference,
-    check_crowd,
-    read_cache_mode,
-    read_cache_tag,
-    read_fields,
-    read_priority,
     refusal_body,
 )
+from runner.limits import limits
+from runner.serving.request import Answer, Inference, check_crowd, read_cache_mode, read_cache_tag, read_fields, read_priority
 from runner.session import Outlet, Stream
 from wire import clock
 from wire.events import find_boundary
@@ -75,7 +67,6 @@ class _Job:
         """An answer short enough to leave in one frame with its end."""
 
     def write(self, out: bytes) -> None:
-        """Send bytes of the body, or hold them."""
         stream, outlet, size = self.stream, self.outlet, len(out)
         if not self._held and outlet.has_room and size <= stream.window and size <= WIRE.frame_payload_bytes:
             if stream.is_open:  # else the gateway has cancelled it, and its task is about to hear that
@@ -119,13 +110,11 @@ class _Job:
         self.go_on()
 
     async def let_out(self) -> None:
-        """Return when nothing is held."""
         while self._held:
             self._let_out = asyncio.get_running_loop().create_future()
             await self._let_out
 
     def end(self, error: str = "", message: str = "", *, retryable: bool = False) -> End:
-        """Return how this stream ended, with its usage and the times it took in milliseconds."""
         end = End(error=error, message=message, retryable=retryable)
         if self.answer is not None:
             waited_ms = round(self.answer.numbers.queue_wait_ms)
@@ -147,11 +136,9 @@ class Relay:
 
     @property
     def load(self) -> int:
-        """Requests that run or wait here."""
         return len(self._jobs)
 
     def open(self, stream: Stream, body: bytes, outlet: Outlet) -> None:
-        """Start serving a stream."""
         job = _Job(stream, outlet)
         self._jobs[stream] = job
         self._idle.clear()
@@ -165,18 +152,15 @@ class Relay:
             job.task.cancel()
 
     def abort_all(self, streams: Iterable[Stream]) -> None:
-        """Stop serving the streams of a session that is gone."""
         for stream in streams:
             self.abort(stream)
 
     def credit(self, stream: Stream) -> None:
-        """Let a stream go on whose window has opened."""
         job = self._jobs.get(stream)
         if job is not None:
             job.go_on()
 
     async def wait_idle(self) -> None:
-        """Return when nothing is being served."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -212,7 +196,6 @@ class Relay:
             raise
 
     async def _answer(self, job: _Job, body: bytes) -> End:
-        """Have the request answered and forward that. Never raises for what the engine does."""
         try:
             request = _read_request(job.stream.meta, body)
             async with self._open_answer(request) as answer:

@@ -134,7 +134,6 @@ class Stream:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of the request body so far."""
         return self._received
 
     def _require_open(self) -> None:
@@ -230,7 +229,6 @@ class ClientSession:
 
     @property
     def streams(self) -> list[Stream]:
-        """The streams that have no END yet."""
         return list(self._streams.values())
 
     def register(self, message: Register) -> str:

@@ -1,8 +1,9 @@
-"""``GET /v1/capabilities``: what the box can do now, put together at most every 5 s unless a model changed its state."""
+"""What the node can do now, and whether it is well."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 
 import msgspec
 
@@ -11,6 +12,7 @@ from runner.api.answers import (
     CapabilitiesAnswer,
     Flags,
     Gpu,
+    HealthAnswer,
     KeptModel,
     LoadedModel,
     LoadingModel,
@@ -20,8 +22,6 @@ from runner.api.answers import (
     Resources,
     UnusableModel,
 )
-from runner.api.health import find_ailments
-from runner.api.shapes import Shapes
 from runner.engines.port import Capabilities, EngineStats, FlushResult
 from runner.errors import Unavailable
 from runner.fit.memory import ModelShape
@@ -29,7 +29,8 @@ from runner.limits import MIB, limits
 from runner.operations.trust import Standing
 from runner.parts import Parts, Phase
 from runner.pool import Model, ModelState, Replica
-from runner.queue import read_rates
+from runner.queue import WaitBudget, read_rates
+from runner.report import Shapes
 from runner.telemetry import Reading
 from wire import clock
 from wire.bridge import GpuInfo
@@ -61,7 +62,6 @@ class CapabilityReport:
             return self._body
 
     async def build(self) -> CapabilitiesAnswer:
-        """Return a fresh answer."""
         parts = self._parts
         await parts.discover()
         reading = await parts.look()
@@ -207,7 +207,6 @@ def _describe_resources(reading: Reading, replicas: list[Replica], stats: _Stats
 
 
 def describe_gpu(gpu: GpuInfo) -> Gpu:
-    """Return a GPU in the words of the API."""
     return Gpu(
         index=gpu.index,
         name=gpu.name,
@@ -227,3 +226,59 @@ def _compute_type(replica: Replica) -> str | None:
 def _sum_mb(sizes: list[int | None]) -> int | None:
     known = [size for size in sizes if size is not None]
     return round(sum(known) / MIB) if known else None
+
+
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|outofmemory|\boom\b|cannot allocate memory|failed to allocate|unable to allocate|bad_alloc", re.IGNORECASE
+)
+_UNDER_WAY = frozenset({ModelState.LOADED, ModelState.LOADING, ModelState.UNLOADING})
+
+
+def find_ailments(parts: Parts, reading: Reading | None) -> list[str]:
+    """Return why the box should get no work, nothing when it is well."""
+    match parts.phase:
+        case Phase.STARTING:
+            return ["the box is starting"]
+        case Phase.STOPPING:
+            return ["the box is stopping"]
+        case Phase.SERVING:
+            models = parts.pool.registry.models
+            return [*_memory_ailments(models, reading), *_load_ailments(models), *_queue_ailments(parts.budget)]
+
+
+async def read_health(parts: Parts) -> tuple[int, HealthAnswer]:
+    """Return HTTP status and answer of ``GET /health``."""
+    ailments = find_ailments(parts, await parts.look())
+    ready = sum(model.is_ready for model in parts.pool.registry.models)
+    answer = HealthAnswer(
+        status="unhealthy" if ailments else "healthy",
+        uptime=max(0, int(clock.unix_s() - parts.started_at)),
+        models_loaded=ready,
+        queue_depth=parts.budget.depth,
+        reasons=ailments,
+    )
+    return (503 if ailments else 200), answer
+
+
+def _memory_ailments(models: list[Model], reading: Reading | None) -> list[str]:
+    found = [
+        f"out of memory: {model.model_id} says {model.last_error}"
+        for model in models
+        if model.state is ModelState.FAILED and model.last_error and _OUT_OF_MEMORY.search(model.last_error)
+    ]
+    if reading is not None and reading.total_mb and reading.free_mb < limits().api.free_share * reading.total_mb:
+        found.append(f"out of memory: {reading.free_mb} of {reading.total_mb} MiB of the {reading.kind} are free")
+    return found
+
+
+def _load_ailments(models: list[Model]) -> list[str]:
+    failed = [model for model in models if model.state is ModelState.FAILED]
+    if not failed or any(model.state in _UNDER_WAY for model in models):
+        return []
+    return [f"no model serves, {failed[0].model_id} failed: {failed[0].last_error or 'no reason was given'}"]
+
+
+def _queue_ailments(budget: WaitBudget) -> list[str]:
+    if budget.max_depth > 0 and budget.depth >= limits().api.saturated_share * budget.max_depth:
+        return [f"the queue is saturated: {budget.depth} of {budget.max_depth} requests wait"]
+    return []

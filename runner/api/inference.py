@@ -6,15 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from runner.api.bodies import BodyBudget, check_media_type, parse_object, read_body
-from runner.api.forms import read_form_fields
-from runner.api.refusals import render
-from runner.engines.port import MESSAGES, RESPONSES
-from runner.errors import EngineUnavailable, ModelUnloading, QueueTimeout, RequestRefused, Unavailable
+from runner.api.bodies import BodyBudget, check_media_type, parse_object, read_body, read_form_fields, render
+from runner.errors import EngineUnavailable, ModelUnloading, QueueTimeout, RequestRefused, Unavailable, error_event
 from runner.limits import limits
 from runner.parts import Parts
 from runner.queue import clean_tenant
@@ -29,11 +25,9 @@ from runner.serving.request import (
     read_cache_tag,
     read_fields,
     read_priority,
-    refusal_fields,
 )
-from runner.serving.responses import make_response_id
 from wire import clock
-from wire.events import EndReader, fail_response
+from wire.events import EndReader
 
 log = logging.getLogger(__name__)
 
@@ -191,35 +185,6 @@ class _Reply:
                 await self._send_message(message)
         except TimeoutError:
             raise _ClientStalled from None
-
-
-def error_event(endpoint: str, refusal: RequestRefused, *, model: str = "", ends: EndReader | None = None) -> bytes:
-    """Return what ends an answer that broke off, as the API that the client speaks has it.
-
-    ``ends``: what passed of an engine's own stream. Its Responses end with ``response.failed``, llm-pool's with an error event.
-    """
-    fields = refusal_fields(refusal)
-    if endpoint == MESSAGES:
-        inner = {"type": "error", "error": {"type": fields["type"], "message": fields["message"]}}
-        return b"event: error\ndata: " + msgspec.json.encode(inner) + b"\n\n"
-    if endpoint == RESPONSES and ends is not None:
-        error = msgspec.json.encode({"code": "server_error", "message": refusal.message})
-        first = _begin_response(model)
-        return fail_response(error, first=ends.first, last=ends.recent) or first + fail_response(error, first=first, last=b"")
-    if endpoint == RESPONSES:
-        flat = {"type": "error", "code": fields["code"], "message": fields["message"], "param": fields["param"]}
-        return b"event: error\ndata: " + msgspec.json.encode(flat) + b"\n\n"
-    return b"data: " + msgspec.json.encode({"error": fields}) + b"\n\n"
-
-
-def _begin_response(model: str) -> bytes:
-    """Return the event that begins a response of which the engine said nothing: only what has begun can fail."""
-    response = {
-        "id": make_response_id(), "object": "response", "created_at": int(clock.unix_s()), "status": "in_progress",
-        "error": None, "incomplete_details": None, "model": model, "output": [], "usage": None,
-    }  # fmt: skip
-    event = {"type": "response.created", "sequence_number": 0, "response": response}
-    return b"event: response.created\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
 
 async def _wait_gone(receive: Receive) -> None:

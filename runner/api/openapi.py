@@ -11,7 +11,7 @@ import msgspec
 
 from runner import AGENT_VERSION
 from runner.api.answers import ErrorAnswer, PoolErrorAnswer
-from runner.api.refusals import ADMIN_PREFIX
+from runner.errors import ADMIN_PREFIX
 
 _CONVERTED = re.compile(r"\{(\w+)(?::\w+)?\}")
 _HEADERS: Sequence[tuple[str, str, list[str] | None]] = (
@@ -45,7 +45,6 @@ class Endpoint:
 
     @property
     def shown_path(self) -> str:
-        """The path as OpenAPI writes it."""
         return _CONVERTED.sub(r"{\1}", self.path)
 
 
@@ -65,10 +64,7 @@ def describe_api(table: Sequence[Endpoint], *, has_key: bool) -> dict[str, objec
         "openapi": "3.1.0",
         "info": {"title": "Muster box", "version": AGENT_VERSION, "description": "Models on one box: lifecycle and inference."},
         "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }
     return {**document, "security": [{"key": []}]} if has_key else document
 
@@ -105,7 +101,6 @@ def _describe(one: Endpoint, schema_of: dict[Any, dict[str, Any]]) -> dict[str, 
 
 
 def _schema_of_any(kind: type) -> dict[str, Any]:
-    """Return what msgspec asks for where a type says that anything will do."""
     if kind is object:
         return {"description": "Any JSON value."}
     raise NotImplementedError

@@ -7,18 +7,21 @@ import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 from html import escape
+from importlib.resources import files
+from string import Template
 
 from starlette.responses import Response
 
 from runner.api.answers import CapabilitiesAnswer, LoadedModel, LoadingModel, Resources
 from runner.api.capabilities import CapabilityReport
 from runner.api.openapi import Endpoint
-from runner.api.page_style import STYLE
 from runner.limits import limits
 from runner.parts import Parts, Phase
 from wire import clock
 
-_STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
+_PAGE = Template(files("runner.api").joinpath("page.html").read_text(encoding="utf-8"))
+_STYLE = _PAGE.template.partition("<style>")[2].partition("</style>")[0]
+_STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 _HEADERS = {
     "content-type": "text/html; charset=utf-8",
     "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; form-action 'none'; "
@@ -30,13 +33,12 @@ _HEADERS = {
 
 
 async def write_page(parts: Parts, report: CapabilityReport, table: Sequence[Endpoint]) -> Response:
-    """Return the page as things stand."""
     state = await report.build()
     if parts.phase is not Phase.SERVING:
         state.health = parts.phase.value
     refresh = limits().api.page_loading_refresh_s if state.models.loading else limits().api.page_refresh_s
-    html = _PAGE.format(
-        style=STYLE, refresh=refresh, name=escape(state.runner_id), kind=escape(state.runner_type), health=escape(state.health),
+    html = _PAGE.substitute(
+        refresh=refresh, name=escape(state.runner_id), kind=escape(state.runner_type), health=escape(state.health),
         tone="good" if state.health == "healthy" else "bad", uptime=_duration(clock.unix_s() - parts.started_at),
         numbers=_numbers(state), models=_models(state), operations=_operations(state), endpoints=_endpoints(table),
     )  # fmt: skip
@@ -154,35 +156,3 @@ def _size(size_mb: int) -> str:
 
 def _duration(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds)))
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="refresh" content="{refresh}">
-<title>{name}: Muster box</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-<header>
-<h1>{name}</h1>
-<p><span class="state {tone}">{health}</span> {kind}, up {uptime}</p>
-</header>
-<section class="tiles">{numbers}</section>
-<h2>Models</h2>
-<div class="scroll"><table>
-<thead><tr><th>Model</th><th>State</th><th>Detail</th></tr></thead>
-<tbody>{models}</tbody>
-</table></div>
-<h2>Operations</h2>
-{operations}
-<h2>Endpoints</h2>
-<section class="endpoints">{endpoints}</section>
-</main>
-</body>
-</html>
-"""

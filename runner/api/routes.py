@@ -12,15 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from runner.api import answers
+from runner.api.admin import Interruptible, Lifecycle, PoolAdmin
 from runner.api.bodies import BodyBudget
-from runner.api.capabilities import CapabilityReport
-from runner.api.health import read_health
+from runner.api.capabilities import CapabilityReport, read_health
 from runner.api.inference import InferenceEndpoint
-from runner.api.lifecycle import Interruptible, Lifecycle
 from runner.api.openapi import Endpoint, describe_api
 from runner.api.page import write_page
-from runner.api.pool_admin import PoolAdmin
-from runner.api.shapes import Shapes
 from runner.config import ApiConfig
 from runner.engines.port import CHAT, COMPLETIONS, EMBEDDINGS, IMAGES, MESSAGES, RESPONSES, TOKENIZE, TRANSCRIPTIONS
 from runner.errors import UnknownModel
@@ -28,6 +25,7 @@ from runner.limits import limits
 from runner.operations.bodies import FlushBody, LoadBody, UnloadBody
 from runner.parts import Parts
 from runner.pool import Model
+from runner.report import Shapes
 from runner.serving.request import BodyFields
 
 TRANSLATIONS = "/v1/audio/translations"
@@ -55,7 +53,6 @@ class Routes:
 
 
 def make_routes(parts: Parts, config: ApiConfig) -> Routes:
-    """Return the routes of the API's port."""
     shapes = Shapes()
     report, lifecycle, pool = CapabilityReport(parts, shapes), Lifecycle(parts), PoolAdmin(parts, shapes)
     has_metrics = config.has_metrics and config.metrics_port is None
@@ -83,7 +80,6 @@ def make_routes(parts: Parts, config: ApiConfig) -> Routes:
 
 
 def make_metrics_routes(parts: Parts) -> Routes:
-    """Return the routes of the metrics' own port."""
     one = _metrics_endpoint(parts)
     return Routes([Route(one.path, one.handler, methods=[one.method])], lambda: None)
 

@@ -1,27 +1,203 @@
-"""Listening: the sockets of the API and of the metrics, uvicorn on our own event loop, and leaving in order."""
+"""The node's own port: who may use it, what an error becomes, its sockets, and leaving in order."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
+import re
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from runner.api.app import make_app, make_metrics_app
+from runner.api.bodies import render
+from runner.api.routes import make_metrics_routes, make_routes
 from runner.config import ApiConfig
-from runner.errors import ConfigError
+from runner.errors import (
+    AccessRefused,
+    Broken,
+    ConfigError,
+    CorruptModel,
+    DownloadFailed,
+    EngineError,
+    ForeignPage,
+    InvalidRequest,
+    MethodNotAllowed,
+    ModelLoadFailed,
+    NotFound,
+    OperationFailed,
+    RequestRefused,
+    RunnerError,
+)
 from runner.limits import limits
 from runner.parts import Parts
 from wire.http_head import HeadFault, find_head_fault, find_size_fault
+from wire.ids import new_uuid7
 
 log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health"})
+"""Needs no key: what watches a container has none."""
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class AccessGuard:
+    """ASGI middleware in front of every route."""
+
+    def __init__(self, app: ASGIApp, *, config: ApiConfig) -> None:
+        self._app = app
+        self._key = config.key.encode()
+        self._hosts = _LOOPBACK | {config.host.lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http":
+                self._check(scope["path"], Headers(scope=scope))
+        except RequestRefused as refusal:
+            await render(refusal, path=scope["path"])(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        if self._key:
+            if path not in OPEN_PATHS and not self._has_key(headers):
+                # LiteLLM takes a 401 for what it is by the words "Incorrect API key provided".
+                raise AccessRefused(
+                    "Incorrect API key provided: send the API key of this node as 'Authorization: Bearer KEY' "
+                    "or as 'x-api-key: KEY'."
+                )
+            return
+        self._refuse_pages(headers)
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = [bearer.strip()] if scheme.lower() == "bearer" else []
+        return any(hmac.compare_digest(key.encode(), self._key) for key in [*given, headers.get("x-api-key", "")])
+
+    def _refuse_pages(self, headers: Headers) -> None:
+        """Without a key, being on this machine is what lets a request in, and a page in the owner's browser is there too."""
+        if _host_name(headers.get("host", "")) not in self._hosts:
+            raise ForeignPage(
+                "This port answers to localhost and to the address it is bound to; the Host header names another."
+            )
+        origins = headers.getlist("origin")
+        if origins and not self._are_own(origins, headers.get("host", "")):
+            raise ForeignPage("A web page of another origin may not use this box; set an API key to let programs of yours in.")
+
+    def _are_own(self, origins: Iterable[str], host: str) -> bool:
+        return all(origin.lower() in {f"http://{host.lower()}", f"https://{host.lower()}"} for origin in origins)
+
+
+def _host_name(host: str) -> str:
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""
+
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """The application, and what ends the answers under way."""
+
+    asgi: ASGIApp
+    close: Callable[[], None]
+
+
+class RequestIds:
+    """ASGI middleware: every request has an id, the client's own where it is usable, and every answer repeats it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("x-request-id", "")
+        ident = given if _REQUEST_ID.match(given) else new_uuid7().hex
+        scope.setdefault("state", {})["request_id"] = ident
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = ident
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def make_app(parts: Parts, config: ApiConfig) -> Api:
+    """Return the application of the API's port, metrics included where they have no port of their own."""
+    made = make_routes(parts, config)
+    return Api(_wrap(made.routes, config), made.close)
+
+
+def make_metrics_app(parts: Parts, config: ApiConfig) -> ASGIApp:
+    return _wrap(make_metrics_routes(parts).routes, config)
+
+
+def _wrap(routes: Sequence[Route], config: ApiConfig) -> ASGIApp:
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(RequestIds), Middleware(AccessGuard, config=config)],
+        exception_handlers={RunnerError: _refused, HTTPException: _http_error, ClientDisconnect: _nobody, Exception: _broken},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _refused(request: Request, error: Exception) -> Response:
+    return render(_as_refusal(error), path=request.scope["path"], model=request.path_params.get("name"))
+
+
+def _as_refusal(error: Exception) -> RequestRefused:
+    match error:
+        case RequestRefused():
+            return error
+        case CorruptModel() | DownloadFailed():
+            return ModelLoadFailed(str(error))
+        case EngineError():
+            return OperationFailed(str(error))
+        case _:
+            return Broken(str(error))
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    refusal: RequestRefused
+    if error.status_code == 405:
+        allowed = ", ".join(sorted(headers.pop("allow", "").split(", ")))
+        refusal = MethodNotAllowed(f"{request.scope['path']} answers {allowed}, not {request.method}.")
+        headers["allow"] = allowed
+    elif error.status_code == 404:
+        refusal = NotFound("There is no such path here; GET / lists those that are.")
+    else:
+        refusal = InvalidRequest(error.detail)
+    return render(refusal, path=request.scope["path"], headers=headers)
+
+
+def _nobody(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+def _broken(request: Request, _error: Exception) -> Response:
+    # Starlette raises it again after this answer, so that the server logs it.
+    return render(Broken("The box failed at this; its log says why."), path=request.scope["path"])
 
 
 class _Server(uvicorn.Server):
@@ -34,11 +210,9 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and say so."""
         await super().startup(sockets)
         self.is_up.set()
 
@@ -49,7 +223,6 @@ class _Server(uvicorn.Server):
                 await asyncio.wait_for(self._leaving.wait(), limits().api.date_s)
 
     def leave(self) -> None:
-        """Begin to end."""
         self.should_exit = True
         self._leaving.set()
 
@@ -71,7 +244,6 @@ class ApiHttpProtocol(HttpToolsProtocol):
             self.headers = []  # for trailers, which the parser adds here; they are no headers, and nobody reads them
 
     def send_400_response(self, msg: str) -> None:
-        """Say what is wrong, where that is known."""
         super().send_400_response(self._fault.message if self._fault is not None else msg)
 
 

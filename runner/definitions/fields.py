@@ -91,7 +91,6 @@ def count(least: int, most: int = MAX_INTEGER, *, unit: str = "count", step: int
 
 
 def number(least: float, most: float = sys.float_info.max) -> Meta:
-    """Return the limits of a finite number."""
     return Meta(ge=least, le=most)
 
 
@@ -276,7 +275,6 @@ class Field:
         self._facts = facts
 
     def accepts(self, value: object) -> bool:
-        """Return whether a value out of JSON is allowed."""
         try:
             msgspec.convert(value, self._kind)
         except (msgspec.ValidationError, UnicodeEncodeError):  # the last for half of a surrogate pair
@@ -416,6 +414,5 @@ def owners_of(name: str) -> tuple[str, ...]:
 
 
 def merge_decoding(defaults: Decoding, given: Mapping[str, object]) -> Decoding:
-    """Return the defaults with checked values over them."""
     values: dict[str, object] = {**msgspec.structs.asdict(defaults), **given}
     return msgspec.convert(values, Decoding)

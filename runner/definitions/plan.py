@@ -31,11 +31,7 @@ from runner.definitions.settings import find_problem
 from runner.errors import ConfigError, InvalidLoadRequest
 from runner.limits import limits
 
-CONTEXT_FIELDS: Mapping[str, str] = {
-    "gguf": "gguf_n_ctx",
-    "llama_server": "llama_server_n_ctx",
-    "vllm": "vllm_max_model_len",
-}
+CONTEXT_FIELDS: Mapping[str, str] = {"gguf": "gguf_n_ctx", "llama_server": "llama_server_n_ctx", "vllm": "vllm_max_model_len"}
 """The field that says how many tokens one request may have."""
 
 CACHE_FIELDS: Mapping[str, str] = {"exllamav3": "exllama_cache_size", "tabbyapi": "exllama_cache_size"}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from runner.definitions.settings import SettingsChange
 from runner.engines.port import FlushOutcome
-from runner.errors import RequestRefused, RunnerError
+from runner.errors import RequestRefused, RunnerError, refusal_fields
 from runner.limits import MIB
 from runner.pool import LoadResult
-from runner.serving.request import refusal_fields
 
 
 def load_result(result: LoadResult) -> dict[str, object]:

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from runner.pool.capacity import Capacity
-from runner.pool.loading import Loader, LoadOptions, LoadOrder, LoadResult
+from runner.pool.loads import Loader, LoadOptions, LoadOrder, LoadResult, Unloader, UnloadResult
 from runner.pool.models import LoadProgress, Model, Registry, Replica
 from runner.pool.states import ModelEvent, ModelState
-from runner.pool.unloading import Unloader, UnloadResult
 
 __all__ = [
     "Capacity", "LoadOptions", "LoadOrder", "LoadProgress", "LoadResult", "Loader", "Model", "ModelEvent", "ModelState", "Pool",

@@ -45,7 +45,6 @@ class Capacity:
         self._budget_bytes = budget_bytes
 
     async def read(self) -> Reading:
-        """Return a fresh reading of the machine."""
         return await asyncio.to_thread(self._telemetry.sample)
 
     async def predict(self, plan: LoadPlan) -> Prediction:
@@ -142,7 +141,6 @@ class Capacity:
             await self._remember(replace(before, measured_bytes=measured))
 
     async def learn(self, replica: Replica, prediction: Prediction, *, load_s: float) -> None:
-        """Write down what a load really took, for the next prediction."""
         memory, predicted = replica.memory, prediction.estimate
         if predicted is not None:
             replica.weights_bytes = replica.weights_bytes or predicted.weights_bytes

@@ -1,15 +1,18 @@
-"""The models of the box: each with its definition, replicas, queue and state, and the registry of them all."""
+"""The models of a node: definition, state, replicas, queue; those of an attached server too."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import aiohttp
 
 from runner.definitions.fields import Backend, ModelDefinition
 from runner.definitions.plan import LoadPlan, Observation, Progress
 from runner.engines.port import Capabilities, FlushOutcome
+from runner.engines.remote import OpenAIServer
 from runner.engines.supervisor import Supervisor
 from runner.errors import ModelFailed, UnknownModel
 from runner.library import FoundModel, Library
@@ -39,7 +42,6 @@ class Replica:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What its engine can do."""
         return self.supervisor.engine.capabilities
 
     @property
@@ -102,12 +104,10 @@ class Model:
 
     @property
     def model_id(self) -> str:
-        """Its name for clients."""
         return self.definition.model_id
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request can be given to a replica."""
         return self.state is ModelState.LOADED
 
     @property
@@ -122,7 +122,6 @@ class Model:
 
     @property
     def active(self) -> int:
-        """Requests that run on it."""
         return sum(replica.active for replica in self.replicas)
 
     @property
@@ -141,7 +140,6 @@ class Model:
         self._on_change()
 
     def show_progress(self, progress: Progress) -> None:
-        """Note how a load goes on."""
         if self.load is not None:
             self.load.stage = progress.stage
             self.load.fraction = progress.fraction
@@ -192,7 +190,6 @@ class Registry:
 
     @property
     def problems(self) -> dict[str, str]:
-        """Models among the files that cannot be loaded, and why."""
         return {entry.model_id: entry.problem for entry in self.found if entry.problem is not None}
 
     @property
@@ -224,16 +221,13 @@ class Registry:
         return Model(definition, self._make_queue(definition), _tell_nobody)
 
     def ready_ids(self) -> list[str]:
-        """Return the models that can be served now."""
         return [model.model_id for model in self._models.values() if model.is_ready]
 
     def available_ids(self) -> list[str]:
-        """Return the models that could be loaded."""
         free = {ModelState.UNLOADED, ModelState.FAILED}
         return [model.model_id for model in self._models.values() if model.state in free]
 
     def define(self, definition: ModelDefinition) -> Model:
-        """Add a model, or give one that is not loaded a new definition."""
         model = self._models.get(definition.model_id)
         if model is None:
             model = Model(definition, self._make_queue(definition), self._on_change)
@@ -290,3 +284,49 @@ class Registry:
 
 def _tell_nobody() -> None:
     """Nobody follows a model that is not known yet."""
+
+
+class AttachedServer:
+    """Follows one server. ``queue`` is shared by its models, because its slots are; ``given``: models named by the owner.
+
+    ``translate`` and ``tidies``: as in the definitions of its models.
+    """
+
+    def __init__(
+        self, registry: Registry, queue: FairQueue, *, url: str, key: str, given: Sequence[str], slots: int, silent_s: float,
+        client: aiohttp.ClientSession, translate: tuple[str, ...] = (), tidies: bool = False,
+    ) -> None:  # fmt: skip
+        self._registry = registry
+        self._queue = queue
+        self._slots = slots
+        self._translate = translate
+        self._tidy = True if tidies else None
+        self._server = OpenAIServer(url, key=key, given=given, client=client, on_models=self._follow)
+        self.supervisor = Supervisor(self._server, silent_s=silent_s, on_change=self._follow)
+
+    def start(self) -> None:
+        """Begin to follow it; a server that is not there yet is asked again and again."""
+        self._follow()
+        self.supervisor.keep_trying(_ignore)
+
+    def refresh(self) -> None:
+        self.supervisor.check_soon()
+
+    async def close(self) -> None:
+        await self.supervisor.unload(gently=True)
+
+    def _follow(self) -> None:
+        wanted = self._server.models
+        for model in self._registry.models:
+            if model.definition.backend == "attached" and model.model_id not in wanted:
+                self._registry.detach(model.model_id)
+        plan = LoadPlan(model_id="", backend="attached", slots=self._slots)
+        for name in wanted:
+            definition = ModelDefinition(
+                model_id=name, backend="attached", target_inflight=self._slots, translate=self._translate, tidy=self._tidy
+            )
+            self._registry.attach(definition, plan, self.supervisor, self._queue)
+
+
+def _ignore(_progress: Progress) -> None:
+    """Asking for a list of models has no progress to speak of."""

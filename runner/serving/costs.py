@@ -176,7 +176,6 @@ def estimate_cost(price: Price | None, body: bytes) -> int:
 
 
 def _read_limits(body: bytes) -> tuple[int, int]:
-    """Return how many tokens one answer may have, and how many answers are asked for."""
     try:
         given = _limits_decoder.decode(body)
     except UNREADABLE:
@@ -204,7 +203,6 @@ def _cost(price: Price | None, input_tokens: int, output_tokens: int) -> int:
 
 
 def _judge(answer: Answer | None, *, was_sent: bool) -> tuple[CostState, TokenCounts | None]:
-    """Return how a request ended and the usage it is billed by."""
     if answer is None:
         return (CostState.FAILED_AFTER_SUBMIT if was_sent else CostState.FAILED_BEFORE_SUBMIT), None
     if answer.usage is not None:
@@ -218,7 +216,6 @@ def _cap_micros(remote: Remote, tenant: str) -> int | None:
 
 
 def _seconds_left(now: float) -> float:
-    """Return the seconds until the next month begins (UTC)."""
     today = datetime.fromtimestamp(now, UTC)
     year, month = (today.year + 1, 1) if today.month == 12 else (today.year, today.month + 1)
     return datetime(year, month, 1, tzinfo=UTC).timestamp() - now

@@ -30,7 +30,7 @@ from runner.engines.port import (
     Priority,
     Response,
 )
-from runner.errors import EngineUnavailable, InvalidRequest, RequestRefused
+from runner.errors import EngineUnavailable, InvalidRequest
 from runner.limits import limits
 from wire import clock
 from wire.bounds import find_crowd, find_out_of_bounds
@@ -50,13 +50,6 @@ _TAG = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
 _PATH_IN_ERROR = re.compile(r"at `\$\.?([^`]*)`")
 _MODES: dict[str, CacheMode] = {"": "auto", "auto": "auto", "prefix": "prefix", "none": "none"}
 _PRIORITIES: dict[str, Priority] = {"": "normal", "high": "high", "normal": "normal", "low": "low"}
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
 DURATION_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 WAIT_BOUNDS_S = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 OTHER_TENANTS = "other"
@@ -98,7 +91,6 @@ class Inference:
 
     @property
     def endpoint(self) -> str:
-        """The path without its query."""
         return self.path.partition("?")[0]
 
 
@@ -177,27 +169,6 @@ def is_allowed_path(path: str) -> bool:
         return False
     segments = path.partition("?")[0].split("/")
     return "." not in segments and ".." not in segments
-
-
-def refusal_body(refusal: RequestRefused, *, endpoint: str = "") -> bytes:
-    """Return ``{"error": {code, message, type, param, retryable, …}}`` with the details of the refusal beside them.
-
-    ``endpoint``: the path that was asked; on /v1/messages Anthropic's ``"type": "error"`` stands outside.
-    """
-    outside = {"type": "error"} if endpoint == MESSAGES else {}
-    return msgspec.json.encode({**outside, "error": refusal_fields(refusal)})
-
-
-def refusal_fields(refusal: RequestRefused) -> dict[str, object]:
-    """Return the members of the error object."""
-    return {
-        "code": refusal.code,
-        "message": refusal.message,
-        "type": _TYPES.get(refusal.status, "api_error"),
-        "param": refusal.param,
-        "retryable": refusal.retryable,
-        **refusal.details,
-    }
 
 
 class _Details(msgspec.Struct):
@@ -287,7 +258,6 @@ class Numbers:
         return _count_tokens(usage)
 
     def take_stream(self, reader: StreamReader) -> None:
-        """Read what a finished stream said."""
         for event in reader.noted_events():
             for line in event.splitlines():
                 if line.startswith(b"data:") and (b'"usage"' in line or b'"timings"' in line):
@@ -345,13 +315,11 @@ class Histogram:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     @property
     def count(self) -> int:
-        """How many values were counted."""
         return sum(self.counts)
 
 
@@ -383,7 +351,6 @@ class Tally:
         self._tenants: set[str] = set()
 
     def count(self, *, model: str, tenant: str, status: str) -> None:
-        """Count a request that ended, or was refused."""
         if tenant not in self._tenants:
             if len(self._tenants) < limits().serving.tenants:
                 self._tenants.add(tenant)
@@ -468,11 +435,9 @@ class Flow:
 
     @property
     def is_piped(self) -> bool:
-        """Whether the engine's connection can call back."""
         return isinstance(self._response, HttpResponse)
 
     async def iterate(self) -> AsyncIterator[bytes]:
-        """Yield what goes out."""
         try:
             if self._held:
                 yield self._take(self._held)
@@ -523,12 +488,10 @@ class Flow:
             self._response.pause()
 
     def resume(self) -> None:
-        """Have it go on."""
         if isinstance(self._response, HttpResponse):
             self._response.resume()
 
     def _take(self, data: bytes) -> bytes:
-        """Return what of the engine's bytes may go out now."""
         for feed in self._feeds:
             data = feed(data)
             if not data:
@@ -608,7 +571,6 @@ def _read_words(error: bytes) -> str:
 
 
 def _annotate_usage(out: bytes, numbers: Numbers) -> bytes:
-    """Add our numbers to the usage chunk of a client that asked for one."""
     extra = msgspec.json.encode(
         {
             "queue_wait_ms": round(numbers.queue_wait_ms),

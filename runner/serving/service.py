@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import aiohttp
 import msgspec
 
-from runner.engines.port import (
-    CHAT,
-    MESSAGES,
-    POOL_RESPONSES,
-    RESPONSES,
-    TOKENIZE,
-    Call,
-    Capabilities,
-    Response,
-    TokenCounter,
-)
+from runner.definitions.fields import Decoding
+from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, TOKENIZE, Call, Capabilities, Response, TokenCounter
 from runner.errors import (
     EngineError,
     EngineNotReached,
@@ -41,8 +31,9 @@ from runner.errors import (
 from runner.limits import limits
 from runner.pool import Model, ModelState, Registry, Replica
 from runner.queue import FairQueue, QueueLimits, TenantRates, Turn, WaitBudget
+from runner.serving.costs import Charge, Costs
 from runner.serving.request import INFERENCE_PATHS, Answer, Flow, Inference, Numbers, Tally, headers_to_client, is_allowed_path
-from runner.serving.responses import uses_pool_shape
+from runner.serving.responses import answer_pool, uses_pool_shape
 from wire import clock
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
 from wire.events import open_end_reader
@@ -58,38 +49,18 @@ _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _text_decoder = msgspec.json.Decoder(str)
 
 
-class Charge(Protocol):
-    """Money set aside for one request to a remote model."""
-
-    async def settle(self, answer: Answer | None, *, was_sent: bool) -> None:
-        """Say how it ended: None = no answer came."""
-
-
-class CostKeeper(Protocol):
-    """Who watches what remote models cost."""
-
-    async def reserve(self, model: Model, request: Inference) -> Charge:
-        """Set aside the most that a request may cost. Raises SpendingCapReached."""
-
-
-class PoolShape(Protocol):
-    """Who serves llm-pool's Responses, which become chat completions asked of ``Serving``."""
-
-    def open(self, request: Inference) -> AbstractAsyncContextManager[Answer]:
-        """Return the context that serves a request in the pool's shape; entering it raises RequestRefused."""
-
-
 class Serving:
     """The one way in for a request from any door.
 
-    ``queue_timeout_s``: longest wait for a turn. ``wakes`` are set when a request begins or ends.
+    ``queue_timeout_s``: longest wait for a turn. ``wakes`` are set when a request begins or ends. ``decoding``: the defaults of
+    llm-pool's requests as the settings have them now.
 
     ``keeps_engine_errors``: whether the log has what an engine says when it refuses or fails.
     """
 
     def __init__(
-        self, registry: Registry, *, rates: TenantRates, tally: Tally, costs: CostKeeper | None, queue_timeout_s: float,
-        wakes: Collection[asyncio.Event], keeps_engine_errors: bool = True,
+        self, registry: Registry, *, rates: TenantRates, tally: Tally, costs: Costs | None, queue_timeout_s: float,
+        wakes: Collection[asyncio.Event], decoding: Callable[[], Decoding], keeps_engine_errors: bool = True,
     ) -> None:  # fmt: skip
         self.registry = registry
         self._rates = rates
@@ -107,19 +78,17 @@ class Serving:
         self.own_load = 0
         """Those among them that came to the node's own port."""
         self.is_stopping = False
-        self.pool_shape: PoolShape | None = None
-        """Set once it is made; without it such a request goes to the engine as it is."""
+        self._decoding = decoding
 
     async def wait_idle(self) -> None:
-        """Return when nothing runs or waits."""
         await self._idle.wait()
 
     def open(self, request: Inference) -> AbstractAsyncContextManager[Answer]:
         """Return the context that serves a request; leaving it early frees the engine. Entering raises RequestRefused."""
         path = request.endpoint
         is_pool_shaped = path == RESPONSES and uses_pool_shape(request.body, on_socket=request.on_socket)
-        if self.pool_shape is not None and (is_pool_shaped or path == POOL_RESPONSES):
-            return self.pool_shape.open(request)
+        if is_pool_shaped or path == POOL_RESPONSES:
+            return answer_pool(request, registry=self.registry, defaults=self._decoding(), open_chat=self.open)
         return Slot(self, request)
 
     async def count(self, request: Inference) -> Answer:
@@ -150,8 +119,7 @@ class Serving:
         answered = capabilities.endpoints or INFERENCE_PATHS
         if request.method == "POST" and request.endpoint not in answered:
             raise ModalityUnsupported(
-                f"{model.model_id} does not answer {request.endpoint}; it answers {', '.join(answered)}.",
-                param="model",
+                f"{model.model_id} does not answer {request.endpoint}; it answers {', '.join(answered)}.", param="model"
             )
         if capabilities.is_remote and not request.allow_remote:
             raise RemoteNotAllowed(
@@ -378,7 +346,6 @@ class Slot:
                 self._serving.write_down(self._model, request, answer, status)
 
     async def _let_go(self, error: BaseException | None) -> None:
-        """Free engine, replica and turn, then settle what the request costs."""
         answer, request, serving = self._answer, self.request, self._serving
         try:
             if answer is not None and answer.has_failed and answer.ends is not None:
@@ -420,7 +387,6 @@ class Slot:
         )
 
     def report_cut(self) -> None:
-        """Have the replica looked at because its stream just ended."""
         assert self._replica is not None
         self._replica.supervisor.report_failure(f"{self.request.method} {self.request.endpoint}: the stream ended early")
 
@@ -438,7 +404,6 @@ async def _hold(response: Response) -> tuple[bytes, bool]:
 
 
 def _name_end(answer: Answer) -> str:
-    """Return as what a request is counted that its engine answered."""
     if answer.status >= 400 and judge_error(answer.status) is Blame.CALLER:
         return "refused"
     return "success" if answer.status < 400 and not answer.has_failed else "error"

@@ -30,7 +30,7 @@ from nodes.channel import Send, plan_deliveries, store_status
 from nodes.models import Node, NodePresence
 from nodes.reports import clean_governance, clean_report, clean_status
 from nodes.services.governance import take_governance, take_report
-from runner.config.values import OperationsConfig
+from runner.config import OperationsConfig
 from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan, Report
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult
@@ -44,9 +44,9 @@ from runner.operations.tasks import Operations
 from runner.operations.trust import Governance, write_trusted
 from runner.pool import LoadOrder, LoadResult, Model, ModelState, Pool
 from runner.pool.capacity import Prediction
+from runner.pool.loads import UnloadResult
 from runner.pool.models import LoadProgress, Registry
 from runner.pool.states import ModelEvent
-from runner.pool.unloading import UnloadResult
 from runner.queue import FairQueue
 from tests.fakes.clock import VirtualClock
 from tests.fakes.waiting import takes

@@ -22,7 +22,7 @@ import psutil
 
 from runner.__main__ import main
 from runner.app import Box
-from runner.config.reading import TINY_MODEL_PATH
+from runner.config import TINY_MODEL_PATH
 from runner.ledger import approvals, history
 from runner.limits import install, limits
 from tests.fakes.scripted_gateway import TOKEN

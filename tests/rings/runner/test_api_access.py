@@ -24,7 +24,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import runner.api.app  # noqa: F401  # makes the refusals of the API known
+import runner.api.server  # noqa: F401  # makes the refusals of the API known
 from runner.api.server import _serve
 from runner.errors import RequestRefused
 from tests.fakes.control_process import free_port

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from runner.app import Box
-from runner.config import read_config
-from runner.config.values import RunnerConfig
+from runner.config import RunnerConfig, read_config
 from runner.definitions.plan import LoadPlan
 from runner.errors import EngineError
 from runner.limits import limits

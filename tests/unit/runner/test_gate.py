@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from runner.config.values import OperationsConfig
+from runner.config import OperationsConfig
 from runner.errors import OperationLimit, OperationsDisabled, OpTokenRefused, Unavailable
 from runner.ledger import FILE_NAME, Ledger, approvals
 from runner.operations.gate import LIMIT_REASON, REFUSED, Admitted, Gate, GateRules, OperationRunning

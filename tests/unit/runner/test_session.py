@@ -34,7 +34,6 @@ from runner.library import Library
 from runner.pool import Registry
 from runner.queue import FairQueue, QueueLimits, WaitBudget, read_rates
 from runner.relay import Relay
-from runner.serving.pool_surface import PoolSurface
 from runner.serving.request import Answer, Inference, Tally
 from runner.serving.service import Serving
 from runner.session import (
@@ -425,9 +424,9 @@ class Node:
         registry = Registry(library=library, make_queue=lambda _: self.queue, on_change=lambda: None)
         self.queue = FairQueue(slots=1, limits=QueueLimits(), budget=budget, weight_of=lambda _tenant: 1.0)
         self.registry = registry
-        serving = Serving(registry, rates=read_rates(rates), tally=self.tally, costs=None, queue_timeout_s=5.0, wakes=())
-        self.serving = serving
-        serving.pool_shape = PoolSurface(serving, Decoding)
+        self.serving = Serving(
+            registry, rates=read_rates(rates), tally=self.tally, costs=None, queue_timeout_s=5.0, wakes=(), decoding=Decoding
+        )
         self.endpoint = InferenceEndpoint(self, BodyBudget(), is_form=False)  # type: ignore[arg-type]  # only the door is used
         self.supervisor = Supervisor(self.engine, silent_s=60.0, on_change=lambda: None)
 

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from runner.config.values import OperationsConfig
+from runner.config import OperationsConfig
 from runner.errors import ConfigError, InvalidRequest, OpTokenRefused, WrongState
 from runner.ledger import FILE_NAME, DesiredModel, Ledger
 from runner.limits import limits

@@ -1,0 +1,543 @@
+"""Options of the runner: the flag, then the environment, then the default. Nothing here starts anything."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from urllib.parse import SplitResult, urlsplit, urlunsplit
+
+from runner.definitions.fields import TRANSLATABLE
+from runner.errors import ConfigError
+from runner.limits import Limits, limits
+from wire.limits import Bound, list_bounds
+
+
+@dataclass(frozen=True, slots=True)
+class BackendConfig:
+    """An OpenAI-compatible server that somebody else runs. ``url`` ends before ``/v1``.
+
+    ``translate``: surfaces that gateways are to translate although the server may answer them. ``tidies``: chunks of its chat
+    streams are put right for strict clients.
+    """
+
+    url: str
+    key: str = field(default="", repr=False)
+    models: tuple[str, ...] = ()
+    translate: tuple[str, ...] = ()
+    tidies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaConfig:
+    """One GGUF model that llama.cpp serves from the start. ``context_tokens`` is per slot; ``translate`` as of a backend."""
+
+    model_path: Path
+    model_name: str
+    context_tokens: int
+    threads: int
+    translate: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ApiConfig:
+    """The box's own HTTP port. ``metrics_port`` None = metrics on the same port; ``key`` empty = none asked for."""
+
+    host: str
+    port: int
+    key: str = field(repr=False)
+    has_metrics: bool
+    metrics_port: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ApiWish:
+    """What flags and environment say of that port; None = the settings file may say, else the default."""
+
+    host: str | None
+    port: int | None
+    key: str = field(repr=False)
+    has_metrics: bool
+    metrics_port: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OperationsConfig:
+    """Who may load, unload and flush. ``level`` is 0, 1 or 2; ``is_level_given``: the owner named it.
+
+    ``key_path``: the owner's own keys of tokens, None = the box makes its own at levels 1 and 2, and has none at level 0.
+    ``runner_id``: the audience of tokens below level 2, "" = the name of the box. ``ops_per_hour``: how many may begin.
+    ``counted_signers``: names that count towards ``min_signers`` below level 2, None = any.
+    """
+
+    key_path: Path | None
+    level: int
+    is_level_given: bool
+    min_signers: int
+    runner_id: str
+    ops_per_hour: int
+    counted_signers: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FilesConfig:
+    """Where things lie. ``data`` None = nothing is kept over a restart. Settings paths as in the llm-pool specification:
+    those in the data folder need not be there.
+    """
+
+    data: Path | None
+    model_base: Path | None
+    hf_home: Path | None
+    settings: Path | None
+    local_settings: Path | None
+    hub_allow: tuple[str, ...]
+
+    def find_settings(self) -> tuple[Path | None, Path | None]:
+        """Return the settings file and the local one to read now: one of the data folder only when it is there by now."""
+        return self._find(self.settings), self._find(self.local_settings)
+
+    def _find(self, path: Path | None) -> Path | None:
+        own = () if self.data is None else (self.data / "settings.json", self.data / "local.json")
+        is_optional = path in own
+        return None if path is None or (is_optional and not path.is_file()) else path
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """Everything the process needs to know. ``engine`` None = only what settings or operations load.
+
+    ``log_level`` None = not given: the settings file may say. ``environment`` is what names limits, weights and engine
+    defaults in variables of open-ended names. ``keeps_engine_errors``: the log has what engines say when they fail.
+    ``limits``: what the process installs.
+    """
+
+    gateways: tuple[str, ...]
+    token: str = field(repr=False)
+    name: str
+    provider: str
+    owner: str
+    max_concurrent: int
+    max_queue_depth: int
+    memory_budget_mb: int | None
+    threads: int
+    gpu_ids: tuple[int, ...]
+    engine: BackendConfig | LlamaConfig | None
+    api: ApiWish | None
+    operations: OperationsConfig
+    files: FilesConfig
+    log_level: str | None
+    log_json: bool
+    keeps_engine_errors: bool
+    limits: Limits
+    environment: Mapping[str, str] = field(repr=False)
+
+
+LOG_LEVELS = {
+    "trace": "debug",
+    "debug": "debug",
+    "info": "info",
+    "warn": "warning",
+    "warning": "warning",
+    "error": "error",
+    "critical": "critical",
+}
+"""Words for a log level, in any case, and what we call each. ``controlplane.env`` has the same for the server."""
+
+EPILOG = """\
+Every option also reads the environment: MUSTER_GATEWAY, MUSTER_TOKEN or MUSTER_TOKEN_FILE, MUSTER_PROVIDER,
+MUSTER_BACKEND_URL, MUSTER_BACKEND_KEY or MUSTER_BACKEND_KEY_FILE, MUSTER_MODELS, MUSTER_TRANSLATE, MUSTER_TIDY,
+MUSTER_MAX_CONCURRENT, MUSTER_NAME, MUSTER_ENGINE, MUSTER_MODEL_PATH, MUSTER_MODEL_NAME, MUSTER_CONTEXT, MUSTER_THREADS,
+MUSTER_OWNER, MUSTER_LOG_LEVEL, MUSTER_API_HOST, MUSTER_API_PORT, MUSTER_API_KEY or MUSTER_API_KEY_FILE, MUSTER_DATA,
+MUSTER_MEMORY_BUDGET_MB.
+
+The model-runner's own variables: MODEL_BASE_PATH (folder of models), HF_HOME (downloads), MAX_QUEUE_DEPTH (16),
+QUEUE_TIMEOUT_MS (30000), ENABLE_MULTI_TENANT, DEFAULT_RATE_LIMIT and TENANT_RATE_LIMIT_<tenant> (100req/min),
+TENANT_WEIGHT_<tenant>, CUDA_VISIBLE_DEVICES, VLLM_MAX_MODEL_LEN, VLLM_GPU_MEMORY_UTILIZATION, VLLM_ENABLE_PREFIX_CACHING,
+LOG_LEVEL, LOG_FORMAT (text or json), ENABLE_METRICS, METRICS_PORT. MUSTER_KEEP_ENGINE_ERRORS (true: the log has what an engine
+says when it refuses or fails, without what it repeats of the request). LLM_POOL_SETTINGS_PATH and LLM_POOL_LOCAL_SETTINGS_PATH
+name the settings files. MUSTER_HUB_ALLOW limits which repositories may be fetched (a comma list of patterns such as org/*).
+
+Who may load, unload and flush: OP_TOKEN_LEVEL (0, 1 or 2: what an operation token must prove; 2 unless the next one is set),
+VERIFIED_OP_TOKEN_KEY_PATH (the owner's own key of operation tokens; with OP_TOKEN_LEVEL=0 /etc/safebox/model-api.key when it
+exists), OP_TOKEN_MIN_SIGNERS (2, below level 2), OP_TOKEN_SIGNERS (names that count, below level 2; a comma list),
+MUSTER_RUNNER_ID (whom tokens must be made for, below level 2; default: the name), MUSTER_OPS_PER_HOUR (60: how many operations
+may begin within an hour). At level 2 a person confirms the policy here once: ./muster trust --help.
+
+Seconds, environment only: MUSTER_OFFLINE_AFTER_S (15: a gateway not heard for so long is left),
+MUSTER_RECONNECT_MAX_S (30: longest pause before dialling again), MUSTER_RUNNER_DRAIN_S (30),
+MUSTER_UNLOAD_DRAIN_S (300: how long an unload waits for what runs),
+MUSTER_ENGINE_SILENT_S (10: an engine that does not answer for so long is restarted).
+
+Signals: SIGTERM or Ctrl-C finishes what runs (up to 30 s), then leaves; a second one leaves at once.
+SIGHUP reads the settings files again. SIGUSR1 takes the box back for its owner (spare_off); SIGUSR2 lends it again (spare_on).
+"""
+
+
+def split_url(option: str, url: str, schemes: set[str]) -> SplitResult:
+    """Return the parts of an address that an option gave. Raises ConfigError naming the option."""
+    parts = urlsplit(url.strip())
+    try:
+        usable = parts.scheme in schemes and parts.hostname and (parts.port or 1)
+    except ValueError:
+        usable = None
+    if not usable or parts.query or parts.fragment:
+        raise ConfigError(f"--{option} must look like {min(schemes, key=len)}://HOST:PORT, not {url!r}")
+    if parts.username is not None:
+        raise ConfigError(f"--{option} must not carry a user name or password; use the key option instead")
+    return parts
+
+
+class Options:
+    """One place to look an option up: flag, then environment, then default."""
+
+    _ENV = {"backend": "MUSTER_BACKEND_URL"}
+
+    def __init__(self, args: argparse.Namespace, env: Mapping[str, str]) -> None:
+        self._args = args
+        self._env = env
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return self._env
+
+    def is_set(self, name: str) -> bool:
+        return bool(getattr(self._args, name, False))
+
+    def variable(self, name: str, default: str = "") -> str:
+        return self._env.get(name, "").strip() or default
+
+    def switch(self, variable: str, *, default: bool) -> bool:
+        """Return a variable that is true or false. Raises ConfigError."""
+        raw = self.variable(variable).lower()
+        if raw in {"true", "1", "yes", "on", "false", "0", "no", "off"}:
+            return raw in {"true", "1", "yes", "on"}
+        if raw:
+            raise ConfigError(f"{variable} must be true or false, not {raw!r}")
+        return default
+
+    def whole(self, variable: str, default: int, *, lowest: int, highest: int) -> int:
+        """Return a whole number that a variable gives. Raises ConfigError."""
+        raw = self.variable(variable)
+        if not raw:
+            return default
+        if not raw.isdecimal() or not lowest <= int(raw) <= highest:
+            raise ConfigError(f"{variable} must be a whole number from {lowest} to {highest}, not {raw!r}")
+        return int(raw)
+
+    def text(self, name: str, default: str = "") -> str:
+        """Return an option as text, trimmed; an empty one counts as not given."""
+        value = getattr(self._args, name, None)
+        if value is None:
+            value = self._env.get(self._ENV.get(name, f"MUSTER_{name.upper()}"))
+        return str(value).strip() or default if value is not None else default
+
+    def texts(self, name: str) -> list[str]:
+        given = getattr(self._args, name, None)
+        whole = ",".join(given) if given else self._env.get(f"MUSTER_{name.upper()}", "")
+        return [part.strip() for part in whole.split(",") if part.strip()]
+
+    def secret(self, name: str) -> str:
+        """Return a secret given directly or as the path of a file that holds it."""
+        value = getattr(self._args, name, None)
+        path = getattr(self._args, f"{name}_file", None)
+        variable = f"MUSTER_{name.upper()}"
+        if value is None and path is None:
+            value, path = self._env.get(variable), self._env.get(f"{variable}_FILE")
+        if value is not None:
+            return str(value).strip()
+        if not path:
+            return ""
+        try:
+            return Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the {name} from {path}: {error}") from None
+
+    def number(self, name: str, default: int, *, highest: int) -> int:
+        """Return an option that is a whole number from 1 to ``highest``. Raises ConfigError."""
+        raw = self.text(name)
+        if not raw:
+            return default
+        flag = name.replace("_", "-")
+        if not raw.isdecimal() or not 1 <= int(raw) <= highest:
+            raise ConfigError(f"--{flag} must be a whole number from 1 to {highest}, not {raw!r}")
+        return int(raw)
+
+    def seconds(self, variable: str, default: float) -> float:
+        """Return a variable that is a number of seconds. Raises ConfigError."""
+        raw = self._env.get(variable, "").strip()
+        if not raw:
+            return default
+        try:
+            value = float(raw)
+        except ValueError:
+            value = 0.0
+        if not 0.05 <= value <= 86400:
+            raise ConfigError(f"{variable} must be a number of seconds from 0.05 to 86400, not {raw!r}")
+        return value
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="./muster node",
+        description="Serve models on this box: connected to a Muster gateway, or alone behind HTTP (--standalone), with the "
+        "engines it brings or by fronting any OpenAI-compatible server (--backend).",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--gateway", action="append", metavar="URL", help="gateway to dial; may be repeated or a comma list")
+    add("--token", help="worker credential (msw_…); the environment or a file keeps it out of the process list")
+    add("--token-file", metavar="FILE", help="file that holds the worker credential")
+    add("--standalone", action="store_true", help="serve without a gateway, on the box's own HTTP port")
+    add("--api-port", metavar="PORT", help="port of the box's own HTTP API (default with --standalone: 8090; 0 = any)")
+    add("--api-host", metavar="HOST", help="address it listens on (default: 127.0.0.1; others need --api-key-file)")
+    add("--api-key", metavar="KEY", help="key that its clients must send; better in a file or the environment")
+    add("--api-key-file", metavar="FILE", help="file that holds that key")
+    add("--data", metavar="DIR", help="folder for what must survive a restart: keys, pinned policy, used tokens, load tasks")
+    add("--memory-budget-mb", metavar="N", help="memory that all models together may take (default: what is free)")
+    add("--provider", help="provider this box belongs to (default: local)")
+    add("--backend", metavar="URL", help="OpenAI-compatible server to front, such as http://127.0.0.1:11434")
+    add("--backend-key", metavar="KEY", help="bearer key of that server")
+    add("--models", action="append", metavar="A,B", help="models to offer (default: what the backend lists)")
+    add("--translate", action="append", metavar="A,B", help="messages, responses: have gateways translate what is asked there")
+    add("--tidy", action="store_true", help="put chunks of its chat streams right for strict clients")
+    add("--max-concurrent", metavar="N", help="requests served at the same time (default: 4)")
+    add("--name", help="name of this box (default: its host name)")
+    add("--engine", metavar="ENGINE", help="embedded engine: llamacpp (default)")
+    add("--model-path", metavar="FILE", help="GGUF file to serve from the start (default: the shipped tiny model)")
+    add("--model-name", metavar="NAME", help="name that clients use for it (default: muster-tiny, or the file's name)")
+    add("--context", metavar="TOKENS", help="its context per request (default: 2048)")
+    add("--threads", metavar="N", help="threads of an engine on the CPU (default: 1-2 for the tiny model, else cores-1)")
+    add("--owner", metavar="NAME", help="who owns this box, as operators should see it")
+    add("--log-level", metavar="LEVEL", help=f"one of {', '.join(LOG_LEVELS)} (default: info)")
+    return parser
+
+
+TINY_MODEL_PATH = Path(__file__).resolve().parent / "tiny" / "muster-tiny-q8_0.gguf"
+TINY_MODEL_NAME = "muster-tiny"
+SHARED_KEY_PATH = Path("/etc/safebox/model-api.key")
+"""Where the model-runner specification has the key of operation tokens."""
+_WS_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+
+def normalise_gateway(url: str) -> str:
+    """Return the ``ws(s)://host[:port][/prefix]`` form of a gateway address. Raises ConfigError."""
+    parts = split_url("gateway", url, set(_WS_SCHEMES))
+    return urlunsplit((_WS_SCHEMES[parts.scheme], parts.netloc, parts.path.rstrip("/"), "", ""))
+
+
+def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path = SHARED_KEY_PATH) -> RunnerConfig:
+    """Return the configuration of ``argv`` over ``env``. Raises ConfigError; argparse itself exits on unknown flags.
+
+    ``shared_key``: the key file of the specification, taken at level 0 when it is there and no other is named.
+    """
+    options = Options(build_parser().parse_args(argv), env)
+    gateways = tuple(dict.fromkeys(normalise_gateway(url) for url in options.texts("gateway")))
+    is_alone = options.is_set("standalone")
+    if not gateways and not is_alone:
+        raise ConfigError("no gateway: give --gateway http://HOST:8080 or set MUSTER_GATEWAY, or serve alone with --standalone")
+    name = options.text("name", socket.gethostname() or "worker")
+    files = _read_files(options)
+    engine = _read_engine(options, has_models=files.find_settings()[0] is not None or files.model_base is not None)
+    cores = os.cpu_count() or 1
+    log_level = options.text("log_level", options.variable("LOG_LEVEL")).lower()
+    if log_level and log_level not in LOG_LEVELS:
+        raise ConfigError(
+            f"--log-level (MUSTER_LOG_LEVEL, LOG_LEVEL) must be one of {', '.join(LOG_LEVELS)}, not {log_level!r}"
+        )
+    log_format = options.variable("LOG_FORMAT", "text").lower()
+    if log_format not in {"text", "json"}:
+        raise ConfigError(f"LOG_FORMAT must be text or json, not {log_format!r}")
+    budget = options.number("memory_budget_mb", 0, highest=1 << 30)
+    return RunnerConfig(
+        gateways=gateways,
+        token=_read_token(options) if gateways else "",
+        name=name,
+        provider=options.text("provider", "local"),
+        owner=options.text("owner"),
+        max_concurrent=options.number("max_concurrent", 4, highest=1024),
+        max_queue_depth=options.whole("MAX_QUEUE_DEPTH", 16, lowest=0, highest=100_000),
+        memory_budget_mb=budget or None,
+        threads=options.number("threads", max(1, cores - 1), highest=1024),
+        gpu_ids=_read_gpu_ids(options),
+        engine=engine,
+        api=_read_api(options, is_alone=is_alone),
+        operations=_read_operations(options, files=files, shared_key=shared_key),
+        files=files,
+        log_level=LOG_LEVELS[log_level] if log_level else None,
+        log_json=log_format == "json",
+        keeps_engine_errors=options.switch("MUSTER_KEEP_ENGINE_ERRORS", default=True),
+        limits=_read_limits(options),
+        environment=dict(env),
+    )
+
+
+def _read_limits(options: Options) -> Limits:
+    chosen = limits()
+    for section in fields(chosen):
+        values = getattr(chosen, section.name)
+        told = {
+            bound.name: _read_bound(options, bound, getattr(values, bound.name))
+            for bound in list_bounds(values)
+            if bound.setting
+        }
+        chosen = replace(chosen, **{section.name: replace(values, **told)})
+    return chosen
+
+
+def _read_bound(options: Options, bound: Bound, default: float) -> float:
+    if bound.setting.endswith("_MS"):
+        return options.whole(bound.setting, round(default * 1000), lowest=1, highest=86_400_000) / 1000
+    return options.seconds(bound.setting, default)
+
+
+def _read_token(options: Options) -> str:
+    token = options.secret("token")
+    if not token:
+        raise ConfigError("no credential: give --token, --token-file or set MUSTER_TOKEN (a worker credential, msw_…)")
+    if not token.isprintable() or not token.isascii() or " " in token:
+        raise ConfigError("--token holds characters that no credential has; copy it again")
+    return token
+
+
+def settle_api(wish: ApiWish, *, host: str | None, port: int | None) -> ApiConfig:
+    """Return what the port is to be: flags and environment first, then what the settings file says. Raises ConfigError."""
+    settled = wish.host or host or "127.0.0.1"
+    if settled not in _LOOPBACK and not wish.key:
+        raise ConfigError(f"listening on {settled} opens the API to others: protect it with --api-key-file or MUSTER_API_KEY")
+    chosen = wish.port if wish.port is not None else 8090 if port is None else port
+    return ApiConfig(settled, chosen, wish.key, wish.has_metrics, wish.metrics_port)
+
+
+def _read_api(options: Options, *, is_alone: bool) -> ApiWish | None:
+    port_text = options.text("api_port")
+    if not port_text and not is_alone:
+        return None
+    if port_text and (not port_text.isdecimal() or int(port_text) > 65535):
+        raise ConfigError(f"--api-port must be a port from 0 to 65535, not {port_text!r}")
+    key = options.secret("api_key")
+    if key and len(key) < 16:
+        raise ConfigError("the API key must have at least 16 characters")
+    metrics_port = options.whole("METRICS_PORT", 0, lowest=0, highest=65535)
+    return ApiWish(
+        options.text("api_host") or None, int(port_text) if port_text else None, key,
+        options.switch("ENABLE_METRICS", default=True), metrics_port or None,
+    )  # fmt: skip
+
+
+def _read_operations(options: Options, *, files: FilesConfig, shared_key: Path) -> OperationsConfig:
+    key_path = options.variable("VERIFIED_OP_TOKEN_KEY_PATH")
+    # The file alone does not choose level 0: whoever has its key would operate the node alone, which only its owner may want.
+    if not key_path and options.variable("OP_TOKEN_LEVEL") == "0" and shared_key.is_file():
+        key_path = str(shared_key)
+    if key_path and files.data is None:
+        raise ConfigError(
+            f"VERIFIED_OP_TOKEN_KEY_PATH ({key_path}) needs --data DIR: which tokens were used must survive a restart, "
+            "or one works twice"
+        )
+    counted = frozenset(part.strip() for part in options.variable("OP_TOKEN_SIGNERS").split(",") if part.strip()) or None
+    level = options.whole("OP_TOKEN_LEVEL", 0 if key_path else 2, lowest=0, highest=2)
+    min_signers = options.whole("OP_TOKEN_MIN_SIGNERS", 2, lowest=1, highest=64)
+    if counted is not None and level == 2:
+        raise ConfigError("OP_TOKEN_SIGNERS counts below level 2 only: at level 2 the pinned policy says who may approve")
+    if counted is not None and len(counted) < min_signers:
+        raise ConfigError(
+            f"OP_TOKEN_SIGNERS has {len(counted)} names and OP_TOKEN_MIN_SIGNERS asks for {min_signers}: no token"
+        )
+    # An owner who hands out keys chose the public format, which knows no proofs; everybody else gets the strongest level.
+    return OperationsConfig(
+        key_path=Path(key_path).expanduser() if key_path else None,
+        level=level,
+        is_level_given=bool(options.variable("OP_TOKEN_LEVEL")),
+        min_signers=min_signers,
+        runner_id=options.variable("MUSTER_RUNNER_ID"),
+        ops_per_hour=options.whole("MUSTER_OPS_PER_HOUR", 60, lowest=1, highest=10_000),
+        counted_signers=counted,
+    )
+
+
+def _read_files(options: Options) -> FilesConfig:
+    data = options.text("data")
+    base = _folder("MODEL_BASE_PATH", options.variable("MODEL_BASE_PATH"))
+    data_path = Path(data).expanduser().resolve() if data else None
+    hub = options.variable("HF_HOME")
+    return FilesConfig(
+        data=data_path,
+        model_base=base,
+        hf_home=Path(hub).expanduser() if hub else (data_path / "hub" if data_path is not None else None),
+        settings=_settings_file("LLM_POOL_SETTINGS_PATH", options, data_path, "settings.json"),
+        local_settings=_settings_file("LLM_POOL_LOCAL_SETTINGS_PATH", options, data_path, "local.json"),
+        hub_allow=tuple(part.strip() for part in options.variable("MUSTER_HUB_ALLOW", "*").split(",") if part.strip()),
+    )
+
+
+def _folder(variable: str, text: str) -> Path | None:
+    if not text:
+        return None
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"{variable}: there is no folder {path}")
+    return path.resolve()
+
+
+def _settings_file(variable: str, options: Options, data: Path | None, name: str) -> Path | None:
+    """Return the file that the variable names, else the one of that name in the data folder, where it may come to be."""
+    if given := options.variable(variable):
+        path = Path(given).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"{variable}: there is no file {path}")
+        return path
+    return None if data is None else data / name
+
+
+def _read_gpu_ids(options: Options) -> tuple[int, ...]:
+    words = [word.strip() for word in options.variable("CUDA_VISIBLE_DEVICES").split(",")]
+    return tuple(int(word) for word in words if word.isdecimal())
+
+
+def _read_engine(options: Options, *, has_models: bool) -> BackendConfig | LlamaConfig | None:
+    backend = options.text("backend")
+    if backend:
+        parts = split_url("backend", backend, {"http", "https"})
+        path = parts.path.rstrip("/").removesuffix("/v1")
+        url = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
+        models = tuple(dict.fromkeys(name for name in options.texts("models") if name != "*"))
+        return BackendConfig(
+            url=url,
+            key=options.secret("backend_key"),
+            models=models,
+            translate=_read_translate(options),
+            tidies=options.is_set("tidy") or options.switch("MUSTER_TIDY", default=False),
+        )
+    engine = options.text("engine", "llamacpp")
+    if engine != "llamacpp":
+        raise ConfigError(f"--engine must be llamacpp, not {engine!r}; other engines are named in the settings file")
+    path_text = options.text("model_path")
+    if not path_text and has_models:
+        return None
+    if importlib.util.find_spec("xllamacpp") is None:
+        raise ConfigError("the embedded engine is not installed: pip install 'muster[llamacpp]', or give --backend URL")
+    path_, tiny = (Path(path_text).expanduser(), False) if path_text else (TINY_MODEL_PATH, True)
+    if not path_.is_file():
+        raise ConfigError(f"--model-path: there is no file {path_}")
+    cores = os.cpu_count() or 1
+    threads = max(1, min(2, cores - 1)) if tiny else max(1, cores - 1)
+    return LlamaConfig(
+        model_path=path_.resolve(),
+        model_name=options.text("model_name") or (TINY_MODEL_NAME if tiny else path_.stem),
+        context_tokens=options.number("context", 2048, highest=1 << 20),
+        threads=options.number("threads", threads, highest=1024),
+        translate=_read_translate(options),
+    )
+
+
+def _read_translate(options: Options) -> tuple[str, ...]:
+    words = tuple(dict.fromkeys(options.texts("translate")))
+    if unknown := [word for word in words if word not in TRANSLATABLE]:
+        raise ConfigError(f"--translate must be a comma list of {', '.join(TRANSLATABLE)}, not {unknown[0]!r}")
+    return words
