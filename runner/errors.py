@@ -66,6 +66,10 @@ class RequestRefused(RunnerError):
     status: ClassVar[int] = 400
     retryable: ClassVar[bool] = False
 
+    def __init_subclass__(cls, code: str = "", status: int = 0, *, retryable: bool = False) -> None:
+        """Take a class's own code, status and whether it may be tried again; what is not given is that of its base."""
+        cls.code, cls.status, cls.retryable = code or cls.code, status or cls.status, retryable or cls.retryable
+
     def __init__(
         self,
         message: str,
@@ -85,205 +89,123 @@ class InvalidRequest(RequestRefused):
     """Malformed body, wrong type, value out of range; ``param`` names the field."""
 
 
-class InvalidLoadRequest(RequestRefused):
+class InvalidLoadRequest(RequestRefused, code="invalid_load_request"):
     """A load override that this backend does not know or that is out of its limits; ``param`` names the field."""
 
-    code = "invalid_load_request"
 
-
-class ModalityUnsupported(RequestRefused):
+class ModalityUnsupported(RequestRefused, code="modality_unsupported"):
     """The model does not serve this endpoint."""
 
-    code = "modality_unsupported"
 
-
-class RemoteNotAllowed(RequestRefused):
+class RemoteNotAllowed(RequestRefused, code="remote_not_allowed", status=403):
     """The model is a remote one and the request does not say ``allow_remote``."""
 
-    code = "remote_not_allowed"
-    status = 403
 
-
-class OpTokenRefused(RequestRefused):
+class OpTokenRefused(RequestRefused, code="op_token_refused", status=403):
     """The operation token does not hold; one text for every reason, the reason itself is in the box's log."""
 
-    code = "op_token_refused"
-    status = 403
 
-
-class OperationsDisabled(RequestRefused):
+class OperationsDisabled(RequestRefused, code="operations_disabled", status=403):
     """No key is configured, so no lifecycle operation is carried out."""
 
-    code = "operations_disabled"
-    status = 403
 
-
-class AccessRefused(RequestRefused):
+class AccessRefused(RequestRefused, code="unauthorized", status=401):
     """The API key of this box is missing or wrong."""
 
-    code = "unauthorized"
-    status = 401
 
-
-class UnknownModel(RequestRefused):
+class UnknownModel(RequestRefused, code="unknown_model", status=404):
     """Nobody here has heard of the model."""
 
-    code = "unknown_model"
-    status = 404
 
-
-class UnknownTask(RequestRefused):
+class UnknownTask(RequestRefused, code="unknown_task", status=404):
     """There is no such load task."""
 
-    code = "unknown_task"
-    status = 404
 
-
-class WrongState(RequestRefused):
+class WrongState(RequestRefused, code="model_not_loaded", status=409):
     """The model is in a state in which this cannot be done."""
-
-    code = "model_not_loaded"
-    status = 409
 
 
 class ModelNotLoaded(WrongState):
     """It is known but not loaded."""
 
 
-class ModelLoading(WrongState):
+class ModelLoading(WrongState, code="model_loading", retryable=True):
     """It is being loaded."""
 
-    code = "model_loading"
-    retryable = True
 
-
-class ModelUnloading(WrongState):
+class ModelUnloading(WrongState, code="model_unloading"):
     """It is being unloaded; also what a waiting request hears when that begins."""
 
-    code = "model_unloading"
 
-
-class AttachedModel(WrongState):
+class AttachedModel(WrongState, code="invalid_request"):
     """It belongs to the server given with ``--backend``, which alone loads and unloads its models."""
-
-    code = "invalid_request"
 
     def __init__(self, model_id: str) -> None:
         super().__init__(f"{model_id} is a model of the server given with --backend; load and unload it there.")
 
 
-class ModelFailed(WrongState):
+class ModelFailed(WrongState, code="model_failed"):
     """Its last load failed, or its engine is down."""
 
-    code = "model_failed"
 
-
-class OperationInterrupted(WrongState):
+class OperationInterrupted(WrongState, code="operation_interrupted"):
     """The operation of this token was begun and cut off; it is not begun again."""
 
-    code = "operation_interrupted"
 
-
-class OperationLimit(RequestRefused):
+class OperationLimit(RequestRefused, code="operation_limit", status=429, retryable=True):
     """As many operations began as this box carries out in that time; the approval is not used up."""
 
-    code = "operation_limit"
-    status = 429
-    retryable = True
 
-
-class InsufficientMemory(WrongState):
+class InsufficientMemory(WrongState, code="insufficient_memory"):
     """It cannot fit; ``details`` has ``requiredMB``, ``freeMB`` and ``suggestions``."""
 
-    code = "insufficient_memory"
 
-
-class LoadConflict(WrongState):
+class LoadConflict(WrongState, code="load_conflict"):
     """It is loaded otherwise than asked for; ``details`` has ``conflicts`` with ``name``, ``inForce`` and ``asked`` of each."""
 
-    code = "load_conflict"
 
-
-class SettingsConflict(WrongState):
+class SettingsConflict(WrongState, code="settings_reload_conflict"):
     """New settings would change a model that is loaded; ``details`` has ``conflicts``."""
 
-    code = "settings_reload_conflict"
 
-
-class InvalidSettings(RequestRefused):
+class InvalidSettings(RequestRefused, code="invalid_settings"):
     """The settings files cannot be used."""
 
-    code = "invalid_settings"
 
-
-class TenantQueueFull(RequestRefused):
+class TenantQueueFull(RequestRefused, code="fairness_key_queue_full", status=429, retryable=True):
     """The tenant has as many requests waiting for the model as it may."""
 
-    code = "fairness_key_queue_full"
-    status = 429
-    retryable = True
 
-
-class ModelQueueFull(RequestRefused):
+class ModelQueueFull(RequestRefused, code="executor_queue_full", status=429, retryable=True):
     """As many requests wait for the model as may."""
 
-    code = "executor_queue_full"
-    status = 429
-    retryable = True
 
-
-class RateLimitExceeded(RequestRefused):
+class RateLimitExceeded(RequestRefused, code="rate_limit_exceeded", status=429, retryable=True):
     """``details`` has ``limit``, ``remaining`` and ``resetAt`` (Unix seconds)."""
 
-    code = "rate_limit_exceeded"
-    status = 429
-    retryable = True
 
-
-class SpendingCapReached(RequestRefused):
+class SpendingCapReached(RequestRefused, code="spending_cap_reached", status=429):
     """The tenant's monthly cap for remote models does not cover the request."""
 
-    code = "spending_cap_reached"
-    status = 429
 
-
-class QueueFull(RequestRefused):
+class QueueFull(RequestRefused, code="queue_full", status=503, retryable=True):
     """The box is saturated; ``details`` has ``queueDepth`` and ``avgWaitMs``."""
 
-    code = "queue_full"
-    status = 503
-    retryable = True
 
-
-class QueueTimeout(RequestRefused):
+class QueueTimeout(RequestRefused, code="queue_timeout", status=503, retryable=True):
     """The request waited for longer than QUEUE_TIMEOUT_MS."""
 
-    code = "queue_timeout"
-    status = 503
-    retryable = True
 
-
-class Unavailable(RequestRefused):
+class Unavailable(RequestRefused, code="unavailable", status=503, retryable=True):
     """The box is starting or stopping."""
 
-    code = "unavailable"
-    status = 503
-    retryable = True
 
-
-class EngineUnavailable(RequestRefused):
+class EngineUnavailable(RequestRefused, code="engine_failed", status=502, retryable=True):
     """The engine does not answer, or broke off."""
 
-    code = "engine_failed"
-    status = 502
-    retryable = True
 
-
-class RemoteRefused(RequestRefused):
+class RemoteRefused(RequestRefused, code="remote_refused", status=502):
     """The provider of a remote model turns this box away, before it has done anything; only its owner can help."""
-
-    code = "remote_refused"
-    status = 502
 
 
 class EngineNotReached(EngineUnavailable):
@@ -302,68 +224,40 @@ class CorruptModel(RunnerError):
         return cls(f"{path.name} is damaged: {problem}. Copy or download it again.")
 
 
-class NotFound(RequestRefused):
+class NotFound(RequestRefused, code="not_found", status=404):
     """There is no such path."""
 
-    code = "not_found"
-    status = 404
 
-
-class MethodNotAllowed(RequestRefused):
+class MethodNotAllowed(RequestRefused, code="method_not_allowed", status=405):
     """The path is there, the method is not."""
 
-    code = "method_not_allowed"
-    status = 405
 
-
-class TooLarge(RequestRefused):
+class TooLarge(RequestRefused, code="request_too_large", status=413):
     """The body has more bytes than this endpoint reads."""
 
-    code = "request_too_large"
-    status = 413
 
-
-class WrongMediaType(RequestRefused):
+class WrongMediaType(RequestRefused, code="unsupported_media_type", status=415):
     """The body is not of the type that this endpoint reads."""
 
-    code = "unsupported_media_type"
-    status = 415
 
-
-class SlowBody(RequestRefused):
+class SlowBody(RequestRefused, code="request_timeout", status=408, retryable=True):
     """The body did not arrive in time."""
 
-    code = "request_timeout"
-    status = 408
-    retryable = True
 
-
-class OperationFailed(RequestRefused):
+class OperationFailed(RequestRefused, code="engine_failed", status=500):
     """An engine did not do what it was told; the text has its own words."""
 
-    code = "engine_failed"
-    status = 500
 
-
-class ModelLoadFailed(RequestRefused):
+class ModelLoadFailed(RequestRefused, code="model_load_failed", status=500):
     """The files of a model could not be fetched or used, or its load ended in another state than loaded."""
 
-    code = "model_load_failed"
-    status = 500
 
-
-class Broken(RequestRefused):
+class Broken(RequestRefused, code="internal_error", status=500):
     """A bug of ours; the log has the details."""
 
-    code = "internal_error"
-    status = 500
 
-
-class ForeignPage(RequestRefused):
+class ForeignPage(RequestRefused, code="forbidden", status=403):
     """A request that a web page of another origin, or of a rebound name, had a browser send."""
-
-    code = "forbidden"
-    status = 403
 
 
 def make_response_id() -> str:
@@ -403,15 +297,13 @@ def error_event(endpoint: str, refusal: RequestRefused, *, model: str = "", ends
     """
     fields = refusal_fields(refusal)
     if endpoint == _MESSAGES:
-        inner = {"type": "error", "error": {"type": fields["type"], "message": fields["message"]}}
-        return b"event: error\ndata: " + msgspec.json.encode(inner) + b"\n\n"
+        return write_event("error", {"error": {"type": fields["type"], "message": fields["message"]}})
     if endpoint == _RESPONSES and ends is not None:
         error = msgspec.json.encode({"code": "server_error", "message": refusal.message})
         first = _begin_response(model)
         return fail_response(error, first=ends.first, last=ends.recent) or first + fail_response(error, first=first, last=b"")
     if endpoint == _RESPONSES:
-        flat = {"type": "error", "code": fields["code"], "message": fields["message"], "param": fields["param"]}
-        return b"event: error\ndata: " + msgspec.json.encode(flat) + b"\n\n"
+        return write_event("error", {name: fields[name] for name in ("code", "message", "param")})
     return b"data: " + msgspec.json.encode({"error": fields}) + b"\n\n"
 
 
@@ -421,5 +313,9 @@ def _begin_response(model: str) -> bytes:
         "id": make_response_id(), "object": "response", "created_at": int(clock.unix_s()), "status": "in_progress",
         "error": None, "incomplete_details": None, "model": model, "output": [], "usage": None,
     }  # fmt: skip
-    event = {"type": "response.created", "sequence_number": 0, "response": response}
-    return b"event: response.created\ndata: " + msgspec.json.encode(event) + b"\n\n"
+    return write_event("response.created", {"sequence_number": 0, "response": response})
+
+
+def write_event(name: str, fields: dict[str, object]) -> bytes:
+    """Return a server-sent event whose data say its name too, as Anthropic, OpenAI's Responses and llm-pool have it."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 
 from runner.errors import (
     EngineUnavailable,
@@ -37,34 +38,22 @@ _ELSEWHERE = (
 """Refusals that say nothing about the request: another box, or this one later, may take it."""
 
 
+@dataclass(slots=True, eq=False)
 class _Job:
     """One stream being served. What its window or its socket has no room for is held, and the engine waits meanwhile."""
 
-    __slots__ = (
-        "_held",
-        "_let_out",
-        "_waits_for_room",
-        "answer",
-        "has_head",
-        "is_stream",
-        "outlet",
-        "started_at",
-        "stream",
-        "task",
-        "whole",
-    )
-
-    def __init__(self, stream: Stream, outlet: Outlet) -> None:
-        self.stream = stream
-        self.outlet = outlet
-        self.has_head = self.is_stream = self._waits_for_room = False
-        self._held = b""
-        self._let_out: asyncio.Future[None] | None = None
-        self.answer: Answer | None = None
-        self.started_at = clock.monotonic()
-        self.task: asyncio.Task[None] | None = None
-        self.whole: tuple[Head, bytes] | None = None
-        """An answer short enough to leave in one frame with its end."""
+    stream: Stream
+    outlet: Outlet
+    has_head: bool = False
+    is_stream: bool = False
+    answer: Answer | None = None
+    started_at: float = field(default_factory=clock.monotonic)
+    task: asyncio.Task[None] | None = None
+    whole: tuple[Head, bytes] | None = None
+    """An answer short enough to leave in one frame with its end."""
+    _waits_for_room: bool = False
+    _held: bytes = b""
+    _let_out: asyncio.Future[None] | None = None
 
     def write(self, out: bytes) -> None:
         stream, outlet, size = self.stream, self.outlet, len(out)

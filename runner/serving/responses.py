@@ -21,7 +21,14 @@ from runner.definitions.fields import (
     type_name,
 )
 from runner.engines.port import CHAT
-from runner.errors import EngineUnavailable, InvalidRequest, ModalityUnsupported, RemoteNotAllowed, make_response_id
+from runner.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    ModalityUnsupported,
+    RemoteNotAllowed,
+    make_response_id,
+    write_event,
+)
 from runner.limits import limits
 from runner.pool import Registry
 from runner.serving.request import Answer, Inference, Numbers
@@ -276,49 +283,32 @@ class PoolMetrics(msgspec.Struct, frozen=True, kw_only=True):
     engine_tokens_per_second: float | None = None
 
 
-def make_metrics(
-    *,
-    backend_ms: float | None,
-    engine_ms: float | None,
-    pool_ms: float,
-    queue_wait_ms: float | None = None,
-    tokenize_ms: float | None = None,
-    first_token_ms: float | None = None,
-    generate_ms: float | None = None,
-    prompt_tokens: int | None = None,
-    output_tokens: int | None = None,
-) -> PoolMetrics:
+def make_metrics(numbers: Numbers, *, pool_ms: float, first_token_ms: float | None = None) -> PoolMetrics:
     """Return the metrics of measurements that need not come from one clock; an outer timer is never below an inner one.
 
-    ``backend_ms``: from sending the request to the engine to its last byte. ``engine_ms``: the same and the queue before
-    it. ``pool_ms``: the whole request. ``first_token_ms``: from sending to the first text. ``generate_ms``: what the engine
-    itself reports, prompt and decoding; without it the rate is over ``backend_ms``.
+    ``numbers``: of the engine's answer, from sending the request to its last byte, and its wait in the queue before that.
+    ``pool_ms``: the whole request. ``first_token_ms``: from sending to the first text. What the engine itself reports of its
+    time is prompt and decoding; without that the rate of tokens is over the time measured around it.
     """
-    backend = _round(backend_ms)
-    engine = _cover(_round(engine_ms), backend, _round(queue_wait_ms))
-    pool = _cover(_round(pool_ms), engine)
-    generated = backend_ms if generate_ms is None else generate_ms
-    after_first = None if generated is None or first_token_ms is None else max(0.0, generated - first_token_ms)
-    rate = None if output_tokens is None or not generated or generated <= 0 else output_tokens * 1000.0 / generated
+    backend_ms, queue_ms = numbers.wall_ms, numbers.queue_wait_ms
+    backend = round(backend_ms, 1)
+    engine = round(max(backend_ms + queue_ms, backend + round(queue_ms, 1)), 1)
+    own_ms = None if numbers.decode_ms is None else (numbers.prompt_ms or 0.0) + numbers.decode_ms
+    generated_ms, output = backend_ms if own_ms is None else own_ms, numbers.output_tokens
     return PoolMetrics(
         backend_inference_wall_ms=backend,
         engine_total_wall_ms=engine,
-        engine_outside_backend_wall_ms=None if engine is None or backend is None else _round(engine - backend),
-        pool_total_wall_ms=pool,
-        engine_queue_wait_ms=_round(queue_wait_ms),
-        engine_tokenize_ms=_round(tokenize_ms),
+        engine_outside_backend_wall_ms=round(engine - backend, 1),
+        pool_total_wall_ms=max(round(pool_ms, 1), engine),
+        engine_queue_wait_ms=_round(queue_ms),
+        engine_tokenize_ms=_round(numbers.tokenize_ms),
         gpu_time_to_first_token_ms=_round(first_token_ms),
-        gpu_generate_total_ms=_round(generate_ms),
-        gpu_decode_after_first_token_ms=_round(after_first),
-        engine_prompt_tokens=prompt_tokens,
-        engine_output_tokens=output_tokens,
-        engine_tokens_per_second=_round(rate),
+        gpu_generate_total_ms=_round(own_ms),
+        gpu_decode_after_first_token_ms=None if first_token_ms is None else _round(max(0.0, generated_ms - first_token_ms)),
+        engine_prompt_tokens=numbers.prompt_tokens,
+        engine_output_tokens=output,
+        engine_tokens_per_second=None if output is None or generated_ms <= 0 else _round(output * 1000.0 / generated_ms),
     )
-
-
-def _cover(outer: float | None, *inner: float | None) -> float | None:
-    """Return ``outer``, or the sum of what lies within it where that is more; None when the outer was not measured."""
-    return None if outer is None else _round(max(outer, sum(part or 0.0 for part in inner)))
 
 
 def _round(value: float | None) -> float | None:
@@ -336,24 +326,6 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class _Timings(msgspec.Struct):
-    """llama.cpp's own measurements; ``tokenize_ms`` is of our own text servers."""
-
-    tokenize_ms: float | None = None
-    prompt_ms: float | None = None
-    predicted_ms: float | None = None
-
-
 class _Failure(msgspec.Struct):
     message: str = ""
 
@@ -362,8 +334,6 @@ class _Chunk(msgspec.Struct):
     """One event of a chat stream, or a whole chat answer."""
 
     choices: list[_Choice] = []
-    usage: _Usage | None = None
-    timings: _Timings | None = None
     error: _Failure | str | None = None
 
 
@@ -379,12 +349,6 @@ class ResponseBuilder:
 
     def __init__(self, *, model: str, response_id: str | None = None) -> None:
         self.response_id = response_id or make_response_id()
-        self.prompt_tokens: int | None = None
-        self.output_tokens: int | None = None
-        self.cached_tokens: int | None = None
-        self.tokenize_ms: float | None = None
-        self.generate_ms: float | None = None
-        """Prompt and decoding as the engine measured them; None for engines that do not say."""
         self.has_failed = False
         self._model = model
         self._most_chars = limits().serving.text_chars
@@ -406,7 +370,7 @@ class ResponseBuilder:
     def begin(self) -> bytes:
         """Return the event ``response.created``."""
         started = {"id": self.response_id, "object": "response", "model": self._model, "output": [], "output_text": ""}
-        return _event("response.created", {"response": started})
+        return write_event("response.created", {"response": started})
 
     def feed(self, data: bytes) -> bytes:
         """Take bytes of the engine's event stream; return an ``response.output_text.delta`` for each piece of text in them.
@@ -427,7 +391,7 @@ class ResponseBuilder:
             except EngineUnavailable as error:
                 return bytes(out) + self.fail(error.code, error.message)
             if piece:
-                out += _event("response.output_text.delta", {"id": self.response_id, "delta": piece})
+                out += write_event("response.output_text.delta", {"id": self.response_id, "delta": piece})
         return bytes(out)
 
     def finish(self, metrics: PoolMetrics) -> bytes:
@@ -440,15 +404,15 @@ class ResponseBuilder:
         if not self._is_whole:
             return rest + self.fail(EngineUnavailable.code, "the engine broke off before the end of the answer")
         self._is_over = True
-        completed = _event("response.completed", {"response": self._envelope(metrics)})
-        return rest + _event("response.metrics", {"id": self.response_id, "metrics": metrics}) + completed
+        completed = write_event("response.completed", {"response": self._envelope(metrics)})
+        return rest + write_event("response.metrics", {"id": self.response_id, "metrics": metrics}) + completed
 
     def fail(self, code: str, message: str) -> bytes:
         """Return an error event, the last thing that comes out; nothing when the answer is over already."""
         if self._is_over:
             return b""
         self._is_over = self.has_failed = True
-        return _event("error", {"id": self.response_id, "error": {"code": code, "message": message}})
+        return write_event("error", {"id": self.response_id, "error": {"code": code, "message": message}})
 
     def take_answer(self, body: bytes) -> None:
         """Take a whole chat answer. Raises EngineUnavailable for one that is an error, or no chat answer."""
@@ -469,9 +433,9 @@ class ResponseBuilder:
     def to_events(self, metrics: PoolMetrics) -> bytes:
         """Return the answer as the events of a stream, all at once; only after ``take_answer``."""
         assert self._is_whole, "there is no answer yet"
-        delta = _event("response.output_text.delta", {"id": self.response_id, "delta": self.text})
-        measured = _event("response.metrics", {"id": self.response_id, "metrics": metrics})
-        return self.begin() + delta + measured + _event("response.completed", {"response": self._envelope(metrics)})
+        delta = write_event("response.output_text.delta", {"id": self.response_id, "delta": self.text})
+        measured = write_event("response.metrics", {"id": self.response_id, "metrics": metrics})
+        return self.begin() + delta + measured + write_event("response.completed", {"response": self._envelope(metrics)})
 
     def _take(self, chunk: _Chunk) -> str:
         if chunk.error is not None:
@@ -479,7 +443,6 @@ class ResponseBuilder:
             raise EngineUnavailable(
                 f"the engine failed: {words[: limits().engines.said_chars]}" if words else "the engine failed"
             )
-        self._note_numbers(chunk)
         piece = ""
         for choice in chunk.choices:
             if choice.index != 0:
@@ -493,18 +456,6 @@ class ResponseBuilder:
         if piece:
             self._parts.append(piece)
         return piece
-
-    def _note_numbers(self, chunk: _Chunk) -> None:
-        usage, timings = chunk.usage, chunk.timings
-        if usage is not None:
-            details = usage.prompt_tokens_details
-            self.prompt_tokens = self.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
-            self.output_tokens = self.output_tokens if usage.completion_tokens is None else usage.completion_tokens
-            if details is not None and details.cached_tokens is not None:
-                self.cached_tokens = details.cached_tokens
-        if timings is not None and timings.predicted_ms is not None:
-            self.tokenize_ms = timings.tokenize_ms
-            self.generate_ms = (timings.prompt_ms or 0.0) + timings.predicted_ms
 
     def _envelope(self, metrics: PoolMetrics) -> dict[str, object]:
         text = self.text
@@ -529,10 +480,6 @@ def _payloads(events: bytes) -> list[bytes]:
         elif line.startswith(b"data:"):
             lines.append(line[5:].removeprefix(b" "))
     return found
-
-
-def _event(name: str, fields: dict[str, object]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode({"type": name, **fields}))
 
 
 @asynccontextmanager
@@ -562,8 +509,13 @@ async def answer_pool(
             yield outer
             outer.usage = answer.usage
             return
-        builder.take_answer(await _collect(answer))
-        metrics = _measure(answer.numbers, builder, began, first_ms=None)
+        whole = answer.body
+        if whole is None:
+            assert answer.chunks is not None
+            whole = b"".join([chunk async for chunk in answer.chunks])
+        builder.take_answer(whole)
+        answer.numbers.take(whole)  # of one too long to be held nobody has read them
+        metrics = make_metrics(answer.numbers, pool_ms=(clock.monotonic() - began) * 1000)
         # Some providers answer a request for a stream with one JSON object.
         body = builder.to_events(metrics) if wanted.stream else builder.to_json(metrics)
         media_type = "text/event-stream; charset=utf-8" if wanted.stream else "application/json"
@@ -590,27 +542,7 @@ async def _translate(answer: Answer, builder: ResponseBuilder, began: float) -> 
         answer.has_failed = True
         yield builder.fail(error.code, error.message)
         return
-    last = builder.finish(_measure(answer.numbers, builder, began, first_ms=first_ms))
+    pool_ms = (clock.monotonic() - began) * 1000
+    last = builder.finish(make_metrics(answer.numbers, pool_ms=pool_ms, first_token_ms=first_ms))
     answer.has_failed = answer.has_failed or builder.has_failed
     yield last + answer.numbers.comment()
-
-
-async def _collect(answer: Answer) -> bytes:
-    if answer.body is not None:
-        return answer.body
-    assert answer.chunks is not None
-    return b"".join([chunk async for chunk in answer.chunks])
-
-
-def _measure(numbers: Numbers, builder: ResponseBuilder, began: float, *, first_ms: float | None) -> PoolMetrics:
-    return make_metrics(
-        backend_ms=numbers.wall_ms,
-        engine_ms=numbers.wall_ms + numbers.queue_wait_ms,
-        pool_ms=(clock.monotonic() - began) * 1000,
-        queue_wait_ms=numbers.queue_wait_ms,
-        tokenize_ms=builder.tokenize_ms if builder.tokenize_ms is not None else numbers.tokenize_ms,
-        first_token_ms=first_ms,
-        generate_ms=builder.generate_ms,
-        prompt_tokens=builder.prompt_tokens,
-        output_tokens=builder.output_tokens,
-    )

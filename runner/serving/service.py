@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
@@ -183,38 +184,24 @@ class Serving:
         mine.output_tokens += numbers.output_tokens or 0
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """One request from its place in the queue to the end of its answer: it holds the turn, the replica and the engine's answer.
 
     Whoever reads the answer owns it: leaving the context gives all of that back, once, however the answer ended.
     """
 
-    __slots__ = (
-        "_answer",
-        "_body",
-        "_charge",
-        "_context",
-        "_is_counted",
-        "_model",
-        "_replica",
-        "_serving",
-        "_turn",
-        "began",
-        "request",
-    )
-
-    def __init__(self, serving: Serving, request: Inference) -> None:
-        self.request = request
-        self.began = 0.0
-        self._serving = serving
-        self._model: Model | None = None
-        self._charge: Charge | None = None
-        self._turn: Turn | None = None
-        self._replica: Replica | None = None
-        self._context: AbstractAsyncContextManager[Response] | None = None
-        self._is_counted = False
-        self._body = b""
-        self._answer: Answer | None = None
+    _serving: Serving
+    request: Inference
+    began: float = 0.0
+    _model: Model | None = None
+    _charge: Charge | None = None
+    _turn: Turn | None = None
+    _replica: Replica | None = None
+    _context: AbstractAsyncContextManager[Response] | None = None
+    _is_counted: bool = False
+    _body: bytes = b""
+    _answer: Answer | None = None
 
     async def __aenter__(self) -> Answer:
         if self.request.endpoint == TOKENIZE:

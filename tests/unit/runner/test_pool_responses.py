@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from runner.definitions.fields import Backend, Decoding, ModelDefinition
 from runner.errors import EngineUnavailable, InvalidRequest, ModalityUnsupported, RemoteNotAllowed
 from runner.serving import responses
+from runner.serving.request import Numbers
 from tests.fakes.examples import examples
 
 TEXT = "It rained all night, and the garden looks better for it."
@@ -25,7 +26,7 @@ EXAMPLE: dict[str, Any] = {
 }  # fmt: skip
 EXAMPLE_METRICS = {
     "backend_inference_wall_ms": 138.1, "engine_total_wall_ms": 138.6, "engine_outside_backend_wall_ms": 0.5,
-    "pool_total_wall_ms": 139.0, "engine_tokenize_ms": None, "gpu_time_to_first_token_ms": None, "gpu_generate_total_ms": 138.4,
+    "pool_total_wall_ms": 139.0, "engine_tokenize_ms": 0.5, "gpu_time_to_first_token_ms": None, "gpu_generate_total_ms": 138.4,
     "gpu_decode_after_first_token_ms": None, "engine_prompt_tokens": 47, "engine_output_tokens": 23,
     "engine_tokens_per_second": 166.2,
 }  # fmt: skip
@@ -80,7 +81,7 @@ def piece(text: str | None, finish: str | None = None, **fields: Any) -> dict[st
     }
 
 
-METRICS = responses.make_metrics(backend_ms=1.0, engine_ms=1.0, pool_ms=1.0)
+METRICS = responses.make_metrics(Numbers(wall_ms=1.0), pool_ms=1.0)
 
 
 def test_a_request_is_read_field_by_field_and_what_it_leaves_out_comes_from_the_settings() -> None:
@@ -244,16 +245,16 @@ def test_a_whole_answer_has_every_field_of_the_specification() -> None:
     choice = {"index": 0, "message": {"role": "assistant", "content": "Het regende."}, "finish_reason": "stop"}
     usage = {"prompt_tokens": 47, "completion_tokens": 23, "prompt_tokens_details": {"cached_tokens": 40}}
     timings = {"prompt_ms": 8.25, "predicted_ms": 130.15, "tokenize_ms": 0.5}
-    builder.take_answer(msgspec.json.encode({"id": "c", "choices": [choice], "usage": usage, "timings": timings}))
-    metrics = responses.make_metrics(
-        backend_ms=138.1, engine_ms=138.6, pool_ms=139.0, generate_ms=builder.generate_ms,
-        prompt_tokens=builder.prompt_tokens, output_tokens=builder.output_tokens,
-    )  # fmt: skip
+    body = msgspec.json.encode({"id": "c", "choices": [choice], "usage": usage, "timings": timings})
+    builder.take_answer(body)
+    numbers = Numbers(wall_ms=138.1, queue_wait_ms=0.5)
+    numbers.take(body)
+    metrics = responses.make_metrics(numbers, pool_ms=139.0)
     assert json.loads(builder.to_json(metrics)) == {
         "id": "resp_123", "object": "response", "model": "m", "output": [{"type": "output_text", "text": "Het regende."}],
-        "output_text": "Het regende.", "metrics": {**EXAMPLE_METRICS, "engine_queue_wait_ms": None},
+        "output_text": "Het regende.", "metrics": {**EXAMPLE_METRICS, "engine_queue_wait_ms": 0.5},
     }  # fmt: skip
-    assert (builder.cached_tokens, builder.tokenize_ms) == (40, 0.5)
+    assert numbers.cached_tokens == 40
 
 
 @pytest.mark.parametrize(
