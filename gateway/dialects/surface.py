@@ -25,15 +25,14 @@ from gateway.dialects.body import (
     require_list,
 )
 from gateway.dialects.chat import Translation
-from gateway.dialects.messages import translate_messages
+from gateway.dialects.messages_request import translate_messages
 from gateway.dialects.refusal import complete_error, read_refusal, read_shape
-from gateway.dialects.responses import (
+from gateway.dialects.responses_answer import make_response_id, render_error
+from gateway.dialects.responses_items import SUMMARY_MARK
+from gateway.dialects.responses_request import (
     COMPACT_PATH,
-    SUMMARY_MARK,
     ResponsesBody,
-    make_response_id,
     read_responses_body,
-    render_error,
     render_failed_response,
     translate_compact,
     translate_responses,

@@ -16,7 +16,7 @@ from gateway import metrics
 from gateway.counting import TokenCounter, run_beside
 from gateway.dialects import Surface
 from gateway.dialects.chat import Translation
-from gateway.dialects.messages import to_chat_body
+from gateway.dialects.messages_request import to_chat_body
 from gateway.dialects.surface import Dialect
 from gateway.errors import (
     BadRequest,

@@ -20,7 +20,8 @@ from core.db.threads import run_in_database
 from core.limits import limits
 from gateway.dialects.body import count_prompt_chars
 from gateway.dialects.chat import AnswerTranslator, Translation
-from gateway.dialects.responses import COMPACT_PATH, list_input_items, make_response_id, translate_compact, translate_responses
+from gateway.dialects.responses_answer import make_response_id
+from gateway.dialects.responses_request import COMPACT_PATH, list_input_items, translate_compact, translate_responses
 from gateway.errors import BadRequest, GatewayError, RecordsUnavailable, ResponseNotFound
 from gateway.services.responses import keep_response, load_history
 from gateway.values import Caller, InferenceRequest

@@ -14,7 +14,7 @@ from gateway import metrics
 from gateway.counting import Count, run_beside
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.body import RequestBody, require_list
-from gateway.dialects.messages import to_chat_body
+from gateway.dialects.messages_request import to_chat_body
 from gateway.errors import ClientLeft, GatewayError, RateLimited, ShuttingDown
 from gateway.request.client import ClientConnection
 from gateway.request.response import Application, name_header, send_error

@@ -20,7 +20,7 @@ import msgspec
 
 from gateway.dialects import SURFACES
 from gateway.dialects.chat import AnswerContext, AnswerTranslator, FailingTranslator, Translation
-from gateway.dialects.messages import to_chat_body
+from gateway.dialects.messages_request import to_chat_body
 from gateway.dialects.refusal import read_refusal
 from gateway.errors import ContextTooLong, GatewayError
 from gateway.values import InferenceRequest

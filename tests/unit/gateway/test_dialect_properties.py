@@ -25,7 +25,7 @@ from core.limits import limits
 from gateway.dialects import SURFACES
 from gateway.dialects.chat import FailingTranslator
 from gateway.dialects.refusal import read_refusal
-from gateway.dialects.responses import translate_responses
+from gateway.dialects.responses_request import translate_responses
 from gateway.errors import GatewayError, StreamTooLarge
 from tests.fakes.chat_engine import (
     CONTEXT,

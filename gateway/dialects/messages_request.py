@@ -1,35 +1,162 @@
 """A request of ``/v1/messages`` said as one of ``/v1/chat/completions``. Pure.
 
 Fields that chat engines may know go through as they are; what only Anthropic's own service does is left out by name, or
-refused where the answer would mean something else without it.
+refused where the answer would mean something else without it. Source: Anthropic API reference, "Messages".
 """
 
 from __future__ import annotations
 
+import re
 from typing import TypeVar
 
 import msgspec
 from msgspec import Raw
 
-from gateway.dialects.body import read_fields
-from gateway.dialects.messages.schema import (
-    Block,
-    LeftOut,
-    Message,
-    Metadata,
-    OutputConfig,
-    OutputFormat,
-    Source,
-    Thinking,
-    Tool,
-    ToolChange,
-    ToolChoice,
-    decode_as,
-    is_absent,
-    is_object,
-)
+from core.limits import limits
+from gateway.dialects.body import read_fault, read_fields
+from gateway.dialects.chat import Translation
+from gateway.dialects.messages_answer import MessagesTranslator
 from gateway.errors import BadRequest
-from gateway.values import WholeNumber, read_whole_number
+from gateway.values import CHAT_PATH, InferenceRequest, WholeNumber, read_whole_number
+from wire.unreadable import UNREADABLE
+
+_Value = TypeVar("_Value")
+_encoder = msgspec.json.Encoder()
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+class Block(msgspec.Struct):
+    """One content block of any type. What differs in shape between types stays JSON text."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    source: Raw = Raw()
+    title: str | None = None
+    context: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Raw = Raw()
+    tool_use_id: str | None = None
+    content: Raw = Raw()
+    is_error: bool | None = None
+    tool_name: str | None = None
+    tabs: Raw = Raw()
+    tool: Raw = Raw()
+
+
+class Message(msgspec.Struct):
+    """One turn. ``clear_at``: when a system message after the first turn stops being shown."""
+
+    role: str
+    content: str | list[Block] | None = None
+    clear_at: str | None = None
+    output_config: Raw = Raw()
+
+
+class Source(msgspec.Struct):
+    """Where an image or a document is."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+    content: Raw = Raw()
+
+
+class Tool(msgspec.Struct):
+    """A tool the client runs, or one that only Anthropic's servers have (no ``input_schema``)."""
+
+    name: str | None = None
+    type: str | None = None
+    description: str | None = None
+    input_schema: Raw = Raw()
+    strict: bool | None = None
+    input_examples: Raw = Raw()
+
+
+class ToolChange(msgspec.Struct):
+    """What ``tool_addition`` and ``tool_removal`` blocks speak of: a tool by name, or a new one."""
+
+    type: str
+    name: str | None = None
+    definition: Tool | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    """Whether the model must, may or must not call a tool."""
+
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct):
+    """Whether the model thinks first, and for how many tokens."""
+
+    type: str
+    budget_tokens: WholeNumber | None = None
+
+
+class OutputFormat(msgspec.Struct):
+    """What an answer must look like."""
+
+    type: str
+    schema: Raw = Raw()
+
+
+class OutputConfig(msgspec.Struct):
+    """How hard to try, and in what form to answer."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+    task_budget: Raw = Raw()
+
+
+class Metadata(msgspec.Struct):
+    """Whom a request is for."""
+
+    user_id: str | None = None
+
+
+def is_absent(raw: Raw) -> bool:
+    """Whether a value is not there, or null."""
+    return not raw or (len(raw) == len(b"null") and bytes(raw) == b"null")
+
+
+def is_object(raw: Raw) -> bool:
+    """Whether a value is a JSON object."""
+    return memoryview(raw)[:1].tobytes() == b"{"
+
+
+def decode_as(decoder: msgspec.json.Decoder[_Value], raw: Raw, name: str) -> _Value:
+    """Return the value of the field ``name`` (a path such as ``messages[3].content``). Raises BadRequest naming its part."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        reason, path = read_fault(error)
+        param = name + path
+        raise BadRequest(f"The field '{param}' is not usable: {reason}.", param=param) from None
+    except UNREADABLE as error:
+        raise BadRequest(f"The field '{name}' is not valid JSON: {error}.", param=name) from None
+
+
+class LeftOut:
+    """Names of what a translation leaves out, each once, fit for a header however a client chose them."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    def note(self, name: str) -> None:
+        """Remember a name such as ``tools.web_search_20250305``."""
+        if len(self._names) < limits().gateway.ignored_names:
+            self._names[_UNSAFE.sub("?", name[: limits().gateway.ignored_name_chars])] = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in the order in which they were noted."""
+        return tuple(self._names)
+
 
 _CUSTOM = frozenset({None, "custom", "function"})
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -109,10 +236,8 @@ def _apply_changes(tools: dict[str, object], message: Message, path: str, ignore
 
 Part = dict[str, object]
 """A part of a chat message: ``{"type": "text" | "image_url" | "file", …}``."""
-
 SEPARATOR = "\n\n"
 """Between two blocks of text that become one."""
-
 _SECRETS = ("encrypted_", "cache_control", "signature", "citations", "caller")
 """Keys of a server's result that mean nothing to another model."""
 _SERVER_RESULTS = "_tool_result"
@@ -261,7 +386,6 @@ def _refuse_source(source: Source, path: str, usable: str) -> BadRequest:
 
 
 ChatMessage = dict[str, object]
-
 _BILLING_HEADER = "x-anthropic-billing-header:"
 """Claude Code's first block of ``system``: of no meaning to a model, and new each time, so no prefix would be found cached."""
 _SYSTEM_ROLES = frozenset({"system", "developer"})
@@ -468,8 +592,6 @@ _TOP_EFFORT = "high"
 """The strongest that every engine knows which knows any."""
 _NOTHING = Raw()
 _EMPTY_LIST = Raw(b"[]")
-_Value = TypeVar("_Value")
-
 _messages_decoder = msgspec.json.Decoder(list[Message])
 _metadata_decoder = msgspec.json.Decoder(Metadata | None)
 _thinking_decoder = msgspec.json.Decoder(Thinking | None, dec_hook=read_whole_number)
@@ -480,7 +602,6 @@ _options_decoder = msgspec.json.Decoder(dict[str, object] | None)
 _list_decoder = msgspec.json.Decoder(list[Raw] | None)
 _count_decoder = msgspec.json.Decoder(WholeNumber | None, dec_hook=read_whole_number)
 _stream_decoder = msgspec.json.Decoder(bool | None)
-_encoder = msgspec.json.Encoder()
 
 
 def to_chat_body(body: bytes, *, is_counting: bool = False) -> tuple[bytes, tuple[str, ...]]:
@@ -593,3 +714,9 @@ def _add_format(chat: dict[str, object], fields: dict[str, Raw], config: OutputC
         "type": "json_schema",
         "json_schema": {"name": "answer", "schema": wanted.schema, "strict": True},
     }
+
+
+def translate_messages(request: InferenceRequest) -> Translation:
+    """Return a request of ``/v1/messages`` as a chat request. Raises BadRequest naming the field that cannot be carried."""
+    body, ignored = to_chat_body(request.body)
+    return Translation(path=CHAT_PATH, body=body, open_answer=MessagesTranslator, ignored=ignored)

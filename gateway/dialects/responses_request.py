@@ -1,44 +1,331 @@
-"""A request for /v1/responses as a chat completion."""
+"""Requests of /v1/responses: what policy looks at, what is kept and repeated of them, and how chat completions say them."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
+from core.limits import limits
+from gateway.dialects.body import join_fault
 from gateway.dialects.chat import AnswerContext, AnswerTranslator, Translation
-from gateway.dialects.responses.answer import AnswerPlan, ResponsesTranslator
-from gateway.dialects.responses.items import (
+from gateway.dialects.responses_answer import (
+    AnswerPlan,
+    ResponseFrame,
+    ResponseMoment,
+    ResponsesTranslator,
+    Status,
+    render_error,
+    render_response,
+    write_event,
+)
+from gateway.dialects.responses_items import (
     SUMMARY_MARK,
     Item,
     ToolTable,
     Transcript,
     field_error,
+    item_kind,
     list_brought_tools,
     translate_choice,
 )
-from gateway.dialects.responses.object import (
-    ResponseFrame,
-    ResponseMoment,
-    ResponsesRequest,
-    Status,
-    TextConfig,
-    list_input_items,
-    read_request,
-    render_echo,
-    render_error,
-    render_response,
-    translate_decoding,
-    write_event,
-)
 from gateway.errors import BadRequest, ForwardedRequestFailed, GatewayError
-from gateway.values import CHAT_PATH, InferenceRequest
+from gateway.values import CHAT_PATH, InferenceRequest, WholeNumber, read_whole_number
 from wire.bridge import TokenCounts
+from wire.ids import format_id, new_uuid7
+from wire.unreadable import UNREADABLE
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Decoding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``decoding``: how tokens are chosen; what is None was not given."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: WholeNumber | None = None
+    repetition_penalty: float | None = None
+    max_tokens: WholeNumber | None = None
+    stop: list[str] | None = None
+    beam_size: WholeNumber | None = None
+
+
+_CHAT_NAMES = {
+    "temperature": ("temperature",),
+    "top_p": ("top_p",),
+    "top_k": ("top_k",),
+    "repetition_penalty": ("repetition_penalty", "repeat_penalty"),  # vLLM's name and llama.cpp's; each ignores the other
+    "max_tokens": ("max_tokens",),
+    "stop": ("stop",),
+}
+
+
+def translate_decoding(decoding: Decoding) -> tuple[dict[str, object], list[str]]:
+    """Return chat fields, and the names of what no chat engine takes."""
+    given = {name: value for name, value in msgspec.structs.asdict(decoding).items() if value is not None}
+    fields = {chat: value for name, value in given.items() for chat in _CHAT_NAMES.get(name, ())}
+    return fields, [f"decoding.{name}" for name in given if name not in _CHAT_NAMES]
+
+
+_Read = TypeVar("_Read")
+Json = dict[str, Any]
+"""An object that is read elsewhere. Any, for msgspec would call the hook for each ``object``."""
+
+
+class _Common(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    max_output_tokens: WholeNumber | None = None
+    decoding: Decoding | None = None
+    allow_remote: bool | None = None
+    source_lang_code: str | None = None
+    target_lang_code: str | None = None
+
+    @property
+    def uses_pool_fields(self) -> bool:
+        """Whether it has a field that only llm-pool knows."""
+        pool_only = (self.decoding, self.allow_remote, self.source_lang_code, self.target_lang_code)
+        return any(value is not None for value in pool_only)
+
+    @property
+    def token_limits(self) -> dict[str, int]:
+        """Every limit of output tokens that is asked for, by the field that asks for it."""
+        pool_limit = self.decoding.max_tokens if self.decoding is not None else None
+        limits = {"max_output_tokens": self.max_output_tokens, "decoding.max_tokens": pool_limit}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+class ResponsesBody(_Common, frozen=True, kw_only=True):
+    """What policy looks at. ``input`` is the JSON as it came; what stands inside it is not checked here."""
+
+    input: msgspec.Raw = msgspec.Raw()
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    """``text``: the format of the answer and how long-winded it is."""
+
+    format: Json | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(msgspec.Struct, frozen=True):
+    """``reasoning``: how hard to think, and whether to sum it up, which nothing here can."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesRequest(_Common, frozen=True, kw_only=True):
+    """What a translation reads. Everything else of the body goes on as it is."""
+
+    input: str | list[Json] | None = None
+    instructions: str | None = None
+    include: list[str] | None = None
+    metadata: Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_logprobs: WholeNumber | None = None
+    max_tool_calls: WholeNumber | None = None
+    truncation: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
+
+_body_decoder = msgspec.json.Decoder(ResponsesBody, dec_hook=read_whole_number)
+_request_decoder = msgspec.json.Decoder(ResponsesRequest, dec_hook=read_whole_number)
+_all_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def read_responses_body(body: bytes) -> ResponsesBody:
+    """Return what policy looks at. Raises BadRequest naming the field at fault."""
+    fields = _decode(_body_decoder, body)
+    text = bytes(fields.input).strip()
+    if text in {b"", b"null"}:
+        if fields.previous_response_id is None and fields.conversation is None and fields.prompt is None:
+            raise BadRequest("The field 'input' is required.", param="input")
+    elif text[:1] not in {b'"', b"["}:
+        raise BadRequest("The field 'input' must be text or a list of items.", param="input")
+    elif text[:1] == b"[" and text[1:].lstrip().startswith(b"]"):
+        raise BadRequest("The field 'input' must not be empty.", param="input")
+    for name, limit in fields.token_limits.items():
+        if limit < 1:
+            raise BadRequest(f"The field '{name}' must be at least 1.", param=name)
+    return fields
+
+
+def read_request(body: bytes) -> tuple[ResponsesRequest, dict[str, msgspec.Raw]]:
+    """Return what a translation reads, and every top-level field as it came. Raises BadRequest naming the field at fault."""
+    return _decode(_request_decoder, body), _decode(_all_decoder, body)
+
+
+def _decode(decoder: msgspec.json.Decoder[_Read], body: bytes) -> _Read:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        reason, param = join_fault(error)
+        raise BadRequest(f"Invalid request body: {reason}.", param=param) from None
+    except UNREADABLE as error:
+        raise BadRequest(f"The request body is not valid JSON: {error}.") from None
+
+
+_CREDENTIALS = frozenset({"authorization", "headers", "domain_secrets"})
+_DESCRIBED = frozenset({"function", "custom", "tool_search"})
+"""Tools whose members describe arguments, where those names mean nothing."""
+
+
+def hide_tool_credentials(tool: dict[str, object], *, levels: int | None = None) -> dict[str, object]:
+    """Return a tool as it may be kept and repeated. Raises BadRequest for one with more than ``levels`` levels."""
+    levels = limits().gateway.tool_levels if levels is None else levels
+    _check(levels)
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind in _DESCRIBED:
+        return tool
+    tools = tool.get("tools")
+    if kind == "namespace" and isinstance(tools, list):
+        return {**_drop({**tool, "tools": None}, levels), "tools": [_hide_in_tool(one, levels - 1) for one in tools]}
+    return _drop(tool, levels)
+
+
+def hide_item_credentials(item: Item) -> Item:
+    """Return an input item as it may be kept: the tools that it brings without their credentials. Raises BadRequest."""
+    tools = item.get("tools")
+    levels = limits().gateway.tool_levels
+    return {**item, "tools": [_hide_in_tool(tool, levels) for tool in tools]} if isinstance(tools, list) else item
+
+
+def _hide_in_tool(tool: object, levels: int) -> object:
+    return hide_tool_credentials(tool, levels=levels) if isinstance(tool, dict) else tool
+
+
+def _drop(fields: dict[str, object], levels: int) -> dict[str, object]:
+    return {name: _clean(value, levels - 1) for name, value in fields.items() if name not in _CREDENTIALS}
+
+
+def _clean(value: object, levels: int) -> object:
+    if not isinstance(value, dict | list):
+        return value
+    _check(levels)
+    return _drop(value, levels) if isinstance(value, dict) else [_clean(one, levels - 1) for one in value]
+
+
+def _check(levels: int) -> None:
+    if levels <= 0:
+        most = limits().gateway.tool_levels
+        raise BadRequest(f"The field 'tools' has more than {most} levels of lists and objects.", param="tools")
+
+
+_FUNCTION_KEYS = ("description", "parameters", "strict")
+
+
+def render_echo(request: ResponsesRequest, *, previous_response_id: str | None) -> bytes:
+    """Return the members that repeat the request, as JSON without braces."""
+    echo: dict[str, object] = {
+        "background": bool(request.background),
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": previous_response_id,
+        "reasoning": {
+            "effort": request.reasoning.effort if request.reasoning else None,
+            "summary": request.reasoning.summary if request.reasoning else None,
+        },
+        "service_tier": "default",
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
+        "presence_penalty": request.presence_penalty or 0.0,
+        "frequency_penalty": request.frequency_penalty or 0.0,
+        "top_logprobs": request.top_logprobs or 0,
+        "text": _echo_text(request),
+        "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+        "tools": [_echo_tool(tool) for tool in request.tools or ()],
+        "truncation": "disabled",
+        "metadata": request.metadata or {},
+        "safety_identifier": request.safety_identifier,
+        "prompt_cache_key": request.prompt_cache_key,
+    }
+    if request.user is not None:
+        echo["user"] = request.user
+    return _encode(echo)[1:-1]
+
+
+def _echo_text(request: ResponsesRequest) -> dict[str, object]:
+    text = request.text
+    echo: dict[str, object] = {"format": text.format if text and text.format is not None else {"type": "text"}}
+    if text is not None and text.verbosity is not None:
+        echo["verbosity"] = text.verbosity
+    return echo
+
+
+def _echo_tool(tool: dict[str, object]) -> dict[str, object]:
+    if tool.get("type") != "function":
+        return hide_tool_credentials(tool)
+    return {**dict.fromkeys(_FUNCTION_KEYS), **tool}
+
+
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
+}
+
+
+def list_input_items(body: bytes) -> list[bytes]:
+    """Return the request's own input as JSON items, each with ``id`` and ``type``; text is one message of the user.
+
+    References are left out: what they name is kept already. Raises BadRequest for a body that cannot be read.
+    """
+    request, _fields = read_request(body)
+    given: list[Item] = []
+    if isinstance(request.input, str):
+        given = [{"type": "message", "role": "user", "content": request.input}]
+    elif request.input is not None:
+        given = request.input
+    kinds = [(item, item_kind(item)) for item in given]
+    return [msgspec.json.encode(_complete(item, kind)) for item, kind in kinds if kind != "item_reference"]
+
+
+def _complete(item: Item, kind: str) -> Item:
+    given = item.get("id")
+    new_id = given if isinstance(given, str) and given else format_id(_PREFIXES.get(kind, "item"), new_uuid7())
+    complete: Item = {**hide_item_credentials(item), "id": new_id, "type": kind}
+    if kind == "message":
+        complete.setdefault("status", "completed")
+        content = item.get("content")
+        if isinstance(content, str):
+            is_said = item.get("role") == "assistant"
+            part: Item = {"type": "output_text", "text": content, "annotations": []} if is_said else _say(content)
+            complete["content"] = [part]
+    return complete
+
+
+def _say(text: str) -> Item:
+    return {"type": "input_text", "text": text}
+
 
 LOGPROBS = "message.output_text.logprobs"
-
 _CARRIED = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "allow_remote"})
 """Same name and meaning in chat completions."""
 _LEFT_OUT = frozenset(
@@ -214,7 +501,6 @@ def _translate_text(text: TextConfig) -> dict[str, object]:
 
 
 COMPACT_PATH = "/v1/responses/compact"
-_encode = msgspec.json.Encoder().encode
 _ASK = (
     "Summarise this conversation so that you can go on with it from the summary alone. Keep what the user wants, what was "
     "decided and found out, names, numbers, paths and code that still matter, and what is left to do. Write the summary only."

@@ -1,30 +1,180 @@
-"""A chat completion said in the words of the Responses API: a whole one, and a stream as events of ordered output items."""
+"""Answers of /v1/responses: the response object, and a chat completion said as one, whole or as events of output items."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import msgspec
 
 from core.limits import limits
 from gateway.dialects.blocks import Block, BlockKind, Blocks, ObjectScan
-from gateway.dialects.chat import AnswerContext, ChatChoice, ChatReader
-from gateway.dialects.responses.items import CallKind, ToolName, ToolTable, unwrap_input
-from gateway.dialects.responses.object import (
-    ResponseFrame,
-    ResponseMoment,
-    Status,
-    Stopwatch,
-    make_response_id,
-    measure,
-    render_error,
-    render_response,
-    render_usage,
-    write_event,
-)
+from gateway.dialects.chat import AnswerContext, ChatChoice, ChatReader, ChatTimings, ChatUsage
+from gateway.dialects.responses_items import CallKind, ToolName, ToolTable, unwrap_input
 from gateway.errors import ForwardedRequestFailed, GatewayError, StreamTooLarge
+from wire.bridge import TokenCounts
+from wire.contract import ErrorCode
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
+
+_encode = msgspec.json.Encoder().encode
+
+
+class PoolMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds and token counts; None = unknown. backend ⊂ engine ⊂ pool: each outer timer covers the inner one."""
+
+    backend_inference_wall_ms: float | None = None
+    engine_total_wall_ms: float | None = None
+    engine_outside_backend_wall_ms: float | None = None
+    pool_total_wall_ms: float | None = None
+    engine_queue_wait_ms: float | None = None
+    engine_tokenize_ms: float | None = None
+    gpu_time_to_first_token_ms: float | None = None
+    gpu_generate_total_ms: float | None = None
+    gpu_decode_after_first_token_ms: float | None = None
+    engine_prompt_tokens: int | None = None
+    engine_output_tokens: int | None = None
+    engine_tokens_per_second: float | None = None
+
+
+class Stopwatch(msgspec.Struct, kw_only=True):
+    """Readings of one monotonic clock, in seconds: request received, sent to the box, first text, end of the answer."""
+
+    received_at: float | None
+    opened_at: float
+    first_text_at: float | None = None
+    ended_at: float
+
+
+def measure(watch: Stopwatch, *, usage: TokenCounts | None, timings: ChatTimings | None) -> PoolMetrics:
+    """Return the numbers of an answer as the gateway sees them, with the engine's own where it says them."""
+    backend = (watch.ended_at - watch.opened_at) * 1000.0
+    waited = None if watch.received_at is None else max(0.0, (watch.opened_at - watch.received_at) * 1000.0)
+    whole = backend + (waited or 0.0)
+    first = None if watch.first_text_at is None else (watch.first_text_at - watch.opened_at) * 1000.0
+    generated = None
+    if timings is not None and timings.predicted_ms is not None:
+        generated = (timings.prompt_ms or 0.0) + timings.predicted_ms
+    spent = backend if generated is None else generated
+    output = usage.completion_tokens if usage is not None else None
+    return PoolMetrics(
+        backend_inference_wall_ms=round(backend, 1),
+        engine_total_wall_ms=round(whole, 1),
+        engine_outside_backend_wall_ms=round(whole - backend, 1),
+        pool_total_wall_ms=round(whole, 1),
+        engine_queue_wait_ms=None if waited is None else round(waited, 1),
+        gpu_time_to_first_token_ms=None if first is None else round(first, 1),
+        gpu_generate_total_ms=None if generated is None else round(generated, 1),
+        gpu_decode_after_first_token_ms=None if first is None else round(max(0.0, spent - first), 1),
+        engine_prompt_tokens=usage.prompt_tokens if usage is not None else None,
+        engine_output_tokens=output,
+        engine_tokens_per_second=None if output is None or spent <= 0 else round(output * 1000.0 / spent, 1),
+    )
+
+
+_NOT_IN_IDS = re.compile(r"[^A-Za-z0-9]")
+
+
+class Status(StrEnum):
+    """How far a response is."""
+
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    INCOMPLETE = "incomplete"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseFrame:
+    """What stays the same. ``echo``: the members that repeat the request, as JSON without braces. ``created``: Unix seconds.
+
+    ``is_stored``: the response is to be kept if it does not fail.
+    """
+
+    response_id: str
+    model: str
+    created: int
+    echo: bytes
+    is_stored: bool = False
+
+    @property
+    def stem(self) -> str:
+        """What the ids of this response's items have in common."""
+        return _NOT_IN_IDS.sub("", self.response_id.removeprefix("resp_"))
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseMoment:
+    """What changes; everything but the status as JSON. ``extra``: further members of the object, each after a comma."""
+
+    status: Status = Status.IN_PROGRESS
+    output: bytes = b"[]"
+    usage: bytes = b"null"
+    error: bytes = b"null"
+    incomplete_details: bytes = b"null"
+    completed_at: bytes = b"null"
+    extra: bytes = b""
+
+
+def make_response_id(request_id: str) -> str:
+    """Return the id of a response that the request of this id brings about."""
+    return f"resp_{_NOT_IN_IDS.sub('', request_id.removeprefix('req_'))}"
+
+
+def render_response(frame: ResponseFrame, moment: ResponseMoment) -> bytes:
+    """Return the response object as JSON."""
+    return (
+        b'{"id":%b,"object":"response","created_at":%d,"status":"%b","completed_at":%b,"error":%b,'
+        b'"incomplete_details":%b,"model":%b,"output":%b,"usage":%b,"store":%b,%b%b}'
+    ) % (
+        _encode(frame.response_id),
+        frame.created,
+        moment.status.encode(),
+        moment.completed_at,
+        moment.error,
+        moment.incomplete_details,
+        _encode(frame.model),
+        moment.output,
+        moment.usage,
+        b"true" if frame.is_stored and moment.status is not Status.FAILED else b"false",
+        frame.echo,
+        moment.extra,
+    )
+
+
+def write_event(name: bytes, sequence: int, members: bytes) -> bytes:
+    """Return one event. ``members``: its other members as JSON without braces."""
+    return b'event: %b\ndata: {"type":"%b","sequence_number":%d,%b}\n\n' % (name, name, sequence, members)
+
+
+def render_usage(usage: ChatUsage | None) -> bytes:
+    """Return ``usage`` as JSON; null when the engine did not say."""
+    counts = usage.to_counts() if usage is not None else None
+    if usage is None or counts is None:
+        return b"null"
+    return _encode(
+        {
+            "input_tokens": counts.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "output_tokens": counts.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.thought or 0},
+            "total_tokens": counts.total_tokens,
+        }
+    )
+
+
+def render_error(error: GatewayError) -> bytes:
+    """Return ``error`` of a failed response. Clients act on the code: only ``server_error`` and rate limits are tried again."""
+    code = "server_error"
+    if error.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED:
+        code = "context_length_exceeded"
+    elif error.status == 429:
+        code = "rate_limit_exceeded"
+    elif error.status < 500:
+        code = "invalid_prompt"
+    param = "input" if error.param == "messages" else error.param
+    return _encode({"code": code, "message": error.message, "type": error.type, "param": param})
 
 
 class _Candidate(msgspec.Struct):
@@ -54,7 +204,6 @@ def render_logprobs(logprobs: object) -> bytes:
     return msgspec.json.encode(tokens)[1:-1]
 
 
-_encode = msgspec.json.Encoder().encode
 _NO_ARGUMENTS = "{}"
 
 
