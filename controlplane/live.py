@@ -27,7 +27,7 @@ from governance.operations.reading import read_operation
 from governance.signin import find_living, may_act
 from governance.states import RunState
 from governance.web.operation_parts import render_live
-from nodes.services.telemetry import read_box
+from nodes.services.telemetry import read_telemetry
 from wire import clock
 
 Pushed = dict[str, Any]
@@ -137,7 +137,7 @@ class BoxConsumer(PushConsumer):
 
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:
         """Return the state of the box, more often while a model is loaded."""
-        box = read_box(self.scope["url_route"]["kwargs"]["node_id"])
+        box = read_telemetry(self.scope["url_route"]["kwargs"]["node_id"])
         if box is None:
             return {"html": ""}, limits().console.push_s
         html = render_to_string("admin/muster/box_state.html", {"box": box})

@@ -21,16 +21,15 @@ from governance.operations.policies import active_policy
 from nodes.models import (
     Node,
     NodeCredential,
-    NodePresence,
     Provider,
     ProviderState,
     Reach,
     clock_of,
     heartbeat_age_s,
+    presence_of,
     with_clock,
 )
 from nodes.services.availability import (
-    describe_gpus,
     explain_unreachable,
     is_drained,
     judge_status,
@@ -48,7 +47,7 @@ from nodes.services.credentials import (
 from nodes.services.drains import EVICT, FORCED_DRAIN, cordon_node, describe_drain, drain_node, uncordon_node, undrain_node
 from nodes.services.governance import set_op_key
 from nodes.services.nodes import set_api_key
-from nodes.services.telemetry import count_replicas, describe_box, describe_counts
+from nodes.services.telemetry import count_replicas, describe_counts, describe_gpus, describe_telemetry
 from wire import clock
 from wire.contract import NodeMode, NodeStatus
 
@@ -66,17 +65,18 @@ STATUS_COLOURS = {
     "drained": "primary",
 }
 """By the words of the contract, and ours for a draining node on which nothing runs."""
+_SCHEDULING_COLOURS = {
+    **dict.fromkeys(("cordoned", "draining", "cordoned, draining"), "warning"),
+    **dict.fromkeys(("drained", "cordoned, drained"), "primary"),
+}
+
+
+_TEXT: dict[str, Any] = {"required": False, "widget": UnfoldAdminTextInputWidget}
+_SECRET: dict[str, Any] = {"strip": False, "widget": forms.PasswordInput(attrs={"autocomplete": "off"})}
 
 
 class DrainForm(forms.Form):
-    """What is asked before a drain."""
-
-    reason = forms.CharField(
-        max_length=200,
-        required=False,
-        widget=UnfoldAdminTextInputWidget,
-        help_text="Shown beside the node and in the audit",
-    )
+    reason = forms.CharField(max_length=200, **_TEXT, help_text="Shown beside the node and in the audit")
     timeout_s = forms.FloatField(
         label="Interrupt running requests after (seconds)",
         min_value=0,
@@ -88,55 +88,42 @@ class DrainForm(forms.Form):
 
 
 class OpKeyForm(forms.Form):
-    """What is asked of the key that tokens for a box called over HTTP are signed with."""
-
     level = forms.ChoiceField(
         choices=[("L0", "L0: as public model runners check it"), ("L1", "L1: bound to node and parameters")]
     )
     secret = forms.CharField(
         label="Key",
         max_length=64,
-        strip=False,
-        widget=forms.PasswordInput(attrs={"autocomplete": "off"}),
+        **_SECRET,
         help_text="The text in the node's key file, 16 to 64 bytes. It is not shown again",
     )
-    kid = forms.CharField(
-        label="Id of the key", max_length=64, required=False, widget=UnfoldAdminTextInputWidget, help_text="L1 needs one"
-    )
+    kid = forms.CharField(label="Id of the key", max_length=64, **_TEXT, help_text="L1 needs one")
     runner_id = forms.CharField(
         label="Runner id",
         max_length=200,
-        required=False,
-        widget=UnfoldAdminTextInputWidget,
+        **_TEXT,
         help_text="L1: MUSTER_RUNNER_ID of the node. Empty = a name made from this one",
     )
 
 
 class ApiKeyForm(forms.Form):
-    """What is asked of the credential that calls of a node's URL carry."""
-
     api_key = forms.CharField(
         label="API key",
         max_length=limits().nodes.api_key_chars,
         required=False,
-        strip=False,
-        widget=forms.PasswordInput(attrs={"autocomplete": "off"}),
+        **_SECRET,
         help_text="Empty: the calls carry none from now on. It is not shown again",
     )
 
 
 class StatusFilter(admin.SimpleListFilter):
-    """Filters boxes by the status they have at this moment."""
-
     title = "status"
     parameter_name = "status"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:  # Any: generic in the stubs
-        """Return the contract's words."""
         return [(status.value, status.value) for status in NodeStatus]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Node]) -> QuerySet[Node]:
-        """Return the boxes that have the chosen status."""
         if self.value() is None:
             return queryset
         return queryset.annotate(status_now=status_expression(now=Now())).filter(status_now=self.value())
@@ -170,22 +157,14 @@ def _undrain(node: Node, actor: str, values: Values) -> str:
 
 
 def _set_op_key(node: Node, actor: str, values: Values) -> str:
-    key = set_op_key(
-        node_id=node.pk,
-        kid=values["kid"],
-        secret=values["secret"],
-        level=values["level"],
-        runner_id=values["runner_id"],
-        actor=actor,
-    )
+    given = {name: values[name] for name in ("kid", "secret", "level", "runner_id")}
+    key = set_op_key(node_id=node.pk, actor=actor, **given)
     return f"{node.name} takes approved operations from now on; they are signed with the key {key.kid or 'without an id'}."
 
 
 def _set_api_key(node: Node, actor: str, values: Values) -> str:
     set_api_key(node_id=node.pk, api_key=values["api_key"], actor=actor)
-    if not values["api_key"]:
-        return f"Calls of {node.name} carry no API key from now on."
-    return f"Calls of {node.name} carry the API key from now on."
+    return f"Calls of {node.name} carry {'the' if values['api_key'] else 'no'} API key from now on."
 
 
 PROPOSALS = (
@@ -199,18 +178,9 @@ FORCED = ((FORCED_DRAIN, "Propose: forced drain"), (EVICT, "Request eviction (st
 
 @admin.register(Node)
 class NodeAdmin(ShowingAdmin):
-    """The GPU boxes: what they are, how they do, and holding them back from work."""
-
     list_display = (
-        "name",
-        "show_status",
-        "show_heartbeat",
-        "show_models",
-        "show_load",
-        "show_gpus",
-        "show_lending",
-        "show_held_back",
-        "show_changes",
+        *("name", "show_status", "show_heartbeat", "show_models", "show_load", "show_gpus"),
+        *("show_lending", "show_held_back", "show_changes"),
     )
     list_filter = (StatusFilter, "provider", "mode")
     list_select_related = ("provider", "presence")
@@ -222,19 +192,7 @@ class NodeAdmin(ShowingAdmin):
     fieldsets = (
         ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error", "show_ejections", "show_rival")}),
         ("Scheduling", {"fields": ("show_lending", "show_held_back", "show_drain", "drain_deadline_at", "drain_reason")}),
-        (
-            "Governance",
-            {
-                "fields": (
-                    "show_level",
-                    "runner_id",
-                    "show_policy",
-                    "witness_size",
-                    "show_alarms",
-                    "show_skew",
-                )
-            },
-        ),
+        ("Governance", {"fields": ("show_level", "runner_id", "show_policy", "witness_size", "show_alarms", "show_skew")}),
         ("Node", {"fields": ("name", "show_id", "owner_name", "provider", "credential", "show_models")}),
         (
             "Link",
@@ -300,14 +258,12 @@ class NodeAdmin(ShowingAdmin):
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Node]:
-        """Return boxes with what every page shows of them, in one query."""
         boxes: QuerySet[Node] = super().get_queryset(request)
         boxes = boxes.select_related("provider", "presence", "credential").exclude(provider__state=ProviderState.DELETED)
         return with_clock(boxes)
 
     def describe_row(self, request: HttpRequest, row: Node) -> dict[str, Any]:  # Any: Django's template context
-        """Return what the box has of models and memory; the page then follows by itself."""
-        return {"box": describe_box(row, now=clock_of(row))}
+        return {"box": describe_telemetry(row, now=clock_of(row))}
 
     def list_links(self, request: HttpRequest, row: Node) -> list[ChangeLink]:
         """Return the changes that can be made at once, then those that others have to approve."""
@@ -321,125 +277,89 @@ class NodeAdmin(ShowingAdmin):
 
     @column("Status", label=STATUS_COLOURS)
     def show_status(self, node: Node) -> str:
-        """Return the contract status at this moment, or that a draining node is drained."""
-        presence = _presence(node)
-        status = judge_status(node, presence, now=clock_of(node))
-        return "drained" if status is NodeStatus.DRAINING and is_drained(node, presence) else status.value
+        status = judge_status(node, now=clock_of(node))
+        return "drained" if status is NodeStatus.DRAINING and is_drained(node) else status.value
 
     @column("Last seen", ordering="presence__last_heartbeat_at")
     def show_heartbeat(self, node: Node) -> str:
-        """Return how long ago the box was heard."""
-        return describe_age(heartbeat_age_s(_presence(node), now=clock_of(node)))
+        return describe_age(heartbeat_age_s(presence_of(node), now=clock_of(node)))
 
     @column("Models")
     def show_models(self, node: Node) -> str:
-        """Return the models it serves, a few of many, and how many copies it has loaded and is loading."""
         names = ", ".join(node.model_names[:3])
         beyond = f" + {len(node.model_names) - 3} more" if len(node.model_names) > 3 else ""
-        counts = describe_counts(count_replicas(_presence(node)))
+        counts = describe_counts(count_replicas(presence_of(node)))
         return " · ".join(part for part in (names + beyond, counts) if part) or "-"
 
     @column("Load", ordering="presence__active_requests")
     def show_load(self, node: Node) -> str:
-        """Return requests it runs of those it takes."""
-        presence = _presence(node)
-        return f"{presence.active_requests if presence is not None else 0} / {node.max_concurrent}"
+        return f"{presence_of(node).active_requests} / {node.max_concurrent}"
 
     @column("GPU")
     def show_gpus(self, node: Node) -> str:
-        """Return name, use and memory of its GPUs."""
-        return describe_gpus(node, _presence(node)) or "-"
+        return describe_gpus(node) or "-"
 
-    @column(
-        "Scheduling",
-        label={
-            "cordoned": "warning",
-            "draining": "warning",
-            "cordoned, draining": "warning",
-            "drained": "primary",
-            "cordoned, drained": "primary",
-        },
-    )
+    @column("Scheduling", label=_SCHEDULING_COLOURS)
     def show_held_back(self, node: Node) -> str:
-        """Return what operators decided against new work on it."""
-        drain = "drained" if is_drained(node, _presence(node)) else "draining"
+        drain = "drained" if is_drained(node) else "draining"
         words = [word for word, is_so in (("cordoned", node.cordoned), (drain, node.draining)) if is_so]
         return ", ".join(words) or "open"
 
     @column("Lending", ordering="mode", label={"reclaimed by owner": "warning"})
     def show_lending(self, node: Node) -> str:
-        """Return whether its owner lends it."""
         return "on" if node.mode == NodeMode.SPARE_ON.value else "reclaimed by owner"
 
     @column("Node ID")
     def show_id(self, node: Node) -> str:
-        """Return the printed id."""
         return node.printed_id
 
     @column("Connection")
     def show_reach(self, node: Node) -> str:
-        """Return how the gateway reaches it."""
         return "outbound: the node dials in" if node.reach == Reach.RELAY.value else "inbound: called over HTTP"
 
     @column("Drain")
     def show_drain(self, node: Node) -> str:
-        """Return how a drain or reclaim stands: what still runs, or since when nothing does."""
-        words = describe_drain(node, _presence(node))
+        words = describe_drain(node)
         return f"{words} (asked for by {node.drain_actor})" if words and node.drain_actor else words or "-"
 
     @column("Last error")
     def show_error(self, node: Node) -> str:
-        """Return the last error the box reported."""
-        presence = _presence(node)
-        if presence is None:
-            return "-"
-        why = explain_unreachable(node, presence) if node.reach == Reach.DIRECT.value else ""
-        return " · ".join(part for part in (presence.last_error, f"cannot be reached: {why}" if why else "") if part) or "-"
+        why = explain_unreachable(node) if node.reach == Reach.DIRECT.value else ""
+        return " · ".join(filter(None, (presence_of(node).last_error, why and f"cannot be reached: {why}"))) or "-"
 
     @column("Ejected by gateways")
     def show_ejections(self, node: Node) -> str:
-        """Return for which models gateways send it nothing new, why and until when."""
-        found = list_ejections(_presence(node), now=clock_of(node))
+        found = list_ejections(presence_of(node), now=clock_of(node))
         return " · ".join(f"{one.model}: {one.words}" if one.model else one.words for one in found) or "-"
 
     @column("Duplicate node")
     def show_rival(self, node: Node) -> str:
-        """Return that another box asked for this one's name, until a day after it did so last."""
-        age_s = (
-            (clock.now() - node.rival_seen_at).total_seconds()
-            if node.rival_seen_at is not None
-            else limits().nodes.rival_shown_s
-        )
-        if age_s >= limits().nodes.rival_shown_s:
+        shown_s = limits().nodes.rival_shown_s
+        age_s = (clock.now() - node.rival_seen_at).total_seconds() if node.rival_seen_at is not None else shown_s
+        if age_s >= shown_s:
             return "-"
         whence = node.rival_address or "an unknown address"
         return f"refused {describe_age(age_s)}, from {whence}: give it another name or its own credential"
 
     @column("Level")
     def show_level(self, node: Node) -> str:
-        """Return how much the box checks before it carries out an operation."""
         return LEVELS.get(node.op_level, "takes no operations from here")
 
     @column("Policy")
     def show_policy(self, node: Node) -> str:
-        """Return the approval policy that the box pinned, beside the one in force."""
         found = active_policy()
         newest = found[0].version if found is not None else 0
-        pinned = (
-            f"version {node.policy_version} pinned"
-            if node.policy_version
-            else "This node trusts no policy yet. Run ./muster trust WORDS on it"
-        )
+        pinned = f"version {node.policy_version} pinned"
+        if not node.policy_version:
+            pinned = "This node trusts no policy yet. Run ./muster trust WORDS on it"
         return f"{pinned} · version {newest} is in force" if newest else f"{pinned} · none is in force"
 
     @column("Alarms")
     def show_alarms(self, node: Node) -> str:
-        """Return what the box holds against the audit log or a policy that it was offered."""
         return " · ".join(text for text in (node.witness_alarm, node.policy_error) if text) or "-"
 
     @column("Clock")
     def show_skew(self, node: Node) -> str:
-        """Return how far the box's clock was off when it last said so."""
         if node.clock_skew_ms is None:
             return "-"
         words = f"{abs(node.clock_skew_ms) / 1000:.1f} s {'behind' if node.clock_skew_ms > 0 else 'ahead'}"
@@ -449,9 +369,8 @@ class NodeAdmin(ShowingAdmin):
 
     @column("Connected")
     def show_connected(self, node: Node) -> str:
-        """Return whether a gateway holds its socket, and from where."""
-        presence = _presence(node)
-        if presence is None or not presence.connected:
+        presence = presence_of(node)
+        if not presence.connected:
             return "not connected"
         return f"{presence.protocol or 'socket'} from {presence.peer_address or 'an unknown address'}"
 
@@ -471,13 +390,7 @@ def _propose(operation: str, label: str, target: str) -> ChangeLink:
     return ChangeLink(label, f"{reverse('approvals:propose')}?{query}", is_danger=False)
 
 
-def _presence(node: Node) -> NodePresence | None:
-    return getattr(node, "presence", None)
-
-
 class CredentialForm(forms.Form):
-    """What is asked for a new node credential."""
-
     name = forms.CharField(max_length=80, widget=UnfoldAdminTextInputWidget, help_text="Which node or nodes will use it")
     provider = forms.ModelChoiceField(
         queryset=Provider.objects.exclude(state=ProviderState.DELETED),
@@ -527,18 +440,7 @@ def _revoke(credential: NodeCredential, actor: str, values: Values) -> str:
 
 @admin.register(NodeCredential)
 class NodeCredentialAdmin(CreatingAdmin):
-    """What boxes connect with. Shown once, revoked, never deleted."""
-
-    list_display = (
-        "name",
-        "show_prefix",
-        "provider",
-        "node",
-        "max_nodes",
-        "show_state",
-        "last_used_at",
-        "show_changes",
-    )
+    list_display = ("name", "show_prefix", "provider", "node", "max_nodes", "show_state", "last_used_at", "show_changes")
     list_filter = ("provider",)
     list_select_related = ("provider", "node")
     search_fields = ("name", "keyid")
@@ -560,7 +462,6 @@ class NodeCredentialAdmin(CreatingAdmin):
     )
 
     def create(self, actor: str, values: Values) -> Created:
-        """Create a credential."""
         credential, text = create_credential(
             name=values["name"],
             provider_name=values["provider"].name,
@@ -572,18 +473,14 @@ class NodeCredentialAdmin(CreatingAdmin):
 
     @column("Credential")
     def show_prefix(self, credential: NodeCredential) -> str:
-        """Return the public head of the credential."""
         return f"msw_{credential.keyid}…"
 
     @column("State", ordering="revoked_at", label={"active": "success", "revoked": "danger"})
     def show_state(self, credential: NodeCredential) -> str:
-        """Return whether it may be used."""
         return "active" if credential.revoked_at is None else "revoked"
 
 
 class ProviderForm(forms.Form):
-    """What is asked for a new provider."""
-
     name = forms.CharField(max_length=60, widget=UnfoldAdminTextInputWidget, help_text="Letters, digits, hyphens, underscores")
 
 
@@ -604,8 +501,6 @@ def _delete(provider: Provider, actor: str, values: Values) -> str:
 
 @admin.register(Provider)
 class ProviderAdmin(CreatingAdmin):
-    """Groups of boxes that are switched on and off together."""
-
     list_display = ("name", "show_state", "show_nodes", "show_credentials", "created_at", "show_changes")
     list_filter = ("state",)
     search_fields = ("name",)
@@ -640,11 +535,9 @@ class ProviderAdmin(CreatingAdmin):
     )
 
     def create(self, actor: str, values: Values) -> Created:
-        """Create a provider."""
         return Created(row=create_provider(name=values["name"], actor=actor))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Provider]:
-        """Return providers with how many boxes and usable credentials they have."""
         providers: QuerySet[Provider] = super().get_queryset(request)
         return providers.annotate(
             node_count=Count("nodes", distinct=True),
@@ -653,15 +546,12 @@ class ProviderAdmin(CreatingAdmin):
 
     @column("State", ordering="state", label={"enabled": "success", "disabled": "warning", "deleted": "danger"})
     def show_state(self, provider: Provider) -> str:
-        """Return the state as a word."""
         return provider.state
 
     @column("Nodes", ordering="node_count")
     def show_nodes(self, provider: Any) -> int:  # Any: carries an annotation
-        """Return how many boxes it has."""
         return int(provider.node_count)
 
     @column("Credentials", ordering="credential_count")
     def show_credentials(self, provider: Any) -> int:  # Any: carries an annotation
-        """Return how many of its credentials may be used."""
         return int(provider.credential_count)

@@ -23,7 +23,7 @@ from rest_framework.views import APIView
 from core.limits import limits
 from core.throttle import AuthThrottle
 from nodes.errors import InvalidNodeToken, NodeNotFound, TooManyWrongTokens
-from nodes.models import Node, NodeCredential, NodePresence, ProviderState, clock_of, read_clock, with_clock
+from nodes.models import Node, NodeCredential, ProviderState, clock_of, presence_of, read_clock, with_clock
 from nodes.services.availability import explain_unreachable, is_drained, judge_status, list_ejections
 from nodes.services.credentials import find_credential, read_credential_digests
 from nodes.services.drains import set_mode
@@ -42,8 +42,6 @@ throttle = AuthThrottle(read_digests=read_credential_digests)
 
 @dataclass(frozen=True, slots=True)
 class CredentialHolder:
-    """The caller of a node API: whoever holds ``credential``."""
-
     credential: NodeCredential
     is_authenticated: ClassVar[bool] = True
 
@@ -60,7 +58,6 @@ class NodeTokenAuthentication(BaseAuthentication):
         return CredentialHolder(credential=_look_up(text, str(request.META.get("REMOTE_ADDR", "")))), None
 
     def authenticate_header(self, request: Request) -> str:
-        """Return the challenge of a 401."""
         return CHALLENGE
 
 
@@ -76,13 +73,10 @@ def _look_up(text: str, address: str) -> NodeCredential:
 
 
 class NodeTokenScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]  # drf-spectacular registers by subclassing
-    """How the OpenAPI document describes the credential."""
-
     target_class = "nodes.api.NodeTokenAuthentication"
     name = "nodeToken"
 
     def get_security_definition(self, auto_schema: object) -> dict[str, str]:
-        """Return the OpenAPI security scheme."""
         return {"type": "http", "scheme": "bearer", "description": "Credential of a GPU box, msw_…"}
 
 
@@ -95,46 +89,42 @@ def print_time(moment: datetime | None) -> str | None:
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z") if moment is not None else None
 
 
+_TEXT: dict[str, Any] = {"required": False, "allow_blank": True, "default": ""}
+_OPTIONAL: dict[str, Any] = {"required": False, "allow_null": True, "default": None}
+_OPTIONAL_COUNT: dict[str, Any] = {"min_value": 0, "max_value": limits().nodes.report_integer, **_OPTIONAL}
+
+
 class RegisterSerializer(serializers.Serializer[Registration]):
     """Request of ``POST /nodes/register``."""
 
     node_name = serializers.CharField(max_length=120)
-    owner_name = serializers.CharField(max_length=120, required=False, allow_blank=True, default="")
+    owner_name = serializers.CharField(max_length=120, **_TEXT)
     public_base_url = serializers.CharField(
         max_length=300,
-        required=False,
-        allow_blank=True,
         allow_null=True,
-        default="",
+        **_TEXT,
         help_text="Where the gateway reaches the box over HTTP; absent for a box that dials in",
     )
-    gpu_name = serializers.CharField(max_length=200, required=False, allow_blank=True, default="")
-    vram_total_mb = serializers.IntegerField(
-        min_value=0, max_value=limits().nodes.report_integer, required=False, allow_null=True, default=None
-    )
+    gpu_name = serializers.CharField(max_length=200, **_TEXT)
+    vram_total_mb = serializers.IntegerField(**_OPTIONAL_COUNT)
     current_model = serializers.CharField(max_length=200)
-    agent_version = serializers.CharField(max_length=60, required=False, allow_blank=True, default="")
+    agent_version = serializers.CharField(max_length=60, **_TEXT)
     max_concurrent = serializers.IntegerField(
         min_value=1,
         max_value=limits().nodes.max_concurrent_cap,
-        required=False,
-        allow_null=True,
-        default=None,
+        **_OPTIONAL,
         help_text="Requests the node takes at once; 1 when it never said",
     )
     api_key = serializers.CharField(
         max_length=limits().nodes.api_key_chars,
-        required=False,
         allow_blank=True,
-        allow_null=True,
-        default=None,
+        **_OPTIONAL,
         write_only=True,
         trim_whitespace=False,
         help_text="Sent as a bearer credential with every call of public_base_url; absent = as before, empty = none",
     )
 
     def to_registration(self) -> Registration:
-        """Return the validated request as the value the service takes."""
         data = {**self.validated_data, "public_base_url": self.validated_data["public_base_url"] or ""}
         return Registration(**data)
 
@@ -156,42 +146,27 @@ class HeartbeatSerializer(serializers.Serializer[Heartbeat]):
 
     node_id = serializers.CharField(max_length=60)
     status = serializers.ChoiceField(choices=STATUSES)
-    mode = serializers.ChoiceField(choices=MODES, required=False, allow_null=True, default=None)
-    gpu_util_percent = serializers.FloatField(min_value=0, max_value=100, required=False, allow_null=True, default=None)
-    vram_used_mb = serializers.IntegerField(
-        min_value=0, max_value=limits().nodes.report_integer, required=False, allow_null=True, default=None
-    )
-    vram_free_mb = serializers.IntegerField(
-        min_value=0, max_value=limits().nodes.report_integer, required=False, allow_null=True, default=None
-    )
-    spare_score = serializers.FloatField(min_value=-1e9, max_value=1e9, required=False, allow_null=True, default=None)
-    is_accepting_jobs = serializers.BooleanField(required=False, allow_null=True, default=None)
+    mode = serializers.ChoiceField(choices=MODES, **_OPTIONAL)
+    gpu_util_percent = serializers.FloatField(min_value=0, max_value=100, **_OPTIONAL)
+    vram_used_mb = serializers.IntegerField(**_OPTIONAL_COUNT)
+    vram_free_mb = serializers.IntegerField(**_OPTIONAL_COUNT)
+    spare_score = serializers.FloatField(min_value=-1e9, max_value=1e9, **_OPTIONAL)
+    is_accepting_jobs = serializers.BooleanField(**_OPTIONAL)
     active_request_count = serializers.IntegerField(
         min_value=0, max_value=limits().nodes.report_integer, required=False, default=0
     )
-    last_local_error = serializers.CharField(
-        required=False, allow_null=True, allow_blank=True, default="", max_length=20_000, trim_whitespace=False
-    )
-    observed_at = serializers.DateTimeField(required=False, allow_null=True, default=None)
+    last_local_error = serializers.CharField(allow_null=True, **_TEXT, max_length=20_000, trim_whitespace=False)
+    observed_at = serializers.DateTimeField(**_OPTIONAL)
 
     def to_heartbeat(self, node_id: uuid.UUID) -> Heartbeat:
         """Return the validated request as the service takes it. Silence means accepting work, unless draining."""
-        data = self.validated_data
-        status = NodeStatus(data["status"])
-        accepting = data["is_accepting_jobs"]
-        return Heartbeat(
-            node_id=node_id,
-            status=status,
-            mode=NodeMode(data["mode"]) if data["mode"] else None,
-            is_accepting_jobs=status is not NodeStatus.DRAINING if accepting is None else accepting,
-            active_request_count=data["active_request_count"],
-            gpu_util_percent=data["gpu_util_percent"],
-            vram_used_mb=data["vram_used_mb"],
-            vram_free_mb=data["vram_free_mb"],
-            spare_score=data["spare_score"],
-            last_local_error=data["last_local_error"] or "",
-            observed_at=data["observed_at"],
-        )
+        data: dict[str, Any] = {**self.validated_data, "node_id": node_id}  # Any: JSON
+        data["status"] = NodeStatus(data["status"])
+        data["mode"] = NodeMode(data["mode"]) if data["mode"] else None
+        data["last_local_error"] = data["last_local_error"] or ""
+        if data["is_accepting_jobs"] is None:
+            data["is_accepting_jobs"] = data["status"] is not NodeStatus.DRAINING
+        return Heartbeat(**data)
 
 
 class HeartbeatAnswerSerializer(serializers.Serializer[Any]):  # Any: an answer, no model
@@ -210,7 +185,7 @@ class ModeSerializer(serializers.Serializer[Any]):  # Any: a request, no model
     """Request of ``POST /nodes/{node_id}/mode``."""
 
     mode = serializers.ChoiceField(choices=MODES)
-    reason = serializers.CharField(max_length=200, required=False, allow_blank=True, allow_null=True, default="")
+    reason = serializers.CharField(max_length=200, allow_null=True, **_TEXT)
 
 
 class ModeAnswerSerializer(serializers.Serializer[Any]):  # Any: an answer, no model
@@ -265,50 +240,36 @@ class NodeSerializer(serializers.Serializer[Node]):
     )
 
     def to_representation(self, instance: Node) -> dict[str, Any]:  # Any: JSON
-        presence: NodePresence | None = getattr(instance, "presence", None)
-        live = presence or NodePresence(node=instance)
-        unreachable = explain_unreachable(instance, presence)
-        return {
+        live, unreachable, now = presence_of(instance), explain_unreachable(instance), clock_of(instance)
+        ejections = list_ejections(live, now=now)
+        values = {
             "node_id": instance.printed_id,
             "node_name": instance.name,
-            "owner_name": instance.owner_name,
-            "status": judge_status(instance, presence, now=clock_of(instance)).value,
-            "mode": instance.mode,
+            "status": judge_status(instance, now=now).value,
             "current_model": instance.model_names[0] if instance.model_names else None,
-            "gpu_util_percent": live.gpu_util_percent,
-            "vram_free_mb": live.vram_free_mb,
-            "spare_score": live.spare_score,
             "active_request_count": live.active_requests,
             "last_heartbeat_at": print_time(live.last_heartbeat_at),
             "models": instance.model_names,
-            "max_concurrent": instance.max_concurrent,
-            "cordoned": instance.cordoned,
-            "draining": instance.draining,
             "drain_deadline_at": print_time(instance.drain_deadline_at),
-            "drained": is_drained(instance, presence),
+            "drained": is_drained(instance),
             "drained_at": print_time(instance.drained_at),
-            "drain_interrupted": instance.drain_interrupted,
-            "reach": instance.reach,
-            "connected": live.connected,
             "reachable": not unreachable,
             "unreachable_reason": unreachable or None,
             "provider": instance.provider.name,
-            "gpu_name": instance.gpu_name,
-            "vram_total_mb": instance.vram_total_mb,
-            "vram_used_mb": live.vram_used_mb,
-            "agent_version": instance.agent_version,
-            "last_error": live.last_error,
-            "replicas": live.replicas,
             "available_models": live.available_models or [],
-            "memory": live.memory,
-            "gpus": live.gpus,
-            "queue_depth": live.queue_depth,
-            "avg_wait_ms": live.avg_wait_ms,
             "ejections": [
                 {"model": one.model, "reason": one.reason, "since": print_time(one.since), "until": print_time(one.until)}
-                for one in list_ejections(presence, now=clock_of(instance))
+                for one in ejections
             ],
         }
+        # What is not worked out above is a column of one of the two rows.
+        return {
+            name: values[name] if name in values else getattr(instance if name in _NODE_COLUMNS else live, name)
+            for name in self.fields.keys()  # noqa: SIM118  # iterating it gives the fields in the stubs
+        }
+
+
+_NODE_COLUMNS = frozenset(field.name for field in Node._meta.concrete_fields)  # noqa: SLF001  # Django documents it
 
 
 class NodeListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
@@ -333,6 +294,9 @@ class ErrorSerializer(serializers.Serializer[Any]):  # Any: an envelope, no mode
     error = ErrorDetailSerializer()
 
 
+_ERRORS = dict.fromkeys((400, 401, 429), ErrorSerializer)
+
+
 class NodeView(APIView):
     """Base of what boxes call: their own credential, and nothing else, opens it."""
 
@@ -346,13 +310,7 @@ class RegisterView(NodeView):
     @extend_schema(
         operation_id="register_node",
         request=RegisterSerializer,
-        responses={
-            200: RegisterAnswerSerializer,
-            400: ErrorSerializer,
-            401: ErrorSerializer,
-            403: ErrorSerializer,
-            429: ErrorSerializer,
-        },
+        responses={200: RegisterAnswerSerializer, **_ERRORS, 403: ErrorSerializer},
     )
     def post(self, request: Request) -> Response:
         """Register a box; again with the same credential and ``node_name`` refreshes the same one."""
@@ -378,13 +336,7 @@ class HeartbeatView(NodeView):
     @extend_schema(
         operation_id="heartbeat_node",
         request=HeartbeatSerializer,
-        responses={
-            200: HeartbeatAnswerSerializer,
-            400: ErrorSerializer,
-            401: ErrorSerializer,
-            404: ErrorSerializer,
-            429: ErrorSerializer,
-        },
+        responses={200: HeartbeatAnswerSerializer, **_ERRORS, 404: ErrorSerializer},
     )
     def post(self, request: Request) -> Response:
         """Record a heartbeat. ``should_drain`` asks the box to finish what it runs and take nothing new."""
@@ -410,13 +362,7 @@ class ModeView(NodeView):
     @extend_schema(
         operation_id="set_node_mode",
         request=ModeSerializer,
-        responses={
-            200: ModeAnswerSerializer,
-            400: ErrorSerializer,
-            401: ErrorSerializer,
-            404: ErrorSerializer,
-            429: ErrorSerializer,
-        },
+        responses={200: ModeAnswerSerializer, **_ERRORS, 404: ErrorSerializer},
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Switch the mode. After ``spare_off`` running requests get the reclaim grace and are then interrupted."""
@@ -429,8 +375,7 @@ class ModeView(NodeView):
             reason=form.validated_data["reason"] or "",
             actor=f"node:{own.name}",
         )
-        presence = NodePresence.objects.filter(node=node).first()
-        status = judge_status(node, presence, now=read_clock())
+        status = judge_status(node, now=read_clock())
         return Response({"node_id": node.printed_id, "mode": node.mode, "status": status.value})
 
 

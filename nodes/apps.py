@@ -14,8 +14,6 @@ from nodes.addresses import parse_policy
 
 
 class NodesConfig(AppConfig):
-    """GPU boxes and their credentials."""
-
     name = "nodes"
     verbose_name = "Nodes"
     default_auto_field = "django.db.models.BigAutoField"
@@ -26,39 +24,28 @@ class NodesConfig(AppConfig):
 
 def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> list[CheckMessage]:
     """Return what is wrong with the settings that start with ``NODE_``."""
-    return [*_check_model_check(), *_check_traffic(), *_check_direct_hosts(), *_check_health(limits().nodes)]
+    return [*_check_functions(), *_check_direct_hosts(), *_check_health(limits().nodes)]
 
 
-def _check_model_check() -> list[CheckMessage]:
-    path = settings.NODE_MODEL_CHECK
-    try:
-        found = import_string(path)
-    except ImportError as error:
-        return [
-            Error(
-                f"NODE_MODEL_CHECK names {path!r}, which cannot be imported: {error}",
-                hint="Name a function that takes a model name and returns whether it is allow-listed.",
-                id="nodes.E001",
-            )
-        ]
-    if callable(found):
-        return []
-    return [Error(f"NODE_MODEL_CHECK names {path!r}, which is no function.", id="nodes.E001")]
-
-
-def _check_traffic() -> list[CheckMessage]:
-    hint = "Name a function of (node id, model or None) that returns live requests and their tenants; or leave it empty."
-    problems = _check_function("NODE_TRAFFIC", settings.NODE_TRAFFIC, hint=hint) if settings.NODE_TRAFFIC else []
-    hint = "Name a function of (node id, time) that returns nodes.services.drains.DrainFacts."
-    return [*problems, *_check_function("NODE_DRAIN_FACTS", settings.NODE_DRAIN_FACTS, hint=hint)]
-
-
-def _check_function(setting: str, path: str, *, hint: str) -> list[CheckMessage]:
-    try:
-        found = import_string(path)
-    except ImportError as error:
-        return [Error(f"{setting} names {path!r}, which cannot be imported: {error}", hint=hint, id="nodes.E005")]
-    return [] if callable(found) else [Error(f"{setting} names {path!r}, which is no function.", hint=hint, id="nodes.E005")]
+def _check_functions() -> list[CheckMessage]:
+    hints = {
+        "NODE_MODEL_CHECK": "Name a function that takes a model name and returns whether it is allow-listed.",
+        "NODE_TRAFFIC": "Name a function of (node id, model or None) that returns live requests and their tenants; or leave it "
+        "empty.",
+        "NODE_DRAIN_FACTS": "Name a function of (node id, time) that returns nodes.services.drains.DrainFacts.",
+    }
+    problems: list[CheckMessage] = []
+    for setting, hint in hints.items():
+        path, number = getattr(settings, setting), "nodes.E001" if setting == "NODE_MODEL_CHECK" else "nodes.E005"
+        if setting == "NODE_TRAFFIC" and not path:
+            continue
+        try:
+            is_function = callable(import_string(path))
+        except ImportError as error:
+            problems.append(Error(f"{setting} names {path!r}, which cannot be imported: {error}", hint=hint, id=number))
+        else:
+            problems += [] if is_function else [Error(f"{setting} names {path!r}, which is no function.", hint=hint, id=number)]
+    return problems
 
 
 def _check_direct_hosts() -> list[CheckMessage]:

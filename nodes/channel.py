@@ -13,7 +13,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import islice
 from typing import Any
@@ -68,22 +68,6 @@ StatusKey = tuple[uuid.UUID, str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
-    node_id: uuid.UUID
-    report: bridge.GovernanceReport
-    heard_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Checkpoint:
-    """The newest checkpoint (``root`` in base64)."""
-
-    note: str
-    size: int
-    root: str
-
-
-@dataclass(frozen=True, slots=True)
 class OwnerWord:
     """What an owner said at a node, and when (clock.monotonic())."""
 
@@ -101,16 +85,12 @@ class CredentialRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CredentialCheck:
-    """What a socket of an address brings to be let in."""
-
     address: str
     secret: str
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A session to be opened, and what links its node then."""
-
     request: sessions.SessionRequest
     connect: Connect
 
@@ -141,24 +121,24 @@ class NodeChannel:
         self._beside: set[asyncio.Task[None]] = set()
         self._statuses: dict[StatusKey, bridge.OpStatus] = {}
         self._written_at: dict[StatusKey, float] = {}
-        self._reports: dict[uuid.UUID, deque[_Report]] = {}
+        self._reports: dict[uuid.UUID, deque[tuple[bridge.GovernanceReport, int]]] = {}
+        """By node, each with the Unix milliseconds at which it was heard."""
         self._has_work = asyncio.Event()
         self._looked_at = dict.fromkeys(("commands", "policy", "checkpoints"), float("-inf"))
         self._woken: set[str] = set()
 
     @property
     def waiting_statuses(self) -> tuple[bridge.OpStatus, ...]:
-        """What boxes said of operations and the database does not know yet."""
+        """What nodes said of operations and the database does not know yet."""
         return tuple(self._statuses.values())
 
     @property
-    def waiting_reports(self) -> int:
-        """How many words on how boxes decide are not stored yet."""
-        return sum(map(len, self._reports.values()))
+    def waiting_reports(self) -> dict[uuid.UUID, int]:
+        """How many reports of each node on how it decides are not stored yet, the oldest node first."""
+        return {node_id: len(reports) for node_id, reports in self._reports.items()}
 
     @property
     def links(self) -> list[RelayLink]:
-        """The links of the nodes on these sockets."""
         return [link for link in self.registry if isinstance(link, RelayLink)]
 
     @contextmanager
@@ -234,13 +214,12 @@ class NodeChannel:
         self._has_work.set()
 
     def take_report(self, link: RelayLink, report: bridge.GovernanceReport) -> None:
-        """Note how a box decides now."""
         link.governance = report.governance
         waiting = self._reports.setdefault(link.node_id, deque())
         if len(waiting) >= self.limits.channel_reports_per_node:
             logger.error("node.report_dropped node=%s; it says so again when it registers", link.node_name)
             return
-        waiting.append(_Report(link.node_id, report, clock.unix_ms()))
+        waiting.append((report, clock.unix_ms()))
         self.wake("policy")
 
     def take_owner_word(self, link: RelayLink, effect: ModeRequested) -> None:
@@ -314,17 +293,13 @@ class NodeChannel:
             self._written_at[key] = now
         self._written_at = {key: at for key, at in self._written_at.items() if now - at < self.limits.channel_progress_s}
 
-    def due_reports(self) -> list[_Report]:
-        """Return the oldest report of every box."""
-        return [waiting[0] for waiting in self._reports.values()]
-
     async def _store_reports(self) -> None:
-        for report in self.due_reports():
-            await run_upkeep(_store_report, report)
-            waiting = self._reports[report.node_id]
+        """Store the oldest report of every node."""
+        for node_id, waiting in list(self._reports.items()):
+            await run_upkeep(_store_report, node_id, *waiting[0])
             waiting.popleft()
             if not waiting:
-                del self._reports[report.node_id]
+                del self._reports[node_id]
         if self._reports:
             self._has_work.set()
 
@@ -334,26 +309,11 @@ class NodeChannel:
         linked = {link.node_id: link.linked_at for link in self._governed_links()}
         if not linked:
             return
-        for delivery in await run_upkeep(plan_deliveries, linked=linked, gateway_id=self.gateway_id):
-            self._send(delivery)
-
-    def _send(self, delivery: Delivery) -> None:
-        link = self.registry.get(delivery.node_id)
-        if not isinstance(link, RelayLink) or link.closed or link.governance is None:
-            return  # the row says that it was sent; the next session of the box is asked
-        match delivery:
-            case Send():
-                link.send_message(
-                    bridge.OpCommand(
-                        op_id=delivery.op_id,
-                        use=delivery.use,
-                        operation=delivery.operation,
-                        body=delivery.body,
-                        token=delivery.token,
-                    )
-                )
-            case Ask():
-                link.send_message(bridge.OpQuery(op_id=delivery.op_id, use=delivery.use))
+        for node_id, message in await run_upkeep(plan_deliveries, linked=linked, gateway_id=self.gateway_id):
+            link = self.registry.get(node_id)
+            # Else the row says that it was sent, and the next session of the node is asked.
+            if isinstance(link, RelayLink) and not link.closed and link.governance is not None:
+                link.send_message(message)
 
     async def _offer_policies(self) -> None:
         if not self._is_due("policy", self.limits.channel_policy_s):
@@ -373,15 +333,14 @@ class NodeChannel:
     async def _offer_checkpoints(self) -> None:
         if not self._is_due("checkpoints", self.limits.channel_checkpoint_s):
             return
-        sizes = {link: _witnessed(link) for link in self._governed_links() if _is_witness(link)}
-        newest = await run_upkeep(_read_checkpoint) if sizes else None
+        # A node can check a checkpoint when the log's key stands in the policy that it pinned.
+        witnesses = {link: link.governance for link in self.links if link.governance is not None}
+        sizes = {link: (said.witness_size, said.witness_root) for link, said in witnesses.items() if said.policy_version > 0}
+        newest = await run_upkeep(latest_checkpoint) if sizes else None
         if newest is None:
             return
-        due = {
-            link: size
-            for link, (size, root) in sizes.items()
-            if (size, root) != (newest.size, newest.root) and link.offered_size != newest.size
-        }
+        seen = (newest.size, base64.b64encode(bytes(newest.root)).decode())
+        due = {link: said[0] for link, said in sizes.items() if said != seen and link.offered_size != newest.size}
         # A box says itself what it saw, and a proof from early on reads the whole log: others wait for the next look.
         wanted = sorted(set(due.values()), reverse=True)[: self.limits.channel_proofs]
         proofs = await run_upkeep(_prove, wanted, newest.size) if wanted else {}
@@ -452,16 +411,6 @@ class NodeChannel:
             logger.warning("node.mode_not_stored node_id=%s; the gateway stops, and the node says it again elsewhere", node_id)
 
 
-def _witnessed(link: RelayLink) -> tuple[int, str]:
-    """Return size and root (base64) of the last checkpoint that a box saw."""
-    return (0, "") if link.governance is None else (link.governance.witness_size, link.governance.witness_root)
-
-
-def _is_witness(link: RelayLink) -> bool:
-    """Whether a box can check a checkpoint: the log's key stands in the policy that it pinned."""
-    return link.governance is not None and link.governance.policy_version > 0
-
-
 def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list[sessions.PresenceReport]:
     """Return what this process knows of the boxes on its sockets, for writing to the database.
 
@@ -518,16 +467,11 @@ def _store_statuses(statuses: Mapping[StatusKey, bridge.OpStatus]) -> None:
             logger.exception("node.status_refused node_id=%s", node_id)
 
 
-def _store_report(report: _Report) -> None:
+def _store_report(node_id: uuid.UUID, report: bridge.GovernanceReport, heard_ms: int) -> None:
     try:
-        take_report(node_id=report.node_id, report=report.report, heard_ms=report.heard_ms)
+        take_report(node_id=node_id, report=report, heard_ms=heard_ms)
     except DataError:
-        logger.exception("node.report_refused node_id=%s", report.node_id)
-
-
-def _read_checkpoint() -> _Checkpoint | None:
-    newest = latest_checkpoint()
-    return None if newest is None else _Checkpoint(newest.note, newest.size, base64.b64encode(bytes(newest.root)).decode())
+        logger.exception("node.report_refused node_id=%s", node_id)
 
 
 def _prove(sizes: Iterable[int], newest_size: int) -> dict[int, list[str]]:
@@ -557,28 +501,8 @@ RECEIPT_INVALID = "receipt_invalid"
 logger = logging.getLogger("muster.nodes")
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send the command with its token."""
-
-    node_id: uuid.UUID
-    op_id: str
-    use: int
-    operation: str
-    body: dict[str, object]
-    token: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask the box where the command stands."""
-
-    node_id: uuid.UUID
-    op_id: str
-    use: int
-
-
-Delivery = Send | Ask
+Delivery = tuple[uuid.UUID, bridge.OpCommand | bridge.OpQuery]
+"""A node, and what it is sent: a command with its token, or the question where one stands."""
 
 
 def plan_deliveries(*, linked: Mapping[uuid.UUID, datetime], gateway_id: uuid.UUID) -> list[Delivery]:
@@ -619,13 +543,16 @@ def _plan(run: NodeRun, *, since: datetime, now: datetime, gateway_id: uuid.UUID
         params = read_order(run)
         if params is None or not claim_contact(run, gateway_id=gateway_id):
             return None
-        return Send(run.node_id, run.op_id, run.use, run.operation, params, run.token)
+        command = bridge.OpCommand(op_id=run.op_id, use=run.use, operation=run.operation, body=params, token=run.token)
+        return run.node_id, command
     # What was sent over a socket of ours that is gone may never have arrived. Of another gateway's sockets nothing is known.
     contact_at = run.contact_at or since
     is_cut_off = run.gateway_id == gateway_id and contact_at < since
     if not is_cut_off and now - contact_at < timedelta(seconds=limits().nodes.command_quiet_s):
         return None
-    return Ask(run.node_id, run.op_id, run.use) if claim_contact(run, gateway_id=gateway_id) else None
+    if not claim_contact(run, gateway_id=gateway_id):
+        return None
+    return run.node_id, bridge.OpQuery(op_id=run.op_id, use=run.use)
 
 
 # What nodes say
@@ -653,13 +580,8 @@ def store_status(*, node_id: uuid.UUID, status: OpStatus) -> bool:
         case "refused" if status.code in TRY_AGAIN_CODES:
             requeue_run(run_id=run.run_id, reason=f"the node refused it for now: {status.code}")
         case "refused":
-            finish_run(
-                run_id=run.run_id,
-                event=RunEvent.FAIL,
-                code=status.code or "refused",
-                message=status.message,
-                result=status.result,
-            )
+            code, message, result = status.code or "refused", status.message, status.result
+            finish_run(run_id=run.run_id, event=RunEvent.FAIL, code=code, message=message, result=result)
         case "interrupted":
             lose_run(run, node, result=status.result, receipt=_check_end(run, node, status)[1])
         case "unknown" if not run.has_ended:
@@ -691,7 +613,6 @@ def lose_run(
 
 
 def find_loaded(node_id: uuid.UUID) -> list[str]:
-    """Return the models that a node said it has loaded, by name."""
     replicas = NodePresence.objects.filter(node_id=node_id).values_list("replicas", flat=True).first() or []
     return sorted({str(replica.get("model")) for replica in replicas if replica.get("state") == "loaded"})
 

@@ -136,7 +136,6 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
             self._leave()
 
     async def dispatch(self, message: Event) -> None:
-        """Call the handler of an event. Raises StopConsumer when the socket is closed."""
         match message["type"]:
             case "websocket.receive":
                 await self.websocket_receive(message)
@@ -285,7 +284,6 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
     # the registration
 
     async def _register(self, frame: str | bytes) -> RelayLink:
-        """Open the node's session and its link. Raises ProtocolError, Refused."""
         if not isinstance(frame, str):
             raise ProtocolError("the first frame must be a text frame")
         (effect,) = self.protocol.receive_text(frame)

@@ -175,7 +175,6 @@ def _list_loaded(members: dict[str, Any]) -> list[str]:
 
 
 def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> Answer:
-    """Send one request to the address that the guard allows. Raises BoxSilent."""
     import httpx  # most processes call no node
 
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 
 from cryptography.fernet import Fernet, InvalidToken
@@ -252,8 +253,20 @@ def clock_of(node: Node) -> datetime:
     return now
 
 
-def heartbeat_age_s(presence: NodePresence | None, *, now: datetime) -> float | None:
+def save_changes(row: models.Model, changes: Mapping[str, object]) -> None:
+    """Set these columns of a row, and write them alone."""
+    for name, value in changes.items():
+        setattr(row, name, value)
+    row.save(update_fields=[*changes, "updated_at"])
+
+
+def presence_of(node: Node) -> NodePresence:
+    """Return how a node does, as loaded with it or else read now; a row that nobody wrote where it was never heard."""
+    found: NodePresence | None = getattr(node, "presence", None)
+    return NodePresence(node_id=node.pk) if found is None else found
+
+
+def heartbeat_age_s(presence: NodePresence, *, now: datetime) -> float | None:
     """Return the seconds since the last sign of life by the database's clock, or None when there was none."""
-    if presence is None or presence.last_heartbeat_at is None:
-        return None
-    return max(0.0, (now - presence.last_heartbeat_at).total_seconds())
+    last = presence.last_heartbeat_at
+    return None if last is None else max(0.0, (now - last).total_seconds())

@@ -324,14 +324,6 @@ def find_contexts(replicas: Iterable[bridge.ReplicaInfo]) -> dict[str, int]:
     return found
 
 
-def read_contexts(stored: object) -> dict[str, int]:
-    """Return what ``find_contexts`` finds in replicas that were stored as JSON values; nothing of what cannot be read."""
-    try:
-        return find_contexts(msgspec.convert(stored, list[bridge.ReplicaInfo]))
-    except msgspec.ValidationError:
-        return {}
-
-
 def find_engines(replicas: Iterable[bridge.ReplicaInfo]) -> dict[str, frozenset[str]]:
     """Return the names of the engines that serve each model, as far as the box says."""
     found: dict[str, frozenset[str]] = {}
@@ -341,12 +333,17 @@ def find_engines(replicas: Iterable[bridge.ReplicaInfo]) -> dict[str, frozenset[
     return found
 
 
-def read_engines(stored: object) -> dict[str, frozenset[str]]:
-    """Return what ``find_engines`` finds in replicas that were stored as JSON values; nothing of what cannot be read."""
+def read_stored(stored: object, kind: type[T]) -> T | None:
+    """Return what was stored as JSON values; None for what a release wrote that knew more, or less."""
     try:
-        return find_engines(msgspec.convert(stored, list[bridge.ReplicaInfo]))
+        return msgspec.convert(stored, kind)
     except msgspec.ValidationError:
-        return {}
+        return None
+
+
+def read_replicas(stored: object) -> list[bridge.ReplicaInfo]:
+    """Return the replicas that were stored as JSON values; none where they cannot be read."""
+    return read_stored(stored, list[bridge.ReplicaInfo]) or []
 
 
 def _clean_gpus(gpus: Sequence[bridge.GpuInfo]) -> list[bridge.GpuInfo]:

@@ -73,6 +73,11 @@ class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     kept: bool = False
     gave_up_ms: int | None = None
 
+    @property
+    def percent(self) -> int | None:
+        """How much of a load is done, in whole percent; None = not known."""
+        return int(100 * self.progress) if self.progress is not None else None
+
 
 class ModelFacts(msgspec.Struct, omit_defaults=True, kw_only=True):
     """What the node knows of one of its models, loaded or not: what a load takes and what it may set.
@@ -219,6 +224,9 @@ class OpCommand(Message, tag="op_command"):
     operation: str
     body: dict[str, Any]  # Any: JSON, here and below
     token: str
+
+    def __repr__(self) -> str:  # the token stays out of logs
+        return f"OpCommand(op_id={self.op_id!r}, use={self.use}, operation={self.operation!r})"
 
 
 class OpQuery(Message, tag="op_query"):

@@ -52,8 +52,6 @@ class Answer(Protocol):
 
 @dataclass(slots=True)
 class _Unheard:
-    """An answer of which nothing is measured any more."""
-
     first_byte_at: float | None = None
     received: int = 0
     was_blocked: bool = False
@@ -162,7 +160,6 @@ class Ejections:
         return free if any(link.condition() is LinkCondition.READY for link in free) else links
 
     def list_free(self, links: Sequence[Link], model: str, now: float) -> Sequence[Link]:
-        """Return those of ``links`` that no ejection bars."""
         return [link for link in links if not self._bars(link, model, now)] if self._held else links
 
     def take_probe(self, link: Link, model: str, now: float) -> Ejection | None:
@@ -284,13 +281,11 @@ class Ejections:
         )
 
     def _typical(self, trial: Trial, measure: int) -> float:
-        """Return what the other nodes of the model take; infinite while too little is known of them."""
         others = self._others(trial.link.node_id, trial.model)
         known = [one.means[measure] for one in others if one.counts[measure] >= self._limits.ejection_faults]
         return median(known) if known else math.inf
 
     def _others(self, node_id: uuid.UUID, model: str) -> list[Standing]:
-        """Return what is remembered of the other nodes of a model that are not ejected."""
         links = [link for link in self._links_for(model) if link.node_id != node_id and (link.node_id, model) not in self._held]
         return [link.standings[model] for link in links if model in link.standings]
 

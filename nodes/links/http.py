@@ -61,11 +61,9 @@ class PeerReader:
         return self._take_counts(self._cutter.feed(data))
 
     def finish(self) -> bytes:
-        """Return what is left at the end of the stream."""
         return self._take_counts(self._cutter.finish())
 
     def usage(self) -> TokenCounts | None:
-        """Return the counts, None when there were none."""
         return self._usage
 
     def _take_counts(self, events: bytes) -> bytes:
@@ -118,7 +116,6 @@ class HttpStream:
         self.sink = sink
 
     def start(self) -> None:
-        """Send on an idle connection at once, else on a new one."""
         connection = self._link.pool.take_idle()
         if connection is not None:
             self._connection = connection
@@ -144,7 +141,6 @@ class HttpStream:
             self._connection.resume()
 
     def fail(self, kind: EndKind, message: str) -> None:
-        """End the stream for a reason of ours."""
         if self.finished:
             return
         connection, task = self._connection, self._task
@@ -314,7 +310,6 @@ class HttpLink(Link):
         self._usual = None
 
     def open_stream(self, request: OpenRequest, sink: Sink) -> HttpStream:
-        """Send the request to the box."""
         body, asked = request.body, False
         if request.is_streaming and not self.is_peer:
             body, asked = ask_for_usage(request.path, body)
@@ -324,16 +319,13 @@ class HttpLink(Link):
         return stream
 
     def forget_stream(self, stream: HttpStream) -> None:
-        """Called by a stream that is over."""
         self._streams.discard(stream)
 
     def end_streams(self, kind: EndKind, message: str) -> None:
-        """End every stream; each sink hears it once."""
         for stream in list(self._streams):
             stream.fail(kind, message)
 
     def close(self, reason: str) -> None:
-        """Close the connections."""
         self.closed = True
         self.pool.close()
         if self._on_close is not None:

@@ -135,7 +135,6 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember the transport."""
         # A cast: uvloop's transports do not inherit from asyncio's classes.
         self._transport = cast("asyncio.Transport", transport)
 
@@ -178,7 +177,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether a request can be written."""
         return self._transport is not None and not self._transport.is_closing()
 
     def send_request(self, request: bytes, handler: ResponseHandler) -> None:
@@ -203,7 +201,6 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
         self._is_paused = False
         if self._transport is not None:
             self._transport.resume_reading()
@@ -214,7 +211,6 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """Close at once."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -315,7 +311,6 @@ class Connection(asyncio.Protocol):
             self._handler.on_response_head(status, headers)
 
     def on_body(self, data: bytes) -> None:
-        """Hand on body bytes."""
         self._is_quiet = False
         if self._handler is not None:
             self._handler.on_response_data(data)
@@ -367,7 +362,6 @@ class ConnectionPool:
         return connection
 
     def close(self) -> None:
-        """Close every connection; running responses end as broken."""
         self._idle.clear()
         for connection in list(self._open):
             connection.close()

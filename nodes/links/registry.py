@@ -39,7 +39,6 @@ class LinkRegistry:
         self._listeners.append(listener)
 
     def get(self, node_id: uuid.UUID) -> Link | None:
-        """Return the link of a node."""
         return self._links.get(node_id)
 
     def links_for(self, model: str) -> Sequence[Link]:
@@ -67,7 +66,6 @@ class LinkRegistry:
         self._answering.clear()
 
     def served_models(self) -> list[str]:
-        """Return every model some linked box declares."""
         return sorted(self._by_model)
 
     def add(self, link: Link) -> None:

@@ -176,7 +176,6 @@ class RelayLink(Link):
 
     @property
     def gpus(self) -> Sequence[bridge.GpuInfo]:
-        """The GPUs of the node as it said last."""
         return self.telemetry.gpus if self.telemetry is not None else ()
 
     def is_called(self, name: str) -> bool:
@@ -189,7 +188,7 @@ class RelayLink(Link):
         return find_endpoints(models, replicas=replicas, registered=self.registered_endpoints)
 
     def open_stream(self, request: OpenRequest, sink: Sink) -> RelayStream:
-        """Send the request to the box. Raises UnicodeDecodeError for a body bridge v1 cannot carry."""
+        """Send the request to the node. Raises UnicodeDecodeError for a body bridge v1 cannot carry."""
         number, frames = self.session.open_stream(request)
         stream = RelayStream(self, number, sink)
         self._streams[number] = stream
@@ -215,7 +214,6 @@ class RelayLink(Link):
         self._kick(code, reason)
 
     def send_message(self, message: bridge.Message) -> None:
-        """Send one JSON control message."""
         self.send_frames([bridge.encode_message(message)])
 
     def send_frames(self, frames: list[str | bytes]) -> None:
@@ -230,13 +228,11 @@ class RelayLink(Link):
     # what the box sent
 
     def take_head(self, effect: HeadArrived) -> None:
-        """Pass a response's status and headers to its stream."""
         stream = self._streams.get(effect.stream)
         if stream is not None:
             stream.sink.on_head(effect.status, effect.headers)
 
     def take_data(self, number: int, data: bytes) -> None:
-        """Pass response bytes to their stream."""
         stream = self._streams.get(number)
         if stream is not None:
             stream.sink.on_data(data)
@@ -248,7 +244,6 @@ class RelayLink(Link):
             stream.sink.on_whole(effect.status, effect.headers, effect.data, _translate_end(effect.end))
 
     def take_end(self, effect: StreamEnded) -> None:
-        """Pass the end to its stream and forget it."""
         stream = self._streams.pop(effect.stream, None)
         if stream is not None:
             stream.sink.on_end(_translate_end(effect.end))

@@ -144,12 +144,12 @@ class ModelLoad(NodeOperation):
 
     def _judge_memory(self, target: Target, params: Params, signed: str) -> Impact:
         """Return whether a model fits, as far as it was ever measured."""
-        model, name, memory = str(params.get("modelId")), target.node.name, target.box.memory
+        model, name, memory = str(params.get("modelId")), target.node.name, target.said.memory
         if memory is None:
             return Impact(CAUTION, f"{name} does not say how much memory it has.")
-        freed = sum(replica.memory_mb or 0 for replica in target.box.loaded if replica.model == params.get("evictModel"))
+        freed = sum(replica.memory_mb or 0 for replica in target.said.loaded if replica.model == params.get("evictModel"))
         free = memory.total_mb - memory.used_mb + freed
-        replicas = (*target.box.loaded, *target.box.changing)
+        replicas = (*target.said.loaded, *target.said.changing)
         needed = max((replica.memory_mb or 0 for replica in replicas if replica.model == model), default=0)
         if not needed and (run := last_run(self.name, target=signed, params=params)) is not None:
             before = run.result.get("gpuMemoryUsedMB")
@@ -331,7 +331,7 @@ def _tell(lost: LostModel) -> bool:
 
 def _is_heard(target: Target) -> bool:
     """Whether what the node says of its models is of now; one that is away has another problem."""
-    node, said = target.node, target.box.says_something and target.box.is_current
+    node, said = target.node, target.said.says_something and target.said.is_current
     return bool(node.runner_id and node.op_level and said and target.status is not NodeStatus.OFFLINE)
 
 
@@ -345,7 +345,7 @@ def _read_loads(targets: Collection[str]) -> Iterator[LastRun]:
 
 
 def _compare(target: Target, run: LastRun) -> LostModel | None:
-    model, view, node = str(run.params.get("modelId")), target.box, target.node
+    model, view, node = str(run.params.get("modelId")), target.said, target.node
     if model in target.loaded or any(replica.model == model for replica in view.changing) or model in node.model_names:
         return None
     failed = next((replica for replica in view.failed if replica.model == model), None)

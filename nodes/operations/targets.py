@@ -22,9 +22,9 @@ from governance.operations.runs import last_run
 from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
 from nodes.direct import ring_direct_box
 from nodes.errors import NodeError, NodeNotFound
-from nodes.models import Node, NodeOpKey, NodePresence, ProviderState, Reach, clock_of, read_clock, with_clock
+from nodes.models import Node, NodeOpKey, ProviderState, Reach, clock_of, presence_of, read_clock, with_clock
 from nodes.services.availability import find_node_id, judge_status
-from nodes.services.telemetry import BoxView, describe_box
+from nodes.services.telemetry import NodeTelemetry, describe_telemetry
 from wire.contract import NodeStatus
 from wire.ids import parse_id
 from wire.optoken.approval import ApprovalError, canonical
@@ -44,17 +44,12 @@ class Target:
 
     node: Node
     status: NodeStatus
-    box: BoxView
-
-    @property
-    def presence(self) -> NodePresence | None:
-        """How it does, None when it was never heard."""
-        return getattr(self.node, "presence", None)
+    said: NodeTelemetry
 
     @property
     def loaded(self) -> set[str]:
         """Names of the models that it has loaded."""
-        return {replica.model for replica in self.box.loaded}
+        return {replica.model for replica in self.said.loaded}
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,15 +210,14 @@ def explain_unready(node: Node) -> str:
 
 
 def _explain_absence(node: Node) -> str:
-    presence: NodePresence | None = getattr(node, "presence", None)
-    has_way = node.reach == Reach.DIRECT.value or (presence is not None and presence.connected)
-    if not has_way or judge_status(node, presence, now=read_clock()) is NodeStatus.OFFLINE:
+    has_way = node.reach == Reach.DIRECT.value or presence_of(node).connected
+    if not has_way or judge_status(node, now=read_clock()) is NodeStatus.OFFLINE:
         return f"{node.name} is offline; it is told when it is back"
     return ""
 
 
 def _make_target(node: Node, *, now: datetime) -> Target:
-    return Target(node, judge_status(node, getattr(node, "presence", None), now=now), describe_box(node, now=now))
+    return Target(node, judge_status(node, now=now), describe_telemetry(node, now=now))
 
 
 def _find_typed(text: str) -> Node:
@@ -338,8 +332,8 @@ def find_places(targets: Sequence[Target], *, is_available: bool = False) -> dic
     """Return by model where it is loaded, or with ``is_available`` also where it could be. Names that can be signed alone."""
     places: dict[str, list[str]] = {}
     for target in targets:
-        presence, name = target.presence, target.node.name
-        said = map(str, (presence.available_models or ()) if is_available and presence is not None else ())
+        name = target.node.name
+        said = map(str, presence_of(target.node).available_models or ()) if is_available else ()
         for model in filter(_can_be_signed, {*said, *target.loaded}):
             is_loaded = is_available and model in target.loaded
             places.setdefault(model, []).append(f"loaded on {name}" if is_loaded else f"on {name}")
@@ -375,9 +369,9 @@ def _list_some(names: Sequence[str], *, count: int | None = None) -> str:
 
 def judge_live(target: Target, model: str | None, *, verb: str) -> Iterator[Impact]:
     """Yield how many requests run on the node (on ``model``; None = on any) and what would happen to them."""
-    reported = sum(replica.active for replica in target.box.loaded if model is None or replica.model == model)
-    if model is None and target.presence is not None:
-        reported = max(reported, target.presence.active_requests)
+    reported = sum(replica.active for replica in target.said.loaded if model is None or replica.model == model)
+    if model is None:
+        reported = max(reported, presence_of(target.node).active_requests)
     path = settings.NODE_TRAFFIC
     ours, tenants = _load_reader(path)(target.node.pk, model) if path else (0, 0)
     live = max(reported, ours)

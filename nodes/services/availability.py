@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -19,43 +19,54 @@ from governance.audit import record_event
 from governance.notices import notify_of_event
 from governance.operations.policies import active_policy
 from nodes.errors import BadRequest, NodeNotFound
-from nodes.models import Node, NodePresence, ProviderState, Reach, clock_of, heartbeat_age_s, read_clock, with_clock
-from nodes.services.telemetry import BoxView, count_replicas, describe_box, describe_counts, list_failures
+from nodes.models import (
+    Node,
+    NodePresence,
+    ProviderState,
+    Reach,
+    clock_of,
+    heartbeat_age_s,
+    presence_of,
+    read_clock,
+    with_clock,
+)
+from nodes.services.telemetry import NodeTelemetry, count_replicas, describe_counts, describe_telemetry, list_failures
 from nodes.states import Availability, Freshness, NodeFacts, Obstacle, freshness_windows, judge_availability
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import parse_id
 
 
-def read_availability(node: Node, presence: NodePresence | None, *, now: datetime, is_enabled: bool = True) -> Availability:
+def read_availability(node: Node, *, now: datetime, is_enabled: bool = True) -> Availability:
     """Return whether a node may get new work at ``now``, whenever it last spoke. ``is_enabled``: whether its provider is."""
+    presence = presence_of(node)
     facts = NodeFacts(
         age_s=heartbeat_age_s(presence, now=now),
-        protocol=presence.protocol if presence is not None else "",
-        reported=NodeStatus(presence.reported_status) if presence is not None else NodeStatus.OFFLINE,
+        protocol=presence.protocol,
+        reported=NodeStatus(presence.reported_status),
         mode=NodeMode(node.mode),
         draining=node.draining,
         cordoned=node.cordoned,
-        is_accepting_jobs=presence is not None and presence.is_accepting_jobs,
-        unreachable=explain_unreachable(node, presence),
+        is_accepting_jobs=presence.is_accepting_jobs,
+        unreachable=explain_unreachable(node),
         is_enabled=is_enabled,
-        is_drained=is_drained(node, presence),
+        is_drained=is_drained(node),
     )
     return judge_availability(facts, limits().nodes)
 
 
-def judge_status(node: Node, presence: NodePresence | None, *, now: datetime) -> NodeStatus:
-    """Return the contract status every list shows."""
-    return read_availability(node, presence, now=now).status
+def judge_status(node: Node, *, now: datetime) -> NodeStatus:
+    return read_availability(node, now=now).status
 
 
-def is_drained(node: Node, presence: NodePresence | None) -> bool:
+def is_drained(node: Node) -> bool:
     """Whether nothing runs on a node that is draining or was reclaimed."""
-    return node.drained_at is not None and (presence is None or presence.active_requests == 0)
+    return node.drained_at is not None and presence_of(node).active_requests == 0
 
 
-def explain_unreachable(node: Node, presence: NodePresence | None) -> str:
+def explain_unreachable(node: Node) -> str:
     """Return why no gateway can send the node a request, however often it is heard; empty when one can."""
+    presence: NodePresence | None = getattr(node, "presence", None)
     if presence is None:
         return "it has never been heard"
     if presence.connected:
@@ -93,33 +104,6 @@ def status_expression(*, now: datetime | Now) -> Case:
         default=F("presence__reported_status"),
         output_field=CharField(),
     )
-
-
-def describe_gpus(node: Node, presence: NodePresence | None) -> str:
-    """Return one line: ``NVIDIA L4 63 % 18.0/22.5 GiB; …``, from telemetry if there is any, else from registration."""
-    gpus = presence.gpus if presence is not None else []
-    if not gpus:
-        gpus = [
-            {
-                "name": node.gpu_name,
-                "utilization_percent": presence.gpu_util_percent if presence is not None else None,
-                "memory_used_mb": presence.vram_used_mb if presence is not None else None,
-                "memory_total_mb": node.vram_total_mb,
-            }
-        ]
-    return "; ".join(filter(None, (_describe_gpu(gpu) for gpu in gpus)))
-
-
-def _describe_gpu(gpu: Mapping[str, object]) -> str:
-    busy, used, total = gpu.get("utilization_percent"), gpu.get("memory_used_mb"), gpu.get("memory_total_mb")
-    parts = [str(gpu.get("name") or "")]
-    if isinstance(busy, int | float):
-        parts.append(f"{busy:.0f} %")
-    if isinstance(total, int | float):
-        parts.append(
-            f"{used / 1024:.1f}/{total / 1024:.1f} GiB" if isinstance(used, int | float) else f"{total / 1024:.1f} GiB"
-        )
-    return " ".join(filter(None, parts))
 
 
 def should_drain(node: Node) -> bool:
@@ -188,10 +172,10 @@ def write_ejections(reports: Sequence[EjectionReport], *, gateway_id: uuid.UUID)
                     _tell(presence, one)
 
 
-def list_ejections(presence: NodePresence | None, *, now: datetime) -> list[ShownEjection]:
+def list_ejections(presence: NodePresence, *, now: datetime) -> list[ShownEjection]:
     """Return for which models gateways send a node nothing new at the moment, and why; one line a model and reason."""
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for told in presence.ejections.values() if presence is not None else ():
+    for told in presence.ejections.values():
         for entry in told:
             key = (entry["model"], entry["reason"])
             if _is_shown(entry, now) and (key not in found or found[key]["until"] < entry["until"]):
@@ -258,7 +242,6 @@ class NodeHealth:
 
     @property
     def takes_work(self) -> bool:
-        """Whether requests may be sent to it now."""
         return self.is_enabled and self.status in {NodeStatus.AVAILABLE, NodeStatus.BUSY}
 
 
@@ -269,17 +252,14 @@ class FleetOverview:
     nodes: tuple[NodeHealth, ...]
 
     def count_statuses(self) -> Counter[NodeStatus]:
-        """Return how many boxes are in each status of the contract."""
         return Counter(node.status for node in self.nodes)
 
     @property
     def online(self) -> int:
-        """How many boxes were heard recently enough not to count as lost."""
         return sum(node.status is not NodeStatus.OFFLINE for node in self.nodes)
 
     @property
     def served_models(self) -> frozenset[str]:
-        """The models of nodes that take work."""
         return frozenset(model for node in self.nodes if node.takes_work for model in node.model_names)
 
     @property
@@ -305,27 +285,26 @@ def read_served_models() -> frozenset[str]:
 
 
 def _describe_health(node: Node, now: datetime) -> NodeHealth:
-    presence: NodePresence | None = getattr(node, "presence", None)
-    availability = read_availability(node, presence, now=now)
+    presence, availability = presence_of(node), read_availability(node, now=now)
     counts = count_replicas(presence)
     return NodeHealth(
         name=node.name,
         status=availability.status,
         freshness=availability.freshness,
         age_s=heartbeat_age_s(presence, now=now),
-        active_requests=presence.active_requests if presence is not None else 0,
+        active_requests=presence.active_requests,
         max_concurrent=node.max_concurrent,
         models=describe_counts(counts),
-        last_error=presence.last_error if presence is not None else "",
+        last_error=presence.last_error,
         id=node.pk,
-        heard_at=presence.last_heartbeat_at if presence is not None else None,
+        heard_at=presence.last_heartbeat_at,
         is_enabled=node.provider.state == ProviderState.ENABLED,
         model_names=tuple(node.model_names),
         failed=list_failures(presence) if counts["failed"] else (),
         is_loading=counts["loading"] > 0,
-        probe_error=presence.probe_error if presence is not None and node.reach == Reach.DIRECT else "",
+        probe_error=presence.probe_error if node.reach == Reach.DIRECT else "",
         op_level=node.op_level,
-        could_take_operations=node.reach == Reach.RELAY and presence is not None and presence.protocol == MUSTER_V1,
+        could_take_operations=node.reach == Reach.RELAY and presence.protocol == MUSTER_V1,
         policy_version=node.policy_version,
         policy_error=node.policy_error,
         witness_alarm=node.witness_alarm,
@@ -385,43 +364,36 @@ def read_boxes_of(models: Collection[str]) -> dict[str, tuple[ServingBox, ...]]:
     rows = with_clock(boxes_there_are).select_related("presence", "provider").order_by("name")
     found: dict[str, list[ServingBox]] = {model: [] for model in models}
     for node in rows if models else ():
-        now = clock_of(node)
-        presence: NodePresence | None = getattr(node, "presence", None)
-        view = describe_box(node, now=now)
-        is_enabled = node.provider.state == ProviderState.ENABLED
-        obstacle = read_availability(node, presence, now=now, is_enabled=is_enabled).obstacle
-        for model, boxes in found.items():
-            has, percent = _find_share(node, presence, view, model)
+        now, presence = clock_of(node), presence_of(node)
+        view = describe_telemetry(node, now=now)
+        obstacle = read_availability(node, now=now, is_enabled=node.provider.state == ProviderState.ENABLED).obstacle
+        for model, serving in found.items():
+            has, percent = _find_share(node, view, model)
             if has is not None:
-                boxes.append(_describe_serving(node, presence, has, percent, obstacle))
+                serving.append(
+                    ServingBox(
+                        node_id=node.pk,
+                        name=node.name,
+                        has=has,
+                        obstacle=obstacle,
+                        active=presence.active_requests,
+                        slots=node.max_concurrent,
+                        percent=percent,
+                        provider=node.provider.name,
+                        owner=node.owner_name,
+                        last_error=presence.last_error,
+                    )
+                )
     return {model: tuple(boxes) for model, boxes in found.items()}
 
 
-def _find_share(node: Node, presence: NodePresence | None, view: BoxView, model: str) -> tuple[Has | None, int | None]:
+def _find_share(node: Node, view: NodeTelemetry, model: str) -> tuple[Has | None, int | None]:
     if model in node.model_names:
         return Has.LOADED, None
     loading = next((replica for replica in view.changing if (replica.model, replica.state) == (model, Has.LOADING)), None)
     if loading is not None:
         return Has.LOADING, loading.percent
-    available = presence.available_models if presence is not None else None
-    return (Has.COULD if model in (available or ()) else None), None
-
-
-def _describe_serving(
-    node: Node, presence: NodePresence | None, has: Has, percent: int | None, obstacle: Obstacle | None
-) -> ServingBox:
-    return ServingBox(
-        node_id=node.pk,
-        name=node.name,
-        has=has,
-        obstacle=obstacle,
-        active=presence.active_requests if presence is not None else 0,
-        slots=node.max_concurrent,
-        percent=percent,
-        provider=node.provider.name,
-        owner=node.owner_name,
-        last_error=presence.last_error if presence is not None else "",
-    )
+    return (Has.COULD if model in (presence_of(node).available_models or ()) else None), None
 
 
 TRUST = "run ./muster trust on it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
 
 from django.conf import settings
@@ -20,7 +20,7 @@ from governance.notices import notify_of_event
 from governance.operations.guard import require_approval
 from governance.registry import RunOrder
 from nodes.errors import BadRequest, NodeNotFound
-from nodes.models import Node, NodeDrainCount, NodePresence, read_clock
+from nodes.models import Node, NodeDrainCount, NodePresence, presence_of, read_clock, save_changes
 from nodes.services.availability import is_drained, judge_status
 from nodes.states import DrainCount, freshness_windows
 from wire import clock
@@ -28,6 +28,7 @@ from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 
 FORCED_DRAIN, EVICT = "node-drain", "node-evict"
+ACTOR = "system:sweep"
 
 Changes = dict[str, object]
 
@@ -67,7 +68,7 @@ def drain_node(
     def decide(node: Node) -> Changes:
         return {
             "draining": True,
-            "drain_deadline_at": _earlier(deadline, _reclaim_deadline(node)),
+            "drain_deadline_at": _earlier(deadline, node.drain_deadline_at if is_reclaimed(node) else None),
             "drain_reason": _checked_reason(reason),
             "drain_actor": actor[:200],
             **({} if node.draining else begin_stop()),
@@ -82,7 +83,7 @@ def undrain_node(*, node_id: uuid.UUID, actor: str) -> Node:
     def decide(node: Node) -> Changes:
         if not node.draining:
             return {}
-        if node.mode == NodeMode.SPARE_OFF.value:
+        if is_reclaimed(node):
             return {"draining": False}
         return {"draining": False, "drain_deadline_at": None, "drain_reason": "", **end_stop()}
 
@@ -126,10 +127,9 @@ def _change(node_id: uuid.UUID, action: str, actor: str, decide: Callable[[Node]
     changes = decide(node)
     if not changes:
         return node
-    for field, value in changes.items():
-        setattr(node, field, value)
-    node.save(update_fields=[*changes, "updated_at"])
-    detail = {"name": node.name, **{field: _plain(value) for field, value in changes.items()}}
+    save_changes(node, changes)
+    said = {name: value.isoformat() if isinstance(value, datetime) else value for name, value in changes.items()}
+    detail = {"name": node.name, **said}
     record_event(actor=actor, action=action, target=node.printed_id, detail=detail)
     publish_hint("nodes", str(node.pk))
     return node
@@ -141,19 +141,12 @@ def _checked_reason(reason: str) -> str:
     return reason
 
 
-def _reclaim_deadline(node: Node) -> datetime | None:
-    return node.drain_deadline_at if node.mode == NodeMode.SPARE_OFF.value else None
+def is_reclaimed(node: Node) -> bool:
+    return node.mode == NodeMode.SPARE_OFF.value
 
 
 def _earlier(deadline: datetime, other: datetime | None) -> datetime:
     return deadline if other is None else min(deadline, other)
-
-
-def _plain(value: object) -> object:
-    return value.isoformat() if isinstance(value, datetime) else value
-
-
-ACTOR = "system:sweep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +156,6 @@ class DrainFacts:
     gateways: frozenset[uuid.UUID]
     running: int
     interrupted: int
-
-
-DrainReader = Callable[[uuid.UUID, datetime], DrainFacts]
 
 
 def begin_stop() -> dict[str, object]:
@@ -183,13 +173,7 @@ def write_drain_counts(counts: Sequence[DrainCount], *, gateway_id: uuid.UUID) -
     known = dict(Node.objects.filter(pk__in=[count.node_id for count in counts]).values_list("pk", "draining_since"))
     now = clock.now()
     rows = [
-        NodeDrainCount(
-            node_id=count.node_id,
-            gateway_id=gateway_id,
-            draining_since=count.draining_since,
-            active=count.active,
-            updated_at=now,
-        )
+        NodeDrainCount(**asdict(count), gateway_id=gateway_id, updated_at=now)
         for count in counts
         if known.get(count.node_id) == count.draining_since
     ]
@@ -213,19 +197,20 @@ def mark_drained(node_ids: Collection[uuid.UUID] | None = None) -> int:
     return sum(_mark(node, now=now) for node in due.select_related("presence").prefetch_related("drain_counts").order_by("pk"))
 
 
-def describe_drain(node: Node, presence: NodePresence | None) -> str:
+def describe_drain(node: Node) -> str:
     """Return how the drain or reclaim of a node stands, for a page; empty when there is none."""
-    if not node.draining and node.mode != NodeMode.SPARE_OFF.value:
+    if not node.draining and not is_reclaimed(node):
         return ""
-    running = _count_requests(presence.active_requests if presence is not None else 0)
+    presence = presence_of(node)
+    running = _count_requests(presence.active_requests)
     if node.drained_at is None:
         limit = f"; what still runs at {_clock_time(node.drain_deadline_at)} is interrupted" if node.drain_deadline_at else ""
         return f"draining: {running} now{limit}"
     interrupted = f", {_count_requests(node.drain_interrupted)} interrupted" if node.drain_interrupted else ""
     drained = f"drained at {_clock_time(node.drained_at)}{interrupted}"
-    if not is_drained(node, presence):
+    if not is_drained(node):
         return f"{drained}; {running} now on its own port"
-    if presence is not None and presence.protocol == BRIDGE_V1:
+    if presence.protocol == BRIDGE_V1:
         return f"{drained}: no gateway runs a request there; a ModelRelay worker does not say what else it does"
     return f"{drained}: safe to power off"
 
@@ -234,7 +219,7 @@ def _mark(node: Node, *, now: datetime) -> bool:
     since = node.draining_since
     if since is None or not _says_idle(node, since, now=now):
         return False
-    facts = _read_facts(node.pk, since)
+    facts: DrainFacts = import_string(settings.NODE_DRAIN_FACTS)(node.pk, since)
     told = {count.gateway_id for count in node.drain_counts.all() if count.draining_since == since and not count.active}
     if facts.running or not facts.gateways <= told:
         return False
@@ -253,15 +238,10 @@ def _mark(node: Node, *, now: datetime) -> bool:
 
 def _says_idle(node: Node, since: datetime, *, now: datetime) -> bool:
     """Whether the node reported, since the drain began, that it runs nothing; one that is gone runs nothing for us."""
-    presence: NodePresence | None = getattr(node, "presence", None)
-    if presence is None or judge_status(node, presence, now=now) is NodeStatus.OFFLINE:
+    if judge_status(node, now=now) is NodeStatus.OFFLINE:
         return True
+    presence = presence_of(node)
     return presence.active_requests == 0 and presence.last_heartbeat_at is not None and presence.last_heartbeat_at >= since
-
-
-def _read_facts(node_id: uuid.UUID, since: datetime) -> DrainFacts:
-    read: DrainReader = import_string(settings.NODE_DRAIN_FACTS)
-    return read(node_id, since)
 
 
 def _count_requests(count: int) -> str:
@@ -272,7 +252,6 @@ def _clock_time(moment: datetime) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
-ACTOR = "system:sweep"
 LOCK_KEY = 0x6D757374_6E6F6465
 """Advisory lock of this sweep: ``mustnode`` in ASCII."""
 
@@ -321,9 +300,7 @@ def _sweep() -> SweepReport:
     if not _take_lock():
         return SweepReport(skipped=True)
     now = read_clock()
-    went_offline = _mark_offline(now)
-    deadlines_cleared = _clear_deadlines(now)
-    drains_ended = _end_drains()
+    went_offline, deadlines_cleared, drains_ended = _mark_offline(now), _clear_deadlines(now), _end_drains()
     _name_drains(now)
     return SweepReport(
         went_offline=went_offline, deadlines_cleared=deadlines_cleared, drains_ended=drains_ended, drained=mark_drained()
@@ -352,16 +329,8 @@ def _mark_offline(now: datetime) -> int:
     for presence in claimed.order_by("pk"):
         # Compare and set: a heartbeat that arrived since keeps the box.
         same = NodePresence.objects.filter(pk=presence.pk, last_heartbeat_at=presence.last_heartbeat_at)
-        if presence.last_heartbeat_at is None:
-            same = NodePresence.objects.filter(pk=presence.pk, last_heartbeat_at__isnull=True)
-        changed = same.update(
-            connected=False,
-            gateway_id=None,
-            reported_status=NodeStatus.OFFLINE.value,
-            active_requests=0,
-            updated_at=now,
-        )
-        if changed:
+        gone = {"connected": False, "gateway_id": None, "reported_status": NodeStatus.OFFLINE.value, "active_requests": 0}
+        if same.update(**gone, updated_at=now):
             went += 1
             _record(presence.node, "node.offline")
     return went
@@ -377,11 +346,9 @@ def _end_drains() -> int:
     ended = 0
     for node in over.order_by("pk"):
         changes: dict[str, object] = {"draining": False, "drain_reason": ""}
-        if node.mode != NodeMode.SPARE_OFF.value:
+        if not is_reclaimed(node):
             changes |= end_stop()
-        for field, value in changes.items():
-            setattr(node, field, value)
-        node.save(update_fields=[*changes, "updated_at"])
+        save_changes(node, changes)
         ended += 1
         _record(node, "node.drain_end")
     return ended

@@ -237,7 +237,6 @@ def _is_held(node: Node, runner_id: str) -> bool:
 
 
 def _list_holders(nodes: QuerySet[Node]) -> QuerySet[Node, str]:
-    """Return the runner id of each of these boxes that holds one."""
     gone = Q(credential__revoked_at__isnull=False) | Q(provider__state=ProviderState.DELETED)
     return nodes.exclude(gone).values_list("runner_id", flat=True)
 

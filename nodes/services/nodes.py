@@ -33,12 +33,20 @@ from nodes.errors import (
     NodeNotFound,
     ProviderUnavailable,
 )
-from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reach, read_clock, seal_api_key
+from nodes.models import Node, NodeCredential, NodePresence, ProviderState, Reach, read_clock, save_changes, seal_api_key
 from nodes.reports import Capabilities, find_endpoints, read_capabilities, store_endpoints
 from nodes.services.availability import explain_unreachable, judge_status, should_drain
 from nodes.services.drains import set_mode
 from wire import clock
 from wire.contract import NodeMode, NodeStatus
+
+if TYPE_CHECKING:
+    import httpx
+
+NO_ANSWER = "it took the connection and did not answer in time"
+_CAPABILITIES, _MODELS = "/v1/capabilities", "/v1/models"
+
+logger = logging.getLogger("muster.nodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +112,8 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
     """
     _check_api_key(registration.api_key or "")
     if not _load_model_check(settings.NODE_MODEL_CHECK)(registration.current_model):
-        raise ModelNotAllowed(
-            f"Model {registration.current_model!r} is not on the allow-list; an operator can add it.",
-            param="current_model",
-        )
+        text = f"Model {registration.current_model!r} is not on the allow-list; an operator can add it."
+        raise ModelNotAllowed(text, param="current_model")
     probed: ProbeResult | None = None
     if registration.public_base_url:
         # Outside the transaction: a slow name server, or a node that does not answer, must not hold row locks.
@@ -119,12 +125,13 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
     with transaction.atomic():
         node, is_new = claim_node(credential=credential, name=registration.node_name)
         presence, _ = NodePresence.objects.get_or_create(node=node)
+        node.presence = presence
         if probed is not None:
             presence.probed_at, presence.probe_error = clock.now(), probed.error[: limits().nodes.probe_error_chars]
             presence.save(update_fields=["probed_at", "probe_error"])
-        changed = _apply(node, registration, is_new=is_new, is_connected=presence.connected)
+        changed = _find_changes(node, registration, is_new=is_new, is_connected=presence.connected)
         if changed:
-            node.save(update_fields=[*changed, "updated_at"])
+            save_changes(node, changed)
         if is_new or changed:
             action = "node.register" if is_new else "node.refresh"
             detail = {"name": node.name, "credential": credential.keyid, "changed": sorted(changed)}
@@ -133,8 +140,7 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
         if probed is not None and probed.said is not None:
             store_capabilities(node, presence, probed.said)
             presence.refresh_from_db()
-    status = judge_status(node, presence, now=read_clock())
-    return Registered(node=node, status=status, unreachable=explain_unreachable(node, presence))
+    return Registered(node, judge_status(node, now=read_clock()), explain_unreachable(node))
 
 
 @transaction.atomic
@@ -191,22 +197,21 @@ def record_heartbeat(*, credential: NodeCredential, heartbeat: Heartbeat) -> Hea
         node.provider = provider
     now = read_clock()
     NodePresence.objects.get_or_create(node=node)
-    presence = NodePresence.objects.select_for_update().get(node=node)
-    before = judge_status(node, presence, now=now)
-    _store_heartbeat(presence, heartbeat, now)
-    after = judge_status(node, presence, now=now)
+    node.presence = NodePresence.objects.select_for_update().get(node=node)
+    before = judge_status(node, now=now)
+    _store_heartbeat(node.presence, heartbeat, now)
+    after = judge_status(node, now=now)
     if before is not after:
         _announce(node, before, after)
     return HeartbeatResult(
         server_time=now,
         effective_status=after,
         should_drain=should_drain(node),
-        unreachable=explain_unreachable(node, presence),
+        unreachable=explain_unreachable(node),
     )
 
 
-def _apply(node: Node, registration: Registration, *, is_new: bool, is_connected: bool) -> list[str]:
-    """Set what the box says of itself on the row and return the names of the fields that changed."""
+def _find_changes(node: Node, registration: Registration, *, is_new: bool, is_connected: bool) -> dict[str, object]:
     is_direct = bool(registration.public_base_url)
     wanted: dict[str, object] = {
         "owner_name": registration.owner_name,
@@ -222,14 +227,10 @@ def _apply(node: Node, registration: Registration, *, is_new: bool, is_connected
         wanted["model_names"] = [registration.current_model]
     if registration.max_concurrent is not None or is_new:
         wanted["max_concurrent"] = registration.max_concurrent or limits().nodes.direct_concurrency
-    changed = [name for name, value in wanted.items() if getattr(node, name) != value]
-    for name in changed:
-        setattr(node, name, wanted[name])
-    return changed
+    return {name: value for name, value in wanted.items() if getattr(node, name) != value}
 
 
 def _find_known(credential: NodeCredential, name: str) -> Node | None:
-    """Return the node that ``claim_node`` would, None when it would make one."""
     return credential.node if credential.node is not None else Node.objects.filter(credential=credential, name=name).first()
 
 
@@ -269,8 +270,7 @@ def set_api_key(*, node_id: uuid.UUID, api_key: str, actor: str) -> Node:
         raise BadRequest(
             "This node dials in, so nothing calls its URL; only nodes called over HTTP take a key.", param="node_id"
         )
-    node.sealed_api_key = seal_api_key(api_key)
-    node.save(update_fields=["sealed_api_key", "updated_at"])
+    save_changes(node, {"sealed_api_key": seal_api_key(api_key)})
     NodePresence.objects.filter(node=node).update(probed_at=None)  # the next round of calls tries it
     detail = {"name": node.name, "is_set": bool(api_key)}
     record_event(actor=actor, action="node.set_api_key", target=node.printed_id, detail=detail)
@@ -279,36 +279,22 @@ def set_api_key(*, node_id: uuid.UUID, api_key: str, actor: str) -> Node:
 
 
 def _store_heartbeat(presence: NodePresence, heartbeat: Heartbeat, now: datetime) -> None:
-    presence.last_heartbeat_at = now
-    presence.reported_status = heartbeat.status.value
-    presence.is_accepting_jobs = heartbeat.is_accepting_jobs
-    presence.active_requests = heartbeat.active_request_count
-    presence.gpu_util_percent = heartbeat.gpu_util_percent
-    presence.vram_used_mb = heartbeat.vram_used_mb
-    presence.vram_free_mb = heartbeat.vram_free_mb
-    presence.spare_score = heartbeat.spare_score
-    presence.last_error = heartbeat.last_local_error[: limits().nodes.report_error_chars]
-    presence.observed_at = heartbeat.observed_at
+    changes: dict[str, object] = {
+        "last_heartbeat_at": now,
+        "reported_status": heartbeat.status.value,
+        "is_accepting_jobs": heartbeat.is_accepting_jobs,
+        "active_requests": heartbeat.active_request_count,
+        "gpu_util_percent": heartbeat.gpu_util_percent,
+        "vram_used_mb": heartbeat.vram_used_mb,
+        "vram_free_mb": heartbeat.vram_free_mb,
+        "spare_score": heartbeat.spare_score,
+        "last_error": heartbeat.last_local_error[: limits().nodes.report_error_chars],
+        "observed_at": heartbeat.observed_at,
+        "updated_at": now,
+    }
     if not presence.connected:
-        # Its last session may have been bridge v1, which is judged by another window.
-        presence.protocol = ""
-    presence.updated_at = now
-    presence.save(
-        update_fields=[
-            "last_heartbeat_at",
-            "reported_status",
-            "is_accepting_jobs",
-            "active_requests",
-            "gpu_util_percent",
-            "vram_used_mb",
-            "vram_free_mb",
-            "spare_score",
-            "last_error",
-            "observed_at",
-            "protocol",
-            "updated_at",
-        ]
-    )
+        changes["protocol"] = ""  # its last session may have been bridge v1, which is judged by another window
+    save_changes(presence, changes)
 
 
 def _announce(node: Node, before: NodeStatus, after: NodeStatus) -> None:
@@ -327,13 +313,9 @@ def _load_model_check(path: str) -> Callable[[str], bool]:
     return check
 
 
-if TYPE_CHECKING:
-    import httpx
-
-NO_ANSWER = "it took the connection and did not answer in time"
-_CAPABILITIES, _MODELS = "/v1/capabilities", "/v1/models"
-
-logger = logging.getLogger("muster.nodes")
+# Calls of the URL that a node registered: until it answers, the node is not available and gets no request. A node of the
+# model-runner API is asked for its capabilities, which fill the columns that the telemetry of a node that dials in fills. One
+# without that endpoint is asked for its models, and lives by its register and heartbeats.
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +342,6 @@ def probe_direct_nodes() -> int:
 
 
 def is_probe_due() -> bool:
-    """Whether a node is to be called now."""
     return _find_due().exists()
 
 
@@ -377,9 +358,7 @@ def _store_probe(node: Node, result: ProbeResult) -> None:
     presence, error = node.presence, result.error
     if error == NO_ANSWER and presence.probed_at is not None and not presence.probe_error and presence.active_requests:
         error = ""  # it took the connection and has work: a server of one thread answers when that is done
-    same = NodePresence.objects.filter(
-        node_id=node.pk, probed_at=presence.probed_at
-    )  # registering again may have called it since
+    same = NodePresence.objects.filter(pk=node.pk, probed_at=presence.probed_at)  # registering again may have called it since
     if not same.update(probed_at=clock.now(), probe_error=error[: limits().nodes.probe_error_chars]):
         return
     is_news = bool(error) != bool(presence.probe_error)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,8 +20,8 @@ from core import hints
 from core.limits import limits
 from governance import audit
 from nodes.errors import ApiKeyUnreadable, EnrolmentRefused, NameTaken
-from nodes.models import Node, NodeCredential, NodePresence, Reach
-from nodes.reports import find_endpoints, read_contexts, read_endpoints, read_engines, store_endpoints
+from nodes.models import Node, NodeCredential, NodePresence, Reach, clock_of, presence_of, with_clock
+from nodes.reports import find_contexts, find_endpoints, find_engines, read_endpoints, read_replicas, store_endpoints
 from nodes.services.availability import explain_unreachable
 from nodes.services.governance import take_registered
 from nodes.states import NodeRow
@@ -166,7 +166,6 @@ class _Opening:
         return OpenedSession(node.id, node.name, node.epoch, node.mode, node.cordoned, node.draining, link_id)
 
     def write(self) -> None:
-        """Write what changed."""
         nodes = [self._nodes[node_id] for node_id in self._presences]
         # A row that is there keeps what operators decided: it is locked, and only what its box says is set.
         changed = [node for node in nodes if self._before.get(node.pk) != _list_said(node)]
@@ -371,8 +370,6 @@ RETURNING p.node_id, p.gateway_id = %(gateway)s
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """A session that is over: ``link_id`` as ``open_sessions`` gave it."""
-
     node_id: uuid.UUID
     link_id: uuid.UUID
     reason: str
@@ -391,7 +388,8 @@ def close_sessions(ends: Sequence[SessionEnd], *, gateway_id: uuid.UUID) -> None
         "offline": NodeStatus.OFFLINE.value,
         "ends": json.dumps([{"node_id": end.node_id.hex, "link": end.link_id.hex} for end in ends]),
     }
-    _lock_presences(reasons)
+    # In the order in which everybody locks several of them: two gateways may report the same nodes.
+    list(NodePresence.objects.select_for_update().filter(pk__in=list(reasons)).order_by("pk").values_list("pk"))
     with connection.cursor() as cursor:
         cursor.execute(_CLOSE_SESSIONS, values)
         gone = [node_id for node_id, was_here in cursor.fetchall() if was_here]
@@ -438,12 +436,6 @@ def _write_reports(reports: Sequence[PresenceReport], *, gateway_id: uuid.UUID) 
         return [row[0] for row in cursor.fetchall()]
 
 
-def _lock_presences(node_ids: Iterable[uuid.UUID]) -> None:
-    """Lock rows in the order in which everybody locks several of them: two gateways may report the same nodes."""
-    rows = NodePresence.objects.select_for_update().filter(pk__in=list(node_ids)).order_by("pk")
-    rows.values_list("pk", flat=True).__len__()
-
-
 def _render_report(report: PresenceReport) -> dict[str, object]:
     row: dict[str, object] = {
         "node_id": report.node_id.hex,
@@ -482,7 +474,6 @@ def _sum_gpus(gpus: Sequence[bridge.GpuInfo]) -> dict[str, object]:
 
 
 def find_revoked(credential_ids: list[int]) -> set[int]:
-    """Return which of the credentials were revoked."""
     revoked = NodeCredential.objects.filter(pk__in=credential_ids, revoked_at__isnull=False)
     return set(revoked.values_list("pk", flat=True))
 
@@ -506,7 +497,6 @@ class KnownNodes:
         """By node; a row that did not change stays the same object."""
 
     def forget(self) -> None:
-        """Have every row read again."""
         self._versions, self.rows = {}, {}
 
     def refresh(self) -> None:
@@ -523,49 +513,42 @@ class KnownNodes:
 
 def load_node_rows(node_ids: Collection[uuid.UUID] | None = None) -> list[NodeRow]:
     """Return every node, or those of ``node_ids``, as routing needs it; one query."""
-    query = Node.objects.select_related("provider", "presence").annotate(database_now=Now()).order_by("name", "pk")
+    query = with_clock(Node.objects.select_related("provider", "presence")).order_by("name", "pk")
     if node_ids is not None:
         query = query.filter(pk__in=node_ids)
-    rows: list[NodeRow] = []
-    for node in query:
-        since = clock.monotonic() - node.database_now.timestamp()
-        presence = getattr(node, "presence", None)
-        seen = presence.last_heartbeat_at if presence is not None else None
-        deadline = node.drain_deadline_at
-        is_direct = node.reach == Reach.DIRECT.value and bool(node.public_base_url)
-        rows.append(
-            NodeRow(
-                node_id=node.pk,
-                name=node.name,
-                provider=node.provider.name,
-                provider_state=node.provider.state,
-                is_direct=is_direct,
-                public_base_url=node.public_base_url,
-                model_names=tuple(node.model_names),
-                max_concurrent=node.max_concurrent,
-                mode=node.mode,
-                cordoned=node.cordoned,
-                draining=node.draining,
-                drain_reason=node.drain_reason,
-                drain_deadline_at=since + deadline.timestamp() if deadline is not None else None,
-                draining_since=node.draining_since,
-                epoch=node.epoch,
-                instance_id=node.instance_id,
-                heard_at=since + min(seen, node.database_now).timestamp() if seen is not None else None,
-                reported_status=presence.reported_status if presence is not None else NodeStatus.OFFLINE.value,
-                is_accepting_jobs=presence.is_accepting_jobs if presence is not None else False,
-                active_requests=presence.active_requests if presence is not None else 0,
-                connected=presence.connected if presence is not None else False,
-                gateway_id=presence.gateway_id if presence is not None else None,
-                unreachable=explain_unreachable(node, presence),
-                endpoints=read_endpoints(node.model_endpoints),
-                carries_bytes=presence is None or presence.protocol != BRIDGE_V1,
-                contexts=read_contexts(presence.replicas) if presence is not None else {},
-                engines=read_engines(presence.replicas) if presence is not None else {},
-                api_key=_read_api_key(node) if is_direct else "",
-            )
-        )
-    return rows
+    return [_read_row(node) for node in query]
+
+
+_SAME_COLUMNS = (
+    *("name", "public_base_url", "max_concurrent", "mode", "cordoned", "draining", "drain_reason", "draining_since"),
+    *("epoch", "instance_id"),
+)
+_SAME_PRESENCE_COLUMNS = ("reported_status", "is_accepting_jobs", "active_requests", "connected", "gateway_id")
+
+
+def _read_row(node: Node) -> NodeRow:
+    now = clock_of(node)
+    since, presence = clock.monotonic() - now.timestamp(), presence_of(node)
+    seen, deadline = presence.last_heartbeat_at, node.drain_deadline_at
+    is_direct = node.reach == Reach.DIRECT.value and bool(node.public_base_url)
+    replicas = read_replicas(presence.replicas)
+    return NodeRow(
+        **{name: getattr(node, name) for name in _SAME_COLUMNS},
+        **{name: getattr(presence, name) for name in _SAME_PRESENCE_COLUMNS},
+        node_id=node.pk,
+        provider=node.provider.name,
+        provider_state=node.provider.state,
+        is_direct=is_direct,
+        model_names=tuple(node.model_names),
+        drain_deadline_at=since + deadline.timestamp() if deadline is not None else None,
+        heard_at=since + min(seen, now).timestamp() if seen is not None else None,
+        unreachable=explain_unreachable(node),
+        endpoints=read_endpoints(node.model_endpoints),
+        carries_bytes=presence.protocol != BRIDGE_V1,
+        contexts=find_contexts(replicas),
+        engines=find_engines(replicas),
+        api_key=_read_api_key(node) if is_direct else "",
+    )
 
 
 def _read_api_key(node: Node) -> str:

@@ -7,19 +7,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TypeVar
 
 import msgspec
 
 from core.limits import limits
-from nodes.models import Node, NodePresence, ProviderState, clock_of, heartbeat_age_s, with_clock
+from nodes.models import Node, NodePresence, ProviderState, clock_of, heartbeat_age_s, presence_of, with_clock
+from nodes.reports import read_replicas, read_stored
 from nodes.states import Freshness, judge_freshness
 from wire.bridge import GpuInfo, MemoryInfo, ModelFacts, ReplicaInfo
 
 _LOADED, _FAILED = "loaded", "failed"
 _CHANGING = ("loading", "unloading")
 _STATES = (_LOADED, *_CHANGING, _FAILED)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,83 +43,47 @@ class MemoryBar:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaView:
-    """One copy of a model. ``percent`` of a load that is done and ``eta_s`` it still takes; None = not known.
+class NodeTelemetry:
+    """Everything the page of a node shows of its models and memory. ``age_s``: since it was heard; None = never.
 
-    ``kept``: an approval keeps it loaded, also over restarts of the node. ``gave_up_ms``: when the node stopped trying to load
-    such a model, as it says (Unix time in milliseconds); None = it has not.
+    ``facts``: the members of ``ModelFacts`` by name, some of them as the page words them.
     """
-
-    model: str
-    engine: str
-    state: str
-    detail: str
-    active: int
-    slots: int
-    percent: int | None
-    eta_s: float | None
-    memory_mb: int | None
-    weights_mb: int | None
-    kv_mb: int | None
-    kept: bool = False
-    gave_up_ms: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FactsView:
-    """What a load of one model takes and may set. ``estimate``: where ``estimate_mb`` is from; ``limits``: a line a field."""
-
-    name: str
-    backend: str
-    replicas: str
-    state: str
-    target_inflight: int
-    configured_target_inflight: int
-    estimate_mb: int | None
-    estimate: str
-    limits: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BoxView:
-    """Everything the page of a box shows of its models and memory. ``age_s``: since it was heard; None = never."""
 
     age_s: float | None
     is_current: bool
-    loaded: tuple[ReplicaView, ...]
-    changing: tuple[ReplicaView, ...]
-    failed: tuple[ReplicaView, ...]
+    loaded: tuple[ReplicaInfo, ...]
+    changing: tuple[ReplicaInfo, ...]
+    failed: tuple[ReplicaInfo, ...]
     available: tuple[str, ...]
     available_beyond: int
     memory: MemoryBar | None
-    facts: tuple[FactsView, ...]
+    facts: tuple[dict[str, object], ...]
     gpus: tuple[GpuInfo, ...]
     queue_depth: int | None
     avg_wait_ms: int | None
 
     @property
     def says_something(self) -> bool:
-        """Whether the box reports models or memory at all; bridge v1 workers do not."""
+        """Whether the node reports models or memory at all; bridge v1 workers do not."""
         return bool(self.loaded or self.changing or self.failed or self.available or self.memory or self.gpus)
 
 
-def read_box(node_id: uuid.UUID) -> BoxView | None:
-    """Return the view of a box in one query; None when there is no such box."""
+def read_telemetry(node_id: uuid.UUID) -> NodeTelemetry | None:
+    """Return the telemetry of a node in one query; None when there is no such node."""
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence")
     node = with_clock(rows).filter(pk=node_id).first()
-    return describe_box(node, now=clock_of(node)) if node is not None else None
+    return describe_telemetry(node, now=clock_of(node)) if node is not None else None
 
 
-def describe_box(node: Node, *, now: datetime) -> BoxView:
-    """Return the view of a box whose presence was loaded with it."""
-    presence: NodePresence = getattr(node, "presence", None) or NodePresence(node=node)
+def describe_telemetry(node: Node, *, now: datetime) -> NodeTelemetry:
+    presence = presence_of(node)
     age_s = heartbeat_age_s(presence, now=now)
     freshness = judge_freshness(age_s, limits().nodes, protocol=presence.protocol)
-    replicas = [_view_replica(replica) for replica in _read_replicas(presence)]
-    gpus = _convert(presence.gpus, list[GpuInfo]) or _guess_gpus(node, presence)
+    replicas = read_replicas(presence.replicas)
+    gpus = read_stored(presence.gpus, list[GpuInfo]) or _guess_gpus(node, presence)
     available = [str(name) for name in presence.available_models or ()]
-    memory = _convert(presence.memory, MemoryInfo)
-    return BoxView(
+    memory = read_stored(presence.memory, MemoryInfo)
+    return NodeTelemetry(
         age_s=age_s,
         is_current=freshness is Freshness.FRESH,
         loaded=_of_state(replicas, _LOADED),
@@ -136,16 +99,39 @@ def describe_box(node: Node, *, now: datetime) -> BoxView:
     )
 
 
-def count_replicas(presence: NodePresence | None) -> Counter[str]:
-    """Return how many copies of models a box has in each state that a page shows."""
-    states = (replica.state for replica in _read_replicas(presence)) if presence is not None else ()
-    return Counter(state for state in states if state in _STATES)
+def count_replicas(presence: NodePresence) -> Counter[str]:
+    """Return how many copies of models a node has in each state that a page shows."""
+    return Counter(replica.state for replica in read_replicas(presence.replicas) if replica.state in _STATES)
 
 
-def list_failures(presence: NodePresence | None) -> tuple[tuple[str, str], ...]:
+def list_failures(presence: NodePresence) -> tuple[tuple[str, str], ...]:
     """Return model and reason of each replica that failed; the reason is empty when the node gives none."""
-    replicas = _read_replicas(presence) if presence is not None else ()
-    return tuple((replica.model, replica.detail) for replica in replicas if replica.state == _FAILED)
+    return tuple((replica.model, replica.detail) for replica in read_replicas(presence.replicas) if replica.state == _FAILED)
+
+
+def describe_gpus(node: Node) -> str:
+    """Return one line: ``NVIDIA L4 63 % 18.0/22.5 GiB; …``, from telemetry if there is any, else from registration."""
+    presence = presence_of(node)
+    gpus = presence.gpus or [
+        {
+            "name": node.gpu_name,
+            "utilization_percent": presence.gpu_util_percent,
+            "memory_used_mb": presence.vram_used_mb,
+            "memory_total_mb": node.vram_total_mb,
+        }
+    ]
+    return "; ".join(filter(None, map(_describe_gpu, gpus)))
+
+
+def _describe_gpu(gpu: Mapping[str, object]) -> str:
+    busy, used, total = gpu.get("utilization_percent"), gpu.get("memory_used_mb"), gpu.get("memory_total_mb")
+    parts = [str(gpu.get("name") or "")]
+    if isinstance(busy, int | float):
+        parts.append(f"{busy:.0f} %")
+    if isinstance(total, int | float):
+        of = f"{used / 1024:.1f}/" if isinstance(used, int | float) else ""
+        parts.append(f"{of}{total / 1024:.1f} GiB")
+    return " ".join(filter(None, parts))
 
 
 def describe_counts(counts: Counter[str]) -> str:
@@ -154,7 +140,7 @@ def describe_counts(counts: Counter[str]) -> str:
 
 
 def draw_memory(memory: MemoryInfo | None, gpus: Iterable[GpuInfo]) -> MemoryBar | None:
-    """Return the memory bar, from the sum of the GPUs where the box gives no figure; None when nothing is known."""
+    """Return the memory bar, from the sum of the GPUs where the node gives no figure; None when nothing is known."""
     if memory is None or memory.total_mb is None:
         totals = [(gpu.memory_total_mb, gpu.memory_used_mb or 0) for gpu in gpus if gpu.memory_total_mb is not None]
         if not totals:
@@ -184,12 +170,8 @@ def _draw_parts(named: Iterable[tuple[str, str, int]], total: int) -> tuple[Memo
     return tuple(parts)
 
 
-def _read_replicas(presence: NodePresence) -> list[ReplicaInfo]:
-    return _convert(presence.replicas, list[ReplicaInfo]) or []
-
-
 def _guess_gpus(node: Node, presence: NodePresence) -> list[GpuInfo]:
-    """Return the GPU of a box that gives no telemetry, from its registration and its heartbeats over REST."""
+    """Return the GPU of a node that gives no telemetry, from its registration and its heartbeats over REST."""
     if not node.gpu_name:
         return []
     return [
@@ -203,45 +185,22 @@ def _guess_gpus(node: Node, presence: NodePresence) -> list[GpuInfo]:
     ]
 
 
-def _of_state(replicas: Iterable[ReplicaView], *states: str) -> tuple[ReplicaView, ...]:
+def _of_state(replicas: Iterable[ReplicaInfo], *states: str) -> tuple[ReplicaInfo, ...]:
     return tuple(sorted((replica for replica in replicas if replica.state in states), key=lambda replica: replica.model))
-
-
-def _view_replica(replica: ReplicaInfo) -> ReplicaView:
-    return ReplicaView(
-        model=replica.model,
-        engine=replica.engine,
-        state=replica.state,
-        detail=replica.detail,
-        active=replica.active,
-        slots=replica.slots,
-        percent=int(100 * replica.progress) if replica.progress is not None else None,
-        eta_s=replica.eta_s,
-        memory_mb=replica.memory_mb,
-        weights_mb=replica.weights_mb,
-        kv_mb=replica.kv_mb,
-        kept=replica.kept,
-        gave_up_ms=replica.gave_up_ms,
-    )
 
 
 _ESTIMATES = {"observed_load_delta": "measured", "model_artifact_size": "size of the files"}
 
 
-def _view_facts(facts: ModelFacts) -> FactsView:
+def _view_facts(facts: ModelFacts) -> dict[str, object]:
     count = f"{facts.loaded_replicas} of {facts.replica_max}" if facts.loaded_replicas else f"up to {facts.replica_max}"
     several = f", {facts.estimate_replicas} replicas" if facts.estimate_replicas > 1 else ""
-    return FactsView(
-        name=facts.name,
-        backend=facts.backend,
-        replicas=count,
-        state=facts.state,
-        target_inflight=facts.target_inflight,
-        configured_target_inflight=facts.configured_target_inflight,
-        estimate_mb=facts.estimate_mb,
-        estimate=_ESTIMATES.get(facts.estimate_source, "not known") + several,
-        limits=tuple(f"{name}: {describe_limits(limits)}" for name, limits in facts.load_constraints.items()),
-    )
+    return {
+        **msgspec.structs.asdict(facts),
+        "replicas": count,
+        "estimate": _ESTIMATES.get(facts.estimate_source, "not known") + several,
+        "limits": [f"{name}: {describe_limits(limits)}" for name, limits in facts.load_constraints.items()],
+    }
 
 
 def describe_limits(limits: Mapping[str, object]) -> str:
@@ -258,10 +217,3 @@ def describe_limits(limits: Mapping[str, object]) -> str:
         words.append(str(limits.get("format") or limits.get("kind") or "any value"))
     default = limits.get("default")
     return " ".join(filter(None, words)) + (f"; {default} when left out" if default is not None else "")
-
-
-def _convert(stored: object, kind: type[T]) -> T | None:
-    try:
-        return msgspec.convert(stored, kind)
-    except msgspec.ValidationError:  # written by a release that knew more, or less
-        return None

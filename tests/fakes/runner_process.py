@@ -26,7 +26,7 @@ from django.db.models.functions import Now
 
 from governance.operations.evidence import policy_chain
 from governance.operations.policies import active_policy
-from nodes.channel import Send, plan_deliveries, store_status
+from nodes.channel import plan_deliveries, store_status
 from nodes.models import Node, NodePresence
 from nodes.reports import clean_governance, clean_report, clean_status
 from nodes.services.governance import take_governance, take_report
@@ -561,16 +561,10 @@ class Gateway:
         linked = {node.row.pk: node for node in self._nodes if node.link is not None}
         since = {pk: node.link.since for pk, node in linked.items() if node.link is not None}
         deliveries = self._perform(lambda: plan_deliveries(linked=since, gateway_id=self._id))
-        for each in deliveries or ():
-            message: bridge.OpCommand | bridge.OpQuery
-            if isinstance(each, Send):
-                message = bridge.OpCommand(
-                    op_id=each.op_id, use=each.use, operation=each.operation, body=each.body, token=each.token
-                )  # fmt: skip
+        for pk, message in deliveries or ():
+            if isinstance(message, bridge.OpCommand):
                 self.sent.append(bridge.encode_message(message))
-            else:
-                message = bridge.OpQuery(op_id=each.op_id, use=each.use)
-            self._send(linked[each.node_id], message)
+            self._send(linked[pk], message)
         for node in linked.values():
             if node.link is not None:
                 chain = policy_chain(after_version=node.link.policy_version)

@@ -31,5 +31,5 @@ class Command(ServiceCommand):
         else:
             node = SIMPLE_ACTIONS[action](node_id=node_id, actor=ACTOR)
         said = f"{action} {node.name}: cordoned={node.cordoned} draining={node.draining}"
-        drain = describe_drain(node, getattr(node, "presence", None))
+        drain = describe_drain(node)
         return f"{said} ({drain})" if drain else said

@@ -29,12 +29,12 @@ from governance.operations.policies import active_policy
 from governance.operations.runs import run_due
 from governance.registry import RunOrder
 from governance.states import RunState
-from nodes.channel import Ask, Delivery, Send, plan_deliveries, store_status
+from nodes.channel import Delivery, plan_deliveries, store_status
 from nodes.models import Node
 from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, only_run
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import audited, find_tables, shared_rows
-from wire.bridge import OpStatus
+from wire.bridge import OpCommand, OpQuery, OpStatus
 from wire.optoken import Level, Verifier, read_token
 from wire.optoken import Operation as Verb
 from wire.optoken.approval import read_policy, read_statement, verify_receipts
@@ -123,8 +123,8 @@ def test_what_is_approved_waits_for_a_gateway_with_a_token_that_the_node_accepts
         keys={sent.rig.kid: sent.rig.secret},
         policy=read_policy(bytes(found[0].document)),
     )
-    (delivery,) = sent.plan()
-    assert isinstance(delivery, Send)
+    ((_, delivery),) = sent.plan()
+    assert isinstance(delivery, OpCommand)
     now = timezone.now().timestamp()
     token = read_token(delivery.token)
     verified = verifier.verify(token, operation=operation, model_id=model_id, params=delivery.body, now=now)
@@ -135,7 +135,7 @@ def test_what_is_approved_waits_for_a_gateway_with_a_token_that_the_node_accepts
 def test_a_run_is_sent_by_one_gateway_that_holds_the_node_once(sent: Sent) -> None:
     assert plan_deliveries(linked={}, gateway_id=GATEWAY) == []
     assert plan_deliveries(linked={uuid.uuid4(): LONG_AGO}, gateway_id=GATEWAY) == []
-    assert [type(each) for each in sent.plan()] == [Send]
+    assert [type(each) for _, each in sent.plan()] == [OpCommand]
     sent.pass_time(-60)
     assert sent.plan() == []
     assert sent.plan(gateway=OTHER) == []
@@ -157,7 +157,7 @@ def test_a_node_that_may_have_missed_it_is_asked_once(
 ) -> None:
     sent.plan()
     sent.pass_time(silent_s)
-    asked = [Ask(sent.node.pk, sent.op_id, 1)] if is_asked else []
+    asked = [(sent.node.pk, OpQuery(op_id=sent.op_id, use=1))] if is_asked else []
     assert sent.plan(gateway=gateway, linked_s_ago=linked_s_ago) == asked
     assert sent.plan(gateway=gateway) == [], "and then given time to answer"
 
@@ -170,17 +170,17 @@ def test_what_waits_is_sent_however_much_has_been_sent(team: Team, sent: Sent) -
     run_due()
     set_limits(nodes={"command_batch": 1})
     linked = {sent.node.pk: LONG_AGO, node.pk: LONG_AGO}
-    assert [type(each) for each in plan_deliveries(linked=linked, gateway_id=GATEWAY)] == [Send]
+    assert [type(each) for _, each in plan_deliveries(linked=linked, gateway_id=GATEWAY)] == [OpCommand]
 
 
 def test_while_everything_is_frozen_nothing_is_sent_and_what_was_sent_is_asked_about(team: Team, sent: Sent) -> None:
     freeze(user=team[1].user, reason="stop")
     assert sent.plan() == []
     Freeze.objects.update(lifted_at=timezone.now())
-    assert [type(each) for each in sent.plan()] == [Send]
+    assert [type(each) for _, each in sent.plan()] == [OpCommand]
     freeze(user=team[1].user, reason="stop")
     sent.pass_time(6)
-    assert [type(each) for each in sent.plan()] == [Ask]
+    assert [type(each) for _, each in sent.plan()] == [OpQuery]
 
 
 def test_a_token_that_ran_out_before_the_box_came_is_replaced(sent: Sent) -> None:
@@ -190,8 +190,8 @@ def test_a_token_that_ran_out_before_the_box_came_is_replaced(sent: Sent) -> Non
     assert sent.stands == (RunState.QUEUED.value, False, False)
     assert sent.plan() == [], "nothing is sent without a token"
     sent.dispatch_again()
-    (delivery,) = sent.plan()
-    assert isinstance(delivery, Send)
+    ((_, delivery),) = sent.plan()
+    assert isinstance(delivery, OpCommand)
     assert delivery.token != old
 
 
@@ -204,7 +204,7 @@ def test_what_an_earlier_release_left_on_its_way_is_sent_anew(sent: Sent, state:
     run_due()
     assert sent.stands == (RunState.QUEUED.value, False, False)
     sent.dispatch_again()
-    assert [type(each) for each in sent.plan()] == [Send]
+    assert [type(each) for _, each in sent.plan()] == [OpCommand]
 
 
 def test_a_statement_that_was_changed_on_its_way_is_verified_again_and_not_sent(sent: Sent) -> None:
@@ -293,14 +293,14 @@ def test_a_node_that_is_busy_or_never_heard_of_it_gets_it_again_with_a_new_token
     old = sent.run.token
     sent.plan()
     sent.pass_time(6)
-    assert isinstance(sent.plan()[0], Ask)
+    assert isinstance(sent.plan()[0][1], OpQuery)
     sent.say(**says)
     sent.say("refused", code="busy")
     assert sent.stands == (RunState.QUEUED.value, False, False), "also when it says so twice"
     sent.dispatch_again()
     assert sent.run.token not in {"", old}
     assert sent.run.attempt == 2
-    assert isinstance(sent.plan()[0], Send)
+    assert isinstance(sent.plan()[0][1], OpCommand)
 
 
 def test_what_means_nothing_comes_from_another_node_or_is_older_than_what_was_sent_changes_nothing(sent: Sent) -> None:
@@ -334,7 +334,7 @@ def test_a_word_of_being_cut_off_that_comes_when_it_is_about_to_be_sent_again_en
     sent.say("interrupted")
     assert sent.stands == (RunState.QUEUED.value, False, False)
     sent.dispatch_again()
-    assert isinstance(sent.plan()[0], Send)
+    assert isinstance(sent.plan()[0][1], OpCommand)
 
 
 def test_a_batch_goes_to_one_node_after_the_other_and_stops_at_a_failure(team: Team) -> None:
@@ -429,7 +429,7 @@ def test_commands_of_the_release_before_are_taken_over_and_it_can_serve_on(sent:
     migrate("0010_runs_on_nodes", "0012_commands_are_runs")
     assert ours.values("id", *columns).get() == before
     sent.pass_time(6)
-    assert sent.plan() == [Ask(sent.node.pk, sent.op_id, 1)]
+    assert sent.plan() == [(sent.node.pk, OpQuery(op_id=sent.op_id, use=1))]
     with connection.cursor() as cursor:  # as the release before adds a run, and a command, which knows no node any more
         cursor.execute(
             "INSERT INTO governance_operationrun (id, operation_id, target, use, position, started_by, state, attempt, stage, "

@@ -31,7 +31,7 @@ from nodes.services.nodes import (
     set_api_key,
 )
 from nodes.services.sessions import load_node_rows
-from nodes.services.telemetry import describe_box
+from nodes.services.telemetry import describe_telemetry
 from nodes.tasks import call_box, ring_direct_boxes
 from tests.fakes.closed_port import closed_port
 from tests.fakes.direct_node import CAPABILITIES, DirectNode, run_direct_node
@@ -152,7 +152,7 @@ def test_what_a_node_says_of_its_capabilities_stands_where_the_telemetry_of_a_di
     assert said["available_models"] == ["meta-llama/Llama-3.1-8B-Instruct", "deepseek-ai/deepseek-r1-distill-llama-70b"]
     assert (said["queue_depth"], said["avg_wait_ms"], said["vram_free_mb"]) == (3, 150, 23920)
     assert load_node_rows()[0].contexts == {large: 32768}
-    view = describe_box(node, now=clock_of(node))
+    view = describe_telemetry(node, now=clock_of(node))
     assert view.memory is not None
     assert (view.memory.total_mb, view.memory.used_mb, view.gpus[0].name) == (81920, 58000, "NVIDIA H100")
 

@@ -299,8 +299,8 @@ def test_of_what_one_node_says_no_more_waits_than_its_share_and_a_last_word_stay
             desk.take_report(relayed, said)
     assert desk.waiting_statuses.count(ended) == 2
     assert len(desk.waiting_statuses) == limits().nodes.channel_statuses_per_node + 1
-    assert [report.node_id for report in desk.due_reports()] == [loud.node_id, quiet.node_id]
-    assert desk.waiting_reports == limits().nodes.channel_reports_per_node + 1
+    assert desk.waiting_reports == {loud.node_id: limits().nodes.channel_reports_per_node, quiet.node_id: 1}
+    assert list(desk.waiting_reports) == [loud.node_id, quiet.node_id]
 
 
 def test_no_proof_is_computed_from_a_size_that_was_never_signed(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from nodes.services.availability import (
     write_ejections,
 )
 from nodes.services.credentials import find_credential
-from nodes.services.telemetry import BoxView, count_replicas, describe_box
+from nodes.services.telemetry import NodeTelemetry, count_replicas, describe_telemetry
 from tests.fakes.governed_team import make_governed
 from tests.fakes.nodes import audited, make_credential, make_node, make_presence, make_provider
 from wire.bridge import BRIDGE_V1, MemoryInfo, ModelFacts
@@ -233,11 +233,11 @@ def test_an_operator_gives_a_node_called_over_http_its_keys_and_takes_them_back(
 # What is shown of a node, whatever its rows hold
 
 
-def describe(node: Node | None = None, **presence: Any) -> BoxView:
+def describe(node: Node | None = None, **presence: Any) -> NodeTelemetry:
     """Return the view of a box that was heard just now, without a database."""
     box = node or Node(name="box")
     NodePresence(node=box, last_heartbeat_at=timezone.now(), **presence)
-    return describe_box(box, now=timezone.now())
+    return describe_telemetry(box, now=timezone.now())
 
 
 def replica(model: str, state: str, **fields: object) -> dict[str, object]:
@@ -269,7 +269,7 @@ def test_sql_and_python_agree_on_the_status_of_every_combination() -> None:
     make_node("never registered a presence", credential=credential)
     now = timezone.now()
     rows = Node.objects.select_related("presence").annotate(status_now=status_expression(now=now))
-    judged = [(node.status_now, judge_status(node, getattr(node, "presence", None), now=now)) for node in rows]
+    judged = [(node.status_now, judge_status(node, now=now)) for node in rows]
     assert len(judged) == 5 * 2 * 5 * 2 * 8 + 1
     assert [pair for pair in judged if pair[0] != pair[1]] == []
 
@@ -335,13 +335,9 @@ def test_what_loads_take_and_may_set_is_shown() -> None:
     )  # fmt: skip
     box = describe(memory=msgspec.to_builtins(MemoryInfo(total_mb=10, models=[facts])))
     (shown,) = box.facts
-    assert (shown.name, shown.replicas, shown.estimate_mb, shown.estimate) == (
-        "m",
-        "up to 4",
-        700,
-        "size of the files, 2 replicas",
-    )
-    assert shown.limits == ("gguf_n_ctx: from 1",)
+    said = {name: shown[name] for name in ("name", "replicas", "estimate_mb", "estimate")}
+    assert said == {"name": "m", "replicas": "up to 4", "estimate_mb": 700, "estimate": "size of the files, 2 replicas"}
+    assert shown["limits"] == ["gguf_n_ctx: from 1"]
     page = render_to_string("admin/muster/box_state.html", {"box": box})
     assert "What a load takes and may set" in page
     assert "gguf_n_ctx: from 1" in page

@@ -634,7 +634,7 @@ def test_what_the_deadline_interrupted_is_counted_and_said() -> None:
     mark_drained()
     found = Node.objects.get()
     assert found.drain_interrupted == 2
-    said = describe_drain(found, NodePresence.objects.get())
+    said = describe_drain(found)
     assert said == f"drained at {found.drained_at:%Y-%m-%d %H:%M:%S} UTC, 2 requests interrupted: safe to power off"
 
 

@@ -18,8 +18,7 @@ from nodes.reports import (
     find_endpoints,
     find_engines,
     read_capabilities,
-    read_contexts,
-    read_engines,
+    read_replicas,
 )
 from nodes.session import (
     DataArrived,
@@ -595,12 +594,12 @@ def test_the_smallest_context_and_the_engines_of_the_replicas_that_are_there_cou
     ]
     replicas = [ReplicaInfo(model=m, engine=engine, state=state, context_tokens=size) for m, engine, state, size in told]
     stored = json.loads(msgspec.json.encode(replicas))
-    assert find_contexts(replicas) == read_contexts(stored) == {"a": 4096}
-    assert find_engines(replicas) == read_engines(stored) == {"a": {"llamacpp", "vllm"}}
+    assert find_contexts(replicas) == find_contexts(read_replicas(stored)) == {"a": 4096}
+    assert find_engines(replicas) == find_engines(read_replicas(stored)) == {"a": {"llamacpp", "vllm"}}
     wrong = {"model": "a", "state": "loaded", "context_tokens": "x", "engine": 7}
     odd_ones: tuple[object, ...] = (None, {}, [7], [{"model": "a"}], [wrong])
     for odd in odd_ones:
-        assert (read_contexts(odd), read_engines(odd)) == ({}, {})
+        assert read_replicas(odd) == []
     assert b"context_tokens" not in msgspec.json.encode(loaded("m"))
 
 
