@@ -22,8 +22,8 @@ from runner.engines.supervisor import EngineState
 from runner.errors import RunnerError, SettingsConflict
 from runner.fit import read_shape
 from runner.ledger import Ledger
-from runner.library import Hub, Library, allow_listed
-from runner.library.hub import PUBLIC_HUB
+from runner.library.hub import PUBLIC_HUB, Hub
+from runner.library.library import Library
 from runner.limits import MIB, limits
 from runner.operations.bodies import LoadBody
 from runner.operations.desired_state import DesiredState
@@ -358,5 +358,5 @@ def _make_hub(config: RunnerConfig) -> Hub | None:
         home / "hub",
         endpoint=env.get("HF_ENDPOINT") or PUBLIC_HUB,
         token=env.get("HF_TOKEN") or None,
-        is_allowed=allow_listed(config.files.hub_allow),
+        allow=config.files.hub_allow,
     )

@@ -1,61 +1,58 @@
-"""Fetching a model from a Hugging Face hub into the cache that huggingface_hub uses, so that other programs find it too.
+"""Hub: fetching a model from a Hugging Face hub into the cache that huggingface_hub uses, so that other programs find it too.
 
-What the hub has (commit, files, digests) is asked through huggingface_hub. The bytes are fetched here: since version 2.4
-that library throws away what a broken download had, and a transfer of it cannot be cancelled. Xet is not used.
+What the hub has (commit, files, digests) is asked through huggingface_hub. The bytes are fetched here: that library throws away
+what a broken download had, and does not check digests, see docs/adr/0007-dependencies.md. Xet is not used.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import hashlib
+import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
+import threading
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
+from http import HTTPStatus
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, ParamSpec, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 
 from runner.definitions.plan import Progress, Report
 from runner.errors import DownloadFailed
-from runner.library.choice import RemoteFile, choose_files
-from runner.library.hf_cache import RepoCache
-from runner.library.hub_listing import Commit, ask_commit, file_url
-from runner.library.transfer import Transfer, read_digest, run_to_its_end
+from runner.library.cache import RepoCache
+from runner.library.files import COMMIT, PICKLE_REASON, SEGMENT, first_part, gguf_groups, is_pickle
 from runner.limits import limits
 from wire import clock
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Count = Callable[[int], None]
+"""Is told how many bytes have come (negative: how many were for nothing)."""
+
 PUBLIC_HUB = "https://huggingface.co"
 MB = 1_000_000
+_SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_SIDE_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja")
+_NOT_NEEDED = ("adapter_", "consolidated", "README", "LICENSE")
+_RETRIED = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS}
+_TRANSIENT = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, ConnectionError)
 
 
-def allow_listed(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Return a check of repository ids against patterns such as ``org/*`` (case counts); none at all allows every id."""
-    return lambda repo_id: not patterns or any(fnmatchcase(repo_id, pattern) for pattern in patterns)
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """One file of a commit. ``digest`` is hexadecimal: SHA-256 of the content when ``is_lfs``, else its git blob id (SHA-1)."""
 
-
-def disk_free(folder: Path) -> int:
-    """Return the bytes that may still be written where a folder is, or would be."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
-class _Meter:
-    """Adds up the bytes of a fetch and reports them, five times a second at most."""
-
-    def __init__(self, total_bytes: int, report: Report) -> None:
-        self._total = total_bytes
-        self._report = report
-        self._done = 0
-        self._reported_at = 0.0
-
-    def count(self, size: int) -> None:
-        self._done += size
-        now = clock.monotonic()
-        if now - self._reported_at >= limits().models.progress_gap_s or self._done >= self._total:
-            self._reported_at = now
-            share = min(1.0, self._done / self._total) if self._total else 1.0
-            self._report(Progress(f"downloading ({self._done / MB:.1f} of {self._total / MB:.1f} MB)", share))
+    name: str
+    size_bytes: int
+    digest: str
+    is_lfs: bool
 
 
 @dataclass(slots=True)
@@ -66,11 +63,18 @@ class _Shared:
     reports: list[Report]
 
 
+def disk_free(folder: Path) -> int:
+    """Return the bytes that may still be written where a folder is, or would be."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
 class Hub:
     """A hub, and the cache folder (``HF_HOME/hub``) that models are fetched into. One event loop.
 
-    ``token`` is sent to ``endpoint`` alone. ``is_allowed`` says which repository ids may be fetched. ``free_bytes`` tells how
-    much room a folder has.
+    ``token`` is sent to ``endpoint`` alone. ``allow``: patterns such as ``org/*`` (case counts) of the repositories that may
+    be fetched, none = all. ``free_bytes`` tells how much room a folder has.
     """
 
     def __init__(
@@ -79,20 +83,20 @@ class Hub:
         *,
         endpoint: str = PUBLIC_HUB,
         token: str | None = None,
-        is_allowed: Callable[[str], bool] = allow_listed(()),  # noqa: B008 (a pure function)
+        allow: Sequence[str] = (),
         free_bytes: Callable[[Path], int] = disk_free,
     ) -> None:
         self._cache = cache
         self._endpoint = endpoint.rstrip("/")
         self._token = token
-        self._is_allowed = is_allowed
+        self._allow = allow
         self._free_bytes = free_bytes
         self._running: dict[tuple[str, str, str | None], _Shared] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
     def allows(self, repo_id: str) -> bool:
         """Return whether the owner lets this repository be fetched."""
-        return self._is_allowed(repo_id)
+        return not self._allow or any(fnmatchcase(repo_id, pattern) for pattern in self._allow)
 
     async def fetch(self, repo_id: str, *, wanted: str = "", revision: str | None = None, report: Report) -> Path:
         """Return where the files lie: the folder of the commit, or the file ``wanted``. Two calls for the same share one.
@@ -100,12 +104,10 @@ class Hub:
         Raises DownloadFailed; what had come by then is kept, and the next call goes on from there. Cancelling the last call
         that waits stops the transfer.
         """
-        if not self._is_allowed(repo_id):
+        if not self.allows(repo_id):
             raise DownloadFailed(f"{repo_id} is not among the repositories that may be fetched (MUSTER_HUB_ALLOW).")
         key = (repo_id, wanted, revision)
-        shared = self._running.get(key)
-        if shared is None:
-            shared = self._start(key)
+        shared = self._running.get(key) or self._start(key)
         shared.reports.append(report)
         try:
             return await asyncio.shield(shared.task)
@@ -123,83 +125,79 @@ class Hub:
             for report in tuple(reports):
                 report(progress)
 
+        def forget(task: asyncio.Task[Path]) -> None:
+            if not task.cancelled():
+                task.exception()  # looked at, though nobody may be waiting any more
+            if self._running.get(key) is shared:
+                del self._running[key]
+
         task = asyncio.create_task(self._fetch(*key, tell), name=f"fetch {key[0]}")
         shared = self._running[key] = _Shared(task, reports)
-        task.add_done_callback(lambda _: self._forget(key, shared))
+        task.add_done_callback(forget)
         return shared
-
-    def _forget(self, key: tuple[str, str, str | None], shared: _Shared) -> None:
-        if not shared.task.cancelled():
-            shared.task.exception()  # looked at, though nobody may be waiting any more
-        if self._running.get(key) is shared:
-            del self._running[key]
 
     async def _fetch(self, repo_id: str, wanted: str, revision: str | None, report: Report) -> Path:
         lock = self._locks.setdefault(repo_id, asyncio.Lock())  # other files of a repository may have the same blobs
         async with lock:
             report(Progress("asking the hub", 0.0))
-            commit = await asyncio.to_thread(
-                ask_commit,
-                repo_id,
-                revision,
-                endpoint=self._endpoint,
-                token=self._token,
-                timeout_s=limits().models.hub_connect_s,
-            )
-            chosen = choose_files(repo_id, commit.files, wanted)
+            commit, files = await asyncio.to_thread(_ask_commit, repo_id, revision, endpoint=self._endpoint, token=self._token)
+            chosen = _choose_files(repo_id, files, wanted)
             cache = RepoCache(self._cache, repo_id)
             try:
                 await self._bring(cache, commit, chosen, report)
-                await run_to_its_end(_publish, cache, commit.sha, chosen, revision or "main")
+                await run_to_its_end(_publish, cache, commit, chosen, revision or "main")
             except OSError as error:
                 raise DownloadFailed(
                     f"{repo_id} cannot be written below {self._cache}: {error.strerror or type(error).__name__}."
                 ) from None
-            snapshot = cache.snapshot(commit.sha)
-            return snapshot / _first_weight(chosen) if wanted else snapshot
+            snapshot = cache.snapshot(commit)
+            if not wanted:
+                return snapshot
+            return snapshot / min(file.name for file in chosen if file.name.endswith((".gguf", ".safetensors")))
 
-    async def _bring(self, cache: RepoCache, commit: Commit, chosen: tuple[RemoteFile, ...], report: Report) -> None:
+    async def _bring(self, cache: RepoCache, commit: str, chosen: list[RemoteFile], report: Report) -> None:
         """Have every chosen file as a blob whose digest has been checked. Raises DownloadFailed, OSError."""
+        from huggingface_hub import hf_hub_url
+
         unique = list({file.digest: file for file in chosen}.values())
-        meter = _Meter(sum(file.size_bytes for file in unique), report)
-        missing = [file for file in unique if not await self._has(cache, file, meter)]
+        count = _meter(sum(file.size_bytes for file in unique), report)
+        missing = [file for file in unique if not await _has(cache, file, count)]
         async with aiohttp.ClientSession(read_bufsize=limits().models.hub_chunk_bytes, auto_decompress=False) as http:
             transfers = [
-                (file, Transfer(http, file_url(self._endpoint, cache.repo_id, commit.sha, file.name), file,
-                                cache.blob(file.digest), token=self._token))
+                _Transfer(http, hf_hub_url(cache.repo_id, file.name, revision=commit, endpoint=self._endpoint), file,
+                          cache.blob(file.digest), token=self._token, count=count)
                 for file in missing
             ]  # fmt: skip
-            self._check_room(cache, transfers)
-            for file, transfer in transfers:
-                await transfer.run(meter.count)
+            self._check_room(cache, sum(transfer.missing_bytes() for transfer in transfers))
+            for file, transfer in zip(missing, transfers, strict=True):
+                await transfer.run()
                 if file.name.endswith("model.bin"):
                     await run_to_its_end(_refuse_pickle, cache.blob(file.digest), file.name)
 
-    async def _has(self, cache: RepoCache, file: RemoteFile, meter: _Meter) -> bool:
-        """Return whether the blob is there and whole; one that is not is removed."""
-        blob = cache.blob(file.digest)
-        if not blob.is_file():
-            return False
-        digest, size = await read_digest(file, blob)
-        if size != file.size_bytes or digest.text() != file.digest:
-            blob.unlink()
-            return False
-        meter.count(size)
-        return True
-
-    def _check_room(self, cache: RepoCache, transfers: Sequence[tuple[RemoteFile, Transfer]]) -> None:
-        needed = 0
-        for file, transfer in transfers:
-            partial = transfer.partial_path
-            needed += file.size_bytes - (min(partial.stat().st_size, file.size_bytes) if partial.is_file() else 0)
-        free = self._free_bytes(cache.folder)
-        reserve_bytes = limits().models.reserve_bytes
+    def _check_room(self, cache: RepoCache, needed: int) -> None:
+        free, reserve_bytes = self._free_bytes(cache.folder), limits().models.reserve_bytes
         if needed and needed + reserve_bytes > free:
             raise DownloadFailed(
                 f"{cache.repo_id} needs {(needed + reserve_bytes) / MB:.0f} MB on the disk of {self._cache} "
                 f"({reserve_bytes // MB} MB are left free) and {free / MB:.0f} MB are free. Make room there, or set HF_HOME to "
                 "a larger disk."
             )
+
+
+def _meter(total_bytes: int, report: Report) -> Count:
+    """Return what adds up the bytes of a fetch and reports them, every 0.2 s at most."""
+    done, reported_at = 0, 0.0
+
+    def count(size: int) -> None:
+        nonlocal done, reported_at
+        done += size
+        now = clock.monotonic()
+        if now - reported_at >= limits().models.progress_gap_s or done >= total_bytes:
+            reported_at = now
+            share = min(1.0, done / total_bytes) if total_bytes else 1.0
+            report(Progress(f"downloading ({done / MB:.1f} of {total_bytes / MB:.1f} MB)", share))
+
+    return count
 
 
 def _publish(cache: RepoCache, commit: str, chosen: Sequence[RemoteFile], revision: str) -> None:
@@ -209,10 +207,6 @@ def _publish(cache: RepoCache, commit: str, chosen: Sequence[RemoteFile], revisi
     cache.write_ref(revision, commit)
 
 
-def _first_weight(chosen: Sequence[RemoteFile]) -> str:
-    return min(file.name for file in chosen if file.name.endswith((".gguf", ".safetensors")))
-
-
 def _refuse_pickle(path: Path, name: str) -> None:
     """Remove a file that is no model of CTranslate2, whose first number is a small version. Raises DownloadFailed."""
     with path.open("rb") as file:
@@ -220,3 +214,292 @@ def _refuse_pickle(path: Path, name: str) -> None:
     if not 1 <= version <= 100:
         path.unlink()
         raise DownloadFailed(f"{name} is no model of CTranslate2 but weights of PyTorch, which are not loaded; it was removed.")
+
+
+# What a repository holds, and what of it is fetched.
+
+
+def _ask_commit(repo_id: str, revision: str | None, *, endpoint: str, token: str | None) -> tuple[str, list[RemoteFile]]:
+    """Return the commit that a revision is now, and its files. Blocking. Raises DownloadFailed with what would help."""
+    # Imported when it is needed: it takes half a second and 30 MB that a node with its own files never has to spend.
+    import httpx2
+    from huggingface_hub import HfApi, errors
+
+    # False keeps the library from sending a token that it finds somewhere on the disk.
+    api = HfApi(endpoint=endpoint, token=token or False, library_name="muster")
+    try:
+        info = api.model_info(repo_id, revision=revision, files_metadata=True, timeout=limits().models.hub_connect_s)
+    except errors.GatedRepoError:
+        raise DownloadFailed(
+            f"{repo_id} asks for its terms to be accepted: do so at {endpoint}/{repo_id}, then set HF_TOKEN to a token of the "
+            "account that did."
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise DownloadFailed(f"{repo_id} has no revision {revision}.") from None
+    except errors.RepositoryNotFoundError:
+        raise DownloadFailed(
+            f"The hub has no repository {repo_id}, or it is private: then set HF_TOKEN to a token that may read it."
+        ) from None
+    except errors.HfHubHTTPError as error:
+        raise DownloadFailed(
+            f"The hub answers {error.response.status_code} when asked for {repo_id}; try again later."
+        ) from None
+    except (errors.OfflineModeIsEnabled, httpx2.HTTPError, errors.HFValidationError, OSError, ValueError) as error:
+        raise DownloadFailed(
+            f"The hub at {endpoint} cannot be asked for {repo_id} ({type(error).__name__}). Check the network, HF_ENDPOINT and "
+            "HF_HUB_OFFLINE."
+        ) from None
+    siblings = info.siblings or []
+    if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha) or len(siblings) > limits().models.listed_files:
+        raise DownloadFailed(f"The answer of the hub at {endpoint} about {repo_id} cannot be understood.")
+    files = [_read_file(entry.rfilename, entry.size, entry.blob_id, entry.lfs) for entry in siblings]
+    return info.sha, [file for file in files if file is not None]
+
+
+def _read_file(name: object, size: object, blob_id: object, lfs: object) -> RemoteFile | None:
+    """Return one file as the hub describes it; one without a size and a digest cannot be checked, so it is none."""
+    digest, pattern = blob_id, COMMIT
+    if isinstance(lfs, dict):
+        size, digest, pattern = lfs.get("size"), lfs.get("sha256"), _SHA256
+    if not isinstance(name, str) or not isinstance(size, int) or size < 0:
+        return None
+    if not isinstance(digest, str) or not pattern.fullmatch(digest):
+        return None
+    return RemoteFile(name, size, digest, is_lfs=pattern is _SHA256)
+
+
+def _choose_files(repo_id: str, files: list[RemoteFile], wanted: str) -> list[RemoteFile]:
+    """Return what to fetch: one set of weights, and the configuration and tokenizer beside them, never code and never pickles.
+
+    ``wanted``: path inside the repository of one GGUF, or of one .safetensors file, which then comes alone; "" = the model that
+    it holds. Raises DownloadFailed when there are no usable weights, or several models and none is chosen.
+    """
+    usable = [file for file in files if _is_plain(file.name)]
+    groups = gguf_groups(file.name for file in usable)
+    if wanted.endswith(".safetensors"):
+        if alone := [file for file in usable if file.name == wanted]:
+            return alone
+        raise DownloadFailed(f"{repo_id} has no {wanted}.")
+    if wanted:
+        first = first_part(wanted if wanted.endswith(".gguf") else f"{wanted}.gguf")
+        if first not in groups:
+            raise DownloadFailed(f"{repo_id} has no {first}; it has {_list(groups) or 'no GGUF files'}.")
+        return _with_sides(usable, groups[first])
+    if tensors := [file.name for file in usable if "/" not in file.name and _is_safetensors(file.name)]:
+        return _with_sides(usable, tensors)
+    if len(groups) > 1:
+        raise DownloadFailed(f"{repo_id} holds several models; ask for one of them: {_list(groups, f'{repo_id}/')}.")
+    if groups:
+        return _with_sides(usable, next(iter(groups.values())))
+    if any(file.name == "model.bin" for file in usable):  # CTranslate2; told from a pickle by its first bytes once it is here
+        return _with_sides(usable, ["model.bin"])
+    if any(is_pickle(file.name) for file in usable):
+        raise DownloadFailed(f"{repo_id} cannot be used: {PICKLE_REASON}.")
+    raise DownloadFailed(f"{repo_id} has no weights that can be used (safetensors, GGUF or CTranslate2).")
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether it is a relative path of harmless names, which cannot lead out of the folder it is written to."""
+    path = PurePosixPath(name)
+    return len(name) <= 200 and ".." not in name and all(SEGMENT.fullmatch(part) for part in path.parts) and str(path) == name
+
+
+def _is_safetensors(name: str) -> bool:
+    return name.endswith(".safetensors") and not name.startswith(_NOT_NEEDED)
+
+
+def _with_sides(usable: list[RemoteFile], weights: list[str]) -> list[RemoteFile]:
+    folders, names = {PurePosixPath("."), PurePosixPath(weights[0]).parent}, set(weights)
+    chosen = [
+        file
+        for file in usable
+        if file.name.endswith(_SIDE_SUFFIXES)
+        and (path := PurePosixPath(file.name)).parent in folders
+        and not path.name.startswith(_NOT_NEEDED)
+        and file.size_bytes <= limits().models.side_bytes
+    ]
+    chosen += [file for file in usable if file.name in names]
+    if len(chosen) > limits().models.files:
+        raise DownloadFailed(f"The model has {len(chosen)} files, and {limits().models.files} are the most that is fetched.")
+    return chosen
+
+
+def _list(groups: Iterable[str], prefix: str = "") -> str:
+    return ", ".join(prefix + name.removesuffix(".gguf") for name in list(groups)[:30])
+
+
+# One file: resumed after a break, checked by size and digest, stopped at once when it is cancelled.
+
+
+async def run_to_its_end(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a function in a thread; when the caller is cancelled, wait for it, so that no file is closed under its hands."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+class _Digest:
+    """The digest of a file as a hub states it: SHA-256 for large files, else the id of a git blob; and of how many bytes."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._hash = hashlib.sha256() if file.is_lfs else hashlib.sha1(usedforsecurity=False)
+        if not file.is_lfs:
+            self._hash.update(f"blob {file.size_bytes}\0".encode())
+        self._file = file
+        self.size = 0
+
+    def add(self, data: bytes) -> None:
+        self._hash.update(data)
+        self.size += len(data)
+
+    async def add_file(self, path: Path) -> None:
+        """Take in a file from its beginning. Raises OSError."""
+        stop = threading.Event()
+
+        def read() -> None:
+            with path.open("rb") as file:
+                while not stop.is_set() and (data := file.read(limits().models.hub_chunk_bytes)):
+                    self.add(data)
+
+        task = asyncio.ensure_future(asyncio.to_thread(read))
+        try:
+            await asyncio.shield(task)
+        finally:
+            stop.set()  # a large file is read for minutes: who is cancelled does not wait for its end
+            await asyncio.wait({task})
+
+    def is_right(self) -> bool:
+        return self.size == self._file.size_bytes and self._hash.hexdigest() == self._file.digest
+
+
+async def _has(cache: RepoCache, file: RemoteFile, count: Count) -> bool:
+    """Return whether the blob is there and whole; one that is not is removed."""
+    blob = cache.blob(file.digest)
+    if not blob.is_file():
+        return False
+    digest = _Digest(file)
+    await digest.add_file(blob)
+    if not digest.is_right():
+        blob.unlink()
+        return False
+    count(digest.size)
+    return True
+
+
+class _Broken(Exception):
+    """One attempt is over; the next may succeed."""
+
+
+class _Transfer:
+    """Brings one file to ``target``; bytes that came are kept beside it (``.part``) until they are complete.
+
+    ``token`` goes to the host of ``url`` only, never to where that redirects.
+    """
+
+    def __init__(
+        self, http: aiohttp.ClientSession, url: str, file: RemoteFile, target: Path, *, token: str | None, count: Count
+    ) -> None:
+        self._http = http
+        self._url = url
+        self._file = file
+        self._target = target
+        self._partial = target.with_name(f"{target.name}.part")
+        self._count = count
+        self._limits = limits().models
+        self._digest = _Digest(file)
+        self._headers = {"Accept-Encoding": "identity"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+
+    def missing_bytes(self) -> int:
+        here = self._partial.stat().st_size if self._partial.is_file() else 0
+        return max(0, self._file.size_bytes - here)
+
+    async def run(self) -> None:
+        """Fetch what is missing, check it and put it in place. Raises DownloadFailed, OSError."""
+        self._partial.parent.mkdir(parents=True, exist_ok=True)
+        with self._partial.open("ab") as sink:
+            try:
+                fcntl.flock(sink, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DownloadFailed(f"{self._file.name} is being fetched by another program on this machine.") from None
+            await self._digest.add_file(self._partial)
+            self._count(self._digest.size)
+            if self._digest.size > self._file.size_bytes:
+                self._start_over(sink)
+            await self._fill(sink)
+            if not self._digest.is_right():
+                self._count(-self._digest.size)
+                self._partial.unlink(missing_ok=True)
+                raise DownloadFailed(
+                    f"{self._file.name} did not arrive as the hub describes it (its digest differs), so it was removed. Try "
+                    "again; should it happen again, the hub or a proxy on the way changes files."
+                )
+            await run_to_its_end(os.fsync, sink.fileno())  # else a power cut could leave a whole name for half a file
+            self._partial.replace(self._target)
+
+    async def _fill(self, sink: BinaryIO) -> None:
+        breaks = 0
+        while (before := self._digest.size) < self._file.size_bytes:
+            try:
+                await self._receive(sink)
+                reason = "it ended early"
+            except (_Broken, *_TRANSIENT) as error:
+                reason = str(error) or type(error).__name__
+            if self._digest.size == self._file.size_bytes:
+                break
+            breaks = 1 if self._digest.size > before else breaks + 1
+            if breaks >= self._limits.hub_tries:
+                raise DownloadFailed(
+                    f"The transfer of {self._file.name} broke {breaks} times in a row ({reason[:200]}). What has come is kept: "
+                    "try again to go on from there."
+                )
+            await asyncio.sleep(self._limits.hub_pause_first_s * 2 ** min(breaks - 1, 5))
+
+    def _start_over(self, sink: BinaryIO) -> None:
+        self._count(-self._digest.size)
+        sink.truncate(0)
+        self._digest = _Digest(self._file)
+
+    async def _receive(self, sink: BinaryIO) -> None:
+        """Fetch up to one window. Raises _Broken when it is to be tried again."""
+        last = min(self._digest.size + self._limits.hub_window_bytes, self._file.size_bytes) - 1
+        headers = self._headers | {"Range": f"bytes={self._digest.size}-{last}"}
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._limits.hub_connect_s, sock_read=self._limits.hub_silence_s
+        )
+        async with self._http.get(self._url, headers=headers, timeout=timeout, proxy=_proxy_for(self._url)) as response:
+            self._check_status(response.status)
+            if response.status == HTTPStatus.OK and self._digest.size:  # the whole file, whatever we asked for
+                self._start_over(sink)
+            async for data in response.content.iter_any():
+                if self._digest.size + len(data) > self._file.size_bytes:
+                    raise DownloadFailed(f"{self._file.name} is longer than the hub says ({self._file.size_bytes} bytes).")
+                await run_to_its_end(self._store, sink, data)
+                self._count(len(data))
+
+    def _store(self, sink: BinaryIO, data: bytes) -> None:
+        sink.write(data)
+        sink.flush()
+        self._digest.add(data)
+
+    def _check_status(self, status: int) -> None:
+        if status in {HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT}:
+            return
+        if status in _RETRIED or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise _Broken(f"the hub answers {status}")
+        advice = "the file may have been taken away; try another revision"
+        if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+            advice = "it needs a token that may read it (HF_TOKEN)"
+        raise DownloadFailed(f"The hub answers {status} for {self._file.name}; {advice}.")
+
+
+def _proxy_for(url: str) -> str | None:
+    """Return the proxy that the environment names for a URL, as the hub's own library would use it."""
+    parts = urlsplit(url)
+    if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
+        return None
+    return urllib.request.getproxies().get(parts.scheme)

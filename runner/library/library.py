@@ -11,23 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 
 from runner.definitions.plan import Progress, Report
-from runner.errors import DownloadFailed, InvalidRequest, UnknownModel
-from runner.library.discovery import ReadShape, Scanner
+from runner.errors import DownloadFailed, InvalidRequest
+from runner.library.cache import RepoCache, cached_repos
 from runner.library.files import (
     PICKLE_REASON,
     FolderKind,
     FoundModel,
+    ReadShape,
+    Scanner,
+    check_model_id,
+    check_revision,
     first_part,
     gguf_groups,
-    kind_of,
+    is_model_id,
+    leading_out,
     list_folder,
     resolve_inside,
-    unusable_entry,
+    split_repo_id,
 )
-from runner.library.hf_cache import RepoCache, cached_repos
-from runner.library.hub import Hub
-from runner.library.ids import check_model_id, check_revision, is_model_id, split_repo_id
-from runner.library.transfer import run_to_its_end
+from runner.library.hub import Hub, run_to_its_end
 
 
 class Library:
@@ -46,19 +48,12 @@ class Library:
         self._scanner = Scanner(read_shape)
         self._lock = threading.Lock()
 
-    def resolve(self, model_id: str, *, revision: str | None = None) -> Path:
-        """Return where a model lies: a .gguf (the first part of a split one) or a folder.
+    def find(self, model_id: str, *, revision: str | None = None) -> Path | None:
+        """Return where a model lies: a .gguf (the first part of a split one) or a folder; None when there is nothing.
 
         ``revision`` chooses among what was fetched from a hub. Raises InvalidRequest for an id that cannot be one and for a
-        model that may not be loaded (pickles, links that lead out), UnknownModel when there is nothing.
+        model that may not be loaded (pickles, links that lead out).
         """
-        path = self.find(model_id, revision=revision)
-        if path is None:
-            raise UnknownModel(f"There is no model {model_id} among the files of this box.", param="modelId")
-        return path
-
-    def find(self, model_id: str, *, revision: str | None = None) -> Path | None:
-        """Return the same, or None when there is nothing. Raises InvalidRequest."""
         segments = check_model_id(model_id)
         if revision is not None:
             check_revision(revision)
@@ -183,13 +178,9 @@ def _check_gguf(first: Path, bounds: Path) -> Path | None:
         return None
     if first.name not in listing.files:
         return None
-    parts = gguf_groups((*listing.files, *listing.others)).get(first.name, ())
-    for name in parts:
+    for name in gguf_groups((*listing.files, *listing.others)).get(first.name, ()):
         if name in listing.others:
-            raise InvalidRequest(
-                f"The model {first.name} is refused: {name} is no regular file, or a link that leads out of the model folder.",
-                param="modelId",
-            )
+            raise _refusal(first.name, leading_out(name))
     return first
 
 
@@ -198,15 +189,19 @@ def _find_in_folder(folder: Path, bounds: Path, model_id: str) -> Path | None:
         listing = list_folder(folder, bounds)
     except OSError:
         return None
-    kind = kind_of(listing)
+    kind = listing.kind
     if kind is FolderKind.PICKLES:
-        raise InvalidRequest(f"The model {model_id} is refused: {PICKLE_REASON}.", param="modelId")
+        raise _refusal(model_id, PICKLE_REASON)
     if kind in {FolderKind.SAFETENSORS, FolderKind.CTRANSLATE2}:
-        if (problem := unusable_entry(listing)) is not None:
-            raise InvalidRequest(f"The model {model_id} is refused: {problem}.", param="modelId")
+        if (problem := listing.problem) is not None:
+            raise _refusal(model_id, problem)
         return folder
     groups = gguf_groups(listing.files)
     if len(groups) > 1:
         names = ", ".join(name.removesuffix(".gguf") for name in list(groups)[:20])
         raise InvalidRequest(f"{model_id} holds several models; add one of these after a slash: {names}.", param="modelId")
     return _check_gguf(folder / next(iter(groups)), bounds) if groups else None
+
+
+def _refusal(model_id: str, problem: str) -> InvalidRequest:
+    return InvalidRequest(f"The model {model_id} is refused: {problem}.", param="modelId")

@@ -13,7 +13,7 @@ from runner.errors import InsufficientMemory
 from runner.fit import read_shape
 from runner.fit.memory import Alternative, DoesNotFit, Estimate, ModelShape, estimate, judge, learn_overhead
 from runner.ledger import Ledger, LedgerError
-from runner.library import FoundModel, other_quantizations
+from runner.library.files import FoundModel, other_quantizations
 from runner.limits import MIB, limits
 from runner.pool.models import Model, Replica
 from runner.telemetry import Reading, Telemetry

@@ -35,7 +35,7 @@ from runner.errors import (
     RunnerError,
     WrongState,
 )
-from runner.library.ids import WHISPER_SIZES
+from runner.library.files import WHISPER_SIZES
 from runner.limits import limits
 from runner.pool.capacity import Capacity, Prediction
 from runner.pool.models import LoadProgress, Model, Registry, Replica

@@ -15,8 +15,8 @@ from runner.engines.port import Capabilities, FlushOutcome
 from runner.engines.remote import OpenAIServer
 from runner.engines.supervisor import Supervisor
 from runner.errors import ModelFailed, UnknownModel
-from runner.library import FoundModel, Library
-from runner.library.ids import WHISPER_SIZES
+from runner.library.files import WHISPER_SIZES, FoundModel
+from runner.library.library import Library
 from runner.pool.states import ModelEvent, ModelState, next_state
 from runner.queue import FairQueue
 from runner.telemetry import TreeMemory

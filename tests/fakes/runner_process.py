@@ -36,7 +36,7 @@ from runner.definitions.plan import LoadPlan, Report
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult
 from runner.errors import EngineError, LoadConflict
 from runner.ledger import FILE_NAME, Ledger, LedgerError
-from runner.library import Library
+from runner.library.library import Library
 from runner.operations.commands import Commands
 from runner.operations.gate import Gate, GateRules
 from runner.operations.receipts import Clerk

@@ -16,7 +16,8 @@ from runner.definitions.plan import Progress
 from runner.engines.port import TRANSCRIPTIONS
 from runner.errors import DownloadFailed, InvalidRequest, RunnerError, UnknownModel
 from runner.fit import read_shape
-from runner.library import Hub, Library, allow_listed
+from runner.library.hub import Hub
+from runner.library.library import Library
 from runner.parts import Parts
 from runner.pool import LoadOrder, Model
 from tests.fakes.engines.comfyui import ComfyContract
@@ -226,7 +227,7 @@ async def test_what_cannot_be_fetched_is_said(
 async def test_what_is_off_the_list_too_large_or_no_id_never_has_a_byte_fetched(tmp_path: Path) -> None:
     async with serve_hub(make_server({WEIGHTS: make_tensors(3_000_000), "config.json": b"{}"})) as server:
         with pytest.raises(DownloadFailed, match="MUSTER_HUB_ALLOW"):
-            await make_hub(server, tmp_path, is_allowed=allow_listed(["other/*"])).fetch(REPO, report=ignore)
+            await make_hub(server, tmp_path, allow=["other/*"]).fetch(REPO, report=ignore)
         library = Library(None, tmp_path, make_hub(server, tmp_path), read_shape=read_shape)
         for model_id, revision in (("acme/../tiny", None), (REPO, "../main"), ("tiny", None)):
             with pytest.raises((InvalidRequest, DownloadFailed)):
@@ -252,7 +253,7 @@ async def test_of_a_repository_with_several_quantisations_one_is_fetched_when_it
         path = await library.fetch(f"{REPO}/Q8_0/tiny-Q8_0", revision=None, report=ignore)
         with pytest.raises(DownloadFailed, match=r"has no tiny-Q2\.gguf"):
             await library.fetch(f"{REPO}/tiny-Q2", revision=None, report=ignore)
-    assert (path.read_bytes(), library.resolve(f"{REPO}/Q8_0/tiny-Q8_0")) == (content, path)
+    assert (path.read_bytes(), library.find(f"{REPO}/Q8_0/tiny-Q8_0")) == (content, path)
     assert read_shape(path).quantization == "q8_0"
 
 

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.definitions.plan import Observation
-from runner.errors import CorruptModel, InvalidRequest, UnknownModel
+from runner.errors import CorruptModel, InvalidRequest
 from runner.fit import memory, read_shape
-from runner.library import FoundModel, Library, check_model_id, other_quantizations
-from runner.library.quantizations import name_without_quantization
+from runner.library.files import FoundModel, check_model_id, name_without_quantization, other_quantizations
+from runner.library.library import Library
 from tests.fakes.examples import examples
 from tests.fakes.model_files import (
     GGUF_F16,
@@ -72,7 +72,7 @@ def test_everything_else_is_refused(base: Path, text: str) -> None:
     for good in ("m", "org/name", "Qwen/Qwen2.5-0.5B_x", "a/b/c/d.gguf", "x" * 200):
         assert "/".join(check_model_id(good)) == good
     with pytest.raises(InvalidRequest):
-        make_library(base).resolve(text)
+        make_library(base).find(text)
 
 
 @examples(25)
@@ -99,12 +99,10 @@ def test_models_are_found_by_their_path_below_the_base(base: Path) -> None:
         "a": "gguf", "org/b-Q8": "gguf", "org/hf": "vllm", "exl": "exllamav3", "ct2": "ct2"
     }  # fmt: skip
     assert all(entry.problem is None for entry in library.discover())
-    assert {name: library.resolve(name) for name in found(library)} == {
-        name: entry.path for name, entry in found(library).items()
-    }
+    assert {name: library.find(name) for name in found(library)} == {name: entry.path for name, entry in found(library).items()}
     assert found(library)["a"] == FoundModel("a", base / "a.gguf", "gguf", (base / "a.gguf").stat().st_size, "q8_0")
-    assert library.resolve("a.gguf") == base / "a.gguf"
-    assert library.resolve("org") == base / "org" / "b-Q8.gguf"  # the only one in it
+    assert library.find("a.gguf") == base / "a.gguf"
+    assert library.find("org") == base / "org" / "b-Q8.gguf"  # the only one in it
 
 
 def test_an_id_that_leads_to_nothing_to_a_part_or_to_several_models_is_answered_as_such(base: Path) -> None:
@@ -112,17 +110,14 @@ def test_an_id_that_leads_to_nothing_to_a_part_or_to_several_models_is_answered_
     first = write_gguf(base / "m-00001-of-00002.gguf", LLAMA, LLAMA_TENSORS[:1])
     second = write_gguf(base / "m-00002-of-00002.gguf", {"split.no": 1}, LLAMA_TENSORS[1:])
     library = make_library(base)
-    assert (library.find("org/none"), library.find("empty")) == (None, None)
-    for missing in (library, make_library(None)):
-        with pytest.raises(UnknownModel):
-            missing.resolve("org/none")
+    assert (library.find("org/none"), library.find("empty"), make_library(None).find("org/none")) == (None, None, None)
     assert list(found(library)) == ["m-00001-of-00002"]
     assert found(library)["m-00001-of-00002"].size_bytes == first.stat().st_size + second.stat().st_size
-    assert library.resolve("m-00002-of-00002") == first
+    assert library.find("m-00002-of-00002") == first
     for name in ("m-Q4", "m-Q8", "mmproj-m"):
         write_gguf(base / "org" / f"{name}.gguf")
     with pytest.raises(InvalidRequest, match="holds several models; add one of these after a slash: m-Q4, m-Q8"):
-        library.resolve("org")
+        library.find("org")
 
 
 def test_what_cannot_be_loaded_is_listed_with_the_reason_and_parts_of_models_are_not(base: Path) -> None:
@@ -143,8 +138,8 @@ def test_what_cannot_be_loaded_is_listed_with_the_reason_and_parts_of_models_are
     assert (listed["broken"].backend, listed["broken"].size_bytes) == ("gguf", path.stat().st_size)
     assert ("pickle" in (listed["old"].problem or ""), "rename it" in (listed["my model"].problem or "")) == (True, True)
     with pytest.raises(InvalidRequest, match=r"only pickle weights .* convert them to safetensors or GGUF"):
-        library.resolve("old")
-    assert library.resolve("both") == both
+        library.find("old")
+    assert library.find("both") == both
 
 
 def test_links_inside_the_base_are_followed_to_files_and_never_out_of_it(tmp_path: Path, base: Path) -> None:
@@ -157,12 +152,12 @@ def test_links_inside_the_base_are_followed_to_files_and_never_out_of_it(tmp_pat
     write_gguf(base / "org" / "m-00001-of-00002.gguf")
     (base / "org" / "m-00002-of-00002.gguf").symlink_to(outside)
     library = make_library(base)
-    assert library.resolve("alias") == inside
+    assert library.find("alias") == inside
     for name in ("leak", "out/outside", "pipe", "circle", "org/m-00002-of-00002"):
         assert library.find(name) is None
     for name in ("org/m-00001-of-00002", "org"):
         with pytest.raises(InvalidRequest, match=r"m-00002-of-00002\.gguf is no regular file, or a link that leads out"):
-            library.resolve(name)
+            library.find(name)
     listed = {name: entry.problem or "" for name, entry in found(library).items()}
     assert listed.keys() == {"real", "alias", "leak", "pipe", "circle", "org/m-00001-of-00002"}
     assert all("leads out" in listed[name] for name in ("leak", "org/m-00001-of-00002"))
@@ -176,7 +171,7 @@ def test_a_model_folder_with_a_file_that_leads_out_is_refused(tmp_path: Path, ba
     (folder / name).rename(secret)
     (folder / name).symlink_to(secret)
     with pytest.raises(InvalidRequest, match=f"refused: {name} is no regular file, or a link that leads out"):
-        library.resolve("m")
+        library.find("m")
     assert "leads out" in (found(library)["m"].problem or "")
 
 
@@ -227,10 +222,10 @@ def test_snapshots_in_the_cache_are_found_by_repository_and_the_owners_folder_wi
     assert {name: (entry.path, entry.backend) for name, entry in found(library).items()} == {
         "org/hf": (snapshot, "vllm"), "org/one-gguf": (gguf / "x-Q8.gguf", "gguf")
     }  # fmt: skip
-    assert library.resolve("org/one-gguf") == library.resolve("org/one-gguf/x-Q8") == gguf / "x-Q8.gguf"
+    assert library.find("org/one-gguf") == library.find("org/one-gguf/x-Q8") == gguf / "x-Q8.gguf"
     mine, both = write_folder(base / "org" / "hf", CONFIG), make_library(base, home)
     assert list(found(both)) == ["org/hf", "org/one-gguf"], "a cache below the base is not listed twice"
-    assert found(both)["org/hf"].path == both.resolve("org/hf") == mine
+    assert found(both)["org/hf"].path == both.find("org/hf") == mine
     (snapshot / "model.safetensors").resolve().unlink()
     assert found(library)["org/hf"].problem is not None, "its blob is missing"
 
@@ -242,9 +237,9 @@ def test_the_revision_chooses_among_commits_and_main_goes_first(tmp_path: Path) 
     library = make_library(None, home)
     set_ref(old, "main")
     set_ref(new, "v2")
-    assert library.resolve("org/m") == old
-    assert library.resolve("org/m", revision="v2") == new
-    assert library.resolve("org/m", revision="c" * 40) == new
+    assert library.find("org/m") == old
+    assert library.find("org/m", revision="v2") == new
+    assert library.find("org/m", revision="c" * 40) == new
     assert library.find("org/m", revision="v3") is None
     assert library.find("org/m", revision="d" * 40) is None
     with pytest.raises(InvalidRequest):
@@ -258,7 +253,7 @@ def test_a_snapshot_that_leads_out_of_the_cache_is_not_followed(tmp_path: Path) 
     (snapshot / "config.json").symlink_to(tmp_path / "source" / "config.json")
     library = make_library(None, home)
     with pytest.raises(InvalidRequest, match="leads out"):
-        library.resolve("org/m")
+        library.find("org/m")
     set_ref(snapshot, "main")
     snapshot.rename(tmp_path / "elsewhere")
     snapshot.symlink_to(tmp_path / "elsewhere")

@@ -30,7 +30,7 @@ from runner.engines.port import Call
 from runner.engines.supervisor import Supervisor
 from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, RateLimitExceeded, SessionLost, StreamClosed
 from runner.fit import read_shape
-from runner.library import Library
+from runner.library.library import Library
 from runner.pool import Registry
 from runner.queue import FairQueue, QueueLimits, WaitBudget, read_rates
 from runner.relay import Relay

@@ -1,4 +1,4 @@
-"""The cache folder of huggingface_hub: where a repository, its commits and its files lie. Other programs share it.
+"""Cache folder of huggingface_hub: where a repository, its commits and its files lie. Other programs share it.
 
 Layout as in that library: ``models--org--name/{refs/<revision>, blobs/<digest>, snapshots/<commit>/<file> -> blob}``.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.library.ids import COMMIT, is_model_id
+from runner.library.files import COMMIT, is_model_id
 from runner.limits import limits
 
 _PREFIX = "models--"
@@ -26,7 +26,6 @@ class RepoCache:
 
     @property
     def folder(self) -> Path:
-        """Where everything of the repository lies."""
         return self.root / (_PREFIX + self.repo_id.replace("/", "--"))
 
     def blob(self, digest: str) -> Path:
@@ -39,13 +38,10 @@ class RepoCache:
 
     def commit_of(self, revision: str | None) -> str | None:
         """Return the commit that was fetched for a revision; without one, that of main, else the newest there is."""
-        if revision is not None:
-            commit = revision if COMMIT.fullmatch(revision) else self._read_ref(revision)
-            return commit if commit is not None and self.snapshot(commit).is_dir() else None
-        main = self._read_ref("main")
-        if main is not None and self.snapshot(main).is_dir():
-            return main
-        return self._newest()
+        commit = revision if revision is not None and COMMIT.fullmatch(revision) else self._read_ref(revision or "main")
+        if commit is not None and self.snapshot(commit).is_dir():
+            return commit
+        return self._newest() if revision is None else None
 
     def _read_ref(self, revision: str) -> str | None:
         path = self.folder / "refs" / revision
@@ -67,26 +63,27 @@ class RepoCache:
 
     def place(self, commit: str, name: str, digest: str) -> None:
         """Make a blob appear as a file of a commit, in one step. Raises OSError."""
-        pointer = self.snapshot(commit) / name
-        pointer.parent.mkdir(parents=True, exist_ok=True)
-        blob = self.blob(digest)
-        fresh = pointer.with_name(f".{pointer.name[:80]}.{uuid.uuid4().hex[:8]}")
+        pointer, blob = self.snapshot(commit) / name, self.blob(digest)
+        fresh = _make_fresh(pointer)
         try:
             fresh.symlink_to(os.path.relpath(blob, pointer.parent))
         except OSError:  # a file system without links: the file itself lies there
-            blob.replace(pointer)
-            return
+            fresh = blob
         fresh.replace(pointer)
 
     def write_ref(self, revision: str, commit: str) -> None:
         """Note which commit a branch or tag was when it was fetched. Raises OSError."""
-        if COMMIT.fullmatch(revision):
-            return
-        path = self.folder / "refs" / revision
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-        fresh.write_text(commit, encoding="ascii")
-        fresh.replace(path)
+        if not COMMIT.fullmatch(revision):
+            path = self.folder / "refs" / revision
+            fresh = _make_fresh(path)
+            fresh.write_text(commit, encoding="ascii")
+            fresh.replace(path)
+
+
+def _make_fresh(path: Path) -> Path:
+    """Return a name beside a file that is to appear whole or not at all, in a folder that is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path.with_name(f".{path.name[:80]}.{uuid.uuid4().hex[:8]}")
 
 
 def cached_repos(root: Path) -> Iterator[RepoCache]:
