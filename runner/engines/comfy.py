@@ -47,6 +47,7 @@ from runner.engines.port import (
     FlushRequest,
     FlushResult,
     Health,
+    LoopOwner,
     Priority,
     Response,
 )
@@ -324,6 +325,7 @@ class ComfyUiEngine:
     name = "comfyui"
     poll_s = 5.0
     restart_max_s = 60.0
+    loop: LoopOwner | None = None
 
     def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
         self._plan = plan

@@ -1,4 +1,4 @@
-"""The HTTP half that adapters share: the exchange of a call, short questions with an answer in JSON, a health check.
+"""An engine's HTTP server: where it listens, the exchange of a call, short questions with an answer in JSON, a health check.
 
 Calls go over connections of their own, whose answers are read by callback (RFC 9112): a general client spends more on one
 piece of an answer than the rest of the runner does.
@@ -14,7 +14,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import cache, partial
 from types import TracebackType
-from typing import Self, cast
+from typing import Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -26,6 +26,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from runner.engines.port import Call, Health
 from runner.errors import EngineError, EngineSilent
 from runner.limits import limits
+
+Answer = TypeVar("Answer")
 
 NOT_TO_ENGINE = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
@@ -370,14 +372,12 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpServer:
-    """An engine's HTTP server. ``base_url`` ends before ``/v1``; both fields are set once it is known where it listens.
+    """An engine's HTTP server. ``base_url`` ends before ``/v1``; both fields are set once it is known where it listens."""
 
-    ``socket``: path of the Unix socket it listens on instead.
-    """
-
-    def __init__(self, client: aiohttp.ClientSession, *, socket: str = "") -> None:
+    def __init__(self, client: aiohttp.ClientSession) -> None:
         self._client = client
-        self._socket = socket
+        self._socket = ""
+        self._own: aiohttp.ClientSession | None = None
         self._base_url = ""
         self._host = self._path = ""
         self._port = 0
@@ -400,6 +400,25 @@ class HttpServer:
         self._is_tls = parts.scheme == "https"
         self._port = parts.port or (443 if self._is_tls else 80)
         self._fixed = _say_header("Host", parts.netloc.rpartition("@")[2]) + b"Accept-Encoding: identity\r\n"
+
+    def listen_on(self, socket: str, base_url: str) -> None:
+        """Take note that it listens on a Unix socket, which needs a session of its own; ``leave`` closes that."""
+        bounds = limits().engines
+        self._socket, self.base_url = socket, base_url
+        self._own = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(socket, limit=0, keepalive_timeout=bounds.keepalive_s),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=bounds.connect_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers={"User-Agent"},
+        )
+
+    async def leave(self) -> None:
+        """Forget where it listens, and close the connections that no answer is read from."""
+        self.base_url = ""
+        session, self._own = self._own, None
+        if session is not None:
+            await session.close()
 
     def close(self) -> None:
         """Close the connections that no answer is read from."""
@@ -489,7 +508,7 @@ class HttpServer:
         if body is not None:
             data, sent["Content-Type"] = _as_payload(msgspec.json.encode(body)), "application/json"
         try:
-            async with self._client.request(
+            async with (self._own or self._client).request(
                 method,
                 self.base_url + path,
                 data=data,
@@ -508,6 +527,14 @@ class HttpServer:
         except (aiohttp.ClientError, OSError) as error:
             raise EngineError(f"{path} was not answered: {error}") from None
 
+    async def ask_for(self, path: str, kind: type[Answer]) -> Answer | None:
+        """Return what ``GET path`` tells; None when that is not 200 with JSON of this kind. Raises EngineError as ``ask``."""
+        status, body = await self.ask("GET", path)
+        try:
+            return msgspec.json.decode(body, type=kind) if status == 200 else None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+
     async def read_metrics(self) -> str:
         """Return ``/metrics`` as text, empty when it is not answered with 200 in time."""
         try:
@@ -519,7 +546,7 @@ class HttpServer:
     async def check(self, path: str = "/health") -> Health:
         """Ask ``path`` once: 200 is health, another answer or none in time is silence, no connection is unreachable."""
         try:
-            async with self._client.get(
+            async with (self._own or self._client).get(
                 self.base_url + path, headers=self.headers, timeout=aiohttp.ClientTimeout(total=2.0)
             ) as response:
                 return Health.OK if response.status == 200 else Health.SILENT

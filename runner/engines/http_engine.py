@@ -1,29 +1,295 @@
-"""What the adapters of HTTP servers share."""
+"""The engine behind an HTTP server, composed of that server, a loader and a probe; and what loaders and probes share.
+
+An adapter is a function that puts these together for one kind of server: how a model gets onto it (a process of ours, a call
+of the server's, or a look at what runs) and what is asked of it while the model is loaded.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Protocol, TypeVar
 
+import aiohttp
 import msgspec
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
-from runner.definitions.plan import LoadPlan
+from runner.definitions.plan import LoadPlan, Progress, Report
 from runner.engines.http import HttpServer
-from runner.engines.port import TOKENIZE
+from runner.engines.port import (
+    Call,
+    Capabilities,
+    EngineStats,
+    FlushOutcome,
+    FlushRequest,
+    Health,
+    LoopOwner,
+    Response,
+)  # fmt: skip
+from runner.engines.process import Child, kill_rest, list_tree, make_private_folder
 from runner.errors import EngineError, InvalidRequest
 from runner.limits import limits
 from wire.unreadable import UNREADABLE
 
 Value = TypeVar("Value")
 
-_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _kwargs_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
+
+
+class Loader(Protocol):
+    """How a model gets onto a server and off it.
+
+    ``is_attached``: the server is somebody else's, and a model whose unload it refuses goes on being served.
+    """
+
+    is_attached: bool
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """As the engine's."""
+
+    async def load(self, report: Report) -> None:
+        """Return once the server answers for the model. Raises EngineError; whatever it raises, ``give_up`` follows."""
+
+    async def give_up(self) -> None:
+        """Undo a load that failed or was cancelled. Never raises EngineError because the server does not obey."""
+
+    async def unload(self, *, gently: bool) -> None:
+        """Return when the model is seen to be gone. Raises EngineError. Of an attached server only while it is loaded."""
+
+    async def wait_gone(self) -> None:
+        """As the engine's."""
+
+
+class Probe(Protocol):
+    """What is asked of a server, and sent to it, while its model is loaded."""
+
+    capabilities: Capabilities
+    has_metrics: bool
+    """Whether its ``/metrics`` are about this model."""
+
+    async def meet(self, report: Report) -> None:
+        """Ask a server that has just loaded what the model can do. Raises EngineError: then it is not used."""
+
+    def send(self, call: Call) -> AbstractAsyncContextManager[Response]:
+        """As the engine's ``stream``."""
+
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        """As the engine's."""
+
+    async def read_stats(self) -> EngineStats:
+        """Return the engine's numbers. Raises EngineError when it does not answer."""
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        """As a TokenCounter's."""
+
+    async def check(self) -> Health:
+        """As the engine's ``health``."""
+
+
+class HttpEngine:
+    """One replica of one model behind one HTTP server: the port, for every kind of server."""
+
+    def __init__(
+        self, server: HttpServer, loader: Loader, probe: Probe, *, name: str, poll_s: float, restart_max_s: float,
+        loop: LoopOwner | None = None,
+    ) -> None:  # fmt: skip
+        self.server = server
+        self.loader = loader
+        self.probe = probe
+        self.name = name
+        self.poll_s = poll_s
+        self.restart_max_s = restart_max_s
+        self.loop = loop
+        self.is_loaded = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.probe.capabilities
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return self.loader.pids
+
+    async def load(self, report: Report) -> None:
+        if not self.loader.is_attached:
+            await self.unload(gently=False)
+        self.is_loaded = False
+        try:
+            await self.loader.load(report)
+            await self.probe.meet(report)
+        except BaseException:
+            try:
+                await self.loader.give_up()
+            finally:
+                await self.server.leave()
+            raise
+        self.is_loaded = True
+
+    async def unload(self, *, gently: bool) -> None:
+        if self.loader.is_attached:
+            if not self.is_loaded:
+                return
+            await self.loader.unload(gently=gently)
+            self.is_loaded = False
+            await self.server.leave()
+            return
+        self.is_loaded = False  # at once: a process that ends gets no more requests
+        try:
+            await self.loader.unload(gently=gently)
+        finally:
+            await self.server.leave()
+
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        return await self.probe.flush(request)
+
+    async def stats(self) -> EngineStats:
+        if not self.is_loaded:
+            return EngineStats()
+        try:
+            return await self.probe.read_stats()
+        except EngineError:
+            return EngineStats()
+
+    async def read_metrics(self) -> str:
+        return await self.server.read_metrics() if self.is_loaded and self.probe.has_metrics else ""
+
+    def stream(self, call: Call) -> AbstractAsyncContextManager[Response]:
+        if not self.is_loaded:
+            raise aiohttp.ClientConnectionError("the model is not loaded")
+        return self.probe.send(call)
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        if not self.is_loaded:
+            raise EngineError("the model is not loaded")
+        return await self.probe.count_tokens(fields)
+
+    async def health(self) -> Health:
+        return await self.probe.check() if self.is_loaded else Health.UNREACHABLE
+
+    async def wait_gone(self) -> None:
+        await self.loader.wait_gone()
+
+
+class StartLog(Protocol):
+    """Reads the lines of one start."""
+
+    def feed(self, line: str) -> None:
+        """Take one line."""
+
+    def failure(self, last_words: str) -> str:
+        """Return why the start failed, by its ``last_words`` when no line said so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a server of others is started, and what reads its output."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: StartLog
+
+
+class ServerProcess:
+    """Loads a model by starting a server of others for it, in a child process, with the workers that it starts itself.
+
+    ``prepare`` gets a folder that only we can enter and that is there as long as the process; it says where ``server`` will
+    listen. Raises EngineError.
+    """
+
+    is_attached = False
+
+    def __init__(
+        self, title: str, plan: LoadPlan, server: HttpServer, prepare: Callable[[Path, Report], Awaitable[Start]]
+    ) -> None:
+        self._title = title
+        self._model_id = plan.model_id
+        self._server = server
+        self._prepare = prepare
+        self._child = Child(f"{title} {plan.model_id}")
+        self.folder: Path | None = None
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return self._child.pids
+
+    async def load(self, report: Report) -> None:
+        self.folder = await asyncio.to_thread(make_private_folder, self._title.lower())
+        start = await self._prepare(self.folder, report)
+        report(Progress(f"starting {self._title}", 0.0))
+        await self._child.start_foreign(start.command, start.environment, start.log.feed)
+        load_s = limits().engines.server_load_s
+        try:
+            async with asyncio.timeout(load_s):
+                await self._wait_healthy(start.log)
+        except TimeoutError:
+            raise EngineError(f"{self._title} did not load {self._model_id} within {load_s:.0f} s") from None
+
+    async def give_up(self) -> None:
+        await self.unload(gently=False)
+
+    async def unload(self, *, gently: bool) -> None:
+        tree = await asyncio.to_thread(list_tree, self._child.pid)
+        if gently and self._child.is_running:
+            gently = await self._server.check() is Health.OK  # one that hangs would not hear the signal either
+        folder, self.folder = self.folder, None
+        try:
+            await self._child.stop(gently=gently, limit_s=limits().engines.server_stop_s)
+        finally:
+            left = await kill_rest(tree)
+            if folder is not None:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        if left:
+            raise EngineError(
+                f"processes {left} of {self._title} cannot be killed: they wait for a driver; restart the machine"
+            )
+
+    async def wait_gone(self) -> None:
+        # Not by waiting for the process: asyncio does that until its pipes close, which orphaned workers hold open.
+        while self._child.is_running:  # noqa: ASYNC110  # a process sets no event
+            await asyncio.sleep(limits().engines.server_look_s)
+
+    async def _wait_healthy(self, log: StartLog) -> None:
+        while await self._server.check() is not Health.OK:
+            if not self._child.is_running:
+                await self._child.kill()  # also waits for the last lines to be read
+                words = log.failure(self._child.last_words())
+                raise EngineError(f"{self._title} could not load {self._model_id}: {words}")
+            await asyncio.sleep(limits().engines.server_look_s)
+
+
+async def wait_forever() -> None:
+    """Never return: only a health check tells that somebody else's server has gone."""
+    await asyncio.get_running_loop().create_future()
+
+
+# ---- what a plan says ----
+
+
+def installed_version(distribution: str) -> str:
+    """Return the version of a package that is installed beside this program, empty when it is not. Blocks on the disk."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def read_option(options: Mapping[str, object], name: str, kind: type[Value]) -> Value | None:
+    """Return an option of a plan, None when it is not set. Raises EngineError when it has another type than ``kind``."""
+    value = options.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise EngineError(f"{name} must be of type {kind.__name__}")
+    return value
 
 
 def read_url(plan: LoadPlan, *, example: str) -> str:
@@ -59,7 +325,7 @@ def set_thinking(plan: LoadPlan, body: bytes) -> bytes:
     if wanted is None:
         return body
     try:
-        fields = _fields_decoder.decode(body)
+        fields = fields_decoder.decode(body)
         given = _kwargs_decoder.decode(fields.get("chat_template_kwargs", b"null")) or {}
     except UNREADABLE:
         return body
@@ -74,6 +340,8 @@ def bearer(plan: LoadPlan, option: str = "server_api_key_env") -> dict[str, str]
     key = read_key(plan, option)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
+
+# ---- token counts ----
 
 _REFUSALS = frozenset({400, 413, 422})
 
@@ -93,22 +361,7 @@ class _Counted(msgspec.Struct):
     count: int
 
 
-class _InputTokens(msgspec.Struct):
-    input_tokens: int
-
-
-class _Tokens(msgspec.Struct):
-    tokens: list[msgspec.Raw]
-
-
-class _Prompt(msgspec.Struct):
-    prompt: str
-
-
 _counted_decoder = msgspec.json.Decoder(_Counted)
-_input_decoder = msgspec.json.Decoder(_InputTokens)
-_tokens_decoder = msgspec.json.Decoder(_Tokens)
-_prompt_decoder = msgspec.json.Decoder(_Prompt)
 _refusal_decoder = msgspec.json.Decoder(_Refusal)
 
 
@@ -130,42 +383,6 @@ async def ask_count(server: HttpServer, path: str, fields: Mapping[str, msgspec.
         raise EngineError(f"{path} answers with something else than a count") from None
 
 
-async def ask_child(server: HttpServer, fields: Mapping[str, msgspec.Raw]) -> int:
-    """Ask a child process of ours. Raises InvalidRequest, EngineError."""
-    return await ask_count(server, TOKENIZE, fields)
-
-
-async def ask_llama(server: HttpServer, fields: Mapping[str, msgspec.Raw]) -> int:
-    """Ask llama.cpp, for messages as it counts them itself, pictures included. Raises InvalidRequest, EngineError.
-
-    Servers from before the middle of 2026 do not count messages: of those the template and the tokenizer are asked.
-    """
-    if "messages" not in fields:
-        return await _ask_llama_text(server, fields, fields["prompt"])
-    path = "/v1/chat/completions/input_tokens"
-    status, body = await server.ask("POST", path, body=fields, timeout_s=limits().engines.count_s)
-    try:
-        if status != 404:
-            return _input_decoder.decode(take_answer(path, status, body)).input_tokens
-        path = "/apply-template"
-        status, body = await server.ask("POST", path, body=fields, timeout_s=limits().engines.count_s)
-        prompt = _prompt_decoder.decode(take_answer(path, status, body)).prompt
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise EngineError(f"{path} does not answer as llama.cpp does") from None
-    return await _ask_llama_text(server, fields, msgspec.Raw(msgspec.json.encode(prompt)))
-
-
-async def _ask_llama_text(server: HttpServer, fields: Mapping[str, msgspec.Raw], text: msgspec.Raw) -> int:
-    """Count a text the way llama.cpp reads a prompt: with the special tokens in it, and the one that it begins with."""
-    path = "/tokenize"
-    asked: dict[str, object] = {"model": fields["model"], "content": text, "add_special": True, "parse_special": True}
-    status, body = await server.ask("POST", path, body=asked, timeout_s=limits().engines.count_s)
-    try:
-        return len(_tokens_decoder.decode(take_answer(path, status, body)).tokens)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise EngineError(f"{path} answers with something else than tokens") from None
-
-
 def _read_reason(body: bytes) -> str:
     try:
         refusal = _refusal_decoder.decode(body)
@@ -176,23 +393,9 @@ def _read_reason(body: bytes) -> str:
     return reason[: limits().engines.said_chars]
 
 
+# ---- the text format of Prometheus ----
+
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
-_SHOWN: frozenset[str] = frozenset({
-    "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason", "vllm:kv_cache_usage_perc",
-    "vllm:gpu_cache_usage_perc", "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
-    "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success", "vllm:time_to_first_token_seconds",
-    "vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds", "vllm:e2e_request_latency_seconds",
-    "vllm:request_queue_time_seconds", "vllm:request_prefill_time_seconds", "vllm:request_decode_time_seconds",
-    "tgi_queue_size", "tgi_batch_current_size", "tgi_batch_current_max_tokens", "tgi_request_count", "tgi_request_success",
-    "tgi_request_failure", "tgi_request_queue_duration", "tgi_request_inference_duration",
-    "tgi_request_mean_time_per_token_duration", "tgi_request_generated_tokens", "tgi_request_input_length",
-    "llamacpp:requests_processing", "llamacpp:requests_deferred", "llamacpp:n_busy_slots_per_decode",
-    "llamacpp:prompt_tokens", "llamacpp:tokens_predicted", "llamacpp:prompt_seconds", "llamacpp:tokens_predicted_seconds",
-})  # fmt: skip
-"""Families that are shown, less the ``_total`` of counters; none of ours is called so (with ``vllm`` ours go on with ``_``)."""
-_ENDINGS = ("_total", "_bucket", "_sum", "_count")
-_KEPT_LABELS = frozenset({"le", "quantile", "reason", "finished_reason", "err", "engine"})
-"""What tells samples of a model apart; whatever else an engine labels is dropped, and ``model`` and ``replica`` are added."""
 _LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
@@ -222,12 +425,6 @@ class Samples:
 def read_samples(text: str, prefix: str) -> Samples:
     """Return the samples whose names begin with ``prefix``; buckets, other lines and values that are no number are left out."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for name, labels, value in _parse_lines(text, prefix):
-        found.setdefault(name, []).append((labels, value))
-    return Samples(found)
-
-
-def _parse_lines(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], float]]:
     for line in text.splitlines():
         if not line.startswith(prefix) or "_bucket{" in line or (match := _SAMPLE.match(line)) is None:
             continue
@@ -236,67 +433,6 @@ def _parse_lines(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], 
             value = float(number)
         except ValueError:
             continue
-        if value == value and value not in (float("inf"), float("-inf")):
-            yield name, dict(_LABEL.findall(labels or "")), value
-
-
-def show_series(texts: Iterable[tuple[str, int, str]]) -> list[Metric]:
-    """Return the engines' own series: of each model, replica (from 0) and its metrics as text, those that are known.
-
-    A text that is too long, or is none of this format, shows nothing. Samples beyond ``shown_samples`` are left out.
-    """
-    shown: dict[str, Metric] = {}
-    seen: set[tuple[object, ...]] = set()
-    for model, replica, text in texts:
-        room = limits().engines.shown_samples
-        for family in _read_families(text):
-            mine = shown.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-            if mine.type != family.type:
-                continue
-            for sample in family.samples[:room]:
-                kept = {name: value for name, value in sample.labels.items() if name in _KEPT_LABELS}
-                labels = {"model": model, "replica": str(replica), **kept}
-                key = (sample.name, *sorted(labels.items()))
-                if key not in seen:  # Prometheus refuses the whole page when two samples have the same labels
-                    seen.add(key)
-                    mine.add_sample(sample.name, labels, sample.value)
-            room = max(0, room - len(family.samples))
-    return list(shown.values())
-
-
-def _read_families(text: str) -> list[Metric]:
-    if len(text) > limits().engines.shown_bytes:
-        return []
-    known = "\n".join(line for line in text.splitlines() if _names_shown(line))
-    try:
-        return [family for family in text_string_to_metric_families(known + "\n") if family.samples]
-    except ValueError:
-        return []
-
-
-def _names_shown(line: str) -> bool:
-    """Return whether a line is a sample of a family that is shown, or tells its type or what it means."""
-    words = line.split(None, 3)
-    if line.startswith("#"):
-        name = words[2] if len(words) > 2 and words[1] in {"TYPE", "HELP"} else ""
-    else:
-        name = line.partition("{")[0].split(" ", 1)[0]
-    return name in _SHOWN or any(name.endswith(ending) and name.removesuffix(ending) in _SHOWN for ending in _ENDINGS)
-
-
-def installed_version(distribution: str) -> str:
-    """Return the version of a package that is installed beside this program, empty when it is not. Blocks on the disk."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def read_option(options: Mapping[str, object], name: str, kind: type[Value]) -> Value | None:
-    """Return an option of a plan, None when it is not set. Raises EngineError when it has another type than ``kind``."""
-    value = options.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise EngineError(f"{name} must be of type {kind.__name__}")
-    return value
+        if math.isfinite(value):
+            found.setdefault(name, []).append((dict(_LABEL.findall(labels or "")), value))
+    return Samples(found)

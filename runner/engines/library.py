@@ -1,23 +1,26 @@
-"""ExLlamaV3, the library, in a child process that brings our HTTP server. Needs a GPU and its own build of the library."""
+"""Libraries that have no HTTP server of their own, each model in a child process of ours that brings one.
+
+CTranslate2 and faster-whisper keep nothing between requests, so tenants cannot meet there. ExLlamaV3, which needs a GPU and its
+own build, finds cached pages by their tokens alone: its child serves one tenant (and tag) at a time and starts with an empty
+page table for the next, so tenants that alternate pay with concurrency and reuse.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import aiohttp
 import msgspec
 
 from runner.definitions.fields import EXLLAMA_PAGE_TOKENS
-from runner.engines.http import HttpServer
-from runner.engines.http_engine import ask_child, installed_version, read_option
+from runner.engines.http import HttpResponse, HttpServer
+from runner.engines.http_engine import HttpEngine, ask_count, installed_version, read_option
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -32,15 +35,86 @@ from runner.engines.port import (
     Health,
     LoadPlan,
     Report,
-    Response,
-)
+)  # fmt: skip
 from runner.engines.process import Child
 from runner.errors import EngineError
 from runner.limits import limits
 
+SCOPE_HEADER = "x-prefix-scope"
+TRANSLATIONS = "/v1/audio/translations"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """What tells one library from another. ``name`` is that of its child program too, ``distribution`` its package, ``title``
+    its name in messages.
+
+    ``needs``: what ``plan.path`` must be, a folder with ``file``. ``settings`` are those of its child beside the ones all have;
+    ``capabilities`` are made from the plan and from what the child said about the model. ``keeps_prefixes``: it reuses prompts.
+    """
+
+    name: str
+    distribution: str
+    title: str
+    needs: str
+    file: str
+    settings: Callable[[LoadPlan], Mapping[str, object]]
+    capabilities: Callable[[LoadPlan, Mapping[str, object]], Capabilities]
+    keeps_prefixes: bool = False
+
+
+def make_library(library: Library, plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
+    server = HttpServer(client)
+    loader = LibraryChild(library, plan, server)
+    probe = LibraryProbe(library, plan, server, loader)
+    return HttpEngine(server, loader, probe, name=library.name, poll_s=2.0, restart_max_s=30.0)
+
+
+class LibraryChild:
+    """Loads a model in a child process, with a new random key for each."""
+
+    is_attached = False
+
+    def __init__(self, library: Library, plan: LoadPlan, server: HttpServer) -> None:
+        self._library = library
+        self._plan = plan
+        self._server = server
+        self._child = Child(library.name)
+        self.info: Mapping[str, object] = {}
+        """What the child said about itself when it was ready, and the ``version`` of its library where one is installed."""
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return self._child.pids
+
+    async def load(self, report: Report) -> None:
+        plan, library = self._plan, self._library
+        if plan.path is None or not (plan.path / library.file).is_file():
+            raise EngineError(f"{plan.model_id}: {library.needs} is needed, got {plan.path}")
+        key = secrets.token_urlsafe(24)
+        settings: dict[str, object] = {
+            "folder": str(plan.path), "model_name": plan.model_id, "slots": plan.slots, "key": key,
+            "enable_thinking": plan.options.get("enable_thinking"),
+        }  # fmt: skip
+        url = await self._child.start_ours(
+            f"runner.engines.children.{library.name}", {**settings, **library.settings(plan)}, report,
+            limit_s=limits().engines.library_load_s,
+        )  # fmt: skip
+        self._server.base_url, self._server.headers = url, {"Authorization": f"Bearer {key}"}
+        self.info = {**self._child.info, "version": await asyncio.to_thread(installed_version, library.distribution)}
+
+    async def give_up(self) -> None:
+        await self._child.kill()
+
+    async def unload(self, *, gently: bool) -> None:
+        await self._child.stop(gently=gently)
+
+    async def wait_gone(self) -> None:
+        await self._child.wait_gone()
+
 
 class _Numbers(msgspec.Struct):
-    """What ``/stats`` of a child answers; names as in EngineStats."""
+    """What ``/stats`` of a child answers; names as in EngineStats, and one more."""
 
     running: int | None = None
     waiting: int | None = None
@@ -49,180 +123,69 @@ class _Numbers(msgspec.Struct):
     kv_bytes: int | None = None
     cache_queried_tokens: int | None = None
     cache_hit_tokens: int | None = None
+    kv_cached_tokens: int | None = None
 
 
-class LibraryChild:
-    """One child at a time, with a new random key for each. ``module`` is a program of ``runner.engines.children``,
-    ``distribution`` the package whose library it holds.
-    """
-
-    def __init__(self, module: str, client: aiohttp.ClientSession, *, distribution: str) -> None:
-        self._module = module
-        self._distribution = distribution
-        self._child = Child(module.rpartition(".")[2])
-        self.server = HttpServer(client)
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The child, while there is one."""
-        return (self._child.pid,) if self._child.is_running and self._child.pid is not None else ()
-
-    @property
-    def info(self) -> Mapping[str, object]:
-        """What the child said about itself when it was ready, and the ``version`` of its library where one is installed."""
-        return self._child.info
-
-    async def start(self, settings: Mapping[str, object], report: Report) -> None:
-        """Start the child and have it load; ``settings`` less the key. Raises EngineError; no process is left then."""
-        key = secrets.token_urlsafe(24)
-        url = await self._child.start_ours(
-            self._module, {**settings, "key": key}, report, limit_s=limits().engines.library_load_s
-        )
-        self.server.base_url, self.server.headers = url, {"Authorization": f"Bearer {key}"}
-        self._child.info["version"] = await asyncio.to_thread(installed_version, self._distribution)
-
-    async def stop(self, *, gently: bool) -> None:
-        """End the child; return when the process is gone."""
-        await self._child.stop(gently=gently)
-        self.server.base_url = ""
-
-    def send(self, call: Call, extra_headers: Mapping[str, str] | None = None) -> AbstractAsyncContextManager[Response]:
-        """Send a call as it is, with headers of ours. Raises aiohttp.ClientError or OSError."""
-        if not self.server.base_url:
-            raise ConnectionRefusedError("the model is not loaded")
-        if extra_headers:
-            call = dataclasses.replace(call, headers={**call.headers, **extra_headers})
-        return self.server.send(call)
-
-    @property
-    def context_tokens(self) -> int | None:
-        """Tokens that one request may have, None where the child does not tell."""
-        told = self.info.get("context_tokens")
-        return told if isinstance(told, int) and told > 0 else None
-
-    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        """Have the child count the tokens of a prompt. Raises InvalidRequest, EngineError."""
-        if not self.server.base_url:
-            raise EngineError("the model is not loaded")
-        return await ask_child(self.server, fields)
-
-    async def stats(self) -> EngineStats:
-        """Return the child's numbers, an empty value when it does not answer."""
-        if not self.server.base_url:
-            return EngineStats()
-        try:
-            status, body = await self.server.ask("GET", "/stats")
-            numbers = msgspec.json.decode(body, type=_Numbers) if status == 200 else _Numbers()
-        except (EngineError, msgspec.DecodeError):
-            return EngineStats()
-        return EngineStats(**msgspec.structs.asdict(numbers))
-
-    async def health(self) -> Health:
-        """Ask ``/health`` once."""
-        return await self.server.check() if self.server.base_url else Health.UNREACHABLE
-
-    async def wait_gone(self) -> None:
-        """Return when the child has exited."""
-        await self._child.wait_gone()
+class _Flushed(msgspec.Struct):
+    entries: int
 
 
-@dataclass(frozen=True, slots=True)
-class LibraryKind:
-    """What tells one library from another. ``module`` is its child program, ``distribution`` its package; ``title`` names it
-    in messages.
+class LibraryProbe:
+    """What a child is asked."""
 
-    ``needs``: what ``plan.path`` must be, a folder with ``model.bin``. ``settings`` are those of its child beside the ones all
-    have; ``capabilities`` are made from the plan and from what the child said about the model.
-    """
+    has_metrics = False
 
-    name: str
-    module: str
-    distribution: str
-    title: str
-    needs: str
-    settings: Callable[[LoadPlan], Mapping[str, object]]
-    capabilities: Callable[[LoadPlan, Mapping[str, object]], Capabilities]
-
-
-class LibraryEngine:
-    """The adapter of CTranslate2's family: libraries that keep nothing between requests, so that tenants cannot meet.
-
-    Options of the plan: ``device`` (cpu, cuda or auto) and ``compute_type``, as CTranslate2 names them.
-    """
-
-    poll_s = 2.0
-    restart_max_s = 30.0
-
-    def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession, *, kind: LibraryKind) -> None:
+    def __init__(self, library: Library, plan: LoadPlan, server: HttpServer, loader: LibraryChild) -> None:
+        self._library = library
         self._plan = plan
-        self._kind = kind
-        self._child = LibraryChild(kind.module, client, distribution=kind.distribution)
-        self.name = kind.name
+        self._server = server
+        self._loader = loader
+        self.capabilities = library.capabilities(plan, {})
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the model can do; of one that is not loaded, what such models can."""
-        return self._kind.capabilities(self._plan, self._child.info)
+    async def meet(self, _report: Report) -> None:
+        self.capabilities = self._library.capabilities(self._plan, self._loader.info)
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The child process."""
-        return self._child.pids
-
-    async def load(self, report: Report) -> None:
-        """Start the child and load. Raises EngineError."""
-        plan = self._plan
-        if plan.path is None or not (plan.path / "model.bin").is_file():
-            raise EngineError(f"{plan.model_id}: {self._kind.needs} is needed, got {plan.path}")
-        device = read_option(plan.options, "device", str)
-        settings = {
-            "folder": str(plan.path),
-            "model_name": plan.model_id,
-            "slots": plan.slots,
-            "threads": plan.threads,
-            # ``cuda:N`` was made into the GPU with that number when the load was planned.
-            "device": (device or ("cuda" if plan.gpu_ids else "cpu")).partition(":")[0],
-            "enable_thinking": plan.options.get("enable_thinking"),
-            "device_index": list(plan.gpu_ids),
-            "compute_type": read_option(plan.options, "compute_type", str) or plan.quantization or "default",
-        }
-        await self._child.start({**settings, **self._kind.settings(plan)}, report)
-
-    async def unload(self, *, gently: bool) -> None:
-        """Have the child unload and exit, or kill it; return when it is gone."""
-        await self._child.stop(gently=gently)
+    def send(self, call: Call) -> HttpResponse:
+        """With the scope that it may share prefixes in; none for ``cache_mode`` none."""
+        if self._library.keeps_prefixes and call.cache_mode != "none":
+            scope = hashlib.sha256(f"{len(call.tenant)}:{call.tenant}{call.cache_tag}".encode()).hexdigest()
+            call = replace(call, headers={**call.headers, SCOPE_HEADER: scope})
+        return self._server.send(call)
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Say that there is nothing to flush."""
-        words = f"{self._kind.title} keeps nothing between requests, so there is no {request.scope} to flush"
-        return FlushOutcome(FlushResult.NOTHING_KEPT, words)
+        """Start over with an empty page table, whatever the scope: no library can drop a part of it."""
+        library = self._library
+        if not library.keeps_prefixes:
+            detail = f"{library.title} keeps nothing between requests, so there is no {request.scope} to flush"
+            return FlushOutcome(FlushResult.NOTHING_KEPT, detail)
+        status, body = await self._server.ask("POST", "/flush", timeout_s=limits().engines.exllama_flush_s)
+        if status == 409:
+            return FlushOutcome(FlushResult.REFUSED_BUSY, "requests are running; flush again when they have ended")
+        if status != 200:
+            raise EngineError(f"the flush was answered with {status}")
+        removed = msgspec.json.decode(body, type=_Flushed).entries
+        numbers = await self._server.ask_for("/stats", _Numbers)
+        if numbers is not None and numbers.kv_cached_tokens:
+            raise EngineError(f"{numbers.kv_cached_tokens} tokens are still cached after the flush")
+        wider = "" if request.scope in ("all", "model") else f"; wider than the {request.scope} that was asked for"
+        return FlushOutcome(
+            FlushResult.RELOADED, f"the generator was made anew with an empty page table{wider}", entries_removed=removed
+        )
 
-    async def stats(self) -> EngineStats:
-        """Return running and waiting requests; the library tells no more."""
-        return await self._child.stats()
-
-    def stream(self, call: Call) -> AbstractAsyncContextManager[Response]:
-        """Send a request to the child."""
-        return self._child.send(call)
+    async def read_stats(self) -> EngineStats:
+        numbers = await self._server.ask_for("/stats", _Numbers) or _Numbers()
+        told = msgspec.structs.asdict(numbers)
+        del told["kv_cached_tokens"]
+        return EngineStats(**told)
 
     async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        """Have the child count, where its library reads text. Raises InvalidRequest, EngineError."""
-        return await self._child.count_tokens(fields)
+        return await ask_count(self._server, TOKENIZE, fields)
 
-    async def health(self) -> Health:
-        """Ask the child once."""
-        return await self._child.health()
-
-    async def wait_gone(self) -> None:
-        """Return when the child has exited."""
-        await self._child.wait_gone()
+    async def check(self) -> Health:
+        return await self._server.check()
 
 
-def _ct2_settings(plan: LoadPlan) -> Mapping[str, object]:
-    return {"context_tokens": plan.context_tokens or 0}
-
-
-def _ct2_capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilities:
+def _text_capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilities:
     """Chat only where the model brings a template."""
     has_chat = info.get("chat", True) is True
     context_tokens = info.get("context_tokens")
@@ -230,33 +193,38 @@ def _ct2_capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilitie
         endpoints=(CHAT, COMPLETIONS, TOKENIZE) if has_chat else (COMPLETIONS, TOKENIZE),
         version=str(info.get("version", "")),
         max_inflight=plan.slots,
-        context_tokens=context_tokens if isinstance(context_tokens, int) else None,
-        keeps_nothing=True,
+        context_tokens=context_tokens if isinstance(context_tokens, int) and context_tokens > 0 else None,
         isolates_tenants=True,
         reports_progress=True,
         counts_tokens=True,
     )
 
 
-_CT2 = LibraryKind(
-    name="ct2",
-    module="runner.engines.children.ct2",
-    distribution="ctranslate2",
-    title="CTranslate2",
-    needs="a folder with a CTranslate2 model.bin",
-    settings=_ct2_settings,
-    capabilities=_ct2_capabilities,
-)
-Ct2Engine = partial(LibraryEngine, kind=_CT2)
-"""The adapter, for a plan and a client."""
+# ---- CTranslate2's family. Options: ``device`` (cpu, cuda or auto) and ``compute_type``, as CTranslate2 names them ----
 
 
-TRANSLATIONS = "/v1/audio/translations"
+def _device_settings(plan: LoadPlan) -> dict[str, object]:
+    device = read_option(plan.options, "device", str)
+    return {
+        "threads": plan.threads,
+        # ``cuda:N`` was made into the GPU with that number when the load was planned.
+        "device": (device or ("cuda" if plan.gpu_ids else "cpu")).partition(":")[0],
+        "device_index": list(plan.gpu_ids),
+        "compute_type": read_option(plan.options, "compute_type", str) or plan.quantization or "default",
+    }
+
+
+make_ct2 = partial(make_library, Library(
+    name="ct2", distribution="ctranslate2", title="CTranslate2", needs="a folder with a CTranslate2 model.bin",
+    file="model.bin", settings=lambda plan: {**_device_settings(plan), "context_tokens": plan.context_tokens or 0},
+    capabilities=lambda plan, info: replace(_text_capabilities(plan, info), keeps_nothing=True),
+))  # fmt: skip
 
 
 def _whisper_settings(plan: LoadPlan) -> Mapping[str, object]:
+    """With the option ``max_upload_mb``."""
     limit_mb = read_option(plan.options, "max_upload_mb", int) or limits().engines.whisper_upload_mb
-    return {"max_upload_bytes": limit_mb * 1024 * 1024}
+    return {**_device_settings(plan), "max_upload_bytes": limit_mb * 1024 * 1024}
 
 
 def _whisper_capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilities:
@@ -273,130 +241,20 @@ def _whisper_capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabil
     )
 
 
-_WHISPER = LibraryKind(
-    name="whisper",
-    module="runner.engines.children.whisper",
-    distribution="faster-whisper",
-    title="Whisper",
-    needs="a folder with a Whisper model.bin of CTranslate2",
-    settings=_whisper_settings,
-    capabilities=_whisper_capabilities,
-)
-WhisperEngine = partial(LibraryEngine, kind=_WHISPER)
-"""The adapter, for a plan and a client; it also takes the option ``max_upload_mb``."""
+make_whisper = partial(make_library, Library(
+    name="whisper", distribution="faster-whisper", title="Whisper", needs="a folder with a Whisper model.bin of CTranslate2",
+    file="model.bin", settings=_whisper_settings, capabilities=_whisper_capabilities,
+))  # fmt: skip
 
 
-SCOPE_HEADER = "x-prefix-scope"
+# ---- ExLlamaV3. Options: the ``exllama_*`` fields of the settings files ----
 
 
-class _Flushed(msgspec.Struct):
-    entries: int
-
-
-class ExLlamaV3Engine:
-    """The adapter. Options of the plan: the ``exllama_*`` fields of the settings files.
-
-    Requests of different tenants never share cached prefixes: the child serves one tenant (and tag) at a time and starts
-    with an empty page table for the next, so tenants that alternate pay with concurrency and reuse.
-    """
-
-    name = "exllamav3"
-    poll_s = 2.0
-    restart_max_s = 30.0
-
-    def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
-        self._plan = plan
-        self._child = LibraryChild("runner.engines.children.exllamav3", client, distribution="exllamav3")
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Chat only where the model brings a template."""
-        has_chat = self._child.info.get("chat", True) is True
-        return Capabilities(
-            endpoints=(CHAT, COMPLETIONS, TOKENIZE) if has_chat else (COMPLETIONS, TOKENIZE),
-            version=str(self._child.info.get("version", "")),
-            max_inflight=self._plan.slots,
-            context_tokens=self._child.context_tokens,
-            prefix_caching=True,
-            reports_cached_tokens=True,
-            isolates_tenants=True,
-            flushes_cache=True,
-            reports_progress=True,
-            counts_tokens=True,
-        )
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """The child process."""
-        return self._child.pids
-
-    async def load(self, report: Report) -> None:
-        """Start the child and load. Raises EngineError."""
-        plan = self._plan
-        if plan.path is None or not (plan.path / "config.json").is_file():
-            raise EngineError(f"{plan.model_id}: a folder with an EXL3 model and its config.json is needed, got {plan.path}")
-        await self._child.start(
-            {
-                "folder": str(plan.path),
-                "model_name": plan.model_id,
-                "slots": plan.slots,
-                "gpu_ids": list(plan.gpu_ids),
-                "context_tokens": plan.context_tokens or 0,
-                "enable_thinking": plan.options.get("enable_thinking"),
-                **_cache_settings(plan),
-                **_placement_settings(plan),
-            },
-            report,
-        )
-
-    async def unload(self, *, gently: bool) -> None:
-        """Have the child unload and exit, or kill it; return when it is gone."""
-        await self._child.stop(gently=gently)
-
-    async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Start over with an empty page table, whatever the scope: the library cannot drop a part of it."""
-        if not self._child.server.base_url:
-            return FlushOutcome(FlushResult.NOT_SUPPORTED, "the model is not loaded")
-        status, body = await self._child.server.ask("POST", "/flush", timeout_s=limits().engines.exllama_flush_s)
-        if status == 409:
-            return FlushOutcome(FlushResult.REFUSED_BUSY, "requests are running; flush again when they have ended")
-        if status != 200:
-            raise EngineError(f"the flush was answered with {status}")
-        removed = msgspec.json.decode(body, type=_Flushed).entries
-        left = (await self._cached_tokens()) or 0
-        if left:
-            raise EngineError(f"{left} tokens are still cached after the flush")
-        wider = "" if request.scope in ("all", "model") else f"; wider than the {request.scope} that was asked for"
-        return FlushOutcome(
-            FlushResult.RELOADED, f"the generator was made anew with an empty page table{wider}", entries_removed=removed
-        )
-
-    async def stats(self) -> EngineStats:
-        """Return requests, pages and reuse as the child counts them."""
-        return await self._child.stats()
-
-    def stream(self, call: Call) -> AbstractAsyncContextManager[Response]:
-        """Send a request to the child with the scope that it may share prefixes in; none for ``cache_mode`` none."""
-        if call.cache_mode == "none":
-            return self._child.send(call)
-        scope = hashlib.sha256(f"{len(call.tenant)}:{call.tenant}{call.cache_tag}".encode()).hexdigest()
-        return self._child.send(call, {SCOPE_HEADER: scope})
-
-    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        """Have the child count. Raises InvalidRequest, EngineError."""
-        return await self._child.count_tokens(fields)
-
-    async def health(self) -> Health:
-        """Ask the child once."""
-        return await self._child.health()
-
-    async def wait_gone(self) -> None:
-        """Return when the child has exited."""
-        await self._child.wait_gone()
-
-    async def _cached_tokens(self) -> int | None:
-        _status, body = await self._child.server.ask("GET", "/stats")
-        return msgspec.json.decode(body, type=dict[str, int]).get("kv_cached_tokens")
+def _exllama_settings(plan: LoadPlan) -> Mapping[str, object]:
+    return {
+        "gpu_ids": list(plan.gpu_ids), "context_tokens": plan.context_tokens or 0, **_cache_settings(plan),
+        **_placement_settings(plan),
+    }  # fmt: skip
 
 
 def _cache_settings(plan: LoadPlan) -> Mapping[str, object]:
@@ -437,3 +295,12 @@ def _placement_settings(plan: LoadPlan) -> Mapping[str, object]:
         "max_q_size": read_option(options, "exllama_max_q_size", int) or 8,
         "max_rq_tokens": read_option(options, "exllama_max_rq_tokens", int) or 0,
     }
+
+
+make_exllamav3 = partial(make_library, Library(
+    name="exllamav3", distribution="exllamav3", title="ExLlamaV3", needs="a folder with an EXL3 model and its config.json",
+    file="config.json", settings=_exllama_settings, keeps_prefixes=True,
+    capabilities=lambda plan, info: replace(
+        _text_capabilities(plan, info), prefix_caching=True, reports_cached_tokens=True, flushes_cache=True
+    ),
+))  # fmt: skip

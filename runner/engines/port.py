@@ -199,14 +199,27 @@ class Response(Protocol):
         """Return the whole body, again when it is asked for again."""
 
 
+class LoopOwner(Protocol):
+    """What works for all clients of an engine in one loop, which may stand still while its server lets go of clients."""
+
+    @property
+    def batch_s(self) -> float:
+        """Seconds that one step of the loop takes at most, by what it has done so far."""
+
+    async def ask_loop(self) -> None:
+        """Return when the loop has answered, or its server is known not to. Never raises."""
+
+
 class Engine(Protocol):
     """One replica of one model in one engine. ``poll_s`` is the time between health checks, ``restart_max_s`` the longest
-    back-off before a restart, in seconds. ``name`` is the label in metrics and on the wire.
+    back-off before a restart, in seconds. ``name`` is the label in metrics and on the wire. ``loop`` is the one that it is
+    known to work in.
     """
 
     name: str
     poll_s: float
     restart_max_s: float
+    loop: LoopOwner | None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -261,18 +274,6 @@ class TokenCounter(Protocol):
 
 
 @runtime_checkable
-class LoopOwner(Protocol):
-    """An engine that works for all of its clients in one loop, which may stand still while its server lets go of clients."""
-
-    @property
-    def batch_s(self) -> float:
-        """Seconds that one step of the loop takes at most, by what it has done so far."""
-
-    async def ask_loop(self) -> None:
-        """Return when the loop has answered, or its server is known not to. Never raises."""
-
-
-@runtime_checkable
 class MetricsSource(Protocol):
     """An engine that counts on its own what the runner cannot see from outside, such as the time to the first token."""
 
@@ -281,18 +282,18 @@ class MetricsSource(Protocol):
 
 
 ADAPTERS: dict[str, str] = {
-    "gguf": "runner.engines.llama:LlamaCpp",
-    "llama_server": "runner.engines.llama:LlamaServer",
-    "ct2": "runner.engines.library:Ct2Engine",
-    "whisper": "runner.engines.library:WhisperEngine",
-    "vllm": "runner.engines.vllm:VllmEngine",
-    "exllamav3": "runner.engines.library:ExLlamaV3Engine",
-    "tabbyapi": "runner.engines.tabby:TabbyApiEngine",
-    "tgi": "runner.engines.tgi:TgiEngine",
+    "gguf": "runner.engines.llama:make_llamacpp",
+    "llama_server": "runner.engines.llama:make_llama_server",
+    "ct2": "runner.engines.library:make_ct2",
+    "whisper": "runner.engines.library:make_whisper",
+    "vllm": "runner.engines.vllm:make_vllm",
+    "exllamav3": "runner.engines.library:make_exllamav3",
+    "tabbyapi": "runner.engines.tabby:make_tabby",
+    "tgi": "runner.engines.tgi:make_tgi",
     "comfyui": "runner.engines.comfy:ComfyUiEngine",
     "openai_compatible": "runner.engines.remote:RemoteEngine",
 }
-"""Backend name of the settings to ``module:class``; every class takes ``(plan, client)``."""
+"""Backend name of the settings to ``module:function``; every function takes ``(plan, client)``."""
 
 EngineMaker = Callable[[LoadPlan, aiohttp.ClientSession], Engine]
 

@@ -59,6 +59,11 @@ class Child:
         return self._process.pid if self._process is not None else None
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """The process, while there is one."""
+        return () if self._process is None else (self._process.pid,)
+
+    @property
     def is_running(self) -> bool:
         """Whether the process exists and has not exited."""
         return self._process is not None and self._process.returncode is None

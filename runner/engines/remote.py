@@ -37,6 +37,7 @@ from runner.engines.port import (
     FlushRequest,
     FlushResult,
     Health,
+    LoopOwner,
     Progress,
     Report,
 )
@@ -66,6 +67,7 @@ class OpenAIServer:
 
     poll_s = 5.0
     restart_max_s = 2.0
+    loop: LoopOwner | None = None
     pids: tuple[int, ...] = ()
 
     def __init__(
@@ -209,6 +211,7 @@ class RemoteEngine:
     name = "remote"
     poll_s = 60.0
     restart_max_s = 300.0
+    loop: LoopOwner | None = None
 
     def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
         self._plan = plan

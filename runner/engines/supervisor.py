@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from runner.engines.port import Engine, Health, LoopOwner, Report
+from runner.engines.port import Engine, Health, Report
 from runner.engines.process import list_left
 from runner.errors import EngineError
 from runner.limits import limits
@@ -82,7 +82,7 @@ class Supervisor:
         if not self.engine.pids or not self.is_ready:
             return
         self._left_mib += sent_bytes / (1024 * 1024)  # its threads share the cores, and read all at once
-        self._asks_loop = isinstance(self.engine, LoopOwner)
+        self._asks_loop = self.engine.loop is not None
         if self._leaver is None or self._leaver.done():
             self._leaver = asyncio.create_task(self._watch_left())
 
@@ -101,8 +101,8 @@ class Supervisor:
                 ports = await asyncio.to_thread(list_left, self.engine.pids)
                 if question is not None and question.done():
                     question = None
-                elif question is None and self._asks_loop and isinstance(self.engine, LoopOwner):
-                    self._asks_loop, question = False, asyncio.create_task(self.engine.ask_loop())
+                elif question is None and self._asks_loop and self.engine.loop is not None:
+                    self._asks_loop, question = False, asyncio.create_task(self.engine.loop.ask_loop())
                 if question is not None:
                     ports.add(_LOOP)
                 oldest_gone = min((held[port].since for port in held.keys() - ports), default=look)
@@ -124,8 +124,8 @@ class Supervisor:
                 await asyncio.gather(question, return_exceptions=True)
 
     def _limit_s(self, port: int) -> float:
-        if port == _LOOP and isinstance(self.engine, LoopOwner):
-            return self._loop_limit_s + self._limits.loop_batches * self.engine.batch_s
+        if port == _LOOP and self.engine.loop is not None:
+            return self._loop_limit_s + self._limits.loop_batches * self.engine.loop.batch_s
         return self._limits.obey_s + self._limits.obey_s_per_mib * self._left_mib
 
     async def load(self, report: Report) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from http import HTTPStatus
 
 import aiohttp
 import msgspec
 
-from runner.engines.http import HttpServer
-from runner.engines.http_engine import bearer, read_key, read_option, read_url, set_thinking
+from runner.engines.http import HttpResponse, HttpServer
+from runner.engines.http_engine import HttpEngine, bearer, read_key, read_option, read_url, set_thinking, wait_forever
 from runner.engines.llama_slots import end_with, is_object
 from runner.engines.port import (
     CHAT,
@@ -32,7 +31,6 @@ from runner.engines.port import (
     LoadPlan,
     Progress,
     Report,
-    Response,
 )
 from runner.errors import EngineError, EngineSilent
 from runner.limits import limits
@@ -64,91 +62,101 @@ class _Event(msgspec.Struct):
     error: _Fault | None = None
 
 
-class TabbyApiEngine:
-    """The adapter. Options: ``server_url``, ``server_model`` (a folder name there; the model's id unless given), the names of
-    variables with keys ``server_api_key_env`` and ``server_admin_key_env``, and the ``exllama_cache_*`` fields.
-
-    Its pages are shared between the prompts of all tenants, and nothing in its API keeps them apart.
+def make_tabby(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
+    """Options: ``server_url``, ``server_model`` (a folder name there; the model's id unless given), the names of variables with
+    keys ``server_api_key_env`` and ``server_admin_key_env``, and the ``exllama_cache_*`` fields.
     """
+    server = HttpServer(client)
+    tabby = TabbyModel(plan, server, client)
+    return HttpEngine(server, tabby, tabby, name="tabbyapi", poll_s=5.0, restart_max_s=60.0)
 
-    name = "tabbyapi"
-    poll_s = 5.0
-    restart_max_s = 60.0
 
-    def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
+class TabbyModel:
+    """Loader and probe in one. All tenants' prompts share its pages, and nothing in its API keeps them apart."""
+
+    is_attached = True
+    has_metrics = False
+    pids: tuple[int, ...] = ()
+
+    def __init__(self, plan: LoadPlan, server: HttpServer, client: aiohttp.ClientSession) -> None:
         self._plan = plan
         self._client = client
-        self._server = HttpServer(client)
+        self._server = server
         self._model = str(plan.options.get("server_model") or plan.model_id)
         self._admin: Mapping[str, str] = {}
-        self._is_loaded = False
+        self._loading: asyncio.Task[None] | None = None
         self.capabilities = Capabilities(
             endpoints=(CHAT, COMPLETIONS), max_inflight=plan.slots, prefix_caching=True, reports_progress=True
         )
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """None is ours."""
-        return ()
-
     async def load(self, report: Report) -> None:
-        """Have the server load the model, and see that it did. Raises EngineError, also when it holds another model.
-
-        When cancelled, the load is waited for (bounded) and undone, since the server would carry on.
-        """
-        self._connect()
+        """Raises EngineError also when the server holds another model."""
+        url = read_url(self._plan, example="http://127.0.0.1:5000")
+        headers, admin = bearer(self._plan), read_key(self._plan, "server_admin_key_env")
+        self._server.base_url, self._server.headers = url, headers
+        self._admin = {"x-admin-key": admin} if admin else {}
         report(Progress("asking the server"))
         card = await self._loaded_model()
         if card is not None:
             self._check_is_ours(card)
-            self._is_loaded = True
             return
-        loading = asyncio.create_task(self._load(report))
+        load_s = limits().engines.tabby_load_s
+        self._loading = asyncio.create_task(self._load(report))
         try:
-            await asyncio.wait_for(asyncio.shield(loading), limits().engines.tabby_load_s)
+            await asyncio.wait_for(asyncio.shield(self._loading), load_s)
         except EngineError:
+            self._loading = None
             raise
-        except BaseException as error:
-            await self._give_up(loading)
-            if isinstance(error, TimeoutError):
-                raise EngineError(f"{self._model} was not loaded within {limits().engines.tabby_load_s:.0f} s") from None
-            raise
-        self._is_loaded = True
+        except TimeoutError:
+            raise EngineError(f"{self._model} was not loaded within {load_s:.0f} s") from None
+        self._loading = None
+
+    async def give_up(self) -> None:
+        """Wait for a load that nobody wants any more (bounded) and undo it, since the server would carry on."""
+        loading, self._loading = self._loading, None
+        if loading is None:
+            return
+        try:
+            async with asyncio.timeout(limits().engines.tabby_give_up_s):
+                await loading
+                await self._unload()
+        except (EngineError, TimeoutError):
+            return
+        finally:
+            loading.cancel()
 
     async def unload(self, *, gently: bool) -> None:
-        """Have the server unload the model, and see that it did; it ends running requests itself, gently or not.
-
-        Raises EngineError when it refuses or keeps the model. A model that another has put in its place is left alone.
-        """
-        if not self._is_loaded:
-            return
+        """It ends running requests itself, gently or not. A model that another has put in its place is left alone."""
+        del gently
         await self._unload()
-        self._is_loaded = False
-        self._server.close()
 
-    async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Say that the server has no such call."""
-        return FlushOutcome(
-            FlushResult.NOT_SUPPORTED, f"TabbyAPI cannot flush {request.scope}; unload and load the model to empty its cache"
-        )
+    async def wait_gone(self) -> None:
+        await wait_forever()
 
-    async def stats(self) -> EngineStats:
-        """Return nothing: the server counts nothing that it would tell."""
-        return EngineStats()
+    async def meet(self, report: Report) -> None:
+        """The model's card has told all."""
 
-    def stream(self, call: Call) -> AbstractAsyncContextManager[Response]:
-        """Send a request to the server, under the name that the model has there."""
-        if not self._is_loaded:
-            raise ConnectionRefusedError("the model is not loaded")
+    def send(self, call: Call) -> HttpResponse:
+        """Under the name that the model has there."""
         if is_object(call.body):  # whatever it names: the server may be set up to load what it is asked for
             body = set_thinking(self._plan, call.body) if call.path.partition("?")[0] == CHAT else call.body
             call = replace(call, body=end_with(body, b'"model":' + msgspec.json.encode(self._model)))
         return self._server.send(call)
 
-    async def health(self) -> Health:
-        """Ask once whether the server still holds our model."""
-        if not self._server.base_url:
-            return Health.UNREACHABLE
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        return FlushOutcome(
+            FlushResult.NOT_SUPPORTED, f"TabbyAPI cannot flush {request.scope}; unload and load the model to empty its cache"
+        )
+
+    async def read_stats(self) -> EngineStats:
+        """The server counts nothing that it would tell."""
+        return EngineStats()
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        raise EngineError("TabbyAPI is asked for no counts")
+
+    async def check(self) -> Health:
+        """Whether the server still holds our model."""
         try:
             card = await self._loaded_model()
         except EngineSilent:
@@ -156,17 +164,6 @@ class TabbyApiEngine:
         except EngineError:
             return Health.UNREACHABLE
         return Health.OK if card is not None and card.id == self._model else Health.SILENT
-
-    async def wait_gone(self) -> None:
-        """Never return: the process is not ours."""
-        await asyncio.Event().wait()
-
-    def _connect(self) -> None:
-        """Take address and keys from plan and environment. Raises EngineError."""
-        url = read_url(self._plan, example="http://127.0.0.1:5000")
-        headers, admin = bearer(self._plan), read_key(self._plan, "server_admin_key_env")
-        self._server.base_url, self._server.headers = url, headers
-        self._admin = {"x-admin-key": admin} if admin else {}
 
     async def _loaded_model(self) -> _Card | None:
         """Return the model that the server holds. Raises EngineError when it does not say."""
@@ -252,17 +249,6 @@ class TabbyApiEngine:
                 raise EngineError(f"the server holds no model {within_s:.0f} s after it was asked to load {self._model}")
             await asyncio.sleep(limits().engines.tabby_poll_s)
         return card
-
-    async def _give_up(self, loading: asyncio.Task[None]) -> None:
-        """Undo a load that nobody wants any more: listen until it has ended, then unload."""
-        try:
-            async with asyncio.timeout(limits().engines.tabby_give_up_s):
-                await loading
-                await self._unload()
-        except (EngineError, TimeoutError):
-            return
-        finally:
-            loading.cancel()
 
     async def _unload(self) -> None:
         card = await self._loaded_model()

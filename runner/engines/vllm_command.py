@@ -273,6 +273,7 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
+_CACHE_HINT = " (here: vllm_kv_cache_memory_bytes or the memory budget, or a shorter context)"
 _WEIGHTS_BEGIN, _WEIGHTS_END = 0.2, 0.7
 _GRAPHS_BEGIN, _GRAPHS_END = 0.8, 0.95
 
@@ -300,13 +301,13 @@ class StartupLog:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._reached = 0.0
-        self._words = FailureReasons()
+        self._reasons = FailureReasons()
         self.weights_bytes: int | None = None
         self.kv_bytes: int | None = None
 
     def feed(self, line: str) -> None:
         """Take one line."""
-        self._words.feed(line)
+        self._reasons.feed(line)
         self._note_sizes(line)
         if match := _SHARDS.search(line):
             self._advance(f"loading weights ({match[1]} of {match[2]} files)", match, _WEIGHTS_BEGIN, _WEIGHTS_END)
@@ -318,9 +319,9 @@ class StartupLog:
                     self._tell(stage, fraction)
                     return
 
-    def failure(self) -> str:
-        """Return why the start failed in vLLM's own words, an empty text when it gave no reason."""
-        return self._words.best()
+    def failure(self, last_words: str = "") -> str:
+        words = self._reasons.best() or last_words
+        return words + _CACHE_HINT if "cache blocks" in words or "KV cache" in words else words
 
     def _advance(self, stage: str, match: re.Match[str], begin: float, end: float) -> None:
         done, of = int(match[1]), int(match[2])

@@ -247,8 +247,8 @@ class Slot:
         replica.active += 1
         self._replica = replica
         self.began = clock.monotonic()
-        context = engine.stream(call)
         try:
+            context = engine.stream(call)
             response = await context.__aenter__()
         except (aiohttp.ClientError, EngineError, OSError) as error:
             raise self.report(error, began_answer=False) from None

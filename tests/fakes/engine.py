@@ -21,6 +21,7 @@ from runner.engines.port import (
     FlushRequest,
     FlushResult,
     Health,
+    LoopOwner,
     Progress,
     Report,
 )
@@ -204,6 +205,7 @@ class FakeEngine:
     name = "gated"
     poll_s = 0.05
     restart_max_s = 0.05
+    loop: LoopOwner | None = None
 
     def __init__(
         self, *, name: str = "", endpoints: Sequence[str] = (CHAT,), pid: int = FIRST_PID, gpu: Gpu | None = None,

@@ -20,11 +20,13 @@ import psutil
 
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import LoadPlan
-from runner.engines.library import Ct2Engine, ExLlamaV3Engine, WhisperEngine
-from runner.engines.llama import LlamaCpp
+from runner.engines.http_engine import HttpEngine, ServerProcess
+from runner.engines.library import make_ct2, make_exllamav3, make_whisper
+from runner.engines.llama import LlamaChildProbe, make_llamacpp
+from runner.engines.llama_slots import LlamaSlots
 from runner.engines.port import TRANSCRIPTIONS, Call, FlushResult
-from runner.engines.tgi import TgiEngine, free_ports
-from runner.engines.vllm import VllmEngine
+from runner.engines.tgi import free_ports, make_tgi
+from runner.engines.vllm import VllmProbe, make_vllm
 from runner.engines.vllm_command import PYTHON_VARIABLE
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chatting, environment, openai_cached_tokens
 from tests.fakes.models.make import ct2_model_dir, hf_model_dir, speech_wav, whisper_dir
@@ -42,6 +44,22 @@ LONG_CONTEXT_TOKENS = 200_000
 BORDER = "part-of-a-test"
 SHARD_CAUSE = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
 CORE_CAUSE = "ValueError: shape mismatch in model.embed_tokens.weight"
+
+
+def folder_of(engine: HttpEngine) -> Path | None:
+    """Return the private folder of an engine's server."""
+    assert isinstance(engine.loader, ServerProcess)
+    return engine.loader.folder
+
+
+def slots_of(engine: HttpEngine) -> LlamaSlots:
+    assert isinstance(engine.probe, LlamaChildProbe)
+    return engine.probe.slots
+
+
+def vllm_of(engine: HttpEngine) -> VllmProbe:
+    assert isinstance(engine.probe, VllmProbe)
+    return engine.probe
 
 
 def halve(model: Path, broken: Path, size: int) -> Path:
@@ -69,7 +87,7 @@ async def open_llamacpp(folder: Path, client: aiohttp.ClientSession) -> AsyncIte
     broken = folder / "half.gguf"
     broken.write_bytes(TINY_MODEL_PATH.read_bytes()[:600_000])
     yield chatting(
-        LlamaCpp, client, tiny_plan(), tiny_plan(broken), "is not within the file bounds",
+        make_llamacpp, client, tiny_plan(), tiny_plan(broken), "is not within the file bounds",
         text=QUESTION, long=ENDLESS, cached=openai_cached_tokens,
     )  # fmt: skip
 
@@ -85,7 +103,7 @@ def ct2_plan(path: Path | None = None, *, slots: int = 2, context_tokens: int | 
 async def open_ct2(folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
     broken = ct2_plan(halve(ct2_model_dir(), folder / "half", 400_000))
     yield chatting(
-        Ct2Engine, client, ct2_plan(context_tokens=LONG_CONTEXT_TOKENS), broken,
+        make_ct2, client, ct2_plan(context_tokens=LONG_CONTEXT_TOKENS), broken,
         "^half cannot be loaded: .*invalid payload size", text=QUESTION, flushes=frozenset({FlushResult.NOTHING_KEPT}),
     )  # fmt: skip
 
@@ -127,9 +145,9 @@ async def open_whisper(folder: Path, client: aiohttp.ClientSession) -> AsyncIter
     broken = whisper_plan(halve(whisper_dir(), folder / "half", 200_000))
     audio = speech_wav().read_bytes()
     yield EngineUnderTest(
-        engine=WhisperEngine(whisper_plan(), client), call=audio_call(audio, language="en"),
+        engine=make_whisper(whisper_plan(), client), call=audio_call(audio, language="en"),
         streamed=audio_call(audio, language="en", stream="true"), long=audio_call(long_wav(), language="en", stream="true"),
-        broken=WhisperEngine(broken, client), broken_words="^half cannot be loaded: .*invalid payload size",
+        broken=make_whisper(broken, client), broken_words="^half cannot be loaded: .*invalid payload size",
         flushes=frozenset({FlushResult.NOTHING_KEPT}),
     )  # fmt: skip
 
@@ -154,7 +172,7 @@ async def open_exllamav3(folder: Path, client: aiohttp.ClientSession) -> AsyncIt
     plan = exllama_plan(folder / "good", fake={"module_s": 0.02})
     with fake_library():
         yield chatting(
-            ExLlamaV3Engine, client, plan, exllama_plan(folder / "bad", fake={"refuses": "CUDA out of memory"}),
+            make_exllamav3, client, plan, exllama_plan(folder / "bad", fake={"refuses": "CUDA out of memory"}),
             "^CUDA out of memory", text=PAGES_QUESTION, long={"ignore_eos": True}, cached=openai_cached_tokens,
             flushes=frozenset({FlushResult.RELOADED}),
         )  # fmt: skip
@@ -200,7 +218,7 @@ def foreign_plan(url: str, **options: object) -> LoadPlan:
 @contextlib.asynccontextmanager
 async def open_tgi(folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
     yield chatting(
-        TgiEngine, client, launched_plan(folder), launched_plan(folder / "broken", fail=SHARD_CAUSE), "CUDA out of memory",
+        make_tgi, client, launched_plan(folder), launched_plan(folder / "broken", fail=SHARD_CAUSE), "CUDA out of memory",
         text=QUESTION, flushes=frozenset({FlushResult.NOTHING_KEPT}),
     )  # fmt: skip
 
@@ -232,7 +250,7 @@ async def open_vllm(folder: Path, client: aiohttp.ClientSession) -> AsyncIterato
     plan, broken = (contract_plan(contract_model(folder / name, **faults)) for name, faults in MODELS_OF_VLLM.items())
     with contract_python(folder):
         yield chatting(
-            VllmEngine, client, plan, broken, "shape mismatch in model.embed_tokens.weight",
+            make_vllm, client, plan, broken, "shape mismatch in model.embed_tokens.weight",
             text=BLOCKS_QUESTION, cached=openai_cached_tokens,
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import LoadPlan
-from runner.engines.llama import LlamaServer
+from runner.engines.llama import make_llama_server
 from tests.fakes.closed_port import closed_port
 from tests.fakes.engines.cases import ENDLESS
 from tests.fakes.engines.cases import QUESTION as LONG_QUESTION
@@ -256,7 +256,7 @@ def server_plan(url: str, model: str = "tiny", **options: object) -> LoadPlan:
 async def open_router(_folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
     async with run_router() as router:
         yield chatting(
-            LlamaServer, client, server_plan(router.url), server_plan(router.url, "broken"),
+            make_llama_server, client, server_plan(router.url), server_plan(router.url, "broken"),
             r"could not load broken \(exit code 1\)", text=QUESTION, cached=openai_cached_tokens, running=router.count_running,
         )  # fmt: skip
 
@@ -300,7 +300,7 @@ async def open_program(folder: Path, client: aiohttp.ClientSession) -> AsyncIter
         pass
     async with run_program(folder, client, port) as url:
         yield chatting(
-            LlamaServer, client, server_plan(url), server_plan(url, "half"), "could not load half",
+            make_llama_server, client, server_plan(url), server_plan(url, "half"), "could not load half",
             text=LONG_QUESTION, long=ENDLESS, cached=openai_cached_tokens,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import FlushResult
-from runner.engines.tabby import TabbyApiEngine
+from runner.engines.tabby import make_tabby
 from tests.fakes.engines.scripted_server import drop, listening, stream_words, words_answer
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chatting, environment
 from tests.fakes.waiting import takes
@@ -147,7 +147,7 @@ async def open_tabbyapi(_folder: Path, client: aiohttp.ClientSession) -> AsyncIt
     async with TabbyContract().serve() as server:
         with keys_in_environment():
             yield chatting(
-                TabbyApiEngine, client, tabby_plan(server.url), tabby_plan(server.url, "bad"), "CUDA out of memory",
+                make_tabby, client, tabby_plan(server.url), tabby_plan(server.url, "bad"), "CUDA out of memory",
                 text="Explain lambda.", running=lambda: server.running, flushes=frozenset({FlushResult.NOT_SUPPORTED}),
             )  # fmt: skip
 

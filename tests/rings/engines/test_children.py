@@ -19,7 +19,7 @@ import openai
 import psutil
 import pytest
 
-from runner.engines.library import TRANSLATIONS, Ct2Engine, ExLlamaV3Engine, WhisperEngine
+from runner.engines.library import TRANSLATIONS, make_ct2, make_exllamav3, make_whisper
 from runner.engines.port import CHAT, COMPLETIONS, TOKENIZE, TRANSCRIPTIONS, Call, Engine, FlushRequest, FlushResult, FlushScope
 from runner.errors import EngineError
 from tests.fakes.engines.cases import PAGES_QUESTION as LONG_QUESTION
@@ -44,7 +44,7 @@ async def are_in(engine: Engine, running: int, waiting: int | None = None) -> bo
 
 async def test_a_stream_follows_the_grammar_and_says_what_the_whole_answer_says() -> None:
     asked = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "stream": True}
-    async with served(Ct2Engine, ct2_plan()) as engine:
+    async with served(make_ct2, ct2_plan()) as engine:
         answer = await ask_chat(engine, QUESTION)
         *events, done = await read_events(engine, json_call(CHAT, **asked, stream_options={"include_usage": True}))
         bare = [json.loads(event) for event in (await read_events(engine, json_call(CHAT, **asked)))[:-1]]
@@ -68,7 +68,7 @@ async def test_a_stream_follows_the_grammar_and_says_what_the_whole_answer_says(
 
 
 async def test_a_prompt_longer_than_the_context_is_refused_as_openai_refuses_it() -> None:
-    async with served(Ct2Engine, ct2_plan(context_tokens=64)) as engine:
+    async with served(make_ct2, ct2_plan(context_tokens=64)) as engine:
         status, body = await ask_chat(engine, "word " * 200)
         full = await ask_chat(engine, "word " * 10, ignore_eos=True)
     assert (status, body["error"]["code"], body["error"]["param"]) == (400, "context_length_exceeded", "messages")
@@ -76,8 +76,8 @@ async def test_a_prompt_longer_than_the_context_is_refused_as_openai_refuses_it(
 
 
 async def test_the_key_guards_everything_but_health() -> None:
-    async with served(Ct2Engine, ct2_plan()) as engine, client_session() as client:
-        base = engine._child.server.base_url
+    async with served(make_ct2, ct2_plan()) as engine, client_session() as client:
+        base = engine.server.base_url
         for method, path, status in (
             ("GET", "/stats", 401), ("POST", "/flush", 401), ("GET", "/health", 200), ("POST", CHAT, 401),
         ):  # fmt: skip
@@ -86,7 +86,7 @@ async def test_the_key_guards_everything_but_health() -> None:
 
 
 async def test_more_requests_than_slots_wait_in_a_line_that_has_an_end() -> None:
-    async with served(Ct2Engine, ct2_plan(slots=1, context_tokens=100_000)) as engine:
+    async with served(make_ct2, ct2_plan(slots=1, context_tokens=100_000)) as engine:
         async with engine.stream(json_call(CHAT, messages=[{"role": "user", "content": "x"}], **ENDLESS)) as running:
             assert await running.content.readany()
             waiting = [asyncio.create_task(ask_chat(engine, QUESTION, max_tokens=4)) for _ in range(64)]
@@ -102,7 +102,7 @@ async def test_more_requests_than_slots_wait_in_a_line_that_has_an_end() -> None
 
 async def test_a_model_without_a_template_offers_completions_only(tmp_path: Path) -> None:
     bare = spoilt(tmp_path / "bare", lambda folder: change(folder / "tokenizer_config.json", chat_template=None))
-    async with served(Ct2Engine, ct2_plan(bare)) as engine:
+    async with served(make_ct2, ct2_plan(bare)) as engine:
         assert engine.capabilities.endpoints == (COMPLETIONS, TOKENIZE)
         status, body = await ask_chat(engine, "Hi")
         plain, _ = await ask_json(engine, json_call(COMPLETIONS, prompt="Hi"))
@@ -129,7 +129,7 @@ def spoilt(folder: Path, spoil: Callable[[Path], object]) -> Path:
 )
 async def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, spoil: Callable[[Path], object], words: str) -> None:
     async with client_session() as client:
-        engine = Ct2Engine(ct2_plan(spoilt(tmp_path / "spoilt", spoil)), client)
+        engine = make_ct2(ct2_plan(spoilt(tmp_path / "spoilt", spoil)), client)
         with pytest.raises(EngineError, match=words):
             await engine.load(lambda _progress: None)
         assert engine.pids == ()
@@ -162,12 +162,12 @@ def cached(answer: tuple[int, dict[str, dict[str, dict[str, int]]]]) -> int:
 @with_library
 async def test_an_answer_is_counted_to_the_token_and_the_numbers_are_those_of_the_page_table(tmp_path: Path) -> None:
     options: dict[str, Any] = {"exllama_cache_quant": "8,4", "exllama_gpu_split": "24,24", "exllama_tensor_parallel": True}
-    async with served(ExLlamaV3Engine, exllama_plan(tmp_path, exllama_cache_size=4096, **options)) as engine:
+    async with served(make_exllamav3, exllama_plan(tmp_path, exllama_cache_size=4096, **options)) as engine:
         first, again = [await ask_json(engine, question("alpha")) for _ in range(2)]
         stats = await engine.stats()
         cut = await ask_chat(engine, "Hi", max_tokens=5)
         stopped = await ask_chat(engine, "Hi", stop="word4")
-    async with served(ExLlamaV3Engine, exllama_plan(tmp_path, exllama_cache_size=512)) as engine:
+    async with served(make_exllamav3, exllama_plan(tmp_path, exllama_cache_size=512)) as engine:
         status, body = await ask_json(engine, question("alpha"))
     assert cached(first) == 0 < cached(again) == stats.cache_hit_tokens
     assert (stats.kv_total_tokens, stats.kv_used_tokens) == (4096, 0)
@@ -179,7 +179,7 @@ async def test_an_answer_is_counted_to_the_token_and_the_numbers_are_those_of_th
 
 @with_library
 async def test_requests_of_one_tenant_run_together_and_another_tenant_waits_its_turn(tmp_path: Path) -> None:
-    async with served(ExLlamaV3Engine, exllama_plan(tmp_path, slots=4)) as engine:
+    async with served(make_exllamav3, exllama_plan(tmp_path, slots=4)) as engine:
         async with engine.stream(question("alpha", **ENDLESS)) as one:
             assert await one.content.readany()
             assert await ask_json(engine, question("alpha"))
@@ -199,7 +199,7 @@ async def test_requests_of_one_tenant_run_together_and_another_tenant_waits_its_
 
 @with_library
 async def test_a_flush_while_something_runs_is_refused_and_does_nothing(tmp_path: Path) -> None:
-    async with served(ExLlamaV3Engine, exllama_plan(tmp_path)) as engine:
+    async with served(make_exllamav3, exllama_plan(tmp_path)) as engine:
         async with engine.stream(question("alpha", **ENDLESS)) as response:
             received = b""
             while received.count(b"data: ") < 3:  # the first event goes out before the generator has the request
@@ -222,7 +222,7 @@ async def test_a_flush_while_something_runs_is_refused_and_does_nothing(tmp_path
 )  # fmt: skip
 async def test_a_bad_option_or_a_missing_library_is_said_at_once(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     async with client_session() as client:
-        engine = ExLlamaV3Engine(exllama_plan(tmp_path, **options), client)
+        engine = make_exllamav3(exllama_plan(tmp_path, **options), client)
         with pytest.raises(EngineError, match=words):
             await engine.load(lambda _progress: None)
         assert engine.pids == ()
@@ -247,7 +247,7 @@ async def refusal(engine: Engine, call: Call) -> tuple[int, str | None, str]:
 
 async def test_every_shape_of_answer_says_what_was_said() -> None:
     audio = speech_wav().read_bytes()
-    async with served(WhisperEngine, whisper_plan()) as engine:
+    async with served(make_whisper, whisper_plan()) as engine:
         plain = await transcribe(engine, language="en")
         verbose = await transcribe(engine, language="de", response_format="verbose_json")
         words = await transcribe(engine, language="en", response_format="verbose_json", timestamp_granularities=["word"])
@@ -278,7 +278,7 @@ async def test_the_silence_filter_cuts_pauses_and_keeps_the_clock() -> None:
         file.setsampwidth(2)
         file.setframerate(16_000)
         file.writeframes(bytes(2 * 16_000 * 3))
-    async with served(WhisperEngine, whisper_plan()) as engine:
+    async with served(make_whisper, whisper_plan()) as engine:
         found = await transcribe(engine, language="en", response_format="verbose_json", vad_filter="true")
         empty = await transcribe(engine, silence.getvalue(), language="en", vad_filter="true")
     assert found["timings"]["speech_ms"] < found["timings"]["audio_ms"] == 12_000
@@ -288,11 +288,11 @@ async def test_the_silence_filter_cuts_pauses_and_keeps_the_clock() -> None:
 
 async def test_only_a_model_that_knows_languages_translates() -> None:
     audio = speech_wav().read_bytes()
-    async with served(WhisperEngine, whisper_plan()) as many:
+    async with served(make_whisper, whisper_plan()) as many:
         assert many.capabilities.endpoints == (TRANSCRIPTIONS, TRANSLATIONS)
         translated = await transcribe(many, path=TRANSLATIONS, response_format="verbose_json", language="de")
         assert translated["task"] == "translate"
-    async with served(WhisperEngine, whisper_plan(whisper_dir(multilingual=False))) as english:
+    async with served(make_whisper, whisper_plan(whisper_dir(multilingual=False))) as english:
         assert english.capabilities.endpoints == (TRANSCRIPTIONS,)
         assert await refusal(english, audio_call(audio, path=TRANSLATIONS)) == (400, "model", "modality_unsupported")
         assert await refusal(english, audio_call(audio, language="de")) == (400, "language", "invalid_value")
@@ -315,11 +315,11 @@ async def test_what_cannot_be_transcribed_is_refused_by_name() -> None:
         (post({"content-type": "multipart/form-data; boundary=x"}, b"no"), None, "invalid_value"),
         (post({"content-type": "multipart/form-data"}, b"no"), None, "invalid_value"),
     ]
-    async with served(WhisperEngine, whisper_plan()) as engine:
+    async with served(make_whisper, whisper_plan()) as engine:
         for number, (call, param, code) in enumerate(cases):
             assert await refusal(engine, call) == (400, param, code), number
         assert await are_in(engine, 0)
-        server = engine._child.server
+        server = engine.server
         key = server.headers["Authorization"].removeprefix("Bearer ")
         async with openai.AsyncOpenAI(base_url=server.base_url + "/v1", api_key=key, max_retries=0) as sdk:
             assert (await sdk.audio.transcriptions.create(model="tiny", file=("a.wav", audio))).text.startswith(SAID)
@@ -331,8 +331,8 @@ async def test_an_upload_over_the_limit_is_cut_off_and_leaves_nothing() -> None:
         for _ in range(40):
             yield bytes(64 * 1024)
 
-    async with served(WhisperEngine, whisper_plan(max_upload_mb=1)) as engine, client_session() as client:
-        child, server = psutil.Process(engine.pids[0]), engine._child.server
+    async with served(make_whisper, whisper_plan(max_upload_mb=1)) as engine, client_session() as client:
+        child, server = psutil.Process(engine.pids[0]), engine.server
         assert (await transcribe(engine))["text"]
         before = child.num_fds()
         assert await refusal(engine, audio_call(bytes(3 * 1024 * 1024))) == (413, "file", "request_too_large")
@@ -348,7 +348,7 @@ async def test_an_upload_over_the_limit_is_cut_off_and_leaves_nothing() -> None:
 
 async def test_no_file_is_left_after_an_answer_or_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    async with served(WhisperEngine, whisper_plan()) as engine:
+    async with served(make_whisper, whisper_plan()) as engine:
         await transcribe(engine)
         assert os.listdir(tmp_path) == []  # noqa: PTH208  # a path object's own call counts as blocking
         async with engine.stream(audio_call(long_wav(), language="en", stream="true")) as response:

@@ -16,8 +16,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from runner.api.metrics import show_series
 from runner.definitions.plan import LoadPlan, Progress
-from runner.engines.http_engine import show_series
+from runner.engines.http_engine import HttpEngine
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -30,18 +31,20 @@ from runner.engines.port import (
     FlushScope,
     Health,
 )
-from runner.engines.tabby import TabbyApiEngine
-from runner.engines.tgi import TgiEngine, build_command, build_environment, free_ports, lowest_given_port
-from runner.engines.vllm import VllmEngine
+from runner.engines.tabby import make_tabby
+from runner.engines.tgi import build_command, build_environment, free_ports, lowest_given_port, make_tgi
+from runner.engines.vllm import make_vllm
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull
 from tests.fakes.engines.cases import BLOCKS_QUESTION as QUESTION
 from tests.fakes.engines.cases import (
     contract_model,
     contract_plan,
     contract_python,
+    folder_of,
     foreign_plan,
     foreign_server,
     launched_plan,
+    vllm_of,
 )
 from tests.fakes.engines.suite import ask, assert_gone, chat_call, client_session, first_bytes, process_tree, served
 from tests.fakes.engines.suite import openai_cached_tokens as cached
@@ -70,10 +73,9 @@ async def is_idle(engine: Engine) -> bool:
     return (await engine.stats()).running == 0
 
 
-async def told_by(engine: VllmEngine | TgiEngine, path: str) -> Any:  # JSON
+async def told_by(engine: HttpEngine, path: str) -> Any:  # JSON
     """Return what its contract server tells of itself."""
-    assert engine._server is not None
-    return json.loads((await engine._server.ask("GET", path))[1])
+    return json.loads((await engine.server.ask("GET", path))[1])
 
 
 # vLLM
@@ -91,18 +93,18 @@ with_vllm = pytest.mark.usefixtures("vllm_python")
 
 def vllm(
     folder: Path, *, slots: int = 2, gpu_ids: tuple[int, ...] = (), options: dict[str, object] | None = None, **faults: object
-) -> contextlib.AbstractAsyncContextManager[VllmEngine]:
+) -> contextlib.AbstractAsyncContextManager[HttpEngine]:
     """Return a loaded adapter over a server with these faults."""
     plan = contract_plan(contract_model(folder / "model", **faults), slots=slots, gpu_ids=gpu_ids, options=options)
-    return served(VllmEngine, plan)
+    return served(make_vllm, plan)
 
 
 @with_vllm
 async def test_a_load_that_is_cancelled_while_vllm_hangs_leaves_nothing(tmp_path: Path, client: aiohttp.ClientSession) -> None:
-    engine, stages = VllmEngine(contract_plan(contract_model(tmp_path / "model", hang=True)), client), list[str]()
+    engine, stages = make_vllm(contract_plan(contract_model(tmp_path / "model", hang=True)), client), list[str]()
     loading = asyncio.create_task(engine.load(lambda progress: stages.append(progress.stage)))
     await eventually(lambda: "setting up the KV cache" in stages, "the server is up and hangs")
-    tree, folder = process_tree(engine.pids), engine._folder
+    tree, folder = process_tree(engine.pids), folder_of(engine)
     assert len(tree) == 3, "subreaper, server, worker"
     assert folder is not None
     assert folder.stat().st_mode & 0o777 == 0o700, "its socket lies in a folder of ours alone"
@@ -203,13 +205,13 @@ async def test_adapters_load_and_unload_while_the_model_serves_and_find_nothing_
         await ask(engine, call)
         assert cached(await ask(engine, call)) > 0
         with pytest.raises(EngineError, match=r"HTTP 400\): The lora adapter 'style' has already been loaded"):
-            await engine.load_lora("style", adapter)
-        await engine.unload_lora("style")
+            await vllm_of(engine).load_lora("style", adapter)
+        await vllm_of(engine).unload_lora("style")
         with pytest.raises(AssertionError, match="does not exist"):
             await ask(engine, call)
         with pytest.raises(EngineError, match="HTTP 404"):
-            await engine.unload_lora("style")
-        await engine.load_lora("style", adapter)
+            await vllm_of(engine).unload_lora("style")
+        await vllm_of(engine).load_lora("style", adapter)
         assert cached(await ask(engine, call)) == 0
 
 
@@ -218,13 +220,13 @@ async def test_sleep_is_offered_on_a_gpu_only_and_a_sleeping_model_refuses(tmp_p
     options: dict[str, object] = {"vllm_enable_sleep_mode": True}
     async with vllm(tmp_path, options=options) as engine:
         with pytest.raises(EngineError, match="needs a GPU"):
-            await engine.sleep()
+            await vllm_of(engine).sleep()
     async with vllm(tmp_path, gpu_ids=(0,), options=options) as engine:
         assert engine.capabilities.sleeps
-        await engine.sleep(2)
+        await vllm_of(engine).sleep(2)
         with pytest.raises(EngineUnavailable):
             await ask(engine, CALL)
-        await engine.wake()
+        await vllm_of(engine).wake()
         assert await ask(engine, CALL)
 
 
@@ -253,7 +255,7 @@ async def test_what_a_model_takes_and_gives_is_read_off_it(tmp_path: Path) -> No
         assert (await engine.flush(ALL)).result is FlushResult.NOTHING_KEPT
     model = contract_model(tmp_path / "seeing")
     (model / "config.json").write_text('{"vision_config": {}}')
-    async with served(VllmEngine, contract_plan(model)) as engine:
+    async with served(make_vllm, contract_plan(model)) as engine:
         assert engine.capabilities.vision_input
 
 
@@ -264,7 +266,7 @@ async def test_a_tgi_of_somebody_elses_is_used_and_not_stopped(monkeypatch: pyte
     monkeypatch.setenv("TGI_KEY_OF_TEST", "k1")
     async with foreign_server("org/other", key="k1") as url:
         plan = foreign_plan(url, server_api_key_env="TGI_KEY_OF_TEST", server_model="org/other")
-        async with served(TgiEngine, plan) as engine:
+        async with served(make_tgi, plan) as engine:
             assert json.loads(await ask(engine, CALL))["choices"]
             able = engine.capabilities
             assert (engine.pids, able.max_inflight, able.isolates_tenants, able.needs_tidying) == ((), 128, False, True)
@@ -283,7 +285,7 @@ async def test_a_tgi_of_somebody_elses_is_used_and_not_stopped(monkeypatch: pyte
             assert (stats.running, stats.waiting, stats.kv_used_tokens, stats.kv_total_tokens) == (1, 0, 100, 4096)
             await engine.unload(gently=False)
             assert await engine.health() is Health.UNREACHABLE
-        async with served(TgiEngine, plan):
+        async with served(make_tgi, plan):
             pass  # it is still there
 
 
@@ -300,17 +302,17 @@ async def test_a_tgi_of_no_use_is_explained(options: dict[str, object], words: s
     async with foreign_server("org/other") as url:
         options = {name: value or url for name, value in options.items()}
         with pytest.raises(EngineError, match=words):
-            await TgiEngine(LoadPlan("tiny", "tgi", options=options), client).load(ignore)
+            await make_tgi(LoadPlan("tiny", "tgi", options=options), client).load(ignore)
 
 
 async def test_errors_of_tgi_are_said_in_our_shape_and_overload_stays_429(tmp_path: Path) -> None:
-    async with served(TgiEngine, launched_plan(tmp_path, overloaded=True)) as engine:
+    async with served(make_tgi, launched_plan(tmp_path, overloaded=True)) as engine:
         with pytest.raises(ModelQueueFull, match="Model is overloaded") as overloaded:
             await ask(engine, CALL)
         assert overloaded.value.status == 429
     async with (
         foreign_server("tiny", "--lora-adapters", "style") as url,
-        served(TgiEngine, foreign_plan(url, tgi_adapters=["style", "absent"])) as engine,
+        served(make_tgi, foreign_plan(url, tgi_adapters=["style", "absent"])) as engine,
     ):
         with pytest.raises(InvalidRequest, match="must be strictly positive"):
             await ask(engine, chat_call("tiny", "hello", max_tokens=-1))
@@ -322,12 +324,12 @@ async def test_errors_of_tgi_are_said_in_our_shape_and_overload_stays_429(tmp_pa
 
 
 async def test_our_launcher_tells_its_stages_asks_for_a_key_and_goes(tmp_path: Path, client: aiohttp.ClientSession) -> None:
-    engine, reported = TgiEngine(launched_plan(tmp_path), client), list[Progress]()
+    engine, reported = make_tgi(launched_plan(tmp_path), client), list[Progress]()
     for ends in ("told", "a shard dies"):
         await engine.load(reported.append)
-        tree, folder = process_tree(engine.pids), engine._folder
+        tree, folder = process_tree(engine.pids), folder_of(engine)
         assert (len(tree), engine.capabilities.isolates_tenants) == (3, True)
-        async with client.post(f"{engine._server.base_url}{CHAT}", json={"model": "tgi", "messages": []}) as response:
+        async with client.post(f"{engine.server.base_url}{CHAT}", json={"model": "tgi", "messages": []}) as response:
             assert response.status == 401
         assert "API_KEY" not in " ".join(word for process in tree for word in process.cmdline())
         if ends == "told":
@@ -381,7 +383,7 @@ async def test_the_settings_of_the_plan_reach_tabby_and_requests_carry_the_key_a
     call = replace(call, headers={**call.headers, "authorization": "Bearer of-the-client"})
     async with (
         TabbyContract().serve() as server,
-        served(TabbyApiEngine, tabby_plan(server.url, "alias", server_model="tiny", **options)) as engine,
+        served(make_tabby, tabby_plan(server.url, "alias", server_model="tiny", **options)) as engine,
         engine.stream(call) as response,
     ):
         assert (response.status, server.asked_by_admin) == (200, 0)
@@ -392,7 +394,7 @@ async def test_the_settings_of_the_plan_reach_tabby_and_requests_carry_the_key_a
 @with_keys
 async def test_a_model_of_somebody_else_is_neither_thrown_out_nor_taken_for_ours(client: aiohttp.ClientSession) -> None:
     async with TabbyContract(loaded="other").serve() as server:
-        engine = TabbyApiEngine(tabby_plan(server.url), client)
+        engine = make_tabby(tabby_plan(server.url), client)
         with pytest.raises(EngineError, match=r"'other'.*evict"):
             await engine.load(ignore)
         await engine.unload(gently=True)
@@ -400,8 +402,8 @@ async def test_a_model_of_somebody_else_is_neither_thrown_out_nor_taken_for_ours
         server.loaded = None
         await engine.load(ignore)
         with pytest.raises(EngineError, match="context of 4096"):
-            await TabbyApiEngine(tabby_plan(server.url, context_tokens=2048), client).load(ignore)
-        await TabbyApiEngine(tabby_plan(server.url), client).load(ignore)
+            await make_tabby(tabby_plan(server.url, context_tokens=2048), client).load(ignore)
+        await make_tabby(tabby_plan(server.url), client).load(ignore)
         assert len(server.loads) == 1, "what is there already is taken as it is"
         server.loaded = "other"
         assert await engine.health() is Health.SILENT
@@ -412,11 +414,11 @@ async def test_a_model_of_somebody_else_is_neither_thrown_out_nor_taken_for_ours
 @with_keys
 async def test_a_load_outlives_its_connection_and_is_undone_when_it_is_cancelled(client: aiohttp.ClientSession) -> None:
     async with TabbyContract(cuts_load_stream=True, module_s=0.1).serve() as server:
-        engine = TabbyApiEngine(tabby_plan(server.url), client)
+        engine = make_tabby(tabby_plan(server.url), client)
         await asyncio.wait_for(engine.load(ignore), 30)
         assert (server.loaded, await engine.health()) == ("tiny", Health.OK)
     async with TabbyContract(module_s=0.1).serve() as server:
-        engine, heard = TabbyApiEngine(tabby_plan(server.url), client), list[Progress]()
+        engine, heard = make_tabby(tabby_plan(server.url), client), list[Progress]()
         loading = asyncio.create_task(engine.load(heard.append))
         await eventually(lambda: heard and heard[-1].fraction)
         loading.cancel()
@@ -429,7 +431,7 @@ async def test_a_load_outlives_its_connection_and_is_undone_when_it_is_cancelled
 async def test_a_tabby_that_keeps_the_model_is_an_error(client: aiohttp.ClientSession) -> None:
     set_runner_limits(engines={"tabby_unload_s": 0.2})
     async with TabbyContract(keeps_model=True).serve() as server:
-        engine = TabbyApiEngine(tabby_plan(server.url), client)
+        engine = make_tabby(tabby_plan(server.url), client)
         await engine.load(ignore)
         with pytest.raises(EngineError, match="still holds tiny"):
             await engine.unload(gently=True)
@@ -441,9 +443,9 @@ async def test_a_tabby_that_keeps_the_model_is_an_error(client: aiohttp.ClientSe
 async def test_a_wrong_key_is_said_without_showing_it(client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch) -> None:
     async with TabbyContract().serve() as server:
         with pytest.raises(EngineError, match="TEST_TABBY_KEY"):
-            await TabbyApiEngine(tabby_plan(server.url), client).load(ignore)
+            await make_tabby(tabby_plan(server.url), client).load(ignore)
         for name in ("TEST_TABBY_KEY", "TEST_TABBY_ADMIN_KEY"):
             monkeypatch.setenv(name, "a-wrong-key")
         with pytest.raises(EngineError, match="server_api_key_env") as caught:
-            await TabbyApiEngine(tabby_plan(server.url), client).load(ignore)
+            await make_tabby(tabby_plan(server.url), client).load(ignore)
         assert "wrong" not in str(caught.value)

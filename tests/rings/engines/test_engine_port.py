@@ -16,7 +16,8 @@ import aiohttp
 import psutil
 import pytest
 
-from runner.engines.llama import LlamaCpp
+from runner.engines.http_engine import HttpEngine
+from runner.engines.llama import make_llamacpp
 from runner.engines.port import CHAT, MESSAGES, Call
 from runner.engines.process import list_left, list_tree
 from runner.engines.supervisor import Supervisor
@@ -66,7 +67,7 @@ CROWDED = "root ::= " + "[a-z]* " * 2000
 async def supervised() -> AsyncIterator[Supervisor]:
     """Yield a supervisor whose engine serves."""
     async with client_session() as client:
-        supervisor = Supervisor(LlamaCpp(tiny_plan(), client), silent_s=60.0, on_change=lambda: None)
+        supervisor = Supervisor(make_llamacpp(tiny_plan(), client), silent_s=60.0, on_change=lambda: None)
         await supervisor.load(lambda _progress: None)
         try:
             yield supervisor
@@ -183,7 +184,7 @@ class LoopedEngine(FakeEngine):
 
     def __init__(self, batch_s: float) -> None:
         super().__init__()
-        self.batch_s = batch_s
+        self.batch_s, self.loop = batch_s, self
         self.asked = 0
         self.may_answer = asyncio.Event()
 
@@ -216,12 +217,13 @@ async def test_an_engine_that_is_as_slow_as_it_has_been_keeps_its_model_and_one_
 async def test_a_step_may_take_what_llama_cpp_itself_has_counted_and_much_before_it_has() -> None:
     async with supervised() as supervisor:
         engine = supervisor.engine
-        assert isinstance(engine, LlamaCpp)
-        assert engine.batch_s == limits().engines.llama_batch_s
+        assert isinstance(engine, HttpEngine)
+        assert (loop := engine.loop) is not None
+        assert loop.batch_s == limits().engines.llama_batch_s
         assert await ask(engine, chat_call("tiny", QUESTION * 25, max_tokens=4))
         await engine.stats()
         seconds = float(re.findall(r"^llamacpp:prompt_seconds_total (\S+)", await engine.read_metrics(), re.MULTILINE)[0])
-        assert 0.1 * seconds < engine.batch_s < min(10 * seconds, limits().engines.llama_batch_s)
+        assert 0.1 * seconds < loop.batch_s < min(10 * seconds, limits().engines.llama_batch_s)
 
 
 # in the pool

@@ -22,11 +22,12 @@ import pytest
 from runner.config import TINY_MODEL_PATH
 from runner.definitions.plan import Progress
 from runner.engines import port
-from runner.engines.llama import LlamaCpp, LlamaServer, child_settings, weight_files
+from runner.engines.http_engine import HttpEngine
+from runner.engines.llama import child_settings, make_llama_server, make_llamacpp, weight_files
 from runner.engines.process import gpu_environment
 from runner.errors import EngineError
 from tests.fakes.engines import suite
-from tests.fakes.engines.cases import ENDLESS, QUESTION, tiny_plan
+from tests.fakes.engines.cases import ENDLESS, QUESTION, slots_of, tiny_plan
 from tests.fakes.engines.llama_server import QUESTION as SHORT_QUESTION
 from tests.fakes.engines.llama_server import RouterContract, run_router, server_plan
 from tests.fakes.engines.suite import (
@@ -69,7 +70,7 @@ def ignore(_progress: Progress) -> None:
 
 async def test_many_loads_and_unloads_leave_no_process_and_no_file_handle(client: aiohttp.ClientSession) -> None:
     set_runner_limits(engines={"stop_s": 3600.0})  # so that a deadlock of the engine's own is not ended by force
-    engine, handles = LlamaCpp(tiny_plan(slots=1), client), 0
+    engine, handles = make_llamacpp(tiny_plan(slots=1), client), 0
     for number in range(12):
         await engine.load(ignore)
         processes = process_tree(engine.pids)
@@ -85,7 +86,7 @@ async def test_many_loads_and_unloads_leave_no_process_and_no_file_handle(client
 
 async def test_the_child_sees_the_gpus_of_its_plan_alone_and_none_of_our_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUSTER_TOKEN", "secret")
-    async with served(LlamaCpp, replace(tiny_plan(), gpu_ids=(1, 3))) as engine:
+    async with served(make_llamacpp, replace(tiny_plan(), gpu_ids=(1, 3))) as engine:
         seen = psutil.Process(engine.pids[0]).environ()
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["CUDA_DEVICE_ORDER"]) == ("1,3", "PCI_BUS_ID")
     assert "MUSTER_TOKEN" not in seen
@@ -121,9 +122,9 @@ BODIES: dict[str, dict[str, object]] = {
 }
 
 
-def serving(*, slots: int = 2, **options: object) -> contextlib.AbstractAsyncContextManager[LlamaCpp]:
+def serving(*, slots: int = 2, **options: object) -> contextlib.AbstractAsyncContextManager[HttpEngine]:
     """Return a serving adapter."""
-    return served(LlamaCpp, tiny_plan(slots=slots, options=options))
+    return served(make_llamacpp, tiny_plan(slots=slots, options=options))
 
 
 def call_to(path: str, tenant: str, *, tag: str = "", mode: port.CacheMode = "prefix", **fields: object) -> port.Call:
@@ -139,14 +140,14 @@ def cached_tokens(body: bytes) -> int:
     return int(details.get("cached_tokens", 0) or usage.get("cache_read_input_tokens", 0))
 
 
-async def reused(engine: LlamaCpp, path: str, tenant: str, *, tag: str = "", **fields: object) -> int:
+async def reused(engine: HttpEngine, path: str, tenant: str, *, tag: str = "", **fields: object) -> int:
     """Ask, and return how many prompt tokens the engine says it reused."""
     return cached_tokens(await ask(engine, call_to(path, tenant, tag=tag, mode="prefix", **fields)))
 
 
-async def held_tokens(engine: LlamaCpp) -> list[int]:
+async def held_tokens(engine: HttpEngine) -> list[int]:
     """Return how many tokens each slot holds, from the engine."""
-    slots = await engine._slots.list_slots()
+    slots = await slots_of(engine).list_slots()
     assert slots is not None
     return [slot.n_prompt_tokens for slot in slots]
 
@@ -210,7 +211,7 @@ async def test_a_request_that_is_given_up_while_it_waits_for_a_slot_holds_nobody
         async with engine.stream(call_to(port.CHAT, "alpha", **ENDLESS)) as response:
             await first_bytes(response)
             given_up, waiting = (asyncio.create_task(reused(engine, port.CHAT, tenant)) for tenant in ("beta", "gamma"))
-            await eventually(lambda: len(engine._slots._waiting) == 2)
+            await eventually(lambda: len(slots_of(engine)._waiting) == 2)
             given_up.cancel()
             await asyncio.wait({given_up})
         assert await asyncio.wait_for(waiting, 30) == 0
@@ -257,7 +258,7 @@ async def test_a_client_that_leaves_frees_its_slot_within_a_second(path: str) ->
         call = replace(call, headers={**call.headers, "x-conversation-id": "mine"})
 
         async def running() -> int:
-            slots = await engine._slots.list_slots()
+            slots = await slots_of(engine).list_slots()
             assert slots is not None
             return sum(slot.is_processing for slot in slots)
 
@@ -322,7 +323,7 @@ def neighbour() -> Iterator[list[str]]:
 
 
 async def test_nobody_reaches_the_engine_without_its_key(client: aiohttp.ClientSession) -> None:
-    async with serving() as engine, client.post(engine._server.base_url + port.CHAT, json=BODIES[port.CHAT]) as response:
+    async with serving() as engine, client.post(engine.server.base_url + port.CHAT, json=BODIES[port.CHAT]) as response:
         assert response.status == 401
         assert not engine.capabilities.function_calling  # the tiny model's template knows no tools
 
@@ -352,14 +353,14 @@ async def test_a_routers_progress_is_told_and_no_model_is_loaded_twice(
 ) -> None:
     router.models["tiny"].needs_listener = True
     reported: list[Progress] = []
-    engine = LlamaServer(server_plan(router.url, "house model", server_model="tiny"), client)
+    engine = make_llama_server(server_plan(router.url, "house model", server_model="tiny"), client)
     await engine.load(reported.append)
     assert Progress("text_model", 0.5) in reported
     able = engine.capabilities
     assert (able.function_calling, able.vision_input, able.isolates_tenants, able.version) == (
         True, True, True, "b6000-0123abc",
     )  # fmt: skip
-    await LlamaServer(server_plan(router.url), client).load(ignore)
+    await make_llama_server(server_plan(router.url), client).load(ignore)
     assert router.told == ["load tiny"]
     await ask(engine, chat_call("house model", SHORT_QUESTION))
     assert (router.bodies[-1]["model"], router.bodies[-1]["id_slot"] in {0, 1}) == ("tiny", True)
@@ -372,7 +373,7 @@ async def test_dialects_that_the_template_is_told_nothing_in_are_left_to_transla
     router: RouterContract, client: aiohttp.ClientSession, *, wanted: bool | None
 ) -> None:
     options: dict[str, Any] = {} if wanted is None else {"enable_thinking": wanted}
-    engine = LlamaServer(server_plan(router.url, **options), client)
+    engine = make_llama_server(server_plan(router.url, **options), client)
     await engine.load(ignore)
     assert (port.RESPONSES in engine.capabilities.endpoints) is (wanted is None)
     assert port.MESSAGES not in engine.capabilities.endpoints, "its slots are pinned"
@@ -394,11 +395,13 @@ async def test_a_router_that_cannot_be_used_is_an_error_that_says_why(
 ) -> None:
     router.models["tiny"].evicted = True
     with pytest.raises(EngineError, match=words):
-        await asyncio.wait_for(LlamaServer(server_plan(router.url if url is None else url, model), client).load(ignore), 30)
+        await asyncio.wait_for(
+            make_llama_server(server_plan(router.url if url is None else url, model), client).load(ignore), 30
+        )
 
 
 async def test_an_unload_that_the_router_refuses_is_an_error(router: RouterContract, client: aiohttp.ClientSession) -> None:
-    engine = LlamaServer(server_plan(router.url), client)
+    engine = make_llama_server(server_plan(router.url), client)
     await engine.load(ignore)
     router.models["tiny"].refuses_unload = True
     with pytest.raises(EngineError, match="the instance does not react"):
@@ -413,7 +416,7 @@ async def test_the_key_comes_from_the_named_variable(
     router: RouterContract, client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     router.key = "sk-secret"
-    engine = LlamaServer(server_plan(router.url, server_api_key_env="THE_KEY"), client)
+    engine = make_llama_server(server_plan(router.url, server_api_key_env="THE_KEY"), client)
     with pytest.raises(EngineError, match=r"variable THE_KEY \(server_api_key_env\) is empty"):
         await engine.load(ignore)
     monkeypatch.setenv("THE_KEY", "sk-wrong")
@@ -455,7 +458,7 @@ async def test_a_plain_server_keeps_the_promises_of_the_port(check: object, clie
     assert callable(check)
     async with plain_server() as url:
         subject = EngineUnderTest(
-            engine=LlamaServer(server_plan(url), client), call=chat_call("tiny", QUESTION, max_tokens=8),
+            engine=make_llama_server(server_plan(url), client), call=chat_call("tiny", QUESTION, max_tokens=8),
             streamed=chat_call("tiny", QUESTION, max_tokens=8, stream=True), long=chat_call("tiny", QUESTION, **ENDLESS),
             cached=openai_cached_tokens,
         )  # fmt: skip
@@ -465,8 +468,8 @@ async def test_a_plain_server_keeps_the_promises_of_the_port(check: object, clie
 async def test_a_plain_server_is_not_ours_to_stop_says_its_model_and_its_end_is_noticed(client: aiohttp.ClientSession) -> None:
     async with plain_server() as url:
         with pytest.raises(EngineError, match="serves tiny, not other: set server_model"):
-            await LlamaServer(server_plan(url, "other"), client).load(ignore)
-        engine = LlamaServer(server_plan(url), client)
+            await make_llama_server(server_plan(url, "other"), client).load(ignore)
+        engine = make_llama_server(server_plan(url), client)
         await engine.load(ignore)
         with pytest.raises(EngineError, match="not ours to stop"):
             await engine.unload(gently=True)
@@ -476,7 +479,7 @@ async def test_a_plain_server_is_not_ours_to_stop_says_its_model_and_its_end_is_
     await engine.unload(gently=False)
     async with plain_server(key="sk-plain") as url:
         with pytest.raises(EngineError, match=r"refuses the key \(HTTP 401\)"):
-            await LlamaServer(server_plan(url), client).load(ignore)
+            await make_llama_server(server_plan(url), client).load(ignore)
 
 
 @pytest.mark.parametrize(
@@ -487,7 +490,7 @@ async def test_a_server_that_keeps_more_or_does_not_erase_is_found_out_and_what_
     client: aiohttp.ClientSession, options: dict[str, object], isolates: bool, words: str
 ) -> None:
     async with plain_server(**options) as url:  # type: ignore[arg-type]  # the options by name
-        engine = LlamaServer(server_plan(url), client)
+        engine = make_llama_server(server_plan(url), client)
         await engine.load(ignore)
         able, outcome = engine.capabilities, await engine.flush(port.FlushRequest(port.FlushScope.ALL))
         assert (able.isolates_tenants, port.MESSAGES in able.endpoints) == (isolates, not isolates)

@@ -16,11 +16,11 @@ import pytest_asyncio
 from runner import errors
 from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan
-from runner.engines.llama import LlamaServer
+from runner.engines.llama import make_llama_server
 from runner.engines.port import CHAT, MESSAGES, TOKENIZE, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
-from runner.engines.tgi import TgiEngine
-from runner.engines.vllm import VllmEngine
+from runner.engines.tgi import make_tgi
+from runner.engines.vllm import make_vllm
 from runner.limits import limits
 from runner.parts import Parts
 from runner.pool import Model, ModelEvent, Replica
@@ -220,7 +220,7 @@ WORDS = fields(model="tiny", messages=[{"role": "user", "content": "one two thre
 async def test_a_router_of_llama_servers_is_asked_under_its_own_name_for_the_model(*, is_old: bool) -> None:
     async with run_router() as router, client_session() as client:
         router.is_old = is_old
-        engine = LlamaServer(server_plan(router.url, "ours", server_model="tiny"), client)
+        engine = make_llama_server(server_plan(router.url, "ours", server_model="tiny"), client)
         with pytest.raises(errors.EngineError):
             await engine.count_tokens({**WORDS, **fields(model="ours")})
         async with loaded(engine):
@@ -228,15 +228,15 @@ async def test_a_router_of_llama_servers_is_asked_under_its_own_name_for_the_mod
             assert await engine.count_tokens({**WORDS, **fields(model="ours")}) == 3
             assert await engine.count_tokens(fields(model="ours", prompt="one two")) == 2
     async with run_engine() as foreign, client_session() as client:
-        engine = LlamaServer(server_plan(foreign.url), client)
-        engine._is_loaded, engine._server.base_url = True, foreign.url
+        engine = make_llama_server(server_plan(foreign.url), client)
+        engine.is_loaded, engine.server.base_url = True, foreign.url
         for asked in (WORDS, fields(model="tiny", prompt="x")):
             with pytest.raises(errors.EngineError):  # an answer that is no count
                 await engine.count_tokens(asked)
 
 
 async def test_tgi_counts_short_prompts_and_says_why_it_refuses_one() -> None:
-    async with foreign_server("tiny") as url, served(TgiEngine, foreign_plan(url)) as engine:
+    async with foreign_server("tiny") as url, served(make_tgi, foreign_plan(url)) as engine:
         assert engine.capabilities.context_tokens == 1024
         assert [await engine.count_tokens(one) for one in (WORDS, fields(model="tiny", prompt="one two"))] == [3, 2]
         for refused, words in (({"messages": []}, "cannot be empty"), ({"prompt": "x" * 131072}, "at most 131072 bytes")):
@@ -246,7 +246,7 @@ async def test_tgi_counts_short_prompts_and_says_why_it_refuses_one() -> None:
 
 async def test_vllm_is_told_what_decides_the_length_of_a_prompt_and_no_more(tmp_path: Path) -> None:
     with contract_python(tmp_path):
-        async with served(VllmEngine, contract_plan(contract_model(tmp_path / "model"))) as engine:
+        async with served(make_vllm, contract_plan(contract_model(tmp_path / "model"))) as engine:
             assert engine.capabilities.context_tokens == 512
             assert await engine.count_tokens({**WORDS, **fields(chat_template="{{ 1 }}")}) == 3
             with pytest.raises(errors.InvalidRequest, match="index out of range"):

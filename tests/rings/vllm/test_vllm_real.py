@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 
 from runner.definitions.plan import LoadPlan
+from runner.engines.http_engine import HttpEngine
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -31,9 +32,10 @@ from runner.engines.port import (
     Health,
     Progress,
 )
-from runner.engines.vllm import VllmEngine
+from runner.engines.vllm import make_vllm
 from runner.errors import EngineError, ModalityUnsupported
 from tests.fakes.control_process import ROOT
+from tests.fakes.engines.cases import folder_of, vllm_of
 from tests.fakes.engines.suite import (
     CHECKS,
     EngineCase,
@@ -87,11 +89,11 @@ def break_model(folder: Path) -> Path:
 async def open_vllm(folder: Path, client: aiohttp.ClientSession) -> AsyncIterator[EngineUnderTest]:
     """Yield what the suite of all engines asks for."""
     yield EngineUnderTest(
-        engine=VllmEngine(tiny_plan(), client),
+        engine=make_vllm(tiny_plan(), client),
         call=question(max_tokens=8),
         streamed=question(max_tokens=8, stream=True, ignore_eos=True),
         long=question(**ENDLESS),
-        broken=VllmEngine(tiny_plan(break_model(folder / "half")), client),
+        broken=make_vllm(tiny_plan(break_model(folder / "half")), client),
         broken_words="[Ss]afetensor",
         cached=openai_cached_tokens,
         load_s=LOAD_LIMIT_S,
@@ -107,16 +109,16 @@ SOON = question(max_tokens=4)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def engine() -> AsyncIterator[VllmEngine]:
+async def engine() -> AsyncIterator[HttpEngine]:
     """A loaded vLLM with one slot and room for adapters."""
     reported: list[Progress] = []
     async with aiohttp.ClientSession() as client:
-        found = VllmEngine(tiny_plan(slots=1, options={"vllm_max_lora_rank": 8}), client)
+        found = make_vllm(tiny_plan(slots=1, options={"vllm_max_lora_rank": 8}), client)
         await asyncio.wait_for(found.load(reported.append), LOAD_LIMIT_S)
         fractions = [progress.fraction or 0.0 for progress in reported]
         assert fractions == sorted(fractions)
         assert len(set(fractions)) > 5
-        tree, folder = process_tree(found.pids), found._folder
+        tree, folder = process_tree(found.pids), folder_of(found)
         try:
             yield found
         finally:
@@ -126,16 +128,16 @@ async def engine() -> AsyncIterator[VllmEngine]:
         assert not folder.exists()
 
 
-async def idle(engine: VllmEngine) -> bool:
+async def idle(engine: HttpEngine) -> bool:
     stats = await engine.stats()
     return (stats.running, stats.waiting) == (0, 0)
 
 
-async def cached(engine: VllmEngine, request: Call) -> int:
+async def cached(engine: HttpEngine, request: Call) -> int:
     return openai_cached_tokens(await ask(engine, request))
 
 
-async def test_every_endpoint_it_names_answers(engine: VllmEngine) -> None:
+async def test_every_endpoint_it_names_answers(engine: HttpEngine) -> None:
     bodies: dict[str, dict[str, object]] = {
         CHAT: {"messages": [{"role": "user", "content": "Explain lambda."}], "max_tokens": 8},
         COMPLETIONS: {"prompt": "The value of", "max_tokens": 8},
@@ -147,18 +149,18 @@ async def test_every_endpoint_it_names_answers(engine: VllmEngine) -> None:
         assert await ask(engine, call(path, {"model": "tiny", **body}))
 
 
-async def test_a_tenant_reuses_what_is_its_own_and_nobody_else_does(engine: VllmEngine) -> None:
+async def test_a_tenant_reuses_what_is_its_own_and_nobody_else_does(engine: HttpEngine) -> None:
     alpha, beta = replace(SOON, tenant="alpha"), replace(SOON, tenant="beta")
     first, again, other = [await cached(engine, each) for each in (alpha, alpha, beta)]
     assert (first, other) == (0, 0)
     assert again >= 256
     assert await cached(engine, replace(alpha, cache_tag="other")) == 0
     assert await cached(engine, replace(alpha, cache_mode="none")) == 0
-    forged = json.loads(alpha.body) | {"cache_salt": engine._salts.salt_for(alpha), "priority": -5}
+    forged = json.loads(alpha.body) | {"cache_salt": vllm_of(engine).salts.salt_for(alpha), "priority": -5}
     assert await cached(engine, replace(beta, tenant="gamma", body=json.dumps(forged).encode())) == 0
 
 
-async def test_a_flush_is_refused_while_a_request_runs_and_then_clears(engine: VllmEngine) -> None:
+async def test_a_flush_is_refused_while_a_request_runs_and_then_clears(engine: HttpEngine) -> None:
     mine = replace(SOON, tenant="flushed")
     await ask(engine, mine)
     before = await cached(engine, mine)
@@ -175,7 +177,7 @@ async def test_a_flush_is_refused_while_a_request_runs_and_then_clears(engine: V
     assert after == 0
 
 
-async def test_waiting_requests_are_served_by_priority(engine: VllmEngine) -> None:
+async def test_waiting_requests_are_served_by_priority(engine: HttpEngine) -> None:
     order: list[str] = []
 
     async def finish(request: Call) -> None:
@@ -197,20 +199,20 @@ async def test_waiting_requests_are_served_by_priority(engine: VllmEngine) -> No
     assert order == ["high", "normal", "low"]
 
 
-async def test_adapters_load_and_unload_while_the_model_serves(engine: VllmEngine) -> None:
-    await engine.load_lora("style", lora_dir())
+async def test_adapters_load_and_unload_while_the_model_serves(engine: HttpEngine) -> None:
+    await vllm_of(engine).load_lora("style", lora_dir())
     styled = call(COMPLETIONS, {"model": "style", "prompt": "The value of", "max_tokens": 4})
     assert json.loads(await ask(engine, styled))["model"] == "style"
     with pytest.raises(EngineError, match="already been loaded"):
-        await engine.load_lora("style", lora_dir())
-    await engine.unload_lora("style")
+        await vllm_of(engine).load_lora("style", lora_dir())
+    await vllm_of(engine).unload_lora("style")
     with pytest.raises(AssertionError, match="does not exist"):
         await ask(engine, styled)
 
 
 async def test_a_model_that_embeds_answers_that_alone() -> None:
     async with aiohttp.ClientSession() as client:
-        found = VllmEngine(tiny_plan(options={"vllm_task": "embed"}), client)
+        found = make_vllm(tiny_plan(options={"vllm_task": "embed"}), client)
         try:
             await asyncio.wait_for(found.load(lambda _progress: None), LOAD_LIMIT_S)
             # Not single words: on some processors the CPU build dies of an illegal instruction when a text is one token.
@@ -228,7 +230,7 @@ async def test_a_model_that_embeds_answers_that_alone() -> None:
 
 async def test_a_killed_worker_is_seen_and_ends_the_server() -> None:
     async with aiohttp.ClientSession() as client:
-        found = VllmEngine(tiny_plan(), client)
+        found = make_vllm(tiny_plan(), client)
         try:
             await asyncio.wait_for(found.load(lambda _progress: None), LOAD_LIMIT_S)
             tree = process_tree(found.pids)
@@ -256,7 +258,7 @@ async def test_a_killed_worker_is_seen_and_ends_the_server() -> None:
 )
 async def test_a_setting_that_cannot_work_is_named(options: dict[str, object], words: str) -> None:
     async with aiohttp.ClientSession() as client:
-        found = VllmEngine(tiny_plan(options=options), client)
+        found = make_vllm(tiny_plan(options=options), client)
         with pytest.raises(EngineError, match=words):
             await asyncio.wait_for(found.load(lambda _progress: None), LOAD_LIMIT_S)
         assert not found.pids
@@ -264,11 +266,11 @@ async def test_a_setting_that_cannot_work_is_named(options: dict[str, object], w
 
 LOADER = """
 import asyncio, sys, aiohttp
-from runner.engines.vllm import VllmEngine
+from runner.engines.vllm import make_vllm
 from tests.rings.vllm.test_vllm_real import tiny_plan
 async def main():
     async with aiohttp.ClientSession() as client:
-        engine = VllmEngine(tiny_plan(), client)
+        engine = make_vllm(tiny_plan(), client)
         await engine.load(lambda progress: print(progress.fraction, flush=True))
         await asyncio.sleep(600)
 asyncio.run(main())

@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from runner.api.metrics import show_series
 from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan
-from runner.engines.http_engine import read_samples, show_series
+from runner.engines.http_engine import read_samples
 from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.limits import limits
