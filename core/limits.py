@@ -626,10 +626,11 @@ class GatewayLimits:
     canary_question_chars: int = bound(500, "characters", "A longer question is refused.")
     canary_answer_chars: int = bound(200, "characters", "A longer expected answer is refused.")
     # Counting tokens
-    count_threads: int = bound(2, "threads", "Further prompts wait for a thread.")
+    count_threads: int = bound(2, "threads", "Further prompts wait for a thread, each of which has a process that counts.")
     count_waiting: int = bound(8, "prompts", "One more prompt that would wait is counted by a node, or estimated.")
     # The first one of a model loads its tokenizer, which takes a second or two.
     count_thread_s: float = bound(5.0, "s", "A prompt that takes a thread longer is counted by a node, or estimated.")
+    count_rest_s: float = bound(60.0, "s", "A tokenizer that cost a process is not asked for so long.")
     count_nodes: int = bound(2, "nodes", "After so many nodes that gave no count it is estimated.")
     count_asked: int = bound(32, "questions", "Further questions to nodes wait.")
     count_node_ms: int = bound(3000, "ms", "A node that gave no count by then is not waited for.")
@@ -643,15 +644,10 @@ class GatewayLimits:
     template_source_chars: int = bound(MIB, "characters", "A longer chat template is unusable.")
     # What is longer takes too much memory to count.
     template_chars: int = bound(
-        2_000_000, "characters", "A prompt, or a text on the way to it, that is longer is not rendered."
+        2_000_000, "characters", "A longer prompt is not rendered, and a longer text of a template given up."
     )
-    template_steps: int = bound(200_000, "steps", "A template that takes more is given up.")
-    # All that a rendering may make has 50 million characters, however small its pieces.
-    template_step_chars: int = bound(256, "characters", "Making so many counts as one more step.")
     template_s: float = bound(2.0, "s", "A template that renders for longer is given up.")
-    template_digits: int = bound(300, "digits", "A template that rounds to more is given up.")
-    template_indent: int = bound(8, "blanks", "A larger indent of JSON is cut to it.")
-    template_separator_chars: int = bound(16, "characters", "A template with a longer separator of JSON is given up.")
+    template_bytes: int = bound(128 * MIB, "bytes", "A template that needs more memory is given up.")
     # Of UTF-8: four letters of English, two of Russian, four thirds of a Chinese character.
     token_bytes: int = bound(4, "bytes", "An estimate counts one token for so many of a prompt.")
     token_chars: int = bound(4, "characters", "The record estimates one token for so many of a request or an answer.")

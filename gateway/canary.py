@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from core.limits import limits
-from gateway.counting.boxes import exchange
+from gateway.counting import exchange
 from gateway.request.attempt import read_usage
 from gateway.request.dispatch import Dispatcher, Lease
 from gateway.request.models import Catalogue

@@ -173,6 +173,7 @@ class GatewayRuntime:
             link.close("server shutdown")
             self.registry.remove(link, "the gateway is stopping")
         await self.node_channel.close()
+        self.pipeline.counter.close()
         await self.records.stop()
         try:
             await run_upkeep(self._unregister_process)

@@ -9,7 +9,7 @@ from django.conf import settings
 
 from core.limits import GatewayLimits
 from core.limits import limits as read_limits
-from gateway.counting.boxes import exchange as ask_box
+from gateway.counting import exchange as ask_box
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import GatewayError, RouteNotFound

@@ -104,6 +104,7 @@ PROCESS_EDGES: dict[str, str] = {
     "controlplane/serve_worker.py::DueHere._carry_out": "a task that fails must not end the thread that carries out the others",
     "controlplane/tasks.py::sweep": "a look that fails must not keep the others from being taken",
     "controlplane/reconciling.py::Reconciler._run": "one operation that cannot be looked at must not stop the looks at others",
+    "gateway/tokenizers.py::serve": "the process that asked is told; a library it does not know must not end the counting",
     "gateway/views/endpoints.py::make_endpoint.application": "the client gets a 500, the log a traceback; a server would cut",
     "gateway/views/endpoints.py::Inference.serve": "as above; a stream that had begun is reset instead",
     "controlplane/launcher/processes.py::preload": "the children that are then executed say what is wrong",
