@@ -61,12 +61,10 @@ class RequestSerializer(serializers.Serializer[RequestRecord]):
 
     @extend_schema_field(serializers.ChoiceField(choices=[state.value for state in CONTRACT_STATES]))
     def get_status(self, record: RequestRecord) -> str:
-        """Return the contract's word for its state."""
         return RequestState.INTERRUPTED.value if record.state == RequestState.CANCELLED else record.state
 
     @extend_schema_field(serializers.ChoiceField(choices=[one.value for one in RequestOutcome], allow_null=True))
     def get_outcome(self, record: RequestRecord) -> str | None:
-        """Return what became of it, null while it is open."""
         return judge_outcome(RequestState(record.state), record.status_code)
 
     def get_node_id(self, record: RequestRecord) -> str | None:
@@ -155,7 +153,6 @@ class ChangeAliasForm(Form):
     is_active = Flag(required=False, help_text="Whether it works; when it does not, the name means what it would without it")
 
     def validate_targets(self, value: list[dict[str, Any]]) -> list[Target]:  # Any: validated members
-        """Return the targets as the service takes them."""
         return [Target(one["model"], one["weight"]) for one in value]
 
 
@@ -279,7 +276,6 @@ def _show_aliases(aliases: list[ModelAlias]) -> list[dict[str, Any]]:  # Any: JS
 
 
 def _actor(request: Request) -> str:
-    """Return the caller as the audit trail writes one."""
     return cast("_Named", request.user).actor  # what DEFAULT_AUTHENTICATION_CLASSES puts there
 
 

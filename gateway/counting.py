@@ -203,7 +203,6 @@ class TokenCounter:
             self._complain(entry.name, str(error) if isinstance(error, UnusableFolder | ProcessLost) else type(error).__name__)
 
     def _complain(self, model: str, reason: str) -> None:
-        """Log why a model's tokenizer is of no use, now and then."""
         if clock.monotonic() - self._complained.get(model, -math.inf) >= limits().gateway.count_complain_s:
             self._note(self._complained, model)
             logger.warning("count.tokenizer_unusable model=%s reason=%s", model, reason)

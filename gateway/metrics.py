@@ -29,8 +29,6 @@ RECORDS_DROPPED = Counter("muster_records_dropped_total", "Refused requests of w
 
 
 class _Timing:
-    """A histogram as plain numbers."""
-
     __slots__ = ("counts", "total")
 
     def __init__(self) -> None:
@@ -38,12 +36,10 @@ class _Timing:
         self.total = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
         self.counts[bisect_left(_SECONDS, seconds)] += 1
         self.total += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return the cumulative buckets that the exposition format wants."""
         running, result = 0, []
         for bound, count in zip(_BOUNDS, self.counts, strict=True):
             running += count
@@ -52,8 +48,6 @@ class _Timing:
 
 
 class _ModelTally:
-    """What is counted of one model."""
-
     __slots__ = ("completion_tokens", "latency", "prompt_tokens", "queue_wait", "states", "ttfb")
 
     def __init__(self) -> None:

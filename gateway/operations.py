@@ -61,12 +61,10 @@ class _Holder:
 
     @property
     def offer(self) -> str:
-        """The label with what it has today."""
         has = ", ".join(_OFFERS[name].format(value) for name, value in self.today.items())
         return f"{self.label} ({has}{self.note})"
 
     def is_raise(self, name: str, value: object) -> bool:
-        """Return whether that would be more than it has today."""
         today = self.today[name]
         if isinstance(today, int):
             return isinstance(value, int) and value > today

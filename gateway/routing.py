@@ -133,7 +133,6 @@ class _Chain:
                 self.refusal = refusal
 
     def prefer(self, model: str | None) -> None:
-        """Put one of them first."""
         if model is not None:
             self.models.remove(model)
             self.models.insert(0, model)

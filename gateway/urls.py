@@ -82,7 +82,6 @@ class _ExactFirstRouter(SlashRouter):
         self._preflight = preflight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a scope."""
         if self._preflight is not None and is_preflight(scope["method"], HeaderView(scope["headers"])):
             await self._preflight(scope, receive, send)
             return

@@ -35,7 +35,6 @@ from wire import clock
 
 
 def limit_field(label: str, help_text: str) -> forms.IntegerField:
-    """Return a field for a limit of at least 1 that may be left empty."""
     return forms.IntegerField(
         label=label,
         help_text=help_text,
@@ -58,7 +57,6 @@ class NameListField(forms.CharField):
     widget = UnfoldAdminTextareaWidget(attrs={"rows": 4})
 
     def clean(self, value: str) -> list[str]:
-        """Return the names in their order."""
         lines = (line.strip() for line in super().clean(value).splitlines())
         return list(dict.fromkeys(line for line in lines if line))
 
@@ -72,7 +70,6 @@ MODELS_HELP = "Models, aliases or auto, one to a line. Empty: every allow-listed
 
 
 def _priority_field() -> forms.ChoiceField:
-    """Return the choice of a priority."""
     return forms.ChoiceField(
         choices=[(priority.value, priority.value) for priority in Priority],
         initial=Priority.NORMAL.value,
@@ -138,7 +135,6 @@ def _offer_key_raise(key: ApiKey, values: Values) -> Offer:
 
 
 def _describe_use(key: ApiKey, text: str) -> tuple[NextStep, ...]:
-    """Return how a client uses a new key, in lines that can be pasted as they stand."""
     base = str(settings.GATEWAY_PUBLIC_URL).rstrip("/")
     allowed = Model.objects.filter(allowed=True).order_by("name").values_list("name", flat=True).first()
     name = next(iter(key.allowed_models), allowed) or "auto"
@@ -225,7 +221,6 @@ class ApiKeyAdmin(CreatingAdmin):
     )
 
     def create(self, actor: str, values: Values) -> Created:
-        """Create a key."""
         key, text = create_api_key(
             name=values["name"],
             tenant_name=values["tenant"].name,
@@ -244,7 +239,6 @@ class ApiKeyAdmin(CreatingAdmin):
 
     @column("Key")
     def show_prefix(self, key: ApiKey) -> str:
-        """Return the public head of the key."""
         return f"{key.prefix}…"
 
     @column(
@@ -253,7 +247,6 @@ class ApiKeyAdmin(CreatingAdmin):
         label={"active": "success", "expired": "warning", "revoked": "danger", "tenant off": "warning"},
     )
     def show_state(self, key: ApiKey) -> str:
-        """Return whether it may be used, and if not why."""
         if key.revoked_at is not None:
             return "revoked"
         if key.expires_at is not None and key.expires_at <= clock.now():
@@ -269,7 +262,6 @@ class ApiKeyAdmin(CreatingAdmin):
 
     @column("Models")
     def show_models(self, key: ApiKey) -> str:
-        """Return which models it may use."""
         return ", ".join(key.allowed_models) or "all allowed"
 
 
@@ -421,32 +413,26 @@ class TenantAdmin(CreatingAdmin):
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Tenant]:
-        """Count usable keys, and look for kept answers, in the same query."""
         usable = Count("keys", filter=Q(keys__revoked_at__isnull=True))
         kept = Exists(StoredResponse.objects.filter(tenant=OuterRef("pk")))
         queryset: QuerySet[Tenant] = super().get_queryset(request).annotate(usable_keys=usable, has_kept=kept)
         return queryset
 
     def create(self, actor: str, values: Values) -> Created:
-        """Create a tenant."""
         return Created(row=create_tenant(name=values["name"], requests_per_minute=values["requests_per_minute"], actor=actor))
 
     @column("State", ordering="is_active", label={"active": "success", "disabled": "danger"})
     def show_state(self, tenant: Tenant) -> str:
-        """Return whether its keys are accepted."""
         return "active" if tenant.is_active else "disabled"
 
     @column("Requests/min", ordering="requests_per_minute")
     def show_rate(self, tenant: Tenant) -> str:
-        """Return the rate its keys get."""
         return "default" if tenant.requests_per_minute is None else str(tenant.requests_per_minute)
 
     @column("Keys in use", ordering="usable_keys")
     def show_keys(self, tenant: Tenant) -> int:
-        """Return how many keys are not revoked."""
         return int(getattr(tenant, "usable_keys", 0))
 
     @column("Keeps answers", ordering="stores_responses")
     def show_kept(self, tenant: Tenant) -> str:
-        """Return for how long answers are kept, or that none are."""
         return f"{tenant.responses_kept_days} days" if tenant.stores_responses else "no"

@@ -230,7 +230,6 @@ class AllowListAdmin(CreatingAdmin):
         return queryset
 
     def create(self, actor: str, values: Values) -> Created:
-        """Put a name on the allow-list."""
         return Created(row=allow_model(name=values["name"], actor=actor, **{name: values[name] for name in CAPS}))
 
     def find_offer(self, values: Values) -> Offer | None:
@@ -242,43 +241,35 @@ class AllowListAdmin(CreatingAdmin):
 
     @column("State", ordering="allowed", label={"allowed": "success", "declared": "info"})
     def show_state(self, model: Model) -> str:
-        """Return whether clients may use it."""
         return "allowed" if model.allowed else "declared"
 
     @column("Nodes", label={"served": "success", "no node": "warning"})
     def show_served(self, model: Model) -> str:
-        """Return whether a box that takes work has it."""
         return "served" if model.name in getattr(model, "served_now", ()) else "no node"
 
     @column("Nodes")
     def show_boxes(self, model: Model) -> str:
-        """Return which box would serve it now, or what stands in the way."""
         wait = explain_waits([model.name])[model.name]
         return wait.reason if wait.is_starting else f"{wait.reason} {wait.advice}"
 
     @column("Max tokens", ordering="max_tokens")
     def show_max_tokens(self, model: Model) -> str:
-        """Return the cap on generated tokens."""
         return _print_cap(model.max_tokens)
 
     @column("Max prompt", ordering="max_prompt_chars")
     def show_max_prompt(self, model: Model) -> str:
-        """Return the cap on the prompt."""
         return "default" if model.max_prompt_chars is None else f"{model.max_prompt_chars:,} chars"
 
     @column("Max queue", ordering="max_queue")
     def show_queue(self, model: Model) -> str:
-        """Return the cap on the queue."""
         return _print_cap(model.max_queue)
 
     @column("Fallbacks")
     def show_fallbacks(self, model: Model) -> str:
-        """Return what answers instead of it, in order."""
         return ", ".join(model.fallbacks) or "none"
 
     @column("Context window")
     def show_context(self, model: Model) -> str:
-        """Return the context window that clients are told."""
         return "reported by the nodes" if model.context_tokens is None else f"{model.context_tokens:,} tokens"
 
     @column("Tokenizer")
@@ -317,7 +308,6 @@ class TargetsField(forms.CharField):
         return [_read_target(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
     def prepare_value(self, value: object) -> object:
-        """Return what the box shows."""
         if isinstance(value, list):
             return "\n".join(f"{target.model} {target.weight}" for target in value)
         return value
@@ -434,7 +424,6 @@ class AliasAdmin(CreatingAdmin):
         return queryset
 
     def create(self, actor: str, values: Values) -> Created:
-        """Create an alias."""
         tenant = values["tenant"]
         alias = create_alias(
             name=values["name"],
@@ -446,12 +435,10 @@ class AliasAdmin(CreatingAdmin):
 
     @column("For", ordering="tenant__name")
     def show_whom(self, alias: ModelAlias) -> str:
-        """Return whose requests it is for."""
         return alias.tenant.name if alias.tenant is not None else "everybody"
 
     @column("State", ordering="is_active", label={"on": "success", "off": "default", "no model answers": "danger"})
     def show_state(self, alias: ModelAlias) -> str:
-        """Return whether it is on, and whether anybody answers."""
         if not alias.is_active:
             return "off"
         states = getattr(alias, "target_states", {})

@@ -31,11 +31,11 @@ from wire.ids import format_id
 RequestRecords = QuerySet[RequestRecord]
 Choices = list[tuple[str, str]]
 
-PERIODS: dict[str, timedelta] = {
-    "15m": timedelta(minutes=15),
-    "1h": timedelta(hours=1),
-    "24h": timedelta(hours=24),
-    "7d": timedelta(days=7),
+PERIODS: dict[str, tuple[str, timedelta]] = {
+    "15m": ("last 15 minutes", timedelta(minutes=15)),
+    "1h": ("last hour", timedelta(hours=1)),
+    "24h": ("last 24 hours", timedelta(hours=24)),
+    "7d": ("last 7 days", timedelta(days=7)),
 }
 
 
@@ -50,12 +50,10 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
-        """Return the groups that operators ask for, and every state that is none of them."""
         groups = [("open", "In progress"), ("refused", "Refused (caller's mistake)"), ("wrong", "Failed, any way")]
         return groups + _same(state.value for state in RequestState if state is not RequestState.REJECTED)
 
     def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
-        """Return the records in that state."""
         match self.value():
             case "open":
                 return queryset.filter(state__in=[state.value for state in OPEN_REQUEST_STATES])
@@ -76,61 +74,57 @@ class PeriodFilter(admin.SimpleListFilter):
     parameter_name = "period"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
-        """Return the periods."""
-        return [("15m", "last 15 minutes"), ("1h", "last hour"), ("24h", "last 24 hours"), ("7d", "last 7 days")]
+        return [(name, label) for name, (label, _) in PERIODS.items()]
 
     def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
-        """Return the records of that period."""
         period = PERIODS.get(self.value() or "")
-        return queryset.filter(created_at__gte=clock.now() - period) if period else queryset
+        return queryset.filter(created_at__gte=clock.now() - period[1]) if period else queryset
 
 
-class ModelFilter(admin.SimpleListFilter):
+class _NameFilter(admin.SimpleListFilter):
+    """By a name that a column holds."""
+
+    column: str
+
+    def list_names(self) -> Iterable[str]:
+        raise NotImplementedError
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
+        return _same(self.list_names())
+
+    def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
+        return queryset.filter(**{self.column: self.value()}) if self.value() else queryset
+
+
+class ModelFilter(_NameFilter):
     """By model."""
 
-    title = "model"
-    parameter_name = "model"
+    title = parameter_name = column = "model"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
-        """Return the known models."""
-        return _same(Model.objects.values_list("name", flat=True)[: limits().gateway.page_choices])
-
-    def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
-        """Return the records of that model."""
-        return queryset.filter(model=self.value()) if self.value() else queryset
+    def list_names(self) -> Iterable[str]:
+        return Model.objects.values_list("name", flat=True)[: limits().gateway.page_choices]
 
 
-class TenantFilter(admin.SimpleListFilter):
+class TenantFilter(_NameFilter):
     """By tenant."""
 
-    title = "tenant"
-    parameter_name = "tenant"
+    title = parameter_name = column = "tenant"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
-        """Return the tenants."""
-        return _same(Tenant.objects.values_list("name", flat=True)[: limits().gateway.page_choices])
-
-    def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
-        """Return the records of that tenant."""
-        return queryset.filter(tenant=self.value()) if self.value() else queryset
+    def list_names(self) -> Iterable[str]:
+        return Tenant.objects.values_list("name", flat=True)[: limits().gateway.page_choices]
 
 
-class NodeFilter(admin.SimpleListFilter):
-    """By box, as far as it served something during the last day."""
+class NodeFilter(_NameFilter):
+    """By node, as far as it served something during the last day."""
 
-    title = "node"
-    parameter_name = "node"
+    title = parameter_name = "node"
+    column = "node_name"
 
-    def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
-        """Return the boxes of the last day's newest records."""
+    def list_names(self) -> Iterable[str]:
         since = clock.now() - timedelta(days=1)
         recent = RequestRecord.objects.filter(created_at__gte=since).exclude(node_name="").order_by("-created_at")
         names = set(recent.values_list("node_name", flat=True)[: limits().gateway.page_recent_records])
-        return _same(sorted(names)[: limits().gateway.page_choices])
-
-    def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
-        """Return the records that box served last."""
-        return queryset.filter(node_name=self.value()) if self.value() else queryset
+        return sorted(names)[: limits().gateway.page_choices]
 
 
 class ErrorFilter(admin.SimpleListFilter):
@@ -140,11 +134,9 @@ class ErrorFilter(admin.SimpleListFilter):
     parameter_name = "error"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Choices:  # Any: Django's signature
-        """Return "any" and the closed vocabulary."""
         return [("any", "any error"), *_same(code.value for code in ErrorCode)]
 
     def queryset(self, request: HttpRequest, queryset: RequestRecords) -> RequestRecords:
-        """Return the records with that error."""
         value = self.value()
         if value == "any":
             return queryset.filter(error_code__isnull=False)
@@ -156,7 +148,6 @@ class EstimatedPaginator(Paginator):  # type: ignore[type-arg]  # takes no param
 
     @cached_property
     def count(self) -> int:
-        """Return how many rows there are, at least for the page links."""
         queryset = cast("QuerySet[Any]", self.object_list)
         most = limits().gateway.page_exact_rows
         counted = int(queryset.order_by()[: most + 1].count())
@@ -186,7 +177,6 @@ class RequestList(RowList):
     """One page of requests; those that wait know why."""
 
     def get_results(self, request: HttpRequest) -> None:
-        """Find the rows, and once for all of them why those in the queue wait."""
         super().get_results(request)
         queued = [record for record in self.result_list if record.state == RequestState.QUEUED]
         waits = explain_waits({record.model for record in queued})
@@ -233,7 +223,6 @@ class RequestRecordAdmin(ShowingAdmin):
     change_form_outer_before_template = "admin/muster/request.html"
 
     def get_changelist(self, request: HttpRequest, **kwargs: object) -> type[RequestList]:
-        """Return the list that knows why requests wait."""
         return RequestList
 
     def describe_row(self, request: HttpRequest, row: RequestRecord) -> dict[str, Any]:  # Any: Django's template context
@@ -257,27 +246,22 @@ class RequestRecordAdmin(ShowingAdmin):
 
     @column("Request id")
     def show_id(self, record: RequestRecord) -> str:
-        """Return the printed id."""
         return record.printed_id
 
     @column("Tenant / key")
     def show_caller(self, record: RequestRecord) -> SafeString:
-        """Return who asked."""
         return format_html(_TWO_LINES, record.tenant, record.key_name)
 
     @column("Model")
     def show_models(self, record: RequestRecord) -> SafeString:
-        """Return the model that answered or should, and the name the client used if that is another."""
         return format_html(_TWO_LINES, record.model or "–", f"asked for {record.asked_model}" if record.asked_model else "")
 
     @column("Asked for")
     def show_asked(self, record: RequestRecord) -> str:
-        """Return the name the client used."""
         return record.asked_model or record.model or "–"
 
     @column("Streamed")
     def show_streaming(self, record: RequestRecord) -> str:
-        """Return whether the client asked for a stream."""
         return "yes" if record.is_streaming else "no"
 
     @column("State")
@@ -288,7 +272,6 @@ class RequestRecordAdmin(ShowingAdmin):
 
     @column("State")
     def show_plain_state(self, record: RequestRecord) -> str:
-        """Return the state alone."""
         return name_state(record)[0]
 
     @column("Time")
@@ -300,17 +283,14 @@ class RequestRecordAdmin(ShowingAdmin):
 
     @column("Latency")
     def show_latency(self, record: RequestRecord) -> str:
-        """Return the time from arrival to the end."""
         return print_ms(record.latency_ms)
 
     @column("First byte")
     def show_ttfb(self, record: RequestRecord) -> str:
-        """Return the time from arrival to the first byte of the answer."""
         return print_ms(record.ttfb_ms)
 
     @column("Queue")
     def show_queue(self, record: RequestRecord) -> str:
-        """Return the time spent waiting for a box."""
         return print_ms(record.queue_ms)
 
     @column("Tokens in / out")
@@ -324,13 +304,11 @@ class RequestRecordAdmin(ShowingAdmin):
 
     @column("Node")
     def show_node(self, record: RequestRecord) -> str:
-        """Return the box that served it last, and how many were tried when it was more than one."""
         name = record.node_name or "–"
         return f"{name} ×{record.attempts}" if record.attempts > 1 else name
 
     @column("Node id")
     def show_node_id(self, record: RequestRecord) -> str:
-        """Return the printed id of the box."""
         return format_id("node", record.node_id) if record.node_id else "–"
 
 
@@ -345,13 +323,11 @@ class GatewayProcessAdmin(ShowingAdmin):
     is_live = True
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[GatewayProcess]:
-        """Return the processes with the time by the database's clock, by which they write their heartbeats."""
         processes: QuerySet[GatewayProcess] = super().get_queryset(request)
-        return processes.annotate(database_now=Now())
+        return processes.annotate(database_now=Now())  # heartbeats are written by the database's clock
 
     @column("State", label={"serving": "success", "stopped": "default", "lost": "danger"})
     def show_state(self, process: GatewayProcess) -> str:
-        """Return whether it serves, was stopped, or is silent."""
         if process.stopped_at is not None:
             return "stopped"
         now: datetime = process.database_now  # type: ignore[attr-defined]  # the annotation
@@ -359,7 +335,6 @@ class GatewayProcessAdmin(ShowingAdmin):
 
 
 def print_ms(value: int | None) -> str:
-    """Return milliseconds for people."""
     if value is None:
         return "–"
     return f"{value:,}\u00a0ms" if value < 10_000 else f"{value / 1000:,.1f}\u00a0s"
@@ -415,17 +390,14 @@ class StoredResponseAdmin(ShowingAdmin):
 
     @column("Size")
     def show_size(self, response: StoredResponse) -> str:
-        """Return how much is kept."""
         return filesizeformat(getattr(response, "size_bytes", 0))
 
     @column("Input")
     def show_input(self, response: StoredResponse) -> SafeString:
-        """Return the input, folded."""
         return _fold(bytes(response.input_items))
 
     @column("Answer")
     def show_body(self, response: StoredResponse) -> SafeString:
-        """Return the response object, folded."""
         return _fold(bytes(response.body))
 
 

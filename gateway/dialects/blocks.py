@@ -218,7 +218,6 @@ class Blocks:
         self.open_kind = queue[0].kind if len(queue) == 1 else None
 
     def _write(self, block: Block) -> None:
-        """Open a block if that is possible by now, and say what it holds."""
         is_call = block.kind is BlockKind.CALL
         if block.index < 0:
             # Once arguments may be said, an id is made for a call without one.

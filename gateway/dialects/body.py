@@ -154,13 +154,11 @@ def _list_mentioned(words: str) -> list[str]:
 
 
 def _find_kind(part: _Part) -> str | None:
-    """Return what a part is if it is more than text."""
     is_text = isinstance(part.source, _Source) and part.source.type in _AS_TEXT
     return _KINDS.get(part.type) if isinstance(part.type, str) and not is_text else None
 
 
 def _list_parts(body: bytes) -> Iterator[tuple[str, _Part]]:
-    """Yield every part with its place, in their order."""
     if is_crowded(body):
         return
     try:

@@ -276,12 +276,10 @@ class ChatReader:
 
     @property
     def usage(self) -> TokenCounts | None:
-        """What the engine counted, cached tokens included, as far as it said."""
         return None if self._usage is None else self._usage.to_counts()
 
     @property
     def failure(self) -> GatewayError | None:
-        """Why the answer is over, if it is."""
         return self._failure
 
     def _begin(self) -> None:
@@ -289,7 +287,6 @@ class ChatReader:
         raise NotImplementedError
 
     def _take_choice(self, choice: ChatChoice) -> None:
-        """Take a piece of the answer, or the whole of it."""
         raise NotImplementedError
 
     def _read(self, data: bytes) -> None:
@@ -319,7 +316,6 @@ class ChatReader:
             self._failure = RequestInterrupted(_NOT_FINISHED)
 
     def _read_whole(self, body: bytes) -> None:
-        """Take an unstreamed answer."""
         try:
             answer = read_chat(body)
         except UNREADABLE:

@@ -127,7 +127,6 @@ def _read_type(event: bytes) -> str:
 
 
 def _add_to_response(closing: bytes, meta: bytes) -> bytes:
-    """Return the closing event with the numbers in its response object."""
     event, blank, rest = closing.partition(b"\n\n")
     head, mark, data = event.partition(b"data:")
     try:

@@ -588,7 +588,6 @@ class ResponsesTranslator(ChatReader):
 
     @property
     def kept(self) -> bytes | None:
-        """The final response object as JSON, once the answer is whole (completed or incomplete)."""
         return self._kept
 
     def feed(self, data: bytes) -> bytes:
@@ -661,14 +660,12 @@ class ResponsesTranslator(ChatReader):
         self._items.say_text(kind, text, logprobs)
 
     def _begin(self) -> None:
-        """Say that the response exists, if that was not said yet."""
         if self._log.is_empty:
             response = b'"response":' + render_response(self._frame, ResponseMoment())
             self._log.add(b"response.created", response)
             self._log.add(b"response.in_progress", response)
 
     def _end(self) -> None:
-        """Close every item and the response."""
         if self._blocks.has_unnamed_call:
             self._failure = ForwardedRequestFailed("The engine called a tool without naming it.")
             return

@@ -252,7 +252,6 @@ class ToolTable:
                 self.ignored.append(path)
 
     def _add_one(self, tool: dict[str, object], where: str, *, namespace: str, about: str) -> bool:
-        """Add a tool if a chat function can stand for it."""
         kind = kind_of(tool)
         if kind == "function":
             named = ToolName(CallKind.FUNCTION, need_text(tool, "name", where), namespace)
@@ -579,7 +578,6 @@ def _read_texts(value: object, where: str) -> list[str]:
 
 
 def _read_call(item: Item, kind: str, where: str) -> tuple[ToolName, str]:
-    """Return the tool that an item calls, and the arguments as JSON text."""
     if kind == CallKind.FUNCTION:
         tool = ToolName(CallKind.FUNCTION, need_text(item, "name", where), read_text(item, "namespace", where))
         return tool, need_text(item, "arguments", where) or "{}"

@@ -91,13 +91,11 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def uses_pool_fields(self) -> bool:
-        """Whether it has a field that only llm-pool knows."""
         pool_only = (self.decoding, self.allow_remote, self.source_lang_code, self.target_lang_code)
         return any(value is not None for value in pool_only)
 
     @property
     def token_limits(self) -> dict[str, int]:
-        """Every limit of output tokens that is asked for, by the field that asks for it."""
         pool_limit = self.decoding.max_tokens if self.decoding is not None else None
         limits = {"max_output_tokens": self.max_output_tokens, "decoding.max_tokens": pool_limit}
         return {name: limit for name, limit in limits.items() if limit is not None}
@@ -569,16 +567,13 @@ class CompactionTranslator:
 
     @property
     def usage(self) -> TokenCounts | None:
-        """What the engine counted, as far as it said."""
         return self._answer.usage
 
     @property
     def failure(self) -> GatewayError | None:
-        """Why there is no summary, if there is none."""
         return self._failure or self._answer.failure
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of a stream that nobody asked for."""
         del data
         self._failure = ForwardedRequestFailed("The engine streamed an answer that was asked for as a whole.")
         return b""

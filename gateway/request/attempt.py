@@ -461,7 +461,6 @@ class Exchange(Sink):
         self._grant(size)
 
     def on_end(self, end: LinkEnd) -> None:
-        """Finish the answer, or decide what its breaking means."""
         if self._over:
             return
         self._stream = None

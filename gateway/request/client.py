@@ -88,40 +88,32 @@ class AsgiLine:
     def begin(
         self, *, limit_bytes: int, timeout_s: float, on_stuck: Callable[[str], None], on_drained: Callable[[], None]
     ) -> None:
-        """See ``Line``."""
         self._outbox = Outbox(
             self._send, limit_bytes=limit_bytes, timeout_s=timeout_s, on_stuck=on_stuck, on_drained=on_drained
         )
 
     @property
     def is_blocked(self) -> bool:
-        """See ``Line``."""
         return self._outbox.is_blocked
 
     @property
     def is_dead(self) -> bool:
-        """See ``Line``."""
         return self._outbox.dead
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes put and not yet taken by the server."""
         return self._outbox.waiting_bytes
 
     def start(self, status: int, headers: Sequence[Header]) -> None:
-        """See ``Line``."""
         self._outbox.put({"type": "http.response.start", "status": status, "headers": list(headers)}, 0)
 
     def write(self, data: bytes) -> None:
-        """See ``Line``."""
         self._outbox.put({"type": "http.response.body", "body": data, "more_body": True}, len(data))
 
     def finish(self, data: bytes) -> None:
-        """See ``Line``."""
         self._outbox.put({"type": "http.response.body", "body": data, "more_body": False}, len(data))
 
     def stop(self) -> None:
-        """See ``Line``."""
         self._outbox.stop()
 
 

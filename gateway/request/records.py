@@ -344,13 +344,11 @@ class _Accept(msgspec.Struct, eq=False):
     """Whether its request could not be accepted earlier on."""
 
     def answer(self, error: GatewayError | None = None) -> None:
-        """Tell it, once."""
         settle, self.settle = self.settle, None
         if settle is not None:
             settle(error)
 
     def forget(self, _future: object) -> None:
-        """Nobody waits any more."""
         self.settle = None
 
 
@@ -365,8 +363,6 @@ def _settle_future(future: asyncio.Future[None], error: GatewayError | None) -> 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """What one commit writes."""
-
     inserts: list[_Accept]
     updates: dict[int, Record]
     finishing: list[_Sending] = field(default_factory=list)
@@ -644,7 +640,6 @@ class RecordWriter:
         )
 
     def _end_batch(self, batch: _Batch, error: Exception | None) -> None:
-        """Take what became of a batch, and begin the next one."""
         if self._repeats(batch, error):
             logger.info("records.reconnecting")
             self._write(batch)

@@ -62,7 +62,6 @@ class SlashRouter(URLRouter):  # type: ignore[misc]  # channels ships no types
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a scope."""
         if scope["path"].startswith("//"):
             await self.routes[-1].callback(scope, receive, send)
         else:

@@ -185,8 +185,6 @@ def read_drain_facts(node_id: uuid.UUID, since: datetime) -> DrainFacts:
 
 
 class _Percentile(Aggregate):
-    """A percentile of whole numbers, as a fraction of them."""
-
     function = "PERCENTILE_CONT"
     template = "%(function)s(%(share)s) WITHIN GROUP (ORDER BY %(expressions)s)"
     output_field = FloatField()

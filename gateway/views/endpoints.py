@@ -148,7 +148,6 @@ class InferenceConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships 
         self._inference = inference
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a scope."""
         self.scope, self.receive, self.base_send = scope, receive, send
         await self.dispatch({"type": "http.request"})
 

@@ -91,7 +91,6 @@ async def serve_peer(
 
 
 def _name_model(name: str) -> ModelEntry:
-    """Return the row of a model whose limits the peer has applied."""
     return ModelEntry(name=name, allowed=True, owned_by="", max_tokens=0, max_prompt_chars=0, max_queue=0, created=0)
 
 
