@@ -28,7 +28,7 @@ from controlplane.authentication import CHALLENGE
 from core.errors import ContractError
 from core.limits import limits
 from governance.errors import ApprovalRefused
-from governance.web.content_policy import STRICT_PATHS, close_page
+from governance.web.pages import STRICT_PATHS, close_page
 from wire.contract import ErrorCode
 
 PAGE_PREFIXES = ("/admin/", "/static/")

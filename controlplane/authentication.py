@@ -11,7 +11,7 @@ from rest_framework.request import Request
 
 from governance.admin_tokens import verify_admin_token
 from governance.errors import InvalidAdminToken
-from governance.operations.values import Proposer
+from governance.operations.proposals import Proposer
 
 SCHEME = "bearer"
 CHALLENGE = 'Bearer realm="muster"'

@@ -26,7 +26,7 @@ from governance.errors import OperationNotFound
 from governance.operations.reading import read_operation
 from governance.signin import find_living, may_act
 from governance.states import RunState
-from governance.web.operation_parts import render_live
+from governance.web.operations import render_live
 from nodes.services.telemetry import read_telemetry
 from wire import clock
 

@@ -10,7 +10,7 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import render
 
 from governance.signin import keep_session, may_act
-from governance.web.content_policy import STRICT_PATHS, STRICT_POLICY, with_strict_policy
+from governance.web.pages import STRICT_PATHS, STRICT_POLICY, with_strict_policy
 from wire import clock
 from wire.contract import ErrorCode
 

@@ -62,6 +62,6 @@ class Reconciler:
 
 
 def _look_for_operations() -> int:
-    from governance.operations.sweeps import reconcile  # needs the apps to be loaded, which they are by now
+    from governance.operations.runs import reconcile  # needs the apps to be loaded, which they are by now
 
     return reconcile()

@@ -82,8 +82,8 @@ TEMPLATES = [
                 "django.template.context_processors.request",
                 "django.contrib.auth.context_processors.auth",
                 "django.contrib.messages.context_processors.messages",
-                "governance.web.frame.show_freeze",
-                "governance.web.frame.show_read_only",
+                "governance.web.pages.show_freeze",
+                "governance.web.pages.show_read_only",
             ]
         },
     }
@@ -224,7 +224,7 @@ SPECTACULAR_SETTINGS = {
         "RunStateEnum": [state.value for state in RunState],
     },
     # The second adds the event stream, which is no view of the REST framework.
-    "POSTPROCESSING_HOOKS": ["drf_spectacular.hooks.postprocess_schema_enums", "governance.rest.schema.add_stream"],
+    "POSTPROCESSING_HOOKS": ["drf_spectacular.hooks.postprocess_schema_enums", "governance.rest.answers.add_stream"],
     "SWAGGER_UI_DIST": "SIDECAR",
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
 }

@@ -8,8 +8,8 @@ from celery import shared_task
 from django.db import InterfaceError, OperationalError
 
 from gateway.tasks import reconcile_requests
-from governance.delivery import is_delivery_due
-from governance.operations.sweeps import reconcile
+from governance.notices import is_delivery_due
+from governance.operations.runs import reconcile
 from governance.tasks import deliver_notices
 from nodes.services.nodes import is_probe_due
 from nodes.tasks import probe_direct, ring_direct_boxes, sweep_nodes

@@ -23,7 +23,6 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("", include("nodes.api")),
     path("", include("gateway.api")),
     path("", include("governance.urls")),
-    path("", include("governance.api_urls")),
 ]
 
 handler400 = "controlplane.api_errors.bad_request"

@@ -27,8 +27,7 @@ from gateway.services.models import (
     read_targets,
 )
 from gateway.values import RequestOutcome, judge_outcome
-from governance.rest.access import GovernanceView
-from governance.rest.forms import Flag, Form, Text, WholeNumber
+from governance.rest.requests import Flag, Form, GovernanceView, Text, WholeNumber
 from nodes.api import ErrorSerializer, print_time
 from wire.contract import RequestState
 from wire.ids import format_id, parse_id

@@ -13,10 +13,10 @@ from unfold.widgets import UnfoldAdminTextInputWidget
 from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, ShowingAdmin, Values, column
 from core.limits import limits
 from governance.admin_tokens import create_admin_token, revoke_admin_token
-from governance.audit.reading import check_entry
+from governance.audit import check_entry
 from governance.checkpoints import read_status
 from governance.models import AdminToken, AuditEvent, WebhookEndpoint
-from governance.webhook_endpoints import add_webhook, remove_webhook
+from governance.notices import add_webhook, remove_webhook
 
 
 class AdminTokenForm(forms.Form):

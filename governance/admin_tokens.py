@@ -15,10 +15,9 @@ from core.throttle import AuthThrottle
 from governance.audit import record_event
 from governance.errors import AdminTokenNotFound, InvalidName, NotPermitted, StateChanged, TooManyWrongTokens
 from governance.models import AdminToken, Operation
+from governance.operations.approvals import find_operation
 from governance.operations.decisions import require_active
-from governance.operations.evidence import read_stored
-from governance.operations.guard import require_approval
-from governance.operations.lookup import find_operation
+from governance.operations.evidence import require_approval
 from governance.states import RunState
 from wire import clock
 from wire.credentials import CredentialKind, digest_credential, mint_credential, parse_keyid, verify_credential
@@ -58,7 +57,7 @@ def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]
     """
     require_active(user)
     operation = find_operation(op_id, lock=True)
-    statement = read_stored(operation)
+    statement = operation.read_statement()
     if statement.operation != MINT or statement.requested_by != user.get_username():
         raise NotPermitted("Only the person who asked for an admin token can claim it.", param="op_id")
     if not operation.runs.filter(state=RunState.SUCCEEDED.value).exists():

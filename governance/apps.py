@@ -14,6 +14,6 @@ class GovernanceConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from governance.checks import check_operations
+        from governance.registry import check_operations
 
         register(check_operations, "governance")

@@ -19,8 +19,7 @@ from django.db import transaction
 from django.db.models import Count, Max, Q
 
 from core.limits import limits
-from governance.audit import record_event
-from governance.audit.reading import Tail, check_tail, log_size, read_entries_of, read_hashes
+from governance.audit import Tail, check_tail, log_size, read_entries_of, read_hashes, record_event
 from governance.errors import GovernanceError
 from governance.models import AuditCheckpoint, AuditEvent, WitnessStatement
 from wire import auditlog, clock

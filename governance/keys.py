@@ -18,7 +18,7 @@ from core.limits import limits
 from governance.audit import record_event
 from governance.errors import GovernanceError, InvalidName, InvalidProposal, NotPermitted
 from governance.models import ApproverKey
-from governance.operations.policies import active_policy
+from governance.operations.evidence import active_policy
 from wire import clock
 from wire.contract import ErrorCode
 from wire.optoken.approval import MAX_KEYS_EACH, ApprovalError, decode_bytes, encode_bytes, load_public_key

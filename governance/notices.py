@@ -1,22 +1,45 @@
-"""Who is told what: rows of notices, written in the transaction of what they tell of. Sending them is ``delivery``."""
+"""Notices: who is told what, in which words, and how it gets there, by e-mail and by webhooks. Nothing in one can approve.
+
+Rows are written in the transaction of what they tell of. They are sent under a lease, tried again with growing pauses, and
+given up after a day with the reason kept.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import secrets
+import smtplib
+import socket
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as LookupTimeout
+from dataclasses import dataclass
 from datetime import datetime, timedelta
+from urllib.parse import urlsplit
 
 from django.conf import settings
 from django.contrib.auth import get_user_model
+from django.core.mail import EmailMessage
 from django.db import connection, transaction
-from django.db.models import Q
+from django.db.models import F, Q, QuerySet
+from django.template.loader import render_to_string
 
 from core.hints import UNREADABLE_KEY
 from core.limits import limits
 from governance.audit import record_event
-from governance.models import AuditEvent, Notice, Operation, OperationRun, PolicyVersion, WebhookEndpoint
+from governance.errors import GovernanceError, UnknownOperation
+from governance.models import AuditEvent, Freeze, Notice, Operation, OperationRun, PolicyVersion, WebhookEndpoint
+from governance.registry import find_kind
 from wire import clock
-from wire.optoken.approval import BREAK_GLASS, Policy, read_policy
+from wire.ids import format_id, parse_id
+from wire.optoken.approval import BREAK_GLASS, ApprovalError, digest_words
+
+logger = logging.getLogger("muster.governance")
 
 RUN_EVENTS = frozenset({"succeeded", "failed", "unknown"})
 _OF_REQUESTER_AND_SIGNERS = RUN_EVENTS | {"approved", "rejected", "expired", "blocked"}
@@ -78,9 +101,9 @@ def _list_concerned(operation: Operation | None, event: str) -> set[str]:
     """Return the user names of those whom an event concerns."""
     if operation is None:
         active = PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE).first()
-        return set() if active is None else set(_read(active).groups)
+        return set() if active is None else set(active.read_policy().groups)
     if event in _OF_EVERY_APPROVER:
-        return set(_read(operation.policy).groups)
+        return set(operation.policy.read_policy().groups)
     requester = operation.requested_by
     if event == "proposed":
         return _list_able(operation) - {requester}
@@ -93,11 +116,7 @@ def _list_concerned(operation: Operation | None, event: str) -> set[str]:
 def _list_able(operation: Operation) -> set[str]:
     """Return who holds a key that may approve operations of that class."""
     is_break_glass = operation.op_class == BREAK_GLASS
-    return {key.approver for key in _read(operation.policy).keys.values() if key.is_break_glass == is_break_glass}
-
-
-def _read(row: PolicyVersion) -> Policy:
-    return read_policy(bytes(row.document))
+    return {key.approver for key in operation.policy.read_policy().keys.values() if key.is_break_glass == is_break_glass}
 
 
 def _add(usernames: Iterable[str], event: str, *, operation: Operation | None) -> int:
@@ -111,3 +130,410 @@ def _add(usernames: Iterable[str], event: str, *, operation: Operation | None) -
         notices += [Notice(operation=operation, event=event, person=person, due_at=now) for person in people]
     Notice.objects.bulk_create(notices, ignore_conflicts=True)
     return len(notices)
+
+
+# What a notice says
+
+_FLEET_MEMBERS = {
+    "drained": ("interrupted",),
+    "ejected": ("model", "reason"),
+    "reload_failed": ("model", "reason"),
+    "messages_unreadable": ("total",),
+}
+"""Of each of FLEET_EVENTS: what of the audit event's detail a webhook gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A notice in words. ``subject``: one line. ``body``: what a webhook gets, as JSON members."""
+
+    subject: str
+    text: str
+    body: Mapping[str, object]
+
+
+def write_message(notice: Notice) -> Message:
+    """Return what the notice says as things stand now. Raises ApprovalError when the stored statement was tampered with."""
+    event, _, which = notice.event.partition(".")
+    if event in FLEET_EVENTS:
+        return _write_fleet_event(notice, event, AuditEvent.objects.get(pk=int(which)))
+    if notice.operation is None:
+        return _write_freeze(notice, event)
+    operation = notice.operation
+    run = _find_run(operation, which) if event in RUN_EVENTS else None
+    link = f"{settings.PUBLIC_URL.rstrip('/')}/approvals/{operation.pk}/"
+    title, words = _find_title(operation), digest_words(bytes.fromhex(operation.digest))
+    receipt = hashlib.sha256(run.receipt.encode()).hexdigest() if run is not None and run.receipt else ""
+    context = {
+        "event": event,
+        "operation": operation,
+        "title": title,
+        "words": words,
+        "link": link,
+        "run": run,
+        "receipt": receipt,
+    }
+    body: dict[str, object] = {
+        "id": str(notice.pk),
+        "event": event,
+        "operation": {
+            "id": format_id("op", operation.pk),
+            "operation": operation.operation,
+            "class": operation.op_class,
+            "state": operation.state,
+            "title": title,
+            "digest": operation.digest,
+            "words": words,
+            "requestedBy": operation.requested_by,
+            "expiresAt": int(operation.expires_at.timestamp()),
+        },
+        "link": link,
+    }
+    if run is not None:
+        body["run"] = {"target": run.target, "state": run.state, "code": run.code, "receiptSha256": receipt}
+    return Message(*_render(event, context), body=body)
+
+
+def _write_freeze(notice: Notice, event: str) -> Message:
+    freeze = Freeze.objects.filter(frozen_at__lte=notice.created_at).order_by("-frozen_at").first()
+    link = f"{settings.PUBLIC_URL.rstrip('/')}/approvals/"
+    by = freeze.frozen_by if freeze is not None else ""
+    body: dict[str, object] = {"id": str(notice.pk), "event": event, "operation": None, "link": link, "frozenBy": by}
+    return Message(*_render(event, {"event": event, "freeze": freeze, "link": link}), body=body)
+
+
+def _write_fleet_event(notice: Notice, event: str, audited: AuditEvent) -> Message:
+    is_of_node = event != "messages_unreadable"
+    link = f"{settings.PUBLIC_URL.rstrip('/')}/admin/"
+    if is_of_node:
+        link += f"nodes/node/{parse_id('node', audited.target)}/change/"
+    body: dict[str, object] = {
+        "id": str(notice.pk),
+        "event": event,
+        "operation": None,
+        **({"node": {"id": audited.target, "name": audited.detail["name"]}} if is_of_node else {}),
+        "at": int(audited.at.timestamp()),
+        **{member: audited.detail[member] for member in _FLEET_MEMBERS[event]},
+        "link": link,
+    }
+    if audited.op_id:
+        body["operation"] = {"id": audited.op_id}
+    return Message(*_render(event, {"event": audited, "link": link}), body=body)
+
+
+def _render(event: str, context: Mapping[str, object]) -> tuple[str, str]:
+    """Return subject and text: the first line of a template is the subject."""
+    subject, _, text = render_to_string(f"notices/{event}.txt", dict(context)).strip().partition("\n")
+    return " ".join(subject.split())[:200], text.strip() + "\n"
+
+
+def _find_title(operation: Operation) -> str:
+    statement = operation.read_statement()
+    try:
+        return find_kind(operation.operation).describe(statement.targets, statement.params).title
+    except UnknownOperation:  # the release that knew it is gone
+        return operation.operation
+
+
+def _find_run(operation: Operation, which: str) -> OperationRun | None:
+    """Return the carrying out that a notice is about: ``<use>.<position>``, or the last one that ended."""
+    runs = operation.runs.filter(ended_at__isnull=False)
+    use, _, position = which.partition(".")
+    if position:
+        return operation.runs.filter(use=int(use), position=int(position)).first()
+    return runs.order_by("-ended_at").first()
+
+
+# Sending
+
+
+def deliver_due(limit: int = 50) -> int:
+    """Send up to ``limit`` notices that are due; return how many got through. Begins none after ``notice_budget_s``.
+
+    Safe to run several times at once, also while another process dies in the middle: then a notice may arrive twice.
+    """
+    sent, until = 0, clock.monotonic() + limits().governance.notice_budget_s
+    for _ in range(limit):
+        notice = _claim() if clock.monotonic() < until else None
+        if notice is None:
+            break
+        sent += _deliver(notice)
+    return sent
+
+
+def is_delivery_due() -> bool:
+    """Whether a notice is to be sent now."""
+    return _find_due(clock.now()).exists()
+
+
+def _find_due(now: datetime) -> QuerySet[Notice]:
+    is_free = Q(lease_until=None) | Q(lease_until__lt=now)
+    return Notice.objects.filter(is_free, sent_at=None, given_up_at=None, due_at__lte=now)
+
+
+def _claim() -> Notice | None:
+    now = clock.now()
+    with transaction.atomic():
+        found = _find_due(now).select_for_update(skip_locked=True).order_by("due_at").values_list("pk", flat=True).first()
+        if found is None:
+            return None
+        Notice.objects.filter(pk=found).update(
+            lease_until=now + timedelta(seconds=limits().governance.notice_lease_s), attempt=F("attempt") + 1
+        )
+    return Notice.objects.select_related("operation__policy", "person", "webhook").get(pk=found)
+
+
+def _deliver(notice: Notice) -> bool:
+    try:
+        message = write_message(notice)
+        if notice.webhook is not None:
+            post_notice(
+                url=notice.webhook.url,
+                secret=notice.webhook.secret,
+                body=json.dumps(dict(message.body), ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode(),
+                at=int(clock.unix_s()),
+            )
+        else:
+            _send_mail(notice, message)
+    except DeliveryFailed as failure:
+        _note_failure(notice, str(failure))
+        return False
+    except ApprovalError:
+        # Nothing to tell of an operation whose stored statement cannot be read; trying again would not mend it.
+        _finish(notice, given_up_at=clock.now(), last_error="the stored statement cannot be read")
+        return False
+    return _finish(notice, sent_at=clock.now(), last_error="")
+
+
+def _send_mail(notice: Notice, message: Message) -> None:
+    if not settings.NOTICE_SENDER or notice.person is None or not notice.person.email:
+        raise DeliveryFailed("there is no sender (MUSTER_MAIL_FROM) or no address to send to")
+    # An id of its own: a second attempt at the same notice is seen as the same mail.
+    identity = f"<{notice.pk.hex}@{urlsplit(settings.PUBLIC_URL).hostname or 'muster'}>"
+    headers = {"Message-ID": identity, "Auto-Submitted": "auto-generated"}
+    mail = EmailMessage(message.subject, message.text, settings.NOTICE_SENDER, [notice.person.email], headers=headers)
+    try:
+        mail.send()
+    except smtplib.SMTPResponseException as error:
+        raise DeliveryFailed(f"the mail server answered with {error.smtp_code}") from None
+    except (smtplib.SMTPException, OSError) as error:
+        raise DeliveryFailed(f"the mail server did not take it ({type(error).__name__})") from None
+
+
+def _note_failure(notice: Notice, why: str) -> None:
+    now = clock.now()
+    pause = min(
+        timedelta(seconds=limits().governance.notice_pause_max_s),
+        timedelta(seconds=limits().governance.notice_pause_s) * 2 ** min(notice.attempt - 1, 10),
+    )
+    if now + pause - notice.created_at > timedelta(seconds=limits().governance.notice_give_up_s):
+        _finish(notice, given_up_at=now, last_error=why)
+        logger.error("notice_given_up notice=%s event=%s reason=%s", notice.pk, notice.event, why)
+        return
+    _finish(notice, due_at=now + pause, last_error=why)
+
+
+def _finish(notice: Notice, *, last_error: str, **changes: datetime) -> bool:
+    """Write how an attempt ended, unless its lease ran out and another one has begun meanwhile."""
+    mine = Notice.objects.filter(pk=notice.pk, attempt=notice.attempt, sent_at=None, given_up_at=None)
+    return bool(mine.update(lease_until=None, last_error=last_error[: limits().governance.notice_error_chars], **changes))
+
+
+# Webhooks. One is switched off, never deleted: its notices keep pointing at it
+
+SIGNATURE_HEADER = "X-Muster-Signature"
+_PORTS = {"http": 80, "https": 443}
+_METADATA = {ipaddress.ip_address(text) for text in ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")}
+"""Where clouds answer with credentials, beside the link-local addresses."""
+_NAT64, _LOCAL_NAT64 = ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48")
+"""RFC 6052 and RFC 8215. Where in the second one the IPv4 address stands, only its network knows: it is never called."""
+_LOOKUPS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="webhook-lookup")
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class InvalidWebhook(GovernanceError):
+    """The name or the address of a webhook cannot be used; ``param`` says which."""
+
+
+class DeliveryFailed(Exception):
+    """A notice did not get through. The text says why, without the address, which may itself be a secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An address taken apart. ``path`` includes the query."""
+
+    scheme: str
+    host: str
+    port: int
+    path: str
+
+
+def parse_webhook_url(url: str) -> Target:
+    """Take an address apart. Raises InvalidWebhook: plain http only goes to loopback and private addresses."""
+    try:
+        parts = urlsplit(url.strip())
+        port = parts.port or _PORTS.get(parts.scheme, 0)
+    except ValueError:
+        raise _refusal("has no host and port that can be read") from None
+    if (
+        len(url) > limits().governance.webhook_url_chars
+        or not url.isascii()
+        or not url.strip().isprintable()
+        or " " in url.strip()
+    ):
+        raise _refusal(f"must be at most {limits().governance.webhook_url_chars} ASCII characters without blanks")
+    if parts.scheme not in _PORTS or not parts.hostname:
+        raise _refusal("must start with https://, or with http:// for an address on this machine or a private network")
+    if parts.username is not None or parts.fragment:
+        raise _refusal("must carry no user name, password or fragment")
+    target = Target(parts.scheme, parts.hostname, port, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
+    literal = _read_literal(target.host)
+    if literal is not None:
+        try:
+            _check_address(literal, target.scheme)
+        except DeliveryFailed as refusal:
+            raise _refusal(str(refusal)) from None
+    return target
+
+
+def sign_body(secret: str, body: bytes, *, at: int) -> str:
+    """Return the signature header: ``t=<Unix seconds>,v1=<HMAC-SHA256 of "t.body" in hex>``."""
+    mac = hmac.new(secret.encode(), f"{at}.".encode() + body, hashlib.sha256).hexdigest()
+    return f"t={at},v1={mac}"
+
+
+def post_notice(*, url: str, secret: str, body: bytes, at: int) -> None:
+    """Post ``body`` once; each phase blocks for about ``webhook_s`` at most. Raises DeliveryFailed unless answered with 2xx.
+
+    The host is resolved once, and the address that was checked is the one dialled. Redirects are not followed.
+    """
+    import httpx  # 6 MB that most processes need for nothing
+
+    try:
+        target = parse_webhook_url(url)
+    except InvalidWebhook as refusal:
+        raise DeliveryFailed(refusal.message) from None
+    address = _resolve(target)
+    path, _, query = target.path.partition("?")
+    dialled = httpx.URL(scheme=target.scheme, host=address, port=target.port, path=path, query=query.encode() or None)
+    host = f"[{target.host}]" if ":" in target.host else target.host
+    headers = {
+        "host": host if target.port == _PORTS[target.scheme] else f"{host}:{target.port}",
+        "content-type": "application/json",
+        "user-agent": "muster",
+        SIGNATURE_HEADER: sign_body(secret, body, at=at),
+    }
+    try:
+        with httpx.Client(timeout=limits().governance.webhook_s, follow_redirects=False, trust_env=False) as client:
+            extensions = {"sni_hostname": target.host}
+            request = client.build_request("POST", dialled, content=body, headers=headers, extensions=extensions)
+            answer = client.send(request, stream=True)  # what it says beside the status is nobody's business
+            answer.close()
+    except httpx.TimeoutException:
+        raise DeliveryFailed(f"no answer within {limits().governance.webhook_s:g} s") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise DeliveryFailed(f"cannot be reached ({type(error).__name__})") from None
+    if not answer.is_success:
+        raise DeliveryFailed(f"answered with {answer.status_code}")
+
+
+def _resolve(target: Target) -> str:
+    """Return the address to dial. One refused address among several refuses the host."""
+    literal = _read_literal(target.host)
+    if literal is not None:
+        return str(literal)
+    # The resolver of the C library has no time-out that we control, so it runs where we can stop waiting.
+    lookup = _LOOKUPS.submit(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
+    try:
+        found = lookup.result(timeout=limits().governance.webhook_lookup_s)
+    except LookupTimeout:
+        lookup.cancel()
+        raise DeliveryFailed(f"the name server did not answer within {limits().governance.webhook_lookup_s:g} s") from None
+    except (OSError, UnicodeError):
+        raise DeliveryFailed("the host name cannot be resolved") from None
+    addresses = list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
+    for text in addresses:
+        _check_address(ipaddress.ip_address(text), target.scheme)
+    if not addresses:
+        raise DeliveryFailed("the host name has no address")
+    return addresses[0]
+
+
+def _check_address(address: Address, scheme: str) -> None:
+    behind = _read_embedded(address)
+    is_reserved = address.is_reserved and not address.is_loopback and address not in _NAT64
+    is_odd = address.is_multicast or address.is_unspecified or is_reserved
+    is_inner = address in _LOCAL_NAT64 or not all(four.is_global and not four.is_multicast for four in behind)
+    is_mapped = isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
+    if address.is_link_local or is_odd or is_inner or is_mapped or address in _METADATA:
+        raise DeliveryFailed("leads to a link-local, metadata or special address, which is never called")
+    if scheme == "http" and (behind or not (address.is_loopback or address.is_private)):
+        raise DeliveryFailed("leads to a public address by plain http; use https://")
+
+
+def _read_embedded(address: Address) -> list[ipaddress.IPv4Address]:
+    """Return the IPv4 addresses that a gateway on the way to an IPv6 address would call: of NAT64, 6to4 or Teredo."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return []
+    if address in _NAT64:
+        return [ipaddress.IPv4Address(address.packed[-4:])]
+    return [four for four in (address.sixtofour, *(address.teredo or ())) if four is not None]
+
+
+def _read_literal(host: str) -> Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _refusal(what: str) -> InvalidWebhook:
+    return InvalidWebhook(f"The address {what}.", param="url")
+
+
+@transaction.atomic
+def add_webhook(*, name: str, url: str, actor: str) -> tuple[WebhookEndpoint, str]:
+    """Post notices to ``url`` from now on; return the row and the secret that signs them, which is shown once.
+
+    The name of a webhook that was removed may be used again. Raises InvalidWebhook.
+    """
+    cleaned = name.strip()
+    if not cleaned or len(cleaned) > limits().governance.webhook_name_chars or not cleaned.isprintable():
+        raise InvalidWebhook(
+            f"Give the webhook a name of 1 to {limits().governance.webhook_name_chars} printable characters.", param="name"
+        )
+    target = parse_webhook_url(url)
+    secret = f"whsec_{secrets.token_urlsafe(32)}"
+    values = {"url": url.strip(), "secret": secret, "is_active": True}
+    endpoint, is_new = WebhookEndpoint.objects.select_for_update().get_or_create(name=cleaned, defaults=values)
+    if not is_new:
+        if endpoint.is_active:
+            raise InvalidWebhook(f"There is a webhook {cleaned} already; remove it first.", param="name")
+        for field, value in values.items():
+            setattr(endpoint, field, value)
+        endpoint.save(update_fields=list(values))
+    # Of the address only the host: chat services put their password into the path.
+    record_event(actor=actor, action="webhook.add", target=cleaned, detail={"host": target.host})
+    return endpoint, secret
+
+
+@transaction.atomic
+def remove_webhook(*, name: str, actor: str) -> WebhookEndpoint:
+    """Post nothing there any more, what waits included; doing so again changes nothing. Raises InvalidWebhook."""
+    endpoint = WebhookEndpoint.objects.select_for_update().filter(name=name.strip()).first()
+    if endpoint is None:
+        raise InvalidWebhook(f"There is no webhook {name.strip()[: limits().governance.webhook_name_chars]!r}.", param="name")
+    if endpoint.is_active:
+        endpoint.is_active = False
+        endpoint.save(update_fields=["is_active"])
+        waiting = Notice.objects.filter(webhook=endpoint, sent_at=None, given_up_at=None)
+        waiting.update(given_up_at=clock.now(), last_error="the webhook was removed")
+        record_event(actor=actor, action="webhook.remove", target=endpoint.name)
+    return endpoint
+
+
+def list_webhooks() -> list[WebhookEndpoint]:
+    """Return every webhook, removed ones included, by name."""
+    return list(WebhookEndpoint.objects.order_by("name"))

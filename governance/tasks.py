@@ -9,8 +9,7 @@ from celery import shared_task
 
 from core.hints import read_unreadable
 from governance.checkpoints import checkpoint_if_due
-from governance.delivery import deliver_due
-from governance.notices import notify_of_unreadable
+from governance.notices import deliver_due, notify_of_unreadable
 from governance.operations.runs import work_on
 from governance.services.sign_in_throttle import sweep_failures
 from governance.signin import sweep_sessions

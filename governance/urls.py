@@ -1,4 +1,4 @@
-"""Addresses of the approval pages."""
+"""Addresses of the approval pages and of the REST API of governance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import uuid
 
 from django.urls import include, path, register_converter
 
-from governance.web import approvals, freeze, policy, propose
+from governance.rest import views
+from governance.rest.stream import stream_events
+from governance.web import operations, policy, proposals
 from wire.ids import parse_id
 
 
@@ -30,21 +32,42 @@ class OperationIdConverter:
 register_converter(OperationIdConverter, "operation")
 
 approval_pages = [
-    path("", approvals.show_inbox, name="inbox"),
-    path("history", approvals.show_history, name="history"),
-    path("propose", propose.propose, name="propose"),
+    path("", operations.show_inbox, name="inbox"),
+    path("history", operations.show_history, name="history"),
+    path("propose", proposals.propose, name="propose"),
     path("policy", policy.show_policy, name="policy"),
     path("policy/draft", policy.draft_policy, name="draft_policy"),
-    path("freeze", freeze.freeze, name="freeze"),
-    path("<operation:op_id>/", approvals.show_operation, name="operation"),
-    path("<operation:op_id>/live", approvals.show_live, name="live"),
-    path("<operation:op_id>/evidence", approvals.download_evidence, name="evidence"),
-    path("<operation:op_id>/approve", approvals.approve, name="approve"),
-    path("<operation:op_id>/reject", approvals.reject, name="reject"),
-    path("<operation:op_id>/withdraw", approvals.withdraw, name="withdraw"),
-    path("<operation:op_id>/cancel", approvals.cancel, name="cancel"),
-    path("<operation:op_id>/use", approvals.use, name="use"),
-    path("<operation:op_id>/claim", approvals.claim, name="claim"),
+    path("freeze", policy.freeze, name="freeze"),
+    path("<operation:op_id>/", operations.show_operation, name="operation"),
+    path("<operation:op_id>/live", operations.show_live, name="live"),
+    path("<operation:op_id>/evidence", operations.download_evidence, name="evidence"),
+    path("<operation:op_id>/approve", operations.approve, name="approve"),
+    path("<operation:op_id>/reject", operations.reject, name="reject"),
+    path("<operation:op_id>/withdraw", operations.withdraw, name="withdraw"),
+    path("<operation:op_id>/cancel", operations.cancel, name="cancel"),
+    path("<operation:op_id>/use", operations.use, name="use"),
+    path("<operation:op_id>/claim", operations.claim, name="claim"),
 ]
 
-urlpatterns = [path("approvals/", include((approval_pages, "approvals")))]
+_ONE = "api/v1/operations/<str:op_id>"
+
+urlpatterns = [
+    path("api/v1/operations", views.OperationListView.as_view(), name="operations"),
+    path(_ONE, views.OperationView.as_view(), name="operation"),
+    path(f"{_ONE}/statement", views.StatementView.as_view(), name="operation-statement"),
+    path(f"{_ONE}/evidence", views.EvidenceView.as_view(), name="operation-evidence"),
+    path(f"{_ONE}/receipts", views.ReceiptListView.as_view(), name="operation-receipts"),
+    path(f"{_ONE}/events", stream_events, name="operation-events"),
+    path(f"{_ONE}/approvals", views.ApprovalView.as_view(), name="operation-approvals"),
+    path(f"{_ONE}/rejections", views.RejectionView.as_view(), name="operation-rejections"),
+    path(f"{_ONE}/cancel", views.CancelView.as_view(), name="operation-cancel"),
+    path(f"{_ONE}/uses", views.UseView.as_view(), name="operation-uses"),
+    path(f"{_ONE}/claim", views.ClaimView.as_view(), name="operation-claim"),
+    path("api/v1/policy", views.PolicyView.as_view(), name="policy"),
+    path("api/v1/policy/chain", views.PolicyChainView.as_view(), name="policy-chain"),
+    path("api/v1/policy/drafts", views.PolicyDraftView.as_view(), name="policy-drafts"),
+    path("api/v1/freeze", views.FreezeView.as_view(), name="freeze"),
+    path("api/v1/audit/checkpoint", views.CheckpointView.as_view(), name="audit-checkpoint"),
+    path("api/v1/audit/consistency", views.ConsistencyView.as_view(), name="audit-consistency"),
+    path("approvals/", include((approval_pages, "approvals"))),
+]

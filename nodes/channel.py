@@ -27,9 +27,8 @@ from core.throttle import AuthThrottle
 from governance.audit import record_word
 from governance.checkpoints import consistency, has_checkpoint, latest_checkpoint
 from governance.errors import GovernanceError
-from governance.operations.evidence import policy_chain
-from governance.operations.freezes import read_freeze
-from governance.operations.lookup import find_operation
+from governance.operations.approvals import find_operation, read_freeze
+from governance.operations.reading import policy_chain
 from governance.operations.runs import (
     NodeRun,
     claim_contact,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from django.conf import settings
 from django.db import models
 
 from governance.models.people import ApproverKey
 from governance.states import ApprovalState, RunState
 from wire.ids import format_id, new_uuid7
+from wire.optoken.approval import Policy, Statement, policy_words, read_policy, read_statement
+
+# Signed bytes are read several times in one transaction and for each line of a list; what they say never changes.
+_read_statement = lru_cache(maxsize=512)(read_statement)
+_read_policy = lru_cache(maxsize=32)(read_policy)
 
 
 class PolicyVersion(models.Model):
@@ -40,6 +47,15 @@ class PolicyVersion(models.Model):
 
     def __str__(self) -> str:
         return f"policy version {self.version}"
+
+    @property
+    def words(self) -> str:
+        """The fingerprint as twelve words, as every node shows it."""
+        return policy_words(self.sha256)
+
+    def read_policy(self) -> Policy:
+        """Return what the signed bytes say. Raises ApprovalError when the row was tampered with."""
+        return _read_policy(bytes(self.document))
 
 
 class Operation(models.Model):
@@ -93,6 +109,10 @@ class Operation(models.Model):
     def printed_id(self) -> str:
         """The ``op_…`` form, which is also the opId of the statement."""
         return format_id("op", self.id)
+
+    def read_statement(self) -> Statement:
+        """Return what the signed bytes say. Raises ApprovalError when the row was tampered with."""
+        return _read_statement(bytes(self.statement))
 
 
 class Decision(models.Model):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
@@ -15,13 +14,23 @@ from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
 from governance.errors import ApprovalRefused, NotPermitted, StateChanged
-from governance.models import ApproverKey, Decision, Operation, OperationRun
-from governance.operations.evidence import count_rejections, find_new_policy, find_policy, is_met, list_proofs, read_stored
-from governance.operations.lookup import find_operation, hold_policies, is_current, move_approval, require_state
-from governance.operations.reviews import explain_own_review
-from governance.operations.runs import ring
-from governance.operations.transitions import drop_void, end_operation, fall_short_if_needed, require_nothing_on_its_way, tell
-from governance.states import ApprovalEvent, ApprovalState, RunState
+from governance.models import ApproverKey, Decision, Operation
+from governance.operations.approvals import (
+    drop_void,
+    end_operation,
+    explain_own_review,
+    fall_short_if_needed,
+    find_operation,
+    hold_policies,
+    move_approval,
+    require_current,
+    require_nothing_on_its_way,
+    require_state,
+    tell,
+)
+from governance.operations.evidence import count_rejections, find_new_policy, is_met, list_proofs
+from governance.operations.runs import plan_runs
+from governance.states import ApprovalEvent, ApprovalState
 from wire import clock
 from wire.optoken.approval import (
     ApprovalError,
@@ -56,7 +65,7 @@ def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], brough
     require_current(operation)
     key = _find_key(user, proof)
     drop_void(operation)
-    statement, policy = read_stored(operation), find_policy(operation)
+    statement, policy = operation.read_statement(), operation.policy.read_policy()
     if Decision.objects.filter(operation=operation, person=user, withdrawn_at=None).exists():
         raise ApprovalRefused("You decided about this already; one person counts once, with any key.", rule="duplicate_proof")
     if why := explain_own_review(operation, policy, [user.get_username()]):
@@ -90,8 +99,8 @@ def reject(*, op_id: uuid.UUID, user: User, comment: str) -> Operation:
     operation = find_operation(op_id, lock=True)
     require_state(operation, ApprovalState.PENDING, ApprovalState.APPROVED)
     require_nothing_on_its_way(operation)
-    policy = find_policy(operation)
-    _require_approver(user, policy, find_new_policy(read_stored(operation)))
+    policy = operation.policy.read_policy()
+    _require_approver(user, policy, find_new_policy(operation.read_statement()))
     why = comment.strip()
     if not why:
         raise ApprovalRefused("Say why you reject it; whoever asked will read that.", rule="reason_missing", param="comment")
@@ -163,42 +172,11 @@ def _meet(operation: Operation) -> None:
         plan_runs(operation, use=1, started_by=operation.requested_by)
 
 
-def plan_runs(operation: Operation, *, use: int, started_by: str) -> list[OperationRun]:
-    """Write down one run for each target; those that are there already are left as they are.
-
-    The first is due when the window opens; the end of each wakes the next, which otherwise looks for itself a little later.
-    """
-    due_at = max(clock.now(), operation.not_before)
-    planned = [
-        OperationRun(
-            operation=operation, target=target, use=use, position=position, started_by=started_by,
-            due_at=due_at + (timedelta(seconds=limits().governance.run_lease_s) if position else timedelta()),
-        )
-        for position, target in enumerate(read_stored(operation).targets)
-    ]  # fmt: skip
-    OperationRun.objects.bulk_create(planned, ignore_conflicts=True)
-    runs = list(OperationRun.objects.filter(operation=operation, use=use).order_by("position"))
-    first = next((run for run in runs if run.state == RunState.QUEUED.value), None)
-    if first is not None:
-        OperationRun.objects.filter(pk=first.pk).update(due_at=due_at)
-        ring(first.pk)
-    return runs
-
-
 def require_active(user: User) -> None:
     """Raise NotPermitted for a person who was deactivated, however they got here; nobody is until the transaction ends."""
     people = type(user).objects.select_for_update(no_key=True)
     if people.filter(pk=user.pk, is_active=True).first() is None:
         raise NotPermitted("This person was deactivated and decides about nothing any more.", param="person")
-
-
-def require_current(operation: Operation) -> None:
-    """Raise ApprovalRefused when the policy changed since; the sweep then blocks the operation."""
-    if not is_current(operation):
-        raise ApprovalRefused(
-            f"The policy changed since this was asked for (under version {operation.policy.version}); ask for it again.",
-            rule="wrong_policy",
-        )
 
 
 def _find_key(user: User, proof: Mapping[str, object]) -> ApproverKey:

@@ -1,42 +1,51 @@
-"""From rows to what the verifier reads: statements, proofs, policies, and the bundle that convinces a stranger."""
+"""Evidence: what rows say of an operation as the verifier reads it, and the guard of changes that need an approved run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from governance.errors import OperationNotFound
-from governance.models import Decision, Operation, PolicyVersion
-from governance.operations.lookup import find_operation
-from wire.ids import parse_id
+from governance.errors import NeedsApproval, NoPolicy
+from governance.models import Decision, Operation, OperationRun, PolicyVersion
+from governance.registry import RunOrder
+from governance.states import ApprovalState, RunState
 from wire.optoken.approval import (
     POLICY_CHANGE,
     ApprovalError,
     Policy,
     Statement,
-    encode_bytes,
     judge,
-    read_policy,
-    read_statement,
     select_proofs,
 )
-
-
-def read_stored(operation: Operation) -> Statement:
-    """Return the statement of an operation. Raises ApprovalError when the row was tampered with."""
-    return read_statement(bytes(operation.statement))
 
 
 def is_stopped_by_failure(operation: Operation) -> bool:
     """Return whether people signed that a failure stops the rest of a batch; a row that was tampered with stops as well."""
     try:
-        return read_stored(operation).stops_on_failure
+        return operation.read_statement().stops_on_failure
     except ApprovalError:
         return True
 
 
-def find_policy(operation: Operation) -> Policy:
-    """Return the policy under which an operation was asked for."""
-    return read_policy(bytes(operation.policy.document))
+def find_new_policy(statement: Statement) -> Policy | None:
+    """Return the policy that a policy-change would bring in; None for every other operation."""
+    if statement.operation != POLICY_CHANGE:
+        return None
+    row = PolicyVersion.objects.filter(sha256=str(statement.params.get("sha256", ""))).first()
+    return None if row is None else row.read_policy()
+
+
+def active_policy() -> tuple[PolicyVersion, Policy] | None:
+    """Return the policy in force; None before the first one."""
+    row = PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE).first()
+    return None if row is None else (row, row.read_policy())
+
+
+def require_policy() -> tuple[PolicyVersion, Policy]:
+    """Return the policy in force. Raises NoPolicy."""
+    found = active_policy()
+    if found is None:
+        raise NoPolicy("There is no approval policy yet. Draft the first one and have it signed, then ask again.")
+    return found
 
 
 def list_proofs(operation: Operation) -> list[dict[str, object]]:
@@ -71,7 +80,7 @@ def count_rejections(decisions: Sequence[Decision]) -> int:
 
 def is_met(operation: Operation) -> bool:
     """Return whether the approvals of an operation satisfy its policy, a new policy's own threshold included."""
-    statement, policy, proofs = read_stored(operation), find_policy(operation), list_proofs(operation)
+    statement, policy, proofs = operation.read_statement(), operation.policy.read_policy(), list_proofs(operation)
     try:
         if not judge(statement, select_proofs(proofs, policy), policy).is_met:
             return False
@@ -81,57 +90,38 @@ def is_met(operation: Operation) -> bool:
         return False
 
 
-def find_new_policy(statement: Statement) -> Policy | None:
-    """Return the policy that a policy-change would bring in; None for every other operation."""
-    if statement.operation != POLICY_CHANGE:
-        return None
-    row = PolicyVersion.objects.filter(sha256=str(statement.params.get("sha256", ""))).first()
-    return None if row is None else read_policy(bytes(row.document))
+def is_governed() -> bool:
+    """Return whether governed changes need approval: from the first active policy on, for good."""
+    return PolicyVersion.objects.filter(activated_at__isnull=False).exists()
 
 
-def policy_chain(*, after_version: int, up_to: int | None = None) -> list[dict[str, object]]:
-    """Return the policies after a version, oldest first, each with the statement and the proofs that brought it in.
+def require_approval(operation: str, *, order: RunOrder | None, instead: str = "") -> None:
+    """Let a governed change pass when it carries out an approved run of that operation. Raises NeedsApproval.
 
-    ``up_to``: the last version, None = the newest.
+    ``instead``: a sentence that names what is allowed without approval, "" = nothing that is like it.
+    Before the first policy there is nobody who could approve, so the operator decides alone; the audit trail says so.
     """
-    rows = PolicyVersion.objects.filter(version__gt=after_version, activated_at__isnull=False).order_by("version")
-    if up_to is not None:
-        rows = rows.filter(version__lte=up_to)
-    chain: list[dict[str, object]] = []
-    for row in rows:
-        made = Operation.objects.prefetch_related("decisions").get(adopts=row)
-        chain.append(
-            {
-                "document": encode_bytes(bytes(row.document)),
-                "statement": encode_bytes(bytes(made.statement)),
-                "proofs": list_lasting_proofs(made),
-            }
-        )
-    return chain
+    if order is not None:
+        run = OperationRun.objects.select_related("operation").filter(pk=order.run_id).first()
+        if (
+            run is not None
+            and run.operation.operation == order.operation == operation
+            and run.operation.state == ApprovalState.APPROVED.value
+            and run.state == RunState.QUEUED.value
+            and run.target == order.target
+            and _is_signed(run, order)
+        ):
+            return
+    elif not is_governed():
+        return
+    words = f"This needs approval: propose {operation} under Approvals, and others sign it."
+    raise NeedsApproval(f"{words} {instead}".strip(), param="operation")
 
 
-def read_evidence(op_id: str) -> dict[str, object]:
-    """Return what the stand-alone verifier checks of an operation; empty when there is no such operation.
-
-    ``op_id``: printed or bare. Members: policies, statement, proofs, receipts (with the key of the box where it is known),
-    decisions and state for the reader.
-    """
-    ident = parse_id("op", op_id)
-    if ident is None:
-        return {}
+def _is_signed(run: OperationRun, order: RunOrder) -> bool:
+    """Return whether the order asks for what people signed: for this target, with these parameters."""
     try:
-        operation = find_operation(ident)
-    except OperationNotFound:
-        return {}
-    return {
-        "policies": policy_chain(after_version=0, up_to=operation.policy.version),
-        "statement": encode_bytes(bytes(operation.statement)),
-        "proofs": list_lasting_proofs(operation),
-        "decisions": [
-            {"approver": each.person_name, "at": int(each.at.timestamp()), "broughtBy": each.brought_by}
-            for each in list_lasting_approvals(operation)
-        ],
-        "receipts": [{"receipt": run.receipt, "publicKey": run.receipt_key} for run in operation.runs.all() if run.receipt],
-        "state": operation.state,
-        "runs": [{"target": run.target, "use": run.use, "state": run.state} for run in operation.runs.all()],
-    }
+        statement = run.operation.read_statement()
+    except ApprovalError:
+        return False
+    return order.target in statement.targets and dict(order.params) == dict(statement.params)

@@ -8,12 +8,12 @@ from typing import ClassVar
 from core.limits import limits
 from governance.errors import ApprovalRefused, InvalidProposal
 from governance.models import Operation, PolicyVersion
-from governance.operations.freezes import lift_freeze, name_freeze, read_freeze
-from governance.operations.policies import active_policy, adopt_policy
-from governance.operations.reviews import explain_own_review, list_users
+from governance.operations.approvals import explain_own_review, list_users, read_freeze
+from governance.operations.evidence import active_policy
+from governance.operations.policies import adopt_policy, lift_freeze, name_freeze
 from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
 from wire.ids import parse_id
-from wire.optoken.approval import Policy, policy_words, read_policy
+from wire.optoken.approval import Policy, policy_words
 
 CONTROL_PLANE = "control-plane"
 
@@ -69,7 +69,7 @@ class PolicyChange(_Local):
         row = PolicyVersion.objects.filter(sha256=str(params.get("sha256", ""))).first()
         if row is None:
             return Description("Change the approval policy", [Line("Policy", "this version is not stored here")])
-        new, found = read_policy(bytes(row.document)), active_policy()
+        new, found = row.read_policy(), active_policy()
         old = found[1] if found else None
         words = policy_words(new.ref.sha256)
         lines = [Line("Version", str(new.ref.version), str(old.ref.version) if old else "none"), Line("Fingerprint", words)]
@@ -156,7 +156,7 @@ class BreakGlassReview(_Local):
         found = _find(order.op_id)
         if found is None or found.reviews is None or found.reviews.printed_id != order.target:
             raise ApprovalRefused("What would be closed is not what was signed.", rule="bad_statement")
-        if why := explain_own_review(found, read_policy(bytes(found.policy.document)), order.approved_by):
+        if why := explain_own_review(found, found.policy.read_policy(), order.approved_by):
             raise ApprovalRefused(why, rule="reviewer_used_it")
         return Done(f"{order.target} is reviewed; break-glass may be used again.")
 

@@ -1,28 +1,33 @@
-"""The approval policy: which one is active, drafting the next one, adopting it."""
+"""The approval policy: drafting the next one, adopting it, and the freeze of everything."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from django.conf import settings
 from django.contrib.auth import get_user_model
-from django.db import transaction
+from django.db import IntegrityError, transaction
 
 from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
 from governance.checkpoints import log_public_key
-from governance.errors import InvalidProposal, NoPolicy
-from governance.models import ApproverKey, Operation, PolicyVersion
-from governance.operations.proposals import add_operation, hold_proposer, name_actor, require_few, require_proposer
-from governance.operations.values import Proposer
+from governance.errors import Frozen, InvalidProposal, NotPermitted, StateChanged
+from governance.models import ApproverKey, Freeze, Operation, PolicyVersion
+from governance.operations.approvals import block_stale, tell
+from governance.operations.evidence import active_policy, require_policy
+from governance.operations.proposals import Proposer, add_operation, hold_proposer, name_actor, require_few, require_proposer
 from wire import clock
 from wire.ids import new_uuid7
-from wire.optoken.approval import POLICY_CHANGE, ApprovalError, Policy, decode_bytes, read_policy
+from wire.optoken.approval import POLICY_CHANGE, ApprovalError, decode_bytes, read_policy
 from wire.optoken.proposal import DEFAULT_CLASSES, ApproverEntry, KeyEntry, build_policy
+
+if TYPE_CHECKING:
+    from core.models import User
 
 SOLO: Mapping[str, object] = {"solo": True, "threshold": 1}
 """What makes a class one that its requester may approve alone. Never the default."""
@@ -35,20 +40,6 @@ class ApproverChoice:
     username: str
     groups: tuple[str, ...]
     key_ids: tuple[int, ...]
-
-
-def active_policy() -> tuple[PolicyVersion, Policy] | None:
-    """Return the policy in force; None before the first one."""
-    row = PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE).first()
-    return None if row is None else (row, read_policy(bytes(row.document)))
-
-
-def require_policy() -> tuple[PolicyVersion, Policy]:
-    """Return the policy in force. Raises NoPolicy."""
-    found = active_policy()
-    if found is None:
-        raise NoPolicy("There is no approval policy yet. Draft the first one and have it signed, then ask again.")
-    return found
 
 
 @transaction.atomic
@@ -135,8 +126,6 @@ def adopt_policy(row: PolicyVersion, *, actor: str, op_id: str) -> int:
 
     Returns how many operations were blocked. The caller has verified the approvals.
     """
-    from governance.operations.sweeps import block_stale
-
     now = clock.now()
     PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE).update(state=PolicyVersion.State.SUPERSEDED)
     PolicyVersion.objects.filter(pk=row.pk).update(state=PolicyVersion.State.ACTIVE, activated_at=now)
@@ -152,3 +141,62 @@ def adopt_policy(row: PolicyVersion, *, actor: str, op_id: str) -> int:
     )
     publish_hint("policy", str(row.version))
     return block_stale()
+
+
+def list_policy_versions() -> list[PolicyVersion]:
+    """Return every version that was ever in force or is a draft, newest first."""
+    return list(PolicyVersion.objects.exclude(state=PolicyVersion.State.DROPPED).order_by("-version", "-created_at"))
+
+
+# The freeze: any one approver stops everything at once; lifting it is an operation of its own
+
+
+@transaction.atomic
+def freeze(*, user: User, reason: str) -> Freeze:
+    """Send nothing on its way any more but an unfreeze or a policy-change; what boxes do already goes on.
+
+    Any approver of the active policy may.
+
+    Raises NoPolicy, NotPermitted, Frozen (it is frozen already).
+    """
+    _, policy = require_policy()
+    name = user.get_username()
+    if name not in policy.groups or not type(user).objects.filter(pk=user.pk, is_active=True).exists():
+        raise NotPermitted("Only approvers of the active policy can freeze.")
+    try:
+        with transaction.atomic():
+            row = Freeze.objects.create(frozen_by=name, reason=reason.strip()[: limits().governance.freeze_reason_chars])
+    except IntegrityError:
+        raise Frozen("Everything is frozen already.") from None
+    record_event(actor=f"user:{name}", action="freeze", target="control-plane")
+    tell(None, "frozen")
+    publish_hint("operations")
+    return row
+
+
+def name_freeze(row: Freeze) -> dict[str, object]:
+    """Return what a statement names a freeze by. Its number alone would not do: a restored database gives numbers again."""
+    return {"freeze": row.pk, "frozenBy": row.frozen_by, "frozenAt": int(row.frozen_at.timestamp())}
+
+
+def lift_freeze(*, named: Mapping[str, object], operation: Operation | None) -> bool:
+    """End the freeze in force, inside the transaction that carries out an approved unfreeze. False when there is none.
+
+    ``named``: which one was signed, as ``name_freeze`` says it. Raises StateChanged when it is not the one in force.
+    """
+    row = Freeze.objects.select_for_update().filter(lifted_at=None).first()
+    if row is None:
+        return False
+    if named != name_freeze(row):
+        which = f"is for freeze {named['freeze']}, which has ended" if named else "names no freeze"
+        raise StateChanged(
+            f"What was signed {which}; {row.frozen_by} froze everything at {row.frozen_at:%Y-%m-%d %H:%M:%S} UTC (freeze "
+            f"{row.pk}). Look at why, and ask for unfreeze again.",
+            param="freeze",
+        )
+    row.lifted_at, row.lifted_by = clock.now(), operation
+    row.save(update_fields=["lifted_at", "lifted_by"])
+    op_id = operation.printed_id if operation else ""
+    record_event(actor="system:governance", action="unfreeze", target="control-plane", op_id=op_id)
+    publish_hint("operations")
+    return True

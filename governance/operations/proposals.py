@@ -1,24 +1,42 @@
-"""Asking for an operation, and taking that back. What is signed is built here, once; an edit is another operation."""
+"""Proposals: asking for an operation, taking that back, using a standing approval once more.
+
+What is signed is built here, once; an edit is another operation.
+"""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from django.contrib.auth import get_user_model
 from django.db import IntegrityError, connection, transaction
-from django.db.models import Q
+from django.db.models import Max, Q
 
 from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
-from governance.errors import InvalidProposal, NotPermitted, StateChanged, TooManyOpen
-from governance.models import Operation, PolicyVersion
-from governance.operations.lookup import find_operation
-from governance.operations.reviews import REVIEW, require_reviewed, require_reviewers
-from governance.operations.transitions import end_operation, require_nothing_on_its_way, tell
-from governance.operations.values import Proposer
+from governance.errors import ApprovalRefused, Frozen, InvalidProposal, NotPermitted, StateChanged, TooManyOpen
+from governance.models import Operation, OperationRun, PolicyVersion
+from governance.operations.approvals import (
+    REVIEW,
+    end_operation,
+    explain_unreviewed,
+    find_operation,
+    hold_policies,
+    is_idle_standing,
+    list_void,
+    read_freeze,
+    require_current,
+    require_nothing_on_its_way,
+    require_reviewed,
+    require_reviewers,
+    require_state,
+    tell,
+)
+from governance.operations.evidence import require_policy
+from governance.operations.runs import plan_runs
 from governance.registry import find_kind
 from governance.states import ApprovalEvent, ApprovalState
 from wire import clock
@@ -28,6 +46,14 @@ from wire.optoken.proposal import build_statement
 
 OWNERLESS = "token:"
 _PROPOSER_LOCK = 0x6D73_7072
+
+
+@dataclass(frozen=True, slots=True)
+class Proposer:
+    """Who asks. ``name`` is what the statement says: a user name, or ``token:<name>#<key id>`` for a token without an owner."""
+
+    name: str
+    user_id: int | None = None
 
 
 @transaction.atomic
@@ -52,8 +78,6 @@ def propose(
     used before, the operation of then is returned when it asks for the same, else StateChanged is raised.
     Raises UnknownOperation, InvalidProposal, NoPolicy, NotPermitted, TooManyOpen.
     """
-    from governance.operations.policies import require_policy
-
     kind = find_kind(operation)
     if operation == POLICY_CHANGE:
         raise InvalidProposal("A policy is changed by drafting its next version.", param="operation")
@@ -189,15 +213,50 @@ def cancel(*, op_id: uuid.UUID, proposer: Proposer) -> Operation:
     return operation
 
 
+@transaction.atomic
+def use_approval(*, op_id: uuid.UUID, proposer: Proposer) -> list[OperationRun]:
+    """Carry a standing approval out once more and return the runs. The box counts as well.
+
+    Whoever may ask for operations of its class may use it. Raises OperationNotFound, StateChanged, NotPermitted,
+    ApprovalRefused (not a standing one, used up, a new policy, an approver's key revoked since, not reviewed), Frozen.
+    """
+    operation = find_operation(op_id, lock=True)
+    require_state(operation, ApprovalState.APPROVED)
+    if operation.max_uses == 1:
+        raise ApprovalRefused("This is no standing approval: it is carried out once, by itself.", rule="too_many_uses")
+    require_proposer(proposer, operation.policy.read_policy(), operation.op_class)
+    if clock.now() >= operation.not_after:
+        raise StateChanged("The window of this approval is over; ask for a new one.", param="op_id")
+    if read_freeze() is not None:
+        raise Frozen("Everything is frozen; a quorum can lift that.")
+    hold_policies(to_change=False)
+    require_current(operation)
+    if list_void(operation):
+        raise ApprovalRefused(
+            "A key that approved this was revoked, or its person deactivated; another approver must sign.",
+            rule="too_few_approvers",
+        )
+    used = OperationRun.objects.filter(operation=operation).aggregate(last=Max("use"))["last"] or 0
+    if used >= operation.max_uses:
+        raise ApprovalRefused(f"All {operation.max_uses} uses are spent; ask for a new approval.", rule="too_many_uses")
+    if not is_idle_standing(operation):
+        raise StateChanged("Its last use has not ended; wait for that.", param="op_id")
+    if operation.op_class == BREAK_GLASS and (why := explain_unreviewed()):
+        raise ApprovalRefused(why, rule="not_reviewed")
+    record_event(
+        actor=name_actor(proposer), action="operation.use", target=operation.printed_id, op_id=operation.printed_id,
+        detail={"use": used + 1},
+    )  # fmt: skip
+    return plan_runs(operation, use=used + 1, started_by=proposer.name)
+
+
 def name_actor(proposer: Proposer) -> str:
     """Return the proposer as the audit trail writes one."""
     return proposer.name if proposer.name.startswith(OWNERLESS) else f"user:{proposer.name}"
 
 
 def _repeat(earlier: Operation, wanted: tuple[object, ...]) -> Operation:
-    from governance.operations.evidence import read_stored
-
-    asked = read_stored(earlier)
+    asked = earlier.read_statement()
     parts = (asked.operation, asked.op_class, asked.targets, dict(asked.params), asked.max_uses, asked.stops_on_failure)
     if parts != wanted:
         raise StateChanged("This Idempotency-Key was used for another operation; choose a new one.", param="idempotency_key")

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from django.db.models import Exists, OuterRef, Q
 
 from core.limits import limits
-from governance.errors import UnknownOperation
+from governance.errors import OperationNotFound, UnknownOperation
 from governance.models import AdminToken, ApproverKey, Decision, Operation, OperationRun, PolicyVersion
-from governance.operations.evidence import find_new_policy, find_policy, list_proofs, read_stored
-from governance.operations.freezes import read_freeze
-from governance.operations.lookup import find_operation, is_current
-from governance.operations.reviews import explain_own_review
-from governance.operations.values import DecisionView, Inbox, OperationSummary, OperationView, RunView
+from governance.operations.approvals import explain_own_review, find_operation, is_current, read_freeze
+from governance.operations.evidence import find_new_policy, list_lasting_approvals, list_lasting_proofs, list_proofs
 from governance.registry import Description, FindsUndone, Impact, Line, Undone, find_kind
 from governance.states import OPEN_RUNS, ApprovalState, RunState
 from wire import clock
+from wire.ids import parse_id
 from wire.optoken.approval import (
     ApprovalError,
     Policy,
@@ -30,7 +29,6 @@ from wire.optoken.approval import (
     encode_bytes,
     judge,
     read_canonical,
-    read_policy,
     select_proofs,
 )
 
@@ -44,6 +42,112 @@ _RUN_ORDER = [
 """Which of several run states stands for all of them: the first that occurs."""
 
 
+@dataclass(frozen=True, slots=True)
+class OperationSummary:
+    """One line of a list. ``run_state``: the least finished state of its runs, "" before there are any; ``percent`` of them."""
+
+    id: uuid.UUID
+    printed_id: str
+    title: str
+    operation: str
+    op_class: str
+    state: str
+    run_state: str
+    requested_by: str
+    requested_at: datetime
+    expires_at: datetime
+    not_after: datetime
+    approvals: int
+    required: int
+    percent: int | None
+    is_solo: bool
+    is_break_glass: bool
+    is_standing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionView:
+    """What one person said. ``thumbprint``, the key fields and ``brought_by`` are empty for a rejection, which nobody signs."""
+
+    person: str
+    is_approval: bool
+    key_label: str
+    key_kind: str
+    thumbprint: str
+    brought_by: str
+    comment: str
+    at: datetime
+    withdrawn_at: datetime | None
+    proof: Mapping[str, object] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """One carrying out on one target. ``receipt``: decoded, None without one."""
+
+    id: uuid.UUID
+    target: str
+    use: int
+    position: int
+    state: str
+    stage: str
+    percent: int | None
+    eta_s: float | None
+    code: str
+    message: str
+    result: Mapping[str, object]
+    receipt: Mapping[str, object] | None
+    receipt_text: str
+    attempt: int
+    queued_at: datetime
+    dispatched_at: datetime | None
+    ended_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class OperationView:
+    """Everything about one operation, for one viewer.
+
+    ``statement``: its parsed members; ``statement_b64``: the signed bytes in base64url. ``actions``: what the viewer may do,
+    of approve, reject, withdraw, cancel, use, claim; ``hindrances``: action → why not, in one sentence. ``assertion``: WebAuthn
+    request options for the viewer's passkeys that the policy names, None when there are none; the challenge is the digest.
+    ``undone``: what the operation has brought about and that is not so any more.
+    """
+
+    summary: OperationSummary
+    description: Description
+    impacts: Sequence[Impact]
+    statement: Mapping[str, object]
+    statement_b64: str
+    digest: str
+    words: str
+    reason: str
+    policy_version: int
+    policy_sha256: str
+    not_before: datetime
+    max_uses: int
+    uses: int
+    verdict: Verdict | None
+    decisions: Sequence[DecisionView]
+    runs: Sequence[RunView]
+    state_reason: str
+    decided_at: datetime | None
+    actions: frozenset[str]
+    hindrances: Mapping[str, str]
+    assertion: Mapping[str, object] | None
+    is_frozen: bool
+    undone: Sequence[Undone] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Inbox:
+    """What a person sees first."""
+
+    to_approve: Sequence[OperationSummary]
+    mine: Sequence[OperationSummary]
+    others: Sequence[OperationSummary]
+
+
 def read_inbox(user: User) -> Inbox:
     """Return what waits for this person, what they asked for, and what others have open or had within two days."""
     name, now = user.get_username(), clock.now()
@@ -55,12 +159,11 @@ def read_inbox(user: User) -> Inbox:
     waiting = list(_with_parts(Operation.objects.filter(pending))[: limits().governance.page_rows])
     rows = [*waiting, *_with_parts(Operation.objects.filter(shown).exclude(pending))[: limits().governance.page_rows]]
     to_approve, mine, others = [], [], []
-    policies: dict[int, Policy] = {}
     for operation in rows:
-        summary = _summarise(operation, policies)
+        summary = _summarise(operation)
         if operation.requested_by == name:
             mine.append(summary)
-        elif operation.state == ApprovalState.PENDING.value and _may_decide(operation, name, policies):
+        elif operation.state == ApprovalState.PENDING.value and _may_decide(operation, name):
             to_approve.append(summary)
         else:
             others.append(summary)
@@ -70,14 +173,12 @@ def read_inbox(user: User) -> Inbox:
 def read_history(*, before: datetime | None, limit: int) -> list[OperationSummary]:
     """Return operations by the time they were asked for, newest first, from before a time."""
     rows = Operation.objects.all() if before is None else Operation.objects.filter(requested_at__lt=before)
-    policies: dict[int, Policy] = {}
-    return [_summarise(operation, policies) for operation in _with_parts(rows)[:limit]]
+    return [_summarise(operation) for operation in _with_parts(rows)[:limit]]
 
 
 def summarise(operations: Iterable[Operation]) -> list[OperationSummary]:
     """Return the lines of a list; the operations should have been read with ``with_parts``."""
-    policies: dict[int, Policy] = {}
-    return [_summarise(operation, policies) for operation in operations]
+    return [_summarise(operation) for operation in operations]
 
 
 def count_waiting_for(user: User) -> int:
@@ -85,18 +186,17 @@ def count_waiting_for(user: User) -> int:
     pending = _with_parts(Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now()))[
         : limits().governance.page_rows
     ]
-    policies: dict[int, Policy] = {}
     name = user.get_username()
-    return sum(o.requested_by != name and _may_decide(o, name, policies) for o in pending)
+    return sum(o.requested_by != name and _may_decide(o, name) for o in pending)
 
 
 def read_operation(op_id: uuid.UUID, user: User | None) -> OperationView:
     """Return everything about an operation, with what ``user`` may do to it now. Raises OperationNotFound."""
     operation = find_operation(op_id)
-    statement, policy = read_stored(operation), find_policy(operation)
+    statement, policy = operation.read_statement(), operation.policy.read_policy()
     actions, hindrances = _find_actions(operation, statement, policy, user)
     return OperationView(
-        summary=_summarise(operation, {operation.policy_id: policy}),
+        summary=_summarise(operation),
         description=_describe(operation, statement),
         impacts=_preview(operation, statement),
         statement=read_canonical(statement.raw, limit=len(statement.raw)),
@@ -133,23 +233,17 @@ def _with_parts(rows: object) -> list[Operation]:
     return found.order_by("-requested_at")  # type: ignore[no-any-return]
 
 
-def _policy_of(operation: Operation, policies: dict[int, Policy]) -> Policy:
-    if operation.policy_id not in policies:
-        policies[operation.policy_id] = read_policy(bytes(operation.policy.document))
-    return policies[operation.policy_id]
-
-
-def _may_decide(operation: Operation, name: str, policies: dict[int, Policy]) -> bool:
+def _may_decide(operation: Operation, name: str) -> bool:
     """Whether a person is asked: named by the policy (or the one that is to follow), and not decided yet."""
     if any(d.person_name == name and d.withdrawn_at is None for d in operation.decisions.all()):
         return False
-    if name in _policy_of(operation, policies).groups:
+    if name in operation.policy.read_policy().groups:
         return True
-    return operation.adopts is not None and name in read_policy(bytes(operation.adopts.document)).groups
+    return operation.adopts is not None and name in operation.adopts.read_policy().groups
 
 
-def _summarise(operation: Operation, policies: dict[int, Policy]) -> OperationSummary:
-    rules = _policy_of(operation, policies).classes.get(operation.op_class)
+def _summarise(operation: Operation) -> OperationSummary:
+    rules = operation.policy.read_policy().classes.get(operation.op_class)
     # Of a standing approval, how the last use went.
     last = max((run.use for run in operation.runs.all()), default=0)
     runs = [run for run in operation.runs.all() if run.use == last]
@@ -170,7 +264,7 @@ def _summarise(operation: Operation, policies: dict[int, Policy]) -> OperationSu
 def _title_of(operation: Operation) -> str:
     """Return the title; one row that was changed in the database does not take the whole list away."""
     try:
-        return _describe(operation, read_stored(operation)).title
+        return _describe(operation, operation.read_statement()).title
     except (ApprovalError, UnknownOperation):
         return f"{operation.operation}: what was signed cannot be read"
 
@@ -318,6 +412,52 @@ def _decode_receipt(text: str) -> Mapping[str, object] | None:
     return members if isinstance(members, dict) else None
 
 
-def list_policy_versions() -> list[PolicyVersion]:
-    """Return every version that was ever in force or is a draft, newest first."""
-    return list(PolicyVersion.objects.exclude(state=PolicyVersion.State.DROPPED).order_by("-version", "-created_at"))
+# What convinces a stranger
+
+
+def policy_chain(*, after_version: int, up_to: int | None = None) -> list[dict[str, object]]:
+    """Return the policies after a version, oldest first, each with the statement and the proofs that brought it in.
+
+    ``up_to``: the last version, None = the newest.
+    """
+    rows = PolicyVersion.objects.filter(version__gt=after_version, activated_at__isnull=False).order_by("version")
+    if up_to is not None:
+        rows = rows.filter(version__lte=up_to)
+    chain: list[dict[str, object]] = []
+    for row in rows:
+        made = Operation.objects.prefetch_related("decisions").get(adopts=row)
+        chain.append(
+            {
+                "document": encode_bytes(bytes(row.document)),
+                "statement": encode_bytes(bytes(made.statement)),
+                "proofs": list_lasting_proofs(made),
+            }
+        )
+    return chain
+
+
+def read_evidence(op_id: str) -> dict[str, object]:
+    """Return what the stand-alone verifier checks of an operation; empty when there is no such operation.
+
+    ``op_id``: printed or bare. Members: policies, statement, proofs, receipts (with the key of the box where it is known),
+    decisions and state for the reader.
+    """
+    ident = parse_id("op", op_id)
+    if ident is None:
+        return {}
+    try:
+        operation = find_operation(ident)
+    except OperationNotFound:
+        return {}
+    return {
+        "policies": policy_chain(after_version=0, up_to=operation.policy.version),
+        "statement": encode_bytes(bytes(operation.statement)),
+        "proofs": list_lasting_proofs(operation),
+        "decisions": [
+            {"approver": each.person_name, "at": int(each.at.timestamp()), "broughtBy": each.brought_by}
+            for each in list_lasting_approvals(operation)
+        ],
+        "receipts": [{"receipt": run.receipt, "publicKey": run.receipt_key} for run in operation.runs.all() if run.receipt],
+        "state": operation.state,
+        "runs": [{"target": run.target, "use": run.use, "state": run.state} for run in operation.runs.all()],
+    }

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import socket
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -28,16 +29,30 @@ from django.utils.module_loading import import_string
 
 from core.hints import publish_hint
 from core.limits import limits
+from governance.checkpoints import latest_checkpoint
 from governance.errors import GovernanceError
-from governance.models import Freeze, Operation, OperationRun
-from governance.operations.evidence import find_new_policy, find_policy, is_stopped_by_failure, list_proofs, read_stored
-from governance.operations.lookup import find_operation, hold_policies, is_current, lock_run
-from governance.operations.reviews import explain_unreviewed
-from governance.operations.transitions import audit_run, drop_void, end_operation, skip_runs, tell, tell_when_over
-from governance.registry import Done, NotNow, OperationKind, RunOrder, Sent, find_kind
+from governance.models import Operation, OperationRun
+from governance.operations.approvals import (
+    audit_run,
+    drop_void,
+    end_operation,
+    explain_unreviewed,
+    find_operation,
+    hold_policies,
+    is_anything_open,
+    is_current,
+    lock_run,
+    read_freeze,
+    skip_runs,
+    sweep_operations,
+    tell,
+    tell_when_over,
+)
+from governance.operations.evidence import find_new_policy, is_stopped_by_failure, list_proofs
+from governance.registry import Done, NotNow, OperationKind, RunOrder, Sent, Signer, find_kind
 from governance.states import FINAL_RUNS, ApprovalEvent, ApprovalState, RunEvent, RunState, next_run, sources_of
-from governance.tokens import mint_token
 from wire import clock
+from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l0, sign_l1, sign_l2
 from wire.optoken.approval import (
     BREAK_GLASS,
     CLOCK_SKEW_S,
@@ -53,6 +68,20 @@ from wire.optoken.approval import (
 logger = logging.getLogger("muster.governance")
 
 _WORKER = f"{socket.gethostname()}:{os.getpid()}"[:80]
+
+
+def reconcile() -> int:
+    """Sweep, then work on what is due; any number of processes may. Returns how many runs were looked at.
+
+    What the sweep stumbles over does not keep approved operations from being carried out.
+    """
+    if not is_anything_open():
+        return 0
+    try:
+        sweep_operations()
+    finally:
+        done = run_due()
+    return done
 
 
 def run_due(limit: int = 50) -> int:
@@ -71,6 +100,28 @@ def work_on(run_id: uuid.UUID | None) -> bool:
     if taken is not None:
         _move_on(taken)
     return taken is not None
+
+
+def plan_runs(operation: Operation, *, use: int, started_by: str) -> list[OperationRun]:
+    """Write down one run for each target; those that are there already are left as they are.
+
+    The first is due when the window opens; the end of each wakes the next, which otherwise looks for itself a little later.
+    """
+    due_at = max(clock.now(), operation.not_before)
+    planned = [
+        OperationRun(
+            operation=operation, target=target, use=use, position=position, started_by=started_by,
+            due_at=due_at + (timedelta(seconds=limits().governance.run_lease_s) if position else timedelta()),
+        )
+        for position, target in enumerate(operation.read_statement().targets)
+    ]  # fmt: skip
+    OperationRun.objects.bulk_create(planned, ignore_conflicts=True)
+    runs = list(OperationRun.objects.filter(operation=operation, use=use).order_by("position"))
+    first = next((run for run in runs if run.state == RunState.QUEUED.value), None)
+    if first is not None:
+        OperationRun.objects.filter(pk=first.pk).update(due_at=due_at)
+        ring(first.pk)
+    return runs
 
 
 @transaction.atomic
@@ -212,7 +263,7 @@ def _make_order(kind: OperationKind, run: OperationRun, operation: Operation, st
     if signer is not None:
         assert run.fence is not None
         expires_at = min(int(clock.unix_s()) + limits().governance.op_token_s, statement.not_after)
-        token = mint_token(signer, statement, proofs, use=run.use, fence=run.fence, expires_at=expires_at)
+        token = _mint_token(signer, statement, proofs, use=run.use, fence=run.fence, expires_at=expires_at)
     return RunOrder(
         run_id=run.pk, op_id=statement.op_id, use=run.use, operation=statement.operation, target=run.target,
         params=dict(statement.params), token=token, token_expires_at=expires_at, requested_by=statement.requested_by,
@@ -220,10 +271,42 @@ def _make_order(kind: OperationKind, run: OperationRun, operation: Operation, st
     )  # fmt: skip
 
 
+def _mint_token(
+    signer: Signer, statement: Statement, proofs: Sequence[Mapping[str, object]], *, use: int, fence: int, expires_at: int
+) -> str:
+    """Return what a node must be shown before it acts, at the level of that node. It lives for minutes and is never logged."""
+    now = int(clock.unix_s())
+    model = statement.params.get("modelId")
+    grant = Grant(
+        operation=statement.operation,
+        model_id=model if isinstance(model, str) else None,
+        signers=[str(proof["approver"]) for proof in proofs],
+        nonce=secrets.token_hex(16),
+        issued_at=now,
+    )
+    if signer.level == "L0":
+        return encode_token(sign_l0(signer.key, grant))
+    checkpoint = latest_checkpoint()
+    binding = Binding(
+        audience=signer.audience,
+        params_digest=params_digest(statement.params),
+        op_id=statement.op_id,
+        fence=fence,
+        expires_at=expires_at,
+        kid=signer.kid,
+        statement_digest=statement.digest.hex(),
+        checkpoint=None if checkpoint is None else f"{checkpoint.size}:{bytes(checkpoint.root).hex()}",
+        use=use,
+    )
+    if signer.level == "L1":
+        return encode_token(sign_l1(signer.key, grant, binding))
+    return encode_token(sign_l2(signer.key, grant, binding, statement=statement.raw, proofs=proofs))
+
+
 def _verify(run: OperationRun, operation: Operation, now_s: float) -> Statement:
     """Verify everything again from the signed bytes: rows may have been changed behind our back. Raises ApprovalError."""
-    statement, proofs = read_stored(operation), list_proofs(operation)
-    policy = find_policy(operation)
+    statement, proofs = operation.read_statement(), list_proofs(operation)
+    policy = operation.policy.read_policy()
     if statement.operation == POLICY_CHANGE:
         _verify_change(statement, proofs, policy, now_s=now_s)
     else:
@@ -273,7 +356,7 @@ def _refuse(run: OperationRun, operation: Operation, error: ApprovalError) -> No
 
 def _find_hindrance(run: OperationRun, operation: Operation) -> str | None:
     """Return why a run must wait, None when it need not."""
-    if operation.operation not in NOT_FROZEN and Freeze.objects.filter(lifted_at=None).exists():
+    if operation.operation not in NOT_FROZEN and read_freeze() is not None:
         return "everything is frozen"
     mates = OperationRun.objects.filter(operation=operation, use=run.use).exclude(pk=run.pk)
     before = mates.filter(position__lt=run.position, state=RunState.QUEUED.value)
@@ -587,7 +670,7 @@ def list_last_successes(*, targets: Collection[str], operations: Collection[str]
     for run in last.select_related("operation"):
         operation = run.operation
         with contextlib.suppress(ApprovalError):
-            params = read_stored(operation).params
+            params = operation.read_statement().params
             found.append(LastRun(
                 operation.pk, operation.operation, operation.op_class, run.target, str(run.subject),
                 run.ended_at or clock.now(), params,
@@ -597,6 +680,6 @@ def list_last_successes(*, targets: Collection[str], operations: Collection[str]
 
 def _model_of(run: OperationRun) -> object:
     try:
-        return read_stored(run.operation).params.get("modelId")
+        return run.operation.read_statement().params.get("modelId")
     except ApprovalError:
         return None  # changed in the database: this tells nothing about any model

@@ -30,10 +30,9 @@ from core.hints import HINT_GROUP
 from core.limits import limits
 from governance.errors import GovernanceError
 from governance.models import Operation
-from governance.operations.lookup import find_operation
-from governance.operations.reading import summarise
-from governance.operations.values import OperationSummary
-from governance.rest.access import read_op_id
+from governance.operations.approvals import find_operation
+from governance.operations.reading import OperationSummary, summarise
+from governance.rest.requests import read_op_id
 from governance.states import FINAL_APPROVALS, FINAL_RUNS, ApprovalState, RunState
 from wire import clock
 from wire.contract import ErrorCode

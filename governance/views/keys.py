@@ -30,7 +30,7 @@ from governance.signin import (
     take_challenge,
 )
 from governance.views.signin import ask_for_person, describe_session, describe_site, read_answer, read_label, refuse
-from governance.web.content_policy import with_strict_policy
+from governance.web.pages import with_strict_policy
 
 if TYPE_CHECKING:
     from core.models import User

@@ -21,7 +21,7 @@ from governance.keys import list_passkey_ids
 from governance.passkeys import PasskeysUnavailable, ask_for_new, ask_who, read_site, verify_new
 from governance.people import Assurance, accept_invitation, find_invitation, sign_in_by_passkey, sign_in_by_password
 from governance.signin import close_session, give_challenge, may_act, open_session, read_assurance, take_challenge
-from governance.web.content_policy import with_strict_policy
+from governance.web.pages import with_strict_policy
 
 if TYPE_CHECKING:
     from core.models import User

@@ -1,10 +1,9 @@
-"""The approval policy: what is in force, in words, and the draft of the next version."""
+"""The approval policy: what is in force, in words, the draft of the next version, and the freeze of everything."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
 from itertools import groupby
@@ -12,6 +11,7 @@ from itertools import groupby
 from django.conf import settings
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, QueryDict
+from django.urls import reverse
 from django.utils.dateparse import parse_date
 from django.utils.module_loading import import_string
 from django.views.decorators.http import require_http_methods, require_safe
@@ -19,79 +19,42 @@ from django.views.decorators.http import require_http_methods, require_safe
 from governance.errors import GovernanceError, InvalidProposal
 from governance.models import ApproverKey, PolicyVersion
 from governance.operations import policies
-from governance.operations.policies import ApproverChoice, active_policy
-from governance.operations.reading import list_policy_versions
-from governance.web.approvals import locate_operation
-from governance.web.frame import approval_page, find_proposer, render_page
-from governance.web.policy_words import list_classes, list_people
-from wire.optoken.approval import BREAK_GLASS, Policy, policy_words
+from governance.operations.evidence import active_policy
+from governance.operations.policies import ApproverChoice, list_policy_versions
+from governance.web.operations import KEY_WORDS, locate_operation
+from governance.web.pages import approval_page, find_proposer, find_viewer, render_page
+from wire.optoken.approval import BREAK_GLASS, Key, OperationClass, Policy
 from wire.optoken.proposal import DEFAULT_CLASSES
 
-
-@dataclass(frozen=True, slots=True)
-class ShownVersion:
-    """A version and its fingerprint as twelve words."""
-
-    row: PolicyVersion
-    words: str
-
-
-@dataclass(frozen=True, slots=True)
-class OfferedKey:
-    """A key that a draft may name."""
-
-    pk: int
-    kind: str
-    label: str
-    thumbprint: str
-    is_break_glass: bool
-    is_ticked: bool
-
-
-@dataclass(frozen=True, slots=True)
-class OfferedPerson:
-    """Somebody with keys that a draft may name. ``groups``: with commas."""
-
-    pk: int
-    name: str
-    groups: str
-    keys: list[OfferedKey]
-
-
-@dataclass(frozen=True, slots=True)
-class OfferedThreshold:
-    """How many a class needs in the draft."""
-
-    name: str
-    operations: str
-    value: str
+Shown = dict[str, object]
+"""What a template reads of one thing, by name."""
 
 
 @require_safe
 @approval_page
 def show_policy(request: HttpRequest) -> HttpResponse:
     """Show the policy in force, its fingerprint, drafts and earlier versions, and which box holds which."""
-    versions = [ShownVersion(row, policy_words(row.sha256)) for row in list_policy_versions()]
-    adopted = [version for version in versions if version.row.state != PolicyVersion.State.DRAFT]
+    versions = list_policy_versions()
+    adopted = [version for version in versions if version.state != PolicyVersion.State.DRAFT]
     found = active_policy()
-    context: dict[str, object] = {
+    context: Shown = {
         "section": "policy",
-        "drafts": [version for version in versions if version.row.state == PolicyVersion.State.DRAFT],
+        "drafts": [version for version in versions if version.state == PolicyVersion.State.DRAFT],
         "versions": adopted,
         "pins": read_pins(),
     }
     if found is not None:
         # A new box confirms the first version, and follows the signed chain from there by itself.
-        first = next(version.words for version in adopted if version.row.version == 1)
+        first = next(version.words for version in adopted if version.version == 1)
         context |= {**_describe_policy(*found), "first_words": first}
     return render_page(request, "approvals/policy.html", context)
 
 
-def _describe_policy(row: PolicyVersion, policy: Policy) -> dict[str, object]:
+def _describe_policy(row: PolicyVersion, policy: Policy) -> Shown:
     return {
         "row": row,
         "policy": policy,
-        "words": policy_words(policy.ref.sha256),
+        "words": row.words,
         "expires_at": datetime.fromtimestamp(policy.expires_at, UTC),
         "origins": sorted(policy.origins),
         "people": list_people(policy),
@@ -211,15 +174,13 @@ def _base_classes(policy: Policy | None) -> dict[str, dict[str, object]]:
     return {BREAK_GLASS: dict(DEFAULT_CLASSES[BREAK_GLASS]), **newer, **document["classes"]}
 
 
-def _list_offered(policy: Policy | None, sent: QueryDict | None) -> list[OfferedPerson]:
+def _list_offered(policy: Policy | None, sent: QueryDict | None) -> list[Shown]:
     rows = ApproverKey.objects.filter(revoked_at=None, user__is_active=True).select_related("user")
     people = groupby(rows.order_by("user__username", "pk"), key=lambda key: (key.user.pk, key.user.get_username()))
     return [_offer_person(user_id, name, keys, policy, sent) for (user_id, name), keys in people]
 
 
-def _offer_person(
-    user_id: int, name: str, keys: Iterable[ApproverKey], policy: Policy | None, sent: QueryDict | None
-) -> OfferedPerson:
+def _offer_person(user_id: int, name: str, keys: Iterable[ApproverKey], policy: Policy | None, sent: QueryDict | None) -> Shown:
     ticked = set(sent.getlist("key")) if sent is not None else None
     groups = ", ".join(sorted(policy.groups.get(name, ()))) if policy else ""
 
@@ -228,22 +189,109 @@ def _offer_person(
             return str(key.pk) in ticked
         return policy is None or key.keyid in policy.keys
 
-    return OfferedPerson(
-        pk=user_id,
-        name=name,
-        groups=sent.get(f"groups-{user_id}", "") if sent is not None else groups,
-        keys=[
-            OfferedKey(key.pk, key.get_kind_display(), key.label, key.thumbprint[:16], key.is_break_glass, is_ticked(key))
-            for key in keys
-        ],
-    )
+    shown = [
+        {
+            "pk": key.pk, "kind": key.get_kind_display(), "label": key.label, "thumbprint": key.thumbprint[:16],
+            "is_break_glass": key.is_break_glass, "is_ticked": is_ticked(key),
+        }
+        for key in keys
+    ]  # fmt: skip
+    named = sent.get(f"groups-{user_id}", "") if sent is not None else groups
+    return {"pk": user_id, "name": name, "groups": named, "keys": shown}
 
 
-def _list_thresholds(policy: Policy | None, sent: QueryDict | None) -> list[OfferedThreshold]:
-    found = []
+def _list_thresholds(policy: Policy | None, sent: QueryDict | None) -> list[Shown]:
+    found: list[Shown] = []
     for name, members in sorted(_base_classes(policy).items()):
         operations = members.get("operations")
         words = ", ".join(operations) if isinstance(operations, list) and operations != [name] else ""
         value = sent.get(f"threshold-{name}", "") if sent is not None else str(members.get("threshold", ""))
-        found.append(OfferedThreshold(name, words, value))
+        found.append({"name": name, "operations": words, "value": value})
     return found
+
+
+# In words
+
+_UNITS = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
+
+
+def list_people(policy: Policy) -> list[Shown]:
+    """Return the approvers by name."""
+    keys: dict[str, list[Key]] = {}
+    for key in policy.keys.values():
+        keys.setdefault(key.approver, []).append(key)
+    return [
+        {"name": name, "groups": ", ".join(sorted(groups)), "keys": [_show_key(key) for key in keys.get(name, [])]}
+        for name, groups in sorted(policy.groups.items())
+    ]
+
+
+def _show_key(key: Key) -> Shown:
+    kind = KEY_WORDS.get(key.kind, key.kind)
+    return {"kind": kind, "thumbprint": key.thumbprint, "is_break_glass": key.is_break_glass}
+
+
+def list_classes(policy: Policy) -> list[Shown]:
+    """Return the classes by name."""
+    return [
+        {
+            "name": name,
+            "needs": say_needs(found, policy),
+            "operations": ", ".join(sorted(found.operations)),
+            "bounds": _say_bounds(found),
+            "solo": found.solo,
+            "is_break_glass": name == BREAK_GLASS,
+        }
+        for name, found in sorted(policy.classes.items())
+    ]
+
+
+def say_needs(found: OperationClass, policy: Policy) -> str:
+    """Return who must approve, such as "2 of 3, not counting the requester; 1 of the group owners"."""
+    able = {key.approver for key in policy.keys.values() if key.is_break_glass == (found.name == BREAK_GLASS)}
+    needed = max(found.threshold, sum(found.factors.values()))
+    words = [f"{needed} of {len(able)}, {'' if found.solo else 'not '}counting the requester"]
+    words += [f"{count} of the group {group}" for group, count in sorted(found.factors.items())]
+    if found.file_proofs:
+        words.append(f"{found.file_proofs} with a key file")
+    if found.device_bound:
+        words.append("with keys that cannot be copied")
+    if found.deny_threshold > 1:
+        words.append(f"{found.deny_threshold} rejections end it")
+    return "; ".join(words)
+
+
+def _say_bounds(found: OperationClass) -> str:
+    words = [f"waits {_say_duration(found.life_s)}", f"usable {_say_duration(found.usable_s)}"]
+    if found.max_uses > 1:
+        words.append(f"up to {found.max_uses} uses")
+    if found.daily_cap:
+        words.append(f"{found.daily_cap} a day and node")
+    if found.proposers:
+        words.append(f"asked for by {', '.join(found.proposers)} only")
+    return "; ".join(words)
+
+
+def _say_duration(seconds: int) -> str:
+    size, unit = next((size, unit) for size, unit in _UNITS if seconds >= 2 * size or size == 1)
+    return f"{seconds // size} {unit}"
+
+
+# The freeze
+
+
+@require_http_methods(["GET", "HEAD", "POST"])
+@approval_page
+def freeze(request: HttpRequest) -> HttpResponse:
+    """Ask on GET, freeze on POST."""
+    reason, problem = request.POST.get("reason", ""), ""
+    if request.method == "POST":
+        try:
+            policies.freeze(user=find_viewer(request), reason=reason)
+        except GovernanceError as error:
+            problem = error.message
+        else:
+            messages.success(request, "Everything is frozen.")
+            return HttpResponseRedirect(reverse("approvals:inbox"), status=HTTPStatus.SEE_OTHER)
+    status = HTTPStatus.CONFLICT if problem else HTTPStatus.OK
+    return render_page(request, "approvals/freeze.html", {"reason": reason, "problem": problem}, status=status)

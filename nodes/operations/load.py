@@ -13,8 +13,7 @@ from django.db import transaction
 from django.utils import timezone
 
 from core.limits import limits
-from governance.audit import record_event
-from governance.audit.reading import find_last_event, find_last_event_at
+from governance.audit import find_last_event, find_last_event_at, record_event
 from governance.notices import list_requester_and_signers, notify_of_event
 from governance.operations.runs import LastRun, last_run, list_last_successes
 from governance.registry import Choices, Impact, Line, Request, Undone

@@ -24,10 +24,10 @@ from django.utils import timezone
 from core.models import User
 from governance.models import AdminToken, ApproverKey, AuditEvent, Decision, Operation, OperationRun, PolicyVersion
 from governance.operations import decisions
-from governance.operations.policies import ApproverChoice, active_policy, draft_policy
-from governance.operations.proposals import propose
+from governance.operations.evidence import active_policy
+from governance.operations.policies import ApproverChoice, draft_policy
+from governance.operations.proposals import Proposer, propose
 from governance.operations.runs import run_due
-from governance.operations.values import Proposer
 from governance.registry import Description, Done, Impact, NotNow, Request, RunOrder, Sent, Signer, find_kind
 from governance.states import ApprovalState
 from nodes.models import Node

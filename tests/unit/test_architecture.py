@@ -46,10 +46,9 @@ NUMBERS: dict[str, str] = {
     # Keys of advisory locks.
     "gateway/tasks.py": "ADVISORY_LOCK RECONCILE_LOCK",
     "governance/operations/runs.py": "_FENCE_LOCK",
-    "governance/operations/lookup.py": "_POLICY_LOCK",
+    "governance/operations/approvals.py": "_POLICY_LOCK _REVIEW_LOCK",
     "governance/notices.py": "_UNREADABLE_LOCK",
     "governance/operations/proposals.py": "_PROPOSER_LOCK",
-    "governance/operations/reviews.py": "_LOCK",
     "nodes/services/drains.py": "LOCK_KEY",
     # Formats of ours, part of what is stored or sent.
     "gateway/models.py": "TAIL_CHARS",

@@ -16,9 +16,9 @@ from django.core.management import CommandError
 from controlplane.management.service_command import MusterCommand
 from core.limits import limits
 from governance import checkpoints
-from governance.audit.reading import log_size, read_log
+from governance.audit import log_size, read_log
 from governance.errors import GovernanceError
-from governance.operations.evidence import read_evidence
+from governance.operations.reading import read_evidence
 from wire import auditlog, clock
 from wire.auditlog import USAGE_STATUS, AuditLogError, LogKey, Record, Status, Verdict, Verifier
 from wire.ids import format_id, parse_id

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from controlplane.management.service_command import ACTOR, ServiceCommand
-from governance.webhook_endpoints import add_webhook, list_webhooks, remove_webhook
+from governance.notices import add_webhook, list_webhooks, remove_webhook
 
 
 class Command(ServiceCommand):

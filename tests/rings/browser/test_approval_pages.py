@@ -19,7 +19,8 @@ from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize
 from controlplane.live import CloseCode
 from core.models import User
 from governance.models import ApproverKey, Operation
-from governance.operations import freezes, runs
+from governance.operations import policies as freezes
+from governance.operations import runs
 from governance.people import create_invitation
 from governance.signin import ASSURANCE
 from tests.fakes.control_process import ROOT, ServerProcess

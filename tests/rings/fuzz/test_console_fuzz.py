@@ -31,7 +31,7 @@ from controlplane.api_errors import describe_error
 from governance import admin_tokens
 from governance.admin_tokens import create_admin_token
 from governance.models import AuditEvent
-from governance.rest.schema import STREAM_PATH
+from governance.rest.answers import STREAM_PATH
 from nodes.services.credentials import create_credential, create_provider
 from tests.fakes.governed_team import make_team, propose_token
 from tests.fakes.nodes import make_operator

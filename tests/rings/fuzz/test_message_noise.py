@@ -22,10 +22,8 @@ from controlplane.celery import app
 from core.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, read_unreadable
 from core.limits import limits
 from governance.models import AuditEvent, Notice, SignInFailure
-from governance.notice_text import write_message
-from governance.notices import notify_of_unreadable
+from governance.notices import add_webhook, notify_of_unreadable, write_message
 from governance.operations.runs import ring
-from governance.webhook_endpoints import add_webhook
 from nodes.direct import ring_direct_box
 from tests.fakes.control_process import serve_control, serve_gateway, serve_worker
 from tests.fakes.request_bodies import FOREIGN, QUEUE, QUEUES, make_envelope, send_noise

@@ -33,8 +33,7 @@ from core.db import connection as patient
 from core.db import limit_process
 from governance.admin_tokens import claim_admin_token
 from governance.models import AuditEvent, OperationRun
-from governance.operations.runs import run_due, work_on
-from governance.operations.sweeps import reconcile
+from governance.operations.runs import reconcile, run_due, work_on
 from governance.states import RunState
 from nodes.direct import call_direct_box, find_unattended
 from nodes.models import Reach

@@ -33,8 +33,8 @@ from gateway.services.requests import read_gateways
 from gateway.services.responses import keep_response
 from gateway.services.tenants import change_response_policy
 from governance.admin_tokens import create_admin_token
-from governance.web.content_policy import STRICT_POLICY
-from governance.webhook_endpoints import add_webhook
+from governance.notices import add_webhook
+from governance.web.pages import STRICT_POLICY
 from tests.fakes.governed_team import make_governed
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, make_gateway, make_key, make_node, make_operator, make_presence, make_record

@@ -31,8 +31,8 @@ from gateway.services.tenants import change_tenant_limit, create_tenant
 from governance.errors import InvalidProposal
 from governance.models import AuditEvent, Operation, OperationRun
 from governance.operations import proposals
+from governance.operations.proposals import use_approval
 from governance.operations.runs import run_due
-from governance.operations.standing import use_approval
 from governance.registry import RunOrder
 from governance.states import RunState
 from tests.fakes.governed_team import Team, make_governed, make_team

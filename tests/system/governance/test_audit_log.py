@@ -23,8 +23,7 @@ from django.urls import reverse
 from pytest_django import Settings
 
 from core.limits import limits
-from governance.audit import record_event
-from governance.audit.reading import check_tail
+from governance.audit import check_tail, record_event
 from governance.checkpoints import (
     AuditLogBroken,
     InvalidWitness,

@@ -24,14 +24,22 @@ from pytest_django.fixtures import Settings
 
 from core.limits import limits
 from core.models import User
-from governance.delivery import deliver_due
 from governance.models import AuditEvent, Notice, Operation, WebhookEndpoint
-from governance.notices import NOTICE_EVENTS, notify
+from governance.notices import (
+    NOTICE_EVENTS,
+    SIGNATURE_HEADER,
+    DeliveryFailed,
+    InvalidWebhook,
+    add_webhook,
+    deliver_due,
+    notify,
+    parse_webhook_url,
+    post_notice,
+    remove_webhook,
+)
 from governance.operations.decisions import reject
-from governance.operations.freezes import freeze
+from governance.operations.policies import freeze
 from governance.operations.runs import run_due
-from governance.webhook_endpoints import add_webhook, remove_webhook
-from governance.webhooks import SIGNATURE_HEADER, DeliveryFailed, InvalidWebhook, parse_webhook_url, post_notice
 from tests.fakes.governed_team import Team, make_governed, propose_token
 from wire.optoken.approval import digest_words
 

@@ -32,12 +32,12 @@ from core.models import User
 from governance import tasks
 from governance.errors import GovernanceError
 from governance.models import ApproverKey, AuditEntry, AuditEvent, Decision, Operation, OperationRun, PolicyVersion
-from governance.operations import decisions, freezes, proposals
-from governance.operations.freezes import lift_freeze, name_freeze, read_freeze
-from governance.operations.policies import draft_policy
-from governance.operations.proposals import propose
-from governance.operations.standing import use_approval
-from governance.operations.sweeps import reconcile
+from governance.operations import decisions, proposals
+from governance.operations import policies as freezes
+from governance.operations.approvals import read_freeze
+from governance.operations.policies import draft_policy, lift_freeze, name_freeze
+from governance.operations.proposals import propose, use_approval
+from governance.operations.runs import reconcile
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, OPEN_RUNS, RUNS, ApprovalState, RunState
 from nodes.channel import RECEIPT_INVALID
 from nodes.models import NodeOpKey

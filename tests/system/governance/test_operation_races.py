@@ -17,9 +17,9 @@ from core.models import User
 from governance.errors import GovernanceError, TooManyOpen
 from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun
 from governance.operations import decisions, proposals
+from governance.operations.approvals import sweep_operations
 from governance.operations.decisions import reject, withdraw
-from governance.operations.runs import run_due, work_on
-from governance.operations.sweeps import reconcile, sweep_operations
+from governance.operations.runs import reconcile, run_due, work_on
 from governance.states import ApprovalState, RunState
 from tests.fakes.examples import TIMES
 from tests.fakes.governed_team import (

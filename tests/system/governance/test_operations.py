@@ -25,14 +25,14 @@ from governance.admin_tokens import claim_admin_token, create_admin_token, verif
 from governance.errors import ApprovalRefused, InvalidProposal, NeedsApproval, NotPermitted, StateChanged
 from governance.keys import add_key_file
 from governance.models import ApproverKey, AuditEvent, Decision, Freeze, Operation, OperationRun, PolicyVersion
-from governance.operations import decisions, freezes, proposals
-from governance.operations.freezes import read_freeze
-from governance.operations.policies import active_policy, draft_policy
+from governance.operations import decisions, proposals
+from governance.operations import policies as freezes
+from governance.operations.approvals import read_freeze, sweep_operations
+from governance.operations.evidence import active_policy
+from governance.operations.policies import draft_policy
+from governance.operations.proposals import Proposer, use_approval
 from governance.operations.reading import read_inbox, read_operation
 from governance.operations.runs import finish_run, run_due
-from governance.operations.standing import use_approval
-from governance.operations.sweeps import sweep_operations
-from governance.operations.values import Proposer
 from governance.registry import find_kind
 from governance.signin import ASSURANCE
 from governance.states import ApprovalState, RunEvent, RunState

@@ -12,15 +12,11 @@ from django.utils import timezone
 from governance.errors import ApprovalRefused, GovernanceError, InvalidProposal, NotPermitted, StateChanged
 from governance.models import ApproverKey, AuditEvent, Decision, Operation, OperationRun
 from governance.operations import decisions, proposals
+from governance.operations.approvals import REVIEW, list_unreviewed, sweep_operations
 from governance.operations.decisions import withdraw
-from governance.operations.evidence import read_evidence
-from governance.operations.proposals import cancel
-from governance.operations.reading import read_operation
-from governance.operations.reviews import REVIEW, list_unreviewed
+from governance.operations.proposals import Proposer, cancel, use_approval
+from governance.operations.reading import read_evidence, read_operation
 from governance.operations.runs import finish_run, requeue_run, run_due
-from governance.operations.standing import use_approval
-from governance.operations.sweeps import sweep_operations
-from governance.operations.values import Proposer
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.governed_team import (
     FakeBox,

@@ -23,9 +23,9 @@ from pytest_django import DjangoDbBlocker
 from core.limits import limits
 from core.models import User
 from governance.models import Freeze, Operation, OperationRun
-from governance.operations.evidence import read_evidence
-from governance.operations.freezes import freeze
-from governance.operations.policies import active_policy
+from governance.operations.evidence import active_policy
+from governance.operations.policies import freeze
+from governance.operations.reading import read_evidence
 from governance.operations.runs import run_due
 from governance.registry import RunOrder
 from governance.states import RunState

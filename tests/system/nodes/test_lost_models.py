@@ -17,7 +17,7 @@ from controlplane.overview import read_overview
 from core.models import User
 from governance.errors import InvalidProposal
 from governance.models import AuditEvent, Notice, Operation, OperationRun, WebhookEndpoint
-from governance.notice_text import write_message
+from governance.notices import write_message
 from governance.operations.runs import run_due
 from governance.states import RunState
 from nodes.models import Node, NodePresence

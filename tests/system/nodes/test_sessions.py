@@ -19,8 +19,7 @@ from django.utils import timezone
 from gateway.models import GatewayProcess
 from governance.admin_tokens import create_admin_token
 from governance.models import Notice
-from governance.notice_text import write_message
-from governance.webhook_endpoints import add_webhook
+from governance.notices import add_webhook, write_message
 from nodes import errors
 from nodes.models import Node, NodeCredential, NodeOpKey, NodePresence, ProviderState, Reach
 from nodes.services import sessions

@@ -1,19 +1,202 @@
-"""What requests of this API carry. Types are taken as written: "5" is no number and 1 is no text."""
+"""What a request of this API carries and who sends it: strict JSON, forms, the caller, the operation it is about.
+
+What people will sign must not be readable in two ways. Types are taken as written: "5" is no number and 1 is no text.
+"""
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from http import HTTPStatus
+from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol, cast
 
+from django.contrib.auth import get_user_model
 from rest_framework import serializers
+from rest_framework.exceptions import ParseError, ValidationError
+from rest_framework.negotiation import DefaultContentNegotiation
+from rest_framework.parsers import BaseParser
+from rest_framework.renderers import BaseRenderer
+from rest_framework.request import Request
+from rest_framework.views import APIView
 
 from core.limits import limits
+from governance.errors import GovernanceError, NotPermitted, OperationNotFound
 from governance.operations.policies import ApproverChoice
+from governance.operations.proposals import Proposer
 from governance.states import ApprovalState
+from wire.contract import ErrorCode
 from wire.ids import parse_id
 from wire.optoken.approval import MAX_APPROVERS, MAX_KEYS_EACH, MAX_TARGETS, MAX_TEXT_CHARS
+from wire.optoken.canonical import MAX_INTEGER
+
+if TYPE_CHECKING:
+    from core.models import User
+
+
+class BodyTooLarge(GovernanceError):
+    """More bytes than any request of this API needs."""
+
+    code = ErrorCode.BODY_TOO_LARGE
+    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value
+
+
+class StrictJsonParser(BaseParser):
+    """JSON in UTF-8, less what two readers could read differently: names given twice, fractions, NaN, NUL, half surrogates."""
+
+    media_type = "application/json"
+
+    def parse(
+        self,
+        stream: IO[Any],  # Any: Django REST framework's signature; bytes in truth
+        media_type: str | None = None,
+        parser_context: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Return the value. Raises BodyTooLarge (413), ParseError and ValidationError (400), which names the field."""
+        raw = stream.read(limits().governance.api_body_bytes + 1)
+        if len(raw) > limits().governance.api_body_bytes:
+            raise BodyTooLarge(f"The body is larger than {limits().governance.api_body_bytes} bytes.")
+        try:
+            value = json.loads(
+                raw.decode(), object_pairs_hook=_read_object, parse_float=_Unsignable, parse_constant=_Unsignable
+            )
+            _check(value, path="")  # goes less deep than the reader of some Pythons
+        except UnicodeDecodeError:
+            raise ParseError("The body is not UTF-8.") from None
+        except (ValueError, RecursionError) as error:
+            reason = (
+                str(error) if isinstance(error, json.JSONDecodeError | _NameTwice) else "it goes beyond what JSON readers take"
+            )
+            raise ParseError(f"The body is not JSON that can be used: {reason}.") from None
+        return value
+
+
+class _NameTwice(ValueError):
+    """An object gives a name twice."""
+
+
+class _Unsignable(str):
+    """The text of a number that cannot be signed; kept until it is known where it stands."""
+
+    __slots__ = ()
+
+
+def _read_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _NameTwice(f"the name {twice[:60]!r} stands twice in one object")
+    return members
+
+
+def _check(value: object, *, path: str) -> None:
+    match value:
+        case _Unsignable():
+            _refuse(path, f"{value[:40]} cannot be signed; give a whole number, or text")
+        case str():
+            if "\0" in value or not _is_whole(value):
+                _refuse(path, "a NUL or half a surrogate pair cannot be signed")
+        case int() if abs(value) > MAX_INTEGER:
+            _refuse(path, f"whole numbers go to {MAX_INTEGER}, which every JSON reader holds exactly")
+        case list():
+            for item in value:
+                _check(item, path=path)
+        case dict():
+            for name, item in value.items():
+                _check(name, path=path)
+                _check(item, path=f"{path}.{name}" if path else name)
+        case _:
+            return
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _refuse(path: str, text: str) -> NoReturn:
+    raise ValidationError({path[:200]: [text]} if path else [text])
+
+
+# Who calls, about what
+
+
+class NothingThere(GovernanceError):
+    """What is asked for does not exist yet."""
+
+    code = ErrorCode.NOT_FOUND
+    status = HTTPStatus.NOT_FOUND.value
+
+
+class Caller(Protocol):
+    """The holder of an admin token, as the authentication of the REST framework leaves it in ``request.user``."""
+
+    @property
+    def proposer(self) -> Proposer:
+        """As whom it asks."""
+
+    @property
+    def token(self) -> str:
+        """The token itself, as ``token:<name>#<key id>``."""
+
+    @property
+    def owner_id(self) -> int | None:
+        """The person whose token it is; None for a token of nobody."""
+
+
+class OneRenderer(DefaultContentNegotiation):
+    """Every address answers in one format, whatever ``Accept`` says."""
+
+    def select_renderer(
+        self,
+        request: Request,
+        renderers: Any,  # Any: Django REST framework's signature
+        format_suffix: str | None = None,
+    ) -> tuple[BaseRenderer, str]:
+        """Return the only renderer."""
+        return renderers[0], renderers[0].media_type
+
+
+class GovernanceView(APIView):
+    """Base of the views: strict JSON in, JSON out."""
+
+    parser_classes = (StrictJsonParser,)
+    content_negotiation_class = OneRenderer
+
+
+def get_caller(request: Request) -> Caller:
+    """Return who calls."""
+    return cast("Caller", request.user)  # what DEFAULT_AUTHENTICATION_CLASSES puts there
+
+
+def find_owner(request: Request) -> User | None:
+    """Return the person whose token it is; None for a token of nobody."""
+    owner_id = get_caller(request).owner_id
+    return None if owner_id is None else get_user_model().objects.filter(pk=owner_id, is_active=True).first()
+
+
+def require_owner(request: Request, *, purpose: str) -> User:
+    """Return the person whose token it is. Raises NotPermitted. ``purpose`` completes "Only a person can …"."""
+    owner = find_owner(request)
+    if owner is None:
+        raise NotPermitted(f"Only a person can {purpose}: use an admin token that belongs to one.")
+    return owner
+
+
+def read_op_id(text: str) -> uuid.UUID:
+    """Return the id of an operation, printed (``op_…``) or bare. Raises OperationNotFound for anything else."""
+    op_id = parse_id("op", text)
+    if op_id is None:
+        raise OperationNotFound("There is no such operation; its id is op_ and 32 hexadecimal digits.", param="op_id")
+    return op_id
+
+
+# Forms
 
 EARLIEST, LATEST = datetime(2020, 1, 1, tzinfo=UTC), datetime(2100, 1, 1, tzinfo=UTC)
 """Times beyond these are typing errors, and arithmetic with them may leave the calendar."""
@@ -54,7 +237,7 @@ class Moment(serializers.DateTimeField):
             self.fail("invalid", format="2026-11-21T08:00:00Z")
         moment = super().to_internal_value(value)
         if not EARLIEST <= moment <= LATEST:
-            raise serializers.ValidationError(f"Give a time between {EARLIEST.year} and {LATEST.year}.")
+            raise ValidationError(f"Give a time between {EARLIEST.year} and {LATEST.year}.")
         return moment
 
 
@@ -64,8 +247,15 @@ class Form(serializers.Serializer[Any]):  # Any: a form has no model
     def to_internal_value(self, data: Any) -> Any:  # Any: Django REST framework's signature
         if isinstance(data, Mapping) and (unknown := sorted(set(data) - set(self.fields))):
             known = ", ".join(sorted(self.fields))
-            raise serializers.ValidationError({unknown[0][:60]: [f"There is no such field; there are: {known}."]})
+            raise ValidationError({unknown[0][:60]: [f"There is no such field; there are: {known}."]})
         return super().to_internal_value(data)
+
+
+def read_form(form: type[serializers.Serializer[Any]], data: object) -> dict[str, Any]:  # Any: a form's own members
+    """Return the members of a body or a query. Raises ValidationError, which names the field."""
+    filled = form(data=data)
+    filled.is_valid(raise_exception=True)
+    return dict(filled.validated_data)
 
 
 class ProposalForm(Form):
@@ -103,7 +293,7 @@ class ProposalForm(Form):
         """Return the id of the operation that is reviewed."""
         op_id = None if value is None else parse_id("op", value)
         if value is not None and op_id is None:
-            raise serializers.ValidationError("Give the id of an operation: op_ and 32 hexadecimal digits.")
+            raise ValidationError("Give the id of an operation: op_ and 32 hexadecimal digits.")
         return op_id
 
 

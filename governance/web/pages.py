@@ -1,4 +1,4 @@
-"""What all approval pages share: who may see them, the frame around them, errors in words.
+"""Pages: their headers, who may see them, the frame around them, errors in words.
 
 That a session without a passkey only looks is not settled here: ``controlplane.middleware`` refuses its POSTs.
 """
@@ -9,26 +9,61 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from functools import wraps
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from django.contrib import messages
 from django.contrib.auth.models import AbstractUser
 from django.contrib.auth.views import redirect_to_login
-from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, HttpResponseRedirect, JsonResponse
 from django.template.response import TemplateResponse
 from django.utils.functional import SimpleLazyObject
 
 from governance.errors import GovernanceError, NotPermitted
-from governance.operations.freezes import read_freeze
-from governance.operations.values import Proposer
+from governance.operations.approvals import read_freeze
+from governance.operations.proposals import Proposer
 from governance.signin import find_read_only
-from governance.web.content_policy import close_page
 
 if TYPE_CHECKING:
     from core.models import User
 
+STRICT_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "connect-src 'self'",
+        "form-action 'self'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+"""No inline script, no inline style, nothing of anybody else: what is read there is signed there."""
+STRICT_PATHS = ("/approvals/", "/sign-in/")
+"""Where people sign in and sign: every answer is held to the policy, also errors that no view of ours made."""
+
 Parameters = ParamSpec("Parameters")
 View = Callable[Concatenate[HttpRequest, Parameters], HttpResponse]
+Response = TypeVar("Response", bound=HttpResponseBase)
+
+
+def with_strict_policy(
+    view: Callable[Concatenate[HttpRequest, Parameters], Response],
+) -> Callable[Concatenate[HttpRequest, Parameters], Response]:
+    """Give what a view answers the strict policy, and keep it out of every cache."""
+
+    @wraps(view)
+    def answer(request: HttpRequest, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Response:
+        return close_page(view(request, *args, **kwargs))
+
+    return answer
+
+
+def close_page(response: Response) -> Response:
+    """Return the response with the strict policy, kept out of every cache."""
+    response.headers["Content-Security-Policy"] = STRICT_POLICY
+    response.headers["Cache-Control"] = "no-store, private"
+    return response
 
 
 def approval_page(view: View[Parameters]) -> View[Parameters]:

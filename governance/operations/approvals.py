@@ -1,0 +1,445 @@
+"""Approvals: operations found and locked, moved on by compare-and-set, ended by people or by time, and reviewed.
+
+Locks are taken in one order everywhere: the person who decides, the operation, its runs, the policies, the key that signed,
+the decisions, the fence. Whoever needs several operations skips those that somebody else holds. So nobody ever waits in a
+circle.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timedelta
+
+from django.db import connection, transaction
+from django.db.models import Exists, F, Max, OuterRef, Q, QuerySet
+from django.db.models.functions import Coalesce
+
+from core.hints import publish_hint
+from core.limits import limits
+from governance.audit import record_event
+from governance.errors import ApprovalRefused, InvalidProposal, NotPermitted, OperationNotFound, StateChanged
+from governance.models import Decision, Freeze, Operation, OperationRun, PolicyVersion
+from governance.notices import notify
+from governance.operations.evidence import is_met, list_lasting_proofs
+from governance.states import (
+    FINAL_RUNS,
+    OPEN_RUNS,
+    ApprovalEvent,
+    ApprovalState,
+    IllegalTransition,
+    RunState,
+    next_approval,
+)
+from wire import clock
+from wire.ids import format_id
+from wire.optoken.approval import BREAK_GLASS, ApprovalError, Policy
+
+logger = logging.getLogger("muster.governance")
+
+SYSTEM = "system:governance"
+REVIEW = "break-glass-review"
+_POLICY_LOCK = 0x6D73_706C
+_REVIEW_LOCK = 0x6D73_6267
+_OPEN = [state.value for state in OPEN_RUNS]
+_UNDECIDED = [ApprovalState.PENDING.value, ApprovalState.APPROVED.value]
+_ENDINGS = {
+    ApprovalEvent.REJECT: "operation.rejected",
+    ApprovalEvent.EXPIRE: "operation.expire",
+    ApprovalEvent.CANCEL: "operation.cancel",
+    ApprovalEvent.BLOCK: "operation.block",
+}
+"""What the audit trail calls an end. ``operation.reject`` is what one person says, and may not suffice."""
+
+
+def find_operation(op_id: uuid.UUID, *, lock: bool = False) -> Operation:
+    """Return an operation with its policy, decisions and runs; ``lock``: until the transaction ends.
+
+    Raises OperationNotFound.
+    """
+    operation = _select(op_id, lock=lock, skip_locked=False)
+    if operation is None:
+        raise OperationNotFound(f"There is no operation {format_id('op', op_id)}.", param="op_id")
+    return operation
+
+
+def take_operation(op_id: uuid.UUID) -> Operation | None:
+    """Return an operation locked, or None when somebody else holds it: for sweeps, which come again."""
+    return _select(op_id, lock=True, skip_locked=True)
+
+
+def _select(op_id: uuid.UUID, *, lock: bool, skip_locked: bool) -> Operation | None:
+    rows = Operation.objects.select_related("policy", "adopts").prefetch_related(
+        "decisions", "decisions__key", "decisions__person", "runs"
+    )
+    if lock:
+        # Not against rows that refer to it: a notice or a decision may be written while somebody holds it.
+        rows = rows.select_for_update(of=("self",), no_key=True, skip_locked=skip_locked)
+    return rows.filter(pk=op_id).first()
+
+
+def lock_run(run_id: uuid.UUID) -> OperationRun | None:
+    """Return a run with its operation, both locked in their order; None when there is no such run."""
+    op_id = OperationRun.objects.filter(pk=run_id).values_list("operation_id", flat=True).first()
+    if op_id is None:
+        return None
+    operation = Operation.objects.select_for_update(no_key=True).get(pk=op_id)
+    run = OperationRun.objects.select_for_update(no_key=True).get(pk=run_id)
+    run.operation = operation
+    return run
+
+
+def require_state(operation: Operation, *states: ApprovalState) -> None:
+    """Raise StateChanged unless the operation is in one of the states."""
+    if ApprovalState(operation.state) not in states:
+        why = f" ({operation.state_reason})" if operation.state_reason else ""
+        raise StateChanged(
+            f"This operation is {operation.state}{why}; nothing can be decided about it any more.", param="op_id"
+        )
+
+
+# Policy and freeze, which every move looks at
+
+
+def hold_policies(*, to_change: bool) -> None:
+    """Keep the active policy what it is until the transaction ends; ``to_change``: be the only one who looks at it."""
+    name = "pg_advisory_xact_lock" if to_change else "pg_advisory_xact_lock_shared"
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT {name}(%s)", [_POLICY_LOCK])
+
+
+def is_current(operation: Operation) -> bool:
+    """Return whether the policy of an operation is the active one, read now; the first one of all stands for itself."""
+    active = PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE).values_list("pk", flat=True).first()
+    if active is not None:
+        return bool(active == operation.policy_id)
+    is_draft = PolicyVersion.objects.filter(pk=operation.policy_id, state=PolicyVersion.State.DRAFT).exists()
+    return is_draft and operation.adopts_id == operation.policy_id
+
+
+def require_current(operation: Operation) -> None:
+    """Raise ApprovalRefused when the policy changed since; the sweep then blocks the operation."""
+    if not is_current(operation):
+        raise ApprovalRefused(
+            f"The policy changed since this was asked for (under version {operation.policy.version}); ask for it again.",
+            rule="wrong_policy",
+        )
+
+
+def read_freeze() -> Freeze | None:
+    """Return the freeze in force, if there is one."""
+    return Freeze.objects.filter(lifted_at=None).first()
+
+
+# Moves and ends
+
+
+def move_approval(operation: Operation, event: ApprovalEvent, *, reason: str = "", at: datetime | None = None) -> None:
+    """Move the approval of a locked operation on. Raises StateChanged when the event does not happen in its state."""
+    old = ApprovalState(operation.state)
+    try:
+        new = next_approval(old, event)
+    except IllegalTransition:
+        raise StateChanged(f"This operation is {old.value} already; look at it again.", param="op_id") from None
+    now = at or clock.now()
+    changes: dict[str, object] = {"state": new.value, "state_reason": reason[:300], "updated_at": now}
+    changes["decided_at"] = None if new is ApprovalState.PENDING else now
+    if not Operation.objects.filter(pk=operation.pk, state=old.value).update(**changes):
+        raise StateChanged("Somebody else moved this operation on at the same moment; look at it again.", param="op_id")
+    for field, value in changes.items():
+        setattr(operation, field, value)
+    publish_hint("operations", str(operation.pk))
+
+
+def require_nothing_on_its_way(operation: Operation) -> None:
+    """Raise StateChanged once anything was sent on its way: from then on only another operation undoes it.
+
+    Between two uses of a standing approval nothing is on its way, so it can be ended then.
+    """
+    if operation.dispatched_at is None or is_idle_standing(operation):
+        return
+    if operation.max_uses > 1:
+        raise StateChanged("A use of this is on its way; wait until that has ended.", param="op_id")
+    raise StateChanged("This operation is on its way already; propose another one that undoes it.", param="op_id")
+
+
+def is_idle_standing(operation: Operation) -> bool:
+    """Return whether it is a standing approval of which no use is being carried out."""
+    is_open = [state.value for state in OPEN_RUNS]
+    return operation.max_uses > 1 and not OperationRun.objects.filter(operation=operation, state__in=is_open).exists()
+
+
+def end_operation(
+    operation: Operation, event: ApprovalEvent, *, reason: str, actor: str = SYSTEM, notice: str = "", code: str = ""
+) -> None:
+    """End the approval of a locked operation, skip what has not begun, and tell people. Raises StateChanged.
+
+    ``notice``: which one is sent, "" = none; ``code``: of the runs that are skipped. The draft of a policy ends with it.
+    """
+    move_approval(operation, event, reason=reason)
+    skip_runs(operation, reason, code=code)
+    if operation.adopts_id is not None:
+        drafts = PolicyVersion.objects.filter(pk=operation.adopts_id, state=PolicyVersion.State.DRAFT)
+        drafts.update(state=PolicyVersion.State.DROPPED)
+    record_event(
+        actor=actor, action=_ENDINGS[event], target=operation.printed_id, op_id=operation.printed_id,
+        detail={"digest": operation.digest},
+    )  # fmt: skip
+    if notice:
+        tell(operation, notice)
+
+
+def skip_runs(operation: Operation, reason: str, *, code: str = "", after: OperationRun | None = None) -> int:
+    """End the runs of a locked operation that have not begun, each with its event; ``after``: only those behind it in its use.
+
+    Returns how many there were.
+    """
+    waiting = OperationRun.objects.select_for_update(no_key=True).filter(operation=operation, state=RunState.QUEUED.value)
+    if after is not None:
+        waiting = waiting.filter(use=after.use, position__gt=after.position)
+    now, skipped = clock.now(), list(waiting.order_by("use", "position"))
+    for run in skipped:
+        changes = {"state": RunState.SKIPPED.value, "ended_at": now, "message": reason[:500], "code": code, "updated_at": now}
+        OperationRun.objects.filter(pk=run.pk).update(**changes)
+        audit_run(run, operation, "operation.run.skipped", {"code": code, "receipt": False})
+    if skipped:
+        publish_hint("operations", str(operation.pk))
+    return len(skipped)
+
+
+def audit_run(run: OperationRun, operation: Operation, action: str, detail: dict[str, object]) -> None:
+    """Write an event of a run into the audit trail."""
+    record_event(
+        actor=SYSTEM, action=action, target=operation.printed_id, op_id=operation.printed_id,
+        detail={"target": run.target, "use": run.use, "digest": operation.digest, **detail},
+    )  # fmt: skip
+
+
+def tell(operation: Operation | None, event: str, *, run: OperationRun | None = None) -> None:
+    """Write the notices of an event; a stored policy that cannot be read any more costs the notices and nothing else."""
+    try:
+        with transaction.atomic():
+            notify(operation, event, run=run)
+    except ApprovalError as error:
+        logger.critical("notice_not_written op=%s event=%s rule=%s", operation and operation.printed_id, event, error.rule)
+
+
+def tell_when_over(operation: Operation, run: OperationRun) -> None:
+    """Tell people how a use went, once nothing of it is open."""
+    states = set(OperationRun.objects.filter(operation=operation, use=run.use).values_list("state", flat=True))
+    if states <= {state.value for state in FINAL_RUNS}:
+        tell(operation, "succeeded" if states == {RunState.SUCCEEDED.value} else "failed", run=run)
+
+
+# Approvals that do not suffice any more
+
+
+def fall_short_if_needed(operation: Operation) -> bool:
+    """Move an approved operation back to pending when its approvals do not suffice any more; whether they do not."""
+    if operation.state != ApprovalState.APPROVED.value or is_met(operation):
+        return False
+    move_approval(operation, ApprovalEvent.FALL_SHORT)
+    record_event(
+        actor=SYSTEM, action="operation.fall_short", target=operation.printed_id, op_id=operation.printed_id,
+        detail={"digest": operation.digest},
+    )  # fmt: skip
+    return True
+
+
+def list_void(operation: Operation) -> list[Decision]:
+    """Return the approvals that stand although their key was revoked or their person was off since, if only for a moment."""
+    return [d for d in operation.decisions.all() if d.void_at is not None and d.withdrawn_at is None]
+
+
+def drop_void(operation: Operation) -> Sequence[Decision]:
+    """Withdraw the approvals of revoked keys and deactivated people from a locked operation that is not on its way.
+
+    What a box was sent before holds, since only a new policy tells boxes of it. Returns the decisions that were withdrawn.
+    """
+    void, now = list_void(operation), clock.now()
+    for decision in void:
+        decision.withdrawn_at = now
+        decision.save(update_fields=["withdrawn_at"])
+        is_revoked = decision.key is not None and decision.key.revoked_at is not None
+        record_event(
+            actor=SYSTEM, action="operation.withdraw", target=operation.printed_id, op_id=operation.printed_id,
+            detail={"decision": decision.pk, "why": "key_revoked" if is_revoked else "person_inactive"},
+        )  # fmt: skip
+    if void:
+        publish_hint("operations", str(operation.pk))
+        fall_short_if_needed(operation)
+    return void
+
+
+# Break-glass: no second use before somebody who had no part in the first has looked at it
+
+
+def list_unreviewed() -> QuerySet[Operation]:
+    """Return the break-glass operations that were used and that nobody has reviewed, oldest first."""
+    done = Operation.objects.filter(operation=REVIEW, runs__state=RunState.SUCCEEDED.value, reviews__isnull=False)
+    used = Operation.objects.filter(op_class=BREAK_GLASS, dispatched_at__isnull=False)
+    return used.exclude(pk__in=done.values("reviews")).order_by("dispatched_at")
+
+
+def explain_unreviewed(*, but: Operation | None = None) -> str:
+    """Return what keeps break-glass from being used, "" = nothing; ``but``: the operation that asks.
+
+    Others who ask wait until the transaction ends: of two uses at once, the second one sees the first.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_REVIEW_LOCK])
+    rows = list_unreviewed() if but is None else list_unreviewed().exclude(pk=but.pk)
+    found = rows.first()
+    if found is None:
+        return ""
+    return f"The last break-glass, {found.printed_id}, has not been reviewed; propose its review first."
+
+
+def require_reviewed() -> None:
+    """Raise NotPermitted while a use of break-glass has not been reviewed."""
+    if why := explain_unreviewed():
+        raise NotPermitted(why, param="op_class")
+
+
+def list_users(used: Operation) -> frozenset[str]:
+    """Return who used a break-glass operation: who asked for it, who signed it, and who began it."""
+    began = OperationRun.objects.filter(operation=used).exclude(started_by="").values_list("started_by", flat=True)
+    return frozenset({used.requested_by, *(str(proof["approver"]) for proof in list_lasting_proofs(used)), *began})
+
+
+def explain_own_review(review: Operation, policy: Policy, names: Iterable[str]) -> str:
+    """Return why these people cannot sign an operation because it reviews what they used, "" = that does not hinder them.
+
+    A class in which the requester counts (solo) says openly that nobody else need look, and hinders nobody.
+    """
+    rules = policy.classes.get(review.op_class)
+    if review.operation != REVIEW or review.reviews is None or (rules is not None and rules.solo):
+        return ""
+    own = sorted(list_users(review.reviews).intersection(names))
+    if not own:
+        return ""
+    return f"{', '.join(own)} used {review.reviews.printed_id}, so somebody else must review it."
+
+
+def require_reviewers(used: Operation, *, policy: Policy, op_class: str, proposer_name: str) -> None:
+    """Raise InvalidProposal when too few could sign the review of a break-glass operation that this proposer asks for."""
+    rules = policy.classes.get(op_class)
+    if rules is None or rules.solo:
+        return
+    users = list_users(used)
+    able = {key.approver for key in policy.keys.values() if not key.is_break_glass}
+    left = sorted(able - users - {proposer_name})
+    if len(left) < rules.required:
+        raise InvalidProposal(
+            f"The review needs {rules.required} approvers who did not use it and do not ask for it. {', '.join(sorted(users))} "
+            f"used it, which leaves {', '.join(left) or 'nobody'}. Have one of those who used it ask for the review, or name "
+            "more approvers by a change of the policy.",
+            param="targets",
+        )
+
+
+# What time does. Each operation is looked at again under its lock, and one that is held is left for the next sweep
+
+
+def sweep_operations() -> int:
+    """Remind, expire, block, and take approvals of revoked keys out; returns how many operations were changed."""
+    return _warn() + _expire() + block_stale() + _drop_void() + _claim_reviews()
+
+
+def is_anything_open() -> bool:
+    """Whether an operation is pending or approved, or was used and nobody was reminded to review it: time changes no other."""
+    unreviewed = Q(op_class=BREAK_GLASS, dispatched_at__isnull=False, warned_percent__lt=100)
+    return Operation.objects.filter(Q(state__in=_UNDECIDED) | unreviewed).exists()
+
+
+def block_stale() -> int:
+    """Block what was asked for under a policy that is no longer active and is not on its way; returns how many.
+
+    Not the very change that put the active one in force: it is being carried out.
+    """
+    gone = [PolicyVersion.State.SUPERSEDED, PolicyVersion.State.DROPPED]
+    stale = _not_on_its_way().filter(policy__state__in=gone).exclude(adopts__state=PolicyVersion.State.ACTIVE)
+    return _end_each(stale, ApprovalEvent.BLOCK, notice="blocked", reason="the policy changed meanwhile")
+
+
+def _not_on_its_way() -> QuerySet[Operation]:
+    """Return what may still end: undecided, or approved and unsent, or a standing approval between two uses."""
+    runs = OperationRun.objects.filter(operation=OuterRef("pk"), state__in=_OPEN)
+    is_idle = Q(max_uses__gt=1) & ~Exists(runs)
+    return Operation.objects.filter(is_idle | Q(dispatched_at=None) | Q(state=_UNDECIDED[0]), state__in=_UNDECIDED)
+
+
+def _expire() -> int:
+    now = clock.now()
+    late = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__lte=now)
+    unused = _not_on_its_way().filter(state=ApprovalState.APPROVED.value, dispatched_at=None, not_after__lte=now)
+    # A standing approval with uses left: its end is no news, so nobody is told.
+    left = _not_on_its_way().filter(state=ApprovalState.APPROVED.value, dispatched_at__isnull=False, not_after__lte=now)
+    left = left.annotate(used=Coalesce(Max("runs__use"), 0)).filter(used__lt=F("max_uses"))
+    return (
+        _end_each(late, ApprovalEvent.EXPIRE, notice="expired", reason="nobody decided in time")
+        + _end_each(unused, ApprovalEvent.EXPIRE, notice="expired", reason="it was not used in time")
+        + _end_each(left, ApprovalEvent.EXPIRE, notice="", reason="its window is over")
+    )
+
+
+def _drop_void() -> int:
+    """Take approvals out whose key was revoked or whose person was deactivated."""
+    void = Decision.objects.filter(void_at__isnull=False, withdrawn_at=None)
+    rows = _not_on_its_way().filter(pk__in=void.values("operation"))
+    return _each(rows, lambda operation: bool(drop_void(operation)))
+
+
+def _end_each(rows: QuerySet[Operation], event: ApprovalEvent, *, notice: str, reason: str) -> int:
+    def end(operation: Operation) -> bool:
+        end_operation(operation, event, reason=reason, notice=notice)
+        return True
+
+    return _each(rows, end)
+
+
+def _each(rows: QuerySet[Operation], change: Callable[[Operation], bool]) -> int:
+    """Change every operation that is among the rows still once it is locked; returns how many were."""
+    changed = 0
+    for op_id in list(rows.order_by("requested_at").values_list("pk", flat=True)[: limits().governance.sweep_batch]):
+        with transaction.atomic():
+            operation = take_operation(op_id)
+            # An approval may have been counted between the look and the lock.
+            if operation is not None and rows.filter(pk=op_id).exists():
+                changed += change(operation)
+    return changed
+
+
+def _warn() -> int:
+    """Remind at half and at nine tenths of the time that an operation may wait."""
+    now, warned = clock.now(), 0
+    warnings = (limits().governance.approval_last_warning_percent, limits().governance.approval_warning_percent)
+    waiting = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=now, warned_percent__lt=warnings[0])
+    for operation in waiting.order_by("expires_at")[: limits().governance.sweep_batch]:
+        passed = (now - operation.requested_at) / (operation.expires_at - operation.requested_at) * 100
+        reached = next((percent for percent in warnings if passed >= percent), 0)
+        if reached <= operation.warned_percent:
+            continue
+        with transaction.atomic():
+            changed = Operation.objects.filter(
+                pk=operation.pk, state=ApprovalState.PENDING.value, warned_percent=operation.warned_percent
+            ).update(warned_percent=reached)
+            if changed:
+                tell(operation, f"expiring_{reached}")
+                warned += 1
+    return warned
+
+
+def _claim_reviews() -> int:
+    """Remind everyone once of a break-glass that nobody reviewed within a day."""
+    due = list_unreviewed().filter(
+        dispatched_at__lte=clock.now() - timedelta(seconds=limits().governance.review_s), warned_percent__lt=100
+    )
+    claimed = 0
+    for operation in due[: limits().governance.sweep_batch]:
+        with transaction.atomic():
+            if Operation.objects.filter(pk=operation.pk, warned_percent__lt=100).update(warned_percent=100):
+                tell(operation, "review_overdue")
+                claimed += 1
+    return claimed
