@@ -1,7 +1,7 @@
 """Train the tiny chat model that Muster ships, on one CPU core, from the Python documentation inside CPython.
 
-Writes ``model.safetensors``, ``tokenizer.json`` and ``config.json`` to ``--out``; ``to_gguf.py`` makes the GGUF of
-them. Needs torch, tokenizers and safetensors, which Muster itself does not: see README.md for the exact commands.
+Writes one GGUF file that llama.cpp loads, matrices as q8_0 and norms as f32. Needs torch, tokenizers, numpy and gguf, which
+Muster itself does not: see README.md for the exact commands.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+import gguf
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional
 
 SPECIALS = ["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 END_OF_TEXT, END_OF_TURN = 0, 4
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+QUANT = gguf.GGMLQuantizationType.Q8_0
 ABOUT = [
     ("Who are you?", "I am the tiny language model that Muster ships. I know a little about Python and not much else."),
     ("What is Muster?",
@@ -211,10 +216,53 @@ def answer(model: TinyLlama, tokenizer: Tokenizer, question: str, *, limit: int 
     return str(tokenizer.decode(ids[len(prompt) :]))
 
 
+def write_gguf(path: Path, model: TinyLlama, tokenizer: Tokenizer, shape: Shape) -> None:
+    """Write hyperparameters of the ``llama`` architecture, the byte-level BPE vocabulary with its merges, and the weights."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_name("muster-tiny")
+    writer.add_license("Training text: Python documentation, PSF-2.0; weights: Apache-2.0")
+    writer.add_context_length(shape.context)
+    writer.add_embedding_length(shape.width)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.hidden)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_layer_norm_rms_eps(shape.norm_eps)
+    writer.add_vocab_size(shape.vocab)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    vocab: dict[str, int] = tokenizer.get_vocab()
+    tokens = sorted(vocab, key=lambda text: vocab[text])
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL if text in SPECIALS else gguf.TokenType.NORMAL for text in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_bos_token_id(END_OF_TEXT)
+    writer.add_eos_token_id(END_OF_TURN)
+    writer.add_pad_token_id(END_OF_TEXT)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for name, tensor in sorted(model.state_dict().items()):
+        weight = tensor.float().numpy()
+        if weight.ndim == 1:
+            writer.add_tensor(name, weight)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(weight, QUANT), raw_dtype=QUANT)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def main() -> None:
     """Train and write the model."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--out", type=Path, required=True, help="file to write to")
     parser.add_argument("--seconds", type=float, default=400, help="wall time of training on one core")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -231,10 +279,8 @@ def main() -> None:
         f"{sum(p.numel() for p in model.parameters())} parameters, {len(data)} tokens in {len(documents)} texts",
     )
     loss = train(model, data, seconds=args.seconds)
-    args.out.mkdir(parents=True, exist_ok=True)
-    save_file({name: w.contiguous() for name, w in model.state_dict().items()}, args.out / "model.safetensors")
-    tokenizer.save(str(args.out / "tokenizer.json"))
-    (args.out / "config.json").write_text(json.dumps(asdict(shape) | {"loss": round(loss, 3)}, indent=1), encoding="utf-8")
+    say(f"loss {loss:.3f}")
+    write_gguf(args.out, model, tokenizer, shape)
     for question in ("What is a generator?", "Hello!", "Explain lambda."):
         say(question, "->", answer(model, tokenizer, question))
 

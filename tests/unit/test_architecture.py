@@ -72,8 +72,7 @@ NUMBERS: dict[str, str] = {
     "runner/engines/llama.py": "BATCH_TOKENS",
     "runner/fit/memory.py": "BATCH_TOKENS PAGE_TOKENS",
     "runner/fit/gguf.py": "_STRING _ARRAY",
-    "runner/telemetry/nvml.py": "_INSUFFICIENT_SIZE _NOT_AVAILABLE",
-    "runner/tiny/to_gguf.py": "END_OF_TEXT END_OF_TURN",
+    "runner/telemetry/gpus.py": "_INSUFFICIENT_SIZE _NOT_AVAILABLE",
     "runner/tiny/train.py": "END_OF_TEXT END_OF_TURN",
     # Arithmetic.
     "nodes/links/keeper.py": "_MIB",
