@@ -23,7 +23,8 @@ from runner.parts import Parts, Phase, assemble
 from runner.relay import Relay
 from runner.report import Shapes, list_endpoints, list_facts, list_replicas, read_memory
 from runner.session import Instruction
-from runner.telemetry import readings
+from runner.telemetry import Telemetry as NodeTelemetry
+from runner.telemetry import open_telemetry
 from wire import clock
 from wire.bridge import (
     CheckpointOffer,
@@ -49,7 +50,7 @@ class Box:
 
     def __init__(
         self, config: RunnerConfig, client: aiohttp.ClientSession, *, engines: EngineMaker = make_engine,
-        telemetry_of_node: Callable[[], readings.Telemetry] = readings.open_telemetry,
+        telemetry_of_node: Callable[[], NodeTelemetry] = open_telemetry,
     ) -> None:  # fmt: skip
         self._config = config
         self._client = client

@@ -19,7 +19,7 @@ from runner.library.files import WHISPER_SIZES, FoundModel
 from runner.library.library import Library
 from runner.pool.states import ModelEvent, ModelState, next_state
 from runner.queue import FairQueue
-from runner.telemetry import TreeMemory
+from runner.telemetry.memory import TreeMemory
 from wire import clock
 
 log = logging.getLogger(__name__)

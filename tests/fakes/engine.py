@@ -26,7 +26,8 @@ from runner.engines.port import (
     Report,
 )
 from runner.errors import EngineError
-from runner.telemetry import Reading, Telemetry, TreeMemory
+from runner.telemetry import Reading, Telemetry
+from runner.telemetry.memory import TreeMemory
 from wire import clock
 from wire.bridge import GpuInfo
 
@@ -62,8 +63,7 @@ class Gpu(Telemetry):
         used_mb = self.total_mb - self.free_mb
         gpu = GpuInfo(index=0, name="Fake", memory_total_mb=self.total_mb, memory_used_mb=used_mb)
         return Reading(
-            gpus=[gpu], kind="gpu", total_mb=self.total_mb, used_mb=used_mb, free_mb=self.free_mb, driver_version=None,
-            at=clock.unix_s(),
+            gpus=[gpu], kind="gpu", total_mb=self.total_mb, used_mb=used_mb, free_mb=self.free_mb,
         )  # fmt: skip
 
     def measure(self, roots: Sequence[int]) -> TreeMemory:

@@ -39,7 +39,7 @@ from runner.operations.receipts import Clerk
 from runner.operations.tasks import Operations
 from runner.parts import Parts
 from runner.pool import LoadOrder, Model, ModelState, Pool
-from runner.telemetry import TreeMemory
+from runner.telemetry.memory import TreeMemory
 from tests.fakes.engine import FakeEngine
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import Bench, assembled, find, write_models

@@ -20,9 +20,8 @@ from runner.queue import FairQueue, QueueLimits, WaitBudget
 from runner.report import list_endpoints, list_replicas, read_memory
 from runner.serving.request import INFERENCE_PATHS
 from runner.telemetry import Reading, open_telemetry
-from runner.telemetry.amdgpu import find_cards, read_card
-from runner.telemetry.host import read_host
-from runner.telemetry.nvml import NvmlProbe
+from runner.telemetry.gpus import NvmlProbe, find_cards, read_card
+from runner.telemetry.memory import read_host
 from tests.fakes.engine import FakeEngine
 from wire.bridge import GpuInfo
 
@@ -101,9 +100,7 @@ def test_an_amd_gpu_that_tells_little_still_counts_and_one_that_falls_silent_lea
 @pytest.mark.parametrize(("nvidia_count", "ids"), [(0, (0, 1)), (1, (0,)), (2, (0, 1))])
 def test_an_engine_has_gpus_of_one_maker(nvidia_count: int, ids: tuple[int, ...]) -> None:
     gpus = [GpuInfo(index=0, name="first"), GpuInfo(index=1, name="second")]
-    reading = Reading(
-        gpus=gpus, kind="gpu", total_mb=2, used_mb=1, free_mb=1, driver_version=None, at=0.0, nvidia_count=nvidia_count
-    )
+    reading = Reading(gpus=gpus, kind="gpu", total_mb=2, used_mb=1, free_mb=1, nvidia_count=nvidia_count)
     assert reading.engine_ids == ids
 
 

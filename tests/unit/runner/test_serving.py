@@ -315,7 +315,7 @@ def make_parts(*models: Model, phase: Phase = Phase.SERVING, waiting: int = 0, m
 
 
 def make_reading(*, free_mb: int) -> Reading:
-    return Reading(gpus=[], kind="gpu", total_mb=10_000, used_mb=10_000 - free_mb, free_mb=free_mb, driver_version=None, at=0.0)
+    return Reading(gpus=[], kind="gpu", total_mb=10_000, used_mb=10_000 - free_mb, free_mb=free_mb)
 
 
 LOADED = (ModelEvent.LOAD, ModelEvent.SERVE)

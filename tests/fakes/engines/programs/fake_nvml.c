@@ -41,7 +41,6 @@ Status nvmlDeviceGetUUID(Device device, char *buffer, unsigned length) {
 const char *nvmlErrorString(Status status) { (void)status; return "refused by the fake driver"; }
 
 #ifndef BARE
-Status nvmlSystemGetDriverVersion(char *buffer, unsigned length) { return put(buffer, length, "999.42-fake"); }
 Status nvmlDeviceGetName(Device device, char *buffer, unsigned length) { (void)device; return put(buffer, length, "Fake GPU 24GB"); }
 Status nvmlDeviceGetMemoryInfo(Device device, Memory *memory) {
     memory->total = 24576 * MIB;

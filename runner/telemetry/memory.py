@@ -1,15 +1,64 @@
-"""Memory of engines by their processes: of the host, and of GPUs where the driver lists who uses them."""
+"""Memory of the host, of the container where that may use less, and of the processes of engines, on GPUs too."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the Linux kernel
+
+
+class HostMemory(NamedTuple):
+    """Bytes: all that this process may count on, and what of it could be taken now without anybody being swapped or killed."""
+
+    total_bytes: int
+    available_bytes: int
+
+
+def read_host(*, cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
+    """Return the host's memory, less where a control group of this process (or one around it) has a limit.
+
+    Source: Linux documentation, "Control Group v2", memory.
+    """
+    memory = psutil.virtual_memory()
+    total, available = int(memory.total), int(memory.available)
+    for group in _groups(cgroups, membership):
+        limit = _read_number(group / "memory.max")  # "max" is no limit
+        if limit is None or limit >= memory.total:
+            continue
+        total = min(total, limit)
+        # Pages of files that were not used lately are given back on demand, so they count as free.
+        held = (_read_number(group / "memory.current") or 0) - (_read_number(group / "memory.stat", "inactive_file ") or 0)
+        available = min(available, max(0, limit - max(0, held)))
+    return HostMemory(total, available)
+
+
+def _groups(cgroups: Path, membership: Path) -> Iterator[Path]:
+    """Yield the group of this process and all around it."""
+    try:
+        lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return
+    path = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), None)
+    if path is None:
+        return
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for count in range(len(parts), -1, -1):
+        yield cgroups.joinpath(*parts[:count])
+
+
+def _read_number(path: Path, name: str = "") -> int | None:
+    """Return the number behind a name at the start of a line, None where there is none."""
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+        return next((int(line.removeprefix(name)) for line in lines if line.startswith(name)), None)
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
