@@ -326,12 +326,9 @@ class ModelsLimits:
     discovery_s: float = bound(30.0, "s", "The folders of models are looked through again.")
     seek_s: float = bound(1.0, "s", "They are looked through again for a model that is not known.")
     folder_depth: int = bound(6, "folders", "Folders further down are not looked through.")
-    folders: int = bound(5000, "folders", "Further folders are not looked through, and further listings not remembered.")
+    folders: int = bound(5000, "folders", "Further folders are not looked through.")
     folder_entries: int = bound(5000, "entries", "A folder with more is of no use as a model.")
     found: int = bound(2000, "models", "Further models of a folder are not found; what was read of their files is forgotten.")
-    settled_s: float = bound(
-        2.0, "s", "A folder changed less than this ago is not remembered: its time stamp may not tell of more."
-    )
     parts: int = bound(1000, "files", "A GGUF file in more parts is not taken for one model.")
     files: int = bound(2000, "files", "A model in more safetensors files is corrupt; a download of more is refused.")
     side_bytes: int = bound(1 << 28, "bytes", "A larger file beside the weights is not downloaded.")

@@ -55,8 +55,9 @@ def read_ct2(path: Path) -> ModelShape:
 
 def _read_variables(path: Path) -> tuple[str, dict[str, _Variable]]:
     """Return the name of the specification that was written, and the variables by name."""
-    with path.open("rb", buffering=0) as file:
-        cursor = HeaderCursor(path, file, chunk_bytes=limits().models.ct2_chunk_bytes)
+    chunk_bytes = limits().models.ct2_chunk_bytes
+    with path.open("rb", buffering=chunk_bytes) as file:
+        cursor = HeaderCursor(path, file, chunk_bytes=chunk_bytes)
         version = cursor.unsigned(4)
         if not 4 <= version <= 6:
             raise cursor.fail("it is no CTranslate2 model of binary version 4 to 6 (weights of PyTorch are not loaded)")

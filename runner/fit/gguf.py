@@ -53,46 +53,36 @@ class HeaderCursor:
     """A position in a binary file, little-endian. Every method raises CorruptModel where the file ends or a bound is passed,
     so that a hostile file costs neither memory nor hours.
 
-    ``chunk_bytes`` are read at a time: few where the header lies scattered between data that are passed over.
+    ``file`` reads ``chunk_bytes`` at a time: few where the header lies scattered between data that are passed over.
     """
 
     def __init__(self, path: Path, file: BinaryIO, *, chunk_bytes: int) -> None:
         self.size = path.stat().st_size
+        self.position = 0
         self._path = path
         self._file = file
         self._chunk_bytes = chunk_bytes
-        self._chunk = b""
-        self._at = 0
-        self._chunk_start = 0
-        self._walked = 0
-        self._strings = 0
-
-    @property
-    def position(self) -> int:
-        """Where the next byte is read from."""
-        return self._chunk_start + self._at
+        self._bounds = limits().models
+        self._left = self._bounds.walk_bytes
+        self._strings_left = self._bounds.strings
 
     def fail(self, problem: str) -> CorruptModel:
         return CorruptModel.of(self._path, problem)
 
     def take(self, count: int) -> bytes:
-        if count > limits().models.take_bytes:
+        if count > self._bounds.take_bytes:
             raise self.fail(f"a field of its header says it is {count} bytes long")
-        self._fill(count)
-        start = self._at
-        self._at += count
-        return self._chunk[start : self._at]
+        self._go(count, "in the middle of its header", cost=count)
+        data = self._file.read(count)
+        if len(data) < count:
+            raise self.fail("it was cut short while it was read")
+        return data
 
     def skip(self, count: int) -> None:
         """Pass over ``count`` bytes, however many, without reading them."""
-        if count <= len(self._chunk) - self._at:
-            self._at += count
-            return
-        target = self.position + count
-        if target > self.size:
-            raise self.fail(f"it ends after {self.size} bytes, where at least {target} are needed")
-        self._file.seek(target)
-        self._chunk, self._at, self._chunk_start = b"", 0, target
+        # What follows a long way brings a whole chunk with it, however little of that is wanted.
+        self._go(count, f"where at least {self.position + count} are needed", cost=min(count, self._chunk_bytes))
+        self._file.seek(self.position)
 
     def unsigned(self, width: int) -> int:
         return int.from_bytes(self.take(width), "little")
@@ -102,39 +92,29 @@ class HeaderCursor:
 
     def skip_strings(self, count: int) -> None:
         """Pass over ``count`` strings, each behind its length of 8 bytes."""
-        self._strings += count
-        if self._strings > limits().models.strings:
-            raise self.fail(f"it claims to hold {self._strings} strings")
-        left = count
-        while left:
-            if len(self._chunk) - self._at < 8:
-                self._fill(8)
-            # Vocabularies have a million entries: local names, and no method call for those that are wholly in the chunk.
-            chunk, at, end = self._chunk, self._at, len(self._chunk)
-            while left and at + 8 <= end:
-                following = at + 8 + int.from_bytes(chunk[at : at + 8], "little")
-                if following > end:
-                    break
-                at, left = following, left - 1
-            self._at = at
-            if left and at + 8 <= end:  # one that reaches beyond the chunk
-                self.skip(self.unsigned(8))
-                left -= 1
+        self._strings_left -= count
+        if self._strings_left < 0:
+            raise self.fail(f"it claims to hold {self._bounds.strings - self._strings_left} strings")
+        # Vocabularies have a million entries: short ones take no method call of ours.
+        read, at, end = self._file.read, self.position, min(self.size, self.position + self._left)
+        for _ in range(count):
+            length = int.from_bytes(read(8), "little")
+            at += 8 + length
+            if at > end:
+                break
+            if length <= self._chunk_bytes:
+                read(length)
+            else:
+                self._file.seek(at)
+        self._go(at - self.position, "in the middle of its header", cost=at - self.position)
 
-    def _fill(self, count: int) -> None:
-        have = len(self._chunk) - self._at
-        if have >= count:
-            return
-        start = self.position
-        if start + count > self.size:
-            raise self.fail(f"it ends after {self.size} bytes, in the middle of its header")
-        more = self._file.read(max(self._chunk_bytes, count - have))
-        self._walked += len(more)
-        if self._walked > limits().models.walk_bytes:
+    def _go(self, count: int, where: str, *, cost: int) -> None:
+        self.position += count
+        if self.position > self.size:
+            raise self.fail(f"it ends after {self.size} bytes, {where}")
+        self._left -= cost
+        if self._left < 0:
             raise self.fail("its header does not end")
-        self._chunk, self._at, self._chunk_start = self._chunk[self._at :] + more, 0, start
-        if len(self._chunk) < count:
-            raise self.fail("it was cut short while it was read")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +204,9 @@ def _part_paths(path: Path) -> list[Path]:
 
 
 def _read_part(path: Path) -> tuple[dict[str, Value], list[_Tensor]]:
-    with path.open("rb", buffering=0) as file:
-        cursor = HeaderCursor(path, file, chunk_bytes=limits().models.chunk_bytes)
+    chunk_bytes = limits().models.chunk_bytes
+    with path.open("rb", buffering=chunk_bytes) as file:
+        cursor = HeaderCursor(path, file, chunk_bytes=chunk_bytes)
         if cursor.take(4) != b"GGUF":
             raise cursor.fail("it is no GGUF file (its first four bytes say so)")
         version = cursor.unsigned(4)

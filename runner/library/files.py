@@ -17,7 +17,6 @@ from typing import Protocol
 from runner.definitions.fields import Backend
 from runner.errors import CorruptModel, InvalidRequest
 from runner.limits import limits
-from wire import clock
 
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=:-]*", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
@@ -141,7 +140,6 @@ class Listing:
     files: list[str]
     folders: list[str]
     others: list[str]
-    has_links: bool
     is_complete: bool
 
     @property
@@ -174,20 +172,19 @@ def list_folder(folder: Path, bounds: Path) -> Listing:
     files: list[str] = []
     folders: list[str] = []
     others: list[str] = []
-    has_links, is_complete = False, True
+    is_complete = True
     with os.scandir(folder) as entries:
         for count, entry in enumerate(entries):
             if count >= limits().models.folder_entries:
                 is_complete = False
                 break
-            has_links = has_links or entry.is_symlink()
             if entry.is_dir(follow_symlinks=False):
                 folders.append(entry.name)
             elif _is_readable(entry, bounds):
                 files.append(entry.name)
             elif not os.path.isdir(entry.path):  # noqa: PTH112 (says no where DirEntry raises: links in a circle)
                 others.append(entry.name)
-    return Listing(sorted(files), sorted(folders), sorted(others), has_links, is_complete)
+    return Listing(sorted(files), sorted(folders), sorted(others), is_complete)
 
 
 def _is_readable(entry: os.DirEntry[str], bounds: Path) -> bool:
@@ -249,7 +246,6 @@ class Scanner:
     """Finds models below folders, bounded, and remembers what it read, by time stamps. Blocking; one thread at a time."""
 
     read_shape: ReadShape
-    _listings: dict[Path, tuple[int, Listing]] = field(default_factory=dict)
     _read: dict[Path, tuple[_Fingerprint, FoundModel]] = field(default_factory=dict)
     _folders_left: int = 0
     _found_left: int = 0
@@ -267,7 +263,7 @@ class Scanner:
         if self._folders_left < 0 or self._found_left <= 0 or folder in skip:
             return
         try:
-            listing = self._list(folder, bounds)
+            listing = list_folder(folder, bounds)
         except OSError:
             return  # gone since, or not ours to read
         kind = listing.kind
@@ -286,22 +282,6 @@ class Scanner:
             for name in listing.folders:
                 if not name.startswith((".", "models--")):
                     yield from self._walk(folder / name, _join(model_id, name), bounds, skip, depth - 1)
-
-    def _list(self, folder: Path, bounds: Path) -> Listing:
-        changed_ns = folder.stat().st_mtime_ns
-        known = self._listings.get(folder)
-        if known is not None and known[0] == changed_ns:
-            return known[1]
-        listing = list_folder(folder, bounds)
-        self._listings.pop(folder, None)
-        # Where a link leads can change without a trace in the folder, so folders with links are looked at anew each time.
-        if (
-            not listing.has_links
-            and clock.unix_s() - changed_ns / 1e9 > limits().models.settled_s
-            and len(self._listings) < limits().models.folders
-        ):
-            self._listings[folder] = (changed_ns, listing)
-        return listing
 
     def _inspect_folder(self, folder: Path, model_id: str, listing: Listing, kind: FolderKind) -> FoundModel:
         backend: Backend = "vllm"

@@ -159,20 +159,18 @@ class Hub:
         """Have every chosen file as a blob whose digest has been checked. Raises DownloadFailed, OSError."""
         from huggingface_hub import hf_hub_url
 
-        unique = list({file.digest: file for file in chosen}.values())
+        unique = {file.digest: file for file in chosen}.values()
         count = _meter(sum(file.size_bytes for file in unique), report)
-        missing = [file for file in unique if not await _has(cache, file, count)]
         async with aiohttp.ClientSession(read_bufsize=limits().models.hub_chunk_bytes, auto_decompress=False) as http:
             transfers = [
                 _Transfer(http, hf_hub_url(cache.repo_id, file.name, revision=commit, endpoint=self._endpoint), file,
                           cache.blob(file.digest), token=self._token, count=count)
-                for file in missing
+                for file in unique
             ]  # fmt: skip
-            self._check_room(cache, sum(transfer.missing_bytes() for transfer in transfers))
-            for file, transfer in zip(missing, transfers, strict=True):
+            missing = [transfer for transfer in transfers if not await transfer.is_done()]
+            self._check_room(cache, sum(transfer.missing_bytes() for transfer in missing))
+            for transfer in missing:
                 await transfer.run()
-                if file.name.endswith("model.bin"):
-                    await run_to_its_end(_refuse_pickle, cache.blob(file.digest), file.name)
 
     def _check_room(self, cache: RepoCache, needed: int) -> None:
         free, reserve_bytes = self._free_bytes(cache.folder), limits().models.reserve_bytes
@@ -205,15 +203,6 @@ def _publish(cache: RepoCache, commit: str, chosen: Sequence[RemoteFile], revisi
     for file in chosen:
         cache.place(commit, file.name, file.digest)
     cache.write_ref(revision, commit)
-
-
-def _refuse_pickle(path: Path, name: str) -> None:
-    """Remove a file that is no model of CTranslate2, whose first number is a small version. Raises DownloadFailed."""
-    with path.open("rb") as file:
-        version = int.from_bytes(file.read(4), "little")
-    if not 1 <= version <= 100:
-        path.unlink()
-        raise DownloadFailed(f"{name} is no model of CTranslate2 but weights of PyTorch, which are not loaded; it was removed.")
 
 
 # What a repository holds, and what of it is fetched.
@@ -341,54 +330,6 @@ async def run_to_its_end(function: Callable[P, T], *args: P.args, **kwargs: P.kw
         raise
 
 
-class _Digest:
-    """The digest of a file as a hub states it: SHA-256 for large files, else the id of a git blob; and of how many bytes."""
-
-    def __init__(self, file: RemoteFile) -> None:
-        self._hash = hashlib.sha256() if file.is_lfs else hashlib.sha1(usedforsecurity=False)
-        if not file.is_lfs:
-            self._hash.update(f"blob {file.size_bytes}\0".encode())
-        self._file = file
-        self.size = 0
-
-    def add(self, data: bytes) -> None:
-        self._hash.update(data)
-        self.size += len(data)
-
-    async def add_file(self, path: Path) -> None:
-        """Take in a file from its beginning. Raises OSError."""
-        stop = threading.Event()
-
-        def read() -> None:
-            with path.open("rb") as file:
-                while not stop.is_set() and (data := file.read(limits().models.hub_chunk_bytes)):
-                    self.add(data)
-
-        task = asyncio.ensure_future(asyncio.to_thread(read))
-        try:
-            await asyncio.shield(task)
-        finally:
-            stop.set()  # a large file is read for minutes: who is cancelled does not wait for its end
-            await asyncio.wait({task})
-
-    def is_right(self) -> bool:
-        return self.size == self._file.size_bytes and self._hash.hexdigest() == self._file.digest
-
-
-async def _has(cache: RepoCache, file: RemoteFile, count: Count) -> bool:
-    """Return whether the blob is there and whole; one that is not is removed."""
-    blob = cache.blob(file.digest)
-    if not blob.is_file():
-        return False
-    digest = _Digest(file)
-    await digest.add_file(blob)
-    if not digest.is_right():
-        blob.unlink()
-        return False
-    count(digest.size)
-    return True
-
-
 class _Broken(Exception):
     """One attempt is over; the next may succeed."""
 
@@ -409,10 +350,35 @@ class _Transfer:
         self._partial = target.with_name(f"{target.name}.part")
         self._count = count
         self._limits = limits().models
-        self._digest = _Digest(file)
         self._headers = {"Accept-Encoding": "identity"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
+        self._begin()
+
+    def _begin(self) -> None:
+        self._size = 0
+        self._hash = hashlib.sha256() if self._file.is_lfs else hashlib.sha1(usedforsecurity=False)
+        if not self._file.is_lfs:  # the id of a git blob
+            self._hash.update(f"blob {self._file.size_bytes}\0".encode())
+
+    def _take(self, data: bytes) -> None:
+        self._hash.update(data)
+        self._size += len(data)
+
+    def _is_right(self) -> bool:
+        return self._size == self._file.size_bytes and self._hash.hexdigest() == self._file.digest
+
+    async def is_done(self) -> bool:
+        """Return whether the file is there and whole; one that is not is removed. Raises OSError."""
+        if not self._target.is_file():
+            return False
+        await self._take_file(self._target)
+        if not self._is_right():
+            self._target.unlink()
+            self._begin()
+            return False
+        self._count(self._size)
+        return True
 
     def missing_bytes(self) -> int:
         here = self._partial.stat().st_size if self._partial.is_file() else 0
@@ -426,32 +392,59 @@ class _Transfer:
                 fcntl.flock(sink, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise DownloadFailed(f"{self._file.name} is being fetched by another program on this machine.") from None
-            await self._digest.add_file(self._partial)
-            self._count(self._digest.size)
-            if self._digest.size > self._file.size_bytes:
+            await self._take_file(self._partial)
+            self._count(self._size)
+            if self._size > self._file.size_bytes:
                 self._start_over(sink)
             await self._fill(sink)
-            if not self._digest.is_right():
-                self._count(-self._digest.size)
+            if not self._is_right():
+                self._count(-self._size)
                 self._partial.unlink(missing_ok=True)
                 raise DownloadFailed(
                     f"{self._file.name} did not arrive as the hub describes it (its digest differs), so it was removed. Try "
                     "again; should it happen again, the hub or a proxy on the way changes files."
                 )
+            if self._file.name.endswith("model.bin"):
+                await run_to_its_end(self._refuse_pickle)
             await run_to_its_end(os.fsync, sink.fileno())  # else a power cut could leave a whole name for half a file
             self._partial.replace(self._target)
 
+    async def _take_file(self, path: Path) -> None:
+        stop = threading.Event()
+
+        def read() -> None:
+            with path.open("rb") as file:
+                while not stop.is_set() and (data := file.read(self._limits.hub_chunk_bytes)):
+                    self._take(data)
+
+        task = asyncio.ensure_future(asyncio.to_thread(read))
+        try:
+            await asyncio.shield(task)
+        finally:
+            stop.set()  # a large file is read for minutes: who is cancelled does not wait for its end
+            await asyncio.wait({task})
+
+    def _refuse_pickle(self) -> None:
+        """Remove a file that is no model of CTranslate2, whose first number is a small version. Raises DownloadFailed."""
+        with self._partial.open("rb") as file:
+            version = int.from_bytes(file.read(4), "little")
+        if not 1 <= version <= 100:
+            self._partial.unlink()
+            raise DownloadFailed(
+                f"{self._file.name} is no model of CTranslate2 but weights of PyTorch, which are not loaded; it was removed."
+            )
+
     async def _fill(self, sink: BinaryIO) -> None:
         breaks = 0
-        while (before := self._digest.size) < self._file.size_bytes:
+        while (before := self._size) < self._file.size_bytes:
             try:
                 await self._receive(sink)
                 reason = "it ended early"
             except (_Broken, *_TRANSIENT) as error:
                 reason = str(error) or type(error).__name__
-            if self._digest.size == self._file.size_bytes:
+            if self._size == self._file.size_bytes:
                 break
-            breaks = 1 if self._digest.size > before else breaks + 1
+            breaks = 1 if self._size > before else breaks + 1
             if breaks >= self._limits.hub_tries:
                 raise DownloadFailed(
                     f"The transfer of {self._file.name} broke {breaks} times in a row ({reason[:200]}). What has come is kept: "
@@ -460,23 +453,23 @@ class _Transfer:
             await asyncio.sleep(self._limits.hub_pause_first_s * 2 ** min(breaks - 1, 5))
 
     def _start_over(self, sink: BinaryIO) -> None:
-        self._count(-self._digest.size)
+        self._count(-self._size)
         sink.truncate(0)
-        self._digest = _Digest(self._file)
+        self._begin()
 
     async def _receive(self, sink: BinaryIO) -> None:
         """Fetch up to one window. Raises _Broken when it is to be tried again."""
-        last = min(self._digest.size + self._limits.hub_window_bytes, self._file.size_bytes) - 1
-        headers = self._headers | {"Range": f"bytes={self._digest.size}-{last}"}
+        last = min(self._size + self._limits.hub_window_bytes, self._file.size_bytes) - 1
+        headers = self._headers | {"Range": f"bytes={self._size}-{last}"}
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=self._limits.hub_connect_s, sock_read=self._limits.hub_silence_s
         )
         async with self._http.get(self._url, headers=headers, timeout=timeout, proxy=_proxy_for(self._url)) as response:
             self._check_status(response.status)
-            if response.status == HTTPStatus.OK and self._digest.size:  # the whole file, whatever we asked for
+            if response.status == HTTPStatus.OK and self._size:  # the whole file, whatever we asked for
                 self._start_over(sink)
             async for data in response.content.iter_any():
-                if self._digest.size + len(data) > self._file.size_bytes:
+                if self._size + len(data) > self._file.size_bytes:
                     raise DownloadFailed(f"{self._file.name} is longer than the hub says ({self._file.size_bytes} bytes).")
                 await run_to_its_end(self._store, sink, data)
                 self._count(len(data))
@@ -484,7 +477,7 @@ class _Transfer:
     def _store(self, sink: BinaryIO, data: bytes) -> None:
         sink.write(data)
         sink.flush()
-        self._digest.add(data)
+        self._take(data)
 
     def _check_status(self, status: int) -> None:
         if status in {HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT}:
