@@ -271,6 +271,7 @@ def _measure(cursor: HeaderCursor, infos: list[tuple[str, list[int], int, int]],
     available = cursor.size - start
     tensors: list[_Tensor] = []
     reached = 0
+    # In the order of their offsets, one pass sees overlaps, and how far a tensor of an unknown type can reach.
     infos = sorted(infos, key=lambda info: info[3])
     for index, (name, dims, number, offset) in enumerate(infos):
         following = infos[index + 1][3] if index + 1 < len(infos) else max(available, offset)
@@ -298,6 +299,7 @@ def _measure_one(cursor: HeaderCursor, name: str, dims: list[int], number: int, 
 
 
 def _quantization(header: _Header) -> str | None:
+    # Mixtures such as q4_k_m have a name of their own; the types of the tensors would tell only the largest part.
     number = header.metadata.get("general.file_type")
     if isinstance(number, int) and number in FILE_TYPES:
         return FILE_TYPES[number]
@@ -341,6 +343,7 @@ def _attending_layers(header: _Header, layers: int) -> list[int]:
         if match := _BLOCK.match(tensor.name):
             parts.setdefault(int(match[1]), set()).add(match[2])
     interval = header.number("full_attention_interval")
+    # The last layers of some models read the cache of an earlier one.
     own = layers - (header.number("attention.shared_kv_layers") or 0)
     return [
         layer for layer in range(own) if _attends(parts.get(layer, set())) and (not interval or (layer + 1) % interval == 0)

@@ -73,10 +73,11 @@ class ModelShape:
     def last_layers(self, count: int) -> ModelShape:
         """Return the part that llama.cpp puts on a GPU for ``n_gpu_layers``: the last blocks, and the output as one more.
 
-        Below zero, and above their number, is all of it. The weights of a block are taken to be alike.
+        Below zero, and above their number, is all of it.
         """
         if not 0 <= count <= self.layers:
             return self
+        # The weights of all blocks, and of the output, are taken to be alike.
         kept = len(self.kv_layers) * count // self.layers if self.layers else 0
         weights_bytes = self.weights_bytes * count // (self.layers + 1)
         return replace(self, weights_bytes=weights_bytes, kv_layers=self.kv_layers[len(self.kv_layers) - kept :])
@@ -229,6 +230,7 @@ def judge(
         _smaller_cache(kv_types, lambda name: need(key=name, value=name), available),
         _other_quantization(alternatives, predicted.total_bytes - predicted.weights_bytes, available),
     ]
+    # What others give back does not raise the budget of the model itself.
     if budget_bytes is None or predicted.total_bytes <= budget_bytes:
         found.append(_evict(predicted.total_bytes, free_bytes, loaded))
     return DoesNotFit(predicted.total_bytes, available, tuple(entry for entry in found if entry is not None))
@@ -284,6 +286,7 @@ def _other_quantization(alternatives: Sequence[Alternative], beside_bytes: int, 
 def _evict(required: int, free_bytes: int, loaded: Sequence[tuple[str, int]]) -> Suggestion | None:
     """Return the fewest models whose memory is enough; among equally many, those that give up least."""
     missing = required - free_bytes
+    # One whose memory is not known frees nothing that can be counted on.
     useful = [entry for entry in loaded if entry[1] > 0]
     if sum(size for _, size in useful) < missing:
         return None
@@ -299,6 +302,7 @@ def _fewest(useful: list[tuple[str, int]], missing: int) -> tuple[tuple[str, int
     while freed < missing:
         freed += largest_first[count][1]
         count += 1
+    # The number of sets grows with two to the power of the models.
     if len(useful) > limits().models.searched_models:
         return tuple(largest_first[:count])
     enough = (entries for entries in combinations(useful, count) if sum(size for _, size in entries) >= missing)

@@ -67,6 +67,7 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.is_file():
         names = _read_index(index)
+        # The index comes from strangers: its names must not lead out of the folder.
         for name in names:
             if "/" in name or "\\" in name or name.startswith(".") or not name.endswith(".safetensors"):
                 raise CorruptModel.of(index, f"it names the file {name[:80]!r}")
@@ -247,8 +248,9 @@ def _kv_heads(config: _Config, heads: int, layers: int) -> list[int]:
 
 
 def _layer_kinds(config: _Config, layers: int) -> list[str]:
-    """Return ``full``, ``sliding`` or ``none`` for each layer. What it does not know counts in full: rather too much."""
+    """Return ``full``, ``sliding`` or ``none`` for each layer."""
     model_type = str(config.fields.get("model_type") or config.whole.get("model_type") or "")
+    # What follows takes a layer it does not know as one that sees everything: rather too much memory than too little.
     if model_type in ATTENTION_FREE:
         return ["none"] * layers
     kinds = _stated_kinds(config, layers) or _hybrid_kinds(config, layers) or _sliding_kinds(config, layers, model_type)

@@ -45,6 +45,7 @@ class RepoCache:
 
     def _read_ref(self, revision: str) -> str | None:
         path = self.folder / "refs" / revision
+        # Other programs write here too: a ref that is a link, or is longer than a commit, is not followed or read.
         try:
             if path.is_symlink() or path.stat().st_size > 100:
                 return None

@@ -101,6 +101,7 @@ class FoundModel:
 def name_without_quantization(model_id: str) -> str:
     """Return the last part of an id in lower case, without what says how the weights are stored, as publishers name that."""
     name = _PART_OF_ID.sub("", model_id.rsplit("/", 1)[-1])
+    # Publishers stack suffixes (-GGUF, -UD, -IQ2_XXS), so they come off one by one.
     while (shorter := _QUANTIZATION.sub("", name)) != name and shorter:
         name = shorter
     return name.lower()
@@ -280,6 +281,7 @@ class Scanner:
             yield self._inspect(entry, folder, parts, parts)
         if depth > 0:
             for name in listing.folders:
+                # ``models--`` is a repository in a cache of the hub, which is listed by its own name.
                 if not name.startswith((".", "models--")):
                     yield from self._walk(folder / name, _join(model_id, name), bounds, skip, depth - 1)
 

@@ -110,7 +110,7 @@ class Hub:
         shared = self._running.get(key) or self._start(key)
         shared.reports.append(report)
         try:
-            return await asyncio.shield(shared.task)
+            return await asyncio.shield(shared.task)  # others may wait for it: who leaves does not cancel it for them
         finally:
             shared.reports.remove(report)
             if not shared.reports and not shared.task.done():
@@ -159,6 +159,7 @@ class Hub:
         """Have every chosen file as a blob whose digest has been checked. Raises DownloadFailed, OSError."""
         from huggingface_hub import hf_hub_url
 
+        # The same content under two names is one blob.
         unique = {file.digest: file for file in chosen}.values()
         count = _meter(sum(file.size_bytes for file in unique), report)
         async with aiohttp.ClientSession(read_bufsize=limits().models.hub_chunk_bytes, auto_decompress=False) as http:

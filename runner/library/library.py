@@ -46,7 +46,7 @@ class Library:
         self._home = hf_home.resolve() if hf_home is not None else None
         self._hub = hub
         self._scanner = Scanner(read_shape)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # the scanner remembers what it read, and is asked from several threads
 
     def find(self, model_id: str, *, revision: str | None = None) -> Path | None:
         """Return where a model lies: a .gguf (the first part of a split one) or a folder; None when there is nothing.
