@@ -13,9 +13,9 @@ def main() -> None:
     """Run one management command."""
     report_setting_errors()
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings")
-    from django.core.management import execute_from_command_line
+    from controlplane.commands import run_command
 
-    execute_from_command_line(sys.argv)
+    run_command(sys.argv[1:])
 
 
 if __name__ == "__main__":

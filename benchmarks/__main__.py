@@ -46,7 +46,7 @@ PROFILE_DIR = HERE / "results" / "profiles"
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="./muster bench",
+        prog="muster bench",
         description=__doc__,
         epilog="./muster bench box checks the box alone, ./muster bench governance governed operations, "
         "./muster bench overload what five times the load does, ./muster bench node what relaying costs a node.",

@@ -254,7 +254,7 @@ async def measure_runner(
 
 def main(argv: list[str] | None = None) -> int:
     """Measure and print; the exit code is 2 when the benchmark itself could not run."""
-    parser = argparse.ArgumentParser(prog="./muster bench node", description=__doc__)
+    parser = argparse.ArgumentParser(prog="muster bench node", description=__doc__)
     parser.add_argument("--rounds", type=int, default=FULL_ROUNDS)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--only", choices=(Measure.REQUESTS, Measure.CHUNKS), help="one measure")

@@ -128,7 +128,7 @@ async def measure(muster: Muster, seconds: float) -> list[tuple[bool, str]]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure and judge; 1 when a demand was missed, 2 when the benchmark could not run."""
-    parser = argparse.ArgumentParser(prog="./muster bench overload", description=__doc__)
+    parser = argparse.ArgumentParser(prog="muster bench overload", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the overload lasts (default %(default)g)")
     seconds = parser.parse_args(argv).seconds
     cores = plan_cores(pin=True)

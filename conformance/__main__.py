@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _read_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="./muster conformance", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="muster conformance", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--base-url", metavar="URL", help="of the server, with or without /v1")
     parser.add_argument("--api-key", metavar="KEY", default=os.environ.get(KEY_VARIABLE))

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``keys`` and ``approve``."""
-    parser = argparse.ArgumentParser(prog="./muster")
+    parser = argparse.ArgumentParser(prog="muster")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     keys = commands.add_parser("keys", help="make or show an approver's key file").add_subparsers(metavar="WHAT", required=True)
     new = keys.add_parser("new", help="make a key file and print its public line, which is what you register")

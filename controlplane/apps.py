@@ -1,12 +1,77 @@
-"""Django application of the control plane itself: the operators' pages and the commands."""
+"""Django applications of the control plane itself: the operators' pages, their admin site, and what is checked at the start."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
 
 from django.apps import AppConfig
 from django.conf import settings
-from django.core.checks import WARNING, CheckMessage, register
+from django.contrib.admin.apps import AdminConfig, SimpleAdminConfig
+from django.contrib.auth.decorators import login_not_required
+from django.core.checks import WARNING, CheckMessage, Error, register
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.decorators import method_decorator
+from django.utils.http import urlencode
+from unfold.sites import UnfoldAdminSite
+
+
+class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no types
+    """The one admin site. Pages show; every change is a call of one service."""
+
+    site_title = "Muster"
+    site_header = "Muster"
+    index_title = "Overview"
+
+    def index(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
+        """Show what runs, the last hour and what is wrong now."""
+        from controlplane.overview import draw_minutes, read_overview  # it reaches models: not there yet when apps are loaded
+
+        overview = read_overview()
+        own = {"overview": overview, "chart": draw_minutes(overview.traffic.minutes)}
+        response: TemplateResponse = super().index(request, {**own, **(extra_context or {})})
+        return response
+
+    def may_act(self, request: HttpRequest) -> bool:
+        """Return whether the session may do what its person may; the pages of ``core.admin_pages`` ask."""
+        from governance.signin import may_act
+
+        return may_act(request)
+
+    def search(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
+        """Show what the search of every page finds for ``?s=``, as a part of a page. Nothing is remembered: rows change."""
+        from controlplane.navigation import find_entries
+
+        context = {"results": find_entries(request, request.GET.get("s", "")), **(extra_context or {})}
+        return TemplateResponse(request, "unfold/helpers/command_results.html", context)
+
+    @method_decorator(login_not_required)
+    def login(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """Send whoever is not signed in to the one page where people do that; it takes only addresses of ours as ``next``."""
+        if request.method == "GET" and self.has_permission(request):
+            return HttpResponseRedirect(reverse("admin:index"))
+        wanted = request.GET.get("next") or reverse("admin:index")
+        return HttpResponseRedirect(f"{reverse('signin:login')}?{urlencode({'next': wanted})}")
+
+    def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """End the session on POST, as the sign-in pages do."""
+        from governance.views.signin import sign_out
+
+        return sign_out(request)
+
+
+class MusterAdminConfig(AdminConfig):
+    default_site = "controlplane.apps.MusterAdminSite"
+
+    def ready(self) -> None:
+        """Load every app's pages, except in a process that shows none: they cost it a second and 15 MB."""
+        if settings.ADMIN_PAGES:
+            super().ready()
+        else:
+            SimpleAdminConfig.ready(self)
 
 
 class ControlplaneConfig(AppConfig):
@@ -16,8 +81,6 @@ class ControlplaneConfig(AppConfig):
     label = "console"
 
     def ready(self) -> None:
-        from controlplane.playground.checks import check_gateway_urls
-
         register(check_gateway_urls, "controlplane")
         register(check_proxies, "controlplane")
         if settings.ADMIN_PAGES:  # nobody signs out anywhere else, and what follows loads the pages
@@ -41,4 +104,29 @@ def check_proxies(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> 
             "X-Forwarded-For and X-Forwarded-Proto as docs/lan-and-https.md shows.",
             id="controlplane.W001",
         )
+    ]
+
+
+def is_gateway_url(url: str) -> bool:
+    """Return whether ``url`` is nothing but http or https, a host and perhaps a port."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    is_bare = parts.path in {"", "/"} and not (parts.query or parts.fragment or parts.username or parts.password)
+    return parts.scheme in {"http", "https"} and bool(parts.hostname) and is_bare and port != 0
+
+
+def check_gateway_urls(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> list[CheckMessage]:
+    """Return what is wrong with the addresses of the gateway."""
+    named = {
+        "MUSTER_PLAYGROUND_GATEWAY_URL": settings.PLAYGROUND_GATEWAY_URL,
+        "MUSTER_GATEWAY_PUBLIC_URL": settings.GATEWAY_PUBLIC_URL,
+    }
+    hint = "Give scheme, host and port alone, such as http://127.0.0.1:8080."
+    return [
+        Error(f"{name} is no address of a gateway", hint=hint, id="controlplane.E001")
+        for name, url in named.items()
+        if not is_gateway_url(str(url))
     ]

@@ -11,7 +11,7 @@ from django.contrib import admin
 from django.http import HttpRequest
 from django.urls import reverse
 
-from controlplane.playground.access import may_play
+from controlplane.playground.keys import may_play
 from core.limits import limits
 from core.models import User
 from governance.operations.reading import count_waiting_for

@@ -9,8 +9,15 @@ import argparse
 import logging
 import os
 import sys
+import threading
+from collections.abc import Callable
+
+from django.db import Error as DatabaseFailure
+from django.db import connections
 
 from controlplane.env import report_setting_errors
+from core.db import limit_process
+from core.db.threads import with_kept_connection
 from core.limits import limits
 
 DESCRIPTION = "Serve Muster's control plane: the operators' pages and the REST API."
@@ -31,8 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     from django.conf import settings
 
     from controlplane.asgi import application
-    from controlplane.reconciling import Reconciler
-    from core.db import limit_process
+    from governance.operations.runs import reconcile
 
     limit_process(limits().core.database_silence_s)
     server = FlowControlledServer(
@@ -49,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         server_name="muster",
     )
     logger.info("control_starting host=%s port=%d", arguments.host, arguments.port)
-    reconciler = Reconciler()
+    reconciler = Reconciler(reconcile)
     reconciler.start()
     try:
         server.run()
@@ -59,6 +65,52 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"muster control: {server.listen_failure}\n")
         return 1
     return 0
+
+
+class Reconciler:
+    """Looks every ``every_s`` seconds for operations that are due, in a thread, whatever becomes of one look.
+
+    So a lost message or a deaf worker only costs time: it needs neither Celery nor the broker.
+    """
+
+    def __init__(self, look: Callable[[], int], *, every_s: float | None = None) -> None:
+        self._look = look
+        self._every_s = limits().console.reconcile_s if every_s is None else every_s
+        self._stopping = threading.Event()
+        self._is_away = False
+        self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
+
+    def start(self) -> None:
+        """Begin, with the first look at once."""
+        self._thread.start()
+
+    def stop(self) -> bool:
+        """End after the look under way; False when that takes longer than ``reconcile_stop_s``: its transaction rolls back."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(limits().console.reconcile_stop_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                with_kept_connection(self._look)
+                self._note_database(is_away=False)
+            except DatabaseFailure as error:
+                self._note_database(is_away=True, why=type(error).__name__)
+            except Exception:
+                # One operation that cannot be looked at must not stop the looks at all others.
+                logger.exception("reconcile_failed")
+            self._stopping.wait(self._every_s)
+        connections.close_all()
+
+    def _note_database(self, *, is_away: bool, why: str = "") -> None:
+        """Log when the database goes away and when it is back, not every few seconds in between."""
+        if is_away and not self._is_away:
+            logger.warning("reconcile_waits reason=%s", why)
+        elif self._is_away and not is_away:
+            logger.info("reconcile_goes_on")
+        self._is_away = is_away
 
 
 def read_arguments(argv: list[str] | None) -> argparse.Namespace:

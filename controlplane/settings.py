@@ -52,7 +52,7 @@ INSTALLED_APPS = [
     "nodes.apps.NodesConfig",
     "gateway.apps.GatewayConfig",
     "controlplane.apps.ControlplaneConfig",
-    "controlplane.admin_site.MusterAdminConfig",
+    "controlplane.apps.MusterAdminConfig",
 ]
 
 MIDDLEWARE = [

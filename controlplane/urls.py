@@ -1,19 +1,55 @@
-"""Every address of the control plane. The client-facing API is on the gateway, not here."""
+"""Every address of the control plane, and whether it can do its work. The client-facing API is on the gateway, not here."""
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 from django.conf import settings
 from django.contrib import admin
+from django.db import Error as DatabaseFailure
+from django.db import connection
+from django.http import HttpRequest, JsonResponse
 from django.urls import URLPattern, URLResolver, include, path
+from django.views.decorators.cache import never_cache
+from django.views.decorators.http import require_safe
 from django.views.generic import RedirectView
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
-from controlplane.health import show_health
+from core.db import Patience, limit_patience
+from core.hints import read_unreadable
+from core.limits import limits
+from wire import clock
+
+
+@never_cache
+@require_safe
+def show_health(request: HttpRequest) -> JsonResponse:
+    """Answer 200, or 503 when the database is away or takes no writes.
+
+    Without Redis we are degraded, not down: it only carries hints.
+    """
+    database, redis = look_at_database(), "unreachable" if read_unreadable() is None else "ok"
+    is_ok = database == "ok"
+    body = {"ok": is_ok, "service": "control", "database": database, "redis": redis}
+    return JsonResponse(body, status=HTTPStatus.OK if is_ok else HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def look_at_database() -> str:
+    """Return ``ok``, ``read-only``, or ``unreachable`` when the database does not answer within ``health_database_s``."""
+    longest_s = limits().console.health_database_s
+    try:
+        with limit_patience(Patience(longest_s, ends_at=clock.monotonic() + longest_s)), connection.cursor() as cursor:
+            cursor.execute("SELECT current_setting('transaction_read_only')")
+            (answer,) = cursor.fetchone()
+    except DatabaseFailure:
+        return "unreachable"
+    return "read-only" if answer == "on" else "ok"
+
 
 urlpatterns: list[URLPattern | URLResolver] = [
     path("", RedirectView.as_view(pattern_name="admin:index")),
     path("admin", RedirectView.as_view(pattern_name="admin:index")),
-    path("admin/playground/", include("controlplane.playground.urls")),
+    path("admin/playground/", include("controlplane.playground.views")),
     path("admin/", admin.site.urls),
     path("sign-in/", include("governance.views.signin_urls")),
     path("favicon.ico", RedirectView.as_view(url=f"{settings.STATIC_URL}muster/favicon.svg")),

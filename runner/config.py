@@ -282,7 +282,7 @@ class Options:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="./muster node",
+        prog="muster node",
         description="Serve models on this box: connected to a Muster gateway, or alone behind HTTP (--standalone), with the "
         "engines it brings or by fronting any OpenAI-compatible server (--backend).",
         epilog=EPILOG,

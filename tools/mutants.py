@@ -124,7 +124,7 @@ def run_mutants(root: Path, arguments: Sequence[str], environment: Mapping[str, 
 
     A name is a row of ``TABLE`` (T11), ``PROMISES`` (all rows), an id or an area of ``DEFECTS``; none = all of ``DEFECTS``.
     """
-    parser = argparse.ArgumentParser(prog="./muster test --mutants")
+    parser = argparse.ArgumentParser(prog="muster test --mutants")
     parser.add_argument("names", nargs="*", metavar="NAME", help="a row of tests/defences.toml, defences, an id, an area")
     parser.add_argument("--gate", action="store_true", help="run the tests of the gate alone, not the rings")
     parser.add_argument("--reach", type=Path, help="a file that keeps which tests reach what, for the next time")

@@ -41,7 +41,7 @@ CHECKS: Mapping[str, Check] = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="./muster bench box", description=__doc__)
+    parser = argparse.ArgumentParser(prog="muster bench box", description=__doc__)
     parser.add_argument("--only", default="", metavar="NAMES", help=f"comma list of checks ({', '.join(CHECKS)})")
     parser.add_argument("--cycles", type=_positive, default=200, help="loads and unloads (default: %(default)s)")
     parser.add_argument(

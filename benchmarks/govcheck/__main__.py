@@ -40,7 +40,7 @@ def _choose(victims: str) -> list[tuple[str, str]]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="./muster bench governance", description=__doc__)
+    parser = argparse.ArgumentParser(prog="muster bench governance", description=__doc__)
     parser.add_argument("--only", default="", metavar="NAMES", help=f"comma list of checks ({', '.join(CHECKS)})")
     parser.add_argument(
         "--kill", default=",".join(kills.VICTIMS), metavar="PARTS", help="whom the check kills kills (default: %(default)s)"

@@ -8,6 +8,7 @@ import signal
 import struct
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 from controlplane.launcher.console import LauncherError
 from controlplane.launcher.files import read_json
@@ -18,13 +19,13 @@ from controlplane.launcher.processes import send
 MODEL = "muster-tiny-f16"
 
 
-def run_demo(data: Path, *, as_json: bool) -> int:
+def run_demo(data: Path, *, as_json: bool) -> NoReturn:
     """Set the demo up on the installation that runs on ``data``; safe to do again. Raises LauncherError."""
     data = data.resolve()
     read_variables(data)  # says what to do when nothing runs there
     make_second_model(data / "models")
     wake_node(data)
-    return run_manage(data, ["demo_governance", "--model", MODEL, "--data", str(data), *(["--json"] if as_json else [])])
+    run_manage(data, ["demo_governance", "--model", MODEL, "--data", str(data), *(["--json"] if as_json else [])])
 
 
 def make_second_model(folder: Path) -> Path:

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from controlplane.launcher.console import LauncherError, say
 from controlplane.launcher.environment import ROOT
@@ -337,7 +338,7 @@ def run_down(data: Path) -> int:
     return 0
 
 
-def run_manage(data: Path, arguments: Sequence[str]) -> int:
+def run_manage(data: Path, arguments: Sequence[str]) -> NoReturn:
     """Replace this process by ``manage.py`` with the environment of the installation on ``data``.
 
     With DATABASE_URL and MUSTER_SECRET_KEY set, these are used and nothing has to run. Raises LauncherError.

@@ -1,4 +1,4 @@
-"""The key with which the page asks: made for one session and one tenant, good for an hour, kept in that session.
+"""Who may use the playground, and the key with which the page asks: made for one session and one tenant, kept in that session.
 
 The session lies in the database, where keys otherwise are only hashes. So it holds the text sealed with a key that is
 derived from ``MUSTER_SECRET_KEY``, which is not in the database. At sign-out the key is revoked.
@@ -18,7 +18,7 @@ from django.contrib.sessions.models import Session
 from django.db import transaction
 from django.http import HttpRequest
 
-from controlplane.playground.errors import SignedOut, TenantRefused
+from controlplane.playground.asks import SignedOut, TenantRefused
 from core.admin_pages import name_actor
 from core.limits import limits
 from gateway.services.errors import KeyNotFound
@@ -26,6 +26,27 @@ from gateway.services.keys import create_api_key, is_key_usable, revoke_api_key
 from gateway.services.tenants import find_tenant
 from wire import clock
 from wire.cipher import derive_cipher
+
+SEE_MODELS = ("gateway.view_model", "gateway.change_model")
+ADD_KEY = "gateway.add_apikey"
+VIEW_RECORD = "gateway.view_requestrecord"
+
+
+def may_play(request: HttpRequest) -> bool:
+    """Return whether the page is for this person: an operator who may see which models there are."""
+    user = request.user
+    return bool(user.is_active and getattr(user, "is_staff", False)) and any(user.has_perm(name) for name in SEE_MODELS)
+
+
+def may_lend(request: HttpRequest) -> bool:
+    """Return whether the page may make keys for this person."""
+    return request.user.has_perm(ADD_KEY)
+
+
+def may_see_records(request: HttpRequest) -> bool:
+    """Return whether this person may open the page of a request."""
+    return request.user.has_perm(VIEW_RECORD)
+
 
 SESSION_KEYS = "muster_playground_keys"
 """In the session: tenant → ``{"id", "sealed"}``."""

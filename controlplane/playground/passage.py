@@ -15,7 +15,7 @@ from functools import cache
 import httpx
 from django.conf import settings
 
-from controlplane.playground.errors import GatewaySilent, GatewayUnreachable, PlaygroundError, TooManyAnswers
+from controlplane.playground.asks import GatewaySilent, GatewayUnreachable, PlaygroundError, TooManyAnswers
 from core.limits import limits
 
 PASSED_HEADERS = (

@@ -14,13 +14,24 @@ from django.contrib import admin
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
 from django.template.response import TemplateResponse
-from django.urls import reverse
+from django.urls import path, reverse
 from django.views.decorators.http import require_POST, require_safe
 
-from controlplane.playground.access import may_lend, may_play, may_see_records
-from controlplane.playground.asks import IMAGE_TYPES, PRIORITIES, SURFACES, Ask, SurfaceName, build_body, read_ask
-from controlplane.playground.errors import AskRefused, AskTooLarge, NotAllowed, PlaygroundError, SignedOut
-from controlplane.playground.keys import lend_key
+from controlplane.playground.asks import (
+    IMAGE_TYPES,
+    PRIORITIES,
+    SURFACES,
+    Ask,
+    AskRefused,
+    AskTooLarge,
+    NotAllowed,
+    PlaygroundError,
+    SignedOut,
+    SurfaceName,
+    build_body,
+    read_ask,
+)
+from controlplane.playground.keys import lend_key, may_lend, may_play, may_see_records
 from controlplane.playground.passage import Call, Passage, find_gateway_url
 from controlplane.playground.snippets import ANTHROPIC_VERSION, write_code
 from core.limits import limits
@@ -202,3 +213,14 @@ def _read_form(request: HttpRequest) -> bytes:
             f"This is more than {limits().console.playground_form_bytes >> 20} MB. Take a smaller image or a shorter prompt."
         )
     return bytes(data)
+
+
+app_name = "playground"
+# Below ``/admin/``, where a session without a passkey may only look.
+urlpatterns = [
+    path("", admin.site.admin_view(show_playground), name="page"),
+    path("send", send, name="send"),
+    path("code", show_code, name="code"),
+    path("facts", show_facts, name="facts"),
+    path("wait", show_wait, name="wait"),
+]

@@ -83,7 +83,7 @@ def _read_level(text: str) -> Level:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="./muster sign",
+        prog="muster sign",
         description="Make an operation token for a box.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -708,7 +708,7 @@ def read_known(data: Path) -> Known:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="./muster trust",
+        prog="muster trust",
         description="Confirm on a box whose approvals it follows, and look after its keys.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from django.conf import settings
 from django.db import connection, transaction
 
-from controlplane.management.commands.audit import verify_database
+from controlplane.commands.audit import verify_database
 from governance import checkpoints
 from governance.audit import record_event
 from governance.models import AuditEntry

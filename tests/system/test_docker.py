@@ -186,7 +186,7 @@ def test_the_server_image_leaves_the_embedded_servers_and_the_engine_out() -> No
 
 
 SERVER = (
-    "controlplane.gateway_server.server", "controlplane.daphne_server.server", "controlplane.asgi", "controlplane.serve_worker",
+    "controlplane.gateway_server.server", "controlplane.daphne_server", "controlplane.asgi", "controlplane.serve_worker",
     "gateway.urls",
 )  # fmt: skip
 IMPORT_WITHOUT_THE_REST = """

@@ -38,8 +38,8 @@ TABLES = {"core/limits.py": "a table of fields, as long as the server has bounds
 LIMITS = ("conformance/limits.py", "core/limits.py", "runner/limits.py", "wire/limits.py")
 NUMBERS: dict[str, str] = {
     # Drawing and printing.
-    "controlplane/chart.py": "WIDTH HEIGHT GAP",
-    "controlplane/playground/literals.py": "WIDTH",
+    "controlplane/overview.py": "WIDTH HEIGHT GAP",
+    "controlplane/playground/snippets.py": "WIDTH",
     # Settings that Django and Celery read by their name.
     "controlplane/settings.py": "SESSION_COOKIE_AGE CELERY_TASK_TIME_LIMIT CELERY_WORKER_ETA_TASK_LIMIT "
     "CELERY_TASK_SOFT_TIME_LIMIT EMAIL_TIMEOUT",
@@ -101,7 +101,7 @@ PROCESS_EDGES: dict[str, str] = {
     "controlplane/gateway_server/server.py::GatewayApp._live": "the server is told that it cannot start, and exits",
     "controlplane/serve_worker.py::DueHere._carry_out": "a task that fails must not end the thread that carries out the others",
     "controlplane/tasks.py::sweep": "a look that fails must not keep the others from being taken",
-    "controlplane/reconciling.py::Reconciler._run": "one operation that cannot be looked at must not stop the looks at others",
+    "controlplane/serve_control.py::Reconciler._run": "one operation that cannot be looked at must not stop the others",
     "gateway/tokenizers.py::serve": "the process that asked is told; a library it does not know must not end the counting",
     "gateway/views/endpoints.py::make_endpoint.application": "the client gets a 500, the log a traceback; a server would cut",
     "gateway/views/endpoints.py::Inference.serve": "as above; a stream that had begun is reset instead",

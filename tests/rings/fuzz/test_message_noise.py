@@ -17,8 +17,7 @@ import redis
 from django.conf import settings
 from django.utils import timezone
 
-from controlplane.broker import FOREIGN_KEY, rebuild_message
-from controlplane.celery import app
+from controlplane.celery import FOREIGN_KEY, app, rebuild_message
 from core.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, read_unreadable
 from core.limits import limits
 from governance.models import AuditEvent, Notice, SignInFailure

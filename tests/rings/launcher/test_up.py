@@ -57,7 +57,7 @@ def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("muster", *(f"{package}/__init__.py" for package in packages), *modules):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
-    for folder in ("controlplane/launcher", "controlplane/management", "requirements"):
+    for folder in ("controlplane/launcher", "controlplane/commands", "requirements"):
         shutil.copytree(ROOT / folder, root / folder)
     return root
 
@@ -67,7 +67,7 @@ def test_no_help_installs_anything(command: str, bare_checkout: Path) -> None:
     before = set(bare_checkout.iterdir())
     answer = run(*BARE, *command.split(), "--help", root=bare_checkout)
     assert (answer.returncode, answer.stderr) == (0, "")
-    assert answer.stdout.startswith(f"usage: ./muster {command.split(maxsplit=1)[0]} ")
+    assert answer.stdout.startswith(f"usage: muster {command.split(maxsplit=1)[0]} ")
     page = re.search(r"\b(docs|benchmarks)/[\w-]+\.md", answer.stdout)
     assert page is not None
     assert (ROOT / page[0]).is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -22,10 +23,10 @@ from django.core.management.base import SystemCheckError
 from django.test import Client, override_settings
 
 from controlplane.approver_cli import describe, main
+from controlplane.commands import SETTINGS_CHECKS, Command, run_command
+from controlplane.commands.bootstrap import ACTOR, MODEL, USERNAME, make_credentials
 from controlplane.launcher.files import read_json, write_json
 from controlplane.launcher.installation import require_credentials
-from controlplane.management.commands.bootstrap import ACTOR, MODEL, USERNAME, make_credentials
-from controlplane.management.service_command import SETTINGS_CHECKS
 from core.models import User
 from gateway.models import ApiKey, Model
 from gateway.services.keys import revoke_api_key
@@ -48,7 +49,7 @@ pytestmark = pytest.mark.django_db
 
 def run(*words: str) -> str:
     output = StringIO()
-    call_command(*words, stdout=output)
+    call_command(Command(words[0]), *words[1:], stdout=output)
     return output.getvalue().strip()
 
 
@@ -95,6 +96,16 @@ def test_a_node_is_cordoned_and_drained_however_it_is_named_and_one_of_two_is_no
     assert not Node.objects.filter(draining=True).exists()
 
 
+@pytest.mark.parametrize("name", ["allow_model", "audit", "bootstrap", "migrate", "createsuperuser", "changepassword"])
+def test_help_says_muster_and_only_the_own_options_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_command([name, "--help"])
+    shown = capsys.readouterr().out
+    assert (ended.value.code, shown.split()[:2]) == (0, ["usage:", "muster"])
+    assert f" {name} " in shown.splitlines()[0]
+    assert not re.search(r"manage\.py|--(settings|pythonpath|traceback|no-color|force-color|verbosity|version)\b", shown)
+
+
 REFUSED = [
     "disallow_model nothing", "allow_model tiny --max-tokens 0", "create_key --tenant t --name _",
     "create_worker_credential --name x --max-nodes 0", "create_admin_token --name _",
@@ -117,12 +128,12 @@ def test_commands_look_at_the_settings_of_every_app_of_ours(tmp_path: Path) -> N
         override_settings(CORS_ORIGINS=("chat.example.com",)),
         pytest.raises(SystemCheckError, match="MUSTER_CORS_ORIGINS"),
     ):
-        call_command("bootstrap", credentials=tmp_path / "credentials.json", skip_checks=False)
+        call_command(Command("bootstrap"), credentials=tmp_path / "credentials.json", skip_checks=False)
     assert not (tmp_path / "credentials.json").exists()
 
 
 def bootstrap(path: Path) -> dict[str, object]:
-    call_command("bootstrap", credentials=path)
+    call_command(Command("bootstrap"), credentials=path)
     return read_json(path)
 
 

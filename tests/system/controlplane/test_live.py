@@ -30,13 +30,14 @@ from redis import asyncio as aioredis
 
 from controlplane.asgi import application
 from controlplane.live import CloseCode
-from controlplane.reconciling import Reconciler
+from controlplane.serve_control import Reconciler
 from controlplane.serve_worker import DueHere
 from core import hints
 from core.hints import HINT_GROUP, publish_hint
 from core.models import User
 from governance.models import OperationRun
 from governance.operations.runs import run_due
+from governance.operations.sweeps import reconcile
 from governance.states import RunState
 from nodes.models import Node, NodePresence
 from tests.fakes.governed_team import make_governed, propose_token
@@ -235,7 +236,7 @@ def test_what_is_due_is_carried_out_without_any_message() -> None:
     operation = propose_token(team[0])
     for member in team.members[1:]:
         member.approve(operation)
-    reconciler = Reconciler(every_s=0.05)
+    reconciler = Reconciler(reconcile, every_s=0.05)
     reconciler.start()
     try:
         wait_until(lambda: OperationRun.objects.filter(operation=operation, state=RunState.SUCCEEDED.value).exists())
@@ -257,12 +258,12 @@ def test_a_database_that_is_away_is_said_once_and_waited_for_and_a_defect_ends_n
             raise KeyError("a defect")
         return 0
 
-    with caplog.at_level(logging.INFO, logger="controlplane.reconciling"):
+    with caplog.at_level(logging.INFO, logger="controlplane.serve_control"):
         reconciler = Reconciler(look, every_s=0.01)
         reconciler.start()
         wait_until(lambda: len(looks) >= 7)
         assert reconciler.stop()
-    said = [record.getMessage() for record in caplog.records if record.name == "controlplane.reconciling"]
+    said = [record.getMessage() for record in caplog.records if record.name == "controlplane.serve_control"]
     assert said[:2] == ["reconcile_waits reason=OperationalError", "reconcile_goes_on"]
     assert [each for each in said[2:] if "reconcile_failed" not in each] == []
     assert len(said) == 3, "one look that fails does not end the looks"

@@ -20,7 +20,7 @@ from django.urls import reverse
 from django.utils import timezone
 
 from controlplane.playground import passage
-from controlplane.playground.errors import GatewayUnreachable, SignedOut, TooManyAnswers
+from controlplane.playground.asks import GatewayUnreachable, SignedOut, TooManyAnswers
 from controlplane.playground.keys import SESSION_KEYS, _cipher, _open_held, lend_key
 from controlplane.playground.passage import Call, Passage
 from core.limits import limits

@@ -17,7 +17,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.management.commands.invite import let_propose
+from controlplane.commands.people import let_propose
 from gateway.admin.requests import EstimatedPaginator
 from gateway.errors import GatewayError
 from gateway.models import ApiKey, GatewayProcess, Model, RequestRecord, StoredResponse, Tenant

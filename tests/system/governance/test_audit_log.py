@@ -22,6 +22,7 @@ from django.test import Client
 from django.urls import reverse
 from pytest_django import Settings
 
+from controlplane.commands import Command
 from core.limits import limits
 from governance.audit import check_tail, record_event
 from governance.checkpoints import (
@@ -201,7 +202,7 @@ def test_what_a_superuser_did_to_the_tables_is_found(seq: int, kind: Kind, state
     tamper(*(statement.format(*ids) for statement in statements))
     found = judge_database().findings[0]
     assert (found.seq, found.kind) == (seq, kind)
-    call_command("audit", "export", str(tmp_path / "log"), stdout=StringIO())
+    call_command(Command("audit"), "export", str(tmp_path / "log"), stdout=StringIO())
     with (tmp_path / "log").open() as lines:
         exported = auditlog.verify_export(lines)
     assert exported.findings[0] == found
@@ -212,7 +213,7 @@ def test_what_a_superuser_did_to_the_tables_is_found(seq: int, kind: Kind, state
 def run(*words: str) -> tuple[int, str]:
     output = StringIO()
     try:
-        call_command("audit", *words, stdout=output)
+        call_command(Command("audit"), *words, stdout=output)
     except SystemExit as ended:
         return int(str(ended.code)), output.getvalue()
     return 0, output.getvalue()

@@ -22,6 +22,7 @@ from django.urls import reverse
 from django.utils import timezone
 from pytest_django.fixtures import Settings
 
+from controlplane.commands import Command
 from core.limits import limits
 from core.models import User
 from governance.models import AuditEvent, Notice, Operation, WebhookEndpoint
@@ -306,17 +307,17 @@ def test_a_name_that_cannot_be_resolved_is_a_reason_to_try_again() -> None:
 
 
 def test_webhooks_are_managed_from_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
-    call_command("webhook", "add", "ops", "https://chat.example.com/secret-path")
+    call_command(Command("webhook"), "add", "ops", "https://chat.example.com/secret-path")
     assert capsys.readouterr().out.startswith("whsec_")
-    call_command("webhook", "list")
+    call_command(Command("webhook"), "list")
     shown = capsys.readouterr().out
     assert "ops  active" in shown
     assert "secret-path" not in shown
-    call_command("webhook", "remove", "ops")
-    call_command("webhook", "list")
+    call_command(Command("webhook"), "remove", "ops")
+    call_command(Command("webhook"), "list")
     assert "ops  removed" in capsys.readouterr().out
     with pytest.raises(CommandError, match="no webhook 'other'"):
-        call_command("webhook", "remove", "other")
+        call_command(Command("webhook"), "remove", "other")
 
 
 def test_the_page_of_webhooks_shows_the_secret_once_and_the_address_never() -> None:

@@ -19,6 +19,7 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
+from controlplane.commands import Command
 from core.models import User
 from gateway.services.tenants import create_tenant
 from governance.admin_tokens import claim_admin_token, create_admin_token, verify_admin_token
@@ -381,7 +382,7 @@ def revoked_by_page_and_restored(member: Member) -> None:
 
 
 def revoked_by_command_and_restored(member: Member) -> None:
-    call_command("approver_keys", "revoke", member.name, member.key.thumbprint[:8], stdout=StringIO())
+    call_command(Command("approver_keys"), "revoke", member.name, member.key.thumbprint[:8], stdout=StringIO())
     ApproverKey.objects.filter(pk=member.key.pk).update(revoked_at=None)
 
 
@@ -513,7 +514,7 @@ def test_who_brought_a_proof_is_in_the_log_and_in_evidence_that_holds_alone(tmp_
     assert {each["person"]: each["brought_by"] for each in shown} == brought
     chain_events()
     said = StringIO()
-    call_command("audit", "prove", operation.printed_id, stdout=said)
+    call_command(Command("audit"), "prove", operation.printed_id, stdout=said)
     older = {name: member for name, member in bundle.items() if name != "decisions"}
     for name, evidence in (("new", bundle), ("older", older), ("proof", json.loads(said.getvalue()))):
         (tmp_path / name).write_text(json.dumps(evidence))

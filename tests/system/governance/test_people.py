@@ -18,6 +18,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
+from controlplane.commands import Command
 from core.models import User
 from core.throttle import AuthThrottle
 from governance import admin_tokens
@@ -80,7 +81,7 @@ def put_in_force(*people: Person) -> None:
 
 def run(*words: str) -> str:
     output = StringIO()
-    call_command(*words, stdout=output)
+    call_command(Command(words[0]), *words[1:], stdout=output)
     return output.getvalue().strip()
 
 

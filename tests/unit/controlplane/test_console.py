@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from rest_framework import exceptions
 
 from controlplane.api_errors import describe_error
+from controlplane.apps import is_gateway_url
 from controlplane.env import (
     LOG_LEVELS,
     SettingError,
@@ -34,12 +35,9 @@ from controlplane.env import (
     read_text,
 )
 from controlplane.overview import CASES, Facts, PolicyFact, Severity, SlowFacts, find_problems
-from controlplane.playground.asks import SURFACES, Ask, build_body, read_ask
-from controlplane.playground.checks import is_gateway_url
-from controlplane.playground.errors import AskRefused
-from controlplane.playground.literals import JSON, PYTHON, expanding_json, print_literal
+from controlplane.playground.asks import SURFACES, Ask, AskRefused, build_body, read_ask
 from controlplane.playground.passage import choose_headers
-from controlplane.playground.snippets import write_code
+from controlplane.playground.snippets import JSON, PYTHON, expanding_json, print_literal, write_code
 from core.db import Patience, limit_patience, limit_process
 from core.db import connection as patient
 from core.db.base import DatabaseWrapper

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.daphne_server.flow import PausingQueue, WriteGate
+from controlplane.daphne_server import PausingQueue, WriteGate
 from core.limits import limits
 from core.outbox import AsgiMessage, Outbox
 from tests.fakes.examples import examples

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from controlplane.launcher import environment, files, installation, parts
-from controlplane.launcher.cli import _parse, name_node, take_data
+from controlplane.launcher.cli import _move_data, build_parser, name_node, parse, split_words, take_data
 from controlplane.launcher.console import LauncherError
 from controlplane.launcher.demo import MODEL, make_second_model, run_demo
 from controlplane.launcher.environment import ROOT, SETS, lock_file
@@ -487,23 +487,30 @@ def test_the_second_model_is_the_shipped_one_to_half_precision_and_left_alone_on
 
 
 def test_words_reach_the_command_they_are_for_and_options_of_other_programs_are_handed_on() -> None:
+    for name, words in (
+        ("node", ["--gateway", "http://x", "--help"]),
+        ("conformance", ["--base-url", "http://x", "--help"]),
+        ("bench", ["--data", "x"]),
+    ):
+        assert split_words(name, words) == (None, words)
+    assert [split_words("manage", words)[1] for words in ([], ["help"], ["help", "invite"])] == [
+        ["--help"], ["--help"], ["invite", "--help"]
+    ]  # fmt: skip
     for words, rest in (
-        (["node", "--gateway", "http://x", "--help"], ["--gateway", "http://x", "--help"]),
-        (["conformance", "--base-url", "http://x", "--help"], ["--base-url", "http://x", "--help"]),
-        (["bench", "--data", "x"], ["--data", "x"]),
         (["test", "-k", "name", "--fast", "tests/unit"], ["-k", "name", "tests/unit"]),
         (["test", "--vllm", "-x"], ["-x"]),
         (["test", "--mutants", "T11", "F28"], ["T11", "F28"]),
     ):
-        options, left = _parse(words)
+        options, left = parse(words)
         assert left == rest
         for switch in ("fast", "vllm", "clients", "mutants"):
             assert getattr(options, switch, False) is (f"--{switch}" in words)
-    options, _ = _parse(["up"])
+    options, _ = parse(["up"])
     assert (options.host, options.port, options.gateway_port, options.with_node) == ("127.0.0.1", 8000, 8080, True)
     assert options.data == default_data()
-    options, _ = _parse(["demo", "governance", "--json", "--data", "/d"])
-    assert (options.what, options.as_json, options.data) == ("governance", True, Path("/d"))
+    for words in (["demo", "governance", "--json", "--data", "/d"], ["--data", "/d", "demo", "governance", "--json"]):
+        options, _ = parse(_move_data(words))
+        assert (options.what, options.as_json, options.data) == ("governance", True, Path("/d"))
 
 
 @pytest.mark.parametrize(
@@ -520,8 +527,18 @@ def test_words_reach_the_command_they_are_for_and_options_of_other_programs_are_
 def test_the_installation_is_named_anywhere_among_the_words(words: list[str], data: Path | None, rest: list[str]) -> None:
     assert take_data(words) == (data, rest)
     if data is not None and "--data" not in rest:
-        options, left = _parse(["manage", *words])
-        assert (options.data, left) == (data, rest)
+        assert split_words("manage", words) == (data, rest)
+        (name, *moved) = _move_data(["--data", str(data), "audit", "verify"])
+        assert (name, split_words("audit", moved)) == ("audit", (data, ["verify"]))
+
+
+@pytest.mark.parametrize("command", [name for action in build_parser()._actions for name in action.choices or ()])
+def test_every_help_names_the_command_as_people_type_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([command, "--help"])
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: muster {command}")
+    assert not re.search(r"usage: (?!muster )|--(settings|pythonpath|traceback|no-color|verbosity)", shown)
 
 
 def test_trust_means_the_box_it_is_told_of_or_the_local_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,95 @@
-"""Daphne's two protocols with a gate each, a ceiling on request bodies and a deadline for requests to arrive."""
+"""Daphne with flow control in both directions, bounds on what clients send and hold, and a stop that lets requests finish.
+
+Stock Daphne buffers without bound for a client that does not read and for an application that is slower than its
+client (django/daphne#170): one socket can take hundreds of megabytes. It also waits without end for a request whose bytes keep
+coming, on any number of connections. Nothing else of Daphne is changed.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import resource
+import signal
 from collections import Counter
+from functools import partial
 from http import HTTPStatus
 from typing import Any
+from weakref import WeakSet
 
+from daphne.server import Server, reactor, twisted_loop  # installs the asyncio reactor, so it stands first
+
+# isort: split
 from autobahn.websocket.types import ConnectionDeny
 from daphne.http_protocol import HTTPFactory, WebRequest
 from daphne.ws_protocol import WebSocketFactory, WebSocketProtocol
+from twisted.internet import defer
+from twisted.internet.endpoints import serverFromString
+from twisted.internet.interfaces import IPushProducer
+from twisted.logger import ILogObserver, LogEvent, globalLogBeginner
 from twisted.web.http import HTTPChannel
+from zope.interface import implementer, provider
 
-from controlplane.daphne_server.flow import WriteGate
 from core.limits import limits
+from wire.client_address import TrustedProxies
 from wire.contract import ErrorCode
+
+
+@implementer(IPushProducer)
+class WriteGate:
+    """Closed while the transport holds more unsent bytes than it wants to. What sends waits at the gate."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self._is_released = False
+
+    def pauseProducing(self) -> None:  # noqa: N802  # Twisted's interface
+        """Close the gate: the transport's buffer is full."""
+        if not self._is_released:
+            self._open.clear()
+
+    def resumeProducing(self) -> None:  # noqa: N802  # Twisted's interface
+        """Open the gate: the buffer has drained."""
+        self._open.set()
+
+    def stopProducing(self) -> None:  # noqa: N802  # Twisted's interface
+        """Open the gate for good: the connection is gone and nobody may wait on it."""
+        self._is_released = True
+        self._open.set()
+
+    async def wait_open(self) -> None:
+        """Return once the transport takes more bytes, or is gone."""
+        await self._open.wait()
+
+
+class PausingQueue(asyncio.Queue[dict[str, Any]]):  # Any: ASGI messages
+    """An application's inbox that stops reading the socket above ``inbox_high`` messages and reads again at ``inbox_low``.
+
+    The bytes of one read may still be parsed into further messages, so its bound is ``inbox_high`` plus one read (64 KiB).
+    """
+
+    def __init__(self, transport: Any) -> None:  # Any: one of Twisted's
+        super().__init__()
+        self._limits = limits().console
+        self._transport = transport
+        self._is_paused = False
+
+    def put_nowait(self, item: dict[str, Any]) -> None:
+        """Append a message; pause the client when enough are waiting."""
+        super().put_nowait(item)
+        if not self._is_paused and self.qsize() > self._limits.inbox_high:
+            self._is_paused = True
+            self._transport.pauseProducing()
+
+    async def get(self) -> dict[str, Any]:
+        """Take the next message; let the client go on when few are waiting."""
+        item = await super().get()
+        if self._is_paused and self.qsize() <= self._limits.inbox_low:
+            self._is_paused = False
+            self._transport.resumeProducing()
+        return item
 
 
 def _print_refusal(status: str, code: ErrorCode, message: str, *, retryable: bool) -> bytes:
@@ -267,3 +342,154 @@ class GatedWebSocketFactory(WebSocketFactory):  # type: ignore[misc]  # Daphne s
     """Makes gated WebSockets."""
 
     protocol = GatedWebSocket
+
+
+logger = logging.getLogger(__name__)
+
+Connection = GatedRequest | GatedWebSocket
+
+
+@provider(ILogObserver)  # type: ignore[untyped-decorator]  # zope.interface ships no types
+def _discard(event: LogEvent) -> None:
+    """Take Twisted's own log, which would otherwise pile up in memory: what matters is logged by us."""
+
+
+class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no types
+    """Daphne with flow control in both directions. SIGTERM and SIGINT let running requests finish.
+
+    ``header_timeout_s`` and ``body_timeout_s``: a request whose headers or body take longer to arrive is refused.
+    ``write_timeout_s``: a client that takes no byte for so long is cut off. ``stop_grace_s``: how long requests may go on
+    after a signal. ``proxies``: who is believed about its client's address.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        proxies: TrustedProxies | None = None,
+        header_timeout_s: float = 10.0,
+        body_timeout_s: float = 60.0,
+        write_timeout_s: float = 60.0,
+        stop_grace_s: float = 10.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, signal_handlers=False, **kwargs)
+        self.proxies = proxies
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = limits().console.connections
+        limit = most if files == resource.RLIM_INFINITY else min(most, files // 2)
+        self.open_connections = OpenConnections(limit, limit if self.proxies else limit // 2)
+        self.header_timeout_s = header_timeout_s
+        self.body_timeout_s = body_timeout_s
+        self.write_timeout_s = write_timeout_s
+        self.stop_grace_s = stop_grace_s
+        self.listen_failure: str | None = None
+        self.transports: WeakSet[Any] = WeakSet()  # Any: Twisted's transports of HTTP connections
+        self._ports: list[Any] = []  # Any: Twisted's listening ports
+        self._stopping: asyncio.Task[None] | None = None
+
+    def run(self) -> None:
+        """Serve until a signal. ``listen_failure`` says afterwards why it could not start, if it could not.
+
+        Stands in for Daphne's own, which makes factories that cannot be chosen.
+        """
+        self.connections: dict[Connection, dict[str, Any]] = {}  # Any: Daphne's own records
+        self.http_factory = GatedHTTPFactory(self)
+        self.ws_factory = GatedWebSocketFactory(self, server=self.server_name)
+        self.ws_factory.setProtocolOptions(
+            autoPingTimeout=self.ping_timeout,
+            openHandshakeTimeout=self.websocket_handshake_timeout,
+            maxMessagePayloadSize=self.websocket_max_message_size,
+            maxFramePayloadSize=self.websocket_max_frame_size,
+        )
+        globalLogBeginner.beginLoggingTo([_discard], redirectStandardIO=False, discardBuffer=True)
+        reactor.callLater(1, self.application_checker)
+        reactor.callLater(2, self.timeout_checker)
+        asyncio.set_event_loop(twisted_loop)
+        for name in (signal.SIGTERM, signal.SIGINT):
+            twisted_loop.add_signal_handler(name, self.begin_stop)
+        for endpoint in self.endpoints:
+            listener = serverFromString(reactor, endpoint).listen(self.http_factory)  # type: ignore[no-untyped-call]  # Twisted
+            listener.addCallbacks(self.listen_success, self.listen_error)
+        reactor.addSystemEventTrigger("before", "shutdown", self.kill_all_applications)
+        if not self.abort_start:
+            reactor.run(installSignalHandlers=False)
+
+    def create_application(self, protocol: Connection, scope: dict[str, Any]) -> asyncio.Queue[dict[str, Any]] | None:
+        """Start the application of a connection and return its inbox."""
+        if protocol not in self.connections:
+            return None
+        is_socket = scope["type"] == "websocket"
+        if self.proxies:
+            self.proxies.correct_scope(scope)
+            protocol.client_addr = scope["client"]  # what the access log names
+        inbox: asyncio.Queue[dict[str, Any]] = PausingQueue(protocol.transport) if is_socket else asyncio.Queue()
+        scope.setdefault("asgi", {"version": "3.0"})
+        if is_socket:
+            scope.setdefault("extensions", {})["websocket.http.response"] = {}
+        application = self.application(scope=scope, receive=inbox.get, send=partial(self.handle_reply, protocol))
+        self.connections[protocol]["application_instance"] = asyncio.ensure_future(application)
+        return inbox
+
+    async def handle_reply(self, protocol: Connection, message: dict[str, Any]) -> None:
+        """Write a message of the application, and return to it only when the client can take the next one."""
+        await super().handle_reply(protocol, message)
+        try:
+            async with asyncio.timeout(self.write_timeout_s):
+                await protocol.gate.wait_open()
+        except TimeoutError:
+            logger.warning("client_stalled seconds=%g", self.write_timeout_s)
+            protocol.abort()
+
+    def listen_success(self, port: Any) -> None:
+        """Remember the listening port, to close it first when stopping."""
+        self._ports.append(port)
+        super().listen_success(port)
+
+    def listen_error(self, failure: Any) -> None:
+        """Say in one line why the address cannot be used, and end."""
+        self.listen_failure = failure.getErrorMessage()
+        self.stop()
+
+    def begin_stop(self) -> None:
+        """Close the ports, let requests finish within the grace, tell sockets and event streams to go away, then end.
+
+        A second call ends at once.
+        """
+        if self._stopping is not None:
+            self.stop()
+            return
+        self._stopping = asyncio.ensure_future(self._stop_gracefully(), loop=twisted_loop)
+
+    def kill_all_applications(self) -> defer.Deferred[Any]:
+        """Cancel what still runs when the reactor ends, and wait for it."""
+        running = self._running_applications()
+        for task in running:
+            task.cancel()
+        return defer.Deferred.fromFuture(asyncio.gather(*running, return_exceptions=True))
+
+    async def _stop_gracefully(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.stop_grace_s
+        try:
+            for port in self._ports:
+                port.stopListening()
+            for protocol in list(self.connections):
+                if isinstance(protocol, GatedWebSocket):
+                    protocol.sendCloseFrame(code=1001)  # going away; its sendClose accepts codes of applications only
+                elif protocol.is_endless:
+                    protocol.send_disconnect()
+            while (running := self._running_applications()) and loop.time() < deadline:
+                await asyncio.wait(running, timeout=deadline - loop.time())
+            for transport in self.transports:
+                transport.loseConnection()  # after what is still to be written
+            while self._is_any_open() and loop.time() < deadline:  # noqa: ASYNC110  # Twisted has no event for "all closed"
+                await asyncio.sleep(limits().console.stop_poll_s)
+        finally:
+            self.stop()
+
+    def _is_any_open(self) -> bool:
+        return any(transport.connected for transport in self.transports)
+
+    def _running_applications(self) -> list[asyncio.Future[None]]:
+        tasks = (details.get("application_instance") for details in self.connections.values())
+        return [task for task in tasks if task is not None and not task.done()]

@@ -1,4 +1,4 @@
-"""``manage.py bootstrap``: bring the database up to date and make what a first request needs.
+"""The command ``bootstrap``: bring the database up to date and make what a first request needs.
 
 Safe to run at every start: what exists and is still valid is kept, what an operator changed or switched off stays so.
 """
@@ -6,17 +6,18 @@ Safe to run at every start: what exists and is still valid is kept, what an oper
 from __future__ import annotations
 
 import secrets
-from argparse import ArgumentParser
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from django.apps import apps
-from django.core.management import BaseCommand, CommandError, call_command
+from django.core.management import CommandError, call_command
 from django.db import connection, transaction
 from django.db.migrations.executor import MigrationExecutor
 
+from controlplane.commands import Options, argument, command
 from controlplane.launcher.files import read_json, write_json
-from controlplane.management.service_command import SETTINGS_CHECKS
 from core.limits import limits
 from core.models import User
 from gateway.services.errors import NameTaken
@@ -37,62 +38,50 @@ MODEL = "muster-tiny"
 USERNAME = "admin"
 
 
-class Command(BaseCommand):
-    """Migrate, then make the first operator, tenant, keys, credentials and the allow-list entry of the shipped model."""
-
-    help = "Migrate the database and make the quick start's operator, keys and credentials, kept in a file of mode 0600."
-    requires_system_checks = SETTINGS_CHECKS
-
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Declare ``--credentials FILE``."""
-        parser.add_argument("--credentials", type=Path, required=True, metavar="FILE", help="where the credentials are kept")
-
-    def handle(self, *args: object, **options: object) -> None:
-        """Do it all; raises CommandError when the file cannot be written."""
-        path = options["credentials"]
-        assert isinstance(path, Path)
-        self._migrate()
-        kept = read_json(path)
-        made = make_credentials(kept)
-        if made != kept:
-            try:
-                write_json(path, made)
-            except OSError as error:
-                raise CommandError(f"cannot write {path}: {error.strerror}") from error
-        self.stdout.write("bootstrap: done")
-
-    def _migrate(self) -> None:
-        executor = MigrationExecutor(connection)
-        pending = executor.migration_plan(executor.loader.graph.leaf_nodes())
-        if pending:
-            self.stdout.write(f"bootstrap: {len(pending)} migrations to apply")
-            call_command("migrate", interactive=False, verbosity=1, stdout=self.stdout, stderr=self.stderr)
+@command(
+    "bootstrap",
+    "Migrate the database and make the quick start's operator, keys and credentials, kept in a file of mode 0600.",
+    argument("--credentials", type=Path, required=True, metavar="FILE", help="where the credentials are kept"),
+)
+def bootstrap(options: Options) -> str:
+    """Do it all; raises CommandError when the file cannot be written."""
+    executor = MigrationExecutor(connection)
+    pending = executor.migration_plan(executor.loader.graph.leaf_nodes())
+    if pending:
+        sys.stdout.write(f"bootstrap: {len(pending)} migrations to apply\n")
+        call_command("migrate", interactive=False, verbosity=1)
+    path: Path = options["credentials"]
+    kept = read_json(path)
+    made = make_credentials(kept)
+    if made != kept:
+        try:
+            write_json(path, made)
+        except OSError as error:
+            raise CommandError(f"cannot write {path}: {error.strerror}") from error
+    return "bootstrap: done"
 
 
 def make_credentials(kept: dict[str, object]) -> dict[str, object]:
     """Return ``kept`` with everything in it that was missing or is no longer valid made anew."""
-    try:
+    with suppress(Conflict):
         create_provider(name=PROVIDER, actor=ACTOR)
-    except Conflict:
-        pass
-    try:
+    with suppress(NameTaken):
         create_tenant(name=TENANT, actor=ACTOR)
-    except NameTaken:
-        pass
     if not apps.get_model("gateway", "Model").objects.filter(name=MODEL).exists():
         allow_model(name=MODEL, actor=ACTOR)
+    nodes = limits().console.enrolment_nodes
+
+    def enrol(name: str, most: int) -> tuple[object, str]:
+        return create_credential(name=name, provider_name=PROVIDER, max_nodes=most, actor=ACTOR)
+
     return {
         "admin": ensure_operator(kept.get("admin")),
         "admin_token": _keep_admin_token(kept),
         "api_key": _keep(kept, "api_key", _is_key_valid, lambda: create_api_key(name="demo", tenant_name=TENANT, actor=ACTOR)),
         "model": MODEL,
-        "worker_secret": _keep(
-            kept, "worker_secret", find_credential, lambda: _create_enrolment("workers", limits().console.enrolment_nodes)
-        ),
-        "node_token": _keep(
-            kept, "node_token", find_credential, lambda: _create_enrolment("nodes", limits().console.enrolment_nodes)
-        ),
-        "local_node_token": _keep(kept, "local_node_token", find_credential, lambda: _create_enrolment("local node", 1)),
+        "worker_secret": _keep(kept, "worker_secret", find_credential, lambda: enrol("workers", nodes)),
+        "node_token": _keep(kept, "node_token", find_credential, lambda: enrol("nodes", nodes)),
+        "local_node_token": _keep(kept, "local_node_token", find_credential, lambda: enrol("local node", 1)),
     }
 
 
@@ -137,7 +126,3 @@ def _is_key_valid(text: str) -> bool:
     keyid = parse_keyid(text, CredentialKind.CLIENT)
     row = apps.get_model("gateway", "ApiKey").objects.filter(keyid=keyid, revoked_at__isnull=True).first() if keyid else None
     return row is not None and verify_credential(text, bytes(row.digest))
-
-
-def _create_enrolment(name: str, max_nodes: int) -> tuple[object, str]:
-    return create_credential(name=name, provider_name=PROVIDER, max_nodes=max_nodes, actor=ACTOR)
