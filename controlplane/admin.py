@@ -71,7 +71,6 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg, misc] 
 
     @column("State", ordering="is_active", label={"active": "success", "off": "default"})
     def show_state(self, person: User) -> str:
-        """Return whether the person may sign in."""
         return "active" if person.is_active else "off"
 
     @column("Role")
@@ -110,7 +109,6 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg, misc] 
         form_url: str = "",
         extra_context: dict[str, Any] | None = None,  # Any: Django's template context
     ) -> HttpResponse:
-        """Show one person, with a link to the page that makes an invitation."""
         url = reverse("admin:controlplane_user_invite", args=[object_id])
         links = [ChangeLink("Invite", url, is_danger=False)] if self.has_change_permission(request) else []
         return super().change_view(request, object_id, form_url, {**(extra_context or {}), "row_changes": links})
@@ -175,13 +173,10 @@ class GroupAdmin(DjangoGroupAdmin, FindingAdmin):  # type: ignore[misc]  # Unfol
     actions = None
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Let administrators alone make groups."""
         return bool(request.user.is_active and getattr(request.user, "is_superuser", False)) and may_act(request)
 
     def has_change_permission(self, request: HttpRequest, obj: Group | None = None) -> bool:
-        """Let administrators alone change groups."""
         return self.has_add_permission(request)
 
     def has_delete_permission(self, request: HttpRequest, obj: Group | None = None) -> bool:
-        """Let administrators alone delete groups."""
         return self.has_add_permission(request)

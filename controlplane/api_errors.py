@@ -69,8 +69,6 @@ class Outage:
 
 @dataclass(frozen=True, slots=True)
 class ApiError:
-    """One error, ready to be sent."""
-
     status: int
     code: ErrorCode
     message: str
@@ -79,7 +77,6 @@ class ApiError:
     rule: str | None = None
 
     def body(self) -> dict[str, dict[str, object]]:
-        """Return the contract's envelope."""
         members: dict[str, object] = {
             "code": self.code.value,
             "message": self.message,
@@ -196,7 +193,6 @@ def page_not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """Answer 400 (a forbidden Host header, a malformed request)."""
     if isinstance(exception, DisallowedHost):
         return _refuse_host(request)
     if request.path.startswith(PAGE_PREFIXES):
@@ -225,7 +221,6 @@ def _refuse_host(request: HttpRequest) -> HttpResponse:
 
 
 def permission_denied(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """Answer 403."""
     if request.path.startswith(PAGE_PREFIXES):
         return defaults.permission_denied(request, exception)
     if _wants_page(request):

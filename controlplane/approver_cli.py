@@ -50,7 +50,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of ``keys`` and ``approve``."""
     parser = argparse.ArgumentParser(prog="muster")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     keys = commands.add_parser("keys", help="make or show an approver's key file").add_subparsers(metavar="WHAT", required=True)
@@ -74,7 +73,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def default_folder() -> Path:
-    """Return where key files are kept."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "muster" / "keys"
 
 
@@ -124,12 +122,10 @@ def write_line(key: Ed25519PrivateKey, name: str) -> str:
 
 
 def public_bytes(key: Ed25519PrivateKey) -> bytes:
-    """Return the public half as SPKI DER."""
     return key.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
 
 def show_keys(options: argparse.Namespace) -> str:
-    """Return the public lines of the key files in the folder."""
     folder: Path = options.dir
     lines = [path.read_text().strip() for path in sorted(folder.glob("*.pub"))]
     return "\n".join(lines) or f"There is no key file in {folder}. Make one: ./muster keys new --name YOUR-USERNAME"
@@ -243,7 +239,6 @@ def write_value(value: object) -> str:
 
 
 def write_time(at: int) -> str:
-    """Return Unix seconds as a date and a time people read."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, ValueError, OSError):

@@ -27,7 +27,6 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
     index_title = "Overview"
 
     def index(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> TemplateResponse:
-        """Show what runs, the last hour and what is wrong now."""
         from controlplane.overview import draw_minutes, read_overview  # it reaches models: not there yet when apps are loaded
 
         overview = read_overview()
@@ -57,8 +56,7 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
         return HttpResponseRedirect(f"{reverse('signin:login')}?{urlencode({'next': wanted})}")
 
     def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """End the session on POST, as the sign-in pages do."""
-        from governance.views.signin import sign_out
+        from governance.web.signin import sign_out
 
         return sign_out(request)
 
@@ -119,7 +117,6 @@ def is_gateway_url(url: str) -> bool:
 
 
 def check_gateway_urls(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> list[CheckMessage]:
-    """Return what is wrong with the addresses of the gateway."""
     named = {
         "MUSTER_PLAYGROUND_GATEWAY_URL": settings.PLAYGROUND_GATEWAY_URL,
         "MUSTER_GATEWAY_PUBLIC_URL": settings.GATEWAY_PUBLIC_URL,

@@ -55,11 +55,8 @@ class AdminTokenAuthentication(BaseAuthentication):
 
 
 class AdminTokenScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]  # drf-spectacular registers by subclassing
-    """How the OpenAPI document describes the credential."""
-
     target_class = "controlplane.authentication.AdminTokenAuthentication"
     name = "adminToken"
 
     def get_security_definition(self, auto_schema: object) -> dict[str, str]:
-        """Return the OpenAPI security scheme."""
         return {"type": "http", "scheme": "bearer", "description": "Token of an administrator, msa_…"}

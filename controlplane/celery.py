@@ -25,7 +25,7 @@ from django.conf import settings
 from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport import redis as redis_transport
 
-from core.db import limit_process
+from core.db.base import limit_process
 from core.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, MessageCount
 from core.limits import limits
 from wire import clock
@@ -169,8 +169,6 @@ class TaskChannel(redis_transport.Channel):
 
 
 class Transport(redis_transport.Transport):
-    """kombu's own, with our channel."""
-
     Channel = TaskChannel
     brpop_timeout = 5
     """Seconds after which a quiet list is asked again; a message is taken at once."""

@@ -60,7 +60,6 @@ class WriteGate:
         self._open.set()
 
     async def wait_open(self) -> None:
-        """Return once the transport takes more bytes, or is gone."""
         await self._open.wait()
 
 
@@ -77,14 +76,12 @@ class PausingQueue(asyncio.Queue[dict[str, Any]]):  # Any: ASGI messages
         self._is_paused = False
 
     def put_nowait(self, item: dict[str, Any]) -> None:
-        """Append a message; pause the client when enough are waiting."""
         super().put_nowait(item)
         if not self._is_paused and self.qsize() > self._limits.inbox_high:
             self._is_paused = True
             self._transport.pauseProducing()
 
     async def get(self) -> dict[str, Any]:
-        """Take the next message; let the client go on when few are waiting."""
         item = await super().get()
         if self._is_paused and self.qsize() <= self._limits.inbox_low:
             self._is_paused = False
@@ -129,7 +126,6 @@ class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
             super().handleContentChunk(data)
 
     def process(self) -> object:
-        """Start the application, unless the request was refused."""
         if self.uri.startswith(b"//"):  # what follows is a host to autobahn, which would serve "///ws/x" as "/ws/x"
             self.uri = b"/%2F" + self.uri[2:]
         return None if self._is_refused else super().process()
@@ -150,12 +146,10 @@ class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
         super().finish()
 
     def connectionLost(self, reason: object) -> None:  # noqa: N802  # Twisted's interface
-        """Let whoever waits at the gate go: the client left."""
         self.gate.stopProducing()
         super().connectionLost(reason)
 
     def abort(self) -> None:
-        """Cut the connection without waiting for the client."""
         if self.channel is not None:
             self.channel.transport.abortConnection()
 
@@ -179,7 +173,6 @@ class GatedWebSocket(WebSocketProtocol):  # type: ignore[misc]  # Daphne ships n
         super().connectionMade()
 
     def connectionLost(self, reason: object = None) -> None:  # noqa: N802  # Twisted's interface
-        """Let whoever waits at the gate go: the client left."""
         self.gate.stopProducing()
         self.factory.server_class.open_connections.remove(self.transport)
         super().connectionLost(reason)
@@ -200,7 +193,6 @@ class GatedWebSocket(WebSocketProtocol):  # type: ignore[misc]  # Daphne ships n
         self.sendCloseFrame(code=1000 if code is None else code)
 
     def abort(self) -> None:
-        """Cut the connection without waiting for the client."""
         self.transport.abortConnection()
 
 
@@ -246,7 +238,6 @@ class TimedChannel(_UntypedChannel):  # type: ignore[misc]  # as above
         super().requestDone(request)
 
     def connectionLost(self, reason: object) -> None:  # noqa: N802  # Twisted's interface
-        """Forget the connection."""
         self._stop_clock()
         self._connections.remove(self.transport)
         super().connectionLost(reason)
@@ -288,17 +279,14 @@ class OpenConnections:
         return len(self._addresses) < self._limit or self._cut_one_off(None)
 
     def add(self, transport: Any) -> None:
-        """Count a connection that has just been made."""
         address = self._addresses[transport] = _read_address(transport.getPeer())
         self._counts[address] += 1
         self._receiving[transport] = None
 
     def set_busy(self, transport: Any) -> None:
-        """Note that a whole request has arrived."""
         self._receiving.pop(transport, None)
 
     def set_receiving(self, transport: Any) -> None:
-        """Note that the connection waits for another request."""
         if transport in self._addresses:
             self._receiving[transport] = None
 
@@ -339,8 +327,6 @@ class GatedHTTPFactory(HTTPFactory):  # type: ignore[misc]  # Daphne ships no ty
 
 
 class GatedWebSocketFactory(WebSocketFactory):  # type: ignore[misc]  # Daphne ships no types
-    """Makes gated WebSockets."""
-
     protocol = GatedWebSocket
 
 
@@ -415,7 +401,6 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
             reactor.run(installSignalHandlers=False)
 
     def create_application(self, protocol: Connection, scope: dict[str, Any]) -> asyncio.Queue[dict[str, Any]] | None:
-        """Start the application of a connection and return its inbox."""
         if protocol not in self.connections:
             return None
         is_socket = scope["type"] == "websocket"
@@ -441,12 +426,10 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
             protocol.abort()
 
     def listen_success(self, port: Any) -> None:
-        """Remember the listening port, to close it first when stopping."""
         self._ports.append(port)
         super().listen_success(port)
 
     def listen_error(self, failure: Any) -> None:
-        """Say in one line why the address cannot be used, and end."""
         self.listen_failure = failure.getErrorMessage()
         self.stop()
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from core.limits import Limits
@@ -24,6 +26,8 @@ _BOUNDS = {
     "tcp_user_timeout": "10000",
 }
 """libpq's, in seconds, the last in milliseconds: a server or network that is gone must not hang us. The URL may differ."""
+Number = TypeVar("Number", int, float)
+
 LOG_LEVELS = {
     "trace": "DEBUG",
     "debug": "DEBUG",
@@ -67,29 +71,24 @@ def read_text(name: str, default: str = "") -> str:
 
 
 def read_int(name: str, default: int, *, minimum: int = 0) -> int:
-    """Return the variable as a whole number of at least ``minimum``."""
-    raw = read_text(name)
-    if not raw:
-        return default
-    try:
-        value = int(raw)
-    except ValueError:
-        raise SettingError(f"{name} must be a whole number, not {raw!r}") from None
-    if value < minimum:
-        raise SettingError(f"{name} must be at least {minimum}, not {value}")
-    return value
+    """Return the variable as a whole number of at least ``minimum``. Raises SettingError."""
+    return _read_number(name, default, minimum, int, "a whole number")
 
 
 def read_float(name: str, default: float, *, minimum: float = 0.0) -> float:
-    """Return the variable as a number of at least ``minimum``."""
+    """Return the variable as a number of at least ``minimum``. Raises SettingError."""
+    return _read_number(name, default, minimum, float, "a number")
+
+
+def _read_number(name: str, default: Number, minimum: Number, kind: Callable[[str], Number], what: str) -> Number:
     raw = read_text(name)
     if not raw:
         return default
     try:
-        value = float(raw)
+        value = kind(raw)
     except ValueError:
-        raise SettingError(f"{name} must be a number, not {raw!r}") from None
-    if not value >= minimum:
+        raise SettingError(f"{name} must be {what}, not {raw!r}") from None
+    if not value >= minimum:  # said so, it holds for what is no number either
         raise SettingError(f"{name} must be at least {minimum}, not {value}")
     return value
 
@@ -118,7 +117,6 @@ def read_log_level(name: str, default: str = "INFO") -> str:
 
 
 def read_list(name: str, default: list[str] | None = None) -> list[str]:
-    """Return the variable split at commas, blanks dropped."""
     raw = read_text(name)
     return [part.strip() for part in raw.split(",") if part.strip()] if raw else list(default or [])
 
@@ -141,7 +139,6 @@ def read_limits() -> Limits:
 
 
 def read_networks(name: str) -> list[IPv4Network | IPv6Network]:
-    """Return the variable as addresses and networks, separated by commas."""
     try:
         return [ip_network(text) for text in read_list(name)]
     except ValueError as error:

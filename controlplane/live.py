@@ -79,7 +79,6 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
         self._pusher = asyncio.create_task(self._push())
 
     async def disconnect(self, code: int) -> None:
-        """Stop pushing."""
         pusher: asyncio.Task[None] | None = getattr(self, "_pusher", None)
         if pusher is None:
             return
@@ -91,7 +90,6 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
         """Ignore what the page sends: it has nothing to say here."""
 
     async def hint(self, message: dict[str, str]) -> None:
-        """Look again now: rows have changed."""
         self._look_again.set()
 
     async def _push(self) -> None:
@@ -132,7 +130,6 @@ class BoxConsumer(PushConsumer):
     """What the page of one box shows of its models and memory, as the same HTML that the page came with."""
 
     def may_look(self, user: User) -> bool:
-        """Follow the permission of the page itself."""
         return user.has_perm("nodes.view_node") or user.has_perm("nodes.change_node")
 
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:

@@ -27,8 +27,6 @@ class Item(TypedDict):
 
 
 class Group(TypedDict):
-    """Entries under a heading, as Unfold reads them."""
-
     title: str
     separator: bool
     items: list[Item]
@@ -83,7 +81,6 @@ class Entry:
 
 
 def build_sidebar(request: HttpRequest) -> list[Group]:
-    """Return what the signed-in operator may see."""
     overview = Item(title="Overview", icon="space_dashboard", link=reverse("admin:index"))
     groups = [Group(title="", separator=False, items=[overview, _link_approvals(request)])]
     for title, pages in PAGES.items():

@@ -63,8 +63,6 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class PolicyFact:
-    """The approval policy in force."""
-
     version: int
     expires_at: datetime
 
@@ -100,8 +98,6 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Everything the first page shows."""
-
     fleet: FleetOverview
     open_requests: OpenRequests
     traffic: Traffic
@@ -417,8 +413,6 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """Bars and the scale they are drawn to."""
-
     bars: tuple[Bar, ...]
     top: int
     starts_at: datetime

@@ -16,7 +16,7 @@ from django.db import Error as DatabaseFailure
 from django.db import connections
 
 from controlplane.env import report_setting_errors
-from core.db import limit_process
+from core.db.base import limit_process
 from core.db.threads import with_kept_connection
 from core.limits import limits
 
@@ -114,7 +114,6 @@ class Reconciler:
 
 
 def read_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m controlplane.serve_control", description=DESCRIPTION)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback)")
     parser.add_argument("--port", type=int, default=8000)

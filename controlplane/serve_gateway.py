@@ -10,7 +10,6 @@ from controlplane.env import report_setting_errors
 
 
 def main() -> None:
-    """Parse the command line, set Django up, serve."""
     parser = argparse.ArgumentParser(prog="serve_gateway", description="Serve Muster's client API and its worker socket.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     parser.add_argument("--port", type=int, default=8080)

@@ -91,7 +91,6 @@ class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
 
     def start(self, worker: Worker) -> None:
-        """Start the thread."""
         del worker
         self._thread.start()
 

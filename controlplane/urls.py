@@ -15,7 +15,7 @@ from django.views.decorators.http import require_safe
 from django.views.generic import RedirectView
 from drf_spectacular.views import SpectacularAPIView, SpectacularSwaggerSplitView
 
-from core.db import Patience, limit_patience
+from core.db.base import WaitLimit, limit_waits
 from core.hints import read_unreadable
 from core.limits import limits
 from wire import clock
@@ -38,7 +38,7 @@ def look_at_database() -> str:
     """Return ``ok``, ``read-only``, or ``unreachable`` when the database does not answer within ``health_database_s``."""
     longest_s = limits().console.health_database_s
     try:
-        with limit_patience(Patience(longest_s, ends_at=clock.monotonic() + longest_s)), connection.cursor() as cursor:
+        with limit_waits(WaitLimit(longest_s, ends_at=clock.monotonic() + longest_s)), connection.cursor() as cursor:
             cursor.execute("SELECT current_setting('transaction_read_only')")
             (answer,) = cursor.fetchone()
     except DatabaseFailure:
@@ -51,7 +51,6 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("admin", RedirectView.as_view(pattern_name="admin:index")),
     path("admin/playground/", include("controlplane.playground.views")),
     path("admin/", admin.site.urls),
-    path("sign-in/", include("governance.views.signin_urls")),
     path("favicon.ico", RedirectView.as_view(url=f"{settings.STATIC_URL}muster/favicon.svg")),
     path("healthz", show_health, name="healthz"),
     path("api/schema", SpectacularAPIView.as_view(), name="schema"),

@@ -116,7 +116,6 @@ def column(
 
 
 def name_actor(request: HttpRequest) -> str:
-    """Return the operator as the audit trail writes one."""
     return f"user:{request.user.get_username()}"
 
 
@@ -124,7 +123,6 @@ class RowList(ChangeList):  # type: ignore[misc]  # Unfold ships no types
     """The rows of a list. What its address asks for and no filter can mean, such as the year -1, is the caller's error."""
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: list[str | None] | None = None) -> models.QuerySet[Any]:
-        """Return the rows. Raises BadRequest."""
         try:
             rows: models.QuerySet[Any] = super().get_queryset(request, exclude_parameters)
             with suppress(EmptyResultSet):
@@ -142,7 +140,6 @@ class FindingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
     """Why there may be none, as a sentence."""
 
     def get_changelist(self, request: HttpRequest, **kwargs: object) -> type[RowList]:
-        """Return the class of the list."""
         return RowList
 
     def _get_obj_does_not_exist_redirect(self, request: HttpRequest, opts: Any, object_id: str) -> HttpResponse:  # Any: untyped
@@ -269,7 +266,6 @@ class ShowingAdmin(FindingAdmin):
         return self.render_page(request, "admin/muster/confirm.html", context)
 
     def render_page(self, request: HttpRequest, template: str, context: Mapping[str, Any]) -> TemplateResponse:  # Any: Django's
-        """Return one of our pages inside the admin's frame."""
         whole = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, **context}
         return TemplateResponse(request, template, whole)
 

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
 import redis
-from asgiref.sync import async_to_sync
-from channels.exceptions import ChannelFull
 from channels.layers import get_channel_layer
 from channels_redis.pubsub import RedisPubSubChannelLayer, RedisPubSubLoopLayer, RedisSingleShardConnection
 from django.conf import settings
 from django.db import transaction
 from redis.asyncio.client import PubSub
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from core.limits import limits
 from wire import clock
@@ -43,7 +44,6 @@ class MessageCount:
         self._log_at = 0.0
 
     def add(self) -> None:
-        """Count one message."""
         self.total += 1
         if clock.monotonic() >= self._log_at:
             self._log_at = clock.monotonic() + limits().core.hint_log_s
@@ -102,6 +102,10 @@ class _Shard(RedisSingleShardConnection):  # type: ignore[misc]  # channels_redi
 class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redis ships no types
     """The channel layer: it delivers hints and nothing else, whoever sent it."""
 
+    def __init__(self, *, hosts: list[str], prefix: str) -> None:
+        super().__init__(hosts=hosts, prefix=prefix)
+        self._url, self._group = hosts[0], f"{prefix}__group__{HINT_GROUP}"
+
     def _get_layer(self) -> RedisPubSubLoopLayer:
         is_new = asyncio.get_running_loop() not in self._layers
         layer = super()._get_layer()
@@ -121,6 +125,10 @@ class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redi
         while (message := await self._get_layer().receive(channel)) is None:
             pass
         return dict(message)
+
+    def send_hint(self, message: dict[str, Any]) -> None:  # Any: as ``group_send`` has it
+        """Send a hint from a thread, in the place of ``group_send``, which would need a loop and a connection for each."""
+        _open_client(self._url, limits().core.hint_send_s).publish(self._group, self.serialize(message))
 
     def deserialize(self, message: bytes) -> dict[str, Any] | None:
         """Return the hint that these bytes are, None when they are no hint."""
@@ -157,16 +165,17 @@ def publish_hint(topic: Topic, ident: str = "") -> None:
 
 
 def _send(topic: Topic, ident: str) -> None:
-    message = {"type": HINT_TYPE, "topic": topic, "ident": ident}
+    layer = get_channel_layer()
     try:
-        async_to_sync(_send_bounded)(message)
-    except (TimeoutError, OSError, redis.RedisError, ChannelFull) as error:
+        if layer is not None:
+            layer.send_hint({"type": HINT_TYPE, "topic": topic, "ident": ident})
+    except (OSError, redis.RedisError) as error:
         logger.warning("hint_not_sent topic=%s ident=%s error=%s", topic, ident, type(error).__name__)
 
 
-async def _send_bounded(message: dict[str, Any]) -> None:  # Any: the channel layer's own signature
-    layer = get_channel_layer()
-    if layer is None:
-        return
-    async with asyncio.timeout(limits().core.hint_send_s):
-        await layer.group_send(HINT_GROUP, message)
+@cache
+def _open_client(url: str, longest_s: float) -> redis.Redis:
+    """Return what this process sends by: its connections are kept, any thread takes one, and a fork opens its own."""
+    # Half for connecting and half for the answer. A second try would take as long again.
+    half_s = longest_s / 2
+    return redis.Redis.from_url(url, socket_connect_timeout=half_s, socket_timeout=half_s, retry=Retry(NoBackoff(), 0))

@@ -57,7 +57,6 @@ class AuthThrottle:
         self._failures[address] = (count + 1, now)
 
     def record_success(self, address: str) -> None:
-        """Forget the failures of an address."""
         self._failures.pop(address, None)
 
     @property

@@ -21,8 +21,7 @@ from governance.audit import record_event
 from governance.errors import NotPermitted, SignInRefused
 from governance.keys import NewKey, enrol_passkey, find_passkey, note_use
 from governance.models import ApproverKey, Invitation, PolicyVersion
-from governance.services.one_time_password import has_app, spend_code
-from governance.services.sign_in_throttle import REFUSAL, book_code, book_try, forgive
+from governance.passwords import REFUSAL, book_code, book_try, forgive, has_app, spend_code
 from wire import clock
 
 if TYPE_CHECKING:

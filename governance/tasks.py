@@ -11,7 +11,7 @@ from core.hints import read_unreadable
 from governance.checkpoints import checkpoint_if_due
 from governance.notices import deliver_due, notify_of_unreadable
 from governance.operations.runs import work_on
-from governance.services.sign_in_throttle import sweep_failures
+from governance.passwords import sweep_failures
 from governance.signin import sweep_sessions
 from wire import clock
 

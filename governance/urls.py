@@ -1,4 +1,4 @@
-"""Addresses of the approval pages and of the REST API of governance."""
+"""Addresses of the approval pages, of those on which people sign in and keep their keys, and of the REST API of governance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from django.urls import include, path, register_converter
 
 from governance.rest import views
 from governance.rest.stream import stream_events
-from governance.web import operations, policy, proposals
+from governance.web import keys, operations, policy, proposals, signin
 from wire.ids import parse_id
 
 
@@ -49,6 +49,23 @@ approval_pages = [
     path("<operation:op_id>/claim", operations.claim, name="claim"),
 ]
 
+sign_in_pages = [
+    path("", signin.show_login, name="login"),
+    path("passkey/options", signin.send_sign_in_options, name="passkey-options"),
+    path("passkey", signin.receive_passkey, name="passkey"),
+    path("out", signin.sign_out, name="logout"),
+    path("invitation/<str:token>", signin.show_invitation, name="invitation"),
+    path("invitation/<str:token>/options", signin.send_invitation_options, name="invitation-options"),
+    path("invitation/<str:token>/passkey", signin.receive_invitation, name="invitation-passkey"),
+    path("keys", keys.show_keys, name="keys"),
+    path("keys/passkey/options", keys.send_key_options, name="key-options"),
+    path("keys/passkey", keys.receive_key, name="key-passkey"),
+    path("keys/<int:key_id>/remove", keys.remove_key, name="remove-key"),
+    path("totp", keys.show_app, name="totp"),
+    path("totp/remove", keys.forget_app, name="remove-totp"),
+    path("sessions/end", keys.end_other_sessions, name="end-sessions"),
+]
+
 _ONE = "api/v1/operations/<str:op_id>"
 
 urlpatterns = [
@@ -70,4 +87,5 @@ urlpatterns = [
     path("api/v1/audit/checkpoint", views.CheckpointView.as_view(), name="audit-checkpoint"),
     path("api/v1/audit/consistency", views.ConsistencyView.as_view(), name="audit-consistency"),
     path("approvals/", include((approval_pages, "approvals"))),
+    path("sign-in/", include((sign_in_pages, "signin"))),
 ]

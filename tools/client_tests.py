@@ -11,7 +11,7 @@ from pathlib import Path
 
 from controlplane.launcher.console import LauncherError, progress
 from controlplane.launcher.environment import ROOT
-from controlplane.launcher.files import FileLock, LockHeld, acquire_patiently, read_json, write_json
+from controlplane.launcher.files import FileLock, LockHeld, acquire_within, read_json, write_json
 from wire import clock
 
 TESTS = "tests/rings/clients"
@@ -28,7 +28,7 @@ def client_environment(root: Path = ROOT) -> dict[str, str]:
     if not _is_satisfied(folder):
         lock = FileLock(root / ".venv.lock")
         try:
-            acquire_patiently(lock, deadline_s=_PATIENCE_S, on_wait=lambda holder: progress(f"Waiting for process {holder}"))
+            acquire_within(lock, deadline_s=_PATIENCE_S, on_wait=lambda holder: progress(f"Waiting for process {holder}"))
         except LockHeld as held:
             raise LauncherError(f"process {held.holder} has been installing for too long; stop it and try again") from None
         try:

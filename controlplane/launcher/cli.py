@@ -108,7 +108,6 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser with every command."""
     parser = argparse.ArgumentParser(
         prog="muster", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -43,7 +43,6 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def elapsed_s() -> float:
-    """Return the seconds since the launcher began."""
     return max(0.0, clock.unix_s() - _BEGAN_AT)
 
 

@@ -114,13 +114,11 @@ def _read_tensor(data: bytes, at: int, kind: int, count: int) -> bytes:
 
 
 def _read_text(data: bytes, at: int) -> tuple[bytes, int]:
-    """Return a string and where it ends."""
     (length,) = struct.unpack_from("<Q", data, at)
     return data[at + 8 : at + 8 + length], at + 8 + length
 
 
 def _skip_value(data: bytes, at: int, kind: int) -> int:
-    """Return where a metadata value of that type ends."""
     if kind == _STRING:
         return _read_text(data, at)[1]
     if kind != _ARRAY:

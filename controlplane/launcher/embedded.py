@@ -38,7 +38,6 @@ class Valkey:
 
     @property
     def url(self) -> str:
-        """``REDIS_URL`` of this server."""
         return f"unix://{quote(str(self.socket_path))}?db=0"
 
     def prepare(self) -> None:
@@ -46,7 +45,6 @@ class Valkey:
         find_binary()
 
     def clear_leftovers(self) -> None:
-        """Remove the socket of a server that was killed."""
         self.socket_path.unlink(missing_ok=True)
 
     def command(self) -> Command:
@@ -73,7 +71,6 @@ class Valkey:
         return Command(argv=argv, env={"PATH": os.defpath, "LC_ALL": "C"}, cwd=self.sockets)
 
     def is_ready(self, pid: int) -> bool:
-        """Return whether the server answers PING on its socket."""
         del pid
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -117,7 +114,6 @@ class RunningServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the running server."""
         if self.process is None:
             raise RuntimeError(f"{self.name} is not running")
         return self.process.pid
@@ -148,7 +144,6 @@ class RunningServer:
         self.process = None
 
     def kill(self) -> None:
-        """Kill the server as ``kill -9`` does."""
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)
             self.process.wait()
@@ -172,12 +167,10 @@ class EmbeddedServers:
 
     @property
     def database_url(self) -> str:
-        """``DATABASE_URL`` of the private PostgreSQL."""
         return self.postgres.server.url
 
     @property
     def redis_url(self) -> str:
-        """``REDIS_URL`` of the private Valkey, database 0."""
         return self.valkey.server.url
 
     def start(self) -> None:
@@ -191,7 +184,6 @@ class EmbeddedServers:
             raise
 
     def stop(self) -> None:
-        """Stop both and delete their directory."""
         self.valkey.stop()
         self.postgres.stop()
         shutil.rmtree(self._root, ignore_errors=True)

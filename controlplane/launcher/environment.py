@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from controlplane.launcher.console import LauncherError, complain, pass_clock_on, progress, say
-from controlplane.launcher.files import FileLock, LockHeld, acquire_patiently, read_json, write_json
+from controlplane.launcher.files import FileLock, LockHeld, acquire_within, read_json, write_json
 from core.limits import limits
 from wire import clock
 
@@ -37,12 +37,10 @@ SETS: dict[str, tuple[str, ...]] = {
 
 
 def lock_file(name: str) -> Path:
-    """Return the hash-locked requirements of the set ``name``."""
     return ROOT / "requirements" / f"{name}.txt"
 
 
 def venv_python() -> Path:
-    """Return the interpreter of the virtual environment."""
     return VENV / "bin" / "python"
 
 
@@ -64,7 +62,7 @@ def ensure_installed(name: str) -> None:
         return
     lock = FileLock(_LOCK)
     try:
-        acquire_patiently(
+        acquire_within(
             lock,
             deadline_s=limits().launcher.install_lock_s,
             on_wait=lambda holder: say(f"Another muster (process {holder or '?'}) is installing; waiting for it"),

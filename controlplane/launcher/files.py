@@ -101,7 +101,7 @@ class FileLock:
         self.release()
 
 
-def acquire_patiently(lock: FileLock, *, deadline_s: float, on_wait: Callable[[str], None]) -> None:
+def acquire_within(lock: FileLock, *, deadline_s: float, on_wait: Callable[[str], None]) -> None:
     """Take ``lock``, waiting up to ``deadline_s`` for another holder; ``on_wait(holder)`` is called once when we must wait.
 
     Raises LockHeld when the time is over.

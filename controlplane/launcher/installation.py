@@ -56,7 +56,6 @@ class Place:
 
     @property
     def logs(self) -> Path:
-        """One log file per part."""
         return self.data / "logs"
 
     @property
@@ -73,21 +72,6 @@ class Place:
     def models(self) -> Path:
         """Models that the local node may load."""
         return self.data / "models"
-
-    @property
-    def credentials(self) -> Path:
-        """The generated credentials, mode 0600."""
-        return credentials_path(self.data)
-
-    @property
-    def installation(self) -> Path:
-        """What ``manage`` needs to know about the running installation, mode 0600."""
-        return installation_path(self.data)
-
-    @property
-    def children(self) -> Path:
-        """Which processes belong to this run."""
-        return children_path(self.data)
 
     def make_socket_directory(self) -> None:
         """Make ``sockets``; refuse one that somebody else made for us under /tmp. Raises LauncherError."""

@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 from controlplane.env import read_float, read_list, read_text
 from controlplane.launcher.embedded import Valkey
 from controlplane.launcher.environment import ROOT
-from controlplane.launcher.installation import Credentials, Place
+from controlplane.launcher.installation import Credentials, Place, credentials_path
 from controlplane.launcher.postgres import Postgres
 from controlplane.launcher.processes import Command
 from controlplane.launcher.supervisor import PartSpec
@@ -67,7 +67,6 @@ class Addresses:
 
     @property
     def control_url(self) -> str:
-        """Base URL of the control plane."""
         return self._url(self.control_port)
 
     @property
@@ -82,16 +81,13 @@ class Addresses:
 
     @property
     def gateway_url(self) -> str:
-        """Base URL of the first gateway."""
         return self._url(self.gateway_ports[0])
 
     def gateway_urls(self) -> list[str]:
-        """Base URL of every gateway."""
         return [self._url(port) for port in self.gateway_ports]
 
     @property
     def is_open_to_others(self) -> bool:
-        """Whether other machines can reach it."""
         return self.host in _WILDCARDS or not _is_loopback(self.host)
 
     def outside_urls(self, port: int) -> list[str]:
@@ -155,12 +151,10 @@ class Installation:
         }
 
     def pageless_environment(self) -> dict[str, str]:
-        """Return the environment of a Django process that shows no admin pages."""
         return {**self.environment(), "MUSTER_ADMIN_PAGES": "0"}
 
 
 def embedded_spec(name: str, server: Postgres | Valkey) -> PartSpec:
-    """Return the part that runs an embedded server."""
     return PartSpec(
         name=name,
         command=server.command,
@@ -172,7 +166,6 @@ def embedded_spec(name: str, server: Postgres | Valkey) -> PartSpec:
 
 
 def control_spec(installation: Installation) -> PartSpec:
-    """Return the control plane: Django on Daphne."""
     where = installation.addresses
     arguments = ["--host", where.host, "--port", str(where.control_port)]
     return PartSpec(
@@ -206,7 +199,6 @@ def _gateway_spec(installation: Installation, index: int) -> PartSpec:
 
 
 def worker_spec(installation: Installation) -> PartSpec:
-    """Return the Celery worker with beat inside it."""
     ready_file = installation.place.run / "worker.ready"
     arguments = ["--ready-file", str(ready_file)]
     return PartSpec(
@@ -248,7 +240,6 @@ def node_spec(installation: Installation, credentials: Credentials) -> PartSpec:
 
 
 def node_environment(shell: Mapping[str, str]) -> dict[str, str]:
-    """Return what the local node gets of the variables of the shell."""
     return {name: value for name, value in shell.items() if name in FOR_THE_NODE or not name.startswith(_NOT_FOR_THE_NODE)}
 
 
@@ -269,7 +260,7 @@ def load_server() -> None:
 
 def bootstrap_command(installation: Installation) -> Command:
     """Return the command that migrates the database and makes the credentials."""
-    arguments = ["bootstrap", "--credentials", str(installation.place.credentials)]
+    arguments = ["bootstrap", "--credentials", str(credentials_path(installation.place.data))]
     return _django(installation, "manage", arguments, installation.pageless_environment())
 
 
@@ -322,13 +313,11 @@ def fetch(host: str, port: int, path: str, headers: dict[str, str] | None = None
 
 
 def answers_ok(host: str, port: int, path: str) -> bool:
-    """Return whether a GET of ``path`` is answered with 200."""
     answer = fetch(host, port, path)
     return answer is not None and answer[0] == 200
 
 
 def lists_model(host: str, port: int, *, api_key: str, model: str) -> bool:
-    """Return whether the gateway lists ``model`` to the holder of ``api_key``."""
     answer = fetch(host, port, "/v1/models", {"Authorization": f"Bearer {api_key}"})
     if answer is None or answer[0] != 200:
         return False

@@ -20,7 +20,7 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from controlplane.launcher.console import LauncherError
-from controlplane.launcher.files import FileLock, acquire_patiently
+from controlplane.launcher.files import FileLock, acquire_within
 from controlplane.launcher.processes import (
     Command,
     UserIdentity,
@@ -98,12 +98,10 @@ class Postgres:
 
     @property
     def data(self) -> Path:
-        """The cluster's data directory."""
         return self.home / "data"
 
     @property
     def url(self) -> str:
-        """``DATABASE_URL`` of this server."""
         return f"postgresql://{_ROLE}@/{_DATABASE}?host={quote(str(self.sockets), safe='/')}"
 
     def prepare(self) -> None:
@@ -130,9 +128,9 @@ class Postgres:
         """
         postmaster = self._read_pid_file_pid()
         if postmaster in self._own_processes():
-            for number, patience_s in ((signal.SIGINT, 8.0), (signal.SIGQUIT, 6.0)):
+            for number, deadline_s in ((signal.SIGINT, 8.0), (signal.SIGQUIT, 6.0)):
                 send(postmaster, number)
-                if wait_gone(lambda: not self._own_processes(), patience_s):
+                if wait_gone(lambda: not self._own_processes(), deadline_s):
                     break
         if not wait_gone(lambda: not self._own_processes(), 0.5):
             for pid in self._own_processes():
@@ -143,7 +141,6 @@ class Postgres:
         (self.data / "postmaster.pid").unlink(missing_ok=True)
 
     def command(self) -> Command:
-        """Return the postmaster's command line."""
         argv = [str(self._binary("postgres")), "-D", str(self.data), "-k", str(self.sockets)]
         for name, value in {**_SETTINGS, **self.overrides}.items():
             argv += ["-c", f"{name}={value}"]
@@ -371,7 +368,7 @@ def place_binaries(installed: Path, user: UserIdentity | None, home: Path) -> Pa
     version = _read_version(installed)
     target = home / f"postgresql-{version}"
     with_lock = FileLock(home / "binaries.lock")
-    acquire_patiently(with_lock, deadline_s=limits().launcher.copy_lock_s, on_wait=lambda _: None)
+    acquire_within(with_lock, deadline_s=limits().launcher.copy_lock_s, on_wait=lambda _: None)
     try:
         if not (target / package.name).exists():
             _copy_tree(package, target)

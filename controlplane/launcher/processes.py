@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NoReturn, Protocol
+from typing import IO, NoReturn
 
 from core.limits import limits
 from wire import clock
@@ -43,8 +43,6 @@ def raise_file_limit() -> None:
 
 @dataclass(frozen=True, slots=True)
 class UserIdentity:
-    """The numeric user and group that a child runs as."""
-
     uid: int
     gid: int
 
@@ -65,23 +63,7 @@ class Command:
     program: tuple[str, ...] = ()
 
 
-class Child(Protocol):
-    """A child process, as ``subprocess.Popen`` has it."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    def poll(self) -> int | None:
-        """Return the exit status, negative for a signal, None while it runs."""
-
-    def wait(self) -> int:
-        """Wait for its end and return the exit status."""
-
-
 class Fork:
-    """A child that was forked."""
-
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._status: int | None = None
@@ -98,6 +80,9 @@ class Fork:
         if self._status is None:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._status
+
+
+Child = Fork | subprocess.Popen[bytes]
 
 
 def preload(environment: Mapping[str, str], load: Callable[[], None]) -> bool:
@@ -248,54 +233,41 @@ def read_command_line(pid: int) -> str:
 
 def find_by_directory(directory: Path) -> list[int]:
     """Return the processes whose working directory is ``directory`` (Linux; elsewhere always empty)."""
-    if not _PROC.joinpath("self").exists():
-        return []
     wanted = os.path.realpath(directory)
-    found = []
-    for entry in os.listdir(_PROC):
-        if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                if os.readlink(_PROC / entry / "cwd") == wanted and identify(int(entry)):
-                    found.append(int(entry))
-            except OSError:
-                continue
-    return found
+    return _find(lambda process: os.readlink(process / "cwd") == wanted)
 
 
 def find_by_variable(name: str, value: str) -> list[int]:
     """Return the processes that were started with ``name=value`` in their environment (Linux; elsewhere always empty)."""
+    wanted = f"{name}={value}".encode()
+    return _find(lambda process: wanted in (process / "environ").read_bytes().split(b"\0"))
+
+
+def _find(matches: Callable[[Path], bool]) -> list[int]:
     if not _PROC.joinpath("self").exists():
         return []
-    wanted = f"{name}={value}".encode()
     found = []
     for entry in os.listdir(_PROC):
         if entry.isdigit() and int(entry) != os.getpid():
-            try:
-                if wanted in (_PROC / entry / "environ").read_bytes().split(b"\0") and identify(int(entry)):
+            with suppress(OSError):  # it has ended, or it is not ours to look at
+                if matches(_PROC / entry) and identify(int(entry)):
                     found.append(int(entry))
-            except OSError:
-                continue
     return found
 
 
 def send(pid: int, number: signal.Signals) -> None:
     """Signal a process that may already be gone."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def send_group(pgid: int, number: signal.Signals) -> None:
     """Signal a process group that may already be gone. A zombie-only group answers EPERM on macOS."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def wait_gone(is_gone: Callable[[], bool], deadline_s: float) -> bool:
-    """Return whether ``is_gone()`` came true within ``deadline_s``."""
     until = clock.monotonic() + deadline_s
     while not is_gone():
         if clock.monotonic() >= until:

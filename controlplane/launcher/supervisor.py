@@ -176,7 +176,6 @@ class Supervisor:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the parts that run now."""
         return {name: part.process.pid for name, part in self.parts.items() if part.process is not None}
 
     def start(self, specs: Iterable[PartSpec]) -> None:
@@ -293,7 +292,6 @@ class Supervisor:
         return max(0.0, min([*due, limits().launcher.log_rotate_s]))
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, but not beyond the next signal."""
         select.select([self._wake_read], [], [], seconds)
         try:
             os.read(self._wake_read, 512)

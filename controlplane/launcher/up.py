@@ -14,15 +14,17 @@ from controlplane.env import SettingError, read_database, read_log_level, read_t
 from controlplane.launcher import parts
 from controlplane.launcher.console import LauncherError, StopRequested, complain, elapsed_s, progress, say
 from controlplane.launcher.embedded import Valkey
-from controlplane.launcher.files import FileLock, LockHeld, acquire_patiently, read_json, read_or_create_secret, write_json
+from controlplane.launcher.files import FileLock, LockHeld, acquire_within, read_json, read_or_create_secret, write_json
 from controlplane.launcher.installation import (
     Credentials,
     Place,
     check_data,
     children_path,
     choose_place,
+    credentials_path,
     describe_command,
     find_missing,
+    installation_path,
     lock_path,
     prepare_data,
     remove_unused,
@@ -52,8 +54,6 @@ EXAMPLE_QUESTION = "Tell me a story."
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """The command line of ``up``."""
-
     data: Path
     host: str = "127.0.0.1"
     port: int = 8000
@@ -82,7 +82,7 @@ def run_up(options: UpOptions) -> int:
 def _lock_and_run(options: UpOptions, data: Path) -> int:
     lock = FileLock(lock_path(data))
     try:
-        acquire_patiently(lock, deadline_s=0.3, on_wait=lambda _holder: None)
+        acquire_within(lock, deadline_s=0.3, on_wait=lambda _holder: None)
     except LockHeld as held:
         raise LauncherError(
             f"{data} is in use by another muster up (process {held.holder or '?'}). Stop it with ./muster down --data {data}"
@@ -184,7 +184,7 @@ class _Session:
             log_key=_read_secret("MUSTER_LOG_KEY", self.place.data / "log_key"),
             run_id=self.run_id,
         )
-        is_first = not self.place.credentials.exists()
+        is_first = not credentials_path(self.place.data).exists()
         if is_first:
             self._bootstrap()  # executed, so that what compiling the server leaves behind is not in the memory that is shared
         progress("Loading the server")
@@ -192,7 +192,7 @@ class _Session:
         self.installation = replace(self.installation, is_preloaded=is_preloaded)
         if not is_first:
             self._bootstrap()
-        self.credentials = require_credentials(self.place.credentials)
+        self.credentials = require_credentials(credentials_path(self.place.data))
         is_served = self._start_parts(self.credentials)
         self.is_ready = True
         self.publish()
@@ -200,11 +200,11 @@ class _Session:
 
     def publish(self) -> None:
         """Write down what runs: for the next ``up``, for ``manage`` and ``down``, and for whoever reads the ready file."""
-        record_children(self.place.children, self.run_id, self.supervisor.parts)
+        record_children(children_path(self.place.data), self.run_id, self.supervisor.parts)
         if not self.is_ready or self.credentials is None:
             return
         description = describe_installation(self.installation, self.credentials, self.supervisor.pids)
-        write_json(self.place.installation, {**description, "environment": self.installation.own_variables()})
+        write_json(installation_path(self.place.data), {**description, "environment": self.installation.own_variables()})
         if self.options.ready_file is not None:
             try:
                 write_json(self.options.ready_file, description)
@@ -217,7 +217,7 @@ class _Session:
         self.supervisor.stop(
             [tuple(name for name in self.supervisor.parts if _kind(name) in group) for group in parts.STOP_ORDER]
         )
-        for path in (self.place.installation, self.place.children, self.options.ready_file):
+        for path in (installation_path(self.place.data), children_path(self.place.data), self.options.ready_file):
             if path is not None:
                 path.unlink(missing_ok=True)
         self.place.remove_socket_directory()
@@ -332,7 +332,7 @@ class _Session:
             f"  Gateway        {gateways[0]}/v1",
             *(f"                 {url}/v1" for url in gateways[1:]),
             *([f"  Demo API key   {credentials.api_key}"] if is_first else []),
-            f"  Credentials    {self.place.credentials}, shown by: {describe_command(self.place.data)}",
+            f"  Credentials    {credentials_path(self.place.data)}, shown by: {describe_command(self.place.data)}",
             f"  Logs           {self.place.logs}",
             "",
             *self._suggest(credentials, is_served=is_served),
@@ -382,7 +382,6 @@ class _Session:
 def describe_installation(
     installation: parts.Installation, credentials: Credentials, pids: dict[str, int]
 ) -> dict[str, object]:
-    """Return the content of the ready file."""
     return {
         "control_url": installation.addresses.control_url,
         "public_url": installation.own_variables()["MUSTER_PUBLIC_URL"],
@@ -407,7 +406,6 @@ def _read_secret(variable: str, path: Path) -> str:
 
 
 def _kind(name: str) -> str:
-    """Return the part's name without the number of a second gateway."""
     return name.partition("-")[0]
 
 

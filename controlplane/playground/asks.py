@@ -27,22 +27,16 @@ class AskRefused(PlaygroundError):
 
 
 class TenantRefused(AskRefused):
-    """No key can be made for the tenant that was chosen."""
-
     def __init__(self) -> None:
         super().__init__("Choose a tenant that is enabled.", param="tenant")
 
 
 class AskTooLarge(PlaygroundError):
-    """The form is larger than the page may send."""
-
     code = ErrorCode.BODY_TOO_LARGE
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value
 
 
 class SignedOut(PlaygroundError):
-    """Nobody is signed in any more."""
-
     code = ErrorCode.NOT_PERMITTED
     status = HTTPStatus.UNAUTHORIZED.value
 
@@ -51,8 +45,6 @@ class SignedOut(PlaygroundError):
 
 
 class NotAllowed(PlaygroundError):
-    """The person may not do this."""
-
     code = ErrorCode.NOT_PERMITTED
     status = HTTPStatus.FORBIDDEN.value
 
@@ -87,8 +79,6 @@ Json = dict[str, Any]  # Any: a JSON object of one of five surfaces
 
 
 class SurfaceName(StrEnum):
-    """The surfaces that the page speaks."""
-
     CHAT = "chat"
     MESSAGES = "messages"
     RESPONSES = "responses"

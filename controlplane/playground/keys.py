@@ -39,12 +39,10 @@ def may_play(request: HttpRequest) -> bool:
 
 
 def may_lend(request: HttpRequest) -> bool:
-    """Return whether the page may make keys for this person."""
     return request.user.has_perm(ADD_KEY)
 
 
 def may_see_records(request: HttpRequest) -> bool:
-    """Return whether this person may open the page of a request."""
     return request.user.has_perm(VIEW_RECORD)
 
 

@@ -137,7 +137,6 @@ _open: set[Passage] = set()
 
 
 def find_gateway_url() -> str:
-    """Return scheme and host of the gateway that is asked."""
     return str(settings.PLAYGROUND_GATEWAY_URL).rstrip("/")
 
 
@@ -151,7 +150,6 @@ def choose_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def describe_failure(error: Exception) -> PlaygroundError:
-    """Return what the page says when no answer began."""
     where = find_gateway_url()
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.InvalidURL | httpx.UnsupportedProtocol):
         hint = "Start the gateway, or set MUSTER_PLAYGROUND_GATEWAY_URL of the control plane to where it listens."

@@ -141,8 +141,6 @@ _OPENAI_EXTRAS = ("x_pool_options",)
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One question three times. Each is a whole program."""
-
     curl: str
     python: str
     node: str

@@ -153,17 +153,14 @@ def show_wait(request: HttpRequest) -> HttpResponse:
 
 
 def describe_refusal(refusal: PlaygroundError | ServiceError) -> dict[str, dict[str, str]]:
-    """Return the words of an error for the page."""
     return {"error": {"code": refusal.code.value, "message": refusal.message, "param": refusal.param or ""}}
 
 
 def say_refusal(refusal: PlaygroundError | ServiceError) -> JsonResponse:
-    """Return the answer to what was refused."""
     return JsonResponse(describe_refusal(refusal), status=refusal.status, headers={"Cache-Control": "no-store"})
 
 
 def find_shown_url() -> str:
-    """Return the address of the gateway as clients know it, for the code."""
     return str(settings.GATEWAY_PUBLIC_URL).rstrip("/") or find_gateway_url()
 
 

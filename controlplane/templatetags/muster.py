@@ -51,7 +51,6 @@ def memory(mb: int | None) -> str:
 
 @register.filter
 def duration(seconds: float) -> str:
-    """Return seconds in their largest fitting unit."""
     return print_duration(seconds)
 
 
@@ -62,7 +61,6 @@ def with_article(noun: str) -> str:
 
 
 def print_duration(duration_s: float) -> str:
-    """Return a duration in its largest fitting unit."""
     for size, unit in _UNITS:
         if duration_s >= 2 * size:
             return f"{duration_s / size:.0f} {unit}"
@@ -70,5 +68,4 @@ def print_duration(duration_s: float) -> str:
 
 
 def _measure(milliseconds: int) -> tuple[str, str]:
-    """Return a time as a number and its unit."""
     return (str(milliseconds), "ms") if milliseconds < 1000 else (seconds(milliseconds), "s")

@@ -1,6 +1,1 @@
-"""Our Django database backend: PostgreSQL's own, whose connections give up on a server that has gone silent."""
-
-from core.db.connection import Patience, PatientConnection, ServerSilent, limit_patience, limit_process
-from core.db.loop import LoopConnection
-
-__all__ = ["LoopConnection", "Patience", "PatientConnection", "ServerSilent", "limit_patience", "limit_process"]
+"""Our Django database backend, and the two ways to it beside the ORM: threads of an event loop, and the loop itself."""

@@ -1,30 +1,145 @@
-"""The database backend that ``DATABASES`` names: Django's, with connections bound by the patience of their thread."""
+"""The database backend that ``DATABASES`` names: PostgreSQL's own, whose connections give up on a server that has gone silent.
+
+A frozen server keeps its sockets open and its kernel acknowledges what arrives: neither ``statement_timeout``, which the
+server would have to enforce, nor TCP's own timers end such a wait. Only whoever waits can.
+"""
 
 from __future__ import annotations
 
 import select
-from typing import Any
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import psycopg
 from django.db.backends.postgresql import base
 from psycopg import IsolationLevel
+from psycopg.abc import PQGen
+from psycopg.waiting import WAIT_R
 
-from core.db.connection import PatientConnection, read_patience
 from core.limits import limits
+from wire import clock
+
+RV = TypeVar("RV")
+
+
+class ServerSilent(psycopg.OperationalError):
+    """The server did not answer in time; the connection was closed, and what was asked for may still come to pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLimit:
+    """How long to wait for the database.
+
+    ``silence_s``: without a byte from it. ``ends_at`` (``clock.monotonic`` seconds): for all; None = as long as it talks.
+    """
+
+    silence_s: float
+    ends_at: float | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that the next step may take without a byte, never negative."""
+        if self.ends_at is None:
+            return self.silence_s
+        return max(0.0, min(self.silence_s, self.ends_at - clock.monotonic()))
+
+
+class _OfThread(threading.local):
+    limit: WaitLimit | None = None
+
+
+_of_thread = _OfThread()
+_of_process: list[WaitLimit] = []
+
+
+def limit_process(silence_s: float) -> None:
+    """Have every connection of this process, in any thread, bear no longer silence where its thread has no limit of its own.
+
+    A statement that computes, or waits for a lock, sends no byte either. So this is for processes that serve others, not for
+    commands: those may rightly wait as long as a migration takes.
+    """
+    _of_process[:] = [WaitLimit(silence_s=silence_s)]
+
+
+@contextmanager
+def limit_waits(limit: WaitLimit) -> Iterator[None]:
+    """Have every connection that this thread uses in the block wait no longer than that."""
+    before, _of_thread.limit = _of_thread.limit, limit
+    try:
+        yield
+    finally:
+        _of_thread.limit = before
+
+
+def read_wait_limit() -> WaitLimit | None:
+    """Return what binds the calling thread at the moment; None = it waits for ever."""
+    if _of_thread.limit is not None:
+        return _of_thread.limit
+    return _of_process[0] if _of_process else None
+
+
+class BoundConnection(psycopg.Connection[Any]):  # Any: rows are as their cursor makes them
+    """A connection whose every wait ends as ``limit`` says, else as that of its thread or process, if any."""
+
+    limit: WaitLimit | None = None
+    on_sent: Callable[[], None] | None = None
+    """Called in the next wait that is bound by a limit, once all bytes are the kernel's and only the answer is awaited."""
+
+    def wait(self, gen: PQGen[RV], interval: float = 0.1, timeout: float | None = None) -> RV:
+        """Return what ``gen`` comes to. Raises ServerSilent, with the connection closed, and whatever ``gen`` raises."""
+        limit = self.limit or read_wait_limit()
+        if limit is None:
+            return super().wait(gen, interval, timeout)
+        try:
+            return super().wait(_end_on_silence(gen, limit, self.on_sent), interval, timeout)
+        except ServerSilent:
+            self.pgconn.finish()
+            raise
+        finally:
+            self.on_sent = None
+
+
+def _end_on_silence(gen: PQGen[RV], limit: WaitLimit, on_sent: Callable[[], None] | None) -> PQGen[RV]:
+    """Pass on what the two sides say to each other; raise ServerSilent when the socket is not ready for too long."""
+    silent_from = clock.monotonic()
+    ends_at = limit.ends_at if limit.ends_at is not None else float("inf")
+    try:
+        wanted = next(gen)
+        while True:
+            if on_sent is not None and wanted == WAIT_R:
+                on_sent()
+                on_sent = None
+            ready = yield wanted
+            now = clock.monotonic()
+            if ready:
+                silent_from = now
+            if now >= min(silent_from + limit.silence_s, ends_at):
+                raise ServerSilent(f"the database did not answer within {now - silent_from:.1f} s")
+            wanted = gen.send(ready)
+    except StopIteration as end:
+        result: RV = end.value
+        return result
+    finally:
+        if isinstance(gen, Generator):
+            gen.close()
 
 
 class DatabaseWrapper(base.DatabaseWrapper):
-    """Django's PostgreSQL backend. Without ``limit_patience`` and ``limit_process`` it behaves exactly like it."""
+    """Django's PostgreSQL backend. Without ``limit_waits`` and ``limit_process`` it behaves exactly like it."""
 
     def get_connection_params(self) -> dict[str, Any]:  # Any: Django's own signature
         """Return the arguments of ``connect``, with the server's own limits where the thread is bound by one."""
         parameters: dict[str, Any] = super().get_connection_params()
-        patience = read_patience()
-        if patience is not None:
+        limit = read_wait_limit()
+        if limit is not None:
             least_s = limits().core.database_statement_s
-            limit_s = patience.left_s if patience.ends_at is not None else max(least_s, patience.silence_s)
-            limit = f"-c statement_timeout={max(1, int(1000 * limit_s))}"
-            parameters["options"] = f"{parameters.get('options', '')} {limit}".strip()
-            parameters["connect_timeout"] = _limit_connect(str(parameters.get("connect_timeout", "")), patience.left_s)
+            limit_s = limit.left_s if limit.ends_at is not None else max(least_s, limit.silence_s)
+            option = f"-c statement_timeout={max(1, int(1000 * limit_s))}"
+            parameters["options"] = f"{parameters.get('options', '')} {option}".strip()
+            parameters["connect_timeout"] = _limit_connect(str(parameters.get("connect_timeout", "")), limit.left_s)
         return parameters
 
     def keep(self) -> None:
@@ -40,10 +155,10 @@ class DatabaseWrapper(base.DatabaseWrapper):
         if told.poll(0):  # a server says nothing to who asks nothing, but that it ends
             self.close()
 
-    def get_new_connection(self, conn_params: dict[str, Any]) -> PatientConnection:
+    def get_new_connection(self, conn_params: dict[str, Any]) -> BoundConnection:
         """Return an open connection. Raises OperationalError of the driver."""
         self.isolation_level = IsolationLevel.READ_COMMITTED
-        return PatientConnection.connect(**conn_params)
+        return BoundConnection.connect(**conn_params)
 
 
 def _limit_connect(given: str, left_s: float) -> int:

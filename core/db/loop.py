@@ -15,13 +15,13 @@ import psycopg
 from psycopg import pq
 from psycopg.errors import error_from_result
 
-from core.db.connection import Patience, PatientConnection, ServerSilent
+from core.db.base import BoundConnection, ServerSilent, WaitLimit
 
 
 class LoopConnection:
     """An open connection with its prepared statements. Only a server that leaves or falls silent closes it."""
 
-    def __init__(self, connection: PatientConnection, *, silence_s: float) -> None:
+    def __init__(self, connection: BoundConnection, *, silence_s: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._pgconn = connection.pgconn
@@ -43,9 +43,9 @@ class LoopConnection:
         Connecting and each statement take at most ``silence_s`` without a byte of the server.
         """
 
-        def connect() -> PatientConnection:
-            connection = PatientConnection.connect(**parameters, autocommit=True)
-            connection.patience = Patience(silence_s=silence_s)
+        def connect() -> BoundConnection:
+            connection = BoundConnection.connect(**parameters, autocommit=True)
+            connection.limit = WaitLimit(silence_s=silence_s)
             try:
                 for name, statement in statements.items():
                     connection.execute(f"PREPARE {name} AS {statement}".encode(), prepare=False)

@@ -17,8 +17,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from django.db import DatabaseError, DataError, InterfaceError, OperationalError, close_old_connections, connections
 
-from core.db import Patience, limit_patience
-from core.db.base import DatabaseWrapper
+from core.db.base import DatabaseWrapper, WaitLimit, limit_waits
 from core.limits import limits
 from wire import clock
 
@@ -43,7 +42,6 @@ class _Room:
             return True
 
     def give_back(self) -> None:
-        """Count one call less."""
         with self._lock:
             self.taken -= 1
 
@@ -76,7 +74,7 @@ async def run_in_database(function: Callable[P, R], *args: P.args, **kwargs: P.k
         try:
             if abandoned.is_set() or clock.monotonic() >= due_at:
                 raise DatabaseBusy("no database thread was free in time; please retry")
-            with limit_patience(Patience(silence_s=limit_s, ends_at=due_at)):
+            with limit_waits(WaitLimit(silence_s=limit_s, ends_at=due_at)):
                 return _with_connection(lambda: function(*args, **kwargs))
         finally:
             _room.give_back()
@@ -116,7 +114,7 @@ async def run_pulse(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
 
 async def _run_on(pool: ThreadPoolExecutor, work: Callable[[], R]) -> R:
     def call() -> R:
-        with limit_patience(Patience(silence_s=limits().core.database_s)):
+        with limit_waits(WaitLimit(silence_s=limits().core.database_s)):
             return with_kept_connection(work)
 
     return await asyncio.get_running_loop().run_in_executor(pool, call)
@@ -126,7 +124,7 @@ def with_kept_connection(work: Callable[[], R]) -> R:
     """Run ``work`` on a connection that this thread keeps for its next work: what comes every second is cheaper than one.
 
     For threads that a process has few of and that live as long as it does. Each work of a thread has to bear with the limits
-    (``limit_patience``) of the first: they are the connection's. Raises whatever ``work`` raises; the connection is closed then
+    (``limit_waits``) of the first: they are the connection's. Raises whatever ``work`` raises; the connection is closed then
     unless it is as good as new.
     """
     connection = connections["default"]

@@ -28,7 +28,8 @@ import msgspec
 import psycopg
 from django.db import connection as django_connection
 
-from core.db import LoopConnection, ServerSilent
+from core.db.base import ServerSilent
+from core.db.loop import LoopConnection
 from core.limits import limits
 from gateway import metrics
 from gateway.errors import GatewayError, RateLimited, RecordsUnavailable, ShuttingDown

@@ -500,18 +500,27 @@ class CountedHintLayer(HintLayer):
         await takes(_PAUSE_S)
         self._listening.add(channel)
 
+    def send_hint(self, message: dict[str, Any]) -> None:
+        with self._counted(message):
+            super().send_hint(message)
+
     async def group_send(self, group: str, message: dict[str, Any]) -> None:
-        """Send a hint; it is under way until every listener of this process has it."""
+        with self._counted(message):
+            await self._get_layer().group_send(group, message)
+
+    @contextmanager
+    def _counted(self, message: dict[str, Any]) -> Iterator[None]:
+        """Send a hint in the block; it is under way until every listener of this process has it."""
         loop, key = self.loop, (message["topic"], message["ident"])
         if loop is None:
-            await self._get_layer().group_send(group, message)
+            yield
             return
         listeners = len(self._listening)
         for _ in range(listeners):
             self._coming[key] += 1
             loop.begin(f"hint {message['topic']}")
         try:
-            await self._get_layer().group_send(group, message)
+            yield
         except BaseException:
             for _ in range(listeners):
                 self._coming[key] -= 1

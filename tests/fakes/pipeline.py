@@ -16,7 +16,9 @@ import psycopg
 from asgiref.sync import sync_to_async
 from django.db import connections
 
-from core.db import LoopConnection, ServerSilent, threads
+from core.db import threads
+from core.db.base import ServerSilent
+from core.db.loop import LoopConnection
 from core.limits import GatewayLimits
 from gateway.counting import TokenCounter
 from gateway.dialects import SURFACES, Surface

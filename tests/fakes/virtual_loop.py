@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, thread
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from core.db import LoopConnection
+from core.db.loop import LoopConnection
 from tests.fakes.clock import VirtualClock
 from tests.fakes.waiting import takes
 from wire import clock

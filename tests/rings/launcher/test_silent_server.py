@@ -29,8 +29,8 @@ from websockets.typing import Origin
 
 from controlplane.launcher.embedded import EmbeddedServers
 from controlplane.live import CloseCode
-from core.db import connection as patient
-from core.db import limit_process
+from core.db import base
+from core.db.base import limit_process
 from governance.admin_tokens import claim_admin_token
 from governance.models import AuditEvent, OperationRun
 from governance.operations.runs import reconcile, run_due, work_on
@@ -87,7 +87,7 @@ def processes(servers: EmbeddedServers) -> dict[str, str]:
 @pytest.fixture
 def bound_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bind this process as a server process is bound."""
-    monkeypatch.setattr(patient, "_of_process", [])
+    monkeypatch.setattr(base, "_of_process", [])
     limit_process(SILENCE_S)
 
 

@@ -36,8 +36,7 @@ from core import hints
 from core.hints import HINT_GROUP, publish_hint
 from core.models import User
 from governance.models import OperationRun
-from governance.operations.runs import run_due
-from governance.operations.sweeps import reconcile
+from governance.operations.runs import reconcile, run_due
 from governance.states import RunState
 from nodes.models import Node, NodePresence
 from tests.fakes.governed_team import make_governed, propose_token
@@ -302,7 +301,7 @@ def test_what_is_due_by_the_clock_is_carried_out_here_and_not_again_while_it_is_
 @contextmanager
 def unreachable(settings: Settings, url: str) -> Iterator[None]:
     settings.CHANNEL_LAYERS = {
-        "default": {"BACKEND": "channels_redis.pubsub.RedisPubSubChannelLayer", "CONFIG": {"hosts": [url]}}
+        "default": {**settings.CHANNEL_LAYERS["default"], "CONFIG": {"hosts": [url], "prefix": "muster"}}
     }
     channel_layers.backends.clear()
     try:

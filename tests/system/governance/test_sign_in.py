@@ -31,8 +31,8 @@ from governance.models import ApproverKey, AuditEvent, Invitation, OneTimePasswo
 from governance.operations.policies import draft_policy
 from governance.operations.runs import run_due
 from governance.passkeys import KnownPasskey, verify_known
+from governance.passwords import ANYWHERE_PACE, NAME_PACE, REFUSAL, _hide, sweep_failures
 from governance.people import create_invitation
-from governance.services.sign_in_throttle import ANYWHERE_PACE, NAME_PACE, REFUSAL, _hide, sweep_failures
 from tests.fakes.governed_team import RP_ID, Member, Team, make_client, make_team, open_session, post, propose_token
 from tests.fakes.nodes import find_tables, make_tenant
 from tests.fakes.passkeys import USER_PRESENT, Device, KeyFile, PrivateKey, SoftPasskey

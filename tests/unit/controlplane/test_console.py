@@ -38,9 +38,8 @@ from controlplane.overview import CASES, Facts, PolicyFact, Severity, SlowFacts,
 from controlplane.playground.asks import SURFACES, Ask, AskRefused, build_body, read_ask
 from controlplane.playground.passage import choose_headers
 from controlplane.playground.snippets import JSON, PYTHON, expanding_json, print_literal, write_code
-from core.db import Patience, limit_patience, limit_process
-from core.db import connection as patient
-from core.db.base import DatabaseWrapper
+from core.db import base
+from core.db.base import DatabaseWrapper, WaitLimit, limit_process, limit_waits
 from core.limits import limits
 from gateway.services.errors import InvalidValue, NameTaken
 from gateway.services.explanations import Wait, WaitingModel
@@ -442,7 +441,7 @@ def parameters(**options: str) -> tuple[object, object]:
 
 @pytest.fixture(autouse=True)
 def unbound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient, "_of_process", [])
+    monkeypatch.setattr(base, "_of_process", [])
 
 
 def test_without_a_bound_the_url_alone_decides() -> None:
@@ -460,7 +459,7 @@ def test_the_server_ends_statements_that_the_process_would_give_up(silence_s: fl
 
 def test_a_thread_with_an_end_binds_the_server_to_what_is_left() -> None:
     limit_process(30.0)
-    with limit_patience(Patience(silence_s=5.0, ends_at=time.monotonic() - 1)):
+    with limit_waits(WaitLimit(silence_s=5.0, ends_at=time.monotonic() - 1)):
         assert parameters() == ("-c statement_timeout=1", 2)
 
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.throttle import AuthThrottle
-from governance.services.one_time_password import find_step
+from governance.passwords import find_step
 from tests.fakes.clock import install_virtual_clock, virtual_clock
 from tests.fakes.examples import examples
 from wire import clock

@@ -18,8 +18,8 @@ from core.limits import limits
 from governance.errors import GovernanceError, NotPermitted
 from governance.keys import KeyView, add_key_file, enrol_passkey, list_keys, revoke_key
 from governance.passkeys import verify_new
+from governance.passwords import begin_app, confirm_app, has_app, remove_app
 from governance.people import Assurance, may_enrol
-from governance.services.one_time_password import begin_app, confirm_app, has_app, remove_app
 from governance.signin import (
     close_other_sessions,
     give_challenge,
@@ -29,8 +29,8 @@ from governance.signin import (
     read_assurance,
     take_challenge,
 )
-from governance.views.signin import ask_for_person, describe_session, describe_site, read_answer, read_label, refuse
 from governance.web.pages import with_strict_policy
+from governance.web.signin import ask_for_person, describe_session, describe_site, read_answer, read_label, refuse
 
 if TYPE_CHECKING:
     from core.models import User
