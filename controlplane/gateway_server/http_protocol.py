@@ -194,7 +194,6 @@ class Handle:
         self._put(b"".join(parts))
 
     def write(self, data: bytes) -> None:
-        """Write body bytes."""
         cycle = self.cycle
         if not data or self.is_dead or not self._has_body or cycle is None or cycle.disconnected or cycle.response_complete:
             return
@@ -212,7 +211,6 @@ class Handle:
         self._end(cycle, is_early=False)
 
     def stop(self) -> None:
-        """Write nothing more."""
         self.is_dead, self.is_blocked = True, False
         self._stop_timer()
 
@@ -422,13 +420,11 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._body_open = True
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body arrived."""
         self._header_bytes = 0
         self._is_mixed = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The body arrived, and its trailers."""
         self._is_mixed = True
         if self.headers and (fault := find_size_fault(b"", self.headers)):
             self._fault = fault

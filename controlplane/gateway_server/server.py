@@ -41,7 +41,6 @@ class GatewayApp:
         self._proxies: TrustedProxies | None = settings.TRUSTED_PROXIES or None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a scope."""
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
@@ -92,7 +91,6 @@ class GatewayServer(Server):
                     await self._told.wait()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal."""
         super().handle_exit(sig, frame)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._told.set)
@@ -124,7 +122,6 @@ def serve(*, host: str, port: int, fd: int | None = None) -> None:
 
 
 def make_config(app: GatewayApp, *, host: str, port: int) -> Config:
-    """Return how uvicorn serves a gateway."""
     bounds = limits().gateway
     GatewayHttpProtocol.header_timeout_s = bounds.header_s
     GatewayHttpProtocol.body_timeout_s = bounds.body_s

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from controlplane.launcher.console import LauncherError, complain, pass_clock_on, progress, say
-from controlplane.launcher.files import FileLock, LockHeld, acquire_within, read_json, write_json
+from controlplane.launcher.files import FileLock, LockHeld, read_json, write_json
 from core.limits import limits
 from wire import clock
 
@@ -62,9 +62,8 @@ def ensure_installed(name: str) -> None:
         return
     lock = FileLock(_LOCK)
     try:
-        acquire_within(
-            lock,
-            deadline_s=limits().launcher.install_lock_s,
+        lock.acquire(
+            within_s=limits().launcher.install_lock_s,
             on_wait=lambda holder: say(f"Another muster (process {holder or '?'}) is installing; waiting for it"),
         )
     except LockHeld as held:
@@ -75,11 +74,9 @@ def ensure_installed(name: str) -> None:
         raise LauncherError(
             f"cannot write to {ROOT}: {error.strerror}. Use a copy of the repository that you may write to"
         ) from None
-    try:
+    with lock:
         if not is_installed(name):
             _install_set(name)
-    finally:
-        lock.release()
 
 
 def _install_set(name: str) -> None:

@@ -70,18 +70,26 @@ class FileLock:
         self._path = path
         self._fd: int | None = None
 
-    def acquire(self) -> None:
-        """Take the lock and write our process id into it.
+    def acquire(self, *, within_s: float = 0.0, on_wait: Callable[[str], None] = lambda holder: None) -> None:
+        """Take the lock and write our process id into it; ``on_wait(holder)`` is called once when it has to be waited for.
 
-        Raises LockHeld when somebody else has it, OSError when the file cannot be opened.
+        Raises LockHeld when somebody else has it after ``within_s``, OSError when the file cannot be opened.
         """
+        until, is_told = clock.monotonic() + within_s, False
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
-            os.close(fd)
-            raise LockHeld(holder) from None
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                holder = os.pread(fd, 32, 0).decode(errors="replace").strip()
+                if clock.monotonic() >= until:
+                    os.close(fd)
+                    raise LockHeld(holder) from None
+            if not is_told:
+                is_told = True
+                on_wait(holder)
+            clock.sleep(0.2)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._fd = fd
@@ -94,31 +102,12 @@ class FileLock:
             self._fd = None
 
     def __enter__(self) -> FileLock:
-        self.acquire()
+        if self._fd is None:
+            self.acquire()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()
-
-
-def acquire_within(lock: FileLock, *, deadline_s: float, on_wait: Callable[[str], None]) -> None:
-    """Take ``lock``, waiting up to ``deadline_s`` for another holder; ``on_wait(holder)`` is called once when we must wait.
-
-    Raises LockHeld when the time is over.
-    """
-    until = clock.monotonic() + deadline_s
-    waiting = False
-    while True:
-        try:
-            lock.acquire()
-            return
-        except LockHeld as held:
-            if clock.monotonic() >= until:
-                raise
-            if not waiting:
-                waiting = True
-                on_wait(held.holder)
-        clock.sleep(0.2)
 
 
 def read_holder(path: Path) -> int | None:

@@ -20,7 +20,7 @@ from typing import ClassVar
 from urllib.parse import quote
 
 from controlplane.launcher.console import LauncherError
-from controlplane.launcher.files import FileLock, acquire_within
+from controlplane.launcher.files import FileLock
 from controlplane.launcher.processes import (
     Command,
     UserIdentity,
@@ -218,10 +218,9 @@ class Postgres:
         self._run(argv, "postgres", statements.replace(";\n", ";\n\n"))
 
     def _check_version(self) -> None:
+        assert self._tree is not None  # placed before this is asked
         kept = (self.data / "PG_VERSION").read_text(encoding="ascii").strip()
-        answer = subprocess.run([str(self._binary("postgres")), "--version"], capture_output=True, text=True, check=False)
-        words = answer.stdout.split()
-        ours = words[2].split(".")[0] if len(words) > 2 else "?"
+        ours = _read_version(self._tree).partition(".")[0]
         if kept != ours:
             raise LauncherError(
                 f"{self.data} was written by PostgreSQL {kept}, this is {ours}: dump it with the old release first"
@@ -367,17 +366,16 @@ def place_binaries(installed: Path, user: UserIdentity | None, home: Path) -> Pa
     package = installed.parent
     version = _read_version(installed)
     target = home / f"postgresql-{version}"
-    with_lock = FileLock(home / "binaries.lock")
-    acquire_within(with_lock, deadline_s=limits().launcher.copy_lock_s, on_wait=lambda _: None)
-    try:
-        if not (target / package.name).exists():
-            _copy_tree(package, target)
-    except OSError as error:
-        raise LauncherError(
-            f"cannot copy PostgreSQL to {target}: {error.strerror}. Free some space or set DATABASE_URL"
-        ) from None
-    finally:
-        with_lock.release()
+    lock = FileLock(home / "binaries.lock")
+    lock.acquire(within_s=limits().launcher.copy_lock_s)
+    with lock:
+        try:
+            if not (target / package.name).exists():
+                _copy_tree(package, target)
+        except OSError as error:
+            raise LauncherError(
+                f"cannot copy PostgreSQL to {target}: {error.strerror}. Free some space or set DATABASE_URL"
+            ) from None
     copied = target / package.name / installed.name
     if not _runs_as(copied, user):
         raise LauncherError(

@@ -14,7 +14,7 @@ from controlplane.env import SettingError, read_database, read_log_level, read_t
 from controlplane.launcher import parts
 from controlplane.launcher.console import LauncherError, StopRequested, complain, elapsed_s, progress, say
 from controlplane.launcher.embedded import Valkey
-from controlplane.launcher.files import FileLock, LockHeld, acquire_within, read_json, read_or_create_secret, write_json
+from controlplane.launcher.files import FileLock, LockHeld, read_json, read_or_create_secret, write_json
 from controlplane.launcher.installation import (
     Credentials,
     Place,
@@ -82,17 +82,15 @@ def run_up(options: UpOptions) -> int:
 def _lock_and_run(options: UpOptions, data: Path) -> int:
     lock = FileLock(lock_path(data))
     try:
-        acquire_within(lock, deadline_s=0.3, on_wait=lambda _holder: None)
+        lock.acquire(within_s=0.3)
     except LockHeld as held:
         raise LauncherError(
             f"{data} is in use by another muster up (process {held.holder or '?'}). Stop it with ./muster down --data {data}"
         ) from None
     except OSError as error:
         raise LauncherError(f"cannot write to {data}: {error.strerror}. Choose another directory with --data DIR") from None
-    try:
+    with lock:
         return _run_locked(options, data)
-    finally:
-        lock.release()
 
 
 def _check_settings() -> None:
@@ -387,11 +385,7 @@ def describe_installation(
         "public_url": installation.own_variables()["MUSTER_PUBLIC_URL"],
         "gateway_url": installation.addresses.gateway_url,
         "admin": {"username": credentials.username, "password": credentials.password},
-        "admin_token": credentials.admin_token,
-        "api_key": credentials.api_key,
-        "model": credentials.model,
-        "worker_secret": credentials.worker_secret,
-        "node_token": credentials.node_token,
+        **{name: getattr(credentials, name) for name in ("admin_token", "api_key", "model", "worker_secret", "node_token")},
         "database_url": installation.database_url,
         "redis_url": installation.redis_url,
         "pids": pids,

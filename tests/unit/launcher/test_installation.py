@@ -30,7 +30,6 @@ from controlplane.launcher.environment import ROOT, SETS, lock_file
 from controlplane.launcher.files import (
     FileLock,
     LockHeld,
-    acquire_within,
     read_holder,
     read_json,
     read_or_create_secret,
@@ -226,7 +225,7 @@ def test_waiting_for_a_lock_ends_when_the_time_is_over(tmp_path: Path, monkeypat
     clock, waited_for = Clock(), list[str]()
     monkeypatch.setattr(files, "clock", clock)
     with FileLock(tmp_path / "lock"), pytest.raises(LockHeld):
-        acquire_within(FileLock(tmp_path / "lock"), deadline_s=5.0, on_wait=waited_for.append)
+        FileLock(tmp_path / "lock").acquire(within_s=5.0, on_wait=waited_for.append)
     assert waited_for == [str(os.getpid())]
     assert 5.0 <= clock.now < 6.0
 
