@@ -253,7 +253,7 @@ def clock_of(node: Node) -> datetime:
     return now
 
 
-def save_changes(row: models.Model, changes: Mapping[str, object]) -> None:
+def save_changes(row: Node | NodePresence, changes: Mapping[str, object]) -> None:
     """Set these columns of a row, and write them alone."""
     for name, value in changes.items():
         setattr(row, name, value)
