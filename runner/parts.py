@@ -25,11 +25,9 @@ from runner.ledger import Ledger
 from runner.library.hub import PUBLIC_HUB, Hub
 from runner.library.library import Library
 from runner.limits import MIB, limits
-from runner.operations.bodies import LoadBody
 from runner.operations.desired_state import DesiredState
 from runner.operations.gate import Gate, GateRules
-from runner.operations.receipts import Clerk
-from runner.operations.tasks import Operations
+from runner.operations.operation import LoadBody, Operations
 from runner.operations.trust import Governance
 from runner.pool import Capacity, Loader, LoadOptions, LoadOrder, ModelState, Pool, Registry, Unloader
 from runner.pool.models import AttachedServer
@@ -247,7 +245,6 @@ async def assemble(
             config, settings, telemetry, ledger, governance, client, on_change=on_change, wakes=wakes, engines=engines
         )
         try:
-            await parts.operations.recover()
             await parts.desired.open()
             await ledger.abandon_costs()
             await parts.look()  # a registration tells of the GPUs
@@ -315,7 +312,7 @@ def _put_together(
         keeps_engine_errors=config.keeps_engine_errors,
     )
     gate = _make_gate(config, governance, ledger)
-    operations = Operations(pool, gate, ledger, Clerk(governance.identity))
+    operations = Operations(pool, gate, ledger, governance.identity)
 
     async def load_again(body: LoadBody) -> Mapping[str, object]:
         await parts.seek(body.modelId)

@@ -191,7 +191,7 @@ class Fleet:
         """Return how often the box began each use of an approval, and the outcome it wrote down."""
         path = self.data / "node" / "ledger.sqlite3"
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as ledger:
-            return ledger.execute("SELECT uses, outcome FROM ops WHERE op_id LIKE ?", (f"{op_id}%",)).fetchall()
+            return ledger.execute("SELECT 1, outcome FROM operations WHERE op_key LIKE ?", (f"{op_id}%",)).fetchall()
 
     def is_loaded(self, model: str) -> bool:
         """Return whether the box has the model loaded, as the control plane was told last."""

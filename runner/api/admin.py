@@ -13,8 +13,7 @@ from runner.api.bodies import decode, read_object
 from runner.definitions.plan import describe, load_recommendations
 from runner.errors import InvalidRequest, ModelLoadFailed, Unavailable
 from runner.limits import MIB
-from runner.operations.bodies import FlushBody, LoadBody, Reply, UnloadBody
-from runner.operations.outcomes import reload_fields
+from runner.operations.operation import FlushBody, LoadBody, Reply, UnloadBody, reload_fields
 from runner.parts import Parts
 from runner.pool import Model
 from runner.report import Shapes, effective_inflight, estimate_memory, name_constraints, wanted_replicas

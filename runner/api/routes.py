@@ -22,7 +22,7 @@ from runner.config import ApiConfig
 from runner.engines.port import CHAT, COMPLETIONS, EMBEDDINGS, IMAGES, MESSAGES, RESPONSES, TOKENIZE, TRANSCRIPTIONS
 from runner.errors import UnknownModel
 from runner.limits import limits
-from runner.operations.bodies import FlushBody, LoadBody, UnloadBody
+from runner.operations.operation import FlushBody, LoadBody, UnloadBody
 from runner.parts import Parts
 from runner.pool import Model
 from runner.report import Shapes

@@ -1,26 +1,25 @@
-"""What the box must not forget: one SQLite file with spent nonces, operations, policies, load tasks, observations and costs."""
+"""What a runner must not forget: one SQLite file with operations, fences, policies, observations and costs."""
 
+from runner.ledger.costs import CostRow, CostState
 from runner.ledger.database import FILE_NAME, LedgerError, LedgerFull
-from runner.ledger.ledger import Ledger
-from runner.ledger.rows import (
-    CostRow,
-    CostState,
+from runner.ledger.ledger import Ledger, PolicyRow
+from runner.ledger.operations import (
+    INTERRUPTED,
     DesiredModel,
     OpAlreadyDone,
-    OpDetails,
     OpIsRunning,
-    OpRow,
+    OpOrder,
     OpStart,
     OpStarted,
-    PolicyRow,
+    Run,
+    RunState,
     StaleFence,
-    TaskRow,
-    TaskState,
     TooManyOps,
 )
 
 __all__ = [
     "FILE_NAME",
+    "INTERRUPTED",
     "CostRow",
     "CostState",
     "DesiredModel",
@@ -28,14 +27,13 @@ __all__ = [
     "LedgerError",
     "LedgerFull",
     "OpAlreadyDone",
-    "OpDetails",
     "OpIsRunning",
-    "OpRow",
+    "OpOrder",
     "OpStart",
     "OpStarted",
     "PolicyRow",
+    "Run",
+    "RunState",
     "StaleFence",
-    "TaskRow",
-    "TaskState",
     "TooManyOps",
 ]

@@ -7,11 +7,46 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from enum import StrEnum
 
 from runner.ledger.database import LedgerFull, transaction
-from runner.ledger.rows import CostRow, CostState
 from runner.limits import limits
+
+
+class CostState(StrEnum):
+    """What became of a reservation, and with that what it takes from the monthly cap."""
+
+    RESERVED = "reserved"
+    """The request is on its way; counts the reserved amount."""
+    SETTLED = "settled"
+    """Answered with its usage; counts the amount it really cost, be it more or less."""
+    RELEASED = "released"
+    """Given back by us before it cost anything; counts nothing."""
+    FAILED_BEFORE_SUBMIT = "failed_before_submit"
+    """Never reached the provider; counts nothing."""
+    FAILED_AFTER_SUBMIT = "failed_after_submit"
+    """Broke off when the provider had it; counts the amount the caller knows of, else the reserved one."""
+    FAILED_USAGE_UNKNOWN = "failed_usage_unknown"
+    """Answered or broke off, and the provider named no usage; counts the reserved amount."""
+    ABANDONED = "abandoned"
+    """The program ended meanwhile; counts the reserved amount, since it may have been billed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostRow:
+    """One request to a paid provider. ``month``: ``YYYY-MM``. ``counted_micros``: what it takes from the cap as it stands."""
+
+    cost_id: str
+    tenant: str
+    model_id: str
+    month: str
+    state: CostState
+    reserved_micros: int
+    counted_micros: int
+    created_at: float
+    settled_at: float | None
+
 
 _MONTH = re.compile(r"[0-9]{4}-(0[1-9]|1[0-2])")
 _FREE = (CostState.RELEASED, CostState.FAILED_BEFORE_SUBMIT)
@@ -91,12 +126,6 @@ def read_spent(connection: sqlite3.Connection, tenant: str, month: str) -> int:
     query = "SELECT counted_micros FROM spendings WHERE tenant = ? AND month = ?"
     row = connection.execute(query, (tenant, month)).fetchone()
     return 0 if row is None else int(row[0])
-
-
-def read_spendings(connection: sqlite3.Connection, month: str) -> list[tuple[str, int]]:
-    """Return each tenant of a month and what counts against its cap, by name."""
-    query = "SELECT tenant, counted_micros FROM spendings WHERE month = ? ORDER BY tenant"
-    return [(str(tenant), int(counted)) for tenant, counted in connection.execute(query, (month,))]
 
 
 def read_rows(connection: sqlite3.Connection, limit: int) -> list[CostRow]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "ledger.sqlite3"
 LOCK_NAME = "ledger.lock"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _COMPANIONS = ("", "-wal", "-shm")
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -77,7 +78,57 @@ CREATE TABLE desired_models (
     unfinished INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID
 """
-_STEPS = (_FIRST_SCHEMA, _SECOND_SCHEMA, _THIRD_SCHEMA)
+_FOURTH_SCHEMA = """
+CREATE TABLE operations (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, nonce BLOB UNIQUE, nonce_expires_at REAL, op_key TEXT UNIQUE, slot TEXT,
+    fence INTEGER, expires_at REAL, operation TEXT NOT NULL DEFAULT '', model_id TEXT, approval_id TEXT NOT NULL DEFAULT '',
+    use INTEGER NOT NULL DEFAULT 1, op_class TEXT NOT NULL DEFAULT '', statement_digest TEXT NOT NULL DEFAULT '',
+    checkpoint TEXT NOT NULL DEFAULT '', ends TEXT, task_id TEXT UNIQUE, stage TEXT NOT NULL DEFAULT '', fraction REAL,
+    error TEXT, state TEXT NOT NULL, outcome TEXT, receipt TEXT NOT NULL DEFAULT '', begun_at REAL, ended_at REAL
+);
+CREATE INDEX operations_by_nonce_expiry ON operations (nonce_expires_at);
+CREATE INDEX operations_by_begin ON operations (begun_at);
+CREATE INDEX operations_by_approval ON operations (approval_id, use);
+INSERT INTO operations (nonce, nonce_expires_at, state) SELECT digest, expires_at, 'spent' FROM nonces ORDER BY expires_at;
+INSERT INTO operations (
+    op_key, slot, fence, expires_at, operation, model_id, approval_id, use, op_class, statement_digest, checkpoint, ends, state,
+    outcome, receipt, begun_at, ended_at
+) SELECT
+    op_id, slot, fence, expires_at, operation, model_id, approval_id, use, op_class, statement_digest, checkpoint, ends,
+    iif(outcome IS NULL, 'running', coalesce(json_extract(outcome, '$.state'), 'succeeded')), json_remove(outcome, '$.state'),
+    receipt, begun_at, ended_at
+FROM ops ORDER BY begun_at;
+DROP TABLE nonces;
+DROP TABLE ops
+"""
+_TASK_STATES = {"loading": "running", "completed": "succeeded", "failed": "failed", "interrupted": "interrupted"}
+
+
+def _move_tasks(connection: sqlite3.Connection) -> None:
+    """Make a row of ``operations`` of each load task, with the answer that whoever asks for it was given."""
+    for row in connection.execute("SELECT * FROM tasks ORDER BY started_at, rowid").fetchall():
+        state, result = _TASK_STATES[row["state"]], json.loads(row["result"])
+        receipt = result.pop("receipt", "")
+        body = {
+            "taskId": row["task_id"], "status": row["state"], "modelId": row["model_id"], "stage": row["stage"],
+            "progress": 1.0 if state == "succeeded" else round(row["fraction"] or 0.0, 3),
+            **({"error": row["error"]} if row["error"] else {}), **result, "startedAt": int(row["started_at"]),
+        }  # fmt: skip
+        outcome = {"running": None, "interrupted": "{}"}.get(state, json.dumps({"status": 200, "body": body}))
+        connection.execute(
+            "INSERT INTO operations (task_id, model_id, operation, stage, fraction, error, state, outcome, receipt, begun_at,"
+            " ended_at) VALUES (?, ?, 'model-load', ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                row["task_id"], row["model_id"], row["stage"], row["fraction"],
+                row["error"] if state == "interrupted" else None, state, outcome, receipt, row["started_at"],
+                row["finished_at"],
+            ),
+        )  # fmt: skip
+    connection.execute("DROP TABLE tasks")
+
+
+_Step = str | Callable[[sqlite3.Connection], None]
+_STEPS: tuple[tuple[_Step, ...], ...] = ((_FIRST_SCHEMA,), (_SECOND_SCHEMA,), (_THIRD_SCHEMA,), (_FOURTH_SCHEMA, _move_tasks))
 """What makes a file of version n+1 out of one of version n; a new file takes every step, so that there is one kind of file."""
 
 
@@ -223,11 +274,11 @@ def _read_birth(connection: sqlite3.Connection, path: Path) -> float | None:
         return None
     if not 0 < version <= SCHEMA_VERSION:
         raise LedgerError(
-            f"{path} was written by another version of this program ({version}); use that one, or another directory"
+            f"{path} was written by another version of this program (its ledger is of version {version}, this program reads up "
+            f"to {SCHEMA_VERSION}) and is left as it is; start that version again, or choose another data directory"
         )
     if version < SCHEMA_VERSION:
-        with transaction(connection):
-            _take_steps(connection, version)
+        upgrade(connection, version)
         log.info("ledger brought up to date path=%s from=%d to=%d", path, version, SCHEMA_VERSION)
     row = connection.execute("SELECT born_at FROM born").fetchone()
     return None if row is None else float(row[0])
@@ -239,10 +290,19 @@ def _create_tables(connection: sqlite3.Connection, now: float) -> None:
         connection.execute("INSERT INTO born VALUES (?)", (now,))
 
 
+def upgrade(connection: sqlite3.Connection, version: int) -> None:
+    """Bring the tables of an earlier version up to date; whatever ends it in its midst leaves them as they were."""
+    with transaction(connection):
+        _take_steps(connection, version)
+
+
 def _take_steps(connection: sqlite3.Connection, version: int) -> None:
-    for step in _STEPS[version:]:
-        for statement in step.split(";"):
-            connection.execute(statement)
+    for step in [step for steps in _STEPS[version:] for step in steps]:
+        if callable(step):
+            step(connection)
+        else:
+            for statement in step.split(";"):
+                connection.execute(statement)
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
 

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeVar
 from uuid import uuid4
 
 from runner.definitions.plan import Observation
-from runner.ledger import approvals, costs, history, trust
-from runner.ledger.database import Database, LedgerError, open_database
-from runner.ledger.rows import CostRow, CostState, DesiredModel, OpDetails, OpRow, OpStart, OpStarted, PolicyRow, TaskRow
+from runner.ledger import costs, operations
+from runner.ledger.costs import CostRow, CostState
+from runner.ledger.database import Database, LedgerError, open_database, transaction
+from runner.ledger.operations import DesiredModel, OpOrder, OpStart, OpStarted, Run
 from runner.limits import limits
 from wire import clock
 
@@ -27,6 +30,17 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Clock = Callable[[], float]
+_OBSERVED = tuple(part.name for part in fields(Observation))
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRow:
+    """A policy that this runner took over, with what made it valid. ``proofs``: as they came, plain JSON."""
+
+    version: int
+    document: bytes
+    statement: bytes
+    proofs: list[object]
 
 
 class Ledger:
@@ -76,33 +90,31 @@ class Ledger:
         except (sqlite3.Error, TimeoutError) as error:
             log.warning("ledger did not close in order error=%r", error)
 
-    async def spend_nonce(self, nonce: str, *, expires_at: float) -> bool:
-        """Return whether the nonce was never seen; True means that it is on disk now. Raises LedgerFull."""
-        now = self._clock()
-        return await self._run(lambda db: approvals.spend_nonce(db, nonce, expires_at=expires_at, now=now))
+    async def spend_nonce(self, nonce: str, *, expires_at: float) -> Run | None:
+        """Spend the nonce of a token and return its row; None when it was spent before. Raises LedgerFull.
 
-    async def begin_op(
-        self, op_id: str, *, slot: str, fence: int, max_uses: int, expires_at: float, details: OpDetails | None = None
-    ) -> OpStart:
-        """Book an operation before it is carried out; at most one caller gets ``OpStarted`` per use. Raises LedgerFull.
-
-        ``slot``: the thing whose operations must not overtake each other. ``fence``: must be above the slot's last.
-        ``expires_at``: when its approval can no longer be used; it is remembered for longer than that.
-        A caller that is cancelled while it waits leaves the operation interrupted: its approval is used up.
+        ``expires_at``: of the token; its nonce is remembered for longer than that.
         """
-        now, written = self._clock(), details or OpDetails()
+        now = self._clock()
+        return await self._run(lambda db: operations.spend_nonce(db, nonce, expires_at=expires_at, now=now))
+
+    async def begin_op(self, run_id: int, order: OpOrder) -> OpStart:
+        """Begin an operation before it is carried out; at most one caller gets ``OpStarted`` for its key. Raises LedgerFull.
+
+        ``run_id``: of the spent nonce of its token. A caller that is cancelled while it waits leaves the operation interrupted:
+        its approval is used up.
+        """
+        now = self._clock()
         answers: list[OpStart] = []
 
         def begin(db: sqlite3.Connection) -> OpStart:
-            answer = approvals.begin_op(
-                db, op_id, slot=slot, fence=fence, max_uses=max_uses, expires_at=expires_at, details=written, now=now
-            )
-            answers.append(answer)
-            return answer
+            answers.append(operations.begin_op(db, run_id, order, now=now))
+            return answers[0]
 
         def give_up(db: sqlite3.Connection) -> None:
-            if OpStarted() in answers:
-                approvals.finish_op(db, op_id, approvals.INTERRUPTED, receipt="", now=now)
+            for answer in answers:
+                if isinstance(answer, OpStarted):
+                    operations.finish_op(db, run_id, operations.INTERRUPTED, receipt="", now=now)
 
         try:
             return await self._run(begin)
@@ -111,91 +123,123 @@ class Ledger:
             raise
 
     async def finish_op(
-        self, op_id: str, outcome: dict[str, object], *, receipt: str = "", desired: DesiredModel | None = None,
-        has_ended: bool = False,
+        self, run_id: int, outcome: dict[str, object], *, receipt: str = "", desired: DesiredModel | None = None,
+        has_ended: bool = False, error: str | None = None,
     ) -> None:  # fmt: skip
-        """Record how a begun operation went, and what was signed about it; whoever asks for it again is told this.
+        """Record how a run ended, and what was signed about it; whoever asks for it again is told this.
 
         In the same transaction ``desired`` becomes what is loaded after a restart, and, when it ``has_ended``, the model that
-        the operation unloads (``OpDetails.ends``) ceases to be.
+        the operation unloads (``OpOrder.ends``) ceases to be. ``error``: why a load was cut off.
         """
         now = self._clock()
 
         def finish(db: sqlite3.Connection) -> list[DesiredModel]:
-            approvals.finish_op(db, op_id, outcome, receipt=receipt, now=now, desired=desired, has_ended=has_ended)
-            return approvals.read_desired(db) if desired is not None or has_ended else []
+            operations.finish_op(
+                db, run_id, outcome, receipt=receipt, now=now, desired=desired, has_ended=has_ended, error=error
+            )  # fmt: skip
+            return operations.read_desired(db) if desired is not None or has_ended else []
 
         found = await self._run(finish)
         if desired is not None or has_ended:
             self.desired_fences = {model.model_id: model.fence for model in found}
 
+    async def certify_op(self, run_id: int, outcome: dict[str, object], *, receipt: str) -> Run:
+        """Give a run that was interrupted and has no receipt one, and return it; the first receipt stays."""
+        return await self._run(lambda db: operations.certify_op(db, run_id, outcome, receipt=receipt))
+
+    async def find_op(self, approval_id: str, use: int) -> Run | None:
+        """Return one use of an approval, or None when it was never begun here."""
+        return await self._run(lambda db: operations.find_run(db, operations.BY_APPROVAL, approval_id, use))
+
+    async def start_load(self, task_id: str, *, run_id: int | None, model_id: str, stage: str) -> int:
+        """Write down that a load begins, for the run that asked for it; None = nobody's. Return the run of the load."""
+        now = self._clock()
+        return await self._run(
+            lambda db: operations.start_load(db, task_id, run_id=run_id, model_id=model_id, stage=stage, now=now)
+        )  # fmt: skip
+
+    async def save_progress(self, run_id: int, stage: str, fraction: float | None) -> None:
+        """Write down where a load stands."""
+        await self._run(lambda db: operations.save_progress(db, run_id, stage, fraction))
+
+    async def find_load(self, task_id: str) -> Run | None:
+        """Return the run of a load; of those without an approval the newest 1000 are kept."""
+        return await self._run(lambda db: operations.find_run(db, operations.BY_TASK, task_id))
+
     async def read_desired(self) -> list[DesiredModel]:
         """Return the models that approvals keep loaded, in the order in which they were approved."""
-        found = await self._run(approvals.read_desired)
+        found = await self._run(operations.read_desired)
         self.desired_fences = {model.model_id: model.fence for model in found}
         return found
 
     async def count_unfinished(self, model: DesiredModel, *, has_ended: bool) -> None:
         """Count a load of a desired model as begun, before it begins; ``has_ended``: it did not end with the program."""
-        await self._run(lambda db: approvals.count_unfinished(db, model.model_id, model.fence, has_ended=has_ended))
-
-    async def certify_op(self, op_id: str, outcome: dict[str, object], *, receipt: str) -> OpRow | None:
-        """Give an operation that ended without a receipt one, and return it; the first receipt stays."""
-        return await self._run(lambda db: approvals.certify_op(db, op_id, outcome, receipt=receipt))
-
-    async def find_op(self, approval_id: str, use: int) -> OpRow | None:
-        """Return one use of an approval, or None when it was never begun here."""
-        return await self._run(lambda db: approvals.find_op(db, approval_id, use))
+        query = "UPDATE desired_models SET unfinished = iif(?, 0, unfinished + 1) WHERE model_id = ? AND fence = ?"
+        await self._execute(query, has_ended, model.model_id, model.fence)
 
     async def read_policies(self) -> list[PolicyRow]:
         """Return the pinned policies, version 1 first."""
-        return await self._run(trust.read_policies)
+        rows = await self._execute("SELECT version, document, statement, proofs FROM policies ORDER BY version")
+        return [PolicyRow(version, document, statement, json.loads(proofs)) for version, document, statement, proofs in rows]
 
     async def add_policy(self, policy: PolicyRow) -> None:
-        """Pin the next policy."""
-        now = self._clock()
-        await self._run(lambda db: trust.add_policy(db, policy, now=now))
+        """Pin the next policy. A version that is there already stays as it is."""
+        values = (policy.version, policy.document, policy.statement, json.dumps(policy.proofs), self._clock())
+        await self._execute("INSERT OR IGNORE INTO policies VALUES (?, ?, ?, ?, ?)", *values)
 
     async def forget_trust(self, *facts: str) -> None:
-        """Drop every pinned policy, the desired models and the facts of these names."""
-        await self._run(lambda db: trust.forget_trust(db, *facts))
+        """Drop every pinned policy, what was approved under them to stay loaded, and the facts of these names, all at once."""
+
+        def forget(db: sqlite3.Connection) -> None:
+            with transaction(db):
+                db.execute("DELETE FROM policies")
+                db.execute("DELETE FROM desired_models")
+                db.executemany("DELETE FROM facts WHERE name = ?", [(name,) for name in facts])
+
+        await self._run(forget)
         self.desired_fences = {}
 
     async def read_fact(self, name: str) -> str | None:
         """Return a fact, or None."""
-        return await self._run(lambda db: trust.read_fact(db, name))
+        rows = await self._execute("SELECT value FROM facts WHERE name = ?", name)
+        return str(rows[0][0]) if rows else None
 
     async def write_fact(self, name: str, value: str) -> None:
         """Replace a fact."""
-        await self._run(lambda db: trust.write_fact(db, name, value))
+        await self._execute("INSERT INTO facts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value", name, value)
 
-    async def save_task(self, task: TaskRow) -> None:
-        """Write a task down, new or changed; the newest 1000 are kept."""
-        await self._run(lambda db: history.save_task(db, task))
+    async def add_observation(self, seen: Observation) -> None:
+        """Remember what a load took; per model and plan the newest ``observations_of_plan`` are kept."""
 
-    async def read_task(self, task_id: str) -> TaskRow | None:
-        """Return a task, or None when there is none of that name."""
-        return await self._run(lambda db: history.read_task(db, task_id))
+        def add(db: sqlite3.Connection) -> None:
+            plan, bounds = (seen.backend, seen.model_id, seen.plan_key), limits().ledger
+            with transaction(db):
+                db.execute(
+                    "INSERT INTO observations (backend, model_id, plan_key, weights_bytes, kv_bytes, measured_bytes, load_s,"
+                    " loaded_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (*plan, seen.weights_bytes, seen.kv_bytes, seen.measured_bytes, seen.load_s, seen.loaded_at),
+                )
+                db.execute(
+                    "DELETE FROM observations WHERE id IN (SELECT id FROM observations WHERE backend = ? AND model_id = ?"
+                    " AND plan_key = ? ORDER BY id DESC LIMIT -1 OFFSET ?)",
+                    (*plan, bounds.observations_of_plan),
+                )
+                db.execute(
+                    "DELETE FROM observations WHERE id <= (SELECT max(id) FROM observations) - ?", (bounds.observations,)
+                )  # fmt: skip
 
-    async def interrupt_tasks(self, now: float) -> list[TaskRow]:
-        """End what an earlier process left loading, as interrupted, and return it. For the start of the program."""
-        return await self._run(lambda db: history.interrupt_tasks(db, now=now))
-
-    async def recent_tasks(self, limit: int) -> list[TaskRow]:
-        """Return the newest tasks, newest first."""
-        return await self._run(lambda db: history.recent_tasks(db, limit))
-
-    async def add_observation(self, observation: Observation) -> None:
-        """Remember what a load took."""
-        await self._run(lambda db: history.add_observation(db, observation))
+        await self._run(add)
 
     async def observations(self, backend: str, limit: int = 50) -> list[Observation]:
         """Return what was observed with a backend, newest first."""
-        return await self._run(lambda db: history.read_observations(db, backend, limit))
+        rows = await self._execute("SELECT * FROM observations WHERE backend = ? ORDER BY id DESC LIMIT ?", backend, limit)
+        return [Observation(**{name: row[name] for name in _OBSERVED}) for row in rows]
 
     async def last_load_s(self, model_id: str, plan_key: str) -> float | None:
         """Return the seconds that the last such load took; None when there was none."""
-        return await self._run(lambda db: history.read_last_load_s(db, model_id, plan_key))
+        query = "SELECT load_s FROM observations WHERE model_id = ? AND plan_key = ? ORDER BY id DESC LIMIT 1"
+        rows = await self._execute(query, model_id, plan_key)
+        return float(rows[0][0]) if rows else None
 
     async def reserve_cost(
         self, *, tenant: str, model_id: str, month: str, amount_micros: int, cap_micros: int | None
@@ -243,16 +287,20 @@ class Ledger:
         return await self._run(lambda db: costs.abandon_costs(db, now=now))
 
     async def spent(self, tenant: str, month: str) -> int:
-        """Return what counts against the cap of a tenant in a month (``YYYY-MM``)."""
+        """Return what counts against the cap of a tenant in a month (``YYYY-MM``), in millionths."""
         return await self._run(lambda db: costs.read_spent(db, tenant, month))
 
     async def spendings(self, month: str) -> list[tuple[str, int]]:
         """Return every tenant of a month (``YYYY-MM``) and what counts against its cap, by name."""
-        return await self._run(lambda db: costs.read_spendings(db, month))
+        rows = await self._execute("SELECT tenant, counted_micros FROM spendings WHERE month = ? ORDER BY tenant", month)
+        return [(str(tenant), int(counted)) for tenant, counted in rows]
 
     async def cost_rows(self, limit: int) -> list[CostRow]:
         """Return the newest costs, newest first; 20 000 are kept, and every one that is still reserved."""
         return await self._run(lambda db: costs.read_rows(db, limit))
+
+    async def _execute(self, query: str, *values: object) -> list[sqlite3.Row]:
+        return await self._run(lambda db: db.execute(query, values).fetchall())
 
     async def _run(self, job: Callable[[sqlite3.Connection], Result]) -> Result:
         try:
@@ -287,12 +335,15 @@ class Ledger:
 def _open(directory: Path, now: float) -> Database:
     database = open_database(directory, now=now)
     try:
-        interrupted = approvals.interrupt_ops(database.connection, now=now)
+        interrupted = operations.interrupt_ops(database.connection, now=now)
     except BaseException:
         database.close()
         raise
-    if interrupted:
-        log.warning("operations were interrupted by the end of the program count=%d", interrupted)
+    for run in interrupted:
+        log.warning(
+            "operation was interrupted by the end of the runner op=%s operation=%s model=%s task=%s",
+            run.op_key, run.operation, run.model_id, run.task_id,
+        )  # fmt: skip
     return database
 
 

@@ -12,11 +12,10 @@ import msgspec
 
 from runner.definitions.settings import SettingsChange
 from runner.errors import InvalidRequest, OpTokenRefused, RequestRefused, RunnerError, Unavailable
-from runner.ledger import LedgerError, OpRow
+from runner.ledger import LedgerError, Run
 from runner.limits import limits
-from runner.operations.bodies import FlushBody, LoadBody, ReloadBody, Reply, UnloadBody
 from runner.operations.gate import REFUSED, OperationRunning
-from runner.operations.tasks import Operations
+from runner.operations.operation import FlushBody, LoadBody, Operations, ReloadBody, Reply, UnloadBody
 from wire import clock
 from wire.bridge import OpCommand, OpQuery, OpStatus
 from wire.optoken import Operation, OpTokenError, read_token
@@ -264,7 +263,7 @@ def _split(body: Mapping[str, object]) -> tuple[dict[str, object], str]:
     return {name: value for name, value in body.items() if name != RECEIPT_FIELD}, receipt if isinstance(receipt, str) else ""
 
 
-def _as_status(row: OpRow) -> OpStatus:
+def _as_status(row: Run) -> OpStatus:
     """Return where an operation stands by the ledger."""
     status = OpStatus(op_id=row.approval_id, use=row.use, state="running", receipt=row.receipt)
     if row.outcome is None:

@@ -18,8 +18,9 @@ from cryptography.exceptions import InvalidSignature
 from runner.errors import RunnerError
 from runner.ledger import DesiredModel, Ledger, LedgerError
 from runner.limits import limits
-from runner.operations.bodies import LoadBody
+from runner.operations.gate import KEEP_PARAM, Accepted
 from runner.operations.keys import Identity
+from runner.operations.operation import SEAL_DOMAIN, LoadBody
 from runner.operations.trust import Governance
 from wire import clock
 from wire.optoken import Level, Operation, OpTokenError, Policy, SignedToken, Verifier, read_token
@@ -27,42 +28,17 @@ from wire.optoken.approval import ApprovalError, decode_bytes, read_statement
 
 log = logging.getLogger(__name__)
 
-PARAM = "keepLoaded"
 RECLAIMED_FACT = "reclaimed"
-_DOMAIN = b"desired-model/v1\x00"
 
 
 class NotDesired(RunnerError):
     """A row of the ledger that permits no load; the text says why."""
 
 
-class Accepted(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A load that the gate let in and that says that the model stays loaded. ``token``: base64url, as ``read_token`` takes it.
-
-    ``params``: every member of the request but the token. ``accepted_at_ms``: Unix milliseconds, the moment at which the token
-    was verified.
-    """
-
-    v: int = 1
-    model_id: str
-    runner_id: str
-    op_key: str
-    fence: int
-    accepted_at_ms: int
-    params: dict[str, object]
-    token: str
-
-
-def seal_accepted(accepted: Accepted, identity: Identity) -> DesiredModel:
-    """Return the row that the ledger keeps."""
-    document = msgspec.json.encode(accepted)
-    return DesiredModel(accepted.model_id, accepted.fence, document, identity.private_key.sign(_DOMAIN + document))
-
-
 def open_sealed(model: DesiredModel, identity: Identity) -> Accepted:
     """Return what the runner accepted. Raises NotDesired for a row that this runner did not write as it stands."""
     try:
-        identity.private_key.public_key().verify(model.seal, _DOMAIN + model.document)
+        identity.private_key.public_key().verify(model.seal, SEAL_DOMAIN + model.document)
         accepted = msgspec.json.decode(model.document, type=Accepted)
     except (InvalidSignature, msgspec.DecodeError):
         raise NotDesired("the ledger holds it in words that this runner did not sign; have it approved again") from None
@@ -157,7 +133,7 @@ class DesiredState:
         if governance.disabled or governance.identity is None:
             raise NotDesired(f"operations are disabled: {governance.disabled or 'the runner has no data folder'}")
         accepted = open_sealed(model, governance.identity)
-        if accepted.params.get(PARAM) is not True:
+        if accepted.params.get(KEEP_PARAM) is not True:
             raise NotDesired("it was approved to be loaded and not to stay loaded")
         try:
             token = read_token(accepted.token)

@@ -11,24 +11,25 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import assert_never
+
+import msgspec
 
 from runner.errors import InvalidRequest, OperationLimit, OperationsDisabled, OpTokenRefused, Unavailable, WrongState
 from runner.ledger import (
-    DesiredModel,
     Ledger,
     LedgerError,
     LedgerFull,
     OpAlreadyDone,
-    OpDetails,
     OpIsRunning,
+    OpOrder,
     OpStarted,
+    Run,
     StaleFence,
     TooManyOps,
 )
 from runner.limits import limits
-from runner.operations.desired_state import PARAM, Accepted
 from runner.operations.keys import KeyRing
-from runner.operations.receipts import Booked
 from wire import clock
 from wire.optoken import (
     Level,
@@ -48,6 +49,24 @@ log = logging.getLogger(__name__)
 REFUSED = "The operation token was not accepted. The log of this box says why; then ask for a new token."
 LIMIT_REASON = "operation_limit"
 """What an operation is counted under that its token permits and this box's own limits do not."""
+KEEP_PARAM = "keepLoaded"
+
+
+class Accepted(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A load that the gate let in and that says that the model stays loaded. ``token``: base64url, as ``read_token`` takes it.
+
+    ``params``: every member of the request but the token. ``accepted_at_ms``: Unix milliseconds, the moment at which the token
+    was verified.
+    """
+
+    v: int = 1
+    model_id: str
+    runner_id: str
+    op_key: str
+    fence: int
+    accepted_at_ms: int
+    params: dict[str, object]
+    token: str
 
 
 class OperationRunning(WrongState):
@@ -63,21 +82,31 @@ class OperationRunning(WrongState):
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """An operation that may go on. ``op_id``: the approval behind it, None at L0, where tokens name none and nothing is booked.
+    """An operation that may go on. ``run``: its row in the ledger, which names no approval at L0, where tokens name none.
 
-    ``recorded``: how it went when it was carried out already, with its ``receipt``; then it must not be done again and the
-    caller is told this. ``keeps``: the model of a load that is to stay loaded; ``ends``: the model that it is to unload.
+    ``keeps``: the model of a load that is to stay loaded.
     """
 
     level: Level
     operation: Operation
-    op_id: str | None
     signers: tuple[str, ...]
-    booked: Booked | None = None
-    recorded: dict[str, object] | None = None
-    receipt: str = ""
+    run: Run
     keeps: Accepted | None = None
-    ends: str | None = None
+
+    @property
+    def op_id(self) -> str | None:
+        """The approval behind it, None at L0."""
+        return None if self.run.op_key is None else self.run.approval_id
+
+    @property
+    def recorded(self) -> dict[str, object] | None:
+        """How it went when it was carried out already; then it must not be done again and the caller is told this."""
+        return self.run.outcome
+
+    @property
+    def receipt(self) -> str:
+        """The receipt of what was carried out already, "" = none."""
+        return self.run.receipt
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +128,6 @@ class GateRules:
     """Below L2: the names that count towards ``min_signers``; None = any."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Touched:
-    """What an operation changes: in these slots none that was approved earlier may follow it."""
-
-    model_id: str | None
-    slot: str
-    other_slots: tuple[str, ...]
-    ends: str | None
-
-    @classmethod
-    def by(cls, operation: Operation, model_id: str | None, params: Mapping[str, object]) -> _Touched:
-        named = params.get("evictModel")
-        evicted = named if isinstance(named, str) else None
-        whole = "settings" if operation is Operation.SETTINGS_RELOAD else "cache"
-        slot = whole if model_id is None else f"model:{model_id}"
-        ends = model_id if operation is Operation.MODEL_UNLOAD else evicted if evicted != model_id else None
-        return cls(model_id, slot, () if evicted is None else (f"model:{evicted}",), ends)
-
-
 class Gate:
     """Admits operations by token. Times are Unix seconds."""
 
@@ -135,16 +145,18 @@ class Gate:
     ) -> Admitted:
         """Return the operation that ``token`` permits, with its nonce spent and, from L1 on, its approval booked.
 
-        ``token``: what stands in ``verifiedOpToken``. ``params``: all members of the request body. Raises OperationsDisabled
-        (no usable key, or no place to remember), OpTokenRefused (one text for all reasons), OperationRunning, OperationLimit
-        (nothing was booked), Unavailable (the ledger fails), InvalidRequest (a token of L0 cannot keep a model loaded).
+        ``token``: what stands in ``verifiedOpToken``, or that as ``read_token`` reads it. ``params``: all members of the
+        request body. Raises OperationsDisabled (no usable key, or no place to remember), OpTokenRefused (one text for all
+        reasons), OperationRunning, OperationLimit (nothing was booked), Unavailable (the ledger fails), InvalidRequest (a
+        token of L0 cannot keep a model loaded).
         """
         verifier, now = await self._make_verifier(), self._clock()
         try:
-            signed = read_token(token)
+            signed = token if isinstance(token, SignedToken) else read_token(token)
             verified = verifier.verify(signed, operation=operation, model_id=model_id, params=params, now=now)
             keeps = self._read_keeps(signed, verified, operation, params, now)
-            admitted = await self._book(signed, verified, operation, _Touched.by(operation, model_id, params), keeps)
+            order = self._make_order(signed, verified, operation, model_id, params, adds_desired=keeps is not None)
+            admitted = Admitted(verified.level, operation, verified.signers, await self._book(verified, order), keeps)
         except OpTokenError as error:
             self._count(error.reason.value)
             log.warning("operation refused operation=%s reason=%s", operation, error)
@@ -163,29 +175,16 @@ class Gate:
         )  # fmt: skip
         return admitted
 
-    async def finish(
-        self, admitted: Admitted, outcome: dict[str, object], *, receipt: str = "", desired: DesiredModel | None = None,
-        has_ended: bool = False,
-    ) -> None:  # fmt: skip
-        """Record how an admitted operation went (plain JSON), for whoever comes with another token of the same approval.
-
-        ``desired`` and ``has_ended`` as in ``Ledger.finish_op``. Raises LedgerError.
-        """
-        if admitted.booked is not None and admitted.recorded is None:
-            await self._ledger.finish_op(
-                admitted.booked.op_key, outcome, receipt=receipt, desired=desired, has_ended=has_ended
-            )  # fmt: skip
-
     def _read_keeps(
         self, signed: SignedToken, verified: Verified, operation: Operation, params: Mapping[str, object], now: float
     ) -> Accepted | None:  # fmt: skip
         """Return what is to be written down of a load whose model stays loaded. Raises InvalidRequest."""
-        if operation is not Operation.MODEL_LOAD or params.get(PARAM) is not True:
+        if operation is not Operation.MODEL_LOAD or params.get(KEEP_PARAM) is not True:
             return None
         if verified.op_key is None or verified.fence is None:
             raise InvalidRequest(
                 "A token of level 0 signs no parameters, so it cannot keep a model loaded. Use tokens of level 1 or 2, or "
-                "switch the model on in the settings file of the node.", param=PARAM,
+                "switch the model on in the settings file of the node.", param=KEEP_PARAM,
             )  # fmt: skip
         return Accepted(
             model_id=str(params["modelId"]), runner_id=self._rules.runner_id, op_key=verified.op_key, fence=verified.fence,
@@ -217,57 +216,53 @@ class Gate:
             counted_signers=rules.counted_signers,
         )
 
-    async def _book(
-        self, signed: SignedToken, verified: Verified, operation: Operation, touched: _Touched, keeps: Accepted | None
-    ) -> Admitted:  # fmt: skip
-        try:
-            if not await self._ledger.spend_nonce(verified.nonce, expires_at=verified.expires_at):
-                raise OpTokenError(Reason.REPLAYED)
-            op_key, fence = verified.op_key, verified.fence
-            if verified.op_id is None or op_key is None or fence is None:
-                return Admitted(verified.level, operation, None, verified.signers)
-            booked = Booked(
-                op_key=op_key, op_id=verified.op_id, use=verified.use, operation=operation.value, fence=fence,
-                statement_digest="" if verified.statement is None else verified.statement.digest.hex(),
-                checkpoint=str(signed.claims.get("checkpoint") or ""), begun_at=self._clock(),
-            )  # fmt: skip
-            recorded, receipt = await self._begin(booked, verified, touched, adds_desired=keeps is not None)
-        except LedgerFull:
-            raise OpTokenError(Reason.LEDGER_FULL) from None
-        return Admitted(
-            verified.level, operation, verified.op_id, verified.signers, booked, recorded, receipt, keeps, touched.ends
+    def _make_order(
+        self, signed: SignedToken, verified: Verified, operation: Operation, model_id: str | None, params: Mapping[str, object],
+        *, adds_desired: bool,
+    ) -> OpOrder | None:  # fmt: skip
+        """Return what the ledger is to begin; None at L0, whose tokens name no approval."""
+        op_key, fence = verified.op_key, verified.fence
+        if verified.op_id is None or op_key is None or fence is None:
+            return None
+        named = params.get("evictModel")
+        evicted = named if isinstance(named, str) else None
+        whole = "settings" if operation is Operation.SETTINGS_RELOAD else "cache"
+        return OpOrder(
+            op_key=op_key, slot=whole if model_id is None else f"model:{model_id}", fence=fence,
+            expires_at=max(verified.expires_at, verified.not_after or 0), operation=operation.value, model_id=model_id,
+            approval_id=verified.op_id, use=verified.use, op_class=verified.op_class,
+            statement_digest="" if verified.statement is None else verified.statement.digest.hex(),
+            checkpoint=str(signed.claims.get("checkpoint") or ""), most_per_hour=self._rules.ops_per_hour,
+            most_per_day=verified.daily_cap or None,
+            # What was approved earlier for the model that it evicts must not follow it either.
+            other_slots=() if evicted is None else (f"model:{evicted}",),
+            ends=model_id if operation is Operation.MODEL_UNLOAD else evicted if evicted != model_id else None,
+            adds_desired=adds_desired,
         )  # fmt: skip
 
-    async def _begin(
-        self, booked: Booked, verified: Verified, touched: _Touched, *, adds_desired: bool
-    ) -> tuple[dict[str, object] | None, str]:  # fmt: skip
-        """Return how the operation went when it was carried out before, with its receipt; None and "" when it may begin."""
-        begun = await self._ledger.begin_op(
-            booked.op_key,
-            slot=touched.slot,
-            fence=booked.fence,
-            # At L2 every use of an approval has a row of its own.
-            max_uses=1,
-            expires_at=max(verified.expires_at, verified.not_after or 0),
-            details=OpDetails(
-                operation=booked.operation, model_id=touched.model_id, approval_id=booked.op_id, use=booked.use,
-                op_class=verified.op_class, statement_digest=booked.statement_digest, checkpoint=booked.checkpoint,
-                most_per_hour=self._rules.ops_per_hour, most_per_day=verified.daily_cap or None,
-                other_slots=touched.other_slots, ends=touched.ends, adds_desired=adds_desired,
-            ),
-        )  # fmt: skip
+    async def _book(self, verified: Verified, order: OpOrder | None) -> Run:
+        """Spend the nonce and begin the operation; return its row, which has an outcome when it was carried out before."""
+        try:
+            spent = await self._ledger.spend_nonce(verified.nonce, expires_at=verified.expires_at)
+            if spent is None:
+                raise OpTokenError(Reason.REPLAYED)
+            if order is None:
+                return spent
+            begun = await self._ledger.begin_op(spent.run_id, order)
+        except LedgerFull:
+            raise OpTokenError(Reason.LEDGER_FULL) from None
         match begun:
-            case OpStarted():
-                return None, ""
-            case OpAlreadyDone(outcome, receipt):
-                return outcome, receipt
+            case OpStarted(run) | OpAlreadyDone(run):
+                return run
             case StaleFence():
                 raise OpTokenError(Reason.STALE_FENCE)
             case OpIsRunning():
-                raise OperationRunning(booked.op_key)
+                raise OperationRunning(order.op_key)
             case TooManyOps(most, within_s, retry_after_s, is_of_class):
                 kind = f"operations of the class {verified.op_class}" if is_of_class else "operations"
                 raise OperationLimit(
                     f"{most} {kind} began on this box within {within_s / 3600:g} h, the most that it carries out; wait.",
                     retry_after_s=retry_after_s,
                 )
+            case _:
+                assert_never(begun)

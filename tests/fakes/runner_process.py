@@ -39,8 +39,7 @@ from runner.ledger import FILE_NAME, Ledger, LedgerError
 from runner.library.library import Library
 from runner.operations.commands import Commands
 from runner.operations.gate import Gate, GateRules
-from runner.operations.receipts import Clerk
-from runner.operations.tasks import Operations
+from runner.operations.operation import Operations
 from runner.operations.trust import Governance, write_trusted
 from runner.pool import LoadOrder, LoadResult, Model, ModelState, Pool
 from runner.pool.capacity import Prediction
@@ -210,8 +209,7 @@ class RunnerProcess:
         for model_id in self._models:
             self.engines.define(model_id)
         pool = cast("Pool", SimpleNamespace(registry=self.engines.registry, loader=self.engines, unloader=self.engines))
-        operations = Operations(pool, self.gate, ledger, Clerk(self.governance.identity))
-        await operations.recover()
+        operations = Operations(pool, self.gate, ledger, self.governance.identity)
         self._commands = Commands(operations, _seek, _reload)
 
     def describe(self) -> BoxGovernance:
@@ -314,7 +312,8 @@ async def _reload() -> Any:
 def read_ops(folder: Path) -> dict[tuple[str, int], sqlite3.Row]:
     with contextlib.closing(sqlite3.connect(folder / FILE_NAME)) as ledger:
         ledger.row_factory = sqlite3.Row
-        return {(row["approval_id"], row["use"]): row for row in ledger.execute("SELECT * FROM ops")}
+        rows = ledger.execute("SELECT * FROM operations WHERE op_key IS NOT NULL")
+        return {(row["approval_id"], row["use"]): row for row in rows}
 
 
 def read_desired(folder: Path) -> dict[str, int]:

@@ -10,6 +10,8 @@ from typing import TypeVar
 from core.limits import NodeLimits
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, RUNS, ApprovalState, RunState
 from nodes.states import Freshness, NodeFacts, judge_availability
+from runner.ledger import RunState as LedgerState
+from runner.ledger import operations as ledger_operations
 from runner.pool.states import TRANSITIONS, ModelState
 from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, NodeMode, NodeStatus
 
@@ -29,6 +31,13 @@ def render() -> str:
         HEAD,
         _machine("Approval of an operation", "`governance/states.py`, `APPROVALS`", APPROVALS, ApprovalState, FINAL_APPROVALS),
         _machine("One carrying out of an operation", "`governance/states.py`, `RUNS`", RUNS, RunState, FINAL_RUNS),
+        _machine(
+            "A run on its runner",
+            "`runner/ledger/operations.py`, `TRANSITIONS`",
+            ledger_operations.TRANSITIONS,
+            LedgerState,
+            ledger_operations.FINAL_STATES,
+        ),
         _machine("A model on a node", "`runner/pool/states.py`, `TRANSITIONS`", TRANSITIONS, ModelState, ()),
         _requests(),
         _nodes(),

@@ -11,8 +11,7 @@ from typing import Any
 from runner.ledger import Ledger
 from runner.operations.commands import Commands
 from runner.operations.gate import Admitted, Gate, GateRules
-from runner.operations.receipts import Clerk
-from runner.operations.tasks import Operations
+from runner.operations.operation import Operations
 from runner.operations.trust import PolicyStore, write_trusted
 from runner.parts import Parts
 from runner.pool import Pool
@@ -147,7 +146,7 @@ class Desk:
             ledger=parts.ledger,
         )  # fmt: skip
         pool = Pool(parts.pool.registry, self.bench.loader, parts.pool.unloader, parts.pool.capacity)
-        self.operations = Operations(pool, self.gate, parts.ledger, Clerk(governance.identity))
+        self.operations = Operations(pool, self.gate, parts.ledger, governance.identity)
         self.commands = Commands(self.operations, parts.seek, parts.reload_settings)
 
     def command(self, operation: str = "model-load", *, op_id: str = "", **body: Any) -> bridge.OpCommand:

@@ -8,6 +8,7 @@ import re
 import secrets
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import httpx
 import psutil
@@ -23,7 +25,7 @@ import psutil
 from runner.__main__ import main
 from runner.app import Box
 from runner.config import TINY_MODEL_PATH
-from runner.ledger import approvals, history
+from runner.ledger import operations
 from runner.limits import install, limits
 from tests.fakes.scripted_gateway import TOKEN
 from tests.fakes.waiting import DEADLINE_S, eventually, wait_until
@@ -238,7 +240,7 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 SETTLE_S = 30.0
 WRITES: dict[str, tuple[ModuleType, str]] = {
-    "booking": (approvals, "begin_op"), "task": (history, "save_task"), "outcome": (approvals, "finish_op"),
+    "booking": (operations, "begin_op"), "task": (operations, "start_load"), "outcome": (operations, "finish_op"),
 }  # fmt: skip
 
 
@@ -253,13 +255,22 @@ def hold_start(until: Path) -> None:
     Box._wait_settled = wait_held  # type: ignore[method-assign,assignment]  # between an open port and serving
 
 
+def _has_approval(write: str, db: sqlite3.Connection, run: object, *_: object, run_id: int | None = None, **__: object) -> bool:
+    """Whether a write is about an operation; loads of the runner's own are written down alike."""
+    wanted = run_id if write == "task" else run
+    found = db.execute("SELECT 1 FROM operations WHERE id = ? AND (op_key IS NOT NULL OR ?)", (wanted, write == "booking"))
+    return found.fetchone() is not None
+
+
 def die_at(point: str) -> None:
     """Have the process killed at ``before booking``, ``after task`` and the like."""
     moment, _, write = point.partition(" ")
     module, name = WRITES[write]
     real: Callable[..., object] = getattr(module, name)
 
-    def deadly(*arguments: object, **named: object) -> object:
+    def deadly(*arguments: Any, **named: Any) -> object:
+        if not _has_approval(write, *arguments, **named):
+            return real(*arguments, **named)
         if moment == "after":
             real(*arguments, **named)
         os.kill(os.getpid(), signal.SIGKILL)

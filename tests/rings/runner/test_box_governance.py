@@ -17,11 +17,12 @@ import httpx
 import msgspec
 import pytest
 
-from runner.ledger import Ledger, OpAlreadyDone, TaskState, approvals
+from runner.ledger import INTERRUPTED, Ledger, RunState
 from runner.operations import trust
 from runner.operations.keys import OP_KEYS_NAME, OpKeys, load_identity
 from runner.operations.trust import FORGOTTEN, WAITING
 from tests.fakes.audit_logs import FORK, LOG, checkpoint_of, offer_of
+from tests.fakes.ledgers import begin_op, spend
 from tests.fakes.policies import Fleet, Issuer
 from tests.fakes.runners.governed import Control, enrol, options_of
 from tests.fakes.runners.process import ApiBox, run_api_box, run_box
@@ -361,13 +362,16 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import asyncio, sys, time
 from pathlib import Path
-from runner.ledger import Ledger, TaskRow, TaskState
+from runner.ledger import Ledger, OpOrder
 
 async def main():
     ledger = await Ledger.open(Path(sys.argv[1]))
     now = time.time()
-    await ledger.save_task(TaskRow("load-1", "m", TaskState.LOADING, "reading weights", 0.5, now))
-    await ledger.begin_op("op-1", slot="model:m", fence=7, max_uses=1, expires_at=now + 300)
+    load = await ledger.start_load("load-1", run_id=None, model_id="m", stage="waiting")
+    await ledger.save_progress(load, "reading weights", 0.5)
+    order = OpOrder(op_key="op-1", approval_id="op-1", slot="model:m", fence=7, expires_at=now + 300)
+    spent = await ledger.spend_nonce("n-op", expires_at=now + 300)
+    await ledger.begin_op(spent.run_id, order)
     await ledger.reserve_cost(tenant="t", model_id="m", month="2026-11", amount_micros=100, cap_micros=None)
     number = 0
     while await ledger.spend_nonce(f"n-{number}", expires_at=now + 300):
@@ -413,13 +417,14 @@ async def test_nothing_that_was_confirmed_is_forgotten_by_a_kill_and_what_was_un
     ledger = await Ledger.open(tmp_path)
     try:
         assert not ledger.is_new
-        again = [await ledger.spend_nonce(f"n-{number}", expires_at=time.time() + 300) for number in range(last + 1)]
+        again = [await spend(ledger, f"n-{number}", expires_at=time.time() + 300) for number in range(last + 1)]
         assert not any(again)
-        assert await ledger.spend_nonce(f"n-{last + 2}", expires_at=time.time() + 300)
-        (task,) = await ledger.interrupt_tasks(time.time())
-        assert (task.task_id, task.state, task.stage) == ("load-1", TaskState.INTERRUPTED, "reading weights")
-        begun = await ledger.begin_op("op-1", slot="model:m", fence=8, max_uses=1, expires_at=time.time() + 300)
-        assert begun == OpAlreadyDone(approvals.INTERRUPTED)
+        assert await spend(ledger, f"n-{last + 2}", expires_at=time.time() + 300)
+        load = await ledger.find_load("load-1")
+        assert load is not None
+        assert (load.state, load.stage) == (RunState.INTERRUPTED, "reading weights")
+        assert await begin_op(ledger, "op-1", slot="model:m", fence=8, expires_at=time.time() + 300) == INTERRUPTED
+        assert not await spend(ledger, "n-op", expires_at=time.time() + 300)
         assert (await ledger.abandon_costs(), await ledger.spent("t", "2026-11")) == (1, 100)
     finally:
         await ledger.close()

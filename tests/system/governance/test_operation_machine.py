@@ -41,6 +41,9 @@ from governance.operations.runs import reconcile
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, OPEN_RUNS, RUNS, ApprovalState, RunState
 from nodes.channel import RECEIPT_INVALID
 from nodes.models import NodeOpKey
+from runner.ledger import RunState as LedgerState
+from runner.ledger.operations import FINAL_STATES
+from runner.ledger.operations import TRANSITIONS as LEDGER_TRANSITIONS
 from tests.fakes.audit_logs import chain_events
 from tests.fakes.clock import TickingClock, VirtualClock
 from tests.fakes.examples import TIMES
@@ -76,7 +79,7 @@ WHICH = st.integers(0, 7)
 SIGNERS = st.sampled_from([(), (1,), (1, 2), (1, 2), (2, 3), (0, 4), (1, 2, 3)])
 NODE = st.sampled_from([0, 1])
 KINDS = st.sampled_from(["load", "load", "flush", "unload", "drain"])
-POINTS = {"flush": 10, "load": 16}
+POINTS = {"flush": 8, "load": 12}
 """Of each kind: before and after what is looked up, the nonce, the booking, the steps of the load, the outcome."""
 OPEN = [state.value for state in OPEN_RUNS]
 RUN_EVENTS = {f"operation.run.{state.value}": state for state in RunState} | {"operation.dispatch": RunState.DISPATCHED}
@@ -86,6 +89,8 @@ APPROVAL_EVENTS = {
     "operation.cancel": ApprovalState.CANCELLED, "operation.block": ApprovalState.BLOCKED,
 }  # fmt: skip
 RUN_MOVES = {(old, new) for (old, _), new in RUNS.items()}
+LEDGER_MOVES = {(old, new) for (old, _), new in LEDGER_TRANSITIONS.items()}
+ENDED = [state.value for state in FINAL_STATES]
 APPROVAL_MOVES = {(old, new) for (old, _), new in APPROVALS.items()} | {(ApprovalState.APPROVED, ApprovalState.REJECTED)}
 """A rejection of what is approved makes it pending first, in the same transaction."""
 
@@ -399,7 +404,7 @@ class OperationLife(RuleBasedStateMachine):
                 is_start = not node.process.is_up
                 self.gateway.link(node)
                 booked = read_ops(node.process.folder).values() if is_start else []
-                assert all(row["outcome"] for row in booked), "begun by a runner that has ended, and not interrupted"
+                assert all(row["state"] in ENDED for row in booked), "begun by a runner that has ended, and not interrupted"
 
     @rule(node=NODE, calls=st.integers(-1, 11))
     def kill_a_runner(self, node: int, calls: int) -> None:
@@ -558,14 +563,23 @@ class OperationLife(RuleBasedStateMachine):
             assert before.keys() <= rows.keys(), "the ledger has forgotten"
             for key, row in rows.items():
                 if key in before:
-                    assert before[key]["outcome"] in {None, row["outcome"]} or row["receipt"]
+                    self.compare(before[key], row)
                     continue
                 mates = [other["fence"] for other in before.values() if other["slot"] == row["slot"]]
                 assert row["fence"] > max(mates, default=0), "an earlier operation came behind a later one"
             self.begun[index] = rows
-            loads = [row for row in rows.values() if row["operation"] == "model-load" and row["outcome"]]
-            kept = {row["fence"] for row in loads if json.loads(row["outcome"])["state"] == "succeeded"}
+            loads = [row for row in rows.values() if row["operation"] == "model-load"]
+            kept = {row["fence"] for row in loads if row["state"] == "succeeded"}
             assert set(read_desired(node.process.folder).values()) <= kept, "kept loaded, and its load did not succeed"
+
+    def compare(self, before: sqlite3.Row, row: sqlite3.Row) -> None:
+        """Have a run go on as the table says, and keep what it was given once."""
+        state, now = (LedgerState(each["state"]) for each in (before, row))
+        assert state is now or (state, now) in LEDGER_MOVES, f"{state} became {now}"
+        for name in ("nonce", "op_key", "slot", "fence", "begun_at", "statement_digest"):
+            assert before[name] == row[name], f"the {name} of a run changed"
+        assert before["receipt"] in {"", row["receipt"]}, "a receipt changed"
+        assert before["outcome"] in {None, row["outcome"]} or (row["receipt"] and not before["receipt"])
 
     def check_effects(self, index: int) -> None:
         node = self.nodes[index]
@@ -661,7 +675,7 @@ class OperationLife(RuleBasedStateMachine):
         if not self.nodes[index].process.is_up:
             return
         booked = self.begun[index].get((asked.row.printed_id, run.use))
-        outcome = None if booked is None else json.loads(booked["outcome"] or "{}").get("state", "running")
+        outcome = None if booked is None else booked["state"]
         if run.state == RunState.SKIPPED.value:
             assert outcome is None, "skipped, and done"
         elif run.state == RunState.SUCCEEDED.value:
@@ -709,7 +723,7 @@ class OperationLife(RuleBasedStateMachine):
                 calls += 1
             assert calls >= POINTS[kind], "the ledger is called less often than it is written"
         self.link()
-        states = [json.loads(row["outcome"])["state"] for row in read_ops(self.nodes[0].process.folder).values()]
+        states = [row["state"] for row in read_ops(self.nodes[0].process.folder).values()]
         assert "interrupted" in states, "no operation was cut off"
 
     def is_killed_in(self, kind: str, calls: int) -> bool:

@@ -31,12 +31,10 @@ from runner.errors import (
     UnknownModel,
     WrongState,
 )
-from runner.ledger import FILE_NAME, TaskState
+from runner.ledger import FILE_NAME, Run, RunState
 from runner.limits import limits
-from runner.operations.bodies import FlushBody, LoadBody, Reply, UnloadBody
 from runner.operations.gate import Gate, GateRules
-from runner.operations.receipts import Clerk
-from runner.operations.tasks import Operations
+from runner.operations.operation import FlushBody, LoadBody, Operations, Reply, UnloadBody
 from runner.parts import Parts
 from runner.pool import LoadOrder, Model, ModelState, Pool
 from runner.telemetry.memory import TreeMemory
@@ -61,7 +59,7 @@ class Desk:
         self.bench = Bench(parts)
         pool = Pool(parts.pool.registry, self.bench.loader, parts.pool.unloader, parts.pool.capacity)
         gate = Gate(GateRules(key_path=key_path, level=level, min_signers=2, runner_id="box"), ledger=parts.ledger)
-        self.operations = Operations(pool, gate, parts.ledger, Clerk(parts.governance.identity))
+        self.operations = Operations(pool, gate, parts.ledger, parts.governance.identity)
         self.level = level
         self.fence = 0
 
@@ -100,6 +98,11 @@ class Desk:
     async def flush(self, **fields: Any) -> Reply:
         return await self.ask(Operation.CACHE_FLUSH, **fields)
 
+    async def read_load(self, reply: Reply) -> Run:
+        found = await self.parts.ledger.find_load(str(reply.body["taskId"]))
+        assert found is not None
+        return found
+
     async def finish(self, reply: Reply) -> dict[str, object]:
         """Return the task of a load when it has ended."""
         task_id = reply.body["taskId"]
@@ -128,9 +131,9 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
 
 @contextlib.contextmanager
 def full_disk(tmp_path: Path) -> Iterator[None]:
-    """Neither tasks nor observations can be written meanwhile; spent tokens can."""
+    """Neither loads nor observations can be written meanwhile; spent tokens can."""
     other = sqlite3.connect(tmp_path / "data" / FILE_NAME, isolation_level=None, timeout=30)
-    other.execute("CREATE TRIGGER full_tasks BEFORE INSERT ON tasks BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
+    other.execute("CREATE TRIGGER full_tasks BEFORE UPDATE ON operations BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
     other.execute("CREATE TRIGGER full_seen BEFORE INSERT ON observations BEGIN SELECT RAISE(ABORT, 'disk is full'); END")
     try:
         yield
@@ -174,15 +177,15 @@ async def test_a_load_becomes_a_task_that_is_on_disk_and_ends_completed(desk: De
     desk.bench.prepare = lambda engine: engine.may_load.clear()
     reply = await desk.load("a")
     assert (reply.status, reply.body["status"], reply.body["progress"]) == (202, "loading", 0.0)
-    row = (await desk.parts.ledger.recent_tasks(1))[0]
-    assert (row.task_id, row.state) == (reply.body["taskId"], TaskState.LOADING)
+    row = await desk.read_load(reply)
+    assert (row.state, row.outcome) == (RunState.RUNNING, None)
     await eventually(lambda: desk.bench.engines, "the engine is started")
     assert (await desk.load("a")).body["taskId"] == reply.body["taskId"]
     desk.bench.engines[0].may_load.set()
     done = await desk.finish(reply)
     assert (done["status"], done["progress"], done["replicas"]) == ("completed", 1.0, 1)
-    row = (await desk.parts.ledger.recent_tasks(1))[0]
-    assert (row.state, row.finished_at is not None) == (TaskState.COMPLETED, True)
+    row = await desk.read_load(reply)
+    assert (row.state, row.ended_at is not None) == (RunState.SUCCEEDED, True)
     again = await desk.load("a")
     assert (again.status, again.body["alreadyLoaded"], again.body["taskId"]) == (200, True, reply.body["taskId"])
 
@@ -195,10 +198,11 @@ async def test_a_load_that_fails_ends_its_task_and_makes_room_for_another(desk: 
         engine.fails = error
 
     desk.bench.prepare = fail
-    done = await desk.finish(await desk.load("a"))
+    reply = await desk.load("a")
+    done = await desk.finish(reply)
     assert (done["status"], done["code"]) == ("failed", "model_load_failed")
     assert words in str(done["error"])
-    assert (await desk.parts.ledger.recent_tasks(1))[0].state is TaskState.FAILED
+    assert (await desk.read_load(reply)).state is RunState.FAILED
     model = find(desk.parts, "a")
     assert (model.state, model.reserved_bytes) == (ModelState.FAILED, 0)
     desk.bench.prepare = lambda _engine: None
@@ -241,7 +245,7 @@ async def test_an_operation_that_the_box_cancels_on_its_way_out_is_recorded_as_i
             await flushing
         with pytest.raises(Unavailable):
             await desk.load("b")
-        desk.operations._executions.is_stopping = False
+        desk.operations.is_stopping = False
         with pytest.raises(OperationInterrupted):
             await desk.ask(Operation.CACHE_FLUSH, op_id=op_id, scope="all")
         desk.bench.engines[0].may_flush.set()

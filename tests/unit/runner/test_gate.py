@@ -14,7 +14,7 @@ import pytest
 
 from runner.config import OperationsConfig
 from runner.errors import OperationLimit, OperationsDisabled, OpTokenRefused, Unavailable
-from runner.ledger import FILE_NAME, Ledger, approvals
+from runner.ledger import FILE_NAME, INTERRUPTED, Ledger
 from runner.operations.gate import LIMIT_REASON, REFUSED, Admitted, Gate, GateRules, OperationRunning
 from runner.operations.keys import OpKeys
 from runner.operations.trust import Governance
@@ -44,7 +44,7 @@ async def test_a_valid_token_is_admitted_in_every_form(key_file: Path, tmp_path:
     async with opened(key_file, tmp_path / "data", clock=Clock(T0 + 0.9)) as gate:
         admitted = await admit(gate, l0(issued_at=int(T0)))
         assert (admitted.level, admitted.op_id, admitted.signers, admitted.recorded) == (Level.L0, None, ("a", "b"), None)
-        await gate.finish(admitted, {"ok": True})
+        await gate._ledger.finish_op(admitted.run.run_id, {"state": "succeeded"})
         assert (await admit(gate, json.dumps(l0(nonce="second-nonce")))).signers == ("a", "b")
         assert (await admit(gate, encode_token(l1()))).op_id == "op-1"
 
@@ -207,8 +207,11 @@ class Door:
         used = PARAMS if params is None else params
         return await self.gate.admit(token, operation=Operation.MODEL_LOAD, model_id=MODEL, params=used)
 
+    async def finish(self, admitted: Admitted) -> None:
+        await self.ledger.finish_op(admitted.run.run_id, {"state": "succeeded"})
+
     async def begin_and_end(self, **changes: Any) -> None:
-        await self.gate.finish(await self.admit(self.token(**changes)), {"state": "succeeded"})
+        await self.finish(await self.admit(self.token(**changes)))
 
 
 @asynccontextmanager
@@ -234,10 +237,9 @@ async def test_an_approved_operation_is_admitted_and_booked_with_what_was_signed
         admitted = await door.admit(door.token(op_id="op-1", checkpoint="audit 12"))
         row = await door.ledger.find_op("op-1", 1)
     assert (admitted.level, admitted.op_id) == (Level.L2, "op-1")
-    assert admitted.booked is not None
     assert row is not None
     assert (row.op_key, row.operation, row.model_id, row.checkpoint) == ("op-1.1", "model-load", MODEL, "audit 12")
-    assert row.statement_digest == admitted.booked.statement_digest
+    assert row.statement_digest == admitted.run.statement_digest
     assert len(row.statement_digest) == 64
 
 
@@ -278,7 +280,7 @@ async def test_a_second_token_of_one_use_gets_the_first_outcome_also_after_a_res
         admitted = await door.admit(door.token(op_id="op-1"))
         with pytest.raises(OperationRunning):
             await door.admit(door.token(op_id="op-1"))
-        await door.gate.finish(admitted, {"state": "succeeded", "body": {"a": 1}}, receipt="signed")
+        await door.ledger.finish_op(admitted.run.run_id, {"state": "succeeded", "body": {"a": 1}}, receipt="signed")
         again = await door.admit(door.token(op_id="op-1"))
         assert (again.recorded, again.receipt) == ({"state": "succeeded", "body": {"a": 1}}, "signed")
         used = door.token(op_id="op-2")
@@ -288,7 +290,7 @@ async def test_a_second_token_of_one_use_gets_the_first_outcome_also_after_a_res
         again = await door.admit(door.token(op_id="op-1"))
         assert again.receipt == "signed"
         cut = await door.admit(door.token(op_id="op-2"))
-        assert cut.recorded == approvals.INTERRUPTED
+        assert cut.recorded == INTERRUPTED
         with pytest.raises(OpTokenRefused):
             await door.admit(used)
 
@@ -316,7 +318,7 @@ async def test_a_reload_of_the_settings_is_approved_as_such(tmp_path: Path, capl
                 await door.gate.admit(token, **reload)
         admitted = await door.gate.admit(door.issuer.token("settings-reload", {}, now=NOW, fence=7), **reload)
         assert (admitted.operation, admitted.signers) == (Operation.SETTINGS_RELOAD, ("ada", "bob"))
-        await door.gate.finish(admitted, {"state": "succeeded"})
+        await door.finish(admitted)
         with pytest.raises(OpTokenRefused):
             await door.gate.admit(late, **reload)
         again = door.issuer.token("cache-flush", {"scope": "all"}, now=NOW, fence=5)
@@ -420,7 +422,7 @@ async def carry_out(door: Door, operation: Operation, params: dict[str, object],
     assert model is None or isinstance(model, str)
     token = door.issuer.token(operation.value, params, now=door.clock.now, **changes)
     admitted = await door.gate.admit(token, operation=operation, model_id=model, params=params)
-    await door.gate.finish(admitted, {"state": "succeeded"})
+    await door.finish(admitted)
 
 
 async def test_a_clock_that_was_a_year_ahead_for_a_moment_makes_the_box_forget_nothing(tmp_path: Path) -> None:

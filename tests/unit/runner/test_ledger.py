@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
+import re
 import shutil
 import sqlite3
 import stat
@@ -12,7 +14,6 @@ import tempfile
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,26 +23,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from runner.definitions.plan import Observation
 from runner.ledger import (
     FILE_NAME,
+    INTERRUPTED,
     DesiredModel,
     Ledger,
     LedgerError,
     LedgerFull,
-    OpAlreadyDone,
-    OpDetails,
-    OpIsRunning,
-    OpStart,
-    OpStarted,
-    StaleFence,
-    TaskRow,
-    TaskState,
+    RunState,
     TooManyOps,
-    approvals,
-    history,
+    operations,
 )
-from runner.ledger.database import LOCK_NAME, SCHEMA_VERSION, Database, open_database
+from runner.ledger.database import LOCK_NAME, SCHEMA_VERSION, Database, open_database, upgrade
 from runner.limits import limits
 from tests.fakes.examples import examples
-from tests.fakes.ledgers import T0, Clock, opened
+from tests.fakes.ledgers import T0, Clock, begin_op, end_op, opened, order_of, said, spend, spend_new
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.waiting import eventually, turns
 
@@ -70,7 +64,7 @@ async def test_a_ledger_is_new_once_and_one_programs_until_it_is_closed(tmp_path
             await Ledger.open(folder)
     await ledger.close()
     with pytest.raises(LedgerError, match="closed"):
-        await ledger.spend_nonce("n-1", expires_at=T0)
+        await spend(ledger, "n-1", expires_at=T0)
     async with opened(folder, Clock(T0 + 1000)) as ledger:
         assert (ledger.is_new, ledger.born_at) == (False, T0)
 
@@ -79,7 +73,7 @@ async def test_only_the_owner_reads_the_files_and_every_commit_is_on_disk(tmp_pa
     (tmp_path / FILE_NAME).touch(mode=0o644)
     (tmp_path / FILE_NAME).chmod(0o644)
     async with opened(tmp_path) as ledger:
-        await ledger.spend_nonce("n-1", expires_at=T0)
+        await spend(ledger, "n-1", expires_at=T0)
         modes = modes_in(tmp_path)
         pragmas = ("journal_mode", "synchronous")
         settings = await ledger._run(lambda db: [db.execute(f"PRAGMA {name}").fetchone()[0] for name in pragmas])
@@ -93,7 +87,7 @@ async def test_only_the_owner_reads_the_files_and_every_commit_is_on_disk(tmp_pa
 async def test_a_damaged_file_is_moved_aside(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / FILE_NAME
     async with opened(tmp_path) as ledger:
-        assert await ledger.spend_nonce("n-1", expires_at=T0 + 300)
+        assert await spend(ledger, "n-1", expires_at=T0 + 300)
     content = path.read_bytes()
     spoilt = {
         "no database": b"this is no database, but long enough to be taken for one" * 100, "empty": b"",
@@ -104,7 +98,7 @@ async def test_a_damaged_file_is_moved_aside(tmp_path: Path, damage: str, caplog
     path.write_bytes(spoilt)
     async with opened(tmp_path, Clock(T0 + 60)) as ledger:
         assert (ledger.is_new, ledger.born_at) == (True, T0 + 60), "it counts as lost"
-        assert await ledger.spend_nonce("n-1", expires_at=T0 + 300)
+        assert await spend(ledger, "n-1", expires_at=T0 + 300)
     assert [kept.read_bytes() for kept in damaged_files(tmp_path)] == ([spoilt] if spoilt else [])
     assert ("ledger is damaged" in caplog.text) is bool(spoilt)
 
@@ -130,22 +124,22 @@ async def test_a_place_that_cannot_hold_a_ledger_is_named(tmp_path: Path) -> Non
 
 async def test_what_was_submitted_is_done_before_the_file_closes(tmp_path: Path) -> None:
     ledger = await Ledger.open(tmp_path, clock=Clock())
-    spending = [asyncio.create_task(ledger.spend_nonce(f"n-{number}", expires_at=T0 + 300)) for number in range(20)]
+    spending = [asyncio.create_task(spend(ledger, f"n-{number}", expires_at=T0 + 300)) for number in range(20)]
     await turns(1)
     await ledger.close()
     assert all(await asyncio.gather(*spending))
     async with opened(tmp_path) as ledger:
-        assert not await ledger.spend_nonce("n-19", expires_at=T0 + 300)
+        assert not await spend(ledger, "n-19", expires_at=T0 + 300)
 
 
 async def test_a_failing_disk_is_our_error(tmp_path: Path) -> None:
     async with opened(tmp_path) as ledger:
         await ledger._run(lambda db: db.execute("PRAGMA max_page_count=1"))
         with pytest.raises(LedgerError, match="full"):
-            await asyncio.gather(*(ledger.spend_nonce(f"n-{number}", expires_at=T0 + 300) for number in range(200)))
+            await asyncio.gather(*(spend(ledger, f"n-{number}", expires_at=T0 + 300) for number in range(900)))
         # The failed write was undone, so the connection is fit for the next one.
         await ledger._run(lambda db: db.execute("PRAGMA max_page_count=10000"))
-        assert await ledger.spend_nonce("after", expires_at=T0 + 300)
+        assert await spend(ledger, "after", expires_at=T0 + 300)
 
 
 async def test_a_disk_that_hangs_is_given_up_and_the_queue_in_front_of_it_is_bounded(tmp_path: Path) -> None:
@@ -229,26 +223,25 @@ async def test_an_upgraded_file_is_like_a_new_one(tmp_path: Path) -> None:
         async with opened(each):
             pass
     assert shape_of(old) == shape_of(new)
-    assert shape_of(old)[0] == SCHEMA_VERSION == 3
+    assert shape_of(old)[0] == SCHEMA_VERSION == 4
 
 
 async def test_nothing_is_lost_and_what_was_written_goes_on_working(tmp_path: Path) -> None:
     write_first(tmp_path)
     async with opened(tmp_path) as ledger:
         assert (ledger.is_new, ledger.born_at) == (False, T0 - 1000)
-        again = await ledger.begin_op("op-1", slot="model:a", fence=8, max_uses=1, expires_at=T0 + 300)
-        assert again == OpAlreadyDone({"status": 202, "body": {"taskId": "load-1"}})
+        again = await begin_op(ledger, "op-1", slot="model:a", fence=8, expires_at=T0 + 300)
+        assert again == {"state": "succeeded", "status": 202, "body": {"taskId": "load-1"}}
         cut = await ledger.find_op("op-2", 1)
         assert cut is not None
-        assert (cut.outcome, cut.operation, cut.receipt) == (approvals.INTERRUPTED, "", "")
-        assert await ledger.begin_op("op-3", slot="model:a", fence=7, max_uses=1, expires_at=T0 + 300) == StaleFence()
-        details = OpDetails(operation="model-load", model_id="a", approval_id="op-4", use=2)
-        begun = await ledger.begin_op("op-4.2", slot="model:a", fence=9, max_uses=1, expires_at=T0 + 300, details=details)
-        assert begun == OpStarted()
+        assert (cut.outcome, cut.operation, cut.receipt) == (INTERRUPTED, "", "")
+        assert await begin_op(ledger, "op-3", slot="model:a", fence=7, expires_at=T0 + 300) == "stale"
+        details = {"operation": "model-load", "model_id": "a", "approval_id": "op-4", "use": 2}
+        assert await begin_op(ledger, "op-4.2", slot="model:a", fence=9, expires_at=T0 + 300, **details) == "started"
     async with opened(tmp_path) as ledger:
         found = await ledger.find_op("op-4", 2)
         assert found is not None
-        assert (found.op_key, found.model_id, found.outcome) == ("op-4.2", "a", approvals.INTERRUPTED)
+        assert (found.op_key, found.model_id, found.outcome) == ("op-4.2", "a", INTERRUPTED)
         assert await ledger.find_op("op-4", 1) is None
 
 
@@ -263,39 +256,255 @@ async def test_an_upgrade_that_fails_leaves_the_old_file(tmp_path: Path) -> None
     assert shape_of(tmp_path) == before
 
 
-TASK = TaskRow(
-    task_id="load-1", model_id="org/model", state=TaskState.LOADING, stage="reading weights", fraction=0.25, started_at=T0
-)
+SECOND = """
+ALTER TABLE ops ADD COLUMN operation TEXT NOT NULL DEFAULT '';
+ALTER TABLE ops ADD COLUMN model_id TEXT;
+ALTER TABLE ops ADD COLUMN approval_id TEXT NOT NULL DEFAULT '';
+ALTER TABLE ops ADD COLUMN use INTEGER NOT NULL DEFAULT 1;
+ALTER TABLE ops ADD COLUMN op_class TEXT NOT NULL DEFAULT '';
+ALTER TABLE ops ADD COLUMN statement_digest TEXT NOT NULL DEFAULT '';
+ALTER TABLE ops ADD COLUMN checkpoint TEXT NOT NULL DEFAULT '';
+ALTER TABLE ops ADD COLUMN ended_at REAL;
+ALTER TABLE ops ADD COLUMN receipt TEXT NOT NULL DEFAULT '';
+UPDATE ops SET approval_id = op_id;
+CREATE INDEX ops_by_begin ON ops (begun_at);
+CREATE INDEX ops_by_approval ON ops (approval_id, use);
+CREATE TABLE policies (
+    version INTEGER PRIMARY KEY, document BLOB NOT NULL, statement BLOB NOT NULL, proofs TEXT NOT NULL, pinned_at REAL NOT NULL
+);
+CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+"""
+THIRD = """
+ALTER TABLE ops ADD COLUMN ends TEXT;
+CREATE TABLE desired_models (
+    model_id TEXT PRIMARY KEY, fence INTEGER NOT NULL, document BLOB NOT NULL, seal BLOB NOT NULL,
+    unfinished INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+"""
+"""What makes a file of version 3 out of one of version 1, written out as well."""
+BODY: dict[str, object] = {"modelId": "a", "gpuMemoryUsedMB": None, "loadTimeMs": 12, "keptLoaded": True}
+OPS_OF_THIRD: dict[str, tuple[object, ...]] = {
+    # slot, fence, outcome, begun, operation, model, approval, use, class, digest, checkpoint, ended, receipt, ends
+    "done.1": ("model:a", 7, {"state": "succeeded", "status": 200, "body": BODY}, -90.0, "model-load", "a", "done", 1, "load",
+               "d1", "c1", -80.0, "receipt of done", None),
+    "failed.2": ("model:b", 5, {"state": "failed", "status": 409, "body": {"error": {"code": "x"}}}, -70.0, "model-unload", "b",
+                 "failed", 2, "load", "d2", "c2", -60.0, "receipt of failed", "b"),
+    "cut.1": ("cache", 6, {"state": "interrupted"}, -50.0, "cache-flush", None, "cut", 1, "", "d3", "", -40.0, "", None),
+    "signed.1": ("cache", 4, {"state": "interrupted", "body": {"loaded": []}}, -55.0, "cache-flush", None, "signed", 1, "",
+                 "d4", "", -45.0, "receipt of signed", None),
+    "old": ("model:c", 3, {"status": 202, "body": {"taskId": "load-1"}}, -950.0, "", None, "old", 1, "", "", "", None, "",
+            None),
+    "running.1": ("model:d", 9, None, -10.0, "model-unload", "d", "running", 1, "load", "d5", "c5", None, "", "d"),
+}  # fmt: skip
+TASKS_OF_THIRD = [
+    ("load-1", "a", "completed", "ready", 1.0, T0 - 90.5, T0 - 80, None, '{"gpuMemoryUsedMB": null, "receipt": "signed too"}'),
+    ("load-2", "b", "failed", "reading", 0.12345, T0 - 70, T0 - 60, "no memory", '{"code": "model_load_failed"}'),
+    ("load-3", "c", "interrupted", "reading", None, T0 - 50, T0 - 40, "the load was cancelled", "{}"),
+    ("load-4", "d", "loading", "reading", 0.5, T0 - 5, None, None, "{}"),
+]
+LATER = T0 + 3600
+
+
+def write_third(directory: Path) -> None:
+    """A file of version 3 with an operation in each stage, loads, spent nonces, and all that stands beside them."""
+    directory.mkdir(exist_ok=True)
+    with contextlib.closing(sqlite3.connect(directory / FILE_NAME, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.executescript(FIRST + SECOND + THIRD)
+        db.execute("INSERT INTO born VALUES (?)", (T0 - 1000,))
+        for nonce, expires_at in (("n-live", LATER), ("n-other", LATER + 1), ("n-old", T0 - 9000)):
+            db.execute("INSERT INTO nonces VALUES (?, ?)", (hashlib.sha256(nonce.encode()).digest(), expires_at))
+        for key, (slot, fence, outcome, begun, *named, ended, receipt, ends) in OPS_OF_THIRD.items():
+            written = None if outcome is None else json.dumps(outcome)
+            times = (T0 + float(str(begun)), LATER), None if ended is None else T0 + float(str(ended))
+            values = (key, slot, fence, 1, written, *times[0], *named, times[1], receipt, ends)
+            db.execute(f"INSERT INTO ops VALUES ({', '.join('?' * 17)})", values)
+        db.executemany("INSERT INTO fences VALUES (?, ?)", [("model:a", 7), ("model:b", 8), ("model:d", 9), ("model:gone", 50)])
+        db.executemany("INSERT INTO tasks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", TASKS_OF_THIRD)
+        db.execute("INSERT INTO observations VALUES (1, 'llamacpp', 'm', 'k', 10, 2, 13, 1.5, ?)", (T0,))
+        db.execute("INSERT INTO costs VALUES (1, 'c-1', 't', 'm', '2026-11', 'reserved', 100, 100, ?, NULL)", (T0,))
+        db.execute("INSERT INTO spendings VALUES ('t', '2026-11', 100)")
+        db.execute("INSERT INTO policies VALUES (1, x'01', x'02', '[{}]', ?)", (T0,))
+        db.execute("INSERT INTO facts VALUES ('box', '{}')")
+        db.executemany("INSERT INTO desired_models VALUES (?, ?, x'01', x'02', 1)", [("a", 7), ("d", 8)])
+        db.execute("PRAGMA user_version=3")
+
+
+def read_rows(directory: Path, *tables: str) -> dict[str, list[tuple[object, ...]]]:
+    with contextlib.closing(sqlite3.connect(directory / FILE_NAME)) as db:
+        return {name: db.execute(f"SELECT * FROM {name} ORDER BY 1").fetchall() for name in tables}
+
+
+BESIDE = ("born", "fences", "observations", "costs", "spendings", "policies", "facts")
+"""What an upgrade to version 4 does not touch."""
+
+
+async def require_upgraded(folder: Path) -> None:
+    """Fail unless the ledger knows whatever stood in the file of ``write_third``."""
+    async with opened(folder, Clock(T0 + 1)) as ledger:
+        assert (ledger.is_new, ledger.born_at) == (False, T0 - 1000)
+        for nonce in ("n-live", "n-other"):
+            assert not await spend(ledger, nonce, expires_at=LATER), "a spent nonce is new again"
+        for slot, fence in (("model:a", 7), ("model:b", 8), ("model:d", 9), ("model:gone", 50)):
+            assert await begin_op(ledger, f"late {slot}", slot=slot, fence=fence, expires_at=LATER) == "stale"
+        for key, (place, mark, outcome, begun, *named, ended, receipt, ends) in OPS_OF_THIRD.items():
+            operation, model_id, approval_id, use, _, digest, checkpoint = named
+            run = await ledger.find_op(str(approval_id), int(str(use)))
+            assert run is not None
+            told = {"state": "succeeded", **outcome} if isinstance(outcome, dict) else INTERRUPTED
+            ended_at = T0 + float(str(ended)) if ended is not None else T0 + 1 if outcome is None else None
+            assert (run.op_key, run.fence, run.outcome, run.receipt) == (key, mark, told, receipt)
+            assert (run.operation, run.model_id, run.statement_digest, run.checkpoint, run.ends) == (
+                operation, model_id, digest, checkpoint, ends,
+            )  # fmt: skip
+            assert (run.begun_at, run.ended_at) == (T0 + float(str(begun)), ended_at)
+            again = await begin_op(ledger, key, slot=str(place), fence=99, expires_at=LATER, approval_id="another")
+            assert again == told, "carried out again"
+        assert [model.model_id for model in await ledger.read_desired()] == ["a"], "the unload of d was cut off"
+
+
+async def test_a_file_of_version_3_is_upgraded_with_every_operation_and_what_stands_beside(tmp_path: Path) -> None:
+    folder = tmp_path / "third"
+    write_third(folder)
+    before = read_rows(folder, *BESIDE)
+    await require_upgraded(folder)
+    assert read_rows(folder, *BESIDE) == before
+    async with opened(tmp_path / "new"):
+        pass
+    assert shape_of(folder) == shape_of(tmp_path / "new")
+    async with opened(folder) as ledger:
+        cut = await ledger.find_op("cut", 1)
+        assert cut is not None
+        for receipt in ("the first", "the second"):
+            certified = await ledger.certify_op(cut.run_id, {**INTERRUPTED, "body": {"loaded": [receipt]}}, receipt=receipt)
+            assert (certified.outcome, certified.receipt) == ({**INTERRUPTED, "body": {"loaded": ["the first"]}}, "the first")
+        signed = await ledger.find_op("signed", 1)
+        assert signed is not None
+        assert (await ledger.certify_op(signed.run_id, INTERRUPTED, receipt="another")).receipt == "receipt of signed"
+
+
+async def test_loads_of_version_3_are_answered_as_before(tmp_path: Path) -> None:
+    write_third(tmp_path)
+    async with opened(tmp_path, Clock(T0 + 1)) as ledger:
+        runs = [await ledger.find_load(f"load-{number}") for number in (1, 2, 3, 4)]
+    done, failed, cancelled, cut = (run for run in runs if run is not None)
+    started = {"startedAt": int(T0 - 91), "gpuMemoryUsedMB": None}
+    shown = {"taskId": "load-1", "status": "completed", "modelId": "a", "stage": "ready", "progress": 1.0, **started}
+    assert (done.outcome, done.receipt) == ({"state": "succeeded", "status": 200, "body": shown}, "signed too")
+    shown = {
+        "taskId": "load-2", "status": "failed", "modelId": "b", "stage": "reading", "progress": 0.123, "error": "no memory",
+        "code": "model_load_failed", "startedAt": int(T0 - 70),
+    }  # fmt: skip
+    assert (failed.outcome, failed.receipt) == ({"state": "failed", "status": 200, "body": shown}, "")
+    assert (cancelled.state, cancelled.fraction, cancelled.error) == (RunState.INTERRUPTED, None, "the load was cancelled")
+    assert (cut.state, cut.fraction, cut.error, cut.ended_at) == (
+        RunState.INTERRUPTED, 0.5, operations.LOAD_INTERRUPTED, T0 + 1,
+    )  # fmt: skip
+
+
+async def test_an_upgrade_that_is_killed_at_any_statement_leaves_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    folder, tables = tmp_path / "third", ("ops", "nonces", "tasks", "fences", "desired_models")
+    write_third(folder)
+    before, shape, images = read_rows(folder, *tables), shape_of(folder), list[Path]()
+
+    def take_image(_statement: str) -> None:
+        images.append(shutil.copytree(folder, tmp_path / f"killed-{len(images)}", ignore=shutil.ignore_patterns("*-shm")))
+
+    with contextlib.closing(sqlite3.connect(folder / FILE_NAME, isolation_level=None)) as db:
+        db.row_factory = sqlite3.Row
+        db.execute("PRAGMA cache_size=1")  # so that pages reach the disk before the commit
+        db.set_trace_callback(take_image)
+        upgrade(db, 3)
+        take_image("after the commit")
+    versions = [shape_of(image)[0] for image in images]
+    assert versions == [3] * (len(images) - 1) + [4]
+    assert len(images) > len(TASKS_OF_THIRD) + 10, "not every statement was seen"
+    for image in images[:-1]:
+        assert (read_rows(image, *tables), shape_of(image)) == (before, shape)
+    for image in images:
+        await require_upgraded(image)
+
+
+async def test_a_file_of_a_later_version_is_refused_in_words_and_left_as_it_is(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        assert await spend(ledger, "n-1", expires_at=LATER)
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as db:
+        db.execute(f"PRAGMA user_version={SCHEMA_VERSION + 1}")
+    content = (tmp_path / FILE_NAME).read_bytes()
+    words = (
+        f"{FILE_NAME} was written by another version of this program (its ledger is of version 5, this program reads up to 4) "
+        "and is left as it is; start that version again, or choose another data directory"
+    )
+    for _ in range(2):
+        with pytest.raises(LedgerError, match=re.escape(words)):
+            await Ledger.open(tmp_path)
+    assert (tmp_path / FILE_NAME).read_bytes() == content
+    assert not damaged_files(tmp_path)
+
+
 SEEN = Observation(
     backend="llamacpp", model_id="m", plan_key="k", weights_bytes=10, kv_bytes=2, measured_bytes=13, load_s=1.5, loaded_at=T0
 )
 
 
-async def test_unfinished_tasks_are_interrupted_and_finished_ones_are_not(tmp_path: Path) -> None:
-    failed = replace(
-        TASK, task_id="failed", state=TaskState.FAILED, error="no memory", finished_at=T0, result={"ä": [1.5, None]}
-    )
+async def test_unfinished_loads_are_interrupted_and_finished_ones_are_not(tmp_path: Path) -> None:
+    outcome: dict[str, object] = {"state": "failed", "status": 200, "body": {"ä": [1.5, None]}}
     async with opened(tmp_path) as ledger:
-        for task in (replace(TASK, task_id="late", started_at=T0 + 1), TASK, replace(TASK, task_id="failed"), failed):
-            await ledger.save_task(task)
-    async with opened(tmp_path) as ledger:
-        interrupted = await ledger.interrupt_tasks(T0 + 50)
-        ended: dict[str, Any] = {"state": TaskState.INTERRUPTED, "finished_at": T0 + 50, "error": history.INTERRUPTED}
-        assert interrupted == [
-            replace(TASK, task_id=name, started_at=at, **ended) for name, at in (("load-1", T0), ("late", T0 + 1))
-        ]
-        assert [await ledger.read_task(task.task_id) for task in interrupted] == interrupted
-        assert (await ledger.read_task("failed"), await ledger.read_task("nobody")) == (failed, None)
-        assert await ledger.interrupt_tasks(T0 + 60) == []
+        run_id = await ledger.start_load("load-1", run_id=None, model_id="org/model", stage="waiting")
+        await ledger.save_progress(run_id, "reading weights", 0.25)
+        failed = await ledger.start_load("failed", run_id=None, model_id="org/model", stage="waiting")
+        await ledger.finish_op(failed, outcome, receipt="signed")
+        await ledger.finish_op(failed, {"state": "succeeded"}, receipt="another")
+        await ledger.save_progress(failed, "late", 0.5)
+    for now in (T0 + 50, T0 + 60):
+        async with opened(tmp_path, Clock(now)) as ledger:
+            cut, ended = await ledger.find_load("load-1"), await ledger.find_load("failed")
+            assert cut is not None
+            assert (cut.model_id, cut.state, cut.stage, cut.fraction, cut.begun_at, cut.ended_at, cut.error) == (
+                "org/model", RunState.INTERRUPTED, "reading weights", 0.25, T0, T0 + 50, operations.LOAD_INTERRUPTED,
+            )  # fmt: skip
+            assert ended is not None
+            assert (ended.state, ended.stage, ended.outcome, ended.receipt) == (RunState.FAILED, "waiting", outcome, "signed")
+            assert await ledger.find_load("nobody") is None
 
 
-async def test_the_newest_tasks_are_kept_and_running_ones_always(tmp_path: Path) -> None:
+async def test_the_newest_loads_are_kept_and_running_and_approved_ones_always(tmp_path: Path) -> None:
     set_runner_limits(ledger={"tasks": 3})
-    async with opened(tmp_path) as ledger:
-        await ledger.save_task(TASK)
+    clock = Clock()
+    async with opened(tmp_path, clock) as ledger:
+        await ledger.start_load("running", run_id=None, model_id="m", stage="waiting")
+        assert await begin(ledger) == "started"
+        approved = await ledger.find_op("op-1", 1)
+        assert approved is not None
+        assert await ledger.start_load("approved", run_id=approved.run_id, model_id="m", stage="waiting") == approved.run_id
+        await end_op(ledger, "op-1", DONE)
         for number in range(2, 7):
-            await ledger.save_task(replace(TASK, state=TaskState.COMPLETED, task_id=f"load-{number}", started_at=T0 + number))
-        assert [task.task_id for task in await ledger.recent_tasks(10)] == ["load-6", "load-5", "load-4", "load-1"]
+            clock.now += 1
+            run_id = await ledger.start_load(f"load-{number}", run_id=None, model_id="m", stage="waiting")
+            await ledger.finish_op(run_id, DONE)
+        names = ["running", "approved", *(f"load-{number}" for number in range(2, 7))]
+        kept = [name for name in names if await ledger.find_load(name) is not None]
+        assert kept == ["running", "approved", "load-4", "load-5", "load-6"]
+
+
+async def test_a_load_without_an_approval_keeps_the_nonce_of_its_token(tmp_path: Path) -> None:
+    set_runner_limits(ledger={"tasks": 0})
+    async with opened(tmp_path) as ledger:
+        spent = await ledger.spend_nonce("n-1", expires_at=EXPIRES)
+        assert spent is not None
+        run_id = await ledger.start_load("load-1", run_id=spent.run_id, model_id="m", stage="waiting")
+        await ledger.finish_op(run_id, DONE)
+        other = await ledger.start_load("load-2", run_id=None, model_id="m", stage="waiting")
+        await ledger.finish_op(other, DONE)
+        await ledger.start_load("load-3", run_id=None, model_id="m", stage="waiting")
+        assert [await ledger.find_load(f"load-{number}") is not None for number in (1, 2, 3)] == [True, False, True]
+        assert not await spend(ledger, "n-1", expires_at=EXPIRES)
+
+
+async def test_no_question_finds_a_row_that_only_holds_a_spent_nonce(tmp_path: Path) -> None:
+    async with opened(tmp_path) as ledger:
+        assert await spend(ledger, "n-1", expires_at=EXPIRES)
+        assert await ledger.find_op("", 1) is None
 
 
 async def test_observations_come_newest_first_and_are_bounded_per_plan_and_in_all(tmp_path: Path) -> None:
@@ -327,6 +536,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="ledger-machine-"))
         self.now = T0
         self.outcomes: dict[str, dict[str, object] | None] = {}
+        self.receipts: dict[str, str] = {}
+        self.nonces: dict[str, float] = {}
         self.begun: list[float] = []
         self.fences: dict[str, int] = {}
 
@@ -341,38 +552,68 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(op=OPS, use=st.integers(1, 2), slot=SLOTS, fence=st.integers(1, 30))
     def begin(self, op: str, use: int, slot: str, fence: int) -> None:
         key = f"{op}.{use}"
-        answer = approvals.begin_op(
-            self.database.connection, key, slot=slot, fence=fence, max_uses=1, expires_at=self.now + 300, now=self.now,
-            details=OpDetails(operation="model-load", approval_id=op, use=use, most_per_hour=HOURLY),
+        order = order_of(
+            key, slot=slot, fence=fence, expires_at=self.now + 300, operation="model-load", approval_id=op, use=use,
+            most_per_hour=HOURLY,
         )  # fmt: skip
-        recent = [at for at in self.begun if at > self.now - approvals.HOUR_S]
+        spent = self.spend(f"{key}-{len(self.nonces)}")
+        assert spent is not None
+        answer = said(operations.begin_op(self.database.connection, spent.run_id, order, now=self.now))
+        recent = [at for at in self.begun if at > self.now - operations.HOUR_S]
         if key in self.outcomes:
             known = self.outcomes[key]
-            assert answer == (OpIsRunning() if known is None else OpAlreadyDone(known))
+            assert answer == (known or "running")
         elif fence <= self.fences.get(slot, 0):
-            assert answer == StaleFence()
+            assert answer == "stale"
         elif len(recent) >= HOURLY:
             assert isinstance(answer, TooManyOps)
-            assert 0 < answer.retry_after_s <= approvals.HOUR_S
+            assert 0 < answer.retry_after_s <= operations.HOUR_S
         else:
-            assert answer == OpStarted()
+            assert answer == "started"
             self.outcomes[key], self.fences[slot] = None, fence
             self.begun.append(self.now)
 
     @rule(op=OPS, use=st.integers(1, 2), number=st.integers(0, 3))
     def finish(self, op: str, use: int, number: int) -> None:
         key, outcome = f"{op}.{use}", {"state": "succeeded", "number": number}
-        approvals.finish_op(self.database.connection, key, dict(outcome), receipt="", now=self.now)
-        if key in self.outcomes and self.outcomes[key] is None:
-            self.outcomes[key] = dict(outcome)
+        run = operations.find_run(self.database.connection, operations.BY_APPROVAL, op, use)
+        assert (run is not None) == (key in self.outcomes)
+        if run is not None:
+            receipt = f"of {outcome}"
+            operations.finish_op(self.database.connection, run.run_id, dict(outcome), receipt=receipt, now=self.now)
+            if self.outcomes[key] is None:
+                self.outcomes[key], self.receipts[key] = dict(outcome), receipt
+
+    @rule(op=OPS, use=st.integers(1, 2), number=st.integers(0, 3))
+    def certify(self, op: str, use: int, number: int) -> None:
+        key, outcome = f"{op}.{use}", {**INTERRUPTED, "body": number}
+        run = operations.find_run(self.database.connection, operations.BY_APPROVAL, op, use)
+        if run is not None:
+            operations.certify_op(self.database.connection, run.run_id, dict(outcome), receipt=f"of {number}")
+            if self.outcomes[key] == INTERRUPTED and not self.receipts.get(key):
+                self.outcomes[key], self.receipts[key] = dict(outcome), f"of {number}"
+
+    @rule(number=st.integers(0, 5))
+    def replay(self, number: int) -> None:
+        """Bring a nonce again, of whatever became an operation or was refused; a new one is let in."""
+        live = [nonce for nonce, expires_at in self.nonces.items() if expires_at >= self.now]
+        if number < len(live):
+            assert self.spend(live[number]) is None
+        else:
+            assert self.spend(f"alone-{len(self.nonces)}") is not None
+
+    def spend(self, nonce: str) -> operations.Run | None:
+        expires_at = self.now + 300
+        self.nonces.setdefault(nonce, expires_at)
+        return operations.spend_nonce(self.database.connection, nonce, expires_at=expires_at, now=self.now)
 
     @rule()
     def restart(self) -> None:
         self.database.close()
         self.database = open_database(self.folder, now=self.now)
-        approvals.interrupt_ops(self.database.connection, now=self.now)
+        operations.interrupt_ops(self.database.connection, now=self.now)
         for key, outcome in self.outcomes.items():
-            self.outcomes[key] = outcome or dict(approvals.INTERRUPTED)
+            self.outcomes[key] = outcome or dict(INTERRUPTED)
 
     @rule(seconds=st.integers(1, 2000))
     def wait(self, seconds: int) -> None:
@@ -382,9 +623,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def everything_is_as_remembered(self) -> None:
         for key, outcome in self.outcomes.items():
             op, _, use = key.rpartition(".")
-            row = approvals.find_op(self.database.connection, op, int(use))
-            assert row is not None
-            assert row.outcome == outcome
+            run = operations.find_run(self.database.connection, operations.BY_APPROVAL, op, int(use))
+            assert run is not None
+            assert (run.outcome, run.receipt) == (outcome, self.receipts.get(key, ""))
+        marks = dict(self.database.connection.execute("SELECT slot, fence FROM fences").fetchall())
+        assert marks == self.fences
 
 
 TestLedgerMachine = LedgerMachine.TestCase
@@ -398,23 +641,23 @@ def read_all(directory: Path) -> bytes:
     return b"".join(path.read_bytes() for path in directory.iterdir())
 
 
-async def begin(ledger: Ledger, op_id: str = "op-1", *, slot: str = "model:a", fence: int = 7, max_uses: int = 1) -> OpStart:
-    return await ledger.begin_op(op_id, slot=slot, fence=fence, max_uses=max_uses, expires_at=EXPIRES)
+async def begin(ledger: Ledger, op_id: str = "op-1", *, slot: str = "model:a", fence: int = 7) -> object:
+    return await begin_op(ledger, op_id, slot=slot, fence=fence, expires_at=EXPIRES)
 
 
 async def test_of_many_who_bring_the_same_nonce_at_once_one_is_first(tmp_path: Path) -> None:
     clock, text = Clock(), "a-nonce-to-look-for"
     async with opened(tmp_path, clock) as ledger:
-        answers = await asyncio.gather(*(ledger.spend_nonce(text, expires_at=EXPIRES) for _ in range(50)))
+        answers = await asyncio.gather(*(spend(ledger, text, expires_at=EXPIRES) for _ in range(50)))
         assert answers.count(True) == 1
     assert text.encode() not in read_all(tmp_path)
     async with opened(tmp_path, clock) as ledger:
         clock.now = EXPIRES + limits().ledger.nonce_grace_s
-        assert not await ledger.spend_nonce(text, expires_at=EXPIRES), "it is remembered for longer than its token lives"
+        assert not await spend(ledger, text, expires_at=EXPIRES), "it is remembered for longer than its token lives"
         clock.now += 1
-        assert await ledger.spend_nonce("n-2", expires_at=clock.now)
+        assert await spend(ledger, "n-2", expires_at=clock.now)
     with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
-        assert connection.execute("SELECT count(*) FROM nonces").fetchone() == (1,)
+        assert connection.execute("SELECT count(*) FROM operations").fetchone() == (1,)
 
 
 async def test_a_full_memory_refuses_instead_of_forgetting(tmp_path: Path) -> None:
@@ -422,49 +665,51 @@ async def test_a_full_memory_refuses_instead_of_forgetting(tmp_path: Path) -> No
     clock = Clock()
     async with opened(tmp_path, clock) as ledger:
         for number in range(3):
-            assert await ledger.spend_nonce(f"n-{number}", expires_at=EXPIRES)
+            assert await spend(ledger, f"n-{number}", expires_at=EXPIRES)
         with pytest.raises(LedgerFull):
-            await ledger.spend_nonce("n-3", expires_at=EXPIRES)
-        assert not await ledger.spend_nonce("n-0", expires_at=EXPIRES)
+            await spend(ledger, "n-3", expires_at=EXPIRES)
+        assert not await spend(ledger, "n-0", expires_at=EXPIRES)
         clock.now = EXPIRES + limits().ledger.nonce_grace_s + 1
-        assert await ledger.spend_nonce("n-3", expires_at=EXPIRES)
-        assert await begin(ledger) == OpStarted()
+        assert await spend(ledger, "n-3", expires_at=EXPIRES)
+        assert await begin(ledger) == "started"
         with pytest.raises(LedgerFull):
             await begin(ledger, "op-2", fence=8)
-        assert await begin(ledger) == OpIsRunning()
+        assert await begin(ledger) == "running"
 
 
 async def test_a_caller_that_is_cancelled_leaves_no_operation_running_and_ends_none_that_runs(tmp_path: Path) -> None:
-    async def cancel(beginning: asyncio.Task[OpStart]) -> None:
+    async def cancel(op_id: str, fence: int) -> None:
+        order = order_of(op_id, slot="model:a", fence=fence, expires_at=EXPIRES)
+        beginning = asyncio.create_task(ledger.begin_op(await spend_new(ledger, expires_at=EXPIRES), order))
         await turns(1)
         beginning.cancel()
         with pytest.raises(asyncio.CancelledError):
             await beginning
 
     async with opened(tmp_path) as ledger:
-        await cancel(asyncio.create_task(begin(ledger)))
-        assert await begin(ledger, fence=8) == OpAlreadyDone(approvals.INTERRUPTED)
-        assert await begin(ledger, "op-2", fence=9) == OpStarted()
-        await cancel(asyncio.create_task(begin(ledger, "op-2", fence=10)))
-        assert await begin(ledger, "op-2", fence=11) == OpIsRunning()
+        await cancel("op-1", 7)
+        assert await begin(ledger, fence=8) == INTERRUPTED
+        assert await begin(ledger, "op-2", fence=9) == "started"
+        await cancel("op-2", 10)
+        assert await begin(ledger, "op-2", fence=11) == "running"
 
 
 async def test_of_many_who_bring_one_approval_at_once_one_begins(tmp_path: Path) -> None:
     async with opened(tmp_path) as ledger:
         answers = await asyncio.gather(*(begin(ledger, fence=number) for number in range(1, 51)))
-    assert answers.count(OpStarted()) == 1
-    assert answers.count(OpIsRunning()) == 49
+    assert answers.count("started") == 1
+    assert answers.count("running") == 49
 
 
 @pytest.mark.parametrize("fence", [6, 7])
 async def test_an_operation_that_was_overtaken_is_stale(tmp_path: Path, fence: int) -> None:
     async with opened(tmp_path) as ledger:
-        assert await begin(ledger) == OpStarted()
-        assert await begin(ledger, "op-2", fence=fence) == StaleFence()
+        assert await begin(ledger) == "started"
+        assert await begin(ledger, "op-2", fence=fence) == "stale"
     async with opened(tmp_path) as ledger:
-        assert await begin(ledger, "op-2", fence=fence) == StaleFence()
-        assert await begin(ledger, "op-2", slot="model:b", fence=fence) == OpStarted()
-        assert await begin(ledger, "op-3", fence=8) == OpStarted()
+        assert await begin(ledger, "op-2", fence=fence) == "stale"
+        assert await begin(ledger, "op-2", slot="model:b", fence=fence) == "started"
+        assert await begin(ledger, "op-3", fence=8) == "started"
 
 
 DONE: dict[str, object] = {"state": "succeeded"}
@@ -496,13 +741,13 @@ ROWS: dict[str, tuple[list[Op], list[str]]] = {
     "a load that does not keep": ([Op("model-load", "a", DONE)], []),
     "a load that failed": ([Op("model-load", "a", FAILED)], []),
     "a load cut off": ([Op("model-load", "a", None, keeps=True)], []),
-    "a load cut off in good order": ([Op("model-load", "a", approvals.INTERRUPTED)], []),
+    "a load cut off in good order": ([Op("model-load", "a", INTERRUPTED)], []),
     "then loaded without keeping": ([LOAD, Op("model-load", "a", DONE)], ["a"]),
     "then flushed": ([LOAD, Op("cache-flush", "a", DONE)], ["a"]),
     "then unloaded": ([LOAD, UNLOAD], []),
     "then an unload that failed": ([LOAD, Op("model-unload", "a", FAILED, ends="a")], ["a"]),
     "then an unload cut off": ([LOAD, Op("model-unload", "a", None, ends="a")], []),
-    "then an unload cut off in good order": ([LOAD, Op("model-unload", "a", approvals.INTERRUPTED, ends="a")], []),
+    "then an unload cut off in good order": ([LOAD, Op("model-unload", "a", INTERRUPTED, ends="a")], []),
     "unloaded and loaded again": ([LOAD, UNLOAD, LOAD], ["a"]),
     "another one unloaded": ([LOAD, Op("model-unload", "b", DONE, ends="b", has_ended=True)], ["a"]),
     "replaced": ([LOAD, REPLACE], ["b"]),
@@ -513,19 +758,17 @@ ROWS: dict[str, tuple[list[Op], list[str]]] = {
 }  # fmt: skip
 
 
-async def begin_op(ledger: Ledger, op: Op, fence: int) -> str:
-    details = OpDetails(operation=op.operation, model_id=op.model, ends=op.ends, adds_desired=op.keeps)
-    started = await ledger.begin_op(
-        f"op-{fence}", slot=f"model:{op.model}", fence=fence, max_uses=1, expires_at=T0 + 300, details=details
-    )  # fmt: skip
-    assert started == OpStarted()
+async def start(ledger: Ledger, op: Op, fence: int) -> str:
+    details = {"operation": op.operation, "model_id": op.model, "ends": op.ends, "adds_desired": op.keeps}
+    started = await begin_op(ledger, f"op-{fence}", slot=f"model:{op.model}", fence=fence, expires_at=T0 + 300, **details)
+    assert started == "started"
     return f"op-{fence}"
 
 
-async def end_op(ledger: Ledger, op: Op, fence: int) -> None:
+async def end(ledger: Ledger, op: Op, fence: int) -> None:
     if op.outcome is not None:
         desired = row(op.model, fence) if op.keeps and op.outcome == DONE else None
-        await ledger.finish_op(f"op-{fence}", op.outcome, desired=desired, has_ended=op.has_ended)
+        await end_op(ledger, f"op-{fence}", op.outcome, desired=desired, has_ended=op.has_ended)
 
 
 @pytest.mark.parametrize("name", list(ROWS))
@@ -533,8 +776,8 @@ async def test_what_is_desired_after_a_restart_follows_from_the_operations(tmp_p
     ops, expected = ROWS[name]
     async with opened(tmp_path) as ledger:
         for fence, op in enumerate(ops, start=1):
-            await begin_op(ledger, op, fence)
-            await end_op(ledger, op, fence)
+            await start(ledger, op, fence)
+            await end(ledger, op, fence)
     for _ in range(2):
         async with opened(tmp_path) as ledger:
             assert [model.model_id for model in await ledger.read_desired()] == expected
@@ -546,20 +789,20 @@ async def test_of_two_operations_that_end_in_the_other_order_the_newer_counts(
     tmp_path: Path, newer: Op, kept: list[int]
 ) -> None:
     async with opened(tmp_path) as ledger:
-        await begin_op(ledger, LOAD, 1)
-        await begin_op(ledger, newer, 2)
+        await start(ledger, LOAD, 1)
+        await start(ledger, newer, 2)
         for op, fence in ((newer, 2), (LOAD, 1)):
-            await end_op(ledger, op, fence)
+            await end(ledger, op, fence)
         assert [model.fence for model in await ledger.read_desired()] == kept
-        await ledger.finish_op("op-1", FAILED)  # a repeated outcome changes nothing
+        await end_op(ledger, "op-1", FAILED)  # a repeated outcome changes nothing
         assert [model.fence for model in await ledger.read_desired()] == kept
 
 
 async def test_a_row_that_was_put_back_after_the_unload_is_dropped_at_the_start(tmp_path: Path) -> None:
     async with opened(tmp_path) as ledger:
         for fence, op in enumerate([LOAD, UNLOAD], start=1):
-            await begin_op(ledger, op, fence)
-            await end_op(ledger, op, fence)
+            await start(ledger, op, fence)
+            await end(ledger, op, fence)
     with sqlite3.connect(tmp_path / FILE_NAME) as db:
         db.execute("INSERT INTO desired_models VALUES ('a', 1, x'00', x'00', 0)")
     async with opened(tmp_path) as ledger:
@@ -568,8 +811,8 @@ async def test_a_row_that_was_put_back_after_the_unload_is_dropped_at_the_start(
 
 async def test_loads_that_never_ended_are_counted_over_restarts_until_one_ends(tmp_path: Path) -> None:
     async with opened(tmp_path) as ledger:
-        await begin_op(ledger, LOAD, 1)
-        await end_op(ledger, LOAD, 1)
+        await start(ledger, LOAD, 1)
+        await end(ledger, LOAD, 1)
     for count in (1, 2):
         async with opened(tmp_path) as ledger:
             (model,) = await ledger.read_desired()
@@ -592,5 +835,5 @@ async def test_desired_models_cannot_pile_up(tmp_path: Path) -> None:
         db.executemany("INSERT INTO desired_models VALUES (?, 1, x'00', x'00', 0)", rows)
     async with opened(tmp_path) as ledger:
         with pytest.raises(LedgerFull):
-            await begin_op(ledger, LOAD, 1)
-        assert await begin_op(ledger, Op("model-load", "a"), 1), "one that keeps nothing needs no room"
+            await start(ledger, LOAD, 1)
+        assert await start(ledger, Op("model-load", "a"), 1), "one that keeps nothing needs no room"

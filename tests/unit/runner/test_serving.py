@@ -28,7 +28,7 @@ from runner.api.server import AccessGuard
 from runner.config import ApiConfig
 from runner.definitions.fields import ModelDefinition
 from runner.limits import limits
-from runner.operations.bodies import LoadBody
+from runner.operations.operation import LoadBody
 from runner.parts import Parts, Phase
 from runner.pool import Model, ModelEvent
 from runner.serving.request import (

@@ -24,10 +24,10 @@ from runner.errors import ConfigError, InvalidRequest, OpTokenRefused, WrongStat
 from runner.ledger import FILE_NAME, DesiredModel, Ledger
 from runner.limits import limits
 from runner.operations import trust
-from runner.operations.bodies import LoadBody
-from runner.operations.desired_state import Accepted, DesiredState, NotDesired, open_sealed, seal_accepted
-from runner.operations.gate import Gate, GateRules
+from runner.operations.desired_state import DesiredState, NotDesired, open_sealed
+from runner.operations.gate import Accepted, Gate, GateRules
 from runner.operations.keys import IDENTITY_NAME, OP_KEYS_NAME, Identity, KeyRing, OpKeys, TooManyKeys, load_identity
+from runner.operations.operation import LoadBody, seal_accepted
 from runner.operations.trust import (
     ANOTHER,
     FORGOTTEN,
@@ -449,7 +449,7 @@ class Node:
         )
         assert admitted.keeps is not None
         model = seal_accepted(admitted.keeps, self.identity)
-        await self.gate.finish(admitted, {"state": "succeeded"}, desired=model)
+        await self.ledger.finish_op(admitted.run.run_id, {"state": "succeeded"}, desired=model)
         return model
 
 
