@@ -50,6 +50,7 @@ class CostRow:
 
 _MONTH = re.compile(r"[0-9]{4}-(0[1-9]|1[0-2])")
 _FREE = (CostState.RELEASED, CostState.FAILED_BEFORE_SUBMIT)
+SPENT = "SELECT counted_micros FROM spendings WHERE tenant = ? AND month = ?"
 _COST_PLAIN = tuple(part.name for part in fields(CostRow) if part.name != "state")
 
 
@@ -65,31 +66,24 @@ def check_amount(amount_micros: int) -> None:
         raise ValueError(f"an amount is between 0 and {limits().ledger.amount_micros} millionths, not {amount_micros}")
 
 
-def reserve_cost(
-    connection: sqlite3.Connection,
-    cost_id: str,
-    *,
-    tenant: str,
-    model_id: str,
-    month: str,
-    amount_micros: int,
-    cap_micros: int | None,
-    now: float,
-) -> bool:
-    """Reserve the amount when the cap covers it on top of all that counts already; return whether it does."""
-    with transaction(connection):
-        if cap_micros is not None and read_spent(connection, tenant, month) + amount_micros > cap_micros:
+def reserve_cost(db: sqlite3.Connection, cost: CostRow, *, cap_micros: int | None) -> bool:
+    """Reserve an amount when the cap covers it on top of all that counts already; return whether it does."""
+    with transaction(db):
+        spent = db.execute(SPENT, (cost.tenant, cost.month)).fetchone()
+        if cap_micros is not None and (spent[0] if spent else 0) + cost.reserved_micros > cap_micros:
             return False
-        connection.execute(
+        db.execute(
             "INSERT INTO costs (cost_id, tenant, model_id, month, state, reserved_micros, counted_micros, created_at)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (cost_id, tenant, model_id, month, CostState.RESERVED.value, amount_micros, amount_micros, now),
-        )
-        connection.execute(
-            "DELETE FROM spendings WHERE month < ?", (f"{int(month[:4]) - limits().ledger.spending_years:04}{month[4:]}",)
-        )
-        _add_spending(connection, tenant, month, amount_micros)
-        connection.execute(
+            (
+                cost.cost_id, cost.tenant, cost.model_id, cost.month, cost.state.value, cost.reserved_micros,
+                cost.counted_micros, cost.created_at,
+            ),
+        )  # fmt: skip
+        oldest = f"{int(cost.month[:4]) - limits().ledger.spending_years:04}{cost.month[4:]}"
+        db.execute("DELETE FROM spendings WHERE month < ?", (oldest,))
+        _add_spending(db, cost.tenant, cost.month, cost.counted_micros)
+        db.execute(
             "DELETE FROM costs WHERE id <= (SELECT max(id) FROM costs) - ? AND state != ?",
             (limits().ledger.costs, CostState.RESERVED.value),
         )
@@ -97,57 +91,39 @@ def reserve_cost(
 
 
 def settle_cost(
-    connection: sqlite3.Connection, cost_id: str, *, state: CostState, amount_micros: int | None, now: float
-) -> bool:
+    db: sqlite3.Connection, cost_id: str, *, state: CostState, amount_micros: int | None, now: float
+) -> bool:  # fmt: skip
     """End a reservation; return False when it is not reserved (any more), and nothing changes."""
-    with transaction(connection):
+    with transaction(db):
         query = "SELECT tenant, month, reserved_micros FROM costs WHERE cost_id = ? AND state = ?"
-        row = connection.execute(query, (cost_id, CostState.RESERVED.value)).fetchone()
+        row = db.execute(query, (cost_id, CostState.RESERVED.value)).fetchone()
         if row is None:
             return False
         tenant, month, reserved = row
-        counted = _count(state, reserved=reserved, amount_micros=amount_micros)
-        connection.execute(
+        if state in _FREE:
+            counted = 0
+        elif state is CostState.FAILED_USAGE_UNKNOWN or amount_micros is None:
+            counted = reserved
+        else:
+            counted = amount_micros
+        db.execute(
             "UPDATE costs SET state = ?, counted_micros = ?, settled_at = ? WHERE cost_id = ?",
             (state.value, counted, now, cost_id),
         )
-        _add_spending(connection, tenant, month, counted - reserved)
+        _add_spending(db, tenant, month, counted - reserved)
     return True
 
 
-def abandon_costs(connection: sqlite3.Connection, *, now: float) -> int:
-    """Turn every reservation into an abandoned one, which counts on; return how many there were."""
-    query = "UPDATE costs SET state = ?, settled_at = ? WHERE state = ?"
-    return connection.execute(query, (CostState.ABANDONED.value, now, CostState.RESERVED.value)).rowcount
+def make_cost(row: sqlite3.Row) -> CostRow:
+    """Return what a row of ``costs`` says."""
+    return CostRow(state=CostState(row["state"]), **{name: row[name] for name in _COST_PLAIN})
 
 
-def read_spent(connection: sqlite3.Connection, tenant: str, month: str) -> int:
-    """Return what counts against the cap of a tenant in a month, in micro-units."""
-    query = "SELECT counted_micros FROM spendings WHERE tenant = ? AND month = ?"
-    row = connection.execute(query, (tenant, month)).fetchone()
-    return 0 if row is None else int(row[0])
-
-
-def read_rows(connection: sqlite3.Connection, limit: int) -> list[CostRow]:
-    """Return the newest costs, newest first."""
-    rows = connection.execute("SELECT * FROM costs ORDER BY id DESC LIMIT ?", (limit,))
-    return [CostRow(state=CostState(row["state"]), **{name: row[name] for name in _COST_PLAIN}) for row in rows]
-
-
-def _count(state: CostState, *, reserved: int, amount_micros: int | None) -> int:
-    """Return what an ended reservation counts against the cap; see CostState for the reasons."""
-    if state in _FREE:
-        return 0
-    if state is CostState.FAILED_USAGE_UNKNOWN or amount_micros is None:
-        return reserved
-    return amount_micros
-
-
-def _add_spending(connection: sqlite3.Connection, tenant: str, month: str, amount_micros: int) -> None:
-    connection.execute(
+def _add_spending(db: sqlite3.Connection, tenant: str, month: str, amount_micros: int) -> None:
+    db.execute(
         "INSERT INTO spendings VALUES (?, ?, ?)"
         " ON CONFLICT DO UPDATE SET counted_micros = counted_micros + excluded.counted_micros",
         (tenant, month, amount_micros),
     )
-    if connection.execute("SELECT count(*) FROM spendings").fetchone()[0] > limits().ledger.spendings:
+    if db.execute("SELECT count(*) FROM spendings").fetchone()[0] > limits().ledger.spendings:
         raise LedgerFull(f"the ledger holds the spending of {limits().ledger.spendings} tenants and months; name fewer tenants")

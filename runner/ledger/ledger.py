@@ -250,24 +250,16 @@ class Ledger:
         """
         costs.check_month(month)
         costs.check_amount(amount_micros)
-        cost_id, now = uuid4().hex, self._clock()
+        now = self._clock()
+        cost = CostRow(uuid4().hex, tenant, model_id, month, CostState.RESERVED, amount_micros, amount_micros, now, None)
         try:
-            is_covered = await self._run(
-                lambda db: costs.reserve_cost(
-                    db,
-                    cost_id,
-                    tenant=tenant,
-                    model_id=model_id,
-                    month=month,
-                    amount_micros=amount_micros,
-                    cap_micros=cap_micros,
-                    now=now,
-                )
-            )
+            is_covered = await self._run(lambda db: costs.reserve_cost(db, cost, cap_micros=cap_micros))
         except asyncio.CancelledError:
-            self._submit_last(lambda db: costs.settle_cost(db, cost_id, state=CostState.RELEASED, amount_micros=None, now=now))
+            self._submit_last(
+                lambda db: costs.settle_cost(db, cost.cost_id, state=CostState.RELEASED, amount_micros=None, now=now)
+            )
             raise
-        return cost_id if is_covered else None
+        return cost.cost_id if is_covered else None
 
     async def settle_cost(self, cost_id: str, *, state: CostState, amount_micros: int | None = None) -> bool:
         """End a reservation in ``state`` (CostState says what each counts); False when it had ended before.
@@ -283,12 +275,13 @@ class Ledger:
 
     async def abandon_costs(self) -> int:
         """Mark what an earlier process left reserved; it goes on counting. For the start of the program. Returns how many."""
-        now = self._clock()
-        return await self._run(lambda db: costs.abandon_costs(db, now=now))
+        query = "UPDATE costs SET state = ?, settled_at = ? WHERE state = ? RETURNING id"
+        return len(await self._execute(query, CostState.ABANDONED.value, self._clock(), CostState.RESERVED.value))
 
     async def spent(self, tenant: str, month: str) -> int:
         """Return what counts against the cap of a tenant in a month (``YYYY-MM``), in millionths."""
-        return await self._run(lambda db: costs.read_spent(db, tenant, month))
+        rows = await self._execute(costs.SPENT, tenant, month)
+        return int(rows[0][0]) if rows else 0
 
     async def spendings(self, month: str) -> list[tuple[str, int]]:
         """Return every tenant of a month (``YYYY-MM``) and what counts against its cap, by name."""
@@ -297,7 +290,7 @@ class Ledger:
 
     async def cost_rows(self, limit: int) -> list[CostRow]:
         """Return the newest costs, newest first; 20 000 are kept, and every one that is still reserved."""
-        return await self._run(lambda db: costs.read_rows(db, limit))
+        return [costs.make_cost(row) for row in await self._execute("SELECT * FROM costs ORDER BY id DESC LIMIT ?", limit)]
 
     async def _execute(self, query: str, *values: object) -> list[sqlite3.Row]:
         return await self._run(lambda db: db.execute(query, values).fetchall())

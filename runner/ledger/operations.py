@@ -12,7 +12,7 @@ import sqlite3
 from dataclasses import dataclass, fields
 from enum import StrEnum
 
-from runner.ledger.database import LedgerFull, transaction
+from runner.ledger.database import LedgerError, LedgerFull, transaction
 from runner.limits import limits
 
 
@@ -243,6 +243,8 @@ def _begin(db: sqlite3.Connection, run_id: int, order: OpOrder, now: float) -> O
             run_id, _BEFORE[RunState.RUNNING].value,
         ),
     ).fetchone()  # fmt: skip
+    if begun is None:
+        raise LedgerError("the token of this operation has begun another one")
     return OpStarted(_make_run(begun))
 
 

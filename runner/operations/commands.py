@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,7 +18,7 @@ from runner.operations.gate import REFUSED, OperationRunning
 from runner.operations.operation import FlushBody, LoadBody, Operations, ReloadBody, Reply, UnloadBody
 from wire import clock
 from wire.bridge import OpCommand, OpQuery, OpStatus
-from wire.optoken import Operation, OpTokenError, read_token
+from wire.optoken import Operation, OpTokenError, SignedToken, read_token
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ RECEIPT_FIELD = "receipt"
 Answer = Callable[[OpStatus], None]
 """Takes a status to whoever asked; must not block."""
 _Key = tuple[str, int]
-Body = TypeVar("Body")
+Body = TypeVar("Body", LoadBody, UnloadBody, FlushBody, ReloadBody)
 
 
 @dataclass(slots=True)
@@ -77,9 +77,9 @@ class Commands:
             return
         if not self._make_room():
             words = f"{limits().operations.tracked} operations are under way on this box; send it again when one has ended."
-            answer(_refused(command, Unavailable.code, words))
+            answer(_status(command, "refused", code=Unavailable.code, message=words))
             return
-        tracked = self._tracked[key] = _Tracked(_running(command), {answer})
+        tracked = self._tracked[key] = _Tracked(_status(command, "running"), {answer})
         tracked.work = asyncio.create_task(self._carry_out(command, tracked))
         tracked.work.add_done_callback(lambda done: self._after(key, done))
 
@@ -120,7 +120,7 @@ class Commands:
         try:
             status = await self._perform(command, tracked)
         except OperationRunning:
-            status = _running(command)
+            status = _status(command, "running")
         except RequestRefused as error:
             status = await self._settle(command, tracked, code=error.code, message=error.message)
         except RunnerError as error:
@@ -138,74 +138,72 @@ class Commands:
             raise Unavailable("The ledger of this box cannot be read, so no operation is carried out.") from None
         if known is not None:
             return _as_status(known)
-        _check_token(command)
-        reply = await self._start(command, tracked)
+        reply = await self._start(command, _read_token(command), tracked)
         task_id = reply.body.get("taskId")
-        if not (isinstance(task_id, str) and reply.status == 202):
-            return await self._read_ended(command) or _succeeded(command, reply.body)
-        await self._follow(command, task_id, tracked)
-        ended = await self._read_ended(command)
-        if ended is not None:
-            return ended
-        shown = await self._operations.wait(task_id)
-        if shown.get("status") == "completed":
-            return _succeeded(command, shown)
-        return _failed(command, str(shown.get("code", "model_load_failed")), str(shown.get("error", "")), shown)
+        is_load = isinstance(task_id, str) and reply.status == 202
+        if is_load:
+            await self._follow(command, str(task_id), tracked)
+        ended = await self._read(command)
+        if ended is not None and ended.outcome is not None:
+            return _as_status(ended)
+        # The ledger failed, so this process alone knows how it went.
+        shown = await self._operations.wait(str(task_id)) if is_load else reply.body
+        if is_load and shown.get("status") != "completed":
+            return _status(
+                command, "failed", code=str(shown.get("code", "model_load_failed")), message=str(shown.get("error", "")),
+                **_split(shown),
+            )  # fmt: skip
+        return _status(command, "succeeded", **_split(shown))
 
-    async def _start(self, command: OpCommand, tracked: _Tracked) -> Reply:
+    async def _start(self, command: OpCommand, token: SignedToken, tracked: _Tracked) -> Reply:
         operations, params = self._operations, command.body
-        fields = {**params, TOKEN_FIELD: command.token}
 
         def tell() -> None:
             tracked.has_begun = True
-            self._tell(tracked, _running(command, stage="begun"))
+            self._tell(tracked, _status(command, "running", stage="begun"))
 
         match command.operation:
             case Operation.MODEL_LOAD:
-                load = _decode(fields, LoadBody)
+                load = _decode(params, LoadBody, token)
                 await self._seek(load.modelId)
                 return await operations.load(load, params, on_begin=tell)
             case Operation.MODEL_UNLOAD:
-                return await operations.unload(_decode(fields, UnloadBody), params, on_begin=tell)
+                return await operations.unload(_decode(params, UnloadBody, token), params, on_begin=tell)
             case Operation.CACHE_FLUSH:
-                return await operations.flush(_decode(fields, FlushBody), params, on_begin=tell)
+                return await operations.flush(_decode(params, FlushBody, token), params, on_begin=tell)
             case Operation.SETTINGS_RELOAD:
-                return await operations.reload_settings(_decode(fields, ReloadBody), self._reload_settings, on_begin=tell)
+                body = _decode(params, ReloadBody, token)
+                return await operations.reload_settings(body, self._reload_settings, on_begin=tell)
             case _:
                 raise InvalidRequest(f"This box does not know the operation {command.operation[:40]!r}.", param="operation")
 
     async def _follow(self, command: OpCommand, task_id: str, tracked: _Tracked) -> None:
-        """Tell how a load goes on until it has ended."""
         told_at, told_stage = float("-inf"), None
         while (view := self._operations.view(task_id)) is not None:
+            load, eta_s = view
             left_s = told_at + limits().operations.status_gap_s - clock.monotonic()
-            if view.stage != told_stage or left_s <= 0:
-                told_at, told_stage, left_s = clock.monotonic(), view.stage, limits().operations.status_gap_s
-                status = _running(command, stage=view.stage)
-                status.fraction = None if view.fraction is None else round(view.fraction, 3)
-                status.eta_s = None if view.eta_s is None else round(view.eta_s, 1)
+            if load.stage != told_stage or left_s <= 0:
+                told_at, told_stage, left_s = clock.monotonic(), load.stage, limits().operations.status_gap_s
+                status = _status(command, "running", stage=load.stage)
+                status.fraction = None if load.fraction is None else round(load.fraction, 3)
+                status.eta_s = None if eta_s is None else round(eta_s, 1)
                 self._tell(tracked, status)
             await self._operations.wait_news(task_id, within_s=left_s)
 
-    async def _read_ended(self, command: OpCommand) -> OpStatus | None:
-        """Return the end of an operation as it was recorded, None when it was not."""
+    async def _read(self, command: OpCommand) -> Run | None:
+        """Return an operation as it was recorded, None when it was not, or that cannot be read."""
         try:
-            row = await self._operations.find(command.op_id, command.use)
+            return await self._operations.find(command.op_id, command.use)
         except LedgerError:
             return None
-        return None if row is None or row.outcome is None else _as_status(row)
 
     async def _settle(self, command: OpCommand, tracked: _Tracked, *, code: str, message: str) -> OpStatus:
         """Return the end of an operation that raised: refused when it was not even begun, else as it was recorded."""
-        try:
-            row = await self._operations.find(command.op_id, command.use)
-        except LedgerError:
-            row = None
-        if row is not None and row.outcome is not None:
-            return _as_status(row)
-        if row is None and not tracked.has_begun:
-            return _refused(command, code, message)
-        return _failed(command, code, message, {})
+        run = await self._read(command)
+        if run is not None and run.outcome is not None:
+            return _as_status(run)
+        has_begun = run is not None or tracked.has_begun
+        return _status(command, "failed" if has_begun else "refused", code=code, message=message)
 
     def _tell(self, tracked: _Tracked, status: OpStatus) -> None:
         tracked.status = status
@@ -213,64 +211,50 @@ class Commands:
             answer(status)
 
 
-def _check_token(command: OpCommand) -> None:
-    """Refuse a command whose token is for another operation: what is told about one must be what was done.
+def _read_token(command: OpCommand) -> SignedToken:
+    """Return the token of a command, which must be for this very operation: what is told about one must be what was done.
 
     Nothing is believed here; the gate verifies the token. Raises OpTokenRefused and InvalidRequest.
     """
     if TOKEN_FIELD in command.body:
         raise InvalidRequest(f"The token of an operation does not belong into its body ({TOKEN_FIELD}).", param=TOKEN_FIELD)
     try:
-        claims = read_token(command.token).claims
+        token = read_token(command.token)
     except OpTokenError as error:
         log.warning("operation refused operation=%r reason=%s", command.operation[:40], error)
         raise OpTokenRefused(REFUSED) from None
+    claims = token.claims
     if "opId" in claims and (claims["opId"], claims.get("use", 1)) != (command.op_id, command.use):
         log.warning("operation refused, its token is for another one op=%r use=%d", command.op_id[:40], command.use)
         raise OpTokenRefused(REFUSED)
+    return token
 
 
-def _decode(fields: Mapping[str, object], kind: type[Body]) -> Body:
+def _decode(params: Mapping[str, object], kind: type[Body], token: SignedToken) -> Body:
     try:
-        return msgspec.convert(fields, kind)
+        body = msgspec.convert(params, kind)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"The body of the operation cannot be used: {error}.") from None
+    body.verifiedOpToken = token
+    return body
 
 
-def _running(command: OpCommand, *, stage: str = "") -> OpStatus:
-    return OpStatus(op_id=command.op_id, use=command.use, state="running", stage=stage)
+def _status(command: OpCommand, state: str, **fields: Any) -> OpStatus:
+    return OpStatus(op_id=command.op_id, use=command.use, state=state, **fields)
 
 
-def _refused(command: OpCommand, code: str, message: str) -> OpStatus:
-    return OpStatus(op_id=command.op_id, use=command.use, state="refused", code=code, message=message)
-
-
-def _succeeded(command: OpCommand, body: Mapping[str, object]) -> OpStatus:
-    result, receipt = _split(body)
-    return OpStatus(op_id=command.op_id, use=command.use, state="succeeded", result=result, receipt=receipt)
-
-
-def _failed(command: OpCommand, code: str, message: str, body: Mapping[str, object]) -> OpStatus:
-    result, receipt = _split(body)
-    return OpStatus(
-        op_id=command.op_id, use=command.use, state="failed", code=code, message=message, result=result, receipt=receipt
-    )
-
-
-def _split(body: Mapping[str, object]) -> tuple[dict[str, object], str]:
+def _split(body: Mapping[str, object]) -> dict[str, object]:
     """Return a result without its receipt, which signs the rest, and the receipt."""
-    receipt = body.get(RECEIPT_FIELD)
-    return {name: value for name, value in body.items() if name != RECEIPT_FIELD}, receipt if isinstance(receipt, str) else ""
+    result = {name: value for name, value in body.items() if name != RECEIPT_FIELD}
+    return {"result": result, "receipt": str(body.get(RECEIPT_FIELD) or "")}
 
 
-def _as_status(row: Run) -> OpStatus:
-    """Return where an operation stands by the ledger."""
-    status = OpStatus(op_id=row.approval_id, use=row.use, state="running", receipt=row.receipt)
-    if row.outcome is None:
+def _as_status(run: Run) -> OpStatus:
+    status = OpStatus(op_id=run.approval_id, use=run.use, state=run.state.value, receipt=run.receipt)
+    if run.outcome is None:
         return status
-    body = row.outcome.get("body")
+    body = run.outcome.get("body")
     status.result = body if isinstance(body, dict) else {}
-    status.state = str(row.outcome.get("state", "succeeded"))
     if status.state == "interrupted":
         status.code, status.message = "operation_interrupted", "The box ended while this was carried out; see the result."
     elif status.state == "failed":

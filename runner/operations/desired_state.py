@@ -23,8 +23,8 @@ from runner.operations.keys import Identity
 from runner.operations.operation import SEAL_DOMAIN, LoadBody
 from runner.operations.trust import Governance
 from wire import clock
-from wire.optoken import Level, Operation, OpTokenError, Policy, SignedToken, Verifier, read_token
-from wire.optoken.approval import ApprovalError, decode_bytes, read_statement
+from wire.optoken import Operation, OpTokenError, Policy, Verifier, read_token
+from wire.optoken.approval import PolicyRef
 
 log = logging.getLogger(__name__)
 
@@ -136,25 +136,22 @@ class DesiredState:
         if accepted.params.get(KEEP_PARAM) is not True:
             raise NotDesired("it was approved to be loaded and not to stay loaded")
         try:
-            token = read_token(accepted.token)
             verified = Verifier(
                 level=governance.level, min_signers=self._min_signers, runner_id=governance.runner_id, keys={},
-                not_before=math.floor(self._ledger.born_at), policy=self._find_policy(token),
+                not_before=math.floor(self._ledger.born_at), policy=self._find_policy,
             ).verify_accepted(
-                token, operation=Operation.MODEL_LOAD, model_id=accepted.model_id, params=accepted.params,
+                read_token(accepted.token), operation=Operation.MODEL_LOAD, model_id=accepted.model_id, params=accepted.params,
                 accepted_at=accepted.accepted_at_ms / 1000,
             )  # fmt: skip
-        except (OpTokenError, ApprovalError) as error:
+        except OpTokenError as error:
             raise NotDesired(f"its approval does not hold on this runner any more ({error}); have it approved again") from None
         if (verified.op_key, verified.fence) != (accepted.op_key, accepted.fence):
             raise NotDesired("its approval is for another operation; have it approved again")
         return accepted
 
-    def _find_policy(self, token: SignedToken) -> Policy | None:
+    def _find_policy(self, ref: PolicyRef) -> Policy | None:
         policies = self._governance.policies
-        if self._governance.level is not Level.L2 or policies is None or "statement" not in token.extra:
-            return None
-        return policies.find(read_statement(decode_bytes(token.extra["statement"])).policy)
+        return None if policies is None else policies.find(ref)
 
     def _look_whether_lent(self) -> None:
         if any(self._reclaimed_by.values()):

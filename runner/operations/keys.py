@@ -82,17 +82,6 @@ class UnusableKey(ValueError):
     """A key file that is missing, unreadable, empty, too short or too long; the text names it."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stamp:
-    """What tells one content of a file from the next without reading it."""
-
-    path: Path
-    modified_ns: int
-    size_bytes: int
-    inode: int
-    mode: int
-
-
 class KeyRing:
     """The keys at ``path``: one file, whose key has the id ``""``, or a folder of ``<kid>.key`` files.
 
@@ -101,7 +90,8 @@ class KeyRing:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._stamps: tuple[_Stamp, ...] | None = None
+        self._stamps: dict[Path, tuple[int, ...]] | None = None
+        """What tells one content of a file from the next without reading it."""
         self._keys: Mapping[str, bytes] = {}
         self._warned: set[Path] = set()
 
@@ -111,9 +101,9 @@ class KeyRing:
             raise OperationsDisabled("No operation key is configured; set VERIFIED_OP_TOKEN_KEY_PATH to allow operations.")
         try:
             is_folder = self._path.is_dir()
-            stamps = tuple(_stamp(path) for path in self._list(is_folder=is_folder))
+            stamps = {path: self._stamp(path) for path in self._list(is_folder=is_folder)}
             if stamps != self._stamps:
-                self._keys, self._stamps = self._load(stamps, is_folder=is_folder), stamps
+                self._keys, self._stamps = self._load(list(stamps), is_folder=is_folder), stamps
         except (OSError, UnusableKey) as error:
             log.error("operations are disabled: %s", _describe(self._path, error))  # noqa: TRY400 - nothing to trace
             raise OperationsDisabled(f"Operations are disabled: {_describe(self._path, error)}.") from None
@@ -128,25 +118,28 @@ class KeyRing:
             raise UnusableKey(f"more than {limits().operations.keys} keys in {self._path}")
         return sorted(found)
 
-    def _load(self, stamps: tuple[_Stamp, ...], *, is_folder: bool) -> Mapping[str, bytes]:
-        for stamp in stamps:
-            self._warn_if_shared(stamp)
+    def _load(self, paths: list[Path], *, is_folder: bool) -> Mapping[str, bytes]:
         if not is_folder:
-            return {"": read_key(stamps[0].path)}
+            return {"": read_key(paths[0])}
         keys: dict[str, bytes] = {}
-        for stamp in stamps:
+        for path in paths:
             try:
-                keys[stamp.path.stem] = read_key(stamp.path)
+                keys[path.stem] = read_key(path)
             except UnusableKey as error:
                 log.error("operation key is left out: %s", error)  # noqa: TRY400 - the other keys go on working
         if not keys:
             raise UnusableKey(f"no usable *{KEY_SUFFIX} file in {self._path}")
         return keys
 
-    def _warn_if_shared(self, stamp: _Stamp) -> None:
-        if stamp.mode & (stat.S_IRWXG | stat.S_IRWXO) and stamp.path not in self._warned:
-            self._warned.add(stamp.path)
-            log.warning("operation key is open to other users; run chmod 600 on it file=%s", stamp.path)
+    def _stamp(self, path: Path) -> tuple[int, ...]:
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise UnusableKey(_describe(path, error)) from None
+        if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO) and path not in self._warned:
+            self._warned.add(path)
+            log.warning("operation key is open to other users; run chmod 600 on it file=%s", path)
+        return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
 
 def read_key(path: Path) -> bytes:
@@ -164,14 +157,6 @@ def read_key(path: Path) -> bytes:
     if len(key) < WIRE.token_least_key_bytes:
         raise UnusableKey(f"the key file {path} has fewer than {WIRE.token_least_key_bytes} bytes")
     return key
-
-
-def _stamp(path: Path) -> _Stamp:
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise UnusableKey(_describe(path, error)) from None
-    return _Stamp(path, found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode)
 
 
 def _describe(path: Path, error: OSError | UnusableKey) -> str:

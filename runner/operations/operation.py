@@ -97,18 +97,11 @@ class ReloadBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An HTTP status and a JSON object."""
+    """An HTTP status and a JSON object. ``task_id``: of the load as which the operation goes on, None = it has ended."""
 
     status: int
     body: dict[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """An operation that goes on as a task after its caller was answered; how it ended is said with ``end_task``."""
-
-    task_id: str
-    reply: Reply
+    task_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +141,6 @@ class Load:
     state: RunState = RunState.RUNNING
     error: str | None = None
     result: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadView:
-    """How a load that runs goes on. ``fraction`` 0.0 to 1.0; None = cannot be told."""
-
-    stage: str
-    fraction: float | None
-    eta_s: float | None
 
 
 class Operations:
@@ -264,7 +248,7 @@ class Operations:
         except RunnerError as error:
             self._pool.loader.note_refusal(body.modelId, error)
             raise
-        if isinstance(begun, Begun):
+        if begun.task_id is not None:
             return await self.wait(begun.task_id)
         return {**begun.body, "status": "completed"}  # somebody else has loaded it, or is about to
 
@@ -280,7 +264,7 @@ class Operations:
 
     async def _run(
         self, token: object, operation: Operation, model_id: str | None, params: Mapping[str, object], on_begin: OnBegin,
-        carry_out: Callable[[Run], Awaitable[Reply | Begun]],
+        carry_out: Callable[[Run], Awaitable[Reply]],
     ) -> Reply:  # fmt: skip
         """Let an operation in, carry it out, write down how it went. Raises RequestRefused, and what ``carry_out`` raises.
 
@@ -307,7 +291,6 @@ class Operations:
         return await asyncio.shield(task)
 
     def _find_task(self, op_key: str) -> str | None:
-        """Return the task of the load that carries out an operation."""
         return next(
             (task_id for task_id, found in self._followers.items() if any(each.run.op_key == op_key for each in found)), None
         )  # fmt: skip
@@ -318,7 +301,7 @@ class Operations:
             log.critical("operation failed unexpectedly", exc_info=error)
 
     async def _carry_out(
-        self, admitted: Admitted, on_begin: OnBegin, carry_out: Callable[[Run], Awaitable[Reply | Begun]]
+        self, admitted: Admitted, on_begin: OnBegin, carry_out: Callable[[Run], Awaitable[Reply]]
     ) -> Reply:  # fmt: skip
         ending: Ending | None = BROKEN
         refused: RequestRefused | None = None
@@ -326,10 +309,10 @@ class Operations:
         try:
             on_begin()
             done = await carry_out(admitted.run)
-            if isinstance(done, Begun):
+            if done.task_id is not None:
                 ending = None
                 self._followers.setdefault(done.task_id, []).append(admitted)
-                return done.reply
+                return done
             ending = Ending("succeeded", done.status, done.body)
         except asyncio.CancelledError:
             ending = CUT_OFF
@@ -434,13 +417,13 @@ class Operations:
             await asyncio.shield(asyncio.gather(running, return_exceptions=True))
         return await self.read_task(task_id)
 
-    def view(self, task_id: str) -> LoadView | None:
-        """Return how a load goes on, None when it has ended."""
+    def view(self, task_id: str) -> tuple[Load, float | None] | None:
+        """Return a load and the seconds until it ends (None = cannot be told); None when it has ended."""
         load = self._loads.get(task_id)
         if load is None or task_id not in self._running:
             return None
         progress = next((model.load for model in self._pool.registry.models if model.model_id == load.model_id), None)
-        return LoadView(load.stage, load.fraction, None if progress is None else progress.eta_s())
+        return load, None if progress is None else progress.eta_s()
 
     async def wait_news(self, task_id: str, *, within_s: float) -> None:
         """Return when a load has something new to say, or has ended, or after so many seconds."""
@@ -469,7 +452,7 @@ class Operations:
             shown["error"] = load.error
         return {**shown, **load.result, "startedAt": int(load.started_at)}
 
-    async def _start_load(self, body: LoadBody, overrides: Mapping[str, object], run: Run | None) -> Reply | Begun:
+    async def _start_load(self, body: LoadBody, overrides: Mapping[str, object], run: Run | None) -> Reply:
         if len(self._running) + self._starting >= limits().operations.loads:
             raise WrongState(f"{limits().operations.loads} loads are under way; wait for one to end.")
         self._starting += 1
@@ -478,7 +461,7 @@ class Operations:
         finally:
             self._starting -= 1
 
-    async def _begin_load(self, body: LoadBody, overrides: Mapping[str, object], run: Run | None) -> Reply | Begun:
+    async def _begin_load(self, body: LoadBody, overrides: Mapping[str, object], run: Run | None) -> Reply:
         registry = self._pool.registry
         registry.define(registry.find_or_plan(body.modelId).definition)
         order = await self._pool.loader.order(body.modelId, overrides=overrides, evict=body.evictModel)
@@ -499,15 +482,15 @@ class Operations:
         self._loads[task_id] = load = replace(load, run_id=run_id)
         self._running[task_id] = task = asyncio.create_task(self._carry_out_load(order, task_id))
         task.add_done_callback(_report_failure)
-        return Begun(task_id, Reply(202, self._show(load)))
+        return Reply(202, self._show(load), task_id)
 
-    async def _already(self, model: Model) -> Reply | Begun:
+    async def _already(self, model: Model) -> Reply:
         task_id = self._task_of_model.get(model.model_id)
         is_loading = model.state is ModelState.LOADING
         if is_loading and task_id is not None:
             # Nothing may wait between this look and the caller's note that it follows the task.
             if task_id in self._running:
-                return Begun(task_id, Reply(202, self._show(self._loads[task_id])))
+                return Reply(202, self._show(self._loads[task_id]), task_id)
             return Reply(202, await self.read_task(task_id))
         memory = model.memory_bytes
         return Reply(
@@ -521,7 +504,6 @@ class Operations:
         )  # fmt: skip
 
     async def _carry_out_load(self, order: LoadOrder, task_id: str) -> None:
-        """Carry a load out and say how it ended, whatever happens."""
         saved_at = clock.monotonic()
 
         def note(progress: Progress) -> None:

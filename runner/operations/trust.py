@@ -67,7 +67,7 @@ WAITING = "waiting for ./muster trust on the box: a person must confirm the fing
 ANOTHER = "the first policy offered is not the one whose fingerprint was confirmed on the box"
 FORGOTTEN = "forgotten on the box by its owner; waiting for ./muster trust there"
 WITNESS_FACT = "witness"
-BOX_FACT = "box"
+RUNNER_FACT = "box"
 """What ``./muster trust --show`` tells of a box: its id and level as of its last start."""
 _FIRST_KEY_FACT = "first_key"
 """The runner id of the key that was made when this ledger was there already."""
@@ -149,7 +149,7 @@ class PolicyStore:
         self._judged_by: str | None = None
         self.error = ""
         """Why the last policies offered were not taken over, "" = they were, or none were offered."""
-        self.offered_words = ""
+        self.offered_fingerprint = ""
         """The fingerprint of a first policy that waits to be confirmed."""
 
     @property
@@ -188,11 +188,11 @@ class PolicyStore:
     async def forget(self) -> None:
         """Follow no policy any more; what is offered next has to be confirmed again."""
         async with self._lock:
-            self._chain, self._offered, self.offered_words, self.error = [], [], "", FORGOTTEN
+            self._chain, self._offered, self.offered_fingerprint, self.error = [], [], "", FORGOTTEN
 
     async def _judge(self) -> bool:
         before = (self.policy, self.error)
-        self.error = self.offered_words = ""
+        self.error = self.offered_fingerprint = ""
         self._judged_by = await asyncio.to_thread(self._trusted)
         for each in self._offered:
             try:
@@ -207,7 +207,7 @@ class PolicyStore:
                 break
             await self._ledger.add_policy(row)
             self._chain.append(policy)
-            log.warning("policy pinned id=%s version=%d words=%s", policy.ref.id, policy.ref.version, words_of(policy))
+            log.warning("policy pinned id=%s version=%d words=%s", policy.ref.id, policy.ref.version, spell_fingerprint(policy))
         if self.error:
             log.warning("policy was not taken over: %s", self.error)
         return (self.policy, self.error) != before
@@ -216,11 +216,11 @@ class PolicyStore:
         if self._judged_by is not None and fingerprint_matches(self._judged_by, row.document):
             return True
         self.error = WAITING if self._judged_by is None else ANOTHER
-        self.offered_words = words_of(policy)
+        self.offered_fingerprint = spell_fingerprint(policy)
         return False
 
 
-def words_of(policy: Policy) -> str:
+def spell_fingerprint(policy: Policy) -> str:
     """Return the fingerprint of a policy as twelve words."""
     return policy_words(policy.ref.sha256)
 
@@ -416,7 +416,7 @@ class Governance:
         self.witness = Witness(self._ledger, self.identity)
         await self.policies.open()
         await self.witness.open()
-        await self._ledger.write_fact(BOX_FACT, json.dumps({"runnerId": self.runner_id, "level": self.level.value}))
+        await self._ledger.write_fact(RUNNER_FACT, json.dumps({"runnerId": self.runner_id, "level": self.level.value}))
         await self.look()
 
     async def _allow_for_a_clock_ahead(self, identity: Identity) -> None:
@@ -456,7 +456,7 @@ class Governance:
             level=self.level.value,
             runner_id=self.runner_id,
             policy_version=0 if policy is None else policy.ref.version,
-            policy_words="" if policy is None else words_of(policy),
+            policy_words="" if policy is None else spell_fingerprint(policy),
             witness_size=0 if seen is None else seen.size,
             advice=self._advise(),
         )
@@ -566,10 +566,10 @@ class Governance:
             return f"Remote load/unload is off: {self.disabled}."
         if self.level is not Level.L2 or self.policy is not None or self.policies is None:
             return ""
-        if self.policies.offered_words:
+        if self.policies.offered_fingerprint:
             return (
-                f"The control plane offers a policy with the fingerprint {self.policies.offered_words}. Compare it with what "
-                "the approvers see, then run ./muster trust with it on this box. Until then no operation is carried out."
+                f"The control plane offers a policy with the fingerprint {self.policies.offered_fingerprint}. Compare it with "
+                "what the approvers see, then run ./muster trust with it on this box. Until then no operation is carried out."
             )
         return (
             "No policy is pinned, so no operation is carried out. Connect the box, get the fingerprint of the policy from the "
@@ -579,17 +579,6 @@ class Governance:
 
 class Refusal(Exception):
     """What was asked for cannot be done; the text says why and what would help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What the ledger of a box says. ``runner_id`` and ``level``: as of its last start, "" = it has not been started."""
-
-    runner_id: str = ""
-    level: str = ""
-    first: Policy | None = None
-    newest: Policy | None = None
-    witness: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -630,13 +619,14 @@ def _act(options: argparse.Namespace, data: Path) -> str:
 def confirm(data: Path, parts: Sequence[str]) -> str:
     """Write down the fingerprint of the first policy. Raises Refusal, ValueError and OSError."""
     wanted = parse_fingerprint(parts)
-    first = None if is_asked_to_forget(data) else read_known(data).first
+    policies = [] if is_asked_to_forget(data) else read_ledger(data)[1]
+    first = policies[0] if policies else None
     if first is not None and fingerprint_matches(wanted, first.raw):
         return "This box follows that policy already; nothing was changed."
     if first is not None:
         raise Refusal(
-            f"this box follows another policy, whose first version is {words_of(first)}. To enrol it anew, run --forget first; "
-            "a new version of the same policy is taken over by itself"
+            f"this box follows another policy, whose first version is {spell_fingerprint(first)}. To enrol it anew, run "
+            "--forget first; a new version of the same policy is taken over by itself"
         )
     write_trusted(data, wanted)
     return f"Confirmed: the first policy of this box is {wanted}. {SOON}"
@@ -661,49 +651,42 @@ def forget(data: Path) -> str:
 
 
 def show(data: Path) -> str:
-    """Return what the box is and believes. Raises OSError and sqlite3.Error."""
-    known = read_known(data)
+    """Return what the runner is and believes. Raises OSError and sqlite3.Error."""
+    facts, policies = read_ledger(data)
+    box, seen = json.loads(facts.get(RUNNER_FACT, "{}")), json.loads(facts.get(WITNESS_FACT, "{}"))
     confirmed = read_trusted(data)
-    kids = OpKeys(data / OP_KEYS_NAME).list_kids()
-    if known.newest is None:
-        policy = "none pinned" + (
-            f"; confirmed and waiting to be offered: {confirmed}" if confirmed else "; run ./muster trust"
-        )
+    if policies:
+        first, newest = policies[0], policies[-1]
+        policy = f"{newest.ref.id} version {newest.ref.version}, {spell_fingerprint(newest)}"
+        policy += f"\nconfirmed   version 1, {spell_fingerprint(first)}, sha256 {first.ref.sha256}"
+    elif confirmed:
+        policy = f"none pinned; confirmed and waiting to be offered: {confirmed}"
     else:
-        first = known.first or known.newest
-        policy = f"{known.newest.ref.id} version {known.newest.ref.version}, {words_of(known.newest)}"
-        policy += f"\nconfirmed   version 1, {words_of(first)}, sha256 {first.ref.sha256}"
+        policy = "none pinned; run ./muster trust"
+    witnessed = f"{seen['origin']}, {seen['size']} entries, root {seen['root']}" if seen else "no audit checkpoint yet"
     lines = [
-        f"runner id   {known.runner_id or 'not known; the box has not been started with this folder'}",
-        f"level       {known.level or 'not known'}",
+        f"runner id   {box.get('runnerId') or 'not known; the box has not been started with this folder'}",
+        f"level       {box.get('level') or 'not known'}",
         f"policy      {policy}",
-        f"op keys     {', '.join(kids) or 'none of its own'}",
-        f"witnessed   {known.witness or 'no audit checkpoint yet'}",
+        f"op keys     {', '.join(OpKeys(data / OP_KEYS_NAME).list_kids()) or 'none of its own'}",
+        f"witnessed   {witnessed}",
     ]
     if is_asked_to_forget(data):
         lines.append("about to forget policy and checkpoint, when the box runs")
     return "\n".join(lines)
 
 
-def read_known(data: Path) -> Known:
-    """Return what the ledger in ``data`` says, while a box may be using it. Raises sqlite3.Error."""
+def read_ledger(data: Path) -> tuple[dict[str, str], list[Policy]]:
+    """Return the facts and the pinned policies in the ledger, while a runner may be using it. Raises sqlite3.Error."""
     path = data / FILE_NAME
     if not path.is_file():
-        return Known()
+        return {}, []
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=limits().ledger.busy_s)) as connection:
         if connection.execute("PRAGMA user_version").fetchone()[0] < 2:
-            return Known()  # of an earlier version of this program, which pinned nothing
+            return {}, []  # of an earlier version of this program, which pinned nothing
         facts = dict(connection.execute("SELECT name, value FROM facts"))
-        documents = [row[0] for row in connection.execute("SELECT document FROM policies ORDER BY version")]
-    box, seen = json.loads(facts.get(BOX_FACT, "{}")), json.loads(facts.get(WITNESS_FACT, "{}"))
-    policies = [read_policy(document) for document in documents]
-    return Known(
-        runner_id=box.get("runnerId", ""),
-        level=box.get("level", ""),
-        first=policies[0] if policies else None,
-        newest=policies[-1] if policies else None,
-        witness=f"{seen['origin']}, {seen['size']} entries, root {seen['root']}" if seen else "",
-    )
+        documents = connection.execute("SELECT document FROM policies ORDER BY version").fetchall()
+    return facts, [read_policy(document) for (document,) in documents]
 
 
 def _make_parser() -> argparse.ArgumentParser:

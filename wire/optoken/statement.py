@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from wire.optoken.approval import (
     ApprovalError,
     Policy,
+    PolicyRef,
     Rule,
     Statement,
     canonical,
@@ -20,6 +21,7 @@ from wire.optoken.approval import (
 from wire.optoken.canonical import TOKEN_MEMBER
 from wire.optoken.refusal import OpTokenError, Reason
 
+PinnedPolicy = Policy | Callable[[PolicyRef], Policy | None] | None
 _MEMBERS = {"statement", "proofs"}
 """All that may stand beside the signed members: what a box does not know, it cannot honour."""
 
@@ -49,10 +51,10 @@ class Approval:
     daily_cap: int
 
 
-def check_statement(beside: Mapping[str, object], wanted: Wanted, *, policy: Policy | None, now: float) -> Approval:
+def check_statement(beside: Mapping[str, object], wanted: Wanted, *, policy: PinnedPolicy, now: float) -> Approval:
     """Return the approval that stands ``beside`` the signed members of a token, or raise OpTokenError.
 
-    ``policy``: the one that this box has pinned. ``now``: Unix seconds.
+    ``policy``: the one that this box has pinned, or what finds the one that a statement names. ``now``: Unix seconds.
     """
     if policy is None:
         raise OpTokenError(Reason.NO_POLICY)
@@ -61,6 +63,10 @@ def check_statement(beside: Mapping[str, object], wanted: Wanted, *, policy: Pol
         raise OpTokenError(Reason.BAD_FIELD)
     try:
         statement = read_statement(decode_bytes(beside["statement"]))
+        if not isinstance(policy, Policy):
+            policy = policy(statement.policy)
+        if policy is None:
+            raise OpTokenError(Reason.NO_POLICY)
         _check_purpose(statement, wanted)
         verdict = verify_approval(statement, proofs, policy, now=now)
         if wanted.use > statement.max_uses:

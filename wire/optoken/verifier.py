@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from wire.limits import WIRE
-from wire.optoken.approval import Policy, Rule, Statement
+from wire.optoken.approval import Rule, Statement
 from wire.optoken.canonical import NotCanonical, canonical_bytes, params_digest, spec_bytes
 from wire.optoken.refusal import OpTokenError, Reason
 from wire.optoken.signed_token import Claim, SignedToken, decode_base64url
 from wire.optoken.signing import TOKEN_VERSION
-from wire.optoken.statement import Wanted, check_statement
+from wire.optoken.statement import PinnedPolicy, Wanted, check_statement
 
 _HEX_MAC = re.compile(r"[0-9a-f]{64}")
 _JWT_L0_MEMBERS = frozenset({"operation", "modelId", "issuedAt", "signers", "nonce"} | {"iat", "nbf", "exp", "aud"})
@@ -89,10 +89,10 @@ class Verifier:
     ``keys``: HMAC-SHA256 keys by id, ``""`` the one that L0 tokens (which name none) are checked with. ``runner_id``: the
     audience this box answers to. ``not_before``: Unix seconds before which nothing is remembered; older tokens are refused, and
     at L2 approvals that were asked for earlier.
-    ``policy``: what this box has pinned; without one, an L2 box refuses every token. ``min_signers`` counts below L2 only,
-    where the issuer is believed about who signed; at L2 the policy decides. ``counted_signers``: the names that count towards
-    it, None = any. Raises ValueError for rules that would accept what
-    nobody signed.
+    ``policy``: what this box has pinned, or what finds the one of its policies that a statement names; without one, an L2 box
+    refuses every token. ``min_signers`` counts below L2 only, where the issuer is believed about who signed; at L2 the policy
+    decides. ``counted_signers``: the names that count towards it, None = any. Raises ValueError for rules that would accept
+    what nobody signed.
     """
 
     level: Level
@@ -100,7 +100,7 @@ class Verifier:
     runner_id: str
     keys: Mapping[str, bytes] = field(repr=False)
     not_before: float | None = None
-    policy: Policy | None = field(default=None, repr=False)
+    policy: PinnedPolicy = field(default=None, repr=False)
     counted_signers: frozenset[str] | None = None
 
     def __post_init__(self) -> None:

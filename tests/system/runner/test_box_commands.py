@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -21,6 +23,8 @@ from tests.fakes.runners.parts import assembled
 from tests.fakes.waiting import eventually
 from wire.bridge import OpCommand, OpQuery, OpStatus
 from wire.ids import new_uuid7
+from wire.optoken import read_token
+from wire.optoken.approval import read_statement
 from wire.optoken.receipt import digest_result, read_receipt
 
 pytestmark = pytest.mark.timeout(180)
@@ -46,6 +50,24 @@ async def test_every_gateway_that_sent_or_asked_hears_the_end_and_the_engine_loa
     assert (done.state, await second.end(), await third.end()) == ("succeeded", done, done)
     assert read_receipt(done.receipt, desk.public_key).outcome == "succeeded"
     assert len(desk.bench.engines) == 1
+
+
+async def test_the_token_of_a_command_and_its_statement_are_read_once(desk: Desk) -> None:
+    read: list[str] = []
+    names = {read_token.__code__: "token", read_statement.__code__: "statement"}
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code in names:
+            read.append(names[frame.f_code])
+
+    ear, command = Ear(), desk.command(modelId="a", keepLoaded=True)
+    sys.setprofile(note)
+    try:
+        desk.commands.take(command, ear)
+        assert (await ear.end()).state == "succeeded"
+    finally:
+        sys.setprofile(None)
+    assert sorted(read) == ["statement", "token"]
 
 
 @pytest.mark.parametrize("gap_s", [0.05, 3600.0])

@@ -523,6 +523,34 @@ async def test_observations_come_newest_first_and_are_bounded_per_plan_and_in_al
         assert len(await ledger.observations("llamacpp")) == 10
 
 
+@pytest.mark.parametrize("event", list(operations.RunEvent))
+@pytest.mark.parametrize("state", list(RunState))
+async def test_a_run_goes_on_as_the_table_says_and_not_otherwise(
+    tmp_path: Path, state: RunState, event: operations.RunEvent
+) -> None:
+    async with opened(tmp_path) as ledger:
+        run_id = await spend_new(ledger, expires_at=EXPIRES)
+        if state is not RunState.SPENT:
+            await ledger.begin_op(run_id, order_of("op-1", slot="a", fence=1, expires_at=EXPIRES))
+        if state in operations.FINAL_STATES:
+            await ledger.finish_op(run_id, {"state": state.value, "body": 1}, receipt="first")
+        before = await ledger._run(lambda db: operations.find_run(db, "SELECT * FROM operations WHERE id = ?", run_id))
+        assert before is not None
+        assert before.state is state
+        wanted = operations.TRANSITIONS.get((state, event), state)
+        if event is operations.RunEvent.BEGIN:
+            with pytest.raises(LedgerError) if wanted is state else contextlib.nullcontext():
+                await ledger.begin_op(run_id, order_of("op-2", slot="b", fence=2, expires_at=EXPIRES))
+            assert (await ledger.find_op("op-2", 1) is None) is (wanted is state)
+        else:
+            ended = {"succeed": "succeeded", "fail": "failed", "interrupt": "interrupted"}[event.value]
+            await ledger.finish_op(run_id, {"state": ended, "body": 2}, receipt="second")
+        after = await ledger._run(lambda db: operations.find_run(db, "SELECT * FROM operations WHERE id = ?", run_id))
+        assert after is not None
+        assert after.state is wanted
+        assert after == before or wanted is not state, "an event that the table does not name changed something"
+
+
 OPS = st.sampled_from(["op-1", "op-2", "op-3", "op-4"])
 SLOTS = st.sampled_from(["model:a", "model:b"])
 HOURLY = 6

@@ -80,7 +80,7 @@ async def test_nothing_is_pinned_that_nobody_confirmed(tmp_path: Path, fleet: Fl
     async with store_of(tmp_path, desk) as store:
         assert not await store.reconsider()
         assert await store.offer(fleet.links)
-        assert (store.policy, store.error, store.offered_words) == (None, WAITING, fleet.words)
+        assert (store.policy, store.error, store.offered_fingerprint) == (None, WAITING, fleet.words)
         assert not await store.reconsider(), "nothing was confirmed since"
         desk.confirmed = Fleet(T0).words
         await store.offer(fleet.links)
@@ -92,7 +92,7 @@ async def test_nothing_is_pinned_that_nobody_confirmed(tmp_path: Path, fleet: Fl
         await store.offer(fleet.links)
         desk.confirmed = fleet.words
         assert await store.reconsider()
-        assert (store.policy, store.error, store.offered_words) == (fleet.policy, "", "")
+        assert (store.policy, store.error, store.offered_fingerprint) == (fleet.policy, "", "")
 
 
 @pytest.mark.parametrize("form", ["words", "hex"])
