@@ -429,8 +429,11 @@ class _Session:
     async def _report(self) -> None:
         """Send telemetry every heartbeat and after changes."""
         while True:
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the wake, and a session that was
+            # lost would wait for this task for ever.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._wake.wait()
             self._wake.clear()
             if self.is_accepted:
                 self.post(encode_message(self._leave_out_known(await self._host.take_sample())))

@@ -297,7 +297,9 @@ class Ledger:
 
     async def _run(self, job: Callable[[sqlite3.Connection], Result]) -> Result:
         try:
-            return await asyncio.wait_for(asyncio.shield(self._submit(job)), limits().ledger.answer_s)
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the answer.
+            async with asyncio.timeout(limits().ledger.answer_s):
+                return await asyncio.shield(self._submit(job))
         except sqlite3.Error as error:
             raise LedgerError(f"the ledger cannot be used: {error}; look after the disk of the data directory") from None
         except TimeoutError:

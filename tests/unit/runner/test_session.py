@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import aiohttp
 import pytest
@@ -23,7 +23,7 @@ from conformance.events import DONE, read_stream
 from conformance.events import Stream as EventStream
 from runner.api.bodies import BodyBudget
 from runner.api.inference import InferenceEndpoint
-from runner.connection import GatewaySocket
+from runner.connection import GatewayLink, GatewaySocket, Host, _Session
 from runner.definitions.fields import Decoding, ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import Call
@@ -31,6 +31,7 @@ from runner.engines.supervisor import Supervisor
 from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, RateLimitExceeded, SessionLost, StreamClosed
 from runner.fit import read_shape
 from runner.library.library import Library
+from runner.limits import limits
 from runner.pool import Registry
 from runner.queue import FairQueue, QueueLimits, WaitBudget, read_rates
 from runner.relay import Relay
@@ -148,6 +149,21 @@ def test_too_many_streams_are_refused_as_busy_and_closing_the_session_closes_and
     assert session.close() == streams
     assert not any(stream.is_open for stream in streams)
     assert session.close() == []
+
+
+async def test_telemetry_that_is_woken_when_its_session_is_lost_does_not_hold_up_the_next_session() -> None:
+    wake = asyncio.Event()
+    link, host = SimpleNamespace(url="ws://gateway", wake=wake), SimpleNamespace(relay=None)
+    session = _Session(cast("GatewayLink", link), cast("Host", host), limits().connection)
+    reporting = asyncio.create_task(session._report())
+    await turns(1)
+    wake.set()
+    await turns(1)
+    reporting.cancel()
+    await turns(5)
+    has_ended = reporting.done()
+    reporting.cancel()
+    assert has_ended, "it swallowed its cancellation, and the session waits for it"
 
 
 def test_malformed_and_misdirected_frames_are_violations() -> None:
