@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from typing import Any, ClassVar
 from urllib.parse import urlencode, urlsplit
 
@@ -10,7 +11,6 @@ from django import forms
 from django.conf import settings
 from django.contrib import admin
 from django.db.models import Count, Q, QuerySet
-from django.db.models.functions import Now
 from django.http import HttpRequest
 from django.urls import reverse
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
@@ -34,7 +34,6 @@ from nodes.services.availability import (
     is_drained,
     judge_status,
     list_ejections,
-    status_expression,
 )
 from nodes.services.credentials import (
     create_credential,
@@ -126,17 +125,19 @@ class StatusFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: QuerySet[Node]) -> QuerySet[Node]:
         if self.value() is None:
             return queryset
-        return queryset.annotate(status_now=status_expression(now=Now())).filter(status_now=self.value())
+        # The status is a judgement of each reading, which the rows do not hold.
+        nodes = with_clock(queryset.select_related("presence"))
+        return queryset.filter(pk__in=[node.pk for node in nodes if judge_status(node, now=clock_of(node)) == self.value()])
 
 
-def _cordon(node: Node, actor: str, values: Values) -> str:
-    cordon_node(node_id=node.pk, actor=actor)
-    return f"{node.name} is cordoned: it gets no new work until it is uncordoned."
+def _change_node(service: Callable[..., object], outcome: str) -> Callable[[Node, str, Values], str]:
+    """Return what a button without questions does. ``outcome``: what the page says then, after the node's name."""
 
+    def run(node: Node, actor: str, _values: Values) -> str:
+        service(node_id=node.pk, actor=actor)
+        return f"{node.name} {outcome}"
 
-def _uncordon(node: Node, actor: str, values: Values) -> str:
-    uncordon_node(node_id=node.pk, actor=actor)
-    return f"{node.name} is no longer cordoned."
+    return run
 
 
 def _drain(node: Node, actor: str, values: Values) -> str:
@@ -149,11 +150,6 @@ def _drain(node: Node, actor: str, values: Values) -> str:
 
 def _offer_drain(node: Node, values: Values) -> Offer:
     return Offer(FORCED_DRAIN, node.printed_id, {"timeout_s": int(values["timeout_s"] or 0)})
-
-
-def _undrain(node: Node, actor: str, values: Values) -> str:
-    undrain_node(node_id=node.pk, actor=actor)
-    return f"{node.name} is no longer draining."
 
 
 def _set_op_key(node: Node, actor: str, values: Values) -> str:
@@ -205,14 +201,14 @@ class NodeAdmin(ShowingAdmin):
             name="cordon",
             label="Cordon",
             explanation="The node gets no new work. What runs goes on. A cordon survives reconnects and restarts.",
-            run=_cordon,
+            run=_change_node(cordon_node, "is cordoned: it gets no new work until it is uncordoned."),
             is_offered=lambda node: not node.cordoned,
         ),
         RowChange(
             name="uncordon",
             label="Uncordon",
             explanation="The node gets work again.",
-            run=_uncordon,
+            run=_change_node(uncordon_node, "is no longer cordoned."),
             is_offered=lambda node: node.cordoned,
         ),
         RowChange(
@@ -229,7 +225,7 @@ class NodeAdmin(ShowingAdmin):
             name="undrain",
             label="Undrain",
             explanation="The drain ends and the node gets work again.",
-            run=_undrain,
+            run=_change_node(undrain_node, "is no longer draining."),
             is_offered=lambda node: node.draining,
         ),
         RowChange(
@@ -484,19 +480,12 @@ class ProviderForm(forms.Form):
     name = forms.CharField(max_length=60, widget=UnfoldAdminTextInputWidget, help_text="Letters, digits, hyphens, underscores")
 
 
-def _enable(provider: Provider, actor: str, values: Values) -> str:
-    enable_provider(name=provider.name, actor=actor)
-    return f"Provider {provider.name} is enabled."
+def _change_provider(service: Callable[..., object], outcome: str) -> Callable[[Provider, str, Values], str]:
+    def run(provider: Provider, actor: str, _values: Values) -> str:
+        service(name=provider.name, actor=actor)
+        return f"Provider {provider.name} {outcome}"
 
-
-def _disable(provider: Provider, actor: str, values: Values) -> str:
-    disable_provider(name=provider.name, actor=actor)
-    return f"Provider {provider.name} is disabled: its nodes get no work and cannot connect."
-
-
-def _delete(provider: Provider, actor: str, values: Values) -> str:
-    delete_provider(name=provider.name, actor=actor)
-    return f"Provider {provider.name} is deleted and its credentials are revoked."
+    return run
 
 
 @admin.register(Provider)
@@ -514,21 +503,21 @@ class ProviderAdmin(CreatingAdmin):
             name="disable",
             label="Disable",
             explanation="Its nodes get no new work and cannot connect until it is enabled again.",
-            run=_disable,
+            run=_change_provider(disable_provider, "is disabled: its nodes get no work and cannot connect."),
             is_offered=lambda provider: provider.state == ProviderState.ENABLED,
         ),
         RowChange(
             name="enable",
             label="Enable",
             explanation="Its nodes may connect and get work again.",
-            run=_enable,
+            run=_change_provider(enable_provider, "is enabled."),
             is_offered=lambda provider: provider.state == ProviderState.DISABLED,
         ),
         RowChange(
             name="delete",
             label="Delete",
             explanation="Its nodes are cut off and all its credentials are revoked, for good. Records stay.",
-            run=_delete,
+            run=_change_provider(delete_provider, "is deleted and its credentials are revoked."),
             is_offered=lambda provider: provider.state != ProviderState.DELETED,
             is_danger=True,
         ),

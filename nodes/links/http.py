@@ -7,7 +7,6 @@ import hashlib
 import re
 import ssl
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from http import HTTPStatus
@@ -271,7 +270,7 @@ class HttpStream:
 
 
 class HttpLink(Link):
-    """A box called over HTTP. ``on_close`` lets the owner drop it from its own tables."""
+    """A node called over HTTP, or one on another gateway's socket (``is_peer``)."""
 
     def __init__(
         self,
@@ -283,20 +282,16 @@ class HttpLink(Link):
         target: HttpTarget,
         connect_s: float,
         is_peer: bool = False,
-        tls: ssl.SSLContext | None = None,
-        on_close: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(node_id=node_id, node_name=node_name, models=models, max_concurrent=max_concurrent)
         self.target = target
         self.is_peer, self.reports_usage = is_peer, True
         self.window_bytes = 512 * 1024
-        if target.scheme == "https" and tls is None:
-            tls = ssl.create_default_context()
+        tls = ssl.create_default_context() if target.scheme == "https" else None
         self.pool = ConnectionPool(
             address=target.address, port=target.port, server_name=target.host, tls=tls, connect_s=connect_s
         )
         self._streams: set[HttpStream] = set()
-        self._on_close = on_close
         self._host_line = f"host: {target.host}:{target.port}\r\n"
         self._extra = ""
         self._usual: tuple[dict[str, str], tuple[str, str, str], bytes] | None = None
@@ -328,8 +323,6 @@ class HttpLink(Link):
     def close(self, reason: str) -> None:
         self.closed = True
         self.pool.close()
-        if self._on_close is not None:
-            self._on_close()
 
     def _render(self, request: OpenRequest, body: bytes) -> bytes:
         usual = self._usual

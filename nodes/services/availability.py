@@ -10,8 +10,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from django.db import transaction
-from django.db.models import Case, CharField, F, Q, Value, When
-from django.db.models.functions import Now
+from django.db.models import Q
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -31,8 +30,8 @@ from nodes.models import (
     with_clock,
 )
 from nodes.services.telemetry import NodeTelemetry, count_replicas, describe_counts, describe_telemetry, list_failures
-from nodes.states import Availability, Freshness, NodeFacts, Obstacle, freshness_windows, judge_availability
-from wire.bridge import BRIDGE_V1, MUSTER_V1
+from nodes.states import Availability, Freshness, NodeFacts, Obstacle, judge_availability
+from wire.bridge import MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import parse_id
 
@@ -74,36 +73,6 @@ def explain_unreachable(node: Node) -> str:
     if node.reach != Reach.DIRECT.value or not node.public_base_url:
         return "it holds no socket to a gateway and registered no public_base_url"
     return presence.probe_error if presence.probed_at is not None else "its public_base_url has not been called yet"
-
-
-def status_expression(*, now: datetime | Now) -> Case:
-    """Return ``judge_status`` as SQL over Node, for filters. A test holds the two together."""
-    _, rest_s = freshness_windows(limits().nodes, protocol="")
-    _, bridge_s = freshness_windows(limits().nodes, protocol=BRIDGE_V1)
-    answers = Q(reach=Reach.DIRECT.value, presence__probed_at__isnull=False, presence__probe_error="") & ~Q(public_base_url="")
-    is_bridge = Q(presence__protocol=BRIDGE_V1)
-    offline = (
-        Q(presence__isnull=True)
-        | Q(presence__last_heartbeat_at__isnull=True)
-        | (is_bridge & Q(presence__last_heartbeat_at__lte=now - timedelta(seconds=bridge_s)))
-        | (~is_bridge & Q(presence__last_heartbeat_at__lte=now - timedelta(seconds=rest_s)))
-        | Q(presence__reported_status=NodeStatus.OFFLINE.value)
-        | ~(Q(presence__connected=True) | answers)
-    )
-    held_back = (
-        Q(draining=True)
-        | Q(cordoned=True)
-        | Q(mode=NodeMode.SPARE_OFF.value)
-        | Q(presence__reported_status=NodeStatus.DRAINING.value)
-        | Q(presence__is_accepting_jobs=False)
-    )
-    return Case(
-        When(offline, then=Value(NodeStatus.OFFLINE.value)),
-        When(presence__reported_status=NodeStatus.ERROR.value, then=Value(NodeStatus.ERROR.value)),
-        When(held_back, then=Value(NodeStatus.DRAINING.value)),
-        default=F("presence__reported_status"),
-        output_field=CharField(),
-    )
 
 
 def should_drain(node: Node) -> bool:
@@ -276,12 +245,8 @@ def read_fleet() -> FleetOverview:
 
 
 def read_served_models() -> frozenset[str]:
-    """Return the models that boxes can be asked for at this moment; one query."""
-    able = [NodeStatus.AVAILABLE.value, NodeStatus.BUSY.value]
-    status_now = status_expression(now=Now())
-    nodes = Node.objects.filter(provider__state=ProviderState.ENABLED).annotate(status_now=status_now)
-    names = nodes.filter(status_now__in=able).values_list("model_names", flat=True)
-    return frozenset(name for declared in names for name in declared)
+    """Return the models that nodes can be asked for at this moment; one query."""
+    return read_fleet().served_models
 
 
 def _describe_health(node: Node, now: datetime) -> NodeHealth:

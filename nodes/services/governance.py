@@ -22,7 +22,7 @@ from governance.audit import record_event, record_word
 from governance.checkpoints import WitnessStatus, record_witness
 from governance.errors import GovernanceError
 from nodes.errors import BadRequest, NodeNotFound
-from nodes.models import Node, NodeOpKey, ProviderState, Reach
+from nodes.models import Node, NodeOpKey, ProviderState, Reach, save_changes
 from wire import clock
 from wire.bridge import BoxGovernance, GovernanceReport
 from wire.limits import WIRE
@@ -47,8 +47,7 @@ def take_governance(*, node_id: uuid.UUID, said: BoxGovernance | None, heard_ms:
         return None
     if said is None:
         if node.op_level and node.reach == Reach.RELAY.value:
-            node.op_level = ""
-            node.save(update_fields=["op_level", "updated_at"])
+            save_changes(node, {"op_level": ""})
         return node
     _lock_runner_id(said.runner_id)
     refusal = _find_refusal(node, said)
@@ -56,8 +55,7 @@ def take_governance(*, node_id: uuid.UUID, said: BoxGovernance | None, heard_ms:
         logger.error("node.governance_refused node=%s reason=%s", node.name, refusal)
         if node.op_level or node.policy_error != refusal:
             _record(node, "node.governance_refused", {"reason": refusal})
-        node.op_level, node.policy_error = "", refusal
-        node.save(update_fields=["op_level", "policy_error", "updated_at"])
+        save_changes(node, {"op_level": "", "policy_error": refusal})
         return node
     _store(node, said, heard_ms=heard_ms)
     _store_keys(node, said)
@@ -94,16 +92,15 @@ def _is_news(node: Node, said: BoxGovernance, keys: dict[str, bytes], *, heard_m
         is_same_clock = skew_ms == was_ms
     else:
         is_same_clock = abs(skew_ms - was_ms) < limits().nodes.clock_skew_shown_ms and _is_skewed(skew_ms) == _is_skewed(was_ms)
-    stored = (
-        *(node.op_level, node.runner_id, node.box_key, node.policy_version, node.policy_sha256, node.policy_error),
-        *(node.witness_size, node.keeps_models, node.reloads_settings),
-    )
-    now = (
-        *(said.level, said.runner_id, said.public_key, said.policy_version, said.policy_sha256, said.policy_error),
-        *(said.witness_size, said.keeps_models, said.reloads_settings),
-    )
+    is_same = all(getattr(node, column) == value for column, value in _columns_of(said).items())
     named = {kid: _read_secret(text) for kid, text in said.op_keys.items()}
-    return not said.level or stored != now or not is_same_clock or named != keys
+    return not said.level or not is_same or not is_same_clock or named != keys
+
+
+def _columns_of(said: BoxGovernance) -> dict[str, object]:
+    """Return what a node says of how it decides, by the column that keeps it."""
+    same = ("runner_id", "policy_version", "policy_sha256", "policy_error", "witness_size", "keeps_models", "reloads_settings")
+    return {"op_level": said.level, "box_key": said.public_key, **{name: getattr(said, name) for name in same}}
 
 
 @transaction.atomic
@@ -122,8 +119,7 @@ def take_report(*, node_id: uuid.UUID, report: GovernanceReport, heard_ms: int) 
     if alarm:
         logger.error("node.witness_alarm node=%s", node.name)
         _record(node, "node.witness_alarm", {"witness_size": report.governance.witness_size})
-    node.witness_alarm = alarm
-    node.save(update_fields=["witness_alarm", "updated_at"])
+    save_changes(node, {"witness_alarm": alarm})
 
 
 def _judge_witness(node: Node, report: GovernanceReport) -> str:
@@ -175,14 +171,9 @@ def set_op_key(*, node_id: uuid.UUID, kid: str, secret: str, level: str, runner_
     NodeOpKey.objects.filter(node=node, retired_at=None).update(retired_at=clock.now())
     NodeOpKey.objects.filter(node=node, kid=kid).delete()  # given again, it is the newest
     key = NodeOpKey.objects.create(node=node, kid=kid, secret=secret.encode())
-    node.op_level, node.runner_id = level, target
-    node.save(update_fields=["op_level", "runner_id", "updated_at"])
-    record_event(
-        actor=actor,
-        action="node.set_op_key",
-        target=node.printed_id,
-        detail={"name": node.name, "kid": kid, "level": level, "runner_id": target},
-    )
+    save_changes(node, {"op_level": level, "runner_id": target})
+    detail = {"name": node.name, "kid": kid, "level": level, "runner_id": target}
+    record_event(actor=actor, action="node.set_op_key", target=node.printed_id, detail=detail)
     return key
 
 
@@ -256,12 +247,7 @@ def _store(node: Node, said: BoxGovernance, *, heard_ms: int) -> None:
     if _is_skewed(skew_ms) and not _is_skewed(node.clock_skew_ms):
         logger.error("node.clock_skew node=%s skew_ms=%d", node.name, skew_ms)
         _record(node, "node.clock_skew", {"skew_ms": skew_ms})
-    node.op_level, node.runner_id, node.box_key = said.level, said.runner_id, said.public_key
-    node.policy_version, node.policy_sha256 = said.policy_version, said.policy_sha256
-    node.policy_error, node.witness_size, node.clock_skew_ms = said.policy_error, said.witness_size, skew_ms
-    node.keeps_models, node.reloads_settings = said.keeps_models, said.reloads_settings
-    names = "op_level runner_id box_key policy_version policy_sha256 policy_error witness_size clock_skew_ms"
-    node.save(update_fields=[*names.split(), "keeps_models", "reloads_settings", "updated_at"])
+    save_changes(node, {**_columns_of(said), "clock_skew_ms": skew_ms})
 
 
 def _note_step_back(node: Node, said: BoxGovernance) -> None:

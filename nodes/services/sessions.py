@@ -473,11 +473,6 @@ def _sum_gpus(gpus: Sequence[bridge.GpuInfo]) -> dict[str, object]:
     }
 
 
-def find_revoked(credential_ids: list[int]) -> set[int]:
-    revoked = NodeCredential.objects.filter(pk__in=credential_ids, revoked_at__isnull=False)
-    return set(revoked.values_list("pk", flat=True))
-
-
 # Place and writer of a row name its version (PostgreSQL's manual, "System Columns"): whoever changes it writes another one.
 NODE_VERSIONS = """
 SELECT n.id, hashtextextended(concat_ws(' ', n.ctid, n.xmin, v.ctid, v.xmin,

@@ -6,7 +6,6 @@ And what they show of a node whatever its rows hold, its status as SQL filters b
 from __future__ import annotations
 
 import html
-import itertools
 import re
 import uuid
 from dataclasses import replace
@@ -29,18 +28,15 @@ from governance.people import Assurance
 from nodes.models import Node, NodeCredential, NodePresence, Provider, ProviderState
 from nodes.services.availability import (
     EjectionReport,
-    judge_status,
     list_ejections,
     read_fleet,
-    status_expression,
     write_ejections,
 )
 from nodes.services.credentials import find_credential
 from nodes.services.telemetry import NodeTelemetry, count_replicas, describe_telemetry
 from tests.fakes.governed_team import make_governed
 from tests.fakes.nodes import audited, make_credential, make_node, make_presence, make_provider
-from wire.bridge import BRIDGE_V1, MemoryInfo, ModelFacts
-from wire.contract import NodeMode, NodeStatus
+from wire.bridge import MemoryInfo, ModelFacts
 
 pytestmark = pytest.mark.django_db
 
@@ -249,29 +245,6 @@ def test_rows_that_another_release_wrote_are_no_error(odd: object) -> None:
     box = describe(replicas=odd, gpus=odd, memory={"total_mb": "many"})
     assert not box.says_something
     assert count_replicas(NodePresence(replicas=odd)) == {}
-
-
-def test_sql_and_python_agree_on_the_status_of_every_combination() -> None:
-    credential, _ = make_credential(max_nodes=10_000)
-    bools = (False, True)
-    kinds = itertools.product((None, 1, 12, 17, 46), ("", BRIDGE_V1), NodeStatus, NodeMode, bools, bools, bools)
-    presences = []
-    for number, (age_s, protocol, reported, mode, draining, cordoned, accepting) in enumerate(kinds):
-        node = Node(
-            name=str(number), credential=credential, provider=credential.provider, mode=mode, draining=draining,
-            cordoned=cordoned,
-        )  # fmt: skip
-        heard = None if age_s is None else timezone.now() - timedelta(seconds=age_s)
-        told: dict[str, Any] = {"protocol": protocol, "reported_status": reported, "is_accepting_jobs": accepting}
-        presences.append(NodePresence(node=node, last_heartbeat_at=heard, **told))
-    Node.objects.bulk_create([presence.node for presence in presences])
-    NodePresence.objects.bulk_create(presences)
-    make_node("never registered a presence", credential=credential)
-    now = timezone.now()
-    rows = Node.objects.select_related("presence").annotate(status_now=status_expression(now=now))
-    judged = [(node.status_now, judge_status(node, now=now)) for node in rows]
-    assert len(judged) == 5 * 2 * 5 * 2 * 8 + 1
-    assert [pair for pair in judged if pair[0] != pair[1]] == []
 
 
 # Ejections

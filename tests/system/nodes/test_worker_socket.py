@@ -25,7 +25,7 @@ from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeCredential, NodePresence
 from nodes.services.credentials import disable_provider, find_credentials, revoke_credential
 from nodes.services.drains import cordon_node, set_mode
-from nodes.services.sessions import find_revoked, load_node_rows, write_presences
+from nodes.services.sessions import load_node_rows, write_presences
 from nodes.session import ModeRequested
 from tests.fakes.limits import set_limits
 from tests.fakes.links import GATEWAY, Door, NodeSocket, RequestSink, dial, enrol, hello, linked, open_request
@@ -418,7 +418,8 @@ async def test_a_revoked_credential_cuts_its_boxes_off() -> None:
         next(link for link in door.links if link.node_name == "rig").open_stream(open_request(), sink)
         await sync_to_async(revoke_credential)(credential_id=credential.pk, actor=ACTOR)
         in_use = [link.credential_id for link in door.links]
-        door.keeper.cut_off(await sync_to_async(find_revoked)(in_use))
+        revoked = NodeCredential.objects.filter(pk__in=in_use, revoked_at__isnull=False).values_list("pk", flat=True)
+        door.keeper.cut_off(await sync_to_async(lambda: set(revoked))())
         assert await socket.closed() == (1008, "worker credential was revoked")
         assert sink.heard == [EndKind.LINK_LOST]
         assert [link.node_name for link in door.links] == ["kept"]
