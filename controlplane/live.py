@@ -127,18 +127,18 @@ class OverviewConsumer(PushConsumer):
 
 
 class BoxConsumer(PushConsumer):
-    """What the page of one box shows of its models and memory, as the same HTML that the page came with."""
+    """What the page of one node shows of its models and memory, as the same HTML that the page came with."""
 
     def may_look(self, user: User) -> bool:
         return user.has_perm("nodes.view_node") or user.has_perm("nodes.change_node")
 
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:
-        """Return the state of the box, more often while a model is loaded."""
-        box = read_telemetry(self.scope["url_route"]["kwargs"]["node_id"])
-        if box is None:
+        """Return the state of the node, more often while a model is loaded."""
+        telemetry = read_telemetry(self.scope["url_route"]["kwargs"]["node_id"])
+        if telemetry is None:
             return {"html": ""}, limits().console.push_s
-        html = render_to_string("admin/muster/box_state.html", {"box": box})
-        return {"html": html}, limits().console.push_changes_s if box.changing else limits().console.push_s
+        html = render_to_string("admin/muster/node_state.html", {"telemetry": telemetry})
+        return {"html": html}, limits().console.push_changes_s if telemetry.changing else limits().console.push_s
 
 
 class OperationConsumer(PushConsumer):

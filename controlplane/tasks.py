@@ -12,7 +12,7 @@ from governance.notices import is_delivery_due
 from governance.operations.runs import reconcile
 from governance.tasks import deliver_notices
 from nodes.services.nodes import is_probe_due
-from nodes.tasks import probe_direct, ring_direct_boxes, sweep_nodes
+from nodes.tasks import probe_direct, schedule_calls, sweep_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ def sweep() -> None:
     One task for all: while nothing is due, sending and taking six costs more than the looks do. A look that fails keeps none
     of the others from being taken. Raises OperationalError when the database is away.
     """
-    for look in (reconcile, reconcile_requests, sweep_nodes, ring_direct_boxes, _ring_probe, _ring_delivery):
+    for look in (reconcile, reconcile_requests, sweep_nodes, schedule_calls, _ring_probe, _ring_delivery):
         try:
             look()
         except (OperationalError, InterfaceError):

@@ -17,7 +17,7 @@ from gateway.services.tenants import change_tenant_limit, find_tenant, list_tena
 from gateway.values import Priority
 from governance.errors import InvalidProposal
 from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
-from nodes.services.availability import Has, ServingBox, read_boxes_of
+from nodes.services.availability import Has, ServingNode, read_nodes_of
 
 KEY, TENANT, MODEL = "key", "tenant", "model"
 ACTOR = "system:governance"
@@ -246,7 +246,7 @@ def _preview_models(names: Sequence[str], params: Mapping[str, object]) -> list[
     if names and params.keys() & {"max_tokens", "max_prompt_chars"}:
         impacts += [
             Impact("caution", f"Longer requests for {name} hold a slot longer, whoever sends them. {_say_serving(name, boxes)}")
-            for name, boxes in read_boxes_of(names).items()
+            for name, boxes in read_nodes_of(names).items()
         ]
     if names and "max_queue" in params:
         text = f"More requests for {_join(names)} may wait, each of them for longer, where they are refused today."
@@ -254,8 +254,8 @@ def _preview_models(names: Sequence[str], params: Mapping[str, object]) -> list[
     return impacts
 
 
-def _say_serving(name: str, boxes: Sequence[ServingBox]) -> str:
-    serving = [box for box in boxes if box.has is Has.LOADED and box.obstacle is None]
+def _say_serving(name: str, boxes: Sequence[ServingNode]) -> str:
+    serving = [box for box in boxes if box.has is Has.LOADED and box.unavailable is None]
     if not serving:
         return f"No node serves {name} now."
     slots = sum(box.slots for box in serving)

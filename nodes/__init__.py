@@ -1,1 +1,1 @@
-"""The registry of GPU boxes: enrolment, sessions and links, health, owner reclaim."""
+"""The registry of GPU nodes: enrolment, sessions and links, health, owner reclaim."""

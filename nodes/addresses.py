@@ -1,7 +1,7 @@
-"""Which URLs of boxes the gateway may call (``public_base_url``), and at which address. The guard against SSRF.
+"""Which URLs of nodes the gateway may call (``public_base_url``), and at which address. The guard against SSRF.
 
 A name is resolved once, every address it has is checked, and the caller connects to the address given back, so a name
-server that changes its mind later moves nothing. Private networks are where boxes live: an operator lists hosts and
+server that changes its mind later moves nothing. Private networks are where nodes live: an operator lists hosts and
 networks (``NODE_DIRECT_HOSTS``) instead of us guessing. Some addresses stay refused whatever is listed.
 """
 
@@ -126,7 +126,7 @@ class HostRule:
 
 @dataclass(frozen=True, slots=True)
 class AddressPolicy:
-    """What an operator allows. No rule and no loopback means that no box is called over HTTP."""
+    """What an operator allows. No rule and no loopback means that no node is called over HTTP."""
 
     rules: tuple[HostRule, ...]
     allow_loopback: bool

@@ -181,7 +181,7 @@ class NodeAdmin(ShowingAdmin):
     list_filter = (StatusFilter, "provider", "mode")
     list_select_related = ("provider", "presence")
     search_fields = ("name", "owner_name", "gpu_name")
-    change_form_outer_before_template = "admin/muster/box.html"
+    change_form_outer_before_template = "admin/muster/node.html"
     is_live = True
     empty_words = "A node is a machine with GPUs that answers requests. It appears here when it connects with a credential."
     empty_link = ("Create a node credential", "admin:nodes_nodecredential_add")
@@ -254,12 +254,12 @@ class NodeAdmin(ShowingAdmin):
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Node]:
-        boxes: QuerySet[Node] = super().get_queryset(request)
-        boxes = boxes.select_related("provider", "presence", "credential").exclude(provider__state=ProviderState.DELETED)
-        return with_clock(boxes)
+        nodes: QuerySet[Node] = super().get_queryset(request)
+        nodes = nodes.select_related("provider", "presence", "credential").exclude(provider__state=ProviderState.DELETED)
+        return with_clock(nodes)
 
     def describe_row(self, request: HttpRequest, row: Node) -> dict[str, Any]:  # Any: Django's template context
-        return {"box": describe_telemetry(row, now=clock_of(row))}
+        return {"telemetry": describe_telemetry(row, now=clock_of(row))}
 
     def list_links(self, request: HttpRequest, row: Node) -> list[ChangeLink]:
         """Return the changes that can be made at once, then those that others have to approve."""

@@ -62,7 +62,7 @@ class NodeTokenAuthentication(BaseAuthentication):
 
 
 def _look_up(text: str, address: str) -> NodeCredential:
-    """Return the credential. Behind a proxy many boxes have one address, so a good one never waits."""
+    """Return the credential. Behind a proxy many nodes have one address, so a good one never waits."""
     if throttle.must_wait(address, digest_credential(text)):
         raise TooManyWrongTokens("Too many wrong node credentials came from this address; wait a second and try again.")
     credential = find_credential(text)
@@ -197,7 +197,7 @@ class ModeAnswerSerializer(serializers.Serializer[Any]):  # Any: an answer, no m
 
 
 class NodeSerializer(serializers.Serializer[Node]):
-    """One box in ``GET /nodes``. ``status`` is judged when it is read; node, provider and presence must be loaded."""
+    """One node in ``GET /nodes``. ``status`` is judged when it is read; node, provider and presence must be loaded."""
 
     node_id = serializers.CharField(source="printed_id")
     node_name = serializers.CharField(source="name")
@@ -298,14 +298,14 @@ _ERRORS = dict.fromkeys((400, 401, 429), ErrorSerializer)
 
 
 class NodeView(APIView):
-    """Base of what boxes call: their own credential, and nothing else, opens it."""
+    """Base of what nodes call: their own credential, and nothing else, opens it."""
 
     authentication_classes = (NodeTokenAuthentication,)
     permission_classes = (IsAuthenticated,)
 
 
 class RegisterView(NodeView):
-    """Enrols a box, or refreshes what is known of it."""
+    """Enrols a node, or refreshes what is known of it."""
 
     @extend_schema(
         operation_id="register_node",
@@ -313,7 +313,7 @@ class RegisterView(NodeView):
         responses={200: RegisterAnswerSerializer, **_ERRORS, 403: ErrorSerializer},
     )
     def post(self, request: Request) -> Response:
-        """Register a box; again with the same credential and ``node_name`` refreshes the same one."""
+        """Register a node; again with the same credential and ``node_name`` refreshes the same one."""
         form = RegisterSerializer(data=request.data)
         form.is_valid(raise_exception=True)
         registration = form.to_registration()
@@ -339,7 +339,7 @@ class HeartbeatView(NodeView):
         responses={200: HeartbeatAnswerSerializer, **_ERRORS, 404: ErrorSerializer},
     )
     def post(self, request: Request) -> Response:
-        """Record a heartbeat. ``should_drain`` asks the box to finish what it runs and take nothing new."""
+        """Record a heartbeat. ``should_drain`` asks the node to finish what it runs and take nothing new."""
         form = HeartbeatSerializer(data=request.data)
         form.is_valid(raise_exception=True)
         heartbeat = form.to_heartbeat(_read_node_id(form.validated_data["node_id"]))
@@ -357,7 +357,7 @@ class HeartbeatView(NodeView):
 
 
 class ModeView(NodeView):
-    """Lends a box or takes it back, as its owner wishes."""
+    """Lends a node or takes it back, as its owner wishes."""
 
     @extend_schema(
         operation_id="set_node_mode",
@@ -384,7 +384,7 @@ class NodeListView(APIView):
 
     @extend_schema(operation_id="list_nodes", responses={200: NodeListSerializer, 401: ErrorSerializer})
     def get(self, request: Request) -> Response:
-        """List every box by name with the status it has at this moment."""
+        """List every node by name with the status it has at this moment."""
         nodes = Node.objects.select_related("provider", "presence").exclude(provider__state=ProviderState.DELETED)
         return Response({"nodes": [NodeSerializer(node).data for node in with_clock(nodes).order_by("name", "pk")]})
 

@@ -67,7 +67,7 @@ StatusKey = tuple[uuid.UUID, str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class OwnerWord:
+class OwnerWish:
     """What an owner said at a node, and when (clock.monotonic())."""
 
     effect: ModeRequested
@@ -115,7 +115,7 @@ class NodeChannel:
         """Finds the credentials that sockets bring. Raises CredentialRefused, DatabaseError."""
         self.registrations = Batcher(self._open_sessions, most=at_once, spawn=self.run_beside)
         """Opens sessions and links their nodes. Raises EnrolmentRefused, and DatabaseError, DataError of them."""
-        self.owner_words: dict[uuid.UUID, OwnerWord] = {}
+        self.owner_wishes: dict[uuid.UUID, OwnerWish] = {}
         """What owners said at their nodes and the database does not know yet; the newest of each."""
         self._beside: set[asyncio.Task[None]] = set()
         self._statuses: dict[StatusKey, bridge.OpStatus] = {}
@@ -198,7 +198,7 @@ class NodeChannel:
     # on the event loop, from the frame path
 
     def take_status(self, link: RelayLink, status: bridge.OpStatus) -> None:
-        """Note where an operation stands on a box; the newest word counts, and a last word stays the last."""
+        """Note where an operation stands on a node; the newest word counts, and a last word stays the last."""
         key = (link.node_id, status.op_id, status.use)
         before = self._statuses.get(key)
         if (
@@ -221,10 +221,10 @@ class NodeChannel:
         waiting.append((report, clock.unix_ms()))
         self.wake("policy")
 
-    def take_owner_word(self, link: RelayLink, effect: ModeRequested) -> None:
+    def take_owner_wish(self, link: RelayLink, effect: ModeRequested) -> None:
         """Write down that the owner lends a node or takes it back, however long the database is away and the link lives."""
-        is_storing = link.node_id in self.owner_words
-        self.owner_words[link.node_id] = OwnerWord(effect, clock.monotonic())
+        is_storing = link.node_id in self.owner_wishes
+        self.owner_wishes[link.node_id] = OwnerWish(effect, clock.monotonic())
         if not is_storing:
             self.run_beside(self._store_mode(link.node_id, link.node_name))
 
@@ -287,7 +287,7 @@ class NodeChannel:
         await run_upkeep(_store_statuses, due)
         now = clock.monotonic()
         for key, status in due.items():
-            if self._statuses.get(key) is status:  # else the box has said something newer meanwhile
+            if self._statuses.get(key) is status:  # else the node has said something newer meanwhile
                 del self._statuses[key]
             self._written_at[key] = now
         self._written_at = {key: at for key, at in self._written_at.items() if now - at < self.limits.channel_progress_s}
@@ -340,7 +340,7 @@ class NodeChannel:
             return
         seen = (newest.size, base64.b64encode(bytes(newest.root)).decode())
         due = {link: said[0] for link, said in sizes.items() if said != seen and link.offered_size != newest.size}
-        # A box says itself what it saw, and a proof from early on reads the whole log: others wait for the next look.
+        # A node says itself what it saw, and a proof from early on reads the whole log: others wait for the next look.
         wanted = sorted(set(due.values()), reverse=True)[: self.limits.channel_proofs]
         proofs = await run_upkeep(_prove, wanted, newest.size) if wanted else {}
         for link, size in due.items():
@@ -351,14 +351,14 @@ class NodeChannel:
                 link.send_message(offer)
 
     def _governed_links(self) -> list[RelayLink]:
-        """Return the links of boxes that know operations; others would end their session over a frame they do not know."""
+        """Return the links of nodes that know operations; others would end their session over a frame they do not know."""
         return [link for link in self.links if link.governance is not None]
 
     # beside
 
     async def _store_mode(self, node_id: uuid.UUID, node_name: str) -> None:
         """Store the owner's newest word; until then rows do not undo it. One that was said elsewhere later makes it void."""
-        while (word := self.owner_words.get(node_id)) is not None:
+        while (word := self.owner_wishes.get(node_id)) is not None:
             try:
                 await run_in_database(
                     set_mode,
@@ -374,8 +374,8 @@ class NodeChannel:
                 logger.warning("node.mode_not_stored node=%s; trying again", node_name)
                 await asyncio.sleep(1.0)
                 continue
-            if self.owner_words[node_id] is word:
-                del self.owner_words[node_id]
+            if self.owner_wishes[node_id] is word:
+                del self.owner_wishes[node_id]
                 link = self.registry.get(node_id)
                 if isinstance(link, RelayLink):
                     link.wanted_mode, link.mode_stored_at = None, clock.monotonic()
@@ -406,12 +406,12 @@ class NodeChannel:
         for task in list(self._beside):
             task.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
-        for node_id in self.owner_words:
+        for node_id in self.owner_wishes:
             logger.warning("node.mode_not_stored node_id=%s; the gateway stops, and the node says it again elsewhere", node_id)
 
 
 def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list[sessions.PresenceReport]:
-    """Return what this process knows of the boxes on its sockets, for writing to the database.
+    """Return what this process knows of the nodes on its sockets, for writing to the database.
 
     ``news_only``: of those alone that said something which was not returned before.
     """
@@ -448,7 +448,7 @@ def _serves_nothing(link: RelayLink) -> bool:
 
 
 def _status_of(link: RelayLink) -> str:
-    if link.box_draining:
+    if link.node_draining:
         return "draining"
     if _serves_nothing(link):
         return "error"
@@ -462,7 +462,7 @@ def _store_statuses(statuses: Mapping[StatusKey, bridge.OpStatus]) -> None:
     for (node_id, _, _), status in statuses.items():
         try:
             store_status(node_id=node_id, status=status)
-        except DataError:  # what one box says must not keep the others from being heard
+        except DataError:  # what one node says must not keep the others from being heard
             logger.exception("node.status_refused node_id=%s", node_id)
 
 
@@ -476,8 +476,8 @@ def _store_report(node_id: uuid.UUID, report: bridge.GovernanceReport, heard_ms:
 def _prove(sizes: Iterable[int], newest_size: int) -> dict[int, list[str]]:
     """Return by old size the proof that the log of ``newest_size`` extends it.
 
-    Nothing can be proved to a box that saw more, or a size at which this log never signed anything: the proof is empty, and the
-    box shows what it saw, or raises the alarm.
+    Nothing can be proved to a node that saw more, or at a size at which this log never signed anything: the proof is empty, and
+    the node shows what it saw, or raises the alarm.
     """
     proofs: dict[int, list[str]] = {}
     for size in sizes:
@@ -505,9 +505,9 @@ Delivery = tuple[uuid.UUID, bridge.OpCommand | bridge.OpQuery]
 
 
 def plan_deliveries(*, linked: Mapping[uuid.UUID, datetime], gateway_id: uuid.UUID) -> list[Delivery]:
-    """Return what to send now, marked as sent. ``linked``: since when each box is linked to this process.
+    """Return what to send now, marked as sent. ``linked``: since when each node is linked to this process.
 
-    A command whose token has run out goes back to be given another. While all operations are frozen none is sent; boxes are
+    A command whose token has run out goes back to be given another. While all operations are frozen none is sent; nodes are
     still asked about those that they have.
     """
     if not linked:

@@ -28,7 +28,6 @@ from nodes.models import ProviderState
 from nodes.services import sessions
 from nodes.session import (
     AnswerArrived,
-    BoxLeaving,
     DataArrived,
     Effect,
     FrameDropped,
@@ -37,6 +36,7 @@ from nodes.session import (
     LoadReported,
     ModelsChanged,
     ModeRequested,
+    NodeLeaving,
     OperationReported,
     Registered,
     ServerSession,
@@ -66,7 +66,7 @@ Control = (
     | ModelsChanged
     | TelemetryArrived
     | ModeRequested
-    | BoxLeaving
+    | NodeLeaving
     | OperationReported
     | GovernanceChanged
 )
@@ -227,8 +227,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
                     self._route(link, link.models)
             case ModeRequested():
                 self._change_mode(link, effect)
-            case BoxLeaving():
-                link.box_draining = True
+            case NodeLeaving():
+                link.node_draining = True
             case OperationReported():
                 self._channel.take_status(link, effect.status)
             case GovernanceChanged():
@@ -254,7 +254,7 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
             link.policy.drain_deadline_at = None
         self._channel.registry.announce(link)
         link.wanted_mode, link.applied_row = effect, None
-        self._channel.take_owner_word(link, effect)
+        self._channel.take_owner_wish(link, effect)
 
     # the credential
 
@@ -333,7 +333,7 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         link.policy.draining = opened.draining
         link.policy.reclaimed = opened.mode == NodeMode.SPARE_OFF.value
         link.link_id = opened.link_id
-        if (wanted := channel.owner_words.get(opened.node_id)) is not None:  # said on a link that is gone, not stored yet
+        if (wanted := channel.owner_wishes.get(opened.node_id)) is not None:  # said on a link that is gone, not stored yet
             link.wanted_mode, link.policy.reclaimed = wanted.effect, wanted.effect.mode == NodeMode.SPARE_OFF.value
         channel.keeper.welcome(link, asked_at=asked_at)
         self.link = link

@@ -1,6 +1,6 @@
-"""Commands for boxes that are called over HTTP: one call of the model-runner API each time, never a wait.
+"""Commands for nodes that are called over HTTP: one call of the model-runner API each time, never a wait.
 
-Such boxes are third-party programs. They know no (op_id, use): where the answer to a call is lost, nobody can tell whether the
+Such nodes are third-party programs. They know no (op_id, use): where the answer to a call is lost, nobody can tell whether the
 operation was carried out, and that is what the run then says.
 """
 
@@ -47,8 +47,8 @@ Answer = tuple[int, dict[str, Any]]
 """HTTP status and JSON members."""
 
 
-class BoxSilent(Exception):
-    """The box gave no answer that can be used. ``was_sent``: it may have got the request."""
+class NodeSilent(Exception):
+    """The node gave no answer that can be used. ``was_sent``: it may have got the request."""
 
     def __init__(self, message: str, *, was_sent: bool) -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ def find_unattended() -> list[uuid.UUID]:
     )
 
 
-def call_direct_box(run_id: uuid.UUID) -> bool:
+def call_direct_node(run_id: uuid.UUID) -> bool:
     """Take one run one step further: hand it over, or ask how its load goes. Return whether to call again.
 
     Two tasks for one run do the work of one: each step is claimed first.
@@ -96,7 +96,7 @@ def _hand_over(run: NodeRun, node: Node) -> bool:
         return False
     try:
         status, members = _call(node, "POST", path, {**params, TOKEN_MEMBER: run.token})
-    except BoxSilent as silence:
+    except NodeSilent as silence:
         logger.warning("operation.box_silent node=%s reason=%s", node.name, silence)
         if silence.was_sent:
             _lose(run, node, result={"error": str(silence)[:300]})
@@ -130,7 +130,7 @@ def _take_answer(run: NodeRun, node: Node, status: int, members: dict[str, Any])
 def _poll(run: NodeRun, node: Node) -> bool:
     try:
         status, members = _call(node, "GET", f"{_PATHS['model-load']}/{run.task_id}", None)
-    except BoxSilent as silence:
+    except NodeSilent as silence:
         logger.warning("operation.box_silent node=%s reason=%s", node.name, silence)
         return True
     if status == 404:
@@ -162,7 +162,7 @@ def _lose(run: NodeRun, node: Node, *, result: dict[str, Any]) -> None:
     try:
         _, members = _call(node, "GET", "/v1/capabilities", None)
         loaded = _list_loaded(members)
-    except BoxSilent:
+    except NodeSilent:
         loaded = []
     lose_run(run, node, result=result, loaded=loaded)
 
@@ -180,7 +180,7 @@ def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> An
     try:
         target, api_key = resolve_direct_target(node.public_base_url), node.read_api_key()
     except NodeError as error:
-        raise BoxSilent(error.message, was_sent=False) from None
+        raise NodeSilent(error.message, was_sent=False) from None
     try:
         with httpx.Client(timeout=limits().nodes.call_s, follow_redirects=False, trust_env=False) as client:
             response = client.send(build_request(client, target, method, path, api_key=api_key, body=body), stream=True)
@@ -189,15 +189,15 @@ def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> An
             finally:
                 response.close()
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-        raise BoxSilent(type(error).__name__, was_sent=False) from None
+        raise NodeSilent(type(error).__name__, was_sent=False) from None
     except httpx.HTTPError as error:
-        raise BoxSilent(type(error).__name__, was_sent=True) from None
+        raise NodeSilent(type(error).__name__, was_sent=True) from None
     try:
         members = json.loads(raw or b"{}")
     except ValueError:
         members = None
     if not isinstance(members, dict):
-        raise BoxSilent(f"answered {response.status_code} with something that is no JSON object", was_sent=True)
+        raise NodeSilent(f"answered {response.status_code} with something that is no JSON object", was_sent=True)
     return response.status_code, members
 
 
@@ -239,7 +239,7 @@ TASK_NAME = "nodes.tasks.call_box"
 logger = logging.getLogger("muster.nodes")
 
 
-def ring_direct_box(run_id: uuid.UUID) -> None:
+def schedule_call(run_id: uuid.UUID) -> None:
     """Have a worker take the command one step further, once the transaction is committed."""
 
     def send() -> None:

@@ -17,7 +17,7 @@ class BadRequest(NodeError):
 
 
 class InvalidNodeToken(NodeError):
-    """The bearer is not a credential of the box it speaks for."""
+    """The bearer is not a credential of the node it speaks for."""
 
     code = ErrorCode.INVALID_NODE_TOKEN
     status = HTTPStatus.UNAUTHORIZED.value
@@ -42,7 +42,7 @@ class TooManySockets(NodeError):
 
 
 class NodeNotFound(NodeError):
-    """No box has that id. The contract answers 404 with the code BAD_REQUEST."""
+    """No node has that id. The contract answers 404 with the code BAD_REQUEST."""
 
     status = HTTPStatus.NOT_FOUND.value
 
@@ -54,18 +54,18 @@ class ModelNotAllowed(NodeError):
 
 
 class ProviderUnavailable(NodeError):
-    """The provider of the credential is switched off; the box may try again later."""
+    """The provider of the credential is switched off; the node may try again later."""
 
     status = HTTPStatus.FORBIDDEN.value
     retryable = True
 
 
 class EnrolmentRefused(NodeError):
-    """The credential may not enrol one more box, or not under that name."""
+    """The credential may not enrol one more node, or not under that name."""
 
 
 class NameTaken(EnrolmentRefused):
-    """Another box is at work under that name and credential."""
+    """Another node is at work under that name and credential."""
 
 
 class ProviderNotFound(NodeError):
@@ -93,10 +93,10 @@ class ApiKeyUnreadable(NodeError):
 
 
 class AddressRefused(BadRequest):
-    """The URL of a box is one that the gateway must not call."""
+    """The URL of a node is one that the gateway must not call."""
 
 
 class AddressUnresolvable(BadRequest):
-    """The host name of a box's URL has no address at the moment."""
+    """The host name of a node's URL has no address at the moment."""
 
     retryable = True

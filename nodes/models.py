@@ -20,7 +20,7 @@ from wire.ids import format_id, new_uuid7
 
 
 class ProviderState(models.TextChoices):
-    """Whether boxes of a provider may connect and receive work."""
+    """Whether nodes of a provider may connect and receive work."""
 
     ENABLED = "enabled"
     DISABLED = "disabled"
@@ -28,7 +28,7 @@ class ProviderState(models.TextChoices):
 
 
 class Provider(models.Model):
-    """A group of boxes that can be switched off together; a worker names it when it connects (``?provider=``)."""
+    """A group of nodes that can be switched off together; a worker names it when it connects (``?provider=``)."""
 
     name = models.SlugField(max_length=60, unique=True)
     state = models.CharField(max_length=10, choices=ProviderState.choices, default=ProviderState.ENABLED)
@@ -43,7 +43,7 @@ class Provider(models.Model):
 
 
 class NodeCredential(models.Model):
-    """Bearer credential of GPU boxes (``msw_…``): bound to one node, or for the enrolment of up to ``max_nodes``."""
+    """Bearer credential of GPU nodes (``msw_…``): bound to one node, or for the enrolment of up to ``max_nodes``."""
 
     name = models.CharField(max_length=80)
     keyid = models.CharField(max_length=12, unique=True)
@@ -64,14 +64,14 @@ class NodeCredential(models.Model):
 
 
 class Reach(models.TextChoices):
-    """How the gateway reaches a box."""
+    """How the gateway reaches a node."""
 
     RELAY = "relay", "dials in"
     DIRECT = "direct", "called over HTTP"
 
 
 class Node(models.Model):
-    """A GPU box. What it is and what operators decided about it; how it does at the moment is ``NodePresence``."""
+    """A GPU node. What it is and what operators decided about it; how it does at the moment is ``NodePresence``."""
 
     id = models.UUIDField(primary_key=True, default=new_uuid7, editable=False)
     name = models.CharField(max_length=120)
@@ -108,7 +108,7 @@ class Node(models.Model):
     installation = models.CharField(max_length=64, blank=True, default="", db_default="")
     rival_seen_at = models.DateTimeField(null=True, blank=True)
     rival_address = models.CharField(max_length=64, blank=True, default="", db_default="")
-    # How the box decides about operations, as it said when it registered. Its key certifies its runner id.
+    # How the node decides about operations, as it said when it registered. Its key certifies its runner id.
     op_level = models.CharField(max_length=2, blank=True, help_text="L0, L1 or L2; empty = takes no operations from here")
     runner_id = models.CharField(max_length=200, blank=True, db_index=True, help_text="The target that approvers sign")
     box_key = models.CharField(max_length=400, blank=True, help_text="SPKI DER in base64url; signs receipts")
@@ -158,7 +158,7 @@ def _cipher() -> Fernet:
 
 
 class NodePresence(models.Model):
-    """How a box does now, written in place by its heartbeats (REST) or by the gateway that holds its socket."""
+    """How a node does now, written in place by its heartbeats (REST) or by the gateway that holds its socket."""
 
     node = models.OneToOneField(Node, on_delete=models.CASCADE, primary_key=True, related_name="presence")
     connected = models.BooleanField(default=False, help_text="A gateway holds its socket")
@@ -217,7 +217,7 @@ class NodeDrainCount(models.Model):
 
 
 class NodeOpKey(models.Model):
-    """An HMAC key that operation tokens for one box are signed with. The box makes and renews it; several may be valid."""
+    """An HMAC key that operation tokens for one node are signed with. The node makes and renews it; several may be valid."""
 
     node = models.ForeignKey(Node, on_delete=models.CASCADE, related_name="op_keys")
     kid = models.CharField(max_length=64)
@@ -243,12 +243,12 @@ def read_clock() -> datetime:
 
 
 def with_clock(nodes: QuerySet[Node]) -> QuerySet[Node]:
-    """Have each box come with the time at which it was read, for ``clock_of``."""
+    """Have each node come with the time at which it was read, for ``clock_of``."""
     return nodes.annotate(database_now=Now())
 
 
 def clock_of(node: Node) -> datetime:
-    """Return what time it was when a box was read ``with_clock``: its age and its status count then."""
+    """Return what time it was when a node was read ``with_clock``: its age and its status count then."""
     now: datetime = node.database_now  # type: ignore[attr-defined]  # the annotation
     return now
 

@@ -287,10 +287,10 @@ def clean_telemetry(message: bridge.Telemetry) -> None:
 def find_endpoints(
     models: Iterable[str], *, replicas: Iterable[bridge.ReplicaInfo], registered: Sequence[str]
 ) -> dict[str, frozenset[str]]:
-    """Return the API paths that each model answers on a box; a model that is not in it answers anything.
+    """Return the API paths that each model answers on a node; a model that is not in it answers anything.
 
     A replica says so itself; one that says nothing answers what the registration lists, and where that lists nothing
-    either the box may be asked anything. Replicas that are not there any more say nothing.
+    either the node may be asked anything. Replicas that are not there any more say nothing.
     """
     said: dict[str, set[str]] = {}
     for replica in replicas:
@@ -325,7 +325,7 @@ def find_contexts(replicas: Iterable[bridge.ReplicaInfo]) -> dict[str, int]:
 
 
 def find_engines(replicas: Iterable[bridge.ReplicaInfo]) -> dict[str, frozenset[str]]:
-    """Return the names of the engines that serve each model, as far as the box says."""
+    """Return the names of the engines that serve each model, as far as the node says."""
     found: dict[str, frozenset[str]] = {}
     for replica in replicas:
         if replica.engine and replica.state not in _GONE:
@@ -511,7 +511,7 @@ def clean_report(report: bridge.GovernanceReport) -> None:
 
 
 def clean_governance(governance: bridge.BoxGovernance) -> None:
-    """Cut how a box decides, in place. A level that is none becomes ""."""
+    """Cut how a node decides, in place. A level that is none becomes ""."""
     governance.level = governance.level if governance.level in _LEVELS else ""
     governance.runner_id = _keep_whole(governance.runner_id, limits().nodes.runner_id_chars)
     governance.public_key = _keep_whole(governance.public_key, limits().nodes.public_key_chars)

@@ -1,6 +1,6 @@
 """The server's half of one worker socket as a protocol without I/O: frames in, effects out; calls in, frames out.
 
-Speaks bridge v1 and muster v1, whichever the box announced, and hides the difference: both give ``HeadArrived``,
+Speaks bridge v1 and muster v1, whichever the node announced, and hides the difference: both give ``HeadArrived``,
 ``DataArrived`` and ``StreamEnded`` for a stream. A stream is known here by a number that is never used twice in a
 session, so frames of a stream that was cancelled, or of another attempt, cannot reach a request they do not belong to.
 """
@@ -25,7 +25,7 @@ _MUSTER_HEADERS = frozenset({"x-cache-mode", "x-cache-tag"})
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The box introduced itself; names and models are already sanitized."""
+    """The node introduced itself; names and models are already sanitized."""
 
     name: str
     models: tuple[str, ...]
@@ -69,14 +69,14 @@ class StreamEnded(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LoadReported:
-    """The box said how many requests it runs."""
+    """The node said how many requests it runs."""
 
     load: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelsChanged:
-    """The box replaced its model list (sanitized)."""
+    """The node replaced its model list (sanitized)."""
 
     models: tuple[str, ...]
     load: int
@@ -84,36 +84,36 @@ class ModelsChanged:
 
 @dataclass(frozen=True, slots=True)
 class TelemetryArrived:
-    """The box described itself."""
+    """The node described itself."""
 
     telemetry: bridge.Telemetry
 
 
 @dataclass(frozen=True, slots=True)
 class ModeRequested:
-    """The owner, at the box, lends it or takes it back."""
+    """The owner, at the node, lends it or takes it back."""
 
     mode: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class BoxLeaving:
-    """The box finishes what runs and wants nothing new."""
+class NodeLeaving:
+    """The node finishes what runs and wants nothing new."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class OperationReported:
-    """The box said where an operation stands (cut to size)."""
+    """The node said where an operation stands (cut to size)."""
 
     status: bridge.OpStatus
 
 
 @dataclass(frozen=True, slots=True)
 class GovernanceChanged:
-    """The box said how it decides about operations now (cut to size)."""
+    """The node said how it decides about operations now (cut to size)."""
 
     report: bridge.GovernanceReport
 
@@ -134,7 +134,7 @@ Effect = (
     | ModelsChanged
     | TelemetryArrived
     | ModeRequested
-    | BoxLeaving
+    | NodeLeaving
     | OperationReported
     | GovernanceChanged
     | FrameDropped
@@ -172,7 +172,7 @@ class _BridgeStream:
 
 
 class ServerSession:
-    """One session with one box, from its ``register`` on. Raises ProtocolError where the socket must close with 1002."""
+    """One session with one node, from its ``register`` on. Raises ProtocolError where the socket must close with 1002."""
 
     def __init__(self, policy: NodeLimits) -> None:
         self.policy = policy
@@ -188,7 +188,7 @@ class ServerSession:
 
     @property
     def speaks_muster(self) -> bool:
-        """Whether the box negotiated muster v1."""
+        """Whether the node negotiated muster v1."""
         return self.protocol == MUSTER_V1
 
     @property
@@ -284,7 +284,7 @@ class ServerSession:
         return [bridge.encode_message(bridge.Cancel(request_id=held.name, reason=reason))]
 
     def grant_credit(self, stream: int, amount: int) -> list[str | bytes]:
-        """Let the box send ``amount`` more bytes on a stream; nothing to send on bridge v1."""
+        """Let the node send ``amount`` more bytes on a stream; nothing to send on bridge v1."""
         attempt = self._attempts.get(stream)
         if attempt is None or not self.speaks_muster:
             return []
@@ -328,7 +328,7 @@ class ServerSession:
             case bridge.ModeChange() if self.speaks_muster:
                 return [ModeRequested(message.mode, message.reason)]
             case bridge.Draining() if self.speaks_muster:
-                return [BoxLeaving(message.reason)]
+                return [NodeLeaving(message.reason)]
             case bridge.OpStatus() if self.speaks_muster:
                 clean_status(message)
                 return [OperationReported(message)]

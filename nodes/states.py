@@ -17,9 +17,9 @@ from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 
 POOL_RESPONSES = "/v1/pool/responses"
-"""Where a box of ours answers llm-pool's form of /v1/responses, for any chat model."""
+"""Where a node of ours answers llm-pool's form of /v1/responses, for any chat model."""
 TOKENIZE = "/v1/tokenize"
-"""API path on which a box says how many tokens a prompt has; for gateways, not for their clients."""
+"""API path on which a node says how many tokens a prompt has; for gateways, not for their clients."""
 
 BINARY_ENDPOINTS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """API paths whose bodies hold a file; bridge v1 carries text alone."""
@@ -33,7 +33,7 @@ class Freshness(StrEnum):
     OFFLINE = "offline"
 
 
-class Obstacle(StrEnum):
+class Unavailable(StrEnum):
     """Why a node takes no new work, said of the node; the first that holds counts."""
 
     SILENT = "is offline"
@@ -69,18 +69,18 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """Whether a node may get new work. ``status`` is what every list shows; ``obstacle`` None = it may."""
+    """Whether a node may get new work. ``status`` is what every list shows; ``unavailable`` None = it may."""
 
     status: NodeStatus
     freshness: Freshness
-    obstacle: Obstacle | None
+    unavailable: Unavailable | None
 
 
 def judge_availability(facts: NodeFacts, policy: NodeLimits) -> Availability:
     """Return whether a node may get new work, and if not why. What it says of itself may be overridden."""
     freshness = judge_freshness(facts.age_s, policy, protocol=facts.protocol)
     status = _judge_status(facts, freshness)
-    return Availability(status, freshness, _find_obstacle(facts, freshness, status))
+    return Availability(status, freshness, _find_reason(facts, freshness, status))
 
 
 def judge_freshness(age_s: float | None, policy: NodeLimits, *, protocol: str) -> Freshness:
@@ -100,21 +100,21 @@ def _judge_status(facts: NodeFacts, freshness: Freshness) -> NodeStatus:
     return NodeStatus.DRAINING if is_held_back else facts.reported
 
 
-def _find_obstacle(facts: NodeFacts, freshness: Freshness, status: NodeStatus) -> Obstacle | None:
+def _find_reason(facts: NodeFacts, freshness: Freshness, status: NodeStatus) -> Unavailable | None:
     is_heard = freshness is not Freshness.OFFLINE and facts.reported is not NodeStatus.OFFLINE
-    obstacles = {
-        Obstacle.SILENT: not is_heard,
-        Obstacle.UNREACHABLE: bool(facts.unreachable),
-        Obstacle.PROVIDER_OFF: not facts.is_enabled,
-        Obstacle.ERROR: status is NodeStatus.ERROR,
-        Obstacle.DRAINED: facts.draining and facts.is_drained,
-        Obstacle.DRAINING: facts.draining,
-        Obstacle.CORDONED: facts.cordoned,
-        Obstacle.TAKEN_BACK: facts.mode is NodeMode.SPARE_OFF,
-        Obstacle.HOLDS_BACK: status is NodeStatus.DRAINING,
-        Obstacle.LATE: freshness is not Freshness.FRESH,
+    reasons = {
+        Unavailable.SILENT: not is_heard,
+        Unavailable.UNREACHABLE: bool(facts.unreachable),
+        Unavailable.PROVIDER_OFF: not facts.is_enabled,
+        Unavailable.ERROR: status is NodeStatus.ERROR,
+        Unavailable.DRAINED: facts.draining and facts.is_drained,
+        Unavailable.DRAINING: facts.draining,
+        Unavailable.CORDONED: facts.cordoned,
+        Unavailable.TAKEN_BACK: facts.mode is NodeMode.SPARE_OFF,
+        Unavailable.HOLDS_BACK: status is NodeStatus.DRAINING,
+        Unavailable.LATE: freshness is not Freshness.FRESH,
     }
-    return next((obstacle for obstacle, holds in obstacles.items() if holds), None)
+    return next((unavailable for unavailable, holds in reasons.items() if holds), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +150,9 @@ class NodeRow:
     """API paths by model; a model that is not in it answers any."""
     carries_bytes: bool
     contexts: Mapping[str, int] = field(default_factory=dict)
-    """Tokens that one request may have, by model, as far as the box says."""
+    """Tokens that one request may have, by model, as far as the node says."""
     engines: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Names of the engines that serve a model, as far as the box says."""
+    """Names of the engines that serve a model, as far as the node says."""
     api_key: str = field(default="", repr=False)
     """What calls of its URL authenticate with; empty = nothing."""
 
@@ -177,7 +177,7 @@ class DrainCount:
 
 
 def freshness_windows(policy: NodeLimits, *, protocol: str) -> tuple[float, float]:
-    """Return (stale after, offline after) in seconds for a box that speaks ``protocol`` (empty = REST heartbeats).
+    """Return (stale after, offline after) in seconds for a node that speaks ``protocol`` (empty = REST heartbeats).
 
     A bridge v1 worker gives a sign of life only when pinged, so for it both are the pong window.
     """

@@ -8,7 +8,7 @@ import uuid
 from celery import shared_task
 
 from core.limits import limits
-from nodes.direct import call_direct_box, find_unattended
+from nodes.direct import call_direct_node, find_unattended
 from nodes.operations.load import tell_failed_reloads
 from nodes.services.drains import sweep_presence
 from nodes.services.nodes import probe_direct_nodes
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @shared_task(name="nodes.tasks.sweep_nodes")  # type: ignore[untyped-decorator]  # Celery ships no types
 def sweep_nodes() -> None:
-    """Bring the rows of silent boxes in line with their age. Idempotent; a lost ring does no harm."""
+    """Bring the rows of silent nodes in line with their age. Idempotent; a lost ring does no harm."""
     report = sweep_presence()
     if report.went_offline or report.drains_ended or report.drained:
         logger.info(
@@ -36,21 +36,21 @@ def tell_reloads() -> None:
 
 @shared_task(name="nodes.tasks.probe_direct_nodes")  # type: ignore[untyped-decorator]  # Celery ships no types
 def probe_direct() -> None:
-    """See whether the boxes that registered a URL answer on it. Idempotent; a lost ring is made up by the next."""
+    """See whether the nodes that registered a URL answer on it. Idempotent; a lost ring is made up by the next."""
     failed = probe_direct_nodes()
     if failed:
         logger.warning("nodes_probed unreachable=%d", failed)
 
 
 @shared_task(name="nodes.tasks.call_box")  # type: ignore[untyped-decorator]  # Celery ships no types
-def call_box(run_id: str) -> None:
-    """Take the command for a box that is called over HTTP one step further. Idempotent; two at once do the work of one."""
-    if call_direct_box(uuid.UUID(run_id)):
-        call_box.apply_async(args=[run_id], countdown=limits().nodes.call_poll_s, expires=limits().nodes.call_task_s)
+def call_node(run_id: str) -> None:
+    """Take the command for a node that is called over HTTP one step further. Idempotent; two at once do the work of one."""
+    if call_direct_node(uuid.UUID(run_id)):
+        call_node.apply_async(args=[run_id], countdown=limits().nodes.call_poll_s, expires=limits().nodes.call_task_s)
 
 
 @shared_task(name="nodes.tasks.ring_direct_boxes")  # type: ignore[untyped-decorator]  # Celery ships no types
-def ring_direct_boxes() -> None:
+def schedule_calls() -> None:
     """Take up the commands whose own ring, or whose worker, was lost."""
     for run_id in find_unattended():
-        call_box.apply_async(args=[str(run_id)], expires=limits().nodes.call_task_s)
+        call_node.apply_async(args=[str(run_id)], expires=limits().nodes.call_task_s)

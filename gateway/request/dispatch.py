@@ -586,7 +586,7 @@ class Dispatcher:
         """Judge a node by how an attempt ended; None: the caller left. What failed on every node was the request's fault."""
         now, verdict, link = clock.monotonic(), judge_node(outcome), trial.link
         if verdict in {Verdict.FAILED, Verdict.SUSPECT}:
-            was_taken_back = link.policy.reclaimed or link.policy.draining or link.box_draining
+            was_taken_back = link.policy.reclaimed or link.policy.draining or link.node_draining
             if was_taken_back or link.is_peer or (job.suspects and verdict is Verdict.FAILED):
                 verdict = Verdict.NOTHING
         self.ejections.end(trial, verdict, now)

@@ -13,23 +13,23 @@ from django.db.models import Count, Min
 from core.limits import limits
 from gateway.models import RequestRecord
 from gateway.values import RequestOutcome, judge_outcome
-from nodes.services.availability import Has, ServingBox, read_boxes_of
-from nodes.states import Obstacle
+from nodes.services.availability import Has, ServingNode, read_nodes_of
+from nodes.states import Unavailable
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
 from wire.engine_errors import Blame, judge_error
 
 _BRIEF = {
-    Obstacle.DRAINING: "draining",
-    Obstacle.DRAINED: "drained",
-    Obstacle.CORDONED: "cordoned",
-    Obstacle.PROVIDER_OFF: "provider off",
-    Obstacle.TAKEN_BACK: "taken back",
-    Obstacle.HOLDS_BACK: "node holds back",
-    Obstacle.LATE: "node late",
-    Obstacle.ERROR: "node in error",
-    Obstacle.UNREACHABLE: "node unreachable",
-    Obstacle.SILENT: "node offline",
+    Unavailable.DRAINING: "draining",
+    Unavailable.DRAINED: "drained",
+    Unavailable.CORDONED: "cordoned",
+    Unavailable.PROVIDER_OFF: "provider off",
+    Unavailable.TAKEN_BACK: "taken back",
+    Unavailable.HOLDS_BACK: "node holds back",
+    Unavailable.LATE: "node late",
+    Unavailable.ERROR: "node in error",
+    Unavailable.UNREACHABLE: "node unreachable",
+    Unavailable.SILENT: "node offline",
 }
 _LIFTED_FIRST = tuple(_BRIEF)
 """A click first, then a question to somebody, then a walk to the box."""
@@ -75,14 +75,14 @@ def explain_waits(models: Collection[str]) -> dict[str, Wait]:
     """Return for each model why a request for it would wait now; two queries, none for no model."""
     if not models:
         return {}
-    boxes, running = read_boxes_of(models), _count_running()
+    boxes, running = read_nodes_of(models), _count_running()
     return {model: explain_wait(model, _add_running(boxes[model], running)) for model in models}
 
 
-def explain_wait(model: str, boxes: Sequence[ServingBox]) -> Wait:
+def explain_wait(model: str, boxes: Sequence[ServingNode]) -> Wait:
     """Return why a request for a model waits, given the boxes that have it, load it or could. Pure."""
     loaded = [box for box in boxes if box.has is Has.LOADED]
-    able = [box for box in loaded if box.obstacle is None]
+    able = [box for box in loaded if box.unavailable is None]
     free = [box for box in able if box.active < box.slots]
     if free:
         return Wait(
@@ -98,7 +98,7 @@ def explain_wait(model: str, boxes: Sequence[ServingBox]) -> Wait:
             f"Every node that has {model} is full: {full}.",
             f"It starts when one is done. To shorten the queue, load {model} on another node or lower the rates of keys.",
         )
-    loading = [box for box in boxes if box.has is Has.LOADING and box.obstacle is None]
+    loading = [box for box in boxes if box.has is Has.LOADING and box.unavailable is None]
     if loading:
         far = f", {loading[0].percent} % so far" if loading[0].percent is not None else ""
         return Wait("loading", f"{loading[0].name} is loading {model}{far}.", "It starts when the model is loaded.")
@@ -107,38 +107,38 @@ def explain_wait(model: str, boxes: Sequence[ServingBox]) -> Wait:
     return _explain_missing(model, boxes)
 
 
-def _explain_held(model: str, boxes: Sequence[ServingBox]) -> Wait:
-    """Say why no box that has the model takes work; the advice is for the obstacle that an operator lifts most easily."""
-    first = min(boxes, key=lambda box: _LIFTED_FIRST.index(box.obstacle or Obstacle.SILENT))
+def _explain_held(model: str, boxes: Sequence[ServingNode]) -> Wait:
+    """Say why no box that has the model takes work; the advice is for the reason that an operator lifts most easily."""
+    first = min(boxes, key=lambda box: _LIFTED_FIRST.index(box.unavailable or Unavailable.SILENT))
     if len(boxes) == 1:
-        reason = f"Only {first.name} has {model}, and it {first.obstacle}."
+        reason = f"Only {first.name} has {model}, and it {first.unavailable}."
     else:
-        reason = f"No node that has {model} takes work: {_join(f'{box.name} {box.obstacle}' for box in boxes)}."
-    return Wait(_BRIEF[first.obstacle or Obstacle.SILENT], reason, _advise(model, first))
+        reason = f"No node that has {model} takes work: {_join(f'{box.name} {box.unavailable}' for box in boxes)}."
+    return Wait(_BRIEF[first.unavailable or Unavailable.SILENT], reason, _advise(model, first))
 
 
-def _advise(model: str, box: ServingBox) -> str:
-    match box.obstacle:
-        case Obstacle.PROVIDER_OFF:
+def _advise(model: str, box: ServingNode) -> str:
+    match box.unavailable:
+        case Unavailable.PROVIDER_OFF:
             return f"Enable the provider {box.provider}, or load {model} on a node of another one."
-        case Obstacle.DRAINING | Obstacle.DRAINED:
+        case Unavailable.DRAINING | Unavailable.DRAINED:
             return f"Undrain {box.name}, or load {model} on another node."
-        case Obstacle.CORDONED:
+        case Unavailable.CORDONED:
             return f"Uncordon {box.name}, or load {model} on another node."
-        case Obstacle.TAKEN_BACK:
+        case Unavailable.TAKEN_BACK:
             return f"Ask {box.owner or 'its owner'}, or load {model} on another node."
-        case Obstacle.ERROR:
+        case Unavailable.ERROR:
             return f"{box.name} says: {box.last_error}" if box.last_error else f"Look at the page of {box.name} and at its log."
-        case Obstacle.LATE:
+        case Unavailable.LATE:
             return f"{box.name} gets no new work until it is heard again. Check its network."
-        case Obstacle.UNREACHABLE:
+        case Unavailable.UNREACHABLE:
             return f"{box.name} is heard, but its public_base_url does not answer: its page under Nodes says why."
         case _:
             return f"Check the power of {box.name}, its network and the runner's log."
 
 
-def _explain_missing(model: str, boxes: Sequence[ServingBox]) -> Wait:
-    able = [box.name for box in boxes if box.has is Has.COULD and box.obstacle is None]
+def _explain_missing(model: str, boxes: Sequence[ServingNode]) -> Wait:
+    able = [box.name for box in boxes if box.has is Has.COULD and box.unavailable is None]
     if able:
         where = _join(able)
         return Wait(
@@ -158,7 +158,7 @@ def _count_running() -> Counter[uuid.UUID]:
     return Counter(dict(rows.annotate(count=Count("pk")).order_by()))
 
 
-def _add_running(boxes: Sequence[ServingBox], running: Mapping[uuid.UUID, int]) -> list[ServingBox]:
+def _add_running(boxes: Sequence[ServingNode], running: Mapping[uuid.UUID, int]) -> list[ServingNode]:
     return [replace(box, active=max(box.active, running.get(box.node_id, 0))) for box in boxes]
 
 

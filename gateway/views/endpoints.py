@@ -125,7 +125,7 @@ async def require_admin(client: ClientConnection) -> str:
 def is_draining(link: Link) -> bool:
     """Return whether a box takes no new work by somebody's decision."""
     policy = link.policy
-    return policy.draining or policy.cordoned or policy.reclaimed or link.box_draining
+    return policy.draining or policy.cordoned or policy.reclaimed or link.node_draining
 
 
 def _surface_of(client: ClientConnection) -> Surface:

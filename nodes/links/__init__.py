@@ -1,4 +1,4 @@
-"""Ways to reach a box, behind one port: ``Link.open_stream(request, sink) -> Stream``."""
+"""Ways to reach a node, behind one port: ``Link.open_stream(request, sink) -> Stream``."""
 
 from __future__ import annotations
 

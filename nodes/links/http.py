@@ -1,4 +1,4 @@
-"""Boxes and peers that are called over HTTP: a box with a public URL, and a box on another gateway's socket."""
+"""Nodes and peers that are called over HTTP: a node with a public URL, and a node on another gateway's socket."""
 
 from __future__ import annotations
 

@@ -46,11 +46,11 @@ class LinkKeeper:
         self.known_models: frozenset[str] = frozenset()
         self.disabled_models: frozenset[str] = frozenset()
         self.other_gateways: frozenset[uuid.UUID] = frozenset()
-        """Which are alive, whether they can be asked for their boxes or not: a box may be on one of their sockets."""
+        """Which are alive, whether they can be asked for their nodes or not: a node may be on one of their sockets."""
         self._connect_s = connect_s
         self._applied_at = self._read_at = clock.monotonic()
         self._believed_at = 0.0
-        """From then on (clock.monotonic()) a box without heartbeats is gone; before, the database may have been."""
+        """From then on (clock.monotonic()) a node without heartbeats is gone; before, the database may have been."""
         self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
         self._shutdown_sent: set[uuid.UUID] = set()
 
@@ -97,7 +97,7 @@ class LinkKeeper:
             self._set_policy(link, row)
 
     def cut_off(self, credentials: Collection[int]) -> None:
-        """Let go of every box that connected with one of these credentials: they were revoked."""
+        """Let go of every node that connected with one of these credentials: they were revoked."""
         for link in self.registry:
             if isinstance(link, RelayLink) and link.credential_id in credentials:
                 logger.info("node.credential_revoked node=%s", link.node_name)
@@ -151,7 +151,7 @@ class LinkKeeper:
         if isinstance(link, RelayLink):
             if link.applied_row is row:
                 return
-            # Without an instance id (bridge v1) a box has one session, so a newer epoch is always another one.
+            # Without an instance id (bridge v1) a node has one session, so a newer epoch is always another one.
             if row.epoch > link.epoch and (row.instance_id != link.instance_id or not link.instance_id):
                 logger.warning("node.fenced node=%s epoch=%d newer=%d", row.name, link.epoch, row.epoch)
                 self.registry.remove(link, "a newer session of the same node took over")
@@ -214,7 +214,7 @@ class LinkKeeper:
         if row.is_direct:
             status = row.reported_status
             link.unhealthy_reason = "the node reports an error" if status == NodeStatus.ERROR.value else row.unreachable
-            link.box_draining = not row.is_accepting_jobs or status in {NodeStatus.DRAINING.value, NodeStatus.OFFLINE.value}
+            link.node_draining = not row.is_accepting_jobs or status in {NodeStatus.DRAINING.value, NodeStatus.OFFLINE.value}
             # A report from before our last request ended still counts that request.
             is_news = link.last_seen >= link.released_at
             is_full = not link.active or row.active_requests >= link.max_concurrent > link.active
@@ -234,7 +234,7 @@ class LinkKeeper:
             link.close("provider was deleted")
 
     def _tell(self, link: RelayLink, row: NodeRow) -> None:
-        """Tell the box what was decided about it, when that changed."""
+        """Tell the node what was decided about it, when that changed."""
         status = "draining" if row.draining or row.cordoned or row.mode == NodeMode.SPARE_OFF.value else "available"
         word = (status, row.mode, row.cordoned)
         if link.session.speaks_muster:

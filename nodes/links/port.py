@@ -38,7 +38,7 @@ class EndKind(StrEnum):
 
 
 class LinkEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a stream. ``retryable``: no part of an answer left the box, another box may try.
+    """The end of a stream. ``retryable``: no part of an answer left the node, another node may try.
 
     ``retry_after_s``: of a busy end, when the node itself wants to be asked again; None = it does not say.
     """
@@ -82,11 +82,11 @@ class Stream(Protocol):
         """Stop it. Idempotent, at once, and no sink call follows."""
 
     def grant(self, amount: int) -> None:
-        """The client took ``amount`` more bytes; the box may send as many."""
+        """The client took ``amount`` more bytes; the node may send as many."""
 
 
 class LinkCondition(StrEnum):
-    """Whether a box may get new work now, and if not, why not."""
+    """Whether a node may get new work now, and if not, why not."""
 
     READY = "ready"
     STALE = "stale"
@@ -99,7 +99,7 @@ class LinkCondition(StrEnum):
 
 @dataclass(slots=True)
 class NodePolicy:
-    """What operators and the owner decided about a box, as last read from its row."""
+    """What operators and the owner decided about a node, as last read from its row."""
 
     provider: str = ""
     provider_enabled: bool = True
@@ -111,9 +111,9 @@ class NodePolicy:
 
 
 class Link:
-    """One way to one box. Subclasses open streams; slots, load and condition are counted here.
+    """One way to one node. Subclasses open streams; slots, load and condition are counted here.
 
-    ``active`` is what this gateway runs on it. ``external_load`` is what the box says it runs beyond that: it orders
+    ``active`` is what this gateway runs on it. ``external_load`` is what the node says it runs beyond that: it orders
     the choice but never blocks a slot, because a report may be older than the last cancel.
     """
 
@@ -126,17 +126,17 @@ class Link:
         self.unspoken: dict[tuple[str, str], float] = {}
         """Models and API paths that the engine turned out not to know, and until when (clock.monotonic()) that is believed."""
         self.contexts: Mapping[str, int] = {}
-        """Tokens that one request may have, by model, as far as the box says."""
+        """Tokens that one request may have, by model, as far as the node says."""
         self.engines: Mapping[str, frozenset[str]] = {}
-        """Names of the engines that serve a model, as far as the box says."""
+        """Names of the engines that serve a model, as far as the node says."""
         self.carries_bytes = True
-        """Whether a body that is no text can travel to the box."""
+        """Whether a body that is no text can travel to the node."""
         self.max_concurrent = max_concurrent
         self.active = 0
         self.external_load = 0
         self.last_served = 0
         self.policy = NodePolicy()
-        self.box_draining = False
+        self.node_draining = False
         self.busy_elsewhere = False
         """Whether the node says that its slots are taken, while this gateway holds some of them or none."""
         self.released_at = 0.0
@@ -162,11 +162,11 @@ class Link:
 
     @property
     def load(self) -> int:
-        """Requests known to run on the box."""
+        """Requests known to run on the node."""
         return self.active + self.external_load
 
     def answers(self, model: str, endpoint: str) -> bool:
-        """Whether the box may be sent a request for this model on this API path as it is."""
+        """Whether the node may be sent a request for this model on this API path as it is."""
         if endpoint in BINARY_ENDPOINTS and not self.carries_bytes:
             return False
         if model not in self.models or self.unspoken.get((model, endpoint), 0.0) > clock.monotonic():
@@ -175,7 +175,7 @@ class Link:
         return endpoint != POOL_RESPONSES if paths is None else endpoint in paths
 
     def find_path(self, model: str, paths: Sequence[str]) -> str | None:
-        """Return the first of some API paths on which the box can be asked for the model."""
+        """Return the first of some API paths on which the node can be asked for the model."""
         for path in paths:
             if self.answers(model, path):
                 return path
@@ -187,11 +187,11 @@ class Link:
 
     @property
     def has_clear_line(self) -> bool:
-        """Whether what is sent to the box now will reach it soon."""
+        """Whether what is sent to the node now will reach it soon."""
         return True
 
     def is_called(self, name: str) -> bool:
-        """Whether a client that prefers a box or GPU by this name means this box."""
+        """Whether a client that prefers a node or GPU by this name means this node."""
         return name in (self.node_name, format_id("node", self.node_id))
 
     def has_slot(self) -> bool:
@@ -210,7 +210,7 @@ class Link:
             return LinkCondition.DISABLED
         if self.unhealthy_reason:
             return LinkCondition.UNHEALTHY
-        if policy.cordoned or policy.draining or policy.reclaimed or self.box_draining or self.closed:
+        if policy.cordoned or policy.draining or policy.reclaimed or self.node_draining or self.closed:
             return LinkCondition.DRAINING
         if clock.awake() - self.last_seen >= self.stale_after_s:
             return LinkCondition.STALE
@@ -223,11 +223,11 @@ class Link:
         return self.active < self.max_concurrent and now >= self.busy_until and self.condition() is LinkCondition.READY
 
     def report_load(self, load: int) -> None:
-        """Take the box's own count of running requests."""
+        """Take the node's own count of running requests."""
         self.external_load = min(max(0, load - self.active), limits().nodes.report_load)
 
     def open_stream(self, request: OpenRequest, sink: Sink) -> Stream:
-        """Start a request on the box. The caller holds a slot."""
+        """Start a request on the node. The caller holds a slot."""
         raise NotImplementedError
 
     def end_streams(self, kind: EndKind, message: str) -> None:
@@ -235,7 +235,7 @@ class Link:
         raise NotImplementedError
 
     def close(self, reason: str) -> None:
-        """Let go of the box."""
+        """Let go of the node."""
         raise NotImplementedError
 
 

@@ -42,11 +42,11 @@ class LinkRegistry:
         return self._links.get(node_id)
 
     def links_for(self, model: str) -> Sequence[Link]:
-        """Return the links whose boxes declare ``model``."""
+        """Return the links whose nodes declare ``model``."""
         return self._by_model.get(model, ())
 
     def links_answering(self, model: str, paths: tuple[str, ...]) -> Sequence[Link]:
-        """Return the links whose boxes can be asked for ``model`` on one of some API paths."""
+        """Return the links whose nodes can be asked for ``model`` on one of some API paths."""
         key = (model, paths)
         found = self._answering.get(key)
         if found is None:
@@ -57,11 +57,11 @@ class LinkRegistry:
         return found
 
     def endpoints_of(self, model: str) -> list[str]:
-        """Return the API paths on which boxes say that they answer clients of the model; empty when none says anything."""
+        """Return the API paths on which nodes say that they answer clients of the model; empty when none says anything."""
         return sorted({path for link in self.links_for(model) for path in link.endpoints.get(model, ())} - {TOKENIZE})
 
     def note_unspoken(self, link: Link, model: str, endpoint: str) -> None:
-        """Remember for a while that a box does not know a path on which it was asked for a model: its engine may be updated."""
+        """Remember for a while that a node does not know a path on which it was asked for a model; engines are updated."""
         link.unspoken[model, endpoint] = clock.monotonic() + limits().nodes.unspoken_s
         self._answering.clear()
 
@@ -89,7 +89,7 @@ class LinkRegistry:
         self.announce(None)
 
     def update_models(self, link: Link, models: frozenset[str], endpoints: Mapping[str, frozenset[str]] | None = None) -> None:
-        """Replace what a box declares; work waiting for it may start at once. ``endpoints`` None leaves them as they are."""
+        """Replace what a node declares; work waiting for it may start at once. ``endpoints`` None leaves them as they are."""
         is_current = self._links.get(link.node_id) is link
         if is_current:
             self._unindex(link)

@@ -1,4 +1,4 @@
-"""A box that dialled in: its socket, its session, and the streams that run over it."""
+"""A node that dialled in: its socket, its session, and the streams that run over it."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class RelayStream:
         self.sink = sink
 
     def cancel(self, reason: str) -> None:
-        """Tell the box to stop and forget the stream; its late frames are dropped by the session."""
+        """Tell the node to stop and forget the stream; its late frames are dropped by the session."""
         self._link.cancel_stream(self.number, reason)
 
     def grant(self, amount: int) -> None:
-        """Return credit to the box, in steps of half a window so that frames stay few."""
+        """Return credit to the node, in steps of half a window so that frames stay few."""
         self._granted += amount
         if self._granted >= WIRE.stream_window_bytes // 2:
             self._link.send_frames(self._link.session.grant_credit(self.number, self._granted))
@@ -61,9 +61,9 @@ class RelayStream:
 
 
 class RelayLink(Link):
-    """The link of a box on a WebSocket. ``kick`` closes the socket with a code and a reason.
+    """The link of a node on a WebSocket. ``kick`` closes the socket with a code and a reason.
 
-    ``on_drained`` is called when everything that waited for the box's line was taken: it may get new work again.
+    ``on_drained`` is called when everything that waited for the node's line was taken: it may get new work again.
     """
 
     def __init__(
@@ -86,22 +86,22 @@ class RelayLink(Link):
         self.link_id = uuid.UUID(int=0)
         """Names the link in the database; ``services.sessions.open_sessions`` gives it."""
         self.wanted_mode: ModeRequested | None = None
-        """What the owner said at the box and the database does not know yet."""
+        """What the owner said at the node and the database does not know yet."""
         self.mode_stored_at = 0.0
         """clock.monotonic() seconds at which the database was seen to know it: rows read before may say something else."""
         self.instance_id = ""
         self.telemetry: bridge.Telemetry | None = None
         self.governance: bridge.BoxGovernance | None = None
-        """How the box decides about operations; None = it takes none from here."""
+        """How the node decides about operations; None = it takes none from here."""
         self.linked_at = clock.now()
         self.offered_policy = (-1, -1)
-        """(version the box had, newest version) of the last offer in this session."""
+        """(version the node had, newest version) of the last offer in this session."""
         self.offered_size = 0
-        """Entries of the last audit checkpoint that the box was offered in this session."""
+        """Entries of the last audit checkpoint that the node was offered in this session."""
         self.registered_endpoints: tuple[str, ...] = ()
         """API paths of every model whose replicas say nothing else; empty = any."""
         self.has_news = False
-        """Whether the box said something that the database does not know yet."""
+        """Whether the node said something that the database does not know yet."""
         self.agent_version = ""
         self.peer_address = ""
         self.provider = ""
@@ -131,11 +131,11 @@ class RelayLink(Link):
 
     @property
     def has_clear_line(self) -> bool:
-        """Whether little waits for the box's line."""
+        """Whether little waits for the node's line."""
         return self.outbox.waiting_bytes < self._full_bytes
 
     def take_register(self, message: bridge.Register) -> None:
-        """Take what the box said of itself when it came; what only muster v1 has is left out of a bridge v1 session."""
+        """Take what the node said of itself when it came; what only muster v1 has is left out of a bridge v1 session."""
         self.instance_id = (message.instance_id or "")[:64]
         self.agent_version = message.agent_version or ""
         self.report_load(message.current_load)
@@ -155,7 +155,7 @@ class RelayLink(Link):
         self.has_news = True
 
     def take_telemetry(self, telemetry: bridge.Telemetry) -> bool:
-        """Take what the box says of itself now; return whether it changed what it has of models."""
+        """Take what the node says of itself now; return whether it changed what it has of models."""
         before, self.telemetry = self.telemetry, telemetry
         if (
             telemetry.memory is not None
@@ -179,11 +179,11 @@ class RelayLink(Link):
         return self.telemetry.gpus if self.telemetry is not None else ()
 
     def is_called(self, name: str) -> bool:
-        """Whether a client that prefers a box or GPU by this name means this box."""
+        """Whether a client that prefers a node or GPU by this name means this node."""
         return super().is_called(name) or any(name in (gpu.name, f"gpu-{gpu.index}") for gpu in self.gpus)
 
     def find_endpoints(self, models: frozenset[str]) -> dict[str, frozenset[str]]:
-        """Return the API paths of each model, from what the box said last."""
+        """Return the API paths of each model, from what the node said last."""
         replicas = self.telemetry.replicas if self.telemetry is not None else ()
         return find_endpoints(models, replicas=replicas, registered=self.registered_endpoints)
 
@@ -201,7 +201,7 @@ class RelayLink(Link):
             self.send_frames(self.session.cancel_stream(number, reason))
 
     def end_streams(self, kind: EndKind, message: str) -> None:
-        """End every stream: the box is told (unless the socket is gone), each sink hears it once."""
+        """End every stream: the node is told (unless the socket is gone), each sink hears it once."""
         streams, self._streams = self._streams, {}
         reason = bridge.CANCEL_GRACEFUL_SHUTDOWN if kind is EndKind.RECLAIMED else bridge.CANCEL_WORKER_DISCONNECT
         for stream in streams.values():
@@ -225,7 +225,7 @@ class RelayLink(Link):
             elif write is None or outbox.is_blocked or outbox.dead or not write(frame):
                 outbox.put({"type": "websocket.send", "bytes": frame}, len(frame))
 
-    # what the box sent
+    # what the node sent
 
     def take_head(self, effect: HeadArrived) -> None:
         stream = self._streams.get(effect.stream)

@@ -20,7 +20,7 @@ from core.limits import limits
 from governance.errors import InvalidProposal
 from governance.operations.runs import last_run
 from governance.registry import Choices, Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
-from nodes.direct import ring_direct_box
+from nodes.direct import schedule_call
 from nodes.errors import NodeError, NodeNotFound
 from nodes.models import Node, NodeOpKey, ProviderState, Reach, clock_of, presence_of, read_clock, with_clock
 from nodes.services.availability import find_node_id, judge_status
@@ -119,7 +119,7 @@ class NodeOperation:
         if problem := explain_unready(node) or _explain_absence(node):
             return NotNow(problem, retry_s=limits().nodes.command_away_retry_s)
         if node.reach == Reach.DIRECT.value:
-            ring_direct_box(order.run_id)
+            schedule_call(order.run_id)
         return Sent(node.pk)
 
     def write_sentence(self, params: Params) -> str:

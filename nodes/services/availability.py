@@ -30,7 +30,7 @@ from nodes.models import (
     with_clock,
 )
 from nodes.services.telemetry import NodeTelemetry, count_replicas, describe_counts, describe_telemetry, list_failures
-from nodes.states import Availability, Freshness, NodeFacts, Obstacle, judge_availability
+from nodes.states import Availability, Freshness, NodeFacts, Unavailable, judge_availability
 from wire.bridge import MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import parse_id
@@ -76,7 +76,7 @@ def explain_unreachable(node: Node) -> str:
 
 
 def should_drain(node: Node) -> bool:
-    """Return whether the server wants no new work on the box. ``node.provider`` must be loaded."""
+    """Return whether the server wants no new work on the node. ``node.provider`` must be loaded."""
     is_held_back = node.cordoned or node.draining or node.mode == NodeMode.SPARE_OFF.value
     return is_held_back or node.provider.state != ProviderState.ENABLED
 
@@ -239,7 +239,7 @@ class FleetOverview:
 
 
 def read_fleet() -> FleetOverview:
-    """Return the health of every box in one query."""
+    """Return the health of every node in one query."""
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).select_related("presence", "provider").order_by("name")
     return FleetOverview(tuple(_describe_health(node, clock_of(node)) for node in with_clock(rows)))
 
@@ -281,9 +281,9 @@ def _describe_health(node: Node, now: datetime) -> NodeHealth:
 
 
 def find_node_id(text: str) -> uuid.UUID:
-    """Return the id of the box that ``text`` names: its printed id, its UUID, or a name that only one box has.
+    """Return the id of the node that ``text`` names: its printed id, its UUID, or a name that only one node has.
 
-    Raises NodeNotFound; BadRequest when several boxes have that name.
+    Raises NodeNotFound; BadRequest when several nodes have that name.
     """
     node_id = parse_id("node", text)
     found = list(Node.objects.filter(Q(pk=node_id) if node_id else Q(name=text)).values_list("pk", flat=True)[:2])
@@ -295,7 +295,7 @@ def find_node_id(text: str) -> uuid.UUID:
 
 
 class Has(StrEnum):
-    """How near a box is to answering for a model."""
+    """How near a node is to answering for a model."""
 
     LOADED = "loaded"
     LOADING = "loading"
@@ -304,8 +304,8 @@ class Has(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ServingBox:
-    """One box as somebody sees it who waits for a model. ``obstacle`` None = it takes work.
+class ServingNode:
+    """One node as somebody sees it who waits for a model. ``unavailable`` None = it takes work.
 
     ``active`` of ``slots`` are requests; ``percent``: how far it has loaded the model, None = it does not say;
     ``provider`` and ``owner``: whom to ask.
@@ -314,7 +314,7 @@ class ServingBox:
     node_id: uuid.UUID
     name: str
     has: Has
-    obstacle: Obstacle | None
+    unavailable: Unavailable | None
     active: int
     slots: int
     percent: int | None = None
@@ -323,24 +323,24 @@ class ServingBox:
     last_error: str = ""
 
 
-def read_boxes_of(models: Collection[str]) -> dict[str, tuple[ServingBox, ...]]:
-    """Return for each model the boxes that have it, load it or could, by name; one query."""
-    boxes_there_are = Node.objects.exclude(provider__state=ProviderState.DELETED)
-    rows = with_clock(boxes_there_are).select_related("presence", "provider").order_by("name")
-    found: dict[str, list[ServingBox]] = {model: [] for model in models}
+def read_nodes_of(models: Collection[str]) -> dict[str, tuple[ServingNode, ...]]:
+    """Return for each model the nodes that have it, load it or could, by name; one query."""
+    rows = with_clock(Node.objects.exclude(provider__state=ProviderState.DELETED))
+    rows = rows.select_related("presence", "provider").order_by("name")
+    found: dict[str, list[ServingNode]] = {model: [] for model in models}
     for node in rows if models else ():
         now, presence = clock_of(node), presence_of(node)
         view = describe_telemetry(node, now=now)
-        obstacle = read_availability(node, now=now, is_enabled=node.provider.state == ProviderState.ENABLED).obstacle
+        unavailable = read_availability(node, now=now, is_enabled=node.provider.state == ProviderState.ENABLED).unavailable
         for model, serving in found.items():
             has, percent = _find_share(node, view, model)
             if has is not None:
                 serving.append(
-                    ServingBox(
+                    ServingNode(
                         node_id=node.pk,
                         name=node.name,
                         has=has,
-                        obstacle=obstacle,
+                        unavailable=unavailable,
                         active=presence.active_requests,
                         slots=node.max_concurrent,
                         percent=percent,
@@ -349,7 +349,7 @@ def read_boxes_of(models: Collection[str]) -> dict[str, tuple[ServingBox, ...]]:
                         last_error=presence.last_error,
                     )
                 )
-    return {model: tuple(boxes) for model, boxes in found.items()}
+    return {model: tuple(serving) for model, serving in found.items()}
 
 
 def _find_share(node: Node, view: NodeTelemetry, model: str) -> tuple[Has | None, int | None]:
@@ -365,7 +365,7 @@ TRUST = "run ./muster trust on it"
 
 
 def read_policy_pins() -> list[dict[str, str]]:
-    """Return {"name", "text"} for each box that may come back, by name: its level, what it pinned beside what is in force."""
+    """Return {"name", "text"} for each node that may come back, by name: its level, what it pinned beside what is in force."""
     found = active_policy()
     newest = found[0].version if found is not None else 0
     rows = Node.objects.exclude(provider__state=ProviderState.DELETED).exclude(credential__revoked_at__isnull=False)
@@ -373,7 +373,7 @@ def read_policy_pins() -> list[dict[str, str]]:
 
 
 def describe_pin(node: Node, *, newest: int) -> str:
-    """Return what a box holds, in words. ``newest``: the version in force, 0 = none."""
+    """Return what a node holds, in words. ``newest``: the version in force, 0 = none."""
     if not node.op_level:
         return f"takes no operations from here{_add(node.policy_error)}"
     if node.op_level != "L2":

@@ -27,7 +27,7 @@ def create_credential(
 ) -> tuple[NodeCredential, str]:
     """Create a credential and return it with its text, which exists nowhere else and is shown once.
 
-    With ``node_id`` it speaks for that box alone; without, up to ``max_nodes`` boxes may enrol with it.
+    With ``node_id`` it speaks for that node alone; without, up to ``max_nodes`` nodes may enrol with it.
     Raises BadRequest, ProviderNotFound, NodeNotFound.
     """
     cleaned = name.strip()
@@ -50,7 +50,7 @@ def create_credential(
 
 @transaction.atomic
 def revoke_credential(*, credential_id: int, actor: str) -> NodeCredential:
-    """Make a credential useless; boxes connected with it are cut off. Doing so again changes nothing.
+    """Make a credential useless; nodes connected with it are cut off. Doing so again changes nothing.
 
     Raises CredentialNotFound.
     """
@@ -139,19 +139,19 @@ def create_provider(*, name: str, actor: str) -> Provider:
 
 @transaction.atomic
 def enable_provider(*, name: str, actor: str) -> Provider:
-    """Let boxes of a provider connect and work again. Raises ProviderNotFound."""
+    """Let nodes of a provider connect and work again. Raises ProviderNotFound."""
     return _move(name, ProviderState.DISABLED, ProviderState.ENABLED, "provider.enable", actor)
 
 
 @transaction.atomic
 def disable_provider(*, name: str, actor: str) -> Provider:
-    """Stop boxes of a provider from connecting and from getting work. Raises ProviderNotFound."""
+    """Stop nodes of a provider from connecting and from getting work. Raises ProviderNotFound."""
     return _move(name, ProviderState.ENABLED, ProviderState.DISABLED, "provider.disable", actor)
 
 
 @transaction.atomic
 def delete_provider(*, name: str, actor: str) -> Provider:
-    """End a provider and revoke its credentials. The row stays, because boxes and records refer to it.
+    """End a provider and revoke its credentials. The row stays, because nodes and records refer to it.
 
     Raises ProviderNotFound.
     """

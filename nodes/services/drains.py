@@ -34,7 +34,7 @@ Changes = dict[str, object]
 
 
 def cordon_node(*, node_id: uuid.UUID, actor: str) -> Node:
-    """Give the box no new work until it is uncordoned; what runs goes on. Raises NodeNotFound."""
+    """Give the node no new work until it is uncordoned; what runs goes on. Raises NodeNotFound."""
     return _change(node_id, "node.cordon", actor, lambda node: {} if node.cordoned else {"cordoned": True})
 
 
@@ -47,7 +47,7 @@ def uncordon_node(*, node_id: uuid.UUID, actor: str) -> Node:
 def drain_node(
     *, node_id: uuid.UUID, actor: str, reason: str, timeout_s: float | None = None, order: RunOrder | None = None
 ) -> Node:
-    """Give the box no new work, and end as interrupted what still runs after ``timeout_s`` (None = the setting).
+    """Give the node no new work, and end as interrupted what still runs after ``timeout_s`` (None = the setting).
 
     Less time than the setting is a forced drain: ``order`` is then the approved run that it belongs to. A second drain replaces
     deadline and reason. Raises NodeNotFound, BadRequest, NeedsApproval.
@@ -78,7 +78,7 @@ def drain_node(
 
 
 def undrain_node(*, node_id: uuid.UUID, actor: str) -> Node:
-    """End a drain. A reclaimed box stays reclaimed, and keeps the deadline of that. Raises NodeNotFound."""
+    """End a drain. A reclaimed node stays reclaimed, and keeps the deadline of that. Raises NodeNotFound."""
 
     def decide(node: Node) -> Changes:
         if not node.draining:
@@ -92,7 +92,7 @@ def undrain_node(*, node_id: uuid.UUID, actor: str) -> Node:
 
 @transaction.atomic
 def set_mode(*, node_id: uuid.UUID, mode: NodeMode, reason: str, actor: str, said_age_s: float = 0.0) -> Node:
-    """Lend the box (``spare_on``) or take it back (``spare_off``: no new work, the rest gets the reclaim grace).
+    """Lend the node (``spare_on``) or take it back (``spare_off``: no new work, the rest gets the reclaim grace).
 
     Saying ``spare_off`` again does not extend the grace. ``said_age_s``: how many seconds ago it was asked for; a wish that is
     older than the mode in force changes nothing. Raises NodeNotFound, BadRequest.
@@ -327,7 +327,7 @@ def _mark_offline(now: datetime) -> int:
     claimed = rows.filter(Q(connected=True) | ~Q(reported_status=NodeStatus.OFFLINE.value)).select_related("node")
     went = 0
     for presence in claimed.order_by("pk"):
-        # Compare and set: a heartbeat that arrived since keeps the box.
+        # Compare and set: a heartbeat that arrived since keeps the node.
         same = NodePresence.objects.filter(pk=presence.pk, last_heartbeat_at=presence.last_heartbeat_at)
         gone = {"connected": False, "gateway_id": None, "reported_status": NodeStatus.OFFLINE.value, "active_requests": 0}
         if same.update(**gone, updated_at=now):
@@ -337,9 +337,9 @@ def _mark_offline(now: datetime) -> int:
 
 
 def _end_drains() -> int:
-    """End drains with nothing left to drain: the deadline is long past and the box is gone.
+    """End drains with nothing left to drain: the deadline is long past and the node is gone.
 
-    Until then a drain survives reconnects, and a box that is still there stays drained until an operator undrains it.
+    Until then a drain survives reconnects, and a node that is still there stays drained until an operator undrains it.
     """
     gone = Q(presence__isnull=True) | Q(presence__connected=False, presence__reported_status=NodeStatus.OFFLINE.value)
     over = Node.objects.select_for_update(of=("self",)).filter(gone, draining=True, drain_deadline_at__isnull=True)

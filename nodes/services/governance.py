@@ -1,6 +1,6 @@
-"""How a box decides about operations, as it says itself: level, identity, keys, pinned policy, clock. Keys given by hand.
+"""How a node decides about operations, as it says itself: level, identity, keys, pinned policy, clock. Keys given by hand.
 
-Nothing here is proof: a box proves what it did by receipts, and its runner id names the key that they are signed with.
+Nothing here is proof: a node proves what it did by receipts, and its runner id names the key that they are signed with.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ logger = logging.getLogger("muster.nodes")
 
 @transaction.atomic
 def take_governance(*, node_id: uuid.UUID, said: BoxGovernance | None, heard_ms: int) -> Node | None:
-    """Store how a box decides. Safe to repeat. Returns the node, None when there is none any more.
+    """Store how a node decides. Safe to repeat. Returns the node, None when there is none any more.
 
-    ``said`` None: the box takes no operations from here. ``heard_ms``: Unix milliseconds at which it was heard.
-    A box whose runner id is not made from its key (L2), or belongs to another box, gets the level "" and a line in the log.
+    ``said`` None: the node takes no operations from here. ``heard_ms``: Unix milliseconds at which it was heard.
+    A node whose runner id is not made from its key (L2), or belongs to another node, gets the level "" and a line in the log.
     """
     node = Node.objects.select_for_update().filter(pk=node_id).first()
     if node is None:
@@ -63,9 +63,9 @@ def take_governance(*, node_id: uuid.UUID, said: BoxGovernance | None, heard_ms:
 
 
 def take_registered(said: Sequence[tuple[Node, BoxGovernance | None, int]]) -> None:
-    """Store how boxes that have registered decide: each with its row and when it was heard, as for ``take_governance``.
+    """Store how nodes that have registered decide: each with its row and when it was heard, as for ``take_governance``.
 
-    Within a transaction that holds the rows. A box that says what it said before costs no statement of its own.
+    Within a transaction that holds the rows. A node that says what it said before costs no statement of its own.
     """
     ids = [node.pk for node, word, _ in said if word is not None]
     keys: dict[uuid.UUID, dict[str, bytes]] = {node_id: {} for node_id in ids}
@@ -86,7 +86,7 @@ def take_registered(said: Sequence[tuple[Node, BoxGovernance | None, int]]) -> N
 
 
 def _is_news(node: Node, said: BoxGovernance, keys: dict[str, bytes], *, heard_ms: int) -> bool:
-    """Whether a box says of itself, or names as keys (by id), anything that is not stored of it."""
+    """Whether a node says of itself, or names as keys (by id), anything that is not stored of it."""
     skew_ms, was_ms = _measure_skew(said, heard_ms=heard_ms), node.clock_skew_ms
     if skew_ms is None or was_ms is None:
         is_same_clock = skew_ms == was_ms
@@ -105,9 +105,9 @@ def _columns_of(said: BoxGovernance) -> dict[str, object]:
 
 @transaction.atomic
 def take_report(*, node_id: uuid.UUID, report: GovernanceReport, heard_ms: int) -> None:
-    """Store what changed in how a box decides, and its word for the audit checkpoint that it saw.
+    """Store what changed in how a node decides, and its word for the audit checkpoint that it saw.
 
-    An alarm stays until the box signs a checkpoint that the log of now contains.
+    An alarm stays until the node signs a checkpoint that the log of now contains.
     """
     node = take_governance(node_id=node_id, said=report.governance, heard_ms=heard_ms)
     if node is None or not node.op_level:
@@ -123,7 +123,7 @@ def take_report(*, node_id: uuid.UUID, report: GovernanceReport, heard_ms: int) 
 
 
 def _judge_witness(node: Node, report: GovernanceReport) -> str:
-    """Keep the box's signed word on the audit log; return why it contradicts the log, "" = it does not."""
+    """Keep the node's signed word on the audit log; return why it contradicts the log, "" = it does not."""
     said = report.governance
     try:
         status = record_witness(
@@ -155,10 +155,10 @@ def _decode(text: str) -> bytes:
 
 @transaction.atomic
 def set_op_key(*, node_id: uuid.UUID, kid: str, secret: str, level: str, runner_id: str = "", actor: str) -> NodeOpKey:
-    """Give the key that tokens for a box called over HTTP are signed with; older ones are retired.
+    """Give the key that tokens for a node called over HTTP are signed with; older ones are retired.
 
-    ``secret``: the text that stands in the box's key file, of at least 16 bytes. ``level``: L0 or L1. ``runner_id``:
-    what the box calls itself in L1 tokens; "" = a name made from the node's. Raises NodeNotFound, BadRequest.
+    ``secret``: the text that stands in the node's key file, of at least 16 bytes. ``level``: L0 or L1. ``runner_id``:
+    what the node calls itself in L1 tokens; "" = a name made from the node's. Raises NodeNotFound, BadRequest.
     """
     node = Node.objects.select_for_update().filter(pk=node_id).first()
     if node is None:
@@ -196,7 +196,7 @@ def _check_given(node: Node, *, kid: str, secret: str, level: str, runner_id: st
 
 
 def _find_refusal(node: Node, said: BoxGovernance) -> str:
-    """Return why a box cannot be the target of operations under what it says; "" = it can."""
+    """Return why a node cannot be the target of operations under what it says; "" = it can."""
     if not said.level:
         return "the box named no level that is known here"
     if not said.runner_id:
@@ -223,7 +223,7 @@ def _owns(said: BoxGovernance) -> bool:
 
 
 def _is_held(node: Node, runner_id: str) -> bool:
-    """Whether another box has the id. One whose credential was revoked, or whose provider is gone, holds nothing."""
+    """Whether another node has the id. One whose credential was revoked, or whose provider is gone, holds nothing."""
     return _list_holders(Node.objects.filter(runner_id=runner_id).exclude(pk=node.pk)).exists()
 
 
@@ -233,7 +233,7 @@ def _list_holders(nodes: QuerySet[Node]) -> QuerySet[Node, str]:
 
 
 def _lock_runner_id(runner_id: str) -> None:
-    """Have two boxes that claim one id see each other. Always after the lock of the own row, or two could wait in a ring."""
+    """Have two nodes that claim one id see each other. Always after the lock of the own row, or two could wait in a ring."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 7))", [runner_id])
 
@@ -251,7 +251,7 @@ def _store(node: Node, said: BoxGovernance, *, heard_ms: int) -> None:
 
 
 def _note_step_back(node: Node, said: BoxGovernance) -> None:
-    """Record a box that is weaker, or knows less, than it did: set up anew, restored from a backup, or another one."""
+    """Record a node that is weaker, or knows less, than it did: set up anew, restored from a backup, or another one."""
     was, now = (node.op_level, node.policy_version, node.witness_size), (said.level, said.policy_version, said.witness_size)
     if now[0] < was[0] or now[1] < was[1] or now[2] < was[2]:
         logger.error("node.went_back node=%s", node.name)
@@ -292,7 +292,7 @@ def _read_secret(text: str) -> bytes | None:
 
 
 def _measure_skew(said: BoxGovernance, *, heard_ms: int) -> int | None:
-    """Return how far a box's clock is behind, in ms; None when it does not say what it shows."""
+    """Return how far a node's clock is behind, in ms; None when it does not say what it shows."""
     most = limits().nodes.report_integer
     return max(-most, min(heard_ms - said.clock_ms, most)) if said.clock_ms else None
 

@@ -51,7 +51,7 @@ logger = logging.getLogger("muster.nodes")
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a box says of itself when it registers. ``max_concurrent`` None keeps what is known.
+    """What a node says of itself when it registers. ``max_concurrent`` None keeps what is known.
 
     ``api_key``: what calls of its URL authenticate with, empty = nothing; None keeps what is known while the URL is the same.
     """
@@ -78,7 +78,7 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """One heartbeat over REST. ``observed_at`` is the box's clock and is stored, never believed."""
+    """One heartbeat over REST. ``observed_at`` is the node's clock and is stored, never believed."""
 
     node_id: uuid.UUID
     status: NodeStatus
@@ -95,7 +95,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatResult:
-    """What the server answers: its clock, the status it goes by, and whether the box should stop taking work."""
+    """What the server answers: its clock, the status it goes by, and whether the node should stop taking work."""
 
     server_time: datetime
     effective_status: NodeStatus
@@ -145,10 +145,10 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
 
 @transaction.atomic
 def claim_node(*, credential: NodeCredential, name: str) -> tuple[Node, bool]:
-    """Return the box that ``credential`` speaks for under ``name``, and whether it was just made.
+    """Return the node that ``credential`` speaks for under ``name``, and whether it was just made.
 
-    A bound credential always means its own box. An enrolment credential makes new boxes up to its ``max_nodes``;
-    its row is locked, so two boxes that start together cannot both take the last place.
+    A bound credential always means its own node. An enrolment credential makes new nodes up to its ``max_nodes``;
+    its row is locked, so two nodes that start together cannot both take the last place.
     Raises InvalidNodeToken, ProviderUnavailable, EnrolmentRefused.
     """
     usable = NodeCredential.objects.select_for_update(of=("self",)).select_related("provider", "node")
@@ -172,7 +172,7 @@ def claim_node(*, credential: NodeCredential, name: str) -> tuple[Node, bool]:
 
 
 def require_own_node(*, credential: NodeCredential, node_id: uuid.UUID) -> Node:
-    """Return the box (provider loaded) if ``credential`` speaks for it. Raises NodeNotFound, InvalidNodeToken."""
+    """Return the node (provider loaded) if ``credential`` speaks for it. Raises NodeNotFound, InvalidNodeToken."""
     node = Node.objects.select_related("provider").filter(pk=node_id).first()
     if node is None:
         raise NodeNotFound("There is no node with that node_id; register first.", param="node_id")
@@ -185,8 +185,8 @@ def require_own_node(*, credential: NodeCredential, node_id: uuid.UUID) -> Node:
 def record_heartbeat(*, credential: NodeCredential, heartbeat: Heartbeat) -> HeartbeatResult:
     """Store a sign of life and return what the server makes of it.
 
-    ``mode=spare_off`` reclaims the box at once. ``spare_on`` lifts no reclaim: a heartbeat composed before the owner
-    took the box back may arrive after it. Raises NodeNotFound, InvalidNodeToken, BadRequest.
+    ``mode=spare_off`` reclaims the node at once. ``spare_on`` lifts no reclaim: a heartbeat composed before the owner
+    took the node back may arrive after it. Raises NodeNotFound, InvalidNodeToken, BadRequest.
     """
     if heartbeat.status is NodeStatus.DRAINING and heartbeat.is_accepting_jobs:
         raise BadRequest("is_accepting_jobs must be false while status is draining.", param="is_accepting_jobs")
@@ -222,7 +222,7 @@ def _find_changes(node: Node, registration: Registration, *, is_new: bool, is_co
         "agent_version": registration.agent_version,
         "sealed_api_key": _choose_sealed_key(node, registration),
     }
-    # A box that is dialled in tells its models over the socket, and knows better there.
+    # A node that is dialled in tells its models over the socket, and knows better there.
     if is_direct or not is_connected:
         wanted["model_names"] = [registration.current_model]
     if registration.max_concurrent is not None or is_new:

@@ -35,7 +35,7 @@ logger = logging.getLogger("muster.nodes")
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """What a box said when it registered; names are sanitized already."""
+    """What a node said when it registered; names are sanitized already."""
 
     credential_id: int
     worker_name: str
@@ -45,7 +45,7 @@ class SessionRequest:
     peer_address: str
     message: bridge.Register
     heard_ms: int = field(default_factory=clock.unix_ms)
-    """Unix milliseconds at which the registration came, which the clock of the box is compared with."""
+    """Unix milliseconds at which the registration came, which the clock of the node is compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class PresenceReport:
     last_error: str
     endpoints: dict[str, list[str]]
     said: bridge.Telemetry | None
-    """What a muster v1 box says of itself, cut to size."""
+    """What a muster v1 node says of itself, cut to size."""
     link_id: uuid.UUID
     """As ``open_sessions`` gave it."""
 
@@ -111,7 +111,7 @@ class _Opening:
         rows = NodePresence.objects.select_for_update().filter(pk__in=self._nodes).order_by("pk")
         self._links = {row.pk: row.gateway_links for row in rows.only("gateway_links")}
         self._presences: dict[uuid.UUID, NodePresence] = {}
-        self._words: list[tuple[Node, bridge.BoxGovernance | None, int]] = []
+        self._governance: list[tuple[Node, bridge.BoxGovernance | None, int]] = []
         self._events: list[audit.Event] = []
 
     def open(self, request: SessionRequest) -> OpenedSession:
@@ -161,13 +161,13 @@ class _Opening:
                 detail={"protocol": request.protocol, "epoch": node.epoch, "credential": credential.name},
             )
         )
-        self._words.append((node, message.governance, request.heard_ms))
+        self._governance.append((node, message.governance, request.heard_ms))
         self._live.add(node.pk)
         return OpenedSession(node.id, node.name, node.epoch, node.mode, node.cordoned, node.draining, link_id)
 
     def write(self) -> None:
         nodes = [self._nodes[node_id] for node_id in self._presences]
-        # A row that is there keeps what operators decided: it is locked, and only what its box says is set.
+        # A row that is there keeps what operators decided: it is locked, and only what its node says is set.
         changed = [node for node in nodes if self._before.get(node.pk) != _list_said(node)]
         columns = [*_SAID_COLUMNS, "updated_at"]
         Node.objects.bulk_create(changed, update_conflicts=True, unique_fields=["id"], update_fields=columns)
@@ -175,7 +175,7 @@ class _Opening:
         NodePresence.objects.bulk_create(
             presences, update_conflicts=True, unique_fields=["node"], update_fields=_PRESENCE_COLUMNS
         )
-        take_registered(self._words)
+        take_registered(self._governance)
         audit.record_events(self._events)
         if nodes:
             hints.publish_hint("nodes", str(nodes[0].pk) if len(nodes) == 1 else "")
@@ -196,15 +196,15 @@ class _Opening:
         raise EnrolmentRefused(f"more than {limits().nodes.name_tries} live workers are called {request.worker_name!r}")
 
     def _list_names(self, request: SessionRequest) -> list[str]:
-        """Return the names that a box may get, the first one that is free first."""
+        """Return the names that a node may get, the first one that is free first."""
         credential = self._credentials[request.credential_id]
         if request.message.instance_id is not None or credential.max_nodes == 1:
-            return [request.worker_name]  # with a credential for one box there is no second one that could share the name
+            return [request.worker_name]  # with a credential for one node there is no second one that could share the name
         numbers = range(2, limits().nodes.name_tries + 1)
         return [request.worker_name, *(f"{request.worker_name[:110]}-{number}" for number in numbers)]
 
     def _is_live(self, node: Node) -> bool:
-        """Whether a gateway holds the box's socket: this one, or another one that heard it lately."""
+        """Whether a gateway holds the node's socket: this one, or another one that heard it lately."""
         if node.pk in self._live or not self._other_gateways:
             return node.pk in self._live
         since = Now() - timedelta(seconds=limits().nodes.rival_heard_s)
@@ -222,9 +222,9 @@ def open_sessions(
     """Find or enrol the nodes of sessions and fence older ones, all in one transaction; the answers are in order.
 
     ``live_nodes`` are linked here at the moment; ``other_gateways`` are alive and may hold others. An enrolment credential is
-    shared by many boxes and bridge v1 workers often share a name too, so a name that is live already gets a number; a muster v1
-    box that comes back under its name replaces its older session, and a second one beside it is refused (NameTaken).
-    Raises DataError when something that one of the boxes said cannot be stored: nothing is then.
+    shared by many nodes and bridge v1 workers often share a name too, so a name that is live already gets a number; a muster v1
+    node that comes back under its name replaces its older session, and a second one beside it is refused (NameTaken).
+    Raises DataError when something that one of the nodes said cannot be stored: nothing is then.
     """
     answers: list[OpenedSession | EnrolmentRefused] = []
     with transaction.atomic():
@@ -242,7 +242,7 @@ _SAID_COLUMNS = (
     *("reach", "max_concurrent", "model_names", "model_endpoints", "epoch", "instance_id", "former_instances", "installation"),
     *("agent_version", "owner_name", "gpu_name", "vram_total_mb"),
 )
-"""What a box says of itself when it registers."""
+"""What a node says of itself when it registers."""
 _PRESENCE_COLUMNS = (
     *("connected", "gateway_links", "gateway_id", "last_heartbeat_at", "reported_status", "is_accepting_jobs"),
     *("active_requests", "protocol", "peer_address", "last_error", "gpus", "replicas", "available_models", "memory"),
@@ -255,7 +255,7 @@ def _list_said(node: Node) -> list[object]:
 
 
 def _take_message(node: Node, request: SessionRequest) -> None:
-    """Set on the row, without saving it, what a box said."""
+    """Set on the row, without saving it, what a node said."""
     message = request.message
     gpu = message.gpus[0] if message.gpus else None
     node.reach = Reach.RELAY
@@ -273,17 +273,17 @@ def _take_message(node: Node, request: SessionRequest) -> None:
 
 
 def _name_installation(message: bridge.Register) -> str:
-    """Return what the box's key is called here; empty when it says none, as older boxes and bridge v1 workers do."""
+    """Return what the node's key is called here; empty when it says none, as older nodes and bridge v1 workers do."""
     key = message.governance.public_key if message.governance is not None else ""
     return hashlib.sha256(key.encode()).hexdigest() if key else ""
 
 
 def _is_rival(node: Node, message: bridge.Register) -> bool:
-    """Whether this cannot be the box that holds the node's session, nor that box started again.
+    """Whether this cannot be the node that holds the node's session, nor that node started again.
 
-    Of two boxes with one name and one credential the one that is at work goes on; the other is told and shown to the operator.
-    The name does not tell them apart. The box's key does, which lies in its data folder, and so does the instance id, which is
-    new with every start of the program: a box that was started again has its old key and an instance id that nobody has seen,
+    Of two nodes with one name and one credential the one that is at work goes on; the other is told and shown to the operator.
+    The name does not tell them apart. The node's key does, which lies in its data folder, and so does the instance id, which is
+    new with every start of the program: a node that was started again has its old key and an instance id that nobody has seen,
     and replaces its own dead session at once. A program whose session was replaced never had its instance id new again.
     """
     instance = (message.instance_id or "")[:64]
@@ -298,7 +298,7 @@ def _take_instance(node: Node, message: bridge.Register) -> None:
     """Note on the row, without saving it, which program holds the session from now on. The epoch rises with another one."""
     instance = (message.instance_id or "")[:64]
     if not (instance and node.instance_id == instance):
-        node.epoch += 1  # one box on the sockets of several gateways is one session; another program fences it
+        node.epoch += 1  # one node on the sockets of several gateways is one session; another program fences it
         former = [*node.former_instances, node.instance_id] if node.instance_id else node.former_instances
         node.former_instances = [each for each in former if each != instance][-limits().nodes.former_instances :]
     node.instance_id = instance
@@ -306,7 +306,7 @@ def _take_instance(node: Node, message: bridge.Register) -> None:
 
 
 def _note_rival(node: Node, *, peer_address: str) -> None:
-    """Write down that a second box asked for the session of a live one; in the audit trail once an hour."""
+    """Write down that a second node asked for the session of a live one; in the audit trail once an hour."""
     now = clock.now()
     logger.warning("node.rival_refused node=%s address=%s", node.name, peer_address)
     if node.rival_seen_at is None or now - node.rival_seen_at >= timedelta(seconds=limits().nodes.rival_audit_s):

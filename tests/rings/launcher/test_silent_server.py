@@ -35,7 +35,7 @@ from governance.admin_tokens import claim_admin_token
 from governance.models import AuditEvent, OperationRun
 from governance.operations.runs import reconcile, run_due, work_on
 from governance.states import RunState
-from nodes.direct import call_direct_box, find_unattended
+from nodes.direct import call_direct_node, find_unattended
 from nodes.models import Reach
 from nodes.services.governance import set_op_key
 from tests.fakes.control_process import (
@@ -383,14 +383,14 @@ def test_a_box_called_when_the_database_froze_is_called_once(servers: EmbeddedSe
         run_due()
         run_id = only_run(operation).pk
         try:
-            assert isinstance(in_thread(lambda: call_direct_box(run_id)).exception(WITHIN_S), OperationalError)
+            assert isinstance(in_thread(lambda: call_direct_node(run_id)).exception(WITHIN_S), OperationalError)
         finally:
             go_on(stopped)
         assert stopped
         wait_for_the_abandoned(servers)
         OperationRun.objects.filter(pk=run_id).update(contact_at=only_run(operation).queued_at - timedelta(minutes=1))
         assert find_unattended() == [run_id]
-        for again in [in_thread(lambda: call_direct_box(run_id)) for _ in range(2)]:
+        for again in [in_thread(lambda: call_direct_node(run_id)) for _ in range(2)]:
             again.result(WITHIN_S)
         assert box.paths().count(f"POST {LOAD}") == 1
     assert (only_run(operation).state, only_run(operation).code) == (RunState.RESOLVED.value, "interrupted")

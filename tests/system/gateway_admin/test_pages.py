@@ -28,8 +28,8 @@ from gateway.services.requests import FAILED, REFUSED, find_records
 from gateway.services.responses import keep_response
 from gateway.services.tenants import change_response_policy
 from gateway.values import RequestOutcome, judge_outcome
-from nodes.services.availability import Has, ServingBox
-from nodes.states import Obstacle
+from nodes.services.availability import Has, ServingNode
+from nodes.states import Unavailable
 from tests.fakes.clock import shift_clock
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, audited, make_gateway, make_key, make_operator, make_record, make_tenant
@@ -298,9 +298,9 @@ def test_only_who_may_view_kept_answers_sees_them_folded_and_as_text() -> None:
     assert [client.get(page).status_code for page in pages] == [200, 403], "who is invited to propose reads no prompts"
 
 
-def box(name: str = "attic", obstacle: Obstacle | None = None, **changes: Any) -> ServingBox:
+def box(name: str = "attic", unavailable: Unavailable | None = None, **changes: Any) -> ServingNode:
     values: dict[str, Any] = {"has": Has.LOADED, "active": 0, "slots": 2}
-    return ServingBox(new_uuid7(), name, obstacle=obstacle, **{**values, **changes})
+    return ServingNode(new_uuid7(), name, unavailable=unavailable, **{**values, **changes})
 
 
 def record(code: ErrorCode | str | None, **changes: Any) -> RequestRecord:
@@ -316,19 +316,27 @@ def record(code: ErrorCode | str | None, **changes: Any) -> RequestRecord:
         ([box(has=Has.LOADING, percent=40)], "loading", "attic is loading tiny, 40 % so far."),
         ([box(active=2), box("den", active=3)], "nodes full", "is full: attic 2 of 2, den 3 of 2. It starts when one is done."),
         ([box(active=1)], "starting", "tiny is served by attic (1 of 2 slots free)."),
-        ([box(obstacle=Obstacle.CORDONED)], "cordoned", "and it is cordoned. Uncordon attic, or load tiny on another node."),
-        ([box(obstacle=Obstacle.TAKEN_BACK, owner="ana")], "taken back", "was taken back by its owner. Ask ana,"),
-        ([box(obstacle=Obstacle.PROVIDER_OFF, provider="lab")], "provider off", "Enable the provider lab,"),
-        ([box(obstacle=Obstacle.ERROR, last_error="CUDA")], "node in error", "reports an error. attic says: CUDA"),
-        ([box(obstacle=Obstacle.ERROR)], "node in error", "Look at the page of attic and at its log."),
-        ([box(obstacle=Obstacle.LATE)], "node late", "attic gets no new work until it is heard again."),
-        ([box(obstacle=Obstacle.SILENT)], "node offline", "and it is offline. Check the power of attic,"),
-        ([box(obstacle=Obstacle.SILENT), box("den", Obstacle.DRAINING)], "draining", "attic is offline, den is being drained."),
-        ([box(str(n), Obstacle.SILENT) for n in range(5)], "node offline", "2 is offline and 2 more."),
+        (
+            [box(unavailable=Unavailable.CORDONED)],
+            "cordoned",
+            "and it is cordoned. Uncordon attic, or load tiny on another node.",
+        ),
+        ([box(unavailable=Unavailable.TAKEN_BACK, owner="ana")], "taken back", "was taken back by its owner. Ask ana,"),
+        ([box(unavailable=Unavailable.PROVIDER_OFF, provider="lab")], "provider off", "Enable the provider lab,"),
+        ([box(unavailable=Unavailable.ERROR, last_error="CUDA")], "node in error", "reports an error. attic says: CUDA"),
+        ([box(unavailable=Unavailable.ERROR)], "node in error", "Look at the page of attic and at its log."),
+        ([box(unavailable=Unavailable.LATE)], "node late", "attic gets no new work until it is heard again."),
+        ([box(unavailable=Unavailable.SILENT)], "node offline", "and it is offline. Check the power of attic,"),
+        (
+            [box(unavailable=Unavailable.SILENT), box("den", Unavailable.DRAINING)],
+            "draining",
+            "attic is offline, den is being drained.",
+        ),
+        ([box(str(n), Unavailable.SILENT) for n in range(5)], "node offline", "2 is offline and 2 more."),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 16 else "",
 )
-def test_what_stands_in_the_way_is_said_and_what_to_do(boxes: list[ServingBox], brief: str, said: str) -> None:
+def test_what_stands_in_the_way_is_said_and_what_to_do(boxes: list[ServingNode], brief: str, said: str) -> None:
     wait = explain_wait("tiny", boxes)
     assert wait.brief == brief
     assert said in f"{wait.reason} {wait.advice}"

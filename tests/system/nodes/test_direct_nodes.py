@@ -18,7 +18,7 @@ from governance.models import Operation, OperationRun
 from governance.operations.runs import find_node_run, run_due
 from governance.states import RunState
 from nodes.api import NodeSerializer
-from nodes.direct import TASK_NAME, _hand_over, call_direct_box, find_unattended
+from nodes.direct import TASK_NAME, _hand_over, call_direct_node, find_unattended
 from nodes.models import Node, NodeCredential, NodePresence, Reach, clock_of, with_clock
 from nodes.services.availability import read_fleet, read_served_models
 from nodes.services.governance import set_op_key
@@ -32,7 +32,7 @@ from nodes.services.nodes import (
 )
 from nodes.services.sessions import load_node_rows
 from nodes.services.telemetry import describe_telemetry
-from nodes.tasks import call_box, ring_direct_boxes
+from nodes.tasks import call_node, schedule_calls
 from tests.fakes.closed_port import closed_port
 from tests.fakes.direct_node import CAPABILITIES, DirectNode, run_direct_node
 from tests.fakes.governed_team import Team, approve_load, make_due, only_run
@@ -293,7 +293,7 @@ class Called:
 
     def call(self) -> bool:
         """Take it one step further."""
-        return call_direct_box(self.run.pk)
+        return call_direct_node(self.run.pk)
 
 
 @pytest.fixture(scope="module")
@@ -432,5 +432,5 @@ def test_a_command_without_a_worker_is_found_by_the_sweep(sent: Called) -> None:
     assert find_unattended() == [], "a call may take that long"
     OperationRun.objects.update(contact_at=timezone.now() - timedelta(seconds=21))
     assert find_unattended() == [sent.run.pk]
-    assert call_box.name == TASK_NAME
-    assert ring_direct_boxes.name == "nodes.tasks.ring_direct_boxes"
+    assert call_node.name == TASK_NAME
+    assert schedule_calls.name == "nodes.tasks.ring_direct_boxes"

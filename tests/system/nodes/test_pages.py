@@ -311,7 +311,7 @@ def test_what_loads_take_and_may_set_is_shown() -> None:
     said = {name: shown[name] for name in ("name", "replicas", "estimate_mb", "estimate")}
     assert said == {"name": "m", "replicas": "up to 4", "estimate_mb": 700, "estimate": "size of the files, 2 replicas"}
     assert shown["limits"] == ["gguf_n_ctx: from 1"]
-    page = render_to_string("admin/muster/box_state.html", {"box": box})
+    page = render_to_string("admin/muster/node_state.html", {"telemetry": box})
     assert "What a load takes and may set" in page
     assert "gguf_n_ctx: from 1" in page
     assert "2 <small>3 in the settings</small>" in page

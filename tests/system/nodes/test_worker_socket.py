@@ -19,7 +19,7 @@ from pytest_django import Settings
 
 import nodes.channel
 from governance.models import AuditEvent
-from nodes.channel import OwnerWord, presence_reports
+from nodes.channel import OwnerWish, presence_reports
 from nodes.links import EndKind
 from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeCredential, NodePresence
@@ -273,7 +273,7 @@ async def test_what_a_box_reports_reaches_link_registry_and_presence() -> None:
         assert report.said is not None
         assert report.said.gpus == [bridge.GpuInfo(index=0, name="g", memory_used_mb=5)]
         socket.say(bridge.Draining(reason="update"))
-        await eventually(lambda: link.box_draining)
+        await eventually(lambda: link.node_draining)
         assert presence_reports(door.registry)[0].status == "draining"
 
 
@@ -361,7 +361,7 @@ async def test_what_the_owner_said_just_before_the_link_closed_is_stored() -> No
         socket.hang_up()  # both are read in one turn of the loop: the link is gone before anything could be stored
     assert link.closed
     assert (await Node.objects.aget(pk=link.node_id)).mode == NodeMode.SPARE_OFF.value
-    assert door.channel.owner_words == {}
+    assert door.channel.owner_wishes == {}
 
 
 async def test_a_word_of_the_owner_that_waits_for_the_database_holds_for_the_next_link() -> None:
@@ -373,7 +373,7 @@ async def test_a_word_of_the_owner_that_waits_for_the_database_holds_for_the_nex
             await socket.acknowledged()
             (link,) = door.links
             assert (link.policy.reclaimed, link.wanted_mode) == ((True, effect) if turn else (False, None))
-        door.channel.owner_words[link.node_id] = OwnerWord(effect, time.monotonic())
+        door.channel.owner_wishes[link.node_id] = OwnerWish(effect, time.monotonic())
 
 
 async def test_when_a_gateway_stops_its_nodes_leave_at_once_and_cut_off_sockets_print_no_traceback(

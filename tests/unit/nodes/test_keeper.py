@@ -29,7 +29,7 @@ from nodes.operations.hold import NODE_DRAIN, NODE_EVICT
 from nodes.operations.load import MODEL_LOAD, MODEL_UNLOAD
 from nodes.operations.targets import Field, clean_params
 from nodes.session import ServerSession
-from nodes.states import TOKENIZE, DrainCount, Freshness, NodeFacts, NodeRow, Obstacle, judge_availability
+from nodes.states import TOKENIZE, DrainCount, Freshness, NodeFacts, NodeRow, Unavailable, judge_availability
 from tests.fakes.clock import virtual_clock
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, RequestSink, make_row, open_request
@@ -168,7 +168,7 @@ def test_a_removed_or_replaced_link_is_forgotten_and_its_streams_end_as_lost_onc
         (lambda link: setattr(link.policy, "draining", True), LinkCondition.DRAINING),
         (lambda link: setattr(link.policy, "cordoned", True), LinkCondition.DRAINING),
         (lambda link: setattr(link.policy, "reclaimed", True), LinkCondition.DRAINING),
-        (lambda link: setattr(link, "box_draining", True), LinkCondition.DRAINING),
+        (lambda link: setattr(link, "node_draining", True), LinkCondition.DRAINING),
         (lambda link: setattr(link, "closed", True), LinkCondition.DRAINING),
         (lambda link: setattr(link, "unhealthy_reason", "ECC"), LinkCondition.UNHEALTHY),
         (lambda link: setattr(link.policy, "provider_enabled", False), LinkCondition.DISABLED),
@@ -481,7 +481,7 @@ def test_every_combination_has_the_status_that_overrides_most() -> None:
         status = found.status
         assert found.freshness is freshness
         is_able = status in {NodeStatus.AVAILABLE, NodeStatus.BUSY} and freshness is FRESH
-        assert (found.obstacle is None) == is_able
+        assert (found.unavailable is None) == is_able
         if freshness is OFFLINE or reported is NodeStatus.OFFLINE:
             assert status is NodeStatus.OFFLINE
         elif reported is NodeStatus.ERROR:
@@ -493,27 +493,27 @@ def test_every_combination_has_the_status_that_overrides_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "obstacle"),
+    ("changes", "unavailable"),
     [
         ({}, None),
-        ({"age_s": None}, Obstacle.SILENT),
-        ({"reported": NodeStatus.OFFLINE}, Obstacle.SILENT),
-        ({"unreachable": "answers with 503"}, Obstacle.UNREACHABLE),
-        ({"unreachable": "answers with 503", "age_s": 15.0}, Obstacle.SILENT),
-        ({"is_enabled": False}, Obstacle.PROVIDER_OFF),
-        ({"reported": NodeStatus.ERROR}, Obstacle.ERROR),
-        ({"draining": True, "cordoned": True}, Obstacle.DRAINING),
-        ({"draining": True, "is_drained": True}, Obstacle.DRAINED),
-        ({"cordoned": True}, Obstacle.CORDONED),
-        ({"mode": NodeMode.SPARE_OFF, "is_drained": True}, Obstacle.TAKEN_BACK),
-        ({"is_accepting_jobs": False}, Obstacle.HOLDS_BACK),
-        ({"reported": NodeStatus.DRAINING}, Obstacle.HOLDS_BACK),
-        ({"age_s": 10.0}, Obstacle.LATE),
+        ({"age_s": None}, Unavailable.SILENT),
+        ({"reported": NodeStatus.OFFLINE}, Unavailable.SILENT),
+        ({"unreachable": "answers with 503"}, Unavailable.UNREACHABLE),
+        ({"unreachable": "answers with 503", "age_s": 15.0}, Unavailable.SILENT),
+        ({"is_enabled": False}, Unavailable.PROVIDER_OFF),
+        ({"reported": NodeStatus.ERROR}, Unavailable.ERROR),
+        ({"draining": True, "cordoned": True}, Unavailable.DRAINING),
+        ({"draining": True, "is_drained": True}, Unavailable.DRAINED),
+        ({"cordoned": True}, Unavailable.CORDONED),
+        ({"mode": NodeMode.SPARE_OFF, "is_drained": True}, Unavailable.TAKEN_BACK),
+        ({"is_accepting_jobs": False}, Unavailable.HOLDS_BACK),
+        ({"reported": NodeStatus.DRAINING}, Unavailable.HOLDS_BACK),
+        ({"age_s": 10.0}, Unavailable.LATE),
         ({"reported": NodeStatus.BUSY}, None),
     ],
 )
-def test_of_what_keeps_work_from_a_node_the_first_is_said(changes: dict[str, Any], obstacle: Obstacle | None) -> None:
-    assert judge_availability(replace(WELL, **changes), NodeLimits()).obstacle is obstacle
+def test_of_what_keeps_work_from_a_node_the_first_is_said(changes: dict[str, Any], unavailable: Unavailable | None) -> None:
+    assert judge_availability(replace(WELL, **changes), NodeLimits()).unavailable is unavailable
 
 
 # Settings
