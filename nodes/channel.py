@@ -427,7 +427,6 @@ def presence_reports(registry: LinkRegistry, *, news_only: bool = False) -> list
                 epoch=link.epoch,
                 age_s=link.silence_s,
                 active=link.load,
-                max_concurrent=link.max_concurrent,
                 models=tuple(sorted(link.models)),
                 status=_status_of(link),
                 last_error=(telemetry.last_error or "") if telemetry is not None else "",

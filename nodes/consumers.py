@@ -289,15 +289,7 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         (effect,) = self.protocol.receive_text(frame)
         if not isinstance(effect, Registered):
             raise ProtocolError("the first frame must be register")
-        request = sessions.SessionRequest(
-            credential_id=self.credential.pk,
-            worker_name=effect.name,
-            models=effect.models,
-            max_concurrent=effect.max_concurrent,
-            protocol=effect.protocol,
-            peer_address=self.address,
-            message=effect.message,
-        )
+        request = sessions.SessionRequest(self.credential.pk, self.address, effect)
         try:
             return await self._channel.registrations.call(Registration(request, partial(self._connect, effect)))
         except EnrolmentRefused as error:
@@ -322,8 +314,7 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         )
         link.epoch = opened.epoch
         link.take_register(effect.message)
-        link.peer_address = self.address
-        link.provider = link.policy.provider = self.credential.provider.name
+        link.policy.provider = self.credential.provider.name
         link.credential_id = self.credential.pk
         if self.protocol.speaks_muster:
             link.stale_after_s, link.offline_after_s = self._limits.stale_after_s, self._limits.offline_after_s

@@ -102,9 +102,6 @@ class RelayLink(Link):
         """API paths of every model whose replicas say nothing else; empty = any."""
         self.has_news = False
         """Whether the node said something that the database does not know yet."""
-        self.agent_version = ""
-        self.peer_address = ""
-        self.provider = ""
         bounds = limits().nodes
         self.ping_interval_s = bounds.heartbeat_interval_s if session.speaks_muster else bounds.bridge_ping_interval_s
         self.ping_at = clock.monotonic() + self.ping_interval_s
@@ -137,7 +134,6 @@ class RelayLink(Link):
     def take_register(self, message: bridge.Register) -> None:
         """Take what the node said of itself when it came; what only muster v1 has is left out of a bridge v1 session."""
         self.instance_id = (message.instance_id or "")[:64]
-        self.agent_version = message.agent_version or ""
         self.report_load(message.current_load)
         if not self.session.speaks_muster:
             return

@@ -24,6 +24,7 @@ from nodes.models import Node, NodeCredential, NodePresence, Reach, clock_of, pr
 from nodes.reports import find_contexts, find_endpoints, find_engines, read_endpoints, read_replicas, store_endpoints
 from nodes.services.availability import explain_unreachable
 from nodes.services.governance import take_registered
+from nodes.session import Registered
 from nodes.states import NodeRow
 from wire import bridge, clock
 from wire.bridge import BRIDGE_V1
@@ -35,15 +36,9 @@ logger = logging.getLogger("muster.nodes")
 
 @dataclass(frozen=True, slots=True)
 class SessionRequest:
-    """What a node said when it registered; names are sanitized already."""
-
     credential_id: int
-    worker_name: str
-    models: tuple[str, ...]
-    max_concurrent: int
-    protocol: str
     peer_address: str
-    message: bridge.Register
+    said: Registered
     heard_ms: int = field(default_factory=clock.unix_ms)
     """Unix milliseconds at which the registration came, which the clock of the node is compared with."""
 
@@ -70,7 +65,6 @@ class PresenceReport:
     epoch: int
     age_s: float
     active: int
-    max_concurrent: int
     models: tuple[str, ...]
     status: str
     last_error: str
@@ -120,13 +114,13 @@ class _Opening:
         if credential.revoked_at is not None:
             raise EnrolmentRefused("the credential was revoked")
         node = self._nodes[credential.node_id] if credential.node_id is not None else self._find_node(credential, request)
-        message = request.message
+        said, message = request.said, request.said.message
         if _is_rival(node, message) and self._is_live(node):
             _note_rival(node, peer_address=request.peer_address)
             raise NameTaken(bridge.NAME_TAKEN, param="node_name")
         self._nodes[node.pk] = self._by_name[node.credential_id, node.name] = node
         epoch_before = node.epoch
-        _take_message(node, request)
+        _take_message(node, said)
         links = self._links.get(node.pk, {}) if node.epoch == epoch_before else {}
         link_id = new_uuid7()
         self._links[node.pk] = {
@@ -142,7 +136,7 @@ class _Opening:
             reported_status=NodeStatus.AVAILABLE.value,
             is_accepting_jobs=True,
             active_requests=min(max(0, message.current_load), limits().nodes.report_load),
-            protocol=request.protocol,
+            protocol=said.protocol,
             peer_address=request.peer_address[:64],
             last_error="",
             gpus=msgspec.to_builtins(message.gpus),
@@ -158,7 +152,7 @@ class _Opening:
                 actor=f"node:{node.name}",
                 action="node.connect",
                 target=node.printed_id,
-                detail={"protocol": request.protocol, "epoch": node.epoch, "credential": credential.name},
+                detail={"protocol": said.protocol, "epoch": node.epoch, "credential": credential.name},
             )
         )
         self._governance.append((node, message.governance, request.heard_ms))
@@ -193,15 +187,15 @@ class _Opening:
                 return Node(name=name, credential=credential, provider=credential.provider)
             if len(names) == 1 or not self._is_live(node):
                 return node
-        raise EnrolmentRefused(f"more than {limits().nodes.name_tries} live workers are called {request.worker_name!r}")
+        raise EnrolmentRefused(f"more than {limits().nodes.name_tries} live workers are called {request.said.name!r}")
 
     def _list_names(self, request: SessionRequest) -> list[str]:
         """Return the names that a node may get, the first one that is free first."""
-        credential = self._credentials[request.credential_id]
-        if request.message.instance_id is not None or credential.max_nodes == 1:
-            return [request.worker_name]  # with a credential for one node there is no second one that could share the name
+        credential, name = self._credentials[request.credential_id], request.said.name
+        if request.said.message.instance_id is not None or credential.max_nodes == 1:
+            return [name]  # with a credential for one node there is no second one that could share the name
         numbers = range(2, limits().nodes.name_tries + 1)
-        return [request.worker_name, *(f"{request.worker_name[:110]}-{number}" for number in numbers)]
+        return [name, *(f"{name[:110]}-{number}" for number in numbers)]
 
     def _is_live(self, node: Node) -> bool:
         """Whether a gateway holds the node's socket: this one, or another one that heard it lately."""
@@ -254,14 +248,14 @@ def _list_said(node: Node) -> list[object]:
     return [getattr(node, name) for name in _SAID_COLUMNS]
 
 
-def _take_message(node: Node, request: SessionRequest) -> None:
+def _take_message(node: Node, said: Registered) -> None:
     """Set on the row, without saving it, what a node said."""
-    message = request.message
+    message = said.message
     gpu = message.gpus[0] if message.gpus else None
     node.reach = Reach.RELAY
-    node.max_concurrent = request.max_concurrent
-    node.model_names = list(request.models)
-    endpoints = find_endpoints(request.models, replicas=message.replicas, registered=message.endpoints)
+    node.max_concurrent = said.max_concurrent
+    node.model_names = list(said.models)
+    endpoints = find_endpoints(said.models, replicas=message.replicas, registered=message.endpoints)
     node.model_endpoints = store_endpoints(endpoints)
     _take_instance(node, message)
     node.agent_version = (message.agent_version or "")[:60]

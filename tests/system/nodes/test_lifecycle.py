@@ -35,6 +35,7 @@ from nodes.services.sessions import (
     open_sessions,
     write_presences,
 )
+from nodes.session import Registered
 from nodes.states import NodeRow
 from nodes.tasks import sweep_nodes
 from tests.fakes.clock import shift_clock
@@ -256,15 +257,13 @@ def is_about(value: float | None, wanted: float) -> bool:
 @pytest.mark.usefixtures("wrong_clock")
 def test_what_is_heard_over_a_socket_or_http_is_heard_now_or_as_long_ago_as_is_said() -> None:
     credential, _ = make_credential()
-    request = SessionRequest(
-        credential_id=credential.pk, worker_name="rig", models=("m",), max_concurrent=1, protocol=MUSTER_V1,
-        peer_address="10.0.0.1", message=bridge.Register(worker_name="rig"),
-    )  # fmt: skip
+    said = Registered("rig", ("m",), 1, MUSTER_V1, (), bridge.Register(worker_name="rig"))
+    request = SessionRequest(credential.pk, "10.0.0.1", said)
     (opened,) = open_sessions([request], gateway_id=HERE)
     assert isinstance(opened, OpenedSession)
     assert is_about(read_row().heartbeat_age_s, 0)
     report = PresenceReport(
-        node_id=opened.node_id, epoch=1, age_s=300.0, active=0, max_concurrent=1, models=("m",), status="available",
+        node_id=opened.node_id, epoch=1, age_s=300.0, active=0, models=("m",), status="available",
         last_error="", endpoints={}, said=None, link_id=opened.link_id,
     )  # fmt: skip
     NodePresence.objects.update(last_heartbeat_at=None)

@@ -43,6 +43,7 @@ from nodes.services.drains import (
     write_drain_counts,
 )
 from nodes.services.nodes import claim_node
+from nodes.session import Registered
 from nodes.states import DrainCount
 from tests.fakes.nodes import (
     ACTOR,
@@ -178,10 +179,7 @@ def registration(
 ) -> sessions.SessionRequest:
     """Return what a box of that name says."""
     message = bridge.Register(worker_name=name, **fields)  # type: ignore[arg-type]  # names of its fields
-    return sessions.SessionRequest(
-        credential_id=credential.pk, worker_name=name, models=("m",), max_concurrent=3, protocol=protocol,
-        peer_address="10.0.0.1", message=message,
-    )  # fmt: skip
+    return sessions.SessionRequest(credential.pk, "10.0.0.1", Registered(name, ("m",), 3, protocol, (), message))
 
 
 def ask(
@@ -382,7 +380,7 @@ def test_boxes_that_come_back_and_say_what_they_said_cost_no_statement_each() ->
 def report(opened: sessions.OpenedSession, **changes: object) -> sessions.PresenceReport:
     """Return what a gateway would say of the box."""
     base = sessions.PresenceReport(
-        node_id=opened.node_id, epoch=opened.epoch, age_s=2.0, active=1, max_concurrent=3, models=("m",), status="available",
+        node_id=opened.node_id, epoch=opened.epoch, age_s=2.0, active=1, models=("m",), status="available",
         last_error="", endpoints={}, said=None, link_id=opened.link_id,
     )  # fmt: skip
     return replace(base, **changes)  # type: ignore[arg-type]  # names of its fields
