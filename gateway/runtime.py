@@ -154,7 +154,7 @@ class GatewayRuntime:
 
     async def say_goodbye(self) -> None:
         """Write down that the nodes are gone from here, before their sockets close."""
-        await self.node_channel.say_goodbye()
+        await self.node_channel.end_sessions()
 
     @property
     def running_requests(self) -> int:
@@ -168,7 +168,7 @@ class GatewayRuntime:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.node_channel.say_goodbye()
+        await self.node_channel.end_sessions()
         for link in self.registry:
             link.close("server shutdown")
             self.registry.remove(link, "the gateway is stopping")

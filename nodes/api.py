@@ -62,7 +62,7 @@ class NodeTokenAuthentication(BaseAuthentication):
 
 
 def _look_up(text: str, address: str) -> NodeCredential:
-    """Return the credential. Behind a proxy many nodes have one address, so a good one never waits."""
+    # Behind a proxy many nodes have one address, so a good credential never waits.
     if throttle.must_wait(address, digest_credential(text)):
         raise TooManyWrongTokens("Too many wrong node credentials came from this address; wait a second and try again.")
     credential = find_credential(text)
@@ -404,7 +404,7 @@ def _read_node_id(text: str) -> uuid.UUID:
 
 
 def _plain_number(seconds: float) -> float:
-    """Return a whole number of seconds as an integer, the way the contract writes it."""
+    # The contract writes a whole number of seconds as an integer.
     return int(seconds) if seconds == int(seconds) else seconds
 
 

@@ -162,7 +162,7 @@ class NodeChannel:
         return await run_in_database(self._find_credentials, asked)
 
     def _find_credentials(self, asked: list[CredentialCheck]) -> list[NodeCredential | CredentialRefused]:
-        """Return the credentials; runs in a thread, where the throttle may ask the database."""
+        # In a database thread: the throttle may ask the database.
         throttle = self.throttle
         waiting = {check for check in asked if throttle.must_wait(check.address, digest_credential(check.secret))}
         found = find_credentials({check.secret for check in asked if check not in waiting})
@@ -181,7 +181,6 @@ class NodeChannel:
         return answers
 
     async def _open_sessions(self, asked: list[Registration]) -> list[RelayLink | Exception]:
-        """Open sessions and link their nodes before others are opened: bridge workers that share a name must see each other."""
         asked_at = clock.monotonic()
         opened = await run_in_database(
             sessions.open_sessions,
@@ -191,6 +190,7 @@ class NodeChannel:
             other_gateways=self.keeper.other_gateways,
         )
         return [
+            # Each is linked before others are opened: bridge workers that share a name must see each other.
             session if isinstance(session, EnrolmentRefused) else registration.connect(session, asked_at)
             for registration, session in zip(asked, opened, strict=True)
         ]
@@ -255,7 +255,6 @@ class NodeChannel:
                 await asyncio.sleep(self.limits.channel_retry_s)
 
     def _rest_s(self) -> float:
-        """Return how long nothing is due by the clock."""
         now = clock.monotonic()
         due = [self._looked_at["commands"] + self.limits.channel_sweep_s]
         due += [self._looked_at[topic] + self.limits.channel_hint_pause_s for topic in self._woken]
@@ -293,7 +292,7 @@ class NodeChannel:
         self._written_at = {key: at for key, at in self._written_at.items() if now - at < self.limits.channel_progress_s}
 
     async def _store_reports(self) -> None:
-        """Store the oldest report of every node."""
+        # The oldest report of every node: one node that says much does not keep the others waiting.
         for node_id, waiting in list(self._reports.items()):
             await run_upkeep(_store_report, node_id, *waiting[0])
             waiting.popleft()
@@ -351,22 +350,22 @@ class NodeChannel:
                 link.send_message(offer)
 
     def _governed_links(self) -> list[RelayLink]:
-        """Return the links of nodes that know operations; others would end their session over a frame they do not know."""
+        # Nodes that know no operations would end their session over a frame that they do not know.
         return [link for link in self.links if link.governance is not None]
 
     # beside
 
     async def _store_mode(self, node_id: uuid.UUID, node_name: str) -> None:
-        """Store the owner's newest word; until then rows do not undo it. One that was said elsewhere later makes it void."""
-        while (word := self.owner_wishes.get(node_id)) is not None:
+        # Until the database knows it, rows do not undo what the owner said here. What was said elsewhere later makes it void.
+        while (wish := self.owner_wishes.get(node_id)) is not None:
             try:
                 await run_in_database(
                     set_mode,
                     node_id=node_id,
-                    mode=NodeMode(word.effect.mode),
-                    reason=(word.effect.reason or "owner at the box")[:200],
+                    mode=NodeMode(wish.effect.mode),
+                    reason=(wish.effect.reason or "owner at the box")[:200],
                     actor=f"node:{node_name}",
-                    said_age_s=clock.monotonic() - word.said_at,
+                    said_age_s=clock.monotonic() - wish.said_at,
                 )
             except NodeNotFound:
                 logger.warning("node.mode_not_stored node=%s; the node was removed", node_name)
@@ -374,13 +373,13 @@ class NodeChannel:
                 logger.warning("node.mode_not_stored node=%s; trying again", node_name)
                 await asyncio.sleep(1.0)
                 continue
-            if self.owner_wishes[node_id] is word:
+            if self.owner_wishes[node_id] is wish:
                 del self.owner_wishes[node_id]
                 link = self.registry.get(node_id)
                 if isinstance(link, RelayLink):
                     link.wanted_mode, link.mode_stored_at = None, clock.monotonic()
 
-    async def store_farewells(self, links: Sequence[RelayLink], reason: str) -> None:
+    async def store_ends(self, links: Sequence[RelayLink], reason: str) -> None:
         """Mark the nodes of these links as gone from here, all in one statement."""
         ends = [sessions.SessionEnd(link.node_id, link.link_id, reason) for link in links]
         try:
@@ -389,15 +388,15 @@ class NodeChannel:
             logger.warning("worker.disconnect_not_stored nodes=%d; their presence will time out", len(links))
         else:
             for link in links:
-                link.is_farewell_stored = True
+                link.is_end_stored = True
 
-    async def say_goodbye(self) -> None:
+    async def end_sessions(self) -> None:
         """Write down at once that every node is gone from here, before the sockets close one by one."""
-        links = [link for link in self.links if not link.is_farewell_stored]
+        links = [link for link in self.links if not link.is_end_stored]
         if links:
-            await self.store_farewells(links, "server shutdown")
+            await self.store_ends(links, "server shutdown")
         for link in links:
-            link.is_farewell_stored = True  # or the database is away, and trying for each alone would not help
+            link.is_end_stored = True  # or the database is away, and trying for each alone would not help
 
     async def close(self) -> None:
         """Wait a moment for what is still written about the nodes, then end it. The gateway stops."""
@@ -473,13 +472,10 @@ def _store_report(node_id: uuid.UUID, report: bridge.GovernanceReport, heard_ms:
 
 
 def _prove(sizes: Iterable[int], newest_size: int) -> dict[int, list[str]]:
-    """Return by old size the proof that the log of ``newest_size`` extends it.
-
-    Nothing can be proved to a node that saw more, or at a size at which this log never signed anything: the proof is empty, and
-    the node shows what it saw, or raises the alarm.
-    """
     proofs: dict[int, list[str]] = {}
     for size in sizes:
+        # Nothing can be proved to a node that saw more, or at a size at which this log never signed anything: the proof is
+        # empty, and the node shows what it saw, or raises the alarm.
         proofs[size] = []
         if size >= newest_size or not (size == 0 or has_checkpoint(size)):
             continue
@@ -637,10 +633,7 @@ def _finish(run: NodeRun, node: Node, status: OpStatus, event: RunEvent) -> None
 
 
 def _check_end(run: NodeRun, node: Node, status: OpStatus) -> tuple[str, str]:
-    """Return the code and the receipt to keep: one that the node signed about this very end, and that auditors will believe.
-
-    Only at L2 is a node expected to bring one; below, a token names no statement that it could sign for.
-    """
+    # Only at L2 is a node expected to bring a receipt; below, a token names no statement that it could sign for.
     if not status.receipt and node.op_level != "L2":
         return status.code, ""
     try:
@@ -670,7 +663,7 @@ def _find_fault(receipt: Receipt, run: NodeRun, node: Node, status: OpStatus) ->
 
 
 def _names_statement(receipt: Receipt, run: NodeRun) -> bool:
-    """Whether a receipt is for a node and the statement that were approved: one that is not spoils the evidence."""
+    # A receipt that is for another node or statement than were approved spoils the evidence.
     op_id = parse_id("op", run.op_id)
     targets = set() if op_id is None else {each.target for each in find_operation(op_id).runs.all()}
     return receipt.runner_id in targets and receipt.statement_digest == run.digest

@@ -215,7 +215,7 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
                 self._take_control(link, effect)
 
     def _take_control(self, link: RelayLink, effect: Control) -> None:
-        """Take what the node says of itself; none of it is on the path of a request."""
+        # None of this is on the path of a request.
         match effect:
             case LoadReported():
                 link.report_load(effect.load)
@@ -259,8 +259,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
     # the credential
 
     async def _is_known(self) -> bool:
-        """Whether the socket's credential is good, as far as that is known; it costs no query of its own."""
         throttle = self._channel.throttle
+        # The good credentials are read for all sockets at once: a flood costs no query for each.
         async with self._channel.reading_good:
             if throttle.is_reading_due:
                 with suppress(DatabaseError, InterfaceError):
@@ -370,7 +370,6 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
             logger.debug("worker.close_unsent address=%s", self.address)
 
     def _leave(self) -> None:
-        """Let go of the link; its farewell is written beside, because a server that stops cancels the task of the socket."""
         link = self.link
         if link is None:
             return
@@ -378,5 +377,6 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         link.outbox.stop()
         self._channel.registry.remove(link, "the connection to the node was lost")
         logger.info("worker.disconnected node=%s reason=%s", link.node_name, reason)
-        if not link.is_farewell_stored:
-            self._channel.run_beside(self._channel.store_farewells([link], reason))
+        # Beside, because a server that stops cancels the task of the socket.
+        if not link.is_end_stored:
+            self._channel.run_beside(self._channel.store_ends([link], reason))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
+from contextlib import closing
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -147,18 +148,14 @@ def _poll(run: NodeRun, node: Node) -> bool:
         case "interrupted":
             _lose(run, node, result=clean_result(members))
         case _:
-            note_progress(
-                run_id=run.run_id,
-                stage=_text(members.get("stage")),
-                fraction=_number(members.get("progress")),
-                eta_s=_number(members.get("eta")),
-            )
+            stage, fraction = _text(members.get("stage")), _number(members.get("progress"))
+            note_progress(run_id=run.run_id, stage=stage, fraction=fraction, eta_s=_number(members.get("eta")))
             return True
     return False
 
 
 def _lose(run: NodeRun, node: Node, *, result: dict[str, Any]) -> None:
-    """End a run whose outcome nobody knows, with what the node says it has loaded."""
+    # Nobody knows the outcome, so the run says what the node has loaded.
     try:
         _, members = _call(node, "GET", "/v1/capabilities", None)
         loaded = _list_loaded(members)
@@ -183,11 +180,9 @@ def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> An
         raise NodeSilent(error.message, was_sent=False) from None
     try:
         with httpx.Client(timeout=limits().nodes.call_s, follow_redirects=False, trust_env=False) as client:
-            response = client.send(build_request(client, target, method, path, api_key=api_key, body=body), stream=True)
-            try:
+            request = build_request(client, target, method, path, api_key=api_key, body=body)
+            with closing(client.send(request, stream=True)) as response:
                 raw = _read(response)
-            finally:
-                response.close()
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise NodeSilent(type(error).__name__, was_sent=False) from None
     except httpx.HTTPError as error:
@@ -220,7 +215,7 @@ def _read_error(members: dict[str, Any], status: int) -> tuple[str, str]:
 
 
 def _is_plain(task_id: str) -> bool:
-    """Whether a task id can stand in a path as it is."""
+    # It stands in a path as it is.
     return (
         0 < len(task_id) <= 80 and all(c.isascii() and (c.isalnum() or c in "-_.") for c in task_id) and set(task_id) != {"."}
     )

@@ -177,7 +177,7 @@ def read_capabilities(body: bytes, *, policy: NodeLimits, gpu_name: str = "") ->
 
 
 def _read_loaded(model: _Loaded, runner_type: str) -> list[bridge.ReplicaInfo]:
-    """Return one entry per replica; memory is said of all of them together and divided evenly."""
+    # Memory is said of all replicas together and divided evenly.
     count = min(max(1, int(model.replicas)), limits().nodes.report_replicas)
     replica = bridge.ReplicaInfo(
         model=model.id,
@@ -193,7 +193,6 @@ def _read_loaded(model: _Loaded, runner_type: str) -> list[bridge.ReplicaInfo]:
 
 
 def _read_gpus(resources: _Resources, name: str) -> list[bridge.GpuInfo]:
-    """Return the GPUs; where the node gives sums alone, they are told of a GPU only if it is the only one."""
     if resources.gpus:
         return [
             bridge.GpuInfo(
@@ -207,6 +206,7 @@ def _read_gpus(resources: _Resources, name: str) -> list[bridge.GpuInfo]:
             )
             for gpu in resources.gpus
         ]
+    # Sums are told of a GPU only if it is the only one.
     if len(resources.gpu_ids) != 1:
         return [bridge.GpuInfo(index=index, name=name) for index in resources.gpu_ids]
     return [
@@ -464,7 +464,6 @@ def _clean_endpoints(paths: Sequence[str]) -> list[str]:
 
 
 def _clean_line(text: str) -> str:
-    """Return a text with blanks in place of what cannot be printed."""
     return _clean_text(text, len(text))
 
 
@@ -538,7 +537,7 @@ def _clamp(value: float | None, top: float) -> float | None:
 
 
 def _can_be_stored(result: dict[str, object]) -> bool:
-    """Whether PostgreSQL takes it as JSON: no NUL, no lone surrogate, no infinity, and not too large."""
+    # PostgreSQL takes no NUL, no lone surrogate and no infinity as JSON.
     try:
         text = json.dumps(result, allow_nan=False)
     except (ValueError, RecursionError):

@@ -243,7 +243,7 @@ class Ejections:
     # inside
 
     def _standing(self, link: Link, model: str) -> Standing:
-        """Return what is remembered of a replica; its link keeps it at hand, for hashing a UUID costs more than judging."""
+        # The link keeps it at hand: hashing a UUID costs more than judging.
         standing = link.standings[model] = self._standings.setdefault((link.node_id, model), Standing())
         return standing
 
@@ -329,7 +329,7 @@ class Ejections:
         return count - bad >= self._limits.ejection_faults and self._limits.ejection_fewer * bad * len(recent) <= faults * count
 
     def _may_eject(self, node_id: uuid.UUID, model: str, now: float) -> bool:
-        """At most half of the nodes that could serve the model, so never the last one."""
+        # At most half of the nodes that could serve the model, so never the last one.
         ready = {link.node_id for link in self._links_for(model) if link.condition() is LinkCondition.READY} | {node_id}
         held = (self._held.get((other, model)) for other in ready if other != node_id)
         ejected = sum(one is not None and not one.is_only_told for one in held)
@@ -362,7 +362,7 @@ class Ejections:
         standing.counts = [0, 0, 0]
 
     def _keep_half(self) -> None:
-        """When healthy nodes leave, those that are ejected are tried sooner than was meant."""
+        # When healthy nodes leave, those that are ejected are tried sooner than was meant.
         for model in {one.model for one in self._held.values() if one.model}:
             nodes = {link.node_id for link in self._links_for(model)}
             held = [one for one in self._held.values() if one.model == model and one.node_id in nodes]

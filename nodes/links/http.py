@@ -66,9 +66,9 @@ class PeerReader:
         return self._usage
 
     def _take_counts(self, events: bytes) -> bytes:
-        """Leave the comment out. It stands at the beginning of a line; what models say may hold the same words elsewhere."""
         if USAGE_COMMENT not in events:
             return events
+        # The comment stands at the beginning of a line; what models say may hold the same bytes elsewhere.
         start = 0 if events.startswith(USAGE_COMMENT) else events.rfind(b"\n" + USAGE_COMMENT) + 1
         if not events.startswith(USAGE_COMMENT, start):
             return events
@@ -231,7 +231,6 @@ class HttpStream:
             self.sink.on_whole(status, headers, body, _COMPLETE)
 
     def _pass_refusal(self) -> None:
-        """Pass on a 503 for another reason than a full queue, as any other answer."""
         head, self._refusal_head = self._refusal_head, None
         body, self._refusal = self._refusal, b""
         self.sink.on_head(_UNAVAILABLE, head or {})
@@ -373,5 +372,5 @@ def _spell_tenant(name: str) -> str:
 
 
 def _write_name(name: str) -> str:
-    """Return a name such that the header holds it as UTF-8; RFC 9110 leaves bytes beyond ASCII to those who agree on them."""
+    # RFC 9110 leaves bytes beyond ASCII to those who agree on them: both sides read the name as UTF-8.
     return name.encode().decode("latin-1")

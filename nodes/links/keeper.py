@@ -143,7 +143,7 @@ class LinkKeeper:
     # inside
 
     def _is_blind(self, now: float) -> bool:
-        """Whether silence may be the database's: what runs over HTTP goes on then, and nothing new is placed there."""
+        # The silence may be the database's: what runs over HTTP goes on then, and nothing new is placed there.
         return now - self._applied_at > self._limits.rows_blind_s or now < self._believed_at
 
     def _apply_row(self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]) -> None:
@@ -234,7 +234,6 @@ class LinkKeeper:
             link.close("provider was deleted")
 
     def _tell(self, link: RelayLink, row: NodeRow) -> None:
-        """Tell the node what was decided about it, when that changed."""
         status = "draining" if row.draining or row.cordoned or row.mode == NodeMode.SPARE_OFF.value else "available"
         word = (status, row.mode, row.cordoned)
         if link.session.speaks_muster:

@@ -107,7 +107,7 @@ class RelayLink(Link):
         self.ping_at = clock.monotonic() + self.ping_interval_s
         self.applied_row: NodeRow | None = None
         """The row whose policy this link follows; None = the next that comes is applied."""
-        self.is_farewell_stored = False
+        self.is_end_stored = False
         """Whether the database knows that this link is over."""
         self._full_bytes = bounds.socket_full_bytes
         self.write_frame: Callable[[bytes], bool] | None = None

@@ -142,7 +142,6 @@ class ModelLoad(NodeOperation):
         yield self._judge_memory(target, params, signed)
 
     def _judge_memory(self, target: Target, params: Params, signed: str) -> Impact:
-        """Return whether a model fits, as far as it was ever measured."""
         model, name, memory = str(params.get("modelId")), target.node.name, target.said.memory
         if memory is None:
             return Impact(CAUTION, f"{name} does not say how much memory it has.")
@@ -240,7 +239,6 @@ def _is_kept(params: Params) -> bool:
 
 
 def _now_of(found: Sequence[Target], model: object) -> str:
-    """Return on how many of the nodes a model is loaded now."""
     holding = [target.node.name for target in found if model in target.loaded]
     if not holding:
         return "not loaded"
@@ -329,7 +327,7 @@ def _tell(lost: LostModel) -> bool:
 
 
 def _is_heard(target: Target) -> bool:
-    """Whether what the node says of its models is of now; one that is away has another problem."""
+    # Only what a node says now counts; one that is away has another problem.
     node, said = target.node, target.said.says_something and target.said.is_current
     return bool(node.runner_id and node.op_level and said and target.status is not NodeStatus.OFFLINE)
 

@@ -221,7 +221,7 @@ def _make_target(node: Node, *, now: datetime) -> Target:
 
 
 def _find_typed(text: str) -> Node:
-    """Return the node that a person means. A node below L2 chooses its runner id, so what nodes are called counts first."""
+    # A node below L2 chooses its runner id, so what nodes are called counts first.
     try:
         return Node.objects.get(pk=find_node_id(text))
     except NodeNotFound as error:
@@ -281,7 +281,7 @@ def _check_value(name: str, value: object, field: Field) -> None:
 
 
 def _refuse_floats(name: str, value: object) -> None:
-    """Fractions have several spellings, and what is signed must have one."""
+    # Fractions have several spellings, and what is signed must have one.
     if isinstance(value, float):
         raise InvalidProposal(
             f"{name} is {value}: only whole numbers can be signed. Give it in a smaller unit, or set it on the node.",
@@ -401,7 +401,6 @@ def _judge_reach(target: Target) -> Iterator[Impact]:
 
 
 def _judge_history(operation: str, signed: str, params: Params, name: str) -> Iterator[Impact]:
-    """Yield how the same went the last time."""
     run = last_run(operation, target=signed, params=params)
     if run is None or run.ended_at is None:
         yield Impact(CAUTION, f"This was never done on {name} before.")
@@ -415,6 +414,6 @@ def _judge_history(operation: str, signed: str, params: Params, name: str) -> It
 
 @lru_cache(maxsize=4)
 def _load_reader(path: str) -> TrafficReader:
-    """Return the function that counts live requests. It lives above this app, hence the dotted path."""
+    # The function lives above this app, hence the dotted path.
     reader: TrafficReader = import_string(path)
     return reader

@@ -237,7 +237,7 @@ def _mark(node: Node, *, now: datetime) -> bool:
 
 
 def _says_idle(node: Node, since: datetime, *, now: datetime) -> bool:
-    """Whether the node reported, since the drain began, that it runs nothing; one that is gone runs nothing for us."""
+    # A node that is gone runs nothing for us.
     if judge_status(node, now=now) is NodeStatus.OFFLINE:
         return True
     presence = presence_of(node)
@@ -273,7 +273,7 @@ def sweep_presence() -> SweepReport:
 
 
 def _is_anything_due() -> bool:
-    """Whether a node is silent, or drains, or did: one look, for that is rare and a sweep asks ten times."""
+    # One look first: silence and drains are rare, and a sweep asks ten times.
     age_s = min(freshness_windows(limits().nodes, protocol=one)[1] for one in ("", BRIDGE_V1))
     with connection.cursor() as cursor:
         cursor.execute(_IS_ANYTHING_DUE, [age_s])
@@ -337,10 +337,8 @@ def _mark_offline(now: datetime) -> int:
 
 
 def _end_drains() -> int:
-    """End drains with nothing left to drain: the deadline is long past and the node is gone.
-
-    Until then a drain survives reconnects, and a node that is still there stays drained until an operator undrains it.
-    """
+    # Until the deadline is long past and the node is gone, a drain survives reconnects; a node that is still there stays
+    # drained until an operator undrains it.
     gone = Q(presence__isnull=True) | Q(presence__connected=False, presence__reported_status=NodeStatus.OFFLINE.value)
     over = Node.objects.select_for_update(of=("self",)).filter(gone, draining=True, drain_deadline_at__isnull=True)
     ended = 0
@@ -355,8 +353,8 @@ def _end_drains() -> int:
 
 
 def _name_drains(now: datetime) -> None:
-    """Name the drains that a release without ``draining_since`` began, and forget what was counted for drains that are over."""
     stopping = Q(draining=True) | Q(mode=NodeMode.SPARE_OFF.value)
+    # A release without ``draining_since`` may have begun some.
     Node.objects.filter(stopping, draining_since=None).update(draining_since=now, updated_at=now)
     Node.objects.filter(~stopping, draining_since__isnull=False).update(**end_stop(), updated_at=now)
     NodeDrainCount.objects.exclude(draining_since=F("node__draining_since")).delete()

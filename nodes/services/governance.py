@@ -98,7 +98,6 @@ def _is_news(node: Node, said: BoxGovernance, keys: dict[str, bytes], *, heard_m
 
 
 def _columns_of(said: BoxGovernance) -> dict[str, object]:
-    """Return what a node says of how it decides, by the column that keeps it."""
     same = ("runner_id", "policy_version", "policy_sha256", "policy_error", "witness_size", "keeps_models", "reloads_settings")
     return {"op_level": said.level, "box_key": said.public_key, **{name: getattr(said, name) for name in same}}
 
@@ -223,7 +222,7 @@ def _owns(said: BoxGovernance) -> bool:
 
 
 def _is_held(node: Node, runner_id: str) -> bool:
-    """Whether another node has the id. One whose credential was revoked, or whose provider is gone, holds nothing."""
+    # A node whose credential was revoked, or whose provider is gone, holds nothing.
     return _list_holders(Node.objects.filter(runner_id=runner_id).exclude(pk=node.pk)).exists()
 
 
@@ -233,7 +232,7 @@ def _list_holders(nodes: QuerySet[Node]) -> QuerySet[Node, str]:
 
 
 def _lock_runner_id(runner_id: str) -> None:
-    """Have two nodes that claim one id see each other. Always after the lock of the own row, or two could wait in a ring."""
+    # Two nodes that claim one id see each other. Always after the lock of the own row, or two could wait in a ring.
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 7))", [runner_id])
 
@@ -251,7 +250,7 @@ def _store(node: Node, said: BoxGovernance, *, heard_ms: int) -> None:
 
 
 def _note_step_back(node: Node, said: BoxGovernance) -> None:
-    """Record a node that is weaker, or knows less, than it did: set up anew, restored from a backup, or another one."""
+    # It may have been set up anew, restored from a backup, or be another node.
     was, now = (node.op_level, node.policy_version, node.witness_size), (said.level, said.policy_version, said.witness_size)
     if now[0] < was[0] or now[1] < was[1] or now[2] < was[2]:
         logger.error("node.went_back node=%s", node.name)

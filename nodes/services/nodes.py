@@ -7,6 +7,7 @@ import logging
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import lru_cache
@@ -235,7 +236,7 @@ def _find_known(credential: NodeCredential, name: str) -> Node | None:
 
 
 def _choose_sealed_key(node: Node | None, registration: Registration) -> str:
-    """Return the API key that holds after a registration, encrypted. A key never follows a node to another URL unasked."""
+    # A key never follows a node to another URL unasked.
     is_same = node is not None and node.public_base_url == registration.public_base_url
     kept = node.sealed_api_key if node is not None and is_same else ""
     if registration.api_key is None or (kept and _opens_to(kept, registration.api_key)):
@@ -244,7 +245,7 @@ def _choose_sealed_key(node: Node | None, registration: Registration) -> str:
 
 
 def _opens_to(sealed: str, text: str) -> bool:
-    """Whether that is the key already: encrypted again it would look like another one."""
+    # Encrypted again, the same key would look like another one.
     try:
         return hmac.compare_digest(Node(sealed_api_key=sealed).read_api_key().encode(), text.encode())
     except ApiKeyUnreadable:
@@ -298,8 +299,8 @@ def _store_heartbeat(presence: NodePresence, heartbeat: Heartbeat, now: datetime
 
 
 def _announce(node: Node, before: NodeStatus, after: NodeStatus) -> None:
-    """Tell listeners of a new status; only coming and going is worth a line in the audit trail."""
     publish_hint("nodes", str(node.pk))
+    # Only coming and going is worth a line in the audit log.
     if NodeStatus.OFFLINE not in (before, after):
         return
     action = "node.offline" if after is NodeStatus.OFFLINE else "node.online"
@@ -308,7 +309,7 @@ def _announce(node: Node, before: NodeStatus, after: NodeStatus) -> None:
 
 @lru_cache(maxsize=4)
 def _load_model_check(path: str) -> Callable[[str], bool]:
-    """Return the function that says whether a model is allow-listed. It lives above this app, hence the dotted path."""
+    # The function lives above this app, hence the dotted path.
     check: Callable[[str], bool] = import_string(path)
     return check
 
@@ -448,8 +449,7 @@ def _get(client: httpx.Client, target: DirectTarget, path: str, *, api_key: str,
     """Return the status and, of an answer with 200, the body. Raises httpx.HTTPError, also for one too long or too slow."""
     import httpx
 
-    response = client.send(build_request(client, target, "GET", path, api_key=api_key), stream=True)
-    try:
+    with closing(client.send(build_request(client, target, "GET", path, api_key=api_key), stream=True)) as response:
         if not max_bytes or response.status_code != httpx.codes.OK:
             return response.status_code, b""
         raw, until = bytearray(), clock.monotonic() + limits().nodes.probe_s
@@ -460,5 +460,3 @@ def _get(client: httpx.Client, target: DirectTarget, path: str, *, api_key: str,
             if clock.monotonic() > until:
                 raise httpx.ReadTimeout(f"GET {path} was not answered in full within {limits().nodes.probe_s:g} s")
         return response.status_code, bytes(raw)
-    finally:
-        response.close()

@@ -249,7 +249,6 @@ def _list_said(node: Node) -> list[object]:
 
 
 def _take_message(node: Node, said: Registered) -> None:
-    """Set on the row, without saving it, what a node said."""
     message = said.message
     gpu = message.gpus[0] if message.gpus else None
     node.reach = Reach.RELAY
@@ -267,22 +266,20 @@ def _take_message(node: Node, said: Registered) -> None:
 
 
 def _name_installation(message: bridge.Register) -> str:
-    """Return what the node's key is called here; empty when it says none, as older nodes and bridge v1 workers do."""
+    # Older nodes and bridge v1 workers name no key.
     key = message.governance.public_key if message.governance is not None else ""
     return hashlib.sha256(key.encode()).hexdigest() if key else ""
 
 
 def _is_rival(node: Node, message: bridge.Register) -> bool:
-    """Whether this cannot be the node that holds the node's session, nor that node started again.
-
-    Of two nodes with one name and one credential the one that is at work goes on; the other is told and shown to the operator.
-    The name does not tell them apart. The node's key does, which lies in its data folder, and so does the instance id, which is
-    new with every start of the program: a node that was started again has its old key and an instance id that nobody has seen,
-    and replaces its own dead session at once. A program whose session was replaced never had its instance id new again.
-    """
     instance = (message.instance_id or "")[:64]
     if not instance or not node.instance_id or instance == node.instance_id:
         return False
+    # Of two nodes with one name and one credential the one that is at work goes on; the other is told and shown to the
+    # operator. The name does not tell them apart. The node's key does, which lies in its data folder, and so does the instance
+    # id, which is new with every start of the program: a node that was started again has its old key and an instance id that
+    # nobody has seen, and replaces its own dead session at once. A program whose session was replaced never had its instance id
+    # new again.
     installation = _name_installation(message)
     is_another = bool(installation and node.installation and installation != node.installation)
     return is_another or instance in node.former_instances
@@ -300,9 +297,9 @@ def _take_instance(node: Node, message: bridge.Register) -> None:
 
 
 def _note_rival(node: Node, *, peer_address: str) -> None:
-    """Write down that a second node asked for the session of a live one; in the audit trail once an hour."""
     now = clock.now()
     logger.warning("node.rival_refused node=%s address=%s", node.name, peer_address)
+    # Once an hour: a second node that keeps trying must not fill the audit log.
     if node.rival_seen_at is None or now - node.rival_seen_at >= timedelta(seconds=limits().nodes.rival_audit_s):
         detail = {"name": node.name, "address": peer_address[:64]}
         audit.record_event(actor=f"node:{node.name}", action="node.rival_refused", target=node.printed_id, detail=detail)

@@ -171,7 +171,7 @@ def _draw_parts(named: Iterable[tuple[str, str, int]], total: int) -> tuple[Memo
 
 
 def _guess_gpus(node: Node, presence: NodePresence) -> list[GpuInfo]:
-    """Return the GPU of a node that gives no telemetry, from its registration and its heartbeats over REST."""
+    # A node that gives no telemetry named its GPU when it registered, and says over REST how busy it is.
     if not node.gpu_name:
         return []
     return [

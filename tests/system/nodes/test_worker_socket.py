@@ -387,7 +387,7 @@ async def test_when_a_gateway_stops_its_nodes_leave_at_once_and_cut_off_sockets_
         socket.say(hello(f"rig-{number}", instance_id="i"))
     for socket in sockets:
         await socket.acknowledged()
-    await door.channel.say_goodbye()
+    await door.channel.end_sessions()
     assert not await NodePresence.objects.filter(connected=True).aexists()
     late = presence_reports(door.registry)
     await sync_to_async(write_presences)(late, gateway_id=GATEWAY)
