@@ -567,10 +567,11 @@ def store_status(*, node_id: uuid.UUID, status: OpStatus) -> bool:
     match status.state:
         case "running" if not run.has_ended:
             note_progress(run_id=run.run_id, stage=status.stage, fraction=status.fraction, eta_s=status.eta_s)
-        case "succeeded":
-            _finish(run, node, status, RunEvent.SUCCEED)
-        case "failed":
-            _finish(run, node, status, RunEvent.FAIL)
+        case "succeeded" | "failed":
+            code, receipt = _check_end(run, node, status)
+            event = RunEvent.SUCCEED if status.state == "succeeded" else RunEvent.FAIL
+            told = {"code": code, "message": status.message, "receipt": receipt}
+            finish_run(run_id=run.run_id, event=event, result=status.result, receipt_key=receipt and node.box_key, **told)
         case "refused" if status.code in TRY_AGAIN_CODES:
             requeue_run(run_id=run.run_id, reason=f"the node refused it for now: {status.code}")
         case "refused":
@@ -617,19 +618,6 @@ def _take_unknown(run: NodeRun, node: Node) -> None:
         lose_run(run, node, result={})
     elif run.sent_at is not None and clock.now() - run.sent_at >= timedelta(seconds=limits().nodes.command_unheard_s):
         requeue_run(run_id=run.run_id, reason="the node never heard of it")
-
-
-def _finish(run: NodeRun, node: Node, status: OpStatus, event: RunEvent) -> None:
-    code, receipt = _check_end(run, node, status)
-    finish_run(
-        run_id=run.run_id,
-        event=event,
-        code=code,
-        message=status.message,
-        result=status.result,
-        receipt=receipt,
-        receipt_key=node.box_key if receipt else "",
-    )
 
 
 def _check_end(run: NodeRun, node: Node, status: OpStatus) -> tuple[str, str]:

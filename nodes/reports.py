@@ -193,30 +193,22 @@ def _read_loaded(model: _Loaded, runner_type: str) -> list[bridge.ReplicaInfo]:
 
 
 def _read_gpus(resources: _Resources, name: str) -> list[bridge.GpuInfo]:
-    if resources.gpus:
-        return [
-            bridge.GpuInfo(
-                index=gpu.index,
-                name=gpu.name or name,
-                memory_total_mb=_whole(gpu.memory_total_mb),
-                memory_used_mb=_whole(gpu.memory_used_mb),
-                utilization_percent=_percent(gpu.utilization),
-                temperature_c=gpu.temperature_c,
-                power_w=gpu.power_w,
-            )
-            for gpu in resources.gpus
-        ]
-    # Sums are told of a GPU only if it is the only one.
-    if len(resources.gpu_ids) != 1:
-        return [bridge.GpuInfo(index=index, name=name) for index in resources.gpu_ids]
+    gpus = resources.gpus or [_Gpu(index=index) for index in resources.gpu_ids]
+    if not resources.gpus and len(gpus) == 1:  # sums are told of a GPU only if it is the only one
+        (only,) = gpus
+        only.memory_total_mb, only.memory_used_mb = resources.total_mb, resources.used_mb
+        only.utilization = resources.utilization
     return [
         bridge.GpuInfo(
-            index=resources.gpu_ids[0],
-            name=name,
-            memory_total_mb=_whole(resources.total_mb),
-            memory_used_mb=_whole(resources.used_mb),
-            utilization_percent=_percent(resources.utilization),
+            index=gpu.index,
+            name=gpu.name or name,
+            memory_total_mb=_whole(gpu.memory_total_mb),
+            memory_used_mb=_whole(gpu.memory_used_mb),
+            utilization_percent=_percent(gpu.utilization),
+            temperature_c=gpu.temperature_c,
+            power_w=gpu.power_w,
         )
+        for gpu in gpus
     ]
 
 

@@ -81,20 +81,8 @@ class HttpStream:
     """One request on an HTTP link; also the handler of its response."""
 
     __slots__ = (
-        "_asked",
-        "_connection",
-        "_link",
-        "_paused",
-        "_reader",
-        "_refusal",
-        "_refusal_head",
-        "_request",
-        "_retried",
-        "_task",
-        "_usage",
-        "_window",
-        "finished",
-        "sink",
+        *("_asked", "_connection", "_link", "_paused", "_reader", "_refusal", "_refusal_head", "_request", "_retried"),
+        *("_task", "_usage", "_window", "finished", "sink"),
     )
 
     def __init__(self, link: HttpLink, request: bytes, sink: Sink, *, asked: bool) -> None:

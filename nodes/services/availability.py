@@ -249,16 +249,21 @@ def read_served_models() -> frozenset[str]:
     return read_fleet().served_models
 
 
+_SAME_COLUMNS = (
+    *("name", "max_concurrent", "op_level", "policy_version", "policy_error", "witness_alarm", "clock_skew_ms"),
+    *("rival_seen_at", "rival_address"),
+)
+
+
 def _describe_health(node: Node, now: datetime) -> NodeHealth:
     presence, availability = presence_of(node), read_availability(node, now=now)
     counts = count_replicas(presence)
     return NodeHealth(
-        name=node.name,
+        **{name: getattr(node, name) for name in _SAME_COLUMNS},
         status=availability.status,
         freshness=availability.freshness,
         age_s=heartbeat_age_s(presence, now=now),
         active_requests=presence.active_requests,
-        max_concurrent=node.max_concurrent,
         models=describe_counts(counts),
         last_error=presence.last_error,
         id=node.pk,
@@ -268,14 +273,7 @@ def _describe_health(node: Node, now: datetime) -> NodeHealth:
         failed=list_failures(presence) if counts["failed"] else (),
         is_loading=counts["loading"] > 0,
         probe_error=presence.probe_error if node.reach == Reach.DIRECT else "",
-        op_level=node.op_level,
         could_take_operations=node.reach == Reach.RELAY and presence.protocol == MUSTER_V1,
-        policy_version=node.policy_version,
-        policy_error=node.policy_error,
-        witness_alarm=node.witness_alarm,
-        clock_skew_ms=node.clock_skew_ms,
-        rival_seen_at=node.rival_seen_at,
-        rival_address=node.rival_address,
         ejections=tuple(list_ejections(presence, now=now)),
     )
 
