@@ -293,7 +293,7 @@ def _find_ejections(facts: Facts) -> Iterable[Problem]:
     for node in _online(facts):
         for ejection in node.ejections:
             what = f"Gateways hold {node.name} back" + (f" for {ejection.model}." if ejection.model else ".")
-            yield _blame(node, what, f"{ejection.words[:1].upper()}{ejection.words[1:]}.", since=ejection.since)
+            yield _blame(node, what, f"{ejection.text[:1].upper()}{ejection.text[1:]}.", since=ejection.since)
 
 
 def _find_alarms(facts: Facts) -> Iterable[Problem]:

@@ -298,8 +298,8 @@ class NodeAdmin(ShowingAdmin):
     @column("Scheduling", label=_SCHEDULING_COLOURS)
     def show_held_back(self, node: Node) -> str:
         drain = "drained" if is_drained(node) else "draining"
-        words = [word for word, is_so in (("cordoned", node.cordoned), (drain, node.draining)) if is_so]
-        return ", ".join(words) or "open"
+        held = [name for name, is_so in (("cordoned", node.cordoned), (drain, node.draining)) if is_so]
+        return ", ".join(held) or "open"
 
     @column("Lending", ordering="mode", label={"reclaimed by owner": "warning"})
     def show_lending(self, node: Node) -> str:
@@ -315,8 +315,8 @@ class NodeAdmin(ShowingAdmin):
 
     @column("Drain")
     def show_drain(self, node: Node) -> str:
-        words = describe_drain(node)
-        return f"{words} (asked for by {node.drain_actor})" if words and node.drain_actor else words or "-"
+        text = describe_drain(node)
+        return f"{text} (asked for by {node.drain_actor})" if text and node.drain_actor else text or "-"
 
     @column("Last error")
     def show_error(self, node: Node) -> str:
@@ -326,7 +326,7 @@ class NodeAdmin(ShowingAdmin):
     @column("Ejected by gateways")
     def show_ejections(self, node: Node) -> str:
         found = list_ejections(presence_of(node), now=clock_of(node))
-        return " · ".join(f"{one.model}: {one.words}" if one.model else one.words for one in found) or "-"
+        return " · ".join(f"{one.model}: {one.text}" if one.model else one.text for one in found) or "-"
 
     @column("Duplicate node")
     def show_rival(self, node: Node) -> str:
@@ -358,10 +358,10 @@ class NodeAdmin(ShowingAdmin):
     def show_skew(self, node: Node) -> str:
         if node.clock_skew_ms is None:
             return "-"
-        words = f"{abs(node.clock_skew_ms) / 1000:.1f} s {'behind' if node.clock_skew_ms > 0 else 'ahead'}"
+        text = f"{abs(node.clock_skew_ms) / 1000:.1f} s {'behind' if node.clock_skew_ms > 0 else 'ahead'}"
         if abs(node.clock_skew_ms) > limits().nodes.clock_skew_ms:
-            return f"{words}: no operation is sent to it"
-        return f"{words}: set it" if abs(node.clock_skew_ms) > limits().nodes.clock_skew_warning_ms else words
+            return f"{text}: no operation is sent to it"
+        return f"{text}: set it" if abs(node.clock_skew_ms) > limits().nodes.clock_skew_warning_ms else text
 
     @column("Connected")
     def show_connected(self, node: Node) -> str:

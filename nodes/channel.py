@@ -198,7 +198,7 @@ class NodeChannel:
     # on the event loop, from the frame path
 
     def take_status(self, link: RelayLink, status: bridge.OpStatus) -> None:
-        """Note where an operation stands on a node; the newest word counts, and a last word stays the last."""
+        """Note where an operation stands on a node; the newest status counts, and a final one stays."""
         key = (link.node_id, status.op_id, status.use)
         before = self._statuses.get(key)
         if (
@@ -556,7 +556,7 @@ def _plan(run: NodeRun, *, since: datetime, now: datetime, gateway_id: uuid.UUID
 def store_status(*, node_id: uuid.UUID, status: OpStatus) -> bool:
     """Store what a node said of an operation that is for it; False when there is no such run, or it has ended.
 
-    A last word is passed on however late it comes: governance knows whether it still waits for one.
+    A final status is passed on however late it comes: governance knows whether it still waits for one.
     """
     op_id = parse_id("op", status.op_id)
     run = None if op_id is None else find_run_of(node_id, op_id, status.use)

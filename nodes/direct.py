@@ -92,8 +92,8 @@ def _hand_over(run: NodeRun, node: Node) -> bool:
         return False
     path = _PATHS.get(run.operation)
     if path is None:  # asked for while the node dialled in
-        words = f"{run.operation} takes no approval over HTTP; connect the node by its own session, then ask again"
-        finish_run(run_id=run.run_id, event=RunEvent.FAIL, code="unknown_operation", message=words)
+        message = f"{run.operation} takes no approval over HTTP; connect the node by its own session, then ask again"
+        finish_run(run_id=run.run_id, event=RunEvent.FAIL, code="unknown_operation", message=message)
         return False
     try:
         status, members = _call(node, "POST", path, {**params, TOKEN_MEMBER: run.token})

@@ -1,4 +1,4 @@
-"""Background work of the node registry. A task is a bell: what is to do stands in the rows."""
+"""Background work of the node registry. What is to do stands in the rows; a task only has a worker look at them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @shared_task(name="nodes.tasks.sweep_nodes")  # type: ignore[untyped-decorator]  # Celery ships no types
 def sweep_nodes() -> None:
-    """Bring the rows of silent nodes in line with their age. Idempotent; a lost ring does no harm."""
+    """Bring the rows of silent nodes in line with their age. Idempotent; a lost task does no harm."""
     report = sweep_presence()
     if report.went_offline or report.drains_ended or report.drained:
         logger.info(
@@ -36,7 +36,7 @@ def tell_reloads() -> None:
 
 @shared_task(name="nodes.tasks.probe_direct_nodes")  # type: ignore[untyped-decorator]  # Celery ships no types
 def probe_direct() -> None:
-    """See whether the nodes that registered a URL answer on it. Idempotent; a lost ring is made up by the next."""
+    """See whether the nodes that registered a URL answer on it. Idempotent; the next one makes up for a lost task."""
     failed = probe_direct_nodes()
     if failed:
         logger.warning("nodes_probed unreachable=%d", failed)
@@ -51,6 +51,6 @@ def call_node(run_id: str) -> None:
 
 @shared_task(name="nodes.tasks.ring_direct_boxes")  # type: ignore[untyped-decorator]  # Celery ships no types
 def schedule_calls() -> None:
-    """Take up the commands whose own ring, or whose worker, was lost."""
+    """Take up the commands whose own task, or whose worker, was lost."""
     for run_id in find_unattended():
         call_node.apply_async(args=[str(run_id)], expires=limits().nodes.call_task_s)

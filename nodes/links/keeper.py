@@ -226,7 +226,7 @@ class LinkKeeper:
         policy.provider_enabled = row.provider_state == "enabled"
         policy.cordoned = row.cordoned
         policy.draining = row.draining
-        if not isinstance(link, RelayLink) or link.is_mode_known_since(self._read_at):  # else the owner's word is newer
+        if not isinstance(link, RelayLink) or link.is_mode_known_since(self._read_at):  # else what the owner said is newer
             policy.reclaimed = row.mode == NodeMode.SPARE_OFF.value
             policy.drain_deadline_at = row.drain_deadline_at if policy.draining or policy.reclaimed else None
         if row.provider_state == "deleted" and isinstance(link, RelayLink):
@@ -235,10 +235,10 @@ class LinkKeeper:
 
     def _tell(self, link: RelayLink, row: NodeRow) -> None:
         status = "draining" if row.draining or row.cordoned or row.mode == NodeMode.SPARE_OFF.value else "available"
-        word = (status, row.mode, row.cordoned)
+        notice = (status, row.mode, row.cordoned)
         if link.session.speaks_muster:
-            if self._told.get(link.node_id) != word:
-                self._told[link.node_id] = word
+            if self._told.get(link.node_id) != notice:
+                self._told[link.node_id] = notice
                 link.send_message(bridge.NodeNotice(status=status, mode=row.mode, cordoned=row.cordoned))
             return
         if not row.draining:

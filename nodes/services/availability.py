@@ -107,13 +107,13 @@ class EjectionReport:
 
 @dataclass(frozen=True, slots=True)
 class ShownEjection:
-    """An ejection in words, which leave the model out. ``model`` empty = every model."""
+    """An ejection as pages show it; ``text`` leaves the model out. ``model`` empty = every model."""
 
     model: str
     reason: str
     since: datetime
     until: datetime
-    words: str
+    text: str
 
 
 def write_ejections(reports: Sequence[EjectionReport], *, gateway_id: uuid.UUID) -> None:

@@ -67,22 +67,22 @@ def take_registered(said: Sequence[tuple[Node, BoxGovernance | None, int]]) -> N
 
     Within a transaction that holds the rows. A node that says what it said before costs no statement of its own.
     """
-    ids = [node.pk for node, word, _ in said if word is not None]
+    ids = [node.pk for node, one, _ in said if one is not None]
     keys: dict[uuid.UUID, dict[str, bytes]] = {node_id: {} for node_id in ids}
     for key in NodeOpKey.objects.filter(node__in=ids, retired_at=None) if ids else ():
         keys[key.node_id][key.kid] = bytes(key.secret)
     holders = Counter(
-        _list_holders(Node.objects.filter(runner_id__in={word.runner_id for _, word, _ in said if word is not None}))
+        _list_holders(Node.objects.filter(runner_id__in={one.runner_id for _, one, _ in said if one is not None}))
         if ids
         else ()
     )
-    for node, word, heard_ms in said:
-        if word is None:
+    for node, one, heard_ms in said:
+        if one is None:
             is_news = bool(node.op_level)
         else:
-            is_news = holders[word.runner_id] > 1 or _is_news(node, word, keys[node.pk], heard_ms=heard_ms)
+            is_news = holders[one.runner_id] > 1 or _is_news(node, one, keys[node.pk], heard_ms=heard_ms)
         if is_news:
-            take_governance(node_id=node.pk, said=word, heard_ms=heard_ms)
+            take_governance(node_id=node.pk, said=one, heard_ms=heard_ms)
 
 
 def _is_news(node: Node, said: BoxGovernance, keys: dict[str, bytes], *, heard_ms: int) -> bool:
@@ -104,7 +104,7 @@ def _columns_of(said: BoxGovernance) -> dict[str, object]:
 
 @transaction.atomic
 def take_report(*, node_id: uuid.UUID, report: GovernanceReport, heard_ms: int) -> None:
-    """Store what changed in how a node decides, and its word for the audit checkpoint that it saw.
+    """Store what changed in how a node decides, and its signature of the audit checkpoint that it saw.
 
     An alarm stays until the node signs a checkpoint that the log of now contains.
     """
@@ -122,7 +122,7 @@ def take_report(*, node_id: uuid.UUID, report: GovernanceReport, heard_ms: int) 
 
 
 def _judge_witness(node: Node, report: GovernanceReport) -> str:
-    """Keep the node's signed word on the audit log; return why it contradicts the log, "" = it does not."""
+    """Keep the checkpoint that the node signed; return why it contradicts the log, "" = it does not."""
     said = report.governance
     try:
         status = record_witness(

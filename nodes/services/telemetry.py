@@ -46,7 +46,7 @@ class MemoryBar:
 class NodeTelemetry:
     """Everything the page of a node shows of its models and memory. ``age_s``: since it was heard; None = never.
 
-    ``facts``: the members of ``ModelFacts`` by name, some of them as the page words them.
+    ``facts``: the members of ``ModelFacts`` by name, some of them as the page says them.
     """
 
     age_s: float | None
@@ -205,15 +205,15 @@ def _view_facts(facts: ModelFacts) -> dict[str, object]:
 
 def describe_limits(limits: Mapping[str, object]) -> str:
     """Return what a field of a load may be, in words: ``1 to 64 in steps of 256 tokens; 4096 when left out``."""
-    words: list[str] = []
+    parts: list[str] = []
     if isinstance(values := limits.get("allowed_values"), list):
-        words.append(", ".join("nothing" if value is None else str(value) for value in values))
+        parts.append(", ".join("nothing" if value is None else str(value) for value in values))
     elif "minimum" in limits:
-        words.append(f"{limits['minimum']} to {limits['maximum']}" if "maximum" in limits else f"from {limits['minimum']}")
+        parts.append(f"{limits['minimum']} to {limits['maximum']}" if "maximum" in limits else f"from {limits['minimum']}")
         if limits.get("step") not in {None, 1}:
-            words.append(f"in steps of {limits['step']}")
-        words.append(str(limits.get("unit") or ""))
+            parts.append(f"in steps of {limits['step']}")
+        parts.append(str(limits.get("unit") or ""))
     else:
-        words.append(str(limits.get("format") or limits.get("kind") or "any value"))
+        parts.append(str(limits.get("format") or limits.get("kind") or "any value"))
     default = limits.get("default")
-    return " ".join(filter(None, words)) + (f"; {default} when left out" if default is not None else "")
+    return " ".join(filter(None, parts)) + (f"; {default} when left out" if default is not None else "")

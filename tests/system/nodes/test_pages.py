@@ -259,7 +259,7 @@ def report(node: Node, **changes: object) -> EjectionReport:
 
 
 def shown_of(node: Node) -> list[str]:
-    return [one.words for one in list_ejections(NodePresence.objects.get(pk=node.pk), now=timezone.now())]
+    return [one.text for one in list_ejections(NodePresence.objects.get(pk=node.pk), now=timezone.now())]
 
 
 def test_why_and_until_when_a_node_is_ejected_is_told_once_and_goes_when_it_is_over() -> None:
@@ -319,7 +319,7 @@ def test_what_loads_take_and_may_set_is_shown() -> None:
 
 
 def shown(node: Node) -> list[str]:
-    return [one.words for one in list_ejections(NodePresence.objects.get(pk=node.pk), now=timezone.now())]
+    return [one.text for one in list_ejections(NodePresence.objects.get(pk=node.pk), now=timezone.now())]
 
 
 def test_a_provider_is_made_switched_off_on_and_deleted(boss: Client) -> None:
