@@ -13,8 +13,8 @@ import logging
 import random
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,8 +36,8 @@ from runner.engines.comfy_server import (
     open_job,
     read_workflow,
 )
-from runner.engines.http import HttpServer
-from runner.engines.http_engine import bearer, read_option, read_url
+from runner.engines.http import HttpResponse, HttpServer
+from runner.engines.http_engine import HttpEngine, bearer, read_option, read_url, wait_forever
 from runner.engines.port import (
     IMAGES,
     Call,
@@ -47,9 +47,7 @@ from runner.engines.port import (
     FlushRequest,
     FlushResult,
     Health,
-    LoopOwner,
     Priority,
-    Response,
 )
 from runner.errors import EngineError, ModalityUnsupported
 from runner.limits import limits
@@ -317,106 +315,101 @@ class ImageSite:
                 raise Refusal(f"The workflow of this model sets {name} itself; leave it out.", param=name)
 
 
-class ComfyUiEngine:
-    """The adapter. Options: ``server_url``; ``server_api_key_env``, the variable with the key of a proxy in front of it;
-    ``server_model``, the checkpoint's file there (the model's id unless given); ``comfyui_workflow``, the owner's template.
+def make_comfyui(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
+    """Options: ``server_url``; ``server_api_key_env``, the variable with the key of a proxy in front of it; ``server_model``,
+    the checkpoint's file there (the model's id unless given); ``comfyui_workflow``, the owner's template.
     """
+    server = HttpServer(client)
+    comfy = ComfyModel(plan, server, client)
+    return HttpEngine(server, comfy, comfy, name="comfyui", poll_s=5.0, restart_max_s=60.0)
 
-    name = "comfyui"
-    poll_s = 5.0
-    restart_max_s = 60.0
-    loop: LoopOwner | None = None
 
-    def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
+class ComfyModel:
+    """Loader and probe in one. ``server`` is the ImageSite of the model, through which requests go."""
+
+    is_attached = False
+    has_metrics = False
+    pids: tuple[int, ...] = ()
+
+    def __init__(self, plan: LoadPlan, server: HttpServer, client: aiohttp.ClientSession) -> None:
         self._plan = plan
         self._client = client
-        self._door = HttpServer(client)
-        self._server: ComfyServer | None = None
+        self._server = server
+        self._comfy: ComfyServer | None = None
+        """Set from when it may hold the model."""
         self._site: ImageSite | None = None
         self.capabilities = Capabilities(
             endpoints=(IMAGES,), max_inflight=plan.slots, keeps_nothing=True, engine_priority=True, reports_progress=True
         )
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """None is ours."""
-        return ()
-
     async def load(self, report: Report) -> None:
-        """Check that the server can run the workflow with the checkpoint, and have it read that. Raises EngineError."""
+        """Check that ComfyUI can run the workflow with the checkpoint, and have it read that."""
         await self._stop_site()
         workflow = await self._read_workflow()
-        server = ComfyServer(self._client, read_url(self._plan, example="http://127.0.0.1:8188"), bearer(self._plan))
+        comfy = ComfyServer(self._client, read_url(self._plan, example="http://127.0.0.1:8188"), bearer(self._plan))
         report(Progress("asking the server"))
-        version = await server.version()
-        checkpoint = await self._check_nodes(server, workflow)
+        version = await comfy.version()
+        checkpoint = await self._check_nodes(comfy, workflow)
+        self._comfy = comfy
         if (LOADER, "ckpt_name") in workflow.checkpoint_inputs:
-            # From here on the server may hold the model, so an unload has to ask it to let go.
-            self._server = server
-            try:
-                await self._warm_up(server, checkpoint, report)
-            except BaseException:
-                await self._give_up(server)
-                raise
-        site = ImageSite(server, workflow, checkpoint)
+            await self._warm_up(comfy, checkpoint, report)
+        self._site = site = ImageSite(comfy, workflow, checkpoint)
         await site.start()
-        self._door.base_url, self._door.headers = site.url, {"Authorization": f"Bearer {site.key}"}
-        self._server, self._site = server, site
+        self._server.base_url, self._server.headers = site.url, {"Authorization": f"Bearer {site.key}"}
         self.capabilities = replace(self.capabilities, version=version)
         report(Progress("ready", 1.0))
 
-    async def unload(self, *, gently: bool) -> None:
-        """Withdraw what runs, have the server free its memory, and see it go, as far as a GPU shows that.
-
-        Raises EngineError when the server keeps it. A server that is gone holds nothing.
-        """
-        del gently  # the server frees its memory when it is idle, and nothing makes it do so earlier
+    async def give_up(self) -> None:
+        """Ask for the memory of a load that nobody wants any more, and wait for nothing."""
         await self._stop_site()
-        server = self._server
-        if server is None:
+        comfy, self._comfy = self._comfy, None
+        if comfy is not None:
+            with contextlib.suppress(EngineError):
+                await comfy.free()
+
+    async def unload(self, *, gently: bool) -> None:
+        """Withdraw what runs, have ComfyUI free its memory, and see it go, as far as a GPU shows that.
+
+        Raises EngineError when it keeps it. A server that is gone holds nothing.
+        """
+        del gently  # it frees its memory when it is idle, and nothing makes it do so earlier
+        await self._stop_site()
+        if self._comfy is None:
             return
-        if await server.check() is not Health.UNREACHABLE:
-            await self._free(server)
-        self._server = None
-
-    async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Say that there is no such thing."""
-        del request
-        return FlushOutcome(FlushResult.NOTHING_KEPT, "image models have no KV cache; unload frees what the server keeps")
-
-    async def stats(self) -> EngineStats:
-        """Return how many prompts run and wait on the server, everybody's."""
-        if self._server is None or self._site is None:
-            return EngineStats()
-        try:
-            queue = await self._server.waiting()
-        except EngineError:
-            return EngineStats()
-        return EngineStats(running=len(queue.running), waiting=len(queue.pending))
-
-    @asynccontextmanager
-    async def stream(self, call: Call) -> AsyncIterator[Response]:
-        """Send a request for images. Raises aiohttp.ClientError, OSError, and ModalityUnsupported for any other."""
-        if self._site is None:
-            raise aiohttp.ClientConnectionError("ComfyUI is not loaded")
-        if call.method != "POST" or call.path.partition("?")[0] != IMAGES:
-            raise ModalityUnsupported(f"{self._plan.model_id} answers {IMAGES} only.", param="model")
-        async with self._door.send(call, path=f"{IMAGES}?priority={call.priority}") as response:
-            yield response
-
-    async def health(self) -> Health:
-        """Ask the server for its queue."""
-        if self._server is None or self._site is None:
-            return Health.UNREACHABLE
-        return await self._server.check()
+        if await self._comfy.check() is not Health.UNREACHABLE:
+            await self._free(self._comfy)
+        self._comfy = None
 
     async def wait_gone(self) -> None:
-        """Never return: it is a server of somebody else's."""
-        await asyncio.get_running_loop().create_future()
+        await wait_forever()
+
+    async def meet(self, report: Report) -> None:
+        """All is known."""
+
+    def send(self, call: Call) -> HttpResponse:
+        """Also raises ModalityUnsupported for any request but one for images."""
+        if call.method != "POST" or call.path.partition("?")[0] != IMAGES:
+            raise ModalityUnsupported(f"{self._plan.model_id} answers {IMAGES} only.", param="model")
+        return self._server.send(call, path=f"{IMAGES}?priority={call.priority}")
+
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        return FlushOutcome(FlushResult.NOTHING_KEPT, "image models have no KV cache; unload frees what the server keeps")
+
+    async def read_stats(self) -> EngineStats:
+        """Prompts that run and wait on the server, everybody's."""
+        if self._comfy is None:
+            return EngineStats()
+        queue = await self._comfy.waiting()
+        return EngineStats(running=len(queue.running), waiting=len(queue.pending))
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        raise EngineError("an image model counts no tokens")
+
+    async def check(self) -> Health:
+        return await self._comfy.check() if self._comfy is not None else Health.UNREACHABLE
 
     async def _stop_site(self) -> None:
         site, self._site = self._site, None
-        self._door.close()
         if site is not None:
             await site.stop()
 
@@ -430,56 +423,50 @@ class ComfyUiEngine:
         except OSError as error:
             raise EngineError(f"comfyui_workflow {name} cannot be read: {error.strerror}") from None
 
-    async def _check_nodes(self, server: ComfyServer, workflow: Workflow) -> str:
+    async def _check_nodes(self, comfy: ComfyServer, workflow: Workflow) -> str:
         """Return the checkpoint's name on the server, empty when the workflow names its own.
 
         Raises EngineError when a node or the checkpoint is not there, listing what is.
         """
-        choices = {node_type: await server.node_choices(node_type) for node_type in workflow.node_types}
+        choices = {node_type: await comfy.node_choices(node_type) for node_type in workflow.node_types}
         if missing := sorted(node_type for node_type, found in choices.items() if found is None):
-            raise EngineError(f"{server.url} lacks nodes of the workflow: {', '.join(missing)}; install them there")
+            raise EngineError(f"{comfy.url} lacks nodes of the workflow: {', '.join(missing)}; install them there")
         wanted = read_option(self._plan.options, "server_model", str) or self._plan.model_id
         checkpoint = "" if not workflow.checkpoint_inputs else wanted
         for node_type, name in workflow.checkpoint_inputs:
-            checkpoint = _find_file(wanted, (choices[node_type] or {}).get(name, []), server.url)
+            checkpoint = _find_file(wanted, (choices[node_type] or {}).get(name, []), comfy.url)
         return checkpoint
 
-    async def _warm_up(self, server: ComfyServer, checkpoint: str, report: Report) -> None:
+    async def _warm_up(self, comfy: ComfyServer, checkpoint: str, report: Report) -> None:
         """Have the server read the checkpoint, where a graph for that is accepted. Raises EngineError with the node's words."""
         report(Progress("loading the checkpoint"))
-        graph = make_warm_up(checkpoint, has_preview=await server.node_choices(PREVIEW) is not None)
+        graph = make_warm_up(checkpoint, has_preview=await comfy.node_choices(PREVIEW) is not None)
         cleaners: set[asyncio.Task[None]] = set()
         try:
-            async with open_job(server, graph, priority="normal", cleaners=cleaners) as job, aclosing(job.steps()) as steps:
+            async with open_job(comfy, graph, priority="normal", cleaners=cleaners) as job, aclosing(job.steps()) as steps:
                 async for step in steps:
                     report(Progress(f"loading the checkpoint ({step.stage})", min(step.fraction, 0.99) or None))
         except Refusal as refusal:
             if refusal.code != "workflow_refused":  # otherwise the first request loads it
                 raise EngineError(refusal.message) from None
 
-    async def _give_up(self, server: ComfyServer) -> None:
-        """Ask for the memory of a load that nobody wants any more, and wait for nothing."""
-        self._server = None
-        with contextlib.suppress(EngineError):
-            await server.free()
-
-    async def _free(self, server: ComfyServer) -> None:
+    async def _free(self, comfy: ComfyServer) -> None:
         """Have the server free its memory. Raises EngineError when it refuses, or keeps it."""
-        before = await server.reserved_bytes()
-        await server.free()
+        before = await comfy.reserved_bytes()
+        await comfy.free()
         if before is None or before <= limits().comfyui.nothing_bytes:
             return
         bounds = limits().comfyui
         lowest, lowest_at, give_up_at = before, clock.monotonic(), clock.monotonic() + bounds.free_s
         while True:
-            reserved, now = await server.reserved_bytes() or 0, clock.monotonic()
+            reserved, now = await comfy.reserved_bytes() or 0, clock.monotonic()
             if reserved < lowest:
                 lowest, lowest_at = reserved, now
             if reserved <= bounds.nothing_bytes or (lowest < before and now - lowest_at >= bounds.steady_s):
                 return
             if now >= give_up_at:
                 raise EngineError(
-                    f"{server.url} still holds {reserved // 2**20} MB of GPU memory {bounds.free_s:.0f} s after it was told to"
+                    f"{comfy.url} still holds {reserved // 2**20} MB of GPU memory {bounds.free_s:.0f} s after it was told to"
                     " free it: it may be at work for somebody else; unload again when it is idle"
                 )
             await asyncio.sleep(bounds.free_poll_s)

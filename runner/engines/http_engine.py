@@ -120,9 +120,8 @@ class HttpEngine:
         return self.loader.pids
 
     async def load(self, report: Report) -> None:
-        if not self.loader.is_attached:
-            await self.unload(gently=False)
         self.is_loaded = False
+        await self.server.leave()
         try:
             await self.loader.load(report)
             await self.probe.meet(report)
@@ -222,6 +221,7 @@ class ServerProcess:
         return self._child.pids
 
     async def load(self, report: Report) -> None:
+        await self.unload(gently=False)
         self.folder = await asyncio.to_thread(make_private_folder, self._title.lower())
         start = await self._prepare(self.folder, report)
         report(Progress(f"starting {self._title}", 0.0))

@@ -290,8 +290,8 @@ ADAPTERS: dict[str, str] = {
     "exllamav3": "runner.engines.library:make_exllamav3",
     "tabbyapi": "runner.engines.tabby:make_tabby",
     "tgi": "runner.engines.tgi:make_tgi",
-    "comfyui": "runner.engines.comfy:ComfyUiEngine",
-    "openai_compatible": "runner.engines.remote:RemoteEngine",
+    "comfyui": "runner.engines.comfy:make_comfyui",
+    "openai_compatible": "runner.engines.remote:make_remote",
 }
 """Backend name of the settings to ``module:function``; every function takes ``(plan, client)``."""
 

@@ -26,7 +26,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from runner.definitions.fields import is_http_url
 from runner.definitions.plan import LoadPlan
 from runner.engines.http import HttpServer
-from runner.engines.http_engine import read_key, read_option
+from runner.engines.http_engine import HttpEngine, fields_decoder, read_key, read_option, wait_forever
 from runner.engines.llama_slots import Properties
 from runner.engines.port import (
     CHAT,
@@ -131,7 +131,7 @@ class OpenAIServer:
 
     async def wait_gone(self) -> None:
         """Never return: only the health check can tell."""
-        await asyncio.get_running_loop().create_future()
+        await wait_forever()
 
     async def _list_models(self) -> int:
         """Refresh the list; return the HTTP status. An answer that is no model list leaves the old one. Raises EngineError."""
@@ -153,10 +153,10 @@ class OpenAIServer:
     async def _ask_build(self) -> str:
         """Return the build that a llama-server says it is, empty where it does not."""
         try:
-            status, body = await self._server.ask("GET", "/props")
-            return msgspec.json.decode(body, type=Properties).version if status == 200 else ""
-        except (EngineError, msgspec.DecodeError, UnicodeDecodeError):
+            properties = await self._server.ask_for("/props", Properties)
+        except EngineError:
             return ""
+        return properties.version if properties is not None else ""
 
 
 log = logging.getLogger(__name__)
@@ -171,8 +171,6 @@ TO_CLIENT: Final = frozenset(
     {"content-type", "content-length", "cache-control", "retry-after", "retry-after-ms", "x-request-id"}
 )
 """Headers of the provider that pass: others name the owner's organisation, project and remaining budget."""
-
-_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _Card(msgspec.Struct):
@@ -200,24 +198,30 @@ class _ProviderResponse(aiohttp.ClientResponse):
         self._cache.pop("headers", None)
 
 
-class RemoteEngine:
-    """The adapter. Options: ``remote_base_url`` (ends in /v1), ``remote_api_key_env``, the variable with the key,
-    ``remote_model``, the provider's name for the model (ours unless given), ``remote_timeout_s`` to connect and between two
-    pieces of an answer, ``remote_max_retries``, ``remote_health_check`` and ``remote_thinking``.
+def make_remote(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
+    """Options: ``remote_base_url`` (ends in /v1), ``remote_api_key_env``, the variable with the key, ``remote_model``, the
+    provider's name for the model (ours unless given), ``remote_timeout_s`` to connect and between two pieces of an answer,
+    ``remote_max_retries``, ``remote_health_check`` and ``remote_thinking``.
 
     ``config_only`` asks the provider nothing, ``models`` asks its list, ``completion`` pays for one token at each load.
     """
+    server = HttpServer(client)
+    remote = RemoteModel(plan, server, client)
+    return HttpEngine(server, remote, remote, name="remote", poll_s=60.0, restart_max_s=300.0)
 
-    name = "remote"
-    poll_s = 60.0
-    restart_max_s = 300.0
-    loop: LoopOwner | None = None
 
-    def __init__(self, plan: LoadPlan, client: aiohttp.ClientSession) -> None:
+class RemoteModel:
+    """Loader and probe in one: there is nothing to load but the key."""
+
+    is_attached = False
+    has_metrics = False
+    pids: tuple[int, ...] = ()
+
+    def __init__(self, plan: LoadPlan, server: HttpServer, client: aiohttp.ClientSession) -> None:
         self._plan = plan
         self._client = client
         self._session: aiohttp.ClientSession | None = None
-        self._server = HttpServer(client)
+        self._server = server
         self._key = b""
         self._model = read_option(plan.options, "remote_model", str) or plan.model_id
         self._thinking = read_option(plan.options, "remote_thinking", str)
@@ -229,13 +233,8 @@ class RemoteEngine:
         self._running = 0
         self.capabilities = Capabilities(endpoints=(CHAT,), max_inflight=plan.slots, function_calling=True, is_remote=True)
 
-    @property
-    def pids(self) -> tuple[int, ...]:
-        """None is ours."""
-        return ()
-
     async def load(self, report: Report) -> None:
-        """Read the key and ask the provider what ``remote_health_check`` says. Raises EngineError naming what is wrong."""
+        """Read the key and ask the provider what ``remote_health_check`` says."""
         await self.unload(gently=False)
         report(Progress("reading the settings"))
         self._server.base_url = self._base_url()
@@ -259,8 +258,11 @@ class RemoteEngine:
         )
         report(Progress("ready", 1.0))
 
+    async def give_up(self) -> None:
+        await self.unload(gently=False)
+
     async def unload(self, *, gently: bool) -> None:
-        """Let go: the connections of answers that are still read are closed, and the key is forgotten."""
+        """The connections of answers that are still read are closed, and the key is forgotten."""
         del gently
         session, self._session = self._session, None
         for response in tuple(self._open):
@@ -269,19 +271,16 @@ class RemoteEngine:
         if session is not None:
             await session.close()
 
-    async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Say that there is no such thing."""
-        del request
-        return FlushOutcome(FlushResult.NOT_SUPPORTED, "what the provider caches is the provider's; nothing is kept here")
+    async def wait_gone(self) -> None:
+        await wait_forever()
 
-    async def stats(self) -> EngineStats:
-        """Return how many requests are with the provider; it tells no more."""
-        return EngineStats(running=self._running)
+    async def meet(self, report: Report) -> None:
+        """The provider tells no more."""
 
     @asynccontextmanager
-    async def stream(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a chat completion. Raises aiohttp.ClientError, OSError; InvalidRequest, ModalityUnsupported before anything is
-        sent; RemoteRefused when the provider refuses our key or sends us elsewhere; EngineUnavailable for what is no API.
+    async def send(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Also raises InvalidRequest, ModalityUnsupported before anything is sent; RemoteRefused when the provider refuses our
+        key or sends us elsewhere; EngineUnavailable for what is no API.
         """
         if self._session is None:
             raise aiohttp.ClientConnectionError("the remote model is not loaded")
@@ -295,10 +294,18 @@ class RemoteEngine:
         finally:
             self._running -= 1
 
-    async def health(self) -> Health:
+    async def flush(self, request: FlushRequest) -> FlushOutcome:
+        return FlushOutcome(FlushResult.NOT_SUPPORTED, "what the provider caches is the provider's; nothing is kept here")
+
+    async def read_stats(self) -> EngineStats:
+        """Requests that are with the provider; it tells no more."""
+        return EngineStats(running=self._running)
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        raise EngineError("the provider is asked for no counts")
+
+    async def check(self) -> Health:
         """Ask for the list of models where the settings say so; otherwise what counts is that it is loaded."""
-        if self._session is None:
-            return Health.UNREACHABLE
         if self._check != "models":
             return Health.OK
         try:
@@ -308,10 +315,6 @@ class RemoteEngine:
         except EngineError:
             return Health.UNREACHABLE
         return Health.OK if status in {HTTPStatus.OK, HTTPStatus.TOO_MANY_REQUESTS} else Health.SILENT
-
-    async def wait_gone(self) -> None:
-        """Never return: it has no process that could die."""
-        await asyncio.get_running_loop().create_future()
 
     @asynccontextmanager
     async def _exchange(self, session: aiohttp.ClientSession, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -365,7 +368,7 @@ class RemoteEngine:
     def _rewrite(self, body: bytes) -> bytes:
         """Return the body as the provider is to see it. Raises InvalidRequest."""
         try:
-            fields = _fields_decoder.decode(body)
+            fields = fields_decoder.decode(body)
         except UNREADABLE:
             raise InvalidRequest("The request body must be a JSON object.") from None
         for name in NOT_TO_PROVIDER & fields.keys():
@@ -436,7 +439,7 @@ class RemoteEngine:
     def _rename(self, body: bytes) -> bytes:
         """Return an answer under our name for the model; one that is not a JSON object as it is."""
         try:
-            fields = _fields_decoder.decode(body)
+            fields = fields_decoder.decode(body)
         except UNREADABLE:
             return body
         if "model" not in fields:

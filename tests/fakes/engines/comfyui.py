@@ -17,7 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from runner.definitions.plan import LoadPlan
-from runner.engines.comfy import ComfyUiEngine
+from runner.engines.comfy import make_comfyui
 from runner.engines.port import IMAGES, Call, FlushResult
 from tests.fakes.engines.scripted_server import listening, says
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest
@@ -337,8 +337,8 @@ async def open_comfyui(_folder: Path, client: aiohttp.ClientSession) -> AsyncIte
     """Yield an adapter of a server of ours, and one for a checkpoint that cannot be read there."""
     async with ComfyContract(step_s=0.03).serve() as server:
         yield EngineUnderTest(
-            engine=ComfyUiEngine(comfy_plan(server.url), client), call=image_call(steps=2), streamed=image_call(stream=True),
-            long=image_call(stream=True, steps=150, n=1), broken=ComfyUiEngine(comfy_plan(server.url, "broken"), client),
+            engine=make_comfyui(comfy_plan(server.url), client), call=image_call(steps=2), streamed=image_call(stream=True),
+            long=image_call(stream=True, steps=150, n=1), broken=make_comfyui(comfy_plan(server.url, "broken"), client),
             broken_words="HeaderTooLarge",
             running=lambda: len(server.pending) + (server.running is not None), flushes=frozenset({FlushResult.NOTHING_KEPT}),
         )  # fmt: skip

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from runner.definitions.plan import LoadPlan
 from runner.engines.port import FlushResult
-from runner.engines.remote import RemoteEngine
+from runner.engines.remote import make_remote
 from tests.fakes.engines.scripted_server import listening, stream_words
 from tests.fakes.engines.suite import EngineCase, EngineUnderTest, chatting, environment
 from tests.fakes.waiting import takes
@@ -130,7 +130,7 @@ async def open_remote(_folder: Path, client: aiohttp.ClientSession) -> AsyncIter
         plan, broken = (remote_plan(provider.url, remote_health_check="models", remote_model=name) for name in (NAME, "gone"))
         with key_in_environment():
             yield chatting(
-                RemoteEngine, client, plan, broken, f"does not list gone.*{NAME}", text="Explain lambda.", model="cloud-large",
+                make_remote, client, plan, broken, f"does not list gone.*{NAME}", text="Explain lambda.", model="cloud-large",
                 running=lambda: provider.running, flushes=frozenset({FlushResult.NOT_SUPPORTED}),
             )  # fmt: skip
 

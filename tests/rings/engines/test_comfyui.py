@@ -15,8 +15,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from runner.engines.comfy import ComfyUiEngine
+from runner.engines.comfy import make_comfyui
 from runner.engines.comfy_server import make_text_to_image
+from runner.engines.http_engine import HttpEngine
 from runner.engines.port import CHAT, Health, Priority, Progress
 from runner.errors import EngineError, ModalityUnsupported
 from runner.limits import limits
@@ -39,10 +40,10 @@ def of_others(steps: int = 100_000) -> dict[str, Any]:
 @asynccontextmanager
 async def prepared(
     server: ComfyContract | None = None, model: str = "sd15", **options: object
-) -> AsyncIterator[tuple[ComfyUiEngine, ComfyContract]]:
+) -> AsyncIterator[tuple[HttpEngine, ComfyContract]]:
     """Yield an adapter that is not loaded, and its server."""
     async with (server or ComfyContract()).serve() as served, client_session() as client:
-        adapter = ComfyUiEngine(comfy_plan(served.url, model, **options), client)
+        adapter = make_comfyui(comfy_plan(served.url, model, **options), client)
         try:
             yield adapter, served
         finally:
@@ -53,7 +54,7 @@ async def prepared(
 @asynccontextmanager
 async def loaded(
     server: ComfyContract | None = None, model: str = "sd15", **options: object
-) -> AsyncIterator[tuple[ComfyUiEngine, ComfyContract]]:
+) -> AsyncIterator[tuple[HttpEngine, ComfyContract]]:
     """Yield a loaded adapter, and its server with the traces of loading gone."""
     async with prepared(server, model, **options) as (adapter, served):
         await adapter.load(lambda _progress: None)
@@ -62,12 +63,12 @@ async def loaded(
         yield adapter, served
 
 
-async def ask(adapter: ComfyUiEngine, **fields: object) -> tuple[int, Answer]:
+async def ask(adapter: HttpEngine, **fields: object) -> tuple[int, Answer]:
     async with asyncio.timeout(30), adapter.stream(image_call(PROMPT, **fields)) as response:
         return response.status, json.loads(await response.read())
 
 
-async def ask_stream(adapter: ComfyUiEngine, **fields: object) -> list[Answer]:
+async def ask_stream(adapter: HttpEngine, **fields: object) -> list[Answer]:
     async with asyncio.timeout(30), adapter.stream(image_call(PROMPT, stream=True, **fields)) as response:
         assert response.status == 200, await response.read()
         return [json.loads(data) for data in re.findall(r"^data: (.*)$", (await response.read()).decode(), re.MULTILINE)]
@@ -214,7 +215,7 @@ async def test_a_server_that_goes_away_is_said() -> None:
     contract = ComfyContract(step_s=0.05)
     async with client_session() as client:
         async with contract.serve():
-            adapter = ComfyUiEngine(comfy_plan(contract.url), client)
+            adapter = make_comfyui(comfy_plan(contract.url), client)
             await adapter.load(lambda _progress: None)
             set_runner_limits(comfyui={"silent_s": 0.3})
             asking = asyncio.create_task(ask(adapter, steps=150))
@@ -239,7 +240,7 @@ async def test_only_images_are_served_and_nobody_else_on_the_machine_gets_any() 
         ) as form:
             assert form.status == 400
         async with client.post(
-            adapter._door.base_url + call.path, data=call.body, headers={"Content-Type": "application/json"}
+            adapter.server.base_url + call.path, data=call.body, headers={"Content-Type": "application/json"}
         ) as response:
             assert response.status == 401
         assert server.asked == []

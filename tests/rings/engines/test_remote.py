@@ -20,8 +20,9 @@ from aiohttp import web
 
 from runner import errors
 from runner.config import read_config
+from runner.engines.http_engine import HttpEngine
 from runner.engines.port import CHAT, EMBEDDINGS, Call, Health
-from runner.engines.remote import RemoteEngine
+from runner.engines.remote import make_remote
 from runner.ledger import CostState
 from runner.parts import Parts, assemble
 from runner.serving.request import Inference
@@ -49,10 +50,10 @@ CALL = chat_call("cloud-large", "Hello")
 @asynccontextmanager
 async def prepared(
     provider: ProviderContract | None = None, *, key: str = KEY, **options: object
-) -> AsyncIterator[tuple[RemoteEngine, ProviderContract]]:
+) -> AsyncIterator[tuple[HttpEngine, ProviderContract]]:
     """Yield an adapter that is not loaded, and its provider."""
     async with (provider or ProviderContract()).serve() as served, aiohttp.ClientSession() as client:
-        engine = RemoteEngine(remote_plan(served.url, **options), client)
+        engine = make_remote(remote_plan(served.url, **options), client)
         with key_in_environment(key):
             try:
                 yield engine, served
@@ -63,7 +64,7 @@ async def prepared(
 @asynccontextmanager
 async def loaded(
     provider: ProviderContract | None = None, **options: object
-) -> AsyncIterator[tuple[RemoteEngine, ProviderContract]]:
+) -> AsyncIterator[tuple[HttpEngine, ProviderContract]]:
     """Yield a loaded adapter and its provider."""
     async with prepared(provider, key=KEY, **options) as (engine, served):
         await engine.load(lambda _progress: None)
@@ -82,7 +83,7 @@ class Got:
         return json.loads(self.body)["error"]["message"]
 
 
-async def ask(engine: RemoteEngine, call: Call = CALL) -> Got:
+async def ask(engine: HttpEngine, call: Call = CALL) -> Got:
     async with asyncio.timeout(30), engine.stream(call) as response:
         headers = {name.lower(): text for name, text in response.headers.items()}
         return Got(response.status, headers, await response.read(), response.content_length)
