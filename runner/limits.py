@@ -310,8 +310,8 @@ class ChildrenLimits:
     audio_field_bytes: int = bound(16 * 1024, "bytes", "A longer field gets 400.")
     audio_chunk_bytes: int = bound(256 * 1024, "bytes", "An upload is stored in pieces of this size.")
 
-    warden_poll_s: float = bound(0.2, "s", "A server is looked after again where no signal tells of the runner's end.")
-    warden_rounds: int = bound(50, "rounds", "The warden leaves what it could not kill.")
+    subreaper_poll_s: float = bound(0.2, "s", "A server is looked after again where no signal tells of the runner's end.")
+    subreaper_rounds: int = bound(50, "rounds", "The subreaper leaves what it could not kill.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""Engines: one port, one adapter each for llama.cpp in a child process and for any OpenAI-compatible server."""
+"""Engines: the port, one HTTP engine behind it, and an adapter for each kind of server."""

@@ -1,7 +1,8 @@
-"""The adapter for ComfyUI, a server of somebody else's that makes images.
+"""ComfyUI, a server of somebody else's that runs graphs of nodes, offered as OpenAI's ``/v1/images/generations``.
 
 It reads a checkpoint when a graph first needs it and keeps it until told to free its memory. So loading is a graph that needs
-it, and unloading is telling, and watching the memory go.
+it, and unloading is telling, and watching the memory go. Requests go to a site of ours on loopback, which has ComfyUI carry
+them out: so images are answered as every engine answers, and a client that leaves ends the handler that queued its prompts.
 """
 
 from __future__ import annotations
@@ -144,7 +145,6 @@ def render_progress(percent: int, stage: str) -> bytes:
 
 
 def render_image_event(image: bytes, index: int) -> bytes:
-    """Return the event that carries a finished image."""
     fields = {
         "b64_json": base64.b64encode(image).decode("ascii"),
         "created_at": int(clock.unix_s()),
@@ -218,7 +218,6 @@ class ImageSite:
         self.key = secrets.token_urlsafe(24)
 
     async def start(self) -> None:
-        """Begin to serve."""
         app = make_app(key=self.key, max_body_bytes=limits().comfyui.body_bytes)
         app.router.add_post(IMAGES, self._generate)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)

@@ -1,6 +1,10 @@
-"""One prompt on a ComfyUI server: queued, followed to its end, its images fetched, and withdrawn when nobody wants it any more.
+"""The ComfyUI server: the graphs it runs, what is said to it over HTTP, and one prompt from the queue to its images.
 
-The WebSocket says how far it is; whether it has ended is asked of the history, which also tells when the socket is gone.
+Source: server.py and execution.py of ComfyUI, versions of 2024 to 2025. An older server ignores ``prompt_id``: it gives a
+prompt an id of its own choice and interrupts whatever runs, so both are looked up before they are relied on.
+
+A template is a graph in the format that ComfyUI exports for its API, with ``{{prompt}}`` and its like in its values. A value
+that is nothing but a placeholder gets the number or text itself; inside a longer text, its characters.
 """
 
 from __future__ import annotations
@@ -31,7 +35,6 @@ _TEXT_CHUNKS = frozenset({b"tEXt", b"zTXt", b"iTXt"})
 
 
 def image_format(image: bytes) -> str:
-    """Return png, jpeg, webp or unknown, by the first bytes."""
     if image.startswith(PNG_SIGNATURE):
         return "png"
     if image.startswith(b"\xff\xd8\xff"):
@@ -42,7 +45,7 @@ def image_format(image: bytes) -> str:
 def strip_texts(image: bytes) -> bytes:
     """Return a PNG without its text chunks, in which ComfyUI puts the whole graph; anything else as it is.
 
-    The graph is the box owner's: it names files and may hold keys of nodes.
+    The graph is the node owner's: it names files and may hold keys of nodes.
     """
     if not image.startswith(PNG_SIGNATURE):
         return image
@@ -93,7 +96,6 @@ class Workflow:
     checkpoint_inputs: tuple[tuple[str, str], ...]
 
     def fill(self, values: Mapping[str, Value]) -> Graph:
-        """Return the graph with every placeholder replaced; ``values`` has them all."""
         return {node_id: _fill(node, values) for node_id, node in self.graph.items()}
 
 
@@ -357,7 +359,6 @@ class ComfyServer:
         await self._tell("/queue", {"delete": list(prompt_ids)})
 
     async def interrupt(self, prompt_id: str) -> None:
-        """Stop a prompt that was just seen running, and no other. Raises EngineError."""
         await self._tell("/interrupt", {"prompt_id": prompt_id})
 
     async def forget(self, prompt_ids: tuple[str, ...]) -> None:
@@ -377,7 +378,6 @@ class ComfyServer:
         return Outcome(images=tuple(kept or images))
 
     async def view(self, image: Image) -> bytes:
-        """Return an image file. Raises EngineError."""
         query = urlencode({"filename": image.filename, "subfolder": image.subfolder, "type": image.type})
         url = f"{self.url}/view?{query}"
         try:
@@ -399,7 +399,6 @@ class ComfyServer:
         return bytes(data)
 
     async def free(self) -> None:
-        """Ask the server to give up its models; it does so when it is next idle. Raises EngineError."""
         await self._tell("/free", {"unload_models": True, "free_memory": True})
 
     async def listen(self, client_id: str) -> aiohttp.ClientWebSocketResponse | None:
@@ -444,7 +443,6 @@ def _read_failure(status: _Status) -> Outcome:
 
 
 def _describe_failure(fields: Mapping[str, object]) -> Outcome:
-    """Return the outcome in an ``execution_error``: the node that failed and its words."""
     said = str(fields.get("exception_message") or fields.get("exception_type") or "no reason given").strip()
     node = str(fields.get("node_type") or "a node")
     kind = str(fields.get("exception_type") or "")
@@ -456,15 +454,19 @@ def _describe_failure(fields: Mapping[str, object]) -> Outcome:
 def _explain_refusal(said: _Submitted) -> str:
     """Return why a graph is refused, as a sentence or two: what the nodes say, else what the server says of the whole."""
     nodes = said.node_errors if isinstance(said.node_errors, dict) else {}
-    words = [
+    reasons = [
         f"{node.class_type or 'a node'} (node {node_id}): {': '.join(filter(None, (error.message, error.details)))}"
         for node_id, node in nodes.items()
         for error in node.errors
     ]
-    if not words:
+    if not reasons:
         error = said.error
-        words = [error if isinstance(error, str) else ": ".join(filter(None, (error.message, error.details))) if error else ""]
-    return f"ComfyUI refuses the workflow: {'; '.join(filter(None, words)) or 'no reason given'}"[: limits().comfyui.said_chars]
+        reasons = [
+            error if isinstance(error, str) else ": ".join(filter(None, (error.message, error.details))) if error else ""
+        ]
+    return f"ComfyUI refuses the workflow: {'; '.join(filter(None, reasons)) or 'no reason given'}"[
+        : limits().comfyui.said_chars
+    ]
 
 
 def _prompt_ids(items: list[list[object]], client_id: str | None) -> tuple[str, ...]:
@@ -499,8 +501,6 @@ class _Data(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """A text frame of the WebSocket."""
-
     type: str
     data: msgspec.Raw = msgspec.Raw(b"{}")
 

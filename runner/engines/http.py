@@ -70,7 +70,10 @@ class HttpResponse:
         connection.send(self, *self._call)
         self._call = (b"", b"")  # a large one is not kept for as long as its answer lasts
         try:
-            await self.wait_head()
+            while not self.status and not self._is_over:
+                await self._wait()
+            if not self.status:
+                self._raise_error()
         except BaseException:
             self.close()
             raise
@@ -85,27 +88,22 @@ class HttpResponse:
 
     @property
     def headers(self) -> CIMultiDictProxy[str]:
-        """The headers as they came."""
         return CIMultiDictProxy(self._fields)
 
     @property
     def content_type(self) -> str:
-        """The media type in small letters, without parameters; RFC 9110's default where none is told."""
         return self._fields.get("content-type", "application/octet-stream").partition(";")[0].strip().lower()
 
     @property
     def content_length(self) -> int | None:
-        """The length that is told, in bytes."""
         told = self._fields.get("content-length", "")
         return int(told) if told.isdecimal() else None
 
     @property
     def content(self) -> HttpResponse:
-        """The body: this object reads it."""
         return self
 
     async def read(self) -> bytes:
-        """Return the whole body, the same every time. Raises aiohttp.ClientError."""
         if self._whole is None:
             self.resume()  # nobody but the caller bounds what is held now
             self._most_held = math.inf
@@ -116,7 +114,6 @@ class HttpResponse:
         return self._whole
 
     async def readany(self) -> bytes:
-        """Return what has come since the last call, waiting for something; nothing at the end. Raises aiohttp.ClientError."""
         while not self._held and not self._is_over:
             await self._wait()
         if self._held:
@@ -126,7 +123,6 @@ class HttpResponse:
         return b""
 
     async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        """Yield the body in pieces of at most ``size`` bytes. Raises aiohttp.ClientError."""
         while data := await self.readany():
             for start in range(0, len(data), size):
                 yield data[start : start + size]
@@ -142,24 +138,14 @@ class HttpResponse:
         self._raise_error()
 
     def pause(self) -> None:
-        """Read no further: TCP holds the engine back."""
         if self._connection is not None:
             self._connection.pause()
 
     def resume(self) -> None:
-        """Read on."""
         if self._connection is not None:
             self._connection.resume()
 
-    async def wait_head(self) -> None:
-        """Return when status and headers are here. Raises aiohttp.ClientError."""
-        while not self.status and not self._is_over:
-            await self._wait()
-        if not self.status:
-            self._raise_error()
-
     def close(self) -> None:
-        """Let go: a connection whose answer was not read to its end is closed, which is what makes an engine stop."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abandon()
@@ -167,15 +153,12 @@ class HttpResponse:
     # What the connection reports
 
     def take_header(self, name: str, value: str) -> None:
-        """Note one header."""
         self._fields.add(name, value)
 
     def forget_headers(self) -> None:
-        """Drop the headers of an interim answer."""
         self._fields.clear()
 
     def take_head(self, status: int) -> None:
-        """The head is here."""
         self.status = status
         self._wake()
 
@@ -230,7 +213,6 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's do not inherit from asyncio's classes
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -278,17 +260,14 @@ class _Connection(asyncio.Protocol):
                 self.close()
 
     def pause_writing(self) -> None:
-        """Write no further."""
         self._is_full = True
 
     def resume_writing(self) -> None:
-        """Write on."""
         self._is_full = False
         self._write_rest()
 
     @property
     def is_open(self) -> bool:
-        """Whether a request can be written."""
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, response: HttpResponse, head: bytes, body: bytes) -> None:
@@ -305,13 +284,11 @@ class _Connection(asyncio.Protocol):
             self._write_rest()
 
     def pause(self) -> None:
-        """Read no further."""
         if self._transport is not None and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
-        """Read on."""
         if self._transport is not None and self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
@@ -322,7 +299,6 @@ class _Connection(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
-        """Close at once."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -341,7 +317,6 @@ class _Connection(asyncio.Protocol):
     # httptools calls these
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Note one header."""
         self._seen_bytes += len(name) + len(value)
         if self._is_complete:
             raise httptools.HttpParserError("an answer follows that nobody asked for")
@@ -415,7 +390,7 @@ class HttpServer:
 
     async def leave(self) -> None:
         """Forget where it listens, and close the connections that no answer is read from."""
-        self.base_url = ""
+        self._socket = self.base_url = ""
         session, self._own = self._own, None
         if session is not None:
             await session.close()
@@ -477,7 +452,6 @@ class HttpServer:
             self._sweeper = loop.call_later(limits().engines.keepalive_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Close what nobody needed for ``keepalive_s``."""
         self._sweeper = None
         keepalive_s, kept = limits().engines.keepalive_s, []
         for connection in self._idle:

@@ -32,7 +32,7 @@ from runner.engines.port import (
     Health,
     LoopOwner,
     Response,
-)  # fmt: skip
+)
 from runner.engines.process import Child, kill_rest, list_tree, make_private_folder
 from runner.errors import EngineError, InvalidRequest
 from runner.limits import limits
@@ -179,13 +179,11 @@ class HttpEngine:
 
 
 class StartLog(Protocol):
-    """Reads the lines of one start."""
-
     def feed(self, line: str) -> None:
         """Take one line."""
 
-    def failure(self, last_words: str) -> str:
-        """Return why the start failed, by its ``last_words`` when no line said so."""
+    def failure(self, last_lines: str) -> str:
+        """Return why the start failed, by its ``last_lines`` when no line said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +259,8 @@ class ServerProcess:
         while await self._server.check() is not Health.OK:
             if not self._child.is_running:
                 await self._child.kill()  # also waits for the last lines to be read
-                words = log.failure(self._child.last_words())
-                raise EngineError(f"{self._title} could not load {self._model_id}: {words}")
+                reason = log.failure(self._child.last_lines())
+                raise EngineError(f"{self._title} could not load {self._model_id}: {reason}")
             await asyncio.sleep(limits().engines.server_look_s)
 
 
@@ -370,7 +368,7 @@ def take_answer(path: str, status: int, body: bytes) -> bytes:
     if status == 200:
         return body
     if status in _REFUSALS:
-        raise InvalidRequest(_read_reason(body) or "The engine does not accept this prompt.")
+        raise InvalidRequest(read_reason(body) or "The engine does not accept this prompt.")
     raise EngineError(f"{path} answers HTTP {status}")
 
 
@@ -383,7 +381,8 @@ async def ask_count(server: HttpServer, path: str, fields: Mapping[str, msgspec.
         raise EngineError(f"{path} answers with something else than a count") from None
 
 
-def _read_reason(body: bytes) -> str:
+def read_reason(body: bytes) -> str:
+    """Return what an error answer says, empty where it is in no known shape."""
     try:
         refusal = _refusal_decoder.decode(body)
     except UNREADABLE:
@@ -413,7 +412,6 @@ class Samples:
         return None
 
     def count(self, *names: str) -> int | None:
-        """Return ``total`` as a whole number."""
         found = self.total(*names)
         return None if found is None else int(found)
 

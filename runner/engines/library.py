@@ -35,7 +35,7 @@ from runner.engines.port import (
     Health,
     LoadPlan,
     Report,
-)  # fmt: skip
+)
 from runner.engines.process import Child
 from runner.errors import EngineError
 from runner.limits import limits
@@ -131,8 +131,6 @@ class _Flushed(msgspec.Struct):
 
 
 class LibraryProbe:
-    """What a child is asked."""
-
     has_metrics = False
 
     def __init__(self, library: Library, plan: LoadPlan, server: HttpServer, loader: LibraryChild) -> None:
@@ -158,6 +156,8 @@ class LibraryProbe:
         if not library.keeps_prefixes:
             detail = f"{library.title} keeps nothing between requests, so there is no {request.scope} to flush"
             return FlushOutcome(FlushResult.NOTHING_KEPT, detail)
+        if not self._server.base_url:
+            return FlushOutcome(FlushResult.NOT_SUPPORTED, "the model is not loaded")
         status, body = await self._server.ask("POST", "/flush", timeout_s=limits().engines.exllama_flush_s)
         if status == 409:
             return FlushOutcome(FlushResult.REFUSED_BUSY, "requests are running; flush again when they have ended")
@@ -222,7 +222,6 @@ make_ct2 = partial(make_library, Library(
 
 
 def _whisper_settings(plan: LoadPlan) -> Mapping[str, object]:
-    """With the option ``max_upload_mb``."""
     limit_mb = read_option(plan.options, "max_upload_mb", int) or limits().engines.whisper_upload_mb
     return {**_device_settings(plan), "max_upload_bytes": limit_mb * 1024 * 1024}
 

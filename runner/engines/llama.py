@@ -22,11 +22,12 @@ from runner.engines.http_engine import (
     HttpEngine,
     bearer,
     installed_version,
+    read_reason,
     read_url,
     set_thinking,
     take_answer,
     wait_forever,
-)  # fmt: skip
+)
 from runner.engines.llama_slots import PINNABLE, Findings, LlamaSlots, end_with, is_object, plain_call, probe_slots
 from runner.engines.port import (
     CHAT,
@@ -43,7 +44,7 @@ from runner.engines.port import (
     FlushResult,
     Health,
     Response,
-)  # fmt: skip
+)
 from runner.engines.process import Child, gpu_environment
 from runner.errors import EngineError
 from runner.limits import limits
@@ -231,11 +232,10 @@ class LoadLog:
     @property
     def reason(self) -> str:
         """Why it failed, in llama.cpp's words; empty when it did not say."""
-        causes = [text for text in self._errors if not any(words in text for words in _FOLLOWS_FROM_ANOTHER)]
+        causes = [text for text in self._errors if not any(marker in text for marker in _FOLLOWS_FROM_ANOTHER)]
         return "; ".join(dict.fromkeys(causes or self._errors[:1]))
 
     def read(self, line: str) -> None:
-        """Take one line."""
         if not self._is_open:
             return
         if found := _KV_BUFFER.search(line):
@@ -250,7 +250,6 @@ class LoadLog:
             self._errors.append(text.partition("error loading model: ")[2] or text)
 
     def close(self) -> None:
-        """Read no more."""
         self._is_open = False
 
 
@@ -324,12 +323,10 @@ class Status(msgspec.Struct):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it answers; a sleeping one wakes up for that."""
         return self.value in {"loaded", "sleeping"}
 
     @property
     def has_failed(self) -> bool:
-        """Whether its last load went wrong."""
         return self.failed or self.value == "failed"
 
     @property
@@ -359,14 +356,6 @@ class _EventData(msgspec.Struct):
 class _Event(msgspec.Struct):
     model: str = ""
     data: _EventData = msgspec.field(default_factory=_EventData)
-
-
-class _Problem(msgspec.Struct):
-    message: str = ""
-
-
-class _Refusal(msgspec.Struct):
-    error: _Problem = msgspec.field(default_factory=_Problem)
 
 
 class _Listed(msgspec.Struct):
@@ -511,10 +500,9 @@ class RunningLlama:
         )
         if status == 200:
             return
-        words = ""
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            words = msgspec.json.decode(body, type=_Refusal).error.message
-        raise EngineError(f"the router refuses {path} for {self.model} (HTTP {status}): {words[:300] or 'no reason given'}")
+        raise EngineError(
+            f"the router refuses {path} for {self.model} (HTTP {status}): {read_reason(body) or 'no reason given'}"
+        )
 
     async def _report_events(self, report: Report) -> None:
         """Pass on the progress that the router publishes; it may publish none, the state itself is looked at elsewhere."""
@@ -588,6 +576,8 @@ class RunningLlamaProbe:
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
         """Where the server was seen to forget what is erased."""
+        if not self._server.base_url:
+            return FlushOutcome(FlushResult.NOT_SUPPORTED, "the model is not loaded")
         if self._slots is None or not self._findings.erases:
             return FlushOutcome(FlushResult.NOT_SUPPORTED, self._findings.detail)
         return await self._slots.flush(request)

@@ -1,7 +1,8 @@
-"""Finding out what a llama.cpp server that others started does with prompts: pins them to slots, reuses, forgets.
+"""The slots of a llama.cpp server: which one a call goes to, so that no tenant reuses what another left there, and their flush.
 
-By default such a server keeps a second copy of prompts in host memory, which brings an erased prompt back and crosses
-slots; it does not say so anywhere. So it is tried with a prompt of random letters, once per load.
+llama.cpp reuses whatever prompt its slot held before when a call says ``cache_prompt``. So a call may say that only in a
+slot whose content is known to be its own; everywhere else it starts from nothing. A server that others started is tried
+first, since by default it keeps a second copy of prompts in host memory, which crosses slots, and says so nowhere.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Slot:
     last_used: int = 0
 
 
-class SlotBook:
+class SlotTable:
     """Which of ``count`` slots is whose and which are in use. Every method is one synchronous decision."""
 
     def __init__(self, count: int) -> None:
@@ -167,14 +168,10 @@ _METRIC: Final = re.compile(rb"^llamacpp:(\w+) ([0-9.eE+]+)$", re.MULTILINE)
 
 
 class TemplateAbilities(msgspec.Struct, frozen=True):
-    """What the chat template of a model knows."""
-
     supports_tools: bool = False
 
 
 class Modalities(msgspec.Struct, frozen=True):
-    """What a model takes besides text."""
-
     vision: bool = False
     audio: bool = False
 
@@ -201,7 +198,6 @@ class Properties(msgspec.Struct):
 
     @property
     def context_tokens(self) -> int | None:
-        """Tokens of one request, None where the server does not tell."""
         return self.default_generation_settings.n_ctx or None
 
 
@@ -238,7 +234,6 @@ def end_with(body: bytes, members: bytes) -> bytes:
 
 
 def is_object(body: bytes) -> bool:
-    """Return whether a body is a JSON object."""
     try:
         _object_decoder.decode(body)
     except UNREADABLE:
@@ -253,7 +248,7 @@ class LlamaSlots:
         self._server = server
         self._question = "" if model is None else "?" + urlencode({"model": model})
         self._routing = None if model is None else {"model": model}
-        self._book = SlotBook(count)
+        self._table = SlotTable(count)
         self.token_s: float | None = None
         """What a token of a prompt took on average, as the server itself counts; None = it has read none yet."""
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -274,29 +269,24 @@ class LlamaSlots:
                 was_answered = response.status == 200
                 yield response
         finally:
-            self._book.release(lease, was_answered=was_answered)
+            self._table.release(lease, was_answered=was_answered)
             self._wake()
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Erase the slots that may hold what is to go, and look whether they are empty. Raises EngineError."""
-        seized = self._book.seize(request)
+        seized = self._table.seize(request)
         if seized is None:
             return FlushOutcome(FlushResult.REFUSED_BUSY, "a request is running in a slot that was to be erased")
         erased: set[int] = set()
         try:
             return await self._erase([lease.slot for lease in seized], erased)
         finally:
-            self._book.return_seized(seized, erased=erased)
+            self._table.return_seized(seized, erased=erased)
             for _ in seized:
                 self._wake()
 
     async def read_properties(self) -> Properties:
         """Return what the model can do; nothing special where the server does not tell. Raises EngineError."""
-        status, body = await self._server.ask("GET", f"/props{self._question}")
-        try:
-            return msgspec.json.decode(body, type=Properties) if status == 200 else Properties()
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return Properties()
+        return await self._server.ask_for(f"/props{self._question}", Properties) or Properties()
 
     async def list_slots(self) -> list[Slot] | None:
         """Return the server's slots, None when it does not show them. Raises EngineError when it does not answer."""
@@ -334,28 +324,27 @@ class LlamaSlots:
     async def _take(self, call: Call, *, is_pinnable: bool) -> Lease:
         while True:
             if is_pinnable:
-                lease = self._book.take(Owner(call.tenant, call.cache_tag), call.cache_mode)
+                lease = self._table.take(Owner(call.tenant, call.cache_tag), call.cache_mode)
             else:
-                lease = self._book.take_unpinned()
+                lease = self._table.take_unpinned()
             if lease is not None:
                 return lease
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(turn)
+            granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(granted)
             try:
-                await turn
+                await granted
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
+                if granted.done() and not granted.cancelled():
                     self._wake()  # the turn came together with the cancellation: it is the next one's
                 else:
-                    self._waiting.remove(turn)
+                    self._waiting.remove(granted)
                 raise
 
     def _wake(self) -> None:
-        """Let the one that waits longest try again."""
         while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
+            granted = self._waiting.popleft()
+            if not granted.done():
+                granted.set_result(None)
                 return
 
     async def _erase(self, wanted: list[int], erased: set[int]) -> FlushOutcome:

@@ -1,4 +1,8 @@
-"""Which adapter serves which backend. Adapters are imported when the first model of theirs is loaded, not before."""
+"""The port: what the runner needs of an engine, whatever it is, and which adapter serves which backend.
+
+Every engine answers HTTP in the OpenAI shape on an address that only the adapter knows: llama.cpp and vLLM bring such a
+server, libraries get one from us in their child process. So one exchange serves them all, and bytes pass untouched.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ MESSAGES = "/v1/messages"
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 IMAGES = "/v1/images/generations"
 POOL_RESPONSES = "/v1/pool/responses"
-"""llm-pool's form of ``/v1/responses``: the box answers it for every chat model, so gateways are told of it apart."""
+"""llm-pool's form of ``/v1/responses``: the node answers it for every chat model, so gateways are told of it apart."""
 TOKENIZE = "/v1/tokenize"
 """How many tokens a prompt has. No engine answers it itself: an adapter that counts is asked by ``TokenCounter``."""
 
@@ -63,7 +67,6 @@ class Capabilities:
     loads_lora: bool = False
     reports_progress: bool = False
     counts_tokens: bool = False
-    cancels_on_disconnect: bool = True
     vision_input: bool = False
     audio_input: bool = False
     function_calling: bool = False
@@ -79,7 +82,7 @@ class Capabilities:
 
 
 class FlushScope(StrEnum):
-    """What of the KV cache is to go; the words of the model-runner specification."""
+    """What of the KV cache is to go, as the model-runner specification names it."""
 
     ALL = "all"
     MODEL = "model"

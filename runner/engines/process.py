@@ -55,7 +55,6 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Process id, or None when there is none."""
         return self._process.pid if self._process is not None else None
 
     @property
@@ -65,7 +64,6 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process exists and has not exited."""
         return self._process is not None and self._process.returncode is None
 
     async def start_ours(
@@ -75,7 +73,6 @@ class Child:
         report: Report,
         *,
         limit_s: float,
-        python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
         on_line: Callable[[str], None] | None = None,
     ) -> str:
@@ -84,7 +81,7 @@ class Child:
         ``environment`` comes on top of ours (see ``gpu_environment``); each line the engine logs goes to ``on_line``.
         Raises EngineError with its last words; whatever goes wrong, cancellation included, no process is left.
         """
-        command = [python, "-m", module, str(os.getpid())]
+        command = [sys.executable, "-m", module, str(os.getpid())]
         process = await self._spawn(command, {**child_environment(), **(environment or {})}, stdin=asyncio.subprocess.PIPE)
         self._readers.append(asyncio.create_task(self._read_log(process.stderr, on_line)))
         try:
@@ -100,7 +97,7 @@ class Child:
                 await asyncio.wait_for(process.wait(), limits().engines.last_words_s)
             ended = _describe_exit(process.returncode)
             await self.kill()
-            raise EngineError(self.last_words(answer.error, ended=ended))
+            raise EngineError(self.last_lines(answer.error, ended=ended))
         self.info = answer.info
         return answer.url
 
@@ -153,15 +150,14 @@ class Child:
                 await asyncio.wait_for(reader, 1.0)
 
     async def wait_gone(self) -> None:
-        """Return when the process has exited; at once when there is none."""
         if self._process is not None:
             await self._process.wait()
 
-    def last_words(self, error: str = "", *, ended: str = "") -> str:
+    def last_lines(self, error: str = "", *, ended: str = "") -> str:
         """Return ``error`` and the last lines the process printed; of one that left neither, how it ``ended``."""
-        words = [line for line in self._tail if line.strip()][-limits().engines.last_words_lines :]
+        lines = [line for line in self._tail if line.strip()][-limits().engines.last_words_lines :]
         silent = f"the engine process died without a word{f' ({ended})' if ended else ''}"
-        return " | ".join(filter(None, [error, *words])) or silent
+        return " | ".join(filter(None, [error, *lines])) or silent
 
     async def _spawn(self, command: Sequence[str], environment: Mapping[str, str], *, stdin: int) -> asyncio.subprocess.Process:
         await self.kill()
@@ -334,7 +330,6 @@ class FailureReasons:
         self._consequences: deque[str] = deque(maxlen=5)
 
     def feed(self, line: str) -> None:
-        """Take one line."""
         text = _COLOUR.sub("", line)
         if match := _VALIDATION.match(text):
             self._causes.append(match[1])
@@ -346,5 +341,5 @@ class FailureReasons:
 
     def best(self) -> str:
         """Return the last cause, else the last consequence, else an empty text."""
-        words = self._causes or self._consequences
-        return words[-1][: limits().engines.logged_chars] if words else ""
+        reasons = self._causes or self._consequences
+        return reasons[-1][: limits().engines.logged_chars] if reasons else ""

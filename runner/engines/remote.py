@@ -1,7 +1,7 @@
-"""A model at a provider that speaks OpenAI's Chat Completions: somebody else's machines, paid for, reached over the internet.
+"""OpenAI-compatible servers of others: one model at a provider, and a server with all its models, such as Ollama's.
 
-Nothing of ours leaves but the body of the request and the provider's key; nothing of the provider's account comes back: of
-its headers a few pass, its refusals of our key are told in our words, and its name for the model is put back into ours.
+Nothing of ours reaches a provider but the body of the request and its key; nothing of the provider's account comes back: of
+its headers a few pass, its refusals of our key are told by us, and its name for the model is put back into ours.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class OpenAIServer:
 
     @property
     def models(self) -> list[str]:
-        """The models given by the owner, else those the server lists."""
         return list(self._given) or list(self._listed)
 
     async def load(self, report: Report) -> None:
@@ -111,12 +110,10 @@ class OpenAIServer:
         self._server.close()
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Say that such a server cannot be asked to."""
         del request
         return FlushOutcome(FlushResult.NOT_SUPPORTED, "an OpenAI-compatible server has no call that clears its cache")
 
     async def stats(self) -> EngineStats:
-        """Return nothing: such a server has no numbers to ask for."""
         return EngineStats()
 
     async def health(self) -> Health:
@@ -130,7 +127,6 @@ class OpenAIServer:
         return Health.OK if status < 500 and self.models else Health.UNREACHABLE
 
     async def wait_gone(self) -> None:
-        """Never return: only the health check can tell."""
         await wait_forever()
 
     async def _list_models(self) -> int:
@@ -166,7 +162,7 @@ TRY_AGAIN: Final = frozenset({429, 502, 503, 504})
 NOT_TO_PROVIDER: Final = frozenset({
     "allow_remote", "beam_size", "decoding", "source_lang_code", "target_lang_code",
 })  # fmt: skip
-"""Fields that only this box reads; providers refuse what they do not know."""
+"""Fields that only this node reads; providers refuse what they do not know."""
 TO_CLIENT: Final = frozenset(
     {"content-type", "content-length", "cache-control", "retry-after", "retry-after-ms", "x-request-id"}
 )
@@ -459,7 +455,6 @@ async def _read_all(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _describe(status: int) -> bytes:
-    """Return the error object for an answer that has none."""
     error = {
         "message": f"The provider answers HTTP {status} and does not say why.",
         "type": "rate_limit_error" if status == HTTPStatus.TOO_MANY_REQUESTS else "api_error",

@@ -74,7 +74,6 @@ class Supervisor:
         self._suspicion.set()
 
     def check_soon(self) -> None:
-        """Have the engine's health looked at now."""
         self._suspicion.set()
 
     def watch_left(self, sent_bytes: int) -> None:

@@ -42,8 +42,6 @@ class _Parameters(msgspec.Struct):
 
 
 class _Card(msgspec.Struct):
-    """The loaded model."""
-
     id: str
     parameters: _Parameters | None = None
 
@@ -166,7 +164,6 @@ class TabbyModel:
         return Health.OK if card is not None and card.id == self._model else Health.SILENT
 
     async def _loaded_model(self) -> _Card | None:
-        """Return the model that the server holds. Raises EngineError when it does not say."""
         status, body = await self._server.ask("GET", "/v1/model")
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             return None
@@ -214,7 +211,7 @@ class TabbyModel:
         headers = {**self._server.headers, **self._admin}
         bounds = limits().engines
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=bounds.connect_s, sock_read=bounds.tabby_silence_s)
-        async with self._client.post(url, json=self._wishes(), headers=headers, timeout=timeout) as response:
+        async with self._client.post(url, json=self._load_fields(), headers=headers, timeout=timeout) as response:
             if response.status != HTTPStatus.OK:
                 body = await response.content.read(4096)
                 raise EngineError(_refusal(f"to load {self._model}", response.status, body))
@@ -225,21 +222,20 @@ class TabbyModel:
                     except msgspec.DecodeError:
                         raise EngineError("the server's load events are not those of TabbyAPI") from None
 
-    def _wishes(self) -> dict[str, object]:
-        """Return the body of the load request; what is not set is the server's own."""
+    def _load_fields(self) -> dict[str, object]:
         options = self._plan.options
-        wishes: dict[str, object] = {"model_name": self._model}
+        fields: dict[str, object] = {"model_name": self._model}
         if self._plan.context_tokens is not None:
-            wishes["max_seq_len"] = self._plan.context_tokens
+            fields["max_seq_len"] = self._plan.context_tokens
         if (size := read_option(options, "exllama_cache_size", int)) is not None:
-            wishes["cache_size"] = size
+            fields["cache_size"] = size
         k_bits = read_option(options, "exllama_cache_k_bits", int)
         quant = read_option(options, "exllama_cache_quant", str)
         if k_bits is not None:
             quant = f"{k_bits},{read_option(options, 'exllama_cache_v_bits', int) or k_bits}"
         if quant is not None:
-            wishes["cache_mode"] = quant if "," in quant else f"{quant},{quant}"
-        return wishes
+            fields["cache_mode"] = quant if "," in quant else f"{quant},{quant}"
+        return fields
 
     async def _wait_for_model(self, *, within_s: float) -> _Card:
         """Ask until the server holds a model. Raises EngineError when it does not within ``within_s``."""
@@ -270,8 +266,7 @@ class TabbyModel:
 
 
 def _refusal(what: str, status: int, body: bytes) -> str:
-    """Return what to tell the owner when the server refuses."""
     if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return f"the server does not accept our key ({what}): check server_api_key_env and server_admin_key_env"
-    words = re.sub(r"\s+", " ", body.decode("utf-8", "replace"))[:300]
-    return f"the server refuses {what}: {status} {words}"
+    text = re.sub(r"\s+", " ", body.decode("utf-8", "replace"))[:300]
+    return f"the server refuses {what}: {status} {text}"

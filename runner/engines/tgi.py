@@ -30,7 +30,7 @@ from runner.engines.http_engine import (
     read_url,
     take_answer,
     wait_forever,
-)  # fmt: skip
+)
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -64,23 +64,20 @@ _STAGES: tuple[tuple[str, str, float], ...] = (
 
 
 class LauncherLog:
-    """Fed with the lines of one start."""
-
     def __init__(self, report: Report) -> None:
         self._report = report
         self._reasons = FailureReasons()
         self._reached = 0.0
 
     def feed(self, line: str) -> None:
-        """Take one line, and report the stage that it tells of."""
         self._reasons.feed(line)
-        for words, stage, fraction in _STAGES:
-            if words in line and fraction > self._reached:
+        for marker, stage, fraction in _STAGES:
+            if marker in line and fraction > self._reached:
                 self._reached = fraction
                 self._report(Progress(stage, fraction))
 
-    def failure(self, last_words: str = "") -> str:
-        return self._reasons.best() or last_words
+    def failure(self, last_lines: str = "") -> str:
+        return self._reasons.best() or last_lines
 
 
 def build_command(plan: LoadPlan, ports: list[int], folder: Path) -> list[str]:
@@ -105,7 +102,6 @@ def build_command(plan: LoadPlan, ports: list[int], folder: Path) -> list[str]:
 
 
 def build_environment(plan: LoadPlan, key: str) -> dict[str, str]:
-    """Return the launcher's environment; ``key`` is what its API is to ask for."""
     caching = "1" if plan.options.get("tgi_prefix_caching") is True else "0"
     return child_environment() | {
         "API_KEY": key,  # not on the command line, which every user of the machine can read

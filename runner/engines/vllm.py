@@ -16,7 +16,16 @@ import msgspec
 
 from runner.definitions.plan import LoadPlan
 from runner.engines.http import HttpResponse, HttpServer
-from runner.engines.http_engine import HttpEngine, Samples, ServerProcess, Start, ask_count, fields_decoder, read_samples
+from runner.engines.http_engine import (
+    HttpEngine,
+    Samples,
+    ServerProcess,
+    Start,
+    ask_count,
+    fields_decoder,
+    read_reason,
+    read_samples,
+)
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -47,7 +56,7 @@ from runner.engines.vllm_command import (
     sees_pictures,
     takes_lora,
     weights_bytes,
-)  # fmt: skip
+)
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported
 from runner.limits import limits
 from wire import clock
@@ -143,15 +152,6 @@ class _Listed(msgspec.Struct):
 
 class _ModelList(msgspec.Struct):
     data: list[_Listed] = []
-
-
-class _Problem(msgspec.Struct):
-    message: str = ""
-
-
-class _Refusal(msgspec.Struct):
-    error: _Problem | None = None
-    message: str = ""
 
 
 def make_vllm(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
@@ -334,7 +334,6 @@ class VllmProbe:
         self.salts.forget(FlushRequest(FlushScope.MODEL))
 
     async def unload_lora(self, name: str) -> None:
-        """Unload an adapter. Raises EngineError, also when there is none of this name."""
         await self._command("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def sleep(self, level: int = 1) -> None:
@@ -349,7 +348,6 @@ class VllmProbe:
             raise
 
     async def wake(self) -> None:
-        """Bring the model back after ``sleep``. Raises EngineError."""
         await self._command("/wake_up", None)
         self._is_asleep = False
 
@@ -369,7 +367,8 @@ class VllmProbe:
         """POST something that is answered with 200. Raises EngineError with vLLM's reason."""
         status, answer = await self._server.ask("POST", path, body=body, timeout_s=limits().engines.vllm_sleep_s)
         if status != 200:
-            raise EngineError(f"vLLM refuses {path.partition('?')[0]} (HTTP {status}): {_reason(answer)}")
+            reason = read_reason(answer) or answer[:200].decode("utf-8", "replace")
+            raise EngineError(f"vLLM refuses {path.partition('?')[0]} (HTTP {status}): {reason}")
 
     async def _scrape(self) -> Samples:
         status, text = await self._server.ask("GET", "/metrics")
@@ -404,15 +403,6 @@ def _describe(plan: LoadPlan, *, with_vision: bool) -> Capabilities:
         vision_input=with_vision,
         function_calling=bool(plan.options.get("vllm_tool_call_parser")),
     )
-
-
-def _reason(answer: bytes) -> str:
-    """Return the message of an error answer."""
-    try:
-        refusal = msgspec.json.decode(answer, type=_Refusal)
-    except msgspec.DecodeError:
-        return answer[:200].decode("utf-8", "replace")
-    return refusal.error.message if refusal.error is not None else refusal.message
 
 
 def _number(text: str | None) -> int | None:

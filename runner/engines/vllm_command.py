@@ -107,7 +107,6 @@ def build_environment(plan: LoadPlan) -> dict[str, str]:
 
 
 def runs_on_cpu(plan: LoadPlan) -> bool:
-    """Return whether the plan gives the model no GPU."""
     return not plan.gpu_ids
 
 
@@ -140,7 +139,6 @@ def sees_pictures(plan: LoadPlan) -> bool:
 
 
 def model_folder(plan: LoadPlan) -> Path:
-    """Return the model's folder. Raises EngineError when it is none that vLLM could load."""
     path = plan.path
     if path is None:
         raise EngineError(f"{plan.model_id}: vLLM needs the folder of the model")
@@ -150,7 +148,6 @@ def model_folder(plan: LoadPlan) -> Path:
 
 
 def read_config(plan: LoadPlan) -> dict[str, object]:
-    """Return the model's config.json. Raises EngineError when it cannot be read."""
     file = model_folder(plan) / "config.json"
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, object])
@@ -159,7 +156,6 @@ def read_config(plan: LoadPlan) -> dict[str, object]:
 
 
 def weights_bytes(plan: LoadPlan) -> int:
-    """Return the size of the weight files."""
     return sum(file.stat().st_size for file in model_folder(plan).glob("*.safetensors"))
 
 
@@ -306,7 +302,6 @@ class StartupLog:
         self.kv_bytes: int | None = None
 
     def feed(self, line: str) -> None:
-        """Take one line."""
         self._reasons.feed(line)
         self._note_sizes(line)
         if match := _SHARDS.search(line):
@@ -314,14 +309,14 @@ class StartupLog:
         elif match := _GRAPHS.search(line):
             self._advance(f"capturing graphs ({match[1]} of {match[2]})", match, _GRAPHS_BEGIN, _GRAPHS_END)
         else:
-            for words, stage, fraction in _STAGES:
-                if words in line:
+            for marker, stage, fraction in _STAGES:
+                if marker in line:
                     self._tell(stage, fraction)
                     return
 
-    def failure(self, last_words: str = "") -> str:
-        words = self._reasons.best() or last_words
-        return words + _CACHE_HINT if "cache blocks" in words or "KV cache" in words else words
+    def failure(self, last_lines: str = "") -> str:
+        reason = self._reasons.best() or last_lines
+        return reason + _CACHE_HINT if "cache blocks" in reason or "KV cache" in reason else reason
 
     def _advance(self, stage: str, match: re.Match[str], begin: float, end: float) -> None:
         done, of = int(match[1]), int(match[2])
@@ -341,5 +336,4 @@ class StartupLog:
 
 
 def _add(sum_so_far: int | None, match: re.Match[str]) -> int:
-    """Add the GiB of one GPU to those of the others."""
     return (sum_so_far or 0) + int(float(match[1]) * 1024**3)

@@ -1,4 +1,7 @@
-"""How far a library has read its weights: Linux counts the bytes a process reads. For libraries that say nothing themselves."""
+"""Programs that run as child processes, one engine each, and what they share: settings in, JSON lines out, a certain end.
+
+None of them imports the rest of the runner's code. What is here needs the standard library, the clock and the limits alone.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,25 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runner.limits import limits
+from wire import clock
 
-_PR_SET_PDEATHSIG = 1
+Model = TypeVar("Model")
+Settings = dict[str, Any]  # JSON
+
+PR_SET_PDEATHSIG = 1
+_COUNTERS = Path("/proc/self/io")
 
 
-def die_with(parent: int) -> None:
-    """Have Linux kill this process when the runner dies; elsewhere the closed standard input must do."""
+def ask_linux(option: int, value: int) -> None:
+    """Call ``prctl``, where there is one."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        sys.exit(1)
+        ctypes.CDLL(None).prctl(option, value)
 
 
 class Parent:
@@ -35,14 +41,15 @@ class Parent:
         # A Ctrl-C in the terminal reaches the whole process group; when to stop is the parent's decision.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        die_with(int(sys.argv[1]))
+        ask_linux(PR_SET_PDEATHSIG, signal.SIGKILL)  # elsewhere the closed standard input must do
+        if os.getppid() != int(sys.argv[1]):  # it died before we asked
+            sys.exit(1)
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         self._lock = threading.Lock()
         os.dup2(2, 1)
 
-    def read_settings(self) -> dict[str, Any]:  # Any: JSON
-        """Return the settings."""
-        settings: dict[str, Any] = json.loads(sys.stdin.readline())
+    def read_settings(self) -> Settings:
+        settings: Settings = json.loads(sys.stdin.readline())
         return settings
 
     def say(self, **fields: object) -> None:
@@ -56,15 +63,42 @@ class Parent:
         sys.stdin.read()
 
 
-_COUNTERS = Path("/proc/self/io")
+def run_child(
+    load: Callable[[Settings, Parent], Model], serve: Callable[[Model, Settings, Parent], None], unload: Callable[[Model], None]
+) -> int:
+    """Serve one model until the runner closes standard input; return the exit status.
+
+    What ``load`` and ``serve`` raise as RuntimeError, ValueError, OSError or AssertionError is a reason for the node's owner.
+    """
+    parent = Parent()
+    settings = parent.read_settings()
+    try:
+        model = load(settings, parent)
+        serve(model, settings, parent)
+    except (RuntimeError, ValueError, OSError, AssertionError) as error:
+        parent.say(error=str(error) or type(error).__name__)
+        return 1
+    unload(model)
+    return 0
+
+
+def unload_ctranslate2(model: Any) -> None:  # Any: untyped library
+    """Return when a model of CTranslate2 is unloaded. Raises RuntimeError when it does not come to that."""
+    give_up_at = clock.monotonic() + limits().children.unload_s
+    while model.model_is_loaded:
+        if clock.monotonic() > give_up_at:
+            raise RuntimeError("the model is still loaded")
+        model.unload_model()  # ignored without a word while a generation runs and for a moment after: it is asked again
+        clock.sleep(0.02)
 
 
 @contextmanager
-def report_reading(parent: Parent, weights_bytes: int, stage: str = "reading weights") -> Iterator[None]:
-    """Report the share of ``weights_bytes`` that was read since entering, a few times a second; nothing where no one counts.
+def report_reading(parent: Parent, weights_bytes: int) -> Iterator[None]:
+    """Report the share of ``weights_bytes`` that this process has read since entering: some libraries say nothing themselves.
 
-    It stays below 1.0: when all is read, the library still has to convert and place it.
+    Linux counts the bytes. It stays below 1.0: when all is read, the library still has to convert and place it.
     """
+    stage = "reading weights"
     parent.say(stage=stage)
     done = threading.Event()
     start = _bytes_read()

@@ -10,19 +10,9 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from runner.engines.children import Parent, report_reading
-from runner.engines.children.textserver import (
-    Detokeniser,
-    Prompt,
-    Sampling,
-    ServerSettings,
-    Step,
-    read_json,
-    run,
-    special_tokens,
-)
+from runner.engines.children import Parent, Settings, report_reading, run_child, unload_ctranslate2
+from runner.engines.children.textserver import Detokeniser, Prompt, Sampling, Step, read_json, serve_text, special_tokens
 from runner.limits import limits
-from wire import clock
 
 
 class Ct2Model:
@@ -31,10 +21,10 @@ class Ct2Model:
     def __init__(self, generator: Any, tokenizer: Any, folder: Path, context_tokens: int) -> None:  # Any: untyped libraries
         self._generator = generator
         self._tokenizer = tokenizer
-        words = read_json(folder / "tokenizer_config.json")
-        self.specials = special_tokens(words)
+        settings = read_json(folder / "tokenizer_config.json")
+        self.specials = special_tokens(settings)
         self._ends = _end_tokens(folder, tokenizer, self.specials)
-        longest = words.get("model_max_length")
+        longest = settings.get("model_max_length")
         if not isinstance(longest, int) or not 0 < longest < limits().children.context_tokens:
             longest = limits().children.unknown_context_tokens
         self.context_tokens = context_tokens or longest
@@ -70,21 +60,13 @@ class Ct2Model:
             yield Step(text + pieces.finish(), 1, "length") if found.is_last else Step(text, 1)
 
     def stats(self) -> dict[str, int]:
-        """Return nothing: the library counts neither memory nor cache."""
         return {}
 
     def flush(self) -> int | None:
-        """Forget nothing: there is nothing."""
         return 0
 
     def unload(self) -> None:
-        """Unload; the library ignores that without a word while a generation runs and for a moment after, so ask again."""
-        give_up_at = clock.monotonic() + limits().children.unload_s
-        while self._generator.model_is_loaded:
-            if clock.monotonic() > give_up_at:
-                raise RuntimeError("the model is still loaded")
-            self._generator.unload_model()
-            clock.sleep(0.02)
+        unload_ctranslate2(self._generator)
 
     def _search(self, prompt: Prompt, beam_size: int, options: dict[str, Any]) -> Step:  # Any: as above
         options = {**options, "sampling_topk": 1, "sampling_topp": 1.0, "sampling_temperature": 1.0}
@@ -108,8 +90,8 @@ def _end_tokens(folder: Path, tokenizer: Any, specials: dict[str, str]) -> list[
     return sorted(ids)
 
 
-def load(settings: dict[str, Any], parent: Parent) -> Ct2Model:  # Any: JSON
-    """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the owner of the box."""
+def load(settings: Settings, parent: Parent) -> Ct2Model:
+    """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the node's owner."""
     parent.say(stage="starting CTranslate2")
     try:
         import ctranslate2
@@ -136,22 +118,5 @@ def load(settings: dict[str, Any], parent: Parent) -> Ct2Model:  # Any: JSON
     return Ct2Model(generator, tokenizer, folder, settings["context_tokens"])
 
 
-def main() -> int:
-    """Serve one model; return the exit status."""
-    parent = Parent()
-    settings = parent.read_settings()
-    try:
-        model = load(settings, parent)
-        run(model, ServerSettings(
-            model_name=settings["model_name"], key=settings["key"], slots=settings["slots"], folder=Path(settings["folder"]),
-            enable_thinking=settings["enable_thinking"],
-        ), parent)  # fmt: skip
-    except (RuntimeError, ValueError, OSError) as error:
-        parent.say(error=str(error))
-        return 1
-    model.unload()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(load, serve_text, Ct2Model.unload))

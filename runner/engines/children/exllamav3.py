@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.engines.children import Parent
-from runner.engines.children.textserver import Prompt, Sampling, ServerSettings, Step, read_json, run, special_tokens
+from runner.engines.children import Parent, Settings, run_child
+from runner.engines.children.textserver import Prompt, Sampling, Step, read_json, serve_text, special_tokens
 from runner.limits import limits
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ExLlamaModel:
     table is empty, takes over. First come, first served, so a scope cannot starve another.
     """
 
-    def __init__(self, library: Any, parts: _Parts, folder: Path, settings: dict[str, Any]) -> None:  # Any: untyped; JSON
+    def __init__(self, library: Any, parts: _Parts, folder: Path, settings: Settings) -> None:  # Any: untyped
         self._library = library
         self._parts = parts
         self._settings = settings
@@ -245,8 +245,8 @@ class _Parts:
     ends: list[int]
 
 
-def load(settings: dict[str, Any], parent: Parent) -> ExLlamaModel:  # Any: JSON
-    """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the owner of the box."""
+def load(settings: Settings, parent: Parent) -> ExLlamaModel:
+    """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the node's owner."""
     if settings["gpu_ids"]:  # before the library, and CUDA with it, is there
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings["gpu_ids"]))
     parent.say(stage="starting ExLlamaV3")
@@ -280,22 +280,5 @@ def load(settings: dict[str, Any], parent: Parent) -> ExLlamaModel:  # Any: JSON
     return ExLlamaModel(exllamav3, parts, folder, settings)
 
 
-def main() -> int:
-    """Serve one model; return the exit status."""
-    parent = Parent()
-    settings = parent.read_settings()
-    try:
-        model = load(settings, parent)
-        run(model, ServerSettings(
-            model_name=settings["model_name"], key=settings["key"], slots=settings["slots"], folder=Path(settings["folder"]),
-            enable_thinking=settings["enable_thinking"],
-        ), parent)  # fmt: skip
-    except (RuntimeError, ValueError, OSError, AssertionError) as error:
-        parent.say(error=str(error) or type(error).__name__)
-        return 1
-    model.unload()
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(load, serve_text, ExLlamaModel.unload))

@@ -57,7 +57,6 @@ def _start_server(settings: dict[str, Any]) -> Any:  # Any: xllamacpp has no typ
 
 
 def _set_server(params: Any, settings: dict[str, Any]) -> None:  # Any: xllamacpp has no type information
-    """Set what concerns the HTTP server and its slots."""
     params.hostnames = ["127.0.0.1"]
     params.port = 0
     params.api_keys = [settings["key"]]
@@ -76,7 +75,6 @@ def _set_server(params: Any, settings: dict[str, Any]) -> None:  # Any: xllamacp
 
 
 def _set_memory(params: Any, settings: dict[str, Any], xllamacpp: Any) -> None:  # Any: xllamacpp has no type information
-    """Set what decides how much memory is taken, and where."""
     params.n_ctx = settings["context_tokens"] * settings["slots"]
     params.n_batch = params.n_ubatch = settings["batch_tokens"]
     if settings["embedding"] and not _names_pooling(settings["model_path"]):  # a language model used for its embeddings

@@ -8,17 +8,16 @@ together with them when the runner kills the process group. It needs the standar
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 from collections import defaultdict
 from pathlib import Path
 
+from runner.engines.children import PR_SET_PDEATHSIG, ask_linux
 from runner.limits import limits
 from wire import clock
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _WATCHED = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 _CANNOT_RUN = 127
@@ -28,8 +27,8 @@ def main() -> int:
     """Hold the command; return its exit status."""
     parent = int(sys.argv[1])
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-    _ask_linux(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    _ask_linux(_PR_SET_CHILD_SUBREAPER, 1)
+    ask_linux(PR_SET_PDEATHSIG, signal.SIGTERM)
+    ask_linux(_PR_SET_CHILD_SUBREAPER, 1)
     child = _start(sys.argv[2:])
     status: int | None = None
     while os.getppid() == parent and status is None:
@@ -48,7 +47,7 @@ def _start(command: list[str]) -> int:
         return child
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-        _ask_linux(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ask_linux(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == holder:
             os.execvp(command[0], command)  # noqa: S606  # an argument list of ours
     except OSError as error:
@@ -58,14 +57,13 @@ def _start(command: list[str]) -> int:
 
 
 def _complain(text: str) -> None:
-    """Write one line to standard error, which the runner reads."""
     os.write(2, f"{text}\n".encode())
 
 
 def _next_signal() -> int | None:
     """Return a signal that has come, None after a while: where none tells of the parent's end, its changed number does."""
     if sys.platform != "linux":
-        clock.sleep(limits().children.warden_poll_s)
+        clock.sleep(limits().children.subreaper_poll_s)
         pending = signal.sigpending() & _WATCHED
         return signal.sigwait(pending) if pending else None
     arrived = signal.sigtimedwait(_WATCHED, 1.0)
@@ -89,7 +87,7 @@ def _kill_descendants() -> None:
     """Kill everything below this process, again and again until nothing is left: a dying parent may still start one."""
     if sys.platform != "linux" and os.getpgrp() == os.getpid():  # without /proc: the whole group, this process included
         os.killpg(0, signal.SIGKILL)
-    for _ in range(limits().children.warden_rounds):
+    for _ in range(limits().children.subreaper_rounds):
         below = _descendants()
         for pid in below:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -117,11 +115,6 @@ def _descendants() -> list[int]:
         found += below
         queue += below
     return found
-
-
-def _ask_linux(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""The server: routes, streams, and the numbers of ``/stats``. One model, one key, until the parent closes standard input."""
+"""The HTTP server that a text library gets in its child process: OpenAI's chat and completions over a narrow port.
+
+``TextModel`` is the port, ``TextServer`` the server; the rest is what lies between: fields of a request, the chat template,
+pieces of text, worker threads, and the shapes of answers (OpenAI API reference).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 import uuid
 from collections.abc import Callable, Generator, Sequence
@@ -19,7 +22,7 @@ from aiohttp import web
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import UNSET, Meta, UnsetType
 
-from runner.engines.children import Parent
+from runner.engines.children import Parent, Settings
 from runner.engines.children.web import Pipe, Refusal, Slots, make_app, serve
 from runner.limits import limits
 from wire import clock
@@ -98,8 +101,6 @@ StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream carries beside the text."""
-
     include_usage: bool = False
 
 
@@ -126,12 +127,10 @@ class _Fields(msgspec.Struct, kw_only=True):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def stops(self) -> list[str]:
-        """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def check(self) -> None:
@@ -157,8 +156,6 @@ class _Fields(msgspec.Struct, kw_only=True):
 
 
 class ChatFields(_Fields, kw_only=True):
-    """Body of ``/v1/chat/completions``."""
-
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]  # Any: a template may read whatever a message carries
     max_completion_tokens: Count | None = None
     tools: list[dict[str, Any]] | None = None  # Any: JSON schemas, for the template
@@ -169,7 +166,6 @@ class ChatFields(_Fields, kw_only=True):
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens wanted at most."""
         return self.max_completion_tokens or self.max_tokens
 
     def check(self) -> None:
@@ -194,18 +190,14 @@ class CompletionFields(_Fields, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The prompt."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[0]
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens wanted at most; 16 unless told, as OpenAI has it."""
         return self.max_tokens or 16
 
 
 class _Kind(msgspec.Struct):
-    """What tells the two apart."""
-
     messages: msgspec.Raw | UnsetType = UNSET
 
 
@@ -215,14 +207,12 @@ _kind = msgspec.json.Decoder(_Kind)
 
 
 def parse_chat(body: bytes) -> ChatFields:
-    """Return the checked fields. Raises Refusal."""
     fields: ChatFields = _decode(_chat, body)
     fields.check()
     return fields
 
 
 def parse_completion(body: bytes) -> CompletionFields:
-    """Return the checked fields. Raises Refusal."""
     fields: CompletionFields = _decode(_completion, body)
     fields.check()
     return fields
@@ -237,10 +227,10 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:  # Any: the
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        words, _, path = str(error).partition(" - at `$")
-        missing = re.search(r"required field `(\w+)`", words)
+        problem, _, path = str(error).partition(" - at `$")
+        missing = re.search(r"required field `(\w+)`", problem)
         param = missing.group(1) if missing else path.rstrip("`").lstrip(".").replace("[...]", "") or None
-        raise Refusal(f"{param}: {words}" if param and not missing else words, param=param) from None
+        raise Refusal(f"{param}: {problem}" if param and not missing else problem, param=param) from None
     except UNREADABLE:
         raise Refusal("the body is not JSON", code="invalid_json") from None
 
@@ -284,11 +274,11 @@ def read_json(path: Path) -> dict[str, Any]:  # Any: JSON
     return found
 
 
-def special_tokens(words: dict[str, Any]) -> dict[str, str]:  # Any: JSON
+def special_tokens(settings: dict[str, Any]) -> dict[str, str]:  # Any: JSON
     """Return the special tokens that chat templates name; an entry may be a text or an object with ``content``."""
     found: dict[str, str] = {}
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        token = words.get(name)
+        token = settings.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             found[name] = token
@@ -323,8 +313,8 @@ class ChatTemplate:
             return self._template.render(values, messages=fields.messages, tools=tools, add_generation_prompt=True)
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             # What the template says itself is meant for the client; anything else could quote the conversation.
-            words = f": {error}" if isinstance(error, _Said) else ""
-            raise Refusal(f"the chat template does not accept these messages{words}", param="messages") from None
+            said = f": {error}" if isinstance(error, _Said) else ""
+            raise Refusal(f"the chat template does not accept these messages{said}", param="messages") from None
 
 
 class _Said(jinja2.TemplateError):
@@ -418,7 +408,6 @@ class Tally:
     predicted_ms: float = 0.0
 
     def usage(self) -> dict[str, object]:
-        """Return the ``usage`` object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -448,11 +437,9 @@ class Shape:
         self._chunk_head = {**self._head, "object": "chat.completion.chunk" if chat else kind}
 
     def opening(self) -> list[bytes]:
-        """Return the events before any text: the role, for a chat."""
         return [self._event([self._delta({"role": "assistant", "content": ""}, None)])] if self._chat else []
 
     def piece(self, text: str) -> bytes:
-        """Return the event of one piece of text."""
         return self._event([self._delta({"content": text}, None) if self._chat else self._text(text, None)])
 
     def closing(self, finish: str, tally: Tally, *, with_usage: bool) -> list[bytes]:
@@ -464,7 +451,6 @@ class Shape:
         return [self._event(last), usage, b"data: [DONE]\n\n"]
 
     def whole(self, text: str, finish: str, tally: Tally) -> dict[str, object]:
-        """Return the whole answer."""
         choice: dict[str, object] = {"index": 0, "finish_reason": finish, "logprobs": None}
         choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         return {**self._head, "choices": [choice], "usage": tally.usage(), "timings": tally.timings()}
@@ -480,11 +466,7 @@ class Shape:
 
 
 def as_event(value: object) -> bytes:
-    """Return one server-sent event."""
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,10 +487,6 @@ class Ready:
     """The prompt is accepted; nothing has been sent before this."""
 
 
-Result = Ready | str | Refusal
-"""What a worker hands over: first Ready, then pieces of text; a Refusal instead of either ends it."""
-
-
 class Generation:
     """One request on its way through a slot. ``tally`` and ``finish`` are final once ``read`` has returned None."""
 
@@ -516,21 +494,20 @@ class Generation:
         self._model = model
         self._slots = slots
         self._task = task
-        self._pipe: Pipe[Result] = Pipe()
+        self._pipe: Pipe[Ready | str] = Pipe()
+        """First Ready, then pieces of text."""
         self.tally = Tally()
         self.finish = "stop"
 
     async def start(self) -> None:
         """Wait for a slot and for the prompt to be accepted. Raises Refusal."""
         await self._slots.take()
-        self._slots.start(self._work)
+        self._slots.start(lambda: self._pipe.run(self._work))
         await self.read()
 
     async def read(self) -> str | None:
         """Return the next piece of text, None at the end. Raises Refusal."""
         result = await self._pipe.get()
-        if isinstance(result, Refusal):
-            raise result
         return "" if isinstance(result, Ready) else result
 
     def leave(self) -> None:
@@ -538,22 +515,9 @@ class Generation:
         self._pipe.leave()
 
     def _work(self) -> None:
-        """In a worker thread."""
-        try:
-            prompt, sampling = self._prepare()
-            if self._pipe.put(Ready()):
-                self._generate(prompt, sampling)
-        except Refusal as refusal:
-            self._pipe.put(refusal)
-        except (RuntimeError, ValueError, MemoryError) as error:
-            # The library's own words: it sees tokens, not text.
-            log.warning("generation failed: %s", error)
-            self._pipe.put(Refusal(f"the engine failed: {error}", code="engine_failed", status=500))
-        except BaseException:
-            self._pipe.put(Refusal("the engine failed", code="engine_failed", status=500))
-            raise
-        finally:
-            self._pipe.end()
+        prompt, sampling = self._prepare()
+        if self._pipe.put(Ready()):
+            self._generate(prompt, sampling)
 
     def _prepare(self) -> tuple[Prompt, Sampling]:
         started = clock.monotonic()
@@ -600,29 +564,15 @@ SCOPE_HEADER = "x-prefix-scope"
 """Names what a prompt may share cached prefixes with; the adapter makes it of tenant and tag."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSettings:
-    """``slots`` requests at once. ``folder`` may hold a chat template."""
-
-    model_name: str
-    key: str
-    slots: int
-    folder: Path
-    enable_thinking: bool | None = None
-    """What the template is told where a request does not say; None = nothing."""
-
-
 class TextServer:
-    """The handlers around one model."""
-
-    def __init__(self, model: TextModel, settings: ServerSettings) -> None:
+    def __init__(self, model: TextModel, settings: Settings) -> None:
         self._model = model
         self._settings = settings
-        self._slots = Slots(count=settings.slots, max_waiting=limits().children.waiting)
+        self._slots = Slots(count=settings["slots"], max_waiting=limits().children.waiting)
         self._counting = Slots(count=1, max_waiting=limits().children.waiting_counts)
         """A thread of its own for those who only want to know how long a prompt is: it waits for no generation."""
-        source = read_template(settings.folder)
-        self._template = ChatTemplate(source, model.specials, settings.enable_thinking) if source is not None else None
+        source = read_template(Path(settings["folder"]))
+        self._template = ChatTemplate(source, model.specials, settings["enable_thinking"]) if source is not None else None
 
     @property
     def info(self) -> dict[str, object]:
@@ -630,8 +580,7 @@ class TextServer:
         return {"context_tokens": self._model.context_tokens, "chat": self._template is not None}
 
     def make(self) -> web.Application:
-        """Return the application."""
-        app = make_app(key=self._settings.key, max_body_bytes=limits().children.body_bytes)
+        app = make_app(key=self._settings["key"], max_body_bytes=limits().children.body_bytes)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/stats", self.stats)
         app.router.add_post("/flush", self.flush)
@@ -642,8 +591,7 @@ class TextServer:
         return app
 
     async def models(self, _request: web.Request) -> web.Response:
-        """Answer with the one model."""
-        entry = {"id": self._settings.model_name, "object": "model", "created": 0, "owned_by": "muster"}
+        entry = {"id": self._settings["model_name"], "object": "model", "created": 0, "owned_by": "muster"}
         return web.json_response({"object": "list", "data": [{**entry, "max_model_len": self._model.context_tokens}]})
 
     async def stats(self, _request: web.Request) -> web.Response:
@@ -658,12 +606,10 @@ class TextServer:
         return web.json_response({"entries": entries})
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer ``/v1/chat/completions``."""
         fields = parse_chat(await request.read())
         return await self._answer(request, fields, self._prompt_of(fields), "messages")
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Answer ``/v1/completions``."""
         fields = parse_completion(await request.read())
         return await self._answer(request, fields, self._prompt_of(fields), "prompt")
 
@@ -702,7 +648,7 @@ class TextServer:
         shape = Shape(
             chat=isinstance(fields, ChatFields),
             number=uuid.uuid4().hex,
-            model=fields.model or self._settings.model_name,
+            model=fields.model or self._settings["model_name"],
             created=int(clock.unix_s()),
         )
         try:
@@ -722,7 +668,6 @@ class TextServer:
 
 
 async def _stream(request: web.Request, generation: Generation, shape: Shape, *, with_usage: bool) -> web.StreamResponse:
-    """Send the answer as it comes; an error after the first byte is one last event."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     try:
@@ -739,7 +684,11 @@ async def _stream(request: web.Request, generation: Generation, shape: Shape, *,
     return response
 
 
-def run(model: TextModel, settings: ServerSettings, parent: Parent) -> None:
-    """Serve ``model`` until the parent closes standard input. Raises ValueError when its chat template is broken."""
+def serve_text(model: TextModel, settings: Settings, parent: Parent) -> None:
+    """Serve ``model`` until the parent closes standard input. Raises ValueError when its chat template is broken.
+
+    Settings: model_name, key, slots, folder, which may hold a chat template, and enable_thinking, what that is told where a
+    request does not say.
+    """
     server = TextServer(model, settings)
     asyncio.run(serve(server.make(), parent, server.info))

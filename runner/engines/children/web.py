@@ -1,4 +1,4 @@
-"""How many requests an engine child serves at once, how many may wait, and the threads that do the work."""
+"""The edges of a child's HTTP server: loopback, a key, bounded bodies, errors in OpenAI's shape, and the slots behind it."""
 
 from __future__ import annotations
 
@@ -105,39 +105,38 @@ class Slots:
     def __init__(self, *, count: int, max_waiting: int) -> None:
         self._count = count
         self._max_waiting = max_waiting
-        self._line: deque[asyncio.Future[None]] = deque()
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="slot")
         self.running = 0
 
     @property
     def waiting(self) -> int:
-        """Requests in line."""
-        return len(self._line)
+        return len(self._waiting)
 
     async def take(self) -> None:
         """Wait for a slot. Raises Refusal (503) when the line is full."""
-        if self.running < self._count and not self._line:
+        if self.running < self._count and not self._waiting:
             self.running += 1
             return
-        if len(self._line) >= self._max_waiting:
+        if len(self._waiting) >= self._max_waiting:
             raise Refusal("the engine has as many requests waiting as it may", code="queue_full", status=503)
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append(turn)
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(granted)
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if granted.done() and not granted.cancelled():
                 self.give_back()
             else:
-                self._line.remove(turn)
+                self._waiting.remove(granted)
             raise
 
     def give_back(self) -> None:
         """Free a slot: the next in line has it, else nobody."""
-        while self._line:
-            turn = self._line.popleft()
-            if not turn.done():
-                turn.set_result(None)
+        while self._waiting:
+            granted = self._waiting.popleft()
+            if not granted.done():
+                granted.set_result(None)
                 return
         self.running -= 1
 
@@ -156,7 +155,6 @@ class Slots:
         return future
 
     def close(self) -> None:
-        """Take no more work; do not wait for what runs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -165,7 +163,7 @@ class Pipe(Generic[Item]):
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[Item | None] = asyncio.Queue()  # bounded by the credits below
+        self._items: asyncio.Queue[Item | Refusal | None] = asyncio.Queue()  # bounded by the credits below
         self._poll_s = limits().children.slot_poll_s
         self._credits = threading.Semaphore(limits().children.results_ahead)
         self._left = threading.Event()
@@ -177,26 +175,43 @@ class Pipe(Generic[Item]):
 
     def put(self, item: Item) -> bool:
         """From the worker: hand over a result, waiting while the reader is far behind. False = the reader has gone."""
+        return self._put_any(item)
+
+    def _put_any(self, item: Item | Refusal) -> bool:
         while not self._credits.acquire(timeout=self._poll_s):
             if self._left.is_set():
                 return False
         return self._call(item) and not self._left.is_set()
 
-    def end(self) -> None:
-        """From the worker: nothing more comes."""
-        self._call(None)
+    def run(self, work: Callable[[], None]) -> None:
+        """From the worker: do the work and end the pipe; what is raised meanwhile reaches the reader as a Refusal."""
+        try:
+            work()
+        except Refusal as refusal:
+            self._put_any(refusal)
+        except (RuntimeError, ValueError, MemoryError) as error:
+            # The library's own text: it sees tokens or sound, no prompts.
+            log.warning("request failed: %s", error)
+            self._put_any(Refusal(f"the engine failed: {error}", code="engine_failed", status=500))
+        except BaseException:
+            self._put_any(Refusal("the engine failed", code="engine_failed", status=500))
+            raise
+        finally:
+            self._call(None)
 
     async def get(self) -> Item | None:
-        """From the loop: the next result, None at the end."""
+        """From the loop: the next result, None at the end. Raises Refusal."""
         item = await self._items.get()
         self._credits.release()
+        if isinstance(item, Refusal):
+            raise item
         return item
 
     def leave(self) -> None:
         """From the loop: nobody reads any more."""
         self._left.set()
 
-    def _call(self, item: Item | None) -> bool:
+    def _call(self, item: Item | Refusal | None) -> bool:
         try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
         except RuntimeError:  # the loop is closed: the process ends

@@ -6,6 +6,7 @@ Settings: folder, model_name, key, slots, threads, device, device_index, compute
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import tempfile
 import threading
@@ -16,7 +17,7 @@ from typing import IO, Any
 
 from aiohttp import BodyPartReader, web
 
-from runner.engines.children import Parent, report_reading
+from runner.engines.children import Parent, Settings, report_reading, run_child, unload_ctranslate2
 from runner.engines.children.textserver import as_event
 from runner.engines.children.web import Pipe, Refusal, Slots, make_app, serve
 from runner.limits import limits
@@ -184,12 +185,10 @@ class Outcome:
 
 
 def text_of(segments: Sequence[Segment]) -> str:
-    """Return the whole transcript."""
     return "".join(segment["text"] for segment in segments).strip()
 
 
 def as_json(segments: Sequence[Segment], outcome: Outcome) -> dict[str, object]:
-    """Return the ``json`` shape."""
     return {"text": text_of(segments), "usage": outcome.usage(), "timings": outcome.timings()}
 
 
@@ -209,7 +208,6 @@ def as_verbose_json(segments: Sequence[Segment], outcome: Outcome, granularities
 
 
 def as_srt(segments: Sequence[Segment]) -> str:
-    """Return SubRip subtitles."""
     return "".join(
         f"{number}\n{_clock(segment['start'], ',')} --> {_clock(segment['end'], ',')}\n{segment['text'].strip()}\n\n"
         for number, segment in enumerate(segments, 1)
@@ -217,7 +215,6 @@ def as_srt(segments: Sequence[Segment]) -> str:
 
 
 def as_vtt(segments: Sequence[Segment]) -> str:
-    """Return WebVTT subtitles."""
     return "WEBVTT\n\n" + "".join(
         f"{_clock(segment['start'], '.')} --> {_clock(segment['end'], '.')}\n{segment['text'].strip()}\n\n"
         for segment in segments
@@ -225,12 +222,10 @@ def as_vtt(segments: Sequence[Segment]) -> str:
 
 
 def delta_event(segment: Segment, *, first: bool) -> dict[str, object]:
-    """Return the stream event of one segment."""
     return {"type": "transcript.text.delta", "delta": segment["text"].lstrip() if first else segment["text"]}
 
 
 def done_event(segments: Sequence[Segment], outcome: Outcome) -> dict[str, object]:
-    """Return the last stream event."""
     return {"type": "transcript.text.done", **as_json(segments, outcome)}
 
 
@@ -268,40 +263,29 @@ class Transcription:
     def __init__(self, model: Any, request: AudioRequest, task: str) -> None:  # Any: untyped library
         self._model = model
         self._request = request
-        self._pipe: Pipe[Started | Segment | Refusal] = Pipe()
+        self._pipe: Pipe[Started | Segment] = Pipe()
         self.outcome = Outcome(task)
 
     def work(self) -> None:
         """Decode and transcribe; in a worker thread."""
+        self._pipe.run(self._work)
+
+    def _work(self) -> None:
         _ask.is_left = lambda: self._pipe.is_left
-        try:
-            with self._request.file as file:
-                started = clock.monotonic()
-                audio = decode(file, self._pipe)
-                self.outcome.decode_ms = 1000 * (clock.monotonic() - started)
-            if not self._pipe.is_left:
+        with self._request.file as file:
+            started = clock.monotonic()
+            audio = decode(file, self._pipe)
+            self.outcome.decode_ms = 1000 * (clock.monotonic() - started)
+        if not self._pipe.is_left:
+            with contextlib.suppress(_ReaderLeftError):
                 self._transcribe(audio)
-        except Refusal as refusal:
-            self._pipe.put(refusal)
-        except _ReaderLeftError:
-            pass
-        except (RuntimeError, ValueError, MemoryError) as error:
-            self._pipe.put(Refusal(f"the engine failed: {error}", code="engine_failed", status=500))
-        except BaseException:
-            self._pipe.put(Refusal("the engine failed", code="engine_failed", status=500))
-            raise
-        finally:
-            self._pipe.end()
 
     async def read(self) -> Segment | None:
         """Return the next segment, None at the end; the first call returns an empty one: the file is good. Raises Refusal."""
         found = await self._pipe.get()
-        if isinstance(found, Refusal):
-            raise found
         return {} if isinstance(found, Started) else found
 
     def leave(self) -> None:
-        """Have the worker stop at the next segment."""
         self._pipe.leave()
 
     def _transcribe(self, audio: Any) -> None:  # Any: an array
@@ -384,20 +368,16 @@ def _as_segment(number: int, segment: Any) -> Segment:  # Any: untyped library
 
 
 class AudioServer:
-    """The handlers around one model."""
-
-    def __init__(self, model: Any, settings: dict[str, Any]) -> None:  # Any: untyped library; JSON
+    def __init__(self, model: Any, settings: Settings) -> None:  # Any: untyped library
         self._model = model
         self._settings = settings
         self._slots = Slots(count=settings["slots"], max_waiting=limits().children.waiting)
 
     @property
     def info(self) -> dict[str, object]:
-        """What the parent should know."""
         return {"multilingual": bool(self._model.model.is_multilingual)}
 
     def make(self) -> web.Application:
-        """Return the application."""
         app = make_app(key=self._settings["key"], max_body_bytes=self._settings["max_upload_bytes"])
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/stats", self.stats)
@@ -406,20 +386,16 @@ class AudioServer:
         return app
 
     async def models(self, _request: web.Request) -> web.Response:
-        """Answer with the one model."""
         entry = {"id": self._settings["model_name"], "object": "model", "created": 0, "owned_by": "muster"}
         return web.json_response({"object": "list", "data": [entry]})
 
     async def stats(self, _request: web.Request) -> web.Response:
-        """Answer with running and waiting."""
         return web.json_response({"running": self._slots.running, "waiting": self._slots.waiting})
 
     async def transcribe(self, request: web.Request) -> web.StreamResponse:
-        """Answer ``/v1/audio/transcriptions``."""
         return await self._answer(request, "transcribe")
 
     async def translate(self, request: web.Request) -> web.StreamResponse:
-        """Answer ``/v1/audio/translations``."""
         if not self._model.model.is_multilingual:
             raise Refusal("this model knows English only, it cannot translate", param="model", code="modality_unsupported")
         return await self._answer(request, "translate")
@@ -462,7 +438,6 @@ def _whole(asked: AudioRequest, segments: list[Segment], outcome: Outcome) -> we
 
 
 async def _stream(request: web.Request, transcription: Transcription) -> web.StreamResponse:
-    """Send each segment as it is found; an error after the first byte is one last event."""
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **_duration_header(transcription.outcome)}
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
@@ -484,8 +459,13 @@ def _duration_header(outcome: Outcome) -> dict[str, str]:
     return {"x-audio-duration-ms": f"{outcome.audio_ms:.0f}"}
 
 
-def load(settings: dict[str, Any], parent: Parent) -> Any:  # Any: JSON in, a faster_whisper.WhisperModel out
-    """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the owner of the box."""
+def serve_audio(model: Any, settings: Settings, parent: Parent) -> None:  # Any: untyped library
+    server = AudioServer(model, settings)
+    asyncio.run(serve(server.make(), parent, server.info))
+
+
+def load(settings: Settings, parent: Parent) -> Any:  # Any: a faster_whisper.WhisperModel
+    """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the node's owner."""
     parent.say(stage="starting faster-whisper")
     try:
         from faster_whisper import WhisperModel
@@ -496,7 +476,6 @@ def load(settings: dict[str, Any], parent: Parent) -> Any:  # Any: JSON in, a fa
         """Asks before each window of 30 seconds: windows of silence yield no segment to stop at."""
 
         def encode(self, features: Any) -> Any:  # Any: arrays of untyped libraries
-            """As in the base class; raises when the reader has gone."""
             if _ask.is_left():
                 raise _ReaderLeftError
             return super().encode(features)
@@ -515,30 +494,5 @@ def load(settings: dict[str, Any], parent: Parent) -> Any:  # Any: JSON in, a fa
         raise RuntimeError(f"{folder.name} cannot be loaded: {error}") from None
 
 
-def unload(model: Any) -> None:  # Any: untyped library
-    """Unload; the library ignores that without a word while it works and for a moment after, so ask again."""
-    give_up_at = clock.monotonic() + limits().children.unload_s
-    while model.model.model_is_loaded:
-        if clock.monotonic() > give_up_at:
-            raise RuntimeError("the model is still loaded")
-        model.model.unload_model()
-        clock.sleep(0.02)
-
-
-def main() -> int:
-    """Serve one model; return the exit status."""
-    parent = Parent()
-    settings = parent.read_settings()
-    try:
-        model = load(settings, parent)
-        server = AudioServer(model, settings)
-        asyncio.run(serve(server.make(), parent, server.info))
-    except (RuntimeError, ValueError, OSError) as error:
-        parent.say(error=str(error))
-        return 1
-    unload(model)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(load, serve_audio, lambda model: unload_ctranslate2(model.model)))

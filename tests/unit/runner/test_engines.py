@@ -23,7 +23,7 @@ from runner.engines.children.web import Refusal
 from runner.engines.comfy import read_image_request
 from runner.engines.comfy_server import image_format, read_workflow, strip_texts
 from runner.engines.http_engine import set_thinking
-from runner.engines.llama_slots import Lease, Owner, SlotBook, is_object, pin_body
+from runner.engines.llama_slots import Lease, Owner, SlotTable, is_object, pin_body
 from runner.engines.port import COMPLETIONS, CacheMode, Call, FlushRequest, FlushScope
 from runner.engines.process import make_private_folder
 from runner.engines.vllm import Salts, seal_body
@@ -39,30 +39,30 @@ ALPHA_TAGGED = Owner("alpha", "night")
 ALL = FlushRequest(FlushScope.ALL)
 
 
-def run_call(book: SlotBook, owner: Owner, mode: CacheMode = "auto", *, was_answered: bool = True) -> Lease:
+def run_call(table: SlotTable, owner: Owner, mode: CacheMode = "auto", *, was_answered: bool = True) -> Lease:
     """Run one call from its start to its end."""
-    lease = book.take(owner, mode)
+    lease = table.take(owner, mode)
     assert lease is not None
-    book.release(lease, was_answered=was_answered)
+    table.release(lease, was_answered=was_answered)
     return lease
 
 
 def test_an_owner_gets_its_own_slot_or_an_empty_one_or_that_unused_for_longest() -> None:
-    book = SlotBook(2)
-    old, again = run_call(book, ALPHA), run_call(book, ALPHA)
+    table = SlotTable(2)
+    old, again = run_call(table, ALPHA), run_call(table, ALPHA)
     assert (old.reuses, again.reuses, again.slot) == (False, True, old.slot)
-    recent = run_call(book, BETA)
+    recent = run_call(table, BETA)
     assert recent.slot != old.slot
-    taken = run_call(book, Owner("gamma", ""))
+    taken = run_call(table, Owner("gamma", ""))
     assert (taken.slot, taken.reuses) == (old.slot, False)
-    assert run_call(book, BETA) == Lease(recent.slot, BETA, reuses=True)
-    assert not run_call(book, ALPHA).reuses
-    both = [book.take(ALPHA, "auto"), book.take(BETA, "auto")]
-    assert (book.take(BETA, "auto"), book.take_unpinned()) == (None, None), "all slots are in use"
+    assert run_call(table, BETA) == Lease(recent.slot, BETA, reuses=True)
+    assert not run_call(table, ALPHA).reuses
+    both = [table.take(ALPHA, "auto"), table.take(BETA, "auto")]
+    assert (table.take(BETA, "auto"), table.take_unpinned()) == (None, None), "all slots are in use"
     for lease in both:
         assert lease is not None
-        book.release(lease, was_answered=True)
-    assert [run_call(book, ALPHA).reuses, run_call(book, BETA).reuses] == [True, True]
+        table.release(lease, was_answered=True)
+    assert [run_call(table, ALPHA).reuses, run_call(table, BETA).reuses] == [True, True]
 
 
 def test_a_flush_takes_the_slots_of_its_scope() -> None:
@@ -72,40 +72,40 @@ def test_a_flush_takes_the_slots_of_its_scope() -> None:
         FlushRequest(FlushScope.TAG, tag="night", tenant="beta"): set(),
     }  # fmt: skip
     for request, wanted in requests.items():
-        book = SlotBook(3)
-        assert [run_call(book, owner).slot for owner in (ALPHA, ALPHA_TAGGED, BETA)] == [0, 1, 2]
-        assert {lease.slot for lease in book.seize(request) or ()} == wanted
+        table = SlotTable(3)
+        assert [run_call(table, owner).slot for owner in (ALPHA, ALPHA_TAGGED, BETA)] == [0, 1, 2]
+        assert {lease.slot for lease in table.seize(request) or ()} == wanted
 
 
 def test_a_flush_takes_what_is_nobodys_too_and_is_refused_by_a_busy_slot_of_its_scope() -> None:
-    book = SlotBook(2)
-    private = run_call(book, ALPHA, "none")
-    seized = book.seize(FlushRequest(FlushScope.TENANT, tenant="alpha"))
+    table = SlotTable(2)
+    private = run_call(table, ALPHA, "none")
+    seized = table.seize(FlushRequest(FlushScope.TENANT, tenant="alpha"))
     assert [lease.slot for lease in seized or ()] == [private.slot], "nobody knows what it holds"
-    book = SlotBook(2)
-    assert book.take(ALPHA, "auto") is not None
-    run_call(book, BETA)
-    assert book.seize(ALL) is None
-    assert book.seize(FlushRequest(FlushScope.TENANT, tenant="alpha")) is None
-    assert book.seize(FlushRequest(FlushScope.TENANT, tenant="beta")) is not None
-    assert book.take(BETA, "auto") is None  # it is being erased
-    book = SlotBook(2)
-    assert book.take_unpinned() is not None
-    assert book.seize(FlushRequest(FlushScope.TENANT, tenant="beta")) is None
-    book = SlotBook(2)
-    first, second = run_call(book, ALPHA), run_call(book, BETA)
-    seized = book.seize(ALL)
+    table = SlotTable(2)
+    assert table.take(ALPHA, "auto") is not None
+    run_call(table, BETA)
+    assert table.seize(ALL) is None
+    assert table.seize(FlushRequest(FlushScope.TENANT, tenant="alpha")) is None
+    assert table.seize(FlushRequest(FlushScope.TENANT, tenant="beta")) is not None
+    assert table.take(BETA, "auto") is None  # it is being erased
+    table = SlotTable(2)
+    assert table.take_unpinned() is not None
+    assert table.seize(FlushRequest(FlushScope.TENANT, tenant="beta")) is None
+    table = SlotTable(2)
+    first, second = run_call(table, ALPHA), run_call(table, BETA)
+    seized = table.seize(ALL)
     assert seized is not None
-    book.return_seized(seized, erased={first.slot})
-    assert run_call(book, BETA) == Lease(second.slot, BETA, reuses=True)
-    assert not run_call(book, ALPHA).reuses
+    table.return_seized(seized, erased={first.slot})
+    assert run_call(table, BETA) == Lease(second.slot, BETA, reuses=True)
+    assert not run_call(table, ALPHA).reuses
 
 
 @examples(25)
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["call", "lost", "private", "unpinned", "end"])), max_size=40))
 def test_whatever_happens_a_call_reuses_only_what_its_owner_left(steps: list[tuple[int, str]]) -> None:
     """A model of the engine: a lost call changes nothing, a call of unknown place lands in any slot that is free."""
-    book = SlotBook(3)
+    table = SlotTable(3)
     content: dict[int, object] = {}
     running: list[tuple[Lease, Owner, bool]] = []
     for number, step in steps:
@@ -117,9 +117,11 @@ def test_whatever_happens_a_call_reuses_only_what_its_owner_left(steps: list[tup
             if not lease.is_pinned:  # wherever it was: the worst is that it was in every slot that is free now
                 busy = {other.slot for other, _, _ in running if other.is_pinned}
                 content.update(dict.fromkeys({0, 1, 2} - busy, whose))
-            book.release(lease, was_answered=not is_lost)
+            table.release(lease, was_answered=not is_lost)
         elif step in {"call", "lost", "private", "unpinned"}:
-            taken = book.take_unpinned() if step == "unpinned" else book.take(owner, "none" if step == "private" else "prefix")
+            taken = (
+                table.take_unpinned() if step == "unpinned" else table.take(owner, "none" if step == "private" else "prefix")
+            )
             if taken is None:
                 continue
             assert not taken.reuses or content.get(taken.slot) == owner
