@@ -14,7 +14,7 @@ import logging
 import random
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from runner.engines.comfy_server import (
     read_workflow,
 )
 from runner.engines.http import HttpResponse, HttpServer
-from runner.engines.http_engine import HttpEngine, bearer, read_option, read_url, wait_forever
+from runner.engines.http_engine import HttpEngine, bearer, read_option, read_url
 from runner.engines.port import (
     IMAGES,
     Call,
@@ -320,7 +320,7 @@ def make_comfyui(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
     """
     server = HttpServer(client)
     comfy = ComfyModel(plan, server, client)
-    return HttpEngine(server, comfy, comfy, name="comfyui", poll_s=5.0, restart_max_s=60.0)
+    return HttpEngine(server, comfy, comfy, name="comfyui", poll_s=5.0, restart_max_s=60.0, check=comfy.check)
 
 
 class ComfyModel:
@@ -328,7 +328,7 @@ class ComfyModel:
 
     is_attached = False
     has_metrics = False
-    pids: tuple[int, ...] = ()
+    child = None
 
     def __init__(self, plan: LoadPlan, server: HttpServer, client: aiohttp.ClientSession) -> None:
         self._plan = plan
@@ -379,9 +379,6 @@ class ComfyModel:
             await self._free(self._comfy)
         self._comfy = None
 
-    async def wait_gone(self) -> None:
-        await wait_forever()
-
     async def meet(self, report: Report) -> None:
         """All is known."""
 
@@ -400,9 +397,6 @@ class ComfyModel:
             return EngineStats()
         queue = await self._comfy.waiting()
         return EngineStats(running=len(queue.running), waiting=len(queue.pending))
-
-    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        raise EngineError("an image model counts no tokens")
 
     async def check(self) -> Health:
         return await self._comfy.check() if self._comfy is not None else Health.UNREACHABLE

@@ -53,8 +53,8 @@ class Loader(Protocol):
     is_attached: bool
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """As the engine's."""
+    def child(self) -> Child | None:
+        """The process that holds the model, None where it is none of ours."""
 
     async def load(self, report: Report) -> None:
         """Return once the server answers for the model. Raises EngineError; whatever it raises, ``give_up`` follows."""
@@ -64,9 +64,6 @@ class Loader(Protocol):
 
     async def unload(self, *, gently: bool) -> None:
         """Return when the model is seen to be gone. Raises EngineError. Of an attached server only while it is loaded."""
-
-    async def wait_gone(self) -> None:
-        """As the engine's."""
 
 
 class Probe(Protocol):
@@ -88,19 +85,17 @@ class Probe(Protocol):
     async def read_stats(self) -> EngineStats:
         """Return the engine's numbers. Raises EngineError when it does not answer."""
 
-    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        """As a TokenCounter's."""
-
-    async def check(self) -> Health:
-        """As the engine's ``health``."""
-
 
 class HttpEngine:
-    """One replica of one model behind one HTTP server: the port, for every kind of server."""
+    """One replica of one model behind one HTTP server: the port, for every kind of server.
+
+    ``check`` is its health check where that is another than the server's; ``count`` counts tokens, None = it does not.
+    """
 
     def __init__(
         self, server: HttpServer, loader: Loader, probe: Probe, *, name: str, poll_s: float, restart_max_s: float,
-        loop: LoopOwner | None = None,
+        loop: LoopOwner | None = None, check: Callable[[], Awaitable[Health]] | None = None,
+        count: Callable[[Mapping[str, msgspec.Raw]], Awaitable[int]] | None = None,
     ) -> None:  # fmt: skip
         self.server = server
         self.loader = loader
@@ -110,6 +105,8 @@ class HttpEngine:
         self.restart_max_s = restart_max_s
         self.loop = loop
         self.is_loaded = False
+        self._check = check or server.check
+        self._count = count
 
     @property
     def capabilities(self) -> Capabilities:
@@ -117,7 +114,7 @@ class HttpEngine:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        return self.loader.pids
+        return self.loader.child.pids if self.loader.child is not None else ()
 
     async def load(self, report: Report) -> None:
         self.is_loaded = False
@@ -169,13 +166,18 @@ class HttpEngine:
     async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
         if not self.is_loaded:
             raise EngineError("the model is not loaded")
-        return await self.probe.count_tokens(fields)
+        if self._count is None:
+            raise EngineError("the engine counts no tokens")
+        return await self._count(fields)
 
     async def health(self) -> Health:
-        return await self.probe.check() if self.is_loaded else Health.UNREACHABLE
+        return await self._check() if self.is_loaded else Health.UNREACHABLE
 
     async def wait_gone(self) -> None:
-        await self.loader.wait_gone()
+        if self.loader.child is None:
+            await asyncio.get_running_loop().create_future()  # only a health check tells that another's server has gone
+        else:
+            await self.loader.child.wait_gone()
 
 
 class StartLog(Protocol):
@@ -211,19 +213,15 @@ class ServerProcess:
         self._model_id = plan.model_id
         self._server = server
         self._prepare = prepare
-        self._child = Child(f"{title} {plan.model_id}")
+        self.child = Child(f"{title} {plan.model_id}")
         self.folder: Path | None = None
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return self._child.pids
 
     async def load(self, report: Report) -> None:
         await self.unload(gently=False)
         self.folder = await asyncio.to_thread(make_private_folder, self._title.lower())
         start = await self._prepare(self.folder, report)
         report(Progress(f"starting {self._title}", 0.0))
-        await self._child.start_foreign(start.command, start.environment, start.log.feed)
+        await self.child.start_foreign(start.command, start.environment, start.log.feed)
         load_s = limits().engines.server_load_s
         try:
             async with asyncio.timeout(load_s):
@@ -235,12 +233,12 @@ class ServerProcess:
         await self.unload(gently=False)
 
     async def unload(self, *, gently: bool) -> None:
-        tree = await asyncio.to_thread(list_tree, self._child.pid)
-        if gently and self._child.is_running:
+        tree = await asyncio.to_thread(list_tree, self.child.pid)
+        if gently and self.child.is_running:
             gently = await self._server.check() is Health.OK  # one that hangs would not hear the signal either
         folder, self.folder = self.folder, None
         try:
-            await self._child.stop(gently=gently, limit_s=limits().engines.server_stop_s)
+            await self.child.stop(gently=gently, limit_s=limits().engines.server_stop_s)
         finally:
             left = await kill_rest(tree)
             if folder is not None:
@@ -250,23 +248,13 @@ class ServerProcess:
                 f"processes {left} of {self._title} cannot be killed: they wait for a driver; restart the machine"
             )
 
-    async def wait_gone(self) -> None:
-        # Not by waiting for the process: asyncio does that until its pipes close, which orphaned workers hold open.
-        while self._child.is_running:  # noqa: ASYNC110  # a process sets no event
-            await asyncio.sleep(limits().engines.server_look_s)
-
     async def _wait_healthy(self, log: StartLog) -> None:
         while await self._server.check() is not Health.OK:
-            if not self._child.is_running:
-                await self._child.kill()  # also waits for the last lines to be read
-                reason = log.failure(self._child.last_lines())
+            if not self.child.is_running:
+                await self.child.kill()  # also waits for the last lines to be read
+                reason = log.failure(self.child.last_lines())
                 raise EngineError(f"{self._title} could not load {self._model_id}: {reason}")
             await asyncio.sleep(limits().engines.server_look_s)
-
-
-async def wait_forever() -> None:
-    """Never return: only a health check tells that somebody else's server has gone."""
-    await asyncio.get_running_loop().create_future()
 
 
 # ---- what a plan says ----

@@ -32,7 +32,6 @@ from runner.engines.port import (
     FlushOutcome,
     FlushRequest,
     FlushResult,
-    Health,
     LoadPlan,
     Report,
 )
@@ -67,7 +66,9 @@ def make_library(library: Library, plan: LoadPlan, client: aiohttp.ClientSession
     server = HttpServer(client)
     loader = LibraryChild(library, plan, server)
     probe = LibraryProbe(library, plan, server, loader)
-    return HttpEngine(server, loader, probe, name=library.name, poll_s=2.0, restart_max_s=30.0)
+    return HttpEngine(
+        server, loader, probe, name=library.name, poll_s=2.0, restart_max_s=30.0, count=partial(ask_count, server, TOKENIZE)
+    )
 
 
 class LibraryChild:
@@ -79,13 +80,9 @@ class LibraryChild:
         self._library = library
         self._plan = plan
         self._server = server
-        self._child = Child(library.name)
+        self.child = Child(library.name)
         self.info: Mapping[str, object] = {}
         """What the child said about itself when it was ready, and the ``version`` of its library where one is installed."""
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return self._child.pids
 
     async def load(self, report: Report) -> None:
         plan, library = self._plan, self._library
@@ -96,34 +93,22 @@ class LibraryChild:
             "folder": str(plan.path), "model_name": plan.model_id, "slots": plan.slots, "key": key,
             "enable_thinking": plan.options.get("enable_thinking"),
         }  # fmt: skip
-        url = await self._child.start_ours(
+        url = await self.child.start_ours(
             f"runner.engines.children.{library.name}", {**settings, **library.settings(plan)}, report,
             limit_s=limits().engines.library_load_s,
         )  # fmt: skip
         self._server.base_url, self._server.headers = url, {"Authorization": f"Bearer {key}"}
-        self.info = {**self._child.info, "version": await asyncio.to_thread(installed_version, library.distribution)}
+        self.info = {**self.child.info, "version": await asyncio.to_thread(installed_version, library.distribution)}
 
     async def give_up(self) -> None:
-        await self._child.kill()
+        await self.child.kill()
 
     async def unload(self, *, gently: bool) -> None:
-        await self._child.stop(gently=gently)
-
-    async def wait_gone(self) -> None:
-        await self._child.wait_gone()
+        await self.child.stop(gently=gently)
 
 
-class _Numbers(msgspec.Struct):
-    """What ``/stats`` of a child answers; names as in EngineStats, and one more."""
-
-    running: int | None = None
-    waiting: int | None = None
-    kv_total_tokens: int | None = None
-    kv_used_tokens: int | None = None
-    kv_bytes: int | None = None
-    cache_queried_tokens: int | None = None
-    cache_hit_tokens: int | None = None
-    kv_cached_tokens: int | None = None
+class _Cached(msgspec.Struct):
+    kv_cached_tokens: int = 0
 
 
 class _Flushed(msgspec.Struct):
@@ -164,25 +149,16 @@ class LibraryProbe:
         if status != 200:
             raise EngineError(f"the flush was answered with {status}")
         removed = msgspec.json.decode(body, type=_Flushed).entries
-        numbers = await self._server.ask_for("/stats", _Numbers)
-        if numbers is not None and numbers.kv_cached_tokens:
-            raise EngineError(f"{numbers.kv_cached_tokens} tokens are still cached after the flush")
+        left = await self._server.ask_for("/stats", _Cached)
+        if left is not None and left.kv_cached_tokens:
+            raise EngineError(f"{left.kv_cached_tokens} tokens are still cached after the flush")
         wider = "" if request.scope in ("all", "model") else f"; wider than the {request.scope} that was asked for"
         return FlushOutcome(
             FlushResult.RELOADED, f"the generator was made anew with an empty page table{wider}", entries_removed=removed
         )
 
     async def read_stats(self) -> EngineStats:
-        numbers = await self._server.ask_for("/stats", _Numbers) or _Numbers()
-        told = msgspec.structs.asdict(numbers)
-        del told["kv_cached_tokens"]
-        return EngineStats(**told)
-
-    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        return await ask_count(self._server, TOKENIZE, fields)
-
-    async def check(self) -> Health:
-        return await self._server.check()
+        return await self._server.ask_for("/stats", EngineStats) or EngineStats()  # a child of ours names them so
 
 
 def _text_capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilities:

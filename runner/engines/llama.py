@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -26,7 +27,6 @@ from runner.engines.http_engine import (
     read_url,
     set_thinking,
     take_answer,
-    wait_forever,
 )
 from runner.engines.llama_slots import PINNABLE, Findings, LlamaSlots, end_with, is_object, plain_call, probe_slots
 from runner.engines.port import (
@@ -61,7 +61,9 @@ def make_llamacpp(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
     server = HttpServer(client)
     loader = LlamaChild(plan, server)
     probe = LlamaChildProbe(plan, server, loader)
-    return HttpEngine(server, loader, probe, name="llamacpp", poll_s=2.0, restart_max_s=30.0, loop=probe)
+    return HttpEngine(
+        server, loader, probe, name="llamacpp", poll_s=2.0, restart_max_s=30.0, loop=probe, count=partial(ask_llama, server)
+    )  # fmt: skip
 
 
 class LlamaChild:
@@ -72,12 +74,8 @@ class LlamaChild:
     def __init__(self, plan: LoadPlan, server: HttpServer) -> None:
         self._plan = plan
         self._server = server
-        self._child = Child(f"llama.cpp {plan.model_id}")
+        self.child = Child(f"llama.cpp {plan.model_id}")
         self.kv_bytes: int | None = None
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return self._child.pids
 
     async def load(self, report: Report) -> None:
         path = self._plan.path
@@ -92,7 +90,7 @@ class LlamaChild:
         log = LoadLog(report, on_loaded=is_told.set)
         watch = asyncio.create_task(self._watch_reading(path, log, report))
         try:
-            self._server.base_url = await self._child.start_ours(
+            self._server.base_url = await self.child.start_ours(
                 "runner.engines.children.llamacpp", child_settings(self._plan, path, key), report,
                 limit_s=limits().engines.llama_load_s, on_line=log.read,
                 environment=gpu_environment(self._plan.gpu_ids, is_cpu=self._plan.options.get("device") == "cpu"),
@@ -111,20 +109,17 @@ class LlamaChild:
         self.kv_bytes = log.kv_bytes
 
     async def give_up(self) -> None:
-        await self._child.kill()
+        await self.child.kill()
 
     async def unload(self, *, gently: bool) -> None:
-        await self._child.stop(gently=gently)
-
-    async def wait_gone(self) -> None:
-        await self._child.wait_gone()
+        await self.child.stop(gently=gently)
 
     async def _watch_reading(self, path: Path, log: LoadLog, report: Report) -> None:
         """Report how much of the weights has arrived in the child's memory: llama.cpp has no other word of it."""
         total = sum(part.stat().st_size for part in weight_files(path)) or 1
         while log.is_reading:
             await asyncio.sleep(limits().engines.llama_watch_s)
-            if (pid := self._child.pid) is None or not log.is_reading:
+            if (pid := self.child.pid) is None or not log.is_reading:
                 continue
             with contextlib.suppress(psutil.Error):
                 share = psutil.Process(pid).memory_info().rss / total
@@ -174,12 +169,6 @@ class LlamaChildProbe:
 
     async def read_stats(self) -> EngineStats:
         return replace(await self.slots.read_stats(), kv_bytes=self._loader.kv_bytes, weights_bytes=self._weights_bytes)
-
-    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        return await ask_llama(self._server, fields)
-
-    async def check(self) -> Health:
-        return await self._server.check()
 
     @property
     def batch_s(self) -> float:
@@ -311,7 +300,9 @@ def make_llama_server(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngi
     server = HttpServer(client)
     loader = RunningLlama(plan, server)
     probe = RunningLlamaProbe(plan, server, loader)
-    return HttpEngine(server, loader, probe, name="llama-server", poll_s=5.0, restart_max_s=30.0)
+    return HttpEngine(
+        server, loader, probe, name="llama-server", poll_s=5.0, restart_max_s=30.0, check=probe.check, count=probe.count_tokens
+    )  # fmt: skip
 
 
 class Status(msgspec.Struct):
@@ -371,7 +362,7 @@ class RunningLlama:
     """Has a router load the model, or sees that a plain server has it. ``model`` is the server's own name for it."""
 
     is_attached = True
-    pids: tuple[int, ...] = ()
+    child = None
 
     def __init__(self, plan: LoadPlan, server: HttpServer) -> None:
         self._plan = plan
@@ -411,9 +402,6 @@ class RunningLlama:
                 f"{self._server.base_url} serves this one model for as long as it runs and is not ours to stop: "
                 "stop it there, or start it in router mode (llama-server without a model)"
             )
-
-    async def wait_gone(self) -> None:
-        await wait_forever()
 
     async def ask_status(self) -> Status:
         """Return the model's state. Raises EngineError, also when the router does not know the model."""

@@ -150,8 +150,12 @@ class Child:
                 await asyncio.wait_for(reader, 1.0)
 
     async def wait_gone(self) -> None:
-        if self._process is not None:
+        """Return when the process has exited; at once when there is none."""
+        if self._process is not None and self._process.stdin is not None:  # one of ours
             await self._process.wait()
+        # Not so for others: asyncio waits until their pipes close, which orphaned workers hold open.
+        while self.is_running:  # noqa: ASYNC110  # a process sets no event
+            await asyncio.sleep(limits().engines.server_look_s)
 
     def last_lines(self, error: str = "", *, ended: str = "") -> str:
         """Return ``error`` and the last lines the process printed; of one that left neither, how it ``ended``."""

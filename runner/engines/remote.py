@@ -26,7 +26,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from runner.definitions.fields import is_http_url
 from runner.definitions.plan import LoadPlan
 from runner.engines.http import HttpServer
-from runner.engines.http_engine import HttpEngine, fields_decoder, read_key, read_option, wait_forever
+from runner.engines.http_engine import HttpEngine, fields_decoder, read_key, read_option
 from runner.engines.llama_slots import Properties
 from runner.engines.port import (
     CHAT,
@@ -127,7 +127,7 @@ class OpenAIServer:
         return Health.OK if status < 500 and self.models else Health.UNREACHABLE
 
     async def wait_gone(self) -> None:
-        await wait_forever()
+        await asyncio.get_running_loop().create_future()
 
     async def _list_models(self) -> int:
         """Refresh the list; return the HTTP status. An answer that is no model list leaves the old one. Raises EngineError."""
@@ -203,7 +203,7 @@ def make_remote(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
     """
     server = HttpServer(client)
     remote = RemoteModel(plan, server, client)
-    return HttpEngine(server, remote, remote, name="remote", poll_s=60.0, restart_max_s=300.0)
+    return HttpEngine(server, remote, remote, name="remote", poll_s=60.0, restart_max_s=300.0, check=remote.check)
 
 
 class RemoteModel:
@@ -211,7 +211,7 @@ class RemoteModel:
 
     is_attached = False
     has_metrics = False
-    pids: tuple[int, ...] = ()
+    child = None
 
     def __init__(self, plan: LoadPlan, server: HttpServer, client: aiohttp.ClientSession) -> None:
         self._plan = plan
@@ -267,9 +267,6 @@ class RemoteModel:
         if session is not None:
             await session.close()
 
-    async def wait_gone(self) -> None:
-        await wait_forever()
-
     async def meet(self, report: Report) -> None:
         """The provider tells no more."""
 
@@ -296,9 +293,6 @@ class RemoteModel:
     async def read_stats(self) -> EngineStats:
         """Requests that are with the provider; it tells no more."""
         return EngineStats(running=self._running)
-
-    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        raise EngineError("the provider is asked for no counts")
 
     async def check(self) -> Health:
         """Ask for the list of models where the settings say so; otherwise what counts is that it is loaded."""

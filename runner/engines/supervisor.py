@@ -204,7 +204,7 @@ class Supervisor:
         if self.last_error is None:
             self._become(EngineState.LOADING)
         try:
-            await self.engine.load(report or _ignore)
+            await self.engine.load(report or (lambda _progress: None))
         except EngineError as error:
             if str(error) != self.last_error:
                 log.error("engine does not start engine=%s: %s", self.engine.name, error)  # noqa: TRY400  # text for the owner
@@ -252,7 +252,3 @@ class Supervisor:
             self.last_error = error
         if before != (self.state, self.last_error):
             self._on_change()
-
-
-def _ignore(_progress: object) -> None:
-    """Progress nobody asked for."""

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 
 from runner.engines.http import HttpResponse, HttpServer
-from runner.engines.http_engine import HttpEngine, bearer, read_key, read_option, read_url, set_thinking, wait_forever
+from runner.engines.http_engine import HttpEngine, bearer, read_key, read_option, read_url, set_thinking
 from runner.engines.llama_slots import end_with, is_object
 from runner.engines.port import (
     CHAT,
@@ -66,7 +66,7 @@ def make_tabby(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
     """
     server = HttpServer(client)
     tabby = TabbyModel(plan, server, client)
-    return HttpEngine(server, tabby, tabby, name="tabbyapi", poll_s=5.0, restart_max_s=60.0)
+    return HttpEngine(server, tabby, tabby, name="tabbyapi", poll_s=5.0, restart_max_s=60.0, check=tabby.check)
 
 
 class TabbyModel:
@@ -74,7 +74,7 @@ class TabbyModel:
 
     is_attached = True
     has_metrics = False
-    pids: tuple[int, ...] = ()
+    child = None
 
     def __init__(self, plan: LoadPlan, server: HttpServer, client: aiohttp.ClientSession) -> None:
         self._plan = plan
@@ -128,9 +128,6 @@ class TabbyModel:
         del gently
         await self._unload()
 
-    async def wait_gone(self) -> None:
-        await wait_forever()
-
     async def meet(self, report: Report) -> None:
         """The model's card has told all."""
 
@@ -149,9 +146,6 @@ class TabbyModel:
     async def read_stats(self) -> EngineStats:
         """The server counts nothing that it would tell."""
         return EngineStats()
-
-    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        raise EngineError("TabbyAPI is asked for no counts")
 
     async def check(self) -> Health:
         """Whether the server still holds our model."""

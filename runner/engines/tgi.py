@@ -29,7 +29,6 @@ from runner.engines.http_engine import (
     read_samples,
     read_url,
     take_answer,
-    wait_forever,
 )
 from runner.engines.port import (
     CHAT,
@@ -184,14 +183,15 @@ def make_tgi(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
             return Start(build_command(plan, ports, folder), build_environment(plan, key), LauncherLog(report))
 
         loader = ServerProcess("TGI", plan, server, prepare)
-    return HttpEngine(server, loader, TgiProbe(plan, server), name="tgi", poll_s=5.0, restart_max_s=120.0)
+    probe = TgiProbe(plan, server)
+    return HttpEngine(server, loader, probe, name="tgi", poll_s=5.0, restart_max_s=120.0, count=probe.count_tokens)
 
 
 class RunningTgi:
     """Finds the model on a server that somebody else started for it, and that is not ours to stop."""
 
     is_attached = True
-    pids: tuple[int, ...] = ()
+    child = None
 
     def __init__(self, plan: LoadPlan, server: HttpServer) -> None:
         self._plan = plan
@@ -214,9 +214,6 @@ class RunningTgi:
             raise EngineError(
                 f"{self._server.base_url} serves this one model for as long as it runs and is not ours to stop: stop it there"
             )
-
-    async def wait_gone(self) -> None:
-        await wait_forever()
 
 
 class TgiProbe:
@@ -301,9 +298,6 @@ class TgiProbe:
             return len(msgspec.json.decode(body, type=list[msgspec.Raw]))
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise EngineError(f"{path} answers with something else than tokens") from None
-
-    async def check(self) -> Health:
-        return await self._server.check()
 
     def _address(self, call: Call, path: str) -> Call:
         """Return the call with the name under which TGI means its base model; any other it takes for an adapter."""

@@ -40,7 +40,6 @@ from runner.engines.port import (
     FlushRequest,
     FlushResult,
     FlushScope,
-    Health,
     Priority,
     Progress,
     Report,
@@ -159,7 +158,7 @@ def make_vllm(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
     server = HttpServer(client)
     probe = VllmProbe(plan, server)
     loader = ServerProcess("vLLM", plan, server, probe.prepare)
-    return HttpEngine(server, loader, probe, name="vllm", poll_s=2.0, restart_max_s=120.0)
+    return HttpEngine(server, loader, probe, name="vllm", poll_s=2.0, restart_max_s=120.0, count=probe.count_tokens)
 
 
 class VllmProbe:
@@ -207,9 +206,6 @@ class VllmProbe:
     async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
         """By the server's front end, which counts while the model works."""
         return await ask_count(self._server, "/tokenize", {name: value for name, value in fields.items() if name in _COUNTED})
-
-    async def check(self) -> Health:
-        return await self._server.check()
 
     async def read_stats(self) -> EngineStats:
         samples = await self._scrape()
