@@ -55,6 +55,10 @@ from runner.limits import limits
 from wire import clock
 from wire.unreadable import UNREADABLE
 
+log = logging.getLogger(__name__)
+
+# ---- requests and answers (OpenAI API reference) ----
+
 MIN_SIDE, MAX_SIDE, SIDE_STEP = 64, 4096, 8
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 
@@ -196,7 +200,7 @@ def _within(name: str, value: float | None, default: float, minimum: float, maxi
     return value
 
 
-log = logging.getLogger(__name__)
+# ---- the server that answers them ----
 
 _PRIORITIES: dict[str, Priority] = {"high": "high", "normal": "normal", "low": "low"}
 
@@ -312,6 +316,9 @@ class ImageSite:
             needed = {"width", "height"} if name == "size" else {name}
             if not needed <= self._workflow.placeholders:
                 raise Refusal(f"The workflow of this model sets {name} itself; leave it out.", param=name)
+
+
+# ---- the adapter ----
 
 
 def make_comfyui(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:

@@ -30,6 +30,10 @@ from runner.limits import limits
 from wire import clock
 from wire.unreadable import UNREADABLE
 
+log = logging.getLogger(__name__)
+
+# ---- image files ----
+
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _TEXT_CHUNKS = frozenset({b"tEXt", b"zTXt", b"iTXt"})
 
@@ -61,6 +65,8 @@ def strip_texts(image: bytes) -> bytes:
         at = end
     return b"".join(kept)
 
+
+# ---- graphs ----
 
 LOADER = "CheckpointLoaderSimple"
 PREVIEW = "PreviewAny"
@@ -205,6 +211,8 @@ def _node(class_type: str, **inputs: object) -> dict[str, object]:
 def _listed() -> str:
     return ", ".join(f"{{{{{name}}}}}" for name in PLACEHOLDERS)
 
+
+# ---- the server ----
 
 Answer = TypeVar("Answer")
 
@@ -489,7 +497,7 @@ def _read_choices(spec: object) -> list[str] | None:
             return None
 
 
-log = logging.getLogger(__name__)
+# ---- one prompt, followed by the WebSocket, its end by the history, which tells also when the socket is gone ----
 
 
 class _Data(msgspec.Struct):

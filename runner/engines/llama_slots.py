@@ -40,6 +40,8 @@ from runner.limits import limits
 from wire import clock
 from wire.unreadable import UNREADABLE
 
+# ---- whose a slot is ----
+
 
 @dataclass(frozen=True, slots=True)
 class Owner:
@@ -158,6 +160,8 @@ def _may_hold(slot: _Slot, request: FlushRequest) -> bool:
         return False
     return request.scope is FlushScope.TENANT or owner.tag == request.tag
 
+
+# ---- the slots of a running server ----
 
 PINNABLE: Final = frozenset({CHAT, COMPLETIONS, RESPONSES})
 """Not /v1/messages: llama.cpp drops unknown members of its body, so such a call runs in whatever slot it likes."""
@@ -387,6 +391,9 @@ def plain_call(call: Call) -> Call:
 
 def _among(slots: Iterable[Slot], wanted: list[int]) -> list[Slot]:
     return [slot for slot in slots if slot.id in wanted]
+
+
+# ---- what a server that others started does with prompts ----
 
 
 @dataclass(frozen=True, slots=True)

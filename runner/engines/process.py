@@ -244,6 +244,9 @@ def gpu_environment(gpu_ids: Sequence[int], *, is_cpu: bool = False) -> dict[str
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": visible, "HIP_VISIBLE_DEVICES": visible}
 
 
+# ---- process trees: that nothing of one is left, and which connections it has not let go of ----
+
+
 def list_tree(pid: int | None) -> list[psutil.Process]:
     """Return a process and all that descends from it, nothing when there is none."""
     if pid is None:
@@ -294,6 +297,9 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
+# ---- folders for the sockets of servers we start: ours alone, short enough for a socket's path ----
+
+
 def make_private_folder(name: str) -> Path:
     """Return a new folder that only we may enter; remove those of runners that were killed before they could. Blocks."""
     usual = Path(tempfile.gettempdir())
@@ -314,6 +320,8 @@ def _is_our_folder(path: Path) -> bool:
     except OSError:
         return False
 
+
+# ---- why a Python server failed, among the lines that it printed ----
 
 # Servers of several processes put a process name before their lines, and loggers a date and a place.
 _PREFIX = re.compile(

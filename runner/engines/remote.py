@@ -46,6 +46,10 @@ from runner.limits import limits
 from wire import clock
 from wire.unreadable import UNREADABLE
 
+log = logging.getLogger(__name__)
+
+# ---- a server with all its models ----
+
 _OF_LLAMA_SERVER = "llamacpp"
 """What llama.cpp's server has always said of who owns its models."""
 
@@ -155,8 +159,7 @@ class OpenAIServer:
         return properties.version if properties is not None else ""
 
 
-log = logging.getLogger(__name__)
-
+# ---- one model at a provider ----
 
 TRY_AGAIN: Final = frozenset({429, 502, 503, 504})
 NOT_TO_PROVIDER: Final = frozenset({

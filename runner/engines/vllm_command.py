@@ -269,6 +269,8 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
+# ---- the log of a start; versions 0.11 to 0.33 are known, and a line that is not costs progress and never a load ----
+
 _CACHE_HINT = " (here: vllm_kv_cache_memory_bytes or the memory budget, or a shorter context)"
 _WEIGHTS_BEGIN, _WEIGHTS_END = 0.2, 0.7
 _GRAPHS_BEGIN, _GRAPHS_END = 0.8, 0.95

@@ -28,6 +28,8 @@ from runner.limits import limits
 from wire import clock
 from wire.unreadable import UNREADABLE
 
+# ---- the port of a library ----
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -95,6 +97,8 @@ class TextModel(Protocol):
     def unload(self) -> None:
         """Give the memory back; return when that has been seen. Raises RuntimeError when it does not happen in time."""
 
+
+# ---- fields of a request ----
 
 Count = Annotated[int, Meta(ge=1)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -251,6 +255,9 @@ def _plain_content(content: object, param: str) -> str:
     return "".join(texts)
 
 
+# ---- the chat template, rendered in jinja2's sandbox as Hugging Face does it ----
+
+
 def read_template(folder: Path) -> str | None:
     """Return the template of a model: ``chat_template.jinja``, else that of ``tokenizer_config.json``; None = it has none."""
     alone = folder / "chat_template.jinja"
@@ -329,6 +336,8 @@ def _to_json(value: object, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
+# ---- from tokens to text that may be sent: whole characters, and nothing that could begin a stop string ----
+
 REPLACEMENT = "\ufffd"
 
 
@@ -396,8 +405,11 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
+# ---- answers ----
+
+
 @dataclass(slots=True)
-class Tally:
+class Usage:
     """Counts and times of one generation, filled in as it goes on; times in milliseconds."""
 
     prompt_tokens: int = 0
@@ -407,7 +419,7 @@ class Tally:
     prompt_ms: float = 0.0
     predicted_ms: float = 0.0
 
-    def usage(self) -> dict[str, object]:
+    def counts(self) -> dict[str, object]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -442,18 +454,18 @@ class Shape:
     def piece(self, text: str) -> bytes:
         return self._event([self._delta({"content": text}, None) if self._chat else self._text(text, None)])
 
-    def closing(self, finish: str, tally: Tally, *, with_usage: bool) -> list[bytes]:
+    def closing(self, finish: str, usage: Usage, *, with_usage: bool) -> list[bytes]:
         """Return the last events: the reason, the usage if asked for, and ``[DONE]``; the last object has the timings."""
         last = [self._delta({}, finish) if self._chat else self._text("", finish)]
         if not with_usage:
-            return [self._event(last, timings=tally.timings()), b"data: [DONE]\n\n"]
-        usage = self._event([], usage=tally.usage(), timings=tally.timings())
-        return [self._event(last), usage, b"data: [DONE]\n\n"]
+            return [self._event(last, timings=usage.timings()), b"data: [DONE]\n\n"]
+        counted = self._event([], usage=usage.counts(), timings=usage.timings())
+        return [self._event(last), counted, b"data: [DONE]\n\n"]
 
-    def whole(self, text: str, finish: str, tally: Tally) -> dict[str, object]:
+    def whole(self, text: str, finish: str, usage: Usage) -> dict[str, object]:
         choice: dict[str, object] = {"index": 0, "finish_reason": finish, "logprobs": None}
         choice |= {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        return {**self._head, "choices": [choice], "usage": tally.usage(), "timings": tally.timings()}
+        return {**self._head, "choices": [choice], "usage": usage.counts(), "timings": usage.timings()}
 
     def _event(self, choices: list[dict[str, object]], **more: object) -> bytes:
         return as_event({**self._chunk_head, "choices": choices, **more})
@@ -467,6 +479,9 @@ class Shape:
 
 def as_event(value: object) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+# ---- generations ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,7 +503,7 @@ class Ready:
 
 
 class Generation:
-    """One request on its way through a slot. ``tally`` and ``finish`` are final once ``read`` has returned None."""
+    """One request on its way through a slot. ``usage`` and ``finish`` are final once ``read`` has returned None."""
 
     def __init__(self, model: TextModel, slots: Slots, task: Task) -> None:
         self._model = model
@@ -496,7 +511,7 @@ class Generation:
         self._task = task
         self._pipe: Pipe[Ready | str] = Pipe()
         """First Ready, then pieces of text."""
-        self.tally = Tally()
+        self.usage = Usage()
         self.finish = "stop"
 
     async def start(self) -> None:
@@ -522,8 +537,8 @@ class Generation:
     def _prepare(self) -> tuple[Prompt, Sampling]:
         started = clock.monotonic()
         prompt = self._model.tokenise(self._task.text())
-        self.tally.tokenize_ms = 1000 * (clock.monotonic() - started)
-        self.tally.prompt_tokens = prompt.count
+        self.usage.tokenize_ms = 1000 * (clock.monotonic() - started)
+        self.usage.prompt_tokens = prompt.count
         left = self._model.context_tokens - prompt.count
         if not prompt.count:
             raise Refusal("the prompt is empty", param=self._task.field)
@@ -537,7 +552,7 @@ class Generation:
         return prompt, self._task.sampling(left)
 
     def _generate(self, prompt: Prompt, sampling: Sampling) -> None:
-        stops, tally = StopStrings(self._task.stops), self.tally
+        stops, usage = StopStrings(self._task.stops), self.usage
         started = clock.monotonic()
         first_at = 0.0
         # The steps are a Python generator: closing it is what stops the library.
@@ -546,9 +561,9 @@ class Generation:
                 if step.tokens or step.finish:
                     now = clock.monotonic()
                     first_at = first_at or now
-                    tally.prompt_ms, tally.predicted_ms = 1000 * (first_at - started), 1000 * (now - first_at)
-                tally.completion_tokens += step.tokens
-                tally.cached_tokens = tally.cached_tokens if step.cached_tokens is None else step.cached_tokens
+                    usage.prompt_ms, usage.predicted_ms = 1000 * (first_at - started), 1000 * (now - first_at)
+                usage.completion_tokens += step.tokens
+                usage.cached_tokens = usage.cached_tokens if step.cached_tokens is None else step.cached_tokens
                 self.finish = step.finish or self.finish
                 text = stops.add(step.text)
                 if (text and not self._pipe.put(text)) or self._pipe.is_left:
@@ -559,6 +574,8 @@ class Generation:
         if rest := stops.finish():
             self._pipe.put(rest)
 
+
+# ---- the server ----
 
 SCOPE_HEADER = "x-prefix-scope"
 """Names what a prompt may share cached prefixes with; the adapter makes it of tenant and tag."""
@@ -658,7 +675,7 @@ class TextServer:
             pieces = []
             while (piece := await generation.read()) is not None:
                 pieces.append(piece)
-            return web.json_response(shape.whole("".join(pieces), generation.finish, generation.tally))
+            return web.json_response(shape.whole("".join(pieces), generation.finish, generation.usage))
         finally:
             generation.leave()
 
@@ -675,7 +692,7 @@ async def _stream(request: web.Request, generation: Generation, shape: Shape, *,
             await response.write(event)
         while (piece := await generation.read()) is not None:
             await response.write(shape.piece(piece))
-        await response.write(b"".join(shape.closing(generation.finish, generation.tally, with_usage=with_usage)))
+        await response.write(b"".join(shape.closing(generation.finish, generation.usage, with_usage=with_usage)))
         await response.write_eof()
     except Refusal as refusal:
         await response.write(as_event(refusal.render()))

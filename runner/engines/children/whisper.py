@@ -23,6 +23,8 @@ from runner.engines.children.web import Pipe, Refusal, Slots, make_app, serve
 from runner.limits import limits
 from wire import clock
 
+# ---- requests, their body read into a file that no crash leaves behind ----
+
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
 STREAMED_FORMATS = ("json", "text")
 _TRUE, _FALSE = ("true", "1"), ("false", "0", "")
@@ -159,6 +161,8 @@ def _temperature(fields: dict[str, str]) -> float:
     return value
 
 
+# ---- answers ----
+
 Segment = dict[str, Any]  # JSON
 """id, seek, start, end, text, tokens, temperature, avg_logprob, compression_ratio, no_speech_prob; perhaps words."""
 
@@ -235,6 +239,8 @@ def _clock(seconds: float, mark: str) -> str:
     hours, minutes = divmod(minutes, 60)
     return f"{hours:02}:{minutes:02}:{ms // 1000:02}{mark}{ms % 1000:03}"
 
+
+# ---- the server ----
 
 RATE = 16_000
 
