@@ -10,13 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance.exchange import Ask
-from conformance.limits import LIMITS
-from conformance.report import format_json, format_summary, format_table
-from conformance.running import run_rows
-from conformance.table import Row, Surface, list_rows
-from conformance.target import EMBEDDINGS, IMAGES, MODELS, RERANK, TRANSCRIPTIONS, Target
-from conformance.verdicts import Finding, Verdict, Violation
+from conformance.exchange import LIMITS, Ask, Finding, Verdict, Violation
+from conformance.report import format_json, format_summary, format_table, run_rows
+from conformance.table import EMBEDDINGS, IMAGES, MODELS, RERANK, TRANSCRIPTIONS, Row, Surface, Target, list_rows
 
 KEY_VARIABLE = "MUSTER_API_KEY"
 _OTHER_MODELS = {"embeddings": EMBEDDINGS, "rerank": RERANK, "audio": TRANSCRIPTIONS, "images": IMAGES}

@@ -1,23 +1,105 @@
-"""HTTP/1.1 as a recording: one request, its answer write by write, and how the connection ended.
-
-HTTP libraries hide what clients trip over: chunk boundaries, comments that arrive early, a connection that breaks off.
-"""
+"""Exchange with a server: bounds of the suite, a request and its answer, events of a stream, fields of a body."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import re
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any  # JSON of the server under test
 from urllib.parse import urlsplit
 
 import h11
 
-from conformance.fields import Field, read_json
-from conformance.limits import LIMITS
-from conformance.verdicts import Violation
+
+class Violation(Exception):
+    """The server does not do what clients require; the words say what it did instead."""
+
+
+class NotApplicable(Exception):
+    """The requirement cannot be checked here; the words say why."""
+
+
+class Verdict(StrEnum):
+    """One row's outcome."""
+
+    OK = "ok"
+    FAIL = "FAIL"
+    ENGINE = "engine"
+    """Not fulfilled, and the engine itself, asked without the server between, does not fulfil it either."""
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What came of one row. ``detail``: the violation or the reason, empty when it is fulfilled; a violation of the engine's
+    begins with ``engine:``.
+    """
+
+    row_id: str
+    verdict: Verdict
+    detail: str
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The comment above a field says what happens at it; ``_s`` are seconds."""
+
+    # More rows wait their turn, unless ``--jobs`` says another number.
+    simultaneous: int = 4
+    # A row may ask several times; it fails after so many times the time-out of one answer.
+    row_answers: int = 3
+    # A row fails: nothing takes its connection. The official SDKs wait as long.
+    connect_s: float = 5.0
+    # A row fails: a request that is to be refused was not.
+    refused_s: float = 30.0
+    # A row fails: the connection was not closed.
+    close_s: float = 30.0
+    # A row fails: the engine still works for a client that has left.
+    heard_s: float = 30.0
+    # A row fails: a stream was silent for longer.
+    keep_alive_s: float = 10.0
+    # A row fails: every piece came later. A delayed ACK takes 40 ms; the engine says something every 5.
+    gap_s: float = 0.030
+    # A row fails that found such gaps so often.
+    gap_tries: int = 3
+    # Answers are read in pieces of this size.
+    read_bytes: int = 64 * 1024
+
+    # Enough for an answer, few enough for a slow machine.
+    answer_tokens: int = 24
+    # Enough for a call of a tool.
+    call_tokens: int = 200
+    # The largest image that a client sends.
+    image_bytes: int = 6 * 1024 * 1024
+    # The longest instruction that a client sends.
+    text_chars: int = 60_000
+    # The body that a server is to refuse by its head.
+    claimed_bytes: int = 300 * 1024 * 1024
+    # Two embeddings that differ by less are one.
+    tolerance: float = 1e-5
+    # What a finding quotes is cut.
+    shown_chars: int = 160
+    # The report breaks a line.
+    line_chars: int = 130
+
+    # The scripted engine refuses a longer body.
+    engine_body_bytes: int = 256 * 1024 * 1024
+    # Pieces of a stream of the scripted engine before what breaks it.
+    broken_after: int = 2
+    # An endless stream of it ends, at 20 ms a piece later than anybody waits for.
+    endless_pieces: int = 10_000
+    # Its embeddings have so many numbers, unless the request says another number.
+    dimensions: int = 8
+
+
+LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +277,191 @@ class Connection:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(LIMITS.connect_s):
                 await self._writer.wait_closed()
+
+
+DONE = "[DONE]"
+_LINE_END = re.compile(r"\r\n|\n|\r")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event. ``name``: of its event line, empty without one; ``number``: its place in the stream, from 0."""
+
+    name: str
+    data: str
+    number: int
+
+    def json(self) -> Field:
+        """Return its data as JSON. Raises Violation."""
+        return read_json(self.data, f"event {self.number}")
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """All that a stream holds. ``comments``: lines that begin with a colon, without it."""
+
+    events: tuple[Event, ...]
+    comments: tuple[str, ...]
+
+
+def read_stream(body: bytes) -> Stream:
+    """Split a whole body. Raises Violation for bytes that are not UTF-8, unknown lines and an event that does not end."""
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise Violation(f"the stream is not UTF-8: {error}") from None
+    lines = _LINE_END.split(text)
+    if lines.pop() != "":
+        raise Violation("the last line of the stream does not end")
+    events: list[Event] = []
+    comments: list[str] = []
+    name, data, is_open = "", list[str](), False
+    for line in lines:
+        if not line:
+            if is_open:
+                events.append(Event(name, "\n".join(data), len(events)))
+            name, data, is_open = "", [], False
+            continue
+        if line.startswith(":"):
+            comments.append(line[1:].strip())
+            continue
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        is_open = True
+        if field == "event":
+            name = value
+        elif field == "data":
+            data.append(value)
+        elif field not in {"id", "retry"}:
+            raise Violation(f"the line {line[:80]!r} is none of an event stream")
+    if is_open:
+        raise Violation("the stream ends inside an event: the blank line is missing, so every client drops it")
+    return Stream(tuple(events), tuple(comments))
+
+
+def check_event_data(stream: Stream) -> None:
+    """Check that every event has data that is JSON; only ``[DONE]`` is none. Raises Violation."""
+    for event in stream.events:
+        if not event.data.strip():
+            raise Violation(f"event {event.number} ({event.name or 'unnamed'}) has no data: every SDK parses it as JSON")
+        if event.data != DONE:
+            event.json().members()
+
+
+def check_whole_writes(answer: Answer) -> None:
+    """Check that no write ends inside an event. Raises Violation."""
+    for number, write in enumerate(answer.writes):
+        if write.data and not re.search(rb"(\r\n|\n|\r)(\r\n|\n|\r)\Z", write.data):
+            raise Violation(f"write {number} ends inside an event: …{write.data[-60:]!r}")
+
+
+def list_payloads(events: Iterable[Event]) -> list[Field]:
+    """Return the JSON of every event, ``[DONE]`` left out. Raises Violation."""
+    return [event.json() for event in events if event.data != DONE]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A JSON value and its path in the answer. All checks raise Violation."""
+
+    value: Any
+    path: str
+
+    def __getitem__(self, key: str | int) -> Field:
+        """Return a member, which must be there."""
+        if isinstance(key, int):
+            items = self.items()
+            if not -len(items) <= key < len(items):
+                raise Violation(f"{self.path} has {len(items)} entries, number {key} is asked for")
+            return items[key]
+        self.members()
+        if key not in self.value:
+            raise Violation(f"{self.path}.{key} is missing ({self.shown})")
+        return Field(self.value[key], f"{self.path}.{key}")
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the member is there, null or not."""
+        return isinstance(self.value, dict) and key in self.value
+
+    @property
+    def shown(self) -> str:
+        """The value as short JSON for a person."""
+        text = json.dumps(self.value, ensure_ascii=False)
+        return text if len(text) <= LIMITS.shown_chars else text[: LIMITS.shown_chars - 1] + "…"
+
+    @property
+    def is_null(self) -> bool:
+        """Whether it is null."""
+        return self.value is None
+
+    def get(self, key: str) -> Field | None:
+        """Return a member, or None when it is absent or null."""
+        self.members()
+        return None if self.value.get(key) is None else Field(self.value[key], f"{self.path}.{key}")
+
+    def members(self) -> dict[str, Any]:
+        """Return the members of an object."""
+        if not isinstance(self.value, dict):
+            raise Violation(f"{self.path} must be an object and is {self.shown}")
+        return self.value
+
+    def items(self) -> list[Field]:
+        """Return the entries of a list."""
+        if not isinstance(self.value, list):
+            raise Violation(f"{self.path} must be a list and is {self.shown}")
+        return [Field(item, f"{self.path}[{index}]") for index, item in enumerate(self.value)]
+
+    def text(self) -> str:
+        """Return a string, empty or not."""
+        if not isinstance(self.value, str):
+            raise Violation(f"{self.path} must be a string and is {self.shown}")
+        return self.value
+
+    def word(self) -> str:
+        """Return a string that is not empty."""
+        if not self.text():
+            raise Violation(f"{self.path} is empty")
+        return str(self.value)
+
+    def count(self) -> int:
+        """Return an integer that is not negative."""
+        if not isinstance(self.value, int) or isinstance(self.value, bool) or self.value < 0:
+            raise Violation(f"{self.path} must be an integer of at least 0 and is {self.shown}")
+        return self.value
+
+    def number(self) -> float:
+        """Return a number."""
+        if not isinstance(self.value, int | float) or isinstance(self.value, bool):
+            raise Violation(f"{self.path} must be a number and is {self.shown}")
+        return self.value
+
+    def flag(self) -> bool:
+        """Return true or false."""
+        if not isinstance(self.value, bool):
+            raise Violation(f"{self.path} must be true or false and is {self.shown}")
+        return self.value
+
+    def must_be(self, *expected: object) -> None:
+        """Check that it is one of the values given."""
+        if not any(type(self.value) is type(one) and self.value == one for one in expected):
+            words = " or ".join(json.dumps(one, ensure_ascii=False) for one in expected)
+            raise Violation(f"{self.path} must be {words[:300]} and is {self.shown}")
+
+    def must_have(self, names: Iterable[str]) -> None:
+        """Check that all these members are there, null or not."""
+        missing = [name for name in names if name not in self.members()]
+        if missing:
+            raise Violation(f"{self.path} lacks {', '.join(missing)}")
+
+
+def read_json(data: bytes | str, what: str) -> Field:
+    """Parse JSON strictly: NaN and Infinity are no JSON. Raises Violation."""
+    try:
+        return Field(json.loads(data, parse_constant=_refuse_constant), what)
+    except ValueError as error:
+        shown = data[: LIMITS.shown_chars]
+        raise Violation(f"{what} is not JSON: {shown!r} ({error})") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

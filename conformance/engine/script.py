@@ -56,9 +56,11 @@ garbage              An event that is not JSON (whole answer: a body that is not
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any  # request bodies are JSON
 
 _DIRECTIVE = re.compile(r"\[\[([a-z_0-9]+)(?::([^\]]*))?\]\]")
@@ -141,3 +143,197 @@ def ends_with_result(body: Mapping[str, Any]) -> bool:
         return True
     content = last.get("content")
     return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") == "tool_result" for part in content)
+
+
+TEXT_PIECES = ("Hello", " from the engine", ": grü", "ße, 你", "好, 🦙", "!")
+TEXT = "".join(TEXT_PIECES)
+THOUGHT_PIECES = ("The user ", "greets; ", "I greet back.")
+THOUGHT = "".join(THOUGHT_PIECES)
+REFUSAL_PIECES = ("I cannot ", "help with that.")
+REFUSAL = "".join(REFUSAL_PIECES)
+CUT_SHORT = "Hello from the"
+BEFORE_STOP = "One, two, "
+
+ARGUMENTS = ('{"city": "Par', 'is", "unit"', ': "celsius"}')
+OTHER_ARGUMENTS = ('{"zone"', ': "Europe/Par', 'is"}')
+NASTY = (
+    '{"code": "if (a[\\"x\\"] == {}) { return \'\\\\n\'; }\\n\\t// \\u00fc 🦙 }]", "deep": [[{"a": [1, 2.5e-3, null]}], "]}"]}'
+)
+CALL_ID, OTHER_CALL_ID = "call_7Qz1", "call_9Xk2"
+TOOL, OTHER_TOOL = "get_weather", "get_time"
+
+PROMPT_TOKENS, CACHED_TOKENS = 17, 5
+"""Of the prompt's tokens, ``CACHED_TOKENS`` come from a cache when the script says ``cached``."""
+
+
+class Ending(StrEnum):
+    """Why an answer ends, in chat's own words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call and the pieces of its arguments; ``whole``: the arguments come with the name."""
+
+    id: str
+    name: str
+    pieces: tuple[str, ...]
+    whole: bool = False
+
+    @property
+    def arguments(self) -> str:
+        """All of the arguments."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """One answer. Its parts come in this order: thoughts, refusal or text, calls."""
+
+    thoughts: tuple[str, ...] = ()
+    pieces: tuple[str, ...] = ()
+    refusal: tuple[str, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
+    interleaved: bool = False
+    ending: Ending = Ending.STOP
+    stopped_at: str | None = None
+    cached: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def completion_tokens(self) -> int:
+        """One for each piece, which is how the engine counts."""
+        arguments = sum(len(call.pieces) for call in self.calls)
+        return len(self.thoughts) + len(self.pieces) + len(self.refusal) + arguments
+
+
+def compose(script: Script, body: Mapping[str, Any], echo: Mapping[str, Any], said: str | None) -> Speech:
+    """Return what to say to a request. ``echo``: the request as it came; ``said``: a text decided elsewhere."""
+    if said is not None:
+        return Speech(pieces=(said,))
+    if script.arguments.keys() & TOOL_DIRECTIVES:
+        return _call_tools(script, body)
+    cached = CACHED_TOKENS if "cached" in script else 0
+    if "echo" in script:
+        return Speech(pieces=tuple(_cut(json.dumps(echo, ensure_ascii=False), 400)))
+    if "number" in script:
+        return Speech(pieces=(script.argument("number"),))
+    if "refusal" in script:
+        return Speech(refusal=REFUSAL_PIECES)
+    if "length" in script:
+        return Speech(pieces=tuple(_cut(CUT_SHORT, 5)), ending=Ending.LENGTH)
+    if "stop_sequence" in script:
+        return Speech(pieces=tuple(_cut(BEFORE_STOP, 4)), stopped_at=_first_stop(body))
+    thoughts = THOUGHT_PIECES if "thinking" in script else ()
+    return Speech(thoughts=thoughts, pieces=TEXT_PIECES, cached=cached)
+
+
+def _call_tools(script: Script, body: Mapping[str, Any]) -> Speech:
+    if ends_with_result(body):
+        return Speech(pieces=("The tool ", "has answered."))
+    first = ToolCall(CALL_ID, TOOL, ARGUMENTS)
+    pair = (first, ToolCall(OTHER_CALL_ID, OTHER_TOOL, OTHER_ARGUMENTS))
+    if "parallel_tools" in script:
+        return Speech(calls=pair, ending=Ending.TOOL_CALLS)
+    if "interleaved_tools" in script:
+        return Speech(calls=pair, interleaved=True, ending=Ending.TOOL_CALLS)
+    if "whole_tools" in script:
+        return Speech(calls=(ToolCall(CALL_ID, TOOL, ("".join(ARGUMENTS),), whole=True),), ending=Ending.TOOL_CALLS)
+    if "nasty_arguments" in script:
+        return Speech(calls=(ToolCall(CALL_ID, TOOL, tuple(NASTY)),), ending=Ending.TOOL_CALLS)
+    text = TEXT_PIECES if "text_then_tools" in script else ()
+    thoughts = THOUGHT_PIECES if "thinking" in script else ()
+    return Speech(thoughts=thoughts, pieces=text, calls=(first,), ending=Ending.TOOL_CALLS)
+
+
+def _first_stop(body: Mapping[str, Any]) -> str | None:
+    asked = body.get("stop") or body.get("stop_sequences")
+    if isinstance(asked, list):
+        return str(asked[0]) if asked else None
+    return asked if isinstance(asked, str) else None
+
+
+def _cut(text: str, size: int) -> list[str]:
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+CONTEXT_TOKENS, ASKED_TOKENS = 4096, 5312
+FITTING_TOKENS, ANSWER_TOKENS = 3000, 2048
+"""Of a prompt that fits, and of an answer that does not fit behind it."""
+REASON = "the engine's own words"
+"""In every error that has words: a client must get to read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An answer that is an error."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def find_failure(script: Script) -> Failure | None:
+    """Return the error the script asks for instead of an answer, or None."""
+    if "error_400_context" in script:
+        return _context_failure(script.argument("error_400_context"))
+    if script.argument("error_400") == "messages":
+        foreign = {"type": "error", "error": {"type": "BadRequestError", "message": REASON}}
+        return Failure(400, json.dumps(foreign).encode())
+    for status in (400, 404, 429, 500, 503):
+        if f"error_{status}" in script:
+            headers = {"retry-after": "7"} if status in {429, 503} else {}
+            return Failure(status, _openai(REASON, status), headers=headers)
+    if "html_error" in script:
+        page = f"<html><head><title>502 Bad Gateway</title></head><body><h1>{REASON}</h1></body></html>"
+        return Failure(502, page.encode(), "text/html")
+    if "detail_error" in script:
+        detail = [{"loc": ["body", "temperature"], "msg": REASON, "type": "value_error"}]
+        return Failure(422, json.dumps({"detail": detail}).encode())
+    if "text_error" in script:
+        return Failure(400, json.dumps({"error": REASON}).encode())
+    if "empty_error" in script:
+        return Failure(500, b"", "text/plain")
+    return None
+
+
+def stream_error() -> dict[str, Any]:
+    """Return the object that an engine puts into a stream it cannot go on with (vLLM; llama.cpp's is the same but for code)."""
+    return {"error": {"message": REASON, "type": "server_error", "param": None, "code": 500}}
+
+
+def _openai(message: str, status: int, **more: Any) -> bytes:
+    """Return OpenAI's error object as engines write it: ``code`` is a number with vLLM and llama.cpp alike."""
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": status, **more}
+    return json.dumps({"error": error}).encode()
+
+
+def _context_failure(dialect: str) -> Failure:
+    if dialect == "openai":
+        text = (
+            f"This model's maximum context length is {CONTEXT_TOKENS} tokens. However, your messages resulted in"
+            f" {ASKED_TOKENS} tokens. Please reduce the length of the messages."
+        )
+        return Failure(400, _openai(text, 400, code="context_length_exceeded", param="messages"))
+    if dialect == "vllm":
+        text = (
+            f"This model's maximum context length is {CONTEXT_TOKENS} tokens. However, you requested 64 output tokens and your"
+            f" prompt contains at least {ASKED_TOKENS} input tokens, for a total of at least {ASKED_TOKENS + 64} tokens. Please"
+            " reduce the length of the input prompt or the number of requested output tokens."
+        )
+        return Failure(400, _openai(text, 400, type="BadRequestError", param="input_tokens"))
+    if dialect == "answer":
+        text = (
+            f"You passed {FITTING_TOKENS} input tokens and requested {ANSWER_TOKENS} output tokens. However, the model's"
+            f" context length is only {CONTEXT_TOKENS} tokens, resulting in a maximum input length of"
+            f" {CONTEXT_TOKENS - ANSWER_TOKENS} tokens. Please reduce the length of the input prompt."
+        )
+        return Failure(400, _openai(text, 400, type="BadRequestError", param="input_tokens"))
+    text = f"request ({ASKED_TOKENS} tokens) exceeds the available context size ({CONTEXT_TOKENS} tokens), try increasing it"
+    numbers = {"n_prompt_tokens": ASKED_TOKENS, "n_ctx": CONTEXT_TOKENS}
+    return Failure(400, _openai(text, 400, type="exceed_context_size_error", **numbers))

@@ -11,21 +11,26 @@ from typing import Any  # request bodies are JSON
 
 from aiohttp import web
 
-from conformance.engine import media
-from conformance.engine.chat import CREATED, render_chat, render_completion, stream_chat, stream_completion
-from conformance.engine.failures import find_failure, stream_error
-from conformance.engine.native import (
+from conformance.engine.answers import (
+    CREATED,
+    draw,
+    embed,
     fail_message,
     fail_response,
+    rank,
     refuse_tools,
+    render_chat,
+    render_completion,
     render_message,
     render_response,
+    stream_chat,
+    stream_completion,
     stream_message,
     stream_response,
+    transcribe,
 )
-from conformance.engine.script import Script, find_prompt, read_script
-from conformance.engine.speech import Speech, compose
-from conformance.limits import LIMITS
+from conformance.engine.script import Script, Speech, compose, find_failure, find_prompt, read_script, stream_error
+from conformance.exchange import LIMITS
 
 Json = dict[str, Any]
 Whole = Callable[[Speech, Script, Mapping[str, Any]], Json]
@@ -93,12 +98,12 @@ class ScriptedEngine:
         if (failure := find_failure(script)) is not None:
             return web.Response(status=failure.status, body=failure.body, content_type=failure.content_type)
         if request.path == "/v1/embeddings":
-            return web.json_response(media.embed(body))
-        return web.json_response(media.rank(body) if request.path == "/v1/rerank" else media.draw(body))
+            return web.json_response(embed(body))
+        return web.json_response(rank(body) if request.path == "/v1/rerank" else draw(body))
 
     async def _transcribe(self, request: web.Request) -> web.Response:
         fields = {name: value for name, value in (await request.post()).items() if isinstance(value, str)}
-        content_type, body = media.transcribe(fields)
+        content_type, body = transcribe(fields)
         return web.Response(body=body, headers={"content-type": content_type})
 
     async def _say(self, request: web.Request) -> web.StreamResponse:

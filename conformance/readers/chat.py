@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from conformance.events import DONE, Stream
-from conformance.fields import Field
-from conformance.verdicts import Violation
+from conformance.exchange import DONE, Field, Stream, Violation
 
 FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter", "function_call")
 _SAME_IN_ALL = ("id", "model")

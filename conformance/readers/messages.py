@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from conformance.events import DONE, Event, Stream
-from conformance.fields import Field
-from conformance.verdicts import Violation
+from conformance.exchange import DONE, Event, Field, Stream, Violation
 
 STOP_REASONS = ("end_turn", "max_tokens", "stop_sequence", "tool_use", "refusal", "pause_turn", "model_context_window_exceeded")
 ERROR_TYPES = (

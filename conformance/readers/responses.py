@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from conformance.events import DONE, Event, Stream
-from conformance.fields import Field
-from conformance.verdicts import Violation
+from conformance.exchange import DONE, Event, Field, Stream, Violation
 
 OBJECT_KEYS = (
     "id", "object", "created_at", "completed_at", "status", "error", "incomplete_details", "instructions", "max_output_tokens",

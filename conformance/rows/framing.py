@@ -9,16 +9,34 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any  # request bodies are JSON
 
-from conformance.engine.speech import TEXT
-from conformance.events import DONE, Stream, check_event_data, check_whole_writes, read_stream
-from conformance.exchange import Answer, Ask, Connection
-from conformance.limits import LIMITS
+from conformance.engine.script import TEXT
+from conformance.exchange import (
+    DONE,
+    LIMITS,
+    Answer,
+    Ask,
+    Connection,
+    Stream,
+    Violation,
+    check_event_data,
+    check_whole_writes,
+    read_stream,
+)
 from conformance.readers.chat import read_chat, read_completion
 from conformance.readers.messages import read_messages
 from conformance.readers.responses import read_responses
-from conformance.table import Surface, add_row, requirement
-from conformance.target import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Target, require_status, require_stream
-from conformance.verdicts import Violation
+from conformance.table import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    Surface,
+    Target,
+    add_row,
+    require_status,
+    require_stream,
+    requirement,
+)
 
 
 @dataclass(frozen=True, slots=True)

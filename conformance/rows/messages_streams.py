@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any  # request fields are JSON
 
-from conformance.engine.speech import (
+from conformance.engine.script import (
     ARGUMENTS,
     BEFORE_STOP,
     CACHED_TOKENS,
@@ -20,15 +20,19 @@ from conformance.engine.speech import (
     THOUGHT,
     TOOL,
 )  # fmt: skip
-from conformance.events import Event, list_payloads
-from conformance.fields import Field, read_json
-from conformance.limits import LIMITS
+from conformance.exchange import LIMITS, Event, Field, Violation, list_payloads, read_json
 from conformance.readers.messages import MessageStream, check_usage, read_messages, require_end
-from conformance.rows.calling import MESSAGES_NAMED, list_goes, no_call
-from conformance.rows.messages_whole import ANTHROPIC_TOOLS
-from conformance.table import requirement
-from conformance.target import PROMPT, Target, require_script_or_skip, require_stream
-from conformance.verdicts import Violation
+from conformance.rows.messages import ANTHROPIC_TOOLS
+from conformance.table import (
+    MESSAGES_NAMED,
+    PROMPT,
+    Target,
+    list_goes,
+    no_call,
+    require_script_or_skip,
+    require_stream,
+    requirement,
+)
 
 
 async def _events(target: Target) -> list[Event]:

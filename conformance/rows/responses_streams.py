@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any  # request fields are JSON
 
-from conformance.engine.speech import (
+from conformance.engine.script import (
     ARGUMENTS,
     CALL_ID,
     CUT_SHORT,
@@ -17,15 +17,19 @@ from conformance.engine.speech import (
     THOUGHT,
     TOOL,
 )  # fmt: skip
-from conformance.events import DONE, Event, list_payloads
-from conformance.fields import Field
-from conformance.limits import LIMITS
+from conformance.exchange import DONE, LIMITS, Event, Field, Violation, list_payloads
 from conformance.readers.responses import LAST_EVENTS, ResponseStream, read_responses, require_end
-from conformance.rows.calling import RESPONSES_NAMED, list_goes, no_call
-from conformance.rows.responses_whole import FLAT_TOOLS
-from conformance.table import requirement
-from conformance.target import PROMPT, Target, require_script_or_skip, require_stream
-from conformance.verdicts import Violation
+from conformance.rows.responses import FLAT_TOOLS
+from conformance.table import (
+    PROMPT,
+    RESPONSES_NAMED,
+    Target,
+    list_goes,
+    no_call,
+    require_script_or_skip,
+    require_stream,
+    requirement,
+)
 
 
 async def _events(target: Target, prompt: str = PROMPT, **more: Any) -> list[Event]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any  # JSON
 
-from conformance.events import read_stream
+from conformance.exchange import read_stream
 from conformance.readers import messages as messages_reader
 from gateway.dialects import SURFACES
 from gateway.dialects.chat import AnswerContext, AnswerTranslator, FailingTranslator, Translation

@@ -17,7 +17,7 @@ from typing import Any  # what the scripts print is JSON
 import pytest
 import pytest_asyncio
 
-from conformance.engine import speech
+from conformance.engine import script as speech
 from tests.fakes.lab import CHAT, MESSAGES, RESPONSES, Lab, engine_box
 
 pytestmark = pytest.mark.asyncio

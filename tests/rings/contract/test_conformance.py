@@ -29,11 +29,10 @@ import pytest_asyncio
 from anthropic.types import MessageParam, ToolParam, ToolResultBlockParam
 from openai.types.chat import ChatCompletionFunctionToolParam
 
-from conformance.engine import speech
-from conformance.running import run_rows
-from conformance.table import Surface, list_rows
-from conformance.target import Target
-from conformance.verdicts import Finding, Verdict
+from conformance.engine import script as speech
+from conformance.exchange import Finding, Verdict
+from conformance.report import run_rows
+from conformance.table import Surface, Target, list_rows
 from controlplane.launcher.environment import ROOT
 from tests.fakes.lab import ACTOR, MESSAGES, RESPONSES, Lab, engine_box, unique
 from tests.fakes.stack import Gateway, Stack, answers

@@ -26,7 +26,7 @@ import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from conformance.engine import speech
+from conformance.engine import script as speech
 from conformance.engine.server import ScriptedEngine
 from controlplane.launcher.environment import ROOT
 from controlplane.playground.asks import Ask, build_body, read_ask

@@ -27,17 +27,13 @@ from schemathesis.core.failures import FailureGroup
 from schemathesis.core.result import Ok
 from schemathesis.specs.openapi import checks
 
-from conformance.engine import chat, media
-from conformance.engine import native as natively
-from conformance.engine.script import Script
+from conformance.engine import answers
+from conformance.engine.script import TEXT_PIECES, Script, Speech
 from conformance.engine.server import frame_event
-from conformance.engine.speech import TEXT_PIECES, Speech
-from conformance.events import read_stream
-from conformance.fields import read_json
+from conformance.exchange import Violation, read_json, read_stream
 from conformance.readers.chat import read_chat
 from conformance.readers.messages import read_messages, require_end
 from conformance.readers.responses import LAST_EVENTS, read_responses
-from conformance.verdicts import Violation
 from tests.fakes import request_bodies as bodies
 from tests.fakes.http_client import Reply, call
 from tests.fakes.lab import Lab
@@ -201,14 +197,14 @@ def find_fault_of_stream(path: str, reply: Reply) -> str:
 _SPEECH, _SCRIPT = Speech(pieces=TEXT_PIECES), Script({})
 _ASKED = {"model": "m", "prompt": "hi", "input": ["hi"], "documents": ["a"], "stream_options": {"include_usage": True}}
 _WHOLE = {
-    CHAT: chat.render_chat, COMPLETIONS: chat.render_completion, MESSAGES: natively.render_message,
-    RESPONSES: natively.render_response,
+    CHAT: answers.render_chat, COMPLETIONS: answers.render_completion, MESSAGES: answers.render_message,
+    RESPONSES: answers.render_response,
 }  # fmt: skip
 _STREAMED = {
-    CHAT: chat.stream_chat, COMPLETIONS: chat.stream_completion, MESSAGES: natively.stream_message,
-    RESPONSES: natively.stream_response,
+    CHAT: answers.stream_chat, COMPLETIONS: answers.stream_completion, MESSAGES: answers.stream_message,
+    RESPONSES: answers.stream_response,
 }  # fmt: skip
-_AT_ONCE = {EMBEDDINGS: media.embed, RERANK: media.rank, IMAGES: media.draw}
+_AT_ONCE = {EMBEDDINGS: answers.embed, RERANK: answers.rank, IMAGES: answers.draw}
 
 
 def _say(path: str, *, is_streaming: bool) -> tuple[str, bytes]:
@@ -221,7 +217,7 @@ def _say(path: str, *, is_streaming: bool) -> tuple[str, bytes]:
     if path in _WHOLE:
         content = _WHOLE[path](_SPEECH, _SCRIPT, _ASKED)
     else:
-        content = _AT_ONCE[path](_ASKED) if path in _AT_ONCE else {"text": media.TRANSCRIPT}
+        content = _AT_ONCE[path](_ASKED) if path in _AT_ONCE else {"text": answers.TRANSCRIPT}
     return "application/json", json.dumps(content).encode()
 
 

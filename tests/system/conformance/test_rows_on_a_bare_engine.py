@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from conformance.engine.server import MESSAGES, RESPONSES, serve_engine
-from conformance.running import run_rows
-from conformance.table import Row, Surface, list_rows
-from conformance.target import Target
-from conformance.verdicts import Finding, Verdict
+from conformance.exchange import Finding, Verdict
+from conformance.report import run_rows
+from conformance.table import Row, Surface, Target, list_rows
 
 pytestmark = pytest.mark.asyncio
 SILENCE_S = 0.3

@@ -12,17 +12,22 @@ import pytest
 
 from conformance.__main__ import main
 from conformance.engine import script
-from conformance.engine.chat import stream_chat
-from conformance.engine.native import stream_message, stream_response
-from conformance.engine.script import DIRECTIVES, find_prompt, read_script
+from conformance.engine.answers import stream_chat, stream_message, stream_response
+from conformance.engine.script import DIRECTIVES, NASTY, TEXT, THOUGHT, TOOL, compose, find_prompt, read_script
 from conformance.engine.server import frame_event
-from conformance.engine.speech import NASTY, TEXT, THOUGHT, TOOL, compose
-from conformance.events import check_event_data, check_whole_writes, read_stream
-from conformance.exchange import Answer, Ask, Write
-from conformance.fields import Field, read_json
+from conformance.exchange import (
+    Answer,
+    Ask,
+    Field,
+    Violation,
+    Write,
+    check_event_data,
+    check_whole_writes,
+    read_json,
+    read_stream,
+)
 from conformance.readers import chat, messages, responses
 from conformance.table import Surface, list_rows
-from conformance.verdicts import Violation
 
 
 def test_every_surface_has_rows_chosen_by_their_ids_and_each_row_says_whom_it_helps(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from conformance.events import read_stream
+from conformance.exchange import Violation, read_stream
 from conformance.readers import messages as messages_reader
 from conformance.readers import responses as responses_reader
-from conformance.verdicts import Violation
 from core.limits import limits
 from gateway.dialects import SURFACES
 from gateway.dialects.chat import FailingTranslator

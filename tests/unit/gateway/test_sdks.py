@@ -15,7 +15,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
-from conformance.events import read_stream
+from conformance.exchange import read_stream
 from gateway import errors
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.chat import AnswerContext, AnswerTranslator

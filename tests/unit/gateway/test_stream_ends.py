@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.events import DONE, Stream, read_stream
+from conformance.exchange import DONE, Stream, read_stream
 from core.limits import GatewayLimits
 from gateway.dialects import SURFACES
 from gateway.errors import EngineRefused, RequestInterrupted

@@ -19,8 +19,8 @@ from websockets.frames import Opcode
 from websockets.protocol import OPEN
 from websockets.server import ServerProtocol
 
-from conformance.events import DONE, read_stream
-from conformance.events import Stream as EventStream
+from conformance.exchange import DONE, read_stream
+from conformance.exchange import Stream as EventStream
 from runner.api.bodies import BodyBudget
 from runner.api.inference import InferenceEndpoint
 from runner.connection import GatewayLink, GatewaySocket, Host, _Session

@@ -1,0 +1,344 @@
+"""Rows on completions, embeddings, rerank, transcriptions and images."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import struct
+import wave
+
+from conformance.engine.answers import TRANSCRIPT, make_vector
+from conformance.engine.script import TEXT
+from conformance.exchange import LIMITS, Answer, Field, NotApplicable, Violation
+from conformance.readers.chat import check_usage, read_completion
+from conformance.table import (
+    EMBEDDINGS,
+    IMAGES,
+    RERANK,
+    TRANSCRIPTIONS,
+    Target,
+    require_ok,
+    require_script_or_skip,
+    require_status,
+    require_stream,
+    requirement,
+)
+
+_RATE = 16_000
+_BOUNDARY = "muster-conformance-7f3a"
+
+
+def make_sound(seconds: float = 1.0) -> bytes:
+    """Return a WAV file with a quiet tone."""
+    held = io.BytesIO()
+    with wave.open(held, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(_RATE)
+        frames = (int(3000 * math.sin(2 * math.pi * 440 * number / _RATE)) for number in range(int(_RATE * seconds)))
+        out.writeframes(b"".join(struct.pack("<h", frame) for frame in frames))
+    return held.getvalue()
+
+
+def _form(fields: dict[str, str], sound: bytes | None) -> bytes:
+    parts = [
+        f'--{_BOUNDARY}\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
+        for name, value in fields.items()
+    ]
+    if sound is not None:
+        head = f'--{_BOUNDARY}\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n'
+        parts.append(head.encode() + b"content-type: audio/wav\r\n\r\n" + sound + b"\r\n")
+    return b"".join(parts) + f"--{_BOUNDARY}--\r\n".encode()
+
+
+async def transcribe(target: Target, **fields: str) -> Answer:
+    """Send a second of sound."""
+    form = _form({"model": target.model_for(TRANSCRIPTIONS), **fields}, make_sound())
+    headers = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
+    answer = await target.send(target.ask_json(TRANSCRIPTIONS, form, headers))
+    require_script_or_skip(target, answer, fields.get("response_format", "a recording"))
+    return answer
+
+
+@requirement("audio.json", "{text, usage} as JSON", clients="openai SDKs, Open WebUI")
+async def _json(target: Target) -> None:
+    reply = require_ok(await transcribe(target))
+    reply["text"].text()
+    if target.scripted:
+        reply["text"].must_be(TRANSCRIPT)
+        reply["usage"].members()
+
+
+@requirement("audio.plain", "response_format text, srt and vtt are plain text, not JSON", clients="openai SDKs, subtitle tools")
+async def _plain(target: Target) -> None:
+    for kind in ("text", "srt", "vtt"):
+        answer = await transcribe(target, response_format=kind)
+        require_status(answer, 200)
+        if "json" in answer.header("content-type") or answer.body.lstrip()[:1] in (b"{", b'"'):
+            raise Violation(f"{kind}: {answer.header('content-type')} {answer.body[:60]!r}")
+        if kind == "vtt" and not answer.body.startswith(b"WEBVTT"):
+            raise Violation(f"vtt begins {answer.body[:30]!r}")
+
+
+@requirement("audio.verbose", "verbose_json has duration, language and segments", clients="openai SDKs")
+async def _verbose(target: Target) -> None:
+    reply = require_ok(await transcribe(target, response_format="verbose_json"))
+    reply["text"].text()
+    reply["language"].text()
+    for segment in reply["segments"].items():
+        segment["start"].number()
+        segment["end"].number()
+        segment["text"].text()
+    if reply["duration"].is_null:
+        raise Violation("duration is null")
+
+
+@requirement("audio.no_file", "a form without a file: 400 with the field named", clients="openai SDKs")
+async def _no_file(target: Target) -> None:
+    headers = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
+    form = _form({"model": target.model_for(TRANSCRIPTIONS)}, None)
+    answer = await target.send(target.ask_json(TRANSCRIPTIONS, form, headers))
+    require_status(answer, 400)
+    answer.json()["error"]["param"].must_be("file")
+
+
+async def _draw(target: Target, **more: object) -> Field:
+    body = {"model": target.model_for(IMAGES), "prompt": "a llama", "response_format": "b64_json", **more}
+    answer = await target.send(target.ask_json(IMAGES, body))
+    require_script_or_skip(target, answer, "images")
+    return require_ok(answer)
+
+
+@requirement("images.reply", "{created, data[{b64_json}]}", clients="openai SDKs, Open WebUI")
+async def _images(target: Target) -> None:
+    reply = await _draw(target)
+    reply["created"].count()
+    for row in reply["data"].items():
+        try:
+            base64.b64decode(row["b64_json"].word(), validate=True)
+        except binascii.Error as error:
+            raise Violation(f"{row.path}.b64_json is no base64: {error}") from None
+
+
+@requirement("images.no_nulls", "unknown keys are left out, not null", clients="openai SDKs' types")
+async def _no_nulls(target: Target) -> None:
+    reply = await _draw(target)
+    for place in (reply, *reply["data"].items()):
+        nulls = [name for name, value in place.members().items() if value is None]
+        if nulls:
+            raise Violation(f"{place.path}: {', '.join(nulls)} is null")
+
+
+@requirement("images.n", "n gives as many images", clients="openai SDKs", needs_script=True)
+async def _n(target: Target) -> None:
+    if len((await _draw(target, n=2))["data"].items()) != 2:
+        raise Violation("n: 2 gives another number of images")
+
+
+_TEXTS = ["a llama on a hill", "the price of tea"]
+
+
+async def _embed(target: Target, given: object, **more: object) -> Answer:
+    return await target.send(target.ask_json(EMBEDDINGS, {"model": target.model_for(EMBEDDINGS), "input": given, **more}))
+
+
+def _vectors(reply: Field) -> list[list[float]]:
+    return [[number.number() for number in row["embedding"].items()] for row in reply["data"].items()]
+
+
+@requirement(
+    "embeddings.reply",
+    "object: list, model, data[] with object, index, embedding; usage with two counts",
+    clients="openai SDKs, LangChain, LlamaIndex",
+)
+async def _reply(target: Target) -> None:
+    reply = require_ok(await _embed(target, _TEXTS[0], encoding_format="float"))
+    reply["object"].must_be("list")
+    reply["model"].word()
+    row = reply["data"][0]
+    row["object"].must_be("embedding")
+    row["index"].must_be(0)
+    if not _vectors(reply)[0]:
+        raise Violation("the embedding is empty")
+    reply["usage"]["prompt_tokens"].count()
+    reply["usage"]["total_tokens"].count()
+
+
+@requirement(
+    "embeddings.list",
+    "a list of texts gives a vector each, index 0 to n-1 in order",
+    clients="LangChain, LlamaIndex, Open WebUI",
+)
+async def _list(target: Target) -> None:
+    reply = require_ok(await _embed(target, _TEXTS, encoding_format="float"))
+    if [row["index"].value for row in reply["data"].items()] != [0, 1]:
+        raise Violation(f"index: {[row['index'].value for row in reply['data'].items()]}")
+    first, second = _vectors(reply)
+    if first == second:
+        raise Violation("two texts have the same vector")
+    if target.scripted and [first, second] != [make_vector(text) for text in _TEXTS]:
+        raise Violation("the vectors are not those of the engine")
+
+
+@requirement(
+    "embeddings.base64",
+    "encoding_format: base64 gives little-endian float32 of the same numbers",
+    clients="openai SDKs (their default)",
+)
+async def _base64(target: Target) -> None:
+    plain = _vectors(require_ok(await _embed(target, _TEXTS[0], encoding_format="float")))[0]
+    answer = await _embed(target, _TEXTS[0], encoding_format="base64")
+    require_script_or_skip(target, answer, "base64")
+    data = base64.b64decode(require_ok(answer)["data"][0]["embedding"].text())
+    packed = struct.unpack(f"<{len(data) // 4}f", data)
+    if len(packed) != len(plain) or any(abs(a - b) > LIMITS.tolerance for a, b in zip(packed, plain, strict=True)):
+        raise Violation(f"base64 gives {packed[:3]}…, float {plain[:3]}…")
+
+
+@requirement("embeddings.tokens", "token numbers as input are taken", clients="LangChain (it counts tokens itself)")
+async def _tokens(target: Target) -> None:
+    answer = await _embed(target, [[1, 15, 27]], encoding_format="float")
+    require_script_or_skip(target, answer, "token numbers")
+    if len(_vectors(require_ok(answer))) != 1:
+        raise Violation("one input gives more than one vector")
+
+
+@requirement("embeddings.dimensions", "dimensions reaches the engine", clients="openai SDKs, Open WebUI", needs_script=True)
+async def _dimensions(target: Target) -> None:
+    if len(_vectors(require_ok(await _embed(target, _TEXTS[0], encoding_format="float", dimensions=5)))[0]) != 5:
+        raise Violation("5 dimensions were asked for")
+
+
+async def _rank(target: Target, **more: object) -> Field:
+    documents = ["tea in china", "a llama stands on a hill", "nothing of the kind"]
+    body = {"model": target.model_for(RERANK), "query": "a llama on a hill", "documents": documents, **more}
+    answer = await target.send(target.ask_json(RERANK, body))
+    require_script_or_skip(target, answer, "ranking")
+    return require_ok(answer)
+
+
+@requirement("rerank.reply", "results[] with index and relevance_score, best first", clients="Open WebUI, LlamaIndex, Dify")
+async def _rerank(target: Target) -> None:
+    results = (await _rank(target))["results"].items()
+    scores = [result["relevance_score"].number() for result in results]
+    if sorted(result["index"].count() for result in results) != [0, 1, 2]:
+        raise Violation(f"index: {[result['index'].value for result in results]}")
+    if scores != sorted(scores, reverse=True):
+        raise Violation(f"the scores are not sorted: {scores}")
+    if target.scripted:
+        results[0]["index"].must_be(1)
+
+
+@requirement("rerank.top_n", "top_n limits the results", clients="Open WebUI, LlamaIndex")
+async def _top_n(target: Target) -> None:
+    results = (await _rank(target, top_n=1))["results"].items()
+    if len(results) != 1:
+        raise Violation(f"top_n: 1 gives {len(results)} results")
+
+
+@requirement(
+    "rerank.objects",
+    "documents may be objects with a text, and return_documents is no reason to refuse",
+    clients="Cohere's and Jina's clients, Dify",
+    needs_script=True,
+)
+async def _objects(target: Target) -> None:
+    texts = [{"text": text} for text in ("the moon", "the capital of France is Paris")]
+    results = (await _rank(target, documents=texts, return_documents=True))["results"].items()
+    if sorted(result["index"].count() for result in results) != [0, 1]:
+        raise Violation(f"index: {[result['index'].value for result in results]}")
+
+
+_PROMPTS = ["Once upon a time", "The capital of France is"]
+
+
+@requirement(
+    "completions.reply",
+    "object: text_completion, choices with index, text, logprobs, finish_reason; usage",
+    clients="openai SDKs, llm, lm-eval",
+)
+async def _completion(target: Target) -> None:
+    reply = require_ok(await target.completions())
+    reply["object"].must_be("text_completion")
+    for name in ("id", "model"):
+        reply[name].word()
+    reply["created"].count()
+    choice = reply["choices"][0]
+    choice["index"].must_be(0)
+    choice["text"].text()
+    choice["finish_reason"].must_be("stop", "length", "content_filter")
+    if (logprobs := choice.get("logprobs")) is not None:
+        logprobs.members()
+    check_usage(reply["usage"])
+
+
+@requirement("completions.text", "the text arrives as the engine said it", clients="everybody", needs_script=True)
+async def _text(target: Target) -> None:
+    require_ok(await target.completions())["choices"][0]["text"].must_be(TEXT)
+
+
+@requirement(
+    "completions.stream",
+    "streams like chat with text per chunk, a finish_reason and [DONE]; no usage unless asked for",
+    clients="openai SDKs, Continue, llm",
+)
+async def _stream(target: Target) -> None:
+    said = read_completion(require_stream(await target.completions(stream=True)))
+    # llama.cpp puts usage beside the last choice, which no client minds; a chunk without choices is what breaks them.
+    if said.usage is not None and (said.usage_is_alone or target.scripted):
+        raise Violation("usage that nobody asked for")
+    if target.scripted and said.texts != {0: TEXT}:
+        raise Violation(f"the text adds up to {said.texts}")
+
+
+@requirement(
+    "completions.stream.usage",
+    "include_usage: one chunk with choices: [] and usage before [DONE]",
+    clients="openai SDKs, LiteLLM",
+)
+async def _stream_usage(target: Target) -> None:
+    said = read_completion(require_stream(await target.completions(stream=True, stream_options={"include_usage": True})))
+    if said.usage is None:
+        raise Violation("no usage")
+    if target.scripted and not said.usage_is_alone:
+        raise Violation("the chunk with usage has choices")
+
+
+@requirement("completions.prompts", "a list of prompts gives choices with index 0 to n-1", clients="lm-eval, LangChain")
+async def _prompts(target: Target) -> None:
+    answer = await target.completions(_PROMPTS)
+    require_script_or_skip(target, answer, "a list of prompts")
+    found = [choice["index"].value for choice in require_ok(answer)["choices"].items()]
+    if sorted(found) != [0, 1]:
+        raise Violation(f"two prompts give choices with index {found}")
+
+
+@requirement(
+    "completions.echo", "echo with logprobs and max_tokens 0 or 1 returns the prompt's log probabilities", clients="lm-eval"
+)
+async def _echo(target: Target) -> None:
+    for tokens in (0, 1):
+        answer = await target.completions(_PROMPTS[0], echo=True, logprobs=1, max_tokens=tokens)
+        require_script_or_skip(target, answer, "echo with logprobs")
+        choice = require_ok(answer)["choices"][0]
+        logprobs = choice.get("logprobs")
+        if not target.scripted and (
+            logprobs is None or "tokens" not in logprobs or not choice["text"].text().startswith("Once")
+        ):
+            raise NotApplicable("the engine has no echo with logprobs")
+        if logprobs is None:
+            raise Violation("logprobs are missing")
+        if not choice["text"].text().startswith(_PROMPTS[0]):
+            raise Violation(f"the text does not begin with the prompt: {choice['text'].shown}")
+        lengths = {name: len(logprobs[name].items()) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
+        if len(set(lengths.values())) != 1:
+            raise Violation(f"the lists of logprobs differ in length: {lengths}")
+
+
+@requirement("completions.tokens", "a prompt of token numbers is taken", clients="lm-eval, guidance")
+async def _prompt_tokens(target: Target) -> None:
+    answer = await target.completions([1, 15, 27])
+    require_script_or_skip(target, answer, "token numbers")
+    require_ok(answer)["choices"][0]["text"].text()
