@@ -78,6 +78,8 @@ CREATE TABLE desired_models (
     unfinished INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID
 """
+# Fences and desired models stay beside the operations, because they must outlive them: an operation is forgotten a month
+# after its approval has ended, and neither may an older one follow then nor a model cease to be loaded.
 _FOURTH_SCHEMA = """
 CREATE TABLE operations (
     id INTEGER PRIMARY KEY AUTOINCREMENT, nonce BLOB UNIQUE, nonce_expires_at REAL, op_key TEXT UNIQUE, slot TEXT,
@@ -226,6 +228,7 @@ def _open_file(path: Path, lock: int, now: float) -> Database:
     connection = sqlite3.connect(path, timeout=limits().ledger.busy_s, isolation_level=None)
     connection.row_factory = sqlite3.Row
     try:
+        # With both of them a commit is on disk before its caller hears of it, and a kill leaves all of it or nothing.
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         _check_pages(connection)

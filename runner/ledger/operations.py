@@ -341,11 +341,7 @@ def certify_op(db: sqlite3.Connection, run_id: int, outcome: dict[str, object], 
 
 
 def interrupt_ops(db: sqlite3.Connection, *, now: float) -> list[Run]:
-    """Give every run that goes on no more the outcome ``INTERRUPTED``; return them.
-
-    A model that an interrupted operation was to unload is no longer desired: nothing is loaded now, and to unload it was the
-    last that people approved.
-    """
+    """Give every run that goes on no more the outcome ``INTERRUPTED``; return them."""
     with transaction(db):
         cut_off = db.execute(
             "UPDATE operations SET state = ?, outcome = '{}', ended_at = ?, error = iif(task_id IS NULL, NULL, ?)"
@@ -353,6 +349,7 @@ def interrupt_ops(db: sqlite3.Connection, *, now: float) -> list[Run]:
             (RunState.INTERRUPTED.value, now, LOAD_INTERRUPTED, _BEFORE[RunState.INTERRUPTED].value),
         ).fetchall()
         _drop_ended(db, RunState.SUCCEEDED, "model-unload")
+        # Nothing is loaded now, and to unload the model of an interrupted operation was the last that people approved.
         _drop_ended(db, RunState.INTERRUPTED, None)
     return [_make_run(row) for row in cut_off]
 

@@ -293,8 +293,6 @@ class Witness:
         """Say what becomes of a checkpoint, and keep it when it extends the last one. Raises LedgerError.
 
         ``log_keys``: C2SP verifier keys of the pinned policy. ``runner_id``: signed with what was seen, if the offer asks.
-        Neither a checkpoint from before nor a proof that begins elsewhere than where this box stands contradicts anything: the
-        answer shows where that is, for who has the log to judge.
         """
         name = runner_id if offer.wants_name else ""
         try:
@@ -304,6 +302,8 @@ class Witness:
             return self._refuse(name, str(error))
         if alarm:
             return self._refuse(name, alarm)
+        # An older checkpoint, or a proof that begins elsewhere than where this node stands, contradicts nothing: the answer
+        # shows where that is, and who has the log judges it.
         if self._follows(checkpoint, offer) and (checkpoint != self.seen or not self.note):
             seen = {"origin": checkpoint.origin, "size": checkpoint.size, "root": to_text(checkpoint.root), "note": offer.note}
             await self._ledger.write_fact(WITNESS_FACT, json.dumps(seen))
@@ -420,11 +420,9 @@ class Governance:
         await self.look()
 
     async def _allow_for_a_clock_ahead(self, identity: Identity) -> None:
-        """Let a new box whose clock is ahead take what was approved in its first minute.
-
-        Nothing can come back by it: at L2 an approval names the key of the box, and of a key that was made when this ledger was
-        there already no other ledger has carried anything out. A ledger that follows one that was lost allows nothing.
-        """
+        """Let a new node whose clock is ahead take what was approved in its first minute."""
+        # Nothing can come back by it: at L2 an approval names the key of the node, and of a key that was made when this ledger
+        # was there already no other ledger has carried anything out. A ledger that follows a lost one allows nothing.
         if identity.is_new:
             await self._ledger.write_fact(_FIRST_KEY_FACT, identity.certified_id)
         if self.level is Level.L2 and await self._ledger.read_fact(_FIRST_KEY_FACT) == identity.certified_id:
@@ -541,10 +539,8 @@ class Governance:
         return True
 
     def _stamp_folders(self, data: Path) -> tuple[int, ...]:
-        """Return what changes when a file comes to the data folder or to that of the keys, or leaves it. Raises OSError.
-
-        And each minute: a key is dropped when its successor is old enough, and a file system may count its changes in steps.
-        """
+        """Return what changes when a file comes to the data folder or to that of the keys, or leaves it. Raises OSError."""
+        # And each minute: a key is dropped when its successor is old enough, and a file system may count changes in steps.
         folders = [data] if self._own_keys is None else [data, self._own_keys.folder]
         return int(self._clock() // 60), *(folder.stat().st_mtime_ns for folder in folders)
 
