@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from runner.api.bodies import decode, read_object
+from runner.api.bodies import answer_json, decode, read_object
 from runner.definitions.plan import describe, load_recommendations
 from runner.errors import InvalidRequest, ModelLoadFailed, Unavailable
 from runner.limits import MIB
@@ -51,58 +50,42 @@ class Interruptible:
             task.cancel()
 
 
-class Lifecycle:
-    """Endpoints of the model-runner specification."""
+class Admin:
+    """Endpoints of the model-runner specification, and those below ``/v1/admin/`` of llm-pool.
 
-    def __init__(self, parts: Parts) -> None:
+    Whatever loads, unloads or flushes passes the same gate: each needs an operation token.
+    """
+
+    def __init__(self, parts: Parts, shapes: Shapes) -> None:
         self._parts = parts
-        self._operations = parts.operations
+        self._shapes = shapes
 
     async def load(self, request: Request) -> Response:
         """``POST /v1/models/load``."""
         fields = await read_object(request)
         body = decode(fields, LoadBody)
         await self._parts.seek(body.modelId)
-        return answer(await self._operations.load(body, without_token(fields)))
+        return _answer(await self._parts.operations.load(body, without_token(fields)))
 
     async def unload(self, request: Request) -> Response:
         """``POST /v1/models/unload``."""
         fields = await read_object(request)
-        return answer(await self._operations.unload(decode(fields, UnloadBody), without_token(fields)))
+        return _answer(await self._parts.operations.unload(decode(fields, UnloadBody), without_token(fields)))
 
     async def flush(self, request: Request) -> Response:
         """``POST /v1/cache/flush``."""
         fields = await read_object(request)
-        return answer(await self._operations.flush(decode(fields, FlushBody), without_token(fields)))
+        return _answer(await self._parts.operations.flush(decode(fields, FlushBody), without_token(fields)))
 
     async def read_task(self, request: Request) -> Response:
         """``GET /v1/models/load/{taskId}``."""
-        return answer(Reply(200, await self._operations.read_task(request.path_params["task_id"])))
-
-
-def without_token(fields: dict[str, object]) -> dict[str, object]:
-    """Return what an operation token may bind: every member of the body but itself."""
-    return {name: value for name, value in fields.items() if name != TOKEN_FIELD}
-
-
-def answer(reply: Reply) -> Response:
-    return Response(
-        msgspec.json.encode(reply.body), reply.status, {"content-type": "application/json", "cache-control": "no-store"}
-    )
-
-
-class PoolAdmin:
-    """Endpoints below ``/v1/admin/``."""
-
-    def __init__(self, parts: Parts, shapes: Shapes) -> None:
-        self._parts = parts
-        self._shapes = shapes
+        return answer_json(await self._parts.operations.read_task(request.path_params["task_id"]))
 
     async def list_models(self, _request: Request) -> Response:
         """``GET /v1/admin/models``."""
         await self._parts.discover()
         await self._parts.look()
-        return answer(Reply(200, {"models": [await self._describe(model) for model in self._parts.pool.registry.models]}))
+        return answer_json({"models": [await self._describe(model) for model in self._parts.pool.registry.models]})
 
     async def read_gpu_memory(self, _request: Request) -> Response:
         """``GET /v1/admin/gpu-memory``."""
@@ -117,9 +100,9 @@ class PoolAdmin:
         ]  # fmt: skip
         error = None if gpus else f"no GPU was found; models use the memory of the host: {reading.free_mb} MiB are free"
         models = [await self._describe_memory(model) for model in self._parts.pool.registry.models]
-        return answer(Reply(200, {"gpus": gpus, "models": models, "error": error}))
+        return answer_json({"gpus": gpus, "models": models, "error": error})
 
-    async def load(self, request: Request) -> Response:
+    async def load_and_wait(self, request: Request) -> Response:
         """``POST /v1/admin/models/{name}/load``: answers when the model is loaded."""
         name, fields = request.path_params["name"], await read_object(request)
         overrides = without_token(fields)
@@ -134,9 +117,9 @@ class PoolAdmin:
             task = await self._parts.operations.wait(task_id)
             if task["status"] != "completed":
                 raise ModelLoadFailed(f"{name} was not loaded: {task.get('error') or task['status']}")
-        return answer(Reply(200, await self._describe(model)))
+        return answer_json(await self._describe(model))
 
-    async def unload(self, request: Request) -> Response:
+    async def unload_and_wait(self, request: Request) -> Response:
         """``POST /v1/admin/models/{name}/unload``: answers when it is gone; what runs may finish."""
         name, fields = request.path_params["name"], await read_object(request)
         others = set(fields) - {TOKEN_FIELD, "modelId"}
@@ -144,12 +127,12 @@ class PoolAdmin:
             raise InvalidRequest(f"The body may have {TOKEN_FIELD} only; the model is that of the path.")
         body = UnloadBody(modelId=name, verifiedOpToken=fields.get(TOKEN_FIELD))
         await self._parts.operations.unload(body, {"modelId": name})
-        return answer(Reply(200, await self._describe(self._parts.pool.registry.find(name))))
+        return answer_json(await self._describe(self._parts.pool.registry.find(name)))
 
     async def reload_settings(self, request: Request) -> Response:
         """``POST /v1/admin/settings/reload``."""
         await read_object(request)
-        return answer(Reply(200, reload_fields(await self._parts.reload_settings())))
+        return answer_json(reload_fields(await self._parts.reload_settings()))
 
     async def _describe(self, model: Model) -> dict[str, object]:
         definition = model.definition
@@ -184,6 +167,15 @@ class PoolAdmin:
             "vram_estimate_replica_count": count,
             "vram_estimate_source": source,
         }
+
+
+def without_token(fields: dict[str, object]) -> dict[str, object]:
+    """Return what an operation token may bind: every member of the body but itself."""
+    return {name: value for name, value in fields.items() if name != TOKEN_FIELD}
+
+
+def _answer(reply: Reply) -> Response:
+    return answer_json(reply.body, reply.status)
 
 
 def _describe_fairness(model: Model) -> dict[str, object]:

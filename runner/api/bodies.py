@@ -232,3 +232,7 @@ def render(refusal: RequestRefused, *, path: str, model: str | None = None, head
     if refusal.status == 401:
         sent["www-authenticate"] = "Bearer"
     return Response(refusal_body(refusal, endpoint=path, model=model), refusal.status, sent)
+
+
+def answer_json(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, {"content-type": "application/json", "cache-control": "no-store"})

@@ -6,7 +6,8 @@ Label values are bounded: models are the owner's, tenants are counted by name up
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import psutil
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -24,6 +25,7 @@ from runner.serving.request import Histogram, Tally
 from runner.telemetry import Reading
 
 _PREFIX = "muster_runner"
+Rows = Iterable[tuple[Sequence[str], float]]
 _SHOWN: frozenset[str] = frozenset({
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason", "vllm:kv_cache_usage_perc",
     "vllm:gpu_cache_usage_perc", "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
@@ -121,7 +123,6 @@ class _Collector:
         self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family."""
         models, tally = self._parts.pool.registry.models, self._parts.tally
         yield from _requests(tally)
         yield from _served(models, tally)
@@ -132,79 +133,88 @@ class _Collector:
         if self._spending is not None:
             yield from _money(self._spending)
         yield from self._engines
-        info = GaugeMetricFamily(f"{_PREFIX}_info", "Which program this is", labels=["version", "runner_id"])
-        info.add_metric([AGENT_VERSION, self._parts.governance.runner_id], 1)
-        yield info
+        this = [((AGENT_VERSION, self._parts.governance.runner_id), 1)]
+        yield _gauge(f"{_PREFIX}_info", "Which program this is", "version runner_id", this)
+
+
+def _gauge(name: str, text: str, labels: str, rows: Rows) -> Metric:
+    """Return a family of gauges: a number for each row's values of ``labels``, whose names are parted by spaces."""
+    family = GaugeMetricFamily(name, text, labels=labels.split())
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+def _counter(name: str, text: str, labels: str, rows: Rows) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels.split())
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+def _histogram(name: str, text: str, rows: Iterable[tuple[str, Histogram]]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=["model"])
+    for model, values in rows:
+        so_far = accumulate(values.counts)
+        bounds = (*(str(bound) for bound in values.bounds), "+Inf")
+        family.add_metric([model], [(bound, float(count)) for bound, count in zip(bounds, so_far, strict=True)], values.total)
+    return family
 
 
 def _requests(tally: Tally) -> Iterator[Metric]:
-    total = CounterMetricFamily("vllm_requests", "Total requests processed", labels=["model", "tenant", "status"])
+    yield _counter("vllm_requests", "Total requests processed", "model tenant status", tally.requests.items())
     by_tenant: dict[str, int] = {}
-    for (model, tenant, status), count in tally.requests.items():
-        total.add_metric([model, tenant, status], count)
+    for (_, tenant, _), count in tally.requests.items():
         by_tenant[tenant] = by_tenant.get(tenant, 0) + count
-    yield total
-    tenants = CounterMetricFamily(f"{_PREFIX}_tenant_requests", "Requests by tenant", labels=["tenant"])
-    for tenant, count in by_tenant.items():
-        tenants.add_metric([tenant], count)
-    yield tenants
-    refusals = CounterMetricFamily(f"{_PREFIX}_refusals", "Requests that were not carried out, by reason", labels=["code"])
-    for code, count in tally.refusals.items():
-        refusals.add_metric([code], count)
-    yield refusals
+    tenants = [((tenant,), count) for tenant, count in by_tenant.items()]
+    yield _counter(f"{_PREFIX}_tenant_requests", "Requests by tenant", "tenant", tenants)
+    refusals = [((code,), count) for code, count in tally.refusals.items()]
+    yield _counter(f"{_PREFIX}_refusals", "Requests that were not carried out, by reason", "code", refusals)
 
 
 def _served(models: list[Model], tally: Tally) -> Iterator[Metric]:
-    hits = GaugeMetricFamily("vllm_cache_hit_rate", "Cache hit rate", labels=["model"])
-    durations = HistogramMetricFamily("vllm_inference_duration_seconds", "Inference duration", labels=["model"])
-    waits = HistogramMetricFamily(f"{_PREFIX}_queue_wait_seconds", "Time from arrival to a slot", labels=["model"])
-    tokens = CounterMetricFamily(f"{_PREFIX}_tokens", "Tokens by what they were", labels=["model", "kind"])
     served = {model.model_id: tally.of(model.model_id) for model in models if model.is_ready} | tally.models
-    for name, counts in served.items():
-        hits.add_metric([name], counts.cache_hit_rate)
-        _add_histogram(durations, name, counts.durations)
-        _add_histogram(waits, name, counts.waits)
-        tokens.add_metric([name, "prompt"], counts.prompt_tokens)
-        tokens.add_metric([name, "cached"], counts.cached_tokens)
-        tokens.add_metric([name, "output"], counts.output_tokens)
-    yield from (hits, durations, waits, tokens)
+    each = served.items()
+    yield _gauge("vllm_cache_hit_rate", "Cache hit rate", "model", [((name,), one.cache_hit_rate) for name, one in each])
+    yield _histogram("vllm_inference_duration_seconds", "Inference duration", [(name, one.durations) for name, one in each])
+    yield _histogram(f"{_PREFIX}_queue_wait_seconds", "Time from arrival to a slot", [(name, one.waits) for name, one in each])
+    tokens = [
+        ((name, kind), count)
+        for name, one in each
+        for kind, count in (("prompt", one.prompt_tokens), ("cached", one.cached_tokens), ("output", one.output_tokens))
+    ]
+    yield _counter(f"{_PREFIX}_tokens", "Tokens by what they were", "model kind", tokens)
 
 
 def _queues(models: list[Model], parts: Parts) -> Iterator[Metric]:
     budget = parts.budget
-    yield GaugeMetricFamily("vllm_queue_depth", "Current queue depth", value=budget.depth)
-    yield GaugeMetricFamily(f"{_PREFIX}_queue_max_depth", "Requests that may wait", value=budget.max_depth)
-    waiting = GaugeMetricFamily(f"{_PREFIX}_waiting", "Requests that wait for the model", labels=["model"])
-    running = GaugeMetricFamily(f"{_PREFIX}_running", "Requests that run on the model", labels=["model"])
-    slots = GaugeMetricFamily(f"{_PREFIX}_slots", "Requests that the model takes at once", labels=["model"])
-    shares = GaugeMetricFamily(
-        f"{_PREFIX}_fairness_share", "Share of a tenant in the slot time over weight of those known", labels=["model", "tenant"]
-    )
+    yield _gauge("vllm_queue_depth", "Current queue depth", "", [((), budget.depth)])
+    yield _gauge(f"{_PREFIX}_queue_max_depth", "Requests that may wait", "", [((), budget.max_depth)])
+    waiting = [((model.model_id,), model.queue.depth) for model in models]
+    yield _gauge(f"{_PREFIX}_waiting", "Requests that wait for the model", "model", waiting)
+    running = [((model.model_id,), model.active) for model in models]
+    yield _gauge(f"{_PREFIX}_running", "Requests that run on the model", "model", running)
+    slots = [((model.model_id,), model.slots) for model in models]
+    yield _gauge(f"{_PREFIX}_slots", "Requests that the model takes at once", "model", slots)
+    shares: list[tuple[tuple[str, str], float]] = []
     for model in models:
-        waiting.add_metric([model.model_id], model.queue.depth)
-        running.add_metric([model.model_id], model.active)
-        slots.add_metric([model.model_id], model.slots)
         accounts = model.queue.snapshot()
-        total = sum(account.score for account in accounts)
-        for account in accounts[: limits().api.metrics_tenants]:
-            shares.add_metric([model.model_id, account.fairness_key], account.score / total if total else 0.0)
-    yield from (waiting, running, slots, shares)
+        total = sum(account.score for account in accounts) or 1.0
+        shares += [
+            ((model.model_id, account.fairness_key), account.score / total)
+            for account in accounts[: limits().api.metrics_tenants]
+        ]
+    text = "Share of a tenant in the slot time over weight of those known"
+    yield _gauge(f"{_PREFIX}_fairness_share", text, "model tenant", shares)
 
 
 def _memory(models: list[Model], reading: Reading) -> Iterator[Metric]:
-    gpus = GaugeMetricFamily("vllm_gpu_memory_used", "GPU memory used in bytes", labels=["gpu"])
-    for gpu in reading.gpus:
-        if gpu.memory_used_mb is not None:
-            gpus.add_metric([str(gpu.index)], gpu.memory_used_mb * MIB)
-    yield gpus
-    shared = GaugeMetricFamily(f"{_PREFIX}_memory_bytes", "Memory that models share", labels=["device", "kind"])
-    for kind, size_mb in (("total", reading.total_mb), ("used", reading.used_mb), ("free", reading.free_mb)):
-        shared.add_metric([reading.kind, kind], size_mb * MIB)
-    yield shared
-    held = GaugeMetricFamily(
-        f"{_PREFIX}_model_memory_bytes", "Memory of a model: weights, kv, measured total, predicted total",
-        labels=["model", "kind"],
-    )  # fmt: skip
+    gpus = [((str(gpu.index),), gpu.memory_used_mb * MIB) for gpu in reading.gpus if gpu.memory_used_mb is not None]
+    yield _gauge("vllm_gpu_memory_used", "GPU memory used in bytes", "gpu", gpus)
+    kinds = (("total", reading.total_mb), ("used", reading.used_mb), ("free", reading.free_mb))
+    shared = [((reading.kind, kind), size_mb * MIB) for kind, size_mb in kinds]
+    yield _gauge(f"{_PREFIX}_memory_bytes", "Memory that models share", "device kind", shared)
+    held: list[tuple[tuple[str, str], int]] = []
     for model in models:
         known = {
             "weights": _sum([replica.weights_bytes for replica in model.replicas]),
@@ -212,57 +222,38 @@ def _memory(models: list[Model], reading: Reading) -> Iterator[Metric]:
             "total": model.memory_bytes,
             "predicted": model.predicted_bytes,
         }
-        for kind, size in known.items():
-            if size is not None:
-                held.add_metric([model.model_id, kind], size)
-    yield held
+        held += [((model.model_id, kind), size) for kind, size in known.items() if size is not None]
+    text = "Memory of a model: weights, kv, measured total, predicted total"
+    yield _gauge(f"{_PREFIX}_model_memory_bytes", text, "model kind", held)
     rss = psutil.Process().memory_info().rss
-    yield GaugeMetricFamily(f"{_PREFIX}_process_memory_bytes", "Resident memory of the runner itself", value=rss)
+    yield _gauge(f"{_PREFIX}_process_memory_bytes", "Resident memory of the runner itself", "", [((), rss)])
 
 
 def _loads(models: list[Model]) -> Iterator[Metric]:
-    states = GaugeMetricFamily(f"{_PREFIX}_model_state", "1 for the state a model is in", labels=["model", "state"])
-    seconds = GaugeMetricFamily(f"{_PREFIX}_model_load_seconds", "How long the last load took", labels=["model"])
-    restarts = CounterMetricFamily(f"{_PREFIX}_engine_restarts", "Engines that were started again", labels=["model"])
-    for model in models:
-        for state in ModelState:
-            states.add_metric([model.model_id, state.value], int(model.state is state))
-        if model.load_s is not None:
-            seconds.add_metric([model.model_id], model.load_s)
-        restarts.add_metric([model.model_id], sum(replica.supervisor.restarts for replica in model.replicas))
-    yield from (states, seconds, restarts)
+    states = [((model.model_id, state.value), int(model.state is state)) for model in models for state in ModelState]
+    yield _gauge(f"{_PREFIX}_model_state", "1 for the state a model is in", "model state", states)
+    seconds = [((model.model_id,), model.load_s) for model in models if model.load_s is not None]
+    yield _gauge(f"{_PREFIX}_model_load_seconds", "How long the last load took", "model", seconds)
+    restarts = [((model.model_id,), sum(replica.supervisor.restarts for replica in model.replicas)) for model in models]
+    yield _counter(f"{_PREFIX}_engine_restarts", "Engines that were started again", "model", restarts)
 
 
 def _operations(parts: Parts) -> Iterator[Metric]:
-    refused = CounterMetricFamily(f"{_PREFIX}_operations_refused", "Operation tokens that were refused", labels=["reason"])
-    for reason, count in parts.gate.refusals.items():
-        refused.add_metric([reason], count)
+    refused = [((reason,), count) for reason, count in parts.gate.refusals.items()]
+    yield _counter(f"{_PREFIX}_operations_refused", "Operation tokens that were refused", "reason", refused)
     standing = parts.governance.standing
-    yield refused
-    yield GaugeMetricFamily(f"{_PREFIX}_policy_version", "Pinned policy, 0 = none", value=standing.policy_version)
-    yield GaugeMetricFamily(f"{_PREFIX}_witness_entries", "Entries of the audit log vouched for", value=standing.witness_size)
+    yield _gauge(f"{_PREFIX}_policy_version", "Pinned policy, 0 = none", "", [((), standing.policy_version)])
+    yield _gauge(f"{_PREFIX}_witness_entries", "Entries of the audit log vouched for", "", [((), standing.witness_size)])
 
 
 def _money(spending: CostSummary) -> Iterator[Metric]:
-    labels = ["tenant", "currency"]
-    spent = GaugeMetricFamily(f"{_PREFIX}_remote_spent", "Spent on remote models this month", labels=labels)
-    cap = GaugeMetricFamily(f"{_PREFIX}_remote_cap", "What may be spent a month", labels=labels)
-    for entry in spending.spendings[:1000]:
-        spent.add_metric([entry.tenant, spending.currency], entry.spent_micros / MICROS)
-        if entry.cap_micros is not None:
-            cap.add_metric([entry.tenant, spending.currency], entry.cap_micros / MICROS)
-    ended = CounterMetricFamily(f"{_PREFIX}_remote_requests", "Requests to remote models by ending", labels=["model", "ending"])
-    for (model, state), count in spending.requests.items():
-        ended.add_metric([model, state.value], count)
-    yield from (spent, cap, ended)
-
-
-def _add_histogram(family: HistogramMetricFamily, model: str, values: Histogram) -> None:
-    buckets, so_far = [], 0
-    for bound, count in zip((*(str(bound) for bound in values.bounds), "+Inf"), values.counts, strict=True):
-        so_far += count
-        buckets.append((bound, float(so_far)))
-    family.add_metric([model], buckets, values.total)
+    labels, told, unit = "tenant currency", spending.spendings[:1000], spending.currency
+    spent = [((one.tenant, unit), one.spent_micros / MICROS) for one in told]
+    yield _gauge(f"{_PREFIX}_remote_spent", "Spent on remote models this month", labels, spent)
+    caps = [((one.tenant, unit), one.cap_micros / MICROS) for one in told if one.cap_micros is not None]
+    yield _gauge(f"{_PREFIX}_remote_cap", "What may be spent a month", labels, caps)
+    ended = [((model, state.value), count) for (model, state), count in spending.requests.items()]
+    yield _counter(f"{_PREFIX}_remote_requests", "Requests to remote models by ending", "model ending", ended)
 
 
 def _sum(sizes: list[int | None]) -> int | None:

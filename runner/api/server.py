@@ -9,9 +9,8 @@ import logging
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -113,14 +112,6 @@ def _host_name(host: str) -> str:
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 
 
-@dataclass(frozen=True, slots=True)
-class Api:
-    """The application, and what ends the answers under way."""
-
-    asgi: ASGIApp
-    close: Callable[[], None]
-
-
 class RequestIds:
     """ASGI middleware: every request has an id, the client's own where it is usable, and every answer repeats it."""
 
@@ -140,17 +131,7 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-def make_app(parts: Parts, config: ApiConfig) -> Api:
-    """Return the application of the API's port, metrics included where they have no port of their own."""
-    made = make_routes(parts, config)
-    return Api(_wrap(made.routes, config), made.close)
-
-
-def make_metrics_app(parts: Parts, config: ApiConfig) -> ASGIApp:
-    return _wrap(make_metrics_routes(parts).routes, config)
-
-
-def _wrap(routes: Sequence[Route], config: ApiConfig) -> ASGIApp:
+def make_app(routes: Sequence[Route], config: ApiConfig) -> ASGIApp:
     app = Starlette(
         routes=routes,
         middleware=[Middleware(RequestIds), Middleware(AccessGuard, config=config)],
@@ -256,14 +237,14 @@ async def serve_api(parts: Parts, config: ApiConfig) -> AsyncIterator[str]:
     async with AsyncExitStack() as stack:
         listener = _listen(config.host, config.port)
         stack.callback(listener.close)
-        api = make_app(parts, config)
+        routes, close = make_routes(parts, config)
         if config.has_metrics and config.metrics_port is not None:
             second = _listen(config.host, config.metrics_port)
             stack.callback(second.close)
-            await stack.enter_async_context(_serve(make_metrics_app(parts, config), second))
+            await stack.enter_async_context(_serve(make_app(make_metrics_routes(parts), config), second))
             log.info("metrics listening url=%s", _url(second))
-        await stack.enter_async_context(_serve(api.asgi, listener))
-        stack.callback(api.close)
+        await stack.enter_async_context(_serve(make_app(routes, config), listener))
+        stack.callback(close)
         url = _url(listener)
         log.info("api listening url=%s", url)
         sys.stderr.write(f"api listening url={url}\n")
