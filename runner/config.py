@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
-from runner.definitions.fields import TRANSLATABLE
+from runner.definitions.fields import SWITCHES, TRANSLATABLE
 from runner.errors import ConfigError
 from runner.limits import Limits, limits
 from wire.limits import Bound, list_bounds
@@ -197,15 +197,8 @@ class Options:
     _ENV = {"backend": "MUSTER_BACKEND_URL"}
 
     def __init__(self, args: argparse.Namespace, env: Mapping[str, str]) -> None:
-        self._args = args
+        self.args = args
         self._env = env
-
-    @property
-    def environment(self) -> Mapping[str, str]:
-        return self._env
-
-    def is_set(self, name: str) -> bool:
-        return bool(getattr(self._args, name, False))
 
     def variable(self, name: str, default: str = "") -> str:
         return self._env.get(name, "").strip() or default
@@ -213,37 +206,30 @@ class Options:
     def switch(self, variable: str, *, default: bool) -> bool:
         """Return a variable that is true or false. Raises ConfigError."""
         raw = self.variable(variable).lower()
-        if raw in {"true", "1", "yes", "on", "false", "0", "no", "off"}:
-            return raw in {"true", "1", "yes", "on"}
-        if raw:
+        if raw and raw not in SWITCHES:
             raise ConfigError(f"{variable} must be true or false, not {raw!r}")
-        return default
+        return SWITCHES.get(raw, default)
 
     def whole(self, variable: str, default: int, *, lowest: int, highest: int) -> int:
         """Return a whole number that a variable gives. Raises ConfigError."""
-        raw = self.variable(variable)
-        if not raw:
-            return default
-        if not raw.isdecimal() or not lowest <= int(raw) <= highest:
-            raise ConfigError(f"{variable} must be a whole number from {lowest} to {highest}, not {raw!r}")
-        return int(raw)
+        return _read_whole(variable, self.variable(variable), default, lowest=lowest, highest=highest)
 
     def text(self, name: str, default: str = "") -> str:
         """Return an option as text, trimmed; an empty one counts as not given."""
-        value = getattr(self._args, name, None)
+        value = getattr(self.args, name, None)
         if value is None:
             value = self._env.get(self._ENV.get(name, f"MUSTER_{name.upper()}"))
         return str(value).strip() or default if value is not None else default
 
     def texts(self, name: str) -> list[str]:
-        given = getattr(self._args, name, None)
+        given = getattr(self.args, name, None)
         whole = ",".join(given) if given else self._env.get(f"MUSTER_{name.upper()}", "")
         return [part.strip() for part in whole.split(",") if part.strip()]
 
     def secret(self, name: str) -> str:
         """Return a secret given directly or as the path of a file that holds it."""
-        value = getattr(self._args, name, None)
-        path = getattr(self._args, f"{name}_file", None)
+        value = getattr(self.args, name, None)
+        path = getattr(self.args, f"{name}_file", None)
         variable = f"MUSTER_{name.upper()}"
         if value is None and path is None:
             value, path = self._env.get(variable), self._env.get(f"{variable}_FILE")
@@ -258,13 +244,7 @@ class Options:
 
     def number(self, name: str, default: int, *, highest: int) -> int:
         """Return an option that is a whole number from 1 to ``highest``. Raises ConfigError."""
-        raw = self.text(name)
-        if not raw:
-            return default
-        flag = name.replace("_", "-")
-        if not raw.isdecimal() or not 1 <= int(raw) <= highest:
-            raise ConfigError(f"--{flag} must be a whole number from 1 to {highest}, not {raw!r}")
-        return int(raw)
+        return _read_whole(f"--{name.replace('_', '-')}", self.text(name), default, lowest=1, highest=highest)
 
     def seconds(self, variable: str, default: float) -> float:
         """Return a variable that is a number of seconds. Raises ConfigError."""
@@ -278,6 +258,14 @@ class Options:
         if not 0.05 <= value <= 86400:
             raise ConfigError(f"{variable} must be a number of seconds from 0.05 to 86400, not {raw!r}")
         return value
+
+
+def _read_whole(name: str, raw: str, default: int, *, lowest: int, highest: int) -> int:
+    if not raw:
+        return default
+    if not raw.isdecimal() or not lowest <= int(raw) <= highest:
+        raise ConfigError(f"{name} must be a whole number from {lowest} to {highest}, not {raw!r}")
+    return int(raw)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -338,7 +326,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
     """
     options = Options(build_parser().parse_args(argv), env)
     gateways = tuple(dict.fromkeys(normalise_gateway(url) for url in options.texts("gateway")))
-    is_alone = options.is_set("standalone")
+    is_alone = bool(options.args.standalone)
     if not gateways and not is_alone:
         raise ConfigError("no gateway: give --gateway http://HOST:8080 or set MUSTER_GATEWAY, or serve alone with --standalone")
     name = options.text("name", socket.gethostname() or "worker")
@@ -512,7 +500,7 @@ def _read_engine(options: Options, *, has_models: bool) -> BackendConfig | Llama
             key=options.secret("backend_key"),
             models=models,
             translate=_read_translate(options),
-            tidies=options.is_set("tidy") or options.switch("MUSTER_TIDY", default=False),
+            tidies=options.args.tidy or options.switch("MUSTER_TIDY", default=False),
         )
     engine = options.text("engine", "llamacpp")
     if engine != "llamacpp":

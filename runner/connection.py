@@ -280,7 +280,6 @@ class GatewayLink:
         self._host.greet(self, ack)
 
     async def _dial(self) -> GatewaySocket:
-        """Open the WebSocket. Raises AuthRefused and SessionLost."""
         try:
             async with asyncio.timeout(self._limits.connect_s):
                 socket = await self._client.ws_connect(
@@ -337,7 +336,6 @@ class _Session:
             self._socket.post(frame)
 
     async def flush(self) -> None:
-        """Return when the kernel has taken everything."""
         if self._socket is not None:
             await self._socket.wait_sent()
 
@@ -427,7 +425,6 @@ class _Session:
                 self._link.accepted(ack)
 
     async def _report(self) -> None:
-        """Send telemetry every heartbeat and after changes."""
         while True:
             # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the wake, and a session that was
             # lost would wait for this task for ever.

@@ -31,7 +31,7 @@ from runner.operations.operation import LoadBody, Operations
 from runner.operations.trust import Governance
 from runner.pool import Capacity, Loader, LoadOptions, LoadOrder, ModelState, Pool, Registry, Unloader
 from runner.pool.models import AttachedServer
-from runner.queue import FairQueue, QueueLimits, WaitBudget, read_rates, read_weights
+from runner.queue import FairQueue, WaitBudget, read_rates, read_weights
 from runner.serving.costs import Costs
 from runner.serving.request import Tally
 from runner.serving.service import Serving
@@ -205,7 +205,6 @@ class Parts:
         self.pool.loader.start_wanted(model, plan)
 
     def _attach(self, backend: BackendConfig) -> None:
-        """Offer the models of the server given with ``--backend``."""
         slots = self.config.max_concurrent
         queue = self._make_queue(ModelDefinition(model_id="", backend="attached", target_inflight=slots))
         self._attached = AttachedServer(
@@ -280,7 +279,7 @@ def _put_together(
     client: aiohttp.ClientSession, *, on_change: Callable[[], None], wakes: Collection[asyncio.Event], engines: EngineMaker,
 ) -> Parts:  # fmt: skip
     files = config.files
-    budget, queue_limits = WaitBudget(config.max_queue_depth), _queue_limits(settings)
+    budget = WaitBudget(config.max_queue_depth)
     by_variable = read_weights(config.environment)
     read_vllm_defaults(config.environment)  # a variable that cannot be used is said now, not at the first load
 
@@ -288,7 +287,7 @@ def _put_together(
         return parts.settings.fairness.weights.get(tenant) or by_variable(tenant)
 
     def make_queue(definition: ModelDefinition) -> FairQueue:
-        return FairQueue(slots=max(1, definition.target_inflight), limits=queue_limits, budget=budget, weight_of=weigh)
+        return FairQueue(slots=max(1, definition.target_inflight), limits=settings.fairness, budget=budget, weight_of=weigh)
 
     library = Library(files.model_base, files.hf_home, _make_hub(config), read_shape=read_shape)
     registry = Registry(library=library, make_queue=make_queue, on_change=on_change)
@@ -336,15 +335,6 @@ def _make_gate(config: RunnerConfig, governance: Governance, ledger: Ledger) -> 
         disabled=governance.disabled, counted_signers=config.operations.counted_signers,
     )  # fmt: skip
     return Gate(rules, ledger=ledger)
-
-
-def _queue_limits(settings: Settings) -> QueueLimits:
-    fairness = settings.fairness
-    return QueueLimits(
-        soft_inflight_per_key=fairness.soft_inflight_per_key,
-        pending_per_key=fairness.pending_per_key,
-        pending_per_executor=fairness.pending_per_executor,
-    )
 
 
 def _make_hub(config: RunnerConfig) -> Hub | None:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from runner.definitions.fields import SWITCHES
+from runner.definitions.settings import Fairness
 from runner.errors import (
     ConfigError,
     InvalidRequest,
@@ -40,23 +42,9 @@ _WEIGHT_PREFIX = "TENANT_WEIGHT_"
 _RATE_PREFIX = "TENANT_RATE_LIMIT_"
 _FALLBACK_VARIABLE = "DEFAULT_RATE_LIMIT"
 _SWITCH_VARIABLE = "ENABLE_MULTI_TENANT"
-_SWITCH_WORDS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _RATE = re.compile(r"\s*([0-9]{1,9})\s*req\s*/\s*([a-z]+)\s*", re.IGNORECASE)
 _UNITS = {"s": "s", "sec": "s", "second": "s", "min": "min", "minute": "min", "h": "hour", "hour": "hour"}
 _PERIODS_S = {"s": 1.0, "min": 60.0, "hour": 3600.0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueLimits:
-    """Limits of one model's queue. A key is a tenant.
-
-    Beyond ``soft_inflight_per_key`` running requests a key stands behind others of equal score. ``pending_*`` bound who may
-    wait.
-    """
-
-    soft_inflight_per_key: int = 1
-    pending_per_key: int = 32
-    pending_per_executor: int = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,10 +208,11 @@ class WaitBudget:
 class FairQueue:
     """``slots`` requests of one model run at once, the others wait their turn. For use on one event loop.
 
-    ``weight_of`` is the operator's weight of a tenant, above 0.
+    Beyond ``soft_inflight_per_key`` of the limits, running requests of a tenant stand behind others of equal score; their
+    ``pending_*`` bound who may wait. ``weight_of``, not those limits, has the operator's weight of a tenant, above 0.
     """
 
-    def __init__(self, *, slots: int, limits: QueueLimits, budget: WaitBudget, weight_of: Callable[[str], float]) -> None:
+    def __init__(self, *, slots: int, limits: Fairness, budget: WaitBudget, weight_of: Callable[[str], float]) -> None:
         self._slots = _checked_slots(slots)
         self._limits = limits
         self._bounds = process_limits().admission
@@ -633,9 +622,9 @@ def _read_switch(text: str) -> bool:
     word = text.strip().lower()
     if not word:
         return True
-    if word not in _SWITCH_WORDS:
+    if word not in SWITCHES:
         raise ConfigError(f"{_SWITCH_VARIABLE} must be true or false, not {text!r}")
-    return _SWITCH_WORDS[word]
+    return SWITCHES[word]
 
 
 def _is_name(text: str) -> bool:

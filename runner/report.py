@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from runner.definitions.fields import TRANSLATABLE, ModelDefinition
+from runner.definitions.fields import TRANSLATABLE
 from runner.definitions.plan import load_constraints
 from runner.engines.port import Capabilities
 from runner.errors import CorruptModel
@@ -16,7 +15,7 @@ from runner.fit.memory import ModelShape
 from runner.limits import MIB, limits
 from runner.parts import Parts
 from runner.pool import Model, ModelState, Replica
-from runner.pool.loads import is_elsewhere
+from runner.pool.loads import count_replicas, is_elsewhere
 from runner.serving.request import INFERENCE_PATHS
 from runner.telemetry import Reading
 from wire.bridge import MemoryInfo, ModelFacts, ReplicaInfo
@@ -158,19 +157,13 @@ async def estimate_memory(parts: Parts, shapes: Shapes, model: Model) -> tuple[i
     """Return bytes, where they come from in llm-pool's words, and for how many replicas they are. Raises LedgerError."""
     if model.memory_bytes is not None:
         return model.memory_bytes, "observed_load_delta", len(model.replicas)
-    wanted = wanted_replicas(model)
+    wanted = count_replicas(model.definition, model.overrides)
     seen = await parts.ledger.observations(model.definition.backend)
     for observation in seen:
         if observation.model_id == model.model_id and observation.measured_bytes:
             return observation.measured_bytes * wanted, "observed_load_delta", wanted
     size = await _file_size(parts, shapes, model)
     return (None, "unavailable", wanted) if size is None else (size * wanted, "model_artifact_size", wanted)
-
-
-def wanted_replicas(model: Model) -> int:
-    """Return how many replicas a load makes: what the last one asked for, else what the settings say."""
-    asked = model.overrides.get("replicas")
-    return asked if isinstance(asked, int) else model.definition.replicas
 
 
 def effective_inflight(model: Model) -> int:
@@ -181,14 +174,6 @@ def effective_inflight(model: Model) -> int:
     return asked if isinstance(asked, int) else model.definition.target_inflight
 
 
-def name_constraints(definition: ModelDefinition) -> dict[str, dict[str, Any]]:  # Any: JSON
-    """Return the constraints of a load with the choices of an enum under llm-pool's name for them."""
-    return {
-        field: {"allowed_values" if name == "values" else name: value for name, value in limits.items()}
-        for field, limits in load_constraints(definition).items()
-    }
-
-
 async def _describe(parts: Parts, shapes: Shapes, model: Model) -> ModelFacts:
     size, source, count = await estimate_memory(parts, shapes, model)
     definition = model.definition
@@ -196,7 +181,7 @@ async def _describe(parts: Parts, shapes: Shapes, model: Model) -> ModelFacts:
         name=model.model_id,
         backend=definition.backend,
         state=model.state.value,
-        replicas=wanted_replicas(model),
+        replicas=count_replicas(model.definition, model.overrides),
         loaded_replicas=sum(replica.supervisor.is_ready for replica in model.replicas),
         replica_max=definition.replica_max,
         target_inflight=effective_inflight(model),
@@ -204,7 +189,7 @@ async def _describe(parts: Parts, shapes: Shapes, model: Model) -> ModelFacts:
         estimate_mb=None if size is None else -(-size // MIB),
         estimate_replicas=count,
         estimate_source=source,
-        load_constraints=name_constraints(definition),
+        load_constraints=load_constraints(definition),
     )
 
 

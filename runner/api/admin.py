@@ -9,13 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from runner.api.bodies import answer_json, decode, read_object
-from runner.definitions.plan import describe, load_recommendations
+from runner.definitions.plan import describe, load_constraints, load_recommendations
 from runner.errors import InvalidRequest, ModelLoadFailed, Unavailable
 from runner.limits import MIB
 from runner.operations.operation import FlushBody, LoadBody, Reply, UnloadBody, reload_fields
 from runner.parts import Parts
 from runner.pool import Model
-from runner.report import Shapes, effective_inflight, estimate_memory, name_constraints, wanted_replicas
+from runner.pool.loads import count_replicas
+from runner.report import Shapes, effective_inflight, estimate_memory
 
 Handler = Callable[[Request], Coroutine[None, None, Response]]
 TOKEN_FIELD = "verifiedOpToken"  # noqa: S105  # the name of a field
@@ -140,7 +141,7 @@ class Admin:
             **await self._describe_memory(model),
             "resolved_backend": definition.backend,
             "configured_enabled": definition.enabled,
-            "replicas": wanted_replicas(model),
+            "replicas": count_replicas(definition, model.overrides),
             "replica_max": definition.replica_max,
             "loaded_replicas": sum(replica.supervisor.is_ready for replica in model.replicas),
             "inflight_requests": model.active,
@@ -148,8 +149,8 @@ class Admin:
             "runtime_inflight": model.active,
             "fairness": _describe_fairness(model),
             "last_error": model.last_error,
-            "load_constraints": name_constraints(definition),
-            "load_recommendations": _recommend(model),
+            "load_constraints": load_constraints(definition),
+            "load_recommendations": load_recommendations(definition),
             "load_override": model.overrides,
             "capabilities": _describe_capabilities(model),
             "definition": describe(definition),
@@ -207,14 +208,3 @@ def _describe_capabilities(model: Model) -> dict[str, object]:
 
 def _can_think(model: Model) -> bool:
     return model.definition.enable_thinking is not None or model.definition.prompt_format == "gemma4_template"
-
-
-def _recommend(model: Model) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for entry in load_recommendations(model.definition):
-        fields, presets = entry["fields"], entry["presets"]
-        assert isinstance(fields, list)
-        assert isinstance(presets, list)
-        pairs = [{"label": preset["label"], **dict(zip(fields, preset["values"], strict=True))} for preset in presets]
-        found[str(entry["name"])] = {"kind": entry["kind"], "fields": fields, "recommended_pairs": pairs}
-    return found

@@ -166,7 +166,6 @@ class _Reader:
         self._value += data[start:end]
 
     def on_header_end(self) -> None:
-        """The header is whole."""
         if bytes(self._header).lower() != b"content-disposition":
             return
         _, options = parse_options_header(bytes(self._value))

@@ -81,7 +81,6 @@ class InferenceEndpoint:
             work.cancel()
 
     async def _read(self, request: Request, take: Callable[[int], None]) -> Inference:
-        """Return what is asked. Raises RequestRefused, ClientDisconnect."""
         headers = {name: value for name, value in request.headers.items() if name not in _NOT_TO_ENGINE}
         headers["x-request-id"] = request.scope["state"]["request_id"]
         tenant, priority = clean_tenant(headers.get("x-tenant-id", "")), read_priority(headers.get("x-priority", ""))

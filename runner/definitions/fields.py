@@ -26,6 +26,8 @@ TRANSLATABLE: dict[str, str] = {"messages": "/v1/messages", "responses": "/v1/re
 
 _MODEL_ID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:@+-]|/(?!\.))*", re.ASCII)
 _DEVICE = re.compile(r"cpu|auto|cuda(?::([0-9]{1,3}))?")
+SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+"""What a variable of the environment may say for true and false, in small letters."""
 
 SettingsBackend = Literal[
     "gguf", "llama_server", "ct2", "whisper", "vllm", "exllamav3", "tabbyapi", "tgi", "comfyui", "openai_compatible",
@@ -304,7 +306,7 @@ class Field:
         """Return the same for machines; ``kind`` is a word of the llm-pool specification.
 
         integer and integer_or_null {minimum, maximum?, step, unit, display_unit}, number and number_or_null {minimum,
-        maximum?}, enum {values}, string and string_or_null {format}.
+        maximum?}, enum {allowed_values}, string and string_or_null {format}.
         """
         kind: str
         facts: dict[str, object]
@@ -318,7 +320,7 @@ class Field:
             case inspect.FloatType(ge=least, le=most):
                 kind, facts = "number", {"minimum": least, "maximum": most}
             case inspect.LiteralType():
-                return {"kind": "enum", "values": [*self._words, None] if self._is_nullable else list(self._words)}
+                return {"kind": "enum", "allowed_values": [*self._words, None] if self._is_nullable else list(self._words)}
             case _:
                 kind, facts = "string", {"format": self._facts["description"]}
         return {"kind": f"{kind}_or_null" if self._is_nullable else kind, **facts}

@@ -20,6 +20,7 @@ from runner.definitions.fields import (
     COMMON_FIELDS,
     EXLLAMA_PAGE_TOKENS,
     LOAD,
+    SWITCHES,
     Field,
     ModelDefinition,
     count,
@@ -58,7 +59,6 @@ _VLLM_VARIABLES: Mapping[str, str] = {
     "VLLM_GPU_MEMORY_UTILIZATION": "vllm_gpu_memory_utilization",
     "VLLM_ENABLE_PREFIX_CACHING": "vllm_enable_prefix_caching",
 }
-_SWITCHES = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def read_vllm_defaults(env: Mapping[str, str]) -> dict[str, object]:
         value: object
         try:
             if name == "vllm_enable_prefix_caching":
-                value = _SWITCHES.get(words.lower())
+                value = SWITCHES.get(words.lower())
             else:
                 value = int(words) if name == "vllm_max_model_len" else float(words)
         except ValueError:
@@ -171,29 +171,26 @@ def load_constraints(definition: ModelDefinition) -> dict[str, dict[str, object]
     return constraints
 
 
-def load_recommendations(definition: ModelDefinition) -> list[dict[str, object]]:
+def load_recommendations(definition: ModelDefinition) -> dict[str, object]:
     """Return pairs of KV cache types that are worth trying, from the most exact to the smallest; none for most backends."""
+    pairs: list[tuple[str, object, object]]
     match definition.backend:
         case "gguf":
-            fields = ["gguf_type_k", "gguf_type_v"]
-            pairs: list[tuple[str, list[object]]] = [
-                ("exact", ["f16", "f16"]),
-                ("about half the memory", ["q8_0", "q8_0"]),
-                ("about two fifths of the memory", ["q8_0", "q4_0"]),
-                ("under a third of the memory", ["q4_0", "q4_0"]),
-            ]
-        case "exllamav3" | "tabbyapi":
-            fields = ["exllama_cache_k_bits", "exllama_cache_v_bits"]
+            k, v = "gguf_type_k", "gguf_type_v"
             pairs = [
-                ("exact", [None, None]),
-                ("about half the memory", [8, 8]),
-                ("about three eighths of the memory", [8, 4]),
-                ("about a quarter of the memory", [4, 4]),
-            ]
+                ("exact", "f16", "f16"), ("about half the memory", "q8_0", "q8_0"),
+                ("about two fifths of the memory", "q8_0", "q4_0"), ("under a third of the memory", "q4_0", "q4_0"),
+            ]  # fmt: skip
+        case "exllamav3" | "tabbyapi":
+            k, v = "exllama_cache_k_bits", "exllama_cache_v_bits"
+            pairs = [
+                ("exact", None, None), ("about half the memory", 8, 8), ("about three eighths of the memory", 8, 4),
+                ("about a quarter of the memory", 4, 4),
+            ]  # fmt: skip
         case _:
-            return []
-    presets = [{"label": label, "values": values} for label, values in pairs]
-    return [{"kind": "pair_presets", "name": "kv_cache", "fields": fields, "presets": presets}]
+            return {}
+    recommended = [{"label": label, k: one, v: other} for label, one, other in pairs]
+    return {"kv_cache": {"kind": "pair_presets", "fields": [k, v], "recommended_pairs": recommended}}
 
 
 def choose_gpus(definition: ModelDefinition, *, given: tuple[int, ...], found: tuple[int, ...]) -> tuple[int, ...]:

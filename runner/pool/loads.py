@@ -40,6 +40,7 @@ from runner.limits import limits
 from runner.pool.capacity import Capacity, Prediction
 from runner.pool.models import LoadProgress, Model, Registry, Replica
 from runner.pool.states import ModelEvent, ModelState
+from runner.telemetry import Reading
 from wire import clock
 
 log = logging.getLogger(__name__)
@@ -170,13 +171,9 @@ class Unloader:
     async def _flush_replica(self, model: Model, replica: Replica, request: FlushRequest) -> FlushOutcome:
         engine = replica.supervisor.engine
         outcome = await engine.flush(request)
-        wide = request.scope in {FlushScope.ALL, FlushScope.MODEL}
-        if (
-            outcome.result is not FlushResult.NOT_SUPPORTED
-            or not wide
-            or not engine.pids
-            or not engine.capabilities.prefix_caching
-        ):
+        is_wide = request.scope in {FlushScope.ALL, FlushScope.MODEL}
+        can_reload = is_wide and engine.pids and engine.capabilities.prefix_caching
+        if outcome.result is not FlushResult.NOT_SUPPORTED or not can_reload:
             return outcome
         if model.active:
             return FlushOutcome(FlushResult.REFUSED_BUSY, "the engine can only be reloaded, and requests run on it")
@@ -222,12 +219,9 @@ async def stop_replicas(model: Model, *, gently: bool) -> None:
 def _join(outcomes: list[FlushOutcome]) -> FlushOutcome:
     """Return one outcome for all replicas: the least that was reached, the sums of what was counted."""
     order = [
-        FlushResult.REFUSED_BUSY,
-        FlushResult.NOT_SUPPORTED,
-        FlushResult.RELOADED,
-        FlushResult.FLUSHED,
+        FlushResult.REFUSED_BUSY, FlushResult.NOT_SUPPORTED, FlushResult.RELOADED, FlushResult.FLUSHED,
         FlushResult.NOTHING_KEPT,
-    ]
+    ]  # fmt: skip
     worst = min(outcomes, key=lambda outcome: order.index(outcome.result))
     entries = [outcome.entries_removed for outcome in outcomes if outcome.entries_removed is not None]
     freed = [outcome.memory_freed_mb for outcome in outcomes if outcome.memory_freed_mb is not None]
@@ -318,7 +312,7 @@ class Loader:
         path = await self._locate(definition)
         must_fetch = path is None and not is_elsewhere(model.definition)
         plan = await self._plan(definition, wanted, path)
-        replicas = _replicas(definition, wanted)
+        replicas = count_replicas(definition, wanted)
         prediction = await self._capacity.predict(plan) if not must_fetch else Prediction(None, None, None)
         reading = await self._capacity.read()
         # From here to the end nothing waits: two loads that race for the same memory are decided one after the other.
@@ -330,13 +324,8 @@ class Loader:
             raise WrongState(f"The settings of {model_id} changed while its load was checked; load it again.")
         if evictee is not None:
             _refuse_eviction(evictee)
-        reserved = self._capacity.decide(
-            model, plan, prediction, replicas=replicas, reading=reading, models=self._registry.models, evictee=evictee,
-            found=self._registry.found,
-        )  # fmt: skip
-        model.reserved_bytes, model.predicted_bytes = reserved, reserved or None
+        self._reserve(model, plan, prediction, replicas=replicas, reading=reading, evictee=evictee)
         model.overrides, model.load = dict(wanted), LoadProgress(expected_s=prediction.expected_s)
-        model.plan, model.files_quantization = plan, prediction.shape.quantization if prediction.shape else None
         model.apply(ModelEvent.LOAD)
         return LoadOrder(model, model.load, plan, replicas, prediction, evictee, must_fetch)
 
@@ -449,14 +438,19 @@ class Loader:
         plan = await self._plan(definition, order.model.overrides, path)
         prediction = await self._capacity.predict(plan)
         reading = await self._capacity.read()
-        reserved = self._capacity.decide(
-            order.model, plan, prediction, replicas=order.replicas, reading=reading, models=self._registry.models,
-            evictee=order.evictee, found=self._registry.found,
-        )  # fmt: skip
-        order.model.reserved_bytes, order.model.predicted_bytes = reserved, reserved or None
-        order.model.plan = plan
-        order.model.files_quantization = prediction.shape.quantization if prediction.shape else None
+        self._reserve(order.model, plan, prediction, replicas=order.replicas, reading=reading, evictee=order.evictee)
         return plan, prediction
+
+    def _reserve(
+        self, model: Model, plan: LoadPlan, prediction: Prediction, *, replicas: int, reading: Reading, evictee: Model | None
+    ) -> None:
+        """Set memory aside for a load. Raises InsufficientMemory."""
+        reserved = self._capacity.decide(
+            model, plan, prediction, replicas=replicas, reading=reading, models=self._registry.models, evictee=evictee,
+            found=self._registry.found,
+        )  # fmt: skip
+        model.reserved_bytes, model.predicted_bytes, model.plan = reserved, reserved or None, plan
+        model.files_quantization = prediction.shape.quantization if prediction.shape else None
 
     async def _place_checkpoint(self, definition: ModelDefinition, tell: Report) -> None:
         """Have the checkpoint where ComfyUI reads checkpoints. Raises EngineError, DownloadFailed, InvalidRequest.
@@ -491,9 +485,8 @@ class Loader:
                 done = None if progress.fraction is None else (index + progress.fraction) / count
                 tell(Progress(progress.stage if count == 1 else f"replica {index + 1} of {count}: {progress.stage}", done))
 
-            supervisor = Supervisor(
-                self._make_engine(plan), silent_s=limits().engines.silent_s, on_change=model.engines_changed
-            )
+            engine, silent_s = self._make_engine(plan), limits().engines.silent_s
+            supervisor = Supervisor(engine, silent_s=silent_s, on_change=model.engines_changed)
             model.replicas.append(Replica(plan, supervisor))
             await supervisor.load(tell_share)
 
@@ -535,7 +528,7 @@ def _refuse_other_load(model: Model, wanted: Mapping[str, object], given: Mappin
         return model
     told = model.replicas[0].context_tokens if model.replicas else None
     found = find_conflicts(
-        model.plan, wanted, replicas=_replicas(model.definition, model.overrides), context_tokens=told,
+        model.plan, wanted, replicas=count_replicas(model.definition, model.overrides), context_tokens=told,
         files=model.files_quantization,
     )  # fmt: skip
     if not found:
@@ -569,6 +562,7 @@ def _refuse_unloading(model: Model) -> None:
         raise ModelUnloading(f"{model.model_id} is being unloaded; load it when that has ended.", retry_after_s=5)
 
 
-def _replicas(definition: ModelDefinition, wanted: Mapping[str, object]) -> int:
+def count_replicas(definition: ModelDefinition, wanted: Mapping[str, object]) -> int:
+    """Return how many replicas a load makes: what its overrides ask for, else what the settings say."""
     asked = wanted.get("replicas")
     return asked if isinstance(asked, int) else definition.replicas

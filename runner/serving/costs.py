@@ -187,7 +187,6 @@ def _read_limits(body: bytes) -> tuple[int, int]:
 
 
 def _count(value: object) -> int | None:
-    """Return a positive number as the count it is, None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
         return None
     return math.ceil(min(value, limits().serving.output_tokens))

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from runner.definitions.fields import Decoding
+from runner.definitions.settings import Fairness
 from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, TOKENIZE, Call, Capabilities, Response, TokenCounter
 from runner.errors import (
     EngineError,
@@ -31,7 +32,7 @@ from runner.errors import (
 )
 from runner.limits import limits
 from runner.pool import Model, ModelState, Registry, Replica
-from runner.queue import FairQueue, QueueLimits, TenantRates, Turn, WaitBudget
+from runner.queue import FairQueue, TenantRates, Turn, WaitBudget
 from runner.serving.costs import Charge, Costs
 from runner.serving.request import INFERENCE_PATHS, Answer, Flow, Inference, Numbers, Tally, headers_to_client, is_allowed_path
 from runner.serving.responses import answer_pool, uses_pool_shape
@@ -64,10 +65,10 @@ class Serving:
         wakes: Collection[asyncio.Event], decoding: Callable[[], Decoding], keeps_engine_errors: bool = True,
     ) -> None:  # fmt: skip
         self.registry = registry
-        self._rates = rates
-        self._costs = costs
+        self.rates = rates
+        self.costs = costs
         self._counting = Counting()
-        self._queue_timeout_s = queue_timeout_s
+        self.queue_timeout_s = queue_timeout_s
         self.limits = limits().serving
         self._wakes = wakes
         self._keeps_engine_errors = keeps_engine_errors
@@ -96,7 +97,8 @@ class Serving:
         """Return how many tokens a prompt has. It is no inference: it takes no turn, and no account of those counts it."""
         try:
             model = self.select(request)
-            self.take_rate(request)
+            if not request.on_socket:
+                self.rates.take(request.tenant)
             body, waited_ms = await self._counting.count(model, request)
         except RequestRefused as refusal:
             self.tally.count_refusal(refusal.code)
@@ -128,19 +130,6 @@ class Serving:
                 param="allow_remote",
             )
         return model
-
-    def take_rate(self, request: Inference) -> None:
-        """Count a request of the box's own port against the rate of its tenant. Raises RateLimitExceeded."""
-        if not request.on_socket:
-            self._rates.take(request.tenant)
-
-    async def reserve(self, model: Model, request: Inference) -> Charge | None:
-        """Set aside what the request may cost; None where that is nothing. Raises RequestRefused."""
-        return await self._costs.reserve(model, request) if self._costs and model.capabilities.is_remote else None
-
-    async def wait_turn(self, model: Model, request: Inference) -> Turn:
-        """Return the request's turn on a model, which the queue wants back. Raises RequestRefused."""
-        return await model.queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._queue_timeout_s)
 
     async def take_error(self, request: Inference, answer: Answer) -> None:
         """Log what an engine refused a request with. Raises ModalityUnsupported where it calls the caller's mistake its own."""
@@ -221,14 +210,16 @@ class Slot:
             await self._leave(error)
 
     async def _enter(self) -> Answer:
-        """Take a turn, ask a replica and return its answer. Raises RequestRefused."""
         serving, request = self._serving, self.request
         self._model = model = serving.select(request)
-        serving.take_rate(request)
-        self._charge = await serving.reserve(model, request)
+        if not request.on_socket:  # of others the gateway has counted it
+            serving.rates.take(request.tenant)
+        if serving.costs is not None and model.capabilities.is_remote:
+            self._charge = await serving.costs.reserve(model, request)
         serving.change_load(1, request)
         self._is_counted = True
-        self._turn = turn = await serving.wait_turn(model, request)
+        turn = await model.queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=serving.queue_timeout_s)
+        self._turn = turn
         if model.state is ModelState.UNLOADED:
             raise _explain_state(model)
         replica = model.pick()
@@ -318,7 +309,6 @@ class Slot:
         return b""
 
     async def _leave(self, error: BaseException | None) -> None:
-        """Give everything back and write down how it ended."""
         answer, request = self._answer, self.request
         try:
             await self._let_go(error)
@@ -433,7 +423,7 @@ class Counting:
     def __init__(self, *, limit_s: float | None = None) -> None:
         self._limits = bounds = limits().serving
         self._limit_s = bounds.count_s if limit_s is None else limit_s
-        self._waiting = QueueLimits(
+        self._waiting = Fairness(
             pending_per_key=bounds.count_waiting_of_tenant, pending_per_executor=bounds.count_waiting_of_model
         )
         self._working: set[asyncio.Task[bytes]] = set()

@@ -12,9 +12,10 @@ import aiohttp
 
 from runner.config import TINY_MODEL_PATH, read_config
 from runner.definitions.plan import LoadPlan
+from runner.definitions.settings import Fairness
 from runner.parts import Parts, assemble
 from runner.pool import Loader, LoadOptions, LoadOrder, LoadResult, Model
-from runner.queue import FairQueue, Priority, QueueLimits, Turn, WaitBudget
+from runner.queue import FairQueue, Priority, Turn, WaitBudget
 from runner.serving.request import Inference
 from tests.fakes.clock import install_virtual_clock
 from tests.fakes.engine import FakeEngine
@@ -118,12 +119,12 @@ class Visitors:
     """A queue under test; ``served`` are the names of requests in the order in which they got a slot."""
 
     def __init__(
-        self, *, slots: int = 1, limits: QueueLimits | None = None, max_depth: int = 1000,
+        self, *, slots: int = 1, limits: Fairness | None = None, max_depth: int = 1000,
         weight_of: Callable[[str], float] = lambda _: 1.0,
     ) -> None:  # fmt: skip
         self.clock = install_virtual_clock()
         self.budget = WaitBudget(max_depth)
-        self.queue = FairQueue(slots=slots, limits=limits or QueueLimits(), budget=self.budget, weight_of=weight_of)
+        self.queue = FairQueue(slots=slots, limits=limits or Fairness(), budget=self.budget, weight_of=weight_of)
         self.served: list[str] = []
         self.turns: dict[str, Turn] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}

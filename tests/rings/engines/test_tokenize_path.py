@@ -16,6 +16,7 @@ import pytest_asyncio
 from runner import errors
 from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan
+from runner.definitions.settings import Fairness
 from runner.engines.llama import make_llama_server
 from runner.engines.port import CHAT, MESSAGES, TOKENIZE, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
@@ -24,7 +25,7 @@ from runner.engines.vllm import make_vllm
 from runner.limits import limits
 from runner.parts import Parts
 from runner.pool import Model, ModelEvent, Replica
-from runner.queue import FairQueue, QueueLimits, WaitBudget
+from runner.queue import FairQueue, WaitBudget
 from runner.report import list_endpoints
 from runner.serving.request import Inference
 from runner.serving.service import Counting
@@ -157,7 +158,7 @@ class CountingEngine(FakeEngine):
 
 def serving(engine: FakeEngine) -> Model:
     """Return a model that is served by this engine."""
-    queue = FairQueue(slots=1, limits=QueueLimits(), budget=WaitBudget(1), weight_of=lambda _tenant: 1.0)
+    queue = FairQueue(slots=1, limits=Fairness(), budget=WaitBudget(1), weight_of=lambda _tenant: 1.0)
     model = Model(ModelDefinition(model_id="m", backend="gguf"), queue, lambda: None)
     supervisor = Supervisor(engine, silent_s=1, on_change=lambda: None)
     supervisor._become(EngineState.LOADED)

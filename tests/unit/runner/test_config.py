@@ -342,14 +342,14 @@ def test_an_override_even_null_beats_the_definition(
 
 @pytest.mark.parametrize("backend", ["gguf", "exllamav3", "tabbyapi"])
 def test_recommended_pairs_can_be_loaded(backend: Backend) -> None:
-    assert load_recommendations(model("vllm")) == [], "it has no types of cache"
-    [recommendation] = load_recommendations(model(backend))
-    fields, presets = recommendation["fields"], recommendation["presets"]
-    assert isinstance(fields, list)
-    assert isinstance(presets, list)
-    assert (recommendation["kind"], len(presets) >= 3) == ("pair_presets", True)
-    for preset in presets:
-        check_overrides(model(backend), dict(zip(fields, preset["values"], strict=True)))
+    assert load_recommendations(model("vllm")) == {}, "it has no types of cache"
+    [(name, recommendation)] = load_recommendations(model(backend)).items()
+    assert isinstance(recommendation, dict)
+    pairs = recommendation["recommended_pairs"]
+    assert (name, recommendation["kind"], len(pairs) >= 3) == ("kv_cache", "pair_presets", True)
+    for pair in pairs:
+        assert pair.keys() == {"label", *recommendation["fields"]}
+        check_overrides(model(backend), {name: pair[name] for name in recommendation["fields"]})
 
 
 def test_the_fields_of_the_model_runner_request_become_those_of_the_backend() -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from runner.definitions.fields import ModelDefinition
-from runner.definitions.settings import Price, Remote
+from runner.definitions.settings import Fairness, Price, Remote
 from runner.engines.port import CHAT
 from runner.errors import SpendingCapReached, Unavailable
 from runner.ledger import CostState, Ledger, LedgerFull
 from runner.limits import limits
 from runner.pool import Model
-from runner.queue import FairQueue, QueueLimits, WaitBudget
+from runner.queue import FairQueue, WaitBudget
 from runner.serving.costs import Costs, Spending, estimate_cost
 from runner.serving.request import Answer, Inference
 from tests.fakes.ledgers import T0, Clock, opened
@@ -62,7 +62,7 @@ async def books(folder: Path, *, cap: float | None = None, price: Price | None =
 
 
 def a_model(model_id: str = MODEL) -> Model:
-    queue = FairQueue(slots=1, limits=QueueLimits(), budget=WaitBudget(10), weight_of=lambda _: 1.0)
+    queue = FairQueue(slots=1, limits=Fairness(), budget=WaitBudget(10), weight_of=lambda _: 1.0)
     return Model(ModelDefinition(model_id=model_id, backend="openai_compatible"), queue, lambda: None)
 
 

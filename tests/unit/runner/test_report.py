@@ -11,12 +11,13 @@ import pytest
 from runner.api.metrics import show_series
 from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan
+from runner.definitions.settings import Fairness
 from runner.engines.http_engine import read_samples
 from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.limits import limits
 from runner.pool import Model, ModelEvent, Replica
-from runner.queue import FairQueue, QueueLimits, WaitBudget
+from runner.queue import FairQueue, WaitBudget
 from runner.report import list_endpoints, list_replicas, read_memory
 from runner.serving.request import INFERENCE_PATHS
 from runner.telemetry import Reading, open_telemetry
@@ -134,7 +135,7 @@ def test_a_container_has_no_more_than_its_limit(tmp_path: Path, line: str, group
 
 
 def make_model(name: str = "m", *, replicas: int = 0, slots: int = 2, translate: tuple[str, ...] = ()) -> Model:
-    queue = FairQueue(slots=1, limits=QueueLimits(), budget=WaitBudget(1), weight_of=lambda _tenant: 1.0)
+    queue = FairQueue(slots=1, limits=Fairness(), budget=WaitBudget(1), weight_of=lambda _tenant: 1.0)
     definition = ModelDefinition(model_id=name, backend="gguf", target_inflight=3, translate=translate)
     model = Model(definition, queue, lambda: None)
     plan = LoadPlan(model_id=name, backend="gguf", slots=slots)

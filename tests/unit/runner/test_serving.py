@@ -27,6 +27,7 @@ from runner.api.capabilities import find_ailments
 from runner.api.server import AccessGuard
 from runner.config import ApiConfig
 from runner.definitions.fields import ModelDefinition
+from runner.definitions.settings import Fairness
 from runner.limits import limits
 from runner.operations.operation import LoadBody
 from runner.parts import Parts, Phase
@@ -298,7 +299,7 @@ def test_the_bodies_of_all_requests_share_one_budget_and_give_it_back() -> None:
 
 def make_model(*events: ModelEvent, error: str | None = None) -> Model:
     budget = queues.WaitBudget(10)
-    queue = queues.FairQueue(slots=1, limits=queues.QueueLimits(), budget=budget, weight_of=lambda _: 1.0)
+    queue = queues.FairQueue(slots=1, limits=Fairness(), budget=budget, weight_of=lambda _: 1.0)
     model = Model(ModelDefinition(model_id="m", backend="gguf"), queue, lambda: None)
     for event in events:
         model.apply(event, error=error if event is ModelEvent.FAIL else None)
@@ -504,7 +505,7 @@ async def refused(visitors: Visitors, name: str) -> BaseException:
 
 
 async def test_a_tenant_and_a_model_have_only_so_many_requests_waiting() -> None:
-    visitors = Visitors(limits=queues.QueueLimits(pending_per_key=2))
+    visitors = Visitors(limits=Fairness(pending_per_key=2))
     await visitors.come("a1", "a2", "a3")
     error = await refused(visitors, "a4")
     assert isinstance(error, errors.TenantQueueFull)
@@ -513,7 +514,7 @@ async def test_a_tenant_and_a_model_have_only_so_many_requests_waiting() -> None
     assert not visitors.tasks["b1"].done()
     assert (visitors.queue.rejected_per_key_limit, visitors.queue.rejected_executor_limit) == (1, 0)
     assert {share.fairness_key: share.rejected for share in visitors.queue.snapshot()} == {"a": 1, "b": 0}
-    visitors = Visitors(limits=queues.QueueLimits(pending_per_executor=2))
+    visitors = Visitors(limits=Fairness(pending_per_executor=2))
     await visitors.come("a1", "a2", "b1")
     error = await refused(visitors, "c1")
     assert isinstance(error, errors.ModelQueueFull)
@@ -524,7 +525,7 @@ async def test_a_tenant_and_a_model_have_only_so_many_requests_waiting() -> None
 
 async def test_the_box_has_only_so_many_requests_waiting_over_all_models() -> None:
     first, second = Visitors(max_depth=2), Visitors()
-    second.queue = queues.FairQueue(slots=1, limits=queues.QueueLimits(), budget=first.budget, weight_of=lambda _: 1.0)
+    second.queue = queues.FairQueue(slots=1, limits=Fairness(), budget=first.budget, weight_of=lambda _: 1.0)
     await first.come("a1", "a2")
     await second.come("a1", "a2")
     assert (first.budget.depth, first.queue.depth, second.queue.depth) == (2, 1, 1)
@@ -587,7 +588,7 @@ async def test_a_slot_granted_to_a_request_that_is_cancelled_in_the_same_tick_is
 
 @pytest.mark.parametrize("low", ["b1", "ax"], ids=["of another tenant", "of its own"])
 async def test_a_low_request_is_not_starved_by_a_stream_of_high_ones(low: str) -> None:
-    visitors = Visitors(limits=queues.QueueLimits())
+    visitors = Visitors(limits=Fairness())
     await visitors.come("a0", priority="high")
     await visitors.come(low, priority="low")
     for number in range(1, 40):
@@ -643,7 +644,7 @@ class RandomRun:
     def __init__(self) -> None:
         self.clock = install_virtual_clock()
         self.budget = queues.WaitBudget(12)
-        limits = queues.QueueLimits(pending_per_key=5, pending_per_executor=10)
+        limits = Fairness(pending_per_key=5, pending_per_executor=10)
         self.queue = queues.FairQueue(slots=2, limits=limits, budget=self.budget, weight_of=lambda _: 1.0)
         self.requests: list[Asked] = []
         self.is_paused = False

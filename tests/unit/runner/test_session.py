@@ -26,6 +26,7 @@ from runner.api.inference import InferenceEndpoint
 from runner.connection import GatewayLink, GatewaySocket, Host, _Session
 from runner.definitions.fields import Decoding, ModelDefinition
 from runner.definitions.plan import LoadPlan
+from runner.definitions.settings import Fairness
 from runner.engines.port import Call
 from runner.engines.supervisor import Supervisor
 from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, RateLimitExceeded, SessionLost, StreamClosed
@@ -33,7 +34,7 @@ from runner.fit import read_shape
 from runner.library.library import Library
 from runner.limits import limits
 from runner.pool import Registry
-from runner.queue import FairQueue, QueueLimits, WaitBudget, read_rates
+from runner.queue import FairQueue, WaitBudget, read_rates
 from runner.relay import Relay
 from runner.serving.request import Answer, Inference, Tally
 from runner.serving.service import Serving
@@ -438,7 +439,7 @@ class Node:
         library = Library(None, None, None, read_shape=read_shape)
         budget = WaitBudget(9)
         registry = Registry(library=library, make_queue=lambda _: self.queue, on_change=lambda: None)
-        self.queue = FairQueue(slots=1, limits=QueueLimits(), budget=budget, weight_of=lambda _tenant: 1.0)
+        self.queue = FairQueue(slots=1, limits=Fairness(), budget=budget, weight_of=lambda _tenant: 1.0)
         self.registry = registry
         self.serving = Serving(
             registry, rates=read_rates(rates), tally=self.tally, costs=None, queue_timeout_s=5.0, wakes=(), decoding=Decoding
