@@ -1,4 +1,4 @@
-"""``python -m runner``: read the options, run the box."""
+"""``python -m runner``: read the options, run the node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 
-from runner.app import run_box
+from runner.app import run_runner
 from runner.config import RunnerConfig, read_config
 from runner.errors import ConfigError, InvalidSettings
 from runner.ledger import LedgerError
@@ -17,7 +17,7 @@ from runner.limits import install
 
 
 def main() -> int:
-    """Run the box; return the exit status: 0 after an orderly end, 2 for options that cannot be used."""
+    """Run the node; return the exit status: 0 after an orderly end, 2 for options that cannot be used."""
     try:
         config = read_config(sys.argv[1:], os.environ)
     except ConfigError as error:
@@ -30,7 +30,7 @@ def main() -> int:
     gc.set_threshold(20_000, 20, 20)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as loop:
-            loop.run(run_box(config))
+            loop.run(run_runner(config))
     except (ConfigError, InvalidSettings, LedgerError) as error:
         sys.stderr.write(f"runner: {error}\n")
         return 2

@@ -1,4 +1,4 @@
-"""The box: its parts, its doors (gateways and its own HTTP port), what it tells of itself, and leaving in order."""
+"""The node: its parts, its gateways and its own HTTP port, what it tells of itself, and leaving in order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from wire.ids import new_uuid7
 log = logging.getLogger(__name__)
 
 
-class Box:
+class Runner:
     """One runner process towards its gateways. Implements ``connection.Host``."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Box:
 
     @property
     def parts(self) -> Parts:
-        """What the box is made of; there once it runs."""
+        """What the node is made of; there once it runs."""
         assert self._parts is not None
         return self._parts
 
@@ -243,7 +243,7 @@ class Box:
             watch = asyncio.create_task(self._watch_governance())
             stack.push_async_callback(_end, watch)
             if self._config.api is not None:
-                from runner.api.server import serve_api  # its libraries weigh more than the rest of a box without a port
+                from runner.api.server import serve_api  # its libraries weigh more than the rest of a node without a port
 
                 service = self._parts.settings.service
                 api = settle_api(self._config.api, host=service.host, port=service.port)
@@ -258,7 +258,7 @@ class Box:
             await self._drain(hurry)
 
     def set_mode(self, mode: Literal["spare_on", "spare_off"]) -> None:
-        """Tell every gateway, now and after reconnects, that the owner lends the box or takes it back."""
+        """Tell every gateway, now and after reconnects, that the owner lends the node or takes it back."""
         self._mode = mode
         log.info("owner changed mode mode=%s", mode)
         for link in self._links.values():
@@ -323,7 +323,7 @@ class Box:
 
     async def _wait_idle(self) -> None:
         await self.parts.serving.wait_idle()
-        await self.relay.wait_idle()  # an answer, or its end, leaves for a gateway once our books about it are closed
+        await self.relay.wait_idle()  # an answer, or its end, leaves for a gateway once our accounts of it are closed
 
     def _learn_gateway(self, url: str, *, named_by: GatewayLink) -> None:
         """Dial a gateway that another one named: never with less protection than the one that named it."""
@@ -388,7 +388,7 @@ async def _end(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def run_box(config: RunnerConfig) -> None:
+async def run_runner(config: RunnerConfig) -> None:
     """Run until SIGTERM or SIGINT. Raises ConfigError for settings files or a data folder that cannot be used."""
     leave, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -408,15 +408,15 @@ async def run_box(config: RunnerConfig) -> None:
         ws_response_class=GatewaySocket,
     )
     async with client:
-        box = Box(config, client)
+        runner = Runner(config, client)
 
         def reload() -> None:
-            reloads.add(task := asyncio.create_task(box.reload()))
+            reloads.add(task := asyncio.create_task(runner.reload()))
             task.add_done_callback(reloads.discard)
 
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, stop)
         loop.add_signal_handler(signal.SIGHUP, reload)
-        loop.add_signal_handler(signal.SIGUSR1, box.set_mode, "spare_off")
-        loop.add_signal_handler(signal.SIGUSR2, box.set_mode, "spare_on")
-        await box.run(leave, hurry)
+        loop.add_signal_handler(signal.SIGUSR1, runner.set_mode, "spare_off")
+        loop.add_signal_handler(signal.SIGUSR2, runner.set_mode, "spare_on")
+        await runner.run(leave, hurry)

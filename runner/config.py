@@ -45,7 +45,7 @@ class LlamaConfig:
 
 @dataclass(frozen=True, slots=True)
 class ApiConfig:
-    """The box's own HTTP port. ``metrics_port`` None = metrics on the same port; ``key`` empty = none asked for."""
+    """The node's own HTTP port. ``metrics_port`` None = metrics on the same port; ``key`` empty = none asked for."""
 
     host: str
     port: int
@@ -69,8 +69,8 @@ class ApiWish:
 class OperationsConfig:
     """Who may load, unload and flush. ``level`` is 0, 1 or 2; ``is_level_given``: the owner named it.
 
-    ``key_path``: the owner's own keys of tokens, None = the box makes its own at levels 1 and 2, and has none at level 0.
-    ``runner_id``: the audience of tokens below level 2, "" = the name of the box. ``ops_per_hour``: how many may begin.
+    ``key_path``: the owner's own keys of tokens, None = the node makes its own at levels 1 and 2, and has none at level 0.
+    ``runner_id``: the audience of tokens below level 2, "" = the name of the node. ``ops_per_hour``: how many may begin.
     ``counted_signers``: names that count towards ``min_signers`` below level 2, None = any.
     """
 

@@ -71,7 +71,7 @@ class StreamServer(Protocol):
 
 
 class Host(Protocol):
-    """The box as a connection sees it. Nothing here may block."""
+    """The node as a connection sees it. Nothing here may block."""
 
     def describe(self) -> Register:
         """Return the registration of a new session."""
@@ -200,7 +200,7 @@ class GatewaySocket(aiohttp.ClientWebSocketResponse):
 
 
 class GatewayLink:
-    """The box's side of one gateway, for as long as the process lives. ``url`` is ``ws(s)://host[:port][/prefix]``."""
+    """The node's side of one gateway, for as long as the process lives. ``url`` is ``ws(s)://host[:port][/prefix]``."""
 
     def __init__(self, url: str, *, host: Host, client: aiohttp.ClientSession, token: str, provider: str) -> None:
         self.url = url
@@ -268,7 +268,7 @@ class GatewayLink:
                 self._last_said, last_seen_at = "", clock.monotonic()
                 if clock.monotonic() - session.accepted_at >= bounds.healthy_after_s:
                     backoff_s = bounds.reconnect_first_s
-            # Full jitter: boxes that lost the same gateway must not come back in step.
+            # Full jitter: nodes that lost the same gateway must not come back in step.
             await asyncio.sleep(bounds.auth_retry_s if is_refused else random.uniform(0, backoff_s))  # noqa: S311
             backoff_s = min(backoff_s * 2, bounds.reconnect_max_s)
 

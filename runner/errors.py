@@ -1,4 +1,4 @@
-"""What can go wrong on the box, one tree. Messages are for a person and never carry secrets, prompts or tokens.
+"""What can go wrong on the node, one tree. Messages are for a person and never carry secrets, prompts or tokens.
 
 ``RequestRefused`` and what follows it reach a client: each class carries its code and HTTP status (the names are those of
 the model-runner and llm-pool specifications where they have one); ``runner.api`` and ``runner.relay`` only render them.
@@ -48,11 +48,11 @@ class SessionLost(RunnerError):
 
 
 class AuthRefused(SessionLost):
-    """The gateway does not accept this box's credential."""
+    """The gateway does not accept this node's credential."""
 
 
 class NameInUse(AuthRefused):
-    """Another box is at work under this name and credential."""
+    """Another node is at work under this name and credential."""
 
 
 class StreamClosed(RunnerError):
@@ -102,7 +102,7 @@ class RemoteNotAllowed(RequestRefused, code="remote_not_allowed", status=403):
 
 
 class OpTokenRefused(RequestRefused, code="op_token_refused", status=403):
-    """The operation token does not hold; one text for every reason, the reason itself is in the box's log."""
+    """The operation token does not hold; one text for every reason, the reason itself is in the node's log."""
 
 
 class OperationsDisabled(RequestRefused, code="operations_disabled", status=403):
@@ -110,7 +110,7 @@ class OperationsDisabled(RequestRefused, code="operations_disabled", status=403)
 
 
 class AccessRefused(RequestRefused, code="unauthorized", status=401):
-    """The API key of this box is missing or wrong."""
+    """The API key of this node is missing or wrong."""
 
 
 class UnknownModel(RequestRefused, code="unknown_model", status=404):
@@ -153,7 +153,7 @@ class OperationInterrupted(WrongState, code="operation_interrupted"):
 
 
 class OperationLimit(RequestRefused, code="operation_limit", status=429, retryable=True):
-    """As many operations began as this box carries out in that time; the approval is not used up."""
+    """As many operations began as this node carries out in that time; the approval is not used up."""
 
 
 class InsufficientMemory(WrongState, code="insufficient_memory"):
@@ -189,7 +189,7 @@ class SpendingCapReached(RequestRefused, code="spending_cap_reached", status=429
 
 
 class QueueFull(RequestRefused, code="queue_full", status=503, retryable=True):
-    """The box is saturated; ``details`` has ``queueDepth`` and ``avgWaitMs``."""
+    """The node is saturated; ``details`` has ``queueDepth`` and ``avgWaitMs``."""
 
 
 class QueueTimeout(RequestRefused, code="queue_timeout", status=503, retryable=True):
@@ -197,7 +197,7 @@ class QueueTimeout(RequestRefused, code="queue_timeout", status=503, retryable=T
 
 
 class Unavailable(RequestRefused, code="unavailable", status=503, retryable=True):
-    """The box is starting or stopping."""
+    """The node is starting or stopping."""
 
 
 class EngineUnavailable(RequestRefused, code="engine_failed", status=502, retryable=True):
@@ -205,7 +205,7 @@ class EngineUnavailable(RequestRefused, code="engine_failed", status=502, retrya
 
 
 class RemoteRefused(RequestRefused, code="remote_refused", status=502):
-    """The provider of a remote model turns this box away, before it has done anything; only its owner can help."""
+    """The provider of a remote model turns this node away, before it has done anything; only its owner can help."""
 
 
 class EngineNotReached(EngineUnavailable):

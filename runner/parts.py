@@ -1,4 +1,4 @@
-"""What a box is made of, put together: telemetry, ledger, models, queues, serving, operations. No doors: those are above."""
+"""What a node is made of, put together: telemetry, ledger, models, queues, serving, operations. Gateways and port are above."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Parts:
-    """One box, without its doors. ``reading`` is at most a second old after ``look``."""
+    """One node, without gateways and port. ``reading`` is at most a second old after ``look``."""
 
     config: RunnerConfig
     settings: Settings
@@ -220,7 +220,7 @@ async def assemble(
     config: RunnerConfig, client: aiohttp.ClientSession, *, on_change: Callable[[], None], wakes: Collection[asyncio.Event],
     engines: EngineMaker = make_engine, telemetry_of_node: Callable[[], Telemetry] = open_telemetry,
 ) -> AsyncIterator[Parts]:  # fmt: skip
-    """Yield the parts of a box; nothing is loaded yet. ``on_change``: models; ``wakes`` are set when a request began or ended.
+    """Yield the parts of a node; nothing is loaded yet. ``on_change``: models; ``wakes`` are set when a request began or ended.
 
     Raises ConfigError and InvalidSettings.
     """
@@ -258,7 +258,7 @@ async def assemble(
 
 
 async def _open_governance(config: RunnerConfig, ledger: Ledger) -> Governance:
-    """Return how the box decides about operations, after telling its owner where that is weaker than it could be."""
+    """Return how the node decides about operations, after telling its owner where that is weaker than it could be."""
     wanted = config.operations
     if wanted.key_path is not None and not wanted.is_level_given:
         log.warning(

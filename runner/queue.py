@@ -1,4 +1,4 @@
-"""Queue in front of each model, and the tenants in it: who is served when, the waits of the whole box, weights and rates.
+"""Queue in front of each model, and the tenants in it: who is served when, the waits of the whole node, weights and rates.
 
 Every decision is taken synchronously on the event loop, so there is no lock: waiting is one future per request.
 The score is start-time fair queueing (Goyal, Vin and Cheng, 1996) with measured service time: virtual milliseconds, that is
@@ -148,7 +148,7 @@ def choose_next(keys: Iterable[Key], *, now: float, soft_inflight: int, starvati
 
 
 class WaitBudget:
-    """Shared by all queues of the box: at most ``max_depth`` requests wait (MAX_QUEUE_DEPTH)."""
+    """Shared by all queues of the node: at most ``max_depth`` requests wait (MAX_QUEUE_DEPTH)."""
 
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth

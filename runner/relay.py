@@ -1,4 +1,4 @@
-"""Serving streams of a gateway: what the box answers, forwarded under credit, cancel and deadline."""
+"""Serving streams of a gateway: what the node answers, forwarded under credit, cancel and deadline."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _ELSEWHERE = (
     EngineUnavailable, QueueFull, QueueTimeout, TenantQueueFull, ModelQueueFull, Unavailable, UnknownModel, WrongState,
 )  # fmt: skip
-"""Refusals that say nothing about the request: another box, or this one later, may take it."""
+"""Refusals that say nothing about the request: another node, or this one later, may take it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +172,7 @@ class Relay:
                 async with asyncio.timeout(deadline_ms / 1000 if deadline_ms > 0 else None):
                     end = await self._answer(job, body)
             except TimeoutError:
-                # An answer that is here in full when time runs out is delivered: only our own books were still being closed.
+                # An answer that is here in full when time runs out is delivered: only our own accounts were still being closed.
                 end = job.end() if job.whole else job.end("timeout", f"not finished within {deadline_ms} ms")
             frame = job.stream.reply(*job.whole, end) if job.whole is not None else job.stream.end(end)
             job.outlet.post(frame)

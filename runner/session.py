@@ -1,4 +1,4 @@
-"""The box's half of the muster v1 protocol, without I/O: frames in, effects out, and methods that make frames.
+"""The node's half of the muster v1 protocol, without I/O: frames in, effects out, and methods that make frames.
 
 One ``ClientSession`` is one WebSocket. It owns the streams of that socket: their attempt number, whether they are
 still open, and how many DATA bytes the gateway has granted. Source: ``wire.bridge`` and ``wire.frames``.
@@ -192,7 +192,7 @@ class ModelsWanted:
 
 @dataclass(frozen=True, slots=True)
 class LeaveAsked:
-    """The gateway goes away: finish what runs within ``drain_s`` (None = the box's own limit), take nothing new."""
+    """The gateway goes away: finish what runs within ``drain_s`` (None = the node's own limit), take nothing new."""
 
     reason: str
     drain_s: float | None
@@ -200,7 +200,7 @@ class LeaveAsked:
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """What the control plane holds about this box."""
+    """What the control plane holds about this node."""
 
     notice: NodeNotice
 

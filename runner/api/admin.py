@@ -23,7 +23,7 @@ TOKEN_FIELD = "verifiedOpToken"  # noqa: S105  # the name of a field
 
 
 class Interruptible:
-    """Handlers that may wait for minutes, and that are told when the box stops meanwhile."""
+    """Handlers that may wait for minutes, and that are told when the node stops meanwhile."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Response]] = set()

@@ -51,7 +51,7 @@ class CapabilityReport:
         self._body = b""
 
     async def read(self) -> bytes:
-        """Return the answer as JSON. Raises Unavailable while the box starts or stops."""
+        """Return the answer as JSON. Raises Unavailable while the node starts or stops."""
         if self._parts.phase is not Phase.SERVING:
             raise Unavailable(f"The box is {self._parts.phase.value}.", retry_after_s=2)
         async with self._lock:
@@ -119,7 +119,7 @@ class CapabilityReport:
         )
 
     def _join(self, each: list[Capabilities]) -> Flags:
-        """Return what any of them can do. A box that has nothing loaded still streams and tells tenants apart."""
+        """Return what any of them can do. A node that has nothing loaded still streams and tells tenants apart."""
         return Flags(
             streaming=any(one.streaming for one in each) or not each,
             prefix_caching=any(one.prefix_caching for one in each),
@@ -235,7 +235,7 @@ _UNDER_WAY = frozenset({ModelState.LOADED, ModelState.LOADING, ModelState.UNLOAD
 
 
 def find_ailments(parts: Parts, reading: Reading | None) -> list[str]:
-    """Return why the box should get no work, nothing when it is well."""
+    """Return why the node should get no work, nothing when it is well."""
     match parts.phase:
         case Phase.STARTING:
             return ["the box is starting"]

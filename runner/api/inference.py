@@ -1,4 +1,4 @@
-"""Inference over HTTP: a request read, handed to the box, and its answer sent for as long as the client stays."""
+"""Inference over HTTP: a request read, handed to the node, and its answer sent for as long as the client stays."""
 
 from __future__ import annotations
 

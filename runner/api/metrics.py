@@ -50,7 +50,7 @@ async def write_metrics(parts: Parts, accept: str) -> tuple[bytes, str]:
     engines = await _read_engines(parts.pool.registry.models)
     try:
         spending = await parts.costs.summary()
-    except RunnerError:  # the ledger is out of order, which must not blind whoever looks after the box
+    except RunnerError:  # the ledger is out of order, which must not blind whoever looks after the node
         spending = None
     encode, content_type = choose_encoder(accept)
     return encode(_Collector(parts, reading, spending, engines)), content_type

@@ -49,7 +49,7 @@ class Endpoint:
 
 
 def describe_api(table: Sequence[Endpoint], *, has_key: bool) -> dict[str, object]:
-    """Return the document. ``has_key``: clients must send the box's API key."""
+    """Return the document. ``has_key``: clients must send the node's API key."""
     types = [kind for one in table for kind in (one.request, one.answer) if kind is not None]
     types = [*dict.fromkeys([ErrorAnswer, PoolErrorAnswer]), *(kind for kind in types if kind != dict[str, object])]
     schemas, components = msgspec.json.schema_components(

@@ -1,4 +1,4 @@
-"""``GET /``: the state of the box and its endpoints, for a person. No scripts, nothing from elsewhere."""
+"""``GET /``: the state of the node and its endpoints, for a person. No scripts, nothing from elsewhere."""
 
 from __future__ import annotations
 

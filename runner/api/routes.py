@@ -129,7 +129,7 @@ def make_metrics_routes(parts: Parts) -> list[Route]:
 
 def _metrics_endpoint(parts: Parts) -> Endpoint:
     async def metrics(request: Request) -> Response:
-        from runner.api.metrics import write_metrics  # its library stays out of boxes that nobody scrapes
+        from runner.api.metrics import write_metrics  # its library stays out of nodes that nobody scrapes
 
         body, content_type = await write_metrics(parts, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type, "cache-control": "no-store"})

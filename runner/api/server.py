@@ -182,7 +182,7 @@ def _broken(request: Request, _error: Exception) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, without signal handlers of its own: who stops the box is not its business."""
+    """uvicorn, without signal handlers of its own: who stops the node is not its business."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""The models of the box: what is known, what is loaded in how many replicas, what memory they hold, and their life."""
+"""The models of the node: what is known, what is loaded in how many replicas, what memory they hold, and their life."""
 
 from dataclasses import dataclass
 

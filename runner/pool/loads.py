@@ -398,7 +398,7 @@ class Loader:
         if is_elsewhere(definition):
             return None
         if definition.is_configured and definition.model_path is not None:
-            # The owner's own settings may name any place on the box; what a request names is resolved by the library.
+            # The owner's own settings may name any place on the node; what a request names is resolved by the library.
             given = PurePath(definition.model_path)
             if given.is_absolute():
                 return Path(given)

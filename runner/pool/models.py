@@ -80,7 +80,7 @@ class LoadProgress:
 
 
 class Model:
-    """A model of the box. Only ``runner.pool`` changes it. ``queue`` outlives loads, so that fairness has a memory."""
+    """A model of the node. Only ``runner.pool`` changes it. ``queue`` outlives loads, so that fairness has a memory."""
 
     def __init__(self, definition: ModelDefinition, queue: FairQueue, on_change: Callable[[], None]) -> None:
         self.definition = definition

@@ -1,4 +1,4 @@
-"""The life of a model on the box as a table. Pure."""
+"""The life of a model on the node as a table. Pure."""
 
 from __future__ import annotations
 

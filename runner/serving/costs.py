@@ -57,7 +57,7 @@ class Spending:
 
 @dataclass(frozen=True, slots=True)
 class CostSummary:
-    """The books of one month (``YYYY-MM``, UTC). ``requests``: how those that ended since the start did end, by model.
+    """The accounts of one month (``YYYY-MM``, UTC). ``requests``: how those that ended since the start did end, by model.
 
     ``unsettled``: endings that could not be written down; they go on counting as reserved.
     """
@@ -90,7 +90,7 @@ class Charge:
 
 
 class Costs:
-    """Keeps the books. ``remote`` gives the settings as they are now, ``clock`` is in Unix seconds."""
+    """Keeps the accounts. ``remote`` gives the settings as they are now, ``clock`` is in Unix seconds."""
 
     def __init__(self, ledger: Ledger, remote: Callable[[], Remote], *, clock: Callable[[], float] = clock.unix_s) -> None:
         self._ledger = ledger
@@ -131,7 +131,7 @@ class Costs:
         self._ended[model_id, state] = self._ended.get((model_id, state), 0) + 1
 
     async def summary(self) -> CostSummary:
-        """Return this month's books, tenants by name. Raises LedgerError."""
+        """Return this month's accounts, tenants by name. Raises LedgerError."""
         remote, month = self._remote(), self._month()
         spendings = await self._ledger.spendings(month)
         return CostSummary(

@@ -1,8 +1,8 @@
 """One inference request and its answer: what is asked, by which paths, how a refusal is said, and what an answer told.
 
-A request comes from either door: the box's own HTTP port, or the socket of a gateway. Refusals are the error object of the
+A request comes from the node's own HTTP port, or the socket of a gateway. Refusals are the error object of the
 model-runner specification, which OpenAI's clients read as theirs. The counts of all answers are plain numbers, so that a
-box without a metrics reader pays next to nothing.
+node without a metrics reader pays next to nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ NOT_TO_CLIENT = HOP_BY_HOP | {
 @dataclass(frozen=True, slots=True)
 class Inference:
     """A request for a model. ``path`` may carry a query; ``headers`` are lower-case. ``allow_remote``: its owner agrees that
-    it leaves the box. ``on_socket``: it came through a gateway, which has checked tenant and limits.
+    it leaves the node. ``on_socket``: it came through a gateway, which has checked tenant and limits.
     """
 
     method: str
@@ -346,7 +346,7 @@ class Tally:
         self.requests: dict[tuple[str, str, str], int] = {}
         """By model, tenant and status: success, error, refused or cancelled."""
         self.refusals: dict[str, int] = {}
-        """By code, from whichever door; the codes are those of ``runner.errors``."""
+        """By code, from port and gateways alike; the codes are those of ``runner.errors``."""
         self.models: dict[str, ModelTally] = {}
         self._tenants: set[str] = set()
 
@@ -413,7 +413,7 @@ class Source(Protocol):
 class Flow:
     """The body of an engine's answer on its way out, read once: with ``iterate``, or with ``pipe`` where ``is_piped``.
 
-    Reading raises EngineUnavailable when the engine breaks off. Of event streams whole events come out; on the box's own port
+    Reading raises EngineUnavailable when the engine breaks off. Of event streams whole events come out; on the node's own port
     the last before ``[DONE]``, or at the end, is a comment with the numbers, and a stream without its closing event raises too:
     through a gateway such a stream just ends, for the gateway sees that and has a state of its own for it.
     """
@@ -535,7 +535,7 @@ class Flow:
             numbers.take_stream(self._reader)
 
     def _judge(self, answer: Answer, ends: EndReader) -> None:
-        """Note how a stream ended. Raises EngineUnavailable on the box's own port for one that just ended."""
+        """Note how a stream ended. Raises EngineUnavailable on the node's own port for one that just ended."""
         end = ends.judge()
         answer.has_failed = end is not StreamEnd.WHOLE
         if end is StreamEnd.CUT:

@@ -76,7 +76,7 @@ class PoolRequest(msgspec.Struct, frozen=True, kw_only=True):
 def uses_pool_shape(body: bytes, *, on_socket: bool) -> bool:
     """Return whether a body for ``/v1/responses`` is llm-pool's rather than OpenAI's.
 
-    On the box's own port (``on_socket`` False) a text as ``input`` and none but llm-pool's fields is enough. Through a
+    On the node's own port (``on_socket`` False) a text as ``input`` and none but llm-pool's fields is enough. Through a
     gateway, whose clients expect OpenAI's shape, it takes a field that only llm-pool has.
     """
     try:

@@ -52,7 +52,7 @@ _text_decoder = msgspec.json.Decoder(str)
 
 
 class Serving:
-    """The one way in for a request from any door.
+    """The one way in for a request, from the node's port or a gateway.
 
     ``queue_timeout_s``: longest wait for a turn. ``wakes`` are set when a request begins or ends. ``decoding``: the defaults of
     llm-pool's requests as the settings have them now.

@@ -44,7 +44,7 @@ from gateway.services.models import allow_model
 from gateway.services.tenants import create_tenant
 from gateway.urls import make_application
 from nodes.services.credentials import create_credential, create_provider
-from runner.app import Box
+from runner.app import Runner
 from runner.config import read_config
 from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan
@@ -173,7 +173,7 @@ class Node:
         """Whether it reaches the gateway when it dials."""
         words = ["--gateway", "ws://gateway", "--token", fleet.rows.credential, "--name", name]
         config = read_config([*words, "--backend", "http://played", "--max-concurrent", str(slots)], {})
-        self.box = Box(replace(config, engine=None), cast("aiohttp.ClientSession", self))
+        self.box = Runner(replace(config, engine=None), cast("aiohttp.ClientSession", self))
         self._leave, self._hurry = asyncio.Event(), asyncio.Event()
         self._supervisor: Supervisor | None = None
         self._queue: FairQueue | None = None

@@ -23,7 +23,7 @@ import httpx
 import psutil
 
 from runner.__main__ import main
-from runner.app import Box
+from runner.app import Runner
 from runner.config import TINY_MODEL_PATH
 from runner.ledger import operations
 from runner.limits import install, limits
@@ -246,13 +246,13 @@ WRITES: dict[str, tuple[ModuleType, str]] = {
 
 def hold_start(until: Path) -> None:
     """Have every node of this process wait for ``until`` before it looks whether its first models have settled."""
-    wait_settled = Box._wait_settled
+    wait_settled = Runner._wait_settled
 
-    async def wait_held(box: Box) -> None:
+    async def wait_held(box: Runner) -> None:
         await eventually(until.exists)
         await wait_settled(box)
 
-    Box._wait_settled = wait_held  # type: ignore[method-assign,assignment]  # between an open port and serving
+    Runner._wait_settled = wait_held  # type: ignore[method-assign,assignment]  # between an open port and serving
 
 
 def _has_approval(write: str, db: sqlite3.Connection, run: object, *_: object, run_id: int | None = None, **__: object) -> bool:

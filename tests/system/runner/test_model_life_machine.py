@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from runner.app import Box
+from runner.app import Runner
 from runner.config import RunnerConfig, read_config
 from runner.definitions.plan import LoadPlan
 from runner.errors import EngineError
@@ -134,7 +134,7 @@ class ModelLife(RuleBasedStateMachine):
 
     def _start(self) -> None:
         self.leave, self.hurry = asyncio.Event(), asyncio.Event()
-        self.box = Box(self.config, self.gateway.client, engines=self.make_engine, telemetry_of_node=lambda: self.gpu)
+        self.box = Runner(self.config, self.gateway.client, engines=self.make_engine, telemetry_of_node=lambda: self.gpu)
         self.run = self.loop.create_task(self.box.run(self.leave, self.hurry))
         self.loop.advance(3.0)
 
