@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Literal, assert_never
 
@@ -67,7 +67,7 @@ class Runner:
         self._parts: Parts | None = None
         self._commands: Commands | None = None
         self._offers: set[asyncio.Task[None]] = set()
-        self._notes: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._relay: Relay | None = None
         self._settled = asyncio.Event()
         self._shapes = Shapes()
@@ -222,16 +222,11 @@ class Runner:
     async def run(self, leave: asyncio.Event, hurry: asyncio.Event) -> None:
         """Serve until ``leave`` is set, then finish what runs; ``hurry`` cuts that short. Raises ConfigError."""
         async with AsyncExitStack() as stack:
-            self._parts = await stack.enter_async_context(
-                assemble(
-                    self._config,
-                    self._client,
-                    on_change=self._models_changed,
-                    wakes=self._wakes,
-                    engines=self._engines,
-                    telemetry_of_node=self._telemetry_of_node,
-                )
-            )
+            parts = assemble(
+                self._config, self._client, on_change=self._models_changed, wakes=self._wakes, engines=self._engines,
+                telemetry_of_node=self._telemetry_of_node,
+            )  # fmt: skip
+            self._parts = await stack.enter_async_context(parts)
             if self._mode is not None:  # said while the ledger was being opened
                 self._note_mode("owner", is_reclaimed=self._mode == "spare_off")
             elif self._parts.desired.is_reclaimed_by_owner:
@@ -240,8 +235,7 @@ class Runner:
             self._commands = Commands(self._parts.operations, self._parts.seek, self._parts.reload_settings)
             stack.push_async_callback(self._commands.close)
             stack.push_async_callback(self._hang_up)
-            watch = asyncio.create_task(self._watch_governance())
-            stack.push_async_callback(_end, watch)
+            self._spawn(self._watch_governance())
             if self._config.api is not None:
                 from runner.api.server import serve_api  # its libraries weigh more than the rest of a node without a port
 
@@ -271,8 +265,11 @@ class Runner:
 
     def _note_mode(self, said_by: str, *, is_reclaimed: bool) -> None:
         if self._parts is not None:
-            self._notes.add(task := asyncio.create_task(self._write_mode(said_by, is_reclaimed=is_reclaimed)))
-            task.add_done_callback(self._notes.discard)
+            self._spawn(self._write_mode(said_by, is_reclaimed=is_reclaimed))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        self._tasks.add(task := asyncio.create_task(work))
+        task.add_done_callback(self._tasks.discard)
 
     async def _write_mode(self, said_by: str, *, is_reclaimed: bool) -> None:
         try:
@@ -303,7 +300,7 @@ class Runner:
 
     async def _hang_up(self) -> None:
         await self.relay.close()
-        tasks = [*self._link_tasks, *self._offers, *self._notes]
+        tasks = [*self._link_tasks, *self._offers, *self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -381,11 +378,6 @@ class Runner:
     def _report_soon(self) -> None:
         for wake in self._wakes:
             wake.set()
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def run_runner(config: RunnerConfig) -> None:

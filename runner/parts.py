@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -230,31 +230,24 @@ async def assemble(
         logging.getLogger().setLevel(settings.service.log_level.upper())
     if files.data is None:
         log.info("no --data folder: load tasks, measured memory and costs are forgotten when the box stops")
-    folder = files.data if files.data is not None else await asyncio.to_thread(make_private_folder, "node")
-    try:
+    async with AsyncExitStack() as stack:
+        folder = files.data
+        if folder is None:
+            folder = await asyncio.to_thread(make_private_folder, "node")
+            stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
         ledger = await Ledger.open(folder)
+        stack.push_async_callback(ledger.close)
         telemetry = await asyncio.to_thread(telemetry_of_node)
-        try:
-            governance = await _open_governance(config, ledger)
-        except BaseException:
-            await asyncio.to_thread(telemetry.close)
-            await ledger.close()
-            raise
+        stack.push_async_callback(asyncio.to_thread, telemetry.close)
+        governance = await _open_governance(config, ledger)
         parts = _put_together(
             config, settings, telemetry, ledger, governance, client, on_change=on_change, wakes=wakes, engines=engines
         )
-        try:
-            await parts.desired.open()
-            await ledger.abandon_costs()
-            await parts.look()  # a registration tells of the GPUs
-            yield parts
-        finally:
-            await parts.close()
-            await asyncio.to_thread(telemetry.close)
-            await ledger.close()
-    finally:
-        if files.data is None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        stack.push_async_callback(parts.close)
+        await parts.desired.open()
+        await ledger.abandon_costs()
+        await parts.look()  # a registration tells of the GPUs
+        yield parts
 
 
 async def _open_governance(config: RunnerConfig, ledger: Ledger) -> Governance:

@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from runner import AGENT_VERSION
-from runner.api.answers import (
+from runner.api.schemas import (
     CapabilitiesAnswer,
     Flags,
     Gpu,
@@ -26,7 +26,6 @@ from runner.engines.port import Capabilities, EngineStats, FlushResult
 from runner.errors import Unavailable
 from runner.fit.memory import ModelShape
 from runner.limits import MIB, limits
-from runner.operations.trust import Standing
 from runner.parts import Parts, Phase
 from runner.pool import Model, ModelState, Replica
 from runner.queue import WaitBudget, read_rates
@@ -92,7 +91,7 @@ class CapabilityReport:
                 p95_wait_ms=round(budget.p95_wait_ms),
             ),
             capabilities=self._join([model.capabilities for model in ready]),
-            operations=_describe_operations(parts.governance.standing),
+            operations=msgspec.convert(parts.governance.standing, OperationsState, from_attributes=True),
             health="unhealthy" if find_ailments(parts, reading) else "healthy",
         )  # fmt: skip
 
@@ -154,16 +153,6 @@ def _describe_flush(replica: Replica) -> FlushResult:
 
 def _describe_support(is_there: bool) -> str:  # one flag said in words
     return "supported" if is_there else "not-supported"
-
-
-def _describe_operations(standing: Standing) -> OperationsState:
-    return OperationsState(
-        level=standing.level,
-        policy_version=standing.policy_version,
-        policy_words=standing.policy_words,
-        witness_size=standing.witness_size,
-        advice=standing.advice,
-    )
 
 
 def context_of(replica: Replica, stats: EngineStats | None, shape: ModelShape | None) -> int | None:

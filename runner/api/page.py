@@ -12,9 +12,8 @@ from string import Template
 
 from starlette.responses import Response
 
-from runner.api.answers import CapabilitiesAnswer, LoadedModel, LoadingModel, Resources
 from runner.api.capabilities import CapabilityReport
-from runner.api.openapi import Endpoint
+from runner.api.schemas import CapabilitiesAnswer, Endpoint, LoadedModel, LoadingModel, Resources
 from runner.limits import limits
 from runner.parts import Parts, Phase
 from wire import clock

@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from runner.api import answers
+from runner.api import schemas
 from runner.api.admin import Admin, Interruptible
 from runner.api.bodies import BodyBudget, answer_json
 from runner.api.capabilities import CapabilityReport, read_health
 from runner.api.inference import InferenceEndpoint
-from runner.api.openapi import Endpoint, describe_api
 from runner.api.page import write_page
+from runner.api.schemas import Endpoint, describe_api
 from runner.config import ApiConfig
 from runner.engines.port import CHAT, COMPLETIONS, EMBEDDINGS, IMAGES, MESSAGES, RESPONSES, TOKENIZE, TRANSCRIPTIONS
 from runner.errors import UnknownModel
@@ -61,7 +61,7 @@ class _Reads:
 
     async def models(self, _request: Request) -> Response:
         ready = [model for model in self._parts.pool.registry.models if model.is_ready]
-        return answer_json(answers.ModelList(data=[_entry(model) for model in ready], models=[one.model_id for one in ready]))
+        return answer_json(schemas.ModelList(data=[_entry(model) for model in ready], models=[one.model_id for one in ready]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -80,7 +80,7 @@ def make_routes(parts: Parts, config: ApiConfig) -> tuple[list[Route], Callable[
     in_json, in_form = InferenceEndpoint(parts, budget, is_form=False), InferenceEndpoint(parts, budget, is_form=True)
     load, unload, flush = slow.wrap(admin.load), slow.wrap(admin.unload), slow.wrap(admin.flush)
     load_wait, unload_wait = slow.wrap(admin.load_and_wait), slow.wrap(admin.unload_and_wait)
-    node, pool, models, said = "Runner", "llm-pool admin", "/v1/admin/models", answers
+    node, pool, models, said = "Runner", "llm-pool admin", "/v1/admin/models", schemas
     table = [
         *(Endpoint("POST", path, in_json, text, "Inference", request=BodyFields) for path, text in _INFERENCE),
         *(Endpoint("POST", path, in_form, text, "Inference", is_form=True) for path, text in _FORMS),
@@ -141,5 +141,5 @@ def _route(one: Endpoint) -> Route:
     return Route(one.path, one.handler, methods=[one.method])
 
 
-def _entry(model: Model) -> answers.ModelEntry:
-    return answers.ModelEntry(id=model.model_id, created=int(model.loaded_at or 0), owned_by=model.definition.backend)
+def _entry(model: Model) -> schemas.ModelEntry:
+    return schemas.ModelEntry(id=model.model_id, created=int(model.loaded_at or 0), owned_by=model.definition.backend)

@@ -16,6 +16,7 @@ from runner.definitions.fields import (
     Decoding,
     Field,
     ModelDefinition,
+    fields_of,
     merge_decoding,
     text,
     type_name,
@@ -38,20 +39,7 @@ from wire.unreadable import UNREADABLE
 
 log = logging.getLogger(__name__)
 
-_CODE = Field(Annotated[str, text("a language code such as en or pt-BR", "[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8}){0,3}")] | None)
-
-_FIELDS: Mapping[str, Field | None] = {
-    "model": Field(Annotated[str, text("a model id")]),
-    "input": None,
-    "instructions": None,
-    "source_lang_code": _CODE,
-    "target_lang_code": _CODE,
-    "stream": Field(bool),
-    "allow_remote": Field(bool),
-    "decoding": None,
-}
-"""Every field of the request; those without a kind are texts of any length, and the nested object."""
-
+_CODE = text("a language code such as en or pt-BR", "[A-Za-z]{2,3}(?:[-_][A-Za-z0-9]{2,8}){0,3}")
 _POOL_ONLY = frozenset({"decoding", "source_lang_code", "target_lang_code"})
 """Fields that OpenAI's Responses API does not have. ``allow_remote`` is one too, but useful in both."""
 
@@ -62,15 +50,20 @@ class PoolRequest(msgspec.Struct, frozen=True, kw_only=True):
     ``instructions`` None = the client said nothing, an empty text = it wants none.
     """
 
-    model: str
+    model: Annotated[str, text("a model id")]
     input: str
     instructions: str | None = None
-    source_lang_code: str | None = None
-    target_lang_code: str | None = None
+    source_lang_code: Annotated[str, _CODE] | None = None
+    target_lang_code: Annotated[str, _CODE] | None = None
     stream: bool = False
     allow_remote: bool = False
     decoding: Decoding = Decoding()
     given: frozenset[str] = frozenset()
+
+
+_FIELDS = {name: one for name, one in fields_of(PoolRequest).items() if name != "given"}
+_CHECKED_APART = frozenset({"input", "instructions", "decoding"})
+"""Texts of any length and of any characters, and the nested object."""
 
 
 def uses_pool_shape(body: bytes, *, on_socket: bool) -> bool:
@@ -105,21 +98,13 @@ def read_pool_request(body: bytes, *, defaults: Decoding) -> PoolRequest:
         if name not in fields:
             raise InvalidRequest(f"{name} is missing", param=name)
     for name, value in fields.items():
-        kind = _FIELDS[name]
-        if kind is not None:
-            _check(name, value, kind)
+        if name not in _CHECKED_APART:
+            _check(name, value, _FIELDS[name])
+    _check_text(fields, "input", "a string that is not empty")
+    if fields.get("instructions") is not None:
+        _check_text(fields, "instructions", "a string or null")
     given = _read_decoding(fields.get("decoding", {}))
-    return PoolRequest(
-        model=fields["model"],
-        input=_read_text(fields, "input"),
-        instructions=None if fields.get("instructions") is None else _read_text(fields, "instructions"),
-        source_lang_code=fields.get("source_lang_code"),
-        target_lang_code=fields.get("target_lang_code"),
-        stream=fields.get("stream", False),
-        allow_remote=fields.get("allow_remote", False),
-        decoding=merge_decoding(defaults, given),
-        given=frozenset(given),
-    )
+    return PoolRequest(**{**fields, "decoding": merge_decoding(defaults, given), "given": frozenset(given)})
 
 
 def _read_decoding(value: object) -> dict[str, object]:
@@ -131,13 +116,11 @@ def _read_decoding(value: object) -> dict[str, object]:
     return value
 
 
-def _read_text(fields: Mapping[str, object], name: str) -> str:
+def _check_text(fields: Mapping[str, object], name: str, what: str) -> None:
     value = fields[name]
     if not isinstance(value, str) or (name == "input" and not value):
-        what = "a string that is not empty" if name == "input" else "a string or null"
         got = "an empty one" if value == "" else type_name(value)
         raise InvalidRequest(f"{name} must be {what}, not {got}", param=name)
-    return value
 
 
 def _refuse_unknown(fields: Mapping[str, object], known: Mapping[str, object], prefix: str) -> None:

@@ -21,9 +21,9 @@ from starlette.responses import Response
 from runner import errors
 from runner import queue as queues
 from runner.api.admin import Interruptible
-from runner.api.answers import spec_name
 from runner.api.bodies import BodyBudget, decode, parse_object, read_form_fields, render
 from runner.api.capabilities import find_ailments
+from runner.api.schemas import spec_name
 from runner.api.server import AccessGuard
 from runner.config import ApiConfig
 from runner.definitions.fields import ModelDefinition
