@@ -289,7 +289,7 @@ class Runner:
             log.info("settings taken over added=%s removed=%s updated=%s", change.added, change.removed, change.updated)
 
     async def _wait_settled(self) -> None:
-        """Wait a moment for what starts quickly, so that the first registration already names it."""
+        # What starts quickly is then named by the first registration already.
         give_up_at = clock.monotonic() + limits().connection.settle_s
         while clock.monotonic() < give_up_at and not self.parts.is_settled:
             self._settled.clear()
@@ -323,7 +323,6 @@ class Runner:
         await self.relay.wait_idle()  # an answer, or its end, leaves for a gateway once our accounts of it are closed
 
     def _learn_gateway(self, url: str, *, named_by: GatewayLink) -> None:
-        """Dial a gateway that another one named: never with less protection than the one that named it."""
         try:
             normal = normalise_gateway(url)
         except ConfigError:
@@ -331,6 +330,7 @@ class Runner:
             return
         if normal in self._links or self.is_leaving:
             return
+        # Never with less protection than the gateway that named it.
         if named_by.url.startswith("wss:") and not normal.startswith("wss:"):
             log.warning("gateway names an unencrypted gateway, not dialled gateway=%s named=%s", named_by.url, normal)
         elif len(self._links) >= limits().connection.gateways:
@@ -357,10 +357,9 @@ class Runner:
             log.critical("gateway connection failed unexpectedly gateway=%s", url, exc_info=error)
 
     def _models_changed(self) -> None:
-        """Tell the gateways, once for all changes of one turn of the loop."""
         self._settled.set()
         if self._parts is not None and not self._is_telling:
-            self._is_telling = True
+            self._is_telling = True  # once for all changes of one turn of the loop
             asyncio.get_running_loop().call_soon(self._declare)
 
     def _declare(self) -> None:

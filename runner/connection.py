@@ -18,6 +18,7 @@ from aiohttp.http_websocket import WebSocketWriter
 
 from runner.errors import AuthRefused, NameInUse, SessionLost
 from runner.limits import ConnectionLimits, limits
+from runner.relay import Relay
 from runner.session import (
     Accepted,
     Cancelled,
@@ -30,10 +31,8 @@ from runner.session import (
     ModelsWanted,
     Noticed,
     Opened,
-    Outlet,
     Pinged,
     Reply,
-    Stream,
 )
 from wire import clock
 from wire.bridge import (
@@ -55,19 +54,6 @@ log = logging.getLogger(__name__)
 _FINAL_TEXT, _FINAL_BINARY = 0x81, 0x82
 _MASKED, _SIZES_OF_2, _SIZES_OF_8 = 0x80, 126, 127
 _HEAD, _HEAD_OF_2, _HEAD_OF_8 = struct.Struct(">BBI"), struct.Struct(">BBHI"), struct.Struct(">BBQI")
-
-
-class StreamServer(Protocol):
-    """Who serves streams. Nothing here may block."""
-
-    def open(self, stream: Stream, body: bytes, outlet: Outlet) -> None:
-        """Serve a stream."""
-
-    def abort(self, stream: Stream) -> None:
-        """Stop serving it."""
-
-    def credit(self, stream: Stream) -> None:
-        """Its window grew."""
 
 
 class Host(Protocol):
@@ -103,7 +89,7 @@ class Host(Protocol):
         """Whether new requests are refused."""
 
     @property
-    def relay(self) -> StreamServer:
+    def relay(self) -> Relay:
         """What serves streams."""
 
 
@@ -184,7 +170,7 @@ class GatewaySocket(aiohttp.ClientWebSocketResponse):
         return await super().close(code=code, message=message)
 
     def _flush(self) -> None:
-        """Write what was posted since the loop last served everybody who was ready."""
+        # Everything that was posted since the loop last served everybody who was ready leaves in one write.
         parts, self._parts, self._posted_bytes = self._parts, [], 0
         if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))
@@ -192,7 +178,7 @@ class GatewaySocket(aiohttp.ClientWebSocketResponse):
             self._look()
 
     def _look(self) -> None:
-        """See how much room there is: what the transport holds only shrinks until the next write."""
+        # Until the next write, what the transport holds only shrinks: the room that is found now may be counted on.
         self._room_bytes = self._bounds.outbox_bytes - self._transport.get_write_buffer_size()
         self.has_room = self._posted_bytes <= self._room_bytes
         if not self.has_room:

@@ -353,11 +353,11 @@ class FairQueue:
         raise refusal
 
     def _open_key(self, tenant: str, now: float) -> Key:
-        """Return the tenant's account, ready to compete: whoever was away has saved up nothing, but still owes."""
         key = self._busy.get(tenant)
         if key is not None:
             return key
         self._forget_idle(now)
+        # Whoever was away has saved up nothing, but still owes: it begins level with those who compete.
         if self._busy:
             self._floor = max(self._floor, min(other.score(now) for other in self._busy.values()))
         known = self._idle.pop(tenant, None)

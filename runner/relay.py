@@ -204,7 +204,6 @@ class Relay:
         return job.end()
 
     async def _forward(self, job: _Job, answer: Answer) -> None:
-        """Forward status, headers and body as they come; reading stops while the gateway grants no credit."""
         stream = job.stream
         if answer.body is not None and len(answer.body) <= min(self._limits.whole_answer_bytes, stream.window):
             job.whole = (Head(status=answer.status, headers=answer.headers), answer.body)

@@ -110,7 +110,7 @@ def _describe_replica(model: Model, replica: Replica) -> ReplicaInfo:
 
 
 def _tell_endpoints(model: Model, capabilities: Capabilities) -> list[str]:
-    """Return the API paths that gateways are told of, none = they may ask anything; what is to be translated is kept back."""
+    # None = they may ask anything. What gateways are to translate is kept back, or they would pass it on as it is.
     kept_back = {TRANSLATABLE[word] for word in model.definition.translate}
     answered = capabilities.declared_endpoints or (INFERENCE_PATHS if kept_back else ())
     return [path for path in answered if path not in kept_back]

@@ -129,6 +129,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def _brief(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
+    # Its own text would repeat the body.
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 

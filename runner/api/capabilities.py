@@ -118,8 +118,7 @@ class CapabilityReport:
         )
 
     def _join(self, each: list[Capabilities]) -> Flags:
-        """Return what any of them can do. A node that has nothing loaded still streams and tells tenants apart."""
-        return Flags(
+        return Flags(  # what any of them can do; a node that has nothing loaded still streams and tells tenants apart
             streaming=any(one.streaming for one in each) or not each,
             prefix_caching=any(one.prefix_caching for one in each),
             multi_tenant=self._is_multi_tenant,
@@ -130,14 +129,12 @@ class CapabilityReport:
 
 
 def _name_engine(replica: Replica) -> str:
-    """Return ``vllm-0.6.0``; the engine's name alone where its version is not known. Foreign servers word the version."""
-    version = replica.capabilities.version
+    version = replica.capabilities.version  # "" = not known; servers of somebody else's word it as they like
     kept = "".join(letter if letter.isascii() and letter.isprintable() and letter != " " else "-" for letter in version)
     return "-".join(filter(None, (replica.supervisor.engine.name, kept[: limits().api.version_chars])))
 
 
 def _join_engines(replicas: list[Replica]) -> str:
-    """Return the engines that serve, each once and in the order of their names; empty when none does."""
     return "+".join(sorted({_name_engine(replica) for replica in replicas}))
 
 

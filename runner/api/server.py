@@ -89,7 +89,7 @@ class AccessGuard:
         return any(hmac.compare_digest(key.encode(), self._key) for key in [*given, headers.get("x-api-key", "")])
 
     def _refuse_pages(self, headers: Headers) -> None:
-        """Without a key, being on this machine is what lets a request in, and a page in the owner's browser is there too."""
+        # Without a key, being on this machine is what lets a request in, and a page in the owner's browser is there too.
         if _host_name(headers.get("host", "")) not in self._hosts:
             raise ForeignPage(
                 "This port answers to localhost and to the address it is bound to; the Host header names another."
@@ -198,7 +198,7 @@ class _Server(uvicorn.Server):
         self.is_up.set()
 
     async def main_loop(self) -> None:
-        """Keep the Date header right until ``leave``; uvicorn's own loop wakes ten times as often."""
+        # Only the Date header needs it; uvicorn's own loop wakes ten times as often.
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._leaving.wait(), limits().api.date_s)

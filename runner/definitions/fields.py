@@ -342,7 +342,7 @@ def _strip(info: inspect.Type) -> tuple[inspect.Type, dict[str, Any]]:
 
 
 def _find_words(kind: Any) -> tuple[str, ...]:
-    """Return the words of a Literal in their own order, which ``inspect`` does not keep; none of any other type."""
+    # ``inspect`` sorts the words of a Literal; a reader has them in the order of their declaration.
     if get_origin(kind) is Literal:
         return get_args(kind)
     return next((words for one in get_args(kind) if (words := _find_words(one))), ())

@@ -334,10 +334,10 @@ def describe(definition: ModelDefinition) -> dict[str, object]:
 
 
 def _open_fields(definition: ModelDefinition) -> dict[str, Field]:
-    """Return what a load may set: of a llama-server that is running already, nothing of the server itself."""
     backend = definition.backend
     if backend == "attached":
         return {}
+    # A llama-server that is running already was started with its own.
     own = {} if backend == "llama_server" and "server_url" in definition.options else BACKEND_FIELDS[backend]
     found = {name: known for name, known in {**COMMON_FIELDS, **own}.items() if known.is_override}
     return found | {"replicas": Field(Annotated[int, LOAD, count(1, definition.replica_max, unit="replicas")])}

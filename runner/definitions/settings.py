@@ -148,10 +148,11 @@ def parse_settings(merged: Mapping[str, object]) -> Settings:
         _check_value(backend, "engine.backend", COMMON_FIELDS["backend"])
     decoding = _read_section(engine.get("decoding", {}), "engine.decoding", Decoding)
     models = _read_models(engine.get("models", {}), cast("Backend | None", backend))
+    service = _read_section(top.get("service", {}), "service", Service)
     fairness = dict(_read_object(engine.get("fairness", {}), "engine.fairness", fields_of(Fairness)))
     weights = _read_tenants(fairness.pop("weights", {}), "engine.fairness.weights", _WEIGHT)
     return Settings(
-        service=_read_section(top.get("service", {}), "service", Service),
+        service=service,
         decoding=decoding,
         models=models,
         fairness=msgspec.structs.replace(_read_section(fairness, "engine.fairness", Fairness), weights=weights),
@@ -207,7 +208,7 @@ def find_problem(values: Mapping[str, object]) -> Problem | None:
 
 
 def _find_misplaced(backend: str, values: Mapping[str, object]) -> Problem | None:
-    """Return the first common field of a model's settings that would do nothing for its backend, None when all act."""
+    # A common field that would do nothing for the backend is refused: its owner would take it for done.
     device, own = values.get("device"), {name for name, value in values.items() if value is not None}
     if device is not None and backend == "tgi":
         return "device", "is not told to TGI; say with CUDA_VISIBLE_DEVICES what it may use"
@@ -356,8 +357,7 @@ def _missing(path: str, known: Field) -> InvalidSettings:
 
 
 def _refuse(value: object, path: str, allowed: str) -> InvalidSettings:
-    """Return the error for a value that cannot be used: numbers are repeated, strings are not, for they may be secret."""
-    got = type_name(value)
+    got = type_name(value)  # numbers are repeated, strings are not, for they may be secret
     if isinstance(value, bool | int | float):
         got += f" ({str(value)[:40]})"
     return InvalidSettings(f"{path} must be {allowed}, not {got}", param=path)

@@ -73,7 +73,7 @@ class Capacity:
         return Prediction(shape, predicted, expected_s)
 
     async def _uses_gpu(self, plan: LoadPlan) -> bool:
-        """Return whether the engine is to have a GPU: llama.cpp finds one by itself, CTranslate2 is given it."""
+        # llama.cpp finds a GPU by itself, the others are given theirs.
         if plan.options.get("device") == "cpu" or not (plan.gpu_ids or plan.backend == "gguf"):
             return False
         return (await self.read()).kind == "gpu"
@@ -156,11 +156,10 @@ class Capacity:
         await self._remember(replica.learnt)
 
     async def _remember(self, observation: Observation) -> None:
-        """Write an observation down; a disk that is full must not undo a load or keep a model from being unloaded."""
         assert self._ledger is not None
         try:
             await self._ledger.add_observation(observation)
-        except LedgerError as error:
+        except LedgerError as error:  # a disk that is full must not undo a load or keep a model from being unloaded
             log.warning("observation was not written down model=%s error=%s", observation.model_id, error)
 
 
@@ -184,13 +183,13 @@ def _refusal(model_id: str, plan: LoadPlan, verdict: DoesNotFit, *, replicas: in
 
 
 def _freed_by(evictee: Model) -> int:
-    """Return the bytes that unloading gives back: of replicas that are up, for those of a dead engine are free already."""
+    # Memory of a dead engine is free already.
     up = [replica.memory for replica in evictee.replicas if replica.supervisor.is_ready and replica.memory is not None]
     return sum(memory.gpu_bytes or memory.host_bytes for memory in up)
 
 
 def _largest(seen: Sequence[Observation]) -> list[Observation]:
-    """Return, for each model and plan, the observation in which it took most: engines grow with their first requests."""
+    # Of each model and plan, for engines grow with their first requests.
     most: dict[tuple[str, str], Observation] = {}
     for each in seen:
         key = (each.model_id, each.plan_key)
@@ -200,7 +199,7 @@ def _largest(seen: Sequence[Observation]) -> list[Observation]:
 
 
 def _context_of(plan: LoadPlan, shape: ModelShape) -> int:
-    """Return the context of one request as the engine will make it: llama.cpp is given a bounded one unless told otherwise."""
+    # llama.cpp is given a bounded context unless told otherwise.
     own = shape.context_max or limits().engines.context_tokens
     return plan.context_tokens or (min(own, limits().engines.context_tokens) if plan.backend == "gguf" else own)
 

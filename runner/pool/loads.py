@@ -217,7 +217,7 @@ async def stop_replicas(model: Model, *, gently: bool) -> None:
 
 
 def _join(outcomes: list[FlushOutcome]) -> FlushOutcome:
-    """Return one outcome for all replicas: the least that was reached, the sums of what was counted."""
+    # For all replicas: the least that was reached, and the sums of what was counted.
     order = [
         FlushResult.REFUSED_BUSY, FlushResult.NOT_SUPPORTED, FlushResult.RELOADED, FlushResult.FLUSHED,
         FlushResult.NOTHING_KEPT,
@@ -394,7 +394,6 @@ class Loader:
                 self._fail(model, str(error))
 
     async def _locate(self, definition: ModelDefinition) -> Path | None:
-        """Return where the weights are; None = they must be fetched, or are none of ours. Raises InvalidRequest."""
         if is_elsewhere(definition):
             return None
         if definition.is_configured and definition.model_path is not None:
@@ -508,7 +507,6 @@ class Loader:
 
 
 def _whisper_repo(definition: ModelDefinition) -> str | None:
-    """Return where a whisper model that is named by its size comes from, None for any other."""
     named = definition.model_path or definition.model_id
     return WHISPER_SIZES.get(named) if definition.backend == "whisper" else None
 

@@ -562,7 +562,6 @@ def headers_to_client(given: CIMultiDictProxy[str], *, is_event_stream: bool) ->
 
 
 def _read_words(error: bytes) -> str:
-    """Return what an engine's error event says, as far as it is text; nothing without one."""
     try:
         said = msgspec.json.decode(error, type=_Failure).message
     except UNREADABLE:
