@@ -21,7 +21,7 @@ from runner.limits import limits
 from runner.operations.commands import Commands
 from runner.parts import Parts, Phase, assemble
 from runner.relay import Relay
-from runner.report import Shapes, list_endpoints, list_facts, list_replicas, read_memory
+from runner.report import list_endpoints, list_facts, list_replicas, read_memory
 from runner.session import Instruction
 from runner.telemetry import Telemetry as NodeTelemetry
 from runner.telemetry import open_telemetry
@@ -70,7 +70,6 @@ class Runner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._relay: Relay | None = None
         self._settled = asyncio.Event()
-        self._shapes = Shapes()
         self._facts: list[ModelFacts] = []
         self._facts_key: list[tuple[object, ...]] | None = None
         self._facts_at = 0.0
@@ -133,7 +132,7 @@ class Runner:
         if key != self._facts_key or now - self._facts_at >= limits().connection.facts_s:
             self._facts_key, self._facts_at = key, now
             try:
-                self._facts = await list_facts(self.parts, self._shapes, most=limits().connection.facts)
+                self._facts = await list_facts(self.parts, most=limits().connection.facts)
             except LedgerError as error:  # what was told before holds; a node must not fall silent for a full disk
                 log.warning("facts of the models are not told error=%s", error)
         return self._facts

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from runner.definitions.fields import TRANSLATABLE
 from runner.definitions.plan import load_constraints
 from runner.engines.port import Capabilities
-from runner.errors import CorruptModel
-from runner.fit import read_shape
-from runner.fit.memory import ModelShape
 from runner.limits import MIB, limits
 from runner.parts import Parts
 from runner.pool import Model, ModelState, Replica
@@ -121,39 +117,17 @@ def _sum_mb(sizes: Iterable[int | None]) -> int | None:
     return sum(known) // MIB if known else None
 
 
-class Shapes:
-    """Remembers by path and time of change."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Path, int], ModelShape | None] = {}
-
-    async def read(self, path: Path | None) -> ModelShape | None:
-        """Return the shape of a model, None when there are no files or they cannot be read."""
-        return None if path is None else await asyncio.to_thread(self._read, path)
-
-    def _read(self, path: Path) -> ModelShape | None:
-        try:
-            key = (path, path.stat().st_mtime_ns)
-            if key not in self._known:
-                if len(self._known) >= limits().api.shapes:
-                    self._known.clear()
-                self._known[key] = read_shape(path)
-        except (OSError, CorruptModel):
-            return None
-        return self._known[key]
-
-
-async def list_facts(parts: Parts, shapes: Shapes, *, most: int) -> list[ModelFacts]:
+async def list_facts(parts: Parts, *, most: int) -> list[ModelFacts]:
     """Return what gateways are told of the models, loaded and configured ones first. Raises LedgerError.
 
     Models of the server given with ``--backend`` are left out: that server alone loads them.
     """
     models = [model for model in parts.pool.registry.models if model.definition.backend != "attached"]
     models.sort(key=lambda model: (not model.replicas, not model.definition.is_configured))
-    return [await _describe(parts, shapes, model) for model in models[:most]]
+    return [await _describe(parts, model) for model in models[:most]]
 
 
-async def estimate_memory(parts: Parts, shapes: Shapes, model: Model) -> tuple[int | None, str, int]:
+async def estimate_memory(parts: Parts, model: Model) -> tuple[int | None, str, int]:
     """Return bytes, where they come from in llm-pool's words, and for how many replicas they are. Raises LedgerError."""
     if model.memory_bytes is not None:
         return model.memory_bytes, "observed_load_delta", len(model.replicas)
@@ -162,7 +136,7 @@ async def estimate_memory(parts: Parts, shapes: Shapes, model: Model) -> tuple[i
     for observation in seen:
         if observation.model_id == model.model_id and observation.measured_bytes:
             return observation.measured_bytes * wanted, "observed_load_delta", wanted
-    size = await _file_size(parts, shapes, model)
+    size = await _file_size(parts, model)
     return (None, "unavailable", wanted) if size is None else (size * wanted, "model_artifact_size", wanted)
 
 
@@ -174,8 +148,8 @@ def effective_inflight(model: Model) -> int:
     return asked if isinstance(asked, int) else model.definition.target_inflight
 
 
-async def _describe(parts: Parts, shapes: Shapes, model: Model) -> ModelFacts:
-    size, source, count = await estimate_memory(parts, shapes, model)
+async def _describe(parts: Parts, model: Model) -> ModelFacts:
+    size, source, count = await estimate_memory(parts, model)
     definition = model.definition
     return ModelFacts(
         name=model.model_id,
@@ -193,7 +167,7 @@ async def _describe(parts: Parts, shapes: Shapes, model: Model) -> ModelFacts:
     )
 
 
-async def _file_size(parts: Parts, shapes: Shapes, model: Model) -> int | None:
+async def _file_size(parts: Parts, model: Model) -> int | None:
     registry, definition = parts.pool.registry, model.definition
     if is_elsewhere(definition):
         return None
@@ -202,5 +176,5 @@ async def _file_size(parts: Parts, shapes: Shapes, model: Model) -> int | None:
     if found is not None:
         return found.size_bytes
     path = Path(wanted)
-    shape = await shapes.read(path) if definition.is_configured and path.is_absolute() else None
+    shape = await parts.pool.capacity.find_shape(path) if definition.is_configured and path.is_absolute() else None
     return shape.weights_bytes if shape is not None else None

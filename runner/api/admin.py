@@ -16,7 +16,7 @@ from runner.operations.operation import FlushBody, LoadBody, Reply, UnloadBody, 
 from runner.parts import Parts
 from runner.pool import Model
 from runner.pool.loads import count_replicas
-from runner.report import Shapes, effective_inflight, estimate_memory
+from runner.report import effective_inflight, estimate_memory
 
 Handler = Callable[[Request], Coroutine[None, None, Response]]
 TOKEN_FIELD = "verifiedOpToken"  # noqa: S105  # the name of a field
@@ -57,9 +57,8 @@ class Admin:
     Whatever loads, unloads or flushes passes the same gate: each needs an operation token.
     """
 
-    def __init__(self, parts: Parts, shapes: Shapes) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._shapes = shapes
 
     async def load(self, request: Request) -> Response:
         """``POST /v1/models/load``."""
@@ -157,7 +156,7 @@ class Admin:
         }
 
     async def _describe_memory(self, model: Model) -> dict[str, object]:
-        size, source, count = await estimate_memory(self._parts, self._shapes, model)
+        size, source, count = await estimate_memory(self._parts, model)
         return {
             "name": model.model_id,
             "runtime_state": model.state.value,

@@ -29,7 +29,6 @@ from runner.limits import MIB, limits
 from runner.parts import Parts, Phase
 from runner.pool import Model, ModelState, Replica
 from runner.queue import WaitBudget, read_rates
-from runner.report import Shapes
 from runner.telemetry import Reading
 from wire import clock
 from wire.bridge import GpuInfo
@@ -40,9 +39,8 @@ _Stats = dict[Replica, EngineStats]
 class CapabilityReport:
     """Builds the answer and keeps it for 5 s."""
 
-    def __init__(self, parts: Parts, shapes: Shapes) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._shapes = shapes
         self._is_multi_tenant = read_rates(parts.config.environment).is_multi_tenant
         self._lock = asyncio.Lock()
         self._built_at = float("-inf")
@@ -97,7 +95,7 @@ class CapabilityReport:
 
     async def _describe(self, model: Model, stats: _Stats) -> LoadedModel:
         first = model.replicas[0]
-        shape = await self._shapes.read(first.plan.path)
+        shape = await self._parts.pool.capacity.find_shape(first.plan.path)
         memory = model.memory_bytes
         return LoadedModel(
             id=model.model_id,

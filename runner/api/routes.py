@@ -24,7 +24,6 @@ from runner.limits import limits
 from runner.operations.operation import FlushBody, LoadBody, UnloadBody
 from runner.parts import Parts
 from runner.pool import Model
-from runner.report import Shapes
 from runner.serving.request import BodyFields
 
 TRANSLATIONS = "/v1/audio/translations"
@@ -75,8 +74,8 @@ class _Reads:
 
 def make_routes(parts: Parts, config: ApiConfig) -> tuple[list[Route], Callable[[], None]]:
     """Return the routes of the API's port, metrics included where they have no port of their own, and what ends its answers."""
-    report = CapabilityReport(parts, shapes := Shapes())
-    reads, admin, slow, budget = _Reads(parts, report), Admin(parts, shapes), Interruptible(), BodyBudget()
+    report = CapabilityReport(parts)
+    reads, admin, slow, budget = _Reads(parts, report), Admin(parts), Interruptible(), BodyBudget()
     in_json, in_form = InferenceEndpoint(parts, budget, is_form=False), InferenceEndpoint(parts, budget, is_form=True)
     load, unload, flush = slow.wrap(admin.load), slow.wrap(admin.unload), slow.wrap(admin.flush)
     load_wait, unload_wait = slow.wrap(admin.load_and_wait), slow.wrap(admin.unload_and_wait)

@@ -6,10 +6,11 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from runner.definitions.plan import LoadPlan, Observation, check_quantization, plan_key
 from runner.engines.port import EngineStats
-from runner.errors import InsufficientMemory
+from runner.errors import CorruptModel, InsufficientMemory
 from runner.fit import read_shape
 from runner.fit.memory import Alternative, DoesNotFit, Estimate, ModelShape, estimate, judge, learn_overhead
 from runner.ledger import Ledger, LedgerError
@@ -43,9 +44,26 @@ class Capacity:
         self._telemetry = telemetry
         self._ledger = ledger
         self._budget_bytes = budget_bytes
+        self._shapes: dict[tuple[Path, int], ModelShape | None] = {}
+        """What was read of model files, by path and time of change."""
 
     async def read(self) -> Reading:
         return await asyncio.to_thread(self._telemetry.sample)
+
+    async def find_shape(self, path: Path | None) -> ModelShape | None:
+        """Return what model files say of themselves; None when there are none or they cannot be read."""
+        return None if path is None else await asyncio.to_thread(self._find_shape, path)
+
+    def _find_shape(self, path: Path) -> ModelShape | None:
+        try:
+            key = (path, path.stat().st_mtime_ns)
+            if key not in self._shapes:
+                if len(self._shapes) >= limits().api.shapes:
+                    self._shapes.clear()
+                self._shapes[key] = read_shape(path)
+            return self._shapes[key]
+        except (OSError, CorruptModel):
+            return None
 
     async def predict(self, plan: LoadPlan) -> Prediction:
         """Return what one replica of ``plan`` will take.

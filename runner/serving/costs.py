@@ -69,24 +69,13 @@ class CostSummary:
     unsettled: int
 
 
+@dataclass(frozen=True, slots=True)
 class Charge:
     """Money set aside for one request. ``price`` is the one it was set aside with; None = the model has none."""
 
-    def __init__(self, costs: Costs, cost_id: str, model_id: str, price: Price | None) -> None:
-        self._costs = costs
-        self._cost_id = cost_id
-        self._model_id = model_id
-        self._price = price
-
-    async def settle(self, answer: Answer | None, *, was_sent: bool) -> None:
-        """Write down how it ended: None = no answer came. Never raises for the ledger's sake.
-
-        The entry is submitted before this first waits, and the ledger carries out what was submitted: a caller that is
-        cancelled here loses nothing.
-        """
-        state, usage = _judge(answer, was_sent=was_sent)
-        amount = None if usage is None else _cost(self._price, usage.prompt_tokens, usage.completion_tokens)
-        await self._costs.write_end(self._cost_id, self._model_id, state=state, amount_micros=amount)
+    cost_id: str
+    model_id: str
+    price: Price | None
 
 
 class Costs:
@@ -118,12 +107,19 @@ class Costs:
         except LedgerError as error:
             log.error("cost was not reserved model=%s: %s", model_id, error)  # noqa: TRY400  # text for the owner
             raise Unavailable("This box cannot write down what a request costs, so none leaves it.", retry_after_s=30) from None
-        return Charge(self, cost_id, model_id, price)
+        return Charge(cost_id, model_id, price)
 
-    async def write_end(self, cost_id: str, model_id: str, *, state: CostState, amount_micros: int | None) -> None:
-        """End a reservation; a ledger that refuses is logged, and the reservation then goes on counting."""
+    async def settle(self, charge: Charge, answer: Answer | None, *, was_sent: bool) -> None:
+        """Write down how a request ended: None = no answer came. Of a ledger that refuses, the charge goes on counting.
+
+        The entry is submitted before this first waits, and the ledger carries out what was submitted: a caller that is
+        cancelled here loses nothing.
+        """
+        state, usage = _judge(answer, was_sent=was_sent)
+        amount = None if usage is None else _cost(charge.price, usage.prompt_tokens, usage.completion_tokens)
+        model_id, cost_id = charge.model_id, charge.cost_id
         try:
-            await self._ledger.settle_cost(cost_id, state=state, amount_micros=amount_micros)
+            await self._ledger.settle_cost(cost_id, state=state, amount_micros=amount)
         except LedgerError as error:
             self._unsettled += 1
             log.error("cost was not settled model=%s cost=%s state=%s: %s", model_id, cost_id, state, error)  # noqa: TRY400

@@ -345,12 +345,13 @@ class Slot:
             model.queue.leave(turn)
         if self._is_counted:
             self._serving.change_load(-1, self.request)
-        if self._charge is not None:
+        costs = self._serving.costs
+        if costs is not None and self._charge is not None:
             was_sent = turn is not None
             if isinstance(error, RequestRefused):
                 # Only an engine that was reached and then failed may have done, and may charge for, some of the work.
                 was_sent = isinstance(error, EngineUnavailable) and not isinstance(error, EngineNotReached)
-            await asyncio.shield(self._charge.settle(self._answer, was_sent=was_sent))
+            await asyncio.shield(costs.settle(self._charge, self._answer, was_sent=was_sent))
 
     def report(self, error: Exception, *, began_answer: bool) -> EngineUnavailable:
         """Have the replica looked at; return what the client hears."""

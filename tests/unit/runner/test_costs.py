@@ -119,7 +119,7 @@ async def test_a_request_costs_what_was_agreed_and_the_reservation_is_kept_where
         assert (before, counted) == (CostState.RESERVED, reserved)
         assert reserved > 1000
         kept.remote = dataclasses.replace(kept.remote, prices={MODEL: Price(input_per_million=99, output_per_million=99)})
-        await charge.settle(answer, was_sent=was_sent)
+        await kept.costs.settle(charge, answer, was_sent=was_sent)
         assert await kept.last_state() == (state, reserved, reserved if costs is None else costs)
         assert await kept.spent() == (reserved if costs is None else costs)
 
@@ -127,7 +127,7 @@ async def test_a_request_costs_what_was_agreed_and_the_reservation_is_kept_where
 async def test_a_settlement_outlives_the_caller(tmp_path: Path) -> None:
     async with books(tmp_path) as kept:
         charge = await kept.costs.reserve(a_model(), a_request())
-        settling = asyncio.create_task(charge.settle(answered(prompt=2), was_sent=True))
+        settling = asyncio.create_task(kept.costs.settle(charge, answered(prompt=2), was_sent=True))
         await turns(1)
         settling.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -159,7 +159,7 @@ async def test_a_request_that_the_cap_does_not_cover_is_refused_with_the_numbers
 async def test_a_model_without_a_price_is_counted_and_bound_by_no_cap(tmp_path: Path) -> None:
     async with books(tmp_path, cap=0, price=None) as kept:
         charge = await kept.costs.reserve(a_model(), a_request(max_tokens=10**6))
-        await charge.settle(answered(prompt=10**6, completion=10**6), was_sent=True)
+        await kept.costs.settle(charge, answered(prompt=10**6, completion=10**6), was_sent=True)
         assert await kept.last_state() == (CostState.SETTLED, 0, 0)
         summary = await kept.costs.summary()
         assert summary.spendings == (Spending("t", 0, 0),)
@@ -178,7 +178,7 @@ async def test_a_settlement_that_cannot_be_written_is_logged(tmp_path: Path, cap
         charge = await kept.costs.reserve(a_model(), a_request())
         await kept.ledger.close()
         with caplog.at_level(logging.ERROR):
-            await charge.settle(answered(prompt=2), was_sent=True)
+            await kept.costs.settle(charge, answered(prompt=2), was_sent=True)
         assert "not settled" in caplog.text
     async with opened(tmp_path, Clock(MONTH_END)) as ledger:
         await ledger.abandon_costs()
