@@ -9,7 +9,6 @@ from django.db import InterfaceError, OperationalError
 
 from gateway.tasks import reconcile_requests
 from governance.notices import is_delivery_due
-from governance.operations.runs import reconcile
 from governance.tasks import deliver_notices
 from nodes.services.nodes import is_probe_due
 from nodes.tasks import probe_direct, schedule_calls, sweep_nodes
@@ -19,12 +18,13 @@ logger = logging.getLogger(__name__)
 
 @shared_task(name="controlplane.tasks.sweep")  # type: ignore[untyped-decorator]  # Celery ships no types
 def sweep() -> None:
-    """Look at operations, requests, nodes, commands and notices; what may wait for somebody else gets its own task. Idempotent.
+    """Look at requests, nodes, runs on nodes that are called, and notices; what may wait for somebody else gets its own task.
 
-    One task for all: while nothing is due, sending and taking six costs more than the looks do. A look that fails keeps none
-    of the others from being taken. Raises OperationalError when the database is away.
+    One task for all: while nothing is due, sending and taking five costs more than the looks do. A look that fails keeps none
+    of the others from being taken. Idempotent. Raises OperationalError when the database is away.
     """
-    for look in (reconcile, reconcile_requests, sweep_nodes, schedule_calls, _ring_probe, _ring_delivery):
+    # Operations are not among them: ``serve_control.Reconciler`` looks at those, without the broker.
+    for look in (reconcile_requests, sweep_nodes, schedule_calls, _ring_probe, _ring_delivery):
         try:
             look()
         except (OperationalError, InterfaceError):
