@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from drf_spectacular.extensions import OpenApiAuthenticationExtension
 from rest_framework.authentication import BaseAuthentication, get_authorization_header
 from rest_framework.request import Request
 
-from governance.admin_tokens import verify_admin_token
+from governance.admin_tokens import TokenHolder, verify_admin_token
 from governance.errors import InvalidAdminToken
 from governance.operations.proposals import Proposer
 
 SCHEME = "bearer"
 CHALLENGE = 'Bearer realm="muster"'
-
-
-@dataclass(frozen=True, slots=True)
-class TokenHolder:
-    """The caller of an admin API. ``actor`` is what the audit trail shows.
-
-    ``token``: ``token:<name>#<key id>``; the key id tells tokens of one name apart: what the one asked for, the other must not
-    cancel. ``proposer``: as whom it asks for operations; ``owner_id``: the person whose token it is, None for one of nobody.
-    """
-
-    actor: str
-    token: str
-    proposer: Proposer
-    owner_id: int | None = None
-    is_authenticated: ClassVar[bool] = True
 
 
 class AdminTokenAuthentication(BaseAuthentication):

@@ -20,8 +20,6 @@ from governance.notices import add_webhook, remove_webhook
 
 
 class AdminTokenForm(forms.Form):
-    """What is asked for a new admin token."""
-
     name = forms.CharField(
         max_length=limits().governance.token_name_chars, widget=UnfoldAdminTextInputWidget, help_text="Who or what will use it"
     )
@@ -58,28 +56,22 @@ class AdminTokenAdmin(CreatingAdmin):
     )
 
     def create(self, actor: str, values: Values) -> Created:
-        """Create a token."""
         token, text = create_admin_token(name=values["name"], actor=actor)
         return Created(row=token, secret=text, usage="Send it as: Authorization: Bearer <token>")
 
     def find_offer(self, values: Values) -> Offer:
-        """Return the operation that makes such a token with approval."""
         return Offer(operation="admin-token-mint", target="control-plane", params={"name": values["name"]})
 
     @column("Token")
     def show_prefix(self, token: AdminToken) -> str:
-        """Return the public head of the token."""
         return f"msa_{token.keyid}…"
 
     @column("State", ordering="revoked_at", label={"active": "success", "revoked": "danger"})
     def show_state(self, token: AdminToken) -> str:
-        """Return whether it may be used."""
         return "active" if token.revoked_at is None else "revoked"
 
 
 class WebhookForm(forms.Form):
-    """What is asked for a new webhook."""
-
     name = forms.CharField(max_length=limits().governance.webhook_name_chars, widget=UnfoldAdminTextInputWidget)
     url = forms.CharField(
         label="Address",
@@ -120,18 +112,15 @@ class WebhookAdmin(CreatingAdmin):
     )
 
     def create(self, actor: str, values: Values) -> Created:
-        """Add a webhook."""
         webhook, secret = add_webhook(name=values["name"], url=values["url"], actor=actor)
         return Created(row=webhook, secret=secret, usage="Check with it the header X-Muster-Signature of what arrives.")
 
     @column("Host")
     def show_host(self, webhook: WebhookEndpoint) -> str:
-        """Return the host of its address."""
         return urlsplit(webhook.url).hostname or ""
 
     @column("State", ordering="is_active", label={"active": "success", "removed": "danger"})
     def show_state(self, webhook: WebhookEndpoint) -> str:
-        """Return whether notices are posted there."""
         return "active" if webhook.is_active else "removed"
 
 
@@ -152,19 +141,16 @@ class AuditEventAdmin(ShowingAdmin):
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:  # Any: Django's
-        """Show the list below what is known of the log's integrity."""
         context = {**(extra_context or {}), "audit_log": read_status()}
         return super().changelist_view(request, context)
 
     @column("Entry", ordering="entry__seq")
     def show_seq(self, event: AuditEvent) -> str:
-        """Return the event's place in the chain."""
         entry = getattr(event, "entry", None)
         return str(entry.seq) if entry else "not in the chain"
 
     @column("Hash")
     def show_hash(self, event: AuditEvent) -> str:
-        """Return the head of the entry's hash."""
         entry = getattr(event, "entry", None)
         return f"{bytes(entry.hash).hex()[:12]}…" if entry else ""
 
@@ -178,5 +164,4 @@ class AuditEventAdmin(ShowingAdmin):
 
     @column("Detail")
     def show_detail(self, event: AuditEvent) -> str:
-        """Return the detail on one line."""
         return ", ".join(f"{key}={value}" for key, value in event.detail.items())[:120]

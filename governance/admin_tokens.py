@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import uuid
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from django.db import DatabaseError, transaction
 from django.db.models import Q
@@ -18,6 +19,7 @@ from governance.models import AdminToken, Operation
 from governance.operations.approvals import find_operation
 from governance.operations.decisions import require_active
 from governance.operations.evidence import require_approval
+from governance.operations.proposals import Proposer
 from governance.states import RunState
 from wire import clock
 from wire.credentials import CredentialKind, digest_credential, mint_credential, parse_keyid, verify_credential
@@ -35,6 +37,21 @@ def _read_digests() -> list[bytes]:
 
 throttle = AuthThrottle(read_digests=_read_digests)
 """By address. Of this process alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHolder:
+    """The caller of an admin API. ``actor`` is what the audit trail shows.
+
+    ``token``: ``token:<name>#<key id>``; the key id tells tokens of one name apart: what the one asked for, the other must not
+    cancel. ``proposer``: as whom it asks for operations; ``owner_id``: the person whose token it is, None for one of nobody.
+    """
+
+    actor: str
+    token: str
+    proposer: Proposer
+    owner_id: int | None = None
+    is_authenticated: ClassVar[bool] = True
 
 
 @transaction.atomic

@@ -58,7 +58,7 @@ def record_events(events: Iterable[Event]) -> list[AuditEvent]:
 
 
 def record_word(*, actor: str, action: str, target: str, detail: Detail | None = None, op_id: str = "") -> AuditEvent | None:
-    """Write one event about what a box said, unless it caused ``audit_events_per_hour`` of the kind already: then return None.
+    """Write one event about what a node said, unless it caused ``audit_events_per_hour`` of the kind already: then return None.
 
     Otherwise as ``record_event``.
     """

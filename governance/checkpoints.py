@@ -1,4 +1,4 @@
-"""Signed checkpoints of the audit log, proofs over them, and what the boxes say that they saw of it."""
+"""Signed checkpoints of the audit log, proofs over them, and what the nodes say that they saw of it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ACTOR = "system:audit"
 
 
 class WitnessStatus(StrEnum):
-    """How the log of now compares with what a box saw of it."""
+    """How the log of now compares with what a node saw of it."""
 
     OK = "ok"
     BEHIND = "behind"
@@ -40,7 +40,7 @@ class WitnessStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LogStatus:
-    """What a page says of the log without reading all of it. ``boxes`` is how many have ever told what they saw."""
+    """What a page says of the log without reading all of it. ``nodes`` is how many have ever told what they saw."""
 
     tail: Tail
     checkpoint: AuditCheckpoint | None
@@ -51,7 +51,7 @@ class LogStatus:
 
 
 class InvalidWitness(GovernanceError):
-    """A statement about the log that its box did not sign."""
+    """A statement about the log that its node did not sign."""
 
 
 class UnknownSize(GovernanceError):
@@ -73,11 +73,6 @@ def log_key() -> LogKey | None:
     return LogKey(settings.GOVERNANCE_LOG_ORIGIN, public)
 
 
-def log_public_key() -> str:
-    """Return the log's key as a C2SP verifier key, "" without GOVERNANCE_LOG_KEY."""
-    return str(log_key() or "")
-
-
 def log_keys() -> list[LogKey]:
     """Return the keys whose checkpoints are accepted: the log's own, if it has one."""
     key = log_key()
@@ -85,12 +80,11 @@ def log_keys() -> list[LogKey]:
 
 
 def latest_checkpoint() -> AuditCheckpoint | None:
-    """Return the newest checkpoint."""
     return AuditCheckpoint.objects.order_by("-size").first()
 
 
 def has_checkpoint(size: int) -> bool:
-    """Return whether the log was signed when it had exactly so many entries: a box can have seen no others."""
+    """Return whether the log was signed when it had exactly so many entries: a node can have seen no others."""
     return AuditCheckpoint.objects.filter(size=size).exists()
 
 
@@ -125,11 +119,7 @@ def make_checkpoint(*, now: datetime) -> AuditCheckpoint | None:
     checkpoint = Checkpoint(key.name, size, frontier.root())
     signature = _signing_key(settings.GOVERNANCE_LOG_KEY).sign(checkpoint.text().encode())
     row = AuditCheckpoint(
-        size=size,
-        root=checkpoint.root,
-        frontier=b"".join(frontier.nodes),
-        note=checkpoint.note(key, signature),
-        made_at=now,
+        size=size, root=checkpoint.root, frontier=b"".join(frontier.nodes), note=checkpoint.note(key, signature), made_at=now
     )
     # Two workers at once make the same bytes: Ed25519 is deterministic.
     AuditCheckpoint.objects.bulk_create([row], ignore_conflicts=True)
@@ -168,13 +158,13 @@ def root_at(size: int) -> bytes:
 def record_witness(
     *, node_name: str, runner_id: str, size: int, root: bytes, signature: bytes, public_key: bytes, note: str = ""
 ) -> WitnessStatus:
-    """Compare the log with the last checkpoint that a box saw, and keep the box's signed word for it.
+    """Compare the log with the last checkpoint that a node saw, and keep the node's signed word for it.
 
-    ``signature`` is the box's, over ``Checkpoint(GOVERNANCE_LOG_ORIGIN, size, root).witness_message(runner_id)``, which it is
+    ``signature`` is the node's, over ``Checkpoint(GOVERNANCE_LOG_ORIGIN, size, root).witness_message(runner_id)``, which it is
     kept under, or in the form of earlier releases that names nobody, kept under ``node_name``; ``public_key``: its Ed25519 key,
-    32 raw bytes or SubjectPublicKeyInfo. ``note``: the checkpoint as the log signed it; a box that can show none
+    32 raw bytes or SubjectPublicKeyInfo. ``note``: the checkpoint as the log signed it; a node that can show none
     proves nothing, unless the log has one of that size and root. A log that is shorter or another is an event
-    ``audit.witness_alarm``, once for each statement and at most ``audit_alarms_per_hour`` times for a box.
+    ``audit.witness_alarm``, once for each statement and at most ``audit_alarms_per_hour`` times for a node.
     Raises InvalidWitness.
     """
     seen = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root)
@@ -207,11 +197,9 @@ def record_witness(
 
 
 def _prove_sighting(seen: Checkpoint, note: str, *, node_name: str) -> str:
-    """Return the note in which the log signed what a box saw: our own of that size, or the one it shows. Raises InvalidWitness.
-
-    Our own needs no second look at its key, which may have been another one then.
-    """
+    """Return the note in which the log signed what a node saw: ours, or the one it shows. Raises InvalidWitness."""
     own = AuditCheckpoint.objects.filter(size=seen.size).first()
+    # Our own needs no second look at its key, which may have been another one then.
     if own is not None and bytes(own.root) == seen.root:
         return own.note
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
@@ -25,6 +25,7 @@ from wire.optoken.approval import MAX_KEYS_EACH, ApprovalError, decode_bytes, en
 
 if TYPE_CHECKING:
     from core.models import User
+    from governance.passkeys import NewPasskey  # only pages need the library behind it
 
 LINE_WORD = "ed25519"
 Kind = ApproverKey.Kind
@@ -35,30 +36,6 @@ class KeyNotFound(GovernanceError):
 
     code = ErrorCode.NOT_FOUND
     status = 404
-
-
-class NewKey(Protocol):
-    """A passkey that was just made, as ``governance.passkeys`` verified it."""
-
-    @property
-    def keyid(self) -> str:
-        """Credential id, base64url."""
-
-    @property
-    def public_key(self) -> bytes:
-        """SPKI DER."""
-
-    @property
-    def sign_count(self) -> int:
-        """What the device says."""
-
-    @property
-    def is_backup_eligible(self) -> bool:
-        """Whether it can be copied to other devices."""
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """How the device is reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +67,17 @@ def list_keys(user: User) -> list[KeyView]:
     """Return the person's keys, those in use first, then by age."""
     named = _named_thumbprints()
     rows = ApproverKey.objects.filter(user_id=user.pk).order_by("created_at")
-    views = [
-        KeyView(
-            id=row.pk,
-            label=row.label,
-            kind=row.kind,
-            thumbprint=row.thumbprint,
-            created_at=row.created_at,
-            last_used_at=row.last_used_at,
-            revoked_at=row.revoked_at,
-            is_backup_eligible=row.is_backup_eligible,
-            is_break_glass=row.is_break_glass,
-            in_policy=row.thumbprint in named,
-            is_rsa=isinstance(load_public_key(decode_bytes(row.public_key)), RSAPublicKey),
-        )
-        for row in rows
-    ]
+    views = [_show_key(row, in_policy=row.thumbprint in named) for row in rows]
     return sorted(views, key=lambda view: view.revoked_at is not None)
+
+
+def _show_key(row: ApproverKey, *, in_policy: bool) -> KeyView:
+    return KeyView(
+        id=row.pk, label=row.label, kind=row.kind, thumbprint=row.thumbprint, created_at=row.created_at,
+        last_used_at=row.last_used_at, revoked_at=row.revoked_at, is_backup_eligible=row.is_backup_eligible,
+        is_break_glass=row.is_break_glass, in_policy=in_policy,
+        is_rsa=isinstance(load_public_key(decode_bytes(row.public_key)), RSAPublicKey),
+    )  # fmt: skip
 
 
 def list_passkey_ids(user: User) -> list[str]:
@@ -116,35 +87,24 @@ def list_passkey_ids(user: User) -> list[str]:
 
 
 def find_passkey(keyid: str) -> ApproverKey | None:
-    """Return the passkey in use that has this credential id."""
     rows = ApproverKey.objects.select_related("user").filter(kind=Kind.WEBAUTHN, revoked_at__isnull=True)
     return rows.filter(keyid=keyid).first() if keyid else None
 
 
 def note_use(key: ApproverKey, *, sign_count: int) -> None:
-    """Write down that a passkey signed in just now."""
     ApproverKey.objects.filter(pk=key.pk).update(last_used_at=clock.now(), sign_count=sign_count)
 
 
 @transaction.atomic
-def enrol_passkey(*, user: User, passkey: NewKey, label: str, actor: str) -> ApproverKey:
+def enrol_passkey(*, user: User, passkey: NewPasskey, label: str, actor: str) -> ApproverKey:
     """Keep a passkey that was just made. Raises NotPermitted for one too many or one that is known, InvalidName."""
-    return _add_key(
-        ApproverKey(
-            user_id=user.pk,
-            kind=Kind.WEBAUTHN,
-            keyid=passkey.keyid,
-            public_key=encode_bytes(passkey.public_key),
-            thumbprint=hashlib.sha256(passkey.public_key).hexdigest(),
-            label=check_label(label),
-            transports=list(passkey.transports),
-            sign_count=passkey.sign_count,
-            is_backup_eligible=passkey.is_backup_eligible,
-            last_used_at=clock.now(),
-        ),
-        owner=user.get_username(),
-        actor=actor,
-    )
+    key = ApproverKey(
+        user_id=user.pk, kind=Kind.WEBAUTHN, keyid=passkey.keyid, public_key=encode_bytes(passkey.public_key),
+        thumbprint=hashlib.sha256(passkey.public_key).hexdigest(), label=check_label(label),
+        transports=list(passkey.transports), sign_count=passkey.sign_count,
+        is_backup_eligible=passkey.is_backup_eligible, last_used_at=clock.now(),
+    )  # fmt: skip
+    return _add_key(key, owner=user.get_username(), actor=actor)
 
 
 @transaction.atomic
@@ -156,14 +116,9 @@ def add_key_file(*, user: User, line: str, label: str = "", is_break_glass: bool
     spki, name = read_public_line(line)
     thumbprint = hashlib.sha256(spki).hexdigest()
     key = ApproverKey(
-        user_id=user.pk,
-        kind=Kind.ED25519,
-        keyid=thumbprint[:32],
-        public_key=encode_bytes(spki),
-        thumbprint=thumbprint,
-        label=check_label(label or name),
-        is_break_glass=is_break_glass,
-    )
+        user_id=user.pk, kind=Kind.ED25519, keyid=thumbprint[:32], public_key=encode_bytes(spki), thumbprint=thumbprint,
+        label=check_label(label or name), is_break_glass=is_break_glass,
+    )  # fmt: skip
     return _add_key(key, owner=user.get_username(), actor=actor)
 
 
@@ -206,7 +161,6 @@ def read_public_line(line: str) -> tuple[bytes, str]:
 
 
 def check_label(label: str) -> str:
-    """Return a name for a key. Raises InvalidName."""
     text = label.strip()
     if not (0 < len(text) <= limits().governance.key_label_chars and text.isprintable()):
         raise InvalidName(f"A key needs a name of 1 to {limits().governance.key_label_chars} characters.", param="label")

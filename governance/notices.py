@@ -98,7 +98,6 @@ def list_requester_and_signers(op_id: uuid.UUID) -> set[str]:
 
 
 def _list_concerned(operation: Operation | None, event: str) -> set[str]:
-    """Return the user names of those whom an event concerns."""
     if operation is None:
         active = PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE).first()
         return set() if active is None else set(active.read_policy().groups)
@@ -114,17 +113,14 @@ def _list_concerned(operation: Operation | None, event: str) -> set[str]:
 
 
 def _list_able(operation: Operation) -> set[str]:
-    """Return who holds a key that may approve operations of that class."""
     is_break_glass = operation.op_class == BREAK_GLASS
     return {key.approver for key in operation.policy.read_policy().keys.values() if key.is_break_glass == is_break_glass}
 
 
 def _add(usernames: Iterable[str], event: str, *, operation: Operation | None) -> int:
     now = clock.now()
-    notices = [
-        Notice(operation=operation, event=event, webhook=webhook, due_at=now)
-        for webhook in WebhookEndpoint.objects.filter(is_active=True)
-    ]
+    hooks = WebhookEndpoint.objects.filter(is_active=True)
+    notices = [Notice(operation=operation, event=event, webhook=hook, due_at=now) for hook in hooks]
     if settings.NOTICE_SENDER:
         people = get_user_model().objects.filter(~Q(email=""), username__in=set(usernames), is_active=True)
         notices += [Notice(operation=operation, event=event, person=person, due_at=now) for person in people]
@@ -156,75 +152,51 @@ def write_message(notice: Notice) -> Message:
     """Return what the notice says as things stand now. Raises ApprovalError when the stored statement was tampered with."""
     event, _, which = notice.event.partition(".")
     if event in FLEET_EVENTS:
-        return _write_fleet_event(notice, event, AuditEvent.objects.get(pk=int(which)))
-    if notice.operation is None:
-        return _write_freeze(notice, event)
-    operation = notice.operation
+        page, context, members = _describe_fleet_event(AuditEvent.objects.get(pk=int(which)), event)
+    elif notice.operation is None:
+        freeze = Freeze.objects.filter(frozen_at__lte=notice.created_at).order_by("-frozen_at").first()
+        page, context, members = "approvals/", {"freeze": freeze}, {"frozenBy": freeze.frozen_by if freeze else ""}
+    else:
+        page, context, members = _describe_operation(notice.operation, event, which)
+    link = f"{settings.PUBLIC_URL.rstrip('/')}/{page}"
+    # The first line of a template is the subject.
+    written = render_to_string(f"notices/{event}.txt", {"event": event, "link": link, **context})
+    subject, _, text = written.strip().partition("\n")
+    body = {"id": str(notice.pk), "event": event, "operation": None, "link": link, **members}
+    return Message(" ".join(subject.split())[:200], text.strip() + "\n", body)
+
+
+Described = tuple[str, dict[str, object], dict[str, object]]
+"""Path of the page that a notice leads to, what its template reads, what a webhook gets."""
+
+
+def _describe_operation(operation: Operation, event: str, which: str) -> Described:
     run = _find_run(operation, which) if event in RUN_EVENTS else None
-    link = f"{settings.PUBLIC_URL.rstrip('/')}/approvals/{operation.pk}/"
     title, words = _find_title(operation), digest_words(bytes.fromhex(operation.digest))
     receipt = hashlib.sha256(run.receipt.encode()).hexdigest() if run is not None and run.receipt else ""
-    context = {
-        "event": event,
-        "operation": operation,
-        "title": title,
-        "words": words,
-        "link": link,
-        "run": run,
-        "receipt": receipt,
-    }
-    body: dict[str, object] = {
-        "id": str(notice.pk),
-        "event": event,
+    context = {"operation": operation, "title": title, "words": words, "run": run, "receipt": receipt}
+    members: dict[str, object] = {
         "operation": {
-            "id": format_id("op", operation.pk),
-            "operation": operation.operation,
-            "class": operation.op_class,
-            "state": operation.state,
-            "title": title,
-            "digest": operation.digest,
-            "words": words,
-            "requestedBy": operation.requested_by,
-            "expiresAt": int(operation.expires_at.timestamp()),
-        },
-        "link": link,
-    }
+            "id": format_id("op", operation.pk), "operation": operation.operation, "class": operation.op_class,
+            "state": operation.state, "title": title, "digest": operation.digest, "words": words,
+            "requestedBy": operation.requested_by, "expiresAt": int(operation.expires_at.timestamp()),
+        }
+    }  # fmt: skip
     if run is not None:
-        body["run"] = {"target": run.target, "state": run.state, "code": run.code, "receiptSha256": receipt}
-    return Message(*_render(event, context), body=body)
+        members["run"] = {"target": run.target, "state": run.state, "code": run.code, "receiptSha256": receipt}
+    return f"approvals/{operation.pk}/", context, members
 
 
-def _write_freeze(notice: Notice, event: str) -> Message:
-    freeze = Freeze.objects.filter(frozen_at__lte=notice.created_at).order_by("-frozen_at").first()
-    link = f"{settings.PUBLIC_URL.rstrip('/')}/approvals/"
-    by = freeze.frozen_by if freeze is not None else ""
-    body: dict[str, object] = {"id": str(notice.pk), "event": event, "operation": None, "link": link, "frozenBy": by}
-    return Message(*_render(event, {"event": event, "freeze": freeze, "link": link}), body=body)
-
-
-def _write_fleet_event(notice: Notice, event: str, audited: AuditEvent) -> Message:
-    is_of_node = event != "messages_unreadable"
-    link = f"{settings.PUBLIC_URL.rstrip('/')}/admin/"
-    if is_of_node:
-        link += f"nodes/node/{parse_id('node', audited.target)}/change/"
-    body: dict[str, object] = {
-        "id": str(notice.pk),
-        "event": event,
-        "operation": None,
-        **({"node": {"id": audited.target, "name": audited.detail["name"]}} if is_of_node else {}),
-        "at": int(audited.at.timestamp()),
-        **{member: audited.detail[member] for member in _FLEET_MEMBERS[event]},
-        "link": link,
-    }
+def _describe_fleet_event(audited: AuditEvent, event: str) -> Described:
+    page, detail = "admin/", audited.detail
+    members: dict[str, object] = {member: detail[member] for member in _FLEET_MEMBERS[event]}
+    members["at"] = int(audited.at.timestamp())
+    if event != "messages_unreadable":
+        page = f"admin/nodes/node/{parse_id('node', audited.target)}/change/"
+        members["node"] = {"id": audited.target, "name": detail["name"]}
     if audited.op_id:
-        body["operation"] = {"id": audited.op_id}
-    return Message(*_render(event, {"event": audited, "link": link}), body=body)
-
-
-def _render(event: str, context: Mapping[str, object]) -> tuple[str, str]:
-    """Return subject and text: the first line of a template is the subject."""
-    subject, _, text = render_to_string(f"notices/{event}.txt", dict(context)).strip().partition("\n")
-    return " ".join(subject.split())[:200], text.strip() + "\n"
+        members["operation"] = {"id": audited.op_id}
+    return page, {"event": audited}, members
 
 
 def _find_title(operation: Operation) -> str:
@@ -237,11 +209,10 @@ def _find_title(operation: Operation) -> str:
 
 def _find_run(operation: Operation, which: str) -> OperationRun | None:
     """Return the carrying out that a notice is about: ``<use>.<position>``, or the last one that ended."""
-    runs = operation.runs.filter(ended_at__isnull=False)
     use, _, position = which.partition(".")
     if position:
         return operation.runs.filter(use=int(use), position=int(position)).first()
-    return runs.order_by("-ended_at").first()
+    return operation.runs.filter(ended_at__isnull=False).order_by("-ended_at").first()
 
 
 # Sending
@@ -287,12 +258,9 @@ def _deliver(notice: Notice) -> bool:
     try:
         message = write_message(notice)
         if notice.webhook is not None:
-            post_notice(
-                url=notice.webhook.url,
-                secret=notice.webhook.secret,
-                body=json.dumps(dict(message.body), ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode(),
-                at=int(clock.unix_s()),
-            )
+            body = json.dumps(dict(message.body), ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
+            hook = notice.webhook
+            post_notice(url=hook.url, secret=hook.secret, body=body, at=int(clock.unix_s()))
         else:
             _send_mail(notice, message)
     except DeliveryFailed as failure:
@@ -321,12 +289,9 @@ def _send_mail(notice: Notice, message: Message) -> None:
 
 
 def _note_failure(notice: Notice, why: str) -> None:
-    now = clock.now()
-    pause = min(
-        timedelta(seconds=limits().governance.notice_pause_max_s),
-        timedelta(seconds=limits().governance.notice_pause_s) * 2 ** min(notice.attempt - 1, 10),
-    )
-    if now + pause - notice.created_at > timedelta(seconds=limits().governance.notice_give_up_s):
+    now, bounds = clock.now(), limits().governance
+    pause = timedelta(seconds=min(bounds.notice_pause_max_s, bounds.notice_pause_s * 2 ** min(notice.attempt - 1, 10)))
+    if now + pause - notice.created_at > timedelta(seconds=bounds.notice_give_up_s):
         _finish(notice, given_up_at=now, last_error=why)
         logger.error("notice_given_up notice=%s event=%s reason=%s", notice.pk, notice.event, why)
         return
@@ -334,7 +299,7 @@ def _note_failure(notice: Notice, why: str) -> None:
 
 
 def _finish(notice: Notice, *, last_error: str, **changes: datetime) -> bool:
-    """Write how an attempt ended, unless its lease ran out and another one has begun meanwhile."""
+    # Of an attempt whose lease ran out another one has begun meanwhile, and says how it ended.
     mine = Notice.objects.filter(pk=notice.pk, attempt=notice.attempt, sent_at=None, given_up_at=None)
     return bool(mine.update(lease_until=None, last_error=last_error[: limits().governance.notice_error_chars], **changes))
 
@@ -405,16 +370,14 @@ def sign_body(secret: str, body: bytes, *, at: int) -> str:
 
 
 def post_notice(*, url: str, secret: str, body: bytes, at: int) -> None:
-    """Post ``body`` once; each phase blocks for about ``webhook_s`` at most. Raises DeliveryFailed unless answered with 2xx.
-
-    The host is resolved once, and the address that was checked is the one dialled. Redirects are not followed.
-    """
+    """Post ``body`` once; each phase blocks for about ``webhook_s`` at most. Raises DeliveryFailed unless answered with 2xx."""
     import httpx  # 6 MB that most processes need for nothing
 
     try:
         target = parse_webhook_url(url)
     except InvalidWebhook as refusal:
         raise DeliveryFailed(refusal.message) from None
+    # The host is resolved once, and the address that was checked is the one dialled; a redirect would lead past the check.
     address = _resolve(target)
     path, _, query = target.path.partition("?")
     dialled = httpx.URL(scheme=target.scheme, host=address, port=target.port, path=path, query=query.encode() or None)
@@ -440,7 +403,6 @@ def post_notice(*, url: str, secret: str, body: bytes, at: int) -> None:
 
 
 def _resolve(target: Target) -> str:
-    """Return the address to dial. One refused address among several refuses the host."""
     literal = _read_literal(target.host)
     if literal is not None:
         return str(literal)
@@ -454,6 +416,7 @@ def _resolve(target: Target) -> str:
     except (OSError, UnicodeError):
         raise DeliveryFailed("the host name cannot be resolved") from None
     addresses = list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
+    # One refused address among several refuses the host: which one is dialled later is not ours to say.
     for text in addresses:
         _check_address(ipaddress.ip_address(text), target.scheme)
     if not addresses:
@@ -535,5 +498,4 @@ def remove_webhook(*, name: str, actor: str) -> WebhookEndpoint:
 
 
 def list_webhooks() -> list[WebhookEndpoint]:
-    """Return every webhook, removed ones included, by name."""
     return list(WebhookEndpoint.objects.order_by("name"))

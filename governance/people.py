@@ -19,13 +19,14 @@ from django.http import HttpRequest
 from core.limits import limits
 from governance.audit import record_event
 from governance.errors import NotPermitted, SignInRefused
-from governance.keys import NewKey, enrol_passkey, find_passkey, note_use
+from governance.keys import enrol_passkey, find_passkey, note_use
 from governance.models import ApproverKey, Invitation, PolicyVersion
 from governance.passwords import REFUSAL, book_code, book_try, forgive, has_app, spend_code
 from wire import clock
 
 if TYPE_CHECKING:
     from core.models import User
+    from governance.passkeys import NewPasskey
 
 PASSKEY_REFUSAL = "This passkey was not accepted. Use another one, or ask an administrator for an invitation."
 
@@ -152,7 +153,7 @@ def find_invitation(text: str) -> Invitation:
 
 
 @transaction.atomic
-def accept_invitation(*, text: str, passkey: NewKey, label: str) -> User:
+def accept_invitation(*, text: str, passkey: NewPasskey, label: str) -> User:
     """Spend the invitation, enrol the passkey, return the person. Raises SignInRefused, NotPermitted, InvalidName."""
     invitation = find_invitation(text)
     spent = Invitation.objects.filter(pk=invitation.pk, used_at__isnull=True, expires_at__gt=clock.now()).update(

@@ -85,7 +85,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class NotNow:
-    """It cannot be sent at the moment (the box is away): the run stays queued and is tried again."""
+    """It cannot be sent at the moment (the node is away): the run stays queued and is tried again."""
 
     reason: str
     retry_s: float = 5.0
@@ -93,7 +93,7 @@ class NotNow:
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    """How a token for a target is signed. ``level``: that of the box, L0, L1 or L2; ``audience``: its runner id."""
+    """How a token for a target is signed. ``level``: that of the node, L0, L1 or L2; ``audience``: its runner id."""
 
     level: str
     kid: str
@@ -109,7 +109,7 @@ class OperationKind(Protocol):
     title: str
     """For people, such as "Load a model"."""
     is_remote: bool
-    """Whether a box carries it out, which needs a token."""
+    """Whether a node carries it out, which needs a token."""
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
         """Return the request in the one form that is signed. Raises InvalidProposal naming the field at fault."""
@@ -124,13 +124,13 @@ class OperationKind(Protocol):
         """Return how tokens for ``target`` are signed; None when it takes none at the moment. Not called when not remote."""
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
-        """Do it, or send it on its way. Runs in a transaction; must not wait for a box. Sending twice must do no harm."""
+        """Do it, or send it on its way. Runs in a transaction; must not wait for a node. Sending twice must do no harm."""
 
 
 Choices = Mapping[str, object]
 """``{"targets": [(value, label)…], "params": [field…]}``. No ``targets``, or None: named by hand; empty: nothing to choose.
 
-``"targets_label"`` says what they are, such as "Boxes".
+``"targets_label"`` says what they are, such as "Nodes".
 
 A field is {"name", "label"} and, where it needs them: "kind" (text, number, checkbox, select, json); "choices"
 [(value, label)…] of a select, and "others", the label of a text field beside it for what is not in the list; "min" and "max"

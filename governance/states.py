@@ -38,9 +38,9 @@ class RunState(StrEnum):
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     UNKNOWN = "unknown"
-    """The box was cut off while it worked; what it has now decides."""
+    """The node was cut off while it worked; what it has now decides."""
     RESOLVED = "resolved"
-    """It had been unknown; what the box really has was looked up and is in the message."""
+    """It had been unknown; what the node really has was looked up and is in the message."""
     SKIPPED = "skipped"
     """Never begun: an earlier one of the batch failed, or the operation ended before."""
 
@@ -50,7 +50,7 @@ class RunEvent(StrEnum):
 
     DISPATCH = "dispatch"
     REQUEUE = "requeue"
-    """The box never heard of it: it is sent again."""
+    """The node never heard of it: it is sent again."""
     PROGRESS = "progress"
     SUCCEED = "succeed"
     FAIL = "fail"
@@ -100,14 +100,6 @@ RUNS: dict[tuple[RunState, RunEvent], RunState] = {
 OPEN_RUNS = frozenset({_R.QUEUED, _R.DISPATCHED, _R.EXECUTING, _R.UNKNOWN})
 FINAL_RUNS = frozenset(RunState) - OPEN_RUNS
 FINAL_APPROVALS = frozenset({_A.REJECTED, _A.EXPIRED, _A.CANCELLED, _A.BLOCKED})
-
-
-def next_approval(state: ApprovalState, event: ApprovalEvent) -> ApprovalState:
-    """Return the state after ``event``. Raises IllegalTransition."""
-    found = APPROVALS.get((state, event))
-    if found is None:
-        raise IllegalTransition(f"{event} does not happen to an operation that is {state}")
-    return found
 
 
 def next_run(state: RunState, event: RunEvent) -> RunState:

@@ -1,4 +1,4 @@
-"""Background work of governance. A task is a bell: it carries an id at most, and rows say what is to do."""
+"""Background work of governance. A task carries an id at most; rows say what is to do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def work(run_id: str) -> bool:
 
 @shared_task(name="governance.tasks.deliver_notices")  # type: ignore[untyped-decorator]  # Celery ships no types
 def deliver_notices() -> int:
-    """Send notices that are due."""
     return deliver_due(50)
 
 

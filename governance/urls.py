@@ -18,14 +18,12 @@ class OperationIdConverter:
     regex = "op_[0-9a-f]{32}|[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 
     def to_python(self, value: str) -> uuid.UUID:
-        """Return the id. The pattern lets nothing else through."""
         found = parse_id("op", value)
         if found is None:
             raise ValueError(value)
         return found
 
     def to_url(self, value: uuid.UUID) -> str:
-        """Return the bare form."""
         return str(value)
 
 

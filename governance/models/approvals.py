@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 from django.conf import settings
 from django.db import models
 
+from core.limits import limits
 from governance.models.people import ApproverKey
 from governance.states import ApprovalState, RunState
 from wire.ids import format_id, new_uuid7
-from wire.optoken.approval import Policy, Statement, policy_words, read_policy, read_statement
+from wire.optoken.approval import (
+    ApprovalError,
+    Policy,
+    Statement,
+    decode_bytes,
+    policy_words,
+    read_canonical,
+    read_policy,
+    read_statement,
+)
 
 # Signed bytes are read several times in one transaction and for each line of a list; what they say never changes.
 _read_statement = lru_cache(maxsize=512)(read_statement)
@@ -201,6 +212,20 @@ class OperationRun(models.Model):
 
     def __str__(self) -> str:
         return f"{self.operation} on {self.target}"
+
+    @property
+    def percent(self) -> int | None:
+        """How much of it is done; None before it says."""
+        return 100 if self.state == RunState.SUCCEEDED else None if self.fraction is None else round(100 * self.fraction)
+
+    @property
+    def receipt_members(self) -> Mapping[str, object] | None:
+        """What the receipt says, without a look at its signature: for showing. None when there is none that can be read."""
+        try:
+            members = read_canonical(decode_bytes(self.receipt), limit=limits().governance.receipt_bytes).get("receipt")
+        except ApprovalError:
+            return None
+        return members if isinstance(members, dict) else None
 
 
 class Freeze(models.Model):

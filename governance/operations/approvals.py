@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timedelta
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 
 from django.db import connection, transaction
 from django.db.models import Exists, F, Max, OuterRef, Q, QuerySet
@@ -18,20 +18,12 @@ from django.db.models.functions import Coalesce
 
 from core.hints import publish_hint
 from core.limits import limits
-from governance.audit import record_event
-from governance.errors import ApprovalRefused, InvalidProposal, NotPermitted, OperationNotFound, StateChanged
+from governance.audit import Detail, record_event
+from governance.errors import ApprovalRefused, InvalidProposal, OperationNotFound, StateChanged
 from governance.models import Decision, Freeze, Operation, OperationRun, PolicyVersion
 from governance.notices import notify
 from governance.operations.evidence import is_met, list_lasting_proofs
-from governance.states import (
-    FINAL_RUNS,
-    OPEN_RUNS,
-    ApprovalEvent,
-    ApprovalState,
-    IllegalTransition,
-    RunState,
-    next_approval,
-)
+from governance.states import APPROVALS, FINAL_RUNS, OPEN_RUNS, ApprovalEvent, ApprovalState, RunState
 from wire import clock
 from wire.ids import format_id
 from wire.optoken.approval import BREAK_GLASS, ApprovalError, Policy
@@ -54,19 +46,11 @@ _ENDINGS = {
 
 
 def find_operation(op_id: uuid.UUID, *, lock: bool = False) -> Operation:
-    """Return an operation with its policy, decisions and runs; ``lock``: until the transaction ends.
-
-    Raises OperationNotFound.
-    """
+    """Return an operation with its policy, decisions and runs, locked if so. Raises OperationNotFound."""
     operation = _select(op_id, lock=lock, skip_locked=False)
     if operation is None:
         raise OperationNotFound(f"There is no operation {format_id('op', op_id)}.", param="op_id")
     return operation
-
-
-def take_operation(op_id: uuid.UUID) -> Operation | None:
-    """Return an operation locked, or None when somebody else holds it: for sweeps, which come again."""
-    return _select(op_id, lock=True, skip_locked=True)
 
 
 def _select(op_id: uuid.UUID, *, lock: bool, skip_locked: bool) -> Operation | None:
@@ -91,7 +75,6 @@ def lock_run(run_id: uuid.UUID) -> OperationRun | None:
 
 
 def require_state(operation: Operation, *states: ApprovalState) -> None:
-    """Raise StateChanged unless the operation is in one of the states."""
     if ApprovalState(operation.state) not in states:
         why = f" ({operation.state_reason})" if operation.state_reason else ""
         raise StateChanged(
@@ -128,21 +111,19 @@ def require_current(operation: Operation) -> None:
 
 
 def read_freeze() -> Freeze | None:
-    """Return the freeze in force, if there is one."""
     return Freeze.objects.filter(lifted_at=None).first()
 
 
 # Moves and ends
 
 
-def move_approval(operation: Operation, event: ApprovalEvent, *, reason: str = "", at: datetime | None = None) -> None:
+def move_approval(operation: Operation, event: ApprovalEvent, *, reason: str = "") -> None:
     """Move the approval of a locked operation on. Raises StateChanged when the event does not happen in its state."""
     old = ApprovalState(operation.state)
-    try:
-        new = next_approval(old, event)
-    except IllegalTransition:
-        raise StateChanged(f"This operation is {old.value} already; look at it again.", param="op_id") from None
-    now = at or clock.now()
+    new = APPROVALS.get((old, event))
+    if new is None:
+        raise StateChanged(f"This operation is {old.value} already; look at it again.", param="op_id")
+    now = clock.now()
     changes: dict[str, object] = {"state": new.value, "state_reason": reason[:300], "updated_at": now}
     changes["decided_at"] = None if new is ApprovalState.PENDING else now
     if not Operation.objects.filter(pk=operation.pk, state=old.value).update(**changes):
@@ -153,10 +134,8 @@ def move_approval(operation: Operation, event: ApprovalEvent, *, reason: str = "
 
 
 def require_nothing_on_its_way(operation: Operation) -> None:
-    """Raise StateChanged once anything was sent on its way: from then on only another operation undoes it.
-
-    Between two uses of a standing approval nothing is on its way, so it can be ended then.
-    """
+    """Raise StateChanged once anything was sent on its way: from then on only another operation undoes it."""
+    # Between two uses of a standing approval nothing is on its way, so it can be ended then.
     if operation.dispatched_at is None or is_idle_standing(operation):
         return
     if operation.max_uses > 1:
@@ -166,8 +145,7 @@ def require_nothing_on_its_way(operation: Operation) -> None:
 
 def is_idle_standing(operation: Operation) -> bool:
     """Return whether it is a standing approval of which no use is being carried out."""
-    is_open = [state.value for state in OPEN_RUNS]
-    return operation.max_uses > 1 and not OperationRun.objects.filter(operation=operation, state__in=is_open).exists()
+    return operation.max_uses > 1 and not OperationRun.objects.filter(operation=operation, state__in=_OPEN).exists()
 
 
 def end_operation(
@@ -182,19 +160,13 @@ def end_operation(
     if operation.adopts_id is not None:
         drafts = PolicyVersion.objects.filter(pk=operation.adopts_id, state=PolicyVersion.State.DRAFT)
         drafts.update(state=PolicyVersion.State.DROPPED)
-    record_event(
-        actor=actor, action=_ENDINGS[event], target=operation.printed_id, op_id=operation.printed_id,
-        detail={"digest": operation.digest},
-    )  # fmt: skip
+    audit_operation(operation, _ENDINGS[event], actor=actor, detail={"digest": operation.digest})
     if notice:
         tell(operation, notice)
 
 
-def skip_runs(operation: Operation, reason: str, *, code: str = "", after: OperationRun | None = None) -> int:
-    """End the runs of a locked operation that have not begun, each with its event; ``after``: only those behind it in its use.
-
-    Returns how many there were.
-    """
+def skip_runs(operation: Operation, reason: str, *, code: str = "", after: OperationRun | None = None) -> None:
+    """End the runs of a locked operation that have not begun; ``after``: only those behind it in its use."""
     waiting = OperationRun.objects.select_for_update(no_key=True).filter(operation=operation, state=RunState.QUEUED.value)
     if after is not None:
         waiting = waiting.filter(use=after.use, position__gt=after.position)
@@ -205,15 +177,15 @@ def skip_runs(operation: Operation, reason: str, *, code: str = "", after: Opera
         audit_run(run, operation, "operation.run.skipped", {"code": code, "receipt": False})
     if skipped:
         publish_hint("operations", str(operation.pk))
-    return len(skipped)
 
 
-def audit_run(run: OperationRun, operation: Operation, action: str, detail: dict[str, object]) -> None:
-    """Write an event of a run into the audit trail."""
-    record_event(
-        actor=SYSTEM, action=action, target=operation.printed_id, op_id=operation.printed_id,
-        detail={"target": run.target, "use": run.use, "digest": operation.digest, **detail},
-    )  # fmt: skip
+def audit_operation(operation: Operation, action: str, *, actor: str = SYSTEM, detail: Detail | None = None) -> None:
+    record_event(actor=actor, action=action, target=operation.printed_id, op_id=operation.printed_id, detail=detail)
+
+
+def audit_run(run: OperationRun, operation: Operation, action: str, detail: Detail) -> None:
+    about = {"target": run.target, "use": run.use, "digest": operation.digest}
+    audit_operation(operation, action, detail={**about, **detail})
 
 
 def tell(operation: Operation | None, event: str, *, run: OperationRun | None = None) -> None:
@@ -235,16 +207,12 @@ def tell_when_over(operation: Operation, run: OperationRun) -> None:
 # Approvals that do not suffice any more
 
 
-def fall_short_if_needed(operation: Operation) -> bool:
-    """Move an approved operation back to pending when its approvals do not suffice any more; whether they do not."""
+def fall_short_if_needed(operation: Operation) -> None:
+    """Move an approved operation back to pending when its approvals do not suffice any more."""
     if operation.state != ApprovalState.APPROVED.value or is_met(operation):
-        return False
+        return
     move_approval(operation, ApprovalEvent.FALL_SHORT)
-    record_event(
-        actor=SYSTEM, action="operation.fall_short", target=operation.printed_id, op_id=operation.printed_id,
-        detail={"digest": operation.digest},
-    )  # fmt: skip
-    return True
+    audit_operation(operation, "operation.fall_short", detail={"digest": operation.digest})
 
 
 def list_void(operation: Operation) -> list[Decision]:
@@ -252,24 +220,19 @@ def list_void(operation: Operation) -> list[Decision]:
     return [d for d in operation.decisions.all() if d.void_at is not None and d.withdrawn_at is None]
 
 
-def drop_void(operation: Operation) -> Sequence[Decision]:
-    """Withdraw the approvals of revoked keys and deactivated people from a locked operation that is not on its way.
-
-    What a box was sent before holds, since only a new policy tells boxes of it. Returns the decisions that were withdrawn.
-    """
+def drop_void(operation: Operation) -> None:
+    """Withdraw the approvals of revoked keys and deactivated people from a locked operation that is not on its way."""
+    # What a node was sent before holds, since only a new policy tells nodes of a key.
     void, now = list_void(operation), clock.now()
     for decision in void:
         decision.withdrawn_at = now
         decision.save(update_fields=["withdrawn_at"])
         is_revoked = decision.key is not None and decision.key.revoked_at is not None
-        record_event(
-            actor=SYSTEM, action="operation.withdraw", target=operation.printed_id, op_id=operation.printed_id,
-            detail={"decision": decision.pk, "why": "key_revoked" if is_revoked else "person_inactive"},
-        )  # fmt: skip
+        why = "key_revoked" if is_revoked else "person_inactive"
+        audit_operation(operation, "operation.withdraw", detail={"decision": decision.pk, "why": why})
     if void:
         publish_hint("operations", str(operation.pk))
         fall_short_if_needed(operation)
-    return void
 
 
 # Break-glass: no second use before somebody who had no part in the first has looked at it
@@ -283,23 +246,13 @@ def list_unreviewed() -> QuerySet[Operation]:
 
 
 def explain_unreviewed(*, but: Operation | None = None) -> str:
-    """Return what keeps break-glass from being used, "" = nothing; ``but``: the operation that asks.
-
-    Others who ask wait until the transaction ends: of two uses at once, the second one sees the first.
-    """
+    """Return what keeps break-glass from being used, "" = nothing; ``but``: the operation that asks."""
+    # Others who ask wait until the transaction ends: of two uses at once, the second one sees the first.
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_REVIEW_LOCK])
     rows = list_unreviewed() if but is None else list_unreviewed().exclude(pk=but.pk)
     found = rows.first()
-    if found is None:
-        return ""
-    return f"The last break-glass, {found.printed_id}, has not been reviewed; propose its review first."
-
-
-def require_reviewed() -> None:
-    """Raise NotPermitted while a use of break-glass has not been reviewed."""
-    if why := explain_unreviewed():
-        raise NotPermitted(why, param="op_class")
+    return f"The last break-glass, {found.printed_id}, has not been reviewed; propose its review first." if found else ""
 
 
 def list_users(used: Operation) -> frozenset[str]:
@@ -309,17 +262,13 @@ def list_users(used: Operation) -> frozenset[str]:
 
 
 def explain_own_review(review: Operation, policy: Policy, names: Iterable[str]) -> str:
-    """Return why these people cannot sign an operation because it reviews what they used, "" = that does not hinder them.
-
-    A class in which the requester counts (solo) says openly that nobody else need look, and hinders nobody.
-    """
+    """Return why these people cannot sign an operation because it reviews what they used, "" = that does not hinder them."""
+    # A class in which the requester counts (solo) says openly that nobody else need look, and hinders nobody.
     rules = policy.classes.get(review.op_class)
     if review.operation != REVIEW or review.reviews is None or (rules is not None and rules.solo):
         return ""
     own = sorted(list_users(review.reviews).intersection(names))
-    if not own:
-        return ""
-    return f"{', '.join(own)} used {review.reviews.printed_id}, so somebody else must review it."
+    return f"{', '.join(own)} used {review.reviews.printed_id}, so somebody else must review it." if own else ""
 
 
 def require_reviewers(used: Operation, *, policy: Policy, op_class: str, proposer_name: str) -> None:
@@ -354,11 +303,9 @@ def is_anything_open() -> bool:
 
 
 def block_stale() -> int:
-    """Block what was asked for under a policy that is no longer active and is not on its way; returns how many.
-
-    Not the very change that put the active one in force: it is being carried out.
-    """
+    """Block what was asked for under a policy that is no longer active and is not on its way; returns how many."""
     gone = [PolicyVersion.State.SUPERSEDED, PolicyVersion.State.DROPPED]
+    # Not the very change that put the active one in force: it is being carried out.
     stale = _not_on_its_way().filter(policy__state__in=gone).exclude(adopts__state=PolicyVersion.State.ACTIVE)
     return _end_each(stale, ApprovalEvent.BLOCK, notice="blocked", reason="the policy changed meanwhile")
 
@@ -385,29 +332,25 @@ def _expire() -> int:
 
 
 def _drop_void() -> int:
-    """Take approvals out whose key was revoked or whose person was deactivated."""
     void = Decision.objects.filter(void_at__isnull=False, withdrawn_at=None)
     rows = _not_on_its_way().filter(pk__in=void.values("operation"))
-    return _each(rows, lambda operation: bool(drop_void(operation)))
+    return _each(rows, drop_void)
 
 
 def _end_each(rows: QuerySet[Operation], event: ApprovalEvent, *, notice: str, reason: str) -> int:
-    def end(operation: Operation) -> bool:
-        end_operation(operation, event, reason=reason, notice=notice)
-        return True
-
-    return _each(rows, end)
+    return _each(rows, lambda operation: end_operation(operation, event, reason=reason, notice=notice))
 
 
-def _each(rows: QuerySet[Operation], change: Callable[[Operation], bool]) -> int:
+def _each(rows: QuerySet[Operation], change: Callable[[Operation], object]) -> int:
     """Change every operation that is among the rows still once it is locked; returns how many were."""
     changed = 0
     for op_id in list(rows.order_by("requested_at").values_list("pk", flat=True)[: limits().governance.sweep_batch]):
         with transaction.atomic():
-            operation = take_operation(op_id)
+            operation = _select(op_id, lock=True, skip_locked=True)
             # An approval may have been counted between the look and the lock.
             if operation is not None and rows.filter(pk=op_id).exists():
-                changed += change(operation)
+                change(operation)
+                changed += 1
     return changed
 
 

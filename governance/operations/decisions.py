@@ -1,4 +1,4 @@
-"""What approvers do: approve with a proof, reject, withdraw. Every check that a box makes of a proof is made here first."""
+"""What approvers do: approve with a proof, reject, withdraw. Every check that a node makes of a proof is made here first."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from django.db import transaction
 
 from core.hints import publish_hint
 from core.limits import limits
-from governance.audit import record_event
 from governance.errors import ApprovalRefused, NotPermitted, StateChanged
 from governance.models import ApproverKey, Decision, Operation
 from governance.operations.approvals import (
+    audit_operation,
     drop_void,
     end_operation,
     explain_own_review,
@@ -77,21 +77,23 @@ def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], brough
         brought_by=brought_by, comment=comment.strip()[:limits().governance.decision_comment_chars],
     )  # fmt: skip
     ApproverKey.objects.filter(pk=key.pk).update(last_used_at=now)
-    record_event(
-        actor=f"user:{user.get_username()}", action="operation.approve", target=operation.printed_id,
-        op_id=operation.printed_id,
-        detail={"digest": operation.digest, "key": key.thumbprint[:16], "kind": key.kind, "brought_by": brought_by},
-    )  # fmt: skip
+    detail = {"digest": operation.digest, "key": key.thumbprint[:16], "kind": key.kind, "brought_by": brought_by}
+    audit_operation(operation, "operation.approve", actor=f"user:{user.get_username()}", detail=detail)
     publish_hint("operations", str(operation.pk))
     operation = find_operation(op_id)
     if is_met(operation):
-        _meet(operation)
+        # The runs are planned and a worker is woken in the transaction of the last approval.
+        move_approval(operation, ApprovalEvent.MEET)
+        audit_operation(operation, "operation.approved", detail={"digest": operation.digest})
+        tell(operation, "approved")
+        if operation.max_uses == 1:
+            plan_runs(operation, use=1, started_by=operation.requested_by)
     return operation
 
 
 @transaction.atomic
 def reject(*, op_id: uuid.UUID, user: User, comment: str) -> Operation:
-    """Say no, with a reason; needs no signature, since it is the safe direction. Ends the operation when enough people do.
+    """Say no, with a reason. Ends the operation when enough people do.
 
     Raises OperationNotFound, StateChanged, NotPermitted, ApprovalRefused.
     """
@@ -99,24 +101,21 @@ def reject(*, op_id: uuid.UUID, user: User, comment: str) -> Operation:
     operation = find_operation(op_id, lock=True)
     require_state(operation, ApprovalState.PENDING, ApprovalState.APPROVED)
     require_nothing_on_its_way(operation)
-    policy = operation.policy.read_policy()
-    _require_approver(user, policy, find_new_policy(operation.read_statement()))
+    policy, new = operation.policy.read_policy(), find_new_policy(operation.read_statement())
+    if not any(user.get_username() in each.groups for each in (policy, new) if each is not None):
+        raise NotPermitted("The policy does not name you as an approver.", param="op_id")
     why = comment.strip()
     if not why:
         raise ApprovalRefused("Say why you reject it; whoever asked will read that.", rule="reason_missing", param="comment")
     if user.get_username() == operation.requested_by:
         raise NotPermitted("You asked for this; cancel it instead.", param="op_id")
     _withdraw_own(operation, user)
+    # No signature: saying no is the safe direction.
     Decision.objects.create(
-        operation=operation,
-        person=user,
-        person_name=user.get_username(),
-        is_approval=False,
+        operation=operation, person=user, person_name=user.get_username(), is_approval=False,
         comment=why[: limits().governance.decision_comment_chars],
-    )
-    record_event(
-        actor=f"user:{user.get_username()}", action="operation.reject", target=operation.printed_id, op_id=operation.printed_id
-    )
+    )  # fmt: skip
+    audit_operation(operation, "operation.reject", actor=f"user:{user.get_username()}")
     publish_hint("operations", str(operation.pk))
     operation = find_operation(op_id)
     if count_rejections(list(operation.decisions.all())) >= policy.classes[operation.op_class].deny_threshold:
@@ -151,25 +150,8 @@ def _withdraw_own(operation: Operation, user: User) -> bool:
     own = Decision.objects.filter(operation=operation, person=user, withdrawn_at=None)
     if not own.update(withdrawn_at=clock.now()):
         return False
-    record_event(
-        actor=f"user:{user.get_username()}",
-        action="operation.withdraw",
-        target=operation.printed_id,
-        op_id=operation.printed_id,
-    )
+    audit_operation(operation, "operation.withdraw", actor=f"user:{user.get_username()}")
     return True
-
-
-def _meet(operation: Operation) -> None:
-    """The policy is satisfied: plan the runs and ring for a worker, all in the transaction of the last approval."""
-    move_approval(operation, ApprovalEvent.MEET)
-    record_event(
-        actor="system:governance", action="operation.approved", target=operation.printed_id, op_id=operation.printed_id,
-        detail={"digest": operation.digest},
-    )  # fmt: skip
-    tell(operation, "approved")
-    if operation.max_uses == 1:
-        plan_runs(operation, use=1, started_by=operation.requested_by)
 
 
 def require_active(user: User) -> None:
@@ -189,10 +171,8 @@ def _find_key(user: User, proof: Mapping[str, object]) -> ApproverKey:
 
 
 def _require_not_withdrawn(operation: Operation, key: ApproverKey, proof: Mapping[str, object]) -> None:
-    """Raise ApprovalRefused for a checked proof that stood once and was taken back, or dropped with its key or person.
-
-    Everybody who may look at the operation could bring it again.
-    """
+    """Raise ApprovalRefused for a checked proof that stood once and was taken back, or dropped with its key or person."""
+    # Everybody who may look at the operation could bring it again.
     past = [d.proof for d in operation.decisions.all() if d.withdrawn_at and d.proof and d.key_id == key.pk]
     if _identify_signature(key, proof) in {_identify_signature(key, each) for each in past}:
         raise ApprovalRefused(
@@ -205,20 +185,12 @@ def _require_not_withdrawn(operation: Operation, key: ApproverKey, proof: Mappin
 
 
 def _identify_signature(key: ApproverKey, proof: Mapping[str, object]) -> bytes | int:
-    """Return what two proofs of a key have in common exactly when its owner signed once.
-
-    Of ECDSA it is the first number alone: whoever sees a signature can compute a second one with the same first number.
-    """
+    """Return what two proofs of a key have in common exactly when its owner signed once."""
     signature = decode_bytes(proof["signature"])
     if isinstance(load_public_key(decode_bytes(key.public_key)), EllipticCurvePublicKey):
+        # Whoever sees an ECDSA signature can compute a second one; both have the same first number.
         return decode_dss_signature(signature)[0]
     return signature
-
-
-def _require_approver(user: User, policy: Policy, new: Policy | None) -> None:
-    name = user.get_username()
-    if name not in policy.groups and (new is None or name not in new.groups):
-        raise NotPermitted("The policy does not name you as an approver.", param="op_id")
 
 
 def _check(statement: Statement, proofs: list[dict[str, object]], policy: Policy, new: Policy | None) -> None:

@@ -8,14 +8,7 @@ from governance.errors import NeedsApproval, NoPolicy
 from governance.models import Decision, Operation, OperationRun, PolicyVersion
 from governance.registry import RunOrder
 from governance.states import ApprovalState, RunState
-from wire.optoken.approval import (
-    POLICY_CHANGE,
-    ApprovalError,
-    Policy,
-    Statement,
-    judge,
-    select_proofs,
-)
+from wire.optoken.approval import POLICY_CHANGE, ApprovalError, Policy, Statement, judge, select_proofs
 
 
 def is_stopped_by_failure(operation: Operation) -> bool:
@@ -99,7 +92,6 @@ def require_approval(operation: str, *, order: RunOrder | None, instead: str = "
     """Let a governed change pass when it carries out an approved run of that operation. Raises NeedsApproval.
 
     ``instead``: a sentence that names what is allowed without approval, "" = nothing that is like it.
-    Before the first policy there is nobody who could approve, so the operator decides alone; the audit trail says so.
     """
     if order is not None:
         run = OperationRun.objects.select_related("operation").filter(pk=order.run_id).first()
@@ -113,6 +105,7 @@ def require_approval(operation: str, *, order: RunOrder | None, instead: str = "
         ):
             return
     elif not is_governed():
+        # Before the first policy nobody could approve, so the operator decides alone; the audit log says so.
         return
     words = f"This needs approval: propose {operation} under Approvals, and others sign it."
     raise NeedsApproval(f"{words} {instead}".strip(), param="operation")

@@ -19,17 +19,15 @@ CONTROL_PLANE = "control-plane"
 
 
 class _Local:
-    """What operations of the control plane itself share: no box, no token."""
+    """What operations of the control plane itself share: no node, no token."""
 
     is_remote: ClassVar[bool] = False
 
     def find_signer(self, target: str) -> Signer | None:
-        """Return None: there is nothing to sign a token for."""
         del target
         return None
 
     def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
-        """Return nothing: the description says it all."""
         del targets, params
         return ()
 
@@ -93,7 +91,6 @@ class Unfreeze(_Local):
     title = "Lift the freeze"
 
     def choices(self) -> Mapping[str, object]:
-        """Return what the page that proposes offers: nothing is to be chosen."""
         return {"targets": [], "params": []}
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
@@ -130,7 +127,6 @@ class BreakGlassReview(_Local):
     title = "Review a break-glass use"
 
     def choices(self) -> Mapping[str, object]:
-        """Return what the page that proposes offers: the operation is named by its id."""
         return {"params": []}
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
@@ -168,7 +164,6 @@ class AdminTokenMint(_Local):
     title = "Make an admin token"
 
     def choices(self) -> Mapping[str, object]:
-        """Return what the page that proposes offers."""
         return {"targets": [], "params": [{"name": "name", "label": "Name of the token", "help": "What it is for."}]}
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:

@@ -15,12 +15,12 @@ from django.db import IntegrityError, transaction
 from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
-from governance.checkpoints import log_public_key
+from governance.checkpoints import log_keys
 from governance.errors import Frozen, InvalidProposal, NotPermitted, StateChanged
 from governance.models import ApproverKey, Freeze, Operation, PolicyVersion
 from governance.operations.approvals import block_stale, tell
 from governance.operations.evidence import active_policy, require_policy
-from governance.operations.proposals import Proposer, add_operation, hold_proposer, name_actor, require_few, require_proposer
+from governance.operations.proposals import Proposer, add_operation, hold_proposer, require_few, require_proposer
 from wire import clock
 from wire.ids import new_uuid7
 from wire.optoken.approval import POLICY_CHANGE, ApprovalError, decode_bytes, read_policy
@@ -80,7 +80,7 @@ def draft_policy(
             expires_at=int((expires_at or now + timedelta(seconds=limits().governance.policy_life_s)).timestamp()),
             origins=[f"{origin.scheme}://{origin.netloc}"],
             rp_ids=[origin.hostname or "localhost"],
-            log_keys=[log_public_key()] if settings.GOVERNANCE_LOG_KEY else [],
+            log_keys=[str(key) for key in log_keys()],
             approvers=[_make_approver(choice) for choice in approvers],
             classes=wanted,
         )
@@ -88,13 +88,12 @@ def draft_policy(
         raise InvalidProposal(f"This policy cannot be used: {error}.", param="approvers") from None
     policy = read_policy(document)
     row, is_new = PolicyVersion.objects.get_or_create(
-        sha256=policy.ref.sha256,
-        defaults={"version": policy.ref.version, "document": document, "created_by": proposer.name},
+        sha256=policy.ref.sha256, defaults={"version": policy.ref.version, "document": document, "created_by": proposer.name}
     )
     if not is_new:
         raise InvalidProposal("The very same policy was drafted before; approve that one.", param="approvers")
     record_event(
-        actor=name_actor(proposer), action="policy.draft", target=f"policy version {policy.ref.version}",
+        actor=proposer.actor, action="policy.draft", target=f"policy version {policy.ref.version}",
         detail={"sha256": policy.ref.sha256},
     )  # fmt: skip
     return add_operation(
@@ -105,7 +104,6 @@ def draft_policy(
         reason=reason,
         proposer=proposer,
         policy_row=found[0] if found else row,
-        policy=found[1] if found else policy,
         adopts=row,
     )
 
@@ -153,7 +151,7 @@ def list_policy_versions() -> list[PolicyVersion]:
 
 @transaction.atomic
 def freeze(*, user: User, reason: str) -> Freeze:
-    """Send nothing on its way any more but an unfreeze or a policy-change; what boxes do already goes on.
+    """Send nothing on its way any more but an unfreeze or a policy-change; what nodes do already goes on.
 
     Any approver of the active policy may.
 
@@ -175,7 +173,8 @@ def freeze(*, user: User, reason: str) -> Freeze:
 
 
 def name_freeze(row: Freeze) -> dict[str, object]:
-    """Return what a statement names a freeze by. Its number alone would not do: a restored database gives numbers again."""
+    """Return what a statement names a freeze by."""
+    # Its number alone would not do: a restored database gives numbers again.
     return {"freeze": row.pk, "frozenBy": row.frozen_by, "frozenAt": int(row.frozen_at.timestamp())}
 
 

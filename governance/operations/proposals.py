@@ -16,11 +16,11 @@ from django.db.models import Max, Q
 
 from core.hints import publish_hint
 from core.limits import limits
-from governance.audit import record_event
 from governance.errors import ApprovalRefused, Frozen, InvalidProposal, NotPermitted, StateChanged, TooManyOpen
 from governance.models import Operation, OperationRun, PolicyVersion
 from governance.operations.approvals import (
     REVIEW,
+    audit_operation,
     end_operation,
     explain_unreviewed,
     find_operation,
@@ -30,7 +30,6 @@ from governance.operations.approvals import (
     read_freeze,
     require_current,
     require_nothing_on_its_way,
-    require_reviewed,
     require_reviewers,
     require_state,
     tell,
@@ -54,6 +53,11 @@ class Proposer:
 
     name: str
     user_id: int | None = None
+
+    @property
+    def actor(self) -> str:
+        """The proposer as the audit log writes one."""
+        return self.name if self.name.startswith(OWNERLESS) else f"user:{self.name}"
 
 
 @transaction.atomic
@@ -97,7 +101,8 @@ def propose(
     if wanted == BREAK_GLASS:
         if max_uses != 1:
             raise InvalidProposal("A break-glass is used once and then reviewed; ask again for the next use.", param="max_uses")
-        require_reviewed()
+        if why := explain_unreviewed():
+            raise NotPermitted(why, param="op_class")
     reviewed = _find_reviewed(operation, request.targets, reviews)
     if reviewed is not None:
         require_reviewers(reviewed, policy=policy, op_class=wanted, proposer_name=proposer.name)
@@ -109,7 +114,6 @@ def propose(
         reason=reason,
         proposer=proposer,
         policy_row=row,
-        policy=policy,
         not_before=not_before,
         not_after=not_after,
         max_uses=max_uses,
@@ -128,7 +132,6 @@ def add_operation(
     reason: str,
     proposer: Proposer,
     policy_row: PolicyVersion,
-    policy: Policy,
     not_before: datetime | None = None,
     not_after: datetime | None = None,
     max_uses: int = 1,
@@ -138,7 +141,7 @@ def add_operation(
     idempotency_key: str | None = None,
 ) -> Operation:
     """Build the statement and store it, inside the caller's transaction. Raises InvalidProposal naming the field at fault."""
-    why = reason.strip()
+    policy, why = policy_row.read_policy(), reason.strip()
     if not why or len(why) > limits().governance.operation_reason_chars:
         raise InvalidProposal(f"Say why, in 1 to {limits().governance.operation_reason_chars} characters.", param="reason")
     rules = policy.classes.get(op_class)
@@ -187,13 +190,9 @@ def add_operation(
             found.save(force_insert=True)
     except IntegrityError:
         raise StateChanged("The same was asked for at the same moment; look at it again.", param="idempotency_key") from None
-    record_event(
-        actor=name_actor(proposer), action="operation.propose", target=found.printed_id, op_id=found.printed_id,
-        detail={
-            "operation": operation, "class": op_class, "targets": list(targets), "digest": found.digest,
-            "policy": policy.ref.version,
-        },
-    )  # fmt: skip
+    asked = {"operation": operation, "class": op_class, "targets": list(targets)}
+    detail = {**asked, "digest": found.digest, "policy": policy.ref.version}
+    audit_operation(found, "operation.propose", actor=proposer.actor, detail=detail)
     tell(found, "break_glass" if op_class == BREAK_GLASS else "proposed")
     publish_hint("operations", str(found.pk))
     return found
@@ -209,13 +208,13 @@ def cancel(*, op_id: uuid.UUID, proposer: Proposer) -> Operation:
     if operation.requested_by != proposer.name:
         raise NotPermitted(f"Only {operation.requested_by} can cancel this; an approver can reject it.", param="op_id")
     require_nothing_on_its_way(operation)
-    end_operation(operation, ApprovalEvent.CANCEL, reason=f"cancelled by {proposer.name}", actor=name_actor(proposer))
+    end_operation(operation, ApprovalEvent.CANCEL, reason=f"cancelled by {proposer.name}", actor=proposer.actor)
     return operation
 
 
 @transaction.atomic
 def use_approval(*, op_id: uuid.UUID, proposer: Proposer) -> list[OperationRun]:
-    """Carry a standing approval out once more and return the runs. The box counts as well.
+    """Carry a standing approval out once more and return the runs. The node counts as well.
 
     Whoever may ask for operations of its class may use it. Raises OperationNotFound, StateChanged, NotPermitted,
     ApprovalRefused (not a standing one, used up, a new policy, an approver's key revoked since, not reviewed), Frozen.
@@ -243,16 +242,8 @@ def use_approval(*, op_id: uuid.UUID, proposer: Proposer) -> list[OperationRun]:
         raise StateChanged("Its last use has not ended; wait for that.", param="op_id")
     if operation.op_class == BREAK_GLASS and (why := explain_unreviewed()):
         raise ApprovalRefused(why, rule="not_reviewed")
-    record_event(
-        actor=name_actor(proposer), action="operation.use", target=operation.printed_id, op_id=operation.printed_id,
-        detail={"use": used + 1},
-    )  # fmt: skip
+    audit_operation(operation, "operation.use", actor=proposer.actor, detail={"use": used + 1})
     return plan_runs(operation, use=used + 1, started_by=proposer.name)
-
-
-def name_actor(proposer: Proposer) -> str:
-    """Return the proposer as the audit trail writes one."""
-    return proposer.name if proposer.name.startswith(OWNERLESS) else f"user:{proposer.name}"
 
 
 def _repeat(earlier: Operation, wanted: tuple[object, ...]) -> Operation:
@@ -264,7 +255,7 @@ def _repeat(earlier: Operation, wanted: tuple[object, ...]) -> Operation:
 
 
 def hold_proposer(proposer: Proposer) -> None:
-    """Have whoever asks under the same name at the same moment wait: caps and Idempotency-Keys are counted one by one."""
+    # Whoever asks under the same name at the same moment waits: bounds and Idempotency-Keys are counted one by one.
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", [_PROPOSER_LOCK, proposer.name])
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from django.db.models import Exists, OuterRef, Q
+from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from core.limits import limits
 from governance.errors import OperationNotFound, UnknownOperation
@@ -24,7 +24,6 @@ from wire.optoken.approval import (
     Policy,
     Statement,
     Verdict,
-    decode_bytes,
     digest_words,
     encode_bytes,
     judge,
@@ -82,29 +81,6 @@ class DecisionView:
 
 
 @dataclass(frozen=True, slots=True)
-class RunView:
-    """One carrying out on one target. ``receipt``: decoded, None without one."""
-
-    id: uuid.UUID
-    target: str
-    use: int
-    position: int
-    state: str
-    stage: str
-    percent: int | None
-    eta_s: float | None
-    code: str
-    message: str
-    result: Mapping[str, object]
-    receipt: Mapping[str, object] | None
-    receipt_text: str
-    attempt: int
-    queued_at: datetime
-    dispatched_at: datetime | None
-    ended_at: datetime | None
-
-
-@dataclass(frozen=True, slots=True)
 class OperationView:
     """Everything about one operation, for one viewer.
 
@@ -129,7 +105,7 @@ class OperationView:
     uses: int
     verdict: Verdict | None
     decisions: Sequence[DecisionView]
-    runs: Sequence[RunView]
+    runs: Sequence[OperationRun]
     state_reason: str
     decided_at: datetime | None
     actions: frozenset[str]
@@ -156,11 +132,11 @@ def read_inbox(user: User) -> Inbox:
     has_open_run = Exists(OperationRun.objects.filter(operation=OuterRef("pk"), ended_at=None))
     is_usable = Q(state=ApprovalState.APPROVED.value, not_after__gt=now) & (Q(dispatched_at=None) | Q(max_uses__gt=1))
     shown = has_open_run | is_usable | Q(decided_at__gte=now - timedelta(seconds=limits().governance.page_recent_s))
-    waiting = list(_with_parts(Operation.objects.filter(pending))[: limits().governance.page_rows])
-    rows = [*waiting, *_with_parts(Operation.objects.filter(shown).exclude(pending))[: limits().governance.page_rows]]
+    waiting = _list_newest(Operation.objects.filter(pending), limits().governance.page_rows)
+    rows = [*waiting, *_list_newest(Operation.objects.filter(shown).exclude(pending), limits().governance.page_rows)]
     to_approve, mine, others = [], [], []
     for operation in rows:
-        summary = _summarise(operation)
+        summary = summarise(operation)
         if operation.requested_by == name:
             mine.append(summary)
         elif operation.state == ApprovalState.PENDING.value and _may_decide(operation, name):
@@ -173,21 +149,13 @@ def read_inbox(user: User) -> Inbox:
 def read_history(*, before: datetime | None, limit: int) -> list[OperationSummary]:
     """Return operations by the time they were asked for, newest first, from before a time."""
     rows = Operation.objects.all() if before is None else Operation.objects.filter(requested_at__lt=before)
-    return [_summarise(operation) for operation in _with_parts(rows)[:limit]]
-
-
-def summarise(operations: Iterable[Operation]) -> list[OperationSummary]:
-    """Return the lines of a list; the operations should have been read with ``with_parts``."""
-    return [_summarise(operation) for operation in operations]
+    return [summarise(operation) for operation in _list_newest(rows, limit)]
 
 
 def count_waiting_for(user: User) -> int:
     """Return how many operations wait for this person."""
-    pending = _with_parts(Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now()))[
-        : limits().governance.page_rows
-    ]
-    name = user.get_username()
-    return sum(o.requested_by != name and _may_decide(o, name) for o in pending)
+    pending, name = Operation.objects.filter(state=ApprovalState.PENDING.value, expires_at__gt=clock.now()), user.get_username()
+    return sum(o.requested_by != name and _may_decide(o, name) for o in _list_newest(pending, limits().governance.page_rows))
 
 
 def read_operation(op_id: uuid.UUID, user: User | None) -> OperationView:
@@ -196,7 +164,7 @@ def read_operation(op_id: uuid.UUID, user: User | None) -> OperationView:
     statement, policy = operation.read_statement(), operation.policy.read_policy()
     actions, hindrances = _find_actions(operation, statement, policy, user)
     return OperationView(
-        summary=_summarise(operation),
+        summary=summarise(operation),
         description=_describe(operation, statement),
         impacts=_preview(operation, statement),
         statement=read_canonical(statement.raw, limit=len(statement.raw)),
@@ -211,7 +179,7 @@ def read_operation(op_id: uuid.UUID, user: User | None) -> OperationView:
         uses=len({run.use for run in operation.runs.all()}),
         verdict=_judge(statement, list_proofs(operation), policy),
         decisions=[_show_decision(decision) for decision in sorted(operation.decisions.all(), key=lambda d: d.at)],
-        runs=[_show_run(run) for run in operation.runs.all()],
+        runs=list(operation.runs.all()),
         state_reason=operation.state_reason,
         decided_at=operation.decided_at,
         actions=frozenset(actions),
@@ -228,9 +196,13 @@ def _find_undone(operation: Operation) -> Sequence[Undone]:
     return kind.find_undone(operation.pk) if has_succeeded and isinstance(kind, FindsUndone) else ()
 
 
-def _with_parts(rows: object) -> list[Operation]:
-    found = rows.select_related("policy", "adopts").prefetch_related("decisions", "runs")  # type: ignore[attr-defined]  # a query
-    return found.order_by("-requested_at")  # type: ignore[no-any-return]
+def with_parts(rows: QuerySet[Operation]) -> QuerySet[Operation]:
+    """Return operations with what ``summarise`` reads of each."""
+    return rows.select_related("policy", "adopts").prefetch_related("decisions", "runs")
+
+
+def _list_newest(rows: QuerySet[Operation], most: int) -> list[Operation]:
+    return list(with_parts(rows).order_by("-requested_at")[:most])
 
 
 def _may_decide(operation: Operation, name: str) -> bool:
@@ -242,7 +214,8 @@ def _may_decide(operation: Operation, name: str) -> bool:
     return operation.adopts is not None and name in operation.adopts.read_policy().groups
 
 
-def _summarise(operation: Operation) -> OperationSummary:
+def summarise(operation: Operation) -> OperationSummary:
+    """Return the line of a list; the operation should have been read with ``with_parts``."""
     rules = operation.policy.read_policy().classes.get(operation.op_class)
     # Of a standing approval, how the last use went.
     last = max((run.use for run in operation.runs.all()), default=0)
@@ -393,25 +366,6 @@ def _show_decision(decision: Decision) -> DecisionView:
     )  # fmt: skip
 
 
-def _show_run(run: OperationRun) -> RunView:
-    percent = 100 if run.state == RunState.SUCCEEDED.value else None if run.fraction is None else round(100 * run.fraction)
-    return RunView(
-        id=run.pk, target=run.target, use=run.use, position=run.position, state=run.state, stage=run.stage, percent=percent,
-        eta_s=run.eta_s, code=run.code, message=run.message, result=run.result, receipt=_decode_receipt(run.receipt),
-        receipt_text=run.receipt, attempt=run.attempt, queued_at=run.queued_at, dispatched_at=run.dispatched_at,
-        ended_at=run.ended_at,
-    )  # fmt: skip
-
-
-def _decode_receipt(text: str) -> Mapping[str, object] | None:
-    """Return what a receipt says, without a look at its signature: for showing."""
-    try:
-        members = read_canonical(decode_bytes(text), limit=limits().governance.receipt_bytes).get("receipt") if text else None
-    except ApprovalError:
-        return None
-    return members if isinstance(members, dict) else None
-
-
 # What convinces a stranger
 
 
@@ -439,7 +393,7 @@ def policy_chain(*, after_version: int, up_to: int | None = None) -> list[dict[s
 def read_evidence(op_id: str) -> dict[str, object]:
     """Return what the stand-alone verifier checks of an operation; empty when there is no such operation.
 
-    ``op_id``: printed or bare. Members: policies, statement, proofs, receipts (with the key of the box where it is known),
+    ``op_id``: printed or bare. Members: policies, statement, proofs, receipts (with the key of the node where it is known),
     decisions and state for the reader.
     """
     ident = parse_id("op", op_id)

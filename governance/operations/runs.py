@@ -71,15 +71,13 @@ _WORKER = f"{socket.gethostname()}:{os.getpid()}"[:80]
 
 
 def reconcile() -> int:
-    """Sweep, then work on what is due; any number of processes may. Returns how many runs were looked at.
-
-    What the sweep stumbles over does not keep approved operations from being carried out.
-    """
+    """Sweep, then work on what is due; any number of processes may. Returns how many runs were looked at."""
     if not is_anything_open():
         return 0
     try:
         sweep_operations()
     finally:
+        # What the sweep stumbles over does not keep approved operations from being carried out.
         done = run_due()
     return done
 
@@ -103,10 +101,8 @@ def work_on(run_id: uuid.UUID | None) -> bool:
 
 
 def plan_runs(operation: Operation, *, use: int, started_by: str) -> list[OperationRun]:
-    """Write down one run for each target; those that are there already are left as they are.
-
-    The first is due when the window opens; the end of each wakes the next, which otherwise looks for itself a little later.
-    """
+    """Write down one run for each target; those that are there already are left as they are."""
+    # The first is due when the window opens; the end of each wakes the next, which otherwise looks for itself a little later.
     due_at = max(clock.now(), operation.not_before)
     planned = [
         OperationRun(
@@ -120,7 +116,7 @@ def plan_runs(operation: Operation, *, use: int, started_by: str) -> list[Operat
     first = next((run for run in runs if run.state == RunState.QUEUED.value), None)
     if first is not None:
         OperationRun.objects.filter(pk=first.pk).update(due_at=due_at)
-        ring(first.pk)
+        wake_worker(first.pk)
     return runs
 
 
@@ -132,6 +128,7 @@ def _take(run_id: uuid.UUID | None) -> uuid.UUID | None:
     found = (due if run_id is None else due.filter(pk=run_id)).order_by("due_at", "position").first()
     if found is None:
         return None
+    # The lease: whoever dies over the run leaves it to the next look, and holds up no other.
     OperationRun.objects.filter(pk=found.pk).update(
         due_at=now + timedelta(seconds=limits().governance.run_lease_s), lease_owner=_WORKER
     )
@@ -233,7 +230,7 @@ def _send(run: OperationRun, operation: Operation, statement: Statement) -> None
 
 
 def _mark_dispatched(operation: Operation) -> None:
-    """Note that something was sent. What was only tried and not taken can still be withdrawn."""
+    # Only once something was sent: what was only tried and not taken can still be withdrawn.
     if operation.dispatched_at is None:
         operation.dispatched_at = clock.now()
         operation.save(update_fields=["dispatched_at", "updated_at"])
@@ -316,13 +313,11 @@ def _verify(run: OperationRun, operation: Operation, now_s: float) -> Statement:
 
 
 def _verify_change(statement: Statement, proofs: Sequence[object], policy: Policy, *, now_s: float) -> None:
-    """Raise ApprovalError unless a new policy is approved under the one in force and under itself.
-
-    That the one in force has expired is no reason against it: nothing else could ever be approved again.
-    """
+    """Raise ApprovalError unless a new policy is approved under the one in force and under itself."""
     new = find_new_policy(statement)
     if new is None:
         raise ApprovalError(Rule.WRONG_POLICY, "the policy that was approved is not stored here")
+    # That the one in force has expired is no reason against it: nothing else could ever be approved again.
     verify_successor(new.raw, statement, proofs, current=None if new.ref == policy.ref else policy)
     if not statement.not_before - CLOCK_SKEW_S <= now_s <= statement.not_after:
         raise ApprovalError(Rule.TOO_LATE, "the approved window is over, or has not begun; ask for it again")
@@ -361,7 +356,7 @@ def _find_hindrance(run: OperationRun, operation: Operation) -> str | None:
     mates = OperationRun.objects.filter(operation=operation, use=run.use).exclude(pk=run.pk)
     before = mates.filter(position__lt=run.position, state=RunState.QUEUED.value)
     if not is_stopped_by_failure(operation):
-        before = before.filter(due_at__lte=clock.now())  # one whose box is away does not hold up the others
+        before = before.filter(due_at__lte=clock.now())  # one whose node is away does not hold up the others
     if before.exists() or mates.filter(state__in=_IN_FLIGHT).exists():
         return "waits for the one before it in the batch"
     if operation.op_class == BREAK_GLASS and operation.dispatched_at is None:
@@ -385,7 +380,7 @@ def _next_fence() -> int:
     last = OperationRun.objects.aggregate(last=Max("fence"))["last"] or 0
     now_ms = clock.unix_ms()
     if last > now_ms + limits().governance.fence_ahead_ms:
-        # Boxes refuse a fence that lies more than a week ahead of their clock.
+        # Nodes refuse a fence that lies more than a week ahead of their clock.
         logger.error("fence_ahead hours=%d; the clock was wrong once, see that it is right", (last - now_ms) // 3_600_000)
     return int(max(last + 1, now_ms))
 
@@ -393,8 +388,8 @@ def _next_fence() -> int:
 # The end of a run, and its wait
 
 
-def ring(run_id: uuid.UUID, *, after_s: float = 0.0) -> None:
-    """Wake a worker for a run once the transaction is committed. A lost ring costs seconds: the reconciler looks as well."""
+def wake_worker(run_id: uuid.UUID, *, after_s: float = 0.0) -> None:
+    """Wake a worker for a run once the transaction is committed. A lost message costs seconds: the reconciler looks as well."""
 
     def send() -> None:
         from celery.exceptions import CeleryError  # loaded by whoever sends a task at all
@@ -412,9 +407,10 @@ def ring(run_id: uuid.UUID, *, after_s: float = 0.0) -> None:
 
 
 def postpone(run: OperationRun, wait_s: float, *, message: str) -> None:
-    """Look at a locked run again later, and say why. It was not heard of: ``updated_at`` stays."""
+    """Look at a locked run again later, and say why."""
     due_at = clock.now() + timedelta(seconds=wait_s)
     text = message[: limits().governance.run_message_chars]
+    # Nothing was heard of it, so ``updated_at``, from which a node's silence counts, stays.
     OperationRun.objects.filter(pk=run.pk).update(due_at=due_at, message=text, fence=run.fence)
     if text != run.message:
         publish_hint("operations", str(run.operation_id))
@@ -459,7 +455,7 @@ def _wake_next(run: OperationRun) -> None:
     due_at = max(clock.now(), run.operation.not_before)
     waiting = OperationRun.objects.filter(operation_id=run.operation_id, use=run.use, state=RunState.QUEUED.value)
     if waiting.update(due_at=due_at):
-        ring(waiting.order_by("position").values_list("pk", flat=True)[0])
+        wake_worker(waiting.order_by("position").values_list("pk", flat=True)[0])
 
 
 # What nodes report
@@ -496,13 +492,11 @@ def finish_run(
     receipt: str = "",
     receipt_key: str = "",
 ) -> bool:
-    """End a run as its box says (LOSE makes it unknown, to be resolved). False when it had ended or that cannot be.
-
-    A box cannot know how something went that was never sent to it, whatever it says.
-    """
+    """End a run as its node says (LOSE makes it unknown, to be resolved). False when it had ended or that cannot be."""
     run = lock_run(run_id)
     if run is None or RunState(run.state) in FINAL_RUNS or RunState(run.state) not in sources_of(event):
         return False
+    # A node cannot know how something went that was never sent to it, whatever it says.
     if run.dispatched_at is None:
         return False
     finish(run, event, code=code, message=message, result=result, receipt=receipt, receipt_key=receipt_key)
@@ -511,7 +505,7 @@ def finish_run(
 
 @transaction.atomic
 def requeue_run(*, run_id: uuid.UUID, reason: str) -> bool:
-    """Send a run again, with a new token: the box never heard of it. False when it is not on its way."""
+    """Send a run again, with a new token: the node never heard of it. False when it is not on its way."""
     run = lock_run(run_id)
     if run is None or RunState(run.state) not in sources_of(RunEvent.REQUEUE):
         return False
@@ -527,7 +521,7 @@ def _requeue(run: OperationRun, reason: str) -> None:
     run.save()
     audit_run(run, run.operation, "operation.run.queued", {"attempt": run.attempt})
     publish_hint("operations", str(run.operation_id))
-    ring(run.pk, after_s=wait_s)
+    wake_worker(run.pk, after_s=wait_s)
 
 
 # For those who reach nodes
@@ -603,12 +597,10 @@ def find_run_of(node_id: uuid.UUID, op_id: uuid.UUID, use: int) -> NodeRun | Non
 
 
 def claim_contact(run: NodeRun, *, gateway_id: uuid.UUID | None = None) -> bool:
-    """Note that the node is sent something about a run now; False when anything happened to the run since it was read.
-
-    The node was not heard by that: ``updated_at`` stays.
-    """
+    """Note that the node is sent something about a run now; False when anything happened to the run since it was read."""
     now = clock.now()
     same = OperationRun.objects.filter(pk=run.run_id, state=run.state.value, sent_at=run.sent_at, contact_at=run.contact_at)
+    # The node was not heard by that, so ``updated_at`` stays.
     return bool(same.update(sent_at=run.sent_at or now, contact_at=now, gateway_id=gateway_id))
 
 
@@ -658,10 +650,7 @@ class LastRun:
 
 
 def list_last_successes(*, targets: Collection[str], operations: Collection[str], member: str) -> list[LastRun]:
-    """Return the last run of these operations that succeeded, for each target and each value of ``member`` in its result.
-
-    One query. A row whose statement was changed in the database is left out: nobody signed what it says.
-    """
+    """Return the last run of these operations that succeeded, for each target and each value of ``member`` in its result."""
     rows = OperationRun.objects.filter(
         state=RunState.SUCCEEDED.value, target__in=targets, operation__operation__in=operations, ended_at__isnull=False
     ).annotate(subject=KeyTextTransform(member, "result"))
@@ -669,6 +658,7 @@ def list_last_successes(*, targets: Collection[str], operations: Collection[str]
     found = []
     for run in last.select_related("operation"):
         operation = run.operation
+        # A row whose statement was changed in the database is left out: nobody signed what it says.
         with contextlib.suppress(ApprovalError):
             params = operation.read_statement().params
             found.append(LastRun(

@@ -181,8 +181,10 @@ class ReceiptSerializer(serializers.Serializer[Any]):  # Any: a value of the ser
     run_id = serializers.UUIDField(source="id")
     target = serializers.CharField()
     use = serializers.IntegerField()
-    receipt = serializers.DictField(allow_null=True, help_text="Its members, null when it cannot be read")
-    text = serializers.CharField(source="receipt_text")
+    receipt = serializers.DictField(
+        source="receipt_members", allow_null=True, help_text="Its members, null when it cannot be read"
+    )
+    text = serializers.CharField(source="receipt")
 
 
 class ReceiptListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import IO, TYPE_CHECKING, Any, NoReturn, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 from django.contrib.auth import get_user_model
 from rest_framework import serializers
@@ -22,9 +22,9 @@ from rest_framework.request import Request
 from rest_framework.views import APIView
 
 from core.limits import limits
+from governance.admin_tokens import TokenHolder
 from governance.errors import GovernanceError, NotPermitted, OperationNotFound
 from governance.operations.policies import ApproverChoice
-from governance.operations.proposals import Proposer
 from governance.states import ApprovalState
 from wire.contract import ErrorCode
 from wire.ids import parse_id
@@ -133,22 +133,6 @@ class NothingThere(GovernanceError):
     status = HTTPStatus.NOT_FOUND.value
 
 
-class Caller(Protocol):
-    """The holder of an admin token, as the authentication of the REST framework leaves it in ``request.user``."""
-
-    @property
-    def proposer(self) -> Proposer:
-        """As whom it asks."""
-
-    @property
-    def token(self) -> str:
-        """The token itself, as ``token:<name>#<key id>``."""
-
-    @property
-    def owner_id(self) -> int | None:
-        """The person whose token it is; None for a token of nobody."""
-
-
 class OneRenderer(DefaultContentNegotiation):
     """Every address answers in one format, whatever ``Accept`` says."""
 
@@ -169,9 +153,8 @@ class GovernanceView(APIView):
     content_negotiation_class = OneRenderer
 
 
-def get_caller(request: Request) -> Caller:
-    """Return who calls."""
-    return cast("Caller", request.user)  # what DEFAULT_AUTHENTICATION_CLASSES puts there
+def get_caller(request: Request) -> TokenHolder:
+    return cast("TokenHolder", request.user)  # what DEFAULT_AUTHENTICATION_CLASSES puts there
 
 
 def find_owner(request: Request) -> User | None:

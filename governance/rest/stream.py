@@ -9,7 +9,6 @@ import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -29,7 +28,6 @@ from rest_framework.views import APIView
 from core.hints import HINT_GROUP
 from core.limits import limits
 from governance.errors import GovernanceError
-from governance.models import Operation
 from governance.operations.approvals import find_operation
 from governance.operations.reading import OperationSummary, summarise
 from governance.rest.requests import read_op_id
@@ -56,14 +54,6 @@ class TooManyStreams(GovernanceError):
     retry_after_s = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What one event says. ``members``: JSON."""
-
-    members: dict[str, object]
-    is_final: bool
-
-
 class StatusStream:
     """The events of one operation for one client. It counts as open until it ends, is closed or is dropped."""
 
@@ -71,7 +61,7 @@ class StatusStream:
         self._request = request
         self._op_id = op_id
         self._limits = limits().governance
-        self._bell = asyncio.Event()
+        self._hinted = asyncio.Event()
         _open.add(self)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -92,20 +82,20 @@ class StatusStream:
         _open.discard(self)
 
     async def _follow(self) -> AsyncIterator[bytes]:
-        seen: Status | None = None
+        seen: dict[str, object] | None = None
         quiet_since = clock.monotonic()
         while True:
-            self._bell.clear()
+            self._hinted.clear()
             status = await _in_database(partial(read_status, self._op_id))
             if status != seen:
                 yield _print_event(status)
                 seen, quiet_since = status, clock.monotonic()
-            if status.is_final:
+            if status["is_final"]:
                 return
             await asyncio.sleep(self._limits.stream_pause_s)
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.stream_poll_s - self._limits.stream_pause_s):
-                    await self._bell.wait()
+                    await self._hinted.wait()
             if clock.monotonic() - quiet_since >= self._limits.stream_heartbeat_s:
                 if not await _in_database(partial(_is_still_admitted, self._request)):
                     return
@@ -113,7 +103,7 @@ class StatusStream:
                 quiet_since = clock.monotonic()
 
     async def _listen(self) -> None:
-        """Ring the bell on every hint about this operation. Without the channel layer polling alone does it."""
+        """Wake the stream on every hint about this operation. Without the channel layer polling alone does it."""
         layer = get_channel_layer()
         if layer is None:
             return
@@ -125,7 +115,7 @@ class StatusStream:
             while True:
                 message = await layer.receive(channel)
                 if message.get("topic") == "operations" and message.get("ident") in {"", str(self._op_id)}:
-                    self._bell.set()
+                    self._hinted.set()
         except (OSError, RedisError, TimeoutError) as error:
             logger.warning("stream_without_hints op=%s error=%s", self._op_id, type(error).__name__)
         finally:
@@ -157,33 +147,27 @@ async def stream_events(request: HttpRequest, op_id: str) -> HttpResponse | Stre
     return StreamingHttpResponse(StatusStream(request, admitted), content_type="text/event-stream", headers=_HEADERS)
 
 
-def read_status(op_id: uuid.UUID) -> Status:
-    """Return how an operation stands. Raises OperationNotFound."""
-    rows = Operation.objects.select_related("policy", "adopts").prefetch_related("decisions", "runs")
-    operation = rows.filter(pk=op_id).first() or find_operation(op_id)
-    (summary,) = summarise([operation])
-    runs = list(operation.runs.all())
-    return Status(
-        {
-            "op_id": summary.printed_id,
-            "state": summary.state,
-            "run_state": summary.run_state,
-            "approvals": summary.approvals,
-            "required": summary.required,
-            "percent": summary.percent,
-            "eta_s": max((run.eta_s for run in runs if run.eta_s is not None and not run.ended_at), default=None),
-            "runs": [
-                {
-                    "run_id": str(run.pk), "target": run.target, "use": run.use, "state": run.state, "stage": run.stage,
-                    "percent": None if run.fraction is None else round(100 * run.fraction), "code": run.code,
-                    "message": run.message,
-                }
-                for run in runs
-            ],
-            "is_final": _is_final(summary, [RunState(run.state) for run in runs]),
-        },
-        _is_final(summary, [RunState(run.state) for run in runs]),
-    )  # fmt: skip
+def read_status(op_id: uuid.UUID) -> dict[str, object]:
+    """Return how an operation stands, as one event says it. Raises OperationNotFound."""
+    operation = find_operation(op_id)
+    summary, runs = summarise(operation), list(operation.runs.all())
+    return {
+        "op_id": summary.printed_id,
+        "state": summary.state,
+        "run_state": summary.run_state,
+        "approvals": summary.approvals,
+        "required": summary.required,
+        "percent": summary.percent,
+        "eta_s": max((run.eta_s for run in runs if run.eta_s is not None and not run.ended_at), default=None),
+        "runs": [
+            {
+                "run_id": str(run.pk), "target": run.target, "use": run.use, "state": run.state, "stage": run.stage,
+                "percent": run.percent, "code": run.code, "message": run.message,
+            }
+            for run in runs
+        ],
+        "is_final": _is_final(summary, [RunState(run.state) for run in runs]),
+    }  # fmt: skip
 
 
 def _is_final(summary: OperationSummary, runs: list[RunState]) -> bool:
@@ -231,8 +215,8 @@ def _render(error: Exception) -> HttpResponse:
     return response
 
 
-def _print_event(status: Status) -> bytes:
-    return f"event: status\ndata: {json.dumps(status.members, ensure_ascii=False)}\n\n".encode()
+def _print_event(status: dict[str, object]) -> bytes:
+    return f"event: status\ndata: {json.dumps(status, ensure_ascii=False)}\n\n".encode()
 
 
 async def _in_database(look: Any) -> Any:  # Any: Channels ships no types

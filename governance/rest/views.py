@@ -25,7 +25,7 @@ from governance.operations.decisions import approve, reject, withdraw
 from governance.operations.evidence import active_policy
 from governance.operations.policies import draft_policy, freeze
 from governance.operations.proposals import cancel, propose, use_approval
-from governance.operations.reading import OperationSummary, policy_chain, read_evidence, read_operation, summarise
+from governance.operations.reading import OperationSummary, policy_chain, read_evidence, read_operation, summarise, with_parts
 from governance.rest.answers import (
     APPROVAL,
     DRAFT,
@@ -156,7 +156,7 @@ class ReceiptListView(GovernanceView):
     def get(self, request: Request, op_id: str) -> Response:
         """List the receipts of an operation's runs, as far as boxes have sent them."""
         view = read_operation(read_op_id(op_id), None)
-        return Response(ReceiptListSerializer({"receipts": [run for run in view.runs if run.receipt_text]}).data)
+        return Response(ReceiptListSerializer({"receipts": [run for run in view.runs if run.receipt]}).data)
 
 
 def show_operation(request: Request, operation: Operation, *, status_code: int = status.HTTP_200_OK) -> Response:
@@ -188,10 +188,9 @@ def list_operations(
     if cursor is not None:
         at, ident = _read_cursor(cursor)
         rows = rows.filter(Q(requested_at__lt=at) | Q(requested_at=at, id__lt=ident))
-    parts = rows.select_related("policy", "adopts").prefetch_related("decisions", "runs")
-    page = list(parts.order_by("-requested_at", "-id")[: limit + 1])
-    shown = page[:limit]
-    return summarise(shown), _make_cursor(shown[-1]) if len(page) > limit else None
+    page = list(with_parts(rows).order_by("-requested_at", "-id")[: limit + 1])
+    shown = [summarise(row) for row in page[:limit]]
+    return shown, _make_cursor(page[limit - 1]) if len(page) > limit else None
 
 
 def read_key(text: str | None) -> str | None:

@@ -14,20 +14,19 @@ from django.conf import settings
 from django.contrib import messages
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
 from django.template.loader import render_to_string
-from django.urls import reverse
 from django.utils.dateparse import parse_datetime
 from django.views.decorators.http import require_POST, require_safe
 
 from core.limits import limits
 from governance.admin_tokens import claim_admin_token
 from governance.errors import ApprovalRefused, OperationNotFound
+from governance.models import OperationRun
 from governance.operations import decisions, proposals
 from governance.operations.evidence import active_policy
 from governance.operations.proposals import use_approval
 from governance.operations.reading import (
     DecisionView,
     OperationView,
-    RunView,
     read_evidence,
     read_history,
     read_inbox,
@@ -36,22 +35,24 @@ from governance.operations.reading import (
 from governance.registry import Line
 from governance.signin import may_act
 from governance.states import OPEN_RUNS, ApprovalState, RunState
-from governance.web.pages import approval_form, approval_json, approval_page, find_proposer, find_viewer, render_page
+from governance.web.pages import (
+    approval_json,
+    approval_page,
+    find_proposer,
+    find_viewer,
+    locate_operation,
+    operation_form,
+    render_page,
+)
 from wire.ids import format_id
 from wire.optoken.approval import ApprovalError, decode_bytes, digest_words
 
 TIMES = ("requestedAt", "notBefore", "notAfter")
 
 
-def locate_operation(op_id: uuid.UUID) -> str:
-    """Return the address of the page of an operation."""
-    return reverse("approvals:operation", args=[op_id])
-
-
 @require_safe
 @approval_page
 def show_inbox(request: HttpRequest) -> HttpResponse:
-    """Show what waits for this person, what they asked for, and the rest."""
     inbox = read_inbox(find_viewer(request))
     has_policy = active_policy() is not None
     return render_page(request, "approvals/inbox.html", {"section": "inbox", "inbox": inbox, "has_policy": has_policy})
@@ -81,7 +82,6 @@ def read_time(text: str) -> datetime | None:
 @require_safe
 @approval_page
 def show_operation(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
-    """Show one operation: what it does, what is signed, who approved, what became of it."""
     view = read_operation(op_id, find_viewer(request))
     context = {**describe_live(view, is_able=may_act(request)), **describe_statement(view), "site_url": settings.PUBLIC_URL}
     return render_page(request, "approvals/operation.html", context)
@@ -110,7 +110,6 @@ def show_live(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
 @require_safe
 @approval_page
 def download_evidence(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
-    """Answer with what the stand-alone verifier checks."""
     name = format_id("op", op_id)
     evidence = read_evidence(name)
     if not evidence:
@@ -148,39 +147,35 @@ def _return(request: HttpRequest, op_id: uuid.UUID, said: str) -> HttpResponse:
 
 
 @require_POST
-@approval_form(back_to=locate_operation)
+@operation_form
 def reject(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
-    """Say no, with a reason."""
     decisions.reject(op_id=op_id, user=find_viewer(request), comment=request.POST.get("comment", ""))
     return _return(request, op_id, "Your rejection is recorded.")
 
 
 @require_POST
-@approval_form(back_to=locate_operation)
+@operation_form
 def withdraw(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
-    """Take one's own decision back."""
     decisions.withdraw(op_id=op_id, user=find_viewer(request))
     return _return(request, op_id, "Your decision is withdrawn.")
 
 
 @require_POST
-@approval_form(back_to=locate_operation)
+@operation_form
 def cancel(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
-    """Take one's own operation back."""
     proposals.cancel(op_id=op_id, proposer=find_proposer(request))
     return _return(request, op_id, "The operation is cancelled.")
 
 
 @require_POST
-@approval_form(back_to=locate_operation)
+@operation_form
 def use(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
-    """Carry a standing approval out once more."""
     use_approval(op_id=op_id, proposer=find_proposer(request))
     return _return(request, op_id, "It is carried out once more.")
 
 
 @require_POST
-@approval_form(back_to=locate_operation)
+@operation_form
 def claim(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
     """Show the admin token that was approved. It passes no session and no cache, and is shown once."""
     token, secret = claim_admin_token(op_id=op_id, user=find_viewer(request))
@@ -248,7 +243,6 @@ def say_state(view: OperationView) -> str:
 
 
 def list_missing(view: OperationView) -> list[str]:
-    """Return what is still needed, each in a few words."""
     verdict = view.verdict
     if verdict is None:
         return ["the approvals cannot be judged: the policy or a proof does not hold"]
@@ -266,10 +260,12 @@ def _show_decision(decision: DecisionView) -> dict[str, object]:
     return {"row": decision, "kind": KEY_WORDS.get(decision.key_kind, decision.key_kind), "proof": proof}
 
 
-def _show_run(run: RunView) -> dict[str, object]:
+def _show_run(run: OperationRun) -> dict[str, object]:
     state = RunState(run.state)
     receipt = [
-        Line(_RECEIPT_LABELS[name], str(value)) for name, value in (run.receipt or {}).items() if name in _RECEIPT_LABELS
+        Line(_RECEIPT_LABELS[name], str(value))
+        for name, value in (run.receipt_members or {}).items()
+        if name in _RECEIPT_LABELS
     ]
     shows_bar = state in OPEN_RUNS and state is not RunState.QUEUED
     return {"row": run, "state_text": RUN_WORDS.get(state, state.value), "shows_bar": shows_bar, "receipt": receipt}

@@ -5,6 +5,7 @@ That a session without a passkey only looks is not settled here: ``controlplane.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import wraps
@@ -16,6 +17,7 @@ from django.contrib.auth.models import AbstractUser
 from django.contrib.auth.views import redirect_to_login
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, HttpResponseRedirect, JsonResponse
 from django.template.response import TemplateResponse
+from django.urls import reverse
 from django.utils.functional import SimpleLazyObject
 
 from governance.errors import GovernanceError, NotPermitted
@@ -60,17 +62,13 @@ def with_strict_policy(
 
 
 def close_page(response: Response) -> Response:
-    """Return the response with the strict policy, kept out of every cache."""
     response.headers["Content-Security-Policy"] = STRICT_POLICY
     response.headers["Cache-Control"] = "no-store, private"
     return response
 
 
 def approval_page(view: View[Parameters]) -> View[Parameters]:
-    """Let a view show a page to people who are signed in.
-
-    An error of governance becomes a page with its words and its status.
-    """
+    """Let a view show a page to people who are signed in. An error of ours becomes a page with its words and its status."""
 
     @wraps(view)
     def guarded(request: HttpRequest, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> HttpResponse:
@@ -86,25 +84,26 @@ def approval_page(view: View[Parameters]) -> View[Parameters]:
     return guarded
 
 
-def approval_form(*, back_to: Callable[Parameters, str]) -> Callable[[View[Parameters]], View[Parameters]]:
-    """Let a view act on a form of a page; it returns to the page, with the words of an error when there is one."""
+def locate_operation(op_id: uuid.UUID) -> str:
+    return reverse("approvals:operation", args=[op_id])
 
-    def decorate(view: View[Parameters]) -> View[Parameters]:
-        @wraps(view)
-        def guarded(request: HttpRequest, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> HttpResponse:
-            page = back_to(*args, **kwargs)
-            if not request.user.is_authenticated:
-                return redirect_to_login(page)
-            try:
-                response = view(request, *args, **kwargs)
-            except GovernanceError as error:
-                messages.error(request, error.message)
-                response = HttpResponseRedirect(page, status=HTTPStatus.SEE_OTHER)
-            return close_page(response)
 
-        return guarded
+def operation_form(view: Callable[[HttpRequest, uuid.UUID], HttpResponse]) -> Callable[[HttpRequest, uuid.UUID], HttpResponse]:
+    """Let a view act on a form of the page of an operation; it returns there, with the words of an error when there is one."""
 
-    return decorate
+    @wraps(view)
+    def guarded(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
+        page = locate_operation(op_id)
+        if not request.user.is_authenticated:
+            return redirect_to_login(page)
+        try:
+            response = view(request, op_id)
+        except GovernanceError as error:
+            messages.error(request, error.message)
+            response = HttpResponseRedirect(page, status=HTTPStatus.SEE_OTHER)
+        return close_page(response)
+
+    return guarded
 
 
 def approval_json(view: View[Parameters]) -> View[Parameters]:
@@ -131,7 +130,6 @@ def render_page(
     *,
     status: int = HTTPStatus.OK,
 ) -> HttpResponse:
-    """Return a page in the frame of the approval pages."""
     return TemplateResponse(request, template, dict(context or {}), status=status).render()
 
 
@@ -155,6 +153,5 @@ def find_viewer(request: HttpRequest) -> User:
 
 
 def find_proposer(request: HttpRequest) -> Proposer:
-    """Return the person of a request as one who asks for operations."""
     user = find_viewer(request)
     return Proposer(name=user.get_username(), user_id=user.pk)

@@ -21,8 +21,8 @@ from governance.models import ApproverKey, PolicyVersion
 from governance.operations import policies
 from governance.operations.evidence import active_policy
 from governance.operations.policies import ApproverChoice, list_policy_versions
-from governance.web.operations import KEY_WORDS, locate_operation
-from governance.web.pages import approval_page, find_proposer, find_viewer, render_page
+from governance.web.operations import KEY_WORDS
+from governance.web.pages import approval_page, find_proposer, find_viewer, locate_operation, render_page
 from wire.optoken.approval import BREAK_GLASS, Key, OperationClass, Policy
 from wire.optoken.proposal import DEFAULT_CLASSES
 
@@ -33,7 +33,7 @@ Shown = dict[str, object]
 @require_safe
 @approval_page
 def show_policy(request: HttpRequest) -> HttpResponse:
-    """Show the policy in force, its fingerprint, drafts and earlier versions, and which box holds which."""
+    """Show the policy in force, its fingerprint, drafts and earlier versions, and which node holds which."""
     versions = list_policy_versions()
     adopted = [version for version in versions if version.state != PolicyVersion.State.DRAFT]
     found = active_policy()
@@ -44,7 +44,7 @@ def show_policy(request: HttpRequest) -> HttpResponse:
         "pins": read_pins(),
     }
     if found is not None:
-        # A new box confirms the first version, and follows the signed chain from there by itself.
+        # A new node confirms the first version, and follows the signed chain from there by itself.
         first = next(version.words for version in adopted if version.version == 1)
         context |= {**_describe_policy(*found), "first_words": first}
     return render_page(request, "approvals/policy.html", context)
@@ -63,7 +63,7 @@ def _describe_policy(row: PolicyVersion, policy: Policy) -> Shown:
 
 
 def read_pins() -> list[Mapping[str, str]]:
-    """Return which box holds which version, {"name", "text"} each, as the function says that ``GOVERNANCE_BOXES`` names."""
+    """Return which node holds which version, {"name", "text"} each, as the function says that ``GOVERNANCE_BOXES`` names."""
     path = getattr(settings, "GOVERNANCE_BOXES", "")
     return list(import_string(path)()) if path else []
 
@@ -216,7 +216,6 @@ _UNITS = ((86_400, "days"), (3_600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
 def list_people(policy: Policy) -> list[Shown]:
-    """Return the approvers by name."""
     keys: dict[str, list[Key]] = {}
     for key in policy.keys.values():
         keys.setdefault(key.approver, []).append(key)
@@ -232,7 +231,6 @@ def _show_key(key: Key) -> Shown:
 
 
 def list_classes(policy: Policy) -> list[Shown]:
-    """Return the classes by name."""
     return [
         {
             "name": name,
@@ -283,7 +281,6 @@ def _say_duration(seconds: int) -> str:
 @require_http_methods(["GET", "HEAD", "POST"])
 @approval_page
 def freeze(request: HttpRequest) -> HttpResponse:
-    """Ask on GET, freeze on POST."""
     reason, problem = request.POST.get("reason", ""), ""
     if request.method == "POST":
         try:

@@ -22,8 +22,7 @@ from governance.operations import proposals
 from governance.operations.approvals import REVIEW
 from governance.operations.evidence import active_policy
 from governance.registry import OffersChoices, OperationKind, find_kind
-from governance.web.operations import locate_operation
-from governance.web.pages import approval_page, find_proposer, render_page
+from governance.web.pages import approval_page, find_proposer, locate_operation, render_page
 from governance.web.policy import say_needs
 from wire.ids import parse_id
 from wire.optoken.approval import MAX_TARGETS, POLICY_CHANGE, Policy
@@ -59,7 +58,6 @@ def propose(request: HttpRequest) -> HttpResponse:
 
 
 def _list_classes(operation: str, policy: Policy | None) -> list[str]:
-    """Return the classes that cover an operation, the one of its own name first."""
     if policy is None:
         return []
     names = [name for name, found in policy.classes.items() if operation in found.operations]
@@ -181,7 +179,6 @@ class ProposalForm(forms.Form):
 
     @property
     def rare(self) -> list[forms.BoundField]:
-        """The other parameters."""
         return [self[name] for name in self._rare]
 
     @property
@@ -199,7 +196,6 @@ class ProposalForm(forms.Form):
 
     @property
     def how(self) -> list[forms.BoundField]:
-        """Class, window, uses."""
         names = ("op_class", "not_before", "not_after", "max_uses", "stops_on_failure")
         return [self[name] for name in names if name in self.fields]
 
@@ -212,7 +208,6 @@ class ProposalForm(forms.Form):
         return targets
 
     def read_targets(self) -> list[str]:
-        """Return the targets of a valid form."""
         return list(self.cleaned_data.get("targets", []))
 
     def read_params(self) -> dict[str, object]:
@@ -229,7 +224,6 @@ class ProposalForm(forms.Form):
         return found
 
     def read_rest(self) -> dict[str, Any]:
-        """Return the other arguments of ``services.propose``."""
         values = self.cleaned_data
         return {
             "reason": values["reason"],
@@ -285,11 +279,9 @@ class SelectOrText(forms.MultiWidget):
         return False
 
     def decompress(self, value: str | None) -> list[str | None]:
-        """Return what list and text show for a value."""
         return [value, None] if value is None or value in self._values else [None, value]
 
     def value_from_datadict(self, data: Any, files: Any, name: str) -> Any:  # Any: Django's signature
-        """Return the text if there is one, else what was chosen."""
         chosen, text = super().value_from_datadict(data, files, name)
         return (text or "").strip() or chosen or ""
 
@@ -298,7 +290,6 @@ class JsonObjectField(forms.CharField):
     """A JSON object, written by hand. No floats: they cannot be signed."""
 
     def to_python(self, value: object) -> Any:  # Any: Django's signature
-        """Return the object; None for nothing. Raises ValidationError."""
         text = super().to_python(value)
         if not text:
             return None

@@ -22,7 +22,7 @@ from core.hints import UNREADABLE_KEY, UNREADABLE_TOTAL_KEY, read_unreadable
 from core.limits import limits
 from governance.models import AuditEvent, Notice, SignInFailure
 from governance.notices import add_webhook, notify_of_unreadable, write_message
-from governance.operations.runs import ring
+from governance.operations.runs import wake_worker
 from nodes.direct import schedule_call
 from tests.fakes.control_process import serve_control, serve_gateway, serve_worker
 from tests.fakes.request_bodies import FOREIGN, QUEUE, QUEUES, make_envelope, send_noise
@@ -146,7 +146,7 @@ def test_operators_are_told_of_garbage_once_an_hour_and_again_when_there_is_more
 
 def test_a_task_list_that_takes_nothing_does_not_fail_who_rings(valkey: Valkey) -> None:
     valkey.set(QUEUE, "x")
-    ring(uuid.uuid4())
+    wake_worker(uuid.uuid4())
     schedule_call(uuid.uuid4())
 
 

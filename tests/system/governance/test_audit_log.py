@@ -34,7 +34,6 @@ from governance.checkpoints import (
     consistency,
     inclusion,
     log_keys,
-    log_public_key,
     make_checkpoint,
     read_status,
     record_witness,
@@ -268,7 +267,7 @@ def test_a_checkpoint_needs_a_key_and_one_that_is_none_is_told_without_showing_i
     settings.GOVERNANCE_LOG_KEY = text
     if text:
         with pytest.raises(ImproperlyConfigured, match="MUSTER_LOG_KEY") as told:
-            log_public_key()
+            log_keys()
         assert text not in str(told.value)
         return
     assert checkpoint_if_due() is None
