@@ -27,7 +27,7 @@ from django.core.exceptions import DisallowedHost
 from django.core.handlers.asgi import ASGIRequest
 from django.urls import path, re_path
 
-from controlplane.live import BoxConsumer, OperationConsumer, OverviewConsumer
+from controlplane.live import NodePageConsumer, OperationConsumer, OverviewConsumer
 from gateway.request.response import SlashRouter, refuse_unknown_socket
 
 _TLS_SCHEMES = frozenset({"https", "wss"})
@@ -85,7 +85,7 @@ application = ProtocolTypeRouter(
         "websocket": SlashRouter(
             [
                 path("ws/overview", for_operators(OverviewConsumer.as_asgi())),
-                path("ws/nodes/<uuid:node_id>", for_operators(BoxConsumer.as_asgi())),
+                path("ws/nodes/<uuid:node_id>", for_operators(NodePageConsumer.as_asgi())),
                 path("ws/operations/<uuid:operation_id>", for_operators(OperationConsumer.as_asgi())),
                 re_path("(?s:.*)", cast("Any", refuse_unknown_socket)),  # as in for_operators
             ]

@@ -1,4 +1,4 @@
-"""The Celery application: the bell that wakes background work. Rows hold the work, messages carry opaque ids.
+"""The Celery application, whose messages wake background work. Rows hold the work, messages carry opaque ids.
 
 What it takes from Valkey are tasks of ours, each checked and built anew before Celery sees it; the rest is set aside. Whoever
 can write to Valkey can then make a worker look at rows, and nothing more.

@@ -126,7 +126,7 @@ class OverviewConsumer(PushConsumer):
         return {**count_live(overview), "html": html}, limits().console.push_s
 
 
-class BoxConsumer(PushConsumer):
+class NodePageConsumer(PushConsumer):
     """What the page of one node shows of its models and memory, as the same HTML that the page came with."""
 
     def may_look(self, user: User) -> bool:

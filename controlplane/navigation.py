@@ -83,8 +83,9 @@ class Entry:
 def build_sidebar(request: HttpRequest) -> list[Group]:
     overview = Item(title="Overview", icon="space_dashboard", link=reverse("admin:index"))
     groups = [Group(title="", separator=False, items=[overview, _link_approvals(request)])]
+    playground = Item(title="Playground", icon="chat", link=reverse("playground:page"))
     for title, pages in PAGES.items():
-        items = [_link_playground()] if title == "Gateway" and may_play(request) else []
+        items = [playground] if title == "Gateway" and may_play(request) else []
         items += [
             Item(title=name, icon=icon, link=reverse(f"admin:{app}_{model}_changelist"))
             for name, icon, app, model in pages
@@ -116,10 +117,6 @@ def find_entries(request: HttpRequest, text: str) -> list[Entry]:
         page = f"admin:{app}_{model}_change"
         found += [Entry(str(row), kind, reverse(page, args=[row.pk]), icon) for row in rows[: limits().console.search_rows]]
     return found
-
-
-def _link_playground() -> Item:
-    return Item(title="Playground", icon="chat", link=reverse("playground:page"))
 
 
 def _link_approvals(request: HttpRequest) -> Item:

@@ -31,11 +31,9 @@ def client_environment(root: Path = ROOT) -> dict[str, str]:
             lock.acquire(within_s=_LOCK_S, on_wait=lambda holder: progress(f"Waiting for process {holder}"))
         except LockHeld as held:
             raise LauncherError(f"process {held.holder} has been installing for too long; stop it and try again") from None
-        try:
+        with lock:
             if not _is_satisfied(folder):
                 _install(folder, version)
-        finally:
-            lock.release()
     return {SWITCH_VARIABLE: "1"}
 
 

@@ -34,11 +34,9 @@ def vllm_environment(root: Path = ROOT) -> dict[str, str]:
             lock.acquire(within_s=_LOCK_S, on_wait=lambda holder: progress(f"Waiting for process {holder}"))
         except LockHeld as held:
             raise LauncherError(f"process {held.holder} has been installing for too long; stop it and try again") from None
-        try:
+        with lock:
             if not _is_satisfied(root):
                 _install(root)
-        finally:
-            lock.release()
     return {PYTHON_VARIABLE: str(_python(root)), SWITCH_VARIABLE: "1"}
 
 

@@ -76,7 +76,7 @@ class FastPath:
         self._heads: dict[int, tuple[dict[str, str], bytes]] = {}
         self.default: tuple[object, bytes] = None, b""
         """The headers of every answer, of which the server makes a new list each second, and their lines."""
-        self._boxes: dict[tuple[str, str], bytes] = {}
+        self._node_heads: dict[tuple[str, str], bytes] = {}
 
     def begin(self, connection: GatewayHttpProtocol, head: KnownHead, body: bytes) -> bool:
         """Take a request that came whole; False: it is served as every other one."""
@@ -148,11 +148,11 @@ class FastPath:
 
     def render_box(self, node: str, model: str) -> bytes:
         """Return the lines that name node and model."""
-        known = self._boxes.get((node, model))
+        known = self._node_heads.get((node, model))
         if known is None:
-            if len(self._boxes) >= self.pipeline.limits.known_answer_heads:
-                self._boxes.clear()
-            known = self._boxes[node, model] = _join(name_box(node, model))
+            if len(self._node_heads) >= self.pipeline.limits.known_answer_heads:
+                self._node_heads.clear()
+            known = self._node_heads[node, model] = _join(name_box(node, model))
         return known
 
 

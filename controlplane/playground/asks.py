@@ -26,11 +26,6 @@ class AskRefused(PlaygroundError):
     """A field of the form cannot be used."""
 
 
-class TenantRefused(AskRefused):
-    def __init__(self) -> None:
-        super().__init__("Choose a tenant that is enabled.", param="tenant")
-
-
 class AskTooLarge(PlaygroundError):
     code = ErrorCode.BODY_TOO_LARGE
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value

@@ -18,7 +18,7 @@ from django.contrib.sessions.models import Session
 from django.db import transaction
 from django.http import HttpRequest
 
-from controlplane.playground.asks import SignedOut, TenantRefused
+from controlplane.playground.asks import AskRefused, SignedOut
 from core.admin_pages import name_actor
 from core.limits import limits
 from gateway.services.errors import KeyNotFound
@@ -54,12 +54,12 @@ def lend_key(request: HttpRequest, tenant_name: str) -> str:
     """Return the text of the session's key for a tenant, a new one when there is none that works.
 
     Every browser has its own, so that none ends what another has begun; tabs of one browser that ask at the same time get
-    the same one. Raises TenantRefused for a tenant that is missing or disabled, SignedOut when the session has ended
+    the same one. Raises AskRefused for a tenant that is missing or disabled, SignedOut when the session has ended
     meanwhile; no key is made then.
     """
     tenant = find_tenant(tenant_name)
     if tenant is None or not tenant.is_active:
-        raise TenantRefused
+        raise AskRefused("Choose a tenant that is enabled.", param="tenant")
     text = _open_held(request.session.get(SESSION_KEYS, {}).get(tenant.name))
     return text if text is not None else _make_key(request, tenant.name)
 
