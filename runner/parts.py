@@ -29,8 +29,10 @@ from runner.operations.desired_state import DesiredState
 from runner.operations.gate import Gate, GateRules
 from runner.operations.operation import LoadBody, Operations
 from runner.operations.trust import Governance
-from runner.pool import Capacity, Loader, LoadOptions, LoadOrder, ModelState, Pool, Registry, Unloader
-from runner.pool.models import AttachedServer
+from runner.pool.capacity import Capacity
+from runner.pool.loads import Loader, LoadOptions, LoadOrder, Pool, Unloader
+from runner.pool.models import AttachedServer, Registry
+from runner.pool.states import ModelState
 from runner.queue import FairQueue, WaitBudget, read_rates, read_weights
 from runner.serving.costs import Costs
 from runner.serving.request import Tally

@@ -10,8 +10,9 @@ from runner.definitions.plan import load_constraints
 from runner.engines.port import Capabilities
 from runner.limits import MIB, limits
 from runner.parts import Parts
-from runner.pool import Model, ModelState, Replica
 from runner.pool.loads import count_replicas, is_elsewhere
+from runner.pool.models import Model, Replica
+from runner.pool.states import ModelState
 from runner.serving.request import INFERENCE_PATHS
 from runner.telemetry import Reading
 from wire.bridge import MemoryInfo, ModelFacts, ReplicaInfo

@@ -14,8 +14,8 @@ from runner.errors import InvalidRequest, ModelLoadFailed, Unavailable
 from runner.limits import MIB
 from runner.operations.operation import FlushBody, LoadBody, Reply, UnloadBody, reload_fields
 from runner.parts import Parts
-from runner.pool import Model
 from runner.pool.loads import count_replicas
+from runner.pool.models import Model
 from runner.report import effective_inflight, estimate_memory
 
 Handler = Callable[[Request], Coroutine[None, None, Response]]

@@ -27,7 +27,8 @@ from runner.errors import Unavailable
 from runner.fit.memory import ModelShape
 from runner.limits import MIB, limits
 from runner.parts import Parts, Phase
-from runner.pool import Model, ModelState, Replica
+from runner.pool.models import Model, Replica
+from runner.pool.states import ModelState
 from runner.queue import WaitBudget, read_rates
 from runner.telemetry import Reading
 from wire import clock

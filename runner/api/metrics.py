@@ -19,7 +19,8 @@ from runner.engines.port import MetricsSource
 from runner.errors import RunnerError
 from runner.limits import MIB, limits
 from runner.parts import Parts
-from runner.pool import Model, ModelState
+from runner.pool.models import Model
+from runner.pool.states import ModelState
 from runner.serving.costs import MICROS, CostSummary
 from runner.serving.request import Histogram, Tally
 from runner.telemetry import Reading

@@ -23,7 +23,7 @@ from runner.errors import UnknownModel
 from runner.limits import limits
 from runner.operations.operation import FlushBody, LoadBody, UnloadBody
 from runner.parts import Parts
-from runner.pool import Model
+from runner.pool.models import Model
 from runner.serving.request import BodyFields
 
 TRANSLATIONS = "/v1/audio/translations"

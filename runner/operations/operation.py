@@ -32,7 +32,9 @@ from runner.ledger import INTERRUPTED, DesiredModel, Ledger, LedgerError, Run, R
 from runner.limits import MIB, limits
 from runner.operations.gate import KEEP_PARAM, Accepted, Admitted, Gate, OperationRunning
 from runner.operations.keys import Identity
-from runner.pool import LoadOrder, LoadResult, Model, ModelState, Pool
+from runner.pool.loads import LoadOrder, LoadResult, Pool
+from runner.pool.models import Model
+from runner.pool.states import ModelState
 from wire import clock
 from wire.optoken import Operation
 from wire.optoken.receipt import Outcome, Receipt, ReceiptError, digest_result, sign_receipt

@@ -506,6 +506,16 @@ class Loader:
             model.apply(ModelEvent.FAIL, error=words)
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The parts that share one set of models."""
+
+    registry: Registry
+    loader: Loader
+    unloader: Unloader
+    capacity: Capacity
+
+
 def _whisper_repo(definition: ModelDefinition) -> str | None:
     named = definition.model_path or definition.model_id
     return WHISPER_SIZES.get(named) if definition.backend == "whisper" else None

@@ -19,7 +19,7 @@ from runner.definitions.settings import Price, Remote
 from runner.errors import SpendingCapReached, Unavailable
 from runner.ledger import CostState, Ledger, LedgerError
 from runner.limits import limits
-from runner.pool import Model
+from runner.pool.models import Model
 from runner.serving.request import Answer, Inference
 from wire import clock
 from wire.bridge import TokenCounts

@@ -31,7 +31,7 @@ from runner.errors import (
     write_event,
 )
 from runner.limits import limits
-from runner.pool import Registry
+from runner.pool.models import Registry
 from runner.serving.request import Answer, Inference, Numbers
 from wire import clock
 from wire.events import EventCutter

@@ -31,7 +31,8 @@ from runner.errors import (
     Unavailable,
 )
 from runner.limits import limits
-from runner.pool import Model, ModelState, Registry, Replica
+from runner.pool.models import Model, Registry, Replica
+from runner.pool.states import ModelState
 from runner.queue import FairQueue, TenantRates, Turn, WaitBudget
 from runner.serving.costs import Charge, Costs
 from runner.serving.request import INFERENCE_PATHS, Answer, Flow, Inference, Numbers, Tally, headers_to_client, is_allowed_path

@@ -41,11 +41,10 @@ from runner.operations.commands import Commands
 from runner.operations.gate import Gate, GateRules
 from runner.operations.operation import Operations
 from runner.operations.trust import Governance, write_trusted
-from runner.pool import LoadOrder, LoadResult, Model, ModelState, Pool
 from runner.pool.capacity import Prediction
-from runner.pool.loads import UnloadResult
-from runner.pool.models import LoadProgress, Registry
-from runner.pool.states import ModelEvent
+from runner.pool.loads import LoadOrder, LoadResult, Pool, UnloadResult
+from runner.pool.models import LoadProgress, Model, Registry
+from runner.pool.states import ModelEvent, ModelState
 from runner.queue import FairQueue
 from tests.fakes.clock import VirtualClock
 from tests.fakes.waiting import takes

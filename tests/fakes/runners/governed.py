@@ -14,7 +14,7 @@ from runner.operations.gate import Admitted, Gate, GateRules
 from runner.operations.operation import Operations
 from runner.operations.trust import PolicyStore, write_trusted
 from runner.parts import Parts
-from runner.pool import Pool
+from runner.pool.loads import Pool
 from tests.fakes.ledgers import T0, Clock
 from tests.fakes.policies import Fleet, Issuer
 from tests.fakes.runners.parts import Bench, assembled, write_models

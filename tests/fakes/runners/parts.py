@@ -14,7 +14,8 @@ from runner.config import TINY_MODEL_PATH, read_config
 from runner.definitions.plan import LoadPlan
 from runner.definitions.settings import Fairness
 from runner.parts import Parts, assemble
-from runner.pool import Loader, LoadOptions, LoadOrder, LoadResult, Model
+from runner.pool.loads import Loader, LoadOptions, LoadOrder, LoadResult
+from runner.pool.models import Model
 from runner.queue import FairQueue, Priority, Turn, WaitBudget
 from runner.serving.request import Inference
 from tests.fakes.clock import install_virtual_clock

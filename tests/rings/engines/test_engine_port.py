@@ -23,7 +23,9 @@ from runner.engines.process import list_left, list_tree
 from runner.engines.supervisor import Supervisor
 from runner.errors import EngineError, InsufficientMemory, InvalidLoadRequest, RequestRefused
 from runner.limits import limits
-from runner.pool import LoadOrder, Model, ModelState
+from runner.pool.loads import LoadOrder
+from runner.pool.models import Model
+from runner.pool.states import ModelState
 from tests.fakes.engine import FakeEngine
 from tests.fakes.engines import cases, comfyui, llama_server, provider, tabbyapi
 from tests.fakes.engines.cases import ENDLESS, QUESTION, tiny_plan

@@ -19,7 +19,8 @@ from runner.fit import read_shape
 from runner.library.hub import Hub
 from runner.library.library import Library
 from runner.parts import Parts
-from runner.pool import LoadOrder, Model
+from runner.pool.loads import LoadOrder
+from runner.pool.models import Model
 from tests.fakes.engines.comfyui import ComfyContract
 from tests.fakes.engines.hub_server import COMMIT, HubServer, serve_hub
 from tests.fakes.limits import set_runner_limits

@@ -36,7 +36,9 @@ from runner.limits import limits
 from runner.operations.gate import Gate, GateRules
 from runner.operations.operation import FlushBody, LoadBody, Operations, Reply, UnloadBody
 from runner.parts import Parts
-from runner.pool import LoadOrder, Model, ModelState, Pool
+from runner.pool.loads import LoadOrder, Pool
+from runner.pool.models import Model
+from runner.pool.states import ModelState
 from runner.telemetry.memory import TreeMemory
 from tests.fakes.engine import FakeEngine
 from tests.fakes.limits import set_runner_limits

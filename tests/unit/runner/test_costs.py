@@ -18,7 +18,7 @@ from runner.engines.port import CHAT
 from runner.errors import SpendingCapReached, Unavailable
 from runner.ledger import CostState, Ledger, LedgerFull
 from runner.limits import limits
-from runner.pool import Model
+from runner.pool.models import Model
 from runner.queue import FairQueue, WaitBudget
 from runner.serving.costs import Costs, Spending, estimate_cost
 from runner.serving.request import Answer, Inference

@@ -33,7 +33,7 @@ from runner.errors import EngineUnavailable, InvalidRequest, ModelNotLoaded, Rat
 from runner.fit import read_shape
 from runner.library.library import Library
 from runner.limits import limits
-from runner.pool import Registry
+from runner.pool.models import Registry
 from runner.queue import FairQueue, WaitBudget, read_rates
 from runner.relay import Relay
 from runner.serving.request import Answer, Inference, Tally
