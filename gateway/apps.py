@@ -1,9 +1,13 @@
-"""Django application of ``gateway``."""
+"""Django application of ``gateway``, and what is checked of its settings at start instead of at the first request."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from django.apps import AppConfig
-from django.core.checks import register
+from django.conf import settings
+from django.core.checks import CheckMessage, Error, register
 
 
 class GatewayConfig(AppConfig):
@@ -14,6 +18,35 @@ class GatewayConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from gateway.checks import check_settings
-
         register(check_settings, "gateway")
+
+
+def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> list[CheckMessage]:
+    """Return what is wrong with the settings of the gateway."""
+    return [*_check_tokenizers(settings.TOKENIZERS_DIR), *_check_origins(settings.CORS_ORIGINS)]
+
+
+def _check_origins(origins: Sequence[str]) -> list[CheckMessage]:
+    from gateway.request.response import EVERYBODY, ORIGIN_RE  # needs the models, which Django loads after this module
+
+    return [
+        Error(
+            f"MUSTER_CORS_ORIGINS names {origin!r}, which is no origin.",
+            hint='Name scheme, host and port as browsers send them, such as "https://chat.example.com", or "*".',
+            id="gateway.E002",
+        )
+        for origin in origins
+        if origin != EVERYBODY and not ORIGIN_RE.match(origin)
+    ]
+
+
+def _check_tokenizers(root: str) -> list[CheckMessage]:
+    if not root or Path(root).is_dir():
+        return []
+    return [
+        Error(
+            f"MUSTER_TOKENIZERS_DIR names {root!r}, which is no folder.",
+            hint="Name a folder with one folder for each model's tokenizer.json, or leave it empty: boxes then count tokens.",
+            id="gateway.E001",
+        )
+    ]

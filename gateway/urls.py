@@ -12,9 +12,9 @@ from django.http.response import HttpResponseBase
 from django.urls import URLPattern, re_path
 
 from gateway.dialects import SURFACES
+from gateway.process import GatewayRuntime
 from gateway.request.client import Receive, Scope, Send
 from gateway.request.response import Application, SlashRouter, admit_programs, is_preflight, refuse_unknown_socket
-from gateway.runtime import GatewayRuntime
 from gateway.values import HeaderView
 from gateway.views.admin import AdminViews
 from gateway.views.counting import make_counting_routes

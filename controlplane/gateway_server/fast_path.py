@@ -29,7 +29,7 @@ from gateway.request.identity import RateState
 from gateway.request.models import KeyEntry, check_caps, choose_priority
 from gateway.request.pipeline import Call, Pipeline
 from gateway.request.records import COMPLETED, Record, count_tokens
-from gateway.request.response import admit_origin, id_headers, name_box, render_head
+from gateway.request.response import admit_origin, id_headers, name_node, render_head
 from gateway.values import Header, InferenceRequest, ModelEntry
 from gateway.views.endpoints import Inference
 from nodes.links import EndKind, LinkEnd, Sink, Stream
@@ -152,7 +152,7 @@ class FastPath:
         if known is None:
             if len(self._node_heads) >= self.pipeline.limits.known_answer_heads:
                 self._node_heads.clear()
-            known = self._node_heads[node, model] = _join(name_box(node, model))
+            known = self._node_heads[node, model] = _join(name_node(node, model))
         return known
 
 

@@ -19,9 +19,9 @@ from controlplane.gateway_server.fast_path import FastPath
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, KnownRequests
 from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from core.limits import limits
+from gateway.process import GatewayRuntime
 from gateway.request.client import Receive, Scope, Send
 from gateway.request.response import Application
-from gateway.runtime import GatewayRuntime
 from gateway.urls import make_application, make_inference
 from gateway.values import HeaderView
 from gateway.views.endpoints import Inference

@@ -409,8 +409,8 @@ class _Waiter:
     timer: asyncio.TimerHandle | None = None
 
 
-def _count(lanes: dict[tuple[str, ...], list[_Waiter]]) -> int:
-    return sum(len(queue) for queue in lanes.values())
+def _count(queues: dict[tuple[str, ...], list[_Waiter]]) -> int:
+    return sum(len(queue) for queue in queues.values())
 
 
 def _sequence_of(waiter: _Waiter) -> int:
@@ -463,15 +463,15 @@ class Dispatcher:
         model, paths, avoid = candidate.entry.name, candidate.asked.paths, job.avoid
         if model in self._keeper.disabled_models:
             return Closed(ProviderDisabled(retry_after_s=30), is_final=True)
-        lanes = self._queues.get(model)
-        if not lanes or paths not in lanes:
+        queues = self._queues.get(model)
+        if not queues or paths not in queues:
             link = self._choose(model, paths, avoid, job.prefer, now=now)
             if link is not None and link not in avoid:
                 return Ready(link)
         mismatch = self._find_mismatch(model, paths)
         if mismatch is not None:
             return Closed(mismatch, is_final=True)
-        number = _count(lanes) if lanes else 0
+        number = _count(queues) if queues else 0
         if number >= candidate.entry.max_queue and not job.attempts:
             return Closed(QueueFull(retry_after_s=1), is_final=True)
         ready = [link for link in self._links_open(model, paths, now) if link.condition() is LinkCondition.READY]
@@ -480,7 +480,7 @@ class Dispatcher:
         if avoid and all(link in avoid for link in ready):
             return Busy(math.inf)
         slots = sum(max(1, link.max_concurrent) for link in ready)
-        waiting = len(lanes.get(paths, ())) if lanes else 0
+        waiting = len(queues.get(paths, ())) if queues else 0
         return Busy(self._held_s.get(model, 0.0) * (waiting + 1) / slots)
 
     def knows_node(self, name: str) -> bool:
@@ -518,7 +518,7 @@ class Dispatcher:
 
     def depths(self) -> dict[str, int]:
         """Requests waiting, by model."""
-        return {model: _count(lanes) for model, lanes in self._queues.items()}
+        return {model: _count(queues) for model, queues in self._queues.items()}
 
     def acquire(self, job: Job, plan: Plan | None = None) -> Lease | asyncio.Future[Lease]:
         """Return a slot for the job's candidate, or the future of one. Raises QueueFull.
@@ -528,14 +528,14 @@ class Dispatcher:
         """
         request, now = job.request, clock.monotonic()
         model, paths = request.model, request.paths
-        lanes = self._queues.get(model)
-        if not lanes or paths not in lanes:
+        queues = self._queues.get(model)
+        if not queues or paths not in queues:
             link = plan.find_link(job.candidate) if plan is not None else None
             if link is None:
                 link = self._choose(model, paths, job.avoid, job.prefer, now=now)
             if link is not None:
                 return self.grant(link, model, choose_path(link, request), now)
-        if lanes and _count(lanes) >= job.candidate.entry.max_queue and not job.attempts:
+        if queues and _count(queues) >= job.candidate.entry.max_queue and not job.attempts:
             raise QueueFull(retry_after_s=1)
         return self._enqueue(job)
 
@@ -652,8 +652,8 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(job, loop.create_future())
         waiter.future.add_done_callback(lambda _future: self._forget(waiter))
-        lanes = self._queues.setdefault(job.request.model, {})
-        insort(lanes.setdefault(job.request.paths, []), waiter, key=_sequence_of)
+        queues = self._queues.setdefault(job.request.model, {})
+        insort(queues.setdefault(job.request.paths, []), waiter, key=_sequence_of)
         QUEUE_DEPTH.inc()
         self._arm(waiter)
         return waiter.future
@@ -661,8 +661,8 @@ class Dispatcher:
     def _arm(self, waiter: _Waiter) -> None:
         now = clock.monotonic()
         limit = min(waiter.job.accepted + min(self._limits.queue_s, waiter.job.max_wait_s), waiter.job.deadline)
-        patience = waiter.job.accepted + self._limits.no_node_wait_s
-        due = patience if now < patience < limit else limit
+        no_node_at = waiter.job.accepted + self._limits.no_node_wait_s
+        due = no_node_at if now < no_node_at < limit else limit
         delay = max(0.0, due - now)
         waiter.timer = asyncio.get_running_loop().call_later(delay, self._take_timer, waiter, due >= limit)
 
@@ -742,13 +742,13 @@ class Dispatcher:
             waiter.timer.cancel()
             waiter.timer = None
         request = waiter.job.request
-        lanes = self._queues.get(request.model, {})
-        queue = lanes.get(request.paths)
+        queues = self._queues.get(request.model, {})
+        queue = queues.get(request.paths)
         if queue is None or waiter not in queue:
             return
         queue.remove(waiter)
         QUEUE_DEPTH.dec()
         if not queue:
-            del lanes[request.paths]
-        if not lanes:
+            del queues[request.paths]
+        if not queues:
             del self._queues[request.model]

@@ -62,7 +62,7 @@ from gateway.request.records import (
     name_model,
     unread_request,
 )
-from gateway.request.response import id_headers, name_box, name_header, refuse
+from gateway.request.response import id_headers, name_header, name_node, refuse
 from gateway.request.stored import Keeping, keep_answer, mark_unkept, plan_keeping
 from gateway.values import CHAT_PATH, Caller, Header, InferenceRequest, ModelEntry, PoolOptions, Unmatched
 from nodes.links import Link
@@ -407,7 +407,7 @@ class Pipeline:
     def make_exchange(self, call: Call, job: Job, lease: Lease, translation: Translation | None = None) -> Exchange:
         """Return an attempt that was not begun yet."""
         request, link = job.request, lease.link
-        extra = [*call.extra, *name_box(link.node_name, request.model)]
+        extra = [*call.extra, *name_node(link.node_name, request.model)]
         if translation is not None and translation.ignored:
             extra.append(name_header(b"x-muster-ignored", ", ".join(translation.ignored)))
         return Exchange(
@@ -487,7 +487,7 @@ class Pipeline:
                 return Ending(RequestState.FAILED, ForwardedRequestFailed())
             case Broken():
                 if not outcome.told:
-                    call.extra += name_box(record.node_name, record.model)
+                    call.extra += name_node(record.node_name, record.model)
                     raise await recount_prompt(
                         self.counter,
                         outcome.error,

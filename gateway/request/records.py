@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from itertools import chain
-from typing import Protocol
+from typing import Protocol, get_args
 
 import msgspec
 import psycopg
@@ -75,34 +75,10 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What the client asked for, where ``model`` (which answers) has another name."""
 
 
+_SQL = {uuid.UUID: "uuid", datetime: "timestamptz", str: "text", RequestState: "text", bool: "boolean", int: "integer"}
+_WIDTHS = {"status_code": "smallint", "attempts": "smallint", "bytes_out": "bigint"}
 _TYPES = {
-    "id": "uuid",
-    "created_at": "timestamptz",
-    "gateway_id": "uuid",
-    "tenant": "text",
-    "key_id": "uuid",
-    "key_name": "text",
-    "endpoint": "text",
-    "model": "text",
-    "asked_model": "text",
-    "is_streaming": "boolean",
-    "state": "text",
-    "error_code": "text",
-    "status_code": "smallint",
-    "engine_error": "text",
-    "node_id": "uuid",
-    "node_name": "text",
-    "attempts": "smallint",
-    "max_tokens": "integer",
-    "prompt_tokens_est": "integer",
-    "prompt_tokens": "integer",
-    "completion_tokens": "integer",
-    "tokens_estimated": "boolean",
-    "bytes_out": "bigint",
-    "queue_ms": "integer",
-    "ttfb_ms": "integer",
-    "latency_ms": "integer",
-    "finished_at": "timestamptz",
+    one.name: _WIDTHS.get(one.name) or _SQL[(get_args(one.type) or (one.type,))[0]] for one in msgspec.structs.fields(Record)
 }
 _FIXED = {"id", "created_at", "gateway_id", "tenant", "key_id", "key_name", "endpoint", "is_streaming"}
 _COLUMNS = ", ".join(_TYPES)

@@ -212,7 +212,7 @@ def read_name(headers: Mapping[str, str], name: str, *, max_chars: int) -> str:
     return headers.get(name, "").encode("latin-1").decode("utf-8", "replace")[:max_chars]
 
 
-def name_box(node: str, model: str) -> list[Header]:
+def name_node(node: str, model: str) -> list[Header]:
     """Return the headers that say which box answers and which model."""
     return [name_header(b"x-muster-node", node), name_header(b"x-muster-model", model)]
 

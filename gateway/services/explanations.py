@@ -315,7 +315,7 @@ class TimePart(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class Explanation:
     """The first lines of a request's page. ``now``: how the nodes of its model stand at this moment, where that matters.
 
     ``asked``: the name the client used, if another than the model's. ``badge``: the name of the colour of ``state``.
@@ -331,14 +331,14 @@ class Story:
     parts: tuple[TimePart, ...]
 
 
-def tell_request(record: RequestRecord) -> Story:
+def explain_request(record: RequestRecord) -> Explanation:
     """Return what a request's page says first. Two queries when boxes matter, else none."""
     is_open = RequestState(record.state) in OPEN_REQUEST_STATES
     asks_why = record.state == RequestState.QUEUED or record.error_code in NOBODY_THERE
     now = explain_waits([record.model])[record.model] if asks_why and record.model else None
     what, advice = _say_state(record, now)
     state, badge = name_state(record)
-    return Story(
+    return Explanation(
         state=state,
         badge=badge,
         is_open=is_open,

@@ -7,8 +7,8 @@ import msgspec
 from core.db.threads import run_in_database
 from gateway.errors import BadRequest
 from gateway.models import ApiKey
+from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection
-from gateway.runtime import GatewayRuntime
 from gateway.services.errors import KeyNotFound
 from gateway.services.keys import create_api_key, list_api_keys, revoke_api_key
 from gateway.views.endpoints import is_draining, require_admin, send_answer

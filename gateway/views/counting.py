@@ -16,10 +16,10 @@ from gateway.dialects import SURFACES, Surface
 from gateway.dialects.body import RequestBody, require_list
 from gateway.dialects.messages_request import to_chat_body
 from gateway.errors import ClientLeft, GatewayError, RateLimited, ShuttingDown
+from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection
 from gateway.request.response import Application, name_header, send_error
 from gateway.request.stored import plan_keeping
-from gateway.runtime import GatewayRuntime
 from gateway.values import Caller, Header, InferenceRequest
 from gateway.views.endpoints import make_endpoint
 from wire.ids import format_id, new_uuid7

@@ -15,9 +15,9 @@ from core.db.threads import run_in_database
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNotAllowed, RateLimited, RecordsUnavailable
+from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.request.response import Application, admit_origin, answer_preflight, id_headers, send_error
-from gateway.runtime import GatewayRuntime
 from gateway.values import Header, HeaderView
 from governance.admin_tokens import verify_admin_token
 from governance.errors import TooManyWrongTokens

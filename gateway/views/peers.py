@@ -13,11 +13,11 @@ from gateway.counting import exchange as ask_box
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import GatewayError, RouteNotFound
+from gateway.process import GatewayRuntime
 from gateway.request.attempt import Exchange
 from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.request.dispatch import Broken, Candidate, Dispatcher, Job, Lease, Retry, RetryReason, Served
 from gateway.request.response import Application, read_name
-from gateway.runtime import GatewayRuntime
 from gateway.values import Header, InferenceRequest, ModelEntry
 from gateway.views.endpoints import make_client, send_failure
 from nodes.links import Link

@@ -16,8 +16,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from gateway.dialects import SURFACES
 from gateway.errors import InvalidAdminToken, ModelUnknown, RouteNotFound
+from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection
-from gateway.runtime import GatewayRuntime
 from gateway.values import Caller
 from gateway.views.endpoints import find_admin, is_draining, send_answer
 from gateway.views.models import ModelList, cut_page, render_anthropic, render_openai, render_page

@@ -16,9 +16,9 @@ import msgspec
 from core.db.threads import run_in_database
 from core.limits import limits
 from gateway.errors import BadRequest, RecordsUnavailable, ResponseNotFound
+from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection
 from gateway.request.response import Application
-from gateway.runtime import GatewayRuntime
 from gateway.services.responses import delete_response, get_response, list_input_items, require_response
 from gateway.values import Caller
 from gateway.views.endpoints import make_endpoint

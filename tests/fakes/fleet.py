@@ -38,7 +38,7 @@ from django.test import override_settings
 from core.db.threads import run_upkeep
 from core.hints import HintLayer
 from gateway.models import RequestRecord
-from gateway.runtime import GatewayRuntime
+from gateway.process import GatewayRuntime
 from gateway.services.keys import create_api_key
 from gateway.services.models import allow_model
 from gateway.services.tenants import create_tenant

@@ -29,10 +29,10 @@ from core.db.threads import DatabaseBusy, run_in_database, run_upkeep
 from core.limits import GatewayLimits
 from gateway.dialects import SURFACES
 from gateway.errors import RecordsUnavailable
+from gateway.process import GatewayRuntime
 from gateway.request.identity import KeyRing
 from gateway.request.models import Catalogue
 from gateway.request.records import Record, RecordWriter
-from gateway.runtime import GatewayRuntime
 from governance.models import AuditEvent, Operation
 from tests.fakes.audit_logs import LOG_KEY, database_url, judge_database, raw_connection, sizes
 from tests.fakes.control_process import frozen, in_thread, wait_for

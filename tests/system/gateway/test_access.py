@@ -20,7 +20,7 @@ from django.urls import URLPattern
 
 from gateway.dialects import SURFACES
 from gateway.models import ApiKey, StoredResponse
-from gateway.runtime import GatewayRuntime
+from gateway.process import GatewayRuntime
 from gateway.services.keys import create_api_key
 from gateway.services.responses import keep_response
 from gateway.services.tenants import change_response_policy, create_tenant

@@ -15,9 +15,9 @@ from django.urls import reverse
 
 from core.limits import GatewayLimits, limits
 from gateway.models import ModelAlias
+from gateway.process import GatewayRuntime
 from gateway.request.models import Catalogue
 from gateway.routing import Target
-from gateway.runtime import GatewayRuntime
 from gateway.services.errors import InvalidValue, NameTaken
 from gateway.services.keys import create_api_key
 from gateway.services.models import allow_model, change_alias, change_model_details, create_alias, list_aliases, remember_models

@@ -25,9 +25,9 @@ from core.limits import GatewayLimits
 from core.throttle import AuthThrottle
 from gateway.errors import InvalidApiKey, RateLimited
 from gateway.models import ApiKey, GatewayProcess, Model, Tenant
+from gateway.process import GatewayRuntime
 from gateway.request.identity import KeyRing
 from gateway.request.models import AliasEntry, Catalogue, KeyEntry, read_marks, store_key_use
-from gateway.runtime import GatewayRuntime
 from gateway.services.keys import create_api_key, revoke_api_key
 from gateway.services.models import allow_model
 from gateway.services.tenants import create_tenant, disable_tenant

@@ -31,8 +31,8 @@ from controlplane.gateway_server.ws_protocol import GatewayWebSocketProtocol
 from controlplane.launcher.ports import claim_port
 from core.limits import GatewayLimits
 from core.outbox import Outbox
+from gateway.process import GatewayRuntime
 from gateway.request.response import admit_programs, refuse_unknown_socket
-from gateway.runtime import GatewayRuntime
 from tests.fakes.server_door import GET, Scope, run_server, until
 from wire.client_address import TrustedProxies
 

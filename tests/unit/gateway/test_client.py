@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pytest_django import Settings
 
 from core.limits import GatewayLimits
-from gateway.checks import check_settings
+from gateway.apps import check_settings
 from gateway.dialects import SURFACES
 from gateway.dialects.body import is_crowded, read_fields, read_options, read_usual_chat
 from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, GatewayError, RequestTimeout

@@ -18,9 +18,9 @@ import pytest
 
 from core.limits import limits
 from gateway.counting import Count, Source, TokenCounter, ask_node
+from gateway.process import GatewayRuntime
 from gateway.request.models import AliasEntry, KeyEntry
 from gateway.routing import Alias, Target
-from gateway.runtime import GatewayRuntime
 from gateway.tokenizers import (
     ChatPrompt,
     ChatTemplate,

@@ -22,8 +22,8 @@ from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, Known
 from controlplane.gateway_server.server import GatewayApp
 from core.limits import limits
 from gateway import metrics
+from gateway.process import GatewayRuntime
 from gateway.request.client import Receive, Scope, Send
-from gateway.runtime import GatewayRuntime
 from gateway.urls import make_inference
 from nodes.links import EndKind, Sink
 from nodes.session import OpenRequest
