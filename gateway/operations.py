@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from core.limits import limits
 from gateway.models import ApiKey, Model, Tenant
@@ -21,28 +22,32 @@ from nodes.services.availability import Has, ServingNode, read_nodes_of
 
 KEY, TENANT, MODEL = "key", "tenant", "model"
 ACTOR = "system:governance"
-_OWNERS = {RATE: "keys and tenants", PRIORITY: "keys"} | dict.fromkeys(CAPS, "models")
-"""Which params there are, and which kinds of targets they go with."""
-_LABELS = {
-    RATE: "Requests per minute",
-    PRIORITY: "Priority",
-    "max_tokens": "Most tokens to generate",
-    "max_prompt_chars": "Longest prompt in characters",
-    "max_queue": "Longest queue in requests",
-}
-_HELP = {
-    RATE: "Of keys and tenants.",
-    PRIORITY: "Of keys.",
-    "max_tokens": "Of models: requests that ask for more are refused.",
-    "max_prompt_chars": "Of models: longer prompts are refused.",
-    "max_queue": "Of models: so many may wait for a node; what comes then is refused.",
-}
-_OFFERS = {
-    RATE: "{} a minute",
-    PRIORITY: "{}",
-    "max_tokens": "{:,} tokens",
-    "max_prompt_chars": "{:,} characters",
-    "max_queue": "{:,} waiting",
+
+
+class _Param(NamedTuple):
+    """What may be raised. ``owners``: which kinds of targets have it; ``offer``: how a page writes what one has."""
+
+    owners: str
+    label: str
+    help: str
+    offer: str
+
+
+_PARAMS = {
+    RATE: _Param("keys and tenants", "Requests per minute", "Of keys and tenants.", "{} a minute"),
+    PRIORITY: _Param("keys", "Priority", "Of keys.", "{}"),
+    "max_tokens": _Param(
+        "models", "Most tokens to generate", "Of models: requests that ask for more are refused.", "{:,} tokens"
+    ),
+    "max_prompt_chars": _Param(
+        "models", "Longest prompt in characters", "Of models: longer prompts are refused.", "{:,} characters"
+    ),
+    "max_queue": _Param(
+        "models",
+        "Longest queue in requests",
+        "Of models: so many may wait for a node; what comes then is refused.",
+        "{:,} waiting",
+    ),
 }
 
 
@@ -61,7 +66,7 @@ class _Holder:
 
     @property
     def offer(self) -> str:
-        has = ", ".join(_OFFERS[name].format(value) for name, value in self.today.items())
+        has = ", ".join(_PARAMS[name].offer.format(value) for name, value in self.today.items())
         return f"{self.label} ({has}{self.note})"
 
     def is_raise(self, name: str, value: object) -> bool:
@@ -109,7 +114,7 @@ class LimitRaise:
         return {
             "targets": [(holder.target, holder.offer) for holder in [*tenants, *models, *keys]],
             "targets_label": "Tenants, models and keys",
-            "params": [_make_field(name) for name in _LABELS],
+            "params": [_make_field(name) for name in _PARAMS],
         }
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
@@ -121,8 +126,8 @@ class LimitRaise:
             labels.append(label)
             today = holder.today if holder is not None else {}
             lines += [
-                Line(f"{_LABELS[name]} of {label}", str(params[name]), str(today.get(name, "")))
-                for name in _LABELS
+                Line(f"{_PARAMS[name].label} of {label}", str(params[name]), str(today.get(name, "")))
+                for name in _PARAMS
                 if name in params
             ]
         return Description(f"Raise the limits of {_join(labels)}", lines)
@@ -164,8 +169,8 @@ class LimitRaise:
 
 
 def _clean_params(params: Mapping[str, object]) -> dict[str, object]:
-    if not params or set(params) - set(_OWNERS):
-        numbers = ", ".join(name for name in _OWNERS if name != PRIORITY)
+    if not params or set(params) - set(_PARAMS):
+        numbers = ", ".join(name for name in _PARAMS if name != PRIORITY)
         raise InvalidProposal(f"Give whole numbers for {numbers}, or {PRIORITY}: high, and nothing else.", param="params")
     for name, value in params.items():
         if name == PRIORITY:
@@ -179,7 +184,7 @@ def _clean_params(params: Mapping[str, object]) -> dict[str, object]:
 def _require_fitting(holder: _Holder, name: str) -> None:
     if name not in holder.today:
         raise InvalidProposal(
-            f"{name} belongs to {_OWNERS[name]}; the {holder.label} takes {', '.join(holder.today)}. "
+            f"{name} belongs to {_PARAMS[name].owners}; the {holder.label} takes {', '.join(holder.today)}. "
             "Leave it out, or choose other targets.",
             param=name,
         )
@@ -226,7 +231,7 @@ def _describe_key(key: ApiKey) -> _Holder:
 
 
 def _make_field(name: str) -> dict[str, object]:
-    common = {"name": name, "label": _LABELS[name], "help": _HELP[name], "required": False}
+    common = {"name": name, "label": _PARAMS[name].label, "help": _PARAMS[name].help, "required": False}
     if name == PRIORITY:
         return {**common, "kind": "select", "choices": [("", "as it is"), (Priority.HIGH.value, "high")]}
     return {**common, "kind": "number", "min": 1, "max": limits().gateway.record_integer}

@@ -13,15 +13,18 @@ from gateway.dialects.blocks import Block, BlockKind, Blocks, ObjectScan
 from gateway.dialects.chat import AnswerContext, ChatChoice, ChatMessage, ChatReader, ChatUsage
 from gateway.errors import ForwardedRequestFailed
 
-_encoder = msgspec.json.Encoder()
-encode = _encoder.encode
+encode = msgspec.json.Encoder().encode
 
 UNSIGNED = "unsigned"
 """Signature of every thinking block: no engine signs, and some clients send back only what is signed."""
 RAW_ARGUMENTS_KEY = "INVALID_JSON"
 """Where the text of arguments stands that are no JSON object; Anthropic's guide to fine-grained tool streaming names it so."""
 
-_MESSAGE_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+_MESSAGE_START = b'event: message_start\ndata: {"type":"message_start","message":%b}\n\n'
+_MESSAGE_END = (
+    b'event: message_delta\ndata: {"type":"message_delta","delta":%b,"usage":%b}\n\n'
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+)
 _DELTA_END = b"}}\n\n"
 _START = b'event: content_block_start\ndata: {"type":"content_block_start","index":%d,"content_block":%b}\n\n'
 _DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":'
@@ -31,29 +34,6 @@ _SPOKEN_FORMS = {
     BlockKind.THINKING: (b'{"type":"thinking","thinking":"","signature":""}', b"thinking_delta", b"thinking"),
 }
 """How a block begins, and the type of its deltas with the member that has the text."""
-
-
-def render_message_start(message_id: str, model: str, usage: ChatUsage | None) -> bytes:
-    """Return the first event. Counts that the engine has not said yet are 0; ``message_delta`` has the final ones."""
-    message: dict[str, object] = {
-        "id": message_id,
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": make_usage(usage) | {"output_tokens": 0},
-    }
-    return b'event: message_start\ndata: {"type":"message_start","message":%b}\n\n' % encode(message)
-
-
-def render_message_delta(stop_reason: str, stop_sequence: str | None, usage: ChatUsage | None) -> bytes:
-    """Return the event with the reason of the end and the final counts."""
-    return b'event: message_delta\ndata: {"type":"message_delta","delta":%b,"usage":%b}\n\n' % (
-        encode({"stop_reason": stop_reason, "stop_sequence": stop_sequence}),
-        encode(make_usage(usage)),
-    )
 
 
 def make_usage(usage: ChatUsage | None) -> dict[str, object]:
@@ -88,7 +68,7 @@ def read_arguments(text: str) -> Raw:
             inner = ""
         if is_object(inner):
             return Raw(inner.encode())
-    return Raw(_encoder.encode({RAW_ARGUMENTS_KEY: text}))
+    return Raw(encode({RAW_ARGUMENTS_KEY: text}))
 
 
 def is_object(text: str) -> bool:
@@ -132,7 +112,11 @@ def render_whole(
     choice: ChatChoice, message: ChatMessage, *, head: dict[str, object], usage: ChatUsage | None, make_id: Callable[[int], str]
 ) -> bytes:
     """Return an unstreamed answer as a message. ``head``: its first fields."""
-    blocks = _list_texts(message)
+    blocks: list[dict[str, object]] = []
+    if message.thought:
+        blocks.append({"type": "thinking", "thinking": message.thought, "signature": UNSIGNED})
+    if text := (message.content or "") + (message.refusal or ""):
+        blocks.append({"type": "text", "text": text})
     used: set[str] = set()
     for number, part in enumerate(message.tool_calls or ()):
         function = part.function
@@ -151,15 +135,6 @@ def render_whole(
     )
     end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": make_usage(usage)}
     return encode({**head, "content": blocks or [{"type": "text", "text": ""}], **end})
-
-
-def _list_texts(message: ChatMessage) -> list[dict[str, object]]:
-    blocks: list[dict[str, object]] = []
-    if message.thought:
-        blocks.append({"type": "thinking", "thinking": message.thought, "signature": UNSIGNED})
-    if text := (message.content or "") + (message.refusal or ""):
-        blocks.append({"type": "text", "text": text})
-    return blocks
 
 
 class MessageBlocks:
@@ -267,8 +242,8 @@ class MessagesTranslator(ChatReader):
         return b"" if self._failure is not None else self._take_out()
 
     @property
-    def _message_id(self) -> str:
-        return f"msg_{self._id}"
+    def _head(self) -> dict[str, object]:
+        return {"id": f"msg_{self._id}", "type": "message", "role": "assistant", "model": self._context.model}
 
     def _make_call_id(self, number: int) -> str:
         return f"toolu_{self._id}_{number}"
@@ -284,16 +259,21 @@ class MessagesTranslator(ChatReader):
     def _begin(self) -> None:
         if not self._has_started:
             self._has_started = True
-            self._out.append(render_message_start(self._message_id, self._context.model, self._usage))
+            message = {
+                **self._head,
+                "content": [],
+                "stop_reason": None,
+                "stop_sequence": None,
+                "usage": make_usage(self._usage) | {"output_tokens": 0},  # ``message_delta`` has the final counts
+            }
+            self._out.append(_MESSAGE_START % encode(message))
 
     def _take_choice(self, choice: ChatChoice) -> None:
         if not self._is_whole:
             if (delta := choice.delta or choice.message) is not None:
                 self._take_delta(delta)
         elif choice.message is not None and not self._out:
-            head: dict[str, object] = {"id": self._message_id, "type": "message", "role": "assistant"}
-            head["model"] = self._context.model
-            said = render_whole(choice, choice.message, head=head, usage=self._usage, make_id=self._make_call_id)
+            said = render_whole(choice, choice.message, head=self._head, usage=self._usage, make_id=self._make_call_id)
             self._out.append(said)
 
     def _take_delta(self, delta: ChatMessage) -> None:
@@ -333,4 +313,5 @@ class MessagesTranslator(ChatReader):
             has_cut_calls=self._renderer.has_cut_calls,
             refuses=self._refuses,
         )
-        self._out.append(render_message_delta(stop_reason, stop_sequence, self._usage) + _MESSAGE_STOP)
+        end = encode({"stop_reason": stop_reason, "stop_sequence": stop_sequence})
+        self._out.append(_MESSAGE_END % (end, encode(make_usage(self._usage))))

@@ -38,21 +38,23 @@ class PoolMetrics(msgspec.Struct, frozen=True, kw_only=True):
     engine_tokens_per_second: float | None = None
 
 
-class Stopwatch(msgspec.Struct, kw_only=True):
-    """Readings of one monotonic clock, in seconds: request received, sent to the box, first text, end of the answer."""
+def measure(
+    *,
+    received_at: float | None,
+    opened_at: float,
+    first_text_at: float | None,
+    ended_at: float,
+    usage: TokenCounts | None,
+    timings: ChatTimings | None,
+) -> PoolMetrics:
+    """Return the numbers of an answer as the gateway sees them, with the engine's own where it says them.
 
-    received_at: float | None
-    opened_at: float
-    first_text_at: float | None = None
-    ended_at: float
-
-
-def measure(watch: Stopwatch, *, usage: TokenCounts | None, timings: ChatTimings | None) -> PoolMetrics:
-    """Return the numbers of an answer as the gateway sees them, with the engine's own where it says them."""
-    backend = (watch.ended_at - watch.opened_at) * 1000.0
-    waited = None if watch.received_at is None else max(0.0, (watch.opened_at - watch.received_at) * 1000.0)
+    Times are of one monotonic clock, in seconds: request received, sent to the node, first text, end of the answer.
+    """
+    backend = (ended_at - opened_at) * 1000.0
+    waited = None if received_at is None else max(0.0, (opened_at - received_at) * 1000.0)
     whole = backend + (waited or 0.0)
-    first = None if watch.first_text_at is None else (watch.first_text_at - watch.opened_at) * 1000.0
+    first = None if first_text_at is None else (first_text_at - opened_at) * 1000.0
     generated = None
     if timings is not None and timings.predicted_ms is not None:
         generated = (timings.prompt_ms or 0.0) + timings.predicted_ms
@@ -691,12 +693,14 @@ class ResponsesTranslator(ChatReader):
 
     def _tell_metrics(self, ended_at: float) -> bytes:
         """Say llm-pool's numbers in an event of their own; return what its readers want in the object."""
-        watch = Stopwatch(
+        measured = measure(
             received_at=self._context.received_at,
             opened_at=self._opened_at,
             first_text_at=self._first_text_at,
             ended_at=ended_at,
+            usage=self.usage,
+            timings=self._timings,
         )
-        metrics = _encode(measure(watch, usage=self.usage, timings=self._timings))
+        metrics = _encode(measured)
         self._log.add(b"response.metrics", b'"id":%b,"metrics":%b' % (_encode(self._frame.response_id), metrics))
         return b',"output_text":%b,"metrics":%b' % (_encode(self._items.text), metrics)
