@@ -128,7 +128,7 @@ class ModelNotAllowed(ModelUnknown):
 
 
 class EndpointNotAnswered(BadRequest):
-    """Boxes serve the model, and none of them answers it on this path."""
+    """Nodes serve the model, and none of them answers it on this path."""
 
 
 class PathNotOffered(EndpointNotAnswered):
@@ -220,7 +220,7 @@ class OriginNotPermitted(GatewayError):
 
 
 class NoAvailableNode(GatewayError):
-    """No box can serve this now."""
+    """No node can serve this now."""
 
     code = ErrorCode.NO_AVAILABLE_NODE
     status = 503
@@ -236,7 +236,7 @@ class QueueFull(NoAvailableNode):
 
 
 class ProviderDisabled(NoAvailableNode):
-    """Every box of the model belongs to a provider that is switched off."""
+    """Every node of the model belongs to a provider that is switched off."""
 
     default_message = "Provider is currently disabled"
 
@@ -248,21 +248,21 @@ class ProviderDeleted(NoAvailableNode):
 
 
 class NodeStale(NoAvailableNode):
-    """The boxes of the model stopped reporting."""
+    """The nodes of the model stopped reporting."""
 
     code = ErrorCode.NODE_STALE
     default_message = "The nodes that serve this model have stopped reporting; please retry"
 
 
 class NodeDraining(NoAvailableNode):
-    """The boxes of the model take no new work."""
+    """The nodes of the model take no new work."""
 
     code = ErrorCode.NODE_DRAINING
     default_message = "The nodes that serve this model are draining; please retry"
 
 
 class NodeUnhealthy(NoAvailableNode):
-    """The boxes of the model report errors."""
+    """The nodes of the model report errors."""
 
     code = ErrorCode.NODE_UNHEALTHY
     default_message = "The nodes that serve this model report an error; please retry"
@@ -292,7 +292,7 @@ class RequestTimeout(QueueTimeout):
 
 
 class ForwardedRequestFailed(GatewayError):
-    """The box or its engine failed."""
+    """The node or its engine failed."""
 
     code = ErrorCode.FORWARDED_REQUEST_FAILED
     status = 502
@@ -334,7 +334,7 @@ class StreamTooLarge(ForwardedRequestFailed):
 
 
 class RequestInterrupted(GatewayError):
-    """The box was lost or taken back."""
+    """The node was lost or taken back."""
 
     code = ErrorCode.REQUEST_INTERRUPTED
     status = 503
@@ -344,7 +344,7 @@ class RequestInterrupted(GatewayError):
 
 
 class RequeueExhausted(RequestInterrupted):
-    """Several boxes were lost with it."""
+    """Several nodes were lost with it."""
 
     default_message = "Request could not be processed after multiple attempts"
 

@@ -133,14 +133,14 @@ class LimitRaise:
         return Description(f"Raise the limits of {_join(labels)}", lines)
 
     def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
-        """Return who else is concerned: the keys that follow a tenant, the boxes that are shared, who waits."""
+        """Return who else is concerned: the keys that follow a tenant, the nodes that are shared, who waits."""
         impacts = [*_preview_tenants(_names(targets, TENANT)), *_preview_models(_names(targets, MODEL), params)]
         if PRIORITY in params:
             impacts.append(Impact("caution", "On a busy node, requests of high priority go before all others."))
         return impacts or (Impact("ok", "Nobody else's limit changes."),)
 
     def find_signer(self, target: str) -> Signer | None:
-        """Return None: no box takes part."""
+        """Return None: no node takes part."""
         del target
         return None
 
@@ -250,8 +250,8 @@ def _preview_models(names: Sequence[str], params: Mapping[str, object]) -> list[
     impacts = []
     if names and params.keys() & {"max_tokens", "max_prompt_chars"}:
         impacts += [
-            Impact("caution", f"Longer requests for {name} hold a slot longer, whoever sends them. {_say_serving(name, boxes)}")
-            for name, boxes in read_nodes_of(names).items()
+            Impact("caution", f"Longer requests for {name} hold a slot longer, whoever sends them. {_say_serving(name, nodes)}")
+            for name, nodes in read_nodes_of(names).items()
         ]
     if names and "max_queue" in params:
         text = f"More requests for {_join(names)} may wait, each of them for longer, where they are refused today."
@@ -259,11 +259,11 @@ def _preview_models(names: Sequence[str], params: Mapping[str, object]) -> list[
     return impacts
 
 
-def _say_serving(name: str, boxes: Sequence[ServingNode]) -> str:
-    serving = [box for box in boxes if box.has is Has.LOADED and box.unavailable is None]
+def _say_serving(name: str, nodes: Sequence[ServingNode]) -> str:
+    serving = [node for node in nodes if node.has is Has.LOADED and node.unavailable is None]
     if not serving:
         return f"No node serves {name} now."
-    slots = sum(box.slots for box in serving)
+    slots = sum(node.slots for node in serving)
     count = "1 node serves" if len(serving) == 1 else f"{len(serving)} nodes serve"
     return f"{count} {name} now, with {slots} {'slot' if slots == 1 else 'slots'} in all."
 

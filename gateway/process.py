@@ -118,7 +118,7 @@ class GatewayRuntime:
         self._ejections_told: list[tuple[object, ...]] = []
 
     def is_known_model(self, name: str) -> bool:
-        """Whether any box ever declared the model or an operator named it."""
+        """Whether any node ever declared the model or an operator named it."""
         return name in self.catalogue.models or name in self.keeper.known_models or bool(self.registry.links_for(name))
 
     async def start(self) -> None:
@@ -143,7 +143,7 @@ class GatewayRuntime:
         logger.info("gateway.started id=%s pid=%d", self.gateway_id, os.getpid())
 
     def begin_stop(self) -> None:
-        """Refuse new work; whoever waits for a box is told to come back."""
+        """Refuse new work; whoever waits for a node is told to come back."""
         self.pipeline.is_stopping = True
         self.dispatcher.fail_waiting(ShuttingDown(retry_after_s=2))
 
@@ -158,11 +158,11 @@ class GatewayRuntime:
 
     @property
     def running_requests(self) -> int:
-        """Requests on a box at the moment."""
+        """Requests on a node at the moment."""
         return sum(link.active for link in self.registry)
 
     async def stop(self) -> None:
-        """Let go of the boxes, write every record, say good-bye."""
+        """Let go of the nodes, write every record, say good-bye."""
         self.begin_stop()
         tasks = self._tasks if self._resolving is None else [*self._tasks, self._resolving]
         for task in tasks:
@@ -218,7 +218,7 @@ class GatewayRuntime:
                 logger.warning("gateway.heartbeat_failed error=%s", type(error).__name__)
 
     async def _run_reports(self) -> None:
-        """Write presences on a clock of their own: what holds a sweep up must not make our boxes look silent."""
+        """Write presences on a clock of their own: what holds a sweep up must not make our nodes look silent."""
         for turn in itertools.count():
             if turn:
                 await asyncio.sleep(self.limits.presence_s)
@@ -397,7 +397,7 @@ class GatewayRuntime:
 
 
 def _find_peers(others: dict[uuid.UUID, str]) -> dict[uuid.UUID, HttpTarget]:
-    """Return where those of some gateways, by internal URL, are that can be asked to reach their boxes."""
+    """Return where those of some gateways, by internal URL, are that can be asked to reach their nodes."""
     peers: dict[uuid.UUID, HttpTarget] = {}
     for gateway_id, internal_url in others.items() if settings.CLUSTER_SECRET else ():
         if not internal_url:

@@ -1,6 +1,6 @@
 """Which models may answer a name, in which order: aliases, fallback chains and ``auto``. A pure choice, as placement is.
 
-Which box answers, and whether one can in time, is decided later: the dispatcher walks the candidates that come from here.
+Which node answers, and whether one can in time, is decided later: the dispatcher walks the candidates that come from here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def resolve(
 
     An alias wins over ``auto`` and over a model of its name. Behind the chosen target come the other targets by weight, then
     ``extra`` (what the client named; an alias there stands for its targets), then the fallbacks of the first candidate.
-    What the caller may not use is left out before anything is chosen. ``rank_auto``: models that boxes serve now, best first.
+    What the caller may not use is left out before anything is chosen. ``rank_auto``: models that nodes serve now, best first.
 
     Raises what ``refuse`` says of the first candidate when none is left, NoAvailableNode when ``auto`` finds nothing.
     """

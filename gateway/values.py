@@ -57,7 +57,7 @@ def derive(headers: Mapping[str, str], name: str, work: Callable[[Mapping[str, s
 
 
 class Priority(StrEnum):
-    """How a box orders what waits on it."""
+    """How a node orders what waits on it."""
 
     HIGH = "high"
     NORMAL = "normal"
@@ -116,7 +116,7 @@ class Caller:
 class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``x_pool_options``: what an aware client may ask of the pool (central-server design, section 3.1).
 
-    ``prefer_gpu``: name or id of a box or a GPU, preferred, not required. ``max_latency_ms``: longest wait for a box.
+    ``prefer_gpu``: name or id of a node or a GPU, preferred, not required. ``max_latency_ms``: longest wait for a node.
     ``priority`` can only lower what the key has; ``fallback_models`` are tried in their order.
     """
 
@@ -161,7 +161,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ModelEntry:
     """An allow-list row with its caps resolved against the settings.
 
-    ``fallbacks``: names of models, in their order. ``context_tokens`` None = what boxes say; ``tokenizer`` empty = none here.
+    ``fallbacks``: names of models, in their order. ``context_tokens`` None = what nodes say; ``tokenizer`` empty = none here.
     """
 
     name: str

@@ -139,7 +139,7 @@ def _ask_canary(model: Model, actor: str, values: Values) -> str:
 
 @admin.register(Model)
 class AllowListAdmin(CreatingAdmin):
-    """Which models clients may use. Rows that are not allowed are names that boxes have declared."""
+    """Which models clients may use. Rows that are not allowed are names that nodes have declared."""
 
     list_display = (
         "name",
@@ -156,7 +156,7 @@ class AllowListAdmin(CreatingAdmin):
     fields = (
         "name",
         "show_state",
-        "show_boxes",
+        "show_nodes",
         "owned_by",
         "show_max_tokens",
         "show_max_prompt",
@@ -224,7 +224,7 @@ class AllowListAdmin(CreatingAdmin):
     )
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Model]:
-        """Give every row the names that boxes serve at this moment, so that no column asks for itself."""
+        """Give every row the names that nodes serve at this moment, so that no column asks for itself."""
         served = Value(sorted(read_served_models()), output_field=JSONField())
         queryset: QuerySet[Model] = super().get_queryset(request).annotate(served_now=served)
         return queryset
@@ -233,7 +233,7 @@ class AllowListAdmin(CreatingAdmin):
         return Created(row=allow_model(name=values["name"], actor=actor, **{name: values[name] for name in CAPS}))
 
     def find_offer(self, values: Values) -> Offer | None:
-        """Offer to raise the caps of a model that boxes have declared. One that nobody knows yet is allowed first."""
+        """Offer to raise the caps of a model that nodes have declared. One that nobody knows yet is allowed first."""
         model = find_model(values["name"])
         if model is None:
             return None
@@ -248,7 +248,7 @@ class AllowListAdmin(CreatingAdmin):
         return "served" if model.name in getattr(model, "served_now", ()) else "no node"
 
     @column("Nodes")
-    def show_boxes(self, model: Model) -> str:
+    def show_nodes(self, model: Model) -> str:
         wait = explain_waits([model.name])[model.name]
         return wait.reason if wait.is_starting else f"{wait.reason} {wait.advice}"
 

@@ -226,9 +226,9 @@ class RequestRecordAdmin(ShowingAdmin):
         return RequestList
 
     def describe_row(self, request: HttpRequest, row: RequestRecord) -> dict[str, Any]:  # Any: Django's template context
-        """Return how the request stands or ended, and why; and where its box is shown."""
-        shows_box = row.node_id is not None and request.user.has_perm("nodes.view_node")
-        node_url = reverse("admin:nodes_node_change", args=[row.node_id]) if shows_box else ""
+        """Return how the request stands or ended, and why; and where its node is shown."""
+        shows_node = row.node_id is not None and request.user.has_perm("nodes.view_node")
+        node_url = reverse("admin:nodes_node_change", args=[row.node_id]) if shows_node else ""
         return {"explanation": explain_request(row), "node_url": node_url}
 
     def get_search_results(

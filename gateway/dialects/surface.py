@@ -80,7 +80,7 @@ class Dialect(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """How one path is read and how it says errors. ``forwarded`` headers travel to the box; credentials never do.
+    """How one path is read and how it says errors. ``forwarded`` headers travel to the node; credentials never do.
 
     ``is_form``: the body is a multipart form with a file instead of JSON. ``translate``: how a request is said to a node
     that is asked on another path.
@@ -179,7 +179,7 @@ class Surface:
         )
 
     def _read_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Return the headers that travel to the box. Raises BadRequest, BodyUnreadable."""
+        """Return the headers that travel to the node. Raises BadRequest, BodyUnreadable."""
         forwarded = {name: headers[name] for name in self.forwarded if name in headers}
         _check_encoding(headers)
         _check_cache_headers(forwarded)

@@ -1,7 +1,7 @@
-"""One attempt of one request: bytes from the box to the client, in order, bounded, with every way it can end.
+"""One attempt of one request: bytes from the node to the client, in order, bounded, with every way it can end.
 
-An ``Exchange`` is the sink of the box's stream. Nothing is sent to the client before the first body byte, so until then
-another box may still take over. After the first byte there is one more thing to say at most: an error event.
+An ``Exchange`` is the sink of the node's stream. Nothing is sent to the client before the first body byte, so until then
+another node may still take over. After the first byte there is one more thing to say at most: an error event.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Begun(Protocol):
 class Exchange(Sink):
     """One attempt. Create, ``run``, read the counters. ``surface`` None: a break cuts the answer instead of saying so.
 
-    ``translation``: the box is asked in other words, and its answer is translated back. ``waits``: the last bytes stay here
+    ``translation``: the node is asked in other words, and its answer is translated back. ``waits``: the last bytes stay here
     until ``deliver``, because something has to be written down before the client has the whole answer. ``tidies``: chunks of
     a chat stream are put right for strict clients.
     """
@@ -370,7 +370,7 @@ class Exchange(Sink):
             self._closed = asyncio.get_running_loop().call_later(self._limits.closed_s, self._end_closed)
 
     async def run(self) -> Outcome:
-        """Serve the attempt. Raises ClientLeft when the client goes; whatever happens, slot and box are let go."""
+        """Serve the attempt. Raises ClientLeft when the client goes; whatever happens, slot and node are let go."""
         job, client = self._job, self._client
         loop = asyncio.get_running_loop()
         remaining = job.deadline - clock.monotonic()
@@ -697,7 +697,7 @@ class Exchange(Sink):
         self._end(Broken(error, told=True))
 
     def _stop(self, reason: str) -> None:
-        """Let go of box and slot; idempotent, and it does not wait for the box."""
+        """Let go of node and slot; idempotent, and it does not wait for the node."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.cancel(reason)

@@ -1,7 +1,7 @@
-"""Slots and the wait queue: who gets which box, and who waits.
+"""Slots and the wait queue: who gets which node, and who waits.
 
 Event-driven: a free slot, a join, a model update, a finish, a cancel and a loss each place work at once. Waiting
-requests go first, oldest first over all models a box declares; a newcomer takes a slot only when nobody who could use
+requests go first, oldest first over all models a node declares; a newcomer takes a slot only when nobody who could use
 it waits. One synchronous function sees all state; the I/O it decides on happens after it, on the same loop turn.
 """
 
@@ -53,7 +53,7 @@ from wire.messages_fields import HONOURED, find_unhonoured
 
 
 class RetryReason(StrEnum):
-    """Why another box should be tried; ``unspoken``, ``foreign_tools``: perhaps the same one, in other words."""
+    """Why another node should be tried; ``unspoken``, ``foreign_tools``: perhaps the same one, in other words."""
 
     LOST = "lost"
     ENGINE = "engine"
@@ -79,7 +79,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Nothing reached the client; another box may take it. ``error`` is what to say if none may."""
+    """Nothing reached the client; another node may take it. ``error`` is what to say if none may."""
 
     reason: RetryReason
     error: GatewayError
@@ -113,7 +113,7 @@ def judge_node(outcome: Outcome | None) -> Verdict:
 
 
 def judge_end(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
-    """Return what to tell the client and, when another box may try, why."""
+    """Return what to tell the client and, when another node may try, why."""
     match end.kind:
         case EndKind.BUSY:
             if end.retry_after_s is None:
@@ -248,13 +248,13 @@ class Replica(Protocol):
 
     @property
     def load(self) -> int:
-        """Requests known to run on the box."""
+        """Requests known to run on the node."""
 
     def can_take(self, now: float) -> bool:
         """Whether it is ready and has a free slot."""
 
     def is_called(self, name: str) -> bool:
-        """Whether a client that prefers a box by this name means it."""
+        """Whether a client that prefers a node by this name means it."""
 
 
 L = TypeVar("L", bound=Replica)
@@ -292,7 +292,7 @@ def _better(current: L | None, link: L) -> L:
 
 _UNKNOWN_PATH = frozenset({404, 405, 501})
 _DECLARED_UNKNOWN = frozenset({404, 405})
-"""Of a path that the box declares; engines say 501 of a field on a path that they do know."""
+"""Of a path that the node declares; engines say 501 of a field on a path that they do know."""
 _UNREADABLE = frozenset({400, 422})
 
 _MESSAGES = "/v1/messages"
@@ -321,7 +321,7 @@ def find_other_words(
 ) -> RetryReason | None:
     """Return why a request that was passed on untouched is to be translated now, None when the refusal stands.
 
-    What a box says of its paths may be a guess, for a server of somebody else's, and one that says nothing may know any;
+    What a node says of its paths may be a guess, for a server of somebody else's, and one that says nothing may know any;
     another request may have found out while this one was on its way. An engine that knows the path may still refuse tools
     which only the provider runs, and agents offer those to everybody: a translation leaves them out.
     """
@@ -355,7 +355,7 @@ class Job:
     asked_model: str = ""
     """The name the client used."""
     prefer: str = ""
-    """Name of a box or GPU that should serve it, if it can."""
+    """Name of a node or GPU that should serve it, if it can."""
     unmatched: Unmatched | None = None
     """What its ``x_pool_options`` name that is nothing here."""
     attempts: int = 0
@@ -508,7 +508,7 @@ class Dispatcher:
         self._held_s[model] = seconds if known is None else known + 0.1 * (seconds - known)
 
     def note_unspoken(self, link: Link, model: str, endpoint: str) -> None:
-        """Remember that what serves a model on a box does not know an API path."""
+        """Remember that what serves a model on a node does not know an API path."""
         self._registry.note_unspoken(link, model, endpoint)
 
     @property
@@ -726,7 +726,7 @@ class Dispatcher:
             self._fail_deleted()
 
     def _fail_deleted(self) -> None:
-        """Requests that wait for boxes of a deleted provider end now, not at their time-out."""
+        """Requests that wait for nodes of a deleted provider end now, not at their time-out."""
         for model in list(self._queues):
             rows = [row for row in self._keeper.rows.values() if model in row.model_names]
             if rows and all(row.provider_state == "deleted" for row in rows):

@@ -1,4 +1,4 @@
-"""The life of a request as one function: who, what, may it, write it down, find a box, relay, close the record."""
+"""The life of a request as one function: who, what, may it, write it down, find a node, relay, close the record."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ class Pipeline:
             candidate.choose_translation(CHAT_PATH)
 
     async def _find_slot(self, call: Call, job: Job, record: Record) -> Lease:
-        """Return a slot on a box of the first model that can answer in time. Raises ShuttingDown: nothing is begun any more."""
+        """Return a slot on a node of the first model that can answer in time. Raises ShuttingDown: nothing is begun then."""
         if self.is_stopping:
             raise ShuttingDown(retry_after_s=2)
         self.books.require_open(record)
@@ -442,7 +442,7 @@ class Pipeline:
             exchange.last = mark_unkept(exchange.last)
 
     def _should_retry(self, call: Call, outcome: Outcome, job: Job, link: Link) -> bool:
-        """Decide whether another box gets the request. Raises RequeueExhausted when it had its chances."""
+        """Decide whether another node gets the request. Raises RequeueExhausted when it had its chances."""
         if not isinstance(outcome, Retry):
             return False
         if self.is_stopping:

@@ -185,9 +185,9 @@ class Bookkeeper:
         self._refusals.forget_idle()
 
     def note_wait(self, record: Record, *, model: str, asked_model: str) -> None:
-        """Write down that a request waits for a box with a model, where its row says something else.
+        """Write down that a request waits for a node with a model, where its row says something else.
 
-        Another model than the first was chosen then, or the box was lost that worked on it.
+        Another model than the first was chosen then, or the node was lost that worked on it.
         """
         if record.state is RequestState.QUEUED and record.model == model:
             return

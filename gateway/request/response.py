@@ -1,4 +1,4 @@
-"""Headers of an answer: those of the box that may reach a client, and ours. Pure."""
+"""Headers of an answer: those of the node that may reach a client, and ours. Pure."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ _DROPPED = frozenset({
 })  # fmt: skip
 _OF_THE_BODY = frozenset({"content-type", "content-encoding", "content-md5", "content-digest", "digest", "etag"})
 _DROPPED_FAMILIES = ("access-control-", "x-ratelimit-", "anthropic-ratelimit-", "x-muster-")
-"""``x-muster-`` is ours, between gateways too: a box must not be able to say there that it was never asked."""
+"""``x-muster-`` is ours, between gateways too: a node must not be able to say there that it was never asked."""
 _SAFE_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
 _SAFE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+\Z")
 _JSON_TYPE = re.compile(r"application/([a-z0-9.-]+\+)?json(; ?charset=utf-8)?\Z", re.IGNORECASE)
@@ -161,9 +161,9 @@ _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}\Z")
 
 
 def render_head(headers: Mapping[str, str], *, queue_ms: int, is_event_stream: bool, content_type: str = "") -> list[Header]:
-    """Return a box's headers without what belongs to its connection, or could split the response.
+    """Return a node's headers without what belongs to its connection, or could split the response.
 
-    ``queue_ms``: the wait at this gateway, which is added to that on the box. ``content_type`` replaces what
+    ``queue_ms``: the wait at this gateway, which is added to that on the node. ``content_type`` replaces what
     the engine said of its body when that is not sent.
     """
     head = [
@@ -173,8 +173,8 @@ def render_head(headers: Mapping[str, str], *, queue_ms: int, is_event_stream: b
     ]
     if content_type:
         head.append((b"content-type", content_type.encode()))
-    on_box = headers.get("x-queue-wait-ms", "")
-    waited_ms = queue_ms + (int(on_box) if _WHOLE_NUMBER.match(on_box) else 0)
+    on_node = headers.get("x-queue-wait-ms", "")
+    waited_ms = queue_ms + (int(on_node) if _WHOLE_NUMBER.match(on_node) else 0)
     head.append((b"x-queue-wait-ms", b"%d" % waited_ms))
     if is_event_stream:
         head.append((b"x-accel-buffering", b"no"))
@@ -213,7 +213,7 @@ def read_name(headers: Mapping[str, str], name: str, *, max_chars: int) -> str:
 
 
 def name_node(node: str, model: str) -> list[Header]:
-    """Return the headers that say which box answers and which model."""
+    """Return the headers that say which node answers and which model."""
     return [name_header(b"x-muster-node", node), name_header(b"x-muster-model", model)]
 
 

@@ -32,7 +32,7 @@ _BRIEF = {
     Unavailable.SILENT: "node offline",
 }
 _LIFTED_FIRST = tuple(_BRIEF)
-"""A click first, then a question to somebody, then a walk to the box."""
+"""A click first, then a question to somebody, then a walk to the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,15 @@ def explain_waits(models: Collection[str]) -> dict[str, Wait]:
     """Return for each model why a request for it would wait now; two queries, none for no model."""
     if not models:
         return {}
-    boxes, running = read_nodes_of(models), _count_running()
-    return {model: explain_wait(model, _add_running(boxes[model], running)) for model in models}
+    nodes, running = read_nodes_of(models), _count_running()
+    return {model: explain_wait(model, _add_running(nodes[model], running)) for model in models}
 
 
-def explain_wait(model: str, boxes: Sequence[ServingNode]) -> Wait:
-    """Return why a request for a model waits, given the boxes that have it, load it or could. Pure."""
-    loaded = [box for box in boxes if box.has is Has.LOADED]
-    able = [box for box in loaded if box.unavailable is None]
-    free = [box for box in able if box.active < box.slots]
+def explain_wait(model: str, nodes: Sequence[ServingNode]) -> Wait:
+    """Return why a request for a model waits, given the nodes that have it, load it or could. Pure."""
+    loaded = [node for node in nodes if node.has is Has.LOADED]
+    able = [node for node in loaded if node.unavailable is None]
+    free = [node for node in able if node.active < node.slots]
     if free:
         return Wait(
             "starting",
@@ -92,53 +92,53 @@ def explain_wait(model: str, boxes: Sequence[ServingNode]) -> Wait:
             is_starting=True,
         )
     if able:
-        full = _join(f"{box.name} {box.active} of {box.slots}" for box in able)
+        full = _join(f"{node.name} {node.active} of {node.slots}" for node in able)
         return Wait(
             "nodes full",
             f"Every node that has {model} is full: {full}.",
             f"It starts when one is done. To shorten the queue, load {model} on another node or lower the rates of keys.",
         )
-    loading = [box for box in boxes if box.has is Has.LOADING and box.unavailable is None]
+    loading = [node for node in nodes if node.has is Has.LOADING and node.unavailable is None]
     if loading:
         far = f", {loading[0].percent} % so far" if loading[0].percent is not None else ""
         return Wait("loading", f"{loading[0].name} is loading {model}{far}.", "It starts when the model is loaded.")
     if loaded:
         return _explain_held(model, loaded)
-    return _explain_missing(model, boxes)
+    return _explain_missing(model, nodes)
 
 
-def _explain_held(model: str, boxes: Sequence[ServingNode]) -> Wait:
-    """Say why no box that has the model takes work; the advice is for the reason that an operator lifts most easily."""
-    first = min(boxes, key=lambda box: _LIFTED_FIRST.index(box.unavailable or Unavailable.SILENT))
-    if len(boxes) == 1:
+def _explain_held(model: str, nodes: Sequence[ServingNode]) -> Wait:
+    """Say why no node that has the model takes work; the advice is for the reason that an operator lifts most easily."""
+    first = min(nodes, key=lambda node: _LIFTED_FIRST.index(node.unavailable or Unavailable.SILENT))
+    if len(nodes) == 1:
         reason = f"Only {first.name} has {model}, and it {first.unavailable}."
     else:
-        reason = f"No node that has {model} takes work: {_join(f'{box.name} {box.unavailable}' for box in boxes)}."
+        reason = f"No node that has {model} takes work: {_join(f'{node.name} {node.unavailable}' for node in nodes)}."
     return Wait(_BRIEF[first.unavailable or Unavailable.SILENT], reason, _advise(model, first))
 
 
-def _advise(model: str, box: ServingNode) -> str:
-    match box.unavailable:
+def _advise(model: str, node: ServingNode) -> str:
+    match node.unavailable:
         case Unavailable.PROVIDER_OFF:
-            return f"Enable the provider {box.provider}, or load {model} on a node of another one."
+            return f"Enable the provider {node.provider}, or load {model} on a node of another one."
         case Unavailable.DRAINING | Unavailable.DRAINED:
-            return f"Undrain {box.name}, or load {model} on another node."
+            return f"Undrain {node.name}, or load {model} on another node."
         case Unavailable.CORDONED:
-            return f"Uncordon {box.name}, or load {model} on another node."
+            return f"Uncordon {node.name}, or load {model} on another node."
         case Unavailable.TAKEN_BACK:
-            return f"Ask {box.owner or 'its owner'}, or load {model} on another node."
+            return f"Ask {node.owner or 'its owner'}, or load {model} on another node."
         case Unavailable.ERROR:
-            return f"{box.name} says: {box.last_error}" if box.last_error else f"Look at the page of {box.name} and at its log."
+            return f"{node.name} says: {node.last_error}" if node.last_error else f"Look at the page of {node.name} and at its log."
         case Unavailable.LATE:
-            return f"{box.name} gets no new work until it is heard again. Check its network."
+            return f"{node.name} gets no new work until it is heard again. Check its network."
         case Unavailable.UNREACHABLE:
-            return f"{box.name} is heard, but its public_base_url does not answer: its page under Nodes says why."
+            return f"{node.name} is heard, but its public_base_url does not answer: its page under Nodes says why."
         case _:
-            return f"Check the power of {box.name}, its network and the runner's log."
+            return f"Check the power of {node.name}, its network and the runner's log."
 
 
-def _explain_missing(model: str, boxes: Sequence[ServingNode]) -> Wait:
-    able = [box.name for box in boxes if box.has is Has.COULD and box.unavailable is None]
+def _explain_missing(model: str, nodes: Sequence[ServingNode]) -> Wait:
+    able = [node.name for node in nodes if node.has is Has.COULD and node.unavailable is None]
     if able:
         where = _join(able)
         return Wait(
@@ -152,14 +152,14 @@ def _explain_missing(model: str, boxes: Sequence[ServingNode]) -> Wait:
 
 
 def _count_running() -> Counter[uuid.UUID]:
-    """Return how many requests each box works on by our own records: newer than its last heartbeat."""
+    """Return how many requests each node works on by our own records: newer than its last heartbeat."""
     states = [state.value for state in OPEN_REQUEST_STATES if state is not RequestState.QUEUED]
     rows = RequestRecord.objects.filter(state__in=states, node_id__isnull=False).values_list("node_id")
     return Counter(dict(rows.annotate(count=Count("pk")).order_by()))
 
 
-def _add_running(boxes: Sequence[ServingNode], running: Mapping[uuid.UUID, int]) -> list[ServingNode]:
-    return [replace(box, active=max(box.active, running.get(box.node_id, 0))) for box in boxes]
+def _add_running(nodes: Sequence[ServingNode], running: Mapping[uuid.UUID, int]) -> list[ServingNode]:
+    return [replace(node, active=max(node.active, running.get(node.node_id, 0))) for node in nodes]
 
 
 def _join(parts: Iterable[str]) -> str:
@@ -178,7 +178,7 @@ NOBODY_THERE = frozenset(
         ErrorCode.REQUEST_TIMEOUT,
     }
 )
-"""Endings that had to do with the boxes; how those stand now may say why."""
+"""Endings that had to do with the nodes; how those stand now may say why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +332,7 @@ class Explanation:
 
 
 def explain_request(record: RequestRecord) -> Explanation:
-    """Return what a request's page says first. Two queries when boxes matter, else none."""
+    """Return what a request's page says first. Two queries when nodes matter, else none."""
     is_open = RequestState(record.state) in OPEN_REQUEST_STATES
     asks_why = record.state == RequestState.QUEUED or record.error_code in NOBODY_THERE
     now = explain_waits([record.model])[record.model] if asks_why and record.model else None

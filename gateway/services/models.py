@@ -1,4 +1,4 @@
-"""Changes to the model allow-list. A row that is not allowed is a name that some box has declared."""
+"""Changes to the model allow-list. A row that is not allowed is a name that some node has declared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def allow_model(
     max_prompt_chars: int | None = None,
     max_queue: int | None = None,
 ) -> Model:
-    """Let clients use a model, whether a box serves it yet or not. A cap left out stays.
+    """Let clients use a model, whether a node serves it yet or not. A cap left out stays.
 
     Raises InvalidValue, and ApprovalNeeded for a cap above the one of today, which for a new name is the default: allow it
     without, then propose to raise it.
@@ -127,7 +127,7 @@ def change_model_details(
 ) -> Model:
     """Set what stands in for a model, and what clients are told of it. Raises InvalidValue, ModelNotFound.
 
-    ``fallbacks``: models in the order in which they are tried. ``context_tokens`` None = what its boxes say.
+    ``fallbacks``: models in the order in which they are tried. ``context_tokens`` None = what its nodes say.
     ``tokenizer``: a folder below MUSTER_TOKENIZERS_DIR; empty = none. ``tidy``: put chunks of its chat streams right for strict
     clients, whatever node they come from.
     """
@@ -183,7 +183,7 @@ def require_known_models(names: Sequence[str], *, param: str) -> None:
 
 
 def remember_models(*, names: Iterable[str]) -> int:
-    """Note names that a box declares: they can then be allowed with one click. Returns how many are new."""
+    """Note names that a node declares: they can then be allowed with one click. Returns how many are new."""
     cleaned = {clean_model_name(name) for name in names}
     missing = cleaned - set(Model.objects.filter(name__in=cleaned).values_list("name", flat=True))
     if not missing:
@@ -249,7 +249,7 @@ def _clean_folder(text: str) -> str:
 
 
 class TargetState(StrEnum):
-    """Whether a model behind an alias can answer now. ``not allowed`` and ``no box`` are passed over."""
+    """Whether a model behind an alias can answer now. ``not allowed`` and ``no node`` are passed over."""
 
     SERVED = "served"
     NO_BOX = "no box"
@@ -378,7 +378,7 @@ class AliasOffer:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """Names by the alphabet. Whether a box serves a model now is not known here."""
+    """Names by the alphabet. Whether a node serves a model now is not known here."""
 
     models: tuple[str, ...]
     aliases: tuple[AliasOffer, ...]

@@ -162,8 +162,8 @@ def read_open_requests() -> OpenRequests:
 
 
 def read_traffic_of_node(node_id: uuid.UUID, model: str | None) -> tuple[int, int]:
-    """Return how many requests run on a box now (on ``model``; None = on any), and of how many tenants."""
-    states = [state.value for state in OPEN_REQUEST_STATES - {RequestState.QUEUED}]  # which may name the box that it lost
+    """Return how many requests run on a node now (on ``model``; None = on any), and of how many tenants."""
+    states = [state.value for state in OPEN_REQUEST_STATES - {RequestState.QUEUED}]  # which may name the node that it lost
     running = RequestRecord.objects.filter(state__in=states, node_id=node_id)
     if model is not None:
         running = running.filter(model=model)

@@ -123,7 +123,7 @@ async def require_admin(client: ClientConnection) -> str:
 
 
 def is_draining(link: Link) -> bool:
-    """Return whether a box takes no new work by somebody's decision."""
+    """Return whether a node takes no new work by somebody's decision."""
     policy = link.policy
     return policy.draining or policy.cordoned or policy.reclaimed or link.node_draining
 

@@ -40,7 +40,7 @@ class Page:
 
 
 class ModelList:
-    """The models that are allowed and that boxes serve, and the aliases that lead to one, by caller."""
+    """The models that are allowed and that nodes serve, and the aliases that lead to one, by caller."""
 
     def __init__(self, catalogue: Catalogue, registry: LinkRegistry) -> None:
         self._catalogue = catalogue
@@ -69,7 +69,7 @@ class ModelList:
         return {entry.name: entry for entry in entries if entry is not None and entry.allowed}
 
     def _describe(self, entry: ModelEntry) -> ListedModel:
-        context = entry.context_tokens if entry.context_tokens is not None else self._ask_boxes(entry.name)
+        context = entry.context_tokens if entry.context_tokens is not None else self._read_context(entry.name)
         return ListedModel(
             name=entry.name,
             created=entry.created,
@@ -78,8 +78,8 @@ class ModelList:
             context_tokens=context,
         )
 
-    def _ask_boxes(self, name: str) -> int | None:
-        """Return the smallest context window that a box reports for a model: a request may go to any of them."""
+    def _read_context(self, name: str) -> int | None:
+        """Return the smallest context window that a node reports for a model: a request may go to any of them."""
         contexts = (link.context_of(name) for link in self._registry.links_for(name))
         return min((context for context in contexts if context is not None), default=None)
 

@@ -1,4 +1,4 @@
-"""Serving a stream to another gateway: the box's socket is here, the client is there."""
+"""Serving a stream to another gateway: the node's socket is here, the client is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from django.conf import settings
 
 from core.limits import GatewayLimits
 from core.limits import limits as read_limits
-from gateway.counting import exchange as ask_box
+from gateway.counting import exchange as ask_node
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import GatewayError, RouteNotFound
@@ -76,7 +76,7 @@ async def serve_peer(
         outcome = await exchange.run()
         await client.drain()
     except GatewayError:
-        return  # the peer hung up; the exchange let go of the box
+        return  # the peer hung up; the exchange let go of the node
     finally:
         client.unwatch()
     match outcome:
@@ -104,7 +104,7 @@ def _read_number(text: str | None) -> int:
 
 
 async def count_for_peer(client: ClientConnection, link: Link) -> None:
-    """Pass a question on to the box and its answer back; 502 when there is none. Raises BodyTooLarge, ClientLeft."""
+    """Pass a question on to the node and its answer back; 502 when there is none. Raises BodyTooLarge, ClientLeft."""
     body = await client.read_body(read_limits().gateway.count_body_bytes)
     headers = client.headers
     asked_ms = headers.get("x-muster-deadline-ms", "")
@@ -122,7 +122,7 @@ async def count_for_peer(client: ClientConnection, link: Link) -> None:
         tenant=read_name(headers, "x-muster-tenant", max_chars=80),
     )
     try:
-        answer = await ask_box(link, request) if TOKENIZE in link.endpoints.get(request.model, ()) else None
+        answer = await ask_node(link, request) if TOKENIZE in link.endpoints.get(request.model, ()) else None
     except TimeoutError:
         answer = None
     if answer is None:

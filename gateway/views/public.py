@@ -51,7 +51,7 @@ class PublicViews:
         self._models = ModelList(runtime.catalogue, runtime.registry)
 
     async def health(self, client: ClientConnection) -> None:
-        """``GET /health``: the contract's fields and the relay's; boxes are named to admins only."""
+        """``GET /health``: the contract's fields and the relay's; nodes are named to admins only."""
         runtime = self.runtime
         answer: dict[str, Any] = {  # values of the JSON answer
             "ok": True,
