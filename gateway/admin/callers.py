@@ -160,16 +160,9 @@ class ApiKeyAdmin(CreatingAdmin):
     """Client keys. Shown once, revoked, never deleted."""
 
     list_display = (
-        "show_name",
-        "tenant",
-        "show_state",
-        "show_rate",
-        "show_models",
-        "priority",
-        "last_used_at",
-        "created_at",
+        "show_name", "tenant", "show_state", "show_rate", "show_models", "priority", "last_used_at", "created_at",
         "show_changes",
-    )
+    )  # fmt: skip
     list_select_related = ("tenant",)
     is_live = True
     empty_words = (
@@ -178,18 +171,9 @@ class ApiKeyAdmin(CreatingAdmin):
     list_filter = ("tenant", ("revoked_at", admin.EmptyFieldListFilter))
     search_fields = ("name", "keyid", "tenant__name")
     fields = (
-        "name",
-        "show_prefix",
-        "tenant",
-        "show_state",
-        "requests_per_minute",
-        "show_models",
-        "priority",
-        "last_used_at",
-        "created_at",
-        "expires_at",
-        "revoked_at",
-    )
+        "name", "show_prefix", "tenant", "show_state", "requests_per_minute", "show_models", "priority", "last_used_at",
+        "created_at", "expires_at", "revoked_at",
+    )  # fmt: skip
     readonly_fields = fields
     create_form = ApiKeyForm
     create_title = "New API key"
@@ -349,14 +333,8 @@ class TenantAdmin(CreatingAdmin):
     list_display = ("name", "show_state", "show_rate", "show_keys", "show_kept", "created_at", "show_changes")
     search_fields = ("name",)
     fields = (
-        "name",
-        "is_active",
-        "requests_per_minute",
-        "stores_responses",
-        "responses_kept_days",
-        "created_at",
-        "updated_at",
-    )
+        "name", "is_active", "requests_per_minute", "stores_responses", "responses_kept_days", "created_at", "updated_at",
+    )  # fmt: skip
     readonly_fields = fields
     empty_words = "A tenant is a team or a customer. API keys belong to one, and share its limits."
     create_form = TenantForm

@@ -142,34 +142,15 @@ class AllowListAdmin(CreatingAdmin):
     """Which models clients may use. Rows that are not allowed are names that nodes have declared."""
 
     list_display = (
-        "name",
-        "show_state",
-        "show_served",
-        "show_max_tokens",
-        "show_max_prompt",
-        "show_queue",
-        "show_fallbacks",
+        "name", "show_state", "show_served", "show_max_tokens", "show_max_prompt", "show_queue", "show_fallbacks",
         "show_changes",
-    )
+    )  # fmt: skip
     list_filter = ("allowed",)
     search_fields = ("name",)
     fields = (
-        "name",
-        "show_state",
-        "show_nodes",
-        "owned_by",
-        "show_max_tokens",
-        "show_max_prompt",
-        "show_queue",
-        "show_fallbacks",
-        "show_context",
-        "show_tokenizer",
-        "tidy",
-        "canary_question",
-        "canary_answer",
-        "created_at",
-        "updated_at",
-    )
+        "name", "show_state", "show_nodes", "owned_by", "show_max_tokens", "show_max_prompt", "show_queue", "show_fallbacks",
+        "show_context", "show_tokenizer", "tidy", "canary_question", "canary_answer", "created_at", "updated_at",
+    )  # fmt: skip
     readonly_fields = fields
     empty_words = "Clients may use the models that are allowed here. Models that nodes have appear by themselves, not allowed."
     create_form = ModelForm

@@ -189,15 +189,8 @@ class RequestRecordAdmin(ShowingAdmin):
     """What clients asked, newest first. Bodies are never stored, so there is none to show."""
 
     list_display = (
-        "show_short_id",
-        "created_at",
-        "show_caller",
-        "show_models",
-        "show_state",
-        "show_times",
-        "show_tokens",
-        "show_node",
-    )
+        "show_short_id", "created_at", "show_caller", "show_models", "show_state", "show_times", "show_tokens", "show_node",
+    )  # fmt: skip
     list_filter = (StateFilter, PeriodFilter, ModelFilter, TenantFilter, NodeFilter, ErrorFilter)
     search_fields = ("id",)
     search_help_text = "Request id or its end; model, tenant or key"
@@ -366,17 +359,8 @@ class StoredResponseAdmin(ShowingAdmin):
     list_per_page = 50
     list_max_show_all = 0
     fields = (
-        "id",
-        "tenant",
-        "key_id",
-        "model",
-        "previous_id",
-        "created_at",
-        "expires_at",
-        "show_size",
-        "show_input",
-        "show_body",
-    )
+        "id", "tenant", "key_id", "model", "previous_id", "created_at", "expires_at", "show_size", "show_input", "show_body",
+    )  # fmt: skip
     readonly_fields = fields
 
     def has_view_permission(self, request: HttpRequest, obj: StoredResponse | None = None) -> bool:

@@ -102,20 +102,10 @@ class Shape(msgspec.Struct, frozen=True):
     due, and a client that was promised text cannot read the whole error then."""
 
 
-ANTHROPIC_TYPES = frozenset(
-    {
-        "api_error",
-        "authentication_error",
-        "billing_error",
-        "invalid_request_error",
-        "not_found_error",
-        "overloaded_error",
-        "permission_error",
-        "rate_limit_error",
-        "request_too_large",
-        "timeout_error",
-    }
-)
+ANTHROPIC_TYPES = frozenset({
+    "api_error", "authentication_error", "billing_error", "invalid_request_error", "not_found_error", "overloaded_error",
+    "permission_error", "rate_limit_error", "request_too_large", "timeout_error",
+})  # fmt: skip
 """Anthropic API reference, "Errors": SDKs choose the exception by them."""
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TEXTS = frozenset({"type", "code", "param"})

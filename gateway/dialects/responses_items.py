@@ -379,18 +379,10 @@ def _describe_custom(tool: dict[str, object], where: str) -> dict[str, object]:
 
 Item = dict[str, object]
 
-_LEFT_OUT = frozenset(
-    {
-        "code_interpreter_call",
-        "file_search_call",
-        "image_generation_call",
-        "mcp_approval_request",
-        "mcp_approval_response",
-        "mcp_call",
-        "mcp_list_tools",
-        "web_search_call",
-    }
-)
+_LEFT_OUT = frozenset({
+    "code_interpreter_call", "file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response",
+    "mcp_call", "mcp_list_tools", "web_search_call",
+})  # fmt: skip
 """What OpenAI's servers did in between: the answer that follows says what came of it."""
 _TOOL_BRINGERS = frozenset({"additional_tools", "tool_search_output"})
 _SYSTEM_ROLES = frozenset({"system", "developer"})

@@ -169,15 +169,10 @@ def _join(parts: Iterable[str]) -> str:
     return ", ".join(named[:most]) + beyond
 
 
-NOBODY_THERE = frozenset(
-    {
-        ErrorCode.NO_AVAILABLE_NODE,
-        ErrorCode.NODE_STALE,
-        ErrorCode.NODE_DRAINING,
-        ErrorCode.NODE_UNHEALTHY,
-        ErrorCode.REQUEST_TIMEOUT,
-    }
-)
+NOBODY_THERE = frozenset({
+    ErrorCode.NO_AVAILABLE_NODE, ErrorCode.NODE_STALE, ErrorCode.NODE_DRAINING, ErrorCode.NODE_UNHEALTHY,
+    ErrorCode.REQUEST_TIMEOUT,
+})  # fmt: skip
 """Endings that had to do with the nodes; how those stand now may say why."""
 
 

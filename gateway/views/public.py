@@ -136,18 +136,9 @@ def _health_worker(link: Link) -> dict[str, object]:
 
 
 _PROXY_HEADERS = (
-    "forwarded",
-    "via",
-    "x-forwarded-for",
-    "x-forwarded-host",
-    "x-forwarded-port",
-    "x-forwarded-proto",
-    "x-forwarded-server",
-    "x-original-forwarded-for",
-    "x-real-ip",
-    "cf-connecting-ip",
-    "true-client-ip",
-)
+    "forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-port", "x-forwarded-proto", "x-forwarded-server",
+    "x-original-forwarded-for", "x-real-ip", "cf-connecting-ip", "true-client-ip",
+)  # fmt: skip
 
 
 def came_directly(scope: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
