@@ -22,7 +22,6 @@ class GatewayConfig(AppConfig):
 
 
 def check_settings(app_configs: Sequence[AppConfig] | None, **kwargs: object) -> list[CheckMessage]:
-    """Return what is wrong with the settings of the gateway."""
     return [*_check_tokenizers(settings.TOKENIZERS_DIR), *_check_origins(settings.CORS_ORIGINS)]
 
 

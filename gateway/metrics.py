@@ -80,7 +80,6 @@ class RequestTally(Collector):
         prompt_tokens: int | None,
         completion_tokens: int | None,
     ) -> None:
-        """Count one request that reached its final state."""
         self._outcomes[outcome] += 1
         tally = self._models.get(model)
         if tally is None:
@@ -99,7 +98,6 @@ class RequestTally(Collector):
         self._outcomes[outcome] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the series of a scrape."""
         unreadable = "Messages from Valkey that were no hints of ours"
         yield CounterMetricFamily("muster_messages_unreadable", unreadable, unreadable_hints.total)
         yield CounterMetricFamily("muster_hints_dropped", "Hints for which there was no room", dropped_hints.total)

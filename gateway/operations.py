@@ -140,7 +140,6 @@ class LimitRaise:
         return impacts or (Impact("ok", "Nobody else's limit changes."),)
 
     def find_signer(self, target: str) -> Signer | None:
-        """Return None: no node takes part."""
         del target
         return None
 

@@ -158,7 +158,6 @@ class GatewayRuntime:
 
     @property
     def running_requests(self) -> int:
-        """Requests on a node at the moment."""
         return sum(link.active for link in self.registry)
 
     async def stop(self) -> None:

@@ -73,12 +73,10 @@ def maintain_day_partitions(*, today: date | None = None) -> MaintenanceReport:
 
 
 def partition_name(day: date) -> str:
-    """Return the table name of a day's partition."""
     return f"{TABLE}_p{day:%Y%m%d}"
 
 
 def list_partition_days() -> set[date]:
-    """Return the days that have a partition."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT relname FROM pg_inherits JOIN pg_class ON pg_class.oid = inhrelid WHERE inhparent = %s::regclass",

@@ -28,7 +28,6 @@ _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 def make_inference(runtime: GatewayRuntime) -> dict[str, Inference]:
-    """Return what serves each inference path."""
     return {surface.path: Inference(runtime, surface) for surface in SURFACES.values()}
 
 

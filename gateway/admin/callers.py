@@ -61,7 +61,6 @@ class NameListField(forms.CharField):
         return list(dict.fromkeys(line for line in lines if line))
 
     def prepare_value(self, value: object) -> object:
-        """Return what the box shows: one name to a line."""
         return "\n".join(value) if isinstance(value, list) else value
 
 
@@ -239,7 +238,6 @@ class ApiKeyAdmin(CreatingAdmin):
 
     @column("Requests/min")
     def show_rate(self, key: ApiKey) -> str:
-        """Return the rate that applies, and where it comes from."""
         if key.requests_per_minute is not None:
             return str(key.requests_per_minute)
         return "default" if key.tenant.requests_per_minute is None else f"{key.tenant.requests_per_minute} (tenant)"

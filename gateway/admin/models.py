@@ -255,7 +255,6 @@ class AllowListAdmin(CreatingAdmin):
 
     @column("Tokenizer")
     def show_tokenizer(self, model: Model) -> str:
-        """Return where its tokenizer lies."""
         return model.tokenizer or "none"
 
 

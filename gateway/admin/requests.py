@@ -68,8 +68,6 @@ class StateFilter(admin.SimpleListFilter):
 
 
 class PeriodFilter(admin.SimpleListFilter):
-    """By age."""
-
     title = "time"
     parameter_name = "period"
 
@@ -82,8 +80,6 @@ class PeriodFilter(admin.SimpleListFilter):
 
 
 class _NameFilter(admin.SimpleListFilter):
-    """By a name that a column holds."""
-
     column: str
 
     def list_names(self) -> Iterable[str]:
@@ -97,8 +93,6 @@ class _NameFilter(admin.SimpleListFilter):
 
 
 class ModelFilter(_NameFilter):
-    """By model."""
-
     title = parameter_name = column = "model"
 
     def list_names(self) -> Iterable[str]:
@@ -106,8 +100,6 @@ class ModelFilter(_NameFilter):
 
 
 class TenantFilter(_NameFilter):
-    """By tenant."""
-
     title = parameter_name = column = "tenant"
 
     def list_names(self) -> Iterable[str]:
@@ -128,8 +120,6 @@ class NodeFilter(_NameFilter):
 
 
 class ErrorFilter(admin.SimpleListFilter):
-    """By error code."""
-
     title = "error"
     parameter_name = "error"
 
@@ -307,8 +297,6 @@ class RequestRecordAdmin(ShowingAdmin):
 
 @admin.register(GatewayProcess)
 class GatewayProcessAdmin(ShowingAdmin):
-    """Gateway processes and their heartbeats."""
-
     list_display = ("host", "pid", "show_state", "heartbeat_at", "started_at", "stopped_at", "internal_url")
     fields = ("id", "host", "pid", "show_state", "internal_url", "started_at", "heartbeat_at", "stopped_at")
     readonly_fields = fields

@@ -135,7 +135,6 @@ class Blocks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no block was opened, and none waits for its turn."""
         return not self._opened and not self._queue
 
     @property

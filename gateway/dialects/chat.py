@@ -171,17 +171,14 @@ class ChatUsage(msgspec.Struct):
 
     @property
     def prompt(self) -> int:
-        """Tokens of the prompt, cached ones among them."""
         return max(0, self.prompt_tokens or 0)
 
     @property
     def completion(self) -> int:
-        """Tokens of the answer, thought ones among them."""
         return max(0, self.completion_tokens or 0)
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompt that came from a cache."""
         details = self.prompt_tokens_details
         return max(0, details.cached_tokens or 0) if details is not None else 0
 

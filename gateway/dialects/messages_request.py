@@ -125,7 +125,6 @@ def is_absent(raw: Raw) -> bool:
 
 
 def is_object(raw: Raw) -> bool:
-    """Whether a value is a JSON object."""
     return memoryview(raw)[:1].tobytes() == b"{"
 
 
@@ -247,7 +246,6 @@ _any_decoder = msgspec.json.Decoder()
 
 
 def make_text(text: str) -> Part:
-    """Return a part of text."""
     return {"type": "text", "text": text}
 
 
@@ -410,7 +408,6 @@ class Turns:
         self._has_begun = False
 
     def finish(self) -> list[ChatMessage]:
-        """Return the chat messages."""
         self._flush_answer()
         self._flush_user()
         system: list[ChatMessage] = []

@@ -93,7 +93,6 @@ class MetaStream:
         return self._insert(out, done.start()) if done is not None else out
 
     def finish(self) -> bytes:
-        """Return what is left at the end."""
         return self._cutter.finish()
 
     def _insert(self, out: bytes, at: int, *, is_message: bool = False) -> bytes:

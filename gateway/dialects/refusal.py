@@ -116,7 +116,6 @@ def _decode(body: bytes) -> EngineErrorBody | None:
 
 
 def read_shape(body: bytes) -> Shape:
-    """Return the shape of an error body."""
     outer = _decode(body)
     inner = outer.error if outer is not None else None
     if outer is None or not isinstance(inner, EngineErrorObject):

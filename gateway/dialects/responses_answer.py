@@ -125,7 +125,6 @@ def make_response_id(request_id: str) -> str:
 
 
 def render_response(frame: ResponseFrame, moment: ResponseMoment) -> bytes:
-    """Return the response object as JSON."""
     return (
         b'{"id":%b,"object":"response","created_at":%d,"status":"%b","completed_at":%b,"error":%b,'
         b'"incomplete_details":%b,"model":%b,"output":%b,"usage":%b,"store":%b,%b%b}'
@@ -237,7 +236,6 @@ class EventLog:
             self._next += 1
 
     def take(self) -> bytes:
-        """Return what was added since the last time."""
         waiting = self._waiting
         if len(waiting) == 1:
             return waiting.pop()
@@ -323,12 +321,10 @@ class SpokenItem:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may still grow."""
         return self._status is Status.IN_PROGRESS
 
     @property
     def text(self) -> str:
-        """What it says, refusals left out."""
         return "".join(part.text for part in self._parts if part.kind is not REFUSAL)
 
     def say(self, kind: PartKind, text: str, logprobs: bytes = b"") -> None:
@@ -344,12 +340,10 @@ class SpokenItem:
         self._log.add(kind.delta, b'%b,"logprobs":[%b],"delta":%b' % (part.where, logprobs, _encode(text)))
 
     def add_logprobs(self, logprobs: bytes) -> None:
-        """Note numbers of tokens that had no text of their own."""
         if logprobs and self.part is not None and self.part.kind is TEXT:
             self.part.logprobs.append(logprobs)
 
     def close(self, status: Status) -> None:
-        """Finish it."""
         if self.is_open:
             self._close_part()
             self._status = status
@@ -357,7 +351,6 @@ class SpokenItem:
                 self._log.add(b"response.output_item.done", b'"output_index":%d,"item":%b' % (self._index, self.render()))
 
     def render(self) -> bytes:
-        """Return the item as JSON."""
         content = b",".join([part.render() for part in self._parts])
         place = (_encode(self._item_id), self._status.encode())
         if not self.is_message:
@@ -411,7 +404,6 @@ class CallItem:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may still grow."""
         return self._status is Status.IN_PROGRESS
 
     def add_arguments(self, piece: str) -> None:
@@ -440,7 +432,6 @@ class CallItem:
         self._log.add(b"response.output_item.done", b'"output_index":%d,"item":%b' % (self._index, self.render()))
 
     def render(self) -> bytes:
-        """Return the item as JSON."""
         tool = self._tool
         fields: dict[str, object] = {
             "id": self._item_id,
@@ -491,7 +482,6 @@ class AnswerItems:
 
     @property
     def text(self) -> str:
-        """All text of all messages."""
         return "".join(item.text for item in self._items if isinstance(item, SpokenItem) and item.is_message)
 
     def take_arguments(self, block: Block, piece: str) -> str:
@@ -513,7 +503,6 @@ class AnswerItems:
         self._items.append(self._latest)
 
     def say(self, block: Block, pieces: list[str]) -> None:
-        """Add the next pieces of the arguments of a call."""
         self._latest = call = self._items[block.index]
         assert isinstance(call, CallItem)
         for piece in pieces:
@@ -533,7 +522,6 @@ class AnswerItems:
             spoken.add_logprobs(self._render_logprobs(logprobs))
 
     def close(self, block: Block) -> None:
-        """Finish an item."""
         item = self._items[block.index]
         item.close(Status.INCOMPLETE if self.is_cut and item is self._latest else Status.COMPLETED)
 

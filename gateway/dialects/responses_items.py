@@ -481,7 +481,6 @@ class Transcript:
             raise field_error(f"{where}.type", f"must be an item that can be said to a chat model, not {show_name(kind)}")
 
     def close(self) -> list[dict[str, object]]:
-        """Return the messages."""
         self._end_turns()
         system = [text for text in (self._instructions, *self._system) if text]
         if not self._messages and self._system:

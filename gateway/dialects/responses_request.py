@@ -570,7 +570,6 @@ class CompactionTranslator:
         return b""
 
     def finish(self) -> bytes:
-        """Return nothing: there is no stream."""
         return b""
 
     def translate_whole(self, body: bytes) -> bytes:

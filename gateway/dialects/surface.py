@@ -228,7 +228,6 @@ class Surface:
         )
 
     def render_error(self, error: GatewayError, request_id: str) -> bytes:
-        """Return the JSON body of an error."""
         if self.is_anthropic:
             return _json.encode(
                 {

@@ -61,7 +61,6 @@ _body_decoder = msgspec.json.Decoder(_Body)
 
 
 def read_usage(body: bytes) -> TokenCounts | None:
-    """Return the usage of a whole answer, or None."""
     try:
         return _counts(_body_decoder.decode(body).usage)
     except UNREADABLE:
@@ -146,12 +145,10 @@ class Rewriter:
 
     @property
     def failure(self) -> GatewayError | None:
-        """Why the answer is over, if it is."""
         return self.translator.failure if self.translator is not None else None
 
     @property
     def usage(self) -> TokenCounts | None:
-        """What the translator counted."""
         return self.translator.usage if self.translator is not None else None
 
     def feed(self, data: bytes) -> bytes:

@@ -165,12 +165,10 @@ class ClientConnection:
 
     @property
     def address(self) -> str:
-        """Where the connection comes from."""
         return str((self.scope.get("client") or ("unknown", 0))[0])
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody reads any more."""
         return self._gone is not None
 
     @property
@@ -274,7 +272,6 @@ class ClientConnection:
         return failure
 
     def start(self, status: int, headers: Sequence[Header]) -> None:
-        """Send status and headers."""
         self.started = True
         if self._held is not None:
             self._held.append(partial(self.line.start, status, [*headers, *self.common]))
@@ -282,7 +279,6 @@ class ClientConnection:
             self.line.start(status, [*headers, *self.common] if self.common else headers)
 
     def write(self, data: bytes) -> None:
-        """Send body bytes."""
         self.tail = data
         if self._held is not None:
             self._held.append(partial(self.line.write, data))
@@ -291,7 +287,6 @@ class ClientConnection:
             self.line.write(data)
 
     def finish(self, data: bytes = b"") -> None:
-        """Send the last body bytes."""
         self.finished = True
         if self._held is not None:
             self._held.append(partial(self.line.finish, data))
@@ -309,7 +304,6 @@ class ClientConnection:
             self._respond(status, headers, body)
 
     def close_after_response(self) -> None:
-        """Close the connection when the response is out."""
         if self._handle is not None:
             self._handle.close_after_response()
 

@@ -200,7 +200,6 @@ class Plan:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody can serve the request now."""
         return all(isinstance(found, Closed) for _, found in self.choices)
 
     @property
@@ -233,11 +232,9 @@ class Plan:
         return [candidate for candidate, _ in sorted(self.choices, key=rank_one)]
 
     def find_link(self, candidate: Candidate) -> Link | None:
-        """Return the link on which a candidate has a free slot."""
         return next((found.link for one, found in self.choices if one is candidate and isinstance(found, Ready)), None)
 
     def list_ready(self) -> list[Candidate]:
-        """Return the candidates with a free slot."""
         return [candidate for candidate, found in self.choices if isinstance(found, Ready)]
 
 
@@ -513,11 +510,9 @@ class Dispatcher:
 
     @property
     def depth(self) -> int:
-        """Requests waiting."""
         return sum(self.depths().values())
 
     def depths(self) -> dict[str, int]:
-        """Requests waiting, by model."""
         return {model: _count(queues) for model, queues in self._queues.items()}
 
     def acquire(self, job: Job, plan: Plan | None = None) -> Lease | asyncio.Future[Lease]:
@@ -651,7 +646,7 @@ class Dispatcher:
     def _enqueue(self, job: Job) -> asyncio.Future[Lease]:
         loop = asyncio.get_running_loop()
         waiter = _Waiter(job, loop.create_future())
-        waiter.future.add_done_callback(lambda _future: self._forget(waiter))
+        waiter.future.add_done_callback(lambda _future: self._remove(waiter))  # by us, or because the client left
         queues = self._queues.setdefault(job.request.model, {})
         insort(queues.setdefault(job.request.paths, []), waiter, key=_sequence_of)
         QUEUE_DEPTH.inc()
@@ -732,10 +727,6 @@ class Dispatcher:
             if rows and all(row.provider_state == "deleted" for row in rows):
                 for waiter in self._list_waiting([model]):
                     self._end(waiter, ProviderDeleted(retry_after_s=30))
-
-    def _forget(self, waiter: _Waiter) -> None:
-        """The future is done: by us, or because the client left."""
-        self._remove(waiter)
 
     def _remove(self, waiter: _Waiter) -> None:
         if waiter.timer is not None:

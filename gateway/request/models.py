@@ -133,7 +133,6 @@ class Catalogue:
         return self._key_entry(key) if key is not None else None
 
     def load_models(self) -> list[ModelEntry]:
-        """Return every model row."""
         limits = self._limits
         return [
             ModelEntry(
@@ -155,11 +154,9 @@ class Catalogue:
         ]
 
     def load_aliases(self) -> list[AliasEntry]:
-        """Return every alias that is switched on."""
         return [_read_alias(row) for row in ModelAlias.objects.select_related("tenant").filter(is_active=True).order_by("pk")]
 
     def apply_keys(self, entries: list[tuple[str, KeyEntry]], *, replace: bool) -> None:
-        """Take loaded keys."""
         self.version += 1
         if replace:
             self.keys = dict(entries)
@@ -167,7 +164,6 @@ class Catalogue:
             self.keys.update(entries)
 
     def apply_models(self, entries: list[ModelEntry]) -> None:
-        """Take loaded models."""
         self.version += 1
         self.models = {entry.name: entry for entry in entries}
 

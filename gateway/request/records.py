@@ -176,7 +176,6 @@ class Bookkeeper:
         self.records.add_final(record)
 
     def count_refusal(self, error: GatewayError) -> None:
-        """Count a request that was not accepted."""
         metrics.REFUSALS.labels(error.code).inc()
         metrics.TALLY.count(judge_outcome(error.state, error.status) or RequestOutcome.FAILED)
 
@@ -491,7 +490,6 @@ class RecordWriter:
 
     @property
     def pending(self) -> int:
-        """Changes not yet written."""
         under_way = self._under_way.size if self._under_way is not None else 0
         return len(self._inserts) + len(self._updates) + len(self._refused) + len(self._single) + under_way
 

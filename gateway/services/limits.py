@@ -53,7 +53,6 @@ def key_limit(key: ApiKey) -> int:
 
 
 def default_caps() -> dict[str, int]:
-    """Return the caps of a model that has none of its own."""
     bounds = limits().gateway
     return dict(zip(CAPS, (bounds.max_tokens_cap, bounds.max_prompt_chars, bounds.max_queue), strict=True))
 

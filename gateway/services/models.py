@@ -205,7 +205,6 @@ def list_models() -> list[Model]:
 
 
 def is_model_allowed(name: str) -> bool:
-    """Return whether clients may use the model."""
     return Model.objects.filter(name=name, allowed=True).exists()
 
 

@@ -53,7 +53,6 @@ class CountingViews:
         self._runtime = runtime
 
     def make(self, counting: CountingSurface) -> Application:
-        """Return the application of one path."""
 
         async def answer(client: ClientConnection) -> None:
             request_id = format_id("req", new_uuid7())

@@ -91,13 +91,11 @@ def make_endpoint(runtime: GatewayRuntime, methods: dict[str, Handler], *, surfa
 
 
 def send_answer(client: ClientConnection, status: int, content: object) -> None:
-    """Send a JSON answer under a fresh request id."""
     ids = id_headers(format_id("req", new_uuid7()), is_anthropic="anthropic-version" in client.headers)
     client.respond(status, [_JSON_TYPE, *ids], _json.encode(content))
 
 
 def send_failure(client: ClientConnection, error: GatewayError, surface: Surface, extra: list[Header] | None = None) -> None:
-    """Send an error under a fresh request id."""
     request_id = format_id("req", new_uuid7())
     send_error(client, surface, error, request_id, [*id_headers(request_id, is_anthropic=surface.is_anthropic), *(extra or [])])
 
@@ -152,7 +150,6 @@ class InferenceConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships 
         await self.dispatch({"type": "http.request"})
 
     async def dispatch(self, message: dict[str, object]) -> None:
-        """Call the handler of an event."""
         await self.http_request(message)
 
     async def http_request(self, _message: dict[str, object]) -> None:

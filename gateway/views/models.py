@@ -159,7 +159,6 @@ def render_anthropic(model: ListedModel) -> dict[str, object]:
 
 
 def render_page(page: Page) -> dict[str, object]:
-    """Return Anthropic's list of models."""
     names = [model.name for model in page.models]
     return {
         "data": [render_anthropic(model) for model in page.models],

@@ -32,17 +32,14 @@ MODEL: Schema = {"type": "string", "minLength": 1, "maxLength": 200, "pattern": 
 
 
 def ref(name: str) -> Schema:
-    """Return a reference to a schema of the document."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 def choice(*values: str) -> Schema:
-    """Return the schema of a few texts."""
     return {"type": "string", "enum": list(values)}
 
 
 def listed(item: Schema, *, least: int = 0, most: int | None = None) -> Schema:
-    """Return the schema of a list."""
     bounds = {"minItems": least or None, "maxItems": most}
     return {"type": "array", "items": item, **{name: bound for name, bound in bounds.items() if bound is not None}}
 
@@ -53,7 +50,6 @@ def either(*schemas: Schema) -> Schema:
 
 
 def nullable(schema: Schema) -> Schema:
-    """Return the schema of a value that may be null."""
     return either(schema, {"type": "null"})
 
 
@@ -202,7 +198,6 @@ _MODEL = either(members("id object created owned_by", id=NAME, object={"const": 
 
 
 def _completion(kind: str, answer: Schema) -> Schema:
-    """Return the schema of a completion of either API."""
     return members(
         "id object created model choices",
         id=TEXT,
@@ -362,7 +357,6 @@ PATHS: dict[str, Schema] = {
 
 
 def make_document(version: str) -> Schema:
-    """Return the document of a gateway of that version."""
     return {
         "openapi": "3.1.0",
         "info": {
