@@ -19,7 +19,7 @@ from gateway.values import HeaderView
 from gateway.views.admin import AdminViews
 from gateway.views.counting import make_counting_routes
 from gateway.views.endpoints import Handler, Inference, InferenceConsumer, make_endpoint, make_preflight
-from gateway.views.peers import make_peer_door
+from gateway.views.peers import make_peer_application
 from gateway.views.public import PublicViews
 from gateway.views.responses import make_response_routes
 from nodes.consumers import NodeConsumer
@@ -57,7 +57,7 @@ def make_application(runtime: GatewayRuntime, inference: Mapping[str, Inference]
         _route("admin/stats", get(admin.stats)),
         _route("admin/keys", make_endpoint(runtime, {"GET": admin.list_keys, "POST": admin.create_key})),
         _route("admin/keys/(?P<key_id>[^/]+)", make_endpoint(runtime, {"DELETE": admin.revoke_key})),
-        _route("internal/v1/nodes/(?P<node>[0-9a-f]{32})/(?P<path>.+)", make_peer_door(runtime)),
+        _route("internal/v1/nodes/(?P<node>[0-9a-f]{32})/(?P<path>.+)", make_peer_application(runtime)),
         _route("(?s:.*)", everything),
     ]
     preflight = make_preflight(runtime) if settings.CORS_ORIGINS else None

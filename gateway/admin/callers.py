@@ -68,8 +68,12 @@ KEY_RATE_HELP = "Empty: the tenant's limit, else the installation's default."
 MODELS_HELP = "Models, aliases or auto, one to a line. Empty: every allow-listed model."
 
 
-def _priority_field() -> forms.ChoiceField:
-    return forms.ChoiceField(
+class KeyLimitsForm(forms.Form):
+    """The limits of a key."""
+
+    requests_per_minute = limit_field("Requests per minute", KEY_RATE_HELP)
+    allowed_models = NameListField(required=False, help_text=MODELS_HELP)
+    priority = forms.ChoiceField(
         choices=[(priority.value, priority.value) for priority in Priority],
         initial=Priority.NORMAL.value,
         widget=UnfoldAdminSelectWidget,
@@ -77,7 +81,7 @@ def _priority_field() -> forms.ChoiceField:
     )
 
 
-class ApiKeyForm(forms.Form):
+class ApiKeyForm(KeyLimitsForm):
     """What is asked for a new key."""
 
     name = forms.CharField(
@@ -86,23 +90,13 @@ class ApiKeyForm(forms.Form):
     tenant = forms.ModelChoiceField(
         queryset=Tenant.objects.filter(is_active=True), widget=UnfoldAdminSelectWidget, empty_label="Choose a tenant"
     )
-    requests_per_minute = limit_field("Requests per minute", KEY_RATE_HELP)
-    allowed_models = NameListField(required=False, help_text=MODELS_HELP)
-    priority = _priority_field()
     last_day = forms.DateField(
         required=False,
         widget=DateInput,
         label="Expires on",
         help_text="It works until this day ends (UTC). Empty: it never expires.",
     )
-
-
-class KeyLimitsForm(forms.Form):
-    """The limits of a key."""
-
-    requests_per_minute = limit_field("Requests per minute", KEY_RATE_HELP)
-    allowed_models = NameListField(required=False, help_text=MODELS_HELP)
-    priority = _priority_field()
+    field_order = ("name", "tenant", *KeyLimitsForm.base_fields)
 
 
 def _end_of(day: date | None) -> datetime | None:
@@ -247,22 +241,21 @@ class ApiKeyAdmin(CreatingAdmin):
         return ", ".join(key.allowed_models) or "all allowed"
 
 
-TENANT_RATE_HELP = "What its keys get unless a key says otherwise. Empty: the installation's default."
+class TenantLimitForm(forms.Form):
+    """The limits of a tenant."""
+
+    requests_per_minute = limit_field(
+        "Requests per minute", "What its keys get unless a key says otherwise. Empty: the installation's default."
+    )
 
 
-class TenantForm(forms.Form):
+class TenantForm(TenantLimitForm):
     """What is asked for a new tenant."""
 
     name = forms.CharField(
         max_length=limits().gateway.name_chars, widget=UnfoldAdminTextInputWidget, help_text="A team or a customer"
     )
-    requests_per_minute = limit_field("Requests per minute", TENANT_RATE_HELP)
-
-
-class TenantLimitForm(forms.Form):
-    """The limits of a tenant."""
-
-    requests_per_minute = limit_field("Requests per minute", TENANT_RATE_HELP)
+    field_order = ("name",)
 
 
 class ResponsePolicyForm(forms.Form):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
 from functools import reduce
 from operator import or_
@@ -47,19 +47,9 @@ def find_request(record_id: uuid.UUID) -> RequestFacts | None:
     record = RequestRecord.objects.filter(pk=record_id).first()
     if record is None:
         return None
-    return RequestFacts(
-        state=record.state,
-        is_final=RequestState(record.state) not in OPEN_REQUEST_STATES,
-        error_code=record.error_code,
-        model=record.model,
-        node=record.node_name,
-        queue_ms=record.queue_ms,
-        ttfb_ms=record.ttfb_ms,
-        latency_ms=record.latency_ms,
-        prompt_tokens=record.prompt_tokens,
-        completion_tokens=record.completion_tokens,
-        tokens_estimated=record.tokens_estimated,
-    )
+    is_final = RequestState(record.state) not in OPEN_REQUEST_STATES
+    copied = {one.name: getattr(record, one.name) for one in fields(RequestFacts) if one.name not in {"is_final", "node"}}
+    return RequestFacts(is_final=is_final, node=record.node_name, **copied)
 
 
 def find_records(records: QuerySet[RequestRecord], text: str) -> QuerySet[RequestRecord]:

@@ -107,9 +107,7 @@ async def count_for_peer(client: ClientConnection, link: Link) -> None:
     """Pass a question on to the node and its answer back; 502 when there is none. Raises BodyTooLarge, ClientLeft."""
     body = await client.read_body(read_limits().gateway.count_body_bytes)
     headers = client.headers
-    asked_ms = headers.get("x-muster-deadline-ms", "")
     most_ms = read_limits().gateway.count_node_ms
-    deadline_ms = int(asked_ms) if asked_ms.isascii() and asked_ms.isdigit() and len(asked_ms) < 9 else most_ms
     request = OpenRequest(
         request_id=headers.get("x-request-id", "")[:80],
         attempt=1,
@@ -118,7 +116,7 @@ async def count_for_peer(client: ClientConnection, link: Link) -> None:
         body=body,
         headers={"content-type": "application/json"},
         is_streaming=False,
-        deadline_ms=max(1, min(deadline_ms, most_ms)),
+        deadline_ms=min(_read_number(headers.get("x-muster-deadline-ms")) or most_ms, most_ms),
         tenant=read_name(headers, "x-muster-tenant", max_chars=80),
     )
     try:
@@ -131,7 +129,7 @@ async def count_for_peer(client: ClientConnection, link: Link) -> None:
         client.respond(answer[0], _JSON, answer[1])
 
 
-def make_peer_door(runtime: GatewayRuntime) -> Application:
+def make_peer_application(runtime: GatewayRuntime) -> Application:
     """Return the application behind ``/internal/v1/nodes/{node}/{path}``; without a cluster secret it does not exist."""
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
