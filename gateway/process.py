@@ -306,8 +306,9 @@ class GatewayRuntime:
 
     async def _sweep(self) -> None:
         now = clock.monotonic()
+        credentials = list({link.credential_id for link in self.registry if isinstance(link, RelayLink)})
         since = self._keys_mark if now - self._full_at <= self.limits.reload_s else None
-        news = await run_upkeep(self._load, since, self._credentials_in_use())
+        news = await run_upkeep(self._load, since, credentials)
         if news.keys is not None:
             self.catalogue.apply_keys(news.keys, replace=news.is_full)
         if news.models is not None:
@@ -325,9 +326,6 @@ class GatewayRuntime:
         declared = self.keeper.known_models.difference(self.catalogue.models)
         if declared:  # operators then see them, with a button that allows them
             await run_upkeep(remember_models, names=sorted(declared))
-
-    def _credentials_in_use(self) -> list[int]:
-        return list({link.credential_id for link in self.registry if isinstance(link, RelayLink)})
 
     def _known_targets(self, rows: list[NodeRow]) -> dict[uuid.UUID, HttpTarget]:
         """Return the addresses that are known, and have the others looked up beside: a name server may be slow."""

@@ -26,7 +26,7 @@ from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, GatewayError, R
 from gateway.request.attempt import KeepAlive
 from gateway.request.response import admit_origin, is_preflight
 from gateway.values import InferenceRequest
-from gateway.views.public import came_directly
+from gateway.views.service import came_directly
 from nodes.states import BINARY_ENDPOINTS
 from tests.fakes.asgi_client import MemoryClient
 from tests.fakes.examples import examples
