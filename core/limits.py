@@ -646,7 +646,7 @@ class GatewayLimits:
     template_chars: int = bound(
         2_000_000, "characters", "A longer prompt is not rendered, and a longer text of a template given up."
     )
-    template_s: float = bound(2.0, "s", "A template that renders for longer is given up.")
+    template_s: float = bound(2.0, "s", "A template that takes more of a processor's time is given up.")
     template_bytes: int = bound(128 * MIB, "bytes", "A template that needs more memory is given up.")
     # Of UTF-8: four letters of English, two of Russian, four thirds of a Chinese character.
     token_bytes: int = bound(4, "bytes", "An estimate counts one token for so many of a prompt.")

@@ -245,17 +245,18 @@ def bounded() -> Iterator[None]:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     room = {resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_AS: pages * resource.getpagesize() + bounds.template_bytes}
     before = {kind: resource.getrlimit(kind) for kind in room}
-    handler = signal.signal(signal.SIGALRM, _give_up)
+    handler = signal.signal(signal.SIGPROF, _give_up)
     for kind, most in room.items():
         resource.setrlimit(kind, (most, before[kind][1]))
-    signal.setitimer(signal.ITIMER_REAL, bounds.template_s, bounds.template_s)
+    signal.setitimer(signal.ITIMER_PROF, bounds.template_s, bounds.template_s)  # of its own time: a machine may stand still
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGPROF, signal.SIG_IGN)  # a signal that comes now must not keep the limits from being lifted
+        signal.setitimer(signal.ITIMER_PROF, 0)
         for kind, was in before.items():
             resource.setrlimit(kind, was)
-        signal.signal(signal.SIGALRM, handler)
+        signal.signal(signal.SIGPROF, handler)
 
 
 def _give_up(_signal: int, _frame: object) -> None:

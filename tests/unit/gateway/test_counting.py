@@ -337,7 +337,7 @@ async def test_two_prompts_are_tokenized_at_once_and_a_crowd_goes_on_to_the_next
 async def test_a_process_that_is_lost_costs_one_count_and_its_tokenizer_rests(
     root: Path, make_counter: MakeCounter, caplog: pytest.LogCaptureFixture
 ) -> None:
-    set_limits(gateway={"template_s": 0.2})
+    set_limits(gateway={"template_s": 0.5})
     put_tokenizer(root / "bomb", chat_template=BOMBS["nested tuples"])
     counter = make_counter(LinkRegistry(), root)
     with caplog.at_level(logging.WARNING, "muster.gateway"):
@@ -399,7 +399,7 @@ CALM = b'{"messages": [{"role": "user", "content": "Hello"}]}'
 @pytest.fixture
 def process(root: Path) -> Iterator[TokenizerProcess]:
     """A process with little room and time."""
-    set_limits(gateway={"template_s": 0.2, "template_bytes": ROOM_BYTES})
+    set_limits(gateway={"template_s": 0.5, "template_bytes": ROOM_BYTES})
     made = TokenizerProcess(root)
     yield made
     made.close()
