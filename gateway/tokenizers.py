@@ -241,7 +241,7 @@ def bounded() -> Iterator[None]:
     import resource
 
     bounds, used = limits().gateway, resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = math.ceil(used.ru_utime + used.ru_stime + bounds.template_s)
+    cpu_s = math.ceil(used.ru_utime + used.ru_stime + bounds.template_s) + 1  # the timer comes first
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     room = {resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_AS: pages * resource.getpagesize() + bounds.template_bytes}
     before = {kind: resource.getrlimit(kind) for kind in room}

@@ -128,7 +128,8 @@ def _advise(model: str, node: ServingNode) -> str:
         case Unavailable.TAKEN_BACK:
             return f"Ask {node.owner or 'its owner'}, or load {model} on another node."
         case Unavailable.ERROR:
-            return f"{node.name} says: {node.last_error}" if node.last_error else f"Look at the page of {node.name} and at its log."
+            look = f"Look at the page of {node.name} and at its log."
+            return f"{node.name} says: {node.last_error}" if node.last_error else look
         case Unavailable.LATE:
             return f"{node.name} gets no new work until it is heard again. Check its network."
         case Unavailable.UNREACHABLE:
