@@ -51,7 +51,7 @@ def _require_only(params: Mapping[str, object], *names: str) -> None:
 
 
 class PolicyChange(_Local):
-    """Puts the next version of the policy in force. Proposed by drafting it (``services.draft_policy``)."""
+    """Puts the next version of the policy in force. Proposed by drafting it (``policies.draft_policy``)."""
 
     name = "policy-change"
     title = "Change the approval policy"

@@ -1,4 +1,4 @@
-"""Policies, operations, what people said to them, and how they were carried out."""
+"""Tables of governance: people and their keys, approvals, notices, and the audit log."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import lru_cache
 
 from django.conf import settings
 from django.db import models
+from django.utils import timezone
 
 from core.limits import limits
-from governance.models.people import ApproverKey
 from governance.states import ApprovalState, RunState
 from wire.ids import format_id, new_uuid7
 from wire.optoken.approval import (
@@ -26,6 +26,113 @@ from wire.optoken.approval import (
 # Signed bytes are read several times in one transaction and for each line of a list; what they say never changes.
 _read_statement = lru_cache(maxsize=512)(read_statement)
 _read_policy = lru_cache(maxsize=32)(read_policy)
+
+# People, their keys, and the ways in
+
+
+class AdminToken(models.Model):
+    """Bearer credential for the admin APIs (``msa_…``). Only its SHA-256 is stored."""
+
+    name = models.CharField(max_length=80)
+    keyid = models.CharField(max_length=12, unique=True)
+    digest = models.BinaryField(max_length=32, editable=False)
+    created_at = models.DateTimeField(auto_now_add=True)
+    minted_by = models.OneToOneField(
+        "governance.Operation", on_delete=models.PROTECT, null=True, blank=True, related_name="minted_token"
+    )
+    owner = models.ForeignKey(
+        settings.AUTH_USER_MODEL, on_delete=models.PROTECT, null=True, blank=True, related_name="admin_tokens",
+        help_text="Whoever proposes with the token proposes as this person, and so cannot approve it"
+    )  # fmt: skip
+    last_used_at = models.DateTimeField(null=True, blank=True)
+    revoked_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-created_at"]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class ApproverKey(models.Model):
+    """A public key of a person: a passkey of a browser, or an Ed25519 key file. Revoked, never deleted.
+
+    It signs in as soon as it is enrolled; it approves once an active policy names it.
+    """
+
+    class Kind(models.TextChoices):
+        """What holds the private half."""
+
+        WEBAUTHN = "webauthn", "passkey"
+        ED25519 = "ed25519", "key file"
+
+    user = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.PROTECT, related_name="approver_keys")
+    kind = models.CharField(max_length=10, choices=Kind.choices)
+    keyid = models.CharField(max_length=300, unique=True, help_text="Credential id in base64url, or the head of the thumbprint")
+    public_key = models.CharField(max_length=800, help_text="SPKI DER in base64url")
+    thumbprint = models.CharField(max_length=64, unique=True, help_text="SHA-256 of the SPKI DER")
+    label = models.CharField(max_length=80)
+    transports = models.JSONField(default=list, blank=True)
+    sign_count = models.BigIntegerField(default=0)
+    is_backup_eligible = models.BooleanField(default=False, help_text="Can be copied to other devices of its owner")
+    is_break_glass = models.BooleanField(default=False)
+    created_at = models.DateTimeField(auto_now_add=True)
+    last_used_at = models.DateTimeField(null=True, blank=True)
+    revoked_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["created_at"]
+
+    def __str__(self) -> str:
+        return self.label
+
+
+class Invitation(models.Model):
+    """A one-time link with which a person signs in for the first time and enrols a passkey. Only its SHA-256 is stored."""
+
+    user = models.ForeignKey(settings.AUTH_USER_MODEL, on_delete=models.PROTECT, related_name="invitations")
+    digest = models.BinaryField(max_length=32, unique=True, editable=False)
+    created_by = models.CharField(max_length=200)
+    created_at = models.DateTimeField(auto_now_add=True)
+    expires_at = models.DateTimeField()
+    used_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-created_at"]
+
+    def __str__(self) -> str:
+        return f"invitation of {self.user}"
+
+
+class OneTimePassword(models.Model):
+    """The shared secret of a person's authenticator app (TOTP, RFC 6238): looks at pages, never approves."""
+
+    user = models.OneToOneField(settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="one_time_password")
+    secret = models.CharField(max_length=64, editable=False)
+    confirmed_at = models.DateTimeField(null=True, blank=True)
+    last_step = models.BigIntegerField(default=0, help_text="The last time step that was used: a code works once")
+
+    def __str__(self) -> str:
+        return f"authenticator app of {self.user}"
+
+
+class SignInFailure(models.Model):
+    """Failed sign-ins of one name from one address, counted so that guessing is slowed down. Rows are swept."""
+
+    name = models.CharField(max_length=150, help_text="Keyed digest of what was typed; empty for an address as a whole")
+    address = models.CharField(max_length=64)
+    count = models.PositiveIntegerField(default=0)
+    last_at = models.DateTimeField()
+    signed_in_at = models.DateTimeField(null=True, blank=True, help_text="When the name last signed in well from the address")
+
+    class Meta:
+        constraints = [models.UniqueConstraint(fields=["name", "address"], name="signinfailure_name_address")]
+
+    def __str__(self) -> str:
+        return f"{self.name} from {self.address}"
+
+
+# Policies, operations, what people said to them, and how they were carried out
 
 
 class PolicyVersion(models.Model):
@@ -247,3 +354,138 @@ class Freeze(models.Model):
 
     def __str__(self) -> str:
         return f"frozen by {self.frozen_by}"
+
+
+# Messages to people and programs
+
+
+class WebhookEndpoint(models.Model):
+    """Where notices are posted to, signed with its secret (HMAC-SHA256)."""
+
+    name = models.CharField(max_length=80, unique=True)
+    url = models.URLField(max_length=300)
+    secret = models.CharField(max_length=100, editable=False)
+    is_active = models.BooleanField(default=True)
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        ordering = ["name"]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Notice(models.Model):
+    """One message to one receiver, kept until delivered or given up. Its link opens a page and approves nothing."""
+
+    id = models.UUIDField(primary_key=True, default=new_uuid7, editable=False)
+    operation = models.ForeignKey(Operation, on_delete=models.PROTECT, null=True, blank=True, related_name="notices")
+    event = models.CharField(max_length=40)
+    person = models.ForeignKey(
+        settings.AUTH_USER_MODEL, on_delete=models.PROTECT, null=True, blank=True, related_name="notices"
+    )
+    webhook = models.ForeignKey(WebhookEndpoint, on_delete=models.PROTECT, null=True, blank=True, related_name="notices")
+    created_at = models.DateTimeField(auto_now_add=True)
+    attempt = models.PositiveIntegerField(default=0)
+    due_at = models.DateTimeField(db_index=True)
+    lease_until = models.DateTimeField(null=True, blank=True)
+    sent_at = models.DateTimeField(null=True, blank=True)
+    given_up_at = models.DateTimeField(null=True, blank=True)
+    last_error = models.CharField(max_length=300, blank=True)
+
+    class Meta:
+        ordering = ["created_at"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["operation", "event", "person"], condition=models.Q(person__isnull=False), name="notice_once_a_person"
+            ),
+            models.UniqueConstraint(
+                fields=["operation", "event", "webhook"],
+                condition=models.Q(webhook__isnull=False),
+                name="notice_once_a_webhook",
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.event} to {self.person or self.webhook}"
+
+
+# The audit log, and what nodes saw of it. All of it is append-only
+
+
+class AuditEvent(models.Model):
+    """One act of an operator or of the system on the fleet. Never changed, never deleted."""
+
+    at = models.DateTimeField(default=timezone.now, db_index=True)  # noqa: TID251 - Django writes the name of it into migrations
+    actor = models.CharField(max_length=200, help_text="user:<name>, token:<name>, node:<name> or system:<part>")
+    action = models.CharField(max_length=60, help_text="What was done, as <thing>.<verb>", db_index=True)
+    target = models.CharField(max_length=200, blank=True)
+    detail = models.JSONField(default=dict, blank=True)
+    op_id = models.CharField(max_length=64, blank=True, db_default="", help_text="The operation it belongs to, if any")
+    body = models.BinaryField(
+        default=b"", editable=False, help_text="The exact bytes that the chain covers; the database writes them"
+    )
+
+    class Meta:
+        ordering = ["-id"]
+        indexes = [models.Index(fields=["op_id", "id"], condition=~models.Q(op_id=""), name="auditevent_of_operation")]
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.target}"
+
+
+class AuditEntry(models.Model):
+    """The place of an event in the hash chain. Written by the database alone, when a transaction commits (migration 0003)."""
+
+    seq = models.BigIntegerField(primary_key=True, help_text="From 1, without gaps")
+    event = models.OneToOneField(AuditEvent, models.DO_NOTHING, db_constraint=False, related_name="entry")
+    prev_hash = models.BinaryField(max_length=32, unique=True, editable=False)
+    hash = models.BinaryField(max_length=32, unique=True, editable=False)
+
+    class Meta:
+        ordering = ["-seq"]
+        verbose_name_plural = "audit entries"
+
+    def __str__(self) -> str:
+        return f"{self.seq} {bytes(self.hash).hex()[:12]}"
+
+
+class AuditCheckpoint(models.Model):
+    """The signed Merkle root over the first ``size`` entries."""
+
+    size = models.BigIntegerField(primary_key=True)
+    root = models.BinaryField(max_length=32, editable=False)
+    frontier = models.BinaryField(editable=False, help_text="Roots of its complete subtrees, 32 bytes each, largest first")
+    note = models.TextField(help_text="C2SP signed note")
+    made_at = models.DateTimeField()
+
+    class Meta:
+        ordering = ["-size"]
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.size}"
+
+
+class WitnessStatement(models.Model):
+    """A checkpoint that a box says it saw, signed by the box. ``alarm`` = it did not agree with the log of that time."""
+
+    node_name = models.CharField(max_length=200)
+    size = models.BigIntegerField()
+    root = models.BinaryField(max_length=32, editable=False)
+    signature = models.BinaryField(max_length=64, editable=False)
+    public_key = models.BinaryField(max_length=44, editable=False, help_text="Ed25519, 32 bytes or SubjectPublicKeyInfo")
+    note = models.TextField(
+        blank=True, db_default="", editable=False, help_text="The checkpoint as the log signed it, which the box shows"
+    )
+    alarm = models.BooleanField(default=False)
+    heard_at = models.DateTimeField()
+
+    class Meta:
+        ordering = ["-heard_at"]
+        indexes = [models.Index(fields=["size"], name="witness_by_size")]
+        constraints = [
+            models.UniqueConstraint(fields=["node_name", "public_key", "size", "root", "alarm"], name="witness_once")
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.node_name} saw {self.size}"
