@@ -22,6 +22,10 @@ class PlaygroundError(ContractError):
     """Base of the tree. ``param`` names the field of the form."""
 
 
+TENANT_FIELD = "tenant"
+"""The field of an ask that names the tenant whose key is used."""
+
+
 class AskRefused(PlaygroundError):
     """A field of the form cannot be used."""
 

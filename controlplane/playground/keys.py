@@ -18,7 +18,7 @@ from django.contrib.sessions.models import Session
 from django.db import transaction
 from django.http import HttpRequest
 
-from controlplane.playground.asks import AskRefused, SignedOut
+from controlplane.playground.asks import TENANT_FIELD, AskRefused, SignedOut
 from core.admin_pages import name_actor
 from core.limits import limits
 from gateway.services.errors import KeyNotFound
@@ -59,7 +59,7 @@ def lend_key(request: HttpRequest, tenant_name: str) -> str:
     """
     tenant = find_tenant(tenant_name)
     if tenant is None or not tenant.is_active:
-        raise AskRefused("Choose a tenant that is enabled.", param="tenant")
+        raise AskRefused("Choose a tenant that is enabled.", param=TENANT_FIELD)
     text = _open_held(request.session.get(SESSION_KEYS, {}).get(tenant.name))
     return text if text is not None else _make_key(request, tenant.name)
 

@@ -8,11 +8,23 @@ holds every key of the issuer still cannot operate the box. What a box remembers
 """
 
 from wire.optoken.approval import ApprovalError, Policy, Rule, Statement
-from wire.optoken.canonical import NotCanonical, params_digest
-from wire.optoken.identity import make_runner_id, owns_runner_id
-from wire.optoken.refusal import OpTokenError, Reason
-from wire.optoken.signed_token import SignedToken, encode_token, read_token
-from wire.optoken.signing import Binding, Grant, sign_jwt, sign_l0, sign_l1, sign_l2
+from wire.optoken.token import (
+    Binding,
+    Grant,
+    NotCanonical,
+    OpTokenError,
+    Reason,
+    SignedToken,
+    encode_token,
+    make_runner_id,
+    owns_runner_id,
+    params_digest,
+    read_token,
+    sign_jwt,
+    sign_l0,
+    sign_l1,
+    sign_l2,
+)
 from wire.optoken.verifier import Level, Operation, Verified, Verifier
 
 __all__ = [

@@ -34,7 +34,7 @@ from wire.ids import new_uuid7
 from wire.optoken import owns_runner_id, sign_l0
 from wire.optoken.approval import decode_bytes
 from wire.optoken.receipt import digest_result, read_receipt
-from wire.optoken.signing import Grant
+from wire.optoken.token import Grant
 
 pytestmark = pytest.mark.timeout(180)
 
