@@ -304,9 +304,9 @@ class Box:
             self._send(bridge.Telemetry(current_load=self._player.live, gpus=self._gpus, replicas=self._list_replicas()))
             await asyncio.sleep(interval_s)
 
-    def _describe_governance(self) -> bridge.BoxGovernance:
+    def _describe_governance(self) -> bridge.NodeGovernance:
         """Return what a node says that takes operations by tokens which the server alone signs; no operation is sent here."""
-        return bridge.BoxGovernance(
+        return bridge.NodeGovernance(
             level="L1", runner_id=self._name, public_key="", op_keys={"k1": self._op_key}, clock_ms=time.time_ns() // 1_000_000
         )
 

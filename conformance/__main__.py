@@ -20,7 +20,7 @@ _EPILOG = f"""\
 The key may also be in {KEY_VARIABLE}. Exit status: 0 nothing failed, 1 something failed, 2 nothing could be checked.
 
 With --scripted the model must be the scripted engine, which does what the prompt tells it to (tool calls, thoughts, refusals,
-errors, cuts): start it with `python -m conformance.engine`, put a box in front of it with `./muster node --backend URL`,
+errors, cuts): start it with `python -m conformance.engine`, put a node in front of it with `./muster node --backend URL`,
 allow the model "scripted", and ask for that. Without it, requirements that only such an engine can show are skipped.
 
 With --engine-url a requirement that the server does not fulfil is checked against the engine without the server. The same fault

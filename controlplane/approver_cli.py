@@ -259,7 +259,7 @@ def confirm(statement: Statement, words: str | None) -> None:
 
 
 def make_proof(statement: Statement, key: Ed25519PrivateKey, *, approver: str) -> dict[str, str]:
-    """Return the approver's signature over the digest of the statement, as a box reads it."""
+    """Return the approver's signature over the digest of the statement, as a node reads it."""
     return {
         "type": "ed25519",
         "approver": approver,

@@ -1,6 +1,6 @@
 """The ASGI application of the control plane: Django over HTTP, operators' live pages over WebSocket.
 
-The data plane is not here: clients and GPU boxes talk to ``controlplane.serve_gateway``.
+The data plane is not here: clients and GPU nodes talk to ``controlplane.serve_gateway``.
 """
 
 from __future__ import annotations

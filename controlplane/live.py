@@ -1,4 +1,4 @@
-"""What open pages follow: ``/ws/overview`` its counters, ``/ws/nodes/{id}`` one box, ``/ws/operations/{id}`` one operation.
+"""What open pages follow: ``/ws/overview`` its counters, ``/ws/nodes/{id}`` one node, ``/ws/operations/{id}`` one operation.
 
 Each looks at the rows on every hint and on a clock of its own, and pushes a small JSON object.
 """
@@ -147,7 +147,7 @@ class OperationConsumer(PushConsumer):
     is_for_staff = False
 
     def look(self, request: HttpRequest) -> tuple[Pushed, float]:
-        """Return the state of the operation, more often while a box works on it."""
+        """Return the state of the operation, more often while a node works on it."""
         assert isinstance(request.user, User)  # or nobody would look
         try:
             operation = read_operation(self.scope["url_route"]["kwargs"]["operation_id"], request.user)

@@ -208,7 +208,7 @@ REST_FRAMEWORK = {
 }
 SPECTACULAR_SETTINGS = {
     "TITLE": "Muster control plane",
-    "DESCRIPTION": "Registration and health of GPU boxes, what operators list, and the approval of operations.",
+    "DESCRIPTION": "Registration and health of GPU nodes, what operators list, and the approval of operations.",
     "VERSION": "1",
     "SERVE_INCLUDE_SCHEMA": False,
     "SERVE_PUBLIC": True,
@@ -256,14 +256,14 @@ if not read_bool("MUSTER_KEEP_ENGINE_ERRORS", default=True):
 install(_limits)
 # Where other gateways reach this one, and the secret they show. Both empty = a single gateway.
 GATEWAY_INTERNAL_URL = read_text("MUSTER_INTERNAL_URL")
-# What the acknowledgement tells our own boxes to dial as well; empty = only the gateway they found.
+# What the acknowledgement tells our own nodes to dial as well; empty = only the gateway they found.
 GATEWAY_ADVERTISED_URLS = read_list("MUSTER_GATEWAY_URLS")
 CLUSTER_SECRET = read_text("MUSTER_CLUSTER_SECRET")
 PUBLIC_MODEL_LIST = read_bool("MUSTER_PUBLIC_MODEL_LIST", default=True)
 # Origins whose pages may call the API from a browser; "*" = all. Empty = none.
 CORS_ORIGINS = read_list("MUSTER_CORS_ORIGINS")
 METRICS_REQUIRE_TOKEN = read_bool("MUSTER_METRICS_REQUIRE_TOKEN", default=False)
-# Folders with a model's tokenizer.json, to count tokens without asking a box. Empty = boxes are asked.
+# Folders with a model's tokenizer.json, to count tokens without asking a node. Empty = nodes are asked.
 TOKENIZERS_DIR = read_text("MUSTER_TOKENIZERS_DIR")
 
 # Whether a node may show its secret in the URL of its socket, as old workers do.
@@ -286,7 +286,7 @@ OPERATIONS = {
     "unfreeze": "governance.operations.kinds.UNFREEZE",
     "break-glass-review": "governance.operations.kinds.BREAK_GLASS_REVIEW",
 }
-# Who knows which box pinned which approval policy, for the page of the policy. governance knows nothing of boxes.
+# Who knows which node pinned which approval policy, for the page of the policy. governance knows nothing of nodes.
 GOVERNANCE_BOXES = "nodes.services.availability.read_policy_pins"
 # Signs audit checkpoints: the 32-byte seed of an Ed25519 key in base64url. Empty = no checkpoints.
 GOVERNANCE_LOG_KEY = read_text("MUSTER_LOG_KEY")
@@ -305,7 +305,7 @@ EMAIL_USE_TLS = read_bool("MUSTER_MAIL_TLS", default=False)
 EMAIL_TIMEOUT = 10
 # Who knows which models are allow-listed. The registry stands below the gateway and may not import it.
 NODE_MODEL_CHECK = "gateway.services.models.is_model_allowed"
-# Who counts live requests of a box, for what approvers read.
+# Who counts live requests of a node, for what approvers read.
 NODE_TRAFFIC = "gateway.services.requests.read_traffic_of_node"
 # Who knows what gateways still run on a draining node.
 NODE_DRAIN_FACTS = "gateway.services.requests.read_drain_facts"

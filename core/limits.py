@@ -679,9 +679,9 @@ class GatewayLimits:
     refusal_chars: int = bound(1000, "characters", "What an engine says of a refusal is cut there for the caller.")
     tool_levels: int = bound(64, "levels", "A tool of an unknown kind that is nested deeper is refused with 400.")
     # Kept answers
-    keeping_s: float = bound(5.0, "s", "An answer that is not kept by then is not kept; one that continues another is 503.")
+    store_s: float = bound(5.0, "s", "An answer that is not kept by then is not kept; one that continues another is 503.")
     # What we say is not kept is then really not kept.
-    keeping_margin_s: float = bound(0.5, "s", "Writing ends so long before the gateway stops waiting for it.")
+    store_margin_s: float = bound(0.5, "s", "Writing ends so long before the gateway stops waiting for it.")
     kept_read_s: float = bound(10.0, "s", "Reading or deleting a kept answer ends with 503.")
     kept_turns: int = bound(200, "turns", "A longer conversation cannot be continued.")
     kept_bytes: int = bound(32 * MIB, "bytes", "A larger conversation cannot be continued, a larger turn is not kept.")

@@ -67,7 +67,7 @@ class RequestSerializer(serializers.Serializer[RequestRecord]):
         return judge_outcome(RequestState(record.state), record.status_code)
 
     def get_node_id(self, record: RequestRecord) -> str | None:
-        """Return the printed id of the box that served it last, if any did."""
+        """Return the printed id of the node that served it last, if any did."""
         return format_id("node", record.node_id) if record.node_id else None
 
 
@@ -90,7 +90,7 @@ class RequestListView(APIView):
                 enum=[state.value for state in RequestState],
                 description="Only this status; interrupted has the cancelled ones too",
             ),
-            OpenApiParameter("node_id", str, description="Only requests that this box served"),
+            OpenApiParameter("node_id", str, description="Only requests that this node served"),
         ],
         responses={200: RequestListSerializer, 400: ErrorSerializer, 401: ErrorSerializer},
     )
@@ -174,7 +174,7 @@ class TargetSerializer(serializers.Serializer[Any]):  # Any: a value, no model
 
     model = serializers.CharField()
     weight = serializers.IntegerField()
-    state = serializers.CharField(help_text="served, no box, or not allowed: the last two are passed over")
+    state = serializers.CharField(help_text="served, no node, or not allowed: the last two are passed over")
 
 
 class AliasSerializer(serializers.Serializer[ModelAlias]):

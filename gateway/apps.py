@@ -45,7 +45,7 @@ def _check_tokenizers(root: str) -> list[CheckMessage]:
     return [
         Error(
             f"MUSTER_TOKENIZERS_DIR names {root!r}, which is no folder.",
-            hint="Name a folder with one folder for each model's tokenizer.json, or leave it empty: boxes then count tokens.",
+            hint="Name a folder with one folder for each model's tokenizer.json, or leave it empty: nodes then count tokens.",
             id="gateway.E001",
         )
     ]

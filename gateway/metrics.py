@@ -1,6 +1,6 @@
 """Prometheus series of the gateway. Labels come from closed sets (states, codes, surfaces) and from allow-listed models.
 
-What changes once a request is kept in plain numbers by ``RequestTally`` and turned into series at a scrape: twelve
+What changes once a request is kept in plain numbers by ``RequestCounters`` and turned into series at a scrape: twelve
 locked increments would cost more than relaying a chunk does. It is touched on the event loop thread only.
 """
 
@@ -47,7 +47,7 @@ class _Timing:
         return result
 
 
-class _ModelTally:
+class _ModelCounters:
     __slots__ = ("completion_tokens", "latency", "prompt_tokens", "queue_wait", "states", "ttfb")
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _ModelTally:
         self.prompt_tokens = self.completion_tokens = 0
 
 
-class RequestTally(Collector):
+class RequestCounters(Collector):
     """Counts requests, their times and their tokens by model."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class RequestTally(Collector):
         self.count_pending: Callable[[], int] = int
         """Returns how many changes of records are not written yet."""
         self._outcomes = dict.fromkeys(RequestOutcome, 0)
-        self._models: dict[str, _ModelTally] = {}
+        self._models: dict[str, _ModelCounters] = {}
 
     def add(
         self,
@@ -81,17 +81,17 @@ class RequestTally(Collector):
         completion_tokens: int | None,
     ) -> None:
         self._outcomes[outcome] += 1
-        tally = self._models.get(model)
-        if tally is None:
-            tally = self._models[model] = _ModelTally()
-        tally.states[state] += 1
-        tally.latency.add(latency_s)
+        counters = self._models.get(model)
+        if counters is None:
+            counters = self._models[model] = _ModelCounters()
+        counters.states[state] += 1
+        counters.latency.add(latency_s)
         if ttfb_ms is not None:
-            tally.ttfb.add(ttfb_ms / 1000)
+            counters.ttfb.add(ttfb_ms / 1000)
         if queue_ms is not None:
-            tally.queue_wait.add(queue_ms / 1000)
-        tally.prompt_tokens += prompt_tokens or 0
-        tally.completion_tokens += completion_tokens or 0
+            counters.queue_wait.add(queue_ms / 1000)
+        counters.prompt_tokens += prompt_tokens or 0
+        counters.completion_tokens += completion_tokens or 0
 
     def count(self, outcome: RequestOutcome) -> None:
         """Count what became of a request, accepted or not."""
@@ -116,16 +116,16 @@ class RequestTally(Collector):
         latency = HistogramMetricFamily("muster_request_seconds", "Acceptance to last byte", labels=["model"])
         ttfb = HistogramMetricFamily("muster_request_ttfb_seconds", "Acceptance to first byte", labels=["model"])
         queue = HistogramMetricFamily("muster_queue_wait_seconds", "Time spent waiting for a node", labels=["model"])
-        for model, tally in sorted(self._models.items()):
-            for state, count in sorted(tally.states.items()):
+        for model, counters in sorted(self._models.items()):
+            for state, count in sorted(counters.states.items()):
                 requests.add_metric([model, state], count)
-            tokens.add_metric([model, "prompt"], tally.prompt_tokens)
-            tokens.add_metric([model, "completion"], tally.completion_tokens)
-            latency.add_metric([model], tally.latency.buckets(), tally.latency.total)
-            ttfb.add_metric([model], tally.ttfb.buckets(), tally.ttfb.total)
-            queue.add_metric([model], tally.queue_wait.buckets(), tally.queue_wait.total)
+            tokens.add_metric([model, "prompt"], counters.prompt_tokens)
+            tokens.add_metric([model, "completion"], counters.completion_tokens)
+            latency.add_metric([model], counters.latency.buckets(), counters.latency.total)
+            ttfb.add_metric([model], counters.ttfb.buckets(), counters.ttfb.total)
+            queue.add_metric([model], counters.queue_wait.buckets(), counters.queue_wait.total)
         yield from (requests, tokens, latency, ttfb, queue)
 
 
-TALLY = RequestTally()
-REGISTRY.register(TALLY)
+COUNTERS = RequestCounters()
+REGISTRY.register(COUNTERS)

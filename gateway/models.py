@@ -56,7 +56,7 @@ class ApiKey(models.Model):
         choices=[(p.value, p.value) for p in Priority],
         default=Priority.NORMAL.value,
         db_default=Priority.NORMAL.value,
-        help_text="How a box orders what waits on it",
+        help_text="How a node orders what waits on it",
     )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
@@ -78,7 +78,7 @@ class ApiKey(models.Model):
 
 
 class Model(models.Model):
-    """A model name and whether clients may use it. A row that is not allowed is "known": boxes have declared it."""
+    """A model name and whether clients may use it. A row that is not allowed is "known": nodes have declared it."""
 
     name = models.CharField(max_length=200, unique=True)
     allowed = models.BooleanField(default=False)
@@ -93,10 +93,10 @@ class Model(models.Model):
         default=list,
         db_default=[],
         blank=True,
-        help_text="Models that answer instead, in this order, while this one has no box or cannot answer in time",
+        help_text="Models that answer instead, in this order, while this one has no node or cannot answer in time",
     )
     context_tokens = models.PositiveIntegerField(
-        null=True, blank=True, help_text="Context window shown to clients; empty = what its boxes say"
+        null=True, blank=True, help_text="Context window shown to clients; empty = what its nodes say"
     )
     tokenizer = models.CharField(
         max_length=200,

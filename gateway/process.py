@@ -272,7 +272,7 @@ class GatewayRuntime:
             await asyncio.sleep(self.limits.tick_s)
             self.keeper.tick()
             self.limiter.forget_idle()
-            self.pipeline.books.forget_idle()
+            self.pipeline.recorder.forget_idle()
             metrics.WORKERS.set(len(self.registry))
 
     async def _run_canaries(self) -> None:

@@ -106,7 +106,7 @@ def resolve(
     return Route(name, tuple(chain.models))
 
 
-_NOTHING_FOR_AUTO = "No box serves a model that this key may use; please retry."
+_NOTHING_FOR_AUTO = "No node serves a model that this key may use; please retry."
 
 
 class _Chain:

@@ -44,7 +44,7 @@ class LogStatus:
 
     tail: Tail
     checkpoint: AuditCheckpoint | None
-    boxes: int
+    nodes: int
     alarms: int
     heard_at: datetime | None
     has_key: bool
@@ -144,7 +144,7 @@ def consistency(old_size: int, new_size: int) -> list[bytes]:
 def read_status() -> LogStatus:
     """Check the end of the log (``TAIL_ENTRIES``) and count its witnesses. Three queries, however long the log is."""
     told = WitnessStatement.objects.aggregate(
-        boxes=Count("public_key", distinct=True), alarms=Count("pk", filter=Q(alarm=True)), heard_at=Max("heard_at")
+        nodes=Count("public_key", distinct=True), alarms=Count("pk", filter=Q(alarm=True)), heard_at=Max("heard_at")
     )
     return LogStatus(tail=check_tail(), checkpoint=latest_checkpoint(), has_key=log_key() is not None, **told)
 

@@ -133,7 +133,7 @@ def revoke_key(*, user: User, key_id: int, actor: str, accepts_policy_change: bo
         raise KeyNotFound("There is no such key in use.")
     if key.thumbprint in _named_thumbprints() and not accepts_policy_change:
         raise NotPermitted(
-            "The active policy names this key. Removing it here stops it from signing in; boxes trust it until a new version "
+            "The active policy names this key. Removing it here stops it from signing in; nodes trust it until a new version "
             "of the policy leaves it out, and another key of yours approves only once a version names it. Say that you know."
         )
     key.revoked_at = clock.now()

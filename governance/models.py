@@ -288,7 +288,7 @@ class OperationRun(models.Model):
     message = models.CharField(max_length=500, blank=True)
     result = models.JSONField(default=dict, blank=True)
     receipt = models.TextField(blank=True)
-    receipt_key = models.CharField(max_length=400, blank=True, help_text="Of the box that signed it: SPKI DER in base64url")
+    receipt_key = models.CharField(max_length=400, blank=True, help_text="Of the node that signed it: SPKI DER in base64url")
     queued_at = models.DateTimeField(auto_now_add=True)
     dispatched_at = models.DateTimeField(null=True, blank=True)
     ended_at = models.DateTimeField(null=True, blank=True)
@@ -467,7 +467,7 @@ class AuditCheckpoint(models.Model):
 
 
 class WitnessStatement(models.Model):
-    """A checkpoint that a box says it saw, signed by the box. ``alarm`` = it did not agree with the log of that time."""
+    """A checkpoint that a node says it saw, signed by the node. ``alarm`` = it did not agree with the log of that time."""
 
     node_name = models.CharField(max_length=200)
     size = models.BigIntegerField()
@@ -475,7 +475,7 @@ class WitnessStatement(models.Model):
     signature = models.BinaryField(max_length=64, editable=False)
     public_key = models.BinaryField(max_length=44, editable=False, help_text="Ed25519, 32 bytes or SubjectPublicKeyInfo")
     note = models.TextField(
-        blank=True, db_default="", editable=False, help_text="The checkpoint as the log signed it, which the box shows"
+        blank=True, db_default="", editable=False, help_text="The checkpoint as the log signed it, which the node shows"
     )
     alarm = models.BooleanField(default=False)
     heard_at = models.DateTimeField()

@@ -221,7 +221,7 @@ def _check_address(url: DirectUrl, address: Address, policy: AddressPolicy, *, i
     if any(address in network for network in _LOOPBACK):
         if policy.allow_loopback:
             return
-        raise _refusal("leads to a loopback address; set MUSTER_DIRECT_ALLOW_LOOPBACK only if the box runs on this machine")
+        raise _refusal("leads to a loopback address; set MUSTER_DIRECT_ALLOW_LOOPBACK only if the node runs on this machine")
     for network, why in _FORBIDDEN:
         if address in network:
             raise _refusal(f"leads to {why}, which is never called")

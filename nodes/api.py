@@ -77,7 +77,7 @@ class NodeTokenScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untype
     name = "nodeToken"
 
     def get_security_definition(self, auto_schema: object) -> dict[str, str]:
-        return {"type": "http", "scheme": "bearer", "description": "Credential of a GPU box, msw_…"}
+        return {"type": "http", "scheme": "bearer", "description": "Credential of a GPU node, msw_…"}
 
 
 STATUSES = [status.value for status in NodeStatus]
@@ -103,7 +103,7 @@ class RegisterSerializer(serializers.Serializer[Registration]):
         max_length=300,
         allow_null=True,
         **_TEXT,
-        help_text="Where the gateway reaches the box over HTTP; absent for a box that dials in",
+        help_text="Where the gateway reaches the node over HTTP; absent for a node that dials in",
     )
     gpu_name = serializers.CharField(max_length=200, **_TEXT)
     vram_total_mb = serializers.IntegerField(**_OPTIONAL_COUNT)

@@ -205,7 +205,7 @@ class NodeChannel:
             before is None
             and sum(node_id == link.node_id for node_id, _, _ in self._statuses) >= self.limits.channel_statuses_per_node
         ):
-            logger.error("node.status_dropped node=%s; the box is asked again", link.node_name)
+            logger.error("node.status_dropped node=%s; the node is asked again", link.node_name)
             return
         if before is not None and before.state in FINAL_STATES and status.state not in FINAL_STATES:
             return
@@ -363,7 +363,7 @@ class NodeChannel:
                     set_mode,
                     node_id=node_id,
                     mode=NodeMode(wish.effect.mode),
-                    reason=(wish.effect.reason or "owner at the box")[:200],
+                    reason=(wish.effect.reason or "owner at the node")[:200],
                     actor=f"node:{node_name}",
                     said_age_s=clock.monotonic() - wish.said_at,
                 )

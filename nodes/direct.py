@@ -98,7 +98,7 @@ def _hand_over(run: NodeRun, node: Node) -> bool:
     try:
         status, members = _call(node, "POST", path, {**params, TOKEN_MEMBER: run.token})
     except NodeSilent as silence:
-        logger.warning("operation.box_silent node=%s reason=%s", node.name, silence)
+        logger.warning("operation.node_silent node=%s reason=%s", node.name, silence)
         if silence.was_sent:
             _lose(run, node, result={"error": str(silence)[:300]})
         else:
@@ -132,7 +132,7 @@ def _poll(run: NodeRun, node: Node) -> bool:
     try:
         status, members = _call(node, "GET", f"{_PATHS['model-load']}/{run.task_id}", None)
     except NodeSilent as silence:
-        logger.warning("operation.box_silent node=%s reason=%s", node.name, silence)
+        logger.warning("operation.node_silent node=%s reason=%s", node.name, silence)
         return True
     if status == 404:
         _lose(run, node, result={"error": "the node no longer knows the task"})
@@ -211,7 +211,7 @@ def _read(response: httpx.Response) -> bytes:
 def _read_error(members: dict[str, Any], status: int) -> tuple[str, str]:
     error = members.get("error")
     fields = error if isinstance(error, dict) else {}
-    return _text(fields.get("code")) or f"http_{status}", _text(fields.get("message")) or f"The box answered {status}."
+    return _text(fields.get("code")) or f"http_{status}", _text(fields.get("message")) or f"The node answered {status}."
 
 
 def _is_plain(task_id: str) -> bool:

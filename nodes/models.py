@@ -50,7 +50,7 @@ class NodeCredential(models.Model):
     digest = models.BinaryField(max_length=32, editable=False)
     provider = models.ForeignKey(Provider, on_delete=models.PROTECT, related_name="credentials")
     node = models.ForeignKey("nodes.Node", on_delete=models.PROTECT, null=True, blank=True, related_name="bound_credentials")
-    max_nodes = models.PositiveIntegerField(default=1, help_text="How many boxes may enrol with it when it is not bound to one")
+    max_nodes = models.PositiveIntegerField(default=1, help_text="How many nodes may enrol with it when it is not bound to one")
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
     last_used_at = models.DateTimeField(null=True, blank=True)
@@ -112,10 +112,10 @@ class Node(models.Model):
     op_level = models.CharField(max_length=2, blank=True, help_text="L0, L1 or L2; empty = takes no operations from here")
     runner_id = models.CharField(max_length=200, blank=True, db_index=True, help_text="The target that approvers sign")
     box_key = models.CharField(max_length=400, blank=True, help_text="SPKI DER in base64url; signs receipts")
-    policy_version = models.PositiveIntegerField(default=0, help_text="The approval policy that the box pinned, 0 = none")
+    policy_version = models.PositiveIntegerField(default=0, help_text="The approval policy that the node pinned, 0 = none")
     policy_sha256 = models.CharField(max_length=64, blank=True)
     policy_error = models.CharField(max_length=300, blank=True)
-    witness_size = models.BigIntegerField(default=0, help_text="Entries of the last audit checkpoint that the box saw")
+    witness_size = models.BigIntegerField(default=0, help_text="Entries of the last audit checkpoint that the node saw")
     witness_alarm = models.CharField(max_length=300, blank=True)
     clock_skew_ms = models.IntegerField(null=True, blank=True)
     keeps_models = models.BooleanField(default=False, db_default=False, help_text="Its loads take keepLoaded")
@@ -176,9 +176,9 @@ class NodePresence(models.Model):
     spare_score = models.FloatField(null=True, blank=True)
     gpus = models.JSONField(default=list, blank=True)
     replicas = models.JSONField(default=list, blank=True)
-    available_models = models.JSONField(null=True, blank=True, help_text="On the box or to be fetched by it, not loaded")
+    available_models = models.JSONField(null=True, blank=True, help_text="On the node or to be fetched by it, not loaded")
     memory = models.JSONField(null=True, blank=True, help_text="What its models share, in MiB")
-    queue_depth = models.PositiveIntegerField(null=True, blank=True, help_text="Requests that wait on the box itself")
+    queue_depth = models.PositiveIntegerField(null=True, blank=True, help_text="Requests that wait on the node itself")
     avg_wait_ms = models.PositiveIntegerField(null=True, blank=True)
     last_error = models.CharField(max_length=500, blank=True)
     ejections = models.JSONField(
@@ -223,7 +223,7 @@ class NodeOpKey(models.Model):
     kid = models.CharField(max_length=64)
     secret = models.BinaryField(max_length=64, editable=False)
     created_at = models.DateTimeField(auto_now_add=True)
-    retired_at = models.DateTimeField(null=True, blank=True, help_text="The box no longer named it")
+    retired_at = models.DateTimeField(null=True, blank=True, help_text="The node no longer named it")
 
     class Meta:
         ordering = ["-pk"]

@@ -501,7 +501,7 @@ def clean_report(report: bridge.GovernanceReport) -> None:
     report.witness_alarm = _clean_text(report.witness_alarm, limits().nodes.witness_alarm_chars).strip()
 
 
-def clean_governance(governance: bridge.BoxGovernance) -> None:
+def clean_governance(governance: bridge.NodeGovernance) -> None:
     """Cut how a node decides, in place. A level that is none becomes ""."""
     governance.level = governance.level if governance.level in _LEVELS else ""
     governance.runner_id = _keep_whole(governance.runner_id, limits().nodes.runner_id_chars)

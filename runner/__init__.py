@@ -1,3 +1,3 @@
-"""The program on a GPU box: dials the gateway, runs or fronts an engine, relays requests. Never imports Django."""
+"""The program on a GPU node: dials the gateway, runs or fronts an engine, relays requests. Never imports Django."""
 
 AGENT_VERSION = "0.1.0"

@@ -308,7 +308,7 @@ class Runner:
         self.is_leaving = True
         log.info("stopping: %s requests running, up to %g s", self.load, limits().connection.drain_s)
         for link in self._links.values():
-            link.post(Draining(reason="the box is shutting down"))
+            link.post(Draining(reason="the node is shutting down"))
         idle, rush = asyncio.create_task(self._wait_idle()), asyncio.create_task(hurry.wait())
         await asyncio.wait({idle, rush}, timeout=limits().connection.drain_s, return_when=asyncio.FIRST_COMPLETED)
         if not idle.done():

@@ -173,7 +173,7 @@ MUSTER_UNLOAD_DRAIN_S (300: how long an unload waits for what runs),
 MUSTER_ENGINE_SILENT_S (10: an engine that does not answer for so long is restarted).
 
 Signals: SIGTERM or Ctrl-C finishes what runs (up to 30 s), then leaves; a second one leaves at once.
-SIGHUP reads the settings files again. SIGUSR1 takes the box back for its owner (spare_off); SIGUSR2 lends it again (spare_on).
+SIGHUP reads the settings files again. SIGUSR1 takes the node back for its owner (spare_off); SIGUSR2 lends it again (spare_on).
 """
 
 
@@ -271,7 +271,7 @@ def _read_whole(name: str, raw: str, default: int, *, lowest: int, highest: int)
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="muster node",
-        description="Serve models on this box: connected to a Muster gateway, or alone behind HTTP (--standalone), with the "
+        description="Serve models on this node: connected to a Muster gateway, or alone behind HTTP (--standalone), with the "
         "engines it brings or by fronting any OpenAI-compatible server (--backend).",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -280,27 +280,27 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gateway", action="append", metavar="URL", help="gateway to dial; may be repeated or a comma list")
     add("--token", help="worker credential (msw_…); the environment or a file keeps it out of the process list")
     add("--token-file", metavar="FILE", help="file that holds the worker credential")
-    add("--standalone", action="store_true", help="serve without a gateway, on the box's own HTTP port")
-    add("--api-port", metavar="PORT", help="port of the box's own HTTP API (default with --standalone: 8090; 0 = any)")
+    add("--standalone", action="store_true", help="serve without a gateway, on the node's own HTTP port")
+    add("--api-port", metavar="PORT", help="port of the node's own HTTP API (default with --standalone: 8090; 0 = any)")
     add("--api-host", metavar="HOST", help="address it listens on (default: 127.0.0.1; others need --api-key-file)")
     add("--api-key", metavar="KEY", help="key that its clients must send; better in a file or the environment")
     add("--api-key-file", metavar="FILE", help="file that holds that key")
     add("--data", metavar="DIR", help="folder for what must survive a restart: keys, pinned policy, used tokens, load tasks")
     add("--memory-budget-mb", metavar="N", help="memory that all models together may take (default: what is free)")
-    add("--provider", help="provider this box belongs to (default: local)")
+    add("--provider", help="provider this node belongs to (default: local)")
     add("--backend", metavar="URL", help="OpenAI-compatible server to front, such as http://127.0.0.1:11434")
     add("--backend-key", metavar="KEY", help="bearer key of that server")
     add("--models", action="append", metavar="A,B", help="models to offer (default: what the backend lists)")
     add("--translate", action="append", metavar="A,B", help="messages, responses: have gateways translate what is asked there")
     add("--tidy", action="store_true", help="put chunks of its chat streams right for strict clients")
     add("--max-concurrent", metavar="N", help="requests served at the same time (default: 4)")
-    add("--name", help="name of this box (default: its host name)")
+    add("--name", help="name of this node (default: its host name)")
     add("--engine", metavar="ENGINE", help="embedded engine: llamacpp (default)")
     add("--model-path", metavar="FILE", help="GGUF file to serve from the start (default: the shipped tiny model)")
     add("--model-name", metavar="NAME", help="name that clients use for it (default: muster-tiny, or the file's name)")
     add("--context", metavar="TOKENS", help="its context per request (default: 2048)")
     add("--threads", metavar="N", help="threads of an engine on the CPU (default: 1-2 for the tiny model, else cores-1)")
-    add("--owner", metavar="NAME", help="who owns this box, as operators should see it")
+    add("--owner", metavar="NAME", help="who owns this node, as operators should see it")
     add("--log-level", metavar="LEVEL", help=f"one of {', '.join(LOG_LEVELS)} (default: info)")
     return parser
 

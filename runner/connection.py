@@ -231,13 +231,13 @@ class GatewayLink:
             except NameInUse:
                 is_refused = True
                 self._complain(
-                    f"another box is at work under this name and credential; start one of them with another --name or give it "
+                    f"another node is at work under this name and credential; start one of them with another --name or give it "
                     f"its own credential gateway={self.url}; retrying every {bounds.auth_retry_s:g} s"
                 )
             except AuthRefused as refusal:
                 is_refused = True
                 self._complain(
-                    f"gateway refuses this box's credential; check --token, it must be a worker credential "
+                    f"gateway refuses this node's credential; check --token, it must be a worker credential "
                     f"gateway={self.url} answer={refusal}; retrying every {bounds.auth_retry_s:g} s"
                 )
             except (SessionLost, ProtocolError) as loss:
@@ -376,7 +376,7 @@ class _Session:
                 self._relay.credit(stream)
             case Opened(stream, body) if self._leave_asked.is_set() or host.is_leaving:
                 del body
-                self.post(stream.end(End(error="busy", message="the box is draining", retryable=True)))
+                self.post(stream.end(End(error="busy", message="the node is draining", retryable=True)))
             case Opened(stream, body):
                 self._relay.open(stream, body, ws)
             case Cancelled(stream):

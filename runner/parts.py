@@ -35,7 +35,7 @@ from runner.pool.models import AttachedServer, Registry
 from runner.pool.states import ModelState
 from runner.queue import FairQueue, WaitBudget, read_rates, read_weights
 from runner.serving.costs import Costs
-from runner.serving.request import Tally
+from runner.serving.request import Counters
 from runner.serving.service import Serving
 from runner.telemetry import Reading, Telemetry, open_telemetry
 from wire import clock
@@ -62,7 +62,7 @@ class Parts:
     library: Library
     pool: Pool
     budget: WaitBudget
-    tally: Tally
+    counters: Counters
     serving: Serving
     gate: Gate
     governance: Governance
@@ -231,7 +231,7 @@ async def assemble(
     if config.log_level is None and settings.service.log_level is not None:
         logging.getLogger().setLevel(settings.service.log_level.upper())
     if files.data is None:
-        log.info("no --data folder: load tasks, measured memory and costs are forgotten when the box stops")
+        log.info("no --data folder: load tasks, measured memory and costs are forgotten when the node stops")
     async with AsyncExitStack() as stack:
         folder = files.data
         if folder is None:
@@ -258,10 +258,10 @@ async def _open_governance(config: RunnerConfig, ledger: Ledger) -> Governance:
     if wanted.key_path is not None and not wanted.is_level_given:
         log.warning(
             "operation tokens of level L0 are taken, because VERIFIED_OP_TOKEN_KEY_PATH is set: whoever has that key operates "
-            "this box alone; say so with OP_TOKEN_LEVEL=0, or ask for more with OP_TOKEN_LEVEL=2"
+            "this node alone; say so with OP_TOKEN_LEVEL=0, or ask for more with OP_TOKEN_LEVEL=2"
         )
     if wanted.level == 2 and wanted.runner_id:
-        log.warning("MUSTER_RUNNER_ID counts below level 2 only; at level 2 the key of the box names it")
+        log.warning("MUSTER_RUNNER_ID counts below level 2 only; at level 2 the key of the node names it")
     governance = Governance(wanted, data=config.files.data, name=config.name, ledger=ledger)
     await governance.open()
     if advice := governance.standing.advice:
@@ -293,12 +293,12 @@ def _put_together(
     loader = Loader(
         registry, capacity=capacity, unloader=unloader, options=options, make_engine=lambda plan: engines(plan, client)
     )
-    pool, tally = Pool(registry, loader, unloader, capacity), Tally()
+    pool, counters = Pool(registry, loader, unloader, capacity), Counters()
     costs = Costs(ledger, lambda: parts.settings.remote)
     serving = Serving(
         registry,
         rates=read_rates(config.environment),
-        tally=tally,
+        counters=counters,
         costs=costs,
         queue_timeout_s=limits().admission.timeout_s,
         wakes=wakes,
@@ -314,7 +314,7 @@ def _put_together(
 
     parts = Parts(
         config=config, settings=settings, telemetry=telemetry, ledger=ledger, library=library, pool=pool, budget=budget,
-        tally=tally, serving=serving,
+        counters=counters, serving=serving,
         gate=gate, governance=governance, operations=operations, costs=costs, _client=client, _make_queue=make_queue,
         desired=DesiredState(
             ledger, governance, load_again, min_signers=config.operations.min_signers, on_change=on_change

@@ -181,7 +181,7 @@ class Relay:
         except Exception:
             # A bug of ours: the gateway would wait for the end of this stream until its deadline.
             with contextlib.suppress(StreamClosed):
-                job.outlet.post(job.stream.end(job.end("engine_failed", "the box failed; its log says why")))
+                job.outlet.post(job.stream.end(job.end("engine_failed", "the node failed; its log says why")))
             raise
 
     async def _answer(self, job: _Job, body: bytes) -> End:

@@ -269,7 +269,7 @@ class ClientSession:
         if frame.kind == OPEN:
             return self._open(frame)
         if frame.kind not in {BODY, CANCEL, CREDIT}:
-            raise ProtocolError(f"frame kind {frame.kind} does not travel to a box")
+            raise ProtocolError(f"frame kind {frame.kind} does not travel to a node")
         stream = self._streams.get(frame.stream)
         if stream is None or stream.attempt != frame.attempt:
             return []
@@ -292,7 +292,7 @@ class ClientSession:
             raise ProtocolError("second register_ack")
         if ack.protocol_version != MUSTER_V1:
             spoken = ack.protocol_version or "no named version"
-            raise ProtocolError(f"the gateway speaks {spoken}, this box {MUSTER_V1}")
+            raise ProtocolError(f"the gateway speaks {spoken}, this node {MUSTER_V1}")
         self.ack = ack
         return Accepted(ack)
 

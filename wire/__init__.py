@@ -1,1 +1,1 @@
-"""What the server and the GPU box agree on, byte for byte. Pure Python: no Django, no asyncio, no network."""
+"""What the server and the GPU node agree on, byte for byte. Pure Python: no Django, no asyncio, no network."""

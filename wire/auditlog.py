@@ -1,7 +1,7 @@
 """The stand-alone verifier of the audit log: hash chain, Merkle tree, signed checkpoints. No database, no clock.
 
 Standard library only and nothing of ours, so that an auditor can read and run this one file:
-``python auditlog.py verify EXPORT`` and ``python auditlog.py prove-check BUNDLE``. The server and the boxes use it too.
+``python auditlog.py verify EXPORT`` and ``python auditlog.py prove-check BUNDLE``. The server and the nodes use it too.
 
 Tree: RFC 9162 section 2.1. Notes, keys and checkpoints: C2SP signed-note and tlog-checkpoint. Signatures: RFC 8032.
 """
@@ -290,7 +290,7 @@ class Checkpoint:
         return f"{self.text()}\n\u2014 {key.name} {to_text(key.keyid + signature)}\n"
 
     def witness_message(self, name: str) -> bytes:
-        """Return what the box of that name signs to say that it saw this checkpoint; "" = in the form that names nobody."""
+        """Return what the node of that name signs to say that it saw this checkpoint; "" = in the form that names nobody."""
         if not name:
             return WITNESS_DOMAIN + self.text().encode()
         named = name.encode()
@@ -344,10 +344,10 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """A checkpoint that a box has seen, signed by the box. It stands where a ``Seal`` of its size would, behind that one.
+    """A checkpoint that a node has seen, signed by the node. It stands where a ``Seal`` of its size would, behind that one.
 
-    ``node``: its runner id, which it signs too; of a box of an earlier release a name that nobody signed.
-    ``note``: the checkpoint as the log signed it, by which the box proves that it was told so; "" = it has none to show.
+    ``node``: its runner id, which it signs too; of a node of an earlier release a name that nobody signed.
+    ``note``: the checkpoint as the log signed it, by which the node proves that it was told so; "" = it has none to show.
     """
 
     node: str
@@ -411,7 +411,7 @@ class Verdict:
     """Outcome. ``size`` and ``root`` are of the entries that verified; ``seals`` and ``witnesses`` are how many were compared.
 
     ``sealed``: up to which entry a signed checkpoint agrees. ``unproven``: how many witnesses show no checkpoint that the log
-    signed; they count for nothing, or a box could make it up. ``unnamed``: how many of the others did not sign their name.
+    signed; they count for nothing, or a node could make it up. ``unnamed``: how many of the others did not sign their name.
     """
 
     status: Status
@@ -580,7 +580,7 @@ class Verifier:
         self._expect(f"witness {seen.node}{'' if is_named else ' (which did not sign its name)'}", seen.size, seen.root)
 
     def _is_proven(self, seen: Witness) -> bool:
-        """Return whether the log signed what a box says that it saw: by the note it shows, or by the seal before it."""
+        """Return whether the log signed what a node says that it saw: by the note it shows, or by the seal before it."""
         if (seen.size, seen.root) == self._last_seal:
             return True
         try:

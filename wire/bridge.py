@@ -2,7 +2,7 @@
 
 JSON text frames, one object per frame, discriminated by ``type``. Field order below is the order on the wire.
 A foreign worker ends its session on an unknown ``type``; extra fields it tolerates. So everything muster v1 adds is
-either an optional field, or a message sent only to a box that announced ``MUSTER_V1``.
+either an optional field, or a message sent only to a node that announced ``MUSTER_V1``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CANCEL_REQUEUE_EXHAUSTED = "requeue_exhausted"
 CANCEL_SERVER_SHUTDOWN = "server_shutdown"
 
 NAME_TAKEN = "another live box uses this name and credential; give one another --name or its own credential"
-"""The reason of a close 1008 that refuses a second box. Boxes that do not know it take it for a refused credential."""
+"""The reason of a close 1008 that refuses a second node. Nodes that do not know it take it for a refused credential."""
 
 
 class Message(msgspec.Struct, tag_field="type", omit_defaults=True, kw_only=True):
@@ -35,7 +35,7 @@ class Message(msgspec.Struct, tag_field="type", omit_defaults=True, kw_only=True
 
 
 class GpuInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One GPU as the box sees it. Memory in MiB, temperature in Celsius, power in watts; a field is None when unknown."""
+    """One GPU as the node sees it. Memory in MiB, temperature in Celsius, power in watts; a field is None when unknown."""
 
     index: int
     name: str
@@ -47,7 +47,7 @@ class GpuInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One loaded (or loading) copy of a model on the box. ``state``: unloaded, loading, loaded, unloading or failed.
+    """One loaded (or loading) copy of a model on the node. ``state``: unloaded, loading, loaded, unloading or failed.
 
     ``detail``: what a load is doing, or why it failed. ``progress`` is the share of the load that is done, 0.0 to 1.0, and
     ``eta_s`` the seconds it still takes. Memory in MiB: ``memory_mb`` is measured, ``weights_mb`` and ``kv_mb`` are its
@@ -104,7 +104,7 @@ class ModelFacts(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class MemoryInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """The memory that models share on the box, in MiB: that of its GPUs, or of the host where it has none (``kind``).
+    """The memory that models share on the node, in MiB: that of its GPUs, or of the host where it has none (``kind``).
 
     ``weights_mb`` and ``kv_mb`` are what the loaded models are known to hold of ``used_mb``. ``models``: what loads of the
     node's models take and may set; None = as told before in this session.
@@ -126,8 +126,8 @@ class TokenCounts(msgspec.Struct, kw_only=True):
     total_tokens: int = 0
 
 
-class BoxGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """How a box decides about operations. ``level``: L0, L1 or L2; ``runner_id``: the audience of tokens for it.
+class NodeGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """How a node decides about operations. ``level``: L0, L1 or L2; ``runner_id``: the audience of tokens for it.
 
     ``public_key``: its Ed25519 key as SPKI DER in base64url, which signs receipts and which ``runner_id`` names.
     ``op_keys``: HMAC keys by id in base64url, the newest last, that tokens for it are signed with. ``policy_*``: what it
@@ -154,7 +154,7 @@ class BoxGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class RegisterAck(Message, tag="register_ack"):
-    """Accepts a registration. The last five fields go to muster v1 boxes only."""
+    """Accepts a registration. The last five fields go to muster v1 nodes only."""
 
     worker_id: str
     models: list[str]
@@ -205,7 +205,7 @@ class ModelsRefresh(Message, tag="models_refresh"):
 
 
 class NodeNotice(Message, tag="node_notice"):
-    """muster v1: what the control plane holds about this box, so that its owner can see it locally."""
+    """muster v1: what the control plane holds about this node, so that its owner can see it locally."""
 
     status: str
     mode: str
@@ -216,7 +216,7 @@ class OpCommand(Message, tag="op_command"):
     """muster v1: an operation to carry out. ``body`` is what the model-runner API takes, without its token.
 
     ``use`` counts from 1 how often the approval behind ``op_id`` is carried out. The same (op_id, use) may come several times
-    and is carried out once; every time the box answers with an ``op_status``.
+    and is carried out once; every time the node answers with an ``op_status``.
     """
 
     op_id: str
@@ -237,7 +237,7 @@ class OpQuery(Message, tag="op_query"):
 
 
 class PolicyOffer(Message, tag="policy_offer"):
-    """muster v1: policies that follow the one this box holds, oldest first, each as in ``wire.optoken.approval`` bundles."""
+    """muster v1: policies that follow the one this node holds, oldest first, each as in ``wire.optoken.approval`` bundles."""
 
     policies: list[dict[str, Any]]
 
@@ -245,7 +245,7 @@ class PolicyOffer(Message, tag="policy_offer"):
 class CheckpointOffer(Message, tag="checkpoint_offer"):
     """muster v1: the newest audit checkpoint (a C2SP signed note) and why it extends the one of ``old_size`` entries.
 
-    ``proof``: hashes of an RFC 9162 consistency proof, in base64. ``wants_name``: the box signs its runner id with what it
+    ``proof``: hashes of an RFC 9162 consistency proof, in base64. ``wants_name``: the node signs its runner id with what it
     saw; a control plane of an earlier release does not ask, and takes no other form.
     """
 
@@ -261,8 +261,8 @@ class CheckpointOffer(Message, tag="checkpoint_offer"):
 class Register(Message, tag="register"):
     """First frame of a session. Everything after ``current_load`` is muster v1.
 
-    ``instance_id`` is random per process start: the same box may hold one session on each gateway with the same
-    instance. The same box started again has another and replaces its session; another box, by its key, or a program that was
+    ``instance_id`` is random per process start: the same node may hold one session on each gateway with the same
+    instance. The same node started again has another and replaces its session; another node, by its key, or a program that was
     replaced is refused with ``NAME_TAKEN`` while that session lives. ``endpoints`` lists the paths its
     engine speaks natively. ``available`` and ``memory`` as in ``Telemetry``.
     """
@@ -280,7 +280,7 @@ class Register(Message, tag="register"):
     replicas: list[ReplicaInfo] = []
     available: list[str] = []
     memory: MemoryInfo | None = None
-    governance: BoxGovernance | None = None
+    governance: NodeGovernance | None = None
 
 
 class ResponseChunk(Message, tag="response_chunk"):
@@ -323,13 +323,13 @@ class WorkerError(Message, tag="error"):
 
 
 class Telemetry(Message, tag="telemetry"):
-    """muster v1: the box's own view, sent every few seconds and on change."""
+    """muster v1: the node's own view, sent every few seconds and on change."""
 
     current_load: int = 0
     gpus: list[GpuInfo] = []
     replicas: list[ReplicaInfo] = []
     available: list[str] = []
-    """Models that are on the box or that it may fetch, and that are not loaded."""
+    """Models that are on the node or that it may fetch, and that are not loaded."""
     memory: MemoryInfo | None = None
     queue_depth: int = 0
     avg_wait_ms: int | None = None
@@ -337,24 +337,24 @@ class Telemetry(Message, tag="telemetry"):
 
 
 class ModeChange(Message, tag="mode_change"):
-    """muster v1: the owner lends (``spare_on``) or takes back (``spare_off``) the box."""
+    """muster v1: the owner lends (``spare_on``) or takes back (``spare_off``) the node."""
 
     mode: Literal["spare_on", "spare_off"]
     reason: str = ""
 
 
 class Draining(Message, tag="draining"):
-    """muster v1: the box is about to leave; it finishes what runs and wants nothing new."""
+    """muster v1: the node is about to leave; it finishes what runs and wants nothing new."""
 
     reason: str = ""
 
 
 class OpStatus(Message, tag="op_status"):
-    """muster v1: where an operation stands on this box.
+    """muster v1: where an operation stands on this node.
 
     ``state``: running, succeeded, failed, refused (nothing was done), interrupted (cut off by the end of the program) or
     unknown (never heard of). ``fraction`` 0.0 to 1.0 and ``eta_s`` while it runs. ``code`` and ``message`` say why not;
-    ``result`` is the answer of the model-runner API; ``receipt`` is signed by the box, for every end but ``refused``.
+    ``result`` is the answer of the model-runner API; ``receipt`` is signed by the node, for every end but ``refused``.
     """
 
     op_id: str
@@ -370,13 +370,13 @@ class OpStatus(Message, tag="op_status"):
 
 
 class GovernanceReport(Message, tag="governance_report"):
-    """muster v1: what changed in how the box decides: a policy taken over or refused, a key renewed, a checkpoint seen.
+    """muster v1: what changed in how the node decides: a policy taken over or refused, a key renewed, a checkpoint seen.
 
-    ``witness_signature``: of the box over the checkpoint it saw, which ``witness_note`` shows as the log signed it;
+    ``witness_signature``: of the node over the checkpoint it saw, which ``witness_note`` shows as the log signed it;
     ``witness_alarm``: why the last one it was offered contradicts the one it holds.
     """
 
-    governance: BoxGovernance
+    governance: NodeGovernance
     witness_signature: str = ""
     witness_note: str = ""
     witness_alarm: str = ""

@@ -20,7 +20,7 @@ class NodeStatus(StrEnum):
 
 
 class NodeMode(StrEnum):
-    """Contract "Node Mode": whether the owner lends the box at the moment."""
+    """Contract "Node Mode": whether the owner lends the node at the moment."""
 
     SPARE_ON = "spare_on"
     SPARE_OFF = "spare_off"

@@ -5,14 +5,14 @@ Header, 14 bytes, big endian: kind (u8), flags (u8), stream (u64), attempt (u32)
 ====== ============ =========================================================================
 kind   direction    payload
 ====== ============ =========================================================================
-OPEN   server→box   u32 length of the meta JSON, the meta, then the first part of the body
-BODY   server→box   more of the body
-CANCEL server→box   reason, UTF-8
-CREDIT server→box   u32: the box may send that many more DATA payload bytes
-HEAD   box→server   JSON ``Head``: status and headers, exactly once, before any DATA
-DATA   box→server   response bytes, passed on as they are; a chunk may split a UTF-8 character
-END    box→server   JSON ``End``: how the stream ended, exactly once
-REPLY  box→server   a whole answer at once instead of HEAD, DATA and END: u32 length of the HEAD
+OPEN   server→node   u32 length of the meta JSON, the meta, then the first part of the body
+BODY   server→node   more of the body
+CANCEL server→node   reason, UTF-8
+CREDIT server→node   u32: the node may send that many more DATA payload bytes
+HEAD   node→server   JSON ``Head``: status and headers, exactly once, before any DATA
+DATA   node→server   response bytes, passed on as they are; a chunk may split a UTF-8 character
+END    node→server   JSON ``End``: how the stream ended, exactly once
+REPLY  node→server   a whole answer at once instead of HEAD, DATA and END: u32 length of the HEAD
                     JSON, that JSON, u32 length of the END JSON, that JSON, the body
 ====== ============ =========================================================================
 
@@ -41,7 +41,7 @@ _U32 = struct.Struct(">I")
 
 
 class OpenMeta(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """What the box must know of a request besides its body. ``deadline_ms`` is what remains when it is sent.
+    """What the node must know of a request besides its body. ``deadline_ms`` is what remains when it is sent.
 
     ``priority``: high, normal or low; empty = normal.
     """

@@ -1,7 +1,7 @@
 """Token usage: asking an engine for it in streams, taking it out of answers. Pure.
 
 OpenAI streams report usage only when ``stream_options.include_usage`` is set, in one extra chunk with empty
-``choices``. When the client did not ask, whoever stands next to the engine (the box, or the gateway for a box it calls
+``choices``. When the client did not ask, whoever stands next to the engine (the node, or the gateway for a node it calls
 over HTTP) asks in its stead and keeps that chunk to itself.
 """
 

@@ -333,7 +333,7 @@ async def _unicode(target: Target) -> None:
 @requirement(
     "chat.request.key_stays",
     "the client's key does not travel to the engine",
-    clients="operators of shared boxes",
+    clients="operators of shared nodes",
     needs_script=True,
 )
 async def _key_stays(target: Target) -> None:

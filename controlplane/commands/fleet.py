@@ -24,10 +24,10 @@ PROVIDER_STATES = {"enabled": enable_provider, "disabled": disable_provider, "de
 @command(
     "allow_model",
     "Let clients use a model. Under a policy, higher caps than it has need approval (limit-raise).",
-    argument("name", help="exactly as boxes declare it and clients ask for it"),
+    argument("name", help="exactly as nodes declare it and clients ask for it"),
     argument("--max-tokens", type=int, metavar="N", help="cap on generated tokens; left out, as it is"),
     argument("--max-prompt-chars", type=int, metavar="N", help="cap on the prompt in characters"),
-    argument("--max-queue", type=int, metavar="N", help="how many requests may wait for a box"),
+    argument("--max-queue", type=int, metavar="N", help="how many requests may wait for a node"),
 )
 def allow(options: Options) -> str:
     caps = {name: options[name] for name in ("max_tokens", "max_prompt_chars", "max_queue")}
@@ -46,7 +46,9 @@ def disallow(options: Options) -> str:
     argument("--name", required=True, help="who or what will use it"),
     argument("--rpm", type=int, metavar="N", help="requests per minute; default: the tenant's"),
     argument("--models", default="", metavar="A,B", help="models it may use; default: every allowed one"),
-    argument("--priority", choices=list(Priority), default=Priority.NORMAL, type=str, help="how a box orders what waits on it"),
+    argument(
+        "--priority", choices=list(Priority), default=Priority.NORMAL, type=str, help="how a node orders what waits on it"
+    ),
 )
 def create_key(options: Options) -> str:
     with suppress(NameTaken):
@@ -64,10 +66,10 @@ def create_key(options: Options) -> str:
 
 @command(
     "create_worker_credential",
-    "Create a credential for GPU boxes and print it. It is shown this once.",
-    argument("--name", required=True, help="which box or boxes will use it"),
+    "Create a credential for GPU nodes and print it. It is shown this once.",
+    argument("--name", required=True, help="which node or nodes will use it"),
     argument("--provider", default="local", help="made when there is none of that name (default: local)"),
-    argument("--max-nodes", type=int, default=1, metavar="N", help="how many boxes may enrol with it"),
+    argument("--max-nodes", type=int, default=1, metavar="N", help="how many nodes may enrol with it"),
 )
 def create_worker_credential(options: Options) -> str:
     with suppress(Conflict):
@@ -79,10 +81,10 @@ def create_worker_credential(options: Options) -> str:
 
 @command(
     "node_action",
-    "Cordon, uncordon, drain or undrain a box.",
-    argument("node", help="its id, node_…, or its name when only one box has it"),
+    "Cordon, uncordon, drain or undrain a node.",
+    argument("node", help="its id, node_…, or its name when only one node has it"),
     argument("action", choices=sorted({*NODE_ACTIONS, "drain"})),
-    argument("--reason", default="", help="for drain: shown beside the box and in the audit"),
+    argument("--reason", default="", help="for drain: shown beside the node and in the audit"),
     argument("--timeout", type=float, metavar="S", help="for drain: what still runs then is interrupted"),
 )
 def node_action(options: Options) -> str:
@@ -98,7 +100,7 @@ def node_action(options: Options) -> str:
 
 @command(
     "set_provider_state",
-    "Switch the boxes of a provider on or off, or end the provider.",
+    "Switch the nodes of a provider on or off, or end the provider.",
     argument("name"),
     argument("state", choices=sorted(PROVIDER_STATES)),
 )

@@ -57,7 +57,7 @@ def _revoke(person: User, keys: list[KeyView], thumbprint: str) -> str:
     if len(found) != 1:
         raise CommandError(f"{len(found)} keys of {person.username} in use begin so; name exactly one.")
     revoke_key(user=person, key_id=found[0].id, actor=ACTOR, accepts_policy_change=True)
-    hint = " The active policy names it: boxes trust it until a new version leaves it out." if found[0].in_policy else ""
+    hint = " The active policy names it: nodes trust it until a new version leaves it out." if found[0].in_policy else ""
     return f"{found[0].thumbprint} revoked.{hint}"
 
 
@@ -135,7 +135,7 @@ def let_propose(person: User) -> None:
 @command(
     "demo_governance",
     "Make three people with invitations, allow a model, and print step by step how its load is approved.",
-    argument("--model", required=True, help="a model of the box named local"),
+    argument("--model", required=True, help="a model of the node named local"),
     argument("--data", type=Path, default=default_data(), metavar="DIR", help="directory of the installation"),
     argument("--json", action="store_true", help="print it for a program"),
 )

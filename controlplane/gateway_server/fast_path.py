@@ -146,7 +146,7 @@ class FastPath:
         self._heads[id(headers)] = headers, lines
         return lines
 
-    def render_box(self, node: str, model: str) -> bytes:
+    def render_origin(self, node: str, model: str) -> bytes:
         """Return the lines that name node and model."""
         known = self._node_heads.get((node, model))
         if known is None:
@@ -222,7 +222,7 @@ class FastRequest(KnownCycle, Sink):
     def start(self) -> None:
         """Ask the node, then write the row: what need not be there before the node is asked is made meanwhile."""
         pipeline, request, lease = self._path.pipeline, self.request, self._lease
-        metrics.TALLY.in_flight += 1
+        metrics.COUNTERS.in_flight += 1
         self._number = pipeline.dispatcher.take_number()
         opened = OpenRequest(
             request_id=self.request_id,
@@ -244,7 +244,7 @@ class FastRequest(KnownCycle, Sink):
         if self._record is not None:
             return self._record
         path, request, lease, caller = self._path, self.request, self._lease, self._plan.key.caller
-        record = path.pipeline.books.make_record(self._record_id, caller, request, asked_model=request.model)
+        record = path.pipeline.recorder.make_record(self._record_id, caller, request, asked_model=request.model)
         record.queue_ms, record.attempts = 0, 1
         record.node_id, record.node_name = lease.link.node_id, lease.link.node_name
         record.state = RequestState.RUNNING
@@ -366,7 +366,7 @@ class FastRequest(KnownCycle, Sink):
         if self._is_durable:
             self._conclude()
         elif self._path.pipeline.records.is_entering(record):  # its row is written once, with its end
-            self._path.pipeline.books.fill_in(record, self, self.started, COMPLETED)
+            self._path.pipeline.recorder.fill_in(record, self, self.started, COMPLETED)
 
     def _take_part(self, data: bytes, size: int) -> None:
         """Keep a part of an answer that goes out as a whole. One that is large goes out in parts, or not at all."""
@@ -413,12 +413,12 @@ class FastRequest(KnownCycle, Sink):
         if record.state is RequestState.COMPLETED:
             self._deliver(None)
             return
-        pipeline.books.fill_in(record, self, self.started, COMPLETED)
+        pipeline.recorder.fill_in(record, self, self.started, COMPLETED)
         pipeline.records.send(record, self._deliver)
 
     def _deliver(self, _error: GatewayError | None) -> None:
         self._path.running.discard(self)
-        self._path.pipeline.books.count(self._enter(), self.started)
+        self._path.pipeline.recorder.count(self._enter(), self.started)
         connection, last = self._connection, self._last
         connection.fast = None
         if self.disconnected or last is None:
@@ -456,7 +456,7 @@ class FastRequest(KnownCycle, Sink):
             b"x-request-id: %b\r\nx-ratelimit-limit-requests: %d\r\nx-ratelimit-remaining-requests: %d\r\n"
             b"x-ratelimit-reset-requests: %ds\r\n"
             % (self.request_id.encode(), rate.limit, rate.remaining, math.ceil(rate.reset_s)),
-            path.render_box(self._lease.link.node_name, self.request.model),
+            path.render_origin(self._lease.link.node_name, self.request.model),
         ]
         if path.origins:
             lines.append(self._head.headers.derive(_admit_page.__name__, _admit_page))

@@ -74,7 +74,7 @@ class GatewayApp:
 
 
 class GatewayServer(Server):
-    """uvicorn that lets running requests finish before it closes the sockets of the boxes that answer them."""
+    """uvicorn that lets running requests finish before it closes the sockets of the nodes that answer them."""
 
     def __init__(self, config: Config, runtime: GatewayRuntime) -> None:
         super().__init__(config)

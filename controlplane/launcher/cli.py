@@ -55,12 +55,12 @@ _PROGRAMS = {
         "[--all-engines] (--gateway URL --token TOKEN | --standalone) [option ...]", "runner", "runner", "docs/nodes.md"
     ),
     "trust": Program(
-        "tell a box on this machine which approval policy it shall trust",
-        "WORDS [--data DIR]     DIR: of the installation, or the box's own (default: .muster)",
+        "tell a node on this machine which approval policy it shall trust",
+        "WORDS [--data DIR]     DIR: of the installation, or the node's own (default: .muster)",
         "runner", "runner.operations.trust", "docs/nodes.md"
     ),
     "sign": Program(
-        "make an operation token with a key file, for a box that trusts it",
+        "make an operation token with a key file, for a node that trusts it",
         "[option ...]", "runner", "runner.operations.sign", "docs/runner-api.md"
     ),
     "keys": Program(
@@ -267,7 +267,7 @@ def _run_program(name: str, words: list[str]) -> None:
 
 
 def name_node(words: list[str]) -> list[str]:
-    """Return the words of ``trust`` with the folder of a box: the one given, MUSTER_DATA, or that of the local node."""
+    """Return the words of ``trust`` with the folder of a node: the one given, MUSTER_DATA, or that of the local node."""
     given, others = take_data(words)
     if given is None and os.environ.get("MUSTER_DATA"):
         return others

@@ -96,7 +96,7 @@ def default_data() -> Path:
 
 
 def node_data(data: Path) -> Path:
-    """Return the folder of the local node when ``data`` is that of an installation, else ``data``: some box's own folder."""
+    """Return the folder of the local node when ``data`` is that of an installation, else ``data``: some node's own folder."""
     own = data / "node"
     return own if own.is_dir() and (lock_path(data).exists() or data == default_data()) else data
 

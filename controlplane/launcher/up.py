@@ -309,7 +309,7 @@ class _Session:
         try:
             self.supervisor.wait_ready(["node"], lambda name: progress(f"{name} serves {credentials.model}"))
         except LauncherError as error:
-            # A fleet does not depend on this one box, nor on its model being on the allow-list.
+            # A fleet does not depend on this one node, nor on its model being on the allow-list.
             complain(f"the local node does not serve {credentials.model}: {error}. Going on without it")
             return False
         return True

@@ -32,7 +32,7 @@ from controlplane.playground.asks import (
     read_ask,
 )
 from controlplane.playground.keys import lend_key, may_lend, may_play, may_see_records
-from controlplane.playground.passage import Call, Passage, find_gateway_url
+from controlplane.playground.relay import Call, Relay, find_gateway_url
 from controlplane.playground.snippets import ANTHROPIC_VERSION, write_code
 from core.limits import limits
 from gateway.routing import AUTO
@@ -115,13 +115,13 @@ async def send(request: HttpRequest) -> HttpResponse | StreamingHttpResponse:
     """Ask the gateway, and stream what it says to the page as it comes. When the page leaves, the request is cancelled."""
     try:
         call, may_see = await database_sync_to_async(_prepare, thread_sensitive=False)(request)
-        passage = Passage(call)
-        head = await passage.head()
+        relay = Relay(call)
+        head = await relay.head()
     except (PlaygroundError, ServiceError) as refusal:
         return say_refusal(refusal)
     record = find_record_url(head.headers.get("x-request-id", "")) if may_see else ""
     headers = {**head.headers, **_STREAM_HEADERS, **({"x-playground-record": record} if record else {})}
-    return StreamingHttpResponse(passage, status=head.status, headers=headers)
+    return StreamingHttpResponse(relay, status=head.status, headers=headers)
 
 
 @require_safe

@@ -266,11 +266,11 @@ TARGETS_HELP = (
     "One model to a line, then its weight: qwen3-8b 9. Without a weight: 1. The others stand in, heaviest first, "
     "when the chosen one cannot answer; a model of weight 0 only ever stands in."
 )
-STATE_WORDS = {TargetState.NO_BOX: "no node"}
+STATE_WORDS = {TargetState.NO_NODE: "no node"}
 """Where a page says it otherwise than the API."""
 STATE_STYLES = {
     TargetState.SERVED: "mst-available",
-    TargetState.NO_BOX: "mst-draining",
+    TargetState.NO_NODE: "mst-draining",
     TargetState.NOT_ALLOWED: "mst-error",
 }
 _LINE = '<li><span class="mst-name">{}</span> <span>{} <span class="mst-badge {}">{}</span></span></li>'

@@ -414,7 +414,7 @@ def _refuse_unavailable(asked: ResponsesRequest) -> None:
     for name in _LANGUAGES:
         if getattr(asked, name) is not None:
             raise field_error(
-                name, "needs a box that answers /v1/responses itself, and none serves this model; put it into instructions"
+                name, "needs a node that answers /v1/responses itself, and none serves this model; put it into instructions"
             )
 
 

@@ -640,7 +640,7 @@ class Dispatcher:
         if registry.links_answering(model, paths) or not registry.links_for(model):
             return None
         answered = [path for path in registry.endpoints_of(model) if path != POOL_RESPONSES]
-        instead = f"it answers {', '.join(answered)}." if answered else "its boxes answer other paths."
+        instead = f"it answers {', '.join(answered)}." if answered else "its nodes answer other paths."
         return EndpointNotAnswered(f"The model '{model}' does not answer {paths[0]}; {instead}", param="model")
 
     def _enqueue(self, job: Job) -> asyncio.Future[Lease]:

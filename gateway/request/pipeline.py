@@ -54,16 +54,16 @@ from gateway.request.records import (
     BUGGED,
     COMPLETED,
     TORN_DOWN,
-    Bookkeeper,
     Ending,
     Record,
+    Recorder,
     RecordWriter,
     count_tokens,
     name_model,
     unread_request,
 )
 from gateway.request.response import id_headers, name_header, name_node, refuse
-from gateway.request.stored import Keeping, keep_answer, mark_unkept, plan_keeping
+from gateway.request.stored import StoragePlan, keep_answer, mark_unkept, plan_storage
 from gateway.values import CHAT_PATH, Caller, Header, InferenceRequest, ModelEntry, PoolOptions, Unmatched
 from nodes.links import Link
 from nodes.links.ejections import Trial
@@ -99,7 +99,7 @@ class Call:
     """The attempt that runs, or ran last."""
     trial: Trial | None = None
     """What the node of an attempt is judged by that was begun elsewhere."""
-    keeping: Keeping | None = None
+    storage: StoragePlan | None = None
     keepalive: KeepAlive | None = None
     queue_ms: int = 0
     accepted: asyncio.Future[None] | None = None
@@ -119,10 +119,10 @@ class Pipeline:
     counter: TokenCounter
     limits: GatewayLimits
     is_stopping: bool = False
-    books: Bookkeeper = field(init=False)
+    recorder: Recorder = field(init=False)
 
     def __post_init__(self) -> None:
-        self.books = Bookkeeper(self.gateway_id, self.records)
+        self.recorder = Recorder(self.gateway_id, self.records)
 
     async def serve(self, client: ClientConnection, surface: Surface) -> None:
         """Answer one inference request. The only place that calls the stages in sequence."""
@@ -155,8 +155,8 @@ class Pipeline:
             if call.job is not None and call.job.candidate.unsaid is not None and isinstance(error, EndpointNotAnswered):
                 error = call.job.candidate.unsaid
             ending = Ending(error.state, error)
-            if call.record is not None and self.books.is_refused(call.record):  # it has no row, and is no request
-                metrics.TALLY.in_flight -= 1
+            if call.record is not None and self.recorder.is_refused(call.record):  # it has no row, and is no request
+                metrics.COUNTERS.in_flight -= 1
                 call.record = None
             refuse(client, surface, error, request_id, call.extra, call.job.request if call.job is not None else None)
             raised.__traceback__ = None  # its frames hold the request, and are held by the error: a ring
@@ -167,9 +167,9 @@ class Pipeline:
             if ending is TORN_DOWN and not self.is_stopping:
                 ending = BUGGED
             if call.record is not None:
-                self.books.finish(call.record, call.exchange, call.started, ending)
+                self.recorder.finish(call.record, call.exchange, call.started, ending)
             elif ending.error is not None:
-                self.books.count_refusal(ending.error)
+                self.recorder.count_refusal(ending.error)
 
     async def _answer(self, call: Call, job: Job, record: Record) -> Ending:
         """Have nodes try an accepted request until one of them answers; return how it ended. Raises GatewayError."""
@@ -190,8 +190,8 @@ class Pipeline:
         await client.drain()  # until then the server would cut what the client has not taken
         ending = await self._conclude(call, job, outcome, record)
         if isinstance(outcome, Served) and not exchange.is_delivered:
-            self.books.fill_in(record, exchange, call.started, ending)
-            self.books.count(record, call.started)
+            self.recorder.fill_in(record, exchange, call.started, ending)
+            self.recorder.count(record, call.started)
             await self.records.finish(record)  # a client that has the whole answer has it recorded, even if we die
             exchange.deliver(exchange.last)
             await client.drain()
@@ -206,7 +206,7 @@ class Pipeline:
                 call.exchange = exchange = self._open_exchange(call, job, lease)
                 if exchange is None:
                     continue
-                self.books.note_start(record)
+                self.recorder.note_start(record)
                 trial = self.dispatcher.begin_trial(job, lease, exchange, caller=call.caller.key_id)
             outcome = await self._run_attempt(job, trial, exchange)
             if not self._should_retry(call, outcome, job, trial.link):
@@ -229,9 +229,9 @@ class Pipeline:
             if surface.dialect is Dialect.RESPONSES and (
                 caller.stores_responses or request.store or request.previous_response_id
             ):
-                call.keeping = await plan_keeping(caller, request, call.request_id)
-                if call.keeping is not None:  # an engine's own object has another id, and says that it is not stored
-                    chars = request.prompt_chars + call.keeping.history_chars
+                call.storage = await plan_storage(caller, request, call.request_id)
+                if call.storage is not None:  # an engine's own object has another id, and says that it is not stored
+                    chars = request.prompt_chars + call.storage.history_chars
                     request = msgspec.structs.replace(request, paths=(CHAT_PATH,), prompt_chars=chars)
             entries, asked_model = self.admission.admit(caller, request), request.model
             candidates = [self._make_candidate(call, request, entry) for entry in entries]
@@ -249,12 +249,12 @@ class Pipeline:
                 rate = self.limiter.peek(caller.key_id, caller.requests_per_minute)
                 call.extra += rate.headers(is_anthropic=surface.is_anthropic)
             refused = request or unread_request(surface.path)
-            self.books.record_refusal(error, caller, refused, call.record_id, asked_model=asked_model)
+            self.recorder.record_refusal(error, caller, refused, call.record_id, asked_model=asked_model)
             raise
         call.job = job
         if request.options is not None:
             job.unmatched = self._find_unmatched(caller, request.options)
-        record = self.books.make_record(call.record_id, caller, request, asked_model=asked_model)
+        record = self.recorder.make_record(call.record_id, caller, request, asked_model=asked_model)
         client.watch()
         await self._accept(call, record)
         call.record = record
@@ -265,7 +265,7 @@ class Pipeline:
 
     async def _accept(self, call: Call, record: Record) -> None:
         """Write the row, and go on meanwhile while the database keeps up. Raises RecordsUnavailable, ClientLeft."""
-        metrics.TALLY.in_flight += 1
+        metrics.COUNTERS.in_flight += 1
         accepted = self.records.accept(record)
         if self.records.keeps_up and not accepted.done():
             call.accepted = accepted
@@ -275,9 +275,9 @@ class Pipeline:
         try:
             await call.client.wait(accepted)
         except GatewayError as error:
-            metrics.TALLY.in_flight -= 1
+            metrics.COUNTERS.in_flight -= 1
             if not isinstance(error, RecordsUnavailable):
-                self.books.seal(record, Ending(error.state, error))
+                self.recorder.seal(record, Ending(error.state, error))
             raise
 
     async def _be_durable(self, call: Call) -> None:
@@ -288,8 +288,8 @@ class Pipeline:
     def _make_candidate(self, call: Call, request: InferenceRequest, entry: ModelEntry) -> Candidate:
         """Return a model that may serve a request, on the API paths on which that model's nodes are asked for it."""
         surface, translate = call.surface, call.surface.translate
-        if call.keeping is not None:
-            translate = call.keeping.translate
+        if call.storage is not None:
+            translate = call.storage.translate
         elif request.is_pool_shaped and request.paths == surface.paths and self.dispatcher.is_answered(entry.name, _POOL_PATHS):
             request = msgspec.structs.replace(request, paths=_POOL_PATHS)
         return Candidate(entry, request, surface.rename, translate)
@@ -334,7 +334,7 @@ class Pipeline:
         """Return a slot on a node of the first model that can answer in time. Raises ShuttingDown: nothing is begun then."""
         if self.is_stopping:
             raise ShuttingDown(retry_after_s=2)
-        self.books.require_open(record)
+        self.recorder.require_open(record)
         asked_at = clock.monotonic()
         plan, call.plan = call.plan, None
         if len(job.candidates) > 1:
@@ -348,7 +348,7 @@ class Pipeline:
                 raise
             lease = await self._wait_for_slot(call.client, job, record)
         try:
-            self.books.require_open(record)
+            self.recorder.require_open(record)
         except RecordsUnavailable:
             lease.release()
             raise
@@ -366,7 +366,7 @@ class Pipeline:
         found = self.dispatcher.acquire(job, plan)
         if isinstance(found, Lease):
             return found
-        self.books.note_wait(record, model=job.request.model, asked_model=job.asked_model)
+        self.recorder.note_wait(record, model=job.request.model, asked_model=job.asked_model)
         try:
             return await client.wait(found)
         except asyncio.CancelledError:
@@ -435,10 +435,10 @@ class Pipeline:
 
     async def _keep(self, call: Call, job: Job, exchange: Exchange) -> None:
         """Write an answer down that is to be kept, before its last bytes go; they say so when that failed."""
-        keeping, translator = call.keeping, exchange.translator
-        if keeping is None or exchange.is_delivered or not keeping.is_stored or translator is None:
+        storage, translator = call.storage, exchange.translator
+        if storage is None or exchange.is_delivered or not storage.is_stored or translator is None:
             return
-        if not await call.client.wait_for_work(keep_answer(call.caller, job.request, keeping, translator)):
+        if not await call.client.wait_for_work(keep_answer(call.caller, job.request, storage, translator)):
             exchange.last = mark_unkept(exchange.last)
 
     def _should_retry(self, call: Call, outcome: Outcome, job: Job, link: Link) -> bool:

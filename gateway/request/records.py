@@ -125,7 +125,7 @@ BUGGED = Ending(RequestState.FAILED, GatewayError())
 """How it ends when nothing of ours was raised and the gateway does not stop either."""
 
 
-class Passage(Protocol):
+class AnswerProgress(Protocol):
     """What went through to the client. ``first_byte_at``: clock.monotonic() seconds; ``events``: pieces of a stream."""
 
     bytes_out: int
@@ -134,7 +134,7 @@ class Passage(Protocol):
 
 
 @dataclass(slots=True)
-class Bookkeeper:
+class Recorder:
     """Writes the records of one gateway process."""
 
     gateway_id: uuid.UUID
@@ -177,7 +177,7 @@ class Bookkeeper:
 
     def count_refusal(self, error: GatewayError) -> None:
         metrics.REFUSALS.labels(error.code).inc()
-        metrics.TALLY.count(judge_outcome(error.state, error.status) or RequestOutcome.FAILED)
+        metrics.COUNTERS.count(judge_outcome(error.state, error.status) or RequestOutcome.FAILED)
 
     def forget_idle(self) -> None:
         """Drop what is remembered of callers that were refused nothing for a minute."""
@@ -224,28 +224,28 @@ class Bookkeeper:
         record.finished_at = clock.now()
         record.state = ending.state
 
-    def finish(self, record: Record, passage: Passage | None, started: float, ending: Ending) -> None:
+    def finish(self, record: Record, progress: AnswerProgress | None, started: float, ending: Ending) -> None:
         """Write the final state, once; a request that was torn down (the gateway stops) ends as interrupted."""
         if record.state in OPEN_REQUEST_STATES:
-            self.fill_in(record, passage, started, ending)
+            self.fill_in(record, progress, started, ending)
             self.count(record, started)
             self.records.touch(record)
 
-    def fill_in(self, record: Record, passage: Passage | None, started: float, ending: Ending) -> None:
+    def fill_in(self, record: Record, progress: AnswerProgress | None, started: float, ending: Ending) -> None:
         """Give an open record its final state, which somebody else writes and counts."""
-        if passage is not None:
-            record.bytes_out = passage.bytes_out
-            if passage.first_byte_at is not None:
-                record.ttfb_ms = int((passage.first_byte_at - started) * 1000)
-            if passage.events and record.completion_tokens is None:  # it broke, or was left: what came until then was made too
-                count_tokens(record, passage, None)
+        if progress is not None:
+            record.bytes_out = progress.bytes_out
+            if progress.first_byte_at is not None:
+                record.ttfb_ms = int((progress.first_byte_at - started) * 1000)
+            if progress.events and record.completion_tokens is None:  # it broke, or was left: what came until then was made too
+                count_tokens(record, progress, None)
         record.latency_ms = int((clock.monotonic() - started) * 1000)
         self._seal(record, ending)
 
     def count(self, record: Record, started: float) -> None:
         """Count a request that was accepted and is final now."""
-        metrics.TALLY.in_flight -= 1
-        metrics.TALLY.add(
+        metrics.COUNTERS.in_flight -= 1
+        metrics.COUNTERS.add(
             model=record.model,
             state=record.state,
             outcome=judge_outcome(record.state, record.status_code) or RequestOutcome.FAILED,
@@ -277,7 +277,7 @@ def unread_request(endpoint: str) -> InferenceRequest:
     )
 
 
-def count_tokens(record: Record, passage: Passage, usage: TokenCounts | None, *, text_chars: int | None = None) -> None:
+def count_tokens(record: Record, progress: AnswerProgress, usage: TokenCounts | None, *, text_chars: int | None = None) -> None:
     """Fill in the tokens: what the engine counted, else an estimate that is marked as one, from ``text_chars`` if known."""
     bounds = limits().gateway
     if usage is not None:
@@ -286,8 +286,8 @@ def count_tokens(record: Record, passage: Passage, usage: TokenCounts | None, *,
     else:
         record.tokens_estimated = True
         record.prompt_tokens = record.prompt_tokens_est
-        events = max(0, passage.events - 1)
-        said = text_chars if text_chars is not None else passage.bytes_out
+        events = max(0, progress.events - 1)
+        said = text_chars if text_chars is not None else progress.bytes_out
         record.completion_tokens = events if record.is_streaming else -(-said // bounds.token_chars)
 
 
@@ -402,7 +402,7 @@ class RecordWriter:
     def start(self) -> None:
         """Connect. Call on the event loop."""
         self._loop = asyncio.get_running_loop()
-        metrics.TALLY.count_pending = lambda: self.pending
+        metrics.COUNTERS.count_pending = lambda: self.pending
         self._connecting = self._loop.create_task(self._connect())
 
     async def stop(self, timeout_s: float = 10.0) -> None:
@@ -647,13 +647,13 @@ class RecordWriter:
             logger.info("records.recovered")
             self._loop.call_later(self._limits.records_late_s, self._close_late)
         self.is_healthy, self._is_late = True, False
-        metrics.TALLY.flushes["ok"] += 1
+        metrics.COUNTERS.flushes["ok"] += 1
         self._resolve(batch.inserts)
 
     def _drop_refused(self, batch: _Batch, reason: str) -> None:
         for record in [*(entry.record for entry in batch.inserts), *batch.updates.values()]:
             logger.error("records.refused id=%s error=%s", record.id, reason)
-        metrics.TALLY.flushes["refused"] += 1
+        metrics.COUNTERS.flushes["refused"] += 1
         self._reject(batch.inserts)
 
     def _fail(self, batch: _Batch, error: Exception) -> None:
@@ -662,7 +662,7 @@ class RecordWriter:
         if self.is_healthy:
             logger.error("records.unavailable error=%s", type(error).__name__)
         self.is_healthy = False
-        metrics.TALLY.flushes["failed"] += 1
+        metrics.COUNTERS.flushes["failed"] += 1
         if self._database is not None:
             self._database.close()
             self._database = None

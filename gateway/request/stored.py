@@ -36,7 +36,7 @@ _FALSE = msgspec.Raw(b"false")
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class StoragePlan:
     """What a request of /v1/responses has to do with the database. ``translate`` says it with its history.
 
     ``history_chars``: what the conversation so far adds to the prompt, counted as input is.
@@ -48,7 +48,7 @@ class Keeping:
     translate: Callable[[InferenceRequest], Translation]
 
 
-async def plan_keeping(caller: Caller, request: InferenceRequest, request_id: str) -> Keeping | None:
+async def plan_storage(caller: Caller, request: InferenceRequest, request_id: str) -> StoragePlan | None:
     """Return what is to be read and kept, None for an answer that stands alone.
 
     Raises BadRequest for an answer that the tenant does not let us keep, ResponseNotFound for a previous one that is not there,
@@ -80,15 +80,15 @@ async def plan_keeping(caller: Caller, request: InferenceRequest, request_id: st
             renamed, history=history, previous_response_id=previous_id or None, is_stored=is_stored, response_id=response_id
         )
 
-    return Keeping(is_stored, previous_id, history_chars, translate)
+    return StoragePlan(is_stored, previous_id, history_chars, translate)
 
 
-async def keep_answer(caller: Caller, request: InferenceRequest, keeping: Keeping, translator: AnswerTranslator) -> bool:
+async def keep_answer(caller: Caller, request: InferenceRequest, storage: StoragePlan, translator: AnswerTranslator) -> bool:
     """Write the answer down; return whether that was done. The client gets its answer either way."""
     body = translator.kept
     if body is None:
         return False
-    give_up_at = clock.monotonic() + limits().gateway.keeping_s - limits().gateway.keeping_margin_s
+    give_up_at = clock.monotonic() + limits().gateway.store_s - limits().gateway.store_margin_s
     try:
         await _ask_database(
             lambda: keep_response(
@@ -96,7 +96,7 @@ async def keep_answer(caller: Caller, request: InferenceRequest, keeping: Keepin
                 key_id=caller.key_id,
                 kept_days=caller.responses_kept_days,
                 model=request.model,
-                previous_id=keeping.previous_id,
+                previous_id=storage.previous_id,
                 input_items=list_input_items(request.body),
                 body=body,
                 give_up_at=give_up_at,
@@ -131,7 +131,7 @@ def _read_history(tenant: str, response_id: str) -> tuple[list[bytes], int]:
 
 async def _ask_database(ask: Callable[[], T]) -> T:
     try:
-        async with asyncio.timeout(limits().gateway.keeping_s):
+        async with asyncio.timeout(limits().gateway.store_s):
             return await run_in_database(ask)
     except (TimeoutError, DatabaseError, InterfaceError, OSError):
         raise RecordsUnavailable("Kept answers cannot be reached now; please retry", retry_after_s=2) from None

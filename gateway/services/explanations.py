@@ -186,12 +186,12 @@ class Ending:
 
 
 _ENDINGS = {
-    ErrorCode.NODE_STALE: Ending("The boxes that serve the model had stopped reporting.", "Look at their heartbeats."),
+    ErrorCode.NODE_STALE: Ending("The nodes that serve the model had stopped reporting.", "Look at their heartbeats."),
     ErrorCode.NODE_DRAINING: Ending(
-        "Every box that serves the model was being held back.", "Undrain or uncordon one, or load the model on another box."
+        "Every node that serves the model was being held back.", "Undrain or uncordon one, or load the model on another node."
     ),
     ErrorCode.NODE_UNHEALTHY: Ending(
-        "Every box that serves the model reported an error.", "Look at the pages and logs of those boxes."
+        "Every node that serves the model reported an error.", "Look at the pages and logs of those nodes."
     ),
     ErrorCode.MODEL_NOT_ALLOWED: Ending(
         "The client may not use the model it asked for: it is not on the allow-list, not among the key's models, or unknown.",
@@ -220,8 +220,8 @@ _ENDINGS = {
     ),
     ErrorCode.BODY_TOO_LARGE: Ending("The request is larger than the gateway takes.", "Send less, or raise the setting."),
     ErrorCode.REQUEST_INTERRUPTED: Ending(
-        "The box was lost or taken back while it worked, and the request could not move on to another one.",
-        "The client may repeat it. Look at what became of the box.",
+        "The node was lost or taken back while it worked, and the request could not move on to another one.",
+        "The client may repeat it. Look at what became of the node.",
     ),
     ErrorCode.INTERNAL_ERROR: Ending("A defect of Muster.", "Look for the request's id in the log of the gateway."),
     ErrorCode.CLIENT_CLOSED_REQUEST: Ending("The client left, or stopped reading, before the answer was complete."),

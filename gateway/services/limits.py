@@ -78,7 +78,7 @@ def require_no_raise(*, before: int, after: int | None, otherwise: int, what: st
 def require_no_promotion(*, before: str, after: Priority, order: RunOrder | None = None) -> None:
     """Let a priority pass that does not become high, or that an approved run brings. Raises ApprovalNeeded."""
     if after is Priority.HIGH and before != Priority.HIGH.value:
-        _require("High priority goes before everybody else on a box.", PRIORITY, order)
+        _require("High priority goes before everybody else on a node.", PRIORITY, order)
 
 
 def require_no_higher_caps(model: Model, after: Mapping[str, int | None], *, what: str, advice: str = "") -> None:

@@ -179,7 +179,7 @@ def require_known_models(names: Sequence[str], *, param: str) -> None:
         return
     if ModelAlias.objects.filter(name=missing).exists():
         raise InvalidValue(f"{missing} is an alias; name the models that it leads to.", param=param)
-    raise InvalidValue(f"There is no model {missing}. Allow it first, written exactly as boxes declare it.", param=param)
+    raise InvalidValue(f"There is no model {missing}. Allow it first, written exactly as nodes declare it.", param=param)
 
 
 def remember_models(*, names: Iterable[str]) -> int:
@@ -251,7 +251,7 @@ class TargetState(StrEnum):
     """Whether a model behind an alias can answer now. ``not allowed`` and ``no node`` are passed over."""
 
     SERVED = "served"
-    NO_BOX = "no box"
+    NO_NODE = "no node"
     NOT_ALLOWED = "not allowed"
 
 
@@ -323,7 +323,7 @@ def read_target_states() -> dict[str, TargetState]:
     names = {str(target["model"]) for targets in ModelAlias.objects.values_list("targets", flat=True) for target in targets}
     allowed = set(Model.objects.filter(name__in=names, allowed=True).values_list("name", flat=True))
     served = read_served_models()
-    states = {name: TargetState.SERVED if name in served else TargetState.NO_BOX for name in allowed}
+    states = {name: TargetState.SERVED if name in served else TargetState.NO_NODE for name in allowed}
     return {name: states.get(name, TargetState.NOT_ALLOWED) for name in names}
 
 

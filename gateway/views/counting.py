@@ -19,7 +19,7 @@ from gateway.errors import ClientLeft, GatewayError, RateLimited, ShuttingDown
 from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection
 from gateway.request.response import Application, name_header, send_error
-from gateway.request.stored import plan_keeping
+from gateway.request.stored import plan_storage
 from gateway.values import Caller, Header, InferenceRequest
 from gateway.views.endpoints import make_endpoint
 from wire.ids import format_id, new_uuid7
@@ -117,8 +117,8 @@ async def _plan_messages(_caller: Caller, _request: InferenceRequest, _request_i
 
 async def _plan_responses(caller: Caller, request: InferenceRequest, request_id: str) -> ToChat:
     """Have the earlier turns read that the request goes on from. Raises ResponseNotFound, RecordsUnavailable."""
-    keeping = await plan_keeping(caller, request, request_id) if request.previous_response_id else None
-    translate = keeping.translate if keeping is not None else SURFACES["/v1/responses"].translate
+    storage = await plan_storage(caller, request, request_id) if request.previous_response_id else None
+    translate = storage.translate if storage is not None else SURFACES["/v1/responses"].translate
     assert translate is not None
 
     def to_chat(renamed: InferenceRequest) -> tuple[bytes, tuple[str, ...]]:

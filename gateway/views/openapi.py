@@ -134,7 +134,7 @@ _ITEM = either(
 )
 _DECODING = {**members(**nullables(temperature=NUMBER, top_p=NUMBER, top_k=COUNT, repetition_penalty=NUMBER,
     max_tokens=POSITIVE_LIMIT, stop=listed(TEXT), beam_size=COUNT)), "additionalProperties": False}  # fmt: skip
-_LANGUAGE = {**nullable(TEXT), "description": "Only where a box answers llm-pool's form of this path itself."}
+_LANGUAGE = {**nullable(TEXT), "description": "Only where a node answers llm-pool's form of this path itself."}
 _RESPONSE = members(
     "model input", model=MODEL, input=either(NAME, listed(ref("InputItem"), least=1)),
     store={**nullable(FLAG), "description": "True only where the tenant keeps answers."},
@@ -256,8 +256,8 @@ _ERRORS = {
     429: "Too many requests of this key.",
     431: "More headers than are accepted.",
     500: "A fault of the gateway, or the engine's own.",
-    502: "The box or its engine failed.",
-    503: "No box is free, or can be asked.",
+    502: "The node or its engine failed.",
+    503: "No node is free, or can be asked.",
     504: "The request was too slow.",
 }
 _OF_LISTS = (401, 408, 413, 431, 500, 503)
@@ -362,7 +362,7 @@ def make_document(version: str) -> Schema:
         "info": {
             "title": "Muster gateway",
             "version": version,
-            "description": "The APIs of OpenAI and Anthropic in front of boxes that people own.",
+            "description": "The APIs of OpenAI and Anthropic in front of nodes that people own.",
         },
         "paths": PATHS,
         "components": {

@@ -186,7 +186,7 @@ def dispatch(run: OperationRun, operation: Operation) -> None:
         reason = "the policy changed meanwhile"
         _end_unsent(run, operation, ApprovalEvent.BLOCK, reason, code="policy_changed", notice="blocked")
         return
-    if (wait := _find_hindrance(run, operation)) is not None:
+    if (wait := _find_wait(run, operation)) is not None:
         postpone(run, limits().governance.run_retry_s, message=wait)
         return
     if operation.dispatched_at is None or operation.max_uses > 1:
@@ -349,7 +349,7 @@ def _refuse(run: OperationRun, operation: Operation, error: ApprovalError) -> No
         )
 
 
-def _find_hindrance(run: OperationRun, operation: Operation) -> str | None:
+def _find_wait(run: OperationRun, operation: Operation) -> str | None:
     """Return why a run must wait, None when it need not."""
     if operation.operation not in NOT_FROZEN and read_freeze() is not None:
         return "everything is frozen"

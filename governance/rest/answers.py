@@ -176,7 +176,7 @@ class OperationSerializer(SummarySerializer):
 
 
 class ReceiptSerializer(serializers.Serializer[Any]):  # Any: a value of the services
-    """What a box signed about a run. ``text``: as the box sent it, for a verifier."""
+    """What a node signed about a run. ``text``: as the node sent it, for a verifier."""
 
     run_id = serializers.UUIDField(source="id")
     target = serializers.CharField()
@@ -216,7 +216,7 @@ class PolicySerializer(serializers.Serializer[Any]):  # Any: a row and what it h
 
     version = serializers.IntegerField()
     sha256 = serializers.CharField()
-    words = serializers.CharField(help_text="Twelve words of the SHA-256, as every box shows them")
+    words = serializers.CharField(help_text="Twelve words of the SHA-256, as every node shows them")
     activated_at = serializers.DateTimeField(allow_null=True)
     document = serializers.DictField(help_text="Parsed")
     document_b64 = serializers.CharField(help_text="The very bytes that were signed, base64url")

@@ -254,7 +254,7 @@ class ProposalForm(Form):
     )
     targets = serializers.ListField(
         child=Text(max_length=MAX_TEXT_CHARS, trim_whitespace=False), required=False, default=list, max_length=MAX_TARGETS,
-        help_text="The boxes or things it is for, in the order in which they are dealt with; none: the control plane",
+        help_text="The nodes or things it is for, in the order in which they are dealt with; none: the control plane",
     )  # fmt: skip
     params = serializers.DictField(required=False, default=dict, help_text="Everything the operation needs; signed as it is")
     reason = Text(max_length=1000, help_text="For the approvers; only its digest is signed")

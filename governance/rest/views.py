@@ -148,13 +148,13 @@ class EvidenceView(GovernanceView):
 
 
 class ReceiptListView(GovernanceView):
-    """What the boxes signed about it."""
+    """What the nodes signed about it."""
 
     @extend_schema(
         operation_id="list_receipts", parameters=[OP_ID], responses={200: ReceiptListSerializer, **describe_refusals(404)}
     )
     def get(self, request: Request, op_id: str) -> Response:
-        """List the receipts of an operation's runs, as far as boxes have sent them."""
+        """List the receipts of an operation's runs, as far as nodes have sent them."""
         view = read_operation(read_op_id(op_id), None)
         return Response(ReceiptListSerializer({"receipts": [run for run in view.runs if run.receipt]}).data)
 

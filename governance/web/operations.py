@@ -207,7 +207,7 @@ _RECEIPT_LABELS = {
 def describe_live(view: OperationView, *, is_able: bool) -> dict[str, object]:
     """Return what the live parts show. ``is_able``: whether the session may act; else nothing is offered."""
     offers = view.actions if is_able else frozenset()
-    hindrance = view.hindrances.get("approve", "") if is_able else ONLY_LOOKING
+    refusal = view.hindrances.get("approve", "") if is_able else ONLY_LOOKING
     is_pending = view.summary.state == ApprovalState.PENDING
     return {
         "operation": view,
@@ -216,7 +216,7 @@ def describe_live(view: OperationView, *, is_able: bool) -> dict[str, object]:
         "said": say_state(view),
         "missing": list_missing(view),
         "decisions": [_show_decision(decision) for decision in view.decisions],
-        "hindrances": [hindrance] if hindrance and is_pending else [],
+        "hindrances": [refusal] if refusal and is_pending else [],
         "runs": [_show_run(run) for run in view.runs],
         "waits_frozen": view.is_frozen and view.summary.state == ApprovalState.APPROVED and _has_more_to_do(view),
     }

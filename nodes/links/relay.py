@@ -91,7 +91,7 @@ class RelayLink(Link):
         """clock.monotonic() seconds at which the database was seen to know it: rows read before may say something else."""
         self.instance_id = ""
         self.telemetry: bridge.Telemetry | None = None
-        self.governance: bridge.BoxGovernance | None = None
+        self.governance: bridge.NodeGovernance | None = None
         """How the node decides about operations; None = it takes none from here."""
         self.linked_at = clock.now()
         self.offered_policy = (-1, -1)

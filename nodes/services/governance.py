@@ -24,7 +24,7 @@ from governance.errors import GovernanceError
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodeOpKey, ProviderState, Reach, save_changes
 from wire import clock
-from wire.bridge import BoxGovernance, GovernanceReport
+from wire.bridge import GovernanceReport, NodeGovernance
 from wire.limits import WIRE
 from wire.optoken.approval import ApprovalError, decode_bytes
 from wire.optoken.token import owns_runner_id
@@ -36,7 +36,7 @@ logger = logging.getLogger("muster.nodes")
 
 
 @transaction.atomic
-def take_governance(*, node_id: uuid.UUID, said: BoxGovernance | None, heard_ms: int) -> Node | None:
+def take_governance(*, node_id: uuid.UUID, said: NodeGovernance | None, heard_ms: int) -> Node | None:
     """Store how a node decides. Safe to repeat. Returns the node, None when there is none any more.
 
     ``said`` None: the node takes no operations from here. ``heard_ms``: Unix milliseconds at which it was heard.
@@ -62,7 +62,7 @@ def take_governance(*, node_id: uuid.UUID, said: BoxGovernance | None, heard_ms:
     return node
 
 
-def take_registered(said: Sequence[tuple[Node, BoxGovernance | None, int]]) -> None:
+def take_registered(said: Sequence[tuple[Node, NodeGovernance | None, int]]) -> None:
     """Store how nodes that have registered decide: each with its row and when it was heard, as for ``take_governance``.
 
     Within a transaction that holds the rows. A node that says what it said before costs no statement of its own.
@@ -85,7 +85,7 @@ def take_registered(said: Sequence[tuple[Node, BoxGovernance | None, int]]) -> N
             take_governance(node_id=node.pk, said=one, heard_ms=heard_ms)
 
 
-def _is_news(node: Node, said: BoxGovernance, keys: dict[str, bytes], *, heard_ms: int) -> bool:
+def _is_news(node: Node, said: NodeGovernance, keys: dict[str, bytes], *, heard_ms: int) -> bool:
     """Whether a node says of itself, or names as keys (by id), anything that is not stored of it."""
     skew_ms, was_ms = _measure_skew(said, heard_ms=heard_ms), node.clock_skew_ms
     if skew_ms is None or was_ms is None:
@@ -97,7 +97,7 @@ def _is_news(node: Node, said: BoxGovernance, keys: dict[str, bytes], *, heard_m
     return not said.level or not is_same or not is_same_clock or named != keys
 
 
-def _columns_of(said: BoxGovernance) -> dict[str, object]:
+def _columns_of(said: NodeGovernance) -> dict[str, object]:
     same = ("runner_id", "policy_version", "policy_sha256", "policy_error", "witness_size", "keeps_models", "reloads_settings")
     return {"op_level": said.level, "box_key": said.public_key, **{name: getattr(said, name) for name in same}}
 
@@ -166,7 +166,7 @@ def set_op_key(*, node_id: uuid.UUID, kid: str, secret: str, level: str, runner_
     target = runner_id or node.runner_id or f"{node.name}#{node.printed_id}"
     _lock_runner_id(target)
     if _is_held(node, target):
-        raise BadRequest(f"Another node is called {target} already; every box needs its own runner id.", param="runner_id")
+        raise BadRequest(f"Another node is called {target} already; every node needs its own runner id.", param="runner_id")
     NodeOpKey.objects.filter(node=node, retired_at=None).update(retired_at=clock.now())
     NodeOpKey.objects.filter(node=node, kid=kid).delete()  # given again, it is the newest
     key = NodeOpKey.objects.create(node=node, kid=kid, secret=secret.encode())
@@ -178,12 +178,12 @@ def set_op_key(*, node_id: uuid.UUID, kid: str, secret: str, level: str, runner_
 
 def _check_given(node: Node, *, kid: str, secret: str, level: str, runner_id: str) -> None:
     if node.reach != Reach.DIRECT.value:
-        raise BadRequest("This box dials in and makes its own keys; only boxes called over HTTP take one.", param="node_id")
+        raise BadRequest("This node dials in and makes its own keys; only nodes called over HTTP take one.", param="node_id")
     if level not in {"L0", "L1"}:
-        raise BadRequest("level must be L0 or L1: at L2 a box makes its own keys.", param="level")
+        raise BadRequest("level must be L0 or L1: at L2 a node makes its own keys.", param="level")
     if len(kid) > limits().nodes.op_key_id_chars or not kid.isprintable() or (level == "L1" and not kid):
         raise BadRequest(
-            f"kid must be the key's id on the box, 1 to {limits().nodes.op_key_id_chars} characters; L0 needs none.",
+            f"kid must be the key's id on the node, 1 to {limits().nodes.op_key_id_chars} characters; L0 needs none.",
             param="kid",
         )
     if not WIRE.token_least_key_bytes <= len(secret.encode()) <= limits().nodes.op_key_bytes:
@@ -194,27 +194,27 @@ def _check_given(node: Node, *, kid: str, secret: str, level: str, runner_id: st
         raise BadRequest("runner_id must be at most 200 printable characters.", param="runner_id")
 
 
-def _find_refusal(node: Node, said: BoxGovernance) -> str:
+def _find_refusal(node: Node, said: NodeGovernance) -> str:
     """Return why a node cannot be the target of operations under what it says; "" = it can."""
     if not said.level:
-        return "the box named no level that is known here"
+        return "the node named no level that is known here"
     if not said.runner_id:
-        return "the box named no runner id that can be kept"
+        return "the node named no runner id that can be kept"
     if said.level == "L2":
         try:
             key = decode_bytes(said.public_key)
         except ApprovalError:
-            return "the box's public key cannot be read"
+            return "the node's public key cannot be read"
         if not owns_runner_id(said.runner_id, key):
-            return "the box's runner id is not made from its public key"
+            return "the node's runner id is not made from its public key"
     elif _CERTIFIED.search(said.runner_id) and not _owns(said):
-        return "the box's runner id certifies another key"
+        return "the node's runner id certifies another key"
     if _is_held(node, said.runner_id):
-        return "the box's runner id belongs to another node; revoke the credential of the older one"
+        return "the node's runner id belongs to another node; revoke the credential of the older one"
     return ""
 
 
-def _owns(said: BoxGovernance) -> bool:
+def _owns(said: NodeGovernance) -> bool:
     try:
         return owns_runner_id(said.runner_id, decode_bytes(said.public_key))
     except ApprovalError:
@@ -237,7 +237,7 @@ def _lock_runner_id(runner_id: str) -> None:
         cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 7))", [runner_id])
 
 
-def _store(node: Node, said: BoxGovernance, *, heard_ms: int) -> None:
+def _store(node: Node, said: NodeGovernance, *, heard_ms: int) -> None:
     if node.box_key and node.box_key != said.public_key:
         logger.error("node.key_changed node=%s", node.name)
         _record(node, "node.key_changed", {"old_runner_id": node.runner_id, "runner_id": said.runner_id})
@@ -249,7 +249,7 @@ def _store(node: Node, said: BoxGovernance, *, heard_ms: int) -> None:
     save_changes(node, {**_columns_of(said), "clock_skew_ms": skew_ms})
 
 
-def _note_step_back(node: Node, said: BoxGovernance) -> None:
+def _note_step_back(node: Node, said: NodeGovernance) -> None:
     # It may have been set up anew, restored from a backup, or be another node.
     was, now = (node.op_level, node.policy_version, node.witness_size), (said.level, said.policy_version, said.witness_size)
     if now[0] < was[0] or now[1] < was[1] or now[2] < was[2]:
@@ -258,7 +258,7 @@ def _note_step_back(node: Node, said: BoxGovernance) -> None:
         _record(node, "node.went_back", {**detail, "was": " ".join(map(str, was))})
 
 
-def _store_keys(node: Node, said: BoxGovernance) -> None:
+def _store_keys(node: Node, said: NodeGovernance) -> None:
     known = {key.kid: key for key in NodeOpKey.objects.filter(node=node)}
     for kid, text in said.op_keys.items():
         secret = _read_secret(text)
@@ -290,7 +290,7 @@ def _read_secret(text: str) -> bytes | None:
     return secret if WIRE.token_least_key_bytes <= len(secret) <= limits().nodes.op_key_bytes else None
 
 
-def _measure_skew(said: BoxGovernance, *, heard_ms: int) -> int | None:
+def _measure_skew(said: NodeGovernance, *, heard_ms: int) -> int | None:
     """Return how far a node's clock is behind, in ms; None when it does not say what it shows."""
     most = limits().nodes.report_integer
     return max(-most, min(heard_ms - said.clock_ms, most)) if said.clock_ms else None

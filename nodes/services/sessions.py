@@ -105,7 +105,7 @@ class _Opening:
         rows = NodePresence.objects.select_for_update().filter(pk__in=self._nodes).order_by("pk")
         self._links = {row.pk: row.gateway_links for row in rows.only("gateway_links")}
         self._presences: dict[uuid.UUID, NodePresence] = {}
-        self._governance: list[tuple[Node, bridge.BoxGovernance | None, int]] = []
+        self._governance: list[tuple[Node, bridge.NodeGovernance | None, int]] = []
         self._events: list[audit.Event] = []
 
     def open(self, request: SessionRequest) -> OpenedSession:

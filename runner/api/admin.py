@@ -40,7 +40,7 @@ class Interruptible:
                 task.cancel()
                 self._running.discard(task)
             if task.cancelled():
-                raise Unavailable("The box is shutting down.", retry_after_s=5)
+                raise Unavailable("The node is shutting down.", retry_after_s=5)
             return task.result()
 
         return wrapped

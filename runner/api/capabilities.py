@@ -51,7 +51,7 @@ class CapabilityReport:
     async def read(self) -> bytes:
         """Return the answer as JSON. Raises Unavailable while the node starts or stops."""
         if self._parts.phase is not Phase.SERVING:
-            raise Unavailable(f"The box is {self._parts.phase.value}.", retry_after_s=2)
+            raise Unavailable(f"The node is {self._parts.phase.value}.", retry_after_s=2)
         async with self._lock:
             states = [(model.model_id, model.state) for model in self._parts.pool.registry.models]
             if clock.monotonic() - self._built_at >= limits().api.capabilities_s or states != self._states:
@@ -223,9 +223,9 @@ def find_ailments(parts: Parts, reading: Reading | None) -> list[str]:
     """Return why the node should get no work, nothing when it is well."""
     match parts.phase:
         case Phase.STARTING:
-            return ["the box is starting"]
+            return ["the node is starting"]
         case Phase.STOPPING:
-            return ["the box is stopping"]
+            return ["the node is stopping"]
         case Phase.SERVING:
             models = parts.pool.registry.models
             return [*_memory_ailments(models, reading), *_load_ailments(models), *_queue_ailments(parts.budget)]

@@ -73,7 +73,7 @@ class InferenceEndpoint:
         if not work.cancelled():
             work.result()
         elif not has_left:
-            await reply.refuse(Unavailable("The box is shutting down.", retry_after_s=5))
+            await reply.refuse(Unavailable("The node is shutting down.", retry_after_s=5))
 
     def close(self) -> None:
         """End what is being answered; its clients are told."""

@@ -22,7 +22,7 @@ from runner.parts import Parts
 from runner.pool.models import Model
 from runner.pool.states import ModelState
 from runner.serving.costs import MICROS, CostSummary
-from runner.serving.request import Histogram, Tally
+from runner.serving.request import Counters, Histogram
 from runner.telemetry import Reading
 
 _PREFIX = "muster_runner"
@@ -124,9 +124,9 @@ class _Collector:
         self._engines = engines
 
     def collect(self) -> Iterator[Metric]:
-        models, tally = self._parts.pool.registry.models, self._parts.tally
-        yield from _requests(tally)
-        yield from _served(models, tally)
+        models, counters = self._parts.pool.registry.models, self._parts.counters
+        yield from _requests(counters)
+        yield from _served(models, counters)
         yield from _queues(models, self._parts)
         yield from _memory(models, self._reading)
         yield from _loads(models)
@@ -162,19 +162,19 @@ def _histogram(name: str, text: str, rows: Iterable[tuple[str, Histogram]]) -> M
     return family
 
 
-def _requests(tally: Tally) -> Iterator[Metric]:
-    yield _counter("vllm_requests", "Total requests processed", "model tenant status", tally.requests.items())
+def _requests(counters: Counters) -> Iterator[Metric]:
+    yield _counter("vllm_requests", "Total requests processed", "model tenant status", counters.requests.items())
     by_tenant: dict[str, int] = {}
-    for (_, tenant, _), count in tally.requests.items():
+    for (_, tenant, _), count in counters.requests.items():
         by_tenant[tenant] = by_tenant.get(tenant, 0) + count
     tenants = [((tenant,), count) for tenant, count in by_tenant.items()]
     yield _counter(f"{_PREFIX}_tenant_requests", "Requests by tenant", "tenant", tenants)
-    refusals = [((code,), count) for code, count in tally.refusals.items()]
+    refusals = [((code,), count) for code, count in counters.refusals.items()]
     yield _counter(f"{_PREFIX}_refusals", "Requests that were not carried out, by reason", "code", refusals)
 
 
-def _served(models: list[Model], tally: Tally) -> Iterator[Metric]:
-    served = {model.model_id: tally.of(model.model_id) for model in models if model.is_ready} | tally.models
+def _served(models: list[Model], counters: Counters) -> Iterator[Metric]:
+    served = {model.model_id: counters.of(model.model_id) for model in models if model.is_ready} | counters.models
     each = served.items()
     yield _gauge("vllm_cache_hit_rate", "Cache hit rate", "model", [((name,), one.cache_hit_rate) for name, one in each])
     yield _histogram("vllm_inference_duration_seconds", "Inference duration", [(name, one.durations) for name, one in each])

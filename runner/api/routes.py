@@ -68,7 +68,7 @@ class _Reads:
             raise HTTPException(405, headers={"Allow": "POST"})
         found = self._parts.pool.registry.find(name)
         if not found.is_ready:
-            raise UnknownModel(f"{found.model_id} is not loaded on this box; it is {found.state}.")
+            raise UnknownModel(f"{found.model_id} is not loaded on this node; it is {found.state}.")
         return answer_json(_entry(found))
 
 
@@ -83,8 +83,8 @@ def make_routes(parts: Parts, config: ApiConfig) -> tuple[list[Route], Callable[
     table = [
         *(Endpoint("POST", path, in_json, text, "Inference", request=BodyFields) for path, text in _INFERENCE),
         *(Endpoint("POST", path, in_form, text, "Inference", is_form=True) for path, text in _FORMS),
-        Endpoint("GET", "/v1/capabilities", reads.capabilities, "What the box can do now", node, None, said.CapabilitiesAnswer),
-        Endpoint("GET", "/health", reads.health, "Whether the box is well", node, None, said.HealthAnswer),
+        Endpoint("GET", "/v1/capabilities", reads.capabilities, "What the node can do", node, None, said.CapabilitiesAnswer),
+        Endpoint("GET", "/health", reads.health, "Whether the node is well", node, None, said.HealthAnswer),
         Endpoint("GET", "/v1/models", reads.models, "Loaded models", node, None, said.ModelList),
         Endpoint("POST", "/v1/models/load", load, "Load a model", node, LoadBody, said.TaskAnswer, status=202),
         Endpoint("GET", "/v1/models/load/{task_id}", admin.read_task, "How a load goes on", node, None, said.TaskAnswer),

@@ -20,7 +20,7 @@ def spec_name(name: str) -> str:
 
 
 class Flags(msgspec.Struct, kw_only=True, rename=spec_name):
-    """What can be asked of a model, or of the box: then of any of its loaded models."""
+    """What can be asked of a model, or of the node: then of any of its loaded models."""
 
     streaming: bool
     prefix_caching: bool
@@ -118,7 +118,7 @@ class Resources(msgspec.Struct, kw_only=True, rename=spec_name):
 
 
 class Queue(msgspec.Struct, kw_only=True, rename=spec_name):
-    """Requests that wait on the box, and how long those of the last 5 minutes waited."""
+    """Requests that wait on the node, and how long those of the last 5 minutes waited."""
 
     depth: int
     max_depth: int
@@ -129,7 +129,7 @@ class Queue(msgspec.Struct, kw_only=True, rename=spec_name):
 class OperationsState(msgspec.Struct, kw_only=True, rename=spec_name):
     """Who may load, unload and flush: at which level, by which policy (0 and "" = none pinned), and what the owner should do.
 
-    ``witnessSize``: entries of the audit log that this box vouches for; ``policyWords``: fingerprint of the pinned version.
+    ``witnessSize``: entries of the audit log that this node vouches for; ``policyWords``: fingerprint of the pinned version.
     """
 
     level: str
@@ -324,7 +324,11 @@ def describe_api(table: Sequence[Endpoint], *, has_key: bool) -> dict[str, objec
         paths.setdefault(one.shown_path, {})[one.method.lower()] = _describe(one, schema_of)
     document: dict[str, object] = {
         "openapi": "3.1.0",
-        "info": {"title": "Muster box", "version": AGENT_VERSION, "description": "Models on one box: lifecycle and inference."},
+        "info": {
+            "title": "Muster node",
+            "version": AGENT_VERSION,
+            "description": "Models on one node: lifecycle and inference.",
+        },
         "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
     }

@@ -96,7 +96,7 @@ class AccessGuard:
             )
         origins = headers.getlist("origin")
         if origins and not self._are_own(origins, headers.get("host", "")):
-            raise ForeignPage("A web page of another origin may not use this box; set an API key to let programs of yours in.")
+            raise ForeignPage("A web page of another origin may not use this node; set an API key to let programs of yours in.")
 
     def _are_own(self, origins: Iterable[str], host: str) -> bool:
         return all(origin.lower() in {f"http://{host.lower()}", f"https://{host.lower()}"} for origin in origins)
@@ -178,7 +178,7 @@ def _nobody(_request: Request, _error: Exception) -> Response:
 
 def _broken(request: Request, _error: Exception) -> Response:
     # Starlette raises it again after this answer, so that the server logs it.
-    return render(Broken("The box failed at this; its log says why."), path=request.scope["path"])
+    return render(Broken("The node failed at this; its log says why."), path=request.scope["path"])
 
 
 class _Server(uvicorn.Server):

@@ -399,7 +399,7 @@ def _check_context(definition: ModelDefinition, value: object) -> dict[str, obje
 def _check_budget(definition: ModelDefinition, value: object) -> dict[str, object]:
     name = "gpuMemoryBudgetMB"
     if definition.backend in {"openai_compatible", "attached"}:
-        raise _not_allowed(name, value, f"{definition.model_id} takes no memory of this box, leave it out.")
+        raise _not_allowed(name, value, f"{definition.model_id} takes no memory of this node, leave it out.")
     return {name: _check_value(name, value, _POSITIVE)}
 
 

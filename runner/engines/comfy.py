@@ -170,7 +170,7 @@ def _event(kind: str, fields: dict[str, object]) -> bytes:
 def _check_formats(fields: _Body) -> None:
     if fields.response_format not in {None, "b64_json"}:
         raise Refusal(
-            "response_format must be b64_json: this box keeps no images that an address could lead to.",
+            "response_format must be b64_json: this node keeps no images that an address could lead to.",
             param="response_format",
         )
     if fields.output_format not in {None, "png"}:

@@ -410,7 +410,7 @@ class RemoteModel:
         if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             # Its text may repeat a part of the key, and a client that reads 401 would doubt its own.
             log.error("provider refuses the key model=%s status=%s", self._plan.model_id, status)
-            raise RemoteRefused(f"The provider of {self._plan.model_id} refuses this box (HTTP {status}): tell its owner.")
+            raise RemoteRefused(f"The provider of {self._plan.model_id} refuses this node (HTTP {status}): tell its owner.")
         if status < 200 or 300 <= status < 400:
             log.error("provider redirects model=%s status=%s", self._plan.model_id, status)
             raise RemoteRefused(

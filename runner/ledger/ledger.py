@@ -307,7 +307,7 @@ class Ledger:
 
     def _submit(self, job: Callable[[sqlite3.Connection], Result]) -> asyncio.Future[Result]:
         if self._is_closed:
-            raise LedgerError("the ledger is closed; the box is stopping")
+            raise LedgerError("the ledger is closed; the node is stopping")
         if self._waiting >= limits().ledger.waiting:
             raise LedgerError(f"{limits().ledger.waiting} requests wait for the ledger; its disk is too slow")
         self._waiting += 1

@@ -99,9 +99,9 @@ class Library:
         """
         repo = split_repo_id(check_model_id(model_id))
         if self._hub is None:
-            raise DownloadFailed(f"{model_id} is not among the files of this box, and downloads are switched off.")
+            raise DownloadFailed(f"{model_id} is not among the files of this node, and downloads are switched off.")
         if repo is None:
-            raise DownloadFailed(f"{model_id} is not among the files of this box, and it is no id of a repository (org/name).")
+            raise DownloadFailed(f"{model_id} is not among the files of this node, and it is no id of a repository (org/name).")
         return await self._hub.fetch(
             repo[0], wanted=repo[1], revision=None if revision is None else check_revision(revision), report=report
         )

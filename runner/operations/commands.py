@@ -76,7 +76,7 @@ class Commands:
             answer(known.status)
             return
         if not self._make_room():
-            words = f"{limits().operations.tracked} operations are under way on this box; send it again when one has ended."
+            words = f"{limits().operations.tracked} operations are under way on this node; send it again when one has ended."
             answer(_status(command, "refused", code=Unavailable.code, message=words))
             return
         tracked = self._tracked[key] = _Tracked(_status(command, "running"), {answer})
@@ -135,7 +135,7 @@ class Commands:
         try:
             known = await self._operations.find(command.op_id, command.use)
         except LedgerError:
-            raise Unavailable("The ledger of this box cannot be read, so no operation is carried out.") from None
+            raise Unavailable("The ledger of this node cannot be read, so no operation is carried out.") from None
         if known is not None:
             return _as_status(known)
         reply = await self._start(command, _read_token(command), tracked)
@@ -175,7 +175,7 @@ class Commands:
                 body = _decode(params, ReloadBody, token)
                 return await operations.reload_settings(body, self._reload_settings, on_begin=tell)
             case _:
-                raise InvalidRequest(f"This box does not know the operation {command.operation[:40]!r}.", param="operation")
+                raise InvalidRequest(f"This node does not know the operation {command.operation[:40]!r}.", param="operation")
 
     async def _follow(self, command: OpCommand, task_id: str, tracked: _Tracked) -> None:
         told_at, told_stage = float("-inf"), None
@@ -256,7 +256,7 @@ def _as_status(run: Run) -> OpStatus:
     body = run.outcome.get("body")
     status.result = body if isinstance(body, dict) else {}
     if status.state == "interrupted":
-        status.code, status.message = "operation_interrupted", "The box ended while this was carried out; see the result."
+        status.code, status.message = "operation_interrupted", "The node ended while this was carried out; see the result."
     elif status.state == "failed":
         error = status.result.get("error")
         if isinstance(error, dict):  # the error object of the API

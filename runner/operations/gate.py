@@ -46,9 +46,9 @@ from wire.optoken import (
 
 log = logging.getLogger(__name__)
 
-REFUSED = "The operation token was not accepted. The log of this box says why; then ask for a new token."
+REFUSED = "The operation token was not accepted. The log of this node says why; then ask for a new token."
 LIMIT_REASON = "operation_limit"
-"""What an operation is counted under that its token permits and this box's own limits do not."""
+"""What an operation is counted under that its token permits and this node's own limits do not."""
 KEEP_PARAM = "keepLoaded"
 
 
@@ -111,7 +111,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class GateRules:
-    """What the owner of a box asks of tokens. ``runner_id``: the audience this box answers to.
+    """What the owner of a node asks of tokens. ``runner_id``: the audience this node answers to.
 
     ``policy`` returns the pinned policy. ``ops_per_hour``: how many may begin within an hour, whoever approved; None = any.
     ``disabled``: why no operation is carried out at all, "" = they are.
@@ -167,7 +167,7 @@ class Gate:
             raise
         except LedgerError as error:
             log.error("operation refused, the ledger failed operation=%s error=%s", operation, error)  # noqa: TRY400
-            raise Unavailable("The ledger of this box cannot be written, so no operation is carried out.") from None
+            raise Unavailable("The ledger of this node cannot be written, so no operation is carried out.") from None
         log.info(
             "operation admitted operation=%s level=%s op=%s class=%s approvers=%s signers=%s repeated=%s",
             operation, admitted.level, admitted.op_id, verified.op_class or "-", len(verified.approvers),
@@ -203,14 +203,14 @@ class Gate:
             async with self._reading:
                 keys = await asyncio.wait_for(asyncio.to_thread(self._keys.read), limits().operations.key_read_s)
         except TimeoutError:
-            raise Unavailable("The key file of this box cannot be read in time, so no operation is carried out.") from None
+            raise Unavailable("The key file of this node cannot be read in time, so no operation is carried out.") from None
         return Verifier(
             level=rules.level,
             min_signers=rules.min_signers,
             runner_id=rules.runner_id,
             keys=keys,
             # Rounded down since tokens carry whole seconds. No allowance for clocks here: a token that was spent just before
-            # the ledger was lost would fit into it. A box whose first ledger this is has made it (``Governance.open``).
+            # the ledger was lost would fit into it. A node whose first ledger this is has made it (``Governance.open``).
             not_before=math.floor(self._ledger.born_at),
             policy=rules.policy(),
             counted_signers=rules.counted_signers,
@@ -261,7 +261,7 @@ class Gate:
             case TooManyOps(most, within_s, retry_after_s, is_of_class):
                 kind = f"operations of the class {verified.op_class}" if is_of_class else "operations"
                 raise OperationLimit(
-                    f"{most} {kind} began on this box within {within_s / 3600:g} h, the most that it carries out; wait.",
+                    f"{most} {kind} began on this node within {within_s / 3600:g} h, the most that it carries out; wait.",
                     retry_after_s=retry_after_s,
                 )
             case _:

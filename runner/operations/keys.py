@@ -225,8 +225,8 @@ def _made_at(kid: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """``public_key``: SPKI DER. ``certified_id``: the name of the box with the fingerprint of that key. ``is_new``: it was made
-    just now, so nobody has approved anything for it yet.
+    """``public_key``: SPKI DER. ``certified_id``: the name of the node with the fingerprint of that key. ``is_new``: it was
+    made just now, so nobody has approved anything for it yet.
     """
 
     private_key: Ed25519PrivateKey = field(repr=False)
@@ -250,10 +250,10 @@ def load_identity(data: Path, name: str) -> Identity:
                 raise TypeError("a key of another kind")
             key = found
     except OSError as error:
-        raise ConfigError(f"the key of this box, {path}, cannot be used: {error.strerror}") from None
+        raise ConfigError(f"the key of this node, {path}, cannot be used: {error.strerror}") from None
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise ConfigError(
-            f"{path} is not an Ed25519 key; put back the one that was there, or remove it: then the box gets a new runner id"
+            f"{path} is not an Ed25519 key; put back the one that was there, or remove it: then the node gets a new runner id"
         ) from None
     public_key = key.public_key().public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     try:

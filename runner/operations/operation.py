@@ -242,7 +242,7 @@ class Operations:
         This is no new run of an operation: it needs no token and has no receipt. The caller has verified what was approved.
         """
         if self.is_stopping:
-            raise Unavailable("The box is shutting down.", retry_after_s=5)
+            raise Unavailable("The node is shutting down.", retry_after_s=5)
         overrides = _overrides(body)
         self._pool.loader.check(self._pool.registry.find_or_plan(body.modelId), overrides)
         try:
@@ -257,7 +257,7 @@ class Operations:
     async def find(self, op_id: str, use: int) -> Run | None:
         """Return one use of an approval as the ledger has it, None when it was never begun here. Raises LedgerError.
 
-        One that was cut off gets its receipt now: it says what the box has loaded, which nobody could sign at the time.
+        One that was cut off gets its receipt now: it says what the node has loaded, which nobody could sign at the time.
         """
         run = await self._ledger.find_op(op_id, use)
         return run if run is None else await self._certify(run)
@@ -275,7 +275,7 @@ class Operations:
 
         async def govern() -> Reply:
             if self.is_stopping:
-                raise Unavailable("The box is shutting down.", retry_after_s=5)
+                raise Unavailable("The node is shutting down.", retry_after_s=5)
             try:
                 admitted = await self._gate.admit(token, operation=operation, model_id=model_id, params=params)
             except OperationRunning as running:
@@ -321,7 +321,7 @@ class Operations:
             raise
         except LedgerError as error:
             log.error("operation ended, the ledger failed operation=%s error=%s", admitted.operation, error)  # noqa: TRY400
-            refused = Unavailable("The ledger of this box cannot be used, so the operation was not carried out.")
+            refused = Unavailable("The ledger of this node cannot be used, so the operation was not carried out.")
             ending = _failed(refused)
             raise refused from None
         except RunnerError as error:
@@ -366,7 +366,7 @@ class Operations:
         if run.state is RunState.INTERRUPTED:
             receipt = (await self._certify(run)).receipt
             raise OperationInterrupted(
-                "This operation was cut off by a restart of the box. See GET /v1/capabilities for what is loaded, "
+                "This operation was cut off by a restart of the node. See GET /v1/capabilities for what is loaded, "
                 "then ask for a new token.",
                 details={"receipt": receipt} if receipt else {},
             )
@@ -379,7 +379,7 @@ class Operations:
         return Reply(status if isinstance(status, int) else 200, {**shown, **signed, "repeated": True})
 
     async def _certify(self, run: Run) -> Run:
-        """Return a run with its receipt where it was cut off and has none: about what the box has loaded at this moment."""
+        """Return a run with its receipt where it was cut off and has none: about what the node has loaded at this moment."""
         if run.state is not RunState.INTERRUPTED or run.receipt or not run.operation:
             return run
         registry = self._pool.registry
@@ -522,7 +522,7 @@ class Operations:
 
         saves: set[asyncio.Task[bool]] = set()
         changes: dict[str, Any] = {
-            "state": RunState.FAILED, "error": "it failed in an unexpected way; the log of this box says how",
+            "state": RunState.FAILED, "error": "it failed in an unexpected way; the log of this node says how",
             "result": {"code": "model_load_failed"},
         }  # fmt: skip
         try:

@@ -50,7 +50,7 @@ def make_token(options: argparse.Namespace, key: bytes) -> dict[str, object]:
     if options.level is Level.L0:
         return sign_l0(key, grant)
     if not options.runner_id:
-        raise ValueError("--level L1 needs --runner-id, the box that the token is for")
+        raise ValueError("--level L1 needs --runner-id, the node that the token is for")
     params = dict(_read_param(text) for text in options.param) | {"modelId": options.model}
     binding = Binding(
         audience=options.runner_id,
@@ -84,17 +84,17 @@ def _read_level(text: str) -> Level:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="muster sign",
-        description="Make an operation token for a box.",
+        description="Make an operation token for a node.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--key", type=Path, required=True, metavar="FILE", help="the key file that the box has too")
+    parser.add_argument("--key", type=Path, required=True, metavar="FILE", help="the key file that the node has too")
     parser.add_argument("--operation", type=Operation, choices=list(Operation), required=True)
     parser.add_argument("--model", metavar="ID", help="the model; left out for a flush that names none")
     parser.add_argument("--signer", action="append", default=[], required=True, metavar="NAME", help="once per approver")
     parser.add_argument("--level", type=_read_level, choices=[Level.L0, Level.L1], default=Level.L0)
-    parser.add_argument("--runner-id", default="", metavar="ID", help="L1: the box that the token is for")
-    parser.add_argument("--kid", default="", metavar="KID", help="L1: the name of the key where the box has a folder of keys")
+    parser.add_argument("--runner-id", default="", metavar="ID", help="L1: the node that the token is for")
+    parser.add_argument("--kid", default="", metavar="KID", help="L1: the name of the key where the node has a folder of keys")
     parser.add_argument("--op-id", default="", metavar="ID", help="L1: the approval; the same one is carried out once")
     parser.add_argument(
         "--fence", type=int, default=0, metavar="N", help="L1: above the model's last (default: milliseconds now)"

@@ -39,7 +39,7 @@ from runner.operations.keys import (
 )
 from wire import clock
 from wire.auditlog import AuditLogError, Checkpoint, LogKey, open_note, to_bytes, to_text, verify_consistency
-from wire.bridge import BoxGovernance, CheckpointOffer, GovernanceReport, PolicyOffer
+from wire.bridge import CheckpointOffer, GovernanceReport, NodeGovernance, PolicyOffer
 from wire.optoken import Level
 from wire.optoken.approval import (
     CLOCK_SKEW_S,
@@ -58,21 +58,21 @@ log = logging.getLogger(__name__)
 
 TRUSTED_NAME = "trusted-policy"
 FORGET_NAME = "forget-policy"
-"""Its presence asks the box to forget what it pinned and witnessed."""
+"""Its presence asks the node to forget what it pinned and witnessed."""
 _CONSONANTS, _VOWELS = "bdfghjklmnprstvz", "aiou"
 _LETTERS = (_CONSONANTS, _VOWELS, _CONSONANTS, _VOWELS, _CONSONANTS)
 _WORD = re.compile("".join(f"[{letters}]" for letters in _LETTERS))
 _HEX = re.compile(r"[0-9a-f]{64}")
-WAITING = "waiting for ./muster trust on the box: a person must confirm the fingerprint of the first policy there"
-ANOTHER = "the first policy offered is not the one whose fingerprint was confirmed on the box"
-FORGOTTEN = "forgotten on the box by its owner; waiting for ./muster trust there"
+WAITING = "waiting for ./muster trust on the node: a person must confirm the fingerprint of the first policy there"
+ANOTHER = "the first policy offered is not the one whose fingerprint was confirmed on the node"
+FORGOTTEN = "forgotten on the node by its owner; waiting for ./muster trust there"
 WITNESS_FACT = "witness"
 RUNNER_FACT = "box"
-"""What ``./muster trust --show`` tells of a box: its id and level as of its last start."""
+"""What ``./muster trust --show`` tells of a node: its id and level as of its last start."""
 _FIRST_KEY_FACT = "first_key"
 """The runner id of the key that was made when this ledger was there already."""
 NEEDS_DATA = "at level L2 a node keeps what it did in a folder; start it with --data DIR"
-SOON = "A running box takes it over within 5 seconds."
+SOON = "A running node takes it over within 5 seconds."
 
 EPILOG = """\
 The fingerprint is that of the first policy. Get it from an approver, not from the control plane that it protects you from: that
@@ -127,18 +127,18 @@ def write_trusted(data: Path, fingerprint: str) -> None:
 
 
 def ask_to_forget(data: Path) -> None:
-    """Leave word for the box to forget, and withdraw what was confirmed. Raises OSError."""
-    remove_private(data / TRUSTED_NAME)  # first, so that a box that has forgotten finds nothing to trust again
+    """Leave word for the node to forget, and withdraw what was confirmed. Raises OSError."""
+    remove_private(data / TRUSTED_NAME)  # first, so that a node that has forgotten finds nothing to trust again
     write_private(data / FORGET_NAME, b"")
 
 
 def is_asked_to_forget(data: Path) -> bool:
-    """Return whether the box has been asked and has not done it yet."""
+    """Return whether the node has been asked and has not done it yet."""
     return (data / FORGET_NAME).exists()
 
 
 class PolicyStore:
-    """``trusted`` returns the fingerprint that was confirmed on this box, None before."""
+    """``trusted`` returns the fingerprint that was confirmed on this node, None before."""
 
     def __init__(self, ledger: Ledger, trusted: Callable[[], str | None]) -> None:
         self._ledger = ledger
@@ -167,7 +167,10 @@ class PolicyStore:
         try:
             self._chain = await asyncio.to_thread(_walk, rows)
         except (ApprovalError, ValueError) as error:
-            self._chain, self.error = [], f"the pinned policy on the box does not hold ({error}); ./muster trust --forget there"
+            self._chain, self.error = (
+                [],
+                f"the pinned policy on the node does not hold ({error}); ./muster trust --forget there",
+            )
             log.error("pinned policy does not hold, no operation is carried out: %s", error)  # noqa: TRY400 - text says it
 
     async def offer(self, offered: Sequence[Mapping[str, object]]) -> bool:
@@ -256,9 +259,9 @@ def _explain(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """What this box has to say after a checkpoint was offered.
+    """What this node has to say after a checkpoint was offered.
 
-    ``signature``: of this box over the last checkpoint that it accepted, base64, "" = there is none. ``note``: that one as the
+    ``signature``: of this node over the last checkpoint that it accepted, base64, "" = there is none. ``note``: that one as the
     log signed it, "" when it was accepted before notes were kept. ``alarm``: in what the offer contradicts it, or that nobody
     known signed the offer; "" = it does not.
     """
@@ -315,7 +318,7 @@ class Witness:
         return self._sight(name, alarm=alarm)
 
     def _sight(self, name: str, *, alarm: str = "") -> Sighting:
-        """Return the signed word of this box on what it has seen."""
+        """Return the signed word of this node on what it has seen."""
         if self.seen is None:
             return Sighting(alarm=alarm)
         signature = self.identity.private_key.sign(self.seen.witness_message(name))
@@ -327,9 +330,9 @@ class Witness:
         if seen is None:
             return ""
         if checkpoint.origin != seen.origin:
-            return f"a checkpoint of another log, {checkpoint.origin}; this box has seen {seen.origin}"
+            return f"a checkpoint of another log, {checkpoint.origin}; this node has seen {seen.origin}"
         if checkpoint.size < seen.size:
-            log.warning("an audit checkpoint of %d entries was offered; this box has seen %d", checkpoint.size, seen.size)
+            log.warning("an audit checkpoint of %d entries was offered; this node has seen %d", checkpoint.size, seen.size)
             return ""
         if checkpoint.size == seen.size:
             return "" if checkpoint.root == seen.root else f"another root over the same {seen.size} entries"
@@ -365,7 +368,7 @@ def _holds(public_key: bytes, message: bytes, signature: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a box stands, for its page and for ``GET /v1/capabilities``. ``advice``: what its owner should do, "" = nothing."""
+    """How a node stands, for its page and for ``GET /v1/capabilities``. ``advice``: what its owner should do, "" = nothing."""
 
     level: str
     runner_id: str
@@ -430,7 +433,7 @@ class Governance:
 
     @property
     def runner_id(self) -> str:
-        """The audience of tokens for this box. At L2 it names the box's key, below that it is what its owner chose."""
+        """The audience of tokens for this node. At L2 it names the node's key, below that it is what its owner chose."""
         if self.level is Level.L2 and self.identity is not None:
             return self.identity.certified_id
         return self._wanted.runner_id or self._name
@@ -459,12 +462,12 @@ class Governance:
             advice=self._advise(),
         )
 
-    def describe(self) -> BoxGovernance | None:
-        """Return what the control plane is told; None for a box without a data folder, which has no identity."""
+    def describe(self) -> NodeGovernance | None:
+        """Return what the control plane is told; None for a node without a data folder, which has no identity."""
         if self.identity is None or self.policies is None or self.witness is None:
             return None
         seen, policy = self.witness.seen, self.policy
-        return BoxGovernance(
+        return NodeGovernance(
             level=self.level.value,
             runner_id=self.runner_id,
             public_key=encode_bytes(self.identity.public_key),
@@ -502,7 +505,7 @@ class Governance:
         return self._report() if has_forgotten or has_pinned or has_keys else None
 
     async def take_policies(self, offer: PolicyOffer) -> GovernanceReport | None:
-        """Judge offered policies and say what came of it; None from a box that cannot keep any. Raises LedgerError."""
+        """Judge offered policies and say what came of it; None from a node that cannot keep any. Raises LedgerError."""
         if self.policies is None:
             return None
         async with self._lock:
@@ -510,7 +513,7 @@ class Governance:
         return self._report()
 
     async def take_checkpoint(self, offer: CheckpointOffer) -> GovernanceReport | None:
-        """Judge a checkpoint and say what came of it; None from a box that cannot keep any. Raises LedgerError."""
+        """Judge a checkpoint and say what came of it; None from a node that cannot keep any. Raises LedgerError."""
         if self.witness is None:
             return None
         async with self._lock:
@@ -565,11 +568,11 @@ class Governance:
         if self.policies.offered_fingerprint:
             return (
                 f"The control plane offers a policy with the fingerprint {self.policies.offered_fingerprint}. Compare it with "
-                "what the approvers see, then run ./muster trust with it on this box. Until then no operation is carried out."
+                "what the approvers see, then run ./muster trust with it on this node. Until then no operation is carried out."
             )
         return (
-            "No policy is pinned, so no operation is carried out. Connect the box, get the fingerprint of the policy from the "
-            "approvers, then run ./muster trust WORDS on this box."
+            "No policy is pinned, so no operation is carried out. Connect the node, get the fingerprint of the policy from the "
+            "approvers, then run ./muster trust WORDS on this node."
         )
 
 
@@ -584,16 +587,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = options.data or os.environ.get("MUSTER_DATA", "")
     try:
         if not given:
-            raise Refusal("where does the box keep its data? Give --data DIR or set MUSTER_DATA")
+            raise Refusal("where does the node keep its data? Give --data DIR or set MUSTER_DATA")
         data = Path(given).expanduser().resolve()
         if not data.is_dir():
-            raise Refusal(f"there is no folder {data}; start the box with --data {data} first")
+            raise Refusal(f"there is no folder {data}; start the node with --data {data} first")
         text = _act(options, data)
     except (Refusal, ValueError, TooManyKeys, ApprovalError) as error:
         sys.stderr.write(f"trust: {error}\n")
         return 2
     except (OSError, sqlite3.Error) as error:
-        sys.stderr.write(f"trust: the data folder cannot be used: {error}; run this as the user that the box runs as\n")
+        sys.stderr.write(f"trust: the data folder cannot be used: {error}; run this as the user that the node runs as\n")
         return 2
     sys.stdout.write(text + "\n")
     return 0
@@ -618,30 +621,30 @@ def confirm(data: Path, parts: Sequence[str]) -> str:
     policies = [] if is_asked_to_forget(data) else read_ledger(data)[1]
     first = policies[0] if policies else None
     if first is not None and fingerprint_matches(wanted, first.raw):
-        return "This box follows that policy already; nothing was changed."
+        return "This node follows that policy already; nothing was changed."
     if first is not None:
         raise Refusal(
-            f"this box follows another policy, whose first version is {spell_fingerprint(first)}. To enrol it anew, run "
+            f"this node follows another policy, whose first version is {spell_fingerprint(first)}. To enrol it anew, run "
             "--forget first; a new version of the same policy is taken over by itself"
         )
     write_trusted(data, wanted)
-    return f"Confirmed: the first policy of this box is {wanted}. {SOON}"
+    return f"Confirmed: the first policy of this node is {wanted}. {SOON}"
 
 
 def renew_key(data: Path) -> str:
     """Make another key for operation tokens. Raises Refusal, TooManyKeys and OSError."""
     keys = OpKeys(data / OP_KEYS_NAME)
     if not keys.list_kids():
-        raise Refusal("the box has made no key of its own yet; it does so when it starts at level 1 or 2")
+        raise Refusal("the node has made no key of its own yet; it does so when it starts at level 1 or 2")
     kid = keys.renew(clock.unix_s())
     return f"Made the key {kid}; those before it are good for 24 h more. {SOON}"
 
 
 def forget(data: Path) -> str:
-    """Have the box forget its policy and what it witnessed. Raises OSError."""
+    """Have the node forget its policy and what it witnessed. Raises OSError."""
     ask_to_forget(data)
     return (
-        "The box forgets its policy and the audit checkpoint it saw, and tells the control plane so. It carries out nothing "
+        "The node forgets its policy and the audit checkpoint it saw, and tells the control plane so. It carries out nothing "
         f"until a fingerprint is confirmed again. {SOON}"
     )
 
@@ -649,7 +652,7 @@ def forget(data: Path) -> str:
 def show(data: Path) -> str:
     """Return what the runner is and believes. Raises OSError and sqlite3.Error."""
     facts, policies = read_ledger(data)
-    box, seen = json.loads(facts.get(RUNNER_FACT, "{}")), json.loads(facts.get(WITNESS_FACT, "{}"))
+    identity, seen = json.loads(facts.get(RUNNER_FACT, "{}")), json.loads(facts.get(WITNESS_FACT, "{}"))
     confirmed = read_trusted(data)
     if policies:
         first, newest = policies[0], policies[-1]
@@ -661,14 +664,14 @@ def show(data: Path) -> str:
         policy = "none pinned; run ./muster trust"
     witnessed = f"{seen['origin']}, {seen['size']} entries, root {seen['root']}" if seen else "no audit checkpoint yet"
     lines = [
-        f"runner id   {box.get('runnerId') or 'not known; the box has not been started with this folder'}",
-        f"level       {box.get('level') or 'not known'}",
+        f"runner id   {identity.get('runnerId') or 'not known; the box has not been started with this folder'}",
+        f"level       {identity.get('level') or 'not known'}",
         f"policy      {policy}",
         f"op keys     {', '.join(OpKeys(data / OP_KEYS_NAME).list_kids()) or 'none of its own'}",
         f"witnessed   {witnessed}",
     ]
     if is_asked_to_forget(data):
-        lines.append("about to forget policy and checkpoint, when the box runs")
+        lines.append("about to forget policy and checkpoint, when the node runs")
     return "\n".join(lines)
 
 
@@ -688,15 +691,15 @@ def read_ledger(data: Path) -> tuple[dict[str, str], list[Policy]]:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="muster trust",
-        description="Confirm on a box whose approvals it follows, and look after its keys.",
+        description="Confirm on a node whose approvals it follows, and look after its keys.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("fingerprint", nargs="*", metavar="WORDS|HEX", help="the fingerprint of the first policy")
-    parser.add_argument("--data", default="", metavar="DIR", help="the data folder of the box (default: MUSTER_DATA)")
+    parser.add_argument("--data", default="", metavar="DIR", help="the data folder of the node (default: MUSTER_DATA)")
     parser.add_argument("--show", action="store_true", help="print runner id, level, policy, keys and witnessed checkpoint")
     parser.add_argument("--renew-key", action="store_true", help="make another key for tokens; the old ones stay good for 24 h")
-    parser.add_argument("--forget", action="store_true", help="forget policy and checkpoint, to enrol the box anew")
+    parser.add_argument("--forget", action="store_true", help="forget policy and checkpoint, to enrol the node anew")
     return parser
 
 

@@ -203,7 +203,7 @@ class Registry:
         if model is None and (problem := self.problems.get(model_id)) is not None:
             raise ModelFailed(f"{model_id} cannot be loaded: {problem}")
         if model is None:
-            raise UnknownModel(f"There is no model {model_id!r} on this box. GET /v1/capabilities lists what can be loaded.")
+            raise UnknownModel(f"There is no model {model_id!r} on this node. GET /v1/capabilities lists what can be loaded.")
         return model
 
     def find_or_plan(self, model_id: str) -> Model:

@@ -106,7 +106,9 @@ class Costs:
                 raise self._refusal(remote, cap_micros=cap or 0, spent=spent, amount=amount, month=month)
         except LedgerError as error:
             log.error("cost was not reserved model=%s: %s", model_id, error)  # noqa: TRY400  # text for the owner
-            raise Unavailable("This box cannot write down what a request costs, so none leaves it.", retry_after_s=30) from None
+            raise Unavailable(
+                "This node cannot write down what a request costs, so none leaves it.", retry_after_s=30
+            ) from None
         return Charge(cost_id, model_id, price)
 
     async def settle(self, charge: Charge, answer: Answer | None, *, was_sent: bool) -> None:
@@ -146,7 +148,7 @@ class Costs:
         left = max(0, cap_micros - spent)
         return SpendingCapReached(
             f"This request may cost {amount / MICROS:.6f} {unit}, and {left / MICROS:.6f} {unit} of the monthly cap of"
-            f" {cap_micros / MICROS:.2f} {unit} are left: limit max_tokens, or ask the owner of the box for a higher cap.",
+            f" {cap_micros / MICROS:.2f} {unit} are left: limit max_tokens, or ask the owner of the node for a higher cap.",
             retry_after_s=min(limits().serving.cap_retry_s, _seconds_left(self._clock())),
             details={
                 "cap": cap_micros / MICROS,

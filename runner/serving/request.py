@@ -324,7 +324,7 @@ class Histogram:
 
 
 @dataclass(slots=True)
-class ModelTally:
+class ModelCounters:
     """What one model served. Prompt and cached tokens make its cache hit rate."""
 
     durations: Histogram = field(default_factory=lambda: Histogram(DURATION_BOUNDS_S))
@@ -339,7 +339,7 @@ class ModelTally:
         return min(1.0, self.cached_tokens / self.prompt_tokens) if self.prompt_tokens else 0.0
 
 
-class Tally:
+class Counters:
     """All counts of the process."""
 
     def __init__(self) -> None:
@@ -347,7 +347,7 @@ class Tally:
         """By model, tenant and status: success, error, refused or cancelled."""
         self.refusals: dict[str, int] = {}
         """By code, from port and gateways alike; the codes are those of ``runner.errors``."""
-        self.models: dict[str, ModelTally] = {}
+        self.models: dict[str, ModelCounters] = {}
         self._tenants: set[str] = set()
 
     def count(self, *, model: str, tenant: str, status: str) -> None:
@@ -363,11 +363,11 @@ class Tally:
         """Count a request that was not carried out, or broke off, by the code that its client was told."""
         self.refusals[code] = self.refusals.get(code, 0) + 1
 
-    def of(self, model: str) -> ModelTally:
-        """Return the tally of a model; call it for models that exist only."""
+    def of(self, model: str) -> ModelCounters:
+        """Return the counters of a model; call it for models that exist only."""
         found = self.models.get(model)
         if found is None:
-            found = self.models[model] = ModelTally()
+            found = self.models[model] = ModelCounters()
         return found
 
 

@@ -35,7 +35,16 @@ from runner.pool.models import Model, Registry, Replica
 from runner.pool.states import ModelState
 from runner.queue import FairQueue, TenantRates, Turn, WaitBudget
 from runner.serving.costs import Charge, Costs
-from runner.serving.request import INFERENCE_PATHS, Answer, Flow, Inference, Numbers, Tally, headers_to_client, is_allowed_path
+from runner.serving.request import (
+    INFERENCE_PATHS,
+    Answer,
+    Counters,
+    Flow,
+    Inference,
+    Numbers,
+    headers_to_client,
+    is_allowed_path,
+)
 from runner.serving.responses import answer_pool, uses_pool_shape
 from wire import clock
 from wire.engine_errors import Blame, correct_status, judge_error, quote_message, read_message
@@ -62,7 +71,7 @@ class Serving:
     """
 
     def __init__(
-        self, registry: Registry, *, rates: TenantRates, tally: Tally, costs: Costs | None, queue_timeout_s: float,
+        self, registry: Registry, *, rates: TenantRates, counters: Counters, costs: Costs | None, queue_timeout_s: float,
         wakes: Collection[asyncio.Event], decoding: Callable[[], Decoding], keeps_engine_errors: bool = True,
     ) -> None:  # fmt: skip
         self.registry = registry
@@ -75,7 +84,7 @@ class Serving:
         self._keeps_engine_errors = keeps_engine_errors
         self._idle = asyncio.Event()
         self._idle.set()
-        self.tally = tally
+        self.counters = counters
         self.load = 0
         """Requests that run or wait, from gateways and from the node's own port."""
         self.own_load = 0
@@ -102,7 +111,7 @@ class Serving:
                 self.rates.take(request.tenant)
             body, waited_ms = await self._counting.count(model, request)
         except RequestRefused as refusal:
-            self.tally.count_refusal(refusal.code)
+            self.counters.count_refusal(refusal.code)
             raise
         numbers = Numbers(queue_wait_ms=waited_ms)
         headers = {"content-type": "application/json", "content-length": str(len(body)), **numbers.headers()}
@@ -111,9 +120,9 @@ class Serving:
     def select(self, request: Inference) -> Model:
         """Return the model that is to serve. Raises RequestRefused for everything that can be told without waiting."""
         if self.is_stopping:
-            raise Unavailable("The box is shutting down.", retry_after_s=5)
+            raise Unavailable("The node is shutting down.", retry_after_s=5)
         if request.method not in {"GET", "POST"} or not is_allowed_path(request.path):
-            raise InvalidRequest("This box serves GET and POST below /v1/ only.")
+            raise InvalidRequest("This node serves GET and POST below /v1/ only.")
         model = self.registry.find(request.model)
         if not model.is_ready:
             raise _explain_state(model)
@@ -127,7 +136,7 @@ class Serving:
             )
         if capabilities.is_remote and not request.allow_remote:
             raise RemoteNotAllowed(
-                f"{model.model_id} is a remote model: set allow_remote to true to let this request leave the box.",
+                f"{model.model_id} is a remote model: set allow_remote to true to let this request leave the node.",
                 param="allow_remote",
             )
         return model
@@ -161,11 +170,11 @@ class Serving:
             wake.set()
 
     def write_down(self, model: Model, request: Inference, answer: Answer | None, status: str) -> None:
-        tally = self.tally
-        tally.count(model=model.model_id, tenant=request.tenant, status=status)
+        counters = self.counters
+        counters.count(model=model.model_id, tenant=request.tenant, status=status)
         if answer is None:
             return
-        mine, numbers = tally.of(model.model_id), answer.numbers
+        mine, numbers = counters.of(model.model_id), answer.numbers
         mine.waits.observe(numbers.queue_wait_ms / 1000)
         if status == "success":
             mine.durations.observe(numbers.wall_ms / 1000)
@@ -319,7 +328,7 @@ class Slot:
                 status = _name_end(answer)
             elif isinstance(error, RequestRefused):
                 status = "refused" if answer is None and not isinstance(error, EngineUnavailable) else "error"
-                self._serving.tally.count_refusal(error.code)
+                self._serving.counters.count_refusal(error.code)
             if self._model is not None:
                 self._serving.write_down(self._model, request, answer, status)
 
@@ -411,7 +420,7 @@ def _explain_state(model: Model) -> RequestRefused:
         case ModelState.FAILED:
             return ModelFailed(f"{name} does not serve: {model.last_error or 'its engine is down'}.")
         case _:
-            return ModelNotLoaded(f"{name} is not loaded on this box.")
+            return ModelNotLoaded(f"{name} is not loaded on this node.")
 
 
 class Counting:

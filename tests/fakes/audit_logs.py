@@ -69,7 +69,7 @@ def seal(entries: Iterable[Entry]) -> Seal:
 
 
 def witness(entries: Iterable[Entry], *, name: str = "box-1") -> Witness:
-    """Return what a box says that saw the checkpoint over these entries, with the note that it was shown.
+    """Return what a node says that saw the checkpoint over these entries, with the note that it was shown.
 
     ``name`` "": in the form of earlier releases, which signs none.
     """

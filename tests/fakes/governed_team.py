@@ -36,7 +36,7 @@ from tests.fakes.nodes import make_node, make_presence
 from tests.fakes.passkeys import SoftPasskey
 from tests.fakes.waiting import wait_until
 from wire import clock
-from wire.bridge import BoxGovernance, OpStatus
+from wire.bridge import NodeGovernance, OpStatus
 from wire.credentials import CredentialKind, mint_credential
 from wire.optoken.approval import encode_bytes, read_statement
 from wire.optoken.receipt import Outcome, Receipt, digest_result, sign_receipt
@@ -203,12 +203,12 @@ def open_session(user: User, *, by: str = "passkey") -> Client:
 
 
 DIGESTS: dict[str, str] = {}
-"""What was signed for the operations of ``approve_load``, by their printed ids: a box reads it in the token."""
+"""What was signed for the operations of ``approve_load``, by their printed ids: a node reads it in the token."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A box's own key and the HMAC key that it hands over."""
+    """A node's own key and the HMAC key that it hands over."""
 
     name: str = "rig"
     private_key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
@@ -223,14 +223,14 @@ class Identity:
     def runner_id(self) -> str:
         return make_runner_id(self.name, self.public_key)
 
-    def tell(self, **changes: Any) -> BoxGovernance:
-        """What the box says when it registers: L2, its first policy pinned, a clock that is right."""
+    def tell(self, **changes: Any) -> NodeGovernance:
+        """What the node says when it registers: L2, its first policy pinned, a clock that is right."""
         said: dict[str, Any] = {
             "level": "L2", "runner_id": self.runner_id, "public_key": encode_bytes(self.public_key),
             "op_keys": {self.kid: encode_bytes(self.secret)}, "policy_version": 1, "policy_sha256": "0" * 64,
             "clock_ms": time.time_ns() // 1_000_000,
         }  # fmt: skip
-        return BoxGovernance(**(said | changes))
+        return NodeGovernance(**(said | changes))
 
     def receipt(self, status: OpStatus, *, operation: str = "model-load", **changes: Any) -> str:
         outcome: Outcome = status.state  # type: ignore[assignment]  # tests send ends only
@@ -279,7 +279,7 @@ NAME = "model-load"
 
 
 class FakeBox:
-    """Boxes named by targets. Those in ``away`` have no signer, in ``busy`` answer not now, in ``local`` do it at once.
+    """Nodes named by targets. Those in ``away`` have no signer, in ``busy`` answer not now, in ``local`` do it at once.
 
     ``sent``: every order that was taken. ``broken``: targets at which carrying out raises, as a mistake of ours would.
     ``watch`` sees an order at the moment at which it is sent.

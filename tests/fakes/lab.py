@@ -30,7 +30,7 @@ ACTOR = "contract-tests"
 PROBE_TOKENS = 2_000_000_000
 """Over every cap: asks whether a model is admitted without queueing anything."""
 TRY_AGAIN = 1013
-"""With what a gateway closes the socket of a box whose registration its database was too slow for; real ones dial again."""
+"""With what a gateway closes the socket of a node whose registration its database was too slow for; real ones dial again."""
 _numbers = itertools.count(1)
 
 
@@ -269,7 +269,7 @@ _PASSED = ("retry-after", "x-should-retry")
 
 @asynccontextmanager
 async def engine_box(lab: Lab, model: str, *, native: Sequence[str] = ()) -> AsyncIterator[ScriptedBox]:
-    """Connect a box that answers ``model`` on chat completions and, byte for byte, on the ``native`` paths."""
+    """Connect a node that answers ``model`` on chat completions and, byte for byte, on the ``native`` paths."""
     async with serve_engine(models=[model], native=native) as url, aiohttp.ClientSession() as session:
         box = await lab.box(model, endpoints=[CHAT, *native], max_concurrent=_CONCURRENT)
         forwarding = asyncio.create_task(_forward_all(box, url, session))

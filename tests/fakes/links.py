@@ -87,7 +87,7 @@ def open_request(**changes: object) -> OpenRequest:
 
 
 class FakeStream:
-    """One open request on a FakeLink; a test plays the box through it."""
+    """One open request on a FakeLink; a test plays the node through it."""
 
     def __init__(self, link: FakeLink, request: OpenRequest, sink: Sink) -> None:
         self.link = link
@@ -120,7 +120,7 @@ class FakeStream:
 
 
 class FakeLink(Link):
-    """A link whose box is the test. It keeps the promise of the port: no sink call after end or cancel."""
+    """A link whose node is the test. It keeps the promise of the port: no sink call after end or cancel."""
 
     def __init__(self, *models: str, slots: int = 1, name: str = "", node_id: uuid.UUID | None = None) -> None:
         number = next(_numbers)

@@ -179,7 +179,7 @@ def allow_keeping(gateway: Gateway) -> None:
 
 
 def end_waits(gateway: Gateway) -> None:
-    """Have the time of whoever waits for a box be up; with so short a time it may be before the first sign of life."""
+    """Have the time of whoever waits for a node be up; with so short a time it may be before the first sign of life."""
     dispatcher = gateway.dispatcher
     for waiter in dispatcher._list_waiting(list(dispatcher._queues)):
         dispatcher._take_timer(waiter, is_last=True)
@@ -199,7 +199,7 @@ def last_data(body: bytes) -> Any:
 @asynccontextmanager
 async def gateways(rows: Rows) -> AsyncIterator[Make]:
     """Makes gateways whose database may be slow, for that is not the subject, and lets nothing of them outlive the test."""
-    set_limits(core={"database_s": 30.0}, gateway={"keeping_s": 30.0})
+    set_limits(core={"database_s": 30.0}, gateway={"store_s": 30.0})
     made: list[Gateway] = []
 
     def make(**options: Any) -> Gateway:

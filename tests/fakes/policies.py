@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.fakes.audit_logs import KEY as LOG_KEY
 from tests.fakes.passkeys import ORIGIN, RP_ID, KeyFile, Proof, SoftPasskey
-from wire.bridge import BoxGovernance
+from wire.bridge import NodeGovernance
 from wire.ids import new_uuid7
 from wire.optoken import Binding, Grant, params_digest, sign_l1, sign_l2
 from wire.optoken.approval import (
@@ -78,7 +78,7 @@ def make_policy(people: Iterable[Person], *, classes: PolicyClasses = DEFAULT_CL
 
 
 def make_statement(policy: Policy, **changes: Any) -> Statement:
-    """A request to load a model on one box, valid from ``NOW`` for an hour."""
+    """A request to load a model on one node, valid from ``NOW`` for an hour."""
     fields: dict[str, Any] = {
         "op_id": "op-1", "operation": "model-load", "op_class": "model-load", "targets": ["box-7"],
         "params": {"modelId": "org/model"}, "requested_by": "zoe", "reason": "needed", "requested_at": NOW,
@@ -157,7 +157,7 @@ class Fleet:
 
 @dataclass
 class Issuer:
-    """The control plane of one box: it has the HMAC keys, and nothing of the people. ``fence`` grows with every token."""
+    """The control plane of one node: it has the HMAC keys, and nothing of the people. ``fence`` grows with every token."""
 
     fleet: Fleet
     runner_id: str
@@ -166,7 +166,7 @@ class Issuer:
     fence: int = 0
 
     @classmethod
-    def of(cls, fleet: Fleet, box: BoxGovernance) -> Issuer:
+    def of(cls, fleet: Fleet, box: NodeGovernance) -> Issuer:
         kid, key = list(box.op_keys.items())[-1]
         return cls(fleet, box.runner_id, kid, decode_bytes(key))
 
@@ -247,7 +247,7 @@ def make_bundle(**changes: Any) -> dict[str, Any]:
 
 
 def make_batch(*, format_version: int) -> dict[str, Any]:
-    """The evidence of an operation on two boxes that was to go on after failures, or one of the first format."""
+    """The evidence of an operation on two nodes that was to go on after failures, or one of the first format."""
     made = make_statement(SECOND, targets=[BOX, "box-8"], stops_on_failure=False)
     if format_version == 1:
         members = {name: value for name, value in json.loads(made.raw).items() if name != "stopsOnFailure"} | {"v": 1}

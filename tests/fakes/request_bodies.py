@@ -23,7 +23,7 @@ EMBEDDINGS, RERANK, IMAGES = "/v1/embeddings", "/v1/rerank", "/v1/images/generat
 TRANSCRIPTIONS, COUNT_MESSAGES = "/v1/audio/transcriptions", "/v1/messages/count_tokens"
 COUNT_RESPONSES = "/v1/responses/input_tokens"
 NATIVE = (CHAT, COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS, RERANK, IMAGES, TRANSCRIPTIONS, "/v1/audio/translations")
-"""What a box can answer itself."""
+"""What a node can answer itself."""
 Json = dict[str, Any]
 
 _PICTURE = {"type": "base64", "media_type": "image/png", "data": "AAAA"}

@@ -49,7 +49,7 @@ from runner.queue import FairQueue
 from tests.fakes.clock import VirtualClock
 from tests.fakes.waiting import takes
 from wire import bridge, clock
-from wire.bridge import BoxGovernance, PolicyOffer
+from wire.bridge import NodeGovernance, PolicyOffer
 from wire.optoken.approval import policy_words
 
 Mood = Literal["works", "fails", "hangs"]
@@ -211,7 +211,7 @@ class RunnerProcess:
         operations = Operations(pool, self.gate, ledger, self.governance.identity)
         self._commands = Commands(operations, _seek, _reload)
 
-    def describe(self) -> BoxGovernance:
+    def describe(self) -> NodeGovernance:
         said = self.governance.describe()
         assert said is not None
         return said

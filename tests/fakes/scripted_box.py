@@ -1,4 +1,4 @@
-"""A muster v1 box that does exactly what a test tells it to; it speaks through ``wire``, which both sides share."""
+"""A muster v1 node that does exactly what a test tells it to; it speaks through ``wire``, which both sides share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from wire import bridge, frames
 
 @dataclass
 class Stream:
-    """One request as the box got it: identity, meta, body so far, and what happened to it."""
+    """One request as the node got it: identity, meta, body so far, and what happened to it."""
 
     id: int
     attempt: int
@@ -93,7 +93,7 @@ class Dialled:
 
 @dataclass
 class ScriptedBox(Dialled):
-    """A connected box. ``messages`` holds the JSON frames of the server, ``streams`` what it opened, in order."""
+    """A connected node. ``messages`` holds the JSON frames of the server, ``streams`` what it opened, in order."""
 
     ack: bridge.RegisterAck | None = None
     load: int = 0
@@ -104,7 +104,7 @@ class ScriptedBox(Dialled):
     async def dial(
         cls, url: str, *, secret: str, name: str, models: Sequence[str], max_concurrent: int = 1,
         instance_id: str | None = None, endpoints: Sequence[str] = ("/v1/chat/completions",),
-        replicas: Sequence[bridge.ReplicaInfo] | None = None, governance: bridge.BoxGovernance | None = None,
+        replicas: Sequence[bridge.ReplicaInfo] | None = None, governance: bridge.NodeGovernance | None = None,
     ) -> ScriptedBox:  # fmt: skip
         """Connect, register and wait for the acknowledgement. ``replicas`` None: each model is loaded."""
         target = f"{url}?{urlencode({'provider': 'local'})}"

@@ -77,7 +77,7 @@ class OpenStream:
         pieces: list[bytes] = []
         while (frame := await self.next()).kind == frames.DATA:
             pieces.append(frame.payload)
-            with contextlib.suppress(ConnectionClosed):  # the box may have sent all and left
+            with contextlib.suppress(ConnectionClosed):  # the node may have sent all and left
                 await self.credit(len(frame.payload))
         assert frame.kind == frames.END
         return Answer(head.status, head.headers, pieces, frames.decode_end(frame.payload))
@@ -91,7 +91,7 @@ class OpenStream:
 
 @dataclass
 class ConnectedBox:
-    """One session of one box."""
+    """One session of one node."""
 
     socket: ServerConnection
     register: bridge.Register
@@ -106,7 +106,7 @@ class ConnectedBox:
         self, body: dict[str, object] | bytes, *, path: str = "/v1/chat/completions", deadline_ms: int = 60_000,
         window_bytes: int = WIRE.stream_window_bytes, headers: dict[str, str] | None = None, model: str = "", tenant: str = "",
     ) -> OpenStream:  # fmt: skip
-        """Send OPEN (and BODY frames) of a new stream, for the first model of the box unless another is named."""
+        """Send OPEN (and BODY frames) of a new stream, for the first model of the node unless another is named."""
         number = len(self.streams) + 1
         stream = self.streams[number] = OpenStream(self, number)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -148,7 +148,7 @@ class ConnectedBox:
             await self.news.wait_for(lambda: self.is_over)
 
     async def serve(self) -> None:
-        """Sort what the box sends until it leaves."""
+        """Sort what the node sends until it leaves."""
         try:
             async for data in self.socket:
                 async with self.news:
@@ -167,7 +167,7 @@ class ConnectedBox:
 
 
 class ScriptedGateway:
-    """Accepts boxes on a loopback port. ``refusal`` turns the next handshakes away with that HTTP status."""
+    """Accepts nodes on a loopback port. ``refusal`` turns the next handshakes away with that HTTP status."""
 
     def __init__(self) -> None:
         self.arrivals: asyncio.Queue[ConnectedBox] = asyncio.Queue()
@@ -187,7 +187,7 @@ class ScriptedGateway:
         return _connection.respond(self.refusal, "no\n") if self.refusal is not None else None
 
     async def _welcome(self, socket: ServerConnection) -> None:
-        # Before it is turned away too: a box that writes to a connection that is gone does not read why it was closed.
+        # Before it is turned away too: a node that writes to a connection that is gone does not read why it was closed.
         first = bridge.decode_worker_message(await socket.recv())
         if self.close_code is not None:
             await socket.close(self.close_code, self.close_reason)

@@ -209,7 +209,7 @@ class Stack:
 
     @contextlib.contextmanager
     def lend_gateway(self, name: str, settings: Mapping[str, str], *, port: int | None = None) -> Iterator[Gateway]:
-        """Do as ``gateway`` does, and stop it afterwards: a gateway has work with every box and model, whoever uses them."""
+        """Do as ``gateway`` does, and stop it afterwards: a gateway has work with every node and model, whoever uses them."""
         gateway = self.gateway(name, settings, port=port)
         try:
             yield gateway

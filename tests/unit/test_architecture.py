@@ -326,6 +326,65 @@ def _swallowing_places() -> Iterator[str]:
                 yield f"{name}::{next(owners, '<module>')}"
 
 
+REPLACED_WORDS = frozenset(
+    [
+        "bell",
+        "boxes",
+        "box",
+        "clerk",
+        "clerks",
+        "courier",
+        "couriers",
+        "door",
+        "doors",
+        "hindrance",
+        "hindrances",
+        "keeping",
+        "lane",
+        "lanes",
+        "obstacle",
+        "obstacles",
+        "outlook",
+        "outlooks",
+        "passage",
+        "patience",
+        "phrasing",
+        "refusing",
+        "rewriting",
+        "stories",
+        "story",
+        "tallies",
+        "tally",
+        "warden",
+        "wardens",
+    ]
+)
+"""Words that the glossary replaces, in identifiers and in names of modules."""
+ESTABLISHED = {"box_key", "call_box", "hindrances"}
+"""A column, a Celery task and a member of the REST API: a new name would break the release before."""
+
+
+def identifiers_of(name: str) -> set[str]:
+    found = set(Path(name).with_suffix("").parts)
+    for node in ast.walk(parse(name)):
+        match node:
+            case ast.ClassDef(defined) | ast.FunctionDef(defined) | ast.AsyncFunctionDef(defined) | ast.Name(defined):
+                found.add(defined)
+            case ast.arg(defined) | ast.keyword(str(defined)) | ast.Attribute(_, defined):
+                found.add(defined)
+    return found
+
+
+def test_identifiers_use_the_words_of_the_glossary() -> None:
+    found = {
+        (name, identifier)
+        for name in shipped_modules()
+        for identifier in identifiers_of(name) - ESTABLISHED
+        if REPLACED_WORDS & set(re.findall(r"[a-z]+", re.sub(r"([A-Z])", r"_\1", identifier).lower()))
+    }
+    assert not found, "the glossary has another word for it"
+
+
 def test_broad_exceptions_end_only_at_process_edges() -> None:
     places = set(_swallowing_places())
     assert not places - set(PROCESS_EDGES), "name the exception, or add the place and its reason to PROCESS_EDGES"

@@ -162,7 +162,7 @@ def test_the_documented_metrics_are_those_of_the_registry_with_their_labels() ->
 
     held = [value for module in (of_gateway, channel, consumers, registry) for value in vars(module).values()]
     families: list[Any] = [value for value in held if isinstance(value, MetricWrapperBase)]
-    families += [family for own in (of_gateway.TALLY, FLEET) for family in own.collect()]
+    families += [family for own in (of_gateway.COUNTERS, FLEET) for family in own.collect()]
     exported = set()
     for family in families:
         kind = getattr(family, "_type", "") or family.type

@@ -1,7 +1,7 @@
 """The stand-alone verifier of approvals: who signed what, and whether the policy finds that enough.
 
 Standard library and ``cryptography`` only, nothing of ours, so that an auditor can read and run this one file:
-``python approval.py BUNDLE``. The GPU box, the control plane and the auditor all use it. No clock; no file but in ``main``.
+``python approval.py BUNDLE``. The GPU node, the control plane and the auditor all use it. No clock; no file but in ``main``.
 
 Statement and policy are canonical JSON (RFC 8785 without floats); people sign ``SHA-256(domain || 00 || statement)``, as the
 challenge of a WebAuthn assertion (W3C Web Authentication Level 3, section 7.2) or with an Ed25519 key (RFC 8032).
@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 MAX_STATEMENT_BYTES, MAX_POLICY_BYTES, MAX_DEPTH, MAX_INTEGER = 8192, 65536, 8, 2**53 - 1
 MAX_TARGETS, MAX_PROOFS, MAX_APPROVERS, MAX_KEYS_EACH, MAX_TEXT_CHARS = 64, 16, 64, 8, 300
 MAX_CLASSES, MAX_FACTORS, MAX_ENCODED_CHARS = 64, 6, 2 * MAX_POLICY_BYTES
-CLOCK_SKEW_S = 60  # a box whose clock is behind by this much still takes an approval in its first moment
+CLOCK_SKEW_S = 60  # a node whose clock is behind by this much still takes an approval in its first moment
 STATEMENT_DOMAIN, RECEIPT_DOMAIN = b"op-statement/v1\x00", b"op-receipt/v1\x00"
 BREAK_GLASS, POLICY_CHANGE = "break-glass", "policy-change"
 _USER_PRESENT, _USER_VERIFIED, _BACKUP_ELIGIBLE, _BACKED_UP = 0x01, 0x04, 0x08, 0x10
@@ -172,7 +172,7 @@ class PolicyRef:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What approvers sign. ``raw`` are the very bytes; times are Unix seconds; ``targets`` name boxes or things."""
+    """What approvers sign. ``raw`` are the very bytes; times are Unix seconds; ``targets`` name nodes or things."""
 
     raw: bytes
     version: int
@@ -243,7 +243,7 @@ class OperationClass:
 
     ``life_s``: how long a request may wait for approvals; ``usable_s``: longest time from notBefore to notAfter;
     ``file_proofs``: how many proofs must come from Ed25519 keys; ``solo``: the requester may count; ``device_bound``: passkeys
-    that can be copied do not count, key files only if ``file_proofs`` asks; ``daily_cap``: uses that a box allows
+    that can be copied do not count, key files only if ``file_proofs`` asks; ``daily_cap``: uses that a node allows
     in 24 h, 0 = no cap (break-glass always has one). The requester chooses the class, and approvers sign its name: an operation
     that stands in several classes is as well guarded as the weakest of them.
     """
@@ -613,7 +613,7 @@ def verify_successor(raw: bytes, statement: Statement, proofs: Sequence[object],
     """Return the policy ``raw`` after checking that both it and the current one accept it (as TUF chains its root role).
 
     ``current`` None: ``raw`` is version 1, which accepts itself and whose fingerprint a person must have confirmed.
-    The window of the statement is not looked at: a box that was away learns of a change later. Raises ApprovalError.
+    The window of the statement is not looked at: a node that was away learns of a change later. Raises ApprovalError.
     """
     policy = read_policy(raw)
     if statement.operation != POLICY_CHANGE or statement.op_class != POLICY_CHANGE:
@@ -656,16 +656,16 @@ def verify_chain(links: object, *, current: Policy | None) -> tuple[Policy, ...]
     return tuple(found)
 
 
-# What boxes answer
+# What nodes answer
 
 
 def fingerprint_key(public_key: bytes) -> str:
-    """Return the 130 bits of SHA-256(public key, SPKI DER) that stand behind the ``#`` of a box's id: base32, lower case."""
+    """Return the 130 bits of SHA-256(public key, SPKI DER) that stand behind the ``#`` of a node's id: base32, lower case."""
     return base64.b32encode(hashlib.sha256(public_key).digest())[:26].decode().lower()
 
 
 def check_receipt(text: object, public_key: bytes) -> dict[str, object]:
-    """Return the members of a receipt that the box whose id carries this key has signed. Raises ApprovalError (bad_receipt).
+    """Return the members of a receipt that the node whose id carries this key has signed. Raises ApprovalError (bad_receipt).
 
     ``text``: base64url of the canonical {"receipt": {...}, "signature"}. ``public_key``: Ed25519, SPKI DER.
     """
@@ -679,7 +679,7 @@ def check_receipt(text: object, public_key: bytes) -> dict[str, object]:
     except InvalidSignature:
         raise ApprovalError(bad, "signed by another key, or changed since") from None
     if _text(receipt, "runnerId", bad).partition("#")[2] != fingerprint_key(public_key):
-        raise ApprovalError(bad, "the box that it names has another key")
+        raise ApprovalError(bad, "the node that it names has another key")
     return receipt
 
 
@@ -742,7 +742,7 @@ def verify_bundle(bundle: Mapping[str, object]) -> tuple[Policy, Statement, Verd
 
 
 def verify_receipts(bundle: Mapping[str, object], statement: Statement) -> list[dict[str, object]]:
-    """Return the receipts of a bundle, each about this statement and from a box that it names. Raises ApprovalError.
+    """Return the receipts of a bundle, each about this statement and from a node that it names. Raises ApprovalError.
 
     They are a list of {"receipt", "publicKey"}, both in base64url, under the name "receipts"; none at all is fine.
     """
@@ -751,7 +751,7 @@ def verify_receipts(bundle: Mapping[str, object], statement: Statement) -> list[
         pair = _object(item, "receipt publicKey", Rule.BAD_RECEIPT)
         receipt = check_receipt(pair["receipt"], decode_bytes(pair["publicKey"]))
         if receipt.get("statementDigest") != statement.digest.hex() or receipt["runnerId"] not in statement.targets:
-            raise ApprovalError(Rule.BAD_RECEIPT, "a receipt of another operation, or of a box that it was not approved for")
+            raise ApprovalError(Rule.BAD_RECEIPT, "a receipt of another operation, or of a node that it was not approved for")
         found.append(receipt)
     return found
 
@@ -774,7 +774,7 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.write(
         f"APPROVED {statement.operation} on {', '.join(statement.targets)} by {', '.join(verdict.approved_by)}, asked for by "
         f"{statement.requested_by}\n  {json.dumps(dict(statement.params))}\n  statement {digest_words(statement.digest)}\n"
-        f"  policy {policy.ref.id} version {policy.ref.version}; compare version 1 with what was confirmed on the box: "
+        f"  policy {policy.ref.id} version {policy.ref.version}; compare version 1 with what was confirmed on the node: "
         f"{policy_words(first.ref.sha256)}\n"
     )
     if len(statement.targets) > 1:

@@ -99,7 +99,7 @@ def build_statement(
     """Return the statement that approvers are to sign. ``params``: every member of the request body that is not null.
 
     Times are Unix seconds. ``stops_on_failure`` counts with several targets only: such a statement is of version 2, any other
-    of version 1, which boxes of earlier releases read as well. Raises ApprovalError (not_canonical, bad_statement); whether a
+    of version 1, which nodes of earlier releases read as well. Raises ApprovalError (not_canonical, bad_statement); whether a
     policy allows it is not looked at.
     """
     members: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""What a box says it did: the outcome of one operation, signed with the key that its runner id names."""
+"""What a node says it did: the outcome of one operation, signed with the key that its runner id names."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class ReceiptError(Exception):
-    """A receipt that proves nothing: not signed by this key, about another box, or not in the one form it can have."""
+    """A receipt that proves nothing: not signed by this key, about another node, or not in the one form it can have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """How one use of an approval ended on one box. Digests are SHA-256 in hex; times are Unix seconds.
+    """How one use of an approval ended on one node. Digests are SHA-256 in hex; times are Unix seconds.
 
     ``use`` counts from 1. ``statement_digest``: of the approved statement, "" below L2. ``result_digest``: see
-    ``digest_result``. ``checkpoint``: size of the last audit log that the box saw, as text; "" = none.
+    ``digest_result``. ``checkpoint``: size of the last audit log that the node saw, as text; "" = none.
     """
 
     op_id: str
@@ -72,7 +72,7 @@ def sign_receipt(private_key: Ed25519PrivateKey, receipt: Receipt) -> str:
 
 
 def read_receipt(text: str, public_key: bytes) -> Receipt:
-    """Return the receipt that the holder of ``public_key`` (Ed25519, SPKI DER) signed about its own box.
+    """Return the receipt that the holder of ``public_key`` (Ed25519, SPKI DER) signed about its own node.
 
     Raises ReceiptError.
     """

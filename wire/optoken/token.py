@@ -253,7 +253,7 @@ class Reason(StrEnum):
     NOT_YET_VALID = "not_yet_valid"
     LIFETIME_TOO_LONG = "lifetime_too_long"
     BEFORE_LEDGER = "before_ledger"
-    """Issued, or at L2 asked for, before this box began to remember operations, so it may have been carried out already."""
+    """Issued, or at L2 asked for, before this node began to remember operations, so it may have been carried out already."""
     WRONG_OPERATION = "wrong_operation"
     WRONG_MODEL = "wrong_model"
     UNSIGNABLE_PARAMS = "unsignable_params"
@@ -264,11 +264,11 @@ class Reason(StrEnum):
     STALE_FENCE = "stale_fence"
     LEDGER_FULL = "ledger_full"
     NO_POLICY = "no_policy"
-    """This box wants proofs and has no policy yet to judge them by."""
+    """This node wants proofs and has no policy yet to judge them by."""
     WRONG_STATEMENT = "wrong_statement"
     """The statement is not the one that the token was issued for."""
     WRONG_TARGET = "wrong_target"
-    """People approved this for other boxes."""
+    """People approved this for other nodes."""
     NOT_APPROVED = "not_approved"
     """The proofs do not make an approval; ``OpTokenError.rule`` says which rule refused them."""
 
@@ -301,7 +301,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What an L1 token says beside: for which box, which parameters (see ``params_digest``), which approval, which order.
+    """What an L1 token says beside: for which node, which parameters (see ``params_digest``), which approval, which order.
 
     ``expires_at``: Unix seconds, at most 300 after the issue. ``op_id`` is the same in all tokens of one approval.
     ``fence`` grows from operation to operation. ``use``: which of its uses, counted from 1; above 1 only at L2.
@@ -383,11 +383,11 @@ def make_runner_id(name: str, public_key: bytes) -> str:
     Raises ValueError for a name that could be read in two ways.
     """
     if not (0 < len(name) <= WIRE.node_name_chars and name.isprintable() and name == name.strip() and "#" not in name):
-        raise ValueError(f"the name of a box is 1 to {WIRE.node_name_chars} printable characters without # and outer blanks")
+        raise ValueError(f"the name of a node is 1 to {WIRE.node_name_chars} printable characters without # and outer blanks")
     return f"{name}#{fingerprint_key(public_key)}"
 
 
 def owns_runner_id(runner_id: str, public_key: bytes) -> bool:
-    """Return whether ``runner_id`` was made from this key, so that what the key signs speaks for that box."""
+    """Return whether ``runner_id`` was made from this key, so that what the key signs speaks for that node."""
     name, mark, fingerprint = runner_id.partition("#")
     return bool(name and mark) and hmac.compare_digest(fingerprint.encode(), fingerprint_key(public_key).encode())

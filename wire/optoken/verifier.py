@@ -1,4 +1,4 @@
-"""Whether a token holds for one request on one box at one moment. Cheap checks first, the signature before any content.
+"""Whether a token holds for one request on one node at one moment. Cheap checks first, the signature before any content.
 
 What needs memory (nonce seen, approval used, fence overtaken) comes after and is the caller's, in this order: spend the nonce,
 then compare the fence and book the operation.
@@ -49,7 +49,7 @@ _L1_MEMBERS = frozenset(
     {"operation", "modelId", "issuedAt", "signers", "nonce"}
     | {"v", "kid", "aud", "exp", "opId", "use", "stmtDigest", "paramsDigest", "fence", "checkpoint"}
 )
-"""All that a token from L1 on may say: what a box does not know, it cannot honour."""
+"""All that a token from L1 on may say: what a node does not know, it cannot honour."""
 
 
 class Operation(StrEnum):
@@ -76,7 +76,7 @@ class Verified:
     ``expires_at``: Unix seconds after which this token would be refused anyway, so its nonce need not be remembered longer.
     ``max_uses``: how often the approval behind ``op_id`` may be carried out; ``use``: which of them this is, from 1.
     From ``statement`` on: what people signed, at L2 only. ``approvers`` are those whose proofs hold, while ``signers`` is
-    what the issuer says. ``daily_cap``: uses of ``op_class`` that a box allows in 24 h, 0 = no cap. ``not_after`` (Unix
+    what the issuer says. ``daily_cap``: uses of ``op_class`` that a node allows in 24 h, 0 = no cap. ``not_after`` (Unix
     seconds): when the approval ends.
     """
 
@@ -103,12 +103,12 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """The rules of one box; the token has no say in them.
+    """The rules of one node; the token has no say in them.
 
     ``keys``: HMAC-SHA256 keys by id, ``""`` the one that L0 tokens (which name none) are checked with. ``runner_id``: the
-    audience this box answers to. ``not_before``: Unix seconds before which nothing is remembered; older tokens are refused, and
-    at L2 approvals that were asked for earlier.
-    ``policy``: what this box has pinned, or what finds the one of its policies that a statement names; without one, an L2 box
+    audience this node answers to. ``not_before``: Unix seconds before which nothing is remembered; older tokens are refused,
+    and at L2 approvals that were asked for earlier.
+    ``policy``: what this node has pinned, or what finds the one of its policies that a statement names; without one, an L2 node
     refuses every token. ``min_signers`` counts below L2 only, where the issuer is believed about who signed; at L2 the policy
     decides. ``counted_signers``: the names that count towards it, None = any. Raises ValueError for rules that would accept
     what nobody signed.
@@ -126,7 +126,7 @@ class Verifier:
         if self.min_signers < 1:
             raise ValueError("at least one signer must be required")
         if not self.runner_id:
-            raise ValueError("a box without an id cannot be the audience of a token")
+            raise ValueError("a node without an id cannot be the audience of a token")
         if any(len(key) < WIRE.token_least_key_bytes for key in self.keys.values()):
             raise ValueError(f"a key shorter than {WIRE.token_least_key_bytes} bytes")
 
@@ -136,7 +136,7 @@ class Verifier:
         """Return what the token proves for a request, or raise OpTokenError with the first check that failed.
 
         ``params``: every member of the request body as it will be acted on. ``now``: Unix seconds, read once by the caller.
-        A box below L2 takes a token with statement and proofs for an L1 token and does not look at them.
+        A node below L2 takes a token with statement and proofs for an L1 token and does not look at them.
         """
         level = self._find_level(token)
         kid = self._check_signature(token, level)
@@ -148,9 +148,9 @@ class Verifier:
         self, token: SignedToken, *, operation: Operation, model_id: str | None, params: Mapping[str, object],
         accepted_at: float,
     ) -> Verified:  # fmt: skip
-        """Return what a token proves that this box accepted at ``accepted_at`` (Unix seconds), by all checks but its MAC.
+        """Return what a token proves that this node accepted at ``accepted_at`` (Unix seconds), by all checks but its MAC.
 
-        The key of the MAC may be gone by now. So the caller must know by other means that this box has verified these very
+        The key of the MAC may be gone by now. So the caller must know by other means that this node has verified these very
         members then, and must not take the token for a permit to do the operation once more. Raises OpTokenError.
         """
         level = self._find_level(token)
@@ -162,7 +162,7 @@ class Verifier:
         )  # fmt: skip
 
     def _find_level(self, token: SignedToken) -> Level:
-        """Return the level at which a token is judged. Raises OpTokenError for one below this box's own."""
+        """Return the level at which a token is judged. Raises OpTokenError for one below this node's own."""
         carried = _read_level(token)
         if carried < self.level:
             raise OpTokenError(Reason.LEVEL_TOO_LOW)
@@ -370,7 +370,7 @@ def _read_integer(claims: Mapping[str, Claim], name: str, *, least: int) -> int:
 
 PinnedPolicy = Policy | Callable[[PolicyRef], Policy | None] | None
 _MEMBERS = {"statement", "proofs"}
-"""All that may stand beside the signed members: what a box does not know, it cannot honour."""
+"""All that may stand beside the signed members: what a node does not know, it cannot honour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,7 +391,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """An approval that holds. ``daily_cap``: uses of the class that a box allows in 24 h, 0 = no cap."""
+    """An approval that holds. ``daily_cap``: uses of the class that a node allows in 24 h, 0 = no cap."""
 
     statement: Statement
     approvers: tuple[str, ...]
@@ -401,7 +401,7 @@ class Approval:
 def check_statement(beside: Mapping[str, object], wanted: Wanted, *, policy: PinnedPolicy, now: float) -> Approval:
     """Return the approval that stands ``beside`` the signed members of a token, or raise OpTokenError.
 
-    ``policy``: the one that this box has pinned, or what finds the one that a statement names. ``now``: Unix seconds.
+    ``policy``: the one that this node has pinned, or what finds the one that a statement names. ``now``: Unix seconds.
     """
     if policy is None:
         raise OpTokenError(Reason.NO_POLICY)

@@ -1,4 +1,4 @@
-"""A box of level L2 on a real socket: enrolled beforehand where a test is about something else, with approvals for it."""
+"""A node of level L2 on a real socket: enrolled beforehand where a test is about something else, with approvals for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FINAL = frozenset({"succeeded", "failed", "refused", "interrupted", "unknown"})
 
 
 async def enrol(data: Path, fleet: Fleet) -> None:
-    """Leave the data folder of a box on which a person confirmed the policy of ``fleet``, and that has taken it over."""
+    """Leave the data folder of a node on which a person confirmed the policy of ``fleet``, and that has taken it over."""
     data.mkdir()  # noqa: ASYNC240 - nothing else runs yet
     write_trusted(data, fleet.words)
     ledger = await Ledger.open(data)
@@ -43,13 +43,13 @@ async def enrol(data: Path, fleet: Fleet) -> None:
 
 
 def options_of(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
-    """Flags and variables of a box with the models ``a`` and ``b`` and a data folder."""
+    """Flags and variables of a node with the models ``a`` and ``b`` and a data folder."""
     models = write_models(tmp_path / "models", "a", "b")
     return ["--threads", "1", "--data", str(tmp_path / "data")], {"MODEL_BASE_PATH": str(models)}
 
 
 class Control:
-    """The control plane of one connected box: sends commands, reads statuses."""
+    """The control plane of one connected node: sends commands, reads statuses."""
 
     def __init__(self, box: ConnectedBox, fleet: Fleet) -> None:
         governance = box.register.governance
@@ -94,7 +94,7 @@ class Control:
                 return status
 
     def read(self, status: bridge.OpStatus) -> Receipt:
-        """The receipt of a status, which must be signed by this box and be about this very result."""
+        """The receipt of a status, which must be signed by this node and be about this very result."""
         receipt = read_receipt(status.receipt, decode_bytes(self.governance.public_key))
         assert (receipt.op_id, receipt.use, receipt.outcome) == (status.op_id, status.use, status.state)
         assert receipt.result_digest == digest_result(status.result)

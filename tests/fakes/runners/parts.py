@@ -39,7 +39,7 @@ def write_models(folder: Path, *names: str) -> Path:
 
 @asynccontextmanager
 async def assembled(tmp_path: Path, *options: str, **env: str) -> AsyncIterator[Parts]:
-    """The parts of a stand-alone box over ``tmp_path / "models"``, at least ``a`` and ``b`` in it."""
+    """The parts of a stand-alone node over ``tmp_path / "models"``, at least ``a`` and ``b`` in it."""
     models = write_models(tmp_path / "models", "a", "b")
     surroundings = {"MODEL_BASE_PATH": str(models), **env}
     config = read_config(["--standalone", "--threads", "1", "--data", str(tmp_path / "data"), *options], surroundings)
@@ -77,7 +77,7 @@ async def answer(parts: Parts, model_id: str, *, tenant: str = "t1") -> int:
 
 
 class Bench:
-    """The parts of a box whose loads start gated engines; ``engines`` in the order of their making."""
+    """The parts of a node whose loads start gated engines; ``engines`` in the order of their making."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts

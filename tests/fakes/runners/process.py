@@ -113,7 +113,7 @@ class ApiBox:
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        # A connection for each request: of one that was idle nobody knows whether the box closes it at this moment.
+        # A connection for each request: of one that was idle nobody knows whether the node closes it at this moment.
         self.client = httpx.Client(base_url=self.url, timeout=DEADLINE_S, trust_env=False, limits=NO_KEEP_ALIVE)
 
     def log_text(self) -> str:
@@ -220,10 +220,10 @@ async def open_api_box(
 
 
 def wait_serving(box: ApiBox) -> None:
-    """Return when the box has started; it may be unwell."""
+    """Return when the node has started; it may be unwell."""
     headers = {"Authorization": "Bearer x"}
     box.wait_for(
-        lambda: box.client.get("/health", headers=headers).json(), lambda health: "the box is starting" not in str(health)
+        lambda: box.client.get("/health", headers=headers).json(), lambda health: "the node is starting" not in str(health)
     )
 
 

@@ -208,7 +208,7 @@ def control(
 def gateway(
     django_db_setup: None, django_db_blocker: DjangoDbBlocker, tmp_path_factory: pytest.TempPathFactory, gateway_port: int
 ) -> Iterator[ServerProcess]:
-    """A gateway, for all tests of this folder: boxes dial it, and are gone when their test is over."""
+    """A gateway, for all tests of this folder: nodes dial it, and are gone when their test is over."""
     log = tmp_path_factory.mktemp("gateway") / "gateway.log"
     with django_db_blocker.unblock(), serve_gateway(log, port=gateway_port) as server:
         yield server

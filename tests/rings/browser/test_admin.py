@@ -126,7 +126,7 @@ class LoadingNode(NodeThread):
 
 @pytest.fixture
 def attic(visit: Visit, gateway: ServerProcess) -> Iterator[LoadingNode]:
-    """A box on the socket of a gateway, and an operator who looks at its page."""
+    """A node on the socket of a gateway, and an operator who looks at its page."""
     secret = in_database(lambda: make_credential("attic")[1])
     box = LoadingNode(gateway, secret, LLAMA.model, replicas=[LLAMA])
     visit.sign_in()

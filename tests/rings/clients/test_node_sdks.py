@@ -1,4 +1,4 @@
-"""The official Node SDKs against the gateway, in front of a box that speaks their surface and one that speaks chat alone.
+"""The official Node SDKs against the gateway, in front of a node that speaks their surface and one that speaks chat alone.
 
 Each script in ``node/`` runs its cases and prints what every one of them returned or threw; here that is compared.
 """
@@ -69,7 +69,7 @@ class Script:
 
 @pytest_asyncio.fixture(params=["native", "translated"])
 async def script(lab: Lab, request: pytest.FixtureRequest) -> AsyncIterator[Script]:
-    """A model of a box that answers Messages and Responses itself, and of one that the gateway translates for."""
+    """A model of a node that answers Messages and Responses itself, and of one that the gateway translates for."""
     model = await lab.model()
     async with engine_box(lab, model, native=[MESSAGES, RESPONSES] if request.param == "native" else []):
         yield Script(lab, model)

@@ -46,7 +46,7 @@ def fuzzed(stack: Stack) -> Iterator[Gateway]:
 
 @pytest_asyncio.fixture
 async def fuzzer(lab: Lab, fuzzed: Gateway) -> AsyncIterator[Fuzzer]:
-    """Three boxes on that gateway, and what torments it. Afterwards nothing was found, and no fault of ours is in the log."""
+    """Three nodes on that gateway, and what torments it. Afterwards nothing was found, and no fault of ours is in the log."""
     lab.gateway = fuzzed
     async with fuzz(lab, fuzzed) as running:
         yield running

@@ -319,6 +319,6 @@ async def test_spare_off_gives_work_in_flight_the_grace_period_then_interrupts_i
         await eventually(lambda: backend.gone == 1, what="the engine was told to stop")
         (record,) = await lab.final(model)
         assert (record["status"], record["error_code"]) == ("interrupted", "REQUEST_INTERRUPTED")
-        lab.ask(model, "not on a reclaimed box")
+        lab.ask(model, "not on a reclaimed node")
         await lab.queued(1)
         assert len(backend.calls) == 1

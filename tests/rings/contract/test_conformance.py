@@ -1,6 +1,6 @@
-"""The conformance table against our gateway: every requirement of clients, with every kind of box.
+"""The conformance table against our gateway: every requirement of clients, with every kind of node.
 
-The boxes: the scripted engine behind the box program, the same as a box that is called over HTTP, a scripted engine that
+The nodes: the scripted engine behind the node program, the same as a node that is called over HTTP, a scripted engine that
 speaks Messages and Responses itself, and the tiny model on llama.cpp. What is skipped is written down here row by row.
 """
 
@@ -81,12 +81,12 @@ MAY_SKIP: Mapping[str, frozenset[str]] = {
 }  # fmt: skip
 BOXES = tuple(MAY_SKIP)
 REQUIRED = (Surface.CHAT, Surface.RESPONSES, Surface.MESSAGES, Surface.COUNT_TOKENS)
-"""What every box that chats offers."""
+"""What every node that chats offers."""
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """The gateway and the model that each kind of box serves."""
+    """The gateway and the model that each kind of node serves."""
 
     gateway: Gateway
     models: Mapping[str, str]
@@ -117,7 +117,7 @@ def read_url(engine: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def run_direct_box(stack: Stack, url: str, model: str) -> Iterator[None]:
-    """Register a server as a box that is called over HTTP, and keep it alive as its agent would."""
+    """Register a server as a node that is called over HTTP, and keep it alive as its agent would."""
     name = unique("conform")
     _, token = stack.backstage.call(
         "nodes.services.credentials.create_credential", name=name, provider_name="local", actor=ACTOR
@@ -155,7 +155,7 @@ def run_direct_box(stack: Stack, url: str, model: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def boxes(stack: Stack, worker_secret: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Boxes]:
-    """One box of each kind, each with a model of its own that the gateway offers."""
+    """One node of each kind, each with a model of its own that the gateway offers."""
     logs = tmp_path_factory.mktemp("conformance")
     models = {kind: unique(f"conform-{kind}") for kind in BOXES}
     for model in models.values():

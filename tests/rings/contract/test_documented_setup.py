@@ -162,7 +162,7 @@ def served(stack: Stack, worker_secret: str, tmp_path_factory: pytest.TempPathFa
         node = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
             address = f"{stack.ready.gateway_url}/v1/models/{MODEL}"
-            wait_until(lambda: node.poll() is not None or answers(address), within_s=120, what="the box serves the tiny model")
+            wait_until(lambda: node.poll() is not None or answers(address), within_s=120, what="the node serves the tiny model")
             assert node.poll() is None, Path(log.name).read_text(encoding="utf-8")
             yield stack
         finally:

@@ -79,7 +79,7 @@ async def knows(lab: Lab, here: Gateway, model: str) -> None:
         reply = await call("GET", here.url + "/v1/models", headers=lab.headers())
         return model in {row["id"] for row in reply.json["data"]}
 
-    await eventually(is_listed, what=f"{here.name} knows the box of {model}")
+    await eventually(is_listed, what=f"{here.name} knows the node of {model}")
 
 
 async def test_streams_cancels_and_capacity_cross_gateways(lab: Lab, pair: tuple[Gateway, Gateway]) -> None:

@@ -1,4 +1,4 @@
-"""Governed operations on a whole installation with its real box: refused, done once whatever is killed, safe from a thief.
+"""Governed operations on a whole installation with its real node: refused, done once whatever is killed, safe from a thief.
 
 A few points of ``benchmarks.govcheck``, which makes all of them.
 """
@@ -17,8 +17,8 @@ from benchmarks.runner import Progress
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 CASES = (
-    ("worker", "last approval kept"), ("web", "last approval kept"), ("valkey", "sent, box not reached"),
-    ("postgres", "box done, nobody heard"), ("runner", "box works on it"),
+    ("worker", "last approval kept"), ("web", "last approval kept"), ("valkey", "sent, node not reached"),
+    ("postgres", "node done, nobody heard"), ("runner", "node works on it"),
 )  # fmt: skip
 
 

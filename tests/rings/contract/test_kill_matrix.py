@@ -95,7 +95,7 @@ async def start_load(lab: Lab) -> Load:
     await worker.job()
     tasks += [lab.spawn(lab.post(body, within_s=OUTLASTS_S)) for body in queued]
     await lab.queued(2)
-    # The tiny model would be done before anything can be killed, so its box is held while the request is on it.
+    # The tiny model would be done before anything can be killed, so its node is held while the request is on it.
     node = lab.stack.part(*PARTS["node"])
     node.suspend()
     real = await lab.open(lab.stack.ready.model, "Once upon a time", max_tokens=LOAD_TOKENS)

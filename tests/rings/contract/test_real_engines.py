@@ -1,4 +1,4 @@
-"""A real box with real engines behind the real gateway: text, embeddings, recordings, and models that come and go."""
+"""A real node with real engines behind the real gateway: text, embeddings, recordings, and models that come and go."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RealBox:
     later: str
 
     async def operate(self, operation: Operation, model: str) -> None:
-        """Load or unload a model through the box's own port, with a token, and wait until that is done."""
+        """Load or unload a model through the node's own port, with a token, and wait until that is done."""
         grant = Grant(operation, model, signers=("ann", "bob"), nonce=secrets.token_hex(16), issued_at=int(time.time()))
         path = {Operation.MODEL_LOAD: "/v1/models/load", Operation.MODEL_UNLOAD: "/v1/models/unload"}[operation]
         async with httpx.AsyncClient(base_url=self.url, timeout=60) as client:
@@ -100,7 +100,7 @@ async def real_box(lab: Lab, folder: Path) -> AsyncIterator[RealBox]:
         def listening() -> re.Match[str] | None:
             return re.search(r"api listening url=(\S+)", log.read_text(encoding="utf-8"))
 
-        found = await eventually(listening, what="the box listens", within_s=60)
+        found = await eventually(listening, what="the node listens", within_s=60)
         yield RealBox(found[1], **names)
     finally:
         if process.returncode is None:

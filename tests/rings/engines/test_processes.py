@@ -272,7 +272,7 @@ def test_two_gpus_are_reported_and_their_memory_summed(look: Look) -> None:
     ]  # fmt: skip
     assert (reading.kind, reading.total_mb, reading.used_mb, reading.free_mb) == ("gpu", 49_152, 12_288, 36_864)
     assert printed.log == ""
-    # Once the driver is let go, the box does not turn into one without GPUs whose models are judged by host memory.
+    # Once the driver is let go, the node does not turn into one without GPUs whose models are judged by host memory.
     assert (printed.after.gpus, printed.after.kind, printed.after.free_mb) == ([], "gpu", 0)
 
 

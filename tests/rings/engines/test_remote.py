@@ -1,4 +1,4 @@
-"""Remote models: what leaves the box, what comes back, when it is tried again, what it costs, and what an owner is told."""
+"""Remote models: what leaves the node, what comes back, when it is tried again, what it costs, and what an owner is told."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def ask(engine: HttpEngine, call: Call = CALL) -> Got:
         return Got(response.status, headers, await response.read(), response.content_length)
 
 
-# what leaves the box, and what comes back
+# what leaves the node, and what comes back
 
 
 async def test_the_provider_gets_its_own_name_and_nothing_that_only_the_box_reads() -> None:
@@ -258,7 +258,7 @@ STREAM_COST = 20 * 2 + 8 * 10
 
 
 def write_settings(folder: Path, url: str, *, cap: float | None = None) -> None:
-    """Have a box with this data folder load the model of the provider at ``url``."""
+    """Have a node with this data folder load the model of the provider at ``url``."""
     model = {
         "backend": "openai_compatible", "remote_base_url": url, "remote_api_key_env": KEY_NAME,
         "remote_model": NAME, "enabled": True, "target_inflight": 2,
@@ -270,7 +270,7 @@ def write_settings(folder: Path, url: str, *, cap: float | None = None) -> None:
 
 @asynccontextmanager
 async def a_box(folder: Path, provider: ProviderContract, *, cap: float | None = None) -> AsyncIterator[Parts]:
-    """Yield a box that has loaded the provider's model."""
+    """Yield a node that has loaded the provider's model."""
     async with provider.serve() as served, aiohttp.ClientSession(auto_decompress=False) as client:
         write_settings(folder, served.url, cap=cap)
         config = read_config(["--standalone", "--data", str(folder)], {})

@@ -1,4 +1,4 @@
-"""``/v1/tokenize`` of a box: the count of a real engine, beside its queue; and what other engines are asked for it."""
+"""``/v1/tokenize`` of a node: the count of a real engine, beside its queue; and what other engines are asked for it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TALK = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def box(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Parts]:
-    """A box that serves the tiny model with one slot; its tenant ``poor`` may ask twice an hour."""
+    """A node that serves the tiny model with one slot; its tenant ``poor`` may ask twice an hour."""
     async with assembled(tmp_path_factory.mktemp("box"), TENANT_RATE_LIMIT_poor="2req/hour") as parts:
         await load(parts, "a", gguf_n_ctx=CONTEXT, target_inflight=1)
         yield parts
@@ -92,14 +92,14 @@ class TestTheRealEngine:
                 assert (found.status, found.headers.get("x-muster-ignored")) == (200, ignored)
 
     async def test_a_prompt_is_counted_while_the_only_slot_generates(self, box: Parts) -> None:
-        model, before = find(box, "a"), sum(box.tally.requests.values())
+        model, before = find(box, "a"), sum(box.counters.requests.values())
         endless = ask(CHAT, messages=TALK, max_tokens=100_000, ignore_eos=True, stream=True, n_probs=1000)
         async with box.serving.open(endless) as running:
             assert running.chunks is not None
             await anext(running.chunks)
             assert (await answer(box, ask(messages=TALK, tenant="t2")))["count"] > 0
             assert (box.serving.load, model.queue.slots, model.queue.active, model.queue.depth) == (1, 1, 1, 0)
-        assert sum(box.tally.requests.values()) == before + 1, "a count is no request"
+        assert sum(box.counters.requests.values()) == before + 1, "a count is no request"
 
     @pytest.mark.parametrize(
         ("body", "param"),

@@ -56,7 +56,7 @@ from tests.fakes.waiting import eventually, turns
 from wire.contract import ErrorCode
 
 SETTINGS = {"MUSTER_RATE_LIMIT_RPM": "1000000", "MUSTER_OFFLINE_AFTER_S": "3600"}
-"""Of a gateway under fire: nothing is refused for its number, and a box that a busy machine keeps from answering stays."""
+"""Of a gateway under fire: nothing is refused for its number, and a node that a busy machine keeps from answering stays."""
 THE_ENGINES_OWN = ("the pieces of a tool's input are no JSON", "response.usage must be an object and is null")
 """Faults of translated streams that are passed on: a model's words go out while they come, and no count is invented."""
 MOST_CPU_MS = 50.0
@@ -192,7 +192,7 @@ def find_fault_of_stream(path: str, reply: Reply) -> str:
     return ""
 
 
-# boxes
+# nodes
 
 _SPEECH, _SCRIPT = Speech(pieces=TEXT_PIECES), Script({})
 _ASKED = {"model": "m", "prompt": "hi", "input": ["hi"], "documents": ["a"], "stream_options": {"include_usage": True}}
@@ -227,7 +227,7 @@ def _may_send(stream: Stream, size: int) -> bool:
 
 @asynccontextmanager
 async def good_box(lab: Lab, gateway: Gateway, model: str, endpoints: Sequence[str]) -> AsyncIterator[ScriptedBox]:
-    """Connect a box that answers ``model`` well on these paths, whatever it is asked."""
+    """Connect a node that answers ``model`` well on these paths, whatever it is asked."""
     answers = {(path, streamed): _say(path, is_streaming=streamed) for path in endpoints for streamed in (True, False)}
 
     async def serve(box: ScriptedBox, stream: Stream) -> None:
@@ -242,7 +242,7 @@ async def good_box(lab: Lab, gateway: Gateway, model: str, endpoints: Sequence[s
 
 @asynccontextmanager
 async def hostile_box(lab: Lab, gateway: Gateway, model: str, choose: Callable[[], Answer]) -> AsyncIterator[ScriptedBox]:
-    """Connect a box that answers chat completions with what ``choose`` returns."""
+    """Connect a node that answers chat completions with what ``choose`` returns."""
 
     async def serve(box: ScriptedBox, stream: Stream) -> None:
         said = choose()
@@ -314,7 +314,7 @@ SPOILABLE = [
 
 @dataclass
 class Fuzzer:
-    """One gateway under fire. ``native``, ``translated``: models whose box answers every path, and chat alone."""
+    """One gateway under fire. ``native``, ``translated``: models whose node answers every path, and chat alone."""
 
     lab: Lab
     gateway: Gateway
@@ -346,7 +346,7 @@ class Fuzzer:
             self._note(f"{name} to {path}", f"it took {min(costs):.0f} ms of the event loop")
 
     async def send_spoilt(self, seeds: Iterable[int]) -> None:
-        """Send bodies that were good once, to boxes that answer every path and to one that answers chat alone."""
+        """Send bodies that were good once, to nodes that answer every path and to one that answers chat alone."""
         for seed in seeds:
             rng = random.Random(seed)
             path = rng.choice(SPOILABLE)
@@ -393,7 +393,7 @@ class Fuzzer:
     # engines
 
     async def hear_spoilt(self, seeds: Iterable[int]) -> None:
-        """Have a box answer with spoilt streams, and hold what the client gets to the grammar of its dialect."""
+        """Have a node answer with spoilt streams, and hold what the client gets to the grammar of its dialect."""
         odd = ["application/json", "text/html", "", "text/event-stream;x"]
         for seed in seeds:
             rng = random.Random(seed)
@@ -401,7 +401,7 @@ class Fuzzer:
             await self._hear(f"spoilt stream {seed}", path, Answer(STREAM if rng.random() < 0.9 else rng.choice(odd), pieces))
 
     async def hear_answers(self, seeds: Iterable[int]) -> None:
-        """Have a box answer with spoilt answers and errors, whether a stream was asked for or not."""
+        """Have a node answer with spoilt answers and errors, whether a stream was asked for or not."""
         for seed in seeds:
             rng = random.Random(seed)
             status, content_type, pieces = spoil_answer(rng)
@@ -409,7 +409,7 @@ class Fuzzer:
             await self._hear(f"spoilt answer {seed}", path, Answer(content_type, pieces, status), is_streaming=is_streaming)
 
     async def hear_flood(self, name: str, pieces: Iterable[bytes]) -> None:
-        """Have a box answer with a flood on each translated surface."""
+        """Have a node answer with a flood on each translated surface."""
         for path in bodies.TRANSLATED:
             await self._hear(name, path, Answer(STREAM, pieces))
 
@@ -466,7 +466,7 @@ class Fuzzer:
 
 @asynccontextmanager
 async def fuzz(lab: Lab, gateway: Gateway) -> AsyncIterator[Fuzzer]:
-    """Allow three models, connect a box for each, and hand out the fuzzer."""
+    """Allow three models, connect a node for each, and hand out the fuzzer."""
     caps = {"max_prompt_chars": 50_000_000, "max_tokens": 1_900_000_000}
     native, spoken, hostile = [await lab.model(gateway, prefix=kind, **caps) for kind in ("native", "spoken", "hostile")]
     fuzzer = Fuzzer(lab, gateway, native, spoken, hostile)
@@ -558,7 +558,7 @@ CHECKS = [
     not_a_server_error, checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance,
 ]  # fmt: skip
 REFUSED_FIELDS = frozenset({"store", "previous_response_id", "source_lang_code", "target_lang_code"})
-"""What is right in the document and refused where answers are not kept, or where no box speaks llm-pool's form."""
+"""What is right in the document and refused where answers are not kept, or where no node speaks llm-pool's form."""
 OF_THE_MODEL = frozenset({ErrorCode.MAX_TOKENS_TOO_LARGE.value})
 """Refusals of what is right in the document, by limits that each model has of its own."""
 FRAMING = frozenset({"connection", "content-length", "expect", "host", "te", "trailer", "transfer-encoding", "upgrade"})

@@ -267,7 +267,7 @@ async def test_a_database_that_was_restarted_while_nobody_used_it_costs_no_reque
 async def test_an_answer_that_a_frozen_database_cannot_keep_reaches_its_client_and_is_not_kept_later(
     make_gateway: Make, rows: Rows, private_servers: EmbeddedServers, moment: str
 ) -> None:
-    set_limits(gateway={"keeping_s": 1.0})
+    set_limits(gateway={"store_s": 1.0})
     gateway = make_gateway()
     allow_keeping(gateway)
     link = gateway.link(paths={"/v1/chat/completions"})

@@ -35,7 +35,7 @@ from tests.fakes.waiting import eventually, wait_until
 pytestmark = pytest.mark.timeout(330)
 
 WITHIN_S, LIMIT_S = 60.0, 300.0
-"""LIMIT_S: a check starts boxes and engines one after the other, which a busy machine does in a minute."""
+"""LIMIT_S: a check starts nodes and engines one after the other, which a busy machine does in a minute."""
 CHUNKS = 6
 BODIES = {
     MESSAGES: b'{"model":"m","max_tokens":8,"messages":[{"role":"user","content":"hi"}],"stream":true}',
@@ -52,14 +52,14 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Tools:
 
 
 def say_stream(path: str, *, left_out: int | None = None, request: bytes = b"") -> list[bytes]:
-    """Return a stream of the box as it writes it: chunk by chunk, then its end."""
+    """Return a stream of the node as it writes it: chunk by chunk, then its end."""
     voice = find_voice(path)
     chunks = [voice.make_chunk(7, index, CHUNKS) for index in range(CHUNKS) if index != left_out]
     return [*chunks, voice.make_end(CHUNKS, request)]
 
 
 def say_translated(path: str) -> list[bytes]:
-    """Return what the gateway makes of a chat stream of the box."""
+    """Return what the gateway makes of a chat stream of the node."""
     translate = SURFACES[path].translate
     assert translate is not None
     translation = translate(SURFACES[path].parse(BODIES[path], {}))

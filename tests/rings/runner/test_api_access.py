@@ -163,7 +163,7 @@ def test_a_box_that_starts_says_so_until_its_first_models_have_settled(tmp_path:
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "unavailable")
             assert int(reply.headers["retry-after"]) >= 1
             health = running.client.get("/health")
-            assert (health.status_code, health.json()["reasons"]) == (503, ["the box is starting"])
+            assert (health.status_code, health.json()["reasons"]) == (503, ["the node is starting"])
             assert running.client.get("/").status_code == 200
             until.touch()
             running.wait_for(lambda: running.client.get("/v1/capabilities").json(), lambda body: "runnerType" in body)
@@ -292,7 +292,7 @@ async def test_a_trailer_becomes_no_header() -> None:
 
 SMALL_BUFFER = (socket.SOL_SOCKET, socket.SO_RCVBUF, 256 * 1024)
 LONG: dict[str, object] = {"model": "a", "stream": True, "max_tokens": 200, "ignore_eos": True, "n_probs": 1000}
-"""Some 15 MB, far more than lies between the box and a client that does not read: it ends when the client has read on."""
+"""Some 15 MB, far more than lies between the node and a client that does not read: it ends when the client has read on."""
 
 
 def children(box: ApiBox) -> list[psutil.Process]:

@@ -28,7 +28,7 @@ SPEC_NUMBERS = {"x-cache-hit", "x-cache-tokens-reused", "x-queue-wait-ms", "x-gp
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiBox]:
-    """One box for the tests of this file; each leaves nothing loaded that it did not ensure."""
+    """One node for the tests of this file; each leaves nothing loaded that it did not ensure."""
     folder = tmp_path_factory.mktemp("api")
     with run_api_box(folder, models=("a", "b", "team/c")) as running:
         yield running
@@ -156,14 +156,14 @@ class Gate:
 async def serve(
     tmp_path: Path, engine: ScriptedEngine, *options: str, env: dict[str, str] | None = None
 ) -> AsyncIterator[tuple[ApiBox, httpx.AsyncClient]]:
-    """Yield a box in front of ``engine`` whose models are ready, and a client of it."""
+    """Yield a node in front of ``engine`` whose models are ready, and a client of it."""
     async with (
         open_api_box(tmp_path, "--backend", engine.url, *options, env=env) as box,
         httpx.AsyncClient(base_url=box.url, timeout=DEADLINE_S, trust_env=False, limits=NO_KEEP_ALIVE) as client,
     ):
 
         async def is_ready() -> bool:
-            # A box whose server does not list its models in time serves without them at first.
+            # A node whose server does not list its models in time serves without them at first.
             return bool((await client.get("/health")).json()["modelsLoaded"] == len(engine.models))
 
         await eventually(is_ready)

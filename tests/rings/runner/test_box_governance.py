@@ -58,7 +58,7 @@ async def test_a_new_box_is_enrolled_by_a_person_and_then_follows_rotations_keys
         assert (await control.report(skip=1)).witness_signature == ""
         early = await control.carry_out(control.command("model-load", {"modelId": "a"}))
         assert (early.state, early.code, early.receipt) == ("refused", "op_token_refused", "")
-        # A person confirms on the box; it notices by itself.
+        # A person confirms on the node; it notices by itself.
         assert await asyncio.to_thread(trust.main, [fleet.words, "--data", data]) == 0
         pinned = (await control.report(skip=2)).governance
         assert (pinned.policy_version, pinned.policy_sha256, pinned.policy_error) == (1, fleet.policy.ref.sha256, "")
@@ -130,8 +130,8 @@ async def test_approved_operations_are_carried_out_once_and_certified(tmp_path: 
         # A gateway that lost the socket meanwhile asks again and hears the end.
         last = control.command("model-load", {"modelId": "b"})
         await box.send(last)
-        # Of what a box has not read when its socket breaks, it knows nothing.
-        await eventually(lambda: control.statuses(last.op_id), "the box has begun")
+        # Of what a node has not read when its socket breaks, it knows nothing.
+        await eventually(lambda: control.statuses(last.op_id), "the node has begun")
         await box.socket.close()
         later = Control(await gateway.accept(), fleet)
         end = await later.query(last.op_id)
@@ -189,7 +189,7 @@ ENDS = {
     "before booking": "unknown", "after booking": "interrupted", "after task": "interrupted", "before outcome": "interrupted",
     "after outcome": "succeeded",
 }  # fmt: skip
-"""What the box says of an approved load after it was killed there: booked, its task begun, loaded, its outcome recorded."""
+"""What the node says of an approved load after it was killed there: booked, its task begun, loaded, its outcome recorded."""
 
 
 @pytest.mark.parametrize("point", list(ENDS))
@@ -231,7 +231,7 @@ async def test_a_load_whose_box_is_killed_is_done_once_at_most(tmp_path: Path, p
 
 @dataclass
 class Enrolled:
-    """A box that follows the policy of ``issuer``'s fleet."""
+    """A node that follows the policy of ``issuer``'s fleet."""
 
     box: ApiBox
     issuer: Issuer

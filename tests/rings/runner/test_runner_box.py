@@ -56,7 +56,7 @@ async def test_a_box_registers_with_its_loaded_model_and_streams_an_answer(tmp_p
     assert all(piece.endswith(b"\n\n") for piece in answer.pieces)
     assert answer.body.endswith(b"data: [DONE]\n\n")
     events = read_events(answer.body)
-    assert all(event["choices"] for event in events), "the usage chunk that nobody asked for stays in the box"
+    assert all(event["choices"] for event in events), "the usage chunk that nobody asked for stays in the node"
     assert answer.end.error == ""
     assert answer.end.usage is not None
     assert answer.end.usage.completion_tokens >= 20
@@ -80,7 +80,7 @@ async def test_the_box_comes_back_after_a_drop_and_a_lost_session_stops_its_work
 async def test_a_refused_credential_or_name_is_explained_in_one_line_and_not_hammered(tmp_path: Path, how: str) -> None:
     async with run_gateway() as gateway:
         gateway.refusal, gateway.close_code = HTTPStatus.FORBIDDEN if how == "http" else None, 1008
-        words = "refuses this box's credential"
+        words = "refuses this node's credential"
         if how == "name":
             gateway.close_reason, words = bridge.NAME_TAKEN, "start one of them with another --name"
         async with run_box(tmp_path, gateway.url) as process:
@@ -235,7 +235,7 @@ async def test_a_server_that_is_gone_is_withdrawn_and_declared_again_when_it_is_
         await box.declares("alpha", "beta")
         await engine.stop()
         end = await (await box.open(STREAMED)).expect_end()
-        assert end.error in {"engine_failed", "busy"}, "the second when the box has noticed before"
+        assert end.error in {"engine_failed", "busy"}, "the second when the node has noticed before"
         assert end.retryable
         await box.declares()
         await engine.start()

@@ -196,7 +196,7 @@ async def test_who_may_not_look_is_told_only_why(how: str, code: int) -> None:
     assert await expect_nothing_but_close(dial("" if how == "nobody" else cookie, path=f"/ws/nodes/{node.pk}")) == code
 
 
-# one box
+# one node
 
 
 def make_loading_box() -> Node:

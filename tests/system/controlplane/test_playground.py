@@ -19,10 +19,10 @@ from django.test import Client, RequestFactory
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.playground import passage
+from controlplane.playground import relay
 from controlplane.playground.asks import GatewayUnreachable, SignedOut, TooManyAnswers
 from controlplane.playground.keys import SESSION_KEYS, _cipher, _open_held, lend_key
-from controlplane.playground.passage import Call, Passage
+from controlplane.playground.relay import Call, Relay
 from core.limits import limits
 from core.models import User
 from gateway.models import ApiKey
@@ -170,7 +170,7 @@ def test_what_the_page_never_sends_is_refused(operator: Client) -> None:
     assert not ApiKey.objects.exists()
 
 
-# A passage, against servers that do what no gateway should
+# A relay, against servers that do what no gateway should
 
 
 @dataclass
@@ -224,7 +224,7 @@ async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, s
 
 async def test_a_reader_that_stops_reading_stops_the_gateway_and_leaving_closes_it(settings: Any) -> None:
     async with rogue(talk_for_ever, settings) as server:
-        answer = Passage(CALL)
+        answer = Relay(CALL)
         assert (await answer.head()).status == 200
         seen = [-1]
 
@@ -240,19 +240,19 @@ async def test_a_reader_that_stops_reading_stops_the_gateway_and_leaving_closes_
 
 async def test_only_so_many_answers_are_on_their_way(settings: Any) -> None:
     async with rogue(stay_silent, settings):
-        answers = [Passage(CALL) for _ in range(limits().console.playground_answers)]
+        answers = [Relay(CALL) for _ in range(limits().console.playground_answers)]
         with pytest.raises(TooManyAnswers):
-            Passage(CALL)
+            Relay(CALL)
         for answer in answers:
             answer.close()
         await asyncio.gather(*(answer.aclose() for answer in answers))
-        again = Passage(CALL)
+        again = Relay(CALL)
         await again.aclose()
 
 
 async def test_a_redirect_leads_nowhere(settings: Any) -> None:
     async with rogue(redirect, settings):
-        answer = Passage(CALL)
+        answer = Relay(CALL)
         head = await answer.head()
         assert (head.status, "location" in head.headers) == (307, False)
         assert [chunk async for chunk in answer] == []
@@ -271,11 +271,11 @@ async def test_an_answer_that_breaks_off_ends_and_a_gateway_that_hangs_up_is_sai
     settings: Any, caplog: Any
 ) -> None:
     async with rogue(break_off, settings):
-        answer = Passage(CALL)
+        answer = Relay(CALL)
         await answer.head()
         assert b"".join([chunk async for chunk in answer]) == b"data: half"
     async with rogue(hang_up, settings):
         with pytest.raises(GatewayUnreachable, match="broke the connection off"):
-            await Passage(CALL).head()
+            await Relay(CALL).head()
     assert "mst_x" not in caplog.text + repr(CALL)
-    assert passage._open == set()
+    assert relay._open == set()

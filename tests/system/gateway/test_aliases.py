@@ -182,7 +182,7 @@ def test_an_alias_lives_its_life_over_rest_and_each_of_it_is_audited(admin: Clie
     made = admin.post("/api/v1/aliases", body, "application/json")
     shown = made.json()
     assert (made.status_code, made["Location"]) == (201, f"/api/v1/aliases/{shown['id']}")
-    states = [{"model": "a", "weight": 3, "state": "served"}, {"model": "b", "weight": 1, "state": "no box"}]
+    states = [{"model": "a", "weight": 3, "state": "served"}, {"model": "b", "weight": 1, "state": "no node"}]
     assert {"name": "x", "tenant": "acme", "is_active": True, "targets": states}.items() <= shown.items()
     assert shown["created_at"].endswith("Z")
     assert admin.get("/api/v1/aliases").json() == {"aliases": [shown]}
@@ -191,7 +191,7 @@ def test_an_alias_lives_its_life_over_rest_and_each_of_it_is_audited(admin: Clie
     assert (off["is_active"], off["targets"]) == (False, shown["targets"])
     for _ in range(2):
         moved = admin.patch(made["Location"], {"targets": [{"model": "c"}]}, "application/json").json()
-        assert (moved["is_active"], moved["targets"]) == (False, [{"model": "c", "weight": 1, "state": "no box"}])
+        assert (moved["is_active"], moved["targets"]) == (False, [{"model": "c", "weight": 1, "state": "no node"}])
     assert admin.delete(made["Location"]).status_code == 204
     assert [answer.status_code for answer in (admin.get(made["Location"]), admin.delete(made["Location"]))] == [404, 404]
     events = [event for action in ("create", "change", "delete") for event in audited(f"alias.{action}")]

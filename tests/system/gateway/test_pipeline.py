@@ -1,4 +1,4 @@
-"""The life of a request from its bytes to its record, over boxes played by the test; bad boxes beside good ones."""
+"""The life of a request from its bytes to its record, over nodes played by the test; bad nodes beside good ones."""
 
 from __future__ import annotations
 
@@ -481,7 +481,7 @@ async def test_a_request_that_was_tried_more_often_than_a_column_can_count_is_fi
     link = gateway.link()
     request = gateway.ask()
     stream = await request.on(link)
-    stream.sink._job.attempts = 40_000  # type: ignore[attr-defined]  # as after minutes of boxes that say "busy" at once
+    stream.sink._job.attempts = 40_000  # type: ignore[attr-defined]  # as after minutes of nodes that say "busy" at once
     stream.end(EndKind.BUSY)
     await request.served(link, REPLY)
     assert await request.record("state", "attempts") == ("completed", 32_767)
@@ -531,7 +531,7 @@ async def test_no_byte_reaches_a_client_before_its_request_is_durable(make_gatew
 async def test_a_node_stops_what_could_not_be_made_durable_and_its_client_gets_nothing_of_it(
     make_gateway: Make, rows: Rows, *, streams: bool
 ) -> None:
-    before = metrics.TALLY.in_flight
+    before = metrics.COUNTERS.in_flight
     gateway = make_gateway(accept_s=0.2)
     link = gateway.link()
     with psycopg.connect(rows.info.dsn, autocommit=False) as blocker:
@@ -541,7 +541,7 @@ async def test_a_node_stops_what_could_not_be_made_durable_and_its_client_gets_n
         stream.answer(*STREAM[:2], headers=SSE if streams else None, ends=False)
         await request.done()
         blocker.rollback()
-    assert (stream.cancelled, link.active, metrics.TALLY.in_flight) == ("client_disconnect", 0, before)
+    assert (stream.cancelled, link.active, metrics.COUNTERS.in_flight) == ("client_disconnect", 0, before)
     assert (request.client.status, request.error["code"], request.error["retryable"]) == (503, "NO_AVAILABLE_NODE", True)
     assert "could not be recorded" in request.error["message"]
     assert await request.record("state", "error_code") == ("rejected", "NO_AVAILABLE_NODE")
@@ -551,7 +551,7 @@ async def test_a_node_stops_what_could_not_be_made_durable_and_its_client_gets_n
 async def test_the_row_of_a_client_that_leaves_while_it_is_written_is_closed(
     make_gateway: Make, rows: Rows, *, is_healthy: bool
 ) -> None:
-    before = metrics.TALLY.in_flight
+    before = metrics.COUNTERS.in_flight
     gateway = make_gateway()
     link = gateway.link()
     gateway.records.is_healthy = is_healthy  # else no node is asked before the row is there
@@ -563,7 +563,7 @@ async def test_the_row_of_a_client_that_leaves_while_it_is_written_is_closed(
         request.client.leave()
         await request.done()
         blocker.rollback()
-    assert (request.client.events, link.active, metrics.TALLY.in_flight) == ([], 0, before)
+    assert (request.client.events, link.active, metrics.COUNTERS.in_flight) == ([], 0, before)
     states = "SELECT state FROM gateway_requestrecord"
     assert await eventually(lambda: rows.execute(f"{states} WHERE finished_at IS NOT NULL").fetchall()) == [("cancelled",)]
 
@@ -629,7 +629,7 @@ async def test_a_stream_that_ends_in_the_middle_is_counted_as_far_as_it_came(mak
 async def test_what_was_counted_is_written_down_for_a_client_that_leaves_before_the_last_bytes(
     make_gateway: Make, rows: Rows
 ) -> None:
-    gateway, before = make_gateway(), metrics.TALLY.in_flight
+    gateway, before = make_gateway(), metrics.COUNTERS.in_flight
     allow_keeping(gateway)
     link = gateway.link(paths={CHAT})
     request = gateway.ask(surface=RESPONSES, input="hi", stream=True)
@@ -643,7 +643,7 @@ async def test_what_was_counted_is_written_down_for_a_client_that_leaves_before_
         blocker.rollback()
     row = await request.record("state", "status_code", "prompt_tokens", "completion_tokens", "tokens_estimated")
     assert row == ("cancelled", 499, 3, 4, False)
-    assert (request.client.is_whole, metrics.TALLY.in_flight) == (False, before)
+    assert (request.client.is_whole, metrics.COUNTERS.in_flight) == (False, before)
 
 
 async def test_text_of_earlier_turns_counts(make_gateway: Make) -> None:
@@ -659,7 +659,7 @@ async def test_text_of_earlier_turns_counts(make_gateway: Make) -> None:
 
 
 async def occupy(gateway: Gateway) -> Any:
-    """Have the one box of ``m``, which speaks Messages itself, taken for an hour."""
+    """Have the one node of ``m``, which speaks Messages itself, taken for an hour."""
     link = gateway.link(paths={"/v1/messages"})
     first = gateway.ask(surface=MESSAGES, max_tokens=5)
     stream = await first.on(link)

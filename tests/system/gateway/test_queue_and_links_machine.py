@@ -74,7 +74,7 @@ class QueueAndLinks(RuleBasedStateMachine):
         for name in ("muster", "runner", "asyncio"):
             logging.getLogger(name).addHandler(self.bugs)
         self.runner = asyncio.Runner(loop_factory=VirtualLoop)
-        self.in_flight_before = metrics.TALLY.in_flight
+        self.in_flight_before = metrics.COUNTERS.in_flight
         set_limits(gateway=GATEWAY, nodes=NODES)
         set_runner_limits(connection=RUNNER, admission={"timeout_s": 5.0})
         self.fleet = Fleet(rows=self.rows)
@@ -314,7 +314,7 @@ class QueueAndLinks(RuleBasedStateMachine):
         assert all(link.active == 0 for link in fleet.runtime.registry)
         for node in fleet.nodes:
             assert (node.engine.running, node.queue.active, node.queue.depth) == ([], 0, 0)
-        assert metrics.TALLY.in_flight == self.in_flight_before
+        assert metrics.COUNTERS.in_flight == self.in_flight_before
         found = self.run(fleet.read_rows([answer.number for answer in fleet.answers]))
         for answer in fleet.answers:
             self.agrees(answer, found[answer.number])

@@ -296,12 +296,12 @@ BOX_KEY = BOX.public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublic
 
 
 def tell(
-    size: int, seen_root: bytes, *, signer: Ed25519PrivateKey = BOX, note: str = "", signed_as: str = "box#abc"
+    size: int, seen_root: bytes, *, signer: Ed25519PrivateKey = BOX, note: str = "", signed_as: str = "node#abc"
 ) -> WitnessStatus:
-    """Let a box say what it saw; ``signed_as`` "": as boxes of earlier releases do."""
+    """Let a node say what it saw; ``signed_as`` "": as nodes of earlier releases do."""
     signature = signer.sign(Checkpoint("muster.local/audit", size, seen_root).witness_message(signed_as))
     return record_witness(
-        node_name="box", runner_id="box#abc", size=size, root=seen_root, signature=signature, public_key=BOX_KEY, note=note
+        node_name="box", runner_id="node#abc", size=size, root=seen_root, signature=signature, public_key=BOX_KEY, note=note
     )
 
 
@@ -467,8 +467,8 @@ def test_a_box_is_kept_under_the_name_it_signed_and_one_of_an_earlier_release_un
     assert tell(6, bytes(second.root)) is WitnessStatus.OK
     with pytest.raises(InvalidWitness):
         tell(6, bytes(second.root), signed_as="another#abc")
-    assert list(WitnessStatement.objects.order_by("size").values_list("node_name", flat=True)) == ["box", "box#abc"]
-    assert read_status().boxes == 1
+    assert list(WitnessStatement.objects.order_by("size").values_list("node_name", flat=True)) == ["box", "node#abc"]
+    assert read_status().nodes == 1
     verdict = judge_database()
     assert (verdict.status, verdict.witnesses, verdict.unnamed) == (Status.GOOD, 2, 1)
     tamper("UPDATE governance_witnessstatement SET node_name = 'other#abc' WHERE size = 6")

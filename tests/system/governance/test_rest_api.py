@@ -461,11 +461,11 @@ def test_each_person_is_offered_what_they_may_do(team: Team, operation: Operatio
     assert offers_of(approver, operation) == {"withdraw"}
     assert "looks right" in text_of(approver, page_of(operation))
     for name, comment, offers in (
-        ("withdraw", "", {"approve", "reject"}), ("reject", " ", {"approve", "reject"}), ("reject", "wrong box", set()),
+        ("withdraw", "", {"approve", "reject"}), ("reject", " ", {"approve", "reject"}), ("reject", "wrong node", set()),
     ):  # fmt: skip
         approver.post(page_of(operation, name), {"comment": comment})
         assert offers_of(approver, operation) == offers
-    assert "rejected by ben: wrong box" in text_of(requester, page_of(operation))
+    assert "rejected by ben: wrong node" in text_of(requester, page_of(operation))
     assert offers_of(requester, operation) == set()
 
 

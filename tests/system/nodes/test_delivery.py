@@ -245,7 +245,7 @@ Receipt = Callable[[Sent, OpStatus], str]
 FAULTS: dict[str, Receipt] = {
     "missing": lambda sent, status: "",
     "garbage": lambda sent, status: "AAAA",
-    "another box": lambda sent, status: Identity().receipt(status),
+    "another node": lambda sent, status: Identity().receipt(status),
     "another operation": lambda sent, status: sent.rig.receipt(status, op_id="op_other"),
     "another statement": lambda sent, status: sent.rig.receipt(status, statement_digest="ab" * 32),
     "another outcome": lambda sent, status: sent.rig.receipt(status, outcome="failed"),

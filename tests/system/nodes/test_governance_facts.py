@@ -30,7 +30,7 @@ from tests.fakes.limits import set_limits
 from tests.fakes.links import Door, FakeLink
 from tests.fakes.nodes import ACTOR, audited, make_node, make_provider
 from wire.auditlog import Checkpoint, LogKey
-from wire.bridge import BoxGovernance, GovernanceReport, OpStatus
+from wire.bridge import GovernanceReport, NodeGovernance, OpStatus
 from wire.optoken.approval import decode_bytes, encode_bytes
 
 pytestmark = pytest.mark.django_db
@@ -49,7 +49,7 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def tell(node: Node, said: BoxGovernance | None, heard_ms: int | None = None) -> Node:
+def tell(node: Node, said: NodeGovernance | None, heard_ms: int | None = None) -> Node:
     taken = take_governance(node_id=node.pk, said=said, heard_ms=heard_ms if heard_ms is not None else now_ms())
     assert taken is not None
     return taken
@@ -157,9 +157,9 @@ def log_key(settings: Settings) -> None:
 
 
 def seen(rig: Identity, size: int, root: bytes, *, shows: bool = True, names: bool = False, **changes: Any) -> GovernanceReport:
-    """The signed word of a box on a checkpoint; ``shows``: with that in the form in which the log signed it.
+    """The signed word of a node on a checkpoint; ``shows``: with that in the form in which the log signed it.
 
-    ``names``: it signs its runner id too, as boxes of this release do.
+    ``names``: it signs its runner id too, as nodes of this release do.
     """
     checkpoint = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root)
     key = Ed25519PrivateKey.from_private_bytes(decode_bytes(LOG_SEED))
@@ -227,7 +227,7 @@ def test_an_operator_gives_a_box_called_over_http_its_key() -> None:
     assert "secret" not in str([event.detail for event in audited("node.set_op_key")])
     tell(node, None)
     node.refresh_from_db()
-    assert node.op_level == "L1", "what an operator gave does not depend on what the box says"
+    assert node.op_level == "L1", "what an operator gave does not depend on what the node says"
     refused: list[tuple[Node, dict[str, str], str]] = [
         (node, {"level": "L2"}, "level"),
         (node, {"secret": "short"}, "secret"),

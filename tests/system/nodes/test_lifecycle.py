@@ -55,12 +55,12 @@ def seconds_left(node: Node, *, since: datetime | None = None) -> float:
 
 
 def reclaim(node: Node) -> Node:
-    """Take the box back."""
+    """Take the node back."""
     return set_mode(node_id=node.pk, mode=NodeMode.SPARE_OFF, reason="owner_reclaim", actor=ACTOR)
 
 
 def lend(node: Node) -> Node:
-    """Lend the box again."""
+    """Lend the node again."""
     return set_mode(node_id=node.pk, mode=NodeMode.SPARE_ON, reason="", actor=ACTOR)
 
 

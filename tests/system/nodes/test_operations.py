@@ -172,7 +172,7 @@ def test_the_preview_counts_live_requests_and_their_tenants(rig: Identity, box: 
         MODEL_UNLOAD, rig.runner_id, params={"modelId": "old", "force": True}
     )
     assert "3 requests of 2 tenants run on rig now; all of them are interrupted" in texts(NODE_EVICT, box.printed_id, params={})
-    settings.NODE_TRAFFIC = ""  # then the box itself is believed
+    settings.NODE_TRAFFIC = ""  # then the node itself is believed
     NodePresence.objects.update(replicas=[{"model": "old", "state": "loaded", "active": 1}])
     assert "1 request run on old on rig now" in texts(MODEL_UNLOAD, rig.runner_id, params={"modelId": "old"})
 
@@ -269,7 +269,7 @@ def test_names_that_cannot_be_signed_are_not_offered_and_without_boxes_they_are_
     assert MODEL_LOAD.choices()["targets"] == []
     assert "choices" not in fields(MODEL_LOAD)["modelId"]
     for number in range(4):
-        make_box(Identity(f"box{number}"))
+        make_box(Identity(f"node{number}"))
     NodePresence.objects.update(available_models=["\u202eevil", " x", "", "y" * 201, *(f"m{n:03}" for n in range(300))])
     for kind in (MODEL_LOAD, CACHE_FLUSH, NODE_DRAIN):
         with CaptureQueriesContext(connection) as queries:
@@ -284,7 +284,7 @@ def test_names_that_cannot_be_signed_are_not_offered_and_without_boxes_they_are_
 
 def test_a_load_is_filled_in_looked_at_and_sent(browser: Client, rig: Identity, box: Node) -> None:
     page = browser.get(f"{PROPOSE}?operation=model-load").content.decode()
-    assert f'value="{rig.runner_id}" id="id_targets_0" checked' in page  # the only box there is
+    assert f'value="{rig.runner_id}" id="id_targets_0" checked' in page  # the only node there is
     filled = {
         "operation": "model-load", "targets": rig.runner_id, "param-modelId": "new", "param-evictModel": "old",
         "param-maxContextLength": "4096", "param-overrides": '{"n_ctx": 9}', "reason": "for the demo", "max_uses": "1",
@@ -301,7 +301,7 @@ def test_a_load_is_filled_in_looked_at_and_sent(browser: Client, rig: Identity, 
     assert signed.params == {"modelId": "new", "evictModel": "old", "maxContextLength": 4096, "overrides": {"n_ctx": 9}}
 
 
-# What boxes hold
+# What nodes hold
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +334,7 @@ def sign_in(team: Team) -> Client:
         ({"policy_version": 2}, "level L2, version 2 pinned; version 1 is in force here, an older one"),
         ({"policy_version": 1, "policy_error": "a gap"}, "level L2, version 1 pinned; it says: a gap"),
         ({"level": "L1"}, "level L1: it checks a key and no approvals, so it pins no policy"),
-        ({"level": ""}, "takes no operations from here; it says: the box named no level that is known here"),
+        ({"level": ""}, "takes no operations from here; it says: the node named no level that is known here"),
     ],
     ids=["newest", "none", "ahead", "error", "L1", "no-level"],
 )

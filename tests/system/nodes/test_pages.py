@@ -1,4 +1,4 @@
-"""Operators' pages of boxes, credentials and providers: they show, ask, and act on a confirmed POST alone.
+"""Operators' pages of nodes, credentials and providers: they show, ask, and act on a confirmed POST alone.
 
 And what they show of a node whatever its rows hold, its status as SQL filters by it, and its ejections.
 """
@@ -230,7 +230,7 @@ def test_an_operator_gives_a_node_called_over_http_its_keys_and_takes_them_back(
 
 
 def describe(node: Node | None = None, **presence: Any) -> NodeTelemetry:
-    """Return the view of a box that was heard just now, without a database."""
+    """Return the view of a node that was heard just now, without a database."""
     box = node or Node(name="box")
     NodePresence(node=box, last_heartbeat_at=timezone.now(), **presence)
     return describe_telemetry(box, now=timezone.now())

@@ -285,7 +285,7 @@ def test_a_heartbeat_answers_exactly_what_the_contract_says_and_costs_few_querie
     said = (presence.gpu_util_percent, presence.vram_used_mb, presence.vram_free_mb, presence.spare_score)
     assert said == (22.4, 24576, 73728, 78.2)
     assert presence.last_heartbeat_at is not None
-    assert presence.last_heartbeat_at >= before, "the server's clock, not the box's"
+    assert presence.last_heartbeat_at >= before, "the server's clock, not the node's"
     with django_assert_max_num_queries(8):
         beat(token, node_id)
     assert len(audited("node.online")) == 1
@@ -304,7 +304,7 @@ def test_a_heartbeat_may_reclaim_the_box_and_never_lends_it_again(token: str, no
 
 def test_a_heartbeat_is_judged_by_what_is_given_and_a_field_that_cannot_be_used_is_named(token: str, node_id: str) -> None:
     for changes in ({"observed_at": at} for at in ("1970-01-01T00:00:00Z", "9999-12-31T23:59:59Z", None)):
-        assert beat(token, node_id, **changes)["effective_status"] == "available", "a box's clock may say anything"
+        assert beat(token, node_id, **changes)["effective_status"] == "available", "a node's clock may say anything"
     assert post(BEAT, token, {"node_id": node_id, "status": "draining"})[1]["effective_status"] == "draining"
     beat(token, node_id, last_local_error="x" * 5000)
     assert NodePresence.objects.get().last_error == "x" * 500
@@ -350,7 +350,7 @@ def test_the_list_shows_the_contracts_fields_first_and_ours_after_and_takes_thre
     make_node("gone", credential=make_credential("gone", provider="gone")[0])
     delete_provider(name="gone", actor=ACTOR)
     _, admin_token = create_admin_token(name="more", actor=ACTOR)
-    with django_assert_num_queries(3):  # token, its last use, the boxes
+    with django_assert_num_queries(3):  # token, its last use, the nodes
         response = Client().get("/nodes", headers={"authorization": f"Bearer {admin_token}"})
     one, two = response.json()["nodes"]
     assert list(one)[:11] == [

@@ -177,7 +177,7 @@ def test_at_once_is_no_way_around_the_limit(names: list[str], made: int) -> None
 def registration(
     credential: NodeCredential, name: str = "worker", *, protocol: str = bridge.MUSTER_V1, **fields: object
 ) -> sessions.SessionRequest:
-    """Return what a box of that name says."""
+    """Return what a node of that name says."""
     message = bridge.Register(worker_name=name, **fields)  # type: ignore[arg-type]  # names of its fields
     return sessions.SessionRequest(credential.pk, "10.0.0.1", Registered(name, ("m",), 3, protocol, (), message))
 
@@ -192,7 +192,7 @@ def ask(
     protocol: str = bridge.MUSTER_V1,
     **fields: object,
 ) -> sessions.OpenedSession:
-    """Open a session as a box of that name."""
+    """Open a session as a node of that name."""
     request = registration(credential, name, protocol=protocol, **fields)
     (opened,) = sessions.open_sessions([request], gateway_id=gateway, live_nodes=live, other_gateways=others)
     if isinstance(opened, errors.EnrolmentRefused):
@@ -200,8 +200,8 @@ def ask(
     return opened
 
 
-def governed(public_key: str) -> bridge.BoxGovernance:
-    return bridge.BoxGovernance(level="L1", runner_id=f"rig-{public_key}", public_key=public_key)
+def governed(public_key: str) -> bridge.NodeGovernance:
+    return bridge.NodeGovernance(level="L1", runner_id=f"rig-{public_key}", public_key=public_key)
 
 
 def test_a_new_box_is_enrolled_with_what_it_said() -> None:
@@ -257,7 +257,7 @@ def test_a_second_box_with_the_name_of_a_live_one_is_refused_and_noted_and_the_f
     assert rig("a", "a1", live=live).epoch == 1
     assert rig("a", "a2", live=live).epoch == 2, "it was started again"
     assert rig("b", "b1", gateway=THERE).epoch == 3, "once the first is gone"
-    with pytest.raises(errors.NameTaken):  # a box of another gateway is as live as one of this
+    with pytest.raises(errors.NameTaken):  # a node of another gateway is as live as one of this
         rig("a", "a1", others=frozenset({THERE}))
     there = ask(credential, gateway=THERE)
     assert ask(credential, others=frozenset({THERE})).node_name == "worker-2"
@@ -267,7 +267,7 @@ def test_a_second_box_with_the_name_of_a_live_one_is_refused_and_noted_and_the_f
 
 
 @pytest.mark.parametrize("said", [None, governed("a")], ids=["older-box", "copied-folder"])
-def test_two_programs_that_cannot_be_told_apart_do_not_take_turns(said: bridge.BoxGovernance | None) -> None:
+def test_two_programs_that_cannot_be_told_apart_do_not_take_turns(said: bridge.NodeGovernance | None) -> None:
     """The first program was replaced, as by a restart; that it comes back shows that it was none."""
     credential, _ = make_credential(max_nodes=3)
     first = ask(credential, "rig", instance_id="a1", governance=said)
@@ -291,11 +291,11 @@ def test_workers_that_share_a_name_get_numbers_while_they_live() -> None:
     first = ask(credential, "n" * 120)
     second = ask(credential, "n" * 120, live=frozenset({first.node_id}))
     assert (second.node_id != first.node_id, second.node_name[-3:]) == (True, "n-2"), "a long name leaves room"
-    for max_nodes in (1, 5):  # whose gateway was killed: that it still looks fresh makes no second node of the same box
+    for max_nodes in (1, 5):  # whose gateway was killed: that it still looks fresh makes no second node of the same node
         own, _ = make_credential(f"c{max_nodes}", max_nodes=max_nodes)
         before, after = ask(own, gateway=THERE), ask(own)
         assert (after.node_id, after.epoch) == (before.node_id, 2)
-        assert after.node_id not in live, "under another credential it is another box"
+        assert after.node_id not in live, "under another credential it is another node"
 
 
 def test_a_credential_enrols_no_more_boxes_than_it_may_and_a_bound_one_speaks_for_its_node() -> None:
@@ -332,7 +332,7 @@ def test_boxes_that_register_at_once_see_each_other_and_each_gets_its_own_answer
         registration(credential, "d", instance_id="1"),
         registration(credential, "e", instance_id="1"),
     ]
-    # The second "rig" cannot be told from a box started again: nobody has seen its instance id, but its key is another one.
+    # The second "rig" cannot be told from a node started again: nobody has seen its instance id, but its key is another one.
     answers = sessions.open_sessions(asked, gateway_id=HERE)
     told = [one.node_name if isinstance(one, sessions.OpenedSession) else type(one).__name__ for one in answers]
     assert told == ["worker", "worker-2", "rig", "NameTaken", "rig", "EnrolmentRefused", "d", "EnrolmentRefused"]
@@ -350,7 +350,7 @@ def test_boxes_that_come_back_and_say_what_they_said_cost_no_statement_each() ->
         asked = [
             registration(
                 credential, f"rig-{number}", instance_id="i",
-                governance=bridge.BoxGovernance(level="L1", runner_id=f"rig-{number}", public_key="", op_keys={"k1": key}),
+                governance=bridge.NodeGovernance(level="L1", runner_id=f"rig-{number}", public_key="", op_keys={"k1": key}),
             )
             for number in range(count)
         ]  # fmt: skip
@@ -378,7 +378,7 @@ def test_boxes_that_come_back_and_say_what_they_said_cost_no_statement_each() ->
 
 
 def report(opened: sessions.OpenedSession, **changes: object) -> sessions.PresenceReport:
-    """Return what a gateway would say of the box."""
+    """Return what a gateway would say of the node."""
     base = sessions.PresenceReport(
         node_id=opened.node_id, epoch=opened.epoch, age_s=2.0, active=1, models=("m",), status="available",
         last_error="", endpoints={}, said=None, link_id=opened.link_id,

@@ -210,7 +210,7 @@ async def test_a_newer_session_of_a_box_replaces_the_older_and_a_second_box_is_t
     door = Door()
 
     def box(key: str, start: str) -> bridge.Register:
-        governance = bridge.BoxGovernance(level="L1", runner_id=f"rig-{key}", public_key=key)
+        governance = bridge.NodeGovernance(level="L1", runner_id=f"rig-{key}", public_key=key)
         return hello(instance_id=start, governance=governance)
 
     async with dial(door, secret) as old:
@@ -315,7 +315,7 @@ async def test_only_boxes_that_said_something_new_are_written_between_two_full_r
         assert len(presence_reports(door.registry)) == 1
 
 
-# the owner at the box
+# the owner at the node
 
 
 async def test_the_owner_takes_the_box_back_at_once_and_for_good_until_lending_it_again_ends_no_work() -> None:

@@ -1,4 +1,4 @@
-"""Lifecycle operations of a whole box without its doors: what is let in is done once, to its end, and written down."""
+"""Lifecycle operations of a whole node without its doors: what is let in is done once, to its end, and written down."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ async def test_a_load_becomes_a_task_that_is_on_disk_and_ends_completed(desk: De
 
 
 @pytest.mark.parametrize(
-    ("error", "words"), [(EngineError("out of memory"), "out of memory"), (ZeroDivisionError("a bug"), "the log of this box")]
+    ("error", "words"), [(EngineError("out of memory"), "out of memory"), (ZeroDivisionError("a bug"), "the log of this node")]
 )
 async def test_a_load_that_fails_ends_its_task_and_makes_room_for_another(desk: Desk, error: BaseException, words: str) -> None:
     def fail(engine: FakeEngine) -> None:

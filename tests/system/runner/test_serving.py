@@ -1,4 +1,4 @@
-"""Serving through the parts of a box: what is refused, what an answer carries, and that nothing is held when it is over."""
+"""Serving through the parts of a node: what is refused, what an answer carries, and that nothing is held when it is over."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
 
 @pytest.fixture
 async def parts(tmp_path: Path, engine: ScriptedEngine) -> AsyncIterator[Parts]:
-    """A box in front of the engine, one request at a time, that has files of the models ``a`` and ``b`` too."""
+    """A node in front of the engine, one request at a time, that has files of the models ``a`` and ``b`` too."""
     async with assembled(tmp_path, "--backend", engine.url, "--max-concurrent", "1") as made:
         await eventually(lambda: made.pool.registry.ready_ids() == ["alpha", "beta"], "the server's models are known")
         yield made
@@ -171,7 +171,7 @@ async def test_an_engine_that_breaks_off_is_an_error(parts: Parts, engine: Scrip
         assert b"".join(seen) == (WORD if moment == "in the stream" else b"")
         asked_again = (refused.value.status, refused.value.retryable, refused.value.retry_after_s)
         assert moment != "before" or asked_again == (502, True, 2)
-    assert (is_idle(parts), parts.tally.requests.get(("alpha", "t1", "error"), 0)) == (True, not is_whole)
+    assert (is_idle(parts), parts.counters.requests.get(("alpha", "t1", "error"), 0)) == (True, not is_whole)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ async def test_what_an_engine_refuses_is_logged_once_and_counted_by_whose_fault_
         async with parts.serving.open(request) as answer:
             assert (answer.status, answer.headers["retry-after"]) == (status, "7")
             assert prompt.encode() in await read(answer)
-    assert parts.tally.requests["alpha", "t1", counted] == 1
+    assert parts.counters.requests["alpha", "t1", counted] == 1
     (line,) = [record.getMessage() for record in caplog.records if "engine answered with an error" in record.getMessage()]
     assert f"request=req_1 model=alpha path={CHAT} status={status} error={message}" in line
     assert prompt not in caplog.text

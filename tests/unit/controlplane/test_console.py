@@ -36,7 +36,7 @@ from controlplane.env import (
 )
 from controlplane.overview import CASES, Facts, PolicyFact, Severity, SlowFacts, find_problems
 from controlplane.playground.asks import SURFACES, Ask, AskRefused, build_body, read_ask
-from controlplane.playground.passage import choose_headers
+from controlplane.playground.relay import choose_headers
 from controlplane.playground.snippets import JSON, PYTHON, expanding_json, print_literal, write_code
 from core.db import base
 from core.db.base import DatabaseWrapper, WaitLimit, limit_process, limit_waits
@@ -53,7 +53,7 @@ from wire.contract import ErrorCode, NodeStatus
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 IDLE = OpenRequests(queued=0, running=0, oldest_wait_s=0.0)
 NODE_ID = uuid.UUID("01890000-0000-7000-8000-000000000001")
-MISSING = Wait("no box", "No node has big.", "Start one that has it.")
+MISSING = Wait("no node", "No node has big.", "Start one that has it.")
 
 
 def node(name: str = "rig", status: NodeStatus = NodeStatus.AVAILABLE, **changes: Any) -> NodeHealth:

@@ -1,4 +1,4 @@
-"""Counting tokens at the gateway: templates within bounds, folders of tokenizers, questions to boxes, estimates, its routes."""
+"""Counting tokens at the gateway: templates within bounds, folders of tokenizers, questions to nodes, estimates, its routes."""
 
 from __future__ import annotations
 
@@ -428,7 +428,7 @@ ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": 
 
 
 class Setting:
-    """A gateway that was not started: no database, no background, boxes played by the test."""
+    """A gateway that was not started: no database, no background, nodes played by the test."""
 
     def __init__(self, *, per_minute: int = 100) -> None:
         self.runtime = GatewayRuntime()
@@ -448,7 +448,7 @@ class Setting:
         return await self.client.post(path, content=content, headers={"x-api-key": key or self.key})
 
     async def ask_box(self, body: object = ASKED, *, path: str = MESSAGES) -> httpx.Response:
-        """Ask, and have the box answer 42. What it was asked stands in ``self.asked``."""
+        """Ask, and have the node answer 42. What it was asked stands in ``self.asked``."""
         self.runtime.registry.add(self.link)
         asking = asyncio.create_task(self.ask(body, path=path))
         stream = await stream_of(self.link)

@@ -1,4 +1,4 @@
-"""Slots, the wait queue and the choice of a box and its words, on a real event loop over links whose boxes are the test."""
+"""Slots, the wait queue and the choice of a node and its words, on a real event loop over links whose nodes are the test."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Floor:
         self.dispatcher = Dispatcher(self.registry, self.keeper, limits or GatewayLimits())
 
     def link(self, *models: str, slots: int = 1, **endpoints: set[str]) -> FakeLink:
-        """Connect a box; ``endpoints`` are the paths on which it answers a model, where it says so."""
+        """Connect a node; ``endpoints`` are the paths on which it answers a model, where it says so."""
         link = FakeLink(*models, slots=slots)
         link.endpoints = {model: frozenset(paths) for model, paths in endpoints.items()}
         self.registry.add(link)
@@ -127,7 +127,7 @@ async def test_a_full_queue_refuses_and_a_requeued_request_keeps_its_place() -> 
     assert isinstance(refusal, errors.QueueFull)
     assert refusal.retry_after_s
     assert floor.plan("other", max_queue=2).refusal is None
-    job.attempts = 1  # its box was lost, and another one came
+    job.attempts = 1  # its node was lost, and another one came
     again = floor.dispatcher.acquire(job)
     assert isinstance(again, asyncio.Future)
     lease.release()
@@ -206,7 +206,7 @@ STEP = st.tuples(
 
 
 class Crowd:
-    """Clients, boxes and what became of each request, under a schedule that hypothesis chose."""
+    """Clients, nodes and what became of each request, under a schedule that hypothesis chose."""
 
     def __init__(self) -> None:
         self.floor = Floor()
@@ -322,7 +322,7 @@ async def test_text_links_are_not_asked_to_carry_a_file() -> None:
     assert floor.plan().refusal is None
     refusal = floor.plan(endpoint=AUDIO).refusal
     assert isinstance(refusal, errors.EndpointNotAnswered)
-    assert "its boxes answer other paths" in refusal.message
+    assert "its nodes answer other paths" in refusal.message
 
 
 async def test_a_free_slot_goes_to_the_oldest_that_the_box_can_answer() -> None:
@@ -506,7 +506,7 @@ def test_the_least_loaded_free_box_wins_unless_another_is_preferred_and_free(
     assert found in fans if fans else found is choose_link(boxes, now=0.0)
 
 
-@pytest.mark.parametrize("path", [RESPONSES, POOL_RESPONSES], ids=["the client's path", "what only boxes of ours answer"])
+@pytest.mark.parametrize("path", [RESPONSES, POOL_RESPONSES], ids=["the client's path", "what only nodes of ours answer"])
 async def test_a_peer_names_model_and_tenant_in_any_script_and_may_send_a_kept_conversation_too(path: str) -> None:
     floor, limits = Floor(), GatewayLimits(max_body_bytes=100)  # a conversation that was kept stands beside the largest request
     link = floor.link("модель")

@@ -1,4 +1,4 @@
-"""Why a request waits, from the boxes alone; and what the end of one means."""
+"""Why a request waits, from the nodes alone; and what the end of one means."""
 
 from __future__ import annotations
 

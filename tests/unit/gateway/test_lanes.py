@@ -283,7 +283,7 @@ class Lane:
 
 def count() -> dict[str, float]:
     """Return the series that a request changes, but for times and for how many rows went into one commit."""
-    series = itertools.chain(metrics.TALLY.collect(), metrics.REFUSALS.collect(), metrics.ERRORS.collect())
+    series = itertools.chain(metrics.COUNTERS.collect(), metrics.REFUSALS.collect(), metrics.ERRORS.collect())
     return {
         f"{sample.name}{sorted(sample.labels.items())}": sample.value
         for one in series

@@ -1,4 +1,4 @@
-"""One attempt of one request: what reaches the client, and what becomes of slot and box, over every way it can end."""
+"""One attempt of one request: what reaches the client, and what becomes of slot and node, over every way it can end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Attempt:
-    """An exchange that runs, with the box and the client in the hands of the test."""
+    """An exchange that runs, with the node and the client in the hands of the test."""
 
     def __init__(
         self, *, streams: bool = True, limits: GatewayLimits | None = None, surface: Surface | None = CHAT,
@@ -62,14 +62,14 @@ class Attempt:
         self.task: asyncio.Task[Outcome] | None = None
 
     async def begin(self) -> FakeStream:
-        """Start the exchange and return the stream on the box."""
+        """Start the exchange and return the stream on the node."""
         self.client.connection.watch()
         self.task = asyncio.create_task(self.exchange.run())
         await self.client.wait(lambda: self.link.streams)
         return self.link.streams[0]
 
     async def outcome(self) -> Outcome:
-        """Return how it ended; by then slot and box are free."""
+        """Return how it ended; by then slot and node are free."""
         assert self.task is not None
         async with asyncio.timeout(30):
             try:
@@ -374,7 +374,7 @@ ENDS = {"complete": EndKind.COMPLETE, "lost": EndKind.LINK_LOST, "engine": EndKi
 
 
 class Play:
-    """An attempt whose box and client do what hypothesis says."""
+    """An attempt whose node and client do what hypothesis says."""
 
     def __init__(self, *, streams: bool) -> None:
         self.attempt = Attempt(streams=streams)

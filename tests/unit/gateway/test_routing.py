@@ -16,7 +16,7 @@ from core.limits import GatewayLimits, limits
 from gateway import errors
 from gateway.request.identity import RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue
-from gateway.request.records import Bookkeeper, RecordWriter, unread_request
+from gateway.request.records import Recorder, RecordWriter, unread_request
 from gateway.routing import AUTO, Alias, Target, may_use, resolve
 from gateway.values import CHAT_PATH, Caller, InferenceRequest, ModelEntry, PoolOptions
 from gateway.views.models import ListedModel, ModelList, cut_page, render_anthropic, render_openai, render_page
@@ -110,8 +110,8 @@ def test_candidates_stand_in_their_order(name: str, things: dict[str, Any], expe
     [
         ("z", {"extra": "y"}, errors.ModelUnknown("no z")),
         ("x", {"aliases": table(alias("x", z=1, b=2)), "refuse": allow_only("b", key=("c",))}, errors.ModelNotAllowed("not b")),
-        (AUTO, {"served": ""}, errors.NoAvailableNode("No box serves a model that this key may use; please retry.")),
-        (AUTO, {"served": "z"}, errors.NoAvailableNode("No box serves a model that this key may use; please retry.")),
+        (AUTO, {"served": ""}, errors.NoAvailableNode("No node serves a model that this key may use; please retry.")),
+        (AUTO, {"served": "z"}, errors.NoAvailableNode("No node serves a model that this key may use; please retry.")),
         # A key that names an alias may use its targets through it alone.
         ("a", {"aliases": table(alias("x", a=1)), "refuse": allow_only(*"ab", key=("x",))}, errors.ModelNotAllowed("not a")),
         ("y", {"aliases": table(alias("y", a=1)), "refuse": allow_only("a", key=("x",))}, errors.ModelNotAllowed("not a")),
@@ -196,7 +196,7 @@ def test_a_lowered_limit_holds_at_once_and_says_when_it_would_pass() -> None:
 def test_idle_keys_are_forgotten_and_busy_ones_are_not() -> None:
     clock = install_virtual_clock()
     limiter = RateLimiter()
-    books = Bookkeeper(uuid.uuid4(), RecordWriter(accept_s=1.0, max_pending=1000), limiter)
+    books = Recorder(uuid.uuid4(), RecordWriter(accept_s=1.0, max_pending=1000), limiter)
     for number in range(100):
         who = Caller(uuid.UUID(int=number + 3), "k", "t", 1, frozenset())
         books.record_refusal(errors.BadRequest("no"), who, unread_request("/v1/models"), uuid.uuid4())
@@ -309,7 +309,7 @@ def caller(*models: str, tenant: str = "acme") -> Caller:
 def make_list(
     *, models: list[ModelEntry], aliases: list[AliasEntry], served: str = "abc", contexts: Sequence[dict[str, int]] = ({},)
 ) -> ModelList:
-    """``contexts``: for each box what it says of its context windows."""
+    """``contexts``: for each node what it says of its context windows."""
     catalogue, registry = Catalogue(GatewayLimits()), LinkRegistry()
     catalogue.apply_models(models)
     catalogue.apply_aliases(aliases)

@@ -25,7 +25,7 @@ from gateway.dialects.refusal import ANTHROPIC_TYPES
 from gateway.dialects.responses_answer import ResponsesTranslator
 from gateway.dialects.responses_request import list_input_items, pack_summary, read_responses_body
 from gateway.errors import ClientLeft, EngineRefused, GatewayError, InvalidApiKey, ModelNotAllowed, ModelUnknown
-from gateway.request.stored import plan_keeping
+from gateway.request.stored import plan_storage
 from gateway.values import Caller, InferenceRequest
 from tests.fakes.chat_engine import (
     CONTEXT,
@@ -202,7 +202,7 @@ async def test_the_id_of_a_kept_answer_does_not_follow_from_that_of_its_request(
     request = SURFACES[RESPONSES].parse(b'{"model":"m","input":"x"}', {})
     names = []
     for _ in range(2):
-        plan = await plan_keeping(caller, request, request_id)
+        plan = await plan_storage(caller, request, request_id)
         assert plan is not None
         answers = [plan.translate(request).open_answer(AnswerContext(request_id, "m", 1)).translate_whole(WHOLE) for _ in "ab"]
         first, again = (str(json.loads(answer)["id"]) for answer in answers)

@@ -1,4 +1,4 @@
-"""Boxes that are called over HTTP: on loopback servers that behave and misbehave; and which URLs may be called.
+"""Nodes that are called over HTTP: on loopback servers that behave and misbehave; and which URLs may be called.
 
 The URLs are a table of tricky ones, and a resolver that lies.
 """

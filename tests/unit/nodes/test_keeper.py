@@ -45,7 +45,7 @@ PEER = HttpTarget(scheme="http", host="gw2", address="10.0.0.2", port=8080)
 
 
 class Box:
-    """A socket to a box: what it was sent, and how it was closed."""
+    """A socket to a node: what it was sent, and how it was closed."""
 
     def __init__(self, node_id: uuid.UUID, version: str = MUSTER_V1, *, instance_id: str = "i1") -> None:
         self.sent: list[AsgiMessage] = []
@@ -88,7 +88,7 @@ class Setting:
         self.keeper.apply(rows, targets=targets, peers={THERE: PEER}, read_at=read_at)
 
     def box(self, version: str = MUSTER_V1, *, instance_id: str = "i1") -> Box:
-        """Connect a box."""
+        """Connect a node."""
         box = Box(uuid.uuid4(), version, instance_id=instance_id)
         self.registry.add(box.link)
         return box
@@ -369,7 +369,7 @@ async def test_boxes_are_not_silent_while_the_gateway_itself_stands_still() -> N
         setting.apply(make_row(box.link.node_id), make_row(node_id, is_direct=True))
         direct = setting.registry.get(node_id)
         assert direct is not None
-        keeper._applied_at += 3600.0  # rows keep coming: it is not for want of them that a box is not given up
+        keeper._applied_at += 3600.0  # rows keep coming: it is not for want of them that a node is not given up
         keeper.tick()
         virtual.advance(30.0)
         keeper.tick()

@@ -44,7 +44,7 @@ SSE = {"content-type": "text/event-stream"}
 
 
 def register(session: ServerSession, **fields: object) -> Registered:
-    """Introduce a box and return what was made of it."""
+    """Introduce a node and return what was made of it."""
     (effect,) = session.receive_text(json.dumps({"type": "register", "models": ["m"], **fields}))
     assert isinstance(effect, Registered)
     return effect
@@ -318,7 +318,7 @@ def test_credit_and_cancel_name_stream_and_attempt() -> None:
     assert session.cancel_stream(stream, "timeout") == []
 
 
-# back to back with the box's half
+# back to back with the node's half
 
 
 def _binary(frame: str | bytes) -> bytes:
@@ -330,7 +330,7 @@ def _binary(frame: str | bytes) -> bytes:
 
 
 class SessionMachine(RuleBasedStateMachine):
-    """A well-behaved muster box and an impatient gateway: what each stream's sink would see, over any interleaving."""
+    """A well-behaved muster node and an impatient gateway: what each stream's sink would see, over any interleaving."""
 
     streams = Bundle("streams")
 
@@ -650,12 +650,12 @@ def test_capabilities_that_cannot_be_read_are_refused_with_the_member_that_is_wr
 # operations and how a node decides about them, of muster v1 alone
 
 STATUS: dict[str, Any] = {"op_id": "op-1", "use": 1, "state": "running"}
-GOVERNANCE = bridge.BoxGovernance(level="L2", runner_id="rig#abc", public_key="AAAA", op_keys={"k1": "c2VjcmV0"}, clock_ms=5)
+GOVERNANCE = bridge.NodeGovernance(level="L2", runner_id="rig#abc", public_key="AAAA", op_keys={"k1": "c2VjcmV0"}, clock_ms=5)
 RESULT_BYTES, RECEIPT_CHARS = limits().nodes.status_result_bytes, limits().nodes.status_receipt_chars
 
 
 def registered(
-    version: str = bridge.MUSTER_V1, governance: bridge.BoxGovernance | None = None
+    version: str = bridge.MUSTER_V1, governance: bridge.NodeGovernance | None = None
 ) -> tuple[ServerSession, Registered]:
     session = ServerSession(NodeLimits())
     hello = bridge.Register(worker_name="rig", models=["m"], protocol_version=version, governance=governance)
@@ -715,7 +715,7 @@ def test_a_bridge_v1_box_may_not_speak_of_operations_and_has_no_governance() -> 
 
 def test_a_report_is_cut_to_size_and_of_too_many_keys_the_newest_are_kept() -> None:
     keys = {f"k{number}": "c2VjcmV0" for number in range(20)}
-    said = bridge.BoxGovernance(
+    said = bridge.NodeGovernance(
         level="L9", runner_id="r" * 201, public_key="p" * 401, op_keys={"": "x", "k" * 65: "x", "long": "s" * 129, **keys},
         policy_version=2**40, policy_error="e" * 999, witness_size=-1, clock_ms=2**60,
     )  # fmt: skip

@@ -379,7 +379,7 @@ def test_fields_of_the_model_runner_request_have_limits_too() -> None:
         ("gguf", {"maxContextLength": 1, "gguf_n_ctx": 1}, "give one of them"),
         ("exllamav3", {"maxContextLength": 1, "exllama_cache_size": 256}, "give one of them"),
         ("gguf", {"gpuMemoryBudgetMB": 0}, "of at least 1"), ("gguf", {"gpuMemoryBudgetMB": 1.5}, "1.5 is not allowed"),
-        ("openai_compatible", {"gpuMemoryBudgetMB": 1}, "takes no memory of this box"),
+        ("openai_compatible", {"gpuMemoryBudgetMB": 1}, "takes no memory of this node"),
     ]  # fmt: skip
     for backend, overrides, words in cases:
         with pytest.raises(InvalidLoadRequest) as caught:

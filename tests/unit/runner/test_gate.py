@@ -340,7 +340,7 @@ async def test_break_glass_opens_as_often_a_day_as_its_class_says_restarts_inclu
         door.issuer.fence = 100
         door.clock.now = NOW + 7200
         with pytest.raises(
-            OperationLimit, match="2 operations of the class break-glass began on this box within 24 h"
+            OperationLimit, match="2 operations of the class break-glass began on this node within 24 h"
         ) as caught:
             await door.admit(door.token(**glass))
         assert caught.value.retry_after_s == pytest.approx(86_400 - 7200)
@@ -357,7 +357,7 @@ async def test_no_more_operations_begin_within_an_hour_than_the_owner_allows(tmp
         await door.begin_and_end()
         for now in (door.clock.now, NOW):  # what began in the future counts after the clock was set back
             door.clock.now = now
-            with pytest.raises(OperationLimit, match="2 operations began on this box within 1 h"):
+            with pytest.raises(OperationLimit, match="2 operations began on this node within 1 h"):
                 await door.admit(door.token(op_id="op-late"))
             assert await door.ledger.find_op("op-late", 1) is None
         door.clock.now = NOW + 3600

@@ -35,9 +35,9 @@ from runner.pool.models import Model
 from runner.pool.states import ModelEvent
 from runner.serving.request import (
     OTHER_TENANTS,
+    Counters,
     Histogram,
     Numbers,
-    Tally,
     headers_to_client,
     is_allowed_path,
     read_cache_mode,
@@ -98,11 +98,11 @@ def test_headers_of_the_specification_are_read_and_anything_else_is_refused_by_n
 
 
 def test_counts_stay_bounded_however_many_tenants_are_named() -> None:
-    tally = Tally()
+    counters = Counters()
     for number in range(limits().serving.tenants + 50):
-        tally.count(model="m", tenant=f"t{number}", status="success")
-    assert len(tally.requests) == limits().serving.tenants + 1
-    assert tally.requests["m", OTHER_TENANTS, "success"] == 50
+        counters.count(model="m", tenant=f"t{number}", status="success")
+    assert len(counters.requests) == limits().serving.tenants + 1
+    assert counters.requests["m", OTHER_TENANTS, "success"] == 50
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 99.0):
         histogram.observe(value)
@@ -328,7 +328,7 @@ def test_a_node_is_unwell_while_it_starts_or_stops_or_has_no_memory_or_a_full_qu
     assert find_ailments(make_parts(), make_reading(free_mb=5000)) == []
     assert find_ailments(make_parts(make_model(*LOADED)), None) == []
     for phase in (Phase.STARTING, Phase.STOPPING):
-        assert find_ailments(make_parts(phase=phase), None) == [f"the box is {phase.value}"]
+        assert find_ailments(make_parts(phase=phase), None) == [f"the node is {phase.value}"]
     assert find_ailments(make_parts(), make_reading(free_mb=200)) == []
     assert find_ailments(make_parts(), make_reading(free_mb=199)) == ["out of memory: 199 of 10000 MiB of the gpu are free"]
     for waiting, max_depth, is_well in ((8, 10, True), (9, 10, False), (0, 0, True), (1, 1, False)):

@@ -36,7 +36,7 @@ from runner.limits import limits
 from runner.pool.models import Registry
 from runner.queue import FairQueue, WaitBudget, read_rates
 from runner.relay import Relay
-from runner.serving.request import Answer, Inference, Tally
+from runner.serving.request import Answer, Counters, Inference
 from runner.serving.service import Serving
 from runner.session import (
     Accepted,
@@ -435,14 +435,20 @@ class Node:
     """A node with one model, whose engine is on paper."""
 
     def __init__(self, **rates: str) -> None:
-        self.engine, self.tally = PaperEngine(), Tally()
+        self.engine, self.counters = PaperEngine(), Counters()
         library = Library(None, None, None, read_shape=read_shape)
         budget = WaitBudget(9)
         registry = Registry(library=library, make_queue=lambda _: self.queue, on_change=lambda: None)
         self.queue = FairQueue(slots=1, limits=Fairness(), budget=budget, weight_of=lambda _tenant: 1.0)
         self.registry = registry
         self.serving = Serving(
-            registry, rates=read_rates(rates), tally=self.tally, costs=None, queue_timeout_s=5.0, wakes=(), decoding=Decoding
+            registry,
+            rates=read_rates(rates),
+            counters=self.counters,
+            costs=None,
+            queue_timeout_s=5.0,
+            wakes=(),
+            decoding=Decoding,
         )
         self.endpoint = InferenceEndpoint(self, BodyBudget(), is_form=False)  # type: ignore[arg-type]  # only the door is used
         self.supervisor = Supervisor(self.engine, silent_s=60.0, on_change=lambda: None)
@@ -485,7 +491,7 @@ class Node:
 
     def counted(self) -> tuple[int, int]:
         """Return how many requests counted as a success and as an error since the last time."""
-        counts, self.tally.requests = self.tally.requests, {}
+        counts, self.counters.requests = self.counters.requests, {}
         return tuple(sum(n for key, n in counts.items() if key[2] == status) for status in ("success", "error"))  # type: ignore[return-value]  # two
 
 
@@ -508,7 +514,7 @@ async def test_a_tenants_rate_counts_what_it_asks_of_the_nodes_own_port_and_noth
                 assert answer.status == 200
         with pytest.raises(RateLimitExceeded, match="Tenant t exceeded 1 req/hour"):
             await node.serving.open(ask("t")).__aenter__()
-        assert (node.tally.refusals, node.serving.load, node.queue.active) == ({"rate_limit_exceeded": 1}, 0, 0)
+        assert (node.counters.refusals, node.serving.load, node.queue.active) == ({"rate_limit_exceeded": 1}, 0, 0)
     finally:
         await node.supervisor.unload(gently=True)
 
@@ -543,7 +549,7 @@ async def test_every_recorded_stream_cut_anywhere_is_whole_or_said_to_be_broken_
             assert node.counted() == (is_whole, not is_whole)
             cuts += 1
     assert cuts == sum(len(list_cuts(passage.stream)) for passage in PASSAGES)
-    assert node.tally.refusals.keys() == {"engine_failed"}
+    assert node.counters.refusals.keys() == {"engine_failed"}
 
 
 @pytest.mark.parametrize("passage", [passage for passage in PASSAGES if passage.asked != POOL_RESPONSES], ids=str)

@@ -53,7 +53,7 @@ from wire.optoken import Operation, encode_token, owns_runner_id
 
 
 class Desk:
-    """What the owner has confirmed on the box."""
+    """What the owner has confirmed on the node."""
 
     def __init__(self, confirmed: str | None = None) -> None:
         self.confirmed = confirmed
@@ -173,7 +173,7 @@ WORDS = "zusoz-linog-kipaz-hupup-kofij-vumas-lusab-babad-gutih-tugad-bufol-zizin
 
 
 async def pin(data: Path, fleet: Fleet) -> None:
-    """Leave a box that follows this policy."""
+    """Leave a node that follows this policy."""
     async with opened(data) as ledger:
         await ledger.write_fact("box", json.dumps({"runnerId": "attic#abc", "level": "L2"}))
         await ledger.write_fact("witness", json.dumps({"origin": "example.org/audit", "size": 7, "root": "AAAA"}))
@@ -241,7 +241,7 @@ async def test_show_says_what_the_box_is_and_believes(tmp_path: Path, capsys: py
     fleet = Fleet(T0)
     await pin(tmp_path, fleet)
     OpKeys(tmp_path / OP_KEYS_NAME).ensure(T0)
-    async with opened(tmp_path):  # while a box uses it
+    async with opened(tmp_path):  # while a node uses it
         assert run(tmp_path, "--show") == 0
     said = capsys.readouterr().out
     version = f"main version 1, {fleet.words}"
@@ -318,7 +318,7 @@ async def judge(witness: Witness, offer: CheckpointOffer) -> Sighting:
 
 
 def require_seen(sighting: Sighting, witness: Witness, entries: Sequence[Entry]) -> None:
-    """Fail unless the box shows the checkpoint over ``entries``, as the log signed it, and signs that itself."""
+    """Fail unless the node shows the checkpoint over ``entries``, as the log signed it, and signs that itself."""
     assert witness.seen is not None
     assert sighting.note == seal(entries).note
     message = checkpoint_of(entries).witness_message("")

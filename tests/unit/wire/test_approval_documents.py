@@ -157,7 +157,7 @@ def test_a_batch_says_what_a_failure_does_to_the_rest_and_one_of_the_first_forma
     stopping = make_statement(POLICY, targets=["box-7", "box-8"])
     assert read_statement(stopping.raw).stops_on_failure
     assert stopping.digest != BATCH.digest
-    alone = make_statement(POLICY, stops_on_failure=False)  # of one target: as boxes have always read it
+    alone = make_statement(POLICY, stops_on_failure=False)  # of one target: as nodes have always read it
     assert (alone.raw, json.loads(alone.raw)["v"], alone.stops_on_failure) == (STATEMENT.raw, 1, True)
     earlier = read_statement(EARLIER)
     assert earlier.stops_on_failure
@@ -434,8 +434,8 @@ def test_evidence_names_the_policy_the_statement_and_who_approved() -> None:
 
 RECEIPT_ROWS: dict[str, Any] = {
     "of another operation": [make_receipt(statement_digest="ab" * 32)], "of no statement": [make_receipt(statement_digest="")],
-    "of a box that was not asked": [make_receipt(OTHER_BOX_KEY, runner_id=make_runner_id("box-8", OTHER_BOX_KEY.public_key))],
-    "signed by another box": [make_receipt(KeyFile())],
+    "of a node that was not asked": [make_receipt(OTHER_BOX_KEY, runner_id=make_runner_id("box-8", OTHER_BOX_KEY.public_key))],
+    "signed by another node": [make_receipt(KeyFile())],
     "checked with another key": [{**make_receipt(), "publicKey": encode_bytes(KeyFile().public_key)}],
     "checked with a passkey": [{**make_receipt(), "publicKey": encode_bytes(ANN.passkey.public_key)}],
     "not a list": {"receipt": "x"}, "null": [None], "with a member more": [{**make_receipt(), "note": "x"}],

@@ -330,7 +330,7 @@ def test_a_receipt_comes_back_as_it_was_signed_with_the_ed25519_key_of_its_box()
     for receipt in (RECEIPT, replace(RECEIPT, outcome="failed", statement_digest="", checkpoint=""), replace(RECEIPT, use=20)):
         assert read_receipt(sign_receipt(RUNNER_KEY.private_key, receipt), RUNNER_KEY.public_key) == receipt
     others = sign_receipt(OTHER_RUNNER_KEY.private_key, RECEIPT)
-    # Bad signature; a good one of a box that has another name; keys of other kinds.
+    # Bad signature; a good one of a node that has another name; keys of other kinds.
     for text, key in ((others, RUNNER_KEY.public_key), (others, OTHER_RUNNER_KEY.public_key)):
         with pytest.raises(ReceiptError):
             read_receipt(text, key)
@@ -350,7 +350,7 @@ RECEIPT_ROWS: dict[str, str] = {
     "time as text": sign_members(startedAt="now"), "digest in capitals": sign_members(resultDigest="AB" * 32),
     "digest too short": sign_members(resultDigest="ab"), "digest a number": sign_members(statementDigest=7),
     "runner id without a key": sign_members(runnerId="box-7"), "runner id a number": sign_members(runnerId=7),
-    "another box": sign_members(runnerId=make_runner_id("box-7", OTHER_RUNNER_KEY.public_key)),
+    "another node": sign_members(runnerId=make_runner_id("box-7", OTHER_RUNNER_KEY.public_key)),
     "endless checkpoint": sign_members(checkpoint="1" * 301), "not base64url": "{}", "not JSON": encode_bytes(b"no"),
     "no envelope": encode_bytes(b"{}"), "too large": encode_bytes(canonical({"receipt": "x" * 9000, "signature": ""})),
     "no object": encode_bytes(canonical({"receipt": [], "signature": ""})),
@@ -388,8 +388,8 @@ def test_a_runner_id_names_the_key_of_its_box_and_nothing_else_does() -> None:
     around = [RUNNER_ID + "a", RUNNER_ID[:-1], RUNNER_ID.upper(), "x#" + RUNNER_ID, RUNNER_ID + "#", "bo\u0445#\u0430"]
     for strange in ("", "#", "box-7", "box-7#", "#" + fingerprint, *around):
         assert not owns_runner_id(strange, RUNNER_KEY.public_key), strange
-    for name in ("", " ", "a#b", " box", "box\n", "\u202ebox", "x" * (WIRE.node_name_chars + 1)):
-        with pytest.raises(ValueError, match="name of a box"):
+    for name in ("", " ", "a#b", " node", "node\n", "\u202ebox", "x" * (WIRE.node_name_chars + 1)):
+        with pytest.raises(ValueError, match="name of a node"):
             make_runner_id(name, RUNNER_KEY.public_key)
 
 

@@ -50,7 +50,7 @@ class Head:
     headers: dict[str, str]
 
 
-class Passage:
+class Relay:
     """One answer. ``head`` waits for its beginning, iterating yields its bytes; the end of either way closes the connection.
 
     A task of its own reads the gateway, so that it is let go also when the answer is dropped before its first byte.
@@ -133,7 +133,7 @@ class Passage:
             self._head.set_exception(describe_failure(error))
 
 
-_open: set[Passage] = set()
+_open: set[Relay] = set()
 
 
 def find_gateway_url() -> str:
