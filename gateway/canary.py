@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from core.limits import limits
-from gateway.counting import exchange
 from gateway.request.attempt import read_usage
 from gateway.request.dispatch import Dispatcher, Lease
 from gateway.request.models import Catalogue
 from gateway.request.records import Record, RecordWriter
+from gateway.token_counts import exchange
 from gateway.values import CHAT_PATH, ModelEntry
 from nodes.links import Link, LinkRegistry
 from nodes.session import OpenRequest

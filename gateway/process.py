@@ -29,7 +29,6 @@ from core.hints import HINT_GROUP
 from core.limits import limits
 from gateway import metrics
 from gateway.canary import Canaries
-from gateway.counting import TokenCounter
 from gateway.errors import ShuttingDown
 from gateway.models import GatewayProcess
 from gateway.request.dispatch import Dispatcher
@@ -39,6 +38,7 @@ from gateway.request.pipeline import Pipeline
 from gateway.request.records import RecordWriter
 from gateway.services.models import remember_models
 from gateway.services.requests import close_orphaned_requests
+from gateway.token_counts import TokenCounter
 from gateway.values import ModelEntry
 from nodes.addresses import resolve_direct_target
 from nodes.channel import NodeChannel, presence_reports

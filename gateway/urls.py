@@ -16,11 +16,11 @@ from gateway.process import GatewayRuntime
 from gateway.request.client import Receive, Scope, Send
 from gateway.request.response import Application, SlashRouter, admit_programs, is_preflight, refuse_unknown_socket
 from gateway.values import HeaderView
-from gateway.views.counting import make_counting_routes
 from gateway.views.endpoints import Handler, Inference, InferenceConsumer, make_endpoint, make_preflight
 from gateway.views.peers import make_peer_application
 from gateway.views.responses import make_response_routes
 from gateway.views.service import AdminViews, PublicViews
+from gateway.views.token_counts import make_counting_routes
 from nodes.consumers import NodeConsumer
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")

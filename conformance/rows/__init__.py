@@ -6,7 +6,7 @@ from conformance.rows import (
     chat,
     chat_streams,
     errors,
-    framing,
+    http,
     messages,
     messages_streams,
     modalities,
@@ -16,5 +16,5 @@ from conformance.rows import (
 )
 
 MODULES = (
-    framing, chat, chat_streams, modalities, responses, responses_streams, messages, messages_streams, models, errors,
+    http, chat, chat_streams, modalities, responses, responses_streams, messages, messages_streams, models, errors,
 )  # fmt: skip

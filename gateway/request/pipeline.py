@@ -13,7 +13,6 @@ import msgspec
 
 from core.limits import GatewayLimits
 from gateway import metrics
-from gateway.counting import TokenCounter, run_beside
 from gateway.dialects import Surface
 from gateway.dialects.chat import Translation
 from gateway.dialects.messages_request import to_chat_body
@@ -64,6 +63,7 @@ from gateway.request.records import (
 )
 from gateway.request.response import id_headers, name_header, name_node, refuse
 from gateway.request.stored import StoragePlan, keep_answer, mark_unkept, plan_storage
+from gateway.token_counts import TokenCounter, run_beside
 from gateway.values import CHAT_PATH, Caller, Header, InferenceRequest, ModelEntry, PoolOptions, Unmatched
 from nodes.links import Link
 from nodes.links.ejections import Trial

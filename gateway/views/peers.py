@@ -9,7 +9,6 @@ from django.conf import settings
 
 from core.limits import GatewayLimits
 from core.limits import limits as read_limits
-from gateway.counting import exchange as ask_node
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import GatewayError, RouteNotFound
@@ -18,6 +17,7 @@ from gateway.request.attempt import Exchange
 from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.request.dispatch import Broken, Candidate, Dispatcher, Job, Lease, Retry, RetryReason, Served
 from gateway.request.response import Application, read_name
+from gateway.token_counts import exchange as ask_node
 from gateway.values import Header, InferenceRequest, ModelEntry
 from gateway.views.endpoints import make_client, send_failure
 from nodes.links import Link

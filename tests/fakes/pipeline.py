@@ -20,7 +20,6 @@ from core.db import threads
 from core.db.base import ServerSilent
 from core.db.loop import LoopConnection
 from core.limits import GatewayLimits
-from gateway.counting import TokenCounter
 from gateway.dialects import SURFACES, Surface
 from gateway.errors import RecordsUnavailable
 from gateway.request.dispatch import Candidate, Dispatcher, Job
@@ -29,6 +28,7 @@ from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry
 from gateway.request.pipeline import Pipeline
 from gateway.request.records import WRITE, Record, RecordWriter, connect_records
 from gateway.routing import Alias
+from gateway.token_counts import TokenCounter
 from gateway.values import Caller, InferenceRequest, ModelEntry, Priority
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper

@@ -17,10 +17,10 @@ import openai
 import pytest
 
 from core.limits import limits
-from gateway.counting import Count, Source, TokenCounter, ask_node
 from gateway.process import GatewayRuntime
 from gateway.request.models import AliasEntry, KeyEntry
 from gateway.routing import Alias, Target
+from gateway.token_counts import Count, Source, TokenCounter, ask_node
 from gateway.tokenizers import (
     ChatPrompt,
     ChatTemplate,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from gateway import metrics
-from gateway.counting import Count, run_beside
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.body import RequestBody, require_list
 from gateway.dialects.messages_request import to_chat_body
@@ -20,6 +19,7 @@ from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection
 from gateway.request.response import Application, name_header, send_error
 from gateway.request.stored import plan_storage
+from gateway.token_counts import Count, run_beside
 from gateway.values import Caller, Header, InferenceRequest
 from gateway.views.endpoints import make_endpoint
 from wire.ids import format_id, new_uuid7
