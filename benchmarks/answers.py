@@ -1,4 +1,4 @@
-"""What a scripted box answers on each API path: streams of stamped chunks, and whole answers. Bytes alone, no I/O.
+"""What a scripted node answers on each API path: streams of stamped chunks, and whole answers. Bytes alone, no I/O.
 
 Every chunk carries one stamp, alone between quotes, which is how ``native/load.c`` finds it; ``native/mock_upstream.c`` says
 what is in it and sends the same chat answers. An answer that is not streamed has 700 bytes of thought beside its stamp.

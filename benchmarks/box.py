@@ -1,14 +1,14 @@
-"""A scripted GPU box: dials in as a worker and answers every request with stamped chunks that it makes itself.
+"""A scripted GPU node: dials in as a worker and answers every request with stamped chunks that it makes itself.
 
     python -m benchmarks.box --gateway ws://127.0.0.1:8080 --model NAME [--protocol muster|bridge] [--endpoint PATH]…
 
 The credential comes from ``MUSTER_BOX_SECRET``. It prints ``registered`` once the server accepted it, then reads lines
 ``{"chunks":…,"delay_us":…,"first_us":…}`` from stdin, each answered by ``ok``, and lines ``registered?``, each answered by a
-``Roll``. With ``--nodes`` one process stands for so many boxes of one model, each with a socket of its own; they dial again
+``Roll``. With ``--nodes`` one process stands for so many nodes of one model, each with a socket of its own; they dial again
 when their gateway has gone, a few at a time. The chunks are those of
 ``native/mock_upstream.c``, stamps included, so that the load client verifies relayed streams in the same way; making
 them here instead of asking the mock keeps a second HTTP hop and its CPU out of the measurement. A request is answered in the
-words of the API path that it comes on; ``--endpoint`` names the paths a box declares, which is chat alone unless told.
+words of the API path that it comes on; ``--endpoint`` names the paths a node declares, which is chat alone unless told.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class BridgeDialect:
 
 
 class Box:
-    """The session of one box: registration, telemetry, pongs, and its dialect for everything else."""
+    """The session of one node: registration, telemetry, pongs, and its dialect for everything else."""
 
     def __init__(
         self,
@@ -299,7 +299,7 @@ class Box:
             self._dialect.take_cancel(message)
 
     async def send_telemetry(self, interval_s: float) -> None:
-        """Report every ``interval_s`` seconds, for ever; a bridge v1 box has nothing to report."""
+        """Report every ``interval_s`` seconds, for ever; a bridge v1 node has nothing to report."""
         while self._dialect.version == bridge.MUSTER_V1:
             self._send(bridge.Telemetry(current_load=self._player.live, gpus=self._gpus, replicas=self._list_replicas()))
             await asyncio.sleep(interval_s)
@@ -347,14 +347,14 @@ async def follow_stdin(player: Player, roll: Roll) -> None:
 
 
 class Dialler:
-    """Dials one gateway for its boxes."""
+    """Dials one gateway for its nodes."""
 
     def __init__(self, gateway: str, secret: str) -> None:
         self._address = urllib.parse.urlsplit(gateway)
         self._secret = secret
 
     async def dial(self, box: Box) -> tuple[WebSocketClient, float]:
-        """Register a box; return its socket and the seconds between its reports. Raises BenchmarkError and OSError."""
+        """Register a node; return its socket and the seconds between its reports. Raises BenchmarkError and OSError."""
         _transport, socket = await asyncio.get_running_loop().create_connection(
             lambda: WebSocketClient(
                 host=self._address.netloc,
@@ -370,7 +370,7 @@ class Dialler:
             box.attach(socket)
             await _wait_first(box.registered, socket.closed)
         if not box.registered.done():
-            raise BenchmarkError(f"the box was not accepted: {socket.closed.result()}")
+            raise BenchmarkError(f"the node was not accepted: {socket.closed.result()}")
         return socket, box.registered.result().heartbeat_interval_s or _DEFAULT_HEARTBEAT_S
 
 
@@ -388,7 +388,7 @@ async def run_box(dialler: Dialler, box: Box, player: Player) -> str:
 
 
 async def run_nodes(dialler: Dialler, boxes: Sequence[Box], player: Player) -> str:
-    """Keep boxes registered until stdin ends."""
+    """Keep nodes registered until stdin ends."""
     loop, lanes, roll = asyncio.get_running_loop(), asyncio.Semaphore(_DIALS), Roll()
     began: float | None = None
     is_complete = asyncio.Event()
@@ -432,15 +432,15 @@ async def _wait_first(*futures: asyncio.Future[Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one box until it is told to stop; the exit code is 0 only then."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.box", description="A scripted GPU box for benchmarks.")
+    """Run one node until it is told to stop; the exit code is 0 only then."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.box", description="A scripted GPU node for benchmarks.")
     parser.add_argument("--gateway", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--protocol", choices=("muster", "bridge"), default="muster")
     parser.add_argument("--endpoint", action="append", metavar="PATH", help=f"an API path to declare (default {CHAT})")
     parser.add_argument("--slots", type=int, default=MAX_CONCURRENT, help="requests at a time (default %(default)s)")
-    parser.add_argument("--nodes", type=int, help="so many boxes in this process, which dial again when they are cut off")
-    parser.add_argument("--gpus", type=int, default=0, help="how many GPUs each box reports (default %(default)s)")
+    parser.add_argument("--nodes", type=int, help="so many nodes in this process, which dial again when they are cut off")
+    parser.add_argument("--gpus", type=int, default=0, help="how many GPUs each node reports (default %(default)s)")
     arguments = parser.parse_args(argv)
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     if sys.platform != "win32":
@@ -449,7 +449,7 @@ def main(argv: list[str] | None = None) -> int:
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         reason = runner.run(_run(arguments))
-    print(f"box: {reason}", file=sys.stderr)
+    print(f"node: {reason}", file=sys.stderr)
     return 0 if reason == "stdin ended" else 1
 
 

@@ -1,4 +1,4 @@
-"""Muster's real processes for a run: control plane, gateway, and boxes that are reached and asked in different ways."""
+"""Muster's real processes for a run: control plane, gateway, and nodes that are reached and asked in different ways."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from benchmarks.upstream import Pace
 
 _START_S = 60.0
 _ROUTE_S = 30.0
-_CALL_S = 20.0  # longer than a gateway holds a request that no box can take
+_CALL_S = 20.0  # longer than a gateway holds a request that no node can take
 _STEP_S = 180.0
 _ASK_AGAIN_S = 0.25
 _BOX_S = 15.0
@@ -53,7 +53,7 @@ _SETTINGS = {
 
 
 class Heartbeats:
-    """Keeps the box that is called over HTTP alive, as its agent would: one REST heartbeat every two seconds."""
+    """Keeps the node that is called over HTTP alive, as its agent would: one REST heartbeat every two seconds."""
 
     def __init__(self, *, control_url: str, secret: str, node_id: str) -> None:
         self._control_url = control_url
@@ -99,7 +99,7 @@ class Heartbeats:
 
 
 class Muster:
-    """A gateway and a control plane on a fresh database, with a box for each of ``systems``."""
+    """A gateway and a control plane on a fresh database, with a node for each of ``systems``."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Muster:
             raise
 
     def set_pace(self, system: System, pace: Pace) -> None:
-        """Tell the box of ``system`` how to stream; the one called over HTTP is the mock, which is told elsewhere."""
+        """Tell the node of ``system`` how to stream; the one called over HTTP is the mock, which is told elsewhere."""
         box = self._boxes.get(system)
         if box is not None:
             box.send_line(msgspec.json.encode(pace).decode())
@@ -154,7 +154,7 @@ class Muster:
         for child in self._children:
             child.require_alive()
         if self._heartbeats is not None and self._heartbeats.failure:
-            raise BenchmarkError(f"heartbeats of the box called over HTTP fail: {self._heartbeats.failure}")
+            raise BenchmarkError(f"heartbeats of the node called over HTTP fail: {self._heartbeats.failure}")
 
     def start_profile(self) -> None:
         """Start the profiler inside the gateway. Raises BenchmarkError when it was not asked for at the start."""
@@ -171,9 +171,9 @@ class Muster:
         return path
 
     def time_restart(self) -> float:
-        """Kill the gateway and return after how many seconds the next one answered a request of the box called over HTTP.
+        """Kill the gateway and return after how many seconds the next one answered a request of the node called over HTTP.
 
-        The boxes that dialled in are ended: nothing else is measured afterwards.
+        The nodes that dialled in are ended: nothing else is measured afterwards.
         """
         for child in (*self._boxes.values(), self.gateway):
             self._children.remove(child)
@@ -204,7 +204,7 @@ class Muster:
             time.sleep(_ASK_AGAIN_S)
 
     def stop(self) -> None:
-        """End everything, boxes first."""
+        """End everything, nodes first."""
         if self._heartbeats is not None:
             self._heartbeats.stop()
         for child in reversed(self._children):
@@ -288,7 +288,7 @@ class Muster:
         return box
 
     def _wait_for_route(self, system: System) -> None:
-        """Ask until the gateway serves ``system``: it learns of keys, models and boxes by hints and sweeps."""
+        """Ask until the gateway serves ``system``: it learns of keys, models and nodes by hints and sweeps."""
         model, path = MODELS[system], find_path(system)
         question = {"input": "ready?"} if path == RESPONSES else {"messages": [{"role": "user", "content": "ready?"}]}
         body = {"model": model, "max_tokens": 8, **question}

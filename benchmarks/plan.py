@@ -65,9 +65,9 @@ KEYS = {System.FEW: 10, System.NODES_1000: 10, System.KEYS_10000: 10_000}
 
 @dataclass(frozen=True, slots=True)
 class BoxPlan:
-    """A box that dials in, or ``nodes`` of them in one process, each with so many slots and GPUs.
+    """A node that dials in, or ``nodes`` of them in one process, each with so many slots and GPUs.
 
-    ``asked``: the API path the load client asks its model on; ``declared``: those the box answers itself.
+    ``asked``: the API path the load client asks its model on; ``declared``: those the node answers itself.
     """
 
     protocol: str = "muster"
@@ -258,7 +258,7 @@ FLOORS = (
     Floor("request_passed_ratio", "CPU per request, × passed through", _REQUESTS, 2.5, tuple(TRANSLATED), goal=2.0),
     Floor("chunk_passed_ratio", "CPU per chunk, × passed through", _CHUNKS, 1.6, tuple(TRANSLATED), goal=1.3),
     Floor("request_grown_ratio", "CPU per request, × 10 nodes and keys", _REQUESTS, 1.5, tuple(GROWN), goal=1.3),
-    # uvloop's timers count whole milliseconds, so the box that dialled in cannot wait 5 ms as exactly as the mock does.
+    # uvloop's timers count whole milliseconds, so the node that dialled in cannot wait 5 ms as exactly as the mock does.
     Floor("engine_added_ms", "added TTFB p50, engine needs 5 ms, ms", Measure.ENGINE, 0.4, _DIRECT, 0.25, is_time=True),
     Floor("added_p99_ms", "added TTFB p99 at 256 streams, ms", Measure.OPEN_STREAMS, 5.0, _BOTH, 1.0, is_time=True),
     Floor("opened_peer_ratio", "added TTFB p99, 256 at once, × vllm-router", _OPENED, 1.0, _BOTH, goal=0.6),
@@ -270,7 +270,7 @@ FLOORS = (
     Floor("pss_all_mb", "PSS of everything, MB", Measure.IDLE, 360.0, _UP, goal=280.0),
     Floor("registrations_per_s", "registrations per s after a restart", _REGISTRATIONS, 200, _NODES, 500, True, is_time=True),
     Floor("start_s", "killed gateway serves again, s", Measure.START, 2.0, _DIRECT),
-    # A request is durable in PostgreSQL before a box sees it, which nginx has nothing like.
+    # A request is durable in PostgreSQL before a node sees it, which nginx has nothing like.
     Floor("first_byte_ratio", "added TTFB p50 at 1 stream, × nginx", Measure.FIRST_BYTE, 4.0, _BOTH, is_binding=False),
 )
 """Floors and goals of the design's performance table. Bridge v1 is shown, and judged on whole streams only."""

@@ -36,7 +36,7 @@ class CorePlan:
 
 
 def plan_cores(*, pin: bool) -> CorePlan:
-    """Return one core for the measured system and the others for load, mock and boxes; unpinned when that cannot be."""
+    """Return one core for the measured system and the others for load, mock and nodes; unpinned when that cannot be."""
     if not pin or shutil.which("taskset") is None or not hasattr(os, "sched_getaffinity"):
         return CorePlan()
     cores = sorted(os.sched_getaffinity(0))

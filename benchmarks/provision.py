@@ -17,7 +17,7 @@ ACTOR = "benchmark"
 
 
 def provision(models: list[str], *, keys: int) -> dict[str, str]:
-    """Create a tenant, ``keys`` keys without a practical limit, the models, and one credential for each kind of box."""
+    """Create a tenant, ``keys`` keys without a practical limit, the models, and one credential for each kind of node."""
     from gateway.models import ApiKey
     from gateway.services.keys import create_api_key
     from gateway.services.models import allow_model

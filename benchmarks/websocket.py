@@ -1,4 +1,4 @@
-"""A WebSocket client (RFC 6455) just big enough for a scripted box, and cheap, so that the box never limits a run."""
+"""A WebSocket client (RFC 6455) just big enough for a scripted node, and cheap, so that the node never limits a run."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from core.limits import limits
 from governance.models import AuditEvent
 from wire import clock
 from wire.auditlog import Entry, Record, Seal, Stray, Witness, entry_hash
-from wire.optoken.token import canonical_bytes
+from wire.optoken.op_token import canonical_bytes
 
 Detail = Mapping[str, object]
 

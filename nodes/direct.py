@@ -34,7 +34,7 @@ from nodes.errors import NodeError
 from nodes.models import Node, Reach
 from nodes.reports import clean_result
 from wire import clock
-from wire.optoken.token import TOKEN_MEMBER
+from wire.optoken.op_token import TOKEN_MEMBER
 
 if TYPE_CHECKING:
     import httpx

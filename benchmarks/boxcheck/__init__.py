@@ -1,1 +1,1 @@
-"""Checks with figures on the real stand-alone box: ``python -m benchmarks.boxcheck``."""
+"""Checks with figures on the real stand-alone node: ``python -m benchmarks.boxcheck``."""

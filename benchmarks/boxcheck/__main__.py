@@ -1,6 +1,6 @@
-"""``python -m benchmarks.boxcheck`` (``./muster bench box``): checks with figures on the real stand-alone box.
+"""``python -m benchmarks.boxcheck`` (``./muster bench node``): checks with figures on the real stand-alone node.
 
-Each check starts boxes of its own. The exit status is 0 when every demand was met, 1 when one was not, 2 when a check could
+Each check starts nodes of its own. The exit status is 0 when every demand was met, 1 when one was not, 2 when a check could
 not be made.
 """
 
@@ -53,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vllm", action="store_true", help="vLLM too: set MUSTER_VLLM_PYTHON, or have ./muster test --vllm first"
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="keep the boxes' files and logs in DIR (default: nowhere)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="keep the nodes' files and logs in DIR (default: nowhere)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     return parser
 
@@ -104,7 +104,7 @@ async def _call(check: Check, bench: Workbench) -> None:
 
 
 def _fresh(folder: Path) -> Path:
-    """Return a folder that no earlier run has left anything in: what a box learnt there would change what it predicts."""
+    """Return a folder that no earlier run has left anything in: what a node learnt there would change what it predicts."""
     number = 1
     while (made := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""A real stand-alone box as a process: started, killed, started again on the same data, and looked at from outside."""
+"""A real stand-alone node as a process: started, killed, started again on the same data, and looked at from outside."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ GONE_S = 20.0
 _STEP_S = 0.02
 _ENGINE_MODULE = "runner.engines.children."
 _FOREIGN = ("MUSTER_", "TENANT_", "LLM_POOL_", "OP_TOKEN_", "VLLM_", "HF_")
-"""Variables of the caller that would change what a box does."""
+"""Variables of the caller that would change what a node does."""
 
 
 class Box:
-    """One box. ``data`` survives its process; ``client`` is there while it runs."""
+    """One node. ``data`` survives its process; ``client`` is there while it runs."""
 
     def __init__(self, data: Path, *, models: Path, environment: Mapping[str, str], options: tuple[str, ...]) -> None:
         self.data = data
@@ -80,7 +80,7 @@ class Box:
         while url is None:
             self._child.require_alive()
             if time.monotonic() - began > START_S:
-                raise BenchmarkError(f"the box did not listen within {START_S:g} s:\n{self._child.read_log_tail()}")
+                raise BenchmarkError(f"the node did not listen within {START_S:g} s:\n{self._child.read_log_tail()}")
             await asyncio.sleep(_STEP_S)
             url = read_url(log.read_text(errors="replace"))
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
@@ -88,7 +88,7 @@ class Box:
         while (await self._client.call("GET", "/v1/capabilities")).status == 503:
             self._child.require_alive()
             if time.monotonic() - began > START_S:
-                raise BenchmarkError(f"the box was still starting after {START_S:g} s:\n{self._child.read_log_tail()}")
+                raise BenchmarkError(f"the node was still starting after {START_S:g} s:\n{self._child.read_log_tail()}")
             await asyncio.sleep(_STEP_S)
         return time.monotonic() - began
 
@@ -149,7 +149,7 @@ class Box:
 async def open_box(
     data: Path, *, models: Path, environment: Mapping[str, str] | None = None, options: tuple[str, ...] = ()
 ) -> AsyncIterator[Box]:
-    """Yield a started box; it is stopped after the block, and every engine it had is looked for."""
+    """Yield a started node; it is stopped after the block, and every engine it had is looked for."""
     box = Box(data, models=models, environment=environment or {}, options=options)
     try:
         await box.start()

@@ -1,4 +1,4 @@
-"""Talking to one box: plain calls, lifecycle operations with tokens, streams."""
+"""Talking to one node: plain calls, lifecycle operations with tokens, streams."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Reply:
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise BenchmarkError(f"the box answered {self.status} with something else than a JSON object: {self.body[:200]!r}")
+            raise BenchmarkError(f"the node answered {self.status} with something else than a JSON object: {self.body[:200]!r}")
         return found
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object, in either of the box's shapes; empty when there is none."""
+        """The error object, in either of the node's shapes; empty when there is none."""
         document = self.document if self.body[:1] == b"{" else {}
         found = document.get("error") or document.get("detail")
         return found if isinstance(found, dict) else {}
@@ -79,7 +79,7 @@ class Streamed:
 
 
 class BoxClient:
-    """A client of the box at ``url``; ``key`` signs its operations."""
+    """A client of the node at ``url``; ``key`` signs its operations."""
 
     def __init__(self, url: str, key: bytes, session: aiohttp.ClientSession) -> None:
         self.url = url

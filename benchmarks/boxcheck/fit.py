@@ -1,4 +1,4 @@
-"""Memory that the box expects a load to take, beside what it then measures: at first, and after it has learnt."""
+"""Memory that the node expects a load to take, beside what it then measures: at first, and after it has learnt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TOLERANCE = 0.15
 
 
 async def run(bench: Workbench) -> None:
-    """Load each tiny model three times on a box that starts with nothing learnt, and let it answer once each time.
+    """Load each tiny model three times on a node that starts with nothing learnt, and let it answer once each time.
 
     Judged by the memory after that answer: engines grow with their first requests, and that is what must fit.
     """

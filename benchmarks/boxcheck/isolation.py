@@ -31,7 +31,7 @@ class Candidate:
 
 
 async def run(bench: Workbench) -> None:
-    """Go through the engines, one box each."""
+    """Go through the engines, one node each."""
     for note in bench.models.notes:
         bench.section.line(f"  {note}")
     for candidate in candidates(bench):
@@ -61,7 +61,7 @@ async def _check(bench: Workbench, box: Box, candidate: Candidate) -> None:
     task = await client.load_whole(candidate.model, overrides=candidate.overrides)
     loaded = box.engine_bytes()
     section.line(
-        f"  load {task['loadTimeMs'] / 1000:.2f} s · memory {before // MIB} → {loaded // MIB} MiB, the box says "
+        f"  load {task['loadTimeMs'] / 1000:.2f} s · memory {before // MIB} → {loaded // MIB} MiB, the node says "
         f"{task['gpuMemoryUsedMB']}, predicted {task['predictedMemoryMB']}"
     )
     if candidate.speaks:

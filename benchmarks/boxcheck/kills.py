@@ -102,7 +102,7 @@ async def _runner_in_load(bench: Workbench, box: Box) -> None:
     await client.load_whole(model, overrides=load)
     served_s = await _serves_again(box, model, since=killed_at)
     section.judge(
-        "the box serves again", passed=True, shown=f"{served_s:.2f} s after the kill, of which {started_s:.2f} s to start"
+        "the node serves again", passed=True, shown=f"{served_s:.2f} s after the kill, of which {started_s:.2f} s to start"
     )
     section.keep(
         runner_in_load={"task": task["status"], "engine_gone_s": gone_s, "start_s": started_s, "serves_after_s": served_s}
@@ -130,7 +130,7 @@ async def _runner_in_stream(bench: Workbench, box: Box) -> None:
     )
     section.judge("no engine process outlives the runner", passed=gone_s is not None, shown=_in_s(gone_s))
     section.judge(
-        "the box serves again", passed=True, shown=f"{served_s:.2f} s after the kill, of which {started_s:.2f} s to start"
+        "the node serves again", passed=True, shown=f"{served_s:.2f} s after the kill, of which {started_s:.2f} s to start"
     )
     section.keep(
         runner_in_stream={"ended": seen.ended, "engine_gone_s": gone_s, "start_s": started_s, "serves_after_s": served_s}

@@ -1,4 +1,4 @@
-"""Refusals when the box is full or a tenant is too fast: their bodies and headers, beside those of the specification."""
+"""Refusals when the node is full or a tenant is too fast: their bodies and headers, beside those of the specification."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOAD = {"gguf_n_ctx": 2048}
 
 
 async def run(bench: Workbench) -> None:
-    """Fill the queue of the box, of a model and of a tenant; wait too long; ask too often."""
+    """Fill the queue of the node, of a model and of a tenant; wait too long; ask too often."""
     environment = {"MAX_QUEUE_DEPTH": str(DEPTH), "TENANT_RATE_LIMIT_community-x": f"{RATE}req/min"}
     async with bench.open("box", environment=environment) as box:
         await box.client.load_whole(FIRST, overrides=LOAD)
@@ -91,7 +91,7 @@ async def _rate_limit(bench: Workbench, box: Box) -> None:
         == (f"Tenant community-x exceeded {RATE} req/min", RATE, 0),
     )
     reset_at = error.get("resetAt")
-    # The box said so at some moment between the two.
+    # The node said so at some moment between the two.
     least_s, most_s = (reset_at - heard_at, reset_at - asked_at) if isinstance(reset_at, int) else (0.0, 0.0)
     section.judge(
         "resetAt and Retry-After name the same moment, within the minute",
@@ -155,7 +155,7 @@ async def _fill(box: Box, depth: int, reading: asyncio.Task[None]) -> bool:
 
 
 async def _count_waiting(box: Box) -> int:
-    """Return how many requests wait, as the box says."""
+    """Return how many requests wait, as the node says."""
     models = (await box.client.call("GET", "/v1/admin/models")).document["models"]
     return sum(int(entry["queue_depth"]) for entry in models)
 

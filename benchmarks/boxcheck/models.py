@@ -30,7 +30,7 @@ class ModelFolder:
 
 
 def prepare_models(folder: Path, *, with_vllm: bool) -> ModelFolder:
-    """Put the models into ``folder``. They are copied, since a box follows no link that leads out of its folder."""
+    """Put the models into ``folder``. They are copied, since a node follows no link that leads out of its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (FIRST, SECOND):
         shutil.copyfile(TINY, folder / f"{name}.gguf")

@@ -1,4 +1,4 @@
-"""Reading what the box says: metrics, server-sent events, documents with fields that must be there. Pure."""
+"""Reading what the node says: metrics, server-sent events, documents with fields that must be there. Pure."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def missing_fields(example: object, found: object, path: str = "") -> list[str]:
 
 
 def read_url(log: str) -> str | None:
-    """Return the address that a box says it listens on, None when it has not said so yet."""
+    """Return the address that a node says it listens on, None when it has not said so yet."""
     found = _LISTENING.search(log)
     return found[1] if found else None
 

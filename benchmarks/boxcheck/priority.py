@@ -17,7 +17,7 @@ NORMAL_CLIENTS = 8
 LOW_CLIENTS = 2
 HIGH_EVERY_S = 1.0
 STARVATION_S = 10.0
-"""After this long a waiting request counts as one class higher (the box's own constant)."""
+"""After this long a waiting request counts as one class higher (the node's own constant)."""
 
 
 async def run(bench: Workbench) -> None:

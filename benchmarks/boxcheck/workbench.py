@@ -45,7 +45,7 @@ class Workbench:
         settings: Mapping[str, object] | None = None,
         arguments: tuple[str, ...] = (),
     ) -> AbstractAsyncContextManager[Box]:
-        """Return a box with the data folder ``name``; ``settings`` become its settings.json."""
+        """Return a node with the data folder ``name``; ``settings`` become its settings.json."""
         data = self.folder / name
         data.mkdir(parents=True, exist_ok=True)
         if settings is not None:

@@ -58,7 +58,7 @@ def check_governance(arguments: argparse.Namespace, progress: Progress) -> int:
     sections: list[Section] = []
     progress.show("starting an installation")
     with open_fleet(arguments.data.resolve() if arguments.data else None) as fleet:
-        progress.show("people, the first policy, and the box that trusts it")
+        progress.show("people, the first policy, and the node that trusts it")
         fleet.enrol()
         for name in [name for name in CHECKS if not wanted or name in wanted]:
             progress.show(name)

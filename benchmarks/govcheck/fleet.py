@@ -1,4 +1,4 @@
-"""A whole installation with a GPU box at L2, and three people whose keys lie here: everything goes over its public doors."""
+"""A whole installation with a GPU node at L2, and three people whose keys lie here: everything goes over its public doors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = "muster-tiny-f16"
 ASKERS = 4
 GENEROUS = {"MUSTER_OPS_PER_HOUR": "1000"}
-"""The box otherwise begins 60 operations an hour, which the kills use up."""
+"""The node otherwise begins 60 operations an hour, which the kills use up."""
 READY_S, CALL_S, STOP_S = 150.0, 60.0, 60.0
 PORTS = range(16_000, 20_000)
 FINAL = {"succeeded", "failed", "resolved", "skipped"}
@@ -162,7 +162,7 @@ class Fleet:
     # Ceremony
 
     def enrol(self, *names: str) -> None:
-        """Make people with key files, have two of them sign the first policy, and let the box trust it."""
+        """Make people with key files, have two of them sign the first policy, and let the node trust it."""
         self.muster("demo", "governance", "--data", str(self.data), "--json")
         keys = {name: Ed25519PrivateKey.generate() for name in names or ("ana", "ben", "cleo")}
         public = {
@@ -181,30 +181,30 @@ class Fleet:
         self.approve(draft, self.people[:2])
         self.await_runs(draft["op_id"])
         self.muster("trust", self.call("GET", "/api/v1/policy")["words"], "--data", str(self.data))
-        self.wait(lambda: self.pinned_version() == 1, within_s=30, what="the box pinned the policy")
+        self.wait(lambda: self.pinned_version() == 1, within_s=30, what="the node pinned the policy")
 
     def pinned_version(self) -> int:
-        """Return which policy the box has pinned, as the control plane knows."""
+        """Return which policy the node has pinned, as the control plane knows."""
         return int(self.query("SELECT max(policy_version) FROM nodes_node")[0][0] or 0)
 
     def ledger(self, op_id: str) -> list[tuple[int, str | None]]:
-        """Return how often the box began each use of an approval, and the outcome it wrote down."""
+        """Return how often the node began each use of an approval, and the outcome it wrote down."""
         path = self.data / "node" / "ledger.sqlite3"
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=5)) as ledger:
             return ledger.execute("SELECT 1, outcome FROM operations WHERE op_key LIKE ?", (f"{op_id}%",)).fetchall()
 
     def is_loaded(self, model: str) -> bool:
-        """Return whether the box has the model loaded, as the control plane was told last."""
+        """Return whether the node has the model loaded, as the control plane was told last."""
         rows = self.query("SELECT replicas FROM nodes_nodepresence p JOIN nodes_node n ON n.id=p.node_id WHERE n.name='local'")
         return any(replica["model"] == model and replica["state"] == "loaded" for replica in rows[0][0])
 
     @property
     def runner_id(self) -> str:
-        """The target that stands for the box."""
+        """The target that stands for the node."""
         return str(self.query("SELECT runner_id FROM nodes_node WHERE name = 'local'")[0][0])
 
     def propose(self, operation: str, *, begins_in_s: float = 0.0, **params: Any) -> dict[str, Any]:
-        """Ask for an operation on the box; its window may open later."""
+        """Ask for an operation on the node; its window may open later."""
         body: dict[str, object] = {"operation": operation, "targets": [self.runner_id], "params": params, "reason": "a check"}
         if begins_in_s:
             body["not_before"] = (datetime.now(UTC) + timedelta(seconds=begins_in_s)).isoformat()
@@ -280,7 +280,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def open_fleet(directory: Path | None = None) -> Iterator[Fleet]:
-    """Run ``./muster up`` with its local box in a folder of its own. Raises BenchmarkError when it does not come up."""
+    """Run ``./muster up`` with its local node in a folder of its own. Raises BenchmarkError when it does not come up."""
     with tempfile.TemporaryDirectory(prefix="muster-govcheck-", ignore_cleanup_errors=True) as scratch:
         place = directory or Path(scratch)
         place.mkdir(parents=True, exist_ok=True)

@@ -121,7 +121,7 @@ def _done_unheard(case: Case) -> None:
         with stopped(gateway):
             engine.send_signal(signal.SIGCONT)
             case.fleet.wait(
-                lambda: any(outcome for _, outcome in case.fleet.ledger(case.op_id)), within_s=CATCH_S, what="the box is done"
+                lambda: any(outcome for _, outcome in case.fleet.ledger(case.op_id)), within_s=CATCH_S, what="the node is done"
             )
             case.kill()
 
@@ -135,7 +135,7 @@ def _ended(case: Case) -> None:
 
 @contextlib.contextmanager
 def _caught_engine(case: Case) -> Iterator[psutil.Process]:
-    """Ask for the load, and hold the engine that the box starts for it until the end of the block.
+    """Ask for the load, and hold the engine that the node starts for it until the end of the block.
 
     An engine that had loaded before it could be held is unloaded, and the load asked for once more.
     """
@@ -168,9 +168,9 @@ POINTS: dict[str, Callable[[Case], None]] = {
     "one of two approved": _half_approved,
     "last approval kept": _last_approval,
     "waiting for its window": _queued,
-    "sent, box not reached": _on_its_way,
-    "box works on it": _working,
-    "box done, nobody heard": _done_unheard,
+    "sent, node not reached": _on_its_way,
+    "node works on it": _working,
+    "node done, nobody heard": _done_unheard,
     "end recorded": _ended,
 }
 
@@ -180,7 +180,7 @@ EVERY = tuple((victim, point) for victim in VICTIMS for point in POINTS)
 
 def run(section: Section, fleet: Fleet, progress: Progress, *, cases: Sequence[tuple[str, str]] = EVERY) -> None:
     """Kill each victim at each point, or as ``cases`` say."""
-    rows: list[list[object]] = [["killed", "when", "ended as", "model", "begun on the box", "attempts", "s to the end"]]
+    rows: list[list[object]] = [["killed", "when", "ended as", "model", "begun on the node", "attempts", "s to the end"]]
     faults: list[str] = []
     slowest = 0.0
     for number, (victim, point) in enumerate(cases):
@@ -216,7 +216,7 @@ def _judge(case: Case, point: str) -> tuple[list[object], list[str]]:
         faults.append(f"{case.victim}, {point}: {run['state']} {run['code']} {run['message']}")
     if [uses for uses, _ in begun] != [1]:
         faults.append(f"{case.victim}, {point}: begun {begun}")
-    # A box that was started again has what its owner configured; what an operation loaded before is gone with the process.
+    # A node that was started again has what its owner configured; what an operation loaded before is gone with the process.
     if was_loaded != (run["state"] == "succeeded") and case.victim != "runner":
         faults.append(f"{case.victim}, {point}: {run['state']}, but the model was {'' if was_loaded else 'not '}loaded")
     fleet.wait(lambda: not fleet.is_loaded(MODEL) or None, within_s=CATCH_S, what="unloaded again")

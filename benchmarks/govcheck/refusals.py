@@ -1,4 +1,4 @@
-"""What is refused on the way to an approval and by the box, with the words that people see."""
+"""What is refused on the way to an approval and by the node, with the words that people see."""
 
 from __future__ import annotations
 

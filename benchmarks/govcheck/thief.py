@@ -38,7 +38,7 @@ from wire.optoken.proposal import DEFAULT_CLASSES, ApproverEntry, KeyEntry, buil
 LIFE_S = 300
 WAIT_S = 30.0
 REPEAT_S = 5.0
-"""How long an answer is awaited to what names a use that was carried out: the box told of it then, and there may be none."""
+"""How long an answer is awaited to what names a use that was carried out: the node told of it then, and there may be none."""
 Proofs = list[Mapping[str, object]]
 
 
@@ -197,7 +197,7 @@ def _store(loot: Loot, statement: Statement, *, adopts: PolicyVersion | None = N
 def _attempt(
     title: str, loot: Loot, statement: Statement, token: dict[str, object], *, use: int = 1, within_s: float = WAIT_S
 ) -> None:
-    """Plant a run with its token, and report what the box said."""
+    """Plant a run with its token, and report what the node said."""
     now = timezone.now()
     with transaction.atomic():
         planted = {

@@ -29,7 +29,7 @@ from governance.states import ApprovalState
 from wire.contract import ErrorCode
 from wire.ids import parse_id
 from wire.optoken.approval import MAX_APPROVERS, MAX_KEYS_EACH, MAX_TARGETS, MAX_TEXT_CHARS
-from wire.optoken.token import MAX_INTEGER
+from wire.optoken.op_token import MAX_INTEGER
 
 if TYPE_CHECKING:
     from core.models import User

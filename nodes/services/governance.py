@@ -27,7 +27,7 @@ from wire import clock
 from wire.bridge import GovernanceReport, NodeGovernance
 from wire.limits import WIRE
 from wire.optoken.approval import ApprovalError, decode_bytes
-from wire.optoken.token import owns_runner_id
+from wire.optoken.op_token import owns_runner_id
 
 _CERTIFIED = re.compile(r"#[a-z2-7]{26}\Z")
 """The end of a runner id that was made from a key: at any level only the holder of that key has it."""

@@ -24,9 +24,9 @@ from wire.optoken.approval import (
     read_policy,
     read_statement,
 )
+from wire.optoken.op_token import make_runner_id
 from wire.optoken.proposal import DEFAULT_CLASSES, ApproverEntry, KeyEntry, build_policy, build_statement
 from wire.optoken.receipt import Receipt, digest_result, sign_receipt
-from wire.optoken.token import make_runner_id
 
 NOW = 1_745_880_000
 YEAR_S = 365 * 86_400

@@ -8,7 +8,7 @@ holds every key of the issuer still cannot operate the node. What a node remembe
 """
 
 from wire.optoken.approval import ApprovalError, Policy, Rule, Statement
-from wire.optoken.token import (
+from wire.optoken.op_token import (
     Binding,
     Grant,
     NotCanonical,

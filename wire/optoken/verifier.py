@@ -28,7 +28,7 @@ from wire.optoken.approval import (
     read_statement,
     verify_approval,
 )
-from wire.optoken.token import (
+from wire.optoken.op_token import (
     TOKEN_MEMBER,
     TOKEN_VERSION,
     Claim,

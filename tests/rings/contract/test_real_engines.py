@@ -29,7 +29,7 @@ from tests.fakes.models.make import speech_wav, whisper_dir
 from tests.fakes.runners.process import run_box
 from tests.fakes.waiting import eventually
 from wire.optoken import Operation
-from wire.optoken.token import Grant, sign_l0
+from wire.optoken.op_token import Grant, sign_l0
 
 pytestmark = [pytest.mark.timeout(400)]
 

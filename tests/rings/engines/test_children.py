@@ -230,7 +230,7 @@ async def test_a_bad_option_or_a_missing_library_is_said_at_once(tmp_path: Path,
 
 # faster-whisper
 
-SAID = "the node dials out and serves a model"
+SAID = "the box dials out and serves a model"
 
 
 async def transcribe(engine: Engine, audio: bytes | None = None, **fields: Any) -> dict[str, Any]:  # JSON

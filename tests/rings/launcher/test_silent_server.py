@@ -405,6 +405,7 @@ def test_a_worker_gives_a_frozen_server_up_and_carries_out_what_is_due_when_it_i
     broker = servers.redis_url.replace("unix://", "redis+socket://").replace("?db=", "?virtual_host=")
     with serve_worker(log, env=processes), Celery(broker=broker, set_as_current=False) as bell:
         with held(servers, f"SELECT FROM governance_operation WHERE id = '{run.operation_id}' FOR UPDATE"):
+            bell.send_task("governance.tasks.work", args=[str(run.pk)])
             wait_for(lambda: count_blocked(servers), what="the worker has begun", within_s=2 * WITHIN_S)
             with frozen(servers):
                 bell.send_task("controlplane.tasks.sweep")

@@ -33,8 +33,8 @@ from wire.auditlog import to_bytes, verify_signature
 from wire.ids import new_uuid7
 from wire.optoken import owns_runner_id, sign_l0
 from wire.optoken.approval import decode_bytes
+from wire.optoken.op_token import Grant
 from wire.optoken.receipt import digest_result, read_receipt
-from wire.optoken.token import Grant
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -58,7 +58,7 @@ from wire import auditlog
 from wire.auditlog import Checkpoint, Kind, LogKey, Status, leaf_hash, root, verify_consistency, verify_inclusion
 from wire.contract import ErrorCode
 from wire.optoken.approval import decode_bytes
-from wire.optoken.token import NotCanonical, canonical_bytes
+from wire.optoken.op_token import NotCanonical, canonical_bytes
 
 pytestmark = [pytest.mark.django_db, pytest.mark.timeout(120)]
 COMMITTED = pytest.mark.django_db(transaction=True)

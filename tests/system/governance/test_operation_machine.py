@@ -65,8 +65,8 @@ from wire import bridge, clock
 from wire.auditlog import entry_hash
 from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l2
 from wire.optoken.approval import decode_bytes, encode_bytes, read_policy, read_statement
+from wire.optoken.op_token import owns_runner_id
 from wire.optoken.receipt import ReceiptError, read_receipt
-from wire.optoken.token import owns_runner_id
 
 IN_POLICY = ("ana", "ben", "cleo", "dan")
 NAMES = ("rig", "den")

@@ -440,3 +440,54 @@ def test_commands_of_the_release_before_are_taken_over_and_it_can_serve_on(sent:
         )
         cursor.execute("UPDATE nodes_nodecommand SET state = 'ended', token = ''")
     assert OperationRun.objects.get(target="other").token == ""
+
+
+COMMANDS = {
+    "dispatched": "sent",
+    "executing": "sent",
+    "unknown": "sent",
+    "succeeded": "ended",
+    "failed": "ended",
+    "resolved": "ended",
+}
+"""The state of the command of the release before, for each state of a run that had one: ended ones keep no token."""
+
+
+def test_a_run_in_every_state_is_taken_over_with_its_way_to_its_node(sent: Sent) -> None:
+    sent.plan()
+    template_id = sent.run.pk
+    copied = [str(field.column) for field in OperationRun._meta.fields if field.column not in {"id", "use", "state", "fence"}]
+    migrate("0009_void_approvals", "0011_ejections")
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT column_name FROM information_schema.columns WHERE table_name = 'governance_operationrun'")
+        there = {name for (name,) in cursor.fetchall()}
+        kept = ", ".join(name for name in copied if name in there)
+        for number, state in enumerate(RunState, start=2):
+            run_id = uuid.uuid4()
+            cursor.execute(
+                f"INSERT INTO governance_operationrun (id, use, state, {kept}) SELECT %s, %s, %s, {kept} "
+                "FROM governance_operationrun WHERE id = %s",
+                [run_id, number, state.value, template_id],
+            )
+            if state in COMMANDS:
+                cursor.execute(
+                    "INSERT INTO nodes_nodecommand (run_id, node_id, op_id, use, operation, body, token, token_expires_at, "
+                    "state, task_id, gateway_id, sent_at, created_at, updated_at) VALUES (%s, %s, %s, %s, 'model-load', '{}', "
+                    "%s, now(), %s, '', %s, now(), now(), now())",
+                    [
+                        run_id,
+                        sent.node.pk,
+                        sent.op_id,
+                        number,
+                        "t" if COMMANDS[state] == "sent" else "",
+                        COMMANDS[state],
+                        GATEWAY,
+                    ],
+                )
+    migrate("0010_runs_on_nodes", "0012_commands_are_runs")
+    after = {run.state: run for run in OperationRun.objects.filter(use__gt=1)}
+    assert set(after) == {state.value for state in RunState}
+    assert {state for state, run in after.items() if run.node_id == sent.node.pk and run.sent_at} == set(COMMANDS)
+    assert {state for state, run in after.items() if run.token} == {name for name, of in COMMANDS.items() if of == "sent"}
+    untouched = {state for state in after if state not in COMMANDS}
+    assert all((after[state].node_id, after[state].gateway_id, after[state].token) == (None, None, "") for state in untouched)
