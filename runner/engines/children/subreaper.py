@@ -92,12 +92,13 @@ def _kill_descendants() -> None:
         for pid in below:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        try:
-            while os.waitpid(-1, 0)[0]:
-                pass
-        except ChildProcessError:
-            if not below:
-                return
+        # Not whoever is left: a worker that was started while its parent died is not among those killed, and would be waited
+        # for until it ends by itself. The next round finds it. A parent stands before its children, which are ours then.
+        for pid in below:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        if not below:
+            return
 
 
 def _descendants() -> list[int]:

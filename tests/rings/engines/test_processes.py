@@ -90,6 +90,29 @@ async def test_nothing_of_a_server_outlives_it(
     assert (tmp_path / "told").exists() is is_told
 
 
+FORKING = """
+import os, pathlib, signal, sys
+while True:
+    if os.fork() == 0:
+        signal.alarm(120); signal.pause()
+    pathlib.Path(sys.argv[1], "ready").touch()
+"""
+
+
+async def test_workers_that_a_server_starts_while_it_is_killed_do_not_outlive_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUNNER, sys.executable, "-c", FORKING, str(tmp_path)]
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT)
+    try:
+        await eventually((tmp_path / "ready").exists, "the server starts workers")
+        (subreaper,) = psutil.Process(process.pid).children()
+    finally:
+        process.kill()
+        await process.wait()
+    # It leaves last, when nothing is below it any more.
+    await assert_gone([subreaper])
+    assert not [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in (each.info["cmdline"] or ())]
+
+
 async def test_the_exit_status_is_that_of_the_server() -> None:
     async def run(*command: str) -> tuple[int | None, bytes]:
         subreaper = [sys.executable, "-m", "runner.engines.children.subreaper", str(os.getpid()), *command]
