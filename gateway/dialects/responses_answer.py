@@ -17,25 +17,9 @@ from wire.bridge import TokenCounts
 from wire.contract import ErrorCode
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
+from wire.usage import PoolMetrics
 
 _encode = msgspec.json.Encoder().encode
-
-
-class PoolMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds and token counts; None = unknown. backend ⊂ engine ⊂ pool: each outer timer covers the inner one."""
-
-    backend_inference_wall_ms: float | None = None
-    engine_total_wall_ms: float | None = None
-    engine_outside_backend_wall_ms: float | None = None
-    pool_total_wall_ms: float | None = None
-    engine_queue_wait_ms: float | None = None
-    engine_tokenize_ms: float | None = None
-    gpu_time_to_first_token_ms: float | None = None
-    gpu_generate_total_ms: float | None = None
-    gpu_decode_after_first_token_ms: float | None = None
-    engine_prompt_tokens: int | None = None
-    engine_output_tokens: int | None = None
-    engine_tokens_per_second: float | None = None
 
 
 def measure(

@@ -36,6 +36,7 @@ from runner.serving.request import Answer, Inference, Numbers
 from wire import clock
 from wire.events import EventCutter
 from wire.unreadable import UNREADABLE
+from wire.usage import PoolMetrics
 
 log = logging.getLogger(__name__)
 
@@ -247,23 +248,6 @@ def _refuse_languages(request: PoolRequest) -> None:
             raise InvalidRequest(
                 f"{name} is for models with prompt_format {TRANSLATE_GEMMA}; put the languages into instructions", param=name
             )
-
-
-class PoolMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds and token counts; None = unknown. backend ⊂ engine ⊂ pool: each outer timer covers the inner one."""
-
-    backend_inference_wall_ms: float | None = None
-    engine_total_wall_ms: float | None = None
-    engine_outside_backend_wall_ms: float | None = None
-    pool_total_wall_ms: float | None = None
-    engine_queue_wait_ms: float | None = None
-    engine_tokenize_ms: float | None = None
-    gpu_time_to_first_token_ms: float | None = None
-    gpu_generate_total_ms: float | None = None
-    gpu_decode_after_first_token_ms: float | None = None
-    engine_prompt_tokens: int | None = None
-    engine_output_tokens: int | None = None
-    engine_tokens_per_second: float | None = None
 
 
 def make_metrics(numbers: Numbers, *, pool_ms: float, first_token_ms: float | None = None) -> PoolMetrics:

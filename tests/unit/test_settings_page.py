@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from core.limits import Limits
 from wire.limits import MIB, Bound, list_bounds
@@ -119,13 +118,9 @@ MUSTER_DIRECT_ALLOW_LOOPBACK | off | Allow loopback and metadata addresses among
 """In operators' order: a setting that is no bound with all that is said of it, a bound by its name, a heading in stars."""
 
 
-def list_sections(limits: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each section. Any: a dataclass of dataclasses."""
-    return ((field.name, getattr(limits, field.name)) for field in fields(limits))
-
-
-def list_settings(limits: Any) -> dict[str, Bound]:
-    return {bound.setting: bound for _, section in list_sections(limits) for bound in list_bounds(section) if bound.setting}
+def list_settings(limits: Limits) -> dict[str, Bound]:
+    sections = (getattr(limits, section.name) for section in fields(limits))
+    return {bound.setting: bound for section in sections for bound in list_bounds(section) if bound.setting}
 
 
 def render() -> str:

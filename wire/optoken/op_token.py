@@ -52,12 +52,7 @@ def read_token(value: object) -> SignedToken:
     members = _parse_text(value) if isinstance(value, str) else value
     if not isinstance(members, dict):
         raise OpTokenError(Reason.MALFORMED)
-    try:
-        size = len(canonical_bytes(members))
-    except NotCanonical:
-        raise OpTokenError(Reason.MALFORMED) from None
-    if size > WIRE.token_bytes:
-        raise OpTokenError(Reason.TOO_LARGE)
+    _check_size(members)
     claims, signature = members.get("opToken"), members.get("signature")
     if not (isinstance(claims, dict) and isinstance(signature, str)):
         raise OpTokenError(Reason.BAD_FIELD)
@@ -90,14 +85,18 @@ def _read_jwt(text: str) -> SignedToken:
     header, claims = (_parse_segment(segment) for segment in signed.split("."))
     if header not in _JWT_HEADERS or not isinstance(claims, dict):
         raise OpTokenError(Reason.MALFORMED)
+    _check_size(claims)
+    _check_claims(claims)
+    return SignedToken(MappingProxyType(dict(claims)), signature, MappingProxyType({}), signed.encode())
+
+
+def _check_size(members: Mapping[str, object]) -> None:
     try:
-        size = len(canonical_bytes(claims))
+        size = len(canonical_bytes(members))
     except NotCanonical:
         raise OpTokenError(Reason.MALFORMED) from None
     if size > WIRE.token_bytes:
         raise OpTokenError(Reason.TOO_LARGE)
-    _check_claims(claims)
-    return SignedToken(MappingProxyType(dict(claims)), signature, MappingProxyType({}), signed.encode())
 
 
 def _parse_segment(segment: str) -> object:

@@ -6,8 +6,8 @@ import inspect
 import logging
 import secrets
 import uuid
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
 from typing import Any, cast
 
 import pytest
@@ -412,20 +412,26 @@ def migrate(governance: str, nodes: str) -> None:
     executor.migrate([("governance", governance), ("nodes", nodes)])
 
 
+def add_command(run_id: uuid.UUID, sent: Sent, *, use: int, state: str, token: str, times: Sequence[datetime | None]) -> None:
+    """Write a command as the release before does. ``times``: when its token expires, when it was sent and last heard of."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "INSERT INTO nodes_nodecommand (run_id, node_id, op_id, use, operation, body, token, state, task_id, gateway_id, "
+            "token_expires_at, sent_at, created_at, updated_at) "
+            "VALUES (%s, %s, %s, %s, 'model-load', '{}', %s, %s, '', %s, %s, %s, now(), %s)",
+            [run_id, sent.node.pk, sent.op_id, use, token, state, GATEWAY, *times],
+        )
+
+
 def test_commands_of_the_release_before_are_taken_over_and_it_can_serve_on(sent: Sent) -> None:
     sent.plan()
     columns = ("node_id", "token", "token_expires_at", "sent_at", "contact_at", "gateway_id", "task_id")
     ours = OperationRun.objects.filter(pk=sent.run.pk)
     before = ours.values("id", *columns).get()
     migrate("0009_void_approvals", "0011_ejections")
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "INSERT INTO nodes_nodecommand (run_id, node_id, op_id, use, operation, body, token, token_expires_at, state, "
-            "task_id, gateway_id, sent_at, created_at, updated_at) "
-            "VALUES (%s, %s, %s, 1, 'model-load', '{}', %s, %s, 'sent', '', %s, %s, now(), %s)",
-            [before["id"], before["node_id"], sent.op_id, before["token"], before["token_expires_at"], GATEWAY,
-             before["sent_at"], before["contact_at"]],
-        )  # fmt: skip
+    assert before["node_id"] == sent.node.pk
+    times = [before[name] for name in ("token_expires_at", "sent_at", "contact_at")]
+    add_command(before["id"], sent, use=1, state="sent", token=before["token"], times=times)
     migrate("0010_runs_on_nodes", "0012_commands_are_runs")
     assert ours.values("id", *columns).get() == before
     sent.pass_time(6)
@@ -470,20 +476,8 @@ def test_a_run_in_every_state_is_taken_over_with_its_way_to_its_node(sent: Sent)
                 [run_id, number, state.value, template_id],
             )
             if state in COMMANDS:
-                cursor.execute(
-                    "INSERT INTO nodes_nodecommand (run_id, node_id, op_id, use, operation, body, token, token_expires_at, "
-                    "state, task_id, gateway_id, sent_at, created_at, updated_at) VALUES (%s, %s, %s, %s, 'model-load', '{}', "
-                    "%s, now(), %s, '', %s, now(), now(), now())",
-                    [
-                        run_id,
-                        sent.node.pk,
-                        sent.op_id,
-                        number,
-                        "t" if COMMANDS[state] == "sent" else "",
-                        COMMANDS[state],
-                        GATEWAY,
-                    ],
-                )
+                token = "t" if COMMANDS[state] == "sent" else ""
+                add_command(run_id, sent, use=number, state=COMMANDS[state], token=token, times=[timezone.now()] * 3)
     migrate("0010_runs_on_nodes", "0012_commands_are_runs")
     after = {run.state: run for run in OperationRun.objects.filter(use__gt=1)}
     assert set(after) == {state.value for state in RunState}
