@@ -18,9 +18,7 @@ class CoreLimits:
 
     # Work for the database
     database_s: float = bound(
-        5.0,
-        "s",
-        "A call ends with 503, its wait for a thread included; upkeep gives up a connection that is silent for so long.",
+        5.0, "s", "A call that waits or runs so long ends with 503; upkeep gives up a connection silent for so long."
     )
     database_waiting: int = bound(1000, "calls", "One more call that runs or waits is refused with 503 at once.")
     database_threads: int = bound(4, "threads", "Further calls wait for a thread.")
@@ -35,7 +33,7 @@ class CoreLimits:
     )
     database_upkeep_threads: int = bound(4, "threads", "Further work of the process itself waits for a thread.")
     database_statement_s: float = bound(
-        30.0, "s", "The server ends a statement of upkeep after so long, or after the silence that is borne, if that is longer."
+        30.0, "s", "The server ends a statement of upkeep, or at `database_silence_s` if that is longer."
     )
     database_least_connect_s: int = bound(2, "s", "Less is never given to libpq for a connection.")
     # Hints through Valkey
@@ -48,9 +46,7 @@ class CoreLimits:
     hint_bytes: int = bound(1024, "bytes", "A longer message is no hint: it is counted and dropped.")
     hint_log_s: float = bound(10.0, "s", "The log hears of unreadable messages no more often.")
     # Whoever guesses credentials
-    throttle_failures: int = bound(
-        20, "credentials", "After so many wrong ones the next unknown one of the address has to wait."
-    )
+    throttle_failures: int = bound(20, "credentials", "After so many wrong ones the next unknown one of an address waits.")
     throttle_retry_s: int = bound(1, "s", "An address that had to wait may try again; the answer is 429 until then.")
     throttle_forget_s: float = bound(60.0, "s", "Failures of an address that are older are forgotten.")
     throttle_addresses: int = bound(10_000, "addresses", "All failures are forgotten when one more address fails.")
@@ -70,32 +66,24 @@ class GovernanceLimits:
     decision_comment_chars: int = bound(500, "characters", "A longer comment on a decision is cut.")
     freeze_reason_chars: int = bound(300, "characters", "A longer reason for a freeze is cut.")
     approval_warning_percent: int = bound(50, "%", "Approvers are reminded when so much of the time to decide has passed.")
-    approval_last_warning_percent: int = bound(
-        90, "%", "Approvers are reminded for the last time when so much of the time to decide has passed."
-    )
+    approval_last_warning_percent: int = bound(90, "%", "Approvers are reminded for the last time then.")
     review_s: float = bound(86_400.0, "s", "Approvers are reminded of a break-glass operation that nobody reviewed.")
     sweep_batch: int = bound(100, "operations", "Further operations wait for the next sweep.")
     policy_life_s: float = bound(730 * 86_400.0, "s", "A policy that names no end expires.")
 
     # Runs of operations on nodes
     run_lease_s: float = bound(10.0, "s", "A run that somebody took and did not move on is due again.")
-    run_look_again_s: float = bound(
-        300.0, "s", "A dispatched run is looked at again, only to give it up: whoever holds the socket asks the node."
-    )
+    # Whoever holds the socket of its node asks that.
+    run_look_again_s: float = bound(300.0, "s", "A dispatched run is looked at again, only to give it up.")
     run_silence_s: float = bound(
-        86_400.0,
-        "s",
-        "A node that says nothing for so long after the window is given up; its run ends as resolved and says so.",
+        86_400.0, "s", "A node that is silent so long after the window is given up; its run is resolved."
     )
     run_pause_max_s: float = bound(30.0, "s", "The pause before a run is sent again grows no longer.")
     run_retry_s: float = bound(5.0, "s", "A run that cannot be dispatched at the moment is tried again.")
     run_message_chars: int = bound(500, "characters", "A longer message of a run is cut.")
     op_token_s: int = bound(300, "s", "The node refuses an op token that is older.")
-    fence_ahead_ms: int = bound(
-        86_400_000,
-        "ms",
-        "The log says that the clock was wrong when a fence is further ahead of it: nodes refuse one a week ahead of theirs.",
-    )
+    # Nodes refuse a fence that is a week ahead of their clock.
+    fence_ahead_ms: int = bound(86_400_000, "ms", "A fence that is further ahead of the clock is logged as a wrong clock.")
     receipt_bytes: int = bound(16_384, "bytes", "A longer receipt is not shown.")
 
     # Pages and the REST API of operations
@@ -108,9 +96,8 @@ class GovernanceLimits:
     api_integer: int = bound(2**31 - 1, "", "A greater version of a policy is refused: it is the largest of a column.")
     api_id: int = bound(2**63 - 1, "", "A greater id is refused: it is the largest of a column.")
     idempotency_key_chars: int = bound(120, "characters", "A longer `Idempotency-Key` is refused.")
-    stream_max: int = bound(
-        32, "streams", "A further stream of one process gets 503: each looks at the rows every few seconds."
-    )
+    # Each looks at the rows every few seconds.
+    stream_max: int = bound(32, "streams", "A further stream of one process gets 503.")
     stream_poll_s: float = bound(2.0, "s", "A stream looks at its operation, with a hint or without.")
     stream_pause_s: float = bound(0.25, "s", "A stream looks again, in a storm of hints too.")
     stream_heartbeat_s: float = bound(10.0, "s", "A stream that had nothing to say sends a comment.")
@@ -118,12 +105,10 @@ class GovernanceLimits:
     stream_layer_s: float = bound(2.0, "s", "A stream gives up on hints, and only polls.")
 
     # Audit
-    audit_events_per_hour: int = bound(
-        20, "events", "Further events of one action by one node are not written: nothing is ever removed from the log."
-    )
-    audit_alarms_per_hour: int = bound(
-        10, "events", "Further alarms of one witness are not written: a stolen node may sign whatever it likes."
-    )
+    # Nothing is ever removed from the log.
+    audit_events_per_hour: int = bound(20, "events", "Further events of one action by one node are not written.")
+    # A stolen node may sign whatever it likes.
+    audit_alarms_per_hour: int = bound(10, "events", "Further alarms of one witness are not written.")
     audit_tail_entries: int = bound(1_000, "entries", "A page checks no more of the end of the log while somebody waits.")
     audit_read_rows: int = bound(2_000, "rows", "A reader of the whole log fetches so many at once.")
     checkpoint_entries: int = bound(1_000, "entries", "With so many new entries a checkpoint is due.")
@@ -135,27 +120,23 @@ class GovernanceLimits:
     session_seen_s: int = bound(60, "s", "That a person did something is stored again.")
     challenge_s: int = bound(300, "s", "An answer to an older challenge of a passkey is refused.")
     sign_in_forget_s: float = bound(3_600.0, "s", "Wrong tries that are older no longer count.")
-    sign_in_known_s: float = bound(
-        30 * 86_400.0, "s", "An address from which a name signed in well no longer counts as one of that name."
-    )
+    sign_in_known_s: float = bound(30 * 86_400.0, "s", "An address from which a name signed in no longer counts as one of it.")
     sign_in_body_bytes: int = bound(64 * 1024, "bytes", "A longer answer of a sign-in script is refused.")
     proof_body_bytes: int = bound(16 * 1024, "bytes", "A longer proof of a decision is refused.")
     invitation_max_hours: int = bound(24 * 14, "h", "An invitation with a longer life is refused.")
     passkey_ms: int = bound(120_000, "ms", "The browser gives up to ask for a passkey.")
     passkey_decision_ms: int = bound(300_000, "ms", "The browser gives up to ask for the passkey of a decision.")
     passkey_id_chars: int = bound(300, "characters", "A passkey with a longer id is refused.")
-    one_time_password_steps: int = bound(
-        1, "steps", "A code that is off by more steps of 30 s is refused: the clock of a telephone may be wrong."
-    )
+    # The clock of a telephone may be wrong.
+    one_time_password_steps: int = bound(1, "steps", "A code that is off by more steps of 30 s is refused.")
     key_label_chars: int = bound(80, "characters", "A longer name of an approver's key is refused.")
     token_name_chars: int = bound(80, "characters", "A longer name of an admin token is refused.")
     token_use_s: float = bound(60.0, "s", "The use of an admin token is stored again.")
 
     # Notices
     notice_budget_s: float = bound(30.0, "s", "A round of deliveries begins no further one.")
-    notice_lease_s: float = bound(
-        60.0, "s", "A notice that somebody claimed and did not finish goes to the next; one attempt takes less."
-    )
+    # One attempt takes less.
+    notice_lease_s: float = bound(60.0, "s", "A notice that somebody claimed and did not finish goes to the next.")
     notice_pause_s: float = bound(30.0, "s", "A notice that failed is tried again; each further pause is twice as long.")
     notice_pause_max_s: float = bound(3_600.0, "s", "The pause between two tries grows no longer.")
     notice_give_up_s: float = bound(86_400.0, "s", "A notice that is so old is given up, and the log says so.")
@@ -209,28 +190,21 @@ class NodeLimits:
         setting="MUSTER_DRAIN_TIMEOUT_S",
     )
     drain_timeout_max_s: float = bound(86_400.0, "s", "A drain that asks for a longer time is refused.")
-    drain_deadline_kept_s: float = bound(
-        30.0, "s", "The sweep forgets the deadline of a drain this long after it: a gateway that looks late still finds it."
-    )
+    # A gateway that looks late still finds it.
+    drain_deadline_kept_s: float = bound(30.0, "s", "The sweep forgets the deadline of a drain so long after it.")
     drain_reason_chars: int = bound(200, "characters", "A longer reason for a drain or a cordon is refused.")
-    rows_blind_s: float = bound(
-        6.0,
-        "s",
-        "Without rows for so long a gateway believes no age of a heartbeat; nodes then get the same time to write theirs.",
-    )
+    # Nodes get the same time to write theirs afterwards.
+    rows_blind_s: float = bound(6.0, "s", "Without rows for so long a gateway believes no age of a heartbeat.")
     named_in_metrics: int = bound(256, "nodes", "Further nodes share the series named `others`.")
     rival_heard_s: float = bound(15.0, "s", "What another gateway heard of a node counts no longer.")
     rival_audit_s: float = bound(3_600.0, "s", "A further rival of a node within it makes no audit entry.")
     rival_shown_s: float = bound(86_400.0, "s", "Pages no longer show that another runner asked for the node.")
-    former_instances: int = bound(
-        16, "instances", "The oldest instance of a node is forgotten; it would be taken for a new one."
-    )
-    clock_skew_warning_ms: int = bound(
-        60_000, "ms", "A node whose clock is further off is shown as a problem: tokens are judged by it."
-    )
-    clock_skew_ms: int = bound(
-        240_000, "ms", "A node whose clock is further off is sent no operation: it would refuse a token of five minutes."
-    )
+    # It would be taken for a new one.
+    former_instances: int = bound(16, "instances", "The oldest instance of a node is forgotten.")
+    # Tokens are judged by it.
+    clock_skew_warning_ms: int = bound(60_000, "ms", "A node whose clock is further off is shown as a problem.")
+    # It would refuse a token, which lives for five minutes.
+    clock_skew_ms: int = bound(240_000, "ms", "A node whose clock is further off is sent no operation.")
     clock_skew_shown_ms: int = bound(1_000, "ms", "A node whose clock moved by less since it registered keeps the skew shown.")
 
     # Sockets of nodes
@@ -248,27 +222,18 @@ class NodeLimits:
         minimum=1,
     )
     auth_block_s: float = bound(0.25, "s", "An address that was blocked may try again.", setting="MUSTER_WORKER_AUTH_BLOCK_S")
-    max_unregistered: int = bound(
-        64, "sockets", "Further sockets of one address that have not registered are refused, except with a good credential."
-    )
+    max_unregistered: int = bound(64, "sockets", "Further sockets of one address that did not register need a good credential.")
     registered_at_once: int = bound(128, "nodes", "Further nodes that register at once wait for the next transaction.")
     socket_buffer_bytes: int = bound(256 * MIB, "bytes", "A node whose line has so much waiting is disconnected with 1011.")
-    socket_full_bytes: int = bound(
-        32 * MIB,
-        "bytes",
-        "A node whose line has so much waiting gets no new request: recordings are large, and some lines are slow.",
-    )
+    # Recordings are large, and some lines are slow.
+    socket_full_bytes: int = bound(32 * MIB, "bytes", "A node whose line has so much waiting gets no new request.")
     socket_write_s: float = bound(15.0, "s", "A node that takes no byte for so long is disconnected with 1011.")
     socket_close_s: float = bound(2.0, "s", "A gateway that stops ends what it still writes about its nodes.")
-    control_frame_chars: int = bound(
-        2 * MIB, "characters", "A longer text frame of a muster v1 session closes its socket with 1002."
-    )
-    bridge_held_chars: int = bound(
-        64 * 1024, "characters", "The beginning of a bridge v1 answer is passed on although it may still be an error."
-    )
-    bridge_forgotten_streams: int = bound(
-        4_096, "streams", "The oldest stream that is over is forgotten; a late frame of it is then a protocol error."
-    )
+    control_frame_chars: int = bound(2 * MIB, "characters", "A longer text frame closes its muster v1 session with 1002.")
+    # It may turn out to be an error even then.
+    bridge_held_chars: int = bound(64 * 1024, "characters", "The beginning of a bridge v1 answer is passed on.")
+    # A late frame of it is then a protocol error.
+    bridge_forgotten_streams: int = bound(4_096, "streams", "The oldest stream that is over is forgotten.")
 
     # Links that gateways open over HTTP
     http_head_bytes: int = bound(64 * 1024, "bytes", "A longer head of an answer ends the attempt as an error of the node.")
@@ -285,27 +250,20 @@ class NodeLimits:
     ejection_max_s: float = bound(300.0, "s", "An ejection lasts no longer; after so long without one the next is a first one.")
     ejection_answers: int = bound(16, "answers", "The oldest answer of a replica is forgotten.")
     ejection_memory_s: float = bound(600.0, "s", "An older answer of a replica no longer counts.")
-    ejection_faults: int = bound(
-        5,
-        "answers",
-        "With so many faults, and half of its answers, a replica may be ejected; so many good answers make a mean.",
-    )
+    # So many good answers make a mean, too.
+    ejection_faults: int = bound(5, "answers", "With so many, and half of its answers, a replica may be ejected.")
     ejection_fewer: int = bound(
-        8,
-        "times",
-        "A replica is ejected only if the better half of the other nodes fails its callers so many times more rarely.",
+        8, "times", "Only if the better half of the others fails so much more rarely, a replica is ejected."
     )
     ejection_probes: int = bound(3, "answers", "After so many good answers to probes a replica is back.")
-    ejection_slow_factor: float = bound(
-        8.0, "times", "An answer that takes so many times what the other nodes take is slow: GPUs that people own differ."
-    )
+    # GPUs that people own differ.
+    ejection_slow_factor: float = bound(8.0, "times", "An answer that takes so many times what the other nodes take is slow.")
     ejection_slow_s: float = bound(1.0, "s", "An answer that takes no longer is never slow.")
     ejection_slow_s_per_byte: float = bound(0.001, "s", "A stream that needs no more for a byte is never slow.")
     ejection_mean_weight: float = bound(0.2, "part", "The newest answer counts so much in the moving mean of a replica.")
     ejection_probe_pause_s: float = bound(1.0, "s", "A replica on trial gets its next probe.")
-    ejection_forget_s: float = bound(
-        3_600.0, "s", "What is known of a replica that gets no request is forgotten, and a further ejection is news again."
-    )
+    # A further ejection is news again then.
+    ejection_forget_s: float = bound(3_600.0, "s", "What is known of a replica that gets no request is forgotten.")
     ejection_links: int = bound(10, "links", "A node that linked so often within `ejection_links_s` is ejected as unsteady.")
     ejection_links_s: float = bound(60.0, "s", "An older link of a node no longer counts against it.")
     ejection_shown_s: float = bound(300.0, "s", "An ejection that is over is no longer shown as being tried.")
@@ -316,12 +274,9 @@ class NodeLimits:
     report_available: int = bound(512, "models", "Further models that could be loaded are dropped.")
     report_endpoints: int = bound(32, "endpoints", "Further endpoints of a replica are dropped.")
     report_models: int = bound(32, "models", "Further models of a memory report are dropped.")
-    report_constraints: int = bound(
-        32, "members", "Further fields of a load, limits of a field and words of a limit are dropped."
-    )
-    report_constraints_bytes: int = bound(
-        16_384, "bytes", "Longer constraints of a model are dropped; an engine with twenty fields has a fifth of it."
-    )
+    report_constraints: int = bound(32, "members", "Further fields of a load, limits of a field, words of a limit are dropped.")
+    # An engine with twenty fields has a fifth of it.
+    report_constraints_bytes: int = bound(16_384, "bytes", "Longer constraints of a model are dropped.")
     report_name_chars: int = bound(200, "characters", "A longer name is cut.")
     report_word_chars: int = bound(40, "characters", "A longer word is cut.")
     report_detail_chars: int = bound(300, "characters", "A longer detail of a replica is cut.")
@@ -337,11 +292,8 @@ class NodeLimits:
     report_clock_ms: int = bound(2**47, "ms", "A node whose clock is later counts as having this time.")
     report_temperature_c: float = bound(1_000.0, "°C", "A higher temperature is brought down to it.")
     report_power_w: float = bound(100_000.0, "W", "A higher power is brought down to it.")
-    report_integer: int = bound(
-        2**31 - 1,
-        "",
-        "A greater number is brought down to it, or refused where an operator gives it: it is the largest of a column.",
-    )
+    # It is the largest of a column.
+    report_integer: int = bound(2**31 - 1, "", "A greater number is brought down to it, or refused where an operator gives it.")
     report_exact_integer: int = bound(2**53 - 1, "", "A greater number is brought down to it: beyond it browsers round.")
     status_stage_chars: int = bound(200, "characters", "A longer stage of a run is cut.")
     status_code_chars: int = bound(80, "characters", "A longer error code of a run is cut.")
@@ -370,14 +322,11 @@ class NodeLimits:
     url_chars: int = bound(300, "characters", "A longer URL of a node is refused.")
     lookup_s: float = bound(3.0, "s", "A URL whose name is not resolved by then cannot be reached.")
     api_key_chars: int = bound(512, "characters", "A longer API key of a node is refused.")
-    direct_concurrency: int = bound(
-        1, "requests", "An agent that says nothing of it gets so many at once: in contract v1 a node answers one at a time."
-    )
+    # In contract v1 a node answers one at a time.
+    direct_concurrency: int = bound(1, "requests", "An agent that says nothing of it gets so many at once.")
     probe_s: float = bound(3.0, "s", "A node that did not answer a probe cannot be reached.")
     probe_answered_s: float = bound(29.0, "s", "A node that answered its probe is probed again.")
-    probe_silent_s: float = bound(
-        4.0, "s", "A node that did not answer its probe, or that tells its capabilities, is probed again."
-    )
+    probe_silent_s: float = bound(4.0, "s", "A node that did not answer its probe, or tells its capabilities, is probed again.")
     probe_answer_bytes: int = bound(MIB, "bytes", "A longer answer to a probe counts as none.")
     probe_error_chars: int = bound(300, "characters", "A longer error of a probe is cut.")
     probe_batch: int = bound(100, "nodes", "Further nodes that are due wait for the next round of probes.")
@@ -385,39 +334,29 @@ class NodeLimits:
 
     # Commands to nodes
     channel_sweep_s: float = bound(4.0, "s", "Gateways look for commands to their nodes, with a hint or without.")
-    channel_hint_pause_s: float = bound(
-        0.1,
-        "s",
-        "Hints are followed again: a storm of them costs ten looks a second at most, and a single one is followed at once.",
-    )
+    # A storm of hints costs ten looks a second at most, and a single one is followed at once.
+    channel_hint_pause_s: float = bound(0.1, "s", "Hints are followed again.")
     channel_policy_s: float = bound(30.0, "s", "Gateways look which nodes hold an old policy.")
     channel_checkpoint_s: float = bound(10.0, "s", "Gateways look which nodes have not seen the newest audit checkpoint.")
     channel_progress_s: float = bound(1.0, "s", "The progress of a run is stored again.")
     channel_retry_s: float = bound(1.0, "s", "A round that the database failed is tried again.")
-    channel_statuses_per_node: int = bound(
-        64, "operations", "What a node says of further operations is dropped; it is asked about them again."
-    )
+    # It is asked about them again.
+    channel_statuses_per_node: int = bound(64, "operations", "What a node says of further operations is dropped.")
     channel_statuses: int = bound(256, "operations", "What nodes said of further operations waits for the next round.")
-    channel_reports_per_node: int = bound(
-        8, "reports", "Further reports of a node that wait are dropped; the node says it again when it registers."
-    )
+    # The node says it again when it registers.
+    channel_reports_per_node: int = bound(8, "reports", "Further reports of a node that wait are dropped.")
     channel_proofs: int = bound(8, "proofs", "Nodes that need a further consistency proof wait for the next round.")
-    channel_policies: int = bound(
-        16, "policies", "A node that is further behind says so again and gets the next ones; a policy has up to 64 KiB."
-    )
+    # A policy has up to 64 KiB.
+    channel_policies: int = bound(16, "policies", "A node that is further behind says so again and gets the next ones.")
     command_quiet_s: float = bound(5.0, "s", "A node that was given a command and says nothing is asked about it.")
-    command_token_margin_s: float = bound(
-        5.0, "s", "An op token that holds no longer is not sent, for it could expire on the way; the run gets a new one."
-    )
+    # It could expire on the way.
+    command_token_margin_s: float = bound(5.0, "s", "An op token that holds no longer is not sent; the run gets a new one.")
     command_batch: int = bound(500, "commands", "Further open commands wait for the next look.")
-    command_unheard_s: float = bound(
-        2.0, "s", "A node that says it never heard of a command is believed; an earlier answer may be about the token before."
-    )
+    # An earlier answer may be about the token before.
+    command_unheard_s: float = bound(2.0, "s", "A node that says it never heard of a command is believed.")
     command_away_retry_s: float = bound(10.0, "s", "An operation for a node that is away is tried again.")
     call_poll_s: float = bound(1.0, "s", "A node that is called at its URL is asked again how its load goes.")
-    call_s: float = bound(
-        10.0, "s", "A call that is not answered by then has failed; after twice as long its task counts as lost."
-    )
+    call_s: float = bound(10.0, "s", "A call that is not answered has failed; after twice as long its task counts as lost.")
     call_unattended_s: float = bound(5.0, "s", "A command that nobody touched for so long has lost its task and gets another.")
     call_answer_bytes: int = bound(256 * 1024, "bytes", "A call with a longer answer has failed.")
     call_batch: int = bound(100, "commands", "Further commands without a task wait for the next look.")
@@ -430,9 +369,7 @@ class NodeLimits:
     offered_models: int = bound(200, "models", "Further models are not in the list of the form; their names are typed.")
     listed_names: int = bound(3, "names", "Further names in a sentence are counted instead.")
     shown_models: int = bound(40, "models", "Further models that a node could load are counted instead.")
-    reload_failed_again_s: float = bound(
-        600.0, "s", "A node that names another moment in each of its reports makes a further notice."
-    )
+    reload_failed_again_s: float = bound(600.0, "s", "A node that names another moment in each report makes a further notice.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -519,9 +456,7 @@ class GatewayLimits:
         setting="MUSTER_RATE_LIMIT_RPM",
         minimum=1,
     )
-    placed_among: int = bound(
-        16, "nodes", "Where more nodes serve a model, so many of them, others each time, are compared for one request."
-    )
+    placed_among: int = bound(16, "nodes", "So many of the nodes of a model, others each time, are compared for a request.")
     max_requeues: int = bound(
         3,
         "nodes",
@@ -553,9 +488,8 @@ class GatewayLimits:
     input_default_items: int = bound(20, "items", "A list of input items without `limit` has so many.")
     # Queue and relay
     busy_pause_s: float = bound(0.05, "s", "A node that refused a request as busy is asked again, unless it says when.")
-    candidates: int = bound(
-        16, "models", "Further models that a request could go to are not looked at; no alias has more targets."
-    )
+    # No alias has more targets.
+    candidates: int = bound(16, "models", "Further models that a request could go to are not looked at.")
     fallbacks: int = bound(8, "models", "A request that names more fallbacks is refused with 400.")
     latency_ms: int = bound(3_600_000, "ms", "A request that allows a longer wait (`max_latency_ms`) is refused with 400.")
     rate_window_s: float = bound(60.0, "s", "A request that is older counts no more towards the limit of its key.")
@@ -565,9 +499,7 @@ class GatewayLimits:
     # Its link may still say what was counted.
     closed_s: float = bound(0.5, "s", "An engine that sent its closing event and did not end its stream is ended.")
     max_engine_error_chars: int = bound(
-        WIRE.error_quote_chars,
-        "characters",
-        "Of what an engine says of a failure, what is longer is kept in no record and no log.",
+        WIRE.error_quote_chars, "characters", "More of what an engine says of a failure is neither kept nor logged."
     )
     # Records
     max_pending_records: int = bound(100_000, "records", "One more is dropped and counted.")
@@ -617,9 +549,7 @@ class GatewayLimits:
     # Canary questions
     canary_look_s: float = bound(5.0, "s", "The gateway looks again which questions are due.")
     canary_deadline_s: float = bound(30.0, "s", "A question without an answer counts for nothing.")
-    canary_again_s: float = bound(
-        60.0, "s", "A node that answered wrongly is asked again, or after the interval if that is shorter."
-    )
+    canary_again_s: float = bound(60.0, "s", "A node that answered wrongly is asked again, or after a shorter interval.")
     # The node may be full, or not asked any more.
     canary_missed: int = bound(3, "intervals", "Without an answer for so long the ejection for a wrong one ends.")
     canary_tokens: int = bound(64, "tokens", "An answer to a canary question is cut there.")
@@ -644,7 +574,7 @@ class GatewayLimits:
     template_source_chars: int = bound(MIB, "characters", "A longer chat template is unusable.")
     # What is longer takes too much memory to count.
     template_chars: int = bound(
-        2_000_000, "characters", "A longer prompt is not rendered, and a longer text of a template given up."
+        2_000_000, "characters", "No longer prompt is rendered; a longer text of a template is given up."
     )
     template_s: float = bound(2.0, "s", "A template that takes more of a processor's time is given up.")
     template_bytes: int = bound(128 * MIB, "bytes", "A template that needs more memory is given up.")
@@ -659,9 +589,7 @@ class GatewayLimits:
     form_parts: int = bound(64, "parts", "A form with more is refused with 400.")
     form_field_bytes: int = bound(1024, "bytes", "A form with a longer field that the gateway reads is refused with 400.")
     form_boundary_bytes: int = bound(200, "bytes", "A form with a longer boundary is refused with 400.")
-    form_piece_bytes: int = bound(
-        64 * 1024, "bytes", "A form is read in pieces of this size; blanks behind a boundary fill none."
-    )
+    form_piece_bytes: int = bound(64 * 1024, "bytes", "A form is read in such pieces; blanks behind a boundary fill none.")
     fault_reason_chars: int = bound(200, "characters", "The reason of a 400 is cut there.")
     fault_field_chars: int = bound(80, "characters", "The name of a field in a 400 is cut there.")
     fault_shown_chars: int = bound(60, "characters", "A longer name from a client is not repeated in an error.")
@@ -670,7 +598,7 @@ class GatewayLimits:
     # Of all blocks that wait.
     held_chars: int = bound(4 * MIB, "characters", "A translated answer that comes out of order ends with an error beyond it.")
     waiting_blocks: int = bound(
-        2 * WIRE.answer_calls, "blocks", "A translated answer with more calls and texts that wait ends with an error."
+        2 * WIRE.answer_calls, "blocks", "A translated answer with more blocks that wait ends in an error."
     )
     # An engine may give the whole arguments of a call at once.
     chat_event_bytes: int = bound(32 * MIB, "bytes", "A stream that is translated and has a larger event ends with an error.")
@@ -702,27 +630,16 @@ class GatewayLimits:
     server_backlog: int = bound(2_048, "connections", "The kernel refuses a further connection that waits to be accepted.")
     server_tick_s: float = bound(1.0, "s", "The date that answers carry is renewed.")
     server_stop_poll_s: float = bound(0.05, "s", "A gateway that stops looks again whether requests still run.")
-    server_pipelined: int = bound(
-        64, "requests", "A connection with more requests waiting for the answer before theirs is closed."
-    )
+    server_pipelined: int = bound(64, "requests", "A connection with more requests that wait for an earlier answer is closed.")
     known_heads: int = bound(1024, "heads", "The server forgets which request heads it has read before it remembers more.")
     known_head_bytes: int = bound(4 * 1024, "bytes", "A longer request head is parsed each time it comes.")
-    known_answer_heads: int = bound(
-        256, "heads", "The server forgets the answers' heads that it has rendered before it remembers more."
-    )
-    server_ahead_bytes: int = bound(
-        64 * 1024, "bytes", "More bytes behind the request that is answered stop the reading of the connection."
-    )
+    known_answer_heads: int = bound(256, "heads", "The server forgets the rendered heads of answers before it remembers more.")
+    server_ahead_bytes: int = bound(64 * 1024, "bytes", "More bytes behind the request that is answered stop the reading.")
     server_fragment_bytes: int = bound(MIB, "bytes", "A longer WebSocket message is sent in fragments of this size.")
-    server_linger_s: float = bound(
-        30.0, "s", "A connection that was answered before its body came is closed, however much still comes."
-    )
-    server_linger_idle_s: float = bound(
-        2.0, "s", "A connection that was answered before its body came is closed when nothing more comes."
-    )
-    server_linger_bytes: int = bound(
-        128 * MIB, "bytes", "A connection that was answered before its body came is closed when more came."
-    )
+    # A client may go on sending for as long as it likes.
+    server_linger_s: float = bound(30.0, "s", "A connection that was answered early, before its body came, is closed.")
+    server_linger_idle_s: float = bound(2.0, "s", "A connection that was answered early is closed when nothing more comes.")
+    server_linger_bytes: int = bound(128 * MIB, "bytes", "A connection that was answered early is closed when more came.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -732,19 +649,17 @@ class ConsoleLimits:
     # Pages and live pushes
     push_s: float = bound(2.0, "s", "A page gets its next push, with a hint or without.")
     push_changes_s: float = bound(0.5, "s", "A page on which a model is loaded or an operation runs gets its next push.")
-    push_pause_s: float = bound(
-        0.25, "s", "A page is pushed to again: a storm of hints costs at most four looks a second and page."
-    )
+    # A storm of hints costs at most four looks a second and page.
+    push_pause_s: float = bound(0.25, "s", "A page is pushed to again.")
     push_slow_facts_s: float = bound(30.0, "s", "Sums over the last hour are read anew, for they read every record of it.")
     search_chars: int = bound(200, "characters", "A longer search term is cut.")
     search_rows: int = bound(5, "rows", "Further rows of a kind are not found.")
     problem_lines: int = bound(12, "lines", "Further problems on the first page are counted instead.")
-    problem_lines_per_case: int = bound(
-        3, "lines", "Further lines of one case are counted instead, so that fifty silent nodes hide nothing else."
-    )
+    # Fifty silent nodes shall hide nothing else.
+    problem_lines_per_case: int = bound(3, "lines", "Further lines of one case are counted instead.")
     problem_queue_s: float = bound(2.0, "s", "A request that waits longer for a node is shown as a problem.")
     problem_failed: int = bound(
-        5, "requests", "So many failed requests are shown as a problem, if they are `problem_failed_percent` as well."
+        5, "requests", "So many failed requests are a problem, if `problem_failed_percent` is reached too."
     )
     problem_failed_percent: float = bound(5.0, "%", "Failed requests are shown as a problem when they are so large a part.")
     problem_policy_s: float = bound(30 * 86_400.0, "s", "A policy that expires sooner is shown as a problem.")
@@ -752,59 +667,47 @@ class ConsoleLimits:
     # Playground
     playground_form_bytes: int = bound(8 * MIB, "bytes", "A longer form is refused.")
     playground_image_bytes: int = bound(5 * MIB, "bytes", "A larger picture is refused.")
-    playground_tool_depth: int = bound(
-        64, "levels", "Tools that are nested deeper are refused: their code could not be printed, and schemas have ten levels."
-    )
-    playground_messages_tokens: int = bound(
-        1_024, "tokens", "A form that says nothing asks for so many on Messages: the endpoint wants a number."
-    )
-    playground_explained: int = bound(
-        16, "models", "The nodes of further models of an alias are not looked at while a person waits."
-    )
+    # Their code could not be printed, and schemas have ten levels.
+    playground_tool_depth: int = bound(64, "levels", "Tools that are nested deeper are refused.")
+    # The endpoint wants a number.
+    playground_messages_tokens: int = bound(1_024, "tokens", "A form that says nothing asks for so many on Messages.")
+    # A person waits meanwhile.
+    playground_explained: int = bound(16, "models", "The nodes of further models of an alias are not looked at.")
     playground_key_s: float = bound(3_600.0, "s", "A key that the playground lends expires.")
-    playground_key_reserve_s: int = bound(
-        60, "s", "A key with less time left is replaced: a request that waits in a queue still needs it."
-    )
+    # A request that waits in a queue still needs it.
+    playground_key_reserve_s: int = bound(60, "s", "A key with less time left is replaced.")
     playground_answers: int = bound(32, "answers", "A further answer of one process is refused.")
     playground_answer_bytes: int = bound(64 * MIB, "bytes", "A longer answer is cut.")
     playground_chunks: int = bound(16, "chunks", "With so many chunks waiting for a browser the gateway is not read.")
     playground_connect_s: float = bound(5.0, "s", "A gateway that does not take the connection counts as unreachable.")
     playground_take_s: float = bound(60.0, "s", "An answer of which a browser takes nothing for so long is cut.")
-    playground_overtime_s: float = bound(
-        30.0, "s", "An answer is cut so long after MUSTER_REQUEST_TIMEOUT_S, at which the gateway itself ends it with an error."
-    )
+    # The gateway itself ends an answer with an error at that time-out.
+    playground_overtime_s: float = bound(30.0, "s", "An answer is cut so long after MUSTER_REQUEST_TIMEOUT_S.")
     playground_close_s: float = bound(2.0, "s", "Nobody waits longer for a connection to the gateway to close.")
 
     # Servers of the control plane
     retry_s: int = bound(5, "s", "An answer of a server that has no database names it as `Retry-After`.")
-    refused_host_chars: int = bound(
-        255, "characters", "A longer refused Host header is cut where it is shown; no name is longer."
-    )
-    health_database_s: float = bound(
-        3.0, "s", "A database that does not answer is `unreachable`; supervisors wait longer for the answer."
-    )
+    # No name is longer.
+    refused_host_chars: int = bound(255, "characters", "A longer refused Host header is cut where it is shown.")
+    # Supervisors wait longer for the answer.
+    health_database_s: float = bound(3.0, "s", "A database that does not answer is `unreachable`.")
     connections: int = bound(
-        1_000,
-        "connections",
-        "A further connection of one process is refused; half may come from one address, unless that is a proxy's.",
+        1_000, "connections", "One more of a process is refused; half may be of one address that is no proxy's."
     )
-    body_bytes: int = bound(
-        8 * MIB, "bytes", "A longer body gets 413 `body_too_large`: the largest is a picture in the playground."
-    )
+    # The largest is a picture in the playground.
+    body_bytes: int = bound(8 * MIB, "bytes", "A longer body gets 413 `body_too_large`.")
     socket_message_bytes: int = bound(64 * 1024, "bytes", "A longer message of a page closes its socket; pages send nothing.")
     inbox_high: int = bound(16, "messages", "An application that has more messages waiting stops the reading of its socket.")
     inbox_low: int = bound(4, "messages", "An application that has so few messages waiting lets its socket be read again.")
     stop_poll_s: float = bound(0.05, "s", "A server that stops looks again whether requests still run.")
     reconcile_s: float = bound(5.0, "s", "The reconciler of operations looks again.")
-    reconcile_stop_s: float = bound(
-        5.0, "s", "A server that stops no longer waits for the look of the reconciler; its transaction rolls back."
-    )
+    # Its transaction rolls back.
+    reconcile_stop_s: float = bound(5.0, "s", "A server that stops no longer waits for the look of the reconciler.")
 
     # Workers and commands
     task_message_bytes: int = bound(16 * 1024, "bytes", "A longer message of the broker is set aside; ours have about 1 KiB.")
-    task_ahead_s: float = bound(
-        120.0, "s", "A message for a later time is set aside: a worker would hold it in memory until then."
-    )
+    # A worker would hold it in memory until then.
+    task_ahead_s: float = bound(120.0, "s", "A message for a later time is set aside.")
     task_kept: int = bound(100, "messages", "The oldest message that was set aside is forgotten.")
     task_kept_bytes: int = bound(4_096, "bytes", "A longer message that is set aside is cut.")
     audit_progress_records: int = bound(5_000, "records", "The command that checks the log says how far it is.")
@@ -819,9 +722,7 @@ class LauncherLimits:
     """``./muster up``: the embedded servers and the processes that it supervises."""
 
     # Supervision
-    restart_first_s: float = bound(
-        0.5, "s", "A process that died a second time is started again; each further pause is twice as long."
-    )
+    restart_first_s: float = bound(0.5, "s", "A process that died twice is started again; each further pause is twice as long.")
     restart_max_s: float = bound(15.0, "s", "The pause before a process is started again grows no longer.")
     restart_healthy_s: float = bound(10.0, "s", "A process that ran so long and died is started again at once.")
     startup_failures: int = bound(3, "starts", "A process that died so often before everything was ready ends the start.")
@@ -833,9 +734,8 @@ class LauncherLimits:
     ready_answer_s: float = bound(1.0, "s", "A process that does not answer when asked is not ready.")
     ready_answer_bytes: int = bound(MIB, "bytes", "No more of an answer is read.")
     leftover_s: float = bound(3.0, "s", "A process of an earlier run that ignores a signal gets the next, harder one.")
-    open_files: int = bound(
-        65_536, "files", "The processes may open no more; some programs try every number up to their limit when they start."
-    )
+    # Some programs try every number up to their limit when they start.
+    open_files: int = bound(65_536, "files", "The processes may open no more.")
 
     # Preparation
     bootstrap_s: float = bound(300.0, "s", "A database that is not prepared ends the start.")
@@ -844,11 +744,8 @@ class LauncherLimits:
     copy_lock_s: float = bound(120.0, "s", "The start ends if another launcher still copies PostgreSQL.")
     install_lock_s: float = bound(900.0, "s", "The start ends if another launcher still installs packages.")
     install_said_s: float = bound(2.0, "s", "The installation says how far it is.")
-    socket_directory_bytes: int = bound(
-        80,
-        "bytes",
-        "Sockets whose directory has a longer path go to a short one; an address holds 104 bytes on macOS, 108 on Linux.",
-    )
+    # An address holds 104 bytes on macOS, 108 on Linux.
+    socket_directory_bytes: int = bound(80, "bytes", "Sockets whose directory has a longer path go to a short one.")
     bootstrap_said_s: float = bound(3.0, "s", "A person who waits for the database is told so.")
     bootstrap_said_again_s: float = bound(10.0, "s", "A person who waits for the database is told so again.")
 
