@@ -15,23 +15,22 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = read_table(ROOT)
 MUTANTS = read_mutants(TABLE)
 DEFECTS = read_defects(ROOT)
-WRITTEN = "Written by `python -m tests.unit.test_defences` from `tests/defences.toml`; a test fails when this page is older."
-PROVEN = "`./muster test --mutants {row}` puts a defect into a copy of the program and shows that the tests of a row notice it."
+WRITTEN = "`python -m tests.unit.test_defences` writes this page from `tests/defences.toml`, which names the tests of each row."
+PROVEN = "`./muster test --mutants {row}` puts a defect into a copy of the program: the tests of the row must notice it."
 THREATS = f"""# Threats
 
-What somebody may try, and what stands against it. Each row has tests, which `tests/defences.toml` names. {WRITTEN}
+What somebody may try, and what stands against it. {WRITTEN}
 {PROVEN.format(row="T11")}
-[Failures](failures.md) has what happens when a part fails; [secure.md](secure.md) has what an operator does.
+See also [failures](failures.md), and [what an operator does](secure.md).
 
 | | Threat | Defence |
 |---|---|---|
 """
 FAILURES = f"""# Failures
 
-What happens when a part fails. `tests/defences.toml` names the tests of each row; *no test* means that nothing checks it.
-{WRITTEN}
+What happens when a part fails. {WRITTEN}
 {PROVEN.format(row="F28")}
-[Threats](threats.md) has what somebody may try.
+See also [threats](threats.md). *No test*: nothing checks it.
 
 | | Failure | What callers and operators see |
 |---|---|---|

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from core.limits import NodeLimits
-from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, RUNS, ApprovalState, RunState
+from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, RUNS
 from nodes.states import Freshness, NodeFacts, judge_availability
-from runner.ledger import RunState as LedgerState
 from runner.ledger import operations as ledger_operations
-from runner.pool.states import TRANSITIONS, ModelState
+from runner.pool.states import TRANSITIONS
 from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, NodeMode, NodeStatus
 
 State = TypeVar("State", bound=str)
@@ -21,69 +19,71 @@ Event = TypeVar("Event", bound=str)
 PAGE = Path(__file__).parents[2] / "docs" / "state-machines.md"
 HEAD = """# State machines
 
-Made from the tables in the code by `python -m tests.unit.test_state_machines`; a test fails when this page is older.
-An event that is not listed for a state is refused there. States change by compare-and-set: of two changes at once one fails.
+`python -m tests.unit.test_state_machines` writes this page from the tables in the code. A state refuses an event that its row
+does not name. States change by compare-and-set: of two changes at once one fails.
 """
 
 
 def render() -> str:
     sections = [
         HEAD,
-        _machine("Approval of an operation", "`governance/states.py`, `APPROVALS`", APPROVALS, ApprovalState, FINAL_APPROVALS),
-        _machine("One carrying out of an operation", "`governance/states.py`, `RUNS`", RUNS, RunState, FINAL_RUNS),
+        _machine("Approval of an operation", "`governance/states.py`, `APPROVALS`", APPROVALS, FINAL_APPROVALS),
+        _machine("One carrying out of an operation", "`governance/states.py`, `RUNS`", RUNS, FINAL_RUNS),
         _machine(
             "A run on its runner",
             "`runner/ledger/operations.py`, `TRANSITIONS`",
             ledger_operations.TRANSITIONS,
-            LedgerState,
             ledger_operations.FINAL_STATES,
         ),
-        _machine("A model on a node", "`runner/pool/states.py`, `TRANSITIONS`", TRANSITIONS, ModelState, ()),
+        _machine("A model on a node", "`runner/pool/states.py`, `TRANSITIONS`", TRANSITIONS, frozenset()),
         _requests(),
         _nodes(),
     ]
     return "\n".join(sections)
 
 
-def _machine(
-    title: str, source: str, table: Mapping[tuple[State, Event], State], states: Iterable[str], final: Iterable[str]
-) -> str:
-    ends = set(final)
-    rows = [f"| `{state}` | `{event}` | `{after}` |" for (state, event), after in table.items()]
-    lines = [f"## {title}", "", f"Source: {source}. States: {_list(states)}."]
-    if ends:
-        lines.append(f"Final: {_list(state for state in states if state in ends)}.")
-    return "\n".join([*lines, "", "| State | Event | Next state |", "|---|---|---|", *rows, ""])
+def _machine(title: str, source: str, table: Mapping[tuple[State, Event], State], final: frozenset[State]) -> str:
+    changes: dict[str, list[str]] = {state: [] for state, _ in table}
+    for (state, event), after in table.items():
+        changes[state].append(f"`{event}` → `{after}`")
+    rows = [f"| `{state}` | {', '.join(named)} |" for state, named in changes.items()]
+    ends = f" Final: {_list(sorted(final))}." if final else ""
+    return "\n".join(
+        [f"## {title}", "", f"Source: {source}.{ends}", "", "| State | Event → next state |", "|---|---|", *rows, ""]
+    )
 
 
 def _requests() -> str:
     return "\n".join(
         ["## A request", "",
-            "Source: `wire/contract.py`. A request is `queued` in the database before it is sent. It ends in exactly one final",
-            "state, which nothing changes afterwards; the request of a gateway that died is closed as `interrupted`.", "",
+            "Source: `wire/contract.py`. A request is `queued` in the database before it is sent, and ends in exactly one",
+            "final state. The request of a gateway that died is closed as `interrupted`.", "",
             f"Open: {_list(sorted(OPEN_REQUEST_STATES))}. Final: {_list(sorted(FINAL_REQUEST_STATES))}.", ""],
     )  # fmt: skip
 
 
 def _nodes() -> str:
-    rows, policy = [], NodeLimits()
-    for freshness, reported, held_back in itertools.product(Freshness, NodeStatus, (False, True)):
-        ages = {Freshness.FRESH: 0.0, Freshness.STALE: policy.stale_after_s, Freshness.OFFLINE: policy.offline_after_s}
-        facts = NodeFacts(
-            age_s=ages[freshness], protocol="", reported=reported, mode=NodeMode.SPARE_ON, draining=held_back, cordoned=False,
-            is_accepting_jobs=True,
-        )  # fmt: skip
-        status = judge_availability(facts, policy).status
-        rows.append(f"| {freshness} | `{reported}` | {'yes' if held_back else 'no'} | `{status}` |")
+    cases = [(freshness, is_held) for freshness in Freshness for is_held in (False, True)]
+    rows = [" | ".join([f"| `{told}`", *(f"`{_judge(told, *case)}`" for case in cases)]) + " |" for told in NodeStatus]
+    columns = " | ".join(f"{freshness}, held back" if is_held else str(freshness) for freshness, is_held in cases)
     return "\n".join(
         ["## Status of a node", "",
-            "Source: `nodes/states.py`, `judge_availability`: no stored state but a judgement of each reading.",
-            "*Held back* means draining, cordoned, taken back by its owner, or accepting nothing by its own account. A node",
-            "that no gateway can reach (no socket, and no URL that answers) is `offline` whatever it reports; a `stale` node",
-            "gets nothing new.", "", "| Last sign of life | Reported | Held back | Status |", "|---|---|---|---|", *rows, "",
-            "Beside the status, a draining or reclaimed node is *drained* once nothing runs on it any more (`drained_at`); see",
-            "[operate.md](operate.md#take-a-node-out).", ""],
+            "Source: `nodes/states.py`, `judge_availability`: no stored state but a judgement of each reading, by what the",
+            "node reported and when. *Held back* means draining, cordoned, taken back by its owner, or accepting nothing by",
+            "its own account. A `stale` node gets nothing new. A node that no gateway can reach is `offline`.", "",
+            f"| Reported | {columns} |", "|---" * (len(cases) + 1) + "|", *rows, "",
+            "Once nothing runs on a draining or reclaimed node it is also [*drained*](operate.md#take-a-node-out).", ""],
     )  # fmt: skip
+
+
+def _judge(reported: NodeStatus, freshness: Freshness, is_held: bool) -> NodeStatus:
+    policy = NodeLimits()
+    ages = {Freshness.FRESH: 0.0, Freshness.STALE: policy.stale_after_s, Freshness.OFFLINE: policy.offline_after_s}
+    facts = NodeFacts(
+        age_s=ages[freshness], protocol="", reported=reported, mode=NodeMode.SPARE_ON, draining=is_held, cordoned=False,
+        is_accepting_jobs=True,
+    )  # fmt: skip
+    return judge_availability(facts, policy).status
 
 
 def _list(names: Iterable[str]) -> str:

@@ -231,7 +231,7 @@ def test_every_code_and_metric_is_on_the_page_and_no_other(tmp_path: Path) -> No
         code for row in rows if re.match(r"\| [45]\d\d \|", row) for code in re.findall(r"`([a-z_]+)`", row.split("|")[2])
     }
     assert documented == refusal_codes()
-    named = {name for row in rows for name in re.findall(r"`((?:vllm|muster_runner)_\w+)`", row.split("|")[1])}
+    named = {name for row in rows for name in re.findall(r"`((?:vllm|muster_runner)_\w+)", row.split("|")[1])}
     with run_api_box(tmp_path, models=("tiny",)) as box:
         box.ensure_loaded("tiny")
         shown = {
