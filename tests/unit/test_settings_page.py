@@ -12,44 +12,38 @@ from wire.limits import MIB, Bound, list_bounds
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 HEAD = """# Settings
 
-Written by `python -m tests.unit.test_settings_page` from `core/limits.py` and the rows in that file; a test fails
-when this page is older.
+`python -m tests.unit.test_settings_page` writes this page from `core/limits.py` and from rows of its own.
 
-Every process of the server reads these environment variables once, when it starts. Any of them may be given as `NAME_FILE`, the
-path of a file that holds the value; use that for secrets. A value that cannot be used stops the process with one line that says
-why. Nodes have [options of their own](nodes.md#options). Bounds that no variable sets stand in `core/limits.py`,
-`wire/limits.py` and `runner/limits.py`, each with its unit and what happens at it.
+Every process of the server reads these environment variables when it starts. `NAME_FILE` names a file that holds the value of
+`NAME`; use that for secrets. A value that cannot be used stops the process with one line that says why. Nodes have
+[options of their own](nodes.md#options). `core/limits.py`, `wire/limits.py` and `runner/limits.py` have the bounds that no
+variable sets.
 
 """
-SETTING_HEAD = "| Variable | Default | Unit | What it does, or what happens at it |\n|---|---|---|---|\n"
+SETTING_HEAD = "| Variable | Default | What it does |\n|---|---|---|\n"
 ROWS = """\
-DATABASE_URL | `postgresql:///muster` | `postgresql://user:password@host:port/name`; `?host=/directory` for a Unix socket, \
-other parameters as in libpq. Unless it says otherwise: `connect_timeout=5`, `keepalives_idle=5`, `keepalives_interval=2`, \
-`keepalives_count=3`, `tcp_user_timeout=10000`
+DATABASE_URL | `postgresql:///muster` | `postgresql://user:password@host:port/name`, with parameters as in libpq; \
+`?host=/directory` for a Unix socket. Added where they are missing: `connect_timeout=5`, `keepalives_idle=5`, \
+`keepalives_interval=2`, `keepalives_count=3`, `tcp_user_timeout=10000`
 MUSTER_DATABASE_SILENCE_S
 REDIS_URL | `redis://127.0.0.1:6379/0` | `redis://`, `rediss://` or `unix:///path/valkey.sock?db=0`
-MUSTER_SECRET_KEY | none | Required. Signs sessions and encrypts the API keys of nodes; changing it signs every operator \
-out, and those keys have to be given again. Long and random
+MUSTER_SECRET_KEY | none | Required; long and random. It signs sessions and encrypts the API keys of nodes. A new one signs \
+every operator out, and those keys have to be given again
 MUSTER_DEBUG | off | Error pages with details. Never where others can reach it
 MUSTER_ALLOWED_HOSTS | `localhost,127.0.0.1,[::1]` | Hosts, without a port, under which the control plane answers. \
 `./muster up` adds its own
 MUSTER_CSRF_TRUSTED_ORIGINS | empty | `https://muster.example.com`, when a proxy changes host or scheme
-MUSTER_BEHIND_TLS | off | On when a TLS proxy stands in front: secure cookies, HSTS, and `X-Forwarded-Proto` of a trusted \
-proxy is believed
-MUSTER_TRUSTED_PROXIES | empty | Addresses and networks of the proxies in front, as control plane and gateway see them, \
-separated by commas: `127.0.0.1,10.0.0.0/28`. The address of a client is then the last in `X-Forwarded-For` that is none of \
-them. Empty = no forwarding header is believed. Name proxies alone: whoever calls from such an address chooses what the \
-throttles and the logs take for its address
-MUSTER_LOG_LEVEL | `info` | `debug` (or `trace`), `info`, `warning` (or `warn`), `error`, `critical`, in any case. For \
-nodes too
-MUSTER_ADMIN_PAGES | on | Load the admin's modules. Gateways and workers show no page: where each of them loads the server \
-itself, off saves a second and 15 MB
+MUSTER_BEHIND_TLS | off | A TLS proxy stands in front: secure cookies, HSTS, and a trusted proxy's `X-Forwarded-Proto` counts
+MUSTER_TRUSTED_PROXIES | empty | Addresses and networks of proxies, separated by commas: `127.0.0.1,10.0.0.0/28`. A \
+client's address is the last in `X-Forwarded-For` that is none of them; without proxies the header is ignored. Name nothing \
+but proxies: they choose the address that throttles and logs see
+MUSTER_LOG_LEVEL | `info` | `debug` (`trace`), `info`, `warning` (`warn`), `error`, `critical`. For nodes too
+MUSTER_ADMIN_PAGES | on | Load the admin's modules. Off saves gateways and workers a second and 15 MB
 MUSTER_STATIC_ROOT | `staticfiles` in the repository | Where `collectstatic` writes
 MUSTER_STATIC_FINDERS | on | Serve static files from the packages. Off in an image that has collected them
 **Approvals**
-MUSTER_PUBLIC_URL | `http://localhost:8000` | Where people open the control plane. Passkeys are bound to this host name, \
-policies name this origin, links in notices lead there. Changing it later means enrolling passkeys again and a new policy. \
-HTTPS anywhere but on localhost
+MUSTER_PUBLIC_URL | `http://localhost:8000` | Where people open the control plane; HTTPS anywhere but on localhost. Passkeys \
+and policies are bound to it: after a change people enrol passkeys again and approve a new policy
 MUSTER_LOG_KEY | empty | Seed of the Ed25519 key that signs audit checkpoints: 32 bytes in base64url. Empty = no \
 checkpoints. `./muster up` makes one
 MUSTER_LOG_ORIGIN | `muster.local/audit` | Name of the log in its checkpoints
@@ -65,8 +59,8 @@ MUSTER_REQUEST_TIMEOUT_S
 MUSTER_CANARY_INTERVAL_S
 MUSTER_NO_NODE_WAIT_S
 MUSTER_STREAM_PING_S
-MUSTER_TOKENIZERS_DIR | empty | Folder with a folder for each model's `tokenizer.json` (and `tokenizer_config.json`, \
-`chat_template.jinja`), named on the model's page; empty = nodes are asked, or counts are estimated
+MUSTER_TOKENIZERS_DIR | empty | Folder with a folder for each model, named on the model's page: `tokenizer.json`, \
+`tokenizer_config.json`, `chat_template.jinja`. Empty = nodes count, or the gateway estimates
 MUSTER_ACCEPT_TIMEOUT_S
 MUSTER_CLIENT_WRITE_TIMEOUT_S
 MUSTER_HEADER_TIMEOUT_S
@@ -82,23 +76,19 @@ MUSTER_MAX_REQUEUES
 MUSTER_MAX_STREAM_BYTES
 MUSTER_MAX_BUFFER_BYTES
 MUSTER_PUBLIC_MODEL_LIST | on | `GET /v1/models` without a key
-MUSTER_CORS_ORIGINS | empty | Origins whose pages may call `/v1/…` from a browser, separated by commas \
-(`https://chat.example.com`), or `*` for all
-MUSTER_METRICS_REQUIRE_TOKEN | off | `GET /metrics` always asks for an admin token; otherwise only of callers on other \
-machines or behind a proxy
+MUSTER_CORS_ORIGINS | empty | Origins whose pages may call `/v1/…`, separated by commas, or `*`
+MUSTER_METRICS_REQUIRE_TOKEN | off | `GET /metrics` asks everybody for an admin token
 MUSTER_REQUEST_RETENTION_DAYS
-MUSTER_KEEP_ENGINE_ERRORS | on | Request records and logs keep what an engine said when it failed or refused: at most 300 \
-characters, cut before the first 20 that the request holds too. A node has [the same switch](nodes.md#options) for its own \
-log
+MUSTER_KEEP_ENGINE_ERRORS | on | Records and logs keep what an engine said when it failed or refused: at most 300 characters, \
+without what it repeats of the request
 **Playground**
-MUSTER_PLAYGROUND_GATEWAY_URL | `http://127.0.0.1:8080` | Where the control plane asks for the playground: scheme, host and \
-port of a gateway, or of what stands before them. `./muster up` sets it
-MUSTER_GATEWAY_PUBLIC_URL | the one above | Where clients reach the gateways; what the playground's code names
+MUSTER_PLAYGROUND_GATEWAY_URL | `http://127.0.0.1:8080` | The gateway that the playground asks: scheme, host and port. \
+`./muster up` sets it
+MUSTER_GATEWAY_PUBLIC_URL | the one above | Where clients reach the gateways, as the playground's code names it
 **Several gateways**
 MUSTER_INTERNAL_URL | empty | Where other gateways reach this one
 MUSTER_CLUSTER_SECRET | empty | What gateways show each other; without it they do not reach each other's nodes
-MUSTER_GATEWAY_URLS | empty | Public address of each gateway by itself, separated by commas: what our own nodes are told to \
-dial as well
+MUSTER_GATEWAY_URLS | empty | Public address of each gateway, separated by commas: our own nodes dial them all
 **Nodes**
 MUSTER_HEARTBEAT_INTERVAL_S
 MUSTER_STALE_AFTER_S
@@ -110,10 +100,9 @@ MUSTER_DRAIN_TIMEOUT_S
 MUSTER_WORKER_AUTH_FAILURES
 MUSTER_WORKER_AUTH_BLOCK_S
 MUSTER_ALLOW_QUERY_SECRET | on | Accept `?worker_secret=`, as old workers send it
-MUSTER_DIRECT_HOSTS | empty | Host names and networks that nodes may register as `public_base_url`, for example \
-`gpu.example.com,10.20.0.0/16`; `private` = every private network (RFC 1918, RFC 4193). Control plane, worker and gateways \
-read it when they start
-MUSTER_DIRECT_ALLOW_LOOPBACK | off | Allow loopback and metadata addresses among them. For tests on one machine
+MUSTER_DIRECT_HOSTS | empty | Hosts and networks that nodes may register as `public_base_url`: `gpu.example.com,10.20.0.0/16`; \
+`private` = every private network (RFC 1918, RFC 4193). Control plane, worker and gateways need it
+MUSTER_DIRECT_ALLOW_LOOPBACK | off | Allow loopback and metadata addresses among them, for tests on one machine
 """
 """In operators' order: a setting that is no bound with all that is said of it, a bound by its name, a heading in stars."""
 
@@ -131,19 +120,19 @@ def _render_rows(settings: dict[str, Bound]) -> Iterator[str]:
     for line in ROWS.splitlines():
         name, *said = line.split(" | ")
         if name.startswith("**"):
-            yield f"| {name} | | | |\n"
+            yield f"| {name} | | |\n"
         elif name in settings:
             yield _render_row(name, settings[name])
         else:
             default, text = said
-            yield f"| `{name}` | {default} | | {text} |\n"
+            yield f"| `{name}` | {default} | {text} |\n"
 
 
 def _render_row(name: str, bound: Bound) -> str:
     unit = "MiB" if bound.factor == MIB else bound.unit
     default = bound.default / bound.factor
     shown = f"{default:g}" if abs(default) < 1e6 else f"{default:.0f}"
-    return f"| `{name}` | {shown} | {unit} | {bound.then} |\n"
+    return f"| `{name}` | {shown} {unit} | {bound.then} |\n"
 
 
 def test_the_page_of_the_settings_is_what_the_limits_say() -> None:
