@@ -25,9 +25,8 @@ class CoreLimits:
     database_silence_s: float = bound(
         30.0,
         "s",
-        "How long the control plane and the worker bear a database that says nothing; "
-        "[what ends then](troubleshoot.md#postgresql-does-not-answer). More where single statements rightly take longer. "
-        "Connecting takes `connect_timeout` at most.",
+        "Control plane and worker [give up](troubleshoot.md#postgresql-does-not-answer) a silent database. "
+        "Set more where single statements take longer.",
         setting="MUSTER_DATABASE_SILENCE_S",
         minimum=1,
     )
@@ -169,7 +168,7 @@ class NodeLimits:
     bridge_ping_interval_s: float = bound(
         15.0,
         "s",
-        "A bridge v1 worker is pinged: its answer is its only sign of life.",
+        "A bridge v1 worker is pinged.",
         setting="MUSTER_BRIDGE_PING_INTERVAL_S",
         minimum=0.1,
     )
@@ -181,12 +180,12 @@ class NodeLimits:
         minimum=0.1,
     )
     reclaim_grace_s: float = bound(
-        15.0, "s", "Requests that still run on a node that its owner took back are ended.", setting="MUSTER_RECLAIM_GRACE_S"
+        15.0, "s", "Requests that still run on a reclaimed node are ended.", setting="MUSTER_RECLAIM_GRACE_S"
     )
     drain_timeout_s: float = bound(
         120.0,
         "s",
-        "Requests that still run on a drained node are ended, unless the drain named a time of its own.",
+        "Requests that still run on a draining node are ended; a drain may name its own time.",
         setting="MUSTER_DRAIN_TIMEOUT_S",
     )
     drain_timeout_max_s: float = bound(86_400.0, "s", "A drain that asks for a longer time is refused.")
@@ -217,7 +216,7 @@ class NodeLimits:
     auth_failures: int = bound(
         3,
         "failures",
-        "An address that failed so often to sign in waits `auth_block_s`.",
+        "An address with so many wrong secrets waits `MUSTER_WORKER_AUTH_BLOCK_S`.",
         setting="MUSTER_WORKER_AUTH_FAILURES",
         minimum=1,
     )
@@ -378,32 +377,30 @@ class GatewayLimits:
 
     # What an operator sets: the life of a request
     queue_s: float = bound(
-        30.0, "s", "The longest wait in the queue; then 504 `REQUEST_TIMEOUT`.", setting="MUSTER_QUEUE_TIMEOUT_S"
+        30.0, "s", "A request that still waits ends with 504 `REQUEST_TIMEOUT`.", setting="MUSTER_QUEUE_TIMEOUT_S"
     )
     request_s: float = bound(
-        300.0, "s", "One deadline from acceptance to the last byte; then the request ends.", setting="MUSTER_REQUEST_TIMEOUT_S"
+        300.0, "s", "A request ends, from acceptance to the last byte.", setting="MUSTER_REQUEST_TIMEOUT_S"
     )
     canary_interval_s: float = bound(
         300.0,
         "s",
-        "Between two [canary questions](operate.md#canary-questions) to a node, on average; only models that have one are "
-        "asked.",
+        "A node is asked the next [canary question](operate.md#canary-questions) of a model, on average.",
         setting="MUSTER_CANARY_INTERVAL_S",
         minimum=1,
     )
     no_node_wait_s: float = bound(
-        9.0, "s", "How long a request waits while no node at all serves its model.", setting="MUSTER_NO_NODE_WAIT_S"
+        9.0, "s", "A request whose model no node serves ends with 503.", setting="MUSTER_NO_NODE_WAIT_S"
     )
     # Above the wait for a node, whose end is better said with a status.
     stream_ping_s: float = bound(
         9.5,
         "s",
-        "The longest silence of a stream; then a comment (or a `ping` of Messages) goes out, and an error that comes later is "
-        "an event of the stream.",
+        "A silent stream gets a comment (or a `ping` of Messages); later errors are events.",
         setting="MUSTER_STREAM_PING_S",
     )
     accept_s: float = bound(
-        5.0, "s", "How long the database may take to make a request durable; then 503.", setting="MUSTER_ACCEPT_TIMEOUT_S"
+        5.0, "s", "A request that the database did not record is refused with 503.", setting="MUSTER_ACCEPT_TIMEOUT_S"
     )
     client_write_s: float = bound(
         30.0, "s", "A client that takes nothing for this long is closed.", setting="MUSTER_CLIENT_WRITE_TIMEOUT_S"
@@ -411,17 +408,17 @@ class GatewayLimits:
     header_s: float = bound(
         10.0,
         "s",
-        "For a client to send its request's headers, to the gateway and to the control plane; then 408.",
+        "A client that has not sent its headers gets 408.",
         setting="MUSTER_HEADER_TIMEOUT_S",
     )
-    body_s: float = bound(60.0, "s", "The same for its body.", setting="MUSTER_BODY_TIMEOUT_S")
+    body_s: float = bound(60.0, "s", "A client that has not sent its body gets 408.", setting="MUSTER_BODY_TIMEOUT_S")
     shutdown_grace_s: float = bound(
-        30.0, "s", "How long a gateway that was told to stop lets streams finish.", setting="MUSTER_SHUTDOWN_GRACE_S"
+        30.0, "s", "A stopping gateway ends streams that still run.", setting="MUSTER_SHUTDOWN_GRACE_S"
     )
     max_queue: int = bound(
         100,
         "requests",
-        "One more request that would wait for its model is refused with 503; a model may have a number of its own.",
+        "One more waiting request of a model is refused with 503; a model may have its own limit.",
         setting="MUSTER_MAX_QUEUE_LEN",
     )
     max_body_bytes: int = bound(
@@ -438,21 +435,21 @@ class GatewayLimits:
     max_prompt_chars: int = bound(
         1_000_000,
         "characters",
-        "A longer prompt is refused with 400; a model may have a number of its own.",
+        "A longer prompt is refused with 400; a model may have its own limit.",
         setting="MUSTER_MAX_PROMPT_CHARS",
         minimum=1,
     )
     max_tokens_cap: int = bound(
         32_768,
         "tokens",
-        "A larger `max_tokens` is refused with 400; a model may have a number of its own.",
+        "A larger `max_tokens` is refused with 400; a model may have its own limit.",
         setting="MUSTER_MAX_TOKENS_CAP",
         minimum=1,
     )
     requests_per_minute: int = bound(
         6_000,
         "requests",
-        "One more is refused with 429, for a key that has no limit of its own and whose tenant has none.",
+        "One more is refused with 429; a key or its tenant may have its own limit.",
         setting="MUSTER_RATE_LIMIT_RPM",
         minimum=1,
     )
@@ -460,7 +457,7 @@ class GatewayLimits:
     max_requeues: int = bound(
         3,
         "nodes",
-        "How often a request may be given to another node; then it ends with 502 or 503.",
+        "A request that lost one more node ends with 502 or 503.",
         setting="MUSTER_MAX_REQUEUES",
     )
     max_stream_bytes: int = bound(
@@ -469,7 +466,7 @@ class GatewayLimits:
     max_buffer_bytes: int = bound(
         4 * MIB,
         "bytes",
-        "Of one stream in memory for a slow client; the node waits until the client has taken some of it.",
+        "A node waits while so much of its stream waits for a slow client.",
         setting="MUSTER_MAX_BUFFER_BYTES",
         minimum=64 * 1024,
     )
