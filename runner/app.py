@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 from collections.abc import Callable, Coroutine
@@ -292,10 +293,9 @@ class Runner:
         give_up_at = clock.monotonic() + limits().connection.settle_s
         while clock.monotonic() < give_up_at and not self.parts.is_settled:
             self._settled.clear()
-            try:
-                await asyncio.wait_for(self._settled.wait(), max(0.01, give_up_at - clock.monotonic()))
-            except TimeoutError:
-                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.01, give_up_at - clock.monotonic())):
+                    await self._settled.wait()
 
     async def _hang_up(self) -> None:
         await self.relay.close()

@@ -213,7 +213,8 @@ class GatewayLink:
         """Wait, at most ``limit_s``, until everything posted has been handed to the socket."""
         if self._session is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._session.flush(), limit_s)
+                async with asyncio.timeout(limit_s):
+                    await self._session.flush()
 
     async def run(self, *, give_up_s: float | None = None) -> None:
         """Hold a session, and another one after each loss, until cancelled.

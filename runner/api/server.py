@@ -201,7 +201,8 @@ class _Server(uvicorn.Server):
         # Only the Date header needs it; uvicorn's own loop wakes ten times as often.
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._leaving.wait(), limits().api.date_s)
+                async with asyncio.timeout(limits().api.date_s):
+                    await self._leaving.wait()
 
     def leave(self) -> None:
         self.should_exit = True
@@ -272,7 +273,8 @@ async def _serve(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
         up.cancel()
         server.leave()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(running, limits().api.grace_s + limits().api.start_s)
+            async with asyncio.timeout(limits().api.grace_s + limits().api.start_s):
+                await running
         for connection in list(server.server_state.connections):
             connection.transport.abort()  # what its client does not read would keep the loop from closing
 

@@ -111,7 +111,10 @@ class Unloader:
         model.queue.pause()
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(model.queue.wait_idle(), limits().engines.flush_idle_s)
+                # Not wait_for, which in Python 3.11 swallows a cancellation that comes as the last request ends: an unload
+                # would then wait for the whole flush, a reload of the engine included.
+                async with asyncio.timeout(limits().engines.flush_idle_s):
+                    await model.queue.wait_idle()
             outcomes = [await self._flush_replica(model, replica, request) for replica in list(model.replicas)]
         finally:
             model.queue.resume()

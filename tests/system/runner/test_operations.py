@@ -36,7 +36,7 @@ from runner.limits import limits
 from runner.operations.gate import Gate, GateRules
 from runner.operations.operation import FlushBody, LoadBody, Operations, Reply, UnloadBody
 from runner.parts import Parts
-from runner.pool.loads import LoadOrder, Pool
+from runner.pool.loads import LoadOrder, Pool, end_flush
 from runner.pool.models import Model
 from runner.pool.states import ModelState
 from runner.telemetry.memory import TreeMemory
@@ -451,6 +451,24 @@ async def test_two_flushes_are_carried_out_one_after_the_other_and_no_request_co
     engine.may_flush.set()
     assert [(await flush).result for flush in flushes] == [FlushResult.FLUSHED] * 2
     await waiting
+
+
+async def test_an_unload_that_comes_as_the_last_request_ends_ends_the_flush_that_waited_for_it(bench: Bench) -> None:
+    model = await bench.load("a")
+    bench.engines[0].may_flush.clear()
+    for pause in range(6):
+        turn = await model.queue.enter(tenant="t", priority="normal", timeout_s=1)
+        flushing = asyncio.create_task(bench.unloader.flush(model, FLUSH))
+        await turns(5)
+        model.queue.leave(turn)
+        await turns(pause)
+        ending = asyncio.create_task(end_flush(model))
+        await turns(20)
+        has_ended = ending.done()
+        bench.engines[0].may_flush.set()
+        await asyncio.gather(ending, flushing, return_exceptions=True)
+        bench.engines[0].may_flush.clear()
+        assert has_ended, f"it swallowed its cancellation after {pause} turns, and the unload waits for all of it"
 
 
 async def test_an_engine_that_does_not_come_back_from_a_flush_is_tried_again(bench: Bench) -> None:
