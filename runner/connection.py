@@ -19,27 +19,17 @@ from aiohttp.http_websocket import WebSocketWriter
 from runner.errors import AuthRefused, NameInUse, SessionLost
 from runner.limits import ConnectionLimits, limits
 from runner.relay import Relay
-from runner.session import (
-    Accepted,
-    Cancelled,
-    ClientSession,
-    Credited,
-    Effect,
-    Instructed,
-    Instruction,
-    LeaveAsked,
-    ModelsWanted,
-    Noticed,
-    Opened,
-    Pinged,
-    Reply,
-)
+from runner.session import Cancelled, ClientSession, Credited, Effect, Instruction, Notice, Opened, Reply
 from wire import clock
 from wire.bridge import (
     NAME_TAKEN,
+    GracefulShutdown,
     Message,
     ModelFacts,
+    ModelsRefresh,
     ModelsUpdate,
+    NodeNotice,
+    Ping,
     Pong,
     ProtocolError,
     Register,
@@ -356,18 +346,14 @@ class _Session:
             message = await ws.receive()
             self._heard_at = clock.awake()
             if message.type is aiohttp.WSMsgType.BINARY:
-                effects = self._protocol.receive_bytes(message.data)
+                for effect in self._protocol.receive_bytes(message.data):
+                    self._apply(effect, ws)
             elif message.type is aiohttp.WSMsgType.TEXT:
-                effects = self._protocol.receive_text(message.data)
+                self._obey(self._protocol.receive_text(message.data))
             elif message.type is aiohttp.WSMsgType.PING:
                 await ws.pong(message.data)
-                continue
-            elif message.type is aiohttp.WSMsgType.PONG:
-                continue
-            else:
+            elif message.type is not aiohttp.WSMsgType.PONG:
                 raise _explain_close(message)
-            for effect in effects:
-                self._apply(effect, ws)
 
     def _apply(self, effect: Effect, ws: GatewaySocket) -> None:
         """Do what the protocol asks for; nothing here waits."""
@@ -384,32 +370,33 @@ class _Session:
                 self._relay.abort(stream)
             case Reply(frame):
                 self.post(frame)
-            case Pinged(timestamp):
-                self.post(encode_message(Pong(current_load=host.load, timestamp_unix_ms=timestamp)))
-            case ModelsWanted():
-                host.refresh_models()
-                self.post(encode_message(host.list_models()))
-            case Instructed(instruction):
-                host.instruct(self._link, instruction)
-            case LeaveAsked() | Noticed() | Accepted():
-                self._take_note(effect)
             case _:
                 assert_never(effect)
 
-    def _take_note(self, effect: LeaveAsked | Noticed | Accepted) -> None:
-        match effect:
-            case LeaveAsked(reason, drain_s):
-                log.info("gateway asks to leave gateway=%s reason=%s", self._link.url, reason)
+    def _obey(self, notice: Notice) -> None:
+        """Act on a message; nothing here waits."""
+        host = self._host
+        match notice:
+            case Ping():
+                self.post(encode_message(Pong(current_load=host.load, timestamp_unix_ms=notice.timestamp_unix_ms)))
+            case ModelsRefresh():
+                host.refresh_models()
+                self.post(encode_message(host.list_models()))
+            case GracefulShutdown():
+                log.info("gateway asks to leave gateway=%s reason=%s", self._link.url, notice.reason or "")
+                drain_s = notice.drain_timeout_secs
                 self._leave_within_s = self._limits.drain_s if drain_s is None else drain_s
                 self._leave_asked.set()
-            case Noticed(notice):
+            case NodeNotice():
                 log.info("node status=%s mode=%s cordoned=%s", notice.status, notice.mode, notice.cordoned)
-                self._host.hear_mode(is_reclaimed=notice.mode == "spare_off")
-            case Accepted(ack):
+                host.hear_mode(is_reclaimed=notice.mode == "spare_off")
+            case RegisterAck():
                 self.accepted_at = clock.monotonic()
-                if ack.heartbeat_interval_s:
-                    self._heartbeat_s = ack.heartbeat_interval_s
-                self._link.accepted(ack)
+                if notice.heartbeat_interval_s:
+                    self._heartbeat_s = notice.heartbeat_interval_s
+                self._link.accepted(notice)
+            case _:
+                host.instruct(self._link, notice)
 
     async def _report(self) -> None:
         while True:

@@ -14,6 +14,7 @@ from runner.errors import StreamClosed
 from runner.limits import limits
 from wire.bridge import (
     MUSTER_V1,
+    Cancel,
     CheckpointOffer,
     GracefulShutdown,
     ModelsRefresh,
@@ -25,6 +26,7 @@ from wire.bridge import (
     ProtocolError,
     Register,
     RegisterAck,
+    Request,
     decode_server_message,
     encode_message,
 )
@@ -69,7 +71,7 @@ class Stream:
     ``data_head`` begins a DATA frame: who sends thousands in a second puts it before each and lowers the window itself.
     """
 
-    __slots__ = ("_parts", "_received", "_table", "attempt", "data_head", "ident", "is_open", "meta", "window")
+    __slots__ = ("_parts", "_table", "attempt", "data_head", "ident", "is_open", "meta", "received_bytes", "window")
 
     def __init__(self, table: dict[int, Stream], frame: Frame, meta: OpenMeta) -> None:
         self.ident = frame.stream
@@ -80,7 +82,7 @@ class Stream:
         self._table = table
         self.data_head = encode_frame(DATA, frame.stream, frame.attempt)
         self._parts: list[bytes] | None = []
-        self._received = 0
+        self.received_bytes = 0
 
     def head(self, status: int, headers: dict[str, str]) -> bytes:
         """Return the HEAD frame. Raises StreamClosed."""
@@ -124,7 +126,7 @@ class Stream:
         """Add a part of the request body; return the whole body after the last one. Raises ProtocolError."""
         if self._parts is None:
             raise ProtocolError(f"stream {self.ident}: body after its last part")
-        self._received += len(part)
+        self.received_bytes += len(part)
         self._parts.append(part)
         if not is_last:
             return None
@@ -132,20 +134,9 @@ class Stream:
         self._parts = None
         return body
 
-    @property
-    def received_bytes(self) -> int:
-        return self._received
-
     def _require_open(self) -> None:
         if not self.is_open:
             raise StreamClosed(f"stream {self.ident} has ended")
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The gateway took the registration."""
-
-    ack: RegisterAck
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +152,6 @@ class Cancelled:
     """Stop the engine's work on this stream at once; its END is a ``Reply`` of the session."""
 
     stream: Stream
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,45 +168,11 @@ class Reply:
     frame: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Pinged:
-    """Answer with ``pong``, echoing the time stamp."""
-
-    timestamp_unix_ms: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelsWanted:
-    """Look at the engine's models again and answer with ``models_update``."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveAsked:
-    """The gateway goes away: finish what runs within ``drain_s`` (None = the node's own limit), take nothing new."""
-
-    reason: str
-    drain_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Noticed:
-    """What the control plane holds about this node."""
-
-    notice: NodeNotice
-
-
+Effect = Opened | Cancelled | Credited | Reply
 Instruction = OpCommand | OpQuery | PolicyOffer | CheckpointOffer
 """What the control plane says about operations and how they are decided."""
-
-
-@dataclass(frozen=True, slots=True)
-class Instructed:
-    """Do or answer this; what comes of it is posted as messages."""
-
-    instruction: Instruction
-
-
-Effect = Accepted | Opened | Cancelled | Credited | Reply | Pinged | ModelsWanted | LeaveAsked | Noticed | Instructed
+Notice = RegisterAck | Ping | ModelsRefresh | GracefulShutdown | NodeNotice | Instruction
+"""A message that this session may be sent, to be acted on as it is."""
 
 
 class ClientSession:
@@ -236,27 +192,16 @@ class ClientSession:
         message.protocol_version = MUSTER_V1
         return encode_message(message)
 
-    def receive_text(self, frame: str | bytes) -> list[Effect]:
-        """Take a JSON frame; return what to do. Raises ProtocolError."""
+    def receive_text(self, frame: str | bytes) -> Notice:
+        """Take a JSON frame; return what it says, as far as the session allows that. Raises ProtocolError."""
         message = decode_server_message(frame)
         if isinstance(message, RegisterAck):
-            return [self._accept(message)]
+            return self._accept(message)
         if self.ack is None:
             raise ProtocolError("the first frame of the gateway is not register_ack")
-        match message:
-            case Ping():
-                return [Pinged(message.timestamp_unix_ms)]
-            case ModelsRefresh():
-                return [ModelsWanted()]
-            case GracefulShutdown():
-                limit = message.drain_timeout_secs
-                return [LeaveAsked(message.reason or "", None if limit is None else float(limit))]
-            case NodeNotice():
-                return [Noticed(message)]
-            case OpCommand() | OpQuery() | PolicyOffer() | CheckpointOffer():
-                return [Instructed(message)]
-            case _:
-                raise ProtocolError("a muster v1 gateway sends requests and cancels as binary frames")
+        if isinstance(message, Request | Cancel):
+            raise ProtocolError("a muster v1 gateway sends requests and cancels as binary frames")
+        return message
 
     def receive_bytes(self, data: bytes) -> list[Effect]:
         """Take a binary frame; return what to do. Frames of streams or attempts that ended are dropped.
@@ -287,14 +232,14 @@ class ClientSession:
             stream.close()
         return lost
 
-    def _accept(self, ack: RegisterAck) -> Accepted:
+    def _accept(self, ack: RegisterAck) -> RegisterAck:
         if self.ack is not None:
             raise ProtocolError("second register_ack")
         if ack.protocol_version != MUSTER_V1:
             spoken = ack.protocol_version or "no named version"
             raise ProtocolError(f"the gateway speaks {spoken}, this node {MUSTER_V1}")
         self.ack = ack
-        return Accepted(ack)
+        return ack
 
     def _open(self, frame: Frame) -> list[Effect]:
         meta, first = decode_open(frame.payload)
@@ -304,7 +249,7 @@ class ClientSession:
             if frame.attempt <= older.attempt:
                 raise ProtocolError(f"stream {frame.stream} opened twice")
             older.close()
-            effects.append(Cancelled(older, "superseded by a newer attempt"))
+            effects.append(Cancelled(older))
         stream = Stream(self._streams, frame, meta)
         if len(self._streams) >= self._limits.streams:
             stream.close()
@@ -322,4 +267,4 @@ class ClientSession:
 
     def _cancel(self, stream: Stream, reason: str) -> list[Effect]:
         farewell = stream.end(End(error="cancelled", message=reason[:200]))
-        return [Cancelled(stream, reason), Reply(farewell)]
+        return [Cancelled(stream), Reply(farewell)]

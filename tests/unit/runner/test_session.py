@@ -38,14 +38,7 @@ from runner.queue import FairQueue, WaitBudget, read_rates
 from runner.relay import Relay
 from runner.serving.request import Answer, Counters, Inference
 from runner.serving.service import Serving
-from runner.session import (
-    Accepted,
-    Cancelled,
-    ClientSession,
-    Opened,
-    Reply,
-    Stream,
-)
+from runner.session import Cancelled, ClientSession, Opened, Reply, Stream
 from tests.fakes.engine import FakeEngine, FakeResponse
 from tests.fakes.examples import TIMES
 from tests.fakes.limits import set_runner_limits
@@ -72,7 +65,7 @@ def accepted_session() -> ClientSession:
     """Return a session past its handshake."""
     session = ClientSession()
     session.register(bridge.Register(models=["m"]))
-    assert session.receive_text(bridge.encode_message(ACK)) == [Accepted(ACK)]
+    assert session.receive_text(bridge.encode_message(ACK)) == ACK
     return session
 
 
@@ -113,7 +106,7 @@ def test_cancel_ends_the_stream_with_one_end_and_frames_of_another_attempt_or_la
     with pytest.raises(ValueError, match="exceed the window"):
         stream.data(b"x" * 11)
     cancelled, reply = session.receive_bytes(frames.encode_frame(frames.CANCEL, 7, 2, b"client_disconnect"))
-    assert cancelled == Cancelled(stream, "client_disconnect")
+    assert cancelled == Cancelled(stream)
     assert isinstance(reply, Reply)
     end = frames.decode_end(frames.decode_frame(reply.frame).payload)
     assert (end.error, end.message) == ("cancelled", "client_disconnect")
