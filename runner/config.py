@@ -204,11 +204,7 @@ class Options:
         return self._env.get(name, "").strip() or default
 
     def switch(self, variable: str, *, default: bool) -> bool:
-        """Return a variable that is true or false. Raises ConfigError."""
-        raw = self.variable(variable).lower()
-        if raw and raw not in SWITCHES:
-            raise ConfigError(f"{variable} must be true or false, not {raw!r}")
-        return SWITCHES.get(raw, default)
+        return read_switch(variable, self.variable(variable), default=default)
 
     def whole(self, variable: str, default: int, *, lowest: int, highest: int) -> int:
         """Return a whole number that a variable gives. Raises ConfigError."""
@@ -258,6 +254,14 @@ class Options:
         if not 0.05 <= value <= 86400:
             raise ConfigError(f"{variable} must be a number of seconds from 0.05 to 86400, not {raw!r}")
         return value
+
+
+def read_switch(variable: str, text: str, *, default: bool) -> bool:
+    """Return what a variable says, ``default`` where that is nothing. Raises ConfigError."""
+    word = text.strip().lower()
+    if word and word not in SWITCHES:
+        raise ConfigError(f"{variable} must be true or false, not {word!r}")
+    return SWITCHES.get(word, default)
 
 
 def _read_whole(name: str, raw: str, default: int, *, lowest: int, highest: int) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from runner.definitions.fields import SWITCHES
+from runner.config import read_switch
 from runner.definitions.settings import Fairness
 from runner.errors import (
     ConfigError,
@@ -45,18 +45,6 @@ _SWITCH_VARIABLE = "ENABLE_MULTI_TENANT"
 _RATE = re.compile(r"\s*([0-9]{1,9})\s*req\s*/\s*([a-z]+)\s*", re.IGNORECASE)
 _UNITS = {"s": "s", "sec": "s", "second": "s", "min": "min", "minute": "min", "h": "hour", "hour": "hour"}
 _PERIODS_S = {"s": 1.0, "min": 60.0, "hour": 3600.0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyShare:
-    """What one tenant has and had of a model. ``score`` is in milliseconds of slot time per unit of weight."""
-
-    fairness_key: str
-    pending: int
-    active: int
-    weight: float
-    score: float
-    rejected: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,16 +89,6 @@ class Key:
         self.active -= 1
         self.started_sum = self.started_sum - started_at if self.active else 0.0
         self.charged += (now - started_at) * 1000 / self.weight
-
-    def share(self, now: float) -> KeyShare:
-        return KeyShare(
-            fairness_key=self.tenant,
-            pending=self.pending,
-            active=self.active,
-            weight=self.weight,
-            score=self.score(now),
-            rejected=self.rejected,
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -213,7 +191,7 @@ class FairQueue:
     """
 
     def __init__(self, *, slots: int, limits: Fairness, budget: WaitBudget, weight_of: Callable[[str], float]) -> None:
-        self._slots = _checked_slots(slots)
+        self._slots = slots
         self._limits = limits
         self._bounds = process_limits().admission
         self._budget = budget
@@ -278,17 +256,16 @@ class FairQueue:
         if not self._running:
             self._all_left.set()
 
-    def cancel_waiting(self, error: RequestRefused) -> int:
-        """Refuse everybody who waits with ``error``; return how many. What runs goes on."""
+    def cancel_waiting(self, error: RequestRefused) -> None:
+        """Refuse everybody who waits with ``error``. What runs goes on."""
         waiters = [waiter for key in self._busy.values() for line in key.lines for waiter in line]
         now = clock.monotonic()
         for waiter in waiters:
             self._refuse(waiter, copy.copy(error), now)
-        return len(waiters)
 
     def resize(self, slots: int) -> None:
-        """Set the number of slots (0 or more). Fewer than run now stop nobody. Raises ValueError."""
-        self._slots = _checked_slots(slots)
+        """Set the number of slots (0 or more). Fewer than run now stop nobody."""
+        self._slots = slots
         self._grant(clock.monotonic())
 
     def pause(self) -> None:
@@ -305,11 +282,11 @@ class FairQueue:
             self._all_left.clear()
             await self._all_left.wait()
 
-    def snapshot(self) -> list[KeyShare]:
-        """Return the accounts of all tenants that are known, those with work first."""
+    def list_accounts(self) -> list[tuple[Key, float]]:
+        """Return the accounts of all tenants that are known, those with work first, each with its score now."""
         now = clock.monotonic()
         self._forget_idle(now)
-        return [key.share(now) for key in (*self._busy.values(), *(key for _, key in self._idle.values()))]
+        return [(key, key.score(now)) for key in (*self._busy.values(), *(key for _, key in self._idle.values()))]
 
     def retry_after_s(self) -> int:
         """Return the seconds in which what waits now is probably worked off, 1 to 60, from the average service time."""
@@ -362,7 +339,7 @@ class FairQueue:
             self._floor = max(self._floor, min(other.score(now) for other in self._busy.values()))
         known = self._idle.pop(tenant, None)
         if known is None:
-            key = Key(tenant=tenant, weight=_checked_weight(self._weight_of(tenant)), charged=self._floor)
+            key = Key(tenant=tenant, weight=self._weight_of(tenant), charged=self._floor)
         else:
             key = known[1]
             key.charged = max(key.charged, self._floor)
@@ -444,18 +421,6 @@ class FairQueue:
         self._has_measured = True
 
 
-def _checked_slots(slots: int) -> int:
-    if slots < 0:
-        raise ValueError(f"a queue cannot have {slots} slots")
-    return slots
-
-
-def _checked_weight(weight: float) -> float:
-    if not 0 < weight < math.inf:
-        raise ValueError(f"a weight must be above 0 and finite, not {weight}")
-    return weight
-
-
 def clean_tenant(text: str) -> str:
     """Return the tenant that a request names (``X-Tenant-ID``), ``anonymous`` when it names none. Raises InvalidRequest."""
     tenant = text.strip()
@@ -493,21 +458,6 @@ def read_weights(env: Mapping[str, str]) -> Callable[[str], float]:
     return lambda tenant: weights.get(tenant, usual)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RateState:
-    """Where a tenant stands: ``reset_at`` is the Unix second at which the window next gives a request back.
-
-    All three are None when no rate applies.
-    """
-
-    limit: int | None
-    remaining: int | None
-    reset_at: int | None
-
-
-UNLIMITED = RateState(limit=None, remaining=None, reset_at=None)
-
-
 @dataclass(frozen=True, slots=True)
 class Rate:
     """``limit`` requests per ``unit`` (s, min or hour)."""
@@ -533,46 +483,19 @@ class TenantRates:
         self._strangers: OrderedDict[str, deque[float]] = OrderedDict()
         self._shared: deque[float] = deque()
 
-    @property
-    def stranger_count(self) -> int:
-        return len(self._strangers)
-
-    def key_of(self, tenant: str) -> str:
-        """Return the name under which a tenant is counted: its own, or ``default`` where all share one."""
-        return tenant if self.is_multi_tenant else DEFAULT
-
-    def take(self, tenant: str) -> RateState:
+    def take(self, tenant: str) -> None:
         """Count a request that begins now. Raises RateLimitExceeded, and then counts nothing."""
         now = clock.monotonic()
         own = self._own.get(tenant)
         if own is not None:
             rate, window = own
-            return self._take_from(window, rate, tenant, now)
-        if self._usual is None:
-            return UNLIMITED
-        key = self.key_of(tenant)
-        state = self._take_from(self._stranger_window(key, self._usual, now), self._usual, tenant, now)
-        # Refused requests do not get here, so the windows stay in the order in which they will be empty.
-        if key in self._strangers:
-            self._strangers.move_to_end(key)
-        return state
-
-    def _take_from(self, window: deque[float], rate: Rate, tenant: str, now: float) -> RateState:
-        period_s = rate.period_s
-        while window and window[0] <= now - period_s:
-            window.popleft()
-        is_over = len(window) >= rate.limit
-        if not is_over:
-            window.append(now)
-        wait_s = window[0] + period_s - now
-        reset_at = math.ceil(clock.unix_s() + wait_s)
-        if is_over:
-            raise RateLimitExceeded(
-                f"Tenant {tenant} exceeded {rate.limit} req/{rate.unit}",
-                retry_after_s=wait_s,
-                details={"limit": rate.limit, "remaining": 0, "resetAt": reset_at},
-            )
-        return RateState(limit=rate.limit, remaining=rate.limit - len(window), reset_at=reset_at)
+            _take_from(window, rate, tenant, now)
+        elif self._usual is not None:
+            key = tenant if self.is_multi_tenant else DEFAULT
+            _take_from(self._stranger_window(key, self._usual, now), self._usual, tenant, now)
+            # Refused requests do not get here, so the windows stay in the order in which they will be empty.
+            if key in self._strangers:
+                self._strangers.move_to_end(key)
 
     def _stranger_window(self, key: str, rate: Rate, now: float) -> deque[float]:
         window = self._strangers.get(key)
@@ -589,6 +512,17 @@ class TenantRates:
         return window
 
 
+def _take_from(window: deque[float], rate: Rate, tenant: str, now: float) -> None:
+    while window and window[0] <= now - rate.period_s:
+        window.popleft()
+    if len(window) >= rate.limit:
+        wait_s = window[0] + rate.period_s - now
+        reset_at = math.ceil(clock.unix_s() + wait_s)
+        details: dict[str, object] = {"limit": rate.limit, "remaining": 0, "resetAt": reset_at}
+        raise RateLimitExceeded(f"Tenant {tenant} exceeded {rate.limit} req/{rate.unit}", retry_after_s=wait_s, details=details)
+    window.append(now)
+
+
 def read_rates(env: Mapping[str, str]) -> TenantRates:
     """Return the rates of ``TENANT_RATE_LIMIT_<tenant>=100req/min`` (or req/s, req/hour).
 
@@ -603,7 +537,7 @@ def read_rates(env: Mapping[str, str]) -> TenantRates:
     return TenantRates(
         by_tenant=rates,
         usual=usual if usual is not None else fallback,
-        is_multi_tenant=_read_switch(env.get(_SWITCH_VARIABLE, "")),
+        is_multi_tenant=read_switch(_SWITCH_VARIABLE, env.get(_SWITCH_VARIABLE, ""), default=True),
     )
 
 
@@ -616,15 +550,6 @@ def _read_rate(variable: str, text: str) -> Rate:
     if not 1 <= limit <= process_limits().admission.rate:
         raise ConfigError(f"{variable} must allow from 1 to {process_limits().admission.rate} requests, not {limit}")
     return Rate(limit, unit)
-
-
-def _read_switch(text: str) -> bool:
-    word = text.strip().lower()
-    if not word:
-        return True
-    if word not in SWITCHES:
-        raise ConfigError(f"{_SWITCH_VARIABLE} must be true or false, not {text!r}")
-    return SWITCHES[word]
 
 
 def _is_name(text: str) -> bool:

@@ -185,10 +185,10 @@ def _describe_fairness(model: Model) -> dict[str, object]:
         "rejected_executor_limit": queue.rejected_executor_limit,
         "keys": [
             {
-                "fairness_key": share.fairness_key, "pending": share.pending, "active": share.active, "weight": share.weight,
-                "score": round(share.score, 3), "rejected": share.rejected,
+                "fairness_key": key.tenant, "pending": key.pending, "active": key.active, "weight": key.weight,
+                "score": round(score, 3), "rejected": key.rejected,
             }
-            for share in queue.snapshot()
+            for key, score in queue.list_accounts()
         ],
     }  # fmt: skip
 

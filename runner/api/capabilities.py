@@ -29,7 +29,7 @@ from runner.limits import MIB, limits
 from runner.parts import Parts, Phase
 from runner.pool.models import Model, Replica
 from runner.pool.states import ModelState
-from runner.queue import WaitBudget, read_rates
+from runner.queue import WaitBudget
 from runner.telemetry import Reading
 from wire import clock
 from wire.bridge import GpuInfo
@@ -42,7 +42,7 @@ class CapabilityReport:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._is_multi_tenant = read_rates(parts.config.environment).is_multi_tenant
+        self._is_multi_tenant = parts.serving.rates.is_multi_tenant
         self._lock = asyncio.Lock()
         self._built_at = float("-inf")
         self._states: list[tuple[str, ModelState]] = []

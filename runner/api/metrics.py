@@ -199,12 +199,9 @@ def _queues(models: list[Model], parts: Parts) -> Iterator[Metric]:
     yield _gauge(f"{_PREFIX}_slots", "Requests that the model takes at once", "model", slots)
     shares: list[tuple[tuple[str, str], float]] = []
     for model in models:
-        accounts = model.queue.snapshot()
-        total = sum(account.score for account in accounts) or 1.0
-        shares += [
-            ((model.model_id, account.fairness_key), account.score / total)
-            for account in accounts[: limits().api.metrics_tenants]
-        ]
+        accounts = model.queue.list_accounts()
+        total = sum(score for _, score in accounts) or 1.0
+        shares += [((model.model_id, key.tenant), score / total) for key, score in accounts[: limits().api.metrics_tenants]]
     text = "Share of a tenant in the slot time over weight of those known"
     yield _gauge(f"{_PREFIX}_fairness_share", text, "model tenant", shares)
 

@@ -148,10 +148,10 @@ class Visitors:
         return self.served
 
     def score_of(self, tenant: str) -> float:
-        return next(share.score for share in self.queue.snapshot() if share.fairness_key == tenant)
+        return next(score for key, score in self.queue.list_accounts() if key.tenant == tenant)
 
     def known(self) -> set[str]:
-        return {share.fairness_key for share in self.queue.snapshot()}
+        return {key.tenant for key, _ in self.queue.list_accounts()}
 
     async def _visit(self, name: str, priority: Priority, timeout_s: float) -> None:
         turn = await self.queue.enter(tenant=name[0], priority=priority, timeout_s=timeout_s)
