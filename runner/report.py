@@ -8,10 +8,11 @@ from pathlib import Path
 from runner.definitions.fields import TRANSLATABLE
 from runner.definitions.plan import load_constraints
 from runner.engines.port import Capabilities
+from runner.fit.memory import ceil_mib
 from runner.limits import MIB, limits
 from runner.parts import Parts
 from runner.pool.loads import count_replicas, is_elsewhere
-from runner.pool.models import Model, Replica
+from runner.pool.models import Model, Replica, sum_known
 from runner.pool.states import ModelState
 from runner.serving.request import INFERENCE_PATHS
 from runner.telemetry import Reading
@@ -71,8 +72,8 @@ def read_memory(reading: Reading | None, models: Sequence[Model]) -> MemoryInfo 
         kind=reading.kind,
         total_mb=reading.total_mb,
         used_mb=reading.used_mb,
-        weights_mb=_sum_mb(replica.weights_bytes for replica in replicas),
-        kv_mb=_sum_mb(replica.kv_bytes for replica in replicas),
+        weights_mb=_mib(sum_known(replica.weights_bytes for replica in replicas)),
+        kv_mb=_mib(sum_known(replica.kv_bytes for replica in replicas)),
     )
 
 
@@ -98,9 +99,9 @@ def _describe_replica(model: Model, replica: Replica) -> ReplicaInfo:
         slots=replica.slots,
         active=replica.active,
         detail=(supervisor.last_error or "")[: limits().connection.detail_chars],
-        memory_mb=None if memory is None else (memory.gpu_bytes or memory.host_bytes) // MIB,
-        weights_mb=None if replica.weights_bytes is None else replica.weights_bytes // MIB,
-        kv_mb=None if replica.kv_bytes is None else replica.kv_bytes // MIB,
+        memory_mb=_mib(None if memory is None else memory.held_bytes),
+        weights_mb=_mib(replica.weights_bytes),
+        kv_mb=_mib(replica.kv_bytes),
         endpoints=_tell_endpoints(model, replica.capabilities),
         context_tokens=replica.context_tokens,
     )
@@ -113,9 +114,8 @@ def _tell_endpoints(model: Model, capabilities: Capabilities) -> list[str]:
     return [path for path in answered if path not in kept_back]
 
 
-def _sum_mb(sizes: Iterable[int | None]) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return sum(known) // MIB if known else None
+def _mib(size: int | None) -> int | None:
+    return None if size is None else size // MIB
 
 
 async def list_facts(parts: Parts, *, most: int) -> list[ModelFacts]:
@@ -161,7 +161,7 @@ async def _describe(parts: Parts, model: Model) -> ModelFacts:
         replica_max=definition.replica_max,
         target_inflight=effective_inflight(model),
         configured_target_inflight=definition.target_inflight,
-        estimate_mb=None if size is None else -(-size // MIB),
+        estimate_mb=None if size is None else ceil_mib(size),
         estimate_replicas=count,
         estimate_source=source,
         load_constraints=load_constraints(definition),

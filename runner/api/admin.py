@@ -11,7 +11,7 @@ from starlette.responses import Response
 from runner.api.bodies import answer_json, decode, read_object
 from runner.definitions.plan import describe, load_constraints, load_recommendations
 from runner.errors import InvalidRequest, ModelLoadFailed, Unavailable
-from runner.limits import MIB
+from runner.fit.memory import ceil_mib
 from runner.operations.operation import FlushBody, LoadBody, Reply, UnloadBody, reload_fields
 from runner.parts import Parts
 from runner.pool.loads import count_replicas
@@ -163,7 +163,7 @@ class Admin:
             "is_loaded": model.is_ready,
             "configured_target_inflight": model.definition.target_inflight,
             "effective_target_inflight": effective_inflight(model),
-            "vram_estimate_mib": None if size is None else -(-size // MIB),
+            "vram_estimate_mib": None if size is None else ceil_mib(size),
             "vram_estimate_replica_count": count,
             "vram_estimate_source": source,
         }

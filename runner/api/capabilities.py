@@ -27,7 +27,7 @@ from runner.errors import Unavailable
 from runner.fit.memory import ModelShape
 from runner.limits import MIB, limits
 from runner.parts import Parts, Phase
-from runner.pool.models import Model, Replica
+from runner.pool.models import Model, Replica, sum_known
 from runner.pool.states import ModelState
 from runner.queue import WaitBudget
 from runner.telemetry import Reading
@@ -97,19 +97,18 @@ class CapabilityReport:
     async def _describe(self, model: Model, stats: _Stats) -> LoadedModel:
         first = model.replicas[0]
         shape = await self._parts.pool.capacity.find_shape(first.plan.path)
-        memory = model.memory_bytes
         return LoadedModel(
             id=model.model_id,
             quantization=first.plan.quantization or _compute_type(first) or (shape.quantization if shape is not None else None),
             context_length=context_of(first, stats.get(first), shape),
             loaded_at=None if model.loaded_at is None else int(model.loaded_at),
-            gpu_memory_mb=None if memory is None else round(memory / MIB),
+            gpu_memory_mb=_mib(model.memory_bytes),
             engine=_name_engine(first),
             replicas=len(model.replicas),
             endpoints=list(model.capabilities.endpoints),
-            weights_mb=_sum_mb([replica.weights_bytes for replica in model.replicas]),
-            kv_mb=_sum_mb([replica.kv_bytes for replica in model.replicas]),
-            predicted_mb=None if model.predicted_bytes is None else round(model.predicted_bytes / MIB),
+            weights_mb=_mib(sum_known(replica.weights_bytes for replica in model.replicas)),
+            kv_mb=_mib(sum_known(replica.kv_bytes for replica in model.replicas)),
+            predicted_mb=_mib(model.predicted_bytes),
             capabilities=self._join([model.capabilities]),
             cache_flush=_describe_flush(first),
             tenant_isolation=_describe_support(model.capabilities.isolates_tenants),
@@ -117,14 +116,9 @@ class CapabilityReport:
         )
 
     def _join(self, each: list[Capabilities]) -> Flags:
-        return Flags(  # what any of them can do; a node that has nothing loaded still streams and tells tenants apart
-            streaming=any(one.streaming for one in each) or not each,
-            prefix_caching=any(one.prefix_caching for one in each),
-            multi_tenant=self._is_multi_tenant,
-            vision_input=any(one.vision_input for one in each),
-            audio_input=any(one.audio_input for one in each),
-            function_calling=any(one.function_calling for one in each),
-        )
+        # What any of them can do; a node that has nothing loaded still streams and tells tenants apart.
+        said = {name: any(getattr(one, name) for one in each) for name in Flags.__struct_fields__ if name != "multi_tenant"}
+        return Flags(**{**said, "streaming": said["streaming"] or not each, "multi_tenant": self._is_multi_tenant})
 
 
 def _name_engine(replica: Replica) -> str:
@@ -185,22 +179,16 @@ def _describe_resources(reading: Reading, replicas: list[Replica], stats: _Stats
         gpu_memory_used_mb=reading.used_mb,
         gpu_memory_free_mb=reading.free_mb,
         gpu_utilization=round(sum(busy) / len(busy) / 100, 4) if busy else None,
-        kv_cache_size_mb=_sum_mb([replica.kv_bytes for replica in replicas]) or 0,
+        kv_cache_size_mb=_mib(sum_known(replica.kv_bytes for replica in replicas)) or 0,
         kv_cache_utilization=round(sum(one.kv_used_tokens or 0 for one in told) / total, 4) if total else None,
-        gpus=[describe_gpu(gpu) for gpu in reading.gpus],
+        gpus=[_describe_gpu(gpu) for gpu in reading.gpus],
     )
 
 
-def describe_gpu(gpu: GpuInfo) -> Gpu:
-    return Gpu(
-        index=gpu.index,
-        name=gpu.name,
-        memory_total_mb=gpu.memory_total_mb,
-        memory_used_mb=gpu.memory_used_mb,
-        utilization=None if gpu.utilization_percent is None else round(gpu.utilization_percent / 100, 4),
-        temperature_c=gpu.temperature_c,
-        power_w=gpu.power_w,
-    )
+def _describe_gpu(gpu: GpuInfo) -> Gpu:
+    percent = gpu.utilization_percent
+    said = {name: getattr(gpu, name) for name in Gpu.__struct_fields__ if name != "utilization"}
+    return Gpu(**said, utilization=None if percent is None else round(percent / 100, 4))
 
 
 def _compute_type(replica: Replica) -> str | None:
@@ -208,9 +196,8 @@ def _compute_type(replica: Replica) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _sum_mb(sizes: list[int | None]) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return round(sum(known) / MIB) if known else None
+def _mib(size: int | None) -> int | None:
+    return None if size is None else round(size / MIB)
 
 
 _OUT_OF_MEMORY = re.compile(

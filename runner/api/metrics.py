@@ -19,7 +19,7 @@ from runner.engines.port import MetricsSource
 from runner.errors import RunnerError
 from runner.limits import MIB, limits
 from runner.parts import Parts
-from runner.pool.models import Model
+from runner.pool.models import Model, sum_known
 from runner.pool.states import ModelState
 from runner.serving.costs import MICROS, CostSummary
 from runner.serving.request import Counters, Histogram
@@ -215,8 +215,8 @@ def _memory(models: list[Model], reading: Reading) -> Iterator[Metric]:
     held: list[tuple[tuple[str, str], int]] = []
     for model in models:
         known = {
-            "weights": _sum([replica.weights_bytes for replica in model.replicas]),
-            "kv": _sum([replica.kv_bytes for replica in model.replicas]),
+            "weights": sum_known(replica.weights_bytes for replica in model.replicas),
+            "kv": sum_known(replica.kv_bytes for replica in model.replicas),
             "total": model.memory_bytes,
             "predicted": model.predicted_bytes,
         }
@@ -252,8 +252,3 @@ def _money(spending: CostSummary) -> Iterator[Metric]:
     yield _gauge(f"{_PREFIX}_remote_cap", "What may be spent a month", labels, caps)
     ended = [((model, state.value), count) for (model, state), count in spending.requests.items()]
     yield _counter(f"{_PREFIX}_remote_requests", "Requests to remote models by ending", "model ending", ended)
-
-
-def _sum(sizes: list[int | None]) -> int | None:
-    known = [size for size in sizes if size is not None]
-    return sum(known) if known else None

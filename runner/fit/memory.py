@@ -166,7 +166,7 @@ class Suggestion:
         fields: dict[str, object | None] = {
             "kind": self.kind.value,
             "text": self.text,
-            "requiredMB": _mb(self.required_bytes),
+            "requiredMB": ceil_mib(self.required_bytes),
             "maxContextLength": self.context_tokens,
             "slots": self.slots,
             "kvType": self.kv_type,
@@ -250,7 +250,7 @@ def _shorter_context(pages: int, need: Callable[[int], int], available: int) -> 
     if pages == 0:
         return None
     tokens, required = pages * PAGE_TOKENS, need(pages)
-    text = f"A context of {tokens} tokens would fit ({_mb(required)} MB)."
+    text = f"A context of {tokens} tokens would fit ({ceil_mib(required)} MB)."
     return Suggestion(SuggestionKind.SHORTER_CONTEXT, text, required, context_tokens=tokens)
 
 
@@ -260,14 +260,14 @@ def _fewer_slots(slots: int, need: Callable[[int], int], available: int) -> Sugg
         return None
     required = need(count)
     requests = "One request" if count == 1 else f"{count} requests"
-    text = f"{requests} at a time instead of {slots} would fit ({_mb(required)} MB)."
+    text = f"{requests} at a time instead of {slots} would fit ({ceil_mib(required)} MB)."
     return Suggestion(SuggestionKind.FEWER_SLOTS, text, required, slots=count)
 
 
 def _smaller_cache(kv_types: Sequence[str], need: Callable[[str], int], available: int) -> Suggestion | None:
     for kv_type in kv_types:
         if kv_type in CACHE_TYPES and (required := need(kv_type)) <= available:
-            text = f"A KV cache of type {kv_type} would fit ({_mb(required)} MB)."
+            text = f"A KV cache of type {kv_type} would fit ({ceil_mib(required)} MB)."
             return Suggestion(SuggestionKind.SMALLER_KV_TYPE, text, required, kv_type=kv_type)
     return None
 
@@ -277,7 +277,7 @@ def _other_quantization(alternatives: Sequence[Alternative], beside_bytes: int, 
     for other in sorted(alternatives, key=lambda entry: -entry.weights_bytes):
         required = beside_bytes + other.weights_bytes
         if required <= available:
-            text = f"{other.model_id} ({other.quantization}) would fit ({_mb(required)} MB)."
+            text = f"{other.model_id} ({other.quantization}) would fit ({ceil_mib(required)} MB)."
             kind = SuggestionKind.OTHER_QUANTIZATION
             return Suggestion(kind, text, required, model_id=other.model_id, quantization=other.quantization)
     return None
@@ -292,7 +292,7 @@ def _evict(required: int, free_bytes: int, loaded: Sequence[tuple[str, int]]) ->
         return None
     chosen = _fewest(useful, missing)
     names = " and ".join(model_id for model_id, _ in chosen)
-    text = f"Unloading {names} would free enough ({_mb(sum(size for _, size in chosen))} MB)."
+    text = f"Unloading {names} would free enough ({ceil_mib(sum(size for _, size in chosen))} MB)."
     return Suggestion(SuggestionKind.EVICT, text, required, evict=tuple(model_id for model_id, _ in chosen))
 
 
@@ -309,5 +309,6 @@ def _fewest(useful: list[tuple[str, int]], missing: int) -> tuple[tuple[str, int
     return min(enough, key=lambda entries: sum(size for _, size in entries))
 
 
-def _mb(size: int) -> int:
+def ceil_mib(size: int) -> int:
+    """Return bytes as whole MiB, rounded up."""
     return -(-size // MIB)

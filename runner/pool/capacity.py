@@ -12,7 +12,7 @@ from runner.definitions.plan import LoadPlan, Observation, check_quantization, p
 from runner.engines.port import EngineStats
 from runner.errors import CorruptModel, InsufficientMemory
 from runner.fit import read_shape
-from runner.fit.memory import Alternative, DoesNotFit, Estimate, ModelShape, estimate, judge, learn_overhead
+from runner.fit.memory import Alternative, DoesNotFit, Estimate, ModelShape, ceil_mib, estimate, judge, learn_overhead
 from runner.ledger import Ledger, LedgerError
 from runner.library.files import FoundModel, other_quantizations
 from runner.limits import MIB, limits
@@ -147,14 +147,14 @@ class Capacity:
         if not roots:
             return 0
         memory = await asyncio.to_thread(self._telemetry.measure, roots)
-        return memory.gpu_bytes or memory.host_bytes
+        return memory.held_bytes
 
     async def learn_again(self, replica: Replica) -> None:
         """Write down what a replica took in the end, where that is more than when it was loaded."""
         before = replica.learnt
         if before is None or self._ledger is None or replica.memory is None:
             return
-        measured = replica.memory.gpu_bytes or replica.memory.host_bytes
+        measured = replica.memory.held_bytes
         if measured > before.measured_bytes:
             await self._remember(replace(before, measured_bytes=measured))
 
@@ -165,7 +165,7 @@ class Capacity:
             replica.kv_bytes = replica.kv_bytes or predicted.kv_bytes
         if self._ledger is None:
             return
-        measured = 0 if memory is None else memory.gpu_bytes or memory.host_bytes
+        measured = 0 if memory is None else memory.held_bytes
         replica.learnt = Observation(
             backend=replica.plan.backend, model_id=replica.plan.model_id, plan_key=plan_key(replica.plan),
             weights_bytes=predicted.weights_bytes if predicted else 0, kv_bytes=predicted.kv_bytes if predicted else 0,
@@ -183,7 +183,7 @@ class Capacity:
 
 def _refusal(model_id: str, plan: LoadPlan, verdict: DoesNotFit, *, replicas: int, free_bytes: int) -> InsufficientMemory:
     """Return what a load that does not fit is answered: what it may have is the smaller of what is free and its own budget."""
-    required, available = _mib(verdict.required_bytes * replicas), verdict.free_bytes * replicas // MIB
+    required, available = ceil_mib(verdict.required_bytes * replicas), verdict.free_bytes * replicas // MIB
     budget_mb = plan.memory_budget_mb
     words = f"{available} MiB are free"
     if budget_mb is not None and budget_mb * replicas < free_bytes // MIB:
@@ -203,7 +203,7 @@ def _refusal(model_id: str, plan: LoadPlan, verdict: DoesNotFit, *, replicas: in
 def _freed_by(evictee: Model) -> int:
     # Memory of a dead engine is free already.
     up = [replica.memory for replica in evictee.replicas if replica.supervisor.is_ready and replica.memory is not None]
-    return sum(memory.gpu_bytes or memory.host_bytes for memory in up)
+    return sum(memory.held_bytes for memory in up)
 
 
 def _largest(seen: Sequence[Observation]) -> list[Observation]:
@@ -224,7 +224,3 @@ def _context_of(plan: LoadPlan, shape: ModelShape) -> int:
 
 def _cache_type(plan: LoadPlan, option: str) -> str:
     return str(plan.options.get(option) or "f16")
-
-
-def _mib(size: int) -> int:
-    return -(-size // MIB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -55,6 +55,12 @@ class Replica:
         """Requests it takes at once: what the plan says, within what the engine can."""
         most = self.capabilities.max_inflight
         return self.plan.slots if most is None else min(self.plan.slots, most)
+
+
+def sum_known(sizes: Iterable[int | None]) -> int | None:
+    """Return the sum of the sizes that are known, None where none is."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if known else None
 
 
 @dataclass(slots=True)
@@ -126,9 +132,8 @@ class Model:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Measured memory of its replicas: on the GPUs where that is known, else of the host. None = not measured."""
-        known = [replica.memory for replica in self.replicas if replica.memory is not None]
-        return sum(memory.gpu_bytes or memory.host_bytes for memory in known) if known else None
+        """Measured memory of its replicas, None = not measured."""
+        return sum_known(replica.memory.held_bytes for replica in self.replicas if replica.memory is not None)
 
     def apply(self, event: ModelEvent, *, error: str | None = None) -> None:
         """Move on in the table of states. Raises IllegalTransition."""

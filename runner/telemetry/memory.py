@@ -69,6 +69,11 @@ class TreeMemory:
     gpu_bytes: int | None
     pids: tuple[int, ...]
 
+    @property
+    def held_bytes(self) -> int:
+        """What it holds of the memory that models share: of the GPUs where that is known, else of the host."""
+        return self.gpu_bytes or self.host_bytes
+
 
 def find_tree(roots: Sequence[int]) -> tuple[int, ...]:
     """Return the living processes of ``roots``: themselves, their descendants, and the sessions that they lead or led.
