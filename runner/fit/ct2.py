@@ -44,7 +44,7 @@ def read_ct2(path: Path) -> ModelShape:
         raise CorruptModel.of(path, f"it claims {layers} layers")
     heads = _small(variables, "decoder/num_heads") or 0
     return ModelShape(
-        format="whisper" if is_whisper else "ctranslate2",
+        backend="whisper" if is_whisper else "ct2",
         weights_bytes=sum(variable.size_bytes for variable in variables.values()),
         layers=layers,
         kv_layers=_kv_layers(path, variables, layers, heads, is_whisper=is_whisper) if layers and heads else (),

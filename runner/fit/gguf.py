@@ -174,7 +174,7 @@ def read_gguf(path: Path) -> ModelShape:
     header = _read_header(path)
     layers = header.required("block_count", most=limits().models.layers)
     return ModelShape(
-        format="gguf",
+        backend="gguf",
         weights_bytes=sum(tensor.size_bytes for tensor in header.tensors),
         layers=layers,
         kv_layers=_kv_layers(header, layers),

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import combinations
 from statistics import median
-from typing import Literal
 
+from runner.definitions.fields import Backend
 from runner.definitions.plan import Observation
 from runner.limits import MIB, limits
-
-Format = Literal["gguf", "safetensors", "exl3", "ctranslate2", "whisper"]
 
 CACHE_TYPES: dict[str, tuple[int, int]] = {
     "f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q5_1": (32, 24), "q5_0": (32, 22), "q4_1": (32, 20),
@@ -57,13 +55,14 @@ class KvLayer:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What memory a model needs depends on. ``weights_bytes`` is the exact sum of its tensors as stored.
+    """What memory a model needs depends on. ``backend``: what loads files of this format. ``weights_bytes`` is the exact sum of
+    its tensors as stored.
 
     ``layers`` counts all blocks, ``kv_layers`` those that keep something per token: recurrent layers, and layers that share
     the cache of another, are not in it. ``context_max`` in tokens.
     """
 
-    format: Format
+    backend: Backend
     weights_bytes: int
     layers: int
     kv_layers: tuple[KvLayer, ...]
@@ -149,32 +148,15 @@ class SuggestionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """One change after which it fits. ``required_bytes``: what the model takes then. The field of its kind is set."""
+    """One change after which it fits, in words and as members of an answer. ``required_bytes``: what the model takes then."""
 
     kind: SuggestionKind
     text: str
     required_bytes: int
-    context_tokens: int | None = None
-    slots: int | None = None
-    kv_type: str | None = None
-    model_id: str | None = None
-    quantization: str | None = None
-    evict: tuple[str, ...] = ()
+    change: dict[str, object]
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as it goes into an answer: camelCase, sizes in MB (rounded up), unset fields left out."""
-        fields: dict[str, object | None] = {
-            "kind": self.kind.value,
-            "text": self.text,
-            "requiredMB": ceil_mib(self.required_bytes),
-            "maxContextLength": self.context_tokens,
-            "slots": self.slots,
-            "kvType": self.kv_type,
-            "modelId": self.model_id,
-            "quantization": self.quantization,
-            "evict": list(self.evict) or None,
-        }
-        return {name: value for name, value in fields.items() if value is not None}
+        return {"kind": self.kind.value, "text": self.text, "requiredMB": ceil_mib(self.required_bytes), **self.change}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +233,7 @@ def _shorter_context(pages: int, need: Callable[[int], int], available: int) -> 
         return None
     tokens, required = pages * PAGE_TOKENS, need(pages)
     text = f"A context of {tokens} tokens would fit ({ceil_mib(required)} MB)."
-    return Suggestion(SuggestionKind.SHORTER_CONTEXT, text, required, context_tokens=tokens)
+    return Suggestion(SuggestionKind.SHORTER_CONTEXT, text, required, {"maxContextLength": tokens})
 
 
 def _fewer_slots(slots: int, need: Callable[[int], int], available: int) -> Suggestion | None:
@@ -261,14 +243,14 @@ def _fewer_slots(slots: int, need: Callable[[int], int], available: int) -> Sugg
     required = need(count)
     requests = "One request" if count == 1 else f"{count} requests"
     text = f"{requests} at a time instead of {slots} would fit ({ceil_mib(required)} MB)."
-    return Suggestion(SuggestionKind.FEWER_SLOTS, text, required, slots=count)
+    return Suggestion(SuggestionKind.FEWER_SLOTS, text, required, {"slots": count})
 
 
 def _smaller_cache(kv_types: Sequence[str], need: Callable[[str], int], available: int) -> Suggestion | None:
     for kv_type in kv_types:
         if kv_type in CACHE_TYPES and (required := need(kv_type)) <= available:
             text = f"A KV cache of type {kv_type} would fit ({ceil_mib(required)} MB)."
-            return Suggestion(SuggestionKind.SMALLER_KV_TYPE, text, required, kv_type=kv_type)
+            return Suggestion(SuggestionKind.SMALLER_KV_TYPE, text, required, {"kvType": kv_type})
     return None
 
 
@@ -278,8 +260,8 @@ def _other_quantization(alternatives: Sequence[Alternative], beside_bytes: int, 
         required = beside_bytes + other.weights_bytes
         if required <= available:
             text = f"{other.model_id} ({other.quantization}) would fit ({ceil_mib(required)} MB)."
-            kind = SuggestionKind.OTHER_QUANTIZATION
-            return Suggestion(kind, text, required, model_id=other.model_id, quantization=other.quantization)
+            change: dict[str, object] = {"modelId": other.model_id, "quantization": other.quantization}
+            return Suggestion(SuggestionKind.OTHER_QUANTIZATION, text, required, change)
     return None
 
 
@@ -293,7 +275,7 @@ def _evict(required: int, free_bytes: int, loaded: Sequence[tuple[str, int]]) ->
     chosen = _fewest(useful, missing)
     names = " and ".join(model_id for model_id, _ in chosen)
     text = f"Unloading {names} would free enough ({ceil_mib(sum(size for _, size in chosen))} MB)."
-    return Suggestion(SuggestionKind.EVICT, text, required, evict=tuple(model_id for model_id, _ in chosen))
+    return Suggestion(SuggestionKind.EVICT, text, required, {"evict": [model_id for model_id, _ in chosen]})
 
 
 def _fewest(useful: list[tuple[str, int]], missing: int) -> tuple[tuple[str, int], ...]:

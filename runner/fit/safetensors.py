@@ -53,7 +53,7 @@ def read_folder(folder: Path) -> ModelShape:
     method, bits = _quantization_method(config)
     layers = config.required("num_hidden_layers", "n_layer", "n_layers", "num_layers", most=limits().models.layers)
     return ModelShape(
-        format="exl3" if method == "exl3" else "safetensors",
+        backend="exllamav3" if method == "exl3" else "vllm",
         weights_bytes=sizes.total(),
         layers=layers,
         kv_layers=_kv_layers(config, layers),

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
 from runner.definitions.fields import Backend
 from runner.errors import CorruptModel, InvalidRequest
+from runner.fit.memory import ModelShape
 from runner.limits import limits
 
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=:-]*", re.ASCII)
@@ -39,14 +39,6 @@ WHISPER_SIZES = {
     "large-v3": "Systran/faster-whisper-large-v3",
 }
 """Whisper models by their size, as the model-runner specification names them, and where faster-whisper has them from."""
-BACKENDS: dict[str, Backend] = {
-    "gguf": "gguf",
-    "safetensors": "vllm",
-    "exl3": "exllamav3",
-    "ctranslate2": "ct2",
-    "whisper": "whisper",
-}
-"""Format of the files -> the backend that loads them."""
 PICKLE_REASON = "it has only pickle weights (.bin, .pt, .ckpt), which run code when opened; convert them to safetensors or GGUF"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
@@ -228,16 +220,7 @@ def first_part(name: str) -> str:
     return f"{match['stem']}-00001-of-{match['count']}.gguf" if match else name
 
 
-class Shape(Protocol):
-    """What the headers of a model say, as far as it matters here. ``format`` is a key of BACKENDS."""
-
-    @property
-    def format(self) -> str: ...
-    @property
-    def quantization(self) -> str | None: ...
-
-
-ReadShape = Callable[[Path], Shape]
+ReadShape = Callable[[Path], ModelShape]
 """Reads headers; raises CorruptModel."""
 _Fingerprint = list[tuple[str, int, int]]
 
@@ -313,7 +296,7 @@ class Scanner:
         except CorruptModel as error:
             entry = replace(entry, problem=str(error))
         else:
-            entry = replace(entry, backend=BACKENDS.get(shape.format, entry.backend), quantization=shape.quantization)
+            entry = replace(entry, backend=shape.backend, quantization=shape.quantization)
         if len(self._read) >= limits().models.found:  # of models long gone, most likely
             self._read.clear()
         self._read[entry.path] = (fingerprint, entry)
