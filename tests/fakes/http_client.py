@@ -178,27 +178,6 @@ async def call(
     return await exchange.finish(within_s=within_s)
 
 
-async def send_raw(url: str, data: bytes) -> bytes:
-    """Send bytes that need not be HTTP and return what comes back until the other side closes or stays quiet."""
-    parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    writer.write(data)
-    found = bytearray()
-    try:
-        async with asyncio.timeout(REPLY_WITHIN_S):
-            while piece := await reader.read(_CHUNK):
-                found += piece
-    except (TimeoutError, ConnectionError):
-        pass
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
-    return bytes(found)
-
-
-DELETED_TEXT = "Internal server error processing request"
-
 RETRYABLE = {
     "NO_AVAILABLE_NODE": True, "NODE_STALE": True, "NODE_DRAINING": True, "NODE_UNHEALTHY": True, "MODEL_NOT_ALLOWED": False,
     "PROMPT_TOO_LARGE": False, "MAX_TOKENS_TOO_LARGE": False, "REQUEST_TIMEOUT": True, "FORWARDED_REQUEST_FAILED": True,
@@ -207,7 +186,7 @@ RETRYABLE = {
 }  # fmt: skip
 
 
-def assert_failure(reply: Reply, status: int, code: str, message: str | None = None) -> None:
+def assert_failure(reply: Reply, status: int, code: str) -> None:
     """Check status, envelope and headers of a failure before any byte of a response."""
     assert reply.status == status, (reply.status, reply.body)
     assert reply.headers["content-type"].startswith("application/json"), reply.headers
@@ -218,24 +197,8 @@ def assert_failure(reply: Reply, status: int, code: str, message: str | None = N
     assert isinstance(error["message"], str)
     assert error["message"]
     assert isinstance(error["type"], str)
-    if message is not None:
-        assert error["message"] == message, error
     if code in RETRYABLE:
         assert error["retryable"] is RETRYABLE[code], error
     assert reply.headers.get("x-request-id"), reply.headers
     if status in {429, 503, 504}:
         assert int(reply.headers["retry-after"]) >= 1, reply.headers
-
-
-def assert_stream_failure(reply: Reply, code: str, message: str | None = None) -> None:
-    """Check that a stream that had begun ended with exactly one error event and nothing after it."""
-    assert reply.status == 200, (reply.status, reply.body)
-    events = reply.events
-    assert "[DONE]" not in events, events
-    failures = [index for index, data in enumerate(events) if data.startswith("{") and "error" in json.loads(data)]
-    assert failures == [len(events) - 1], events
-    error = json.loads(events[-1])["error"]
-    assert error["code"] == code, error
-    assert set(error) >= {"code", "message", "type", "param"}, error
-    if message is not None:
-        assert error["message"] == message, error

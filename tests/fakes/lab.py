@@ -18,7 +18,7 @@ from psycopg.rows import dict_row
 
 from conformance.engine.server import serve_engine
 from tests.fakes.http_client import REPLY_WITHIN_S, Exchange, Reply, call
-from tests.fakes.scripted_box import Job, ScriptedBox, ScriptedWorker, Stream
+from tests.fakes.scripted_box import ScriptedBox, ScriptedWorker, Stream
 from tests.fakes.stack import Gateway, Stack
 from tests.fakes.waiting import DEADLINE_S, eventually
 from wire.bridge import ReplicaInfo
@@ -90,16 +90,9 @@ class Lab:
         return await eventually(lambda: self._find_node(name), what=f"node {name} is listed")
 
     async def _find_node(self, name: str) -> dict[str, Any] | None:
-        reply = await self.control("GET", "/nodes")
+        headers = bearer(self.stack.ready.admin_token)
+        reply = await call("GET", f"{self.stack.ready.control_url}/nodes", headers=headers)
         return next((row for row in reply.json["nodes"] if row["node_name"] == name), None)
-
-    async def control(self, method: str, path: str, *, token: str | None = None, body: Any = None) -> Reply:
-        headers = bearer(token or self.stack.ready.admin_token)
-        payload = b""
-        if body is not None:
-            payload = json.dumps(body).encode()
-            headers["content-type"] = "application/json"
-        return await call(method, self.stack.ready.control_url + path, headers=headers, body=payload)
 
     async def admin(self, method: str, path: str, *, body: Any = None, gateway: Gateway | None = None) -> Reply:
         headers = bearer(self.stack.ready.admin_token) | {"content-type": "application/json"}
@@ -136,13 +129,12 @@ class Lab:
     # workers
 
     async def worker(
-        self, *models: str, name: str | None = None, max_concurrent: int = 1, gateway: Gateway | None = None,
-        secret: str | None = None, provider: str = "local",
-    ) -> ScriptedWorker:  # fmt: skip
+        self, *models: str, name: str | None = None, max_concurrent: int = 1, gateway: Gateway | None = None
+    ) -> ScriptedWorker:
         name = name or unique("worker")
 
         async def connect() -> ScriptedWorker | None:
-            worker = await self.dial(secret=secret or self.secret, gateway=gateway, provider=provider)
+            worker = await self.dial(secret=self.secret, gateway=gateway)
             try:
                 await worker.register(models, name=name, max_concurrent=max_concurrent)
             except AssertionError:
@@ -161,10 +153,10 @@ class Lab:
         return worker
 
     async def box(
-        self, *models: str, name: str | None = None, max_concurrent: int = 1, gateway: Gateway | None = None,
-        instance_id: str | None = None, endpoints: Sequence[str] = (CHAT,), replicas: Sequence[ReplicaInfo] | None = None,
+        self, *models: str, max_concurrent: int = 1, gateway: Gateway | None = None, instance_id: str | None = None,
+        endpoints: Sequence[str] = (CHAT,), replicas: Sequence[ReplicaInfo] | None = None,
     ) -> ScriptedBox:  # fmt: skip
-        name = name or unique("box")
+        name = unique("box")
 
         async def connect() -> ScriptedBox | None:
             try:
@@ -181,32 +173,20 @@ class Lab:
         self.workers.append(box)
         return box
 
-    async def queue_depth(self, gateway: Gateway | None = None, *, model: str = "") -> int:
-        """Return how many requests wait in a gateway for ``model``, or for the models of this test, from ``/admin/stats``.
+    async def queue_depth(self, gateway: Gateway | None = None) -> int:
+        """Return how many requests wait in a gateway for the models of this test, from ``/admin/stats``.
 
         Those of the test before may still wait there: a gateway hears a moment later that their clients have left.
         """
         reply = await self.admin("GET", "/admin/stats", gateway=gateway)
         depths = reply.json["queue_depth_by_model"]
-        return sum(int(depths.get(name, 0)) for name in ([model] if model else self.models))
+        return sum(int(depths.get(name, 0)) for name in self.models)
 
     async def queued(self, count: int) -> None:
         async def reached() -> bool:
             return await self.queue_depth() == count
 
         await eventually(reached, what=f"{count} queued")
-
-    async def listed_worker(self, name: str, gateway: Gateway | None = None) -> dict[str, Any] | None:
-        reply = await self.admin("GET", "/admin/workers", gateway=gateway)
-        return next((row for row in reply.json["workers"] if row["worker_name"] == name), None)
-
-    async def let_go_of(self, name: str) -> None:
-        """Wait until a gateway has noticed that a worker is gone: until then it may send it a request."""
-
-        async def is_gone() -> bool:
-            return await self.listed_worker(name) is None
-
-        await eventually(is_gone, what=f"the gateway has let go of {name}")
 
     # clients
 
@@ -222,17 +202,6 @@ class Lab:
 
     def ask(self, model: str, text: str = "hello", *, gateway: Gateway | None = None, **more: Any) -> asyncio.Task[Reply]:
         return self.spawn(self.post(chat_body(model, text, **more), gateway=gateway))
-
-    async def ask_through(self, worker: ScriptedWorker, model: str) -> Reply:
-        """Ask, have ``worker`` answer if it gets the job, and return what the client got."""
-        reply, job = self.ask(model), asyncio.create_task(worker.job())
-        await asyncio.wait({reply, job}, return_when=asyncio.FIRST_COMPLETED)
-        if not job.done():
-            job.cancel()
-        (outcome,) = await asyncio.gather(job, return_exceptions=True)
-        if isinstance(outcome, Job):
-            await worker.answer(outcome)
-        return await reply
 
     async def open(
         self, model: str, text: str = "hello", *, stream: bool = True, gateway: Gateway | None = None,

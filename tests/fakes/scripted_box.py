@@ -169,10 +169,6 @@ class ScriptedBox(Dialled):
     async def credit(self, stream: Stream, at_least: int) -> None:
         await self._wait(lambda: stream.window >= at_least, DEADLINE_S, f"window of {at_least} bytes")
 
-    async def message(self, kind: type[bridge.Message], *, within_s: float = DEADLINE_S) -> bridge.Message:
-        await self._wait(lambda: any(isinstance(m, kind) for m in self.messages), within_s, kind.__name__)
-        return next(m for m in self.messages if isinstance(m, kind))
-
     async def send(self, message: bridge.Message) -> None:
         await self.socket.send(bridge.encode_message(message))
 

@@ -103,7 +103,7 @@ class ConnectedBox:
     is_over: bool = False
 
     async def open(
-        self, body: dict[str, object] | bytes, *, path: str = "/v1/chat/completions", deadline_ms: int = 60_000,
+        self, body: dict[str, object] | bytes, *, path: str = "/v1/chat/completions",
         window_bytes: int = WIRE.stream_window_bytes, headers: dict[str, str] | None = None, model: str = "", tenant: str = "",
     ) -> OpenStream:  # fmt: skip
         """Send OPEN (and BODY frames) of a new stream, for the first model of the node unless another is named."""
@@ -113,7 +113,7 @@ class ConnectedBox:
         meta = frames.OpenMeta(
             request_id=f"req_{number}", model=model or next(iter(self.models()), "muster-tiny"), tenant=tenant, path=path,
             headers=headers or {"content-type": "application/json"}, is_streaming=b'"stream": true' in raw,
-            deadline_ms=deadline_ms, window_bytes=window_bytes,
+            deadline_ms=60_000, window_bytes=window_bytes,
         )  # fmt: skip
         for frame in frames.encode_open(number, 1, meta, raw):
             await self.socket.send(frame)

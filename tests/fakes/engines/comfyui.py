@@ -109,9 +109,9 @@ class ComfyContract:
         found = () if self.folder is None else tuple(path.name for path in self.folder.glob("*.safetensors"))
         return self.checkpoints + found
 
-    def enqueue(self, graph: Fields, *, number: float | None = None) -> str:
+    def enqueue(self, graph: Fields) -> str:
         prompt_id = str(uuid.uuid4())
-        self._put(Item(self._next() if number is None else number, prompt_id, graph, {"client_id": "somebody"}))
+        self._put(Item(self._next(), prompt_id, graph, {"client_id": "somebody"}))
         return prompt_id
 
     def drop_sockets(self) -> None:

@@ -201,9 +201,9 @@ def grant(**changes: Any) -> Grant:
     return Grant(**(fields | changes))
 
 
-def write_key(path: Path, content: bytes = KEY + b"\n", *, mode: int = 0o600) -> Path:
+def write_key(path: Path, content: bytes = KEY + b"\n") -> Path:
     path.write_bytes(content)
-    path.chmod(mode)
+    path.chmod(0o600)
     return path
 
 

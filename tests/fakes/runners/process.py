@@ -207,11 +207,9 @@ def run_api_box(
 
 
 @asynccontextmanager
-async def open_api_box(
-    folder: Path, *options: str, env: Mapping[str, str] | None = None, models: tuple[str, ...] = ()
-) -> AsyncIterator[ApiBox]:
+async def open_api_box(folder: Path, *options: str, env: Mapping[str, str] | None = None) -> AsyncIterator[ApiBox]:
     """Do the same without holding up the event loop, on which the test's own servers run."""
-    context = run_api_box(folder, *options, env=env, models=models)
+    context = run_api_box(folder, *options, env=env)
     box = await asyncio.to_thread(context.__enter__)
     try:
         yield box

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +39,14 @@ from tests.fakes.control_process import frozen, in_thread, wait_for
 from tests.fakes.governed_team import make_client, make_team
 from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import (
-    ACCEPT_S,
     SSE,
     STREAM,
     Make,
     Rows,
     allow_keeping,
-    count,
     is_waited_for,
     last_data,
     make_record,
-    read,
-    written,
 )
 from tests.fakes.waiting import eventually, turns, wait_until
 from wire.auditlog import Status
@@ -94,15 +90,6 @@ async def halfway(run: Callable[[Callable[[], int]], Coroutine[Any, Any, int]]) 
         await asyncio.gather(caller, return_exceptions=True)
 
 
-async def accepted(writer: RecordWriter) -> Record:
-    """Return a request that the writer has accepted; a busy machine may keep the database silent for as long as it bears."""
-    while True:
-        record = make_record()
-        with suppress(RecordsUnavailable):
-            await writer.accept(record)
-            return record
-
-
 @pytest.fixture
 def limit_s() -> float:
     """Less patience than we ship: what is tested waits it out."""
@@ -139,26 +126,6 @@ async def test_an_unknown_key_is_refused_while_the_server_is_frozen(private_serv
             with pytest.raises(RecordsUnavailable) as refused:
                 await keys.identify({"authorization": f"Bearer {key}"}, allow_x_api_key=False)
     assert refused.value.retry_after_s
-
-
-@pytest.mark.usefixtures("limit_s")
-async def test_the_writer_gives_up_on_a_frozen_server_and_leaves_no_request_open(
-    rows: Rows, private_servers: EmbeddedServers
-) -> None:
-    writer = RecordWriter(accept_s=30.0, max_pending=100)
-    writer.start()
-    try:
-        running, refused = await accepted(writer), make_record()
-        with frozen(private_servers):
-            with pytest.raises(RecordsUnavailable):
-                await writer.accept(refused)
-            running.state = RequestState.COMPLETED
-            writer.touch(running)
-            await eventually(lambda: not writer.is_healthy)
-        await eventually(lambda: read(rows, running) == ("completed",))
-        await eventually(lambda: writer.is_healthy and read(rows, refused) in {None, ("rejected",)})
-    finally:
-        await writer.stop()
 
 
 async def test_a_gateway_lives_through_a_freeze_and_its_heartbeat_goes_on(
@@ -209,58 +176,6 @@ async def test_a_call_that_nobody_waits_for_any_more_is_not_begun() -> None:
     await asyncio.gather(*busy)
     assert await asyncio.gather(*(run_in_database(time.monotonic) for _ in range(8)))
     assert begun == []
-
-
-async def test_while_the_database_is_away_requests_are_refused_and_nothing_is_lost(
-    rows: Rows, private_servers: EmbeddedServers
-) -> None:
-    set_limits(gateway={"records_late_s": 0.1})
-    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=10_000)
-    writer.start()
-    running = [make_record() for _ in range(50)]
-    await asyncio.gather(*(writer.accept(record) for record in running))
-    rows.close()
-    private_servers.postgres.kill()
-    private_servers.postgres.server.clear_leftovers()  # a backend outlives it for a moment, and would still take a request
-    try:
-        refused = make_record()
-        with pytest.raises(RecordsUnavailable) as caught:
-            await writer.accept(refused)
-        assert caught.value.retry_after_s
-        assert not writer.is_healthy
-        for record in running:
-            record.state = RequestState.COMPLETED
-            writer.touch(record)
-        overflow = make_record(state=RequestState.REJECTED)
-        writer.add_final(overflow)
-    finally:
-        private_servers.postgres.start()  # not in a thread: the server is tied to the life of the thread that starts it
-    await eventually(lambda: writer.is_healthy)
-    await written(writer)
-    with psycopg.connect(private_servers.database_url, autocommit=True) as again:
-        assert {read(again, record) for record in running} == {("completed",)}
-        await eventually(lambda: read(again, refused, "state", "error_code") == ("rejected", "NO_AVAILABLE_NODE"))
-        assert read(again, overflow) is None
-        assert count(again, RequestState.QUEUED) == 1  # the request of written()
-    await writer.stop()
-
-
-async def test_a_database_that_was_restarted_while_nobody_used_it_costs_no_request(
-    private_servers: EmbeddedServers, rows: Rows
-) -> None:
-    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=100)
-    writer.start()
-    try:
-        await writer.accept(make_record())
-        rows.close()
-        private_servers.postgres.kill()
-        private_servers.postgres.start()
-        record = make_record()
-        await writer.accept(record)
-        with psycopg.connect(private_servers.database_url, autocommit=True) as again:
-            assert read(again, record) == ("queued",)
-    finally:
-        await writer.stop()
 
 
 @pytest.mark.parametrize("moment", ["before", "while"])

@@ -31,9 +31,8 @@ from tests.fakes.waiting import DEADLINE_S, eventually
 from wire import bridge
 from wire.auditlog import to_bytes, verify_signature
 from wire.ids import new_uuid7
-from wire.optoken import owns_runner_id, sign_l0
+from wire.optoken import owns_runner_id
 from wire.optoken.approval import decode_bytes
-from wire.optoken.op_token import Grant
 from wire.optoken.receipt import digest_result, read_receipt
 
 pytestmark = pytest.mark.timeout(180)
@@ -89,100 +88,6 @@ async def test_a_new_box_is_enrolled_by_a_person_and_then_follows_rotations_keys
         gone = (await control.report(skip=7)).governance
         assert (gone.policy_version, gone.witness_size, gone.policy_error) == (0, 0, FORGOTTEN)
         assert (await control.carry_out(control.command("cache-flush", {"scope": "all"}))).code == "op_token_refused"
-
-
-async def test_approved_operations_are_carried_out_once_and_certified(tmp_path: Path) -> None:
-    fleet, (options, env) = Fleet(), options_of(tmp_path)
-    await enrol(tmp_path / "data", fleet)
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, *options, env=env) as process:
-        box = await gateway.accept()
-        control = Control(box, fleet)
-        assert control.governance.policy_version == 1
-        load = control.command("model-load", {"modelId": "a", "maxContextLength": 512}, checkpoint="audit 12")
-        done = await control.carry_out(load)
-        assert (done.state, done.result["status"], done.result["modelId"]) == ("succeeded", "completed", "a")
-        heard = control.statuses(load.op_id)
-        assert {status.state for status in heard[:-1]} == {"running"}
-        assert any(status.stage for status in heard)
-        receipt = control.read(done)
-        assert (receipt.operation, receipt.checkpoint, receipt.fence) == ("model-load", "audit 12", control.issuer.fence)
-        assert len(receipt.statement_digest) == 64
-        assert box.models() == ["a"]
-        # The same command again, whatever its token, is answered and not done.
-        again = control.command("model-load", dict(load.body), op_id=load.op_id)
-        for command in (load, again):
-            assert await control.carry_out(command) == done
-        assert (await control.query(load.op_id)) == done
-        assert (await control.query("never heard of")).state == "unknown"
-        failed = await control.carry_out(control.command("model-load", {"modelId": "b", "gpuMemoryBudgetMB": 1}))
-        assert (failed.state, failed.code) == ("failed", "insufficient_memory")
-        control.read(failed)
-        unload = await control.carry_out(control.command("model-unload", {"modelId": "a"}))
-        assert (unload.state, unload.result["wasLoaded"]) == ("succeeded", True)
-        control.read(unload)
-        (tmp_path / "data" / "settings.json").write_text(
-            '{"engine": {"models": {"c": {"backend": "gguf", "model_path": "a"}}}}'
-        )
-        reload = await control.carry_out(control.command("settings-reload", {}))
-        assert (reload.state, reload.result["added_models"]) == ("succeeded", ["c"])
-        assert control.read(reload).operation == "settings-reload"
-        assert (await control.carry_out(control.command("settings-reload", {}, approvers=1))).code == "op_token_refused"
-        # A gateway that lost the socket meanwhile asks again and hears the end.
-        last = control.command("model-load", {"modelId": "b"})
-        await box.send(last)
-        # Of what a node has not read when its socket breaks, it knows nothing.
-        await eventually(lambda: control.statuses(last.op_id), "the node has begun")
-        await box.socket.close()
-        later = Control(await gateway.accept(), fleet)
-        end = await later.query(last.op_id)
-        assert end.state == "succeeded"
-        later.read(end)
-        process.signal(signal.SIGTERM)
-        assert await process.exit_status() == 0
-        assert "Traceback" not in process.log_text()
-
-
-async def test_what_a_stolen_control_plane_sends_is_refused_and_uses_nothing_up(tmp_path: Path) -> None:
-    fleet, (options, env) = Fleet(), options_of(tmp_path)
-    await enrol(tmp_path / "data", fleet)
-    body = {"modelId": "a"}
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, *options, env=env) as process:
-        box = await gateway.accept()
-        control = Control(box, fleet)
-        issuer, op_id = control.issuer, new_uuid7().hex
-        spec = sign_l0(issuer.key, Grant("model-load", "a", ["ada", "bob"], "0123456789abcdef", 1))
-        approved = issuer.token("model-load", body, op_id=op_id)
-        stolen = {
-            "L0": control.command("model-load", body, token=spec),
-            "L1": control.command("model-load", body, op_id=op_id, token=issuer.bare_token("model-load", body, op_id=op_id)),
-            "one approver": control.command("model-load", body, op_id=op_id, approvers=1),
-            "other body": control.command("model-load", {"modelId": "a", "evictModel": "b"}, op_id=op_id, token=approved),
-            "other model": control.command("model-load", {"modelId": "b"}, op_id=op_id, token=approved),
-            "other operation": control.command("model-unload", body, op_id=op_id, token=approved),
-            "another id": control.command("model-load", body, token=approved),
-            "another use": control.command("model-load", body, op_id=op_id, use=2, token=approved),
-            "no token": bridge.OpCommand(op_id=op_id, use=1, operation="model-load", body=body, token="e30"),
-        }
-        for name, command in stolen.items():
-            status = await control.carry_out(command)
-            assert (name, status.state, status.code) == (name, "refused", "op_token_refused")
-        odd = {
-            "unknown field": control.command("model-load", {"modelId": "a", "extra": 1}, op_id=op_id),
-            "unknown model": control.command("model-load", {"modelId": "nobody's"}, op_id=op_id),
-            "unknown operation": control.command("node-drain", {"modelId": "a"}, op_id=op_id),
-            "token in the body": control.command("model-load", {"modelId": "a", "verifiedOpToken": "x"}, op_id=op_id),
-        }
-        for name, command in odd.items():
-            assert (await control.carry_out(command)).state == "refused", name
-        assert (await control.query(op_id)).state == "unknown"
-        done = await control.carry_out(control.command("model-load", body, op_id=op_id, token=approved))
-        assert done.state == "succeeded", "nothing above has used the approval up"
-        late = control.command("model-unload", body, fence=1)
-        assert (await control.carry_out(late)).code == "op_token_refused", "it would undo the newer load"
-        assert box.models() == ["a"]
-        log = process.log_text()
-    for reason in ("level_too_low", "too_few_approvers", "wrong_params", "wrong_model", "wrong_operation", "stale_fence"):
-        assert reason in log
 
 
 ENDS = {
@@ -322,39 +227,6 @@ async def test_a_model_that_is_kept_serves_again_after_a_kill_and_after_a_stop_u
 
 
 DYING = "tests.fakes.runners.process"
-
-
-@pytest.mark.parametrize(
-    ("operation", "point"),
-    [
-        ("model-load", "before outcome"), ("model-load", "after outcome"), ("model-unload", "after booking"),
-        ("model-unload", "before outcome"), ("model-unload", "after outcome"),
-    ],
-)  # fmt: skip
-async def test_what_stays_loaded_after_a_kill_follows_from_what_is_on_disk(tmp_path: Path, operation: str, point: str) -> None:
-    fleet, (options, env) = Fleet(), options_of(tmp_path)
-    await enrol(tmp_path / "data", fleet)
-    async with run_gateway() as gateway:
-        first: Control | None = None
-        if operation == "model-unload":
-            async with run_box(tmp_path, gateway.url, *options, env=env):
-                first = Control(await gateway.accept(), fleet)
-                assert (await first.carry_out(first.command("model-load", KEEP))).state == "succeeded"
-        async with run_box(tmp_path, gateway.url, *options, env={**env, "DIE_AT": point}, program=DYING) as process:
-            dying = Control(await gateway.accept(), fleet)
-            if first is not None:
-                await follow(dying, first).box.declares("a")
-            command = dying.command(operation, KEEP if operation == "model-load" else {"modelId": "a"})
-            await dying.box.send(command)
-            assert await process.exit_status() == -signal.SIGKILL
-        async with run_box(tmp_path, gateway.url, *options, env=env):
-            control = follow(Control(await gateway.accept(), fleet), dying)
-            found = await control.query(command.op_id)
-            assert found.state == ("succeeded" if point == "after outcome" else "interrupted")
-            if (operation, point) == ("model-load", "after outcome"):
-                await control.box.declares("a")
-            else:
-                assert (control.box.models(), replica_of(control.box, "a")) == ([], None)
 
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,6 @@ from http import HTTPStatus
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from django.utils import timezone
 from pytest_django import Settings
 
@@ -27,13 +26,10 @@ from tests.fakes.scripted_gateway import TOKEN, run_gateway
 from tests.fakes.waiting import eventually
 from wire import bridge, frames
 from wire.contract import NodeStatus
-from wire.limits import WIRE
 
 pytestmark = pytest.mark.timeout(180)
 
 QUESTION: dict[str, object] = {"messages": [{"role": "user", "content": "What is a generator?"}], "temperature": 0}
-LONG = QUESTION | {"stream": True, "max_tokens": 1900, "ignore_eos": True, "n_probs": 1000}
-"""Many megabytes with the probabilities: no buffer takes the rest of what nobody reads, so it cannot have ended."""
 
 
 def read_events(body: bytes) -> list[dict[str, object]]:
@@ -60,20 +56,6 @@ async def test_a_box_registers_with_its_loaded_model_and_streams_an_answer(tmp_p
     assert answer.end.error == ""
     assert answer.end.usage is not None
     assert answer.end.usage.completion_tokens >= 20
-
-
-async def test_the_box_comes_back_after_a_drop_and_a_lost_session_stops_its_work(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url, "--max-concurrent", "1"):
-        box = await gateway.accept()
-        await box.declares("muster-tiny")
-        stream = await box.open(LONG, window_bytes=2000)
-        while (await stream.next()).kind != frames.DATA:
-            pass
-        box.socket.transport.abort()
-        again = await gateway.accept()
-        assert again.register.instance_id == box.register.instance_id
-        answer = await (await again.open(QUESTION | {"max_tokens": 4})).finish()
-        assert answer.end.error == ""
 
 
 @pytest.mark.parametrize("how", ["http", "close", "name"])
@@ -170,21 +152,6 @@ async def test_the_gateways_of_the_ack_are_dialled_too(tmp_path: Path) -> None:
             assert first.arrivals.empty()
 
 
-async def test_graceful_shutdown_finishes_what_runs_and_the_box_dials_again(tmp_path: Path) -> None:
-    async with run_gateway() as gateway, run_box(tmp_path, gateway.url):
-        box = await gateway.accept()
-        await box.declares("muster-tiny")
-        stream = await box.open(QUESTION | {"stream": True, "max_tokens": 20}, window_bytes=500)
-        assert (await stream.next()).kind == frames.HEAD
-        await box.send(bridge.GracefulShutdown(reason="restart", drain_timeout_secs=20))
-        late = await (await box.open(QUESTION)).expect_end()
-        assert (late.error, late.retryable) == ("busy", True)
-        await stream.credit(1 << 20)
-        assert (await stream.expect_end()).error == ""
-        await box.expect_loss()
-        await gateway.accept()
-
-
 STREAMED: dict[str, object] = {"model": "alpha", "stream": True, "messages": []}
 
 
@@ -214,21 +181,6 @@ async def test_the_servers_key_is_added_and_a_wrong_one_is_explained_until_it_is
             assert seen["accept-encoding"] == "identity"
 
 
-async def test_bodies_and_paths_pass_byte_for_byte(tmp_path: Path) -> None:
-    body = b'{ "model":"alpha",\n "x": 1.50, "x": "\\u00e9", "unknown": [ ] }'
-    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
-        box = await gateway.accept()
-        await box.declares("alpha", "beta")
-        answer = await (await box.open(body, path="/v1/embeddings?dim=3")).finish()
-        assert (answer.status, answer.json()["ok"]) == (200, True)
-        assert engine.seen[0][0] == "/v1/embeddings?dim=3"
-        assert engine.seen[0][2] == body
-        refused = await (await box.open(body, path="/admin/shutdown")).finish()
-        assert refused.status == 400
-        assert b'"code":"invalid_request"' in refused.body
-        assert len(engine.seen) == 1
-
-
 async def test_a_server_that_is_gone_is_withdrawn_and_declared_again_when_it_is_back(tmp_path: Path) -> None:
     async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
         box = await gateway.accept()
@@ -240,40 +192,6 @@ async def test_a_server_that_is_gone_is_withdrawn_and_declared_again_when_it_is_
         await box.declares()
         await engine.start()
         await box.declares("alpha", "beta")
-
-
-async def test_an_answer_without_credit_is_not_read_from_the_server(tmp_path: Path) -> None:
-    written = 0
-    total = 64 * 1024 * 1024
-
-    async def pour(request: web.Request, _body: bytes) -> web.StreamResponse:
-        nonlocal written
-        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        await response.prepare(request)
-        while written < total:
-            await response.write(bytes(256 * 1024))
-            written += 256 * 1024
-        return response
-
-    async with run_gateway() as gateway, run_engine() as engine, run_box(tmp_path, gateway.url, "--backend", engine.url):
-        engine.handler = pour
-        box = await gateway.accept()
-        await box.declares("alpha", "beta")
-        stream = await box.open({"model": "alpha"}, window_bytes=100_000, deadline_ms=170_000)
-        received = 0
-        while received < 100_000:
-            frame = await stream.next()
-            received += len(frame.payload) if frame.kind == frames.DATA else 0
-        pongs = sum(isinstance(message, bridge.Pong) for message in box.messages)
-        await box.expect(bridge.Pong, skip=pongs + 2)
-        assert stream.frames.empty()
-        assert written < total / 2
-        answer_bytes = received
-        await stream.credit(1 << 30)
-        while (frame := await stream.next()).kind == frames.DATA:
-            assert len(frame.payload) <= WIRE.frame_payload_bytes
-            answer_bytes += len(frame.payload)
-    assert answer_bytes == total
 
 
 MANAGING = (

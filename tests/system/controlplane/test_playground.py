@@ -33,7 +33,7 @@ from tests.fakes.nodes import ACTOR, audited, make_operator
 from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
-PAGE, SEND, CODE, FACTS, WAIT = (f"/admin/playground/{name}" for name in ("", "send", "code", "facts", "wait"))
+PAGE, SEND, CODE = (f"/admin/playground/{name}" for name in ("", "send", "code"))
 MODEL = "tiny"
 
 

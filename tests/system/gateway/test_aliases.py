@@ -28,7 +28,6 @@ from tests.fakes.links import FakeLink
 from tests.fakes.nodes import ACTOR, audited, make_node, make_operator, make_presence
 
 pytestmark = pytest.mark.django_db
-POLYGLOT = "\"'><img src=x onerror=alert(1)>{{7*7}}<script>alert(2)</script>"
 
 
 @pytest.fixture(autouse=True)
@@ -148,9 +147,6 @@ def boss() -> Client:
 
 def confirm(alias: ModelAlias, change: str) -> str:
     return reverse("admin:gateway_modelalias_confirm", args=[alias.pk, change])
-
-
-LIST = "admin:gateway_modelalias_changelist"
 
 
 MISTAKES = {

@@ -184,10 +184,6 @@ async def test_a_compaction_is_a_request_like_any_other(make_gateway: Make) -> N
         await after.done()
 
 
-SLOPPY = b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"Hi"},"finish_reason":null}]}\n\n'
-ENDED = b'data: {"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
-
-
 HINT = "image input is not supported - hint: if this is unexpected, you may need to provide the mmproj"
 TOO_LONG = "This model's maximum context length is 4096 tokens. However, you requested 5120 tokens in the messages."
 

@@ -19,7 +19,7 @@ from tests.fakes.fleet import CHAT_PATH, MESSAGES_PATH, Fleet
 pytestmark = [pytest.mark.django_db, pytest.mark.asyncio(loop_factories=["virtual"]), pytest.mark.timeout(120)]
 RESPONSES_PATH, COUNT_PATH = "/v1/responses", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "hi"}]
-AUDIO_PATH, EMBEDDINGS_PATH = "/v1/audio/transcriptions", "/v1/embeddings"
+EMBEDDINGS_PATH = "/v1/embeddings"
 
 
 def read(answer: MemoryClient) -> Any:

@@ -212,16 +212,6 @@ def test_text_from_outside_is_shown_as_text(boss: Client) -> None:
         assert ("<img src=x" in html, "<script>alert" in html, "{{7*7}}" in html) == (False, False, True), page
 
 
-ENDS: list[tuple[str, int, str, str, list[str]]] = [
-    ("rejected", 400, "BAD_REQUEST", "", ["mst-is-refused", ">refused<", "has to change it"]),
-    ("rejected", 503, "NO_AVAILABLE_NODE", "", ["mst-is-rejected", ">not accepted<", "queue"]),
-    ("rejected", 400, "BAD_REQUEST", "below 0", ["The engine on attic refused the request with HTTP 400.", "below 0"]),
-    ("failed", 500, "FORWARDED_REQUEST_FAILED", "CUDA <oom>", ["with HTTP 500.", "The engine said: <q>CUDA &lt;oom&gt;</q>"]),
-    ("failed", 401, "FORWARDED_REQUEST_FAILED", "", ["turned the node away with HTTP 401.", "--backend-key"]),
-    ("failed", 502, "FORWARDED_REQUEST_FAILED", "", ["in the log of the node"]),
-]
-
-
 def test_the_rows_that_count_as_refused_and_failed_are_those_of_the_table() -> None:
     rows = [
         make_record(state=state, status_code=status) for state in RequestState for status in (None, 200, 399, 400, 499, 500)

@@ -234,15 +234,6 @@ def test_a_password_that_was_set_for_somebody_is_in_the_audit_without_it(boss: C
     assert (event.actor, event.target, event.detail) == ("user:ada", "ben", {"fields": ["password"]})
 
 
-NOTHING = f"/approvals/op_{'0' * 32}"
-ANSWERS = [
-    ("get", "/approvals/"), ("get", "/approvals/nothing-here"), ("put", "/approvals/"), ("get", f"{NOTHING}/"),
-    ("post", f"{NOTHING}/approve"), ("get", f"{NOTHING}/approve"), ("get", "/sign-in/"), ("get", "/sign-in/nothing-here"),
-    ("get", "/sign-in/passkey"), ("delete", "/sign-in/"), ("get", "/sign-in/keys"), ("get", "/sign-in/invitation/unknown"),
-    ("post", "/sign-in/keys/1/remove"), ("get", "/sign-in/totp"),
-]  # fmt: skip
-
-
 # Admin tokens
 
 
