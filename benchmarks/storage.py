@@ -16,7 +16,7 @@ from psycopg import sql
 from benchmarks.errors import BenchmarkError
 from benchmarks.processes import tree_cpu_s, walk_tree
 from controlplane.launcher.console import LauncherError
-from controlplane.launcher.embedded import EmbeddedServers
+from tests.fakes.servers import EmbeddedServers
 
 
 @dataclass(frozen=True, slots=True)

@@ -736,8 +736,6 @@ class LauncherLimits:
 
     # Preparation
     bootstrap_s: float = bound(300.0, "s", "A database that is not prepared ends the start.")
-    server_start_s: float = bound(30.0, "s", "An embedded server that is not ready is killed.")
-    server_stop_s: float = bound(15.0, "s", "An embedded server that does not stop is killed.")
     copy_lock_s: float = bound(120.0, "s", "The start ends if another launcher still copies PostgreSQL.")
     install_lock_s: float = bound(900.0, "s", "The start ends if another launcher still installs packages.")
     install_said_s: float = bound(2.0, "s", "The installation says how far it is.")

@@ -20,8 +20,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from controlplane.launcher.embedded import EmbeddedServers
 from controlplane.launcher.environment import VENV
+from tests.fakes.servers import EmbeddedServers
 
 DATABASE_VARIABLE = "MUSTER_TEST_DATABASE_URL"
 REDIS_VARIABLE = "MUSTER_TEST_REDIS_URL"

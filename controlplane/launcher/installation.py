@@ -21,7 +21,6 @@ from typing import NoReturn
 from controlplane.launcher.console import LauncherError, say
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.files import read_holder, read_json, write_json
-from controlplane.launcher.processes import find_by_directory, send
 from core.limits import limits
 from wire import clock
 
@@ -228,6 +227,8 @@ def _system_home(data: Path) -> Path:
 
 def _remove_abandoned_homes() -> None:
     """Delete what earlier temporary installations left under /tmp: their own directory is gone."""
+    from controlplane.launcher.processes import find_by_directory  # needs psutil, which may not be installed yet
+
     for home in _TEMPORARY.glob(f"{_TEMPORARY_PREFIX}*"):
         owner = read_json(home / "belongs-to.json").get("data")
         if isinstance(owner, str) and not Path(owner).exists() and not find_by_directory(home / "postgres" / "data"):
@@ -310,7 +311,9 @@ def run_down(data: Path) -> int:
         return 0
     say(f"Stopping muster (process {holder})")
     try:
-        send(holder, signal.SIGTERM)
+        os.kill(holder, signal.SIGTERM)
+    except ProcessLookupError:
+        pass  # it stopped by itself meanwhile
     except PermissionError:
         raise LauncherError(f"process {holder} belongs to another user: stop it as that user") from None
     until = clock.monotonic() + limits().launcher.attach_stop_s

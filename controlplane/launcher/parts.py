@@ -13,12 +13,12 @@ from pathlib import Path
 from urllib.parse import parse_qsl, urlsplit
 
 from controlplane.env import read_float, read_list, read_text
-from controlplane.launcher.embedded import Valkey
 from controlplane.launcher.environment import ROOT
 from controlplane.launcher.installation import Credentials, Place, credentials_path
 from controlplane.launcher.postgres import Postgres
 from controlplane.launcher.processes import Command
 from controlplane.launcher.supervisor import PartSpec
+from controlplane.launcher.valkey import Valkey
 from core.limits import limits
 
 STOP_ORDER = (("node",), ("gateway",), ("worker", "control"), ("valkey",), ("postgres",))

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import ipaddress
-import os
 import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
+
 from controlplane.launcher.console import LauncherError
 from controlplane.launcher.processes import read_command_line
 
-_LISTEN = "0A"
 _HOSTS_FILE = Path("/etc/hosts")
-
-
-class _Interface(ctypes.Structure):
-    """The beginning of ``struct ifaddrs``, which Linux and macOS have in common."""
-
-
-_Interface._fields_ = [  # assigned later: the type names itself
-    ("next", ctypes.POINTER(_Interface)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.POINTER(ctypes.c_ubyte)),
-]
 
 
 def list_addresses() -> list[str]:
@@ -35,29 +22,11 @@ def list_addresses() -> list[str]:
 
     Without link-local ones: IPv6's need a zone, which no browser takes in a URL.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Interface)()
-    if libc.getifaddrs(ctypes.byref(first)):
-        return []
-    found: list[ipaddress.IPv4Address | ipaddress.IPv6Address] = []
-    try:
-        entry = first
-        while bool(entry):  # false at the end of the list, a null pointer
-            if bool(entry.contents.address) and (address := _read_address(entry.contents.address)):
-                found.append(address)
-            entry = entry.contents.next
-    finally:
-        libc.freeifaddrs(first)
-    usable = [address for address in dict.fromkeys(found) if not (address.is_loopback or address.is_link_local)]
+    families = {socket.AF_INET, socket.AF_INET6}
+    listed = [each.address for held in psutil.net_if_addrs().values() for each in held if each.family in families]
+    found = map(ipaddress.ip_address, dict.fromkeys(listed))
+    usable = [address for address in found if not (address.is_loopback or address.is_link_local)]
     return [str(address) for address in sorted(usable, key=lambda address: address.version)]
-
-
-def _read_address(raw: ctypes._Pointer[ctypes.c_ubyte]) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return what a ``struct sockaddr`` holds; None when it is neither IPv4 nor IPv6."""
-    family = raw[1] if sys.platform == "darwin" else int.from_bytes(bytes(raw[:2]), sys.byteorder)
-    if family == socket.AF_INET:
-        return ipaddress.IPv4Address(bytes(raw[4:8]))
-    return ipaddress.IPv6Address(bytes(raw[8:24])) if family == socket.AF_INET6 else None
 
 
 def list_names(addresses: list[str]) -> list[str]:
@@ -119,33 +88,12 @@ def _explain(error: OSError, host: str, port: int, option: str) -> str:
 
 def describe_holder(port: int) -> str:
     """Return ``process 123 (command line)`` for whoever listens on ``port``, or an empty text when that is not readable."""
-    inodes = _listening_inodes(port)
-    if not inodes:
-        return ""
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and _holds_socket(Path("/proc", entry, "fd"), inodes):
-            command = read_command_line(int(entry))
-            return f"process {entry} ({command[:80]})" if command else f"process {entry}"
-    return ""
-
-
-def _listening_inodes(port: int) -> set[str]:
-    wanted = f"{port:04X}"
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            lines = Path(table).read_text(encoding="ascii").splitlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split()
-            if fields[3] == _LISTEN and fields[1].rpartition(":")[2] == wanted:
-                found.add(f"socket:[{fields[9]}]")
-    return found
-
-
-def _holds_socket(directory: Path, inodes: set[str]) -> bool:
     try:
-        return any(os.readlink(directory / name) in inodes for name in os.listdir(directory))
-    except OSError:
-        return False
+        found = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    except psutil.AccessDenied:  # macOS tells it to root alone
+        return ""
+    pid = next((each.pid for each in found if each.laddr and each.laddr.port == port and each.pid is not None), None)
+    if pid is None:
+        return ""
+    command = read_command_line(pid)
+    return f"process {pid} ({command[:80]})" if command else f"process {pid}"

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
+import psutil
+
 from core.limits import limits
 from wire import clock
 
@@ -221,37 +223,29 @@ def is_alive(pid: int, identity: str) -> bool:
 
 def read_command_line(pid: int) -> str:
     """Return the command line of a process, or an empty text when it cannot be read."""
-    if _PROC.joinpath("self").exists():
-        try:
-            raw = (_PROC / str(pid) / "cmdline").read_bytes()
-        except OSError:
-            return ""
-        return raw.replace(b"\0", b" ").decode(errors="replace").strip()
-    answer = subprocess.run(["ps", "-o", "command=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return answer.stdout.strip()
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
 
 
 def find_by_directory(directory: Path) -> list[int]:
     """Return the processes whose working directory is ``directory`` (Linux; elsewhere always empty)."""
     wanted = os.path.realpath(directory)
-    return _find(lambda process: os.readlink(process / "cwd") == wanted)
+    return _find(lambda process: process.cwd() == wanted)
 
 
 def find_by_variable(name: str, value: str) -> list[int]:
     """Return the processes that were started with ``name=value`` in their environment (Linux; elsewhere always empty)."""
-    wanted = f"{name}={value}".encode()
-    return _find(lambda process: wanted in (process / "environ").read_bytes().split(b"\0"))
+    return _find(lambda process: process.environ().get(name) == value)
 
 
-def _find(matches: Callable[[Path], bool]) -> list[int]:
-    if not _PROC.joinpath("self").exists():
-        return []
+def _find(matches: Callable[[psutil.Process], bool]) -> list[int]:
     found = []
-    for entry in os.listdir(_PROC):
-        if entry.isdigit() and int(entry) != os.getpid():
-            with suppress(OSError):  # it has ended, or it is not ours to look at
-                if matches(_PROC / entry) and identify(int(entry)):
-                    found.append(int(entry))
+    for process in psutil.process_iter() if sys.platform == "linux" else ():
+        with suppress(psutil.Error, OSError):  # it has ended, or it is not ours to look at
+            if process.pid != os.getpid() and matches(process) and identify(process.pid):
+                found.append(process.pid)
     return found
 
 

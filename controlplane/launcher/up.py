@@ -13,7 +13,6 @@ from pathlib import Path
 from controlplane.env import SettingError, read_database, read_log_level, read_text
 from controlplane.launcher import parts
 from controlplane.launcher.console import LauncherError, StopRequested, complain, elapsed_s, progress, say
-from controlplane.launcher.embedded import Valkey
 from controlplane.launcher.files import FileLock, LockHeld, read_json, read_or_create_secret, write_json
 from controlplane.launcher.installation import (
     Credentials,
@@ -45,6 +44,7 @@ from controlplane.launcher.processes import (
     wait_gone,
 )
 from controlplane.launcher.supervisor import Part, Supervisor, open_log, read_last_line, read_tail
+from controlplane.launcher.valkey import Valkey
 from core.limits import limits
 from wire import clock
 

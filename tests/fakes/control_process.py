@@ -24,9 +24,9 @@ from django.db import connection, connections
 from pytest_django import DjangoDbBlocker
 
 from controlplane.env import read_database
-from controlplane.launcher.embedded import EmbeddedServers
 from core.db import threads
 from core.limits import limits
+from tests.fakes.servers import EmbeddedServers
 from tests.fakes.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,9 +9,9 @@ import pytest
 from django.core.management import call_command
 from pytest_django import DjangoDbBlocker
 
-from controlplane.launcher.embedded import EmbeddedServers
 from tests.fakes.control_process import use_database
 from tests.fakes.pipeline import Make, Rows, gateways
+from tests.fakes.servers import EmbeddedServers
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ from django.db import DatabaseError, connection, connections, transaction
 from django.test import Client
 from pytest_django import Settings
 
-from controlplane.launcher.embedded import EmbeddedServers
 from core.db import threads
 from core.db.threads import DatabaseBusy, run_in_database, run_upkeep
 from core.limits import GatewayLimits
@@ -48,6 +47,7 @@ from tests.fakes.pipeline import (
     last_data,
     make_record,
 )
+from tests.fakes.servers import EmbeddedServers
 from tests.fakes.waiting import eventually, turns, wait_until
 from wire.auditlog import Status
 from wire.contract import RequestState

@@ -18,9 +18,9 @@ import psycopg
 import pytest
 import redis
 
-from controlplane.launcher.embedded import EmbeddedServers, RunningServer
 from controlplane.launcher.postgres import Postgres, find_tree, place_binaries
 from controlplane.launcher.processes import UserIdentity, find_by_directory, identify, wait_gone
+from tests.fakes.servers import EmbeddedServers, RunningServer
 from tests.fakes.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(180)

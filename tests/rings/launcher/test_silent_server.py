@@ -27,7 +27,6 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
-from controlplane.launcher.embedded import EmbeddedServers
 from controlplane.live import CloseCode
 from core.db import base
 from core.db.base import limit_process
@@ -56,6 +55,7 @@ from tests.fakes.control_process import (
 from tests.fakes.direct_node import run_direct_node
 from tests.fakes.governed_team import Team, approve_load, make_due, make_governed, only_run, propose_token
 from tests.fakes.nodes import ACTOR, make_node, make_presence
+from tests.fakes.servers import EmbeddedServers
 
 COMMIT_LOCK = 77
 LOAD = "/v1/models/load"
