@@ -15,7 +15,6 @@ from django.core.exceptions import PermissionDenied
 from django.db import transaction
 from django.forms import ModelForm
 from django.http import Http404, HttpRequest, HttpResponse
-from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.views.decorators.cache import never_cache
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
@@ -132,15 +131,11 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg, misc] 
                 form.add_error(None, refusal.message)
             else:
                 page = {"title": f"Invitation of {person}", "secret": make_invitation_url(text), "usage": INVITATION_USAGE}
-                response = self._render_page(request, "admin/muster/secret.html", {**page, "back_url": back_url})
+                response = self.render_page(request, "admin/muster/secret.html", {**page, "back_url": back_url})
                 response["Cache-Control"] = "no-store"
                 return response
         question = {"title": f"Invite {person}?", "explanation": INVITATION_MEANING, "button": "Make a link"}
-        return self._render_page(request, "admin/muster/confirm.html", {**question, "form": form, "back_url": back_url})
-
-    def _render_page(self, request: HttpRequest, template: str, context: dict[str, Any]) -> TemplateResponse:  # Any: Django's
-        whole = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, **context}
-        return TemplateResponse(request, template, whole)
+        return self.render_page(request, "admin/muster/confirm.html", {**question, "form": form, "back_url": back_url})
 
     def user_change_password(self, request: HttpRequest, id: str, form_url: str = "") -> HttpResponse:  # noqa: A002  # Django's name
         """Set somebody's password, and write down that it was done."""
@@ -172,11 +167,7 @@ class GroupAdmin(DjangoGroupAdmin, FindingAdmin):  # type: ignore[misc]  # Unfol
 
     actions = None
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
+    def has_add_permission(self, request: HttpRequest, obj: Group | None = None) -> bool:
         return bool(request.user.is_active and getattr(request.user, "is_superuser", False)) and may_act(request)
 
-    def has_change_permission(self, request: HttpRequest, obj: Group | None = None) -> bool:
-        return self.has_add_permission(request)
-
-    def has_delete_permission(self, request: HttpRequest, obj: Group | None = None) -> bool:
-        return self.has_add_permission(request)
+    has_change_permission = has_delete_permission = has_add_permission

@@ -22,7 +22,7 @@ from controlplane.overview import SlowFacts, count_live, read_live_overview, rea
 from core.hints import HINT_GROUP
 from core.limits import limits
 from core.models import User
-from governance.errors import OperationNotFound
+from governance.errors import NotFound
 from governance.operations.reading import read_operation
 from governance.signin import find_living, may_act
 from governance.states import RunState
@@ -151,7 +151,7 @@ class OperationConsumer(PushConsumer):
         assert isinstance(request.user, User)  # or nobody would look
         try:
             operation = read_operation(self.scope["url_route"]["kwargs"]["operation_id"], request.user)
-        except OperationNotFound:
+        except NotFound:
             return {"html": ""}, limits().console.push_s
         html = render_live(operation, is_able=may_act(request))
         is_moving = operation.summary.run_state in {RunState.DISPATCHED, RunState.EXECUTING}

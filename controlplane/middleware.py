@@ -14,19 +14,7 @@ from governance.web.pages import STRICT_PATHS, STRICT_POLICY, with_strict_policy
 from wire import clock
 from wire.contract import ErrorCode
 
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self' 'unsafe-inline'",
-        "img-src 'self' data:",
-        "font-src 'self'",
-        "connect-src 'self'",
-        "form-action 'self'",
-        "base-uri 'none'",
-        "frame-ancestors 'none'",
-    )
-)
+POLICY = STRICT_POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'; font-src 'self'")
 ADMIN_PATH = "/admin/"
 ADMIN_POLICY = POLICY.replace("script-src 'self'", "script-src 'self' 'unsafe-eval'")
 """For the admin alone: Alpine, which its skin is built on, compiles its expressions. No inline script runs there either."""

@@ -145,6 +145,10 @@ class FindingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
     def _get_obj_does_not_exist_redirect(self, request: HttpRequest, opts: Any, object_id: str) -> HttpResponse:  # Any: untyped
         raise Http404(f"There is no {opts.verbose_name} {unquote(object_id)}. {self.removed_because}")
 
+    def render_page(self, request: HttpRequest, template: str, context: Mapping[str, Any]) -> TemplateResponse:  # Any: Django's
+        whole = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, **context}
+        return TemplateResponse(request, template, whole)
+
 
 class ShowingAdmin(FindingAdmin):
     """Shows rows. Nothing can be edited or deleted; ``row_changes`` are links to confirm pages."""
@@ -264,10 +268,6 @@ class ShowingAdmin(FindingAdmin):
             "offer": offer,
         }
         return self.render_page(request, "admin/muster/confirm.html", context)
-
-    def render_page(self, request: HttpRequest, template: str, context: Mapping[str, Any]) -> TemplateResponse:  # Any: Django's
-        whole = {**self.admin_site.each_context(request), "opts": self.opts, "media": self.media, **context}
-        return TemplateResponse(request, template, whole)
 
     def _run_change(self, request: HttpRequest, change: RowChange, row: Row, form: forms.Form) -> bool:
         try:

@@ -14,7 +14,7 @@ from django.db.models import Q
 from core.limits import limits
 from core.throttle import AuthThrottle
 from governance.audit import record_event
-from governance.errors import AdminTokenNotFound, InvalidName, NotPermitted, StateChanged, TooManyWrongTokens
+from governance.errors import InvalidName, NotFound, NotPermitted, StateChanged, TooManyWrongTokens
 from governance.models import AdminToken, Operation
 from governance.operations.approvals import find_operation
 from governance.operations.decisions import require_active
@@ -70,7 +70,7 @@ def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]
     """Make the token that was approved, once, for the person who asked for it; its text is returned and kept nowhere.
 
     Possible until the approved window ends. Name and person are those that were signed.
-    Raises OperationNotFound, NotPermitted, StateChanged.
+    Raises NotFound, NotPermitted, StateChanged.
     """
     require_active(user)
     operation = find_operation(op_id, lock=True)
@@ -105,11 +105,11 @@ def _mint(*, name: str, actor: str, owner: User | None, operation: Operation | N
 
 @transaction.atomic
 def revoke_admin_token(*, token_id: int, actor: str) -> AdminToken:
-    """Make a token useless from now on; doing so again changes nothing. Raises AdminTokenNotFound."""
+    """Make a token useless from now on; doing so again changes nothing. Raises NotFound."""
     changed = AdminToken.objects.filter(pk=token_id, revoked_at__isnull=True).update(revoked_at=clock.now())
     token = AdminToken.objects.filter(pk=token_id).first()
     if token is None:
-        raise AdminTokenNotFound(f"There is no admin token {token_id}.", param="token_id")
+        raise NotFound(f"There is no admin token {token_id}.", param="token_id")
     if changed:
         record_event(actor=actor, action="admin_token.revoke", target=token.name, detail={"keyid": token.keyid})
     return token

@@ -29,8 +29,8 @@ class TooManyWrongTokens(GovernanceError):
     retry_after_s = limits().core.throttle_retry_s
 
 
-class AdminTokenNotFound(GovernanceError):
-    """No admin token has that id."""
+class NotFound(GovernanceError):
+    """There is nothing of that id, or what is asked for does not exist yet."""
 
     code = ErrorCode.NOT_FOUND
     status = HTTPStatus.NOT_FOUND.value
@@ -46,13 +46,6 @@ class UnknownOperation(GovernanceError):
 
 class InvalidProposal(GovernanceError):
     """What is asked for cannot be asked for; ``param`` names the field."""
-
-
-class OperationNotFound(GovernanceError):
-    """There is no operation with that id."""
-
-    code = ErrorCode.NOT_FOUND
-    status = HTTPStatus.NOT_FOUND.value
 
 
 class NoPolicy(GovernanceError):
@@ -102,11 +95,8 @@ class NotPermitted(GovernanceError):
     status = HTTPStatus.FORBIDDEN.value
 
 
-class SignInRefused(GovernanceError):
+class SignInRefused(NotPermitted):
     """The passkey, code or password was not accepted. One text for all causes."""
-
-    code = ErrorCode.NOT_PERMITTED
-    status = HTTPStatus.FORBIDDEN.value
 
 
 class NeedsApproval(GovernanceError):

@@ -16,11 +16,10 @@ from django.db import IntegrityError, transaction
 
 from core.limits import limits
 from governance.audit import record_event
-from governance.errors import GovernanceError, InvalidName, InvalidProposal, NotPermitted
+from governance.errors import InvalidName, InvalidProposal, NotFound, NotPermitted
 from governance.models import ApproverKey
 from governance.operations.evidence import active_policy
 from wire import clock
-from wire.contract import ErrorCode
 from wire.optoken.approval import MAX_KEYS_EACH, ApprovalError, decode_bytes, encode_bytes, load_public_key
 
 if TYPE_CHECKING:
@@ -29,13 +28,6 @@ if TYPE_CHECKING:
 
 LINE_WORD = "ed25519"
 Kind = ApproverKey.Kind
-
-
-class KeyNotFound(GovernanceError):
-    """The person has no such key that is in use."""
-
-    code = ErrorCode.NOT_FOUND
-    status = 404
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +118,11 @@ def add_key_file(*, user: User, line: str, label: str = "", is_break_glass: bool
 def revoke_key(*, user: User, key_id: int, actor: str, accepts_policy_change: bool) -> ApproverKey:
     """Take a key out of use. A new key in the place of one that the policy names approves only after a policy change.
 
-    Raises KeyNotFound; NotPermitted when the policy names the key and ``accepts_policy_change`` is False.
+    Raises NotFound; NotPermitted when the policy names the key and ``accepts_policy_change`` is False.
     """
     key = ApproverKey.objects.select_for_update().filter(pk=key_id, user_id=user.pk, revoked_at__isnull=True).first()
     if key is None:
-        raise KeyNotFound("There is no such key in use.")
+        raise NotFound("There is no such key in use.")
     if key.thumbprint in _named_thumbprints() and not accepts_policy_change:
         raise NotPermitted(
             "The active policy names this key. Removing it here stops it from signing in; nodes trust it until a new version "

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from django.core.management import BaseCommand, CommandError, ManagementUtility
+from django.core.management import BaseCommand, CommandError, CommandParser, ManagementUtility
 
 from core.errors import ContractError
 
@@ -99,7 +99,17 @@ class MusterUtility(ManagementUtility):
         """Return a command, ours first."""
         is_ours = any(subcommand in names for names in MODULES.values())
         found = Command(subcommand) if is_ours else super().fetch_command(subcommand)
-        found.suppressed_base_arguments = _OF_DJANGO
+        make_parser = found.create_parser
+
+        def create_parser(*args: str, **options: Any) -> CommandParser:  # Any: of argparse
+            parser = make_parser(*args, **options)
+            # ``suppressed_base_arguments`` would do, but Django adds --skip-checks past it.
+            for action in parser._actions:  # noqa: SLF001  # argparse has no other way to what was added
+                if not _OF_DJANGO.isdisjoint(action.option_strings):
+                    action.help = SUPPRESS
+            return parser
+
+        found.create_parser = create_parser  # type: ignore[method-assign]  # of this one command
         return found
 
 

@@ -328,10 +328,12 @@ def run_down(data: Path) -> int:
 def run_manage(data: Path, arguments: Sequence[str]) -> NoReturn:
     """Replace this process by ``manage.py`` with the environment of the installation on ``data``.
 
-    With DATABASE_URL and MUSTER_SECRET_KEY set, these are used and nothing has to run. Raises LauncherError.
+    With DATABASE_URL and MUSTER_SECRET_KEY set, these are used and nothing has to run; nor has it for a help.
+    Raises LauncherError.
     """
     environment = dict(os.environ)
-    if not ("DATABASE_URL" in environment and {"MUSTER_SECRET_KEY", "MUSTER_SECRET_KEY_FILE"} & set(environment)):
+    has_own = "DATABASE_URL" in environment and {"MUSTER_SECRET_KEY", "MUSTER_SECRET_KEY_FILE"} & set(environment)
+    if not has_own and not {"-h", "--help"} & set(arguments):
         environment |= read_variables(data)
     sys.stdout.flush()
     os.chdir(ROOT)

@@ -19,7 +19,7 @@ from django.db.models.functions import Coalesce
 from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import Detail, record_event
-from governance.errors import ApprovalRefused, InvalidProposal, OperationNotFound, StateChanged
+from governance.errors import ApprovalRefused, InvalidProposal, NotFound, StateChanged
 from governance.models import Decision, Freeze, Operation, OperationRun, PolicyVersion
 from governance.notices import notify
 from governance.operations.evidence import is_met, list_lasting_proofs
@@ -46,10 +46,10 @@ _ENDINGS = {
 
 
 def find_operation(op_id: uuid.UUID, *, lock: bool = False) -> Operation:
-    """Return an operation with its policy, decisions and runs, locked if so. Raises OperationNotFound."""
+    """Return an operation with its policy, decisions and runs, locked if so. Raises NotFound."""
     operation = _select(op_id, lock=lock, skip_locked=False)
     if operation is None:
-        raise OperationNotFound(f"There is no operation {format_id('op', op_id)}.", param="op_id")
+        raise NotFound(f"There is no operation {format_id('op', op_id)}.", param="op_id")
     return operation
 
 

@@ -53,7 +53,7 @@ def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], brough
 
     ``proof``: as in ``wire.optoken.approval``, by a key of ``user``; one that was taken back or dropped never counts again.
     ``brought_by``: ``session:<person>`` or ``token:<name>#<key id>``. Approvals whose key was revoked since, or whose person
-    was deactivated, do not count any more. Raises OperationNotFound, StateChanged, NotPermitted, ApprovalRefused.
+    was deactivated, do not count any more. Raises NotFound, StateChanged, NotPermitted, ApprovalRefused.
     """
     require_active(user)
     operation = find_operation(op_id, lock=True)
@@ -95,7 +95,7 @@ def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], brough
 def reject(*, op_id: uuid.UUID, user: User, comment: str) -> Operation:
     """Say no, with a reason. Ends the operation when enough people do.
 
-    Raises OperationNotFound, StateChanged, NotPermitted, ApprovalRefused.
+    Raises NotFound, StateChanged, NotPermitted, ApprovalRefused.
     """
     require_active(user)
     operation = find_operation(op_id, lock=True)
@@ -132,7 +132,7 @@ def reject(*, op_id: uuid.UUID, user: User, comment: str) -> Operation:
 def withdraw(*, op_id: uuid.UUID, user: User) -> Operation:
     """Take one's own decision back, until the operation is on its way; of a standing approval also between two uses.
 
-    Raises OperationNotFound, StateChanged, NotPermitted.
+    Raises NotFound, StateChanged, NotPermitted.
     """
     require_active(user)
     operation = find_operation(op_id, lock=True)

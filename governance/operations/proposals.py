@@ -202,7 +202,7 @@ def add_operation(
 def cancel(*, op_id: uuid.UUID, proposer: Proposer) -> Operation:
     """Take an operation back, by whoever asked for it, before anything was dispatched; a standing one also between two uses.
 
-    Raises OperationNotFound, NotPermitted, StateChanged.
+    Raises NotFound, NotPermitted, StateChanged.
     """
     operation = find_operation(op_id, lock=True)
     if operation.requested_by != proposer.name:
@@ -216,7 +216,7 @@ def cancel(*, op_id: uuid.UUID, proposer: Proposer) -> Operation:
 def use_approval(*, op_id: uuid.UUID, proposer: Proposer) -> list[OperationRun]:
     """Carry a standing approval out once more and return the runs. The node counts as well.
 
-    Whoever may ask for operations of its class may use it. Raises OperationNotFound, StateChanged, NotPermitted,
+    Whoever may ask for operations of its class may use it. Raises NotFound, StateChanged, NotPermitted,
     ApprovalRefused (not a standing one, used up, a new policy, an approver's key revoked since, not reviewed), Frozen.
     """
     operation = find_operation(op_id, lock=True)

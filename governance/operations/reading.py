@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from core.limits import limits
-from governance.errors import OperationNotFound, UnknownOperation
+from governance.errors import NotFound, UnknownOperation
 from governance.models import AdminToken, ApproverKey, Decision, Operation, OperationRun, PolicyVersion
 from governance.operations.approvals import explain_own_review, find_operation, is_current, read_freeze
 from governance.operations.evidence import find_new_policy, list_lasting_approvals, list_lasting_proofs, list_proofs
@@ -159,7 +159,7 @@ def count_waiting_for(user: User) -> int:
 
 
 def read_operation(op_id: uuid.UUID, user: User | None) -> OperationView:
-    """Return everything about an operation, with what ``user`` may do to it now. Raises OperationNotFound."""
+    """Return everything about an operation, with what ``user`` may do to it now. Raises NotFound."""
     operation = find_operation(op_id)
     statement, policy = operation.read_statement(), operation.policy.read_policy()
     actions, hindrances = _find_actions(operation, statement, policy, user)
@@ -401,7 +401,7 @@ def read_evidence(op_id: str) -> dict[str, object]:
         return {}
     try:
         operation = find_operation(ident)
-    except OperationNotFound:
+    except NotFound:
         return {}
     return {
         "policies": policy_chain(after_version=0, up_to=operation.policy.version),

@@ -23,7 +23,7 @@ from rest_framework.views import APIView
 
 from core.limits import limits
 from governance.admin_tokens import TokenHolder
-from governance.errors import GovernanceError, NotPermitted, OperationNotFound
+from governance.errors import GovernanceError, NotFound, NotPermitted
 from governance.operations.policies import ApproverChoice
 from governance.states import ApprovalState
 from wire.contract import ErrorCode
@@ -126,13 +126,6 @@ def _refuse(path: str, text: str) -> NoReturn:
 # Who calls, about what
 
 
-class NothingThere(GovernanceError):
-    """What is asked for does not exist yet."""
-
-    code = ErrorCode.NOT_FOUND
-    status = HTTPStatus.NOT_FOUND.value
-
-
 class OneRenderer(DefaultContentNegotiation):
     """Every address answers in one format, whatever ``Accept`` says."""
 
@@ -172,10 +165,10 @@ def require_owner(request: Request, *, purpose: str) -> User:
 
 
 def read_op_id(text: str) -> uuid.UUID:
-    """Return the id of an operation, printed (``op_…``) or bare. Raises OperationNotFound for anything else."""
+    """Return the id of an operation, printed (``op_…``) or bare. Raises NotFound for anything else."""
     op_id = parse_id("op", text)
     if op_id is None:
-        raise OperationNotFound("There is no such operation; its id is op_ and 32 hexadecimal digits.", param="op_id")
+        raise NotFound("There is no such operation; its id is op_ and 32 hexadecimal digits.", param="op_id")
     return op_id
 
 

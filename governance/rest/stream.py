@@ -148,7 +148,7 @@ async def stream_events(request: HttpRequest, op_id: str) -> HttpResponse | Stre
 
 
 def read_status(op_id: uuid.UUID) -> dict[str, object]:
-    """Return how an operation stands, as one event says it. Raises OperationNotFound."""
+    """Return how an operation stands, as one event says it. Raises NotFound."""
     operation = find_operation(op_id)
     summary, runs = summarise(operation), list(operation.runs.all())
     return {

@@ -18,7 +18,7 @@ from rest_framework.response import Response
 from core.limits import limits
 from governance.admin_tokens import claim_admin_token
 from governance.checkpoints import consistency, latest_checkpoint
-from governance.errors import NotPermitted, OperationNotFound
+from governance.errors import NotFound, NotPermitted
 from governance.models import Freeze, Operation
 from governance.operations.approvals import find_operation, read_freeze
 from governance.operations.decisions import approve, reject, withdraw
@@ -54,7 +54,6 @@ from governance.rest.requests import (
     FreezeForm,
     GovernanceView,
     ListForm,
-    NothingThere,
     ProposalForm,
     RejectionForm,
     find_owner,
@@ -68,8 +67,6 @@ from wire.optoken.approval import decode_bytes, encode_bytes
 
 
 class OperationListView(GovernanceView):
-    """The operations, and the way to ask for one."""
-
     @extend_schema(
         operation_id="list_operations", parameters=[ListForm], responses={200: PageSerializer, **describe_refusals(400)}
     )
@@ -101,8 +98,6 @@ class OperationListView(GovernanceView):
 
 
 class OperationView(GovernanceView):
-    """One operation."""
-
     @extend_schema(
         operation_id="read_operation", parameters=[OP_ID], responses={200: OperationSerializer, **describe_refusals(404)}
     )
@@ -113,8 +108,6 @@ class OperationView(GovernanceView):
 
 
 class StatementView(GovernanceView):
-    """The bytes that people sign."""
-
     @extend_schema(
         operation_id="read_statement",
         parameters=[
@@ -134,8 +127,6 @@ class StatementView(GovernanceView):
 
 
 class EvidenceView(GovernanceView):
-    """What convinces a stranger."""
-
     @extend_schema(
         operation_id="read_evidence", parameters=[OP_ID], responses={200: EvidenceSerializer, **describe_refusals(404)}
     )
@@ -143,13 +134,11 @@ class EvidenceView(GovernanceView):
         """Read the bundle that the stand-alone verifier checks without asking this server anything."""
         bundle = read_evidence(str(read_op_id(op_id)))
         if not bundle:
-            raise OperationNotFound(f"There is no operation {op_id[:60]}.", param="op_id")
+            raise NotFound(f"There is no operation {op_id[:60]}.", param="op_id")
         return Response(bundle)
 
 
 class ReceiptListView(GovernanceView):
-    """What the nodes signed about it."""
-
     @extend_schema(
         operation_id="list_receipts", parameters=[OP_ID], responses={200: ReceiptListSerializer, **describe_refusals(404)}
     )
@@ -226,8 +215,6 @@ _CHANGED = {200: OperationSerializer, **describe_refusals(400, 403, 404, 409, 41
 
 
 class ApprovalView(GovernanceView):
-    """Approvals of an operation."""
-
     @extend_schema(
         operation_id="approve_operation", parameters=[OP_ID], request=ApprovalForm, examples=[APPROVAL], responses=_CHANGED
     )
@@ -252,8 +239,6 @@ class ApprovalView(GovernanceView):
 
 
 class RejectionView(GovernanceView):
-    """Rejections of an operation."""
-
     @extend_schema(
         operation_id="reject_operation", parameters=[OP_ID], request=RejectionForm, examples=[REJECTION], responses=_CHANGED
     )
@@ -266,8 +251,6 @@ class RejectionView(GovernanceView):
 
 
 class CancelView(GovernanceView):
-    """Taking a request back."""
-
     @extend_schema(operation_id="cancel_operation", parameters=[OP_ID], request=EmptyForm, responses=_CHANGED)
     def post(self, request: Request, op_id: str) -> Response:
         """Cancel an operation, as whoever asked for it. Possible until it is on its way."""
@@ -277,8 +260,6 @@ class CancelView(GovernanceView):
 
 
 class UseView(GovernanceView):
-    """Uses of a standing approval."""
-
     @extend_schema(operation_id="use_approval", parameters=[OP_ID], request=EmptyForm, responses=_CHANGED)
     def post(self, request: Request, op_id: str) -> Response:
         """Carry a standing approval out once more."""
@@ -289,8 +270,6 @@ class UseView(GovernanceView):
 
 
 class ClaimView(GovernanceView):
-    """The token that an approved admin-token-mint made."""
-
     @extend_schema(
         operation_id="claim_admin_token", parameters=[OP_ID], request=EmptyForm,
         responses={200: ClaimedTokenSerializer, **describe_refusals(400, 403, 404, 409, 413, 415)},
@@ -309,14 +288,12 @@ class ClaimView(GovernanceView):
 
 
 class PolicyView(GovernanceView):
-    """The policy in force."""
-
     @extend_schema(operation_id="read_policy", responses={200: PolicySerializer, **describe_refusals(404)})
     def get(self, request: Request) -> Response:
         """Read the policy in force, parsed and as the bytes that were signed."""
         found = active_policy()
         if found is None:
-            raise NothingThere("No policy is in force. Draft the first one: POST /api/v1/policy/drafts.")
+            raise NotFound("No policy is in force. Draft the first one: POST /api/v1/policy/drafts.")
         row, policy = found
         return Response(
             PolicySerializer(
@@ -333,8 +310,6 @@ class PolicyView(GovernanceView):
 
 
 class PolicyChainView(GovernanceView):
-    """How the policy came to be what it is."""
-
     @extend_schema(
         operation_id="read_policy_chain",
         parameters=[ChainForm],
@@ -348,8 +323,6 @@ class PolicyChainView(GovernanceView):
 
 
 class PolicyDraftView(GovernanceView):
-    """The next policy."""
-
     @extend_schema(
         operation_id="draft_policy", request=DraftForm, examples=[DRAFT],
         responses={201: OperationSerializer, **describe_refusals(400, 403, 409, 413, 415, 429)},
@@ -362,8 +335,6 @@ class PolicyDraftView(GovernanceView):
 
 
 class FreezeView(GovernanceView):
-    """The freeze of all operations."""
-
     @extend_schema(operation_id="read_freeze", responses={200: FreezeSerializer, **describe_refusals()})
     def get(self, request: Request) -> Response:
         """Say whether everything stands still, since when and why."""
@@ -386,8 +357,6 @@ def _show_freeze(row: Freeze | None) -> dict[str, object]:
 
 
 class CheckpointView(GovernanceView):
-    """The newest signed checkpoint."""
-
     @extend_schema(
         operation_id="read_checkpoint",
         responses={**describe_bytes(media_type="text/plain", description="C2SP signed note"), **describe_refusals(404)},
@@ -396,13 +365,11 @@ class CheckpointView(GovernanceView):
         """Read the newest checkpoint: a signed note with the size of the log and the root over it."""
         checkpoint = latest_checkpoint()
         if checkpoint is None:
-            raise NothingThere("There is no checkpoint yet. One is signed every few minutes once MUSTER_LOG_KEY is set.")
+            raise NotFound("There is no checkpoint yet. One is signed every few minutes once MUSTER_LOG_KEY is set.")
         return HttpResponse(checkpoint.note, content_type="text/plain; charset=utf-8")
 
 
 class ConsistencyView(GovernanceView):
-    """Proofs that the log only grew."""
-
     @extend_schema(
         operation_id="prove_consistency", parameters=[ConsistencyForm],
         responses={200: ConsistencySerializer, **describe_refusals(400)},

@@ -29,8 +29,8 @@ from governance.signin import (
     read_assurance,
     take_challenge,
 )
-from governance.web.pages import with_strict_policy
-from governance.web.signin import ask_for_person, describe_session, describe_site, read_answer, read_label, refuse
+from governance.web.pages import script_answer, with_strict_policy
+from governance.web.signin import ask_for_person, describe_session, describe_site, read_answer, read_label
 
 if TYPE_CHECKING:
     from core.models import User
@@ -94,28 +94,22 @@ def show_keys(request: HttpRequest) -> HttpResponse:
 
 @require_POST
 @login_required
-@with_strict_policy
+@script_answer
 def send_key_options(request: HttpRequest) -> HttpResponse:
     """Answer with the passkey that the browser of the signed-in person is asked to make."""
-    try:
-        require_enrolling(request)
-        return JsonResponse(ask_for_person(read_person(request), challenge=give_challenge(request, ENROL)))
-    except GovernanceError as refusal:
-        return refuse(refusal)
+    require_enrolling(request)
+    return JsonResponse(ask_for_person(read_person(request), challenge=give_challenge(request, ENROL)))
 
 
 @require_POST
 @login_required
-@with_strict_policy
+@script_answer
 def receive_key(request: HttpRequest) -> HttpResponse:
     """Enrol the passkey that the browser made."""
     person = read_person(request)
-    try:
-        require_enrolling(request)
-        passkey = verify_new(read_answer(request), challenge=take_challenge(request, ENROL))
-        key = enrol_passkey(user=person, passkey=passkey, label=read_label(request), actor=f"user:{person.get_username()}")
-    except GovernanceError as refusal:
-        return refuse(refusal)
+    require_enrolling(request)
+    passkey = verify_new(read_answer(request), challenge=take_challenge(request, ENROL))
+    key = enrol_passkey(user=person, passkey=passkey, label=read_label(request), actor=f"user:{person.get_username()}")
     if read_assurance(request) is not Assurance.PASSKEY:
         # The browser has just proven the key, its user verified: as good as a sign-in, and written down as one.
         open_session(request, person, assurance=Assurance.PASSKEY)

@@ -19,7 +19,7 @@ from django.views.decorators.http import require_POST, require_safe
 
 from core.limits import limits
 from governance.admin_tokens import claim_admin_token
-from governance.errors import ApprovalRefused, OperationNotFound
+from governance.errors import ApprovalRefused, NotFound
 from governance.models import OperationRun
 from governance.operations import decisions, proposals
 from governance.operations.evidence import active_policy
@@ -113,7 +113,7 @@ def download_evidence(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
     name = format_id("op", op_id)
     evidence = read_evidence(name)
     if not evidence:
-        raise OperationNotFound(f"There is no operation {name}.")
+        raise NotFound(f"There is no operation {name}.")
     return JsonResponse(evidence, headers={"Content-Disposition": f'attachment; filename="{name}.json"'})
 
 

@@ -106,14 +106,12 @@ def operation_form(view: Callable[[HttpRequest, uuid.UUID], HttpResponse]) -> Ca
     return guarded
 
 
-def approval_json(view: View[Parameters]) -> View[Parameters]:
+def script_answer(view: View[Parameters]) -> View[Parameters]:
     """Let a view answer a script of a page. Errors are ``{"error": {"code", "message", "rule"}}``."""
 
     @wraps(view)
     def guarded(request: HttpRequest, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> HttpResponse:
         try:
-            if not request.user.is_authenticated:
-                raise NotPermitted("You are no longer signed in. Sign in again; nothing was done.")
             response = view(request, *args, **kwargs)
         except GovernanceError as error:
             said = {"code": error.code.value, "message": error.message, "rule": getattr(error, "rule", "")}
@@ -121,6 +119,18 @@ def approval_json(view: View[Parameters]) -> View[Parameters]:
         return close_page(response)
 
     return guarded
+
+
+def approval_json(view: View[Parameters]) -> View[Parameters]:
+    """Let a view answer a script of a page to people who are signed in, as ``script_answer`` does."""
+
+    @wraps(view)
+    def guarded(request: HttpRequest, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> HttpResponse:
+        if not request.user.is_authenticated:
+            raise NotPermitted("You are no longer signed in. Sign in again; nothing was done.")
+        return view(request, *args, **kwargs)
+
+    return script_answer(guarded)
 
 
 def render_page(

@@ -16,12 +16,12 @@ from django.utils.http import url_has_allowed_host_and_scheme
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
 from core.limits import limits
-from governance.errors import GovernanceError, SignInRefused
+from governance.errors import SignInRefused
 from governance.keys import list_passkey_ids
 from governance.passkeys import PasskeysUnavailable, ask_for_new, ask_who, read_site, verify_new
 from governance.people import Assurance, accept_invitation, find_invitation, sign_in_by_passkey, sign_in_by_password
 from governance.signin import close_session, give_challenge, may_act, open_session, read_assurance, take_challenge
-from governance.web.pages import with_strict_policy
+from governance.web.pages import script_answer, with_strict_policy
 
 if TYPE_CHECKING:
     from core.models import User
@@ -64,23 +64,17 @@ def show_login(request: HttpRequest) -> HttpResponse:
 
 
 @require_POST
-@with_strict_policy
+@script_answer
 def send_sign_in_options(request: HttpRequest) -> HttpResponse:
     """Answer with what a browser asks its passkeys at sign-in."""
-    try:
-        return JsonResponse(ask_who(challenge=give_challenge(request, SIGN_IN)))
-    except GovernanceError as refusal:
-        return refuse(refusal)
+    return JsonResponse(ask_who(challenge=give_challenge(request, SIGN_IN)))
 
 
 @require_POST
-@with_strict_policy
+@script_answer
 def receive_passkey(request: HttpRequest) -> HttpResponse:
     """Sign in by a passkey's answer; say where to go."""
-    try:
-        user = sign_in_by_passkey(read_answer(request), challenge=take_challenge(request, SIGN_IN))
-    except GovernanceError as refusal:
-        return refuse(refusal)
+    user = sign_in_by_passkey(read_answer(request), challenge=take_challenge(request, SIGN_IN))
     wanted = find_next(request, user)
     open_session(request, user, assurance=Assurance.PASSKEY)
     return JsonResponse({"next": wanted})
@@ -110,27 +104,20 @@ def show_invitation(request: HttpRequest, token: str) -> HttpResponse:
 
 
 @require_POST
-@with_strict_policy
+@script_answer
 def send_invitation_options(request: HttpRequest, token: str) -> HttpResponse:
     """Answer with the passkey that the browser of an invited person is asked to make."""
-    try:
-        person = find_invitation(token).user
-        challenge = give_challenge(request, f"invitation {person.pk}")
-        return JsonResponse(ask_for_person(person, challenge=challenge))
-    except GovernanceError as refusal:
-        return refuse(refusal)
+    person = find_invitation(token).user
+    return JsonResponse(ask_for_person(person, challenge=give_challenge(request, f"invitation {person.pk}")))
 
 
 @require_POST
-@with_strict_policy
+@script_answer
 def receive_invitation(request: HttpRequest, token: str) -> HttpResponse:
     """Enrol the passkey of an invited person, spend the invitation, sign the person in."""
-    try:
-        person = find_invitation(token).user
-        passkey = verify_new(read_answer(request), challenge=take_challenge(request, f"invitation {person.pk}"))
-        person = accept_invitation(text=token, passkey=passkey, label=read_label(request))
-    except GovernanceError as refusal:
-        return refuse(refusal)
+    person = find_invitation(token).user
+    passkey = verify_new(read_answer(request), challenge=take_challenge(request, f"invitation {person.pk}"))
+    person = accept_invitation(text=token, passkey=passkey, label=read_label(request))
     open_session(request, person, assurance=Assurance.PASSKEY)
     return JsonResponse({"next": reverse("signin:keys")})
 
@@ -162,11 +149,6 @@ def describe_session(request: HttpRequest) -> dict[str, object]:
     if not request.user.is_authenticated:
         return {"assurance": "", "may_act": False}
     return {"assurance": read_assurance(request).value, "may_act": may_act(request)}
-
-
-def refuse(refusal: GovernanceError) -> JsonResponse:
-    """Answer a script of ours with the sentence it shows."""
-    return JsonResponse({"error": {"code": refusal.code.value, "message": refusal.message}}, status=refusal.status)
 
 
 def read_body(request: HttpRequest) -> Mapping[str, Any]:

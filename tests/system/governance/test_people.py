@@ -23,7 +23,7 @@ from core.models import User
 from core.throttle import AuthThrottle
 from governance import admin_tokens
 from governance.admin_tokens import create_admin_token, revoke_admin_token, verify_admin_token
-from governance.errors import AdminTokenNotFound, NotPermitted
+from governance.errors import NotFound, NotPermitted
 from governance.keys import add_key_file, list_keys
 from governance.models import AdminToken, ApproverKey, AuditEvent, PolicyVersion
 from governance.people import create_invitation
@@ -268,7 +268,7 @@ def test_what_is_not_exactly_a_token_is_refused_and_a_revoked_one_too() -> None:
     assert first.revoked_at == again.revoked_at is not None
     assert verify_admin_token(text) is None
     assert AuditEvent.objects.filter(action="admin_token.revoke").count() == 1
-    with pytest.raises(AdminTokenNotFound):
+    with pytest.raises(NotFound):
         revoke_admin_token(token_id=0, actor="user:bob")
 
 

@@ -566,6 +566,11 @@ def test_where_nothing_runs_it_is_said(
         run_manage(tmp_path, ["check"])
     assert run_down(tmp_path) == 0
     assert capsys.readouterr().out == f"Not running: {tmp_path}\n"
+    ran: list[list[str]] = []
+    monkeypatch.setattr(os, "execve", lambda _program, argv, _environment: ran.append(argv))
+    monkeypatch.chdir(ROOT)
+    run_manage(tmp_path, ["allow_model", "--help"])
+    assert ran[0][2:] == ["allow_model", "--help"], "a help needs no installation"
 
 
 # the installer
