@@ -80,15 +80,15 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg, misc] 
         return "operator, as permitted" if person.is_staff else "requests and approves only"
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Follow the operator's permissions; a session that may only look is offered no form."""
+        # A session that may only look is offered no form.
         return bool(super().has_add_permission(request)) and may_act(request)
 
     def has_delete_permission(self, request: HttpRequest, obj: User | None = None) -> bool:
-        """Refuse: switch the account off instead."""
+        # The audit trail names people: an account is switched off instead.
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: User | None = None) -> bool:
-        """Keep administrators to administrators: whoever sets a password or makes a link could sign in as them."""
+        # Whoever sets a password or makes a link could sign in as that person, so administrators are for administrators.
         is_above = obj is not None and obj.is_superuser and not getattr(request.user, "is_superuser", False)
         return not is_above and may_act(request) and bool(super().has_change_permission(request, obj))
 
@@ -148,12 +148,12 @@ class UserAdmin(DjangoUserAdmin, FindingAdmin):  # type: ignore[type-arg, misc] 
         return response
 
     def save_model(self, request: HttpRequest, obj: User, form: ModelForm[User], change: bool) -> None:
-        """Save, and write down which fields were changed (never what they hold)."""
         super().save_model(request, obj, form, change)
         record_event(
             actor=name_actor(request),
             action="operator.change" if change else "operator.create",
             target=obj.username,
+            # Which fields, never what they hold.
             detail={"fields": sorted(form.changed_data)},
         )
 
@@ -163,11 +163,12 @@ admin.site.unregister(Group)
 
 @admin.register(Group)
 class GroupAdmin(DjangoGroupAdmin, FindingAdmin):  # type: ignore[misc]  # Unfold has no types
-    """Named sets of permissions. Administrators alone change them: whoever is in a group could give it more."""
+    """Named sets of permissions."""
 
     actions = None
 
     def has_add_permission(self, request: HttpRequest, obj: Group | None = None) -> bool:
+        # Administrators alone: whoever is in a group could give it more.
         return bool(request.user.is_active and getattr(request.user, "is_superuser", False)) and may_act(request)
 
     has_change_permission = has_delete_permission = has_add_permission

@@ -152,15 +152,13 @@ def describe_error(error: Exception, *, method: str = "GET") -> ApiError | None:
 
 
 def describe_outage(error: BaseException | None, *, method: str = "GET") -> Outage | None:
-    """Return what is wrong with the database; None when ``error`` is not about that.
-
-    What asks for a change (``method``) may have made it when the database went away, and has not when it takes no changes.
-    """
+    """Return what is wrong with the database; None when ``error`` is not about that. ``method``: of the request."""
     why = _UNWRITABLE.get(getattr(error.__cause__, "sqlstate", None) or "") if isinstance(error, DatabaseError) else None
     if why is not None:
         return Outage(f"The database takes no changes: {why}.", _MAKE_ROOM, is_undone=True)
     if not isinstance(error, DATABASE_AWAY):
         return None
+    # A change may have been committed before its answer was lost.
     is_safe = method in SAFE_METHODS
     return Outage(_AWAY, _TRY_AGAIN if is_safe else _LOOK_FIRST, is_undone=is_safe)
 
@@ -206,7 +204,8 @@ def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
 
 
 def _refuse_host(request: HttpRequest) -> HttpResponse:
-    """Say which host was refused and which setting allows it. Never asks the request for its host: that is what failed."""
+    """Say which host was refused and which setting allows it."""
+    # Not ``request.get_host()``: that is what failed.
     host = str(request.META.get("HTTP_HOST", ""))[: limits().console.refused_host_chars]
     logger.warning("host_refused host=%r", host)
     # A browser names HTML outright; whoever accepts anything gets a page only where people read pages.

@@ -49,10 +49,11 @@ class MusterAdminSite(UnfoldAdminSite):  # type: ignore[misc]  # Unfold ships no
 
     @method_decorator(login_not_required)
     def login(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """Send whoever is not signed in to the one page where people do that; it takes only addresses of ours as ``next``."""
+        """Send whoever is not signed in to the one page where people do that."""
         if request.method == "GET" and self.has_permission(request):
             return HttpResponseRedirect(reverse("admin:index"))
         wanted = request.GET.get("next") or reverse("admin:index")
+        # That page takes only addresses of ours as ``next``.
         return HttpResponseRedirect(f"{reverse('signin:login')}?{urlencode({'next': wanted})}")
 
     def logout(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
@@ -65,10 +66,10 @@ class MusterAdminConfig(AdminConfig):
     default_site = "controlplane.apps.MusterAdminSite"
 
     def ready(self) -> None:
-        """Load every app's pages, except in a process that shows none: they cost it a second and 15 MB."""
         if settings.ADMIN_PAGES:
             super().ready()
         else:
+            # Pages that nobody opens cost a process a second and 15 MB.
             SimpleAdminConfig.ready(self)
 
 

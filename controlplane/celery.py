@@ -185,11 +185,11 @@ app.autodiscover_tasks(["controlplane"])
 
 @worker_init.connect  # type: ignore[untyped-decorator]  # Celery ships no types
 def bound_waits(**_kwargs: Any) -> None:  # Any: the signal's own arguments
-    """Let no task wait for a silent database for ever: it ends with an error, and its row is due again."""
+    # A task that waits for a silent database ends with an error, and its row is due again.
     limit_process(limits().core.database_silence_s)
 
 
 @worker_ready.connect  # type: ignore[untyped-decorator]  # Celery ships no types
 def prepare_partitions(**_kwargs: Any) -> None:  # Any: the signal's own arguments
-    """Make the day partitions when a worker starts: beat waits one whole interval before its first call."""
+    # Beat waits one whole interval before its first call.
     app.send_task("gateway.tasks.maintain_partitions", expires=600)

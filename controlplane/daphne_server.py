@@ -46,16 +46,16 @@ class WriteGate:
         self._is_released = False
 
     def pauseProducing(self) -> None:  # noqa: N802  # Twisted's interface
-        """Close the gate: the transport's buffer is full."""
+        # The transport's buffer is full.
         if not self._is_released:
             self._open.clear()
 
     def resumeProducing(self) -> None:  # noqa: N802  # Twisted's interface
-        """Open the gate: the buffer has drained."""
+        # The buffer has drained.
         self._open.set()
 
     def stopProducing(self) -> None:  # noqa: N802  # Twisted's interface
-        """Open the gate for good: the connection is gone and nobody may wait on it."""
+        # For good: the connection is gone and nobody may wait on it.
         self._is_released = True
         self._open.set()
 
@@ -112,14 +112,14 @@ class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
         self._is_refused = False
 
     def gotLength(self, length: int | None) -> None:  # noqa: N802  # Twisted's interface
-        """Refuse a body that says it is too large before a byte of it is stored."""
         super().gotLength(length)
+        # Before a byte of the body is stored.
         if length is not None and length > self._most_bytes:
             self._refuse()
 
     def handleContentChunk(self, data: bytes) -> None:  # noqa: N802  # Twisted's interface
-        """Store a part of the body; a chunked one is refused as soon as it has grown too large."""
         self._body_bytes += len(data)
+        # A chunked body says no length: it is refused as soon as it has grown too large.
         if self._body_bytes > self._most_bytes:
             self._refuse()
         if not self._is_refused:
@@ -139,7 +139,7 @@ class GatedRequest(WebRequest):  # type: ignore[misc]  # Daphne ships no types
         super().handle_reply(message)
 
     def finish(self) -> None:
-        """End the response. The gate leaves the channel first: the next request on it brings its own."""
+        # The gate leaves the channel first: the next request on it brings its own.
         if self.producer is not None:
             self.unregisterProducer()
         self.gate.stopProducing()
@@ -166,8 +166,8 @@ class GatedWebSocket(WebSocketProtocol):  # type: ignore[misc]  # Daphne ships n
     """A WebSocket whose frames wait for the client."""
 
     def connectionMade(self) -> None:  # noqa: N802  # Twisted's interface
-        """Take the transport over from the HTTP channel that upgraded it, also as its producer."""
         self.gate = WriteGate()
+        # The HTTP channel that upgraded the connection is its producer until now.
         self.transport.unregisterProducer()
         self.transport.registerProducer(self.gate, True)
         super().connectionMade()
@@ -178,7 +178,7 @@ class GatedWebSocket(WebSocketProtocol):  # type: ignore[misc]  # Daphne ships n
         super().connectionLost(reason)
 
     def handle_reply(self, message: dict[str, Any]) -> None:
-        """Take a message of the application; stock Daphne knows no answer to an upgrade but 101, 403 and 500."""
+        # Stock Daphne knows no answer to an upgrade but 101, 403 and 500.
         if message["type"] != "websocket.http.response.start":
             super().handle_reply(message)
             return
@@ -189,7 +189,7 @@ class GatedWebSocket(WebSocketProtocol):  # type: ignore[misc]  # Daphne ships n
         self.server.protocol_disconnected(self)
 
     def serverClose(self, code: int | None = None) -> None:  # noqa: N802  # Daphne's interface
-        """Close as the application says. Stock Daphne raises for codes of the protocol itself, such as 1013, and stays open."""
+        # Stock Daphne raises for codes of the protocol itself, such as 1013, and stays open.
         self.sendCloseFrame(code=1000 if code is None else code)
 
     def abort(self) -> None:
@@ -205,36 +205,35 @@ class TimedChannel(_UntypedChannel):  # type: ignore[misc]  # as above
     _deadline: Any = None  # Any: Twisted's delayed call
 
     def connectionMade(self) -> None:  # noqa: N802  # Twisted's interface
-        """Count the connection; the clock for the first request runs from here."""
         super().connectionMade()
         self._connections = self.factory.server.open_connections
         self._connections.add(self.transport)
         self._is_receiving = True
+        # The clock of the first request runs from here.
         self._expect("headers", self.factory.server.header_timeout_s)
 
     def dataReceived(self, data: bytes) -> None:  # noqa: N802  # Twisted's interface
-        """Parse; with the first byte of a further request its clock begins."""
+        # With the first byte of a further request its clock begins.
         if self._deadline is None and self._is_receiving:
             self._expect("headers", self.factory.server.header_timeout_s)
         super().dataReceived(data)
 
     def allHeadersReceived(self) -> None:  # noqa: N802  # Twisted's interface
-        """Let the clock of the body follow that of the headers."""
         super().allHeadersReceived()
         self._expect("body", self.factory.server.body_timeout_s)
 
     def allContentReceived(self) -> None:  # noqa: N802  # Twisted's interface
-        """Stop the clock: what the request takes from here on is ours to bound."""
+        # What the request takes from here on is ours to bound.
         self._stop_clock()
         self._is_receiving = False
         self._connections.set_busy(self.transport)
         super().allContentReceived()
 
     def requestDone(self, request: object) -> None:  # noqa: N802  # Twisted's interface
-        """Wait for another request, which may have come already."""
         self._is_receiving = True
         if self.persistent:
             self._connections.set_receiving(self.transport)
+        # Another request may have come already: this parses it.
         super().requestDone(request)
 
     def connectionLost(self, reason: object) -> None:  # noqa: N802  # Twisted's interface
@@ -258,11 +257,7 @@ class TimedChannel(_UntypedChannel):  # type: ignore[misc]  # as above
 
 
 class OpenConnections:
-    """The open connections of a server: at most ``limit``, and ``address_limit`` from one address.
-
-    At a limit the one that has been without a whole request for the longest makes room: whoever sends theirs at once is served
-    beside any number of others that do not. A newcomer is turned away only when all the others are being answered.
-    """
+    """The open connections of a server: at most ``limit``, and ``address_limit`` from one address."""
 
     def __init__(self, limit: int, address_limit: int) -> None:
         self._limit = limit
@@ -300,6 +295,8 @@ class OpenConnections:
                 del self._counts[address]
 
     def _cut_one_off(self, address: str | None) -> bool:
+        # The one that has been without a whole request for the longest: whoever sends theirs at once is served beside any
+        # number of others that do not. Those that are being answered stay, so a newcomer may be turned away.
         transport = next((each for each in self._receiving if address in {None, self._addresses[each]}), None)
         if transport is None:
             return False
@@ -318,8 +315,8 @@ class GatedHTTPFactory(HTTPFactory):  # type: ignore[misc]  # Daphne ships no ty
     protocol = TimedChannel
 
     def buildProtocol(self, addr: object) -> object:  # noqa: N802  # Twisted's interface
-        """Return a channel for one connection; None, which closes it, when there is no room."""
         if not self.server.open_connections.has_room(_read_address(addr)):
+            # Twisted closes the connection then.
             return None
         protocol = super().buildProtocol(addr)
         protocol.requestFactory = GatedRequest
@@ -374,10 +371,8 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
         self._stopping: asyncio.Task[None] | None = None
 
     def run(self) -> None:
-        """Serve until a signal. ``listen_failure`` says afterwards why it could not start, if it could not.
-
-        Stands in for Daphne's own, which makes factories that cannot be chosen.
-        """
+        """Serve until a signal. ``listen_failure`` says afterwards why it could not start, if it could not."""
+        # In the place of Daphne's own ``run``, which makes factories that cannot be chosen.
         self.connections: dict[Connection, dict[str, Any]] = {}  # Any: Daphne's own records
         self.http_factory = GatedHTTPFactory(self)
         self.ws_factory = GatedWebSocketFactory(self, server=self.server_name)

@@ -73,7 +73,7 @@ class PushConsumer(AsyncJsonWebsocketConsumer):  # type: ignore[misc]  # Channel
         return self.look(request) if may_look else CloseCode.NOT_PERMITTED
 
     async def connect(self) -> None:
-        """Accept everybody: a browser learns no reason for a refused handshake. The first look says who is let in."""
+        # Everybody: a browser learns no reason for a refused handshake. The first look says who is let in.
         await self.accept()
         self._look_again = asyncio.Event()
         self._pusher = asyncio.create_task(self._push())

@@ -97,10 +97,7 @@ def build_sidebar(request: HttpRequest) -> list[Group]:
 
 
 def find_entries(request: HttpRequest, text: str) -> list[Entry]:
-    """Return the pages whose title holds ``text``, then rows that the lists find for it; one query for each kind of row.
-
-    Requests are found by an id alone: they are many, and other words would be searched in all of them.
-    """
+    """Return the pages whose title holds ``text``, then rows that the lists find for it; one query for each kind of row."""
     term = text.replace("\x00", "").strip()[: limits().console.search_chars]
     asked = term.lower()
     if not asked:
@@ -108,6 +105,7 @@ def find_entries(request: HttpRequest, text: str) -> list[Entry]:
     items = [item for group in build_sidebar(request) for item in group["items"]]
     found = [Entry(item["title"], "Page", item["link"], item["icon"]) for item in items if asked in item["title"].lower()]
     for kind, icon, app, model in FOUND_ROWS:
+        # Requests are many, and words other than an id would be searched in all of them.
         if kind == "Request" and not _REQUEST_ID.fullmatch(asked):
             continue
         listing = admin.site.get_model_admin(apps.get_model(app, model))

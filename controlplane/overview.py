@@ -219,7 +219,7 @@ def _find_waits(facts: Facts) -> Iterable[Problem]:
 
 
 def _find_unserved(facts: Facts) -> Iterable[Problem]:
-    """Name allowed models that no node can answer for. Nothing is said of them while there is no node at all."""
+    # While there is no node at all, that is the one problem to be told of.
     for model, wait in facts.unserved.items() if facts.fleet.nodes else ():
         if wait.is_starting or wait.brief in {"loading", "nodes full"}:
             continue
@@ -316,7 +316,7 @@ def _find_wrong_clocks(facts: Facts) -> Iterable[Problem]:
 
 
 def _find_unable_nodes(facts: Facts) -> Iterable[Problem]:
-    """Name nodes that cannot carry out what approvers sign. Without a policy there is nothing to sign."""
+    # Without a policy there is nothing to sign, so nothing that a node could not carry out.
     for node in _online(facts) if facts.slow.policy is not None else ():
         if node.op_level == "L2" and not node.policy_version:
             advice = "It carries out no operation. Run ./muster trust on it with the words of the policy."
@@ -375,7 +375,7 @@ CASES: tuple[Callable[[Facts], Iterable[Problem]], ...] = (
 
 
 def _online(facts: Facts) -> Iterable[NodeHealth]:
-    """Return the nodes of which more can be said than that they are silent."""
+    # Of a silent node nothing more can be said than that.
     return (node for node in facts.fleet.nodes if node.status is not NodeStatus.OFFLINE)
 
 

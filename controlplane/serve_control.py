@@ -68,16 +68,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Reconciler:
-    """Looks every ``every_s`` seconds for operations that are due, in a thread, whatever becomes of one look.
-
-    So a lost message or a deaf worker only costs time: it needs neither Celery nor the broker.
-    """
+    """Looks every ``every_s`` seconds for operations that are due, in a thread, whatever becomes of one look."""
 
     def __init__(self, look: Callable[[], int], *, every_s: float | None = None) -> None:
         self._look = look
         self._every_s = limits().console.reconcile_s if every_s is None else every_s
         self._stopping = threading.Event()
         self._is_away = False
+        # Not a task: so a lost message or a deaf worker only costs time, and it needs neither Celery nor the broker.
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
     def start(self) -> None:
@@ -105,7 +103,7 @@ class Reconciler:
         connections.close_all()
 
     def _note_database(self, *, is_away: bool, why: str = "") -> None:
-        """Log when the database goes away and when it is back, not every few seconds in between."""
+        # Once when it goes and once when it is back, not every few seconds in between.
         if is_away and not self._is_away:
             logger.warning("reconcile_waits reason=%s", why)
         elif self._is_away and not is_away:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class DueHere(Scheduler):  # type: ignore[misc]  # Celery ships no types
-    """Has a thread of this process carry out what is due: a message to oneself costs more than most of it, and needs Valkey."""
+    """Has a thread of this process carry out what is due."""
 
     producer = None
 
@@ -42,11 +42,13 @@ class DueHere(Scheduler):  # type: ignore[misc]  # Celery ships no types
         self._under_way: set[str] = set()
         self._due_at: dict[str, float] = {}
         self._is_away = False
+        # A message to oneself costs more than most of the work, and needs Valkey.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="due")
         super().__init__(*args, **options)
 
     def tick(self, *_args: object, **_options: object) -> float:
-        """Carry out what is due; return in how many seconds something is again. Celery itself works with dates: 9 ms a time."""
+        """Carry out what is due; return in how many seconds something is again."""
+        # Celery itself works with dates, which takes 9 ms a time.
         now = clock.monotonic()
         for entry in self.schedule.values():
             every_s = entry.schedule.run_every.total_seconds()
@@ -79,7 +81,7 @@ class DueHere(Scheduler):  # type: ignore[misc]  # Celery ships no types
 
 
 class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships no types
-    """Runs beat beside the worker. A beat that ends on its own takes the worker along: nothing would sweep any more."""
+    """Runs beat beside the worker."""
 
     requires = {"celery.worker.components:Pool"}
 
@@ -95,9 +97,9 @@ class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships
         self._thread.start()
 
     def stop(self, worker: Worker) -> None:
-        """Tell the thread to end. It may sleep until its next entry is due, which nobody needs to wait for."""
         del worker
         self._is_stopping = True
+        # It may sleep until its next entry is due, which nobody needs to wait for.
         self._service.stop(wait=False)
 
     def _run(self) -> None:
@@ -106,6 +108,7 @@ class BeatThread(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery ships
         finally:
             if not self._is_stopping:
                 logger.error("beat_ended_unasked")
+                # The worker ends with it: nothing would sweep any more.
                 os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -117,7 +120,7 @@ class NamedWorker(Worker):  # type: ignore[misc]  # Celery ships no types
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until SIGTERM. Tasks are short and few, so two threads do: no second copy of Django in memory."""
+    """Run until SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m controlplane.serve_worker", description="Run Muster's background work.")
     parser.add_argument("--ready-file", type=Path, metavar="FILE", help="write the process id here once tasks are taken")
     ready_file: Path | None = parser.parse_args(argv).ready_file
@@ -125,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     worker = NamedWorker(
         app=app,
         hostname=f"worker@{os.uname().nodename}",
+        # Tasks are short and few, so two threads do: no second copy of Django in memory.
         pool="threads",
         concurrency=2,
         loglevel=read_log_level("MUSTER_LOG_LEVEL"),

@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 def sweep() -> None:
     """Look at requests, nodes, runs on nodes that are called, and notices; what may wait for somebody else gets its own task.
 
-    One task for all: while nothing is due, sending and taking five costs more than the looks do. A look that fails keeps none
-    of the others from being taken. Idempotent. Raises OperationalError when the database is away.
+    A look that fails keeps none of the others from being taken. Idempotent. Raises OperationalError when the database is away.
     """
     # Operations are not among them: ``serve_control.Reconciler`` looks at those, without the broker.
+    # One task for all: while nothing is due, sending and taking five costs more than the looks do.
     for look in (reconcile_requests, sweep_nodes, schedule_calls, _ring_probe, _ring_delivery):
         try:
             look()

@@ -24,11 +24,9 @@ from wire import clock
 @never_cache
 @require_safe
 def show_health(request: HttpRequest) -> JsonResponse:
-    """Answer 200, or 503 when the database is away or takes no writes.
-
-    Without Redis we are degraded, not down: it only carries hints.
-    """
+    """Answer 200, or 503 when the database is away or takes no writes."""
     database, redis = look_at_database(), "unreachable" if read_unreadable() is None else "ok"
+    # Without Redis it is degraded, not down: that only carries hints.
     is_ok = database == "ok"
     body = {"ok": is_ok, "service": "control", "database": database, "redis": redis}
     return JsonResponse(body, status=HTTPStatus.OK if is_ok else HTTPStatus.SERVICE_UNAVAILABLE)

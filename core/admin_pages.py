@@ -134,7 +134,7 @@ class RowList(ChangeList):  # type: ignore[misc]  # Unfold ships no types
 
 
 class FindingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
-    """Answers 404 for a row that is not there. Django's own would lead to the first page, as if nothing had been asked."""
+    """Answers 404 for a row that is not there."""
 
     removed_because: ClassVar[str] = "It may have been removed."
     """Why there may be none, as a sentence."""
@@ -143,6 +143,7 @@ class FindingAdmin(ModelAdmin):  # type: ignore[misc]  # Unfold ships no types
         return RowList
 
     def _get_obj_does_not_exist_redirect(self, request: HttpRequest, opts: Any, object_id: str) -> HttpResponse:  # Any: untyped
+        # Django's own would lead to the first page, as if nothing had been asked.
         raise Http404(f"There is no {opts.verbose_name} {unquote(object_id)}. {self.removed_because}")
 
     def render_page(self, request: HttpRequest, template: str, context: Mapping[str, Any]) -> TemplateResponse:  # Any: Django's
@@ -182,19 +183,19 @@ class ShowingAdmin(FindingAdmin):
         return super().changelist_view(request, context)  # type: ignore[no-any-return]  # Unfold ships no types
 
     def may_change(self, request: HttpRequest) -> bool:
-        """Return whether the operator holds the change permission. What it allows are ``row_changes``, not editing."""
+        # The permission to change: it allows ``row_changes``, not editing.
         return bool(super().has_change_permission(request))
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Refuse: rows are made by services."""
+        # Rows are made by services.
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: models.Model | None = None) -> bool:
-        """Refuse: fields are for reading."""
+        # Fields are for reading; what may be done are ``row_changes``.
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: models.Model | None = None) -> bool:
-        """Refuse: records point at rows."""
+        # Records point at rows.
         return False
 
     def get_list_display(self, request: HttpRequest) -> list[str]:
@@ -302,7 +303,7 @@ class CreatingAdmin(ShowingAdmin):
         return None
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Follow the operator's permissions; a session that may only look is offered no *Add*."""
+        # A session that may only look is offered no *Add*.
         return self._may_create(request) and self.admin_site.may_act(request)
 
     def _may_create(self, request: HttpRequest) -> bool:

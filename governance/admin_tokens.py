@@ -69,8 +69,7 @@ def create_admin_token(*, name: str, actor: str, owner: User | None = None) -> t
 def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]:
     """Make the token that was approved, once, for the person who asked for it; its text is returned and kept nowhere.
 
-    Possible until the approved window ends. Name and person are those that were signed.
-    Raises NotFound, NotPermitted, StateChanged.
+    Possible until the approved window ends. Raises NotFound, NotPermitted, StateChanged.
     """
     require_active(user)
     operation = find_operation(op_id, lock=True)
@@ -85,6 +84,7 @@ def claim_admin_token(*, op_id: uuid.UUID, user: User) -> tuple[AdminToken, str]
         )
     if AdminToken.objects.filter(minted_by=operation).exists():
         raise StateChanged("This token was claimed already; its text is shown once. Propose another one.", param="op_id")
+    # Name and person are those that were signed.
     return _mint(name=str(statement.params["name"]), actor=f"user:{user.get_username()}", owner=user, operation=operation)
 
 
@@ -127,6 +127,7 @@ def verify_admin_token(text: str, *, address: str = "") -> AdminToken | None:
     if address and throttle.must_wait(address, digest_credential(text)):
         raise TooManyWrongTokens("Too many wrong admin tokens came from this address; wait a second and try again.")
     token = AdminToken.objects.select_related("owner").filter(keyid=keyid, revoked_at__isnull=True).first()
+    # Of an unknown id another digest is compared: both take the same steps.
     matches = verify_credential(text, bytes(token.digest) if token is not None else _NO_DIGEST)
     if token is None or not matches or (token.owner is not None and not token.owner.is_active):
         throttle.record_failure(address)

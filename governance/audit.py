@@ -53,6 +53,7 @@ def record_events(events: Iterable[Event]) -> list[AuditEvent]:
         raise RuntimeError("an event must be written inside transaction.atomic(), together with the change it records")
     rows = [AuditEvent(**{**asdict(event), "detail": dict(event.detail)}) for event in events]
     for row in rows:
+        # Raises for a detail that JSON readers could read differently, before it is written.
         canonical_bytes(row.detail)
     return AuditEvent.objects.bulk_create(rows)
 
@@ -105,10 +106,8 @@ def log_size() -> int:
 
 
 def read_log() -> Iterator[Record]:
-    """Yield the whole log in order, checkpoints and witnesses behind the entry they end with, strays last.
-
-    All of it is of one moment, read in pieces: neither this process nor the server's cursor holds it whole.
-    """
+    """Yield the whole log in order, checkpoints and witnesses behind the entry they end with, strays last."""
+    # All of it is of one moment, read in pieces: neither this process nor the server's cursor holds it whole.
     with _one_snapshot():
         streams: tuple[Iterator[tuple[int, int, Record]], ...] = (
             ((row[0], 0, _make_entry(row)) for row in _stream(f"{_ENTRIES} ORDER BY entry.seq")),

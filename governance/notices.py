@@ -124,6 +124,7 @@ def _add(usernames: Iterable[str], event: str, *, operation: Operation | None) -
     if settings.NOTICE_SENDER:
         people = get_user_model().objects.filter(~Q(email=""), username__in=set(usernames), is_active=True)
         notices += [Notice(operation=operation, event=event, person=person, due_at=now) for person in people]
+    # A second call for the same event tells nobody twice: the rows are unique for each receiver.
     Notice.objects.bulk_create(notices, ignore_conflicts=True)
     return len(notices)
 
@@ -221,7 +222,7 @@ def _find_run(operation: Operation, which: str) -> OperationRun | None:
 def deliver_due(limit: int = 50) -> int:
     """Send up to ``limit`` notices that are due; return how many got through. Begins none after ``notice_budget_s``.
 
-    Safe to run several times at once, also while another process dies in the middle: then a notice may arrive twice.
+    Safe to run several times at once.
     """
     sent, until = 0, clock.monotonic() + limits().governance.notice_budget_s
     for _ in range(limit):
@@ -248,6 +249,7 @@ def _claim() -> Notice | None:
         found = _find_due(now).select_for_update(skip_locked=True).order_by("due_at").values_list("pk", flat=True).first()
         if found is None:
             return None
+        # The lease: who dies after it has sent leaves a notice that arrives twice, never one that is lost.
         Notice.objects.filter(pk=found).update(
             lease_until=now + timedelta(seconds=limits().governance.notice_lease_s), attempt=F("attempt") + 1
         )

@@ -157,7 +157,7 @@ def ask_who(*, challenge: bytes) -> Options:
 
 
 def verify_new(answer: Answer, *, challenge: bytes) -> NewPasskey:
-    """Return the passkey that a browser made for ``challenge``. Raises SignInRefused. No attestation is believed."""
+    """Return the passkey that a browser made for ``challenge``. Raises SignInRefused."""
     site = read_site()
     try:
         made = verify_registration_response(
@@ -169,6 +169,7 @@ def verify_new(answer: Answer, *, challenge: bytes) -> NewPasskey:
             supported_pub_key_algs=ALGORITHMS,
         )
         _refuse_frames(answer)
+        # No attestation is believed.
         public_key = _read_public_key(made.credential_public_key)
     except (*_UNREADABLE, ApprovalError):
         raise SignInRefused("This passkey could not be verified. Reload the page and try again.") from None
@@ -185,10 +186,7 @@ def verify_new(answer: Answer, *, challenge: bytes) -> NewPasskey:
 
 
 def verify_known(answer: Answer, passkey: KnownPasskey, *, challenge: bytes) -> int:
-    """Return the sign count of an answer by ``passkey`` to ``challenge``. Raises SignInRefused.
-
-    The count is for looking at only: passkeys that are copied between devices always say 0.
-    """
+    """Return the sign count of an answer by ``passkey`` to ``challenge``. Raises SignInRefused."""
     site = read_site()
     try:
         seen = verify_authentication_response(
@@ -197,6 +195,7 @@ def verify_known(answer: Answer, passkey: KnownPasskey, *, challenge: bytes) -> 
             expected_rp_id=site.rp_id,
             expected_origin=site.origin,
             credential_public_key=_make_cose(passkey.public_key),
+            # The count is for looking at only: passkeys that are copied between devices always say 0.
             credential_current_sign_count=0,
             require_user_verification=True,
         )
@@ -209,7 +208,7 @@ def verify_known(answer: Answer, passkey: KnownPasskey, *, challenge: bytes) -> 
 
 
 def _refuse_frames(answer: Answer) -> None:
-    """Refuse an answer that was given inside somebody else's page; the library does not look at it."""
+    # Given inside somebody else's page; the library does not look at it.
     if parse_client_data_json(base64url_to_bytes(answer["response"]["clientDataJSON"])).cross_origin:
         raise ValueError("made in a frame of another site")
 
@@ -217,6 +216,7 @@ def _refuse_frames(answer: Answer) -> None:
 def _read_public_key(cose: bytes) -> bytes:
     key = decoded_public_key_to_cryptography(decode_credential_public_key(cose))
     spki = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    # A key that no later verifier reads is refused now, and not when its owner approves.
     load_public_key(spki)
     return spki
 

@@ -1,10 +1,7 @@
-"""What goes with a password: the code of an authenticator app, and slowing down those who guess either.
+"""What goes with a password: the code of an authenticator app (TOTP, RFC 6238), and slowing down those who guess either.
 
-Every try is booked before it is looked at. Counted for a name from one address, for an address as a whole, and for a name from
-everywhere. The last would let anybody keep somebody else out, so it and the second pass over an address from which the name
-signed in well. Passkeys are not counted. What was typed as a name may be a password: rows hold a digest of it, keyed with the
-installation's secret key. A code (TOTP, RFC 6238) is a second factor for those who only look; it works once and approves
-nothing.
+Tries are counted for a name from one address, for an address as a whole, and for a name from everywhere. Passkeys are not
+counted. A code is a second factor for those who only look; it works once and approves nothing.
 """
 
 from __future__ import annotations
@@ -132,6 +129,8 @@ def book_try(*, name: str, address: str) -> bool:
     Raises SignInRefused while one has to wait; that try is not counted.
     """
     hidden = _hide(name)
+    # The other two counts would let anybody keep somebody else out, so they pass over an address from which the name signed
+    # in well.
     if _is_known(hidden, address):
         return _book(hidden, address, NAME_PACE) == NAME_PACE.free
     _book(ANY, address, ADDRESS_PACE)
@@ -148,12 +147,10 @@ def book_code(*, name: str, address: str) -> None:
 
 @transaction.atomic
 def forgive(*, name: str, address: str) -> None:
-    """Forget the tries of a name from an address after a right one, and know the address from then on.
-
-    Of the address as a whole and of the name elsewhere only the right one itself is forgotten.
-    """
+    """Forget the tries of a name from an address after a right one, and know the address from then on."""
     hidden, now = _hide(name), clock.now()
     if not _is_known(hidden, address):
+        # Of the address as a whole and of the name elsewhere only the right one itself.
         whole = Q(name=ANY, address=address) | Q(name=hidden, address=ANY)
         SignInFailure.objects.filter(whole, count__gt=0).update(count=F("count") - 1)
     SignInFailure.objects.filter(name=_hide(name, of="code"), address__in=[address, ANY]).delete()
@@ -170,6 +167,7 @@ def sweep_failures(*, now: datetime) -> int:
 
 
 def _hide(name: str, *, of: str = "name") -> str:
+    # What was typed as a name may be a password, so rows hold a digest of it, keyed with the installation's secret key.
     return salted_hmac(f"muster.sign-in.{of}", name, algorithm="sha256").hexdigest()
 
 

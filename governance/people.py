@@ -42,34 +42,29 @@ class Assurance(StrEnum):
 
 
 def may_change(user: User, assurance: Assurance) -> bool:
-    """Return whether such a session may do what its person may; otherwise it may only look.
-
-    A password is enough until there is something better: a passkey of the person (also one that was revoked since, so that
-    losing it opens no door) or an active policy.
-    """
+    """Return whether such a session may do what its person may; otherwise it may only look."""
     if assurance is Assurance.PASSKEY:
         return True
+    # A password is enough until there is something better: an active policy, or a passkey of the person. One that was
+    # revoked since counts too, so that losing it opens no door.
     passkeys = ApproverKey.objects.filter(user_id=user.pk, kind=ApproverKey.Kind.WEBAUTHN)
     policies = PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE)
     return get_user_model().objects.filter(pk=user.pk).exclude(Exists(passkeys) | Exists(policies)).exists()
 
 
 def may_enrol(user: User, assurance: Assurance) -> bool:
-    """Return whether such a session may add a key: by passkey, or before the first policy for a person who never had a key.
-
-    Under a policy a password alone would otherwise make itself a passkey, and with that everything its person may do. The
-    first key comes by invitation then, which a second person or the server's shell issues.
-    """
+    """Return whether such a session may add a key: by passkey, or before the first policy for a person who never had a key."""
+    # Under a policy a password alone would otherwise make itself a passkey, and with that everything its person may do. The
+    # first key comes by invitation then, which a second person or the server's shell issues.
     has_had_key = ApproverKey.objects.filter(user_id=user.pk).exists()
     return assurance is Assurance.PASSKEY or (not has_had_key and may_change(user, assurance))
 
 
 def sign_in_by_password(request: HttpRequest, *, name: str, password: str, code: str, address: str) -> tuple[User, Assurance]:
-    """Return whose name, password and (with an app set up) code these are. Raises SignInRefused, with one text for all causes.
-
-    A name that nobody has costs the same time: a password is hashed either way.
-    """
+    """Return whose name, password and (with an app set up) code these are. Raises SignInRefused: one text for all causes."""
+    # Every try is booked before it is looked at.
     is_last_free = book_try(name=name, address=address)
+    # A name that nobody has costs the same time: a password is hashed either way.
     user = authenticate(request, username=name, password=password)
     if user is None or not _is_code_right(user, code, address):
         if is_last_free:
@@ -88,7 +83,7 @@ def _is_code_right(user: User, code: str, address: str) -> bool:
 
 @transaction.atomic
 def _note_guessing(user: User | None) -> None:
-    """Write down once a block that somebody is guessing. A name that was typed may be a password, and is not kept."""
+    # Once a block. A name that was typed may be a password, and is not kept.
     target = user.get_username() if user is not None else ""
     record_event(actor="system:sign-in", action="sign-in.slow-down", target=target, detail={})
 
@@ -156,6 +151,7 @@ def find_invitation(text: str) -> Invitation:
 def accept_invitation(*, text: str, passkey: NewPasskey, label: str) -> User:
     """Spend the invitation, enrol the passkey, return the person. Raises SignInRefused, NotPermitted, InvalidName."""
     invitation = find_invitation(text)
+    # Compare and set: of two browsers with the same link one makes the passkey.
     spent = Invitation.objects.filter(pk=invitation.pk, used_at__isnull=True, expires_at__gt=clock.now()).update(
         used_at=clock.now()
     )

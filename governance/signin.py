@@ -61,7 +61,7 @@ class ReadOnly:
 
 
 def open_session(request: HttpRequest, user: User, *, assurance: Assurance) -> None:
-    """Sign ``user`` in. Whatever the session held before is gone and its key is new, so that a planted one is worth nothing."""
+    # Whatever the session held before is gone and its key is new, so that a planted one is worth nothing.
     request.session.flush()
     now = int(clock.unix_s())
     with transaction.atomic():
@@ -114,14 +114,12 @@ def find_read_only(request: HttpRequest) -> ReadOnly | None:
 
 
 def keep_session(request: HttpRequest, *, now: float) -> bool:
-    """Note that the session is in use; False when it has been idle for too long or is too old, and has been ended.
-
-    A page that asks by itself for what is new says so in the header FOLLOWS: that is no use of the session.
-    """
+    """Note that the session is in use; False when it has been idle for too long or is too old, and has been ended."""
     if not _is_alive(request.session, now=now):
         logout(request)
         return False
     seen_at = request.session.get(SEEN_AT)
+    # A page that asks by itself for what is new says so in the header FOLLOWS: that is no use of the session.
     if isinstance(seen_at, int) and now - seen_at > limits().governance.session_seen_s and FOLLOWS not in request.headers:
         request.session[SEEN_AT] = int(now)
     return True
@@ -204,8 +202,9 @@ def sweep_sessions() -> int:
 
 
 def _sessions_of(user_id: object) -> list[tuple[str, dict[str, Any]]]:  # Any: what a session holds
-    """Return key and content of the open sessions of a person. Reads all sessions: there are few, without an index."""
+    """Return key and content of the open sessions of a person."""
     found = []
+    # All sessions are read: Django's rows have no column for the person, and they are few.
     for row in Session.objects.filter(expire_date__gt=clock.now()).iterator():
         data = row.get_decoded()
         if data.get(SESSION_KEY) == str(user_id) and BACKEND_SESSION_KEY in data:

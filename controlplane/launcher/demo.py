@@ -40,10 +40,10 @@ def make_second_model(folder: Path) -> Path:
 
 
 def wake_node(data: Path) -> None:
-    """Have the local node, if one runs, look through its models again: then it can be seen that it has another one."""
     pids = read_json(installation_path(data)).get("pids")
     pid = pids.get("node") if isinstance(pids, dict) else None
     if isinstance(pid, int) and pid != os.getpid():
+        # The node then looks through its models again, and can be seen to have another one.
         send(pid, signal.SIGHUP)
 
 

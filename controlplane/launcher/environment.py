@@ -75,6 +75,7 @@ def ensure_installed(name: str) -> None:
             f"cannot write to {ROOT}: {error.strerror}. Use a copy of the repository that you may write to"
         ) from None
     with lock:
+        # Whoever held the lock may have installed it meanwhile.
         if not is_installed(name):
             _install_set(name)
 
@@ -112,7 +113,7 @@ def _checksum(name: str) -> str:
 
 
 def _python_tag() -> str:
-    """Name the interpreter that the environment was made from, so that an upgraded one makes it anew."""
+    # Another interpreter than the environment was made from, such as an upgraded one, makes it anew.
     return str(venv_python().resolve())
 
 
@@ -209,7 +210,8 @@ def parse_pip_settings(lines: Iterable[str]) -> dict[str, str]:
 
 
 def uv_options(settings: Mapping[str, str]) -> list[str]:
-    """Return uv's arguments for what pip is configured to use. With hashes required, any index may serve any package."""
+    """Return uv's arguments for what pip is configured to use."""
+    # With hashes required, any index may serve any package.
     options = ["--index-strategy", "unsafe-best-match"]
     if settings.get("index-url"):
         options += ["--default-index", settings["index-url"]]
@@ -267,7 +269,7 @@ def run_installer(command: Sequence[str], environment: Mapping[str, str], total:
 
 
 def describe_step(what: str, *, found: int, total: int, seconds: float, last: str) -> str:
-    """Return how far an installer is. What is counted was found in an index, which comes before it is downloaded."""
+    # What is counted was found in an index, which comes before it is downloaded.
     counted = f" (found {min(found, total)} of {total})" if total > 1 else ""
     return f"  {what}{counted}, {seconds:.0f} s: {last[:60]}"
 

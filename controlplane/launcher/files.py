@@ -21,6 +21,7 @@ def write_private(path: Path, text: str) -> None:
         with os.fdopen(fd, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
+            # Before the rename: after a power cut the name must not lead to an empty file.
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
@@ -64,7 +65,7 @@ class LockHeld(Exception):
 
 
 class FileLock:
-    """An exclusive ``flock`` on a file that is never deleted. Children do not inherit it."""
+    """An exclusive ``flock`` on a file that is never deleted."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -76,6 +77,7 @@ class FileLock:
         Raises LockHeld when somebody else has it after ``within_s``, OSError when the file cannot be opened.
         """
         until, is_told = clock.monotonic() + within_s, False
+        # O_CLOEXEC: a child that inherited the descriptor would hold the lock after us.
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         while True:
             try:
@@ -117,6 +119,7 @@ def read_holder(path: Path) -> int | None:
     except OSError:
         return None
     try:
+        # Shared, so that of two who ask at once neither takes the other for the holder.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:

@@ -24,7 +24,6 @@ from controlplane.launcher.files import read_holder, read_json, write_json
 from core.limits import limits
 from wire import clock
 
-# sockaddr_un holds 108 bytes on Linux and 104 on macOS; PostgreSQL adds "/.s.PGSQL.5432" to the directory.
 _SYSTEM_HOME = Path("/var/lib/muster")
 _TEMPORARY = Path("/tmp")
 _TEMPORARY_PREFIX = "muster-home-"
@@ -69,7 +68,6 @@ class Place:
 
     @property
     def models(self) -> Path:
-        """Models that the local node may load."""
         return self.data / "models"
 
     def make_socket_directory(self) -> None:
@@ -90,7 +88,6 @@ class Place:
 
 
 def default_data() -> Path:
-    """Return the directory used when ``--data`` is not given: ``.muster`` beside the script."""
     return ROOT / ".muster"
 
 
@@ -101,22 +98,18 @@ def node_data(data: Path) -> Path:
 
 
 def lock_path(data: Path) -> Path:
-    """Return the lock file of the installation in ``data``."""
     return data / "up.lock"
 
 
 def credentials_path(data: Path) -> Path:
-    """Return the file with the generated credentials of the installation in ``data``."""
     return data / "credentials.json"
 
 
 def installation_path(data: Path) -> Path:
-    """Return the file that describes the running installation in ``data``."""
     return data / "run" / "installation.json"
 
 
 def children_path(data: Path) -> Path:
-    """Return the file that names the processes of the run in ``data``."""
     return data / "run" / "children.json"
 
 
@@ -167,6 +160,7 @@ def prepare_data(data: Path) -> Path:
         for name in _FOLDERS:
             (data / name).mkdir(exist_ok=True)
             (data / name).chmod(0o700)
+        # The mode of a directory says nothing of a disk that is read-only or full: only a write does.
         with tempfile.TemporaryFile(dir=data):
             pass
     except OSError as error:
@@ -193,16 +187,14 @@ def is_open_to_others(directory: Path) -> bool:
 
 
 def _system_home(data: Path) -> Path:
-    """Return the directory that belongs to ``data`` and lets others pass; a file in ``data`` remembers its random name.
-
-    It lies under /var/lib, or under /tmp for an installation that is itself temporary.
-    """
+    """Return the directory that belongs to ``data`` and lets others pass; a file in ``data`` remembers its random name."""
     pointer = data / "postgres-home.json"
     kept = read_json(pointer).get("home")
     try:
         if isinstance(kept, str):
             home = Path(kept)
             home.mkdir(exist_ok=True)
+        # An installation that is itself temporary leaves nothing under /var/lib.
         elif _TEMPORARY in data.parents:
             _remove_abandoned_homes()
             home = Path(tempfile.mkdtemp(prefix=_TEMPORARY_PREFIX, dir=_TEMPORARY))
@@ -238,6 +230,7 @@ def _remove_abandoned_homes() -> None:
 def _socket_directory(home: Path) -> Path:
     """Return where the sockets go: beside the data, or a short directory of the same owner when that path is too long."""
     beside = home / "sockets"
+    # sockaddr_un holds 108 bytes on Linux and 104 on macOS; PostgreSQL adds "/.s.PGSQL.5432" to the directory.
     if len(os.fsencode(beside)) <= limits().launcher.socket_directory_bytes:
         return beside
     name = f"{zlib.crc32(os.fsencode(home)):08x}{zlib.adler32(os.fsencode(home)):08x}"
@@ -335,6 +328,7 @@ def run_manage(data: Path, arguments: Sequence[str]) -> NoReturn:
     has_own = "DATABASE_URL" in environment and {"MUSTER_SECRET_KEY", "MUSTER_SECRET_KEY_FILE"} & set(environment)
     if not has_own and not {"-h", "--help"} & set(arguments):
         environment |= read_variables(data)
+    # What waits in the buffer is lost when the process is replaced.
     sys.stdout.flush()
     os.chdir(ROOT)
     os.execve(sys.executable, [sys.executable, str(ROOT / "manage.py"), *arguments], environment)

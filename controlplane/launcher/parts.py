@@ -1,4 +1,4 @@
-"""The parts of an installation as specifications: command lines, environments and"""
+"""The parts of an installation as specifications: command lines, environments, and how each says that it is ready."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ class Addresses:
 
     @property
     def public_url(self) -> str:
-        """Base URL of the control plane for people: on loopback the name, as browsers bind no passkey to an address."""
+        """Base URL of the control plane for people."""
+        # On loopback the name: browsers bind no passkey to an address.
         return f"http://localhost:{self.control_port}" if self.is_on_loopback else self.control_url
 
     @property
@@ -292,10 +293,8 @@ def _bracket(host: str) -> str:
 
 
 def fetch(host: str, port: int, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes] | None:
-    """Return status and body of a GET, or None when nobody gives an HTTP answer within a second or two.
-
-    HTTP/1.0 by hand: ``http.client`` would keep TLS and mail parsing in the supervisor's memory for good.
-    """
+    """Return status and body of a GET, or None when nobody gives an HTTP answer within a second or two."""
+    # By hand: ``http.client`` would keep TLS and mail parsing in the supervisor's memory for good.
     lines = [f"GET {path} HTTP/1.0", f"Host: {host}:{port}", *(f"{name}: {value}" for name, value in (headers or {}).items())]
     try:
         with socket.create_connection((host, port), timeout=limits().launcher.ready_answer_s) as connection:

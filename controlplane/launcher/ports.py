@@ -18,13 +18,11 @@ _HOSTS_FILE = Path("/etc/hosts")
 
 
 def list_addresses() -> list[str]:
-    """Return the addresses under which other machines may reach this one, IPv4 first. Asks the kernel, never the network.
-
-    Without link-local ones: IPv6's need a zone, which no browser takes in a URL.
-    """
+    """Return the addresses under which other machines may reach this one, IPv4 first. Asks the kernel, never the network."""
     families = {socket.AF_INET, socket.AF_INET6}
     listed = [each.address for held in psutil.net_if_addrs().values() for each in held if each.family in families]
     found = map(ipaddress.ip_address, dict.fromkeys(listed))
+    # Without link-local ones: IPv6's need a zone, which no browser takes in a URL.
     usable = [address for address in found if not (address.is_loopback or address.is_link_local)]
     return [str(address) for address in sorted(usable, key=lambda address: address.version)]
 
@@ -47,10 +45,7 @@ def list_names(addresses: list[str]) -> list[str]:
 def claim_port(host: str, port: int, *, option: str, held: ExitStack, claims: list[socket.socket] | None = None) -> int:
     """Return ``port`` when it can be listened on, or a free one when it is 0.
 
-    Until ``held`` is closed nobody else gets it by chance, while a child of ours may listen on it: on Linux a socket that is
-    bound and does not listen keeps a port from everyone but who names it and sets SO_REUSEADDR, as servers do. There it is
-    added to ``claims``: a child that is to listen on this very socket leaves it listening for the next one when it dies.
-
+    Until ``held`` is closed nobody else gets it by chance (Linux). ``claims`` gets its socket there, for a child to listen on.
     Raises LauncherError when ``host`` is not ours, and when the port is busy: then with the holder, where that can be read.
     """
     try:
@@ -68,8 +63,11 @@ def claim_port(host: str, port: int, *, option: str, held: ExitStack, claims: li
     if sys.platform != "linux" or not port:  # a port that the kernel chose would be lost with the first listener's shutdown
         with claim:
             return number if sys.platform != "linux" else claim_port(host, number, option=option, held=held, claims=claims)
+    # A socket that is bound and does not listen keeps the port from everyone but who names it and sets SO_REUSEADDR, as our
+    # children do.
     held.callback(claim.close)
     if claims is not None:
+        # A child that listens on this very socket leaves it listening for the next one when it dies.
         claims.append(claim)
     return number
 

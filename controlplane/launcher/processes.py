@@ -88,10 +88,8 @@ Child = Fork | subprocess.Popen[bytes]
 
 
 def preload(environment: Mapping[str, str], load: Callable[[], None]) -> bool:
-    """Load with these variables what forked children share; return whether children can be forked now.
-
-    They cannot on macOS, whose libraries do not bear it, nor when it failed: each child reports the same error in its own log.
-    """
+    """Load with these variables what forked children share; return whether children can be forked now."""
+    # The libraries of macOS do not bear a fork.
     if sys.platform != "linux":
         return False
     before = dict(os.environ)
@@ -99,6 +97,7 @@ def preload(environment: Mapping[str, str], load: Callable[[], None]) -> bool:
         importlib.import_module("setproctitle").getproctitle()  # it looks for our command line beside the first environment
         os.environ.update(environment)
         load()
+    # Each child that is then executed reports the same error in its own log.
     except Exception:  # noqa: BLE001 - see above
         return False
     finally:
@@ -193,6 +192,7 @@ def _tie_to_parent(death_signal: signal.Signals) -> Callable[[], None] | None:
 
     def arm() -> None:
         prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+        # The parent may have died before the signal was armed.
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -206,7 +206,9 @@ def identify(pid: int) -> str | None:
     """
     if _PROC.joinpath("self").exists():
         try:
+            # Not psutil's time of creation: that moves when the clock of the machine is set.
             stat = (_PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+            # Ticks count from the boot: without its id a process of before a reboot could look like one of now.
             boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         except OSError:
             return None
@@ -256,7 +258,8 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def send_group(pgid: int, number: signal.Signals) -> None:
-    """Signal a process group that may already be gone. A zombie-only group answers EPERM on macOS."""
+    """Signal a process group that may already be gone."""
+    # A group of zombies alone answers EPERM on macOS.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, number)
 

@@ -28,15 +28,13 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def rotate(path: Path) -> None:
-    """Move what ``path`` holds to ``NAME.log.1`` when it has grown beyond the limit; children keep writing to ``path``.
-
-    They write in append mode, so a truncated file starts again at its beginning. A line written in between may be lost.
-    """
+    """Move what ``path`` holds to ``NAME.log.1`` when it has grown beyond the limit; children keep writing to ``path``."""
     try:
         if path.stat().st_size <= limits().launcher.log_bytes:
             return
         shutil.copyfile(path, path.with_name(f"{path.name}.1"))
         path.with_name(f"{path.name}.1").chmod(0o600)
+        # Children write in append mode, so each goes on at the new beginning. A line written in between may be lost.
         os.truncate(path, 0)
     except FileNotFoundError:
         return
@@ -53,6 +51,7 @@ def read_tail(path: Path, *, since: int = 0) -> str:
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
+            # A log that is shorter than it was has been rotated since: all of it is of this start.
             begin = since if since <= size else 0
             stream.seek(max(begin, size - limits().launcher.log_tail_bytes))
             return stream.read().decode(errors="replace")
@@ -71,6 +70,7 @@ class Backoff:
         bounds = limits().launcher
         if ran_s >= bounds.restart_healthy_s:
             self.failures = 0
+        # The exponent is bounded: a part that dies for weeks must not make a number that no float holds.
         pause = min(bounds.restart_first_s * 2.0 ** min(self.failures - 1, 16), bounds.restart_max_s) if self.failures else 0.0
         self.failures += 1
         return pause
@@ -254,6 +254,7 @@ class Supervisor:
 
     def stop(self, order: Sequence[Sequence[str]]) -> None:
         """Stop the parts, one group of names after the other; with a second signal from the person they are killed."""
+        # The signal that asked for the stop is not the second one, which kills.
         self._stop_signals_seen = 0
         for group in order:
             self._stop_group([self.parts[name] for name in group if name in self.parts])
@@ -277,6 +278,7 @@ class Supervisor:
     def _restart(self, name: str, part: Part) -> bool:
         try:
             part.start()
+        # At the start such an error ends it; later the other parts go on, and this one is tried again.
         except (OSError, LauncherError) as error:
             pause = part.backoff.next_pause_s(0.0)
             part.restart_at = clock.monotonic() + pause

@@ -73,6 +73,7 @@ def run_up(options: UpOptions) -> int:
     data = prepare_data(options.data)
     try:
         return _lock_and_run(options, data)
+    # A start that failed leaves no folder behind that was not there.
     except (LauncherError, SettingError):
         if is_empty:
             remove_unused(data, made)
@@ -94,7 +95,7 @@ def _lock_and_run(options: UpOptions, data: Path) -> int:
 
 
 def _check_settings() -> None:
-    """Read what the launcher itself uses, so that a mistake is said before anything starts. Raises SettingError."""
+    # What the launcher itself reads, so that a mistake is said before anything starts.
     read_log_level("MUSTER_LOG_LEVEL")
     parts.read_gateway_grace_s()
     parts.read_node_drain_s()
@@ -315,8 +316,8 @@ class _Session:
         return True
 
     def _announce(self, credentials: Credentials, *, is_first: bool, is_served: bool) -> None:
-        """Say where everything is. Secrets are said once, by the start that made them: what is printed may be kept by a log."""
         where = self.addresses
+        # Said once, by the start that made it: what is printed may be kept by a log.
         secret = f" / {credentials.password}" if is_first else ""
         pages = list(dict.fromkeys([self._public_url, where.public_url, *where.outside_urls(where.control_port)]))
         gateways = list(dict.fromkeys([where.gateway_url, *where.outside_urls(where.gateway_ports[0])]))
@@ -414,7 +415,7 @@ def record_children(path: Path, run_id: str, parts: Mapping[str, Part]) -> None:
 def end_leftovers(path: Path) -> None:
     """End the children of an earlier run that are still alive; a process that only shares an id with one is left alone.
 
-    PostgreSQL is left to ``Postgres.clear_leftovers``, which knows all of its processes. Raises LauncherError.
+    Raises LauncherError.
     """
     kept = read_json(path)
     children = kept.get("children")
@@ -424,6 +425,7 @@ def end_leftovers(path: Path) -> None:
     recorded = [
         (int(child["pid"]), str(child["identity"]))
         for name, child in children.items()
+        # ``Postgres.clear_leftovers`` knows all processes of that one.
         if name != "postgres" and isinstance(child, dict) and is_alive(int(child["pid"]), str(child["identity"]))
     ]
 

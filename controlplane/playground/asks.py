@@ -144,7 +144,7 @@ class _ImageForm(msgspec.Struct):
 
 
 class _Form(msgspec.Struct):
-    """The page's JSON. Numbers come as they were typed, so that one sentence says what is wrong with them."""
+    """The page's JSON."""
 
     surface: str = ""
     model: str = ""
@@ -154,6 +154,7 @@ class _Form(msgspec.Struct):
     prompt: str = ""
     image: _ImageForm | None = None
     tools: str = ""
+    # Numbers as they were typed, so that one sentence says what is wrong with them.
     temperature: str = ""
     max_tokens: str = ""
     stream: bool = False

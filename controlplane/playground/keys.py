@@ -1,7 +1,6 @@
 """Who may use the playground, and the key with which the page asks: made for one session and one tenant, kept in that session.
 
-The session lies in the database, where keys otherwise are only hashes. So it holds the text sealed with a key that is
-derived from ``MUSTER_SECRET_KEY``, which is not in the database. At sign-out the key is revoked.
+At sign-out the key is revoked.
 """
 
 from __future__ import annotations
@@ -53,13 +52,12 @@ SESSION_KEYS = "muster_playground_keys"
 def lend_key(request: HttpRequest, tenant_name: str) -> str:
     """Return the text of the session's key for a tenant, a new one when there is none that works.
 
-    Every browser has its own, so that none ends what another has begun; tabs of one browser that ask at the same time get
-    the same one. Raises AskRefused for a tenant that is missing or disabled, SignedOut when the session has ended
-    meanwhile; no key is made then.
+    Raises AskRefused for a tenant that is missing or disabled, SignedOut when the session has ended meanwhile.
     """
     tenant = find_tenant(tenant_name)
     if tenant is None or not tenant.is_active:
         raise AskRefused("Choose a tenant that is enabled.", param=TENANT_FIELD)
+    # One key for each browser, so that none ends what another has begun.
     text = _open_held(request.session.get(SESSION_KEYS, {}).get(tenant.name))
     return text if text is not None else _make_key(request, tenant.name)
 
@@ -80,6 +78,7 @@ def _make_key(request: HttpRequest, tenant_name: str) -> str:
             actor=name_actor(request),
             expires_at=clock.now() + timedelta(seconds=limits().console.playground_key_s),
         )
+        # The session lies in the database, where keys otherwise are only hashes: sealed with what is not in the database.
         sealed = _cipher().encrypt(text.encode()).decode()
         held = {**held, tenant_name: {"id": str(key.pk), "sealed": sealed}}
     request.session[SESSION_KEYS] = held

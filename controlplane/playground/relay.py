@@ -51,10 +51,7 @@ class Head:
 
 
 class Relay:
-    """One answer. ``head`` waits for its beginning, iterating yields its bytes; the end of either way closes the connection.
-
-    A task of its own reads the gateway, so that it is let go also when the answer is dropped before its first byte.
-    """
+    """One answer. ``head`` waits for its beginning, iterating yields its bytes; the end of either way closes the connection."""
 
     def __init__(self, call: Call) -> None:
         most = limits().console.playground_answers
@@ -63,6 +60,7 @@ class Relay:
         self._chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._room = asyncio.Semaphore(limits().console.playground_chunks)
         self._head: asyncio.Future[Head] = asyncio.get_running_loop().create_future()
+        # A task of its own, so that the gateway is let go also when the answer is dropped before its first byte.
         self._reading = asyncio.create_task(self._read(call))
         _open.add(self)
         # Not in the task's own ``finally``: a task that is cancelled before its first step never runs.
@@ -90,7 +88,7 @@ class Relay:
         await asyncio.wait({self._reading}, timeout=limits().console.playground_close_s)
 
     def close(self) -> None:
-        """Close without waiting. Django calls it from any thread when it is done with the response."""
+        # Django calls it from any thread when it is done with the response.
         self._reading.get_loop().call_soon_threadsafe(self._reading.cancel)
 
     async def _read(self, call: Call) -> None:
@@ -127,8 +125,8 @@ class Relay:
         return httpx.AsyncClient(timeout=timeout, verify=_trust(), trust_env=False, follow_redirects=False)
 
     def _fail(self, error: Exception) -> None:
-        """Tell whoever waits for the head; after the head the answer just ends, which the page sees."""
         logger.warning("playground_failed error=%s", type(error).__name__)
+        # After the head the answer just ends, which the page sees.
         if not self._head.done():
             self._head.set_exception(describe_failure(error))
 
@@ -161,5 +159,5 @@ def describe_failure(error: Exception) -> PlaygroundError:
 
 @cache
 def _trust() -> ssl.SSLContext:
-    """Return the certificates that the machine trusts; made once, as it takes tens of milliseconds."""
+    # Made once, as it takes tens of milliseconds.
     return ssl.create_default_context()

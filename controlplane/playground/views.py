@@ -100,11 +100,12 @@ def _for_script(view: Answer) -> Answer:
 @require_POST
 @_for_script
 def show_code(request: HttpRequest) -> HttpResponse:
-    """Answer the form as programs. What is not right yet is said with 200: a form being filled in is no failure."""
+    """Answer the form as programs."""
     data = _read_form(request)
     answer: dict[str, Any]  # JSON
     try:
         answer = asdict(write_code(read_ask(data, is_draft=True), base_url=find_shown_url()))
+    # With 200: a form being filled in is no failure.
     except AskRefused as refusal:
         answer = describe_refusal(refusal)
     return JsonResponse(answer, headers={"Cache-Control": "no-store"})
@@ -201,9 +202,9 @@ def _require_player(request: HttpRequest) -> None:
 
 
 def _read_form(request: HttpRequest) -> bytes:
-    """Return the body. Read as a stream: Django's limit for forms is below that of a picture."""
     if request.content_type != "application/json":
         raise AskRefused("The page sent something that cannot be read. Reload it and try again.")
+    # As a stream: Django's limit for forms is below that of a picture.
     data = request.read(limits().console.playground_form_bytes + 1)
     if len(data) > limits().console.playground_form_bytes:
         raise AskTooLarge(

@@ -12,10 +12,11 @@ from wire.optoken.approval import POLICY_CHANGE, ApprovalError, Policy, Statemen
 
 
 def is_stopped_by_failure(operation: Operation) -> bool:
-    """Return whether people signed that a failure stops the rest of a batch; a row that was tampered with stops as well."""
+    """Return whether people signed that a failure stops the rest of a batch."""
     try:
         return operation.read_statement().stops_on_failure
     except ApprovalError:
+        # A row that was tampered with stops as well: what was signed cannot be read.
         return True
 
 
@@ -62,6 +63,7 @@ def list_lasting_approvals(operation: Operation) -> list[Decision]:
     for decision in sorted(operation.decisions.all(), key=lambda d: d.at):
         stood = decision.withdrawn_at is None or (sent_at is not None and decision.withdrawn_at > sent_at)
         if decision.is_approval and decision.proof and stood:
+            # Of a person who signed again after taking it back, the last one.
             kept[decision.person_id] = decision
     return list(kept.values())
 
@@ -84,7 +86,7 @@ def is_met(operation: Operation) -> bool:
 
 
 def is_governed() -> bool:
-    """Return whether governed changes need approval: from the first active policy on, for good."""
+    # From the first active policy on, for good: one that has expired opens nothing again.
     return PolicyVersion.objects.filter(activated_at__isnull=False).exists()
 
 

@@ -235,7 +235,7 @@ def summarise(operation: Operation) -> OperationSummary:
 
 
 def _title_of(operation: Operation) -> str:
-    """Return the title; one row that was changed in the database does not take the whole list away."""
+    # One row that was changed in the database does not take the whole list away.
     try:
         return _describe(operation, operation.read_statement()).title
     except (ApprovalError, UnknownOperation):

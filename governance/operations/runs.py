@@ -473,6 +473,7 @@ def note_progress(*, run_id: uuid.UUID, stage: str, fraction: float | None, eta_
     told = {"stage": stage[:200], "fraction": share, "eta_s": left_s, "contact_at": now, "updated_at": now}
     if task_id:
         told["task_id"] = task_id
+    # Compare and set: what comes late does not bring an ended run back.
     if rows.filter(state=RunState.DISPATCHED.value).update(state=RunState.EXECUTING.value, **told):
         run = rows.select_related("operation").get()
         audit_run(run, run.operation, "operation.run.executing", {"attempt": run.attempt})
@@ -565,7 +566,6 @@ class NodeRun:
 
 
 def list_nodes_with_runs() -> set[uuid.UUID]:
-    """Return the nodes that have something to do or to be asked about."""
     return {node_id for node_id in _open().values_list("node_id", flat=True).distinct() if node_id is not None}
 
 
@@ -587,7 +587,6 @@ def list_unattended(
 
 
 def find_node_run(run_id: uuid.UUID) -> NodeRun | None:
-    """Return a run that was sent on its way to a node, None when there is no such run."""
     return _first(OperationRun.objects.filter(pk=run_id))
 
 

@@ -218,9 +218,10 @@ class Moment(serializers.DateTimeField):
 
 
 class Form(serializers.Serializer[Any]):  # Any: a form has no model
-    """The body of a request. A name it does not know is refused: a mistyped limit must not pass for no limit."""
+    """The body of a request."""
 
     def to_internal_value(self, data: Any) -> Any:  # Any: Django REST framework's signature
+        # A mistyped limit must not pass for no limit.
         if isinstance(data, Mapping) and (unknown := sorted(set(data) - set(self.fields))):
             known = ", ".join(sorted(self.fields))
             raise ValidationError({unknown[0][:60]: [f"There is no such field; there are: {known}."]})

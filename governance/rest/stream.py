@@ -78,7 +78,7 @@ class StatusStream:
             await asyncio.wait({listener}, timeout=limits().governance.stream_layer_s)
 
     def close(self) -> None:
-        """Give the place free; called by Django as well when the response ends before its first byte."""
+        # Django calls it as well when the response ends before its first byte.
         _open.discard(self)
 
     async def _follow(self) -> AsyncIterator[bytes]:
@@ -171,7 +171,7 @@ def read_status(op_id: uuid.UUID) -> dict[str, object]:
 
 
 def _is_final(summary: OperationSummary, runs: list[RunState]) -> bool:
-    """Whether nothing can follow. A standing approval may be used again until it expires."""
+    # A standing approval may be used again until it expires.
     if not FINAL_RUNS.issuperset(runs):
         return False
     state = ApprovalState(summary.state)
@@ -195,7 +195,7 @@ def _authenticate(request: HttpRequest) -> None:
 
 
 def _is_still_admitted(request: HttpRequest) -> bool:
-    """Whether the token is still good: one that is revoked ends its streams within a heartbeat."""
+    # A token that is revoked ends its streams within a heartbeat.
     try:
         _authenticate(request)
     except (APIException, GovernanceError):

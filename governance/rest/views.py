@@ -170,12 +170,13 @@ def list_operations(
 ) -> tuple[list[OperationSummary], str | None]:
     """Return a page of operations, newest first, and the cursor of the next one (None: it is the last).
 
-    Rows that are added meanwhile shift nothing. Raises ValidationError for a cursor that is none.
+    Raises ValidationError for a cursor that is none.
     """
     wanted = {"state": state, "operation": operation, "requested_by": requested_by}
     rows = Operation.objects.filter(**{name: value for name, value in wanted.items() if value is not None})
     if cursor is not None:
         at, ident = _read_cursor(cursor)
+        # Not an offset: rows that are added meanwhile would shift it.
         rows = rows.filter(Q(requested_at__lt=at) | Q(requested_at=at, id__lt=ident))
     page = list(with_parts(rows).order_by("-requested_at", "-id")[: limit + 1])
     shown = [summarise(row) for row in page[:limit]]

@@ -190,7 +190,8 @@ def forget_app(request: HttpRequest) -> HttpResponse:
 @login_required
 @with_strict_policy
 def end_other_sessions(request: HttpRequest) -> HttpResponse:
-    """Sign the person out everywhere else. Allowed to every session: it only takes away."""
+    """Sign the person out everywhere else."""
+    # Every session may, also one that only looks: it only takes away.
     ended = close_other_sessions(request)
     messages.success(request, f"{ended} other session{'' if ended == 1 else 's'} ended.")
     return HttpResponseRedirect(reverse("signin:keys"))

@@ -177,8 +177,8 @@ def use(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
 @require_POST
 @operation_form
 def claim(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
-    """Show the admin token that was approved. It passes no session and no cache, and is shown once."""
     token, secret = claim_admin_token(op_id=op_id, user=find_viewer(request))
+    # On the answer itself, which passes no session and no cache: it is shown once.
     context = {"token": token, "secret": secret, "back_url": locate_operation(op_id)}
     return render_page(request, "approvals/claimed.html", context)
 
@@ -232,11 +232,12 @@ def render_live(view: OperationView, *, is_able: bool) -> str:
 
 
 def say_state(view: OperationView) -> str:
-    """Return what a screen reader is told when it changes. Progress is told in steps of ten, or it would never be silent."""
+    """Return what a screen reader is told when it changes."""
     summary = view.summary
     said = [f"{summary.state}, {summary.approvals} of {summary.required} approvals"]
     for run in view.runs:
         words = RUN_WORDS.get(RunState(run.state), run.state)
+        # Told in steps of ten, or it would never be silent.
         is_moving = run.state == RunState.EXECUTING and run.percent is not None
         said.append(f"{run.target}: {words}" + (f", {(run.percent or 0) // 10 * 10} percent" if is_moving else ""))
     return "; ".join(said)

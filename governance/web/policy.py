@@ -159,18 +159,17 @@ def _read_expiry(text: str) -> datetime | None:
 
 
 def _base_classes(policy: Policy | None) -> dict[str, dict[str, object]]:
-    """Return the classes that a draft starts from: those in force, so that what this form does not show is kept.
-
-    The class break-glass is left out of a policy without a key for it, and comes back with the first such key. Operations that
-    no class in force names, because they are newer than the policy, are offered with the classes of a new policy.
-    """
+    """Return the classes that a draft starts from: those in force, so that what this form does not show is kept."""
     if policy is None:
         return {name: dict(members) for name, members in DEFAULT_CLASSES.items()}
     document = json.loads(policy.raw)
     named = {operation for found in policy.classes.values() for operation in found.operations}
+    # Operations that no class in force names, because they are newer than the policy, come with the classes of a new
+    # policy.
     newer = {
         name: dict(members) for name, members in DEFAULT_CLASSES.items() if name in settings.OPERATIONS and name not in named
     }
+    # Left out of a policy without a key for it, the class comes back with the first such key.
     return {BREAK_GLASS: dict(DEFAULT_CLASSES[BREAK_GLASS]), **newer, **document["classes"]}
 
 

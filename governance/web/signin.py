@@ -94,8 +94,9 @@ def sign_out(request: HttpRequest) -> HttpResponse:
 @require_safe
 @with_strict_policy
 def show_invitation(request: HttpRequest, token: str) -> HttpResponse:
-    """Show who is invited and offer to make a passkey. Opening the link spends nothing: previews of messengers open it too."""
+    """Show who is invited and offer to make a passkey."""
     try:
+        # Opening the link spends nothing: previews of messengers open it too.
         invitation = find_invitation(token)
     except SignInRefused as refusal:
         page = {"title": "This invitation cannot be used", "explanation": refusal.message}
