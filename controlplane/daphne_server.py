@@ -460,13 +460,11 @@ class FlowControlledServer(Server):  # type: ignore[misc]  # Daphne ships no typ
                 await asyncio.wait(running, timeout=deadline - loop.time())
             for transport in self.transports:
                 transport.loseConnection()  # after what is still to be written
-            while self._is_any_open() and loop.time() < deadline:  # noqa: ASYNC110  # Twisted has no event for "all closed"
+            # Twisted has no event for "all closed".
+            while loop.time() < deadline and any(each.connected for each in self.transports):  # noqa: ASYNC110
                 await asyncio.sleep(limits().console.stop_poll_s)
         finally:
             self.stop()
-
-    def _is_any_open(self) -> bool:
-        return any(transport.connected for transport in self.transports)
 
     def _running_applications(self) -> list[asyncio.Future[None]]:
         tasks = (details.get("application_instance") for details in self.connections.values())

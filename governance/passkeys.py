@@ -85,14 +85,6 @@ class NewPasskey:
     transports: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class KnownPasskey:
-    """A stored passkey that an answer is checked against. ``public_key``: SPKI DER."""
-
-    keyid: str
-    public_key: bytes = field(repr=False)
-
-
 def read_site() -> Site:
     """Return what passkeys are bound to, from ``settings.PUBLIC_URL``. Raises PasskeysUnavailable with what would do."""
     parts = urlsplit(settings.PUBLIC_URL)
@@ -185,8 +177,8 @@ def verify_new(answer: Answer, *, challenge: bytes) -> NewPasskey:
     )
 
 
-def verify_known(answer: Answer, passkey: KnownPasskey, *, challenge: bytes) -> int:
-    """Return the sign count of an answer by ``passkey`` to ``challenge``. Raises SignInRefused."""
+def verify_known(answer: Answer, *, keyid: str, public_key: bytes, challenge: bytes) -> int:
+    """Return the sign count of an answer to ``challenge`` by a stored passkey (SPKI DER). Raises SignInRefused."""
     site = read_site()
     try:
         seen = verify_authentication_response(
@@ -194,7 +186,7 @@ def verify_known(answer: Answer, passkey: KnownPasskey, *, challenge: bytes) -> 
             expected_challenge=challenge,
             expected_rp_id=site.rp_id,
             expected_origin=site.origin,
-            credential_public_key=_make_cose(passkey.public_key),
+            credential_public_key=_make_cose(public_key),
             # The count is for looking at only: passkeys that are copied between devices always say 0.
             credential_current_sign_count=0,
             require_user_verification=True,
@@ -202,7 +194,7 @@ def verify_known(answer: Answer, passkey: KnownPasskey, *, challenge: bytes) -> 
         _refuse_frames(answer)
     except (*_UNREADABLE, ApprovalError):
         raise SignInRefused("This passkey was not accepted. Reload the page and try again.") from None
-    if bytes_to_base64url(seen.credential_id) != passkey.keyid:
+    if bytes_to_base64url(seen.credential_id) != keyid:
         raise SignInRefused("This passkey was not accepted. Reload the page and try again.")
     return seen.new_sign_count
 

@@ -90,13 +90,13 @@ def _note_guessing(user: User | None) -> None:
 
 def sign_in_by_passkey(answer: Mapping[str, Any], *, challenge: bytes) -> User:
     """Return whose passkey answered ``challenge``. Raises SignInRefused."""
-    from governance.passkeys import KnownPasskey, read_keyid, verify_known  # only pages need the library behind it
+    from governance.passkeys import read_keyid, verify_known  # only pages need the library behind it
     from wire.optoken.approval import decode_bytes
 
     key = find_passkey(read_keyid(answer))
     if key is None or not key.user.is_active:
         raise SignInRefused(PASSKEY_REFUSAL)
-    count = verify_known(answer, KnownPasskey(key.keyid, decode_bytes(key.public_key)), challenge=challenge)
+    count = verify_known(answer, keyid=key.keyid, public_key=decode_bytes(key.public_key), challenge=challenge)
     if count and count <= key.sign_count:
         logger.warning("passkey_count_went_back key=%s", key.thumbprint)
     note_use(key, sign_count=count)

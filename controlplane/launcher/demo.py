@@ -6,12 +6,11 @@ import math
 import os
 import signal
 import struct
-import tempfile
 from pathlib import Path
 from typing import NoReturn
 
 from controlplane.launcher.console import LauncherError
-from controlplane.launcher.files import read_json
+from controlplane.launcher.files import read_json, replace_file
 from controlplane.launcher.installation import installation_path, read_variables, run_manage
 from controlplane.launcher.parts import TINY_MODEL
 from controlplane.launcher.processes import send
@@ -60,18 +59,9 @@ _MOSTLY_F16 = 1
 def write_f16_model(source: Path, target: Path) -> None:
     """Write ``source`` (GGUF with f32 and q8_0 tensors, at most a few MB) to ``target`` with f16 in the place of q8_0.
 
-    The target is there whole or not at all. Raises ValueError for another kind of file, OSError.
+    Raises ValueError for another kind of file, OSError.
     """
-    data = _unpack(source.read_bytes())
-    fd, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.stem}-")
-    draft = Path(name)
-    try:
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(data)
-        draft.chmod(0o644)
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
+    replace_file(target, _unpack(source.read_bytes()), mode=0o644)
 
 
 def _unpack(data: bytes) -> bytes:

@@ -14,12 +14,13 @@ from types import TracebackType
 from wire import clock
 
 
-def write_private(path: Path, text: str) -> None:
-    """Replace ``path`` with ``text`` atomically and durably, mode 0600. Raises OSError."""
+def replace_file(path: Path, content: bytes, *, mode: int = 0o600) -> None:
+    """Replace ``path`` with ``content`` atomically and durably. Raises OSError."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(fd, "wb") as stream:
+            os.fchmod(fd, mode)
+            stream.write(content)
             stream.flush()
             # Before the rename: after a power cut the name must not lead to an empty file.
             os.fsync(stream.fileno())
@@ -31,7 +32,7 @@ def write_private(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Replace ``path`` with ``value`` as JSON, mode 0600. Raises OSError."""
-    write_private(path, json.dumps(value, indent=2) + "\n")
+    replace_file(path, f"{json.dumps(value, indent=2)}\n".encode())
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -52,7 +53,7 @@ def read_or_create_secret(path: Path) -> str:
     if kept:
         return kept
     fresh = base64.urlsafe_b64encode(os.urandom(32)).decode().rstrip("=")
-    write_private(path, fresh + "\n")
+    replace_file(path, f"{fresh}\n".encode())
     return fresh
 
 

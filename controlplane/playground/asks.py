@@ -205,14 +205,14 @@ def build_body(ask: Ask, place_image: Callable[[str, Image], object] = lambda pr
 
     ``place_image(prefix, image)`` returns what stands where the picture goes: a ``data:`` URL, or on Messages bare base64.
     """
-    build = {
+    builders: dict[SurfaceName, Callable[[Ask, Callable[[str, Image], object]], Json]] = {
         SurfaceName.CHAT: _build_chat,
         SurfaceName.MESSAGES: _build_messages,
         SurfaceName.RESPONSES: _build_responses,
-        SurfaceName.COMPLETIONS: _build_completions,
-        SurfaceName.EMBEDDINGS: _build_embeddings,
-    }[ask.surface.name]
-    body: Json = {"model": ask.model, **build(ask, place_image)}
+        SurfaceName.COMPLETIONS: lambda ask, _: {"prompt": ask.prompt, **_add_sampling(ask)},
+        SurfaceName.EMBEDDINGS: lambda ask, _: {"input": ask.prompt},
+    }
+    body: Json = {"model": ask.model, **builders[ask.surface.name](ask, place_image)}
     if ask.pool_options:
         body["x_pool_options"] = dict(ask.pool_options)
     return body
@@ -254,16 +254,6 @@ def _build_responses(ask: Ask, place_image: Callable[[str, Image], object]) -> J
         **_add_tools(ask),
         **_add_sampling(ask, limit="max_output_tokens", asks_for_usage=False),
     }
-
-
-def _build_completions(ask: Ask, place_image: Callable[[str, Image], object]) -> Json:
-    del place_image
-    return {"prompt": ask.prompt, **_add_sampling(ask)}
-
-
-def _build_embeddings(ask: Ask, place_image: Callable[[str, Image], object]) -> Json:
-    del place_image
-    return {"input": ask.prompt}
 
 
 def _add_sampling(ask: Ask, *, limit: str = "max_tokens", asks_for_usage: bool = True) -> Json:

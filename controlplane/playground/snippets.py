@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from controlplane.playground.asks import Ask, Image, Json, SurfaceName, build_body
+from controlplane.playground.asks import Ask, Json, SurfaceName, build_body
 
 WIDTH = 80
 _IDENTIFIER = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]*\Z")
@@ -239,17 +239,12 @@ _CALLS = {
 
 def write_code(ask: Ask, *, base_url: str) -> Code:
     """Return the question as programs that ask the gateway at ``base_url`` (no slash at its end)."""
-    body = build_body(ask, _mark_image)
+    body = build_body(ask, lambda prefix, _image: ImageText(prefix))
     return Code(
         curl=_write_curl(ask, body, base_url),
         python=_write_python(ask, body, base_url),
         node=_write_node(ask, body, base_url),
     )
-
-
-def _mark_image(prefix: str, image: Image) -> object:
-    del image
-    return ImageText(prefix)
 
 
 def _write_curl(ask: Ask, body: Json, base_url: str) -> str:

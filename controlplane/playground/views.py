@@ -104,7 +104,8 @@ def show_code(request: HttpRequest) -> HttpResponse:
     data = _read_form(request)
     answer: dict[str, Any]  # JSON
     try:
-        answer = asdict(write_code(read_ask(data, is_draft=True), base_url=find_shown_url()))
+        base_url = str(settings.GATEWAY_PUBLIC_URL).rstrip("/") or find_gateway_url()
+        answer = asdict(write_code(read_ask(data, is_draft=True), base_url=base_url))
     # With 200: a form being filled in is no failure.
     except AskRefused as refusal:
         answer = describe_refusal(refusal)
@@ -159,10 +160,6 @@ def describe_refusal(refusal: PlaygroundError | ServiceError) -> dict[str, dict[
 
 def say_refusal(refusal: PlaygroundError | ServiceError) -> JsonResponse:
     return JsonResponse(describe_refusal(refusal), status=refusal.status, headers={"Cache-Control": "no-store"})
-
-
-def find_shown_url() -> str:
-    return str(settings.GATEWAY_PUBLIC_URL).rstrip("/") or find_gateway_url()
 
 
 def find_record_url(printed_id: str) -> str:

@@ -88,7 +88,7 @@ class StatusStream:
             self._hinted.clear()
             status = await _in_database(partial(read_status, self._op_id))
             if status != seen:
-                yield _print_event(status)
+                yield f"event: status\ndata: {json.dumps(status, ensure_ascii=False)}\n\n".encode()
                 seen, quiet_since = status, clock.monotonic()
             if status["is_final"]:
                 return
@@ -213,10 +213,6 @@ def _render(error: Exception) -> HttpResponse:
     if isinstance(error, MethodNotAllowed):
         response["Allow"] = "GET"
     return response
-
-
-def _print_event(status: dict[str, object]) -> bytes:
-    return f"event: status\ndata: {json.dumps(status, ensure_ascii=False)}\n\n".encode()
 
 
 async def _in_database(look: Any) -> Any:  # Any: Channels ships no types

@@ -16,7 +16,7 @@ from django.views.decorators.http import require_http_methods, require_POST
 
 from core.limits import limits
 from governance.errors import GovernanceError, NotPermitted
-from governance.keys import KeyView, add_key_file, enrol_passkey, list_keys, revoke_key
+from governance.keys import add_key_file, enrol_passkey, list_keys, revoke_key
 from governance.passkeys import verify_new
 from governance.passwords import begin_app, confirm_app, has_app, remove_app
 from governance.people import Assurance, may_enrol
@@ -141,12 +141,9 @@ def remove_key(request: HttpRequest, key_id: int) -> HttpResponse:
         else:
             messages.success(request, f"{key.label} is removed.")
             return HttpResponseRedirect(reverse("signin:keys"))
-    page = {"key": key, "fault": fault, "is_last_passkey": _is_last_passkey(key, in_use)}
+    is_last_passkey = key.is_passkey and sum(each.is_passkey for each in in_use) == 1
+    page = {"key": key, "fault": fault, "is_last_passkey": is_last_passkey}
     return render(request, "signin/remove_key.html", page, status=HTTPStatus.FORBIDDEN if fault else HTTPStatus.OK)
-
-
-def _is_last_passkey(key: KeyView, in_use: list[KeyView]) -> bool:
-    return key.is_passkey and sum(each.is_passkey for each in in_use) == 1
 
 
 @require_http_methods(["GET", "HEAD", "POST"])

@@ -42,6 +42,7 @@ from governance.web.pages import (
     find_viewer,
     locate_operation,
     operation_form,
+    read_object,
     render_page,
 )
 from wire.ids import format_id
@@ -131,12 +132,9 @@ def approve(request: HttpRequest, op_id: uuid.UUID) -> HttpResponse:
 
 
 def _read_proof(request: HttpRequest) -> tuple[dict[str, object], str]:
-    try:
-        body = json.loads(request.body) if len(request.body) <= limits().governance.proof_body_bytes else None
-    except (ValueError, RecursionError):
-        body = None
-    proof = body.get("proof") if isinstance(body, dict) else None
-    if not isinstance(body, dict) or not isinstance(proof, dict):
+    body = read_object(request, most_bytes=limits().governance.proof_body_bytes)
+    proof = body.get("proof")
+    if not isinstance(proof, dict):
         raise ApprovalRefused("The browser sent no proof that can be read. Reload the page and try again.", rule="bad_proof")
     return proof, str(body.get("comment", ""))
 
@@ -209,6 +207,7 @@ def describe_live(view: OperationView, *, is_able: bool) -> dict[str, object]:
     offers = view.actions if is_able else frozenset()
     refusal = view.hindrances.get("approve", "") if is_able else ONLY_LOOKING
     is_pending = view.summary.state == ApprovalState.PENDING
+    has_more_to_do = not view.runs or any(run.state == RunState.QUEUED for run in view.runs)
     return {
         "operation": view,
         "offers": offers,
@@ -218,12 +217,8 @@ def describe_live(view: OperationView, *, is_able: bool) -> dict[str, object]:
         "decisions": [_show_decision(decision) for decision in view.decisions],
         "hindrances": [refusal] if refusal and is_pending else [],
         "runs": [_show_run(run) for run in view.runs],
-        "waits_frozen": view.is_frozen and view.summary.state == ApprovalState.APPROVED and _has_more_to_do(view),
+        "waits_frozen": view.is_frozen and view.summary.state == ApprovalState.APPROVED and has_more_to_do,
     }
-
-
-def _has_more_to_do(view: OperationView) -> bool:
-    return not view.runs or any(run.state == RunState.QUEUED for run in view.runs)
 
 
 def render_live(view: OperationView, *, is_able: bool) -> str:

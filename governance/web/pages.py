@@ -5,6 +5,7 @@ That a session without a passkey only looks is not settled here: ``controlplane.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -131,6 +132,15 @@ def approval_json(view: View[Parameters]) -> View[Parameters]:
         return view(request, *args, **kwargs)
 
     return script_answer(guarded)
+
+
+def read_object(request: HttpRequest, *, most_bytes: int) -> dict[str, Any]:  # Any: JSON
+    """Return the JSON object that a script of ours sent; an empty one for anything else."""
+    try:
+        body = json.loads(request.body) if len(request.body) <= most_bytes else None
+    except (ValueError, RecursionError):
+        body = None
+    return body if isinstance(body, dict) else {}
 
 
 def render_page(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from http import HTTPStatus
 from itertools import groupby
@@ -41,7 +41,8 @@ def show_policy(request: HttpRequest) -> HttpResponse:
         "section": "policy",
         "drafts": [version for version in versions if version.state == PolicyVersion.State.DRAFT],
         "versions": adopted,
-        "pins": read_pins(),
+        # Which node holds which version, {"name", "text"} each: governance itself knows no nodes.
+        "pins": import_string(settings.GOVERNANCE_BOXES)(),
     }
     if found is not None:
         # A new node confirms the first version, and follows the signed chain from there by itself.
@@ -60,12 +61,6 @@ def _describe_policy(row: PolicyVersion, policy: Policy) -> Shown:
         "people": list_people(policy),
         "classes": list_classes(policy),
     }
-
-
-def read_pins() -> list[Mapping[str, str]]:
-    """Return which node holds which version, {"name", "text"} each, as the function says that ``GOVERNANCE_BOXES`` names."""
-    path = getattr(settings, "GOVERNANCE_BOXES", "")
-    return list(import_string(path)()) if path else []
 
 
 @require_http_methods(["GET", "HEAD", "POST"])

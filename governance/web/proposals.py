@@ -224,21 +224,13 @@ class ProposalForm(forms.Form):
         return found
 
     def read_rest(self) -> dict[str, Any]:
-        values = self.cleaned_data
-        return {
-            "reason": values["reason"],
-            "op_class": values.get("op_class", ""),
-            "not_before": values["not_before"],
-            "not_after": values["not_after"],
-            "max_uses": values["max_uses"],
-            "stops_on_failure": values["stops_on_failure"],
-        }
+        names = ("reason", "not_before", "not_after", "max_uses", "stops_on_failure")
+        return {"op_class": self.cleaned_data.get("op_class", ""), **{name: self.cleaned_data[name] for name in names}}
 
     def blame(self, param: str | None, message: str) -> None:
         """Show the words of an error at the field it names."""
-        place = {"op_class": "op_class", "not_after": "not_after", "reason": "reason", "targets": "targets"}.get(param or "")
-        found = next((name for name in (place, f"{PARAM_PREFIX}{param}") if name in self.fields), None)
-        self.add_error(found, message)
+        place = param if param in {"op_class", "not_after", "reason", "targets"} else f"{PARAM_PREFIX}{param}"
+        self.add_error(place if place in self.fields else None, message)
 
 
 def _make_field(spec: FieldSpec) -> forms.Field:

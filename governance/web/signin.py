@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from governance.keys import list_passkey_ids
 from governance.passkeys import PasskeysUnavailable, ask_for_new, ask_who, read_site, verify_new
 from governance.people import Assurance, accept_invitation, find_invitation, sign_in_by_passkey, sign_in_by_password
 from governance.signin import close_session, give_challenge, may_act, open_session, read_assurance, take_challenge
-from governance.web.pages import script_answer, with_strict_policy
+from governance.web.pages import read_object, script_answer, with_strict_policy
 
 if TYPE_CHECKING:
     from core.models import User
@@ -152,20 +151,9 @@ def describe_session(request: HttpRequest) -> dict[str, object]:
     return {"assurance": read_assurance(request).value, "may_act": may_act(request)}
 
 
-def read_body(request: HttpRequest) -> Mapping[str, Any]:
-    """Return the JSON object that a script of ours sent. Raises SignInRefused for anything else."""
-    try:
-        body = json.loads(request.body) if len(request.body) <= limits().governance.sign_in_body_bytes else None
-    except (ValueError, RecursionError):
-        body = None
-    if not isinstance(body, dict):
-        raise SignInRefused("What the browser sent cannot be read. Reload the page and try again.")
-    return body
-
-
 def read_answer(request: HttpRequest) -> Mapping[str, Any]:
     """Return the passkey's part of what a script of ours sent. Raises SignInRefused."""
-    answer = read_body(request).get("credential")
+    answer = read_object(request, most_bytes=limits().governance.sign_in_body_bytes).get("credential")
     if not isinstance(answer, dict) or not isinstance(answer.get("response"), dict):
         raise SignInRefused("The browser sent no passkey. Reload the page and try again.")
     return answer
@@ -173,7 +161,7 @@ def read_answer(request: HttpRequest) -> Mapping[str, Any]:
 
 def read_label(request: HttpRequest) -> str:
     """Return what the person calls a key."""
-    label = read_body(request).get("label")
+    label = read_object(request, most_bytes=limits().governance.sign_in_body_bytes).get("label")
     return label if isinstance(label, str) else ""
 
 
