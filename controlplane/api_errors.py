@@ -46,8 +46,8 @@ _LOOK_FIRST = (
     "If it stays so, see whether PostgreSQL runs and can be reached."
 )
 
+# Why a database that answers takes no changes, by SQLSTATE. The statement failed, and its transaction with it.
 _UNWRITABLE = {"25006": "it is read-only", "53100": "its disk is full"}
-"""Why a database that answers takes no changes, by SQLSTATE. The statement failed, and its transaction with it."""
 _MAKE_ROOM = "Nothing was changed. See to the PostgreSQL server, then try again."
 
 logger = logging.getLogger(__name__)

@@ -264,8 +264,8 @@ class OpenConnections:
         self._address_limit = address_limit
         self._addresses: dict[Any, str] = {}  # Any: Twisted's transports, here and below
         self._counts: Counter[str] = Counter()
+        # The longest waiting first.
         self._receiving: dict[Any, None] = {}
-        """The longest waiting first."""
 
     def has_room(self, address: str) -> bool:
         """Return whether one more may come from ``address``; one that waits is cut off for it."""

@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from core.limits import Limits
 from wire.limits import list_bounds
 
+# libpq's, in seconds, the last in milliseconds: a server or network that is gone must not hang us. The URL may differ.
 _BOUNDS = {
     "connect_timeout": "5",
     "keepalives_idle": "5",
@@ -25,7 +26,6 @@ _BOUNDS = {
     "keepalives_count": "3",
     "tcp_user_timeout": "10000",
 }
-"""libpq's, in seconds, the last in milliseconds: a server or network that is gone must not hang us. The URL may differ."""
 Number = TypeVar("Number", int, float)
 
 LOG_LEVELS = {
@@ -105,11 +105,9 @@ def read_bool(name: str, *, default: bool) -> bool:
     raise SettingError(f"{name} must be one of 1/true/yes/on or 0/false/no/off, not {raw!r}")
 
 
-def read_log_level(name: str, default: str = "INFO") -> str:
-    """Return Python's name of the log level in the variable. Raises SettingError."""
-    raw = read_text(name).strip()
-    if not raw:
-        return default
+def read_log_level(name: str) -> str:
+    """Return Python's name of the log level in the variable, INFO when it is not set. Raises SettingError."""
+    raw = read_text(name).strip() or "info"
     level = LOG_LEVELS.get(raw.lower())
     if level is None:
         raise SettingError(f"{name} must be one of {', '.join(LOG_LEVELS)}, not {raw!r}")

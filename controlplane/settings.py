@@ -287,7 +287,7 @@ OPERATIONS = {
     "break-glass-review": "governance.operations.kinds.BREAK_GLASS_REVIEW",
 }
 # Who knows which node pinned which approval policy, for the page of the policy. governance knows nothing of nodes.
-GOVERNANCE_BOXES = "nodes.services.availability.read_policy_pins"
+GOVERNANCE_PINS = "nodes.services.availability.read_policy_pins"
 # Signs audit checkpoints: the 32-byte seed of an Ed25519 key in base64url. Empty = no checkpoints.
 GOVERNANCE_LOG_KEY = read_text("MUSTER_LOG_KEY")
 GOVERNANCE_LOG_ORIGIN = read_text("MUSTER_LOG_ORIGIN", "muster.local/audit")

@@ -48,8 +48,8 @@ NOTICE_EVENTS = _OF_REQUESTER_AND_SIGNERS | _OF_EVERY_APPROVER | {"proposed", "e
 """These and FLEET_EVENTS have each a template of their name in ``templates/notices``."""
 FLEET_EVENTS = frozenset({"drained", "ejected", "reload_failed", "messages_unreadable"})
 """What is told of a node, or of Valkey, as its audit event says."""
+# Key of an advisory lock: of two looks at once the second one sees what the first has told.
 _UNREADABLE_LOCK = 0x6D73_6773_756E_7264
-"""Key of an advisory lock: of two looks at once the second one sees what the first has told."""
 
 
 def notify(operation: Operation | None, event: str, *, run: OperationRun | None = None) -> int:
@@ -131,13 +131,13 @@ def _add(usernames: Iterable[str], event: str, *, operation: Operation | None) -
 
 # What a notice says
 
+# Of each of FLEET_EVENTS: what of the audit event's detail a webhook gets.
 _FLEET_MEMBERS = {
     "drained": ("interrupted",),
     "ejected": ("model", "reason"),
     "reload_failed": ("model", "reason"),
     "messages_unreadable": ("total",),
 }
-"""Of each of FLEET_EVENTS: what of the audit event's detail a webhook gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +310,8 @@ def _finish(notice: Notice, *, last_error: str, **changes: datetime) -> bool:
 
 SIGNATURE_HEADER = "X-Muster-Signature"
 _PORTS = {"http": 80, "https": 443}
+# Where clouds answer with credentials, beside the link-local addresses.
 _METADATA = {ipaddress.ip_address(text) for text in ("100.100.100.200", "168.63.129.16", "fd00:ec2::254", "fd20:ce::254")}
-"""Where clouds answer with credentials, beside the link-local addresses."""
 _NAT64, _LOCAL_NAT64 = ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48")
 """RFC 6052 and RFC 8215. Where in the second one the IPv4 address stands, only its network knows: it is never called."""
 _LOOKUPS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="webhook-lookup")

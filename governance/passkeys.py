@@ -58,8 +58,8 @@ Answer = Mapping[str, Any]
 Options = dict[str, Any]
 """The ``publicKey`` member of what a browser is asked, bytes in base64url."""
 
+# What the library and the decoders below it raise for what cannot be read.
 _UNREADABLE = (WebAuthnException, ValueError, TypeError, KeyError, IndexError, AttributeError)
-"""What the library and the decoders below it raise for what cannot be read."""
 
 
 class PasskeysUnavailable(GovernanceError):

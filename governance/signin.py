@@ -36,8 +36,8 @@ SIGNED_IN_AT = "muster_signed_in_at"
 SEEN_AT = "muster_seen_at"
 CHALLENGE = "muster_challenge"
 FOLLOWS = "X-Muster-Follow"
+# Attribute of a request: whom ``may_act`` was asked of, and its answer.
 _MAY_ACT = "_muster_may_act"
-"""Attribute of a request: whom ``may_act`` was asked of, and its answer."""
 _BACKEND = "django.contrib.auth.backends.ModelBackend"
 
 

@@ -26,10 +26,10 @@ MODULES = {
     "people": ("approver_keys", "create_admin_token", "demo_governance", "invite"),
 }
 """Which module of this package declares which commands."""
+# Options of each of Django's commands. They work, and no help shows them.
 _OF_DJANGO = {
     *("--version", "--verbosity", "--settings", "--pythonpath", "--traceback", "--no-color", "--force-color", "--skip-checks"),
 }
-"""Options of each of Django's commands. They work, and no help shows them."""
 
 Options = Mapping[str, Any]
 """Parsed options, as argparse has them."""

@@ -23,8 +23,8 @@ First time? Run ./muster up, wait for "ready", and paste the curl line it prints
 Everything it installs goes into .venv, everything it writes into .muster, both beside this script.
 """
 _EPILOG = "muster COMMAND --help explains each command. docs/README.md says where to read on."
+# Switches of ``test``, which stand anywhere among the words for pytest.
 _RINGS = ("mutants", "fast", "all", "vllm", "clients")
-"""Switches of ``test``, which stand anywhere among the words for pytest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,9 @@ _SYSTEM_HOME = Path("/var/lib/muster")
 _TEMPORARY = Path("/tmp")
 _TEMPORARY_PREFIX = "muster-home-"
 _FOLDERS = ("logs", "run", "node", "models")
+# A folder with one of these has been an installation's.
 _MARKS = {"credentials.json", "secret_key"}
-"""A folder with one of these has been an installation's."""
+# What a folder may hold before: after a start that was cut short, on a disk of its own, or with models put there.
 _BEFORE_MARKS = {
     *_FOLDERS,
     *_MARKS,
@@ -41,7 +42,6 @@ _BEFORE_MARKS = {
     "sockets",
     "lost+found",
 }
-"""What a folder may hold before: after a start that was cut short, on a disk of its own, or with models put there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,15 +26,15 @@ RUN_ID_VARIABLE = "MUSTER_RUN_ID"
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # only translated
 # The C allocator otherwise keeps up to eight arenas per core, each with memory that no other thread can use.
 _ALLOCATOR = {"MALLOC_ARENA_MAX": "2"}
+# Beginnings of variables of the shell that the local node does not get: what only the control plane may know, and what the
+# person set for another node. Either would have it serve other models, join another group or obey other people. Variables of
+# the machine and its engines (``CUDA_VISIBLE_DEVICES``, ``HF_HOME``, proxies) go through. A test compares this with what a
+# runner reads.
 _NOT_FOR_THE_NODE = (
     *("MUSTER_", "DATABASE_URL", "REDIS_URL", "DJANGO_"),
     *("MODEL_BASE_PATH", "VERIFIED_OP_TOKEN_", "OP_TOKEN_", "MAX_QUEUE_DEPTH", "QUEUE_TIMEOUT_MS", "ENABLE_", "METRICS_PORT"),
     *("DEFAULT_RATE_LIMIT", "TENANT_", "LOG_LEVEL", "LOG_FORMAT", "LLM_POOL_"),
 )
-"""Beginnings of variables of the shell that the local node does not get: what only the control plane may know, and what the
-person set for another node. Either would have it serve other models, join another group or obey other people. Variables of the
-machine and its engines (``CUDA_VISIBLE_DEVICES``, ``HF_HOME``, proxies) go through. A test compares
-this with what a runner reads."""
 FOR_THE_NODE = (
     "MUSTER_LOG_LEVEL",
     "MUSTER_OFFLINE_AFTER_S",

@@ -32,13 +32,14 @@ from controlplane.launcher.processes import (
 )
 from core.limits import limits
 
+# Of the cluster. No connection is let in as this role: single-user PostgreSQL alone has it, while no server runs.
 _SUPERUSER = "muster"
-"""Of the cluster. No connection is let in as this role: single-user PostgreSQL alone has it, while no server runs."""
+# Owns the database and what is in it, and may do nothing beyond it.
 _ROLE = "muster_app"
-"""Owns the database and what is in it, and may do nothing beyond it."""
 _DATABASE = "muster"
 _PORT = "5432"
 _READY_LINE = 7  # of postmaster.pid, counted from 0; src/include/utils/pidfile.h
+# Gives the role what older releases made as superuser. A sequence of a column follows its table.
 _HAND_OVER = f"""
 DO $$ BEGIN IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = '{_ROLE}') THEN CREATE ROLE {_ROLE} LOGIN; END IF; END $$;
 ALTER DATABASE {_DATABASE} OWNER TO {_ROLE};
@@ -50,7 +51,6 @@ DO $$ DECLARE change text; BEGIN FOR change IN
   WHERE pronamespace = 'public'::regnamespace
 LOOP EXECUTE change; END LOOP; END $$;
 """  # noqa: S608  # of constants
-"""Gives the role what older releases made as superuser. A sequence of a column follows its table."""
 _SETTINGS = {
     "listen_addresses": "",
     "port": _PORT,
@@ -287,9 +287,9 @@ def _environment() -> dict[str, str]:
     return {"PATH": os.defpath, "LC_ALL": "C", "TZ": "UTC"}
 
 
+# First number and how many: of users and groups that systemd's table of numbers leaves to nobody. The second where a
+# container has no more than 16 bits of them.
 _NUMBERS = ((1_879_048_192, 2**27), (60_578, 606))
-"""First number and how many: of users and groups that systemd's table of numbers leaves to nobody. The second where a container
-has no more than 16 bits of them."""
 
 
 def choose_user(data: Path) -> UserIdentity | None:

@@ -14,10 +14,10 @@ from controlplane.playground.asks import Ask, Json, SurfaceName, build_body
 
 WIDTH = 80
 _IDENTIFIER = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]*\Z")
+# Letters that hide, turn round what stands beside them, end a line, or tell a terminal to do something.
 _DECEIVING = re.compile(
     "[\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]",
 )
-"""Letters that hide, turn round what stands beside them, end a line, or tell a terminal to do something."""
 
 
 @dataclass(frozen=True, slots=True)

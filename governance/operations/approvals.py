@@ -36,13 +36,13 @@ _POLICY_LOCK = 0x6D73_706C
 _REVIEW_LOCK = 0x6D73_6267
 _OPEN = [state.value for state in OPEN_RUNS]
 _UNDECIDED = [ApprovalState.PENDING.value, ApprovalState.APPROVED.value]
+# What the audit trail calls an end. ``operation.reject`` is what one person says, and may not suffice.
 _ENDINGS = {
     ApprovalEvent.REJECT: "operation.rejected",
     ApprovalEvent.EXPIRE: "operation.expire",
     ApprovalEvent.CANCEL: "operation.cancel",
     ApprovalEvent.BLOCK: "operation.block",
 }
-"""What the audit trail calls an end. ``operation.reject`` is what one person says, and may not suffice."""
 
 
 def find_operation(op_id: uuid.UUID, *, lock: bool = False) -> Operation:

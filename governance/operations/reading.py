@@ -34,11 +34,11 @@ from wire.optoken.approval import (
 if TYPE_CHECKING:
     from core.models import User
 
+# Which of several run states stands for all of them: the first that occurs.
 _RUN_ORDER = [
     RunState.UNKNOWN, RunState.EXECUTING, RunState.DISPATCHED, RunState.QUEUED, RunState.FAILED, RunState.RESOLVED,
     RunState.SKIPPED, RunState.SUCCEEDED,
 ]  # fmt: skip
-"""Which of several run states stands for all of them: the first that occurs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,6 +266,7 @@ OP_ID = OpenApiParameter(
     examples=[OpenApiExample("id", EXAMPLE_ID)],
 )
 
+# A refusal of each status: code, message, parameter.
 _REFUSALS: dict[int, tuple[ErrorCode, str, str | None]] = {
     400: (
         ErrorCode.BAD_REQUEST,
@@ -281,7 +282,6 @@ _REFUSALS: dict[int, tuple[ErrorCode, str, str | None]] = {
     429: (ErrorCode.TOO_MANY_OPEN, "You have 20 open operations; cancel some or wait until they are decided.", None),
     503: (ErrorCode.TOO_MANY_OPEN, "32 streams are open, which is all this process keeps; try again in 5 s.", None),
 }
-"""A refusal of each status: code, message, parameter."""
 
 PROPOSAL = OpenApiExample(
     "load a model",

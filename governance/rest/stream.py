@@ -39,10 +39,10 @@ _HEARTBEAT = b": still here\n\n"
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 logger = logging.getLogger("muster.governance")
+# Their own: looks that wait for the database must not hold up what else the loop's default threads do.
 _threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="stream")
-"""Their own: looks that wait for the database must not hold up what else the loop's default threads do."""
+# Knows who may call and how errors look, as for every view of the REST framework.
 _rules = APIView()
-"""Knows who may call and how errors look, as for every view of the REST framework."""
 
 
 class TooManyStreams(GovernanceError):
@@ -125,8 +125,8 @@ class StatusStream:
                         await layer.group_discard(HINT_GROUP, channel)
 
 
+# The streams of this process. Weak, so that one whose client left before its first byte does not count for ever.
 _open: WeakSet[StatusStream] = WeakSet()
-"""The streams of this process. Weak, so that one whose client left before its first byte does not count for ever."""
 
 
 @csrf_exempt

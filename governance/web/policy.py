@@ -42,7 +42,7 @@ def show_policy(request: HttpRequest) -> HttpResponse:
         "drafts": [version for version in versions if version.state == PolicyVersion.State.DRAFT],
         "versions": adopted,
         # Which node holds which version, {"name", "text"} each: governance itself knows no nodes.
-        "pins": import_string(settings.GOVERNANCE_BOXES)(),
+        "pins": import_string(settings.GOVERNANCE_PINS)(),
     }
     if found is not None:
         # A new node confirms the first version, and follows the signed chain from there by itself.

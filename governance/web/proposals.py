@@ -107,6 +107,11 @@ FieldSpec = Mapping[str, Any]  # Any: what each member holds is said at governan
 BY_HAND: FieldSpec = {"name": "", "label": "Parameters", "kind": "json", "required": False, "help": "A JSON object."}
 
 
+def _make_moment(label: str, help_text: str) -> forms.DateTimeField:
+    widget = forms.DateTimeInput({"type": "datetime-local"})
+    return forms.DateTimeField(label=label, required=False, widget=widget, help_text=help_text)
+
+
 class ProposalForm(forms.Form):
     """What, why and how. ``what`` and ``how`` are its fields by the sections of the page."""
 
@@ -117,18 +122,8 @@ class ProposalForm(forms.Form):
         help_text="Approvers read this. Its digest is signed; the text itself is not part of the log.",
     )
     op_class = forms.ChoiceField(label="Class of the policy", required=False)
-    not_before = forms.DateTimeField(
-        label="Not before (UTC)",
-        required=False,
-        widget=forms.DateTimeInput({"type": "datetime-local"}),
-        help_text="Empty: at once.",
-    )
-    not_after = forms.DateTimeField(
-        label="Not after (UTC)",
-        required=False,
-        widget=forms.DateTimeInput({"type": "datetime-local"}),
-        help_text="Empty: as long as the policy allows.",
-    )
+    not_before = _make_moment("Not before (UTC)", "Empty: at once.")
+    not_after = _make_moment("Not after (UTC)", "Empty: as long as the policy allows.")
     max_uses = forms.IntegerField(
         label="Uses", min_value=1, max_value=1000, initial=1, help_text="More than one is a standing approval."
     )

@@ -362,7 +362,7 @@ def _find_share(node: Node, view: NodeTelemetry, model: str) -> tuple[Has | None
 def read_policy_pins() -> list[dict[str, str]]:
     """Return {"name", "text"} for each node that may come back, by name: its level, what it pinned beside what is in force.
 
-    ``settings.GOVERNANCE_BOXES`` names this function, for the page of the policy.
+    ``settings.GOVERNANCE_PINS`` names this function, for the page of the policy.
     """
     found = active_policy()
     newest = found[0].version if found is not None else 0

@@ -291,7 +291,7 @@ class Run {
         }
     }
 
-    // The record knows box, wait and ending, also where the head of a stream left before they were known.
+    // The record knows node, wait and ending, also where the head of a stream left before they were known.
     async followRecord() {
         if (this.#record === "") {
             return;

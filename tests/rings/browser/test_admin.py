@@ -136,7 +136,7 @@ def attic(visit: Visit, gateway: ServerProcess) -> Iterator[LoadingNode]:
 
 
 def table(page: Page, caption: str) -> Any:  # Playwright's locator
-    return page.locator("#box table").filter(has=page.locator("caption", has_text=re.compile(f"^{caption}$")))
+    return page.locator("#node table").filter(has=page.locator("caption", has_text=re.compile(f"^{caption}$")))
 
 
 def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: LoadingNode) -> None:
@@ -149,9 +149,9 @@ def test_the_page_follows_a_load_without_a_reload(visit: Visit, attic: LoadingNo
     expect(table(page, "Loading")).to_contain_text("reading weights")
     expect(table(page, "Loading")).to_contain_text("37 s")
     expect(table(page, "Failed")).to_contain_text("model.bin ends after 12 MiB")
-    expect(page.locator("#box")).to_contain_text("3 waiting on the node, 0.42 s on average")
-    expect(page.locator("#box .mst-chips")).to_contain_text("nomic-embed-text-v1.5")
-    expect(page.locator("#box h2 small").first).to_contain_text("live")
+    expect(page.locator("#node")).to_contain_text("3 waiting on the node, 0.42 s on average")
+    expect(page.locator("#node .mst-chips")).to_contain_text("nomic-embed-text-v1.5")
+    expect(page.locator("#node h2 small").first).to_contain_text("live")
     attic.say(LLAMA, ReplicaInfo(model="qwen3-14b", state="loaded", engine="vllm", slots=8))
     attic.run(attic.box.send(ModelsUpdate(models=["llama-3.1-8b-instruct", "qwen3-14b"])))
     expect(table(page, "Loaded")).to_contain_text("0 / 8")
@@ -168,7 +168,7 @@ def test_words_of_a_box_never_become_markup(visit: Visit, attic: LoadingNode) ->
         available=[evil], memory=MemoryInfo(kind=evil[:40], total_mb=10, used_mb=3),
     )  # fmt: skip
     expect(table(visit.page, "Loading")).to_contain_text("onerror=alert(1)")
-    assert visit.page.locator("#box img[src=x], #box script:not([src])").count() == 0
+    assert visit.page.locator("#node img[src=x], #node script:not([src])").count() == 0
 
 
 MODEL = "llama-3.1-8b-instruct"

@@ -340,5 +340,5 @@ def sign_in(team: Team) -> Client:
 )
 def test_the_page_of_the_policy_says_what_each_box_holds(team: Team, said: dict[str, Any], words: str) -> None:
     make_box(Identity(), **said)
-    assert import_string(settings.GOVERNANCE_BOXES)() == [{"name": "rig", "text": words}]
+    assert import_string(settings.GOVERNANCE_PINS)() == [{"name": "rig", "text": words}]
     assert words in unescape(sign_in(team).get("/approvals/policy").content.decode())

@@ -1,7 +1,7 @@
-// Keeps the state of a box current.
+// Keeps the state of a node current.
 import { follow, parse, updateChildren } from "./live.js";
 
-const root = document.getElementById("box");
+const root = document.getElementById("node");
 if (root) {
     follow(root.dataset.socket, (pushed) => updateChildren(root, parse(pushed.html).body));
 }
