@@ -28,7 +28,7 @@ from governance.audit import record_word
 from governance.checkpoints import consistency, has_checkpoint, latest_checkpoint
 from governance.errors import GovernanceError
 from governance.operations.approvals import find_operation, read_freeze
-from governance.operations.reading import policy_chain
+from governance.operations.evidence import policy_chain
 from governance.operations.runs import (
     NodeRun,
     claim_contact,
@@ -57,7 +57,7 @@ from wire.contract import NodeMode
 from wire.credentials import digest_credential
 from wire.ids import parse_id
 from wire.optoken.approval import ApprovalError, decode_bytes, read_statement
-from wire.optoken.receipt import Receipt, ReceiptError, digest_result, read_receipt
+from wire.optoken.documents import Receipt, ReceiptError, digest_result, read_receipt
 
 logger = logging.getLogger("muster.nodes")
 

@@ -8,7 +8,7 @@ from governance.errors import NeedsApproval, NoPolicy
 from governance.models import Decision, Operation, OperationRun, PolicyVersion
 from governance.registry import RunOrder
 from governance.states import ApprovalState, RunState
-from wire.optoken.approval import POLICY_CHANGE, ApprovalError, Policy, Statement, judge, select_proofs
+from wire.optoken.approval import POLICY_CHANGE, ApprovalError, Policy, Statement, encode_bytes, judge, select_proofs
 
 
 def is_stopped_by_failure(operation: Operation) -> bool:
@@ -40,6 +40,27 @@ def require_policy() -> tuple[PolicyVersion, Policy]:
     if found is None:
         raise NoPolicy("There is no approval policy yet. Draft the first one and have it signed, then ask again.")
     return found
+
+
+def policy_chain(*, after_version: int, up_to: int | None = None) -> list[dict[str, object]]:
+    """Return the policies after a version, oldest first, each with the statement and the proofs that brought it in.
+
+    ``up_to``: the last version, None = the newest.
+    """
+    rows = PolicyVersion.objects.filter(version__gt=after_version, activated_at__isnull=False).order_by("version")
+    if up_to is not None:
+        rows = rows.filter(version__lte=up_to)
+    chain: list[dict[str, object]] = []
+    for row in rows:
+        made = Operation.objects.prefetch_related("decisions").get(adopts=row)
+        chain.append(
+            {
+                "document": encode_bytes(bytes(row.document)),
+                "statement": encode_bytes(bytes(made.statement)),
+                "proofs": list_lasting_proofs(made),
+            }
+        )
+    return chain
 
 
 def list_proofs(operation: Operation) -> list[dict[str, object]]:

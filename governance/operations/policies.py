@@ -24,7 +24,7 @@ from governance.operations.proposals import Proposer, add_operation, hold_propos
 from wire import clock
 from wire.ids import new_uuid7
 from wire.optoken.approval import POLICY_CHANGE, ApprovalError, decode_bytes, read_policy
-from wire.optoken.proposal import DEFAULT_CLASSES, ApproverEntry, KeyEntry, build_policy
+from wire.optoken.documents import DEFAULT_CLASSES, ApproverEntry, KeyEntry, build_policy
 
 if TYPE_CHECKING:
     from core.models import User

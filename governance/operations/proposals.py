@@ -41,7 +41,7 @@ from governance.states import ApprovalEvent, ApprovalState
 from wire import clock
 from wire.ids import format_id, new_uuid7, parse_id
 from wire.optoken.approval import BREAK_GLASS, POLICY_CHANGE, ApprovalError, Policy, find_class
-from wire.optoken.proposal import build_statement
+from wire.optoken.documents import build_statement
 
 OWNERLESS = "token:"
 _PROPOSER_LOCK = 0x6D73_7072

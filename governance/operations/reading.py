@@ -12,9 +12,15 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from core.limits import limits
 from governance.errors import NotFound, UnknownOperation
-from governance.models import AdminToken, ApproverKey, Decision, Operation, OperationRun, PolicyVersion
+from governance.models import AdminToken, ApproverKey, Decision, Operation, OperationRun
 from governance.operations.approvals import explain_own_review, find_operation, is_current, read_freeze
-from governance.operations.evidence import find_new_policy, list_lasting_approvals, list_lasting_proofs, list_proofs
+from governance.operations.evidence import (
+    find_new_policy,
+    list_lasting_approvals,
+    list_lasting_proofs,
+    list_proofs,
+    policy_chain,
+)
 from governance.registry import Description, FindsUndone, Impact, Line, Undone, find_kind
 from governance.states import OPEN_RUNS, ApprovalState, RunState
 from wire import clock
@@ -367,27 +373,6 @@ def _show_decision(decision: Decision) -> DecisionView:
 
 
 # What convinces a stranger
-
-
-def policy_chain(*, after_version: int, up_to: int | None = None) -> list[dict[str, object]]:
-    """Return the policies after a version, oldest first, each with the statement and the proofs that brought it in.
-
-    ``up_to``: the last version, None = the newest.
-    """
-    rows = PolicyVersion.objects.filter(version__gt=after_version, activated_at__isnull=False).order_by("version")
-    if up_to is not None:
-        rows = rows.filter(version__lte=up_to)
-    chain: list[dict[str, object]] = []
-    for row in rows:
-        made = Operation.objects.prefetch_related("decisions").get(adopts=row)
-        chain.append(
-            {
-                "document": encode_bytes(bytes(row.document)),
-                "statement": encode_bytes(bytes(made.statement)),
-                "proofs": list_lasting_proofs(made),
-            }
-        )
-    return chain
 
 
 def read_evidence(op_id: str) -> dict[str, object]:

@@ -22,10 +22,10 @@ from governance.errors import NotFound, NotPermitted
 from governance.models import Freeze, Operation
 from governance.operations.approvals import find_operation, read_freeze
 from governance.operations.decisions import approve, reject, withdraw
-from governance.operations.evidence import active_policy
+from governance.operations.evidence import active_policy, policy_chain
 from governance.operations.policies import draft_policy, freeze
 from governance.operations.proposals import cancel, propose, use_approval
-from governance.operations.reading import OperationSummary, policy_chain, read_evidence, read_operation, summarise, with_parts
+from governance.operations.reading import OperationSummary, read_evidence, read_operation, summarise, with_parts
 from governance.rest.answers import (
     APPROVAL,
     DRAFT,

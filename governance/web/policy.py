@@ -24,7 +24,7 @@ from governance.operations.policies import ApproverChoice, list_policy_versions
 from governance.web.operations import KEY_WORDS
 from governance.web.pages import approval_page, find_proposer, find_viewer, locate_operation, render_page
 from wire.optoken.approval import BREAK_GLASS, Key, OperationClass, Policy
-from wire.optoken.proposal import DEFAULT_CLASSES
+from wire.optoken.documents import DEFAULT_CLASSES
 
 Shown = dict[str, object]
 """What a template reads of one thing, by name."""

@@ -37,7 +37,7 @@ from runner.pool.models import Model
 from runner.pool.states import ModelState
 from wire import clock
 from wire.optoken import Operation
-from wire.optoken.receipt import Outcome, Receipt, ReceiptError, digest_result, sign_receipt
+from wire.optoken.documents import Outcome, Receipt, ReceiptError, digest_result, sign_receipt
 
 log = logging.getLogger(__name__)
 

@@ -39,8 +39,8 @@ from wire import clock
 from wire.bridge import NodeGovernance, OpStatus
 from wire.credentials import CredentialKind, mint_credential
 from wire.optoken.approval import encode_bytes, read_statement
+from wire.optoken.documents import Outcome, Receipt, digest_result, sign_receipt
 from wire.optoken.op_token import make_runner_id
-from wire.optoken.receipt import Outcome, Receipt, digest_result, sign_receipt
 
 RP_ID = "localhost"
 

@@ -24,9 +24,17 @@ from wire.optoken.approval import (
     read_policy,
     read_statement,
 )
+from wire.optoken.documents import (
+    DEFAULT_CLASSES,
+    ApproverEntry,
+    KeyEntry,
+    Receipt,
+    build_policy,
+    build_statement,
+    digest_result,
+    sign_receipt,
+)
 from wire.optoken.op_token import make_runner_id
-from wire.optoken.proposal import DEFAULT_CLASSES, ApproverEntry, KeyEntry, build_policy, build_statement
-from wire.optoken.receipt import Receipt, digest_result, sign_receipt
 
 NOW = 1_745_880_000
 YEAR_S = 365 * 86_400

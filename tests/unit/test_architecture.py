@@ -76,7 +76,7 @@ NUMBERS: dict[str, str] = {
     "runner/ledger/operations.py": "HOUR_S DAY_S",
     "runner/library/hub.py": "MB",
     "runner/serving/costs.py": "MICROS",
-    "wire/optoken/proposal.py": "DAY_S",
+    "wire/optoken/documents.py": "DAY_S",
     # Verifiers that are one file each and import nothing of ours (ADR 0009).
     "wire/auditlog.py": "USAGE_STATUS _SEARCHED_SEQS _MAX_FINDINGS _P _L",
     "wire/optoken/approval.py": "MAX_STATEMENT_BYTES MAX_POLICY_BYTES MAX_DEPTH MAX_INTEGER MAX_TARGETS MAX_PROOFS "

@@ -52,6 +52,9 @@ _L1_MEMBERS = frozenset(
 """All that a token from L1 on may say: what a node does not know, it cannot honour."""
 
 
+PinnedPolicy = Policy | Callable[[PolicyRef], Policy | None] | None
+
+
 class Operation(StrEnum):
     """What a token can permit."""
 
@@ -201,42 +204,47 @@ class Verifier:
         return verified
 
     def _check_approval(
-        self,
-        token: SignedToken,
-        verified: Verified,
-        *,
-        operation: Operation,
-        model_id: str | None,
-        params: Mapping[str, object],
-        now: float,
-    ) -> Verified:
-        """Return ``verified`` with what people signed."""
-        wanted = Wanted(
-            runner_id=self.runner_id,
-            operation=operation.value,
-            model_id=model_id,
-            params=params,
-            op_id=verified.op_id or "",
-            use=verified.use,
-            statement_digest=_read_text(token.claims, "stmtDigest"),
-        )
-        found = check_statement(token.extra, wanted, policy=self.policy, now=now)
-        asked_at = found.statement.requested_at
-        if asked_at > now + WIRE.token_skew_s:
+        self, token: SignedToken, verified: Verified, *, operation: Operation, model_id: str | None,
+        params: Mapping[str, object], now: float,
+    ) -> Verified:  # fmt: skip
+        """Return ``verified`` with what people signed: the statement and the proofs beside the members that the MAC covers."""
+        digest, policy = _read_text(token.claims, "stmtDigest"), self.policy
+        if policy is None:
+            raise OpTokenError(Reason.NO_POLICY)
+        proofs = token.extra.get("proofs")
+        # What a node does not know beside the signed members, it cannot honour.
+        if token.extra.keys() != {"statement", "proofs"} or not isinstance(proofs, list):
+            raise OpTokenError(Reason.BAD_FIELD)
+        try:
+            statement = read_statement(decode_bytes(token.extra["statement"]))
+            if not isinstance(policy, Policy):
+                policy = policy(statement.policy)
+            if policy is None:
+                raise OpTokenError(Reason.NO_POLICY)
+            if not hmac.compare_digest(statement.digest.hex().encode(), digest.encode()):
+                raise OpTokenError(Reason.WRONG_STATEMENT)
+            if self.runner_id not in statement.targets:
+                raise OpTokenError(Reason.WRONG_TARGET)
+            if statement.op_id != verified.op_id:
+                raise OpTokenError(Reason.WRONG_STATEMENT)
+            _check_statement_purpose(statement, operation, model_id, params)
+            approvers = verify_approval(statement, proofs, policy, now=now).approved_by
+            if verified.use > statement.max_uses:
+                raise ApprovalError(Rule.TOO_MANY_USES, "every use that was approved is spent; ask for it again")
+            daily_cap = find_class(statement, policy).daily_cap
+        except ApprovalError as error:
+            raise OpTokenError(Reason.NOT_APPROVED, rule=error.rule.value) from None
+        if statement.requested_at > now + WIRE.token_skew_s:
             raise OpTokenError(Reason.NOT_YET_VALID)
         # A token can be made anew at any time, and its age says nothing of when the approval was first carried out.
-        self._check_remembered(asked_at)
+        self._check_remembered(statement.requested_at)
+        # A fence from the far future would keep every later operation from its slot.
         if verified.fence is not None and verified.fence > (now + WIRE.token_fence_lead_s) * 1000:
             raise OpTokenError(Reason.BAD_FIELD)
         return replace(
-            verified,
-            max_uses=found.statement.max_uses,
-            statement=found.statement,
-            approvers=found.approvers,
-            op_class=found.statement.op_class,
-            daily_cap=found.daily_cap,
-            not_after=found.statement.not_after,
-        )
+            verified, max_uses=statement.max_uses, statement=statement, approvers=approvers, op_class=statement.op_class,
+            daily_cap=daily_cap, not_after=statement.not_after,
+        )  # fmt: skip
 
     def _check_signature(self, token: SignedToken, level: Level) -> str:
         """Return the id of the key whose signature holds. The algorithm follows from the key; the token names none."""
@@ -368,71 +376,12 @@ def _read_integer(claims: Mapping[str, Claim], name: str, *, least: int) -> int:
     return value
 
 
-PinnedPolicy = Policy | Callable[[PolicyRef], Policy | None] | None
-_MEMBERS = {"statement", "proofs"}
-"""All that may stand beside the signed members: what a node does not know, it cannot honour."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the signed part of a token and the request ask for. ``params``: all members of the request body.
-
-    ``statement_digest``: what the issuer says of it, 64 hex digits.
-    """
-
-    runner_id: str
-    operation: str
-    model_id: str | None
-    params: Mapping[str, object]
-    op_id: str
-    use: int
-    statement_digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Approval:
-    """An approval that holds. ``daily_cap``: uses of the class that a node allows in 24 h, 0 = no cap."""
-
-    statement: Statement
-    approvers: tuple[str, ...]
-    daily_cap: int
-
-
-def check_statement(beside: Mapping[str, object], wanted: Wanted, *, policy: PinnedPolicy, now: float) -> Approval:
-    """Return the approval that stands ``beside`` the signed members of a token, or raise OpTokenError.
-
-    ``policy``: the one that this node has pinned, or what finds the one that a statement names. ``now``: Unix seconds.
-    """
-    if policy is None:
-        raise OpTokenError(Reason.NO_POLICY)
-    proofs = beside.get("proofs")
-    if beside.keys() != _MEMBERS or not isinstance(proofs, list):
-        raise OpTokenError(Reason.BAD_FIELD)
-    try:
-        statement = read_statement(decode_bytes(beside["statement"]))
-        if not isinstance(policy, Policy):
-            policy = policy(statement.policy)
-        if policy is None:
-            raise OpTokenError(Reason.NO_POLICY)
-        _check_statement_purpose(statement, wanted)
-        verdict = verify_approval(statement, proofs, policy, now=now)
-        if wanted.use > statement.max_uses:
-            raise ApprovalError(Rule.TOO_MANY_USES, "every use that was approved is spent; ask for it again")
-        return Approval(statement, verdict.approved_by, find_class(statement, policy).daily_cap)
-    except ApprovalError as error:
-        raise OpTokenError(Reason.NOT_APPROVED, rule=error.rule.value) from None
-
-
-def _check_statement_purpose(statement: Statement, wanted: Wanted) -> None:
-    if not hmac.compare_digest(statement.digest.hex().encode(), wanted.statement_digest.encode()):
-        raise OpTokenError(Reason.WRONG_STATEMENT)
-    if wanted.runner_id not in statement.targets:
-        raise OpTokenError(Reason.WRONG_TARGET)
-    if statement.op_id != wanted.op_id:
-        raise OpTokenError(Reason.WRONG_STATEMENT)
-    if statement.operation != wanted.operation:
+def _check_statement_purpose(
+    statement: Statement, operation: Operation, model_id: str | None, params: Mapping[str, object]
+) -> None:
+    if statement.operation != operation.value:
         raise OpTokenError(Reason.WRONG_OPERATION)
-    covered = {name: value for name, value in wanted.params.items() if name != TOKEN_MEMBER and value is not None}
+    covered = {name: value for name, value in params.items() if name != TOKEN_MEMBER and value is not None}
     try:
         actual = canonical(covered)
     except ApprovalError:
@@ -440,5 +389,5 @@ def _check_statement_purpose(statement: Statement, wanted: Wanted) -> None:
     # Compared as bytes, because 1 and true are equal in Python and not in what people signed.
     if actual != canonical(dict(statement.params)):
         raise OpTokenError(Reason.WRONG_PARAMS)
-    if statement.params.get("modelId") != wanted.model_id:
+    if statement.params.get("modelId") != model_id:
         raise OpTokenError(Reason.WRONG_MODEL)

@@ -24,7 +24,7 @@ from wire import bridge
 from wire.ids import new_uuid7
 from wire.optoken import Binding, Grant, Level, Operation, encode_token, params_digest, sign_l0, sign_l1
 from wire.optoken.approval import decode_bytes
-from wire.optoken.receipt import Receipt, digest_result, read_receipt
+from wire.optoken.documents import Receipt, digest_result, read_receipt
 
 FINAL = frozenset({"succeeded", "failed", "refused", "interrupted", "unknown"})
 

@@ -33,7 +33,7 @@ from wire.auditlog import to_bytes, verify_signature
 from wire.ids import new_uuid7
 from wire.optoken import owns_runner_id
 from wire.optoken.approval import decode_bytes
-from wire.optoken.receipt import digest_result, read_receipt
+from wire.optoken.documents import digest_result, read_receipt
 
 pytestmark = pytest.mark.timeout(180)
 

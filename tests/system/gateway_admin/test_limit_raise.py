@@ -38,7 +38,7 @@ from governance.states import RunState
 from tests.fakes.governed_team import Team, make_governed, make_team
 from tests.fakes.nodes import ACTOR, audited, make_key, make_node, make_presence
 from wire.contract import ErrorCode
-from wire.optoken.proposal import DEFAULT_CLASSES
+from wire.optoken.documents import DEFAULT_CLASSES
 
 pytestmark = pytest.mark.django_db
 LIMITS = GatewayLimits()

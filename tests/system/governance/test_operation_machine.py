@@ -7,19 +7,24 @@ ledger. MUSTER_TEST_EXAMPLES=N plays N times as many orders, ``--hypothesis-prof
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
+import inspect
 import json
 import secrets
 import shutil
 import sqlite3
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from types import FrameType
+from typing import Any, ClassVar, Self
 
 import pytest
 from django.db import transaction
@@ -65,14 +70,17 @@ from wire import bridge, clock
 from wire.auditlog import entry_hash
 from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l2
 from wire.optoken.approval import decode_bytes, encode_bytes, read_policy, read_statement
+from wire.optoken.documents import ReceiptError, read_receipt
 from wire.optoken.op_token import owns_runner_id
-from wire.optoken.receipt import ReceiptError, read_receipt
 
 IN_POLICY = ("ana", "ben", "cleo", "dan")
 NAMES = ("rig", "den")
+PRODUCT = ("controlplane", "core", "gateway", "governance", "nodes", "runner", "wire")
 MARKS = 40
 FORGED = ("as signed", "too late", "far ahead", "other params", "other node", "own key", "twice one", "use 2")
 WRITTEN = ("statement", "approvals", "run", "sending")
+MOST_MODULES, MOST_CLASSES = 43, 60
+"""That an approved load may cross: a newcomer has to read them."""
 WHO = st.integers(0, 4)
 """The last one has a key and stands in no policy."""
 WHICH = st.integers(0, 7)
@@ -840,3 +848,75 @@ def choose_length() -> settings:
             phases=phases, **common,
         )  # fmt: skip
     return settings(**common)
+
+
+class Rooms:
+    """Which modules and classes of the product a ``with`` block crosses. What runs when a module is imported does not count."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.classes: set[str] = set()
+        self._known = [each for each in gc.get_objects() if is_product(type(each))]
+        self._known_ids = {id(each) for each in self._known}
+
+    def __enter__(self) -> Self:
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+    def _see(self, frame: FrameType, event: str, found: object) -> None:
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        module = str(frame.f_globals.get("__name__"))
+        if event != "return" or not is_function or module.partition(".")[0] not in PRODUCT:
+            return
+        self.modules.add(module)
+        first = next(iter(frame.f_locals.items()), ("", None))
+        if first[0] == "self":
+            self._add(type(first[1]))
+        # msgspec and Django make their instances without a frame of ours: they are seen where they are held.
+        for each in (found, *frame.f_locals.values()):
+            if id(each) not in self._known_ids and not isinstance(each, Enum):
+                self._add(type(each))
+
+    def _add(self, kind: type) -> None:
+        if is_product(kind):
+            self.classes.add(f"{kind.__module__}.{kind.__qualname__}")
+
+
+def is_product(kind: type) -> bool:
+    return str(kind.__module__).partition(".")[0] in PRODUCT
+
+
+@pytest.mark.django_db
+def test_an_approved_load_crosses_few_rooms(tmp_path: Path, settings: Settings, turned: VirtualClock) -> None:
+    """Print and count what runs from the proposal to the stored receipt, without the pages and the sockets at both ends."""
+    settings.TASK_APP, OperationLife.comes_back = BROKER_PATH, False
+    OperationLife.clock, OperationLife.team = turned, make_people()
+    OperationLife.folders = make_folders(tmp_path, NAMES)
+    turned.advance(60.0)
+    chain_events()
+    OperationLife.began_at = (turned.unix_s, turned.monotonic_s)
+    life = OperationLife()
+    try:
+        life.link()
+        load_one_model(life)  # so that what is imported at its first use is
+        with Rooms() as rooms:
+            run = load_one_model(life)
+        assert run.state == RunState.SUCCEEDED.value
+        assert run.receipt
+    finally:
+        life.teardown()
+    for name, found, most in [("modules", rooms.modules, MOST_MODULES), ("classes", rooms.classes, MOST_CLASSES)]:
+        print(f"\n{len(found)} {name} of an approved load:", *sorted(found), sep="\n  ")
+        assert len(found) <= most, f"an approved load crosses {len(found)} {name}"
+
+
+def load_one_model(life: OperationLife) -> OperationRun:
+    life.ask(0, "load", (1, 2), both=False, where=0, window="now", goes_on=False)
+    life.answer_a_ring(1)
+    life.carry_on()
+    return OperationRun.objects.get(operation=life.asked[-1].row)

@@ -35,7 +35,7 @@ from wire import auditlog
 from wire.credentials import CredentialKind, mint_credential
 from wire.ids import format_id, new_uuid7
 from wire.optoken.approval import STATEMENT_DOMAIN, decode_bytes, digest_words, policy_words, verify_bundle, verify_chain
-from wire.optoken.proposal import DEFAULT_CLASSES
+from wire.optoken.documents import DEFAULT_CLASSES
 
 pytestmark = pytest.mark.django_db
 LIST = "/api/v1/operations"

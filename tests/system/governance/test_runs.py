@@ -31,7 +31,7 @@ from tests.fakes.governed_team import (
 )
 from tests.fakes.passkeys import SoftPasskey
 from wire.optoken.approval import BREAK_GLASS, canonical, read_statement, verify_bundle
-from wire.optoken.proposal import DEFAULT_CLASSES
+from wire.optoken.documents import DEFAULT_CLASSES
 
 pytestmark = pytest.mark.django_db
 ANA, BEN, CLEO, DAN, EVE = range(5)

@@ -25,7 +25,7 @@ from wire.bridge import OpCommand, OpQuery, OpStatus
 from wire.ids import new_uuid7
 from wire.optoken import read_token
 from wire.optoken.approval import read_statement
-from wire.optoken.receipt import digest_result, read_receipt
+from wire.optoken.documents import digest_result, read_receipt
 
 pytestmark = pytest.mark.timeout(180)
 

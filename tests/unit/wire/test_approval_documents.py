@@ -58,8 +58,8 @@ from wire.optoken.approval import (
     verify_bundle,
     verify_receipts,
 )
+from wire.optoken.documents import DEFAULT_CLASSES, build_statement, digest_reason
 from wire.optoken.op_token import make_runner_id
-from wire.optoken.proposal import DEFAULT_CLASSES, build_statement, digest_reason
 
 PEOPLE = make_people(3)
 POLICY = read_policy(make_policy_bytes(PEOPLE))

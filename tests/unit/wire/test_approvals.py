@@ -49,7 +49,7 @@ from wire.optoken.approval import (
     verify_chain,
     verify_successor,
 )
-from wire.optoken.proposal import DEFAULT_CLASSES
+from wire.optoken.documents import DEFAULT_CLASSES
 
 PEOPLE = make_people(4, break_glass=True)
 ADA, BOB, CLEO, DAN = PEOPLE

@@ -46,9 +46,8 @@ from tests.fakes.signed_tokens import (
 from wire.limits import WIRE
 from wire.optoken import Level, NotCanonical, Operation, OpTokenError, Reason, encode_token, params_digest, read_token, sign_jwt
 from wire.optoken.approval import RECEIPT_DOMAIN, ApprovalError, canonical, decode_bytes, encode_bytes, read_canonical
+from wire.optoken.documents import DEFAULT_CLASSES, Receipt, ReceiptError, digest_result, read_receipt, sign_receipt
 from wire.optoken.op_token import MAX_INTEGER, canonical_bytes, decode_base64url, make_runner_id, owns_runner_id
-from wire.optoken.proposal import DEFAULT_CLASSES
-from wire.optoken.receipt import Receipt, ReceiptError, digest_result, read_receipt, sign_receipt
 
 
 def refusal(value: object) -> Reason:
