@@ -21,7 +21,6 @@ from tests.fakes.http_client import REPLY_WITHIN_S, Exchange, Reply, call
 from tests.fakes.scripted_box import ScriptedBox, ScriptedWorker, Stream
 from tests.fakes.stack import Gateway, Stack
 from tests.fakes.waiting import DEADLINE_S, eventually
-from wire.bridge import ReplicaInfo
 from wire.frames import End
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -94,11 +93,6 @@ class Lab:
         reply = await call("GET", f"{self.stack.ready.control_url}/nodes", headers=headers)
         return next((row for row in reply.json["nodes"] if row["node_name"] == name), None)
 
-    async def admin(self, method: str, path: str, *, body: Any = None, gateway: Gateway | None = None) -> Reply:
-        headers = bearer(self.stack.ready.admin_token) | {"content-type": "application/json"}
-        payload = b"" if body is None else json.dumps(body).encode()
-        return await call(method, (gateway or self.gateway).url + path, headers=headers, body=payload)
-
     # records
 
     async def records(self, model: str) -> list[dict[str, Any]]:
@@ -154,7 +148,7 @@ class Lab:
 
     async def box(
         self, *models: str, max_concurrent: int = 1, gateway: Gateway | None = None, instance_id: str | None = None,
-        endpoints: Sequence[str] = (CHAT,), replicas: Sequence[ReplicaInfo] | None = None,
+        endpoints: Sequence[str] = (CHAT,),
     ) -> ScriptedBox:  # fmt: skip
         name = unique("box")
 
@@ -162,7 +156,7 @@ class Lab:
             try:
                 return await ScriptedBox.dial(
                     (gateway or self.gateway).worker_url, secret=self.secret, name=name, models=models,
-                    max_concurrent=max_concurrent, instance_id=instance_id, endpoints=endpoints, replicas=replicas,
+                    max_concurrent=max_concurrent, instance_id=instance_id, endpoints=endpoints,
                 )  # fmt: skip
             except AssertionError as error:
                 if f"closed {TRY_AGAIN} " not in str(error):
@@ -178,7 +172,8 @@ class Lab:
 
         Those of the test before may still wait there: a gateway hears a moment later that their clients have left.
         """
-        reply = await self.admin("GET", "/admin/stats", gateway=gateway)
+        headers = bearer(self.stack.ready.admin_token)
+        reply = await call("GET", f"{(gateway or self.gateway).url}/admin/stats", headers=headers)
         depths = reply.json["queue_depth_by_model"]
         return sum(int(depths.get(name, 0)) for name in self.models)
 

@@ -17,6 +17,7 @@ import aiohttp
 from nodes.links.relay import SCOPE_FRAMES
 from runner.errors import SessionLost
 from runner.limits import limits
+from tests.fakes.waiting import takes
 
 BUFFER_BYTES = 256 * 1024
 """What the two ends hold of one direction before whoever sends has to wait."""
@@ -233,7 +234,7 @@ class NodeEnd:
             while not self.has_room and not self._is_broken:
                 if self.waiting_bytes > bounds.outbox_bytes_max:
                     raise SessionLost("the gateway does not read what is sent to it")
-                await asyncio.sleep(bounds.outbox_look_s)
+                await takes(bounds.outbox_look_s)
             wanting, self._wanting_room = self._wanting_room, []
             for go_on in wanting:
                 go_on()
@@ -241,7 +242,7 @@ class NodeEnd:
 
     async def wait_sent(self) -> None:
         while self.waiting_bytes and not self._is_broken:
-            await asyncio.sleep(limits().connection.outbox_look_s)
+            await takes(limits().connection.outbox_look_s)
 
     async def close(self, *, code: int = 1000) -> bool:
         """Close the socket in good order; behind a full line nothing waits longer than aiohttp does."""

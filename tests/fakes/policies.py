@@ -196,10 +196,10 @@ class Issuer:
         grant, binding = self._grant(operation, params, op_id=op_id, use=use, fence=fence, checkpoint=checkpoint, now=now)
         return sign_l2(self.key, grant, binding, statement=made.raw, proofs=proofs)
 
-    def bare_token(self, operation: str, params: Mapping[str, object], *, op_id: str = "") -> dict[str, Any]:
+    def bare_token(self, operation: str, params: Mapping[str, object]) -> dict[str, Any]:
         """Return what the issuer can make all alone: a good L1 token."""
         grant, binding = self._grant(
-            operation, params, op_id=op_id or new_uuid7().hex, use=1, fence=None, checkpoint=None, now=time.time()
+            operation, params, op_id=new_uuid7().hex, use=1, fence=None, checkpoint=None, now=time.time()
         )
         return sign_l1(self.key, grant, binding)
 

@@ -20,7 +20,7 @@ from tests.fakes.stack import Gateway, Stack, run_stack
 PAGE = "https://chat.example.com"
 """The origin of a page that the gateway lets in."""
 STACK_SETTINGS = {
-    "MUSTER_DIRECT_ALLOW_LOOPBACK": "1", "MUSTER_DIRECT_HOSTS": "127.0.0.1", "MUSTER_RECLAIM_GRACE_S": "1",
+    "MUSTER_DIRECT_ALLOW_LOOPBACK": "1", "MUSTER_DIRECT_HOSTS": "127.0.0.1",
     "MUSTER_ACCEPT_TIMEOUT_S": "20", "MUSTER_CORS_ORIGINS": f"http://localhost:3000, {PAGE}",
 }  # fmt: skip
 

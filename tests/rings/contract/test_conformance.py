@@ -12,9 +12,8 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,19 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any  # REST bodies are JSON
 
-import anthropic
-import openai
 import pytest
-import pytest_asyncio
-from anthropic.types import MessageParam, ToolParam, ToolResultBlockParam
-from openai.types.chat import ChatCompletionFunctionToolParam
 
-from conformance.engine import script as speech
 from conformance.exchange import Finding, Verdict
 from conformance.report import run_rows
 from conformance.table import Surface, Target, list_rows
 from controlplane.launcher.environment import ROOT
-from tests.fakes.lab import ACTOR, MESSAGES, RESPONSES, Lab, engine_box, unique
+from tests.fakes.lab import ACTOR, unique
 from tests.fakes.stack import Gateway, Stack, answers
 from tests.fakes.waiting import wait_until
 
@@ -211,158 +204,3 @@ def test_clients_get_what_they_require(kind: str, surface: Surface, findings: Ma
 def test_nothing_is_skipped_but_what_the_box_cannot_show(kind: str, findings: Mapping[str, Sequence[Finding]]) -> None:
     skipped = {finding.row_id: finding.detail for finding in findings[kind] if finding.verdict is Verdict.SKIPPED}
     assert not {row_id: reason for row_id, reason in skipped.items() if row_id not in MAY_SKIP[kind]}
-
-
-WEATHER: ChatCompletionFunctionToolParam = {
-    "type": "function",
-    "function": {"name": speech.TOOL, "description": "The weather in a city.", "parameters": {"type": "object"}},
-}
-CLOCK: ChatCompletionFunctionToolParam = {"type": "function", "function": {"name": speech.OTHER_TOOL}}
-CALLED = [
-    (speech.CALL_ID, speech.TOOL, "".join(speech.ARGUMENTS)),
-    (speech.OTHER_CALL_ID, speech.OTHER_TOOL, "".join(speech.OTHER_ARGUMENTS)),
-]
-ANTHROPIC_WEATHER: ToolParam = {
-    "name": speech.TOOL,
-    "description": "The weather in a city.",
-    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}, "unit": {"type": "string"}}},
-}
-ANTHROPIC_CLOCK: ToolParam = {"name": speech.OTHER_TOOL, "input_schema": {"type": "object"}}
-
-
-@pytest_asyncio.fixture
-async def sdk(lab: Lab) -> AsyncIterator[openai.AsyncOpenAI]:
-    """OpenAI's client with the demo key, which does not try again by itself."""
-    url, key = lab.gateway.url + "/v1", lab.stack.ready.api_key
-    async with openai.AsyncOpenAI(api_key=key, base_url=url, max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest_asyncio.fixture
-async def claude(lab: Lab) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    """Anthropic's client with the demo key, which does not try again by itself."""
-    url, key = lab.gateway.url, lab.stack.ready.api_key
-    async with anthropic.AsyncAnthropic(api_key=key, base_url=url, max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(params=["native", "translated"])
-async def model(lab: Lab, request: pytest.FixtureRequest) -> AsyncIterator[str]:
-    """A model of a node that answers Messages and Responses itself, and of one that the gateway translates for."""
-    name = await lab.model()
-    async with engine_box(lab, name, native=[MESSAGES, RESPONSES] if request.param == "native" else []):
-        yield name
-
-
-def ask(text: str) -> list[MessageParam]:
-    return [{"role": "user", "content": text}]
-
-
-# OpenAI
-
-
-async def test_the_stream_helper_builds_tool_calls_and_their_results_go_back(sdk: openai.AsyncOpenAI, model: str) -> None:
-    messages: list[Any] = [{"role": "user", "content": "weather? [[interleaved_tools]]"}]
-    async with sdk.chat.completions.stream(model=model, messages=messages, tools=[WEATHER, CLOCK]) as stream:
-        completion = await stream.get_final_completion()
-    message = completion.choices[0].message
-    calls = message.tool_calls or []
-    assert [(call.id, call.function.name, call.function.arguments) for call in calls] == CALLED
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "12 °C"} for call in calls]
-    answered = [*messages, message.model_dump(exclude_none=True), *results]
-    after = await sdk.chat.completions.create(model=model, messages=answered, tools=[WEATHER, CLOCK])
-    assert after.choices[0].message.content == "The tool has answered."
-
-
-async def test_refusals_are_the_errors_that_openais_sdk_has_for_them(lab: Lab, sdk: openai.AsyncOpenAI, model: str) -> None:
-    messages: list[Any] = [{"role": "user", "content": "hi"}]
-    with pytest.raises(openai.AuthenticationError) as wrong:
-        await sdk.with_options(api_key="mst_wrong").chat.completions.create(model=model, messages=messages)
-    assert (wrong.value.code, bool(wrong.value.request_id)) == ("INVALID_API_KEY", True)
-    with pytest.raises(openai.NotFoundError) as unknown:
-        await sdk.chat.completions.create(model=unique("unheard-of"), messages=messages)
-    assert (unknown.value.code, unknown.value.type) == ("MODEL_NOT_ALLOWED", "not_found_error")
-    with pytest.raises((openai.NotFoundError, openai.BadRequestError)) as forgotten:
-        await sdk.responses.create(model=model, input="hi", previous_response_id="resp_unheard_of")
-    assert "previous_response" in f"{forgotten.value.code} {forgotten.value.param} {forgotten.value.message}"
-    with pytest.raises(openai.BadRequestError) as long:
-        await sdk.responses.create(model=model, input="hi [[error_400_context]]", store=False)
-    assert long.value.code == "context_length_exceeded"
-    for status, error in ((429, openai.RateLimitError), (503, openai.InternalServerError)):
-        with pytest.raises(error, match="the engine's own words"):
-            await sdk.chat.completions.create(model=model, messages=[{"role": "user", "content": f"hi [[error_{status}]]"}])
-    with pytest.raises((openai.APIError, RuntimeError)):
-        async with sdk.responses.stream(model=model, input="hi [[cut]]", store=False) as stream:
-            await stream.get_final_response()
-
-
-async def test_openais_sdk_waits_as_long_as_the_gateway_says_and_asks_again(lab: Lab, sdk: openai.AsyncOpenAI) -> None:
-    name = await lab.model()
-    box = await lab.box(name)
-    asking = sdk.with_options(max_retries=1).chat.completions.create(model=name, messages=[{"role": "user", "content": "hi"}])
-    task = asyncio.create_task(asking)
-    busy = await box.stream()
-    await box.head(busy, status=429, headers={"retry-after": "1"})
-    refused_at = time.monotonic()
-    await box.data(busy, b'{"error":{"message":"busy","type":"rate_limit_error","param":null,"code":null}}')
-    await box.end(busy)
-    again = await box.stream()
-    assert time.monotonic() - refused_at >= 1, "without Retry-After the SDK waits half a second"
-    choice = b'{"index":0,"message":{"role":"assistant","content":"now"},"finish_reason":"stop"}'
-    await box.answer(again, b'{"id":"c","object":"chat.completion","created":1,"model":"m","choices":[' + choice + b"]}")
-    assert (await task).choices[0].message.content == "now"
-
-
-# Anthropic
-
-
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-async def test_a_tool_is_called_and_its_result_taken(claude: anthropic.AsyncAnthropic, model: str, *, streams: bool) -> None:
-    messages = ask("weather? [[parallel_tools]]")
-    asked: dict[str, Any] = {"model": model, "max_tokens": 64, "tools": [ANTHROPIC_WEATHER, ANTHROPIC_CLOCK]}
-    if streams:
-        async with claude.messages.stream(messages=messages, **asked) as stream:
-            message: anthropic.types.Message = await stream.get_final_message()
-    else:
-        message = await claude.messages.create(messages=messages, **asked)
-    assert message.stop_reason == "tool_use"
-    calls = [block for block in message.content if block.type == "tool_use"]
-    assert [(call.id, call.name) for call in calls] == [
-        (speech.CALL_ID, speech.TOOL),
-        (speech.OTHER_CALL_ID, speech.OTHER_TOOL),
-    ]
-    assert [call.input for call in calls] == [{"city": "Paris", "unit": "celsius"}, {"zone": "Europe/Paris"}]
-    results: list[ToolResultBlockParam] = [
-        {"type": "tool_result", "tool_use_id": call.id, "content": "12 °C"} for call in calls
-    ]
-    answered: list[MessageParam] = [
-        *messages, {"role": "assistant", "content": message.content}, {"role": "user", "content": results},
-    ]  # fmt: skip
-    after = await claude.messages.create(messages=answered, **asked)
-    assert [block.text for block in after.content if block.type == "text"] == ["The tool has answered."]
-
-
-async def test_refusals_are_the_errors_that_anthropics_sdk_has_for_them(claude: anthropic.AsyncAnthropic, model: str) -> None:
-    with pytest.raises(anthropic.AuthenticationError) as wrong:
-        await claude.with_options(api_key="mst_wrong").messages.create(model="any", max_tokens=8, messages=ask("hi"))
-    assert (wrong.value.type, bool(wrong.value.request_id)) == ("authentication_error", True)
-    with pytest.raises(anthropic.NotFoundError) as unknown:
-        await claude.messages.create(model=unique("unheard-of"), max_tokens=8, messages=ask("hi"))
-    assert unknown.value.type == "not_found_error"
-    with pytest.raises(anthropic.BadRequestError, match="messages") as empty:
-        await claude.messages.create(model=model, max_tokens=8, messages=[])
-    assert empty.value.type == "invalid_request_error"
-    with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 5312 tokens > 4096 maximum"):
-        await claude.messages.create(model=model, max_tokens=8, messages=ask("hi [[error_400_context]]"))
-    for status, error in ((429, anthropic.RateLimitError), (503, anthropic.InternalServerError)):
-        with pytest.raises(error) as failed:
-            await claude.messages.create(model=model, max_tokens=8, messages=ask(f"hi [[error_{status}]]"))
-        assert failed.value.type in {"rate_limit_error", "api_error", "overloaded_error"}
-
-
-async def test_a_stream_that_breaks_raises_and_never_ends_as_if_whole(claude: anthropic.AsyncAnthropic, model: str) -> None:
-    kinds: list[str] = []
-    with pytest.raises(anthropic.APIError):
-        async with claude.messages.stream(model=model, max_tokens=64, messages=ask("hi [[cut]]")) as stream:
-            kinds.extend([event.type async for event in stream])
-    assert "message_stop" not in kinds

@@ -13,17 +13,12 @@ from pathlib import Path
 from typing import Any  # bodies are JSON
 from urllib.parse import urlsplit, urlunsplit
 
-import psycopg
-
 from tests.fakes.http_client import Exchange, Reply, call
-from tests.fakes.lab import CHAT, MESSAGES, RESPONSES, Lab, bearer, chat_body, unique
+from tests.fakes.lab import CHAT, RESPONSES, Lab, bearer, unique
 from tests.fakes.scripted_box import ScriptedBox, Stream, delta_text
 from tests.fakes.stack import Gateway, Stack, answers
 from tests.fakes.waiting import eventually
-from wire.bridge import ReplicaInfo
 
-DEAD_AFTER_S = 4.0
-"""Less than the reconciler's own patience; a living gateway writes its heartbeat about every two seconds."""
 LET_GO_S = 15.0
 SLACK_S = 15.0
 """For a machine that is busy; the gateway itself looks twice a second."""
@@ -38,16 +33,9 @@ USAGE = b'data: {"id":"c","created":1,"model":"x","choices":[],"usage":{"prompt_
 END = piece("", "stop") + USAGE + b"data: [DONE]\n\n"
 
 
-async def begin(
-    lab: Lab, path: str, model: str, box: ScriptedBox, *, key: str = "", gateway: Gateway | None = None, **more: Any
-) -> tuple[Exchange, Stream]:
-    said: dict[str, Any] = {"input": "hi"} if path == RESPONSES else {"messages": [{"role": "user", "content": "hi"}]}
-    field = "max_output_tokens" if path == RESPONSES else "max_tokens"
-    exchange = await Exchange.open(
-        (gateway or lab.gateway).url + path,
-        headers=lab.headers(bearer(key) if key else None),
-        body=json.dumps({"model": model, field: 9, "stream": True, **said, **more}).encode(),
-    )
+async def begin(lab: Lab, model: str, box: ScriptedBox, *, key: str, gateway: Gateway, **more: Any) -> tuple[Exchange, Stream]:
+    body = {"model": model, "max_output_tokens": 9, "stream": True, "input": "hi", **more}
+    exchange = await Exchange.open(gateway.url + RESPONSES, headers=lab.headers(bearer(key)), body=json.dumps(body).encode())
     lab.exchanges.append(exchange)
     stream = await box.stream()
     assert (stream.meta.path, stream.meta.is_streaming) == (CHAT, True)
@@ -109,37 +97,6 @@ async def test_streams_cancels_and_capacity_cross_gateways(lab: Lab, pair: tuple
     assert (answered["prompt_tokens"], answered["completion_tokens"]) == (4, 5)
 
 
-async def test_paths_files_and_priority_cross_gateways(lab: Lab, pair: tuple[Gateway, Gateway]) -> None:
-    here, there = pair
-    model = await lab.model(here, there)
-    paths = ["/v1/audio/transcriptions", "/v1/embeddings"]
-    replica = ReplicaInfo(model=model, state="loaded", endpoints=paths)
-    box = await lab.box(model, gateway=there, replicas=[replica])
-    made = await lab.admin("POST", "/admin/keys", body={"name": "urgent", "priority": "high"})
-    key = bearer(made.json["secret"])
-
-    async def refused_chat() -> Reply | None:
-        reply = await lab.post(chat_body(model), gateway=here)
-        return reply if reply.status == 400 else None
-
-    refusal = await eventually(refused_chat, what="the other gateway knows the paths")
-    assert refusal.error["message"].endswith("it answers /v1/audio/transcriptions, /v1/embeddings.")
-
-    sound = b"\xff\xfe\x00" * 1000
-    form = (
-        b'--edge\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + sound + b"\r\n--edge\r\n"
-        b'Content-Disposition: form-data; name="model"\r\n\r\n' + model.encode() + b"\r\n--edge--\r\n"
-    )
-    headers = {**key, "content-type": "multipart/form-data; boundary=edge", "x-cache-mode": "none"}
-    reply = lab.spawn(lab.post(form, path=paths[0], gateway=here, headers=headers))
-    stream = await box.stream()
-    assert bytes(stream.body) == form
-    assert (stream.meta.tenant, stream.meta.priority, stream.meta.path) == ("default", "high", paths[0])
-    assert stream.meta.headers["x-cache-mode"] == "none"
-    await box.answer(stream, b'{"text":"hi"}')
-    assert (await reply).body == b'{"text":"hi"}'
-
-
 async def test_a_conversation_that_is_kept_at_one_gateway_goes_on_at_the_other_under_any_name(
     lab: Lab, pair: tuple[Gateway, Gateway]
 ) -> None:
@@ -148,7 +105,7 @@ async def test_a_conversation_that_is_kept_at_one_gateway_goes_on_at_the_other_u
     model = await lab.model(here, there, prefix="модель")
     box = await lab.box(model, gateway=there)
     await knows(lab, here, model)
-    exchange, stream = await begin(lab, RESPONSES, model, box, key=key, gateway=here)
+    exchange, stream = await begin(lab, model, box, key=key, gateway=here)
     await end(box, stream)
     reply = await exchange.finish()
     assert (stream.meta.request_id, stream.meta.model, stream.meta.tenant) == (reply.request_id, model, tenant)
@@ -158,7 +115,7 @@ async def test_a_conversation_that_is_kept_at_one_gateway_goes_on_at_the_other_u
     assert (await call("GET", url, headers=bearer(key))).json == kept
     for method in ("GET", "DELETE"):
         assert (await call(method, url, headers=bearer(foreign))).status == 404
-    exchange, stream = await begin(lab, RESPONSES, model, box, key=key, gateway=there, previous_response_id=kept["id"])
+    exchange, stream = await begin(lab, model, box, key=key, gateway=there, previous_response_id=kept["id"])
     said = [message["content"] for message in json.loads(bytes(stream.body))["messages"]]
     assert said == ["hi", "Hello", "hi"]
     await end(box, stream)
@@ -166,37 +123,6 @@ async def test_a_conversation_that_is_kept_at_one_gateway_goes_on_at_the_other_u
     record = (await lab.final(model, 2))[0]
     assert (record["status"], record["endpoint"], record["attempts"]) == ("completed", RESPONSES, 1)
     assert (record["prompt_tokens"], record["completion_tokens"]) == (3, 4)
-
-
-async def test_a_gateway_that_is_killed_leaves_each_request_in_one_state_and_keeps_nothing_by_halves(lab: Lab) -> None:
-    doomed = lab.stack.gateway(unique("killed"), {})
-    tenant, key = make_key(lab)
-    model = await lab.model(doomed)
-    box = await lab.box(model, gateway=doomed, max_concurrent=2)
-    streamed, _ = await begin(lab, MESSAGES, model, box, gateway=doomed)
-    kept, stream = await begin(lab, RESPONSES, model, box, key=key, gateway=doomed)
-    with psycopg.connect(lab.stack.ready.database_url) as database:
-        database.execute("LOCK TABLE gateway_storedresponse IN EXCLUSIVE MODE")
-        await end(box, stream)
-        waiting = "SELECT 1 FROM pg_locks WHERE NOT granted AND relation = 'gateway_storedresponse'::regclass"
-        await eventually(lambda: database.execute(waiting).fetchone(), what="the answer is being written down")
-        assert doomed.process is not None
-        os.kill(doomed.process.pid, signal.SIGKILL)
-        doomed.process.wait()
-    for exchange in (streamed, kept):
-        reply = await exchange.finish()
-        assert not reply.whole
-        assert not {"message_stop", "response.completed"} & {event["type"] for event in read(reply)}
-    close = "gateway.services.requests.close_orphaned_requests"
-
-    async def both_closed() -> bool:
-        await asyncio.to_thread(lab.stack.backstage.call, close, dead_after_s=DEAD_AFTER_S, confirm_s=0.5)
-        return [row["status"] for row in await lab.records(model)] == ["interrupted"] * 2
-
-    await eventually(both_closed, what="both requests are closed", within_s=60, pause_s=0.2)
-    with psycopg.connect(lab.stack.ready.database_url) as database:
-        query = "SELECT count(*) FROM gateway_storedresponse r JOIN gateway_tenant t ON t.id = r.tenant_id WHERE t.name = %s"
-        assert database.execute(query, (tenant,)).fetchone() == (0,)
 
 
 class CutCable:

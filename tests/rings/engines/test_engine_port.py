@@ -21,7 +21,7 @@ from runner.engines.llama import make_llamacpp
 from runner.engines.port import CHAT, MESSAGES, Call
 from runner.engines.process import list_left, list_tree
 from runner.engines.supervisor import Supervisor
-from runner.errors import EngineError, InsufficientMemory, InvalidLoadRequest, RequestRefused
+from runner.errors import EngineError, InvalidLoadRequest, RequestRefused
 from runner.limits import limits
 from runner.pool.loads import LoadOrder
 from runner.pool.models import Model
@@ -250,23 +250,6 @@ async def test_unloading_frees_the_memory_and_the_process_and_can_be_repeated(tm
         # Not measured against the second load: shared pages are counted by share, so what that takes moves with what else runs.
         took = max(first.memory_bytes or 0, result.before_bytes)
         assert first.predicted_bytes != took == second.predicted_bytes, "what a load took is the next prediction"
-
-
-async def test_of_two_loads_that_race_for_memory_one_wins_and_the_other_is_told_what_would_help(tmp_path: Path) -> None:
-    async with pools.assembled(tmp_path, "--memory-budget-mb", "70") as parts:
-        loader = parts.pool.loader
-        # Neither is carried out before both are decided: what a load takes may be less than what is set aside for it.
-        results = await asyncio.gather(*(loader.order(name, overrides={}) for name in ("a", "b")), return_exceptions=True)
-        (won,) = [result for result in results if isinstance(result, LoadOrder)]
-        (lost,) = [result for result in results if isinstance(result, InsufficientMemory)]
-        assert int(str(lost.details["requiredMB"])) > int(str(lost.details["freeMB"]))
-        winner = (await loader.carry_out(won, lambda _: None)).model_id
-        loser = "b" if winner == "a" else "a"
-        with pytest.raises(InsufficientMemory):
-            await pools.load(parts, loser, evict=winner, replicas=1, gguf_n_ctx=1_000_000)
-        assert pools.find(parts, winner).state is ModelState.LOADED, "an eviction that does not help is not made"
-        assert (await pools.load(parts, loser, evict=winner)).evicted == winner
-        assert pools.find(parts, winner).state is ModelState.UNLOADED
 
 
 async def test_an_engine_killed_in_the_middle_of_its_load_leaves_a_failed_model_and_no_process(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ async def main():
     async with aiohttp.ClientSession() as client:
         engine = make_vllm(tiny_plan(), client)
         await engine.load(lambda progress: print(progress.fraction, flush=True))
-        await asyncio.sleep(600)
+        await asyncio.Event().wait()
 asyncio.run(main())
 """
 

@@ -698,12 +698,10 @@ async def test_many_requests_over_boxes_that_come_and_go_all_end_in_one_state(ma
             gateway.registry.remove(links[turn % len(links)])
         if turn % 5 == 0 and turn < 60:
             requests[turn].client.leave()
-        await asyncio.sleep(0.001)
+        await eventually(lambda: any(link.streams for link in links) or any(task.done() for task in pending), pause_s=0.001)  # noqa: B023  # awaited within the turn
         pending = {task for task in pending if not task.done()}
     await asyncio.gather(*(request.task for request in requests))
-    async with asyncio.timeout(30):
-        while gateway.records.pending:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: not gateway.records.pending)
     await gateway.records.stop()
     states = [state for (state,) in gateway.rows.execute("SELECT state FROM gateway_requestrecord").fetchall()]
     assert len(states) == 120

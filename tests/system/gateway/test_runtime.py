@@ -265,6 +265,7 @@ async def test_a_look_up_that_a_revocation_overtook_does_not_let_the_key_live_on
 
 
 async def test_boxes_that_leave_while_their_rows_are_held_do_not_make_a_gateway_look_dead() -> None:
+    set_limits(gateway={"heartbeat_s": 0.2})
     async with run_gateway() as runtime:
         other = psycopg.connect(**connection.get_connection_params())
         other.execute("LOCK TABLE nodes_nodepresence IN ACCESS EXCLUSIVE MODE")  # as a migration does

@@ -30,7 +30,7 @@ from nodes.session import ModeRequested
 from tests.fakes.limits import set_limits
 from tests.fakes.links import GATEWAY, Door, NodeSocket, RequestSink, dial, enrol, hello, linked, open_request
 from tests.fakes.nodes import ACTOR, audited
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import eventually, turns
 from wire import bridge, frames
 from wire.contract import NodeMode
 from wire.credentials import CredentialKind, mint_credential
@@ -475,7 +475,7 @@ def _patient() -> None:
 
 async def test_what_a_node_says_costs_no_task() -> None:
     async with linked() as (_, socket, link):
-        await asyncio.sleep(0)  # the acknowledgement was the last that needed a task
+        await turns()  # the acknowledgement was the last that needed a task
         loop, made = asyncio.get_running_loop(), list[object]()
 
         def make_task(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:

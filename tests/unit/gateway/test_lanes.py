@@ -33,6 +33,7 @@ from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, FakeStream
 from tests.fakes.pipeline import REPLY, SSE, STREAM, Gateway, MemoryDatabase
 from tests.fakes.server_door import MemoryTransport
+from tests.fakes.virtual_loop import VirtualLoop
 from tests.fakes.waiting import eventually, takes, turns
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses", "/v1/rerank")
@@ -328,7 +329,8 @@ def test_a_known_head_makes_no_difference(requests: list[Ask]) -> None:
             for lane in lanes:
                 await lane.close()
 
-    asyncio.run(compare())
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(compare())
 
 
 GOOD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer KEY\r\nContent-Length: %d\r\n\r\n"
@@ -387,19 +389,23 @@ async def test_a_stream_that_says_nothing_is_kept_alive_and_goes_on() -> None:
         await lane.close()
 
 
-async def test_the_end_of_an_answer_waits_until_its_record_is_sent_and_never_long() -> None:
-    lane = Lane(is_known=True)
-    try:
-        stream = await ask_in_vain(lane, BODIES[0])  # type: ignore[arg-type]  # it is an object
-        await eventually(lambda: len(lane.database.rows) == 2)
-        lane.database.is_slow_to_take = True
-        lane.database.fates = ["slow"]
-        stream.answer(REPLY)
-        await turns(3)
-        assert not lane.transport.said
-        await eventually(lambda: lane.transport.said.endswith(REPLY))
-    finally:
-        await lane.close()
+def test_the_end_of_an_answer_waits_until_its_record_is_sent_and_never_long() -> None:
+    async def live() -> None:
+        lane = Lane(is_known=True)
+        try:
+            stream = await ask_in_vain(lane, BODIES[0])  # type: ignore[arg-type]  # it is an object
+            await eventually(lambda: len(lane.database.rows) == 2)
+            lane.database.is_slow_to_take = True
+            lane.database.fates = ["slow"]
+            stream.answer(REPLY)
+            await turns(3)
+            assert not lane.transport.said
+            await eventually(lambda: lane.transport.said.endswith(REPLY))
+        finally:
+            await lane.close()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(live())
 
 
 async def test_a_request_that_takes_too_long_is_ended_at_its_deadline() -> None:

@@ -13,6 +13,7 @@ from gateway.request.records import Record, RecordWriter
 from tests.fakes.examples import examples
 from tests.fakes.pipeline import MemoryDatabase, make_record
 from tests.fakes.virtual_loop import VirtualLoop
+from tests.fakes.waiting import takes
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
 
@@ -85,7 +86,7 @@ class Story:
             case "goes away" | "comes back":
                 self.database.is_away = step == "goes away"
             case "wait":
-                await asyncio.sleep(number / 1000)
+                await takes(number / 1000)
             case "works" | "slow" | "dies before" | "dies after" | "fails" | "stalls":
                 self.database.fates += [step] * number
 
