@@ -2,15 +2,16 @@
 
 from runner.ledger.costs import CostRow, CostState
 from runner.ledger.database import FILE_NAME, LedgerError, LedgerFull
-from runner.ledger.ledger import Ledger, PolicyRow
-from runner.ledger.operations import (
+from runner.ledger.ledger import (
     INTERRUPTED,
     DesiredModel,
+    Ledger,
     OpAlreadyDone,
     OpIsRunning,
     OpOrder,
     OpStart,
     OpStarted,
+    PolicyRow,
     Run,
     RunState,
     StaleFence,

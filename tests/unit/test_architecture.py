@@ -73,7 +73,7 @@ NUMBERS: dict[str, str] = {
     "runner/tiny/train.py": "END_OF_TEXT END_OF_TURN",
     # Arithmetic.
     "nodes/links/keeper.py": "_MIB",
-    "runner/ledger/operations.py": "HOUR_S DAY_S",
+    "runner/ledger/ledger.py": "HOUR_S DAY_S",
     "runner/library/hub.py": "MB",
     "runner/serving/costs.py": "MICROS",
     "wire/optoken/documents.py": "DAY_S",

@@ -9,7 +9,7 @@ from typing import TypeVar
 from core.limits import NodeLimits
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, RUNS
 from nodes.states import Freshness, NodeFacts, judge_availability
-from runner.ledger import operations as ledger_operations
+from runner.ledger import ledger
 from runner.pool.states import TRANSITIONS
 from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, NodeMode, NodeStatus
 
@@ -31,9 +31,9 @@ def render() -> str:
         _machine("One carrying out of an operation", "`governance/states.py`, `RUNS`", RUNS, FINAL_RUNS),
         _machine(
             "A run on its runner",
-            "`runner/ledger/operations.py`, `TRANSITIONS`",
-            ledger_operations.TRANSITIONS,
-            ledger_operations.FINAL_STATES,
+            "`runner/ledger/ledger.py`, `TRANSITIONS`",
+            ledger.TRANSITIONS,
+            ledger.FINAL_STATES,
         ),
         _machine("A model on a node", "`runner/pool/states.py`, `TRANSITIONS`", TRANSITIONS, frozenset()),
         _requests(),

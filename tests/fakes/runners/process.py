@@ -25,7 +25,7 @@ import psutil
 from runner.__main__ import main
 from runner.app import Runner
 from runner.config import TINY_MODEL_PATH
-from runner.ledger import operations
+from runner.ledger import ledger
 from runner.limits import install, limits
 from tests.fakes.scripted_gateway import TOKEN
 from tests.fakes.waiting import DEADLINE_S, eventually, wait_until
@@ -238,7 +238,7 @@ def _wait_ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 SETTLE_S = 30.0
 WRITES: dict[str, tuple[ModuleType, str]] = {
-    "booking": (operations, "begin_op"), "task": (operations, "start_load"), "outcome": (operations, "finish_op"),
+    "booking": (ledger, "begin_op"), "task": (ledger, "start_load"), "outcome": (ledger, "finish_op"),
 }  # fmt: skip
 
 

@@ -30,8 +30,8 @@ from runner.ledger import (
     LedgerFull,
     RunState,
     TooManyOps,
-    operations,
 )
+from runner.ledger import ledger as operations
 from runner.ledger.database import LOCK_NAME, SCHEMA_VERSION, Database, open_database, upgrade
 from runner.limits import limits
 from tests.fakes.examples import examples
