@@ -31,8 +31,7 @@ from runner.operations.operation import LoadBody, Operations
 from runner.operations.trust import Governance
 from runner.pool.capacity import Capacity
 from runner.pool.loads import Loader, LoadOptions, LoadOrder, Pool, Unloader
-from runner.pool.models import AttachedServer, Registry
-from runner.pool.states import ModelState
+from runner.pool.models import AttachedServer, ModelState, Registry
 from runner.queue import FairQueue, WaitBudget, read_rates, read_weights
 from runner.serving.costs import Costs
 from runner.serving.request import Counters

@@ -12,8 +12,7 @@ from runner.fit.memory import ceil_mib
 from runner.limits import MIB, limits
 from runner.parts import Parts
 from runner.pool.loads import count_replicas, is_elsewhere
-from runner.pool.models import Model, Replica, sum_known
-from runner.pool.states import ModelState
+from runner.pool.models import Model, ModelState, Replica, sum_known
 from runner.serving.request import INFERENCE_PATHS
 from runner.telemetry import Reading
 from wire.bridge import MemoryInfo, ModelFacts, ReplicaInfo

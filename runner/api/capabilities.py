@@ -27,8 +27,7 @@ from runner.errors import Unavailable
 from runner.fit.memory import ModelShape
 from runner.limits import MIB, limits
 from runner.parts import Parts, Phase
-from runner.pool.models import Model, Replica, sum_known
-from runner.pool.states import ModelState
+from runner.pool.models import Model, ModelState, Replica, sum_known
 from runner.queue import WaitBudget
 from runner.telemetry import Reading
 from wire import clock

@@ -19,8 +19,7 @@ from runner.engines.port import MetricsSource
 from runner.errors import RunnerError
 from runner.limits import MIB, limits
 from runner.parts import Parts
-from runner.pool.models import Model, sum_known
-from runner.pool.states import ModelState
+from runner.pool.models import Model, ModelState, sum_known
 from runner.serving.costs import MICROS, CostSummary
 from runner.serving.request import Counters, Histogram
 from runner.telemetry import Reading

@@ -33,8 +33,7 @@ from runner.limits import MIB, limits
 from runner.operations.gate import KEEP_PARAM, Accepted, Admitted, Gate, OperationRunning
 from runner.operations.keys import Identity
 from runner.pool.loads import LoadOrder, LoadResult, Pool
-from runner.pool.models import Model
-from runner.pool.states import ModelState
+from runner.pool.models import Model, ModelState
 from wire import clock
 from wire.optoken import Operation
 from wire.optoken.documents import Outcome, Receipt, ReceiptError, digest_result, sign_receipt

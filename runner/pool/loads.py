@@ -38,8 +38,7 @@ from runner.errors import (
 from runner.library.files import WHISPER_SIZES
 from runner.limits import limits
 from runner.pool.capacity import Capacity, Prediction
-from runner.pool.models import LoadProgress, Model, Registry, Replica
-from runner.pool.states import ModelEvent, ModelState
+from runner.pool.models import LoadProgress, Model, ModelEvent, ModelState, Registry, Replica
 from runner.telemetry import Reading
 from wire import clock
 

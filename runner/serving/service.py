@@ -31,8 +31,7 @@ from runner.errors import (
     Unavailable,
 )
 from runner.limits import limits
-from runner.pool.models import Model, Registry, Replica
-from runner.pool.states import ModelState
+from runner.pool.models import Model, ModelState, Registry, Replica
 from runner.queue import FairQueue, TenantRates, Turn, WaitBudget
 from runner.serving.costs import Charge, Costs
 from runner.serving.request import (

@@ -42,8 +42,7 @@ from runner.operations.operation import Operations
 from runner.operations.trust import Governance, write_trusted
 from runner.pool.capacity import Prediction
 from runner.pool.loads import LoadOrder, LoadResult, Pool, UnloadResult
-from runner.pool.models import LoadProgress, Model, Registry
-from runner.pool.states import ModelEvent, ModelState
+from runner.pool.models import LoadProgress, Model, ModelEvent, ModelState, Registry
 from runner.queue import FairQueue
 from tests.fakes.clock import VirtualClock
 from tests.fakes.waiting import takes

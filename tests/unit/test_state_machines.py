@@ -10,7 +10,7 @@ from core.limits import NodeLimits
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, RUNS
 from nodes.states import Freshness, NodeFacts, judge_availability
 from runner.ledger import ledger
-from runner.pool.states import TRANSITIONS
+from runner.pool.models import TRANSITIONS
 from wire.contract import FINAL_REQUEST_STATES, OPEN_REQUEST_STATES, NodeMode, NodeStatus
 
 State = TypeVar("State", bound=str)
@@ -35,7 +35,7 @@ def render() -> str:
             ledger.TRANSITIONS,
             ledger.FINAL_STATES,
         ),
-        _machine("A model on a node", "`runner/pool/states.py`, `TRANSITIONS`", TRANSITIONS, frozenset()),
+        _machine("A model on a node", "`runner/pool/models.py`, `TRANSITIONS`", TRANSITIONS, frozenset()),
         _requests(),
         _nodes(),
     ]

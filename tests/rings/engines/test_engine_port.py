@@ -24,8 +24,7 @@ from runner.engines.supervisor import Supervisor
 from runner.errors import EngineError, InvalidLoadRequest, RequestRefused
 from runner.limits import limits
 from runner.pool.loads import LoadOrder
-from runner.pool.models import Model
-from runner.pool.states import ModelState
+from runner.pool.models import Model, ModelState
 from tests.fakes.engine import FakeEngine
 from tests.fakes.engines import cases, comfyui, llama_server, provider, tabbyapi
 from tests.fakes.engines.cases import ENDLESS, QUESTION, tiny_plan

@@ -24,8 +24,7 @@ from runner.engines.tgi import make_tgi
 from runner.engines.vllm import make_vllm
 from runner.limits import limits
 from runner.parts import Parts
-from runner.pool.models import Model, Replica
-from runner.pool.states import ModelEvent
+from runner.pool.models import Model, ModelEvent, Replica
 from runner.queue import FairQueue, WaitBudget
 from runner.report import list_endpoints
 from runner.serving.request import Inference

@@ -23,8 +23,7 @@ from runner.definitions.plan import LoadPlan
 from runner.errors import EngineError
 from runner.limits import limits
 from runner.parts import Parts
-from runner.pool.models import Model
-from runner.pool.states import ModelState
+from runner.pool.models import Model, ModelState
 from tests.fakes.clock import VirtualClock
 from tests.fakes.engine import MIB, EngineCall, FakeEngine, Gpu
 from tests.fakes.examples import TIMES

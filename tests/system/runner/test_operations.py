@@ -37,8 +37,7 @@ from runner.operations.gate import Gate, GateRules
 from runner.operations.operation import FlushBody, LoadBody, Operations, Reply, UnloadBody
 from runner.parts import Parts
 from runner.pool.loads import LoadOrder, Pool, end_flush
-from runner.pool.models import Model
-from runner.pool.states import ModelState
+from runner.pool.models import Model, ModelState
 from runner.telemetry.memory import TreeMemory
 from tests.fakes.engine import FakeEngine
 from tests.fakes.limits import set_runner_limits

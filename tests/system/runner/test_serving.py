@@ -21,7 +21,7 @@ from runner.errors import (
     RemoteNotAllowed,
 )
 from runner.parts import Parts
-from runner.pool.states import ModelState
+from runner.pool.models import ModelState
 from runner.serving.request import Answer, Inference
 from tests.fakes.engine import FakeEngine
 from tests.fakes.engines.scripted_server import Handler, ScriptedEngine, run_engine

@@ -16,8 +16,7 @@ from runner.engines.http_engine import read_samples
 from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.limits import limits
-from runner.pool.models import Model, Replica
-from runner.pool.states import ModelEvent
+from runner.pool.models import Model, ModelEvent, Replica
 from runner.queue import FairQueue, WaitBudget
 from runner.report import list_endpoints, list_replicas, read_memory
 from runner.serving.request import INFERENCE_PATHS

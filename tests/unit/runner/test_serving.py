@@ -31,8 +31,7 @@ from runner.definitions.settings import Fairness
 from runner.limits import limits
 from runner.operations.operation import LoadBody
 from runner.parts import Parts, Phase
-from runner.pool.models import Model
-from runner.pool.states import ModelEvent
+from runner.pool.models import Model, ModelEvent
 from runner.serving.request import (
     OTHER_TENANTS,
     Counters,
