@@ -29,7 +29,7 @@ from gateway.services.requests import (
     read_open_requests,
     read_traffic,
 )
-from governance.operations.evidence import active_policy
+from governance.operations.approvals import active_policy
 from nodes.operations.load import LostModel, find_lost_models
 from nodes.services.availability import FleetOverview, NodeHealth, read_fleet
 from nodes.states import Freshness

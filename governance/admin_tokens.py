@@ -16,9 +16,11 @@ from core.throttle import AuthThrottle
 from governance.audit import record_event
 from governance.errors import InvalidName, NotFound, NotPermitted, StateChanged, TooManyWrongTokens
 from governance.models import AdminToken, Operation
-from governance.operations.approvals import find_operation
+from governance.operations.approvals import (
+    find_operation,
+    require_approval,
+)
 from governance.operations.decisions import require_active
-from governance.operations.evidence import require_approval
 from governance.operations.proposals import Proposer
 from governance.states import RunState
 from wire import clock

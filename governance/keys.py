@@ -18,7 +18,7 @@ from core.limits import limits
 from governance.audit import record_event
 from governance.errors import InvalidName, InvalidProposal, NotFound, NotPermitted
 from governance.models import ApproverKey
-from governance.operations.evidence import active_policy
+from governance.operations.approvals import active_policy
 from wire import clock
 from wire.optoken.approval import MAX_KEYS_EACH, ApprovalError, decode_bytes, encode_bytes, load_public_key
 

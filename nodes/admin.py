@@ -17,7 +17,7 @@ from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminSelectWidge
 
 from core.admin_pages import ChangeLink, Created, CreatingAdmin, NextStep, Offer, RowChange, ShowingAdmin, Values, column
 from core.limits import limits
-from governance.operations.evidence import active_policy
+from governance.operations.approvals import active_policy
 from nodes.models import (
     Node,
     NodeCredential,

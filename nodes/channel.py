@@ -27,8 +27,11 @@ from core.throttle import AuthThrottle
 from governance.audit import record_word
 from governance.checkpoints import consistency, has_checkpoint, latest_checkpoint
 from governance.errors import GovernanceError
-from governance.operations.approvals import find_operation, read_freeze
-from governance.operations.evidence import policy_chain
+from governance.operations.approvals import (
+    find_operation,
+    policy_chain,
+    read_freeze,
+)
 from governance.operations.runs import (
     NodeRun,
     claim_contact,

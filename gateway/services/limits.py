@@ -10,7 +10,7 @@ from gateway.models import ApiKey, Model, Tenant
 from gateway.services.errors import InvalidValue, ServiceError
 from gateway.values import Priority
 from governance.errors import NeedsApproval
-from governance.operations.evidence import require_approval
+from governance.operations.approvals import require_approval
 from governance.registry import RunOrder
 from wire.contract import ErrorCode
 

@@ -16,19 +16,22 @@ from governance.errors import ApprovalRefused, NotPermitted, StateChanged
 from governance.models import ApproverKey, Decision, Operation
 from governance.operations.approvals import (
     audit_operation,
+    count_rejections,
     drop_void,
     end_operation,
     explain_own_review,
     fall_short_if_needed,
+    find_new_policy,
     find_operation,
     hold_policies,
+    is_met,
+    list_proofs,
     move_approval,
     require_current,
     require_nothing_on_its_way,
     require_state,
     tell,
 )
-from governance.operations.evidence import count_rejections, find_new_policy, is_met, list_proofs
 from governance.operations.runs import plan_runs
 from governance.states import ApprovalEvent, ApprovalState
 from wire import clock

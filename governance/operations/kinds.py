@@ -8,8 +8,12 @@ from typing import ClassVar
 from core.limits import limits
 from governance.errors import ApprovalRefused, InvalidProposal
 from governance.models import Operation, PolicyVersion
-from governance.operations.approvals import explain_own_review, list_users, read_freeze
-from governance.operations.evidence import active_policy
+from governance.operations.approvals import (
+    active_policy,
+    explain_own_review,
+    list_users,
+    read_freeze,
+)
 from governance.operations.policies import adopt_policy, lift_freeze, name_freeze
 from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
 from wire.ids import parse_id

@@ -18,8 +18,12 @@ from governance.audit import record_event
 from governance.checkpoints import log_keys
 from governance.errors import Frozen, InvalidProposal, NotPermitted, StateChanged
 from governance.models import ApproverKey, Freeze, Operation, PolicyVersion
-from governance.operations.approvals import block_stale, tell
-from governance.operations.evidence import active_policy, require_policy
+from governance.operations.approvals import (
+    active_policy,
+    block_stale,
+    require_policy,
+    tell,
+)
 from governance.operations.proposals import Proposer, add_operation, hold_proposer, require_few, require_proposer
 from wire import clock
 from wire.ids import new_uuid7

@@ -30,11 +30,11 @@ from governance.operations.approvals import (
     read_freeze,
     require_current,
     require_nothing_on_its_way,
+    require_policy,
     require_reviewers,
     require_state,
     tell,
 )
-from governance.operations.evidence import require_policy
 from governance.operations.runs import plan_runs
 from governance.registry import find_kind
 from governance.states import ApprovalEvent, ApprovalState

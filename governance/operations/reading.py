@@ -13,13 +13,16 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from core.limits import limits
 from governance.errors import NotFound, UnknownOperation
 from governance.models import AdminToken, ApproverKey, Decision, Operation, OperationRun
-from governance.operations.approvals import explain_own_review, find_operation, is_current, read_freeze
-from governance.operations.evidence import (
+from governance.operations.approvals import (
+    explain_own_review,
     find_new_policy,
+    find_operation,
+    is_current,
     list_lasting_approvals,
     list_lasting_proofs,
     list_proofs,
     policy_chain,
+    read_freeze,
 )
 from governance.registry import Description, FindsUndone, Impact, Line, Undone, find_kind
 from governance.states import OPEN_RUNS, ApprovalState, RunState

@@ -37,10 +37,12 @@ from governance.operations.approvals import (
     drop_void,
     end_operation,
     explain_unreviewed,
+    find_new_policy,
     find_operation,
     hold_policies,
     is_anything_open,
     is_current,
+    list_proofs,
     lock_run,
     read_freeze,
     skip_runs,
@@ -48,7 +50,6 @@ from governance.operations.approvals import (
     tell,
     tell_when_over,
 )
-from governance.operations.evidence import find_new_policy, is_stopped_by_failure, list_proofs
 from governance.registry import Done, NotNow, OperationKind, RunOrder, Sent, Signer, find_kind
 from governance.states import FINAL_RUNS, ApprovalEvent, ApprovalState, RunEvent, RunState, next_run, sources_of
 from wire import clock
@@ -349,13 +350,21 @@ def _refuse(run: OperationRun, operation: Operation, error: ApprovalError) -> No
         )
 
 
+def _is_stopped_by_failure(operation: Operation) -> bool:
+    try:
+        return operation.read_statement().stops_on_failure
+    except ApprovalError:
+        # A row that was tampered with stops as well.
+        return True
+
+
 def _find_wait(run: OperationRun, operation: Operation) -> str | None:
     """Return why a run must wait, None when it need not."""
     if operation.operation not in NOT_FROZEN and read_freeze() is not None:
         return "everything is frozen"
     mates = OperationRun.objects.filter(operation=operation, use=run.use).exclude(pk=run.pk)
     before = mates.filter(position__lt=run.position, state=RunState.QUEUED.value)
-    if not is_stopped_by_failure(operation):
+    if not _is_stopped_by_failure(operation):
         before = before.filter(due_at__lte=clock.now())  # one whose node is away does not hold up the others
     if before.exists() or mates.filter(state__in=_IN_FLIGHT).exists():
         return "waits for the one before it in the batch"
@@ -443,7 +452,7 @@ def finish(
     if new not in FINAL_RUNS:
         tell(run.operation, "unknown", run=run)
         return
-    if new is not RunState.SUCCEEDED and is_stopped_by_failure(run.operation):
+    if new is not RunState.SUCCEEDED and _is_stopped_by_failure(run.operation):
         skip_runs(run.operation, "an earlier one of this batch failed", code="batch_stopped", after=run)
     else:
         _wake_next(run)

@@ -20,9 +20,13 @@ from governance.admin_tokens import claim_admin_token
 from governance.checkpoints import consistency, latest_checkpoint
 from governance.errors import NotFound, NotPermitted
 from governance.models import Freeze, Operation
-from governance.operations.approvals import find_operation, read_freeze
+from governance.operations.approvals import (
+    active_policy,
+    find_operation,
+    policy_chain,
+    read_freeze,
+)
 from governance.operations.decisions import approve, reject, withdraw
-from governance.operations.evidence import active_policy, policy_chain
 from governance.operations.policies import draft_policy, freeze
 from governance.operations.proposals import cancel, propose, use_approval
 from governance.operations.reading import OperationSummary, read_evidence, read_operation, summarise, with_parts

@@ -22,7 +22,7 @@ from governance.admin_tokens import claim_admin_token
 from governance.errors import ApprovalRefused, NotFound
 from governance.models import OperationRun
 from governance.operations import decisions, proposals
-from governance.operations.evidence import active_policy
+from governance.operations.approvals import active_policy
 from governance.operations.proposals import use_approval
 from governance.operations.reading import (
     DecisionView,

@@ -19,7 +19,7 @@ from django.views.decorators.http import require_http_methods, require_safe
 from governance.errors import GovernanceError, InvalidProposal
 from governance.models import ApproverKey, PolicyVersion
 from governance.operations import policies
-from governance.operations.evidence import active_policy
+from governance.operations.approvals import active_policy
 from governance.operations.policies import ApproverChoice, list_policy_versions
 from governance.web.operations import KEY_WORDS
 from governance.web.pages import approval_page, find_proposer, find_viewer, locate_operation, render_page

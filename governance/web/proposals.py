@@ -19,8 +19,10 @@ from django.views.decorators.http import require_http_methods
 from core.limits import limits
 from governance.errors import GovernanceError
 from governance.operations import proposals
-from governance.operations.approvals import REVIEW
-from governance.operations.evidence import active_policy
+from governance.operations.approvals import (
+    REVIEW,
+    active_policy,
+)
 from governance.registry import OffersChoices, OperationKind, find_kind
 from governance.web.pages import approval_page, find_proposer, locate_operation, render_page
 from governance.web.policy import say_needs

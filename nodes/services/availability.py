@@ -16,7 +16,7 @@ from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
 from governance.notices import notify_of_event
-from governance.operations.evidence import active_policy
+from governance.operations.approvals import active_policy
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import (
     Node,

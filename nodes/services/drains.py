@@ -17,7 +17,7 @@ from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
 from governance.notices import notify_of_event
-from governance.operations.evidence import require_approval
+from governance.operations.approvals import require_approval
 from governance.registry import RunOrder
 from nodes.errors import BadRequest, NodeNotFound
 from nodes.models import Node, NodeDrainCount, NodePresence, presence_of, read_clock, save_changes

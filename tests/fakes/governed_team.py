@@ -24,7 +24,7 @@ from django.utils import timezone
 from core.models import User
 from governance.models import AdminToken, ApproverKey, AuditEvent, Decision, Operation, OperationRun, PolicyVersion
 from governance.operations import decisions
-from governance.operations.evidence import active_policy
+from governance.operations.approvals import active_policy
 from governance.operations.policies import ApproverChoice, draft_policy
 from governance.operations.proposals import Proposer, propose
 from governance.operations.runs import run_due

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar, cast
 from django.db import connection
 from django.db.models.functions import Now
 
-from governance.operations.evidence import active_policy, policy_chain
+from governance.operations.approvals import active_policy, policy_chain
 from nodes.channel import plan_deliveries, store_status
 from nodes.models import Node, NodePresence
 from nodes.reports import clean_governance, clean_report, clean_status

@@ -28,8 +28,11 @@ from governance.keys import add_key_file
 from governance.models import ApproverKey, AuditEvent, Decision, Freeze, Operation, OperationRun, PolicyVersion
 from governance.operations import decisions, proposals
 from governance.operations import policies as freezes
-from governance.operations.approvals import read_freeze, sweep_operations
-from governance.operations.evidence import active_policy
+from governance.operations.approvals import (
+    active_policy,
+    read_freeze,
+    sweep_operations,
+)
 from governance.operations.policies import draft_policy
 from governance.operations.proposals import Proposer, use_approval
 from governance.operations.reading import read_inbox, read_operation

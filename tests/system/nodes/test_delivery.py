@@ -23,7 +23,7 @@ from pytest_django import DjangoDbBlocker
 from core.limits import limits
 from core.models import User
 from governance.models import Freeze, Operation, OperationRun
-from governance.operations.evidence import active_policy
+from governance.operations.approvals import active_policy
 from governance.operations.policies import freeze
 from governance.operations.reading import read_evidence
 from governance.operations.runs import run_due
