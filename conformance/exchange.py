@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any  # JSON of the server under test
@@ -142,11 +142,6 @@ class Answer:
         """The answer in a few words, for violations."""
         return f"{self.ask.method} {self.ask.path.partition('?')[0]}"
 
-    @classmethod
-    def of(cls, ask: Ask, status: int, headers: dict[str, str], body: bytes) -> Answer:
-        """Return an answer that was received by other means."""
-        return cls(ask, status, headers, [Write(0.0, body)], whole=True)
-
     def json(self) -> Field:
         """Return the body as JSON. Raises Violation."""
         return read_json(self.body, "reply")
@@ -167,17 +162,28 @@ class Connection:
         self.keeps_acks_back = False
 
     @classmethod
-    async def open(cls, base_url: str) -> Connection:
-        """Connect to the server at ``base_url``. Raises OSError, TimeoutError."""
+    @contextlib.asynccontextmanager
+    async def opened(cls, base_url: str) -> AsyncIterator[Connection]:
+        """Yield a connection to the server at ``base_url`` and close it afterwards. Raises Violation."""
         parts = urlsplit(base_url)
         is_tls = parts.scheme == "https"
-        async with asyncio.timeout(LIMITS.connect_s):
-            reader, writer = await asyncio.open_connection(
-                parts.hostname, parts.port or (443 if is_tls else 80), ssl=ssl.create_default_context() if is_tls else None
-            )
+        try:
+            async with asyncio.timeout(LIMITS.connect_s):
+                reader, writer = await asyncio.open_connection(
+                    parts.hostname, parts.port or (443 if is_tls else 80), ssl=ssl.create_default_context() if is_tls else None
+                )
+        except OSError as error:
+            raise Violation(f"cannot connect: {str(error) or type(error).__name__}") from None
         connected: socket.socket = writer.get_extra_info("socket")
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return cls(reader, writer, parts.netloc)
+        try:
+            yield cls(reader, writer, parts.netloc)
+        finally:
+            # The answer may still be under way: the server must hear of a client that leaves.
+            writer.close()
+            with contextlib.suppress(OSError):
+                async with asyncio.timeout(LIMITS.connect_s):
+                    await writer.wait_closed()
 
     async def exchange(self, ask: Ask, *, leave: Callable[[Answer], bool] | None = None) -> Answer:
         """Send a request and record its answer, until ``leave`` says to stop after a write. Raises OSError."""
@@ -196,15 +202,15 @@ class Connection:
         await self._record(answer, began, leave)
         return answer
 
-    async def send_head(self, ask: Ask, *, claimed_bytes: int) -> tuple[int, dict[str, str], bytes]:
-        """Send a request that claims to be longer than what is sent, and return what comes of it. Raises OSError."""
+    async def send_head(self, ask: Ask, *, claimed_bytes: int) -> Answer:
+        """Send a request that claims to be longer than what is sent and record its answer. Raises OSError."""
         headers = [("host", self.host), ("content-length", str(claimed_bytes)), *ask.headers]
         data = self._http.send(h11.Request(method=ask.method, target=ask.path, headers=headers)) or b""
         self._writer.write(data + (self._http.send(h11.Data(data=ask.body)) or b""))
         answer = Answer(ask)
         async with asyncio.timeout(LIMITS.refused_s):
             await self._record(answer, asyncio.get_running_loop().time(), None)
-        return answer.status, answer.headers, answer.body
+        return answer
 
     async def _record(self, answer: Answer, began: float, leave: Callable[[Answer], bool] | None) -> None:
         pending = bytearray()
@@ -270,13 +276,6 @@ class Connection:
             return False
         except ConnectionError:
             return True
-
-    async def close(self) -> None:
-        """Close our side, in the middle of an answer if need be."""
-        self._writer.close()
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(LIMITS.connect_s):
-                await self._writer.wait_closed()
 
 
 DONE = "[DONE]"
@@ -398,6 +397,13 @@ class Field:
         """Return a member, or None when it is absent or null."""
         self.members()
         return None if self.value.get(key) is None else Field(self.value[key], f"{self.path}.{key}")
+
+    def at(self, place: str) -> Field:
+        """Return the member at a place such as ``choices.0.message``, which must be there."""
+        found = self
+        for step in place.split("."):
+            found = found[int(step) if step.isdigit() else step]
+        return found
 
     def members(self) -> dict[str, Any]:
         """Return the members of an object."""

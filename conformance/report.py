@@ -9,19 +9,17 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
+from typing import Any  # request bodies are JSON
 
+from conformance.dialects import DIALECTS
 from conformance.exchange import LIMITS, Answer, Finding, NotApplicable, Verdict, Violation
 from conformance.rows.modalities import transcribe
 from conformance.table import (  # fmt: skip
-    CHAT,
-    COMPLETIONS,
     COUNT_TOKENS,
     EMBEDDINGS,
     IMAGES,
-    MESSAGES,
     PROMPT,
     RERANK,
-    RESPONSES,
     Row,
     Surface,
     Target,
@@ -203,11 +201,8 @@ class _Presence:
     async def _probe(self, surface: Surface) -> Answer | None:
         target = self._target
         model = {"model": target.model}
-        bodies = {
-            Surface.CHAT: (CHAT, target.chat_body()),
-            Surface.COMPLETIONS: (COMPLETIONS, target.completion_body()),
-            Surface.RESPONSES: (RESPONSES, target.responses_body()),
-            Surface.MESSAGES: (MESSAGES, target.messages_body()),
+        bodies: dict[Surface, tuple[str, dict[str, Any]]] = {
+            **{dialect.surface: (path, target.body(path)) for path, dialect in DIALECTS.items()},
             Surface.COUNT_TOKENS: (COUNT_TOKENS, {**model, "messages": [{"role": "user", "content": "a"}]}),
             Surface.EMBEDDINGS: (EMBEDDINGS, {"model": target.model_for(EMBEDDINGS), "input": PROMPT}),
             Surface.RERANK: (RERANK, {"model": target.model_for(RERANK), "query": "a", "documents": ["a", "b"]}),

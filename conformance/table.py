@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any  # request bodies are JSON
 
 from conformance.engine.script import OTHER_TOOL
@@ -60,35 +60,31 @@ def requirement(
     text: str,
     *,
     clients: str,
-    needs_script: bool = False,
     needs: Surface | None = None,
+    needs_script: bool = False,
     is_slow: bool = False,
 ) -> Callable[[Check], Check]:
-    """Register a check as the row ``row_id``, whose first word is its surface."""
+    """Register a check as the row ``row_id``, whose first word is its surface. Raises ValueError for an id that is taken."""
+    surface = Surface(row_id.partition(".")[0])
+    if row_id in _rows:
+        raise ValueError(f"two rows are called {row_id}")
+    wanted = needs or (None if surface in {Surface.FRAMING, Surface.MODELS, Surface.ERRORS} else surface)
 
     def register(check: Check) -> Check:
-        add_row(row_id, text, check, clients=clients, needs_script=needs_script, needs=needs, is_slow=is_slow)
+        _rows[row_id] = Row(row_id, surface, text, clients, check, wanted, needs_script, is_slow)
         return check
 
     return register
 
 
-def add_row(
-    row_id: str,
-    text: str,
-    check: Check,
-    *,
-    clients: str,
-    needs_script: bool = False,
-    needs: Surface | None = None,
-    is_slow: bool = False,
-) -> None:
-    """Do the same for a check that serves several rows. Raises ValueError for an id that is taken."""
-    surface = Surface(row_id.partition(".")[0])
-    if row_id in _rows:
-        raise ValueError(f"two rows are called {row_id}")
-    wanted = needs or (None if surface in {Surface.FRAMING, Surface.MODELS, Surface.ERRORS} else surface)
-    _rows[row_id] = Row(row_id, surface, text, clients, check, wanted, needs_script, is_slow)
+scripted = partial(requirement, needs_script=True)
+"""Register a check that only the scripted engine can show."""
+
+
+def add_scripted(*rows: tuple[str, str, str, Check]) -> None:
+    """Register such checks, each after its id, its text and its clients."""
+    for row_id, text, clients, check in rows:
+        scripted(row_id, text, clients=clients)(check)
 
 
 def list_rows(only: Iterable[str] = ()) -> list[Row]:
@@ -111,7 +107,7 @@ RESPONSES, MESSAGES, COUNT_TOKENS = "/v1/responses", "/v1/messages", "/v1/messag
 TRANSCRIPTIONS, IMAGES, MODELS = "/v1/audio/transcriptions", "/v1/images/generations", "/v1/models"
 ANTHROPIC_VERSION = "2023-06-01"
 ANTHROPIC_PATHS = frozenset({MESSAGES, COUNT_TOKENS})
-PROMPT = "Say hello in a few words."
+PROMPT, FRAGMENT = "Say hello in a few words.", "Once upon a time"
 
 
 @dataclass
@@ -162,22 +158,33 @@ class Target:
 
         ``leave``: close the connection as soon as it says so; ``watches_close``: see whether the server closes it afterwards.
         """
-        try:
-            connection = await Connection.open(self.base_url)
-        except (OSError, TimeoutError, ssl.SSLError) as error:
-            raise Violation(f"cannot connect: {str(error) or type(error).__name__}") from None
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                answer = await connection.exchange(ask, leave=leave)
-                if watches_close and not answer.closed:
-                    answer.closed = await connection.sees_close()
-        except TimeoutError:
-            raise Violation(f"{ask.method} {ask.path} was not answered in full within {self.timeout_s:g} s") from None
-        finally:
-            await connection.close()
+        async with Connection.opened(self.base_url) as connection:
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    answer = await connection.exchange(ask, leave=leave)
+                    if watches_close and not answer.closed:
+                        answer.closed = await connection.sees_close()
+            except TimeoutError:
+                raise Violation(f"{ask.method} {ask.path} was not answered in full within {self.timeout_s:g} s") from None
         if not answer.status:
             raise Violation(f"{answer.what}: the connection was closed without an answer")
         return answer
+
+    def body(self, path: str, prompt: object = None, /, **more: Any) -> dict[str, Any]:
+        """Return a request of a path that says text; ``more`` replaces or adds fields."""
+        asked = prompt or (FRAGMENT if path == COMPLETIONS else PROMPT)
+        turns = [{"role": "user", "content": asked}]
+        fields: dict[str, dict[str, Any]] = {
+            CHAT: {"messages": turns, "max_tokens": LIMITS.answer_tokens},
+            COMPLETIONS: {"prompt": asked, "max_tokens": LIMITS.answer_tokens},
+            MESSAGES: {"max_tokens": LIMITS.answer_tokens, "messages": turns},
+            RESPONSES: {"input": asked, "max_output_tokens": LIMITS.answer_tokens, "store": False},
+        }
+        return {"model": self.model_for(path), **fields[path], **more}
+
+    async def say(self, path: str, prompt: object = None, /, **more: Any) -> Answer:
+        """Send such a request."""
+        return await self.send(self.ask_json(path, self.body(path, prompt, **more)))
 
     # the dialects' bodies
 

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
+from functools import partial
 
+from conformance.dialects import OPENAI_ERROR_KEYS, Dialect, for_each
 from conformance.engine.script import REASON
 from conformance.exchange import LIMITS, Answer, Ask, Connection, Field, NotApplicable, Violation
 from conformance.readers.messages import check_error
-from conformance.table import CHAT, MESSAGES, MODELS, RESPONSES, Surface, Target, add_row, require_status, requirement
+from conformance.table import (
+    CHAT,
+    MESSAGES,
+    MODELS,
+    RESPONSES,
+    Check,
+    Surface,
+    Target,
+    require_status,
+    requirement,
+    scripted,
+)
 
 _WRONG_KEY = "sk-this-key-is-nobodys-0000000000000000"
 
 
-def check_openai_error(answer: Answer) -> Field:
-    """Check an error of an OpenAI surface and return its object. Raises Violation."""
+def _check_error(answer: Answer, path: str) -> Field:
+    """Check an error as the path's dialect has it and return its object. Raises Violation."""
     if not answer.header("content-type").startswith("application/json"):
         raise Violation(f"{answer.status} as {answer.header('content-type') or 'no content-type'}: {answer.body[:80]!r}")
+    if path == MESSAGES:
+        check_error(answer.json())
+        answer.json()["request_id"].word()
+        if not answer.header("request-id"):
+            raise Violation("the header request-id is missing")
+        return answer.json()["error"]
     error = answer.json()["error"]
-    error.must_have(("message", "type", "param", "code"))
+    error.must_have(OPENAI_ERROR_KEYS)
     error["message"].word()
     error["type"].word()
     if not error["code"].is_null:
@@ -29,124 +48,102 @@ def check_openai_error(answer: Answer) -> Field:
     return error
 
 
-def check_anthropic_error(answer: Answer) -> Field:
-    """Check an error of an Anthropic surface and return its object. Raises Violation."""
-    if not answer.header("content-type").startswith("application/json"):
-        raise Violation(f"{answer.status} as {answer.header('content-type') or 'no content-type'}: {answer.body[:80]!r}")
-    check_error(answer.json())
-    answer.json()["request_id"].word()
-    if not answer.header("request-id"):
-        raise Violation("the header request-id is missing")
-    return answer.json()["error"]
-
-
-def _for_dialects(name: str, text: str, clients: str) -> Callable[[Callable[[Target, str], Awaitable[None]]], None]:
-    """Register a check as a row for each dialect; it is given the path of that."""
-
-    def register(check: Callable[[Target, str], Awaitable[None]]) -> None:
-        for dialect, path in (("chat", CHAT), ("responses", RESPONSES), ("messages", MESSAGES)):
-
-            async def run(target: Target, path: str = path) -> None:
-                await check(target, path)
-
-            add_row(f"errors.{name}.{dialect}", f"{dialect}: {text}", run, clients=clients, needs=Surface(dialect))
-
-    return register
-
-
-def _body(target: Target, path: str) -> dict[str, object]:
-    return target.messages_body() if path == MESSAGES else target.chat_body() if path == CHAT else target.responses_body()
-
-
-def _check(answer: Answer, path: str, status: int, openai_type: str, anthropic_type: str) -> Field:
+async def _refused(
+    target: Target, path: str, body: object, status: int, kind: str, headers: Mapping[str, str | None] | None = None
+) -> Field:
+    """Return the error object of a request that is to be refused with a status and a type. Raises Violation."""
+    answer = await target.send(target.ask_json(path, body, headers))
     require_status(answer, status)
-    if path == MESSAGES:
-        error = check_anthropic_error(answer)
-        error["type"].must_be(anthropic_type)
-        return error
-    error = check_openai_error(answer)
-    error["type"].must_be(openai_type)
+    error = _check_error(answer, path)
+    error["type"].must_be(kind)
     return error
 
 
-@_for_dialects("wrong_key", "a wrong key: 401, authentication_error", "SDKs and LiteLLM raise AuthenticationError")
-async def _wrong_key(target: Target, path: str) -> None:
+def _must_name(error: Field, words: str, what: str) -> None:
+    if words not in error["message"].text():
+        raise Violation(f"the message does not name the {what}: {error['message'].shown}")
+
+
+_for_dialects = partial(for_each, paths=(CHAT, RESPONSES, MESSAGES))
+
+
+@_for_dialects(
+    "errors.wrong_key", "a wrong key: 401, authentication_error", clients="SDKs and LiteLLM raise AuthenticationError"
+)
+async def _wrong_key(dialect: Dialect, target: Target) -> None:
+    path = dialect.path
     headers = {"x-api-key": _WRONG_KEY} if path == MESSAGES else {"authorization": f"Bearer {_WRONG_KEY}"}
-    answer = await target.send(target.ask_json(path, _body(target, path), headers))
-    error = _check(answer, path, 401, "authentication_error", "authentication_error")
+    error = await _refused(target, path, target.body(path), 401, "authentication_error", headers)
     if _WRONG_KEY in error["message"].text():
         raise Violation("the message repeats the key")
     if "Incorrect API key provided" not in error["message"].text():
         raise Violation(f"LiteLLM looks for 'Incorrect API key provided', not for {error['message'].shown}")
 
 
-@_for_dialects("no_key", "no key: 401", "SDKs raise AuthenticationError")
-async def _no_key(target: Target, path: str) -> None:
-    answer = await target.send(target.ask_json(path, _body(target, path), {"authorization": None, "x-api-key": None}))
-    _check(answer, path, 401, "authentication_error", "authentication_error")
+@_for_dialects("errors.no_key", "no key: 401", clients="SDKs raise AuthenticationError")
+async def _no_key(dialect: Dialect, target: Target) -> None:
+    headers = {"authorization": None, "x-api-key": None}
+    await _refused(target, dialect.path, target.body(dialect.path), 401, "authentication_error", headers)
 
 
 @_for_dialects(
-    "unknown_model", "an unknown model: 404, not_found_error, the model named", "SDKs and LiteLLM raise NotFoundError"
+    "errors.unknown_model",
+    "an unknown model: 404, not_found_error, the model named",
+    clients="SDKs and LiteLLM raise NotFoundError",
 )
-async def _unknown_model(target: Target, path: str) -> None:
-    answer = await target.send(target.ask_json(path, {**_body(target, path), "model": "nobody-has-this"}))
-    error = _check(answer, path, 404, "not_found_error", "not_found_error")
-    if "nobody-has-this" not in error["message"].text():
-        raise Violation(f"the message does not name the model: {error['message'].shown}")
+async def _unknown_model(dialect: Dialect, target: Target) -> None:
+    body = target.body(dialect.path, model="nobody-has-this")
+    _must_name(await _refused(target, dialect.path, body, 404, "not_found_error"), "nobody-has-this", "model")
 
 
-@_for_dialects("broken_json", "a body that is not JSON: 400", "every SDK shows the message")
-async def _broken_json(target: Target, path: str) -> None:
+@_for_dialects("errors.broken_json", "a body that is not JSON: 400", clients="every SDK shows the message")
+async def _broken_json(dialect: Dialect, target: Target) -> None:
     for body in (b'{"model": ', b"", b"[1, 2]", b"\xff\xfe"):
-        _check(await target.send(target.ask_json(path, body)), path, 400, "invalid_request_error", "invalid_request_error")
+        await _refused(target, dialect.path, body, 400, "invalid_request_error")
 
 
-@_for_dialects("missing_model", "no model: 400, the field named", "every SDK shows the message")
-async def _missing_model(target: Target, path: str) -> None:
-    body = _body(target, path)
+@_for_dialects("errors.missing_model", "no model: 400, the field named", clients="every SDK shows the message")
+async def _missing_model(dialect: Dialect, target: Target) -> None:
+    body = target.body(dialect.path)
     del body["model"]
-    error = _check(await target.send(target.ask_json(path, body)), path, 400, "invalid_request_error", "invalid_request_error")
-    if "model" not in error["message"].text():
-        raise Violation(f"the message does not name the field: {error['message'].shown}")
+    _must_name(await _refused(target, dialect.path, body, 400, "invalid_request_error"), "model", "field")
 
 
-@_for_dialects("wrong_type", "a field of the wrong type: 400, the field named", "every SDK shows the message")
-async def _wrong_type(target: Target, path: str) -> None:
-    answer = await target.send(target.ask_json(path, {**_body(target, path), "stream": "yes"}))
-    error = _check(answer, path, 400, "invalid_request_error", "invalid_request_error")
-    if "stream" not in error["message"].text():
-        raise Violation(f"the message does not name the field: {error['message'].shown}")
+@_for_dialects("errors.wrong_type", "a field of the wrong type: 400, the field named", clients="every SDK shows the message")
+async def _wrong_type(dialect: Dialect, target: Target) -> None:
+    body = target.body(dialect.path, stream="yes")
+    _must_name(await _refused(target, dialect.path, body, 400, "invalid_request_error"), "stream", "field")
 
 
-@_for_dialects("method", "GET where POST is due: 404 or 405 as JSON, no page", "SDKs show `Error code: 405` alone")
-async def _method(target: Target, path: str) -> None:
+@_for_dialects(
+    "errors.method", "GET where POST is due: 404 or 405 as JSON, no page", clients="SDKs show `Error code: 405` alone"
+)
+async def _method(dialect: Dialect, target: Target) -> None:
+    path = dialect.path
     headers = tuple((name, value) for name, value in target.headers_for(path).items() if name != "content-type")
     answer = await target.send(Ask("GET", path, headers))
     require_status(answer, 404, 405)
-    check_anthropic_error(answer) if path == MESSAGES else check_openai_error(answer)
+    _check_error(answer, path)
 
 
-@_for_dialects("too_large", "a body of 300 MB: 413 before it is read", "agents; SDKs do not retry it")
-async def _too_large(target: Target, path: str) -> None:
-    connection = await Connection.open(target.base_url)
-    ask = target.ask_json(path, b"{" + b" " * 4096)
-    try:
-        status, headers, body = await connection.send_head(ask, claimed_bytes=LIMITS.claimed_bytes)
-    finally:
-        await connection.close()
-    _check(Answer.of(ask, status, headers, body), path, 413, "invalid_request_error", "request_too_large")
+@_for_dialects("errors.too_large", "a body of 300 MB: 413 before it is read", clients="agents; SDKs do not retry it")
+async def _too_large(dialect: Dialect, target: Target) -> None:
+    path = dialect.path
+    async with Connection.opened(target.base_url) as connection:
+        answer = await connection.send_head(target.ask_json(path, b"{" + b" " * 4096), claimed_bytes=LIMITS.claimed_bytes)
+    require_status(answer, 413)
+    _check_error(answer, path)["type"].must_be("request_too_large" if path == MESSAGES else "invalid_request_error")
 
 
 @requirement("errors.no_messages.chat", "chat without messages: 400 with param", clients="openai SDKs")
 async def _no_messages(target: Target) -> None:
     wrong: tuple[object, ...] = (None, [], "hello")
-    bodies = [{**target.chat_body(), "messages": messages} for messages in wrong]
-    bodies.append({name: value for name, value in target.chat_body().items() if name != "messages"})
+    bodies = [{**target.body(CHAT), "messages": messages} for messages in wrong]
+    bodies.append({name: value for name, value in target.body(CHAT).items() if name != "messages"})
     for body in bodies:
         answer = await target.send(target.ask_json(CHAT, body))
         require_status(answer, 400)
-        check_openai_error(answer)["param"].must_be("messages")
+        _check_error(answer, CHAT)["param"].must_be("messages")
 
 
 @requirement("errors.route", "an unknown route: 404 as JSON, whatever the method", clients="every SDK")
@@ -155,7 +152,7 @@ async def _route(target: Target) -> None:
     for method in ("GET", "POST", "PUT", "DELETE", "PATCH"):
         answer = await target.send(Ask(method, "/v1/there/is/no/such", headers, b"{}" if method != "GET" else b""))
         require_status(answer, 404)
-        check_openai_error(answer)
+        _check_error(answer, CHAT)
 
 
 @requirement(
@@ -176,7 +173,7 @@ async def _anthropic_route(target: Target) -> None:
 async def _models_key(target: Target) -> None:
     answer = await target.send(Ask("GET", MODELS, (("authorization", f"Bearer {_WRONG_KEY}"),)))
     require_status(answer, 401)
-    check_openai_error(answer)
+    _check_error(answer, CHAT)
 
 
 @requirement(
@@ -186,12 +183,12 @@ async def _models_key(target: Target) -> None:
 )
 async def _request_id(target: Target) -> None:
     for path, name in ((CHAT, "x-request-id"), (MESSAGES, "request-id")):
-        for body in (_body(target, path), b"{"):
+        for body in (target.body(path), b"{"):
             answer = await target.send(target.ask_json(path, body))
             if not answer.header(name):
                 raise Violation(f"{answer.what} ({answer.status}) has no {name}")
     for stream in (True, False):
-        if not (await target.chat(stream=stream)).header("x-request-id"):
+        if not (await target.say(CHAT, stream=stream)).header("x-request-id"):
             raise Violation(f"a chat answer has no x-request-id (stream: {stream})")
     for path in ("/v1/nothing", "/v1/models"):
         if not (await target.send(Ask("GET", path, (("authorization", f"Bearer {target.api_key}"),)))).header("x-request-id"):
@@ -202,44 +199,40 @@ async def _request_id(target: Target) -> None:
     "errors.encoding", "a compressed body is taken, or refused as JSON with 400 or 415", clients="proxies, HTTP libraries"
 )
 async def _encoding(target: Target) -> None:
-    body = gzip.compress(json.dumps(target.chat_body()).encode(), mtime=0)
+    body = gzip.compress(json.dumps(target.body(CHAT)).encode(), mtime=0)
     answer = await target.send(target.ask_json(CHAT, body, {"content-encoding": "gzip"}))
     if answer.status != 200:
         if answer.status not in (400, 415):
             raise Violation(f"{answer.what}: {answer.status}, 400 or 415 is due")
-        check_openai_error(answer)
+        _check_error(answer, CHAT)
 
 
 @requirement("errors.host", "another Host header gets no framework's page", clients="proxies, container names")
 async def _host(target: Target) -> None:
-    connection = await Connection.open(target.base_url)
-    connection.host = "gateway.internal:9999"
-    try:
-        answer = await connection.exchange(target.ask_json(CHAT, target.chat_body()))
-    finally:
-        await connection.close()
+    async with Connection.opened(target.base_url) as connection:
+        connection.host = "gateway.internal:9999"
+        answer = await connection.exchange(target.ask_json(CHAT, target.body(CHAT)))
     require_status(answer, 200)
 
 
 async def _failed(target: Target, directive: str, *statuses: int) -> list[Answer]:
     """Return the answers to a request with and without streaming, which must have one of the statuses."""
-    answers = [await target.chat(f"[[{directive}]] hello", stream=stream) for stream in (False, True)]
+    answers = [await target.say(CHAT, f"[[{directive}]] hello", stream=stream) for stream in (False, True)]
     for answer in answers:
         require_status(answer, *statuses)
     return answers
 
 
-@requirement(
+@scripted(
     "errors.engine.context",
     "a prompt that does not fit: 400, code context_length_exceeded",
     clients="Codex, LangChain, Continue",
-    needs_script=True,
     needs=Surface.CHAT,
 )
 async def _context(target: Target) -> None:
     for dialect in ("error_400_context", "error_400_context:vllm", "error_400_context:openai"):
         for answer in await _failed(target, dialect, 400):
-            error = check_openai_error(answer)
+            error = _check_error(answer, CHAT)
             error["type"].must_be("invalid_request_error")
             error["code"].must_be("context_length_exceeded")
 
@@ -253,115 +246,51 @@ async def _context(target: Target) -> None:
 async def _real_context(target: Target) -> None:
     if target.scripted:
         raise NotApplicable("the scripted engine takes any prompt; errors.engine.context checks its words")
-    answer = await target.chat("How many words fit into a window? " * 9000)
+    answer = await target.say(CHAT, "How many words fit into a window? " * 9000)
     if answer.status == 200:
         raise NotApplicable("the model takes 63 000 words")
     require_status(answer, 400)
-    error = check_openai_error(answer)
+    error = _check_error(answer, CHAT)
     error["type"].must_be("invalid_request_error")
     error["code"].must_be("context_length_exceeded", "PROMPT_TOO_LARGE")
 
 
-@requirement(
-    "errors.engine.bad_request",
-    "an engine's 400 stays a 400 with its words",
-    clients="every SDK shows them",
-    needs_script=True,
-    needs=Surface.CHAT,
-)
-async def _bad_request(target: Target) -> None:
-    for answer in await _failed(target, "error_400", 400):
-        _must_tell(answer, "invalid_request_error")
+def _is_said(
+    directive: str, *statuses: int, kind: str = "", tells: bool = False, page: bytes = b"", retry: bool = False
+) -> Check:
+    """Return a check of what becomes of an engine's error: a type, the engine's words, no page, Retry-After."""
+
+    async def check(target: Target) -> None:
+        for answer in await _failed(target, directive, *statuses):
+            if page and page in answer.body:
+                raise Violation("the page is in the answer")
+            error = _check_error(answer, CHAT)
+            if kind:
+                error["type"].must_be(kind)
+            if tells and REASON not in error["message"].text():
+                raise Violation(f"the engine's words are lost: {error['message'].shown}")
+            if retry and not answer.header("retry-after"):
+                raise Violation("Retry-After is missing")
+
+    return check
 
 
-@requirement(
-    "errors.engine.detail",
-    "an engine's {detail: …} becomes an error object with its words",
-    clients="SDKs lose the message otherwise",
-    needs_script=True,
-    needs=Surface.CHAT,
-)
-async def _detail(target: Target) -> None:
-    for answer in await _failed(target, "detail_error", 400, 422):
-        _must_tell(answer, "invalid_request_error")
-
-
-@requirement(
-    "errors.engine.text",
-    "an engine's {error: text} becomes an error object with its words",
-    clients="SDKs lose the message otherwise",
-    needs_script=True,
-    needs=Surface.CHAT,
-)
-async def _text(target: Target) -> None:
-    for answer in await _failed(target, "text_error", 400):
-        _must_tell(answer, "invalid_request_error")
-
-
-@requirement(
-    "errors.engine.failure",
-    "an engine's 500: 500 or 502, server_error",
-    clients="SDKs retry it",
-    needs_script=True,
-    needs=Surface.CHAT,
-)
-async def _failure(target: Target) -> None:
-    for answer in await _failed(target, "error_500", 500, 502):
-        check_openai_error(answer)["type"].must_be("server_error")
-
-
-@requirement(
-    "errors.engine.html", "an engine's page of HTML becomes JSON", clients="every SDK", needs_script=True, needs=Surface.CHAT
-)
-async def _html(target: Target) -> None:
-    for answer in await _failed(target, "html_error", 500, 502):
-        if b"<html" in answer.body:
-            raise Violation("the page is in the answer")
-        check_openai_error(answer)["type"].must_be("server_error")
-
-
-@requirement(
-    "errors.engine.empty",
-    "an engine's error without a body becomes an error object",
-    clients="SDKs show `Error code: 500` alone",
-    needs_script=True,
-    needs=Surface.CHAT,
-)
-async def _empty(target: Target) -> None:
-    for answer in await _failed(target, "empty_error", 500, 502):
-        check_openai_error(answer)
-
-
-@requirement(
-    "errors.engine.rate",
-    "an engine's 429: 429, rate_limit_error, Retry-After kept",
-    clients="SDKs wait as told",
-    needs_script=True,
-    needs=Surface.CHAT,
-)
-async def _rate(target: Target) -> None:
-    for answer in await _failed(target, "error_429", 429):
-        check_openai_error(answer)["type"].must_be("rate_limit_error")
-        if not answer.header("retry-after"):
-            raise Violation("Retry-After is missing")
-
-
-@requirement(
-    "errors.engine.overloaded",
-    "an engine's 503: 503 with Retry-After, server_error",
-    clients="Codex tries 30 times, SDKs wait as told",
-    needs_script=True,
-    needs=Surface.CHAT,
-)
-async def _overloaded(target: Target) -> None:
-    for answer in await _failed(target, "error_503", 503):
-        check_openai_error(answer)["type"].must_be("server_error")
-        if not answer.header("retry-after"):
-            raise Violation("Retry-After is missing")
-
-
-def _must_tell(answer: Answer, kind: str) -> None:
-    error = check_openai_error(answer)
-    error["type"].must_be(kind)
-    if REASON not in error["message"].text():
-        raise Violation(f"the engine's words are lost: {error['message'].shown}")
+for _name, _text, _clients, _check_engine in (
+    ("bad_request", "an engine's 400 stays a 400 with its words", "every SDK shows them",
+        _is_said("error_400", 400, kind="invalid_request_error", tells=True)),
+    ("detail", "an engine's {detail: …} becomes an error object with its words", "SDKs lose the message otherwise",
+        _is_said("detail_error", 400, 422, kind="invalid_request_error", tells=True)),
+    ("text", "an engine's {error: text} becomes an error object with its words", "SDKs lose the message otherwise",
+        _is_said("text_error", 400, kind="invalid_request_error", tells=True)),
+    ("failure", "an engine's 500: 500 or 502, server_error", "SDKs retry it",
+        _is_said("error_500", 500, 502, kind="server_error")),
+    ("html", "an engine's page of HTML becomes JSON", "every SDK",
+        _is_said("html_error", 500, 502, kind="server_error", page=b"<html")),
+    ("empty", "an engine's error without a body becomes an error object", "SDKs show `Error code: 500` alone",
+        _is_said("empty_error", 500, 502)),
+    ("rate", "an engine's 429: 429, rate_limit_error, Retry-After kept", "SDKs wait as told",
+        _is_said("error_429", 429, kind="rate_limit_error", retry=True)),
+    ("overloaded", "an engine's 503: 503 with Retry-After, server_error", "Codex tries 30 times, SDKs wait as told",
+        _is_said("error_503", 503, kind="server_error", retry=True)),
+):  # fmt: skip
+    scripted(f"errors.engine.{_name}", _text, clients=_clients, needs=Surface.CHAT)(_check_engine)

@@ -14,6 +14,7 @@ from conformance.engine.script import TEXT
 from conformance.exchange import LIMITS, Answer, Field, NotApplicable, Violation
 from conformance.readers.chat import check_usage, read_completion
 from conformance.table import (
+    COMPLETIONS,
     EMBEDDINGS,
     IMAGES,
     RERANK,
@@ -24,6 +25,7 @@ from conformance.table import (
     require_status,
     require_stream,
     requirement,
+    scripted,
 )
 
 _RATE = 16_000
@@ -131,7 +133,7 @@ async def _no_nulls(target: Target) -> None:
             raise Violation(f"{place.path}: {', '.join(nulls)} is null")
 
 
-@requirement("images.n", "n gives as many images", clients="openai SDKs", needs_script=True)
+@scripted("images.n", "n gives as many images", clients="openai SDKs")
 async def _n(target: Target) -> None:
     if len((await _draw(target, n=2))["data"].items()) != 2:
         raise Violation("n: 2 gives another number of images")
@@ -205,7 +207,7 @@ async def _tokens(target: Target) -> None:
         raise Violation("one input gives more than one vector")
 
 
-@requirement("embeddings.dimensions", "dimensions reaches the engine", clients="openai SDKs, Open WebUI", needs_script=True)
+@scripted("embeddings.dimensions", "dimensions reaches the engine", clients="openai SDKs, Open WebUI")
 async def _dimensions(target: Target) -> None:
     if len(_vectors(require_ok(await _embed(target, _TEXTS[0], encoding_format="float", dimensions=5)))[0]) != 5:
         raise Violation("5 dimensions were asked for")
@@ -238,11 +240,10 @@ async def _top_n(target: Target) -> None:
         raise Violation(f"top_n: 1 gives {len(results)} results")
 
 
-@requirement(
+@scripted(
     "rerank.objects",
     "documents may be objects with a text, and return_documents is no reason to refuse",
     clients="Cohere's and Jina's clients, Dify",
-    needs_script=True,
 )
 async def _objects(target: Target) -> None:
     texts = [{"text": text} for text in ("the moon", "the capital of France is Paris")]
@@ -260,7 +261,7 @@ _PROMPTS = ["Once upon a time", "The capital of France is"]
     clients="openai SDKs, llm, lm-eval",
 )
 async def _completion(target: Target) -> None:
-    reply = require_ok(await target.completions())
+    reply = require_ok(await target.say(COMPLETIONS))
     reply["object"].must_be("text_completion")
     for name in ("id", "model"):
         reply[name].word()
@@ -274,9 +275,9 @@ async def _completion(target: Target) -> None:
     check_usage(reply["usage"])
 
 
-@requirement("completions.text", "the text arrives as the engine said it", clients="everybody", needs_script=True)
+@scripted("completions.text", "the text arrives as the engine said it", clients="everybody")
 async def _text(target: Target) -> None:
-    require_ok(await target.completions())["choices"][0]["text"].must_be(TEXT)
+    require_ok(await target.say(COMPLETIONS))["choices"][0]["text"].must_be(TEXT)
 
 
 @requirement(
@@ -285,7 +286,7 @@ async def _text(target: Target) -> None:
     clients="openai SDKs, Continue, llm",
 )
 async def _stream(target: Target) -> None:
-    said = read_completion(require_stream(await target.completions(stream=True)))
+    said = read_completion(require_stream(await target.say(COMPLETIONS, stream=True)))
     # llama.cpp puts usage beside the last choice, which no client minds; a chunk without choices is what breaks them.
     if said.usage is not None and (said.usage_is_alone or target.scripted):
         raise Violation("usage that nobody asked for")
@@ -299,7 +300,7 @@ async def _stream(target: Target) -> None:
     clients="openai SDKs, LiteLLM",
 )
 async def _stream_usage(target: Target) -> None:
-    said = read_completion(require_stream(await target.completions(stream=True, stream_options={"include_usage": True})))
+    said = read_completion(require_stream(await target.say(COMPLETIONS, stream=True, stream_options={"include_usage": True})))
     if said.usage is None:
         raise Violation("no usage")
     if target.scripted and not said.usage_is_alone:
@@ -308,7 +309,7 @@ async def _stream_usage(target: Target) -> None:
 
 @requirement("completions.prompts", "a list of prompts gives choices with index 0 to n-1", clients="lm-eval, LangChain")
 async def _prompts(target: Target) -> None:
-    answer = await target.completions(_PROMPTS)
+    answer = await target.say(COMPLETIONS, _PROMPTS)
     require_script_or_skip(target, answer, "a list of prompts")
     found = [choice["index"].value for choice in require_ok(answer)["choices"].items()]
     if sorted(found) != [0, 1]:
@@ -320,7 +321,7 @@ async def _prompts(target: Target) -> None:
 )
 async def _echo(target: Target) -> None:
     for tokens in (0, 1):
-        answer = await target.completions(_PROMPTS[0], echo=True, logprobs=1, max_tokens=tokens)
+        answer = await target.say(COMPLETIONS, _PROMPTS[0], echo=True, logprobs=1, max_tokens=tokens)
         require_script_or_skip(target, answer, "echo with logprobs")
         choice = require_ok(answer)["choices"][0]
         logprobs = choice.get("logprobs")
@@ -339,6 +340,6 @@ async def _echo(target: Target) -> None:
 
 @requirement("completions.tokens", "a prompt of token numbers is taken", clients="lm-eval, guidance")
 async def _prompt_tokens(target: Target) -> None:
-    answer = await target.completions([1, 15, 27])
+    answer = await target.say(COMPLETIONS, [1, 15, 27])
     require_script_or_skip(target, answer, "token numbers")
     require_ok(answer)["choices"][0]["text"].text()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from datetime import datetime
 from urllib.parse import quote
 
+from conformance.dialects import TOOLS
 from conformance.exchange import Answer, Ask, Field, NotApplicable, Violation
 from conformance.readers.messages import check_error
-from conformance.rows.messages import ANTHROPIC_TOOLS
 from conformance.table import (
     ANTHROPIC_VERSION,
     CHAT,
     COUNT_TOKENS,
+    MESSAGES,
     MODELS,
     PROMPT,
     Target,
@@ -150,17 +151,17 @@ async def _head(target: Target) -> None:
     needs=None,
 )
 async def _no_redirect(target: Target) -> None:
-    answer = await target.send(target.ask_json(CHAT, target.chat_body()))
+    answer = await target.send(target.ask_json(CHAT, target.body(CHAT)))
     if 300 <= answer.status < 400:
         raise Violation(f"{answer.status} to {answer.header('location')!r}")
-    slashed = await target.send(target.ask_json(CHAT + "/", target.chat_body()))
+    slashed = await target.send(target.ask_json(CHAT + "/", target.body(CHAT)))
     if 300 <= slashed.status < 400:
         raise Violation(f"with a slash at its end: {slashed.status} to {slashed.header('location')!r}")
 
 
 @requirement("models.browser", "no cookie, login page or CSRF check stands before the API", clients="every SDK")
 async def _browser(target: Target) -> None:
-    ask = target.ask_json(CHAT, target.chat_body(), {"origin": "https://example.org", "cookie": "sessionid=x; csrftoken=y"})
+    ask = target.ask_json(CHAT, target.body(CHAT), {"origin": "https://example.org", "cookie": "sessionid=x; csrftoken=y"})
     answer = await target.send(ask)
     require_ok(answer)
     if answer.header("set-cookie"):
@@ -186,7 +187,7 @@ async def _reply(target: Target) -> None:
 
 async def _prompt_tokens(target: Target, **more: object) -> int:
     """Return what usage says of the same prompt once it was answered."""
-    answer = await target.messages(PROMPT, **more)
+    answer = await target.say(MESSAGES, PROMPT, **more)
     require_script_or_skip(target, answer, "tools")
     usage = require_ok(answer)["usage"]
     cached = usage.get("cache_read_input_tokens")
@@ -204,11 +205,11 @@ async def _exact(target: Target) -> None:
 
 @requirement("count_tokens.all", "system and tools are counted", clients="Claude Code's compaction")
 async def _all(target: Target) -> None:
-    if not target.scripted and await _prompt_tokens(target) == await _prompt_tokens(target, tools=ANTHROPIC_TOOLS):
+    if not target.scripted and await _prompt_tokens(target) == await _prompt_tokens(target, tools=TOOLS[MESSAGES]):
         raise NotApplicable("the model's template knows no tools: its own usage does not grow with them")
     plain = await _count(target)
     with_system = await _count(target, system="You are a very brief assistant with many rules to follow.")
-    with_tools = await _count(target, tools=ANTHROPIC_TOOLS)
+    with_tools = await _count(target, tools=TOOLS[MESSAGES])
     if not (with_system > plain and with_tools > plain):
         raise Violation(f"{plain} tokens alone, {with_system} with a system message, {with_tools} with tools")
 
