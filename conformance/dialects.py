@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from conformance.table import (
 )
 
 OPENAI_ERROR_KEYS = ("message", "type", "param", "code")
+PIXEL_URL = "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()
 
 
 def _function(name: str, **members: list[str]) -> dict[str, Any]:

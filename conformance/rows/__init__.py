@@ -2,19 +2,6 @@
 
 from __future__ import annotations
 
-from conformance.rows import (
-    chat,
-    chat_streams,
-    errors,
-    http,
-    messages,
-    messages_streams,
-    modalities,
-    models,
-    responses,
-    responses_streams,
-)
+from conformance.rows import chat, chat_streams, errors, http, messages, modalities, models, responses, responses_streams
 
-MODULES = (
-    http, chat, chat_streams, modalities, responses, responses_streams, messages, messages_streams, models, errors,
-)  # fmt: skip
+MODULES = (http, chat, chat_streams, modalities, responses, responses_streams, messages, models, errors)

@@ -1,10 +1,35 @@
-"""Rows on Messages: whole answers, fields of a request, failures."""
+"""Rows on Messages: whole answers, fields of a request, failures, streams."""
 
 from __future__ import annotations
 
 import json
 from typing import Any  # request bodies are JSON
 
+from conformance.dialects import (
+    FUNCTIONS,
+    PIXEL_URL,
+    TOOLS,
+    answers,
+    ask_for_calls,
+    break_stream,
+    breaks,
+    breaks_late,
+    carried,
+    carries,
+    closes,
+    fails_whole,
+    find_blocks,
+    find_images,
+    find_result,
+    join_text,
+    leaves_stream,
+    leaves_unanswered,
+    makes_calls,
+    must_call,
+    must_hold,
+    must_tell,
+    passes_through,
+)
 from conformance.engine.script import (
     ANSWER_TOKENS,
     ARGUMENTS,
@@ -15,53 +40,45 @@ from conformance.engine.script import (
     CONTEXT_TOKENS,
     CUT_SHORT,
     FITTING_TOKENS,
+    NASTY,
+    OTHER_ARGUMENTS,
+    OTHER_CALL_ID,
     OTHER_TOOL,
     PROMPT_TOKENS,
-    REASON,
     REFUSAL,
     TEXT,
     THOUGHT,
     TOOL,
 )  # fmt: skip
-from conformance.exchange import LIMITS, Answer, Field, NotApplicable, Violation, read_json
-from conformance.readers.messages import STOP_REASONS, check_error, check_message_head, check_usage, read_messages
-from conformance.rows.chat import PIXEL, leave_stream, leave_unanswered
-from conformance.rows.chat_streams import TOOLS
+from conformance.exchange import LIMITS, Answer, Event, Field, Violation, list_payloads, read_json
+from conformance.readers.messages import (
+    STOP_REASONS,
+    MessageStream,
+    check_error,
+    check_message_head,
+    check_usage,
+    read_messages,
+    require_end,
+)
 from conformance.table import (
-    CHAT,
     MESSAGES,
-    MESSAGES_NAMED,
     PROMPT,
-    Surface,
+    Check,
     Target,
-    list_goes,
+    add_scripted,
     no_call,
     require_ok,
-    require_script_or_skip,
     require_status,
     require_stream,
     requirement,
-    skip_where_native,
+    scripted,
 )
 
-ANTHROPIC_TOOLS = [
-    {
-        "name": tool["function"]["name"],
-        "description": tool["function"]["description"],
-        "strict": True,
-        "input_schema": tool["function"]["parameters"],
-    }
-    for tool in TOOLS
-]
+# Whole answers
 
 
-async def _reply(target: Target, prompt: str = PROMPT, **more: object) -> Field:
-    return require_ok(await target.messages(prompt, **more))
-
-
-def find_blocks(message: Field, kind: str) -> list[Field]:
-    """Return the content blocks of one type."""
-    return [block for block in message["content"].items() if block["type"].value == kind]
+async def _reply(target: Target, prompt: str = PROMPT, **more: Any) -> Field:
+    return require_ok(await target.say(MESSAGES, prompt, **more))
 
 
 @requirement("messages.reply.head", "id msg_…, type: message, role: assistant, model", clients="anthropic SDKs, Claude Code")
@@ -105,52 +122,20 @@ async def _usage(target: Target) -> None:
         usage.must_have(("cache_creation_input_tokens", "cache_read_input_tokens"))
 
 
-@requirement("messages.reply.max_tokens", "a text cut off: stop_reason max_tokens", clients="Claude Code", needs_script=True)
-async def _max_tokens(target: Target) -> None:
-    reply = await _reply(target, "[[length]] hello")
-    reply["stop_reason"].must_be("max_tokens")
-    find_blocks(reply, "text")[0]["text"].must_be(CUT_SHORT)
-
-
-@requirement(
-    "messages.reply.stop_sequence",
-    "stop_sequences reach the engine; the one that ended it is named",
-    clients="anthropic SDKs, LangChain",
-    needs_script=True,
-)
-async def _stop_sequence(target: Target) -> None:
-    reply = await _reply(target, "[[stop_sequence]] hello", stop_sequences=["three", "four"])
-    reply["stop_reason"].must_be("stop_sequence")
-    reply["stop_sequence"].must_be("three")
-    find_blocks(reply, "text")[0]["text"].must_be(BEFORE_STOP)
-
-
-@requirement(
-    "messages.reply.cached",
-    "cached tokens are in cache_read_input_tokens and not in input_tokens",
-    clients="Claude Code's cost display",
-    needs_script=True,
-)
-async def _cached(target: Target) -> None:
-    usage = (await _reply(target, "[[cached]] hello"))["usage"]
-    usage["cache_read_input_tokens"].must_be(CACHED_TOKENS)
-    usage["input_tokens"].must_be(PROMPT_TOKENS - CACHED_TOKENS)
-
-
-async def _called(target: Target, directive: str) -> tuple[Field, list[Field]]:
-    """Return a whole answer and its calls."""
-    more = {"tools": ANTHROPIC_TOOLS, "max_tokens": LIMITS.call_tokens}
-    for go in list_goes(target, directive):
-        choice = go.choose(free={"type": "any"}, named=MESSAGES_NAMED)
-        answer = await target.messages(go.prompt, tool_choice=choice, **more)
-        require_script_or_skip(target, answer, "tools")
-        reply = require_ok(answer)
-        calls = find_blocks(reply, "tool_use")
-        if calls and (target.scripted or reply["stop_reason"].value != "max_tokens"):
-            return reply, calls
-        if target.scripted:
-            raise Violation(f"there is no tool_use block: {reply['content'].shown}")
-    raise no_call()
+_STOPS = {"stop_sequences": ["three", "four"]}
+add_scripted(
+    ("messages.reply.max_tokens", "a text cut off: stop_reason max_tokens", "Claude Code",
+        answers(MESSAGES, "[[length]] hello", CUT_SHORT, {"stop_reason": "max_tokens"})),
+    ("messages.reply.stop_sequence", "stop_sequences reach the engine; the one that ended it is named",
+        "anthropic SDKs, LangChain",
+        answers(MESSAGES, "[[stop_sequence]] hello", BEFORE_STOP,
+            {"stop_reason": "stop_sequence", "stop_sequence": "three"}, **_STOPS)),
+    ("messages.reply.cached", "cached tokens are in cache_read_input_tokens and not in input_tokens",
+        "Claude Code's cost display",
+        answers(MESSAGES, "[[cached]] hello", places={
+            "usage.cache_read_input_tokens": CACHED_TOKENS, "usage.input_tokens": PROMPT_TOKENS - CACHED_TOKENS,
+        })),
+)  # fmt: skip
 
 
 @requirement(
@@ -159,30 +144,37 @@ async def _called(target: Target, directive: str) -> tuple[Field, list[Field]]:
     clients="Claude Code, anthropic SDKs",
 )
 async def _tool_use(target: Target) -> None:
-    reply, calls = await _called(target, "tools")
+    reply, call = await _called(target)
     reply["stop_reason"].must_be("tool_use")
-    calls[0]["id"].word()
-    calls[0]["name"].word()
-    calls[0]["input"].members()
+    call["id"].word()
+    call["name"].word()
+    call["input"].members()
     if target.scripted:
-        calls[0]["id"].must_be(CALL_ID)
-        calls[0]["name"].must_be(TOOL)
-        calls[0]["input"].must_be(read_json("".join(ARGUMENTS), "arguments").value)
+        call["id"].must_be(CALL_ID)
+        call["name"].must_be(TOOL)
+        call["input"].must_be(_INPUT)
 
 
-@requirement("messages.reply.parallel", "two calls are two tool_use blocks", clients="Claude Code", needs_script=True)
+async def _called(target: Target) -> tuple[Field, Field]:
+    """Return a whole answer and its first call."""
+    async for _, answer in ask_for_calls(target, MESSAGES, "tools"):
+        reply = require_ok(answer)
+        calls = find_blocks(reply, "tool_use")
+        if calls and (target.scripted or reply["stop_reason"].value != "max_tokens"):
+            return reply, calls[0]
+        if target.scripted:
+            raise Violation(f"there is no tool_use block: {reply['content'].shown}")
+    raise no_call()
+
+
+@scripted("messages.reply.parallel", "two calls are two tool_use blocks", clients="Claude Code")
 async def _parallel(target: Target) -> None:
-    calls = find_blocks(await _reply(target, "[[parallel_tools]] weather?", tools=ANTHROPIC_TOOLS), "tool_use")
+    calls = find_blocks(await _reply(target, "[[parallel_tools]] weather?", tools=TOOLS[MESSAGES]), "tool_use")
     if [call["name"].value for call in calls] != [TOOL, OTHER_TOOL]:
         raise Violation(f"the calls are {[call['name'].value for call in calls]}")
 
 
-@requirement(
-    "messages.reply.thinking",
-    "thoughts are a thinking block before the text",
-    clients="Claude Code, pi, AI SDK",
-    needs_script=True,
-)
+@scripted("messages.reply.thinking", "thoughts are a thinking block before the text", clients="Claude Code, pi, AI SDK")
 async def _thinking(target: Target) -> None:
     for prompt in ("[[thinking]] hello", "[[thinking:reasoning]] hello"):
         reply = await _reply(target, prompt)
@@ -193,7 +185,7 @@ async def _thinking(target: Target) -> None:
         reply["content"][1]["text"].must_be(TEXT)
 
 
-@requirement("messages.reply.refusal", "a refusal's words reach the reader", clients="anthropic SDKs", needs_script=True)
+@scripted("messages.reply.refusal", "a refusal's words reach the reader", clients="anthropic SDKs")
 async def _refusal(target: Target) -> None:
     reply = await _reply(target, "[[refusal]] hello")
     texts = [block["text"].value for block in find_blocks(reply, "text")]
@@ -202,30 +194,7 @@ async def _refusal(target: Target) -> None:
     reply["stop_reason"].must_be("refusal", "end_turn")
 
 
-_INPUT = json.loads("".join(ARGUMENTS))
-_BETAS = "claude-code-20250219,oauth-2025-04-20,interleaved-thinking-2025-05-14,something-of-tomorrow-2027-01-01"
-
-
-async def _carried(target: Target, **fields: Any) -> Field:
-    """Return the chat request that the engine got. Raises NotApplicable when it speaks Messages itself."""
-    texts = find_blocks(require_ok(await target.messages("[[echo]]", **fields)), "text")
-    got = read_json("".join(block["text"].text() for block in texts), "what the engine got")
-    if got["path"].value == MESSAGES:
-        raise NotApplicable("the engine speaks Messages itself; nothing is translated")
-    got["path"].must_be(CHAT)
-    return got["body"]
-
-
-def _plain(content: Any) -> Any:
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        return "".join(part["text"] for part in content)
-    return content
-
-
-def _must_hold(body: Field, role: str, words: str) -> None:
-    found = [_plain(turn.value.get("content")) for turn in body["messages"].items() if turn["role"].value == role]
-    if not any(words in str(one) for one in found):
-        raise Violation(f"{words!r} is in none of the engine's {role} messages: {found}")
+# Requests
 
 
 @requirement(
@@ -236,7 +205,7 @@ def _must_hold(body: Field, role: str, words: str) -> None:
 async def _keys(target: Target) -> None:
     bearer = f"Bearer {target.api_key}"
     for headers in ({"authorization": None}, {"x-api-key": None, "authorization": bearer}, {"authorization": bearer}):
-        answer = await target.send(target.ask_json(MESSAGES, target.messages_body(), headers))
+        answer = await target.send(target.ask_json(MESSAGES, target.body(MESSAGES), headers))
         if answer.status != 200:
             raise Violation(f"{answer.status} with {', '.join(name for name, _ in answer.ask.headers)}: {answer.body[:120]!r}")
 
@@ -244,62 +213,76 @@ async def _keys(target: Target) -> None:
 @requirement("messages.request.versions", "any anthropic-version is taken, and none", clients="anthropic SDKs of every year")
 async def _versions(target: Target) -> None:
     for version in ("2023-06-01", "2026-10-21", "2031-01-01", None):
-        answer = await target.send(target.ask_json(MESSAGES, target.messages_body(), {"anthropic-version": version}))
+        answer = await target.send(target.ask_json(MESSAGES, target.body(MESSAGES), {"anthropic-version": version}))
         if answer.status != 200:
             raise Violation(f"{answer.status} with anthropic-version {version}: {answer.body[:120]!r}")
 
 
-@requirement("messages.request.betas", "unknown betas and ?beta=true are not refused", clients="Claude Code (litellm#20021)")
-async def _betas(target: Target) -> None:
-    ask = target.ask_json(f"{MESSAGES}?beta=true", target.messages_body(), {"anthropic-beta": _BETAS})
-    require_ok(await target.send(ask))
+_BETAS = "claude-code-20250219,oauth-2025-04-20,interleaved-thinking-2025-05-14,something-of-tomorrow-2027-01-01"
+
+
+def _takes_betas(**fields: Any) -> Check:
+    async def check(target: Target) -> None:
+        ask = target.ask_json(f"{MESSAGES}?beta=true", target.body(MESSAGES, **fields), {"anthropic-beta": _BETAS})
+        require_ok(await target.send(ask))
+
+    return check
+
+
+requirement("messages.request.betas", "unknown betas and ?beta=true are not refused", clients="Claude Code (litellm#20021)")(
+    _takes_betas()
+)
+
+
+def _check_error(answer: Answer, kind: str) -> str:
+    """Check an error of a type and return its words. Raises Violation."""
+    check_error(answer.json())
+    error = answer.json()["error"]
+    error["type"].must_be(kind)
+    return error["message"].text()
 
 
 @requirement("messages.request.max_tokens", "without max_tokens: 400 in Anthropic's shape", clients="anthropic SDKs")
 async def _max_tokens_field(target: Target) -> None:
-    body = target.messages_body()
+    body = target.body(MESSAGES)
     del body["max_tokens"]
     answer = await target.send(target.ask_json(MESSAGES, body))
     require_status(answer, 400)
-    check_error(answer.json())
-    answer.json()["error"]["type"].must_be("invalid_request_error")
+    _check_error(answer, "invalid_request_error")
 
 
-@requirement(
+@scripted(
     "messages.request.system",
     "system, as a text or as blocks with cache_control, becomes the system message",
     clients="Claude Code, AI SDK",
-    needs_script=True,
 )
 async def _system(target: Target) -> None:
-    _must_hold(await _carried(target, system="You are brief."), "system", "You are brief.")
+    must_hold(await carried(target, MESSAGES, system="You are brief."), "system", "You are brief.")
     blocks = [
         {"type": "text", "text": "You are "},
         {"type": "text", "text": "brief.", "cache_control": {"type": "ephemeral"}},
     ]
-    body = await _carried(target, system=blocks)
-    _must_hold(body, "system", "You are ")
-    _must_hold(body, "system", "brief.")
+    body = await carried(target, MESSAGES, system=blocks)
+    must_hold(body, "system", "You are ")
+    must_hold(body, "system", "brief.")
     if "cache_control" in json.dumps(body.value):
         raise Violation("cache_control travels to an engine that does not know it")
 
 
-@requirement(
+_LATER_SYSTEM = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": PROMPT},
+]
+requirement(
     "messages.request.later_system",
     "a system message after the first turn is not refused",
     clients="Claude Code (llama.cpp#27367)",
-)
-async def _later_system(target: Target) -> None:
-    turns = [
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": PROMPT},
-    ]
-    require_ok(await target.messages(messages=turns, system="You are a coding agent."))
+)(answers(MESSAGES, messages=_LATER_SYSTEM, system="You are a coding agent."))
 
 
-@requirement("messages.request.tools", "tools and tool_choice are carried", clients="Claude Code, AI SDK", needs_script=True)
+@scripted("messages.request.tools", "tools and tool_choice are carried", clients="Claude Code, AI SDK")
 async def _tools(target: Target) -> None:
     choices = (
         ({"type": "any"}, "required"),
@@ -307,38 +290,40 @@ async def _tools(target: Target) -> None:
         ({"type": "none"}, "none"),
     )
     for asked, expected in choices:
-        body = await _carried(target, tools=ANTHROPIC_TOOLS, tool_choice=asked)
-        for got, sent in zip(body["tools"].items(), TOOLS, strict=True):
+        body = await carried(target, MESSAGES, tools=TOOLS[MESSAGES], tool_choice=asked)
+        for got, sent in zip(body["tools"].items(), FUNCTIONS, strict=True):
             got["type"].must_be("function")
             for name in ("name", "description", "parameters"):
-                got["function"][name].must_be(sent["function"][name])
+                got["function"][name].must_be(sent[name])
         body["tool_choice"].must_be(expected)
     one = {"type": "auto", "disable_parallel_tool_use": True}
-    (await _carried(target, tools=ANTHROPIC_TOOLS, tool_choice=one))["parallel_tool_calls"].must_be(False)
+    body = await carried(target, MESSAGES, tools=TOOLS[MESSAGES], tool_choice=one)
+    body["parallel_tool_calls"].must_be(False)
 
 
-@requirement(
+@scripted(
     "messages.request.server_tools",
     "server-side and unknown tool types are left out, not refused",
     clients="Claude Code (web_search)",
-    needs_script=True,
 )
 async def _server_tools(target: Target) -> None:
     strange = [
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
         {"type": "something_of_tomorrow", "name": "x"},
     ]
-    tools = (await _carried(target, tools=[*strange, *ANTHROPIC_TOOLS]))["tools"].items()
+    tools = (await carried(target, MESSAGES, tools=[*strange, *TOOLS[MESSAGES]]))["tools"].items()
     names = [tool["function"]["name"].value for tool in tools]
-    if names != ["get_weather", "get_time"]:
+    if names != [TOOL, OTHER_TOOL]:
         raise Violation(f"the engine got the tools {names}")
 
 
-@requirement(
+_INPUT = json.loads("".join(ARGUMENTS))
+
+
+@scripted(
     "messages.request.results",
     "tool_use and tool_result blocks become a call and its result",
     clients="Claude Code, every agent",
-    needs_script=True,
 )
 async def _results(target: Target) -> None:
     result = {"type": "tool_result", "tool_use_id": CALL_ID}
@@ -351,75 +336,68 @@ async def _results(target: Target) -> None:
             ]},
             {"role": "user", "content": [{**result, "content": content}, {"type": "text", "text": "[[echo]]"}]},
         ]  # fmt: skip
-        body = await _carried(target, messages=turns, tools=ANTHROPIC_TOOLS)
-        got = body["messages"].items()
-        call = next((turn for turn in got if turn.value.get("tool_calls")), None)
-        told = next((turn for turn in got if turn["role"].value == "tool"), None)
-        if call is None or told is None:
-            raise Violation(f"the engine's messages are {body['messages'].shown}")
-        call["tool_calls"][0]["id"].must_be(CALL_ID)
-        call["tool_calls"][0]["function"]["name"].must_be(TOOL)
-        read_json(call["tool_calls"][0]["function"]["arguments"].text(), "arguments").must_be(_INPUT)
-        if _plain(call["content"].value) != "I look.":
-            raise Violation(f"the text beside the call arrives as {call['content'].shown}")
+        turn, call, told = find_result(await carried(target, MESSAGES, messages=turns, tools=TOOLS[MESSAGES]))
+        call["id"].must_be(CALL_ID)
+        call["function"]["name"].must_be(TOOL)
+        read_json(call["function"]["arguments"].text(), "arguments").must_be(_INPUT)
+        if join_text(turn["content"].value) != "I look.":
+            raise Violation(f"the text beside the call arrives as {turn['content'].shown}")
         told["tool_call_id"].must_be(CALL_ID)
-        if str(_plain(told["content"].value)).split() != ["18", "degrees"]:
+        if str(join_text(told["content"].value)).split() != ["18", "degrees"]:
             raise Violation(f"the result arrives as {told['content'].shown}")
 
 
-@requirement(
+_IMAGE = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": PIXEL_URL.partition(",")[2]},
+}
+
+
+@scripted(
     "messages.request.result_images",
     "an image in a tool's result reaches the engine as an image of the user, the result stays text",
     clients="Claude Code (Read of a picture), computer use",
-    needs_script=True,
 )
 async def _result_images(target: Target) -> None:
-    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
-    result = {"type": "tool_result", "tool_use_id": CALL_ID, "content": [image]}
+    result = {"type": "tool_result", "tool_use_id": CALL_ID, "content": [_IMAGE]}
     turns = [
         {"role": "user", "content": "Look."},
         {"role": "assistant", "content": [{"type": "tool_use", "id": CALL_ID, "name": TOOL, "input": {}}]},
         {"role": "user", "content": [result, {"type": "text", "text": "[[echo]]"}]},
     ]
-    got = (await _carried(target, messages=turns, tools=ANTHROPIC_TOOLS))["messages"].items()
+    got = (await carried(target, MESSAGES, messages=turns, tools=TOOLS[MESSAGES]))["messages"].items()
     next(turn for turn in got if turn["role"].value == "tool")["content"].text()
-    images = [part for part in got[-1]["content"].items() if part["type"].value == "image_url"]
+    images = find_images(got[-1])
     if len(images) != 1:
         raise Violation(f"the engine's last turn has {len(images)} images: {got[-1].shown}")
-    images[0]["image_url"]["url"].must_be(f"data:image/png;base64,{PIXEL}")
+    images[0].must_be(PIXEL_URL)
 
 
-@requirement(
-    "messages.request.images", "image blocks become image parts", clients="Claude Code, anthropic SDKs", needs_script=True
-)
+@scripted("messages.request.images", "image blocks become image parts", clients="Claude Code, anthropic SDKs")
 async def _images(target: Target) -> None:
-    source = {"type": "base64", "media_type": "image/png", "data": PIXEL}
-    content = [{"type": "image", "source": source}, {"type": "text", "text": "[[echo]]"}]
-    turn = (await _carried(target, messages=[{"role": "user", "content": content}]))["messages"][-1]
-    urls = [part["image_url"]["url"].value for part in turn["content"].items() if part["type"].value == "image_url"]
-    if urls != [f"data:image/png;base64,{PIXEL}"]:
+    turns = [{"role": "user", "content": [_IMAGE, {"type": "text", "text": "[[echo]]"}]}]
+    urls = [url.value for url in find_images((await carried(target, MESSAGES, messages=turns))["messages"][-1])]
+    if urls != [PIXEL_URL]:
         raise Violation(f"the engine got the images {urls}")
 
 
-@requirement(
+@scripted(
     "messages.request.limits",
     "max_tokens, temperature, top_p, top_k and stop_sequences are carried",
     clients="anthropic SDKs before 2026",
-    needs_script=True,
 )
 async def _limits(target: Target) -> None:
-    body = await _carried(target, max_tokens=321, temperature=0.25, top_p=0.5, top_k=3, stop_sequences=["three"])
+    body = await carried(target, MESSAGES, max_tokens=321, temperature=0.25, top_p=0.5, top_k=3, stop_sequences=["three"])
     limit = body.get("max_completion_tokens") or body["max_tokens"]
     limit.must_be(321)
     for name, value in (("temperature", 0.25), ("top_p", 0.5), ("top_k", 3), ("stop", ["three"])):
         body[name].must_be(value)
 
 
-@requirement(
+@scripted(
     "messages.request.thinking_blocks",
     "thinking blocks of earlier turns are taken, with their signatures",
     clients="Claude Code",
-    needs_script=True,
 )
 async def _thinking_blocks(target: Target) -> None:
     thought = {"type": "thinking", "thinking": "I greet.", "signature": "c2ln"}
@@ -428,51 +406,29 @@ async def _thinking_blocks(target: Target) -> None:
         {"role": "assistant", "content": [thought, {"type": "text", "text": "Hello."}]},
         {"role": "user", "content": "[[echo]]"},
     ]
-    _must_hold(await _carried(target, messages=turns, thinking={"type": "adaptive"}), "assistant", "Hello.")
+    must_hold(await carried(target, MESSAGES, messages=turns, thinking={"type": "adaptive"}), "assistant", "Hello.")
 
 
-@requirement("messages.request.claude_code", "a request as Claude Code sends it is answered", clients="Claude Code")
-async def _claude_code(target: Target) -> None:
-    ephemeral = {"cache_control": {"type": "ephemeral"}}
-    reminder = {"type": "text", "text": "<system-reminder>none</system-reminder>"}
-    more: dict[str, Any] = {
-        "system": [{"type": "text", "text": "You are Claude Code.", **ephemeral}, {"type": "text", "text": "Be brief."}],
-        "messages": [{"role": "user", "content": [reminder, {"type": "text", "text": PROMPT, **ephemeral}]}],
-        "tools": [*ANTHROPIC_TOOLS, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
-        "metadata": {"user_id": "user_1_account__session_2"},
-        "thinking": {"type": "adaptive"},
-        "output_config": {"effort": "medium"},
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    }
-    ask = target.ask_json(f"{MESSAGES}?beta=true", target.messages_body(**more), {"anthropic-beta": _BETAS})
-    require_ok(await target.send(ask))
-
-
-@requirement(
-    "messages.request.native",
-    "an engine that speaks Messages gets the request as it was sent, nothing added",
-    clients="vLLM and llama.cpp users",
-    needs_script=True,
+_EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+_REMINDER = {"type": "text", "text": "<system-reminder>none</system-reminder>"}
+requirement("messages.request.claude_code", "a request as Claude Code sends it is answered", clients="Claude Code")(
+    _takes_betas(
+        system=[{"type": "text", "text": "You are Claude Code.", **_EPHEMERAL}, {"type": "text", "text": "Be brief."}],
+        messages=[{"role": "user", "content": [_REMINDER, {"type": "text", "text": PROMPT, **_EPHEMERAL}]}],
+        tools=[*TOOLS[MESSAGES], {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+        metadata={"user_id": "user_1_account__session_2"},
+        thinking={"type": "adaptive"},
+        output_config={"effort": "medium"},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    )
 )
-async def _native(target: Target) -> None:
-    for stream in (False, True):
-        body = target.messages_body("[[echo]]", stream=stream, temperature=0.5, something_of_tomorrow={"a": None})
-        answer = await target.send(target.ask_json(MESSAGES, body))
-        require_status(answer, 200)
-        texts = (
-            read_messages(require_stream(answer)).texts("text")
-            if stream
-            else [block["text"].text() for block in find_blocks(require_ok(answer), "text")]
-        )
-        got = read_json("".join(texts), "what the engine got")
-        if got["path"].value == CHAT:
-            raise NotApplicable("the engine speaks chat only; the request is translated")
-        got["body"].must_be(body)
 
-
-@requirement("messages.request.long", "a system prompt of 60 KB is taken", clients="Claude Code", needs_script=True)
-async def _long(target: Target) -> None:
-    require_ok(await target.messages(system="An instruction to an agent. " * (LIMITS.text_chars // 28)))
+add_scripted(
+    ("messages.request.native", "an engine that speaks Messages gets the request as it was sent, nothing added",
+        "vLLM and llama.cpp users", passes_through(MESSAGES)),
+    ("messages.request.long", "a system prompt of 60 KB is taken", "Claude Code",
+        answers(MESSAGES, system="An instruction to an agent. " * (LIMITS.text_chars // 28))),
+)  # fmt: skip
 
 
 @requirement(
@@ -487,123 +443,50 @@ async def _format(target: Target) -> None:
         "required": ["kind"],
         "additionalProperties": False,
     }
-    fields = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    fields: dict[str, Any] = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
     if target.scripted:
-        got = (await _carried(target, **fields))["response_format"]
+        got = (await carried(target, MESSAGES, **fields))["response_format"]
         got["type"].must_be("json_schema")
         got["json_schema"]["schema"].must_be(schema)
         return
-    texts = find_blocks(require_ok(await target.messages(max_tokens=64, **fields)), "text")
+    texts = find_blocks(await _reply(target, max_tokens=64, **fields), "text")
     answer = read_json("".join(block["text"].text() for block in texts), "the answer")
     if answer["kind"].value not in ("question", "remark"):
         raise Violation(f"the answer does not keep to the schema: {answer.shown}")
 
 
-@requirement(
-    "messages.request.unhonoured",
-    "what engines' own Messages take and forget is said in chat",
-    clients="Claude Code, anthropic SDKs",
-    needs_script=True,
-)
-async def _unhonoured(target: Target) -> None:
-    for fields, name, expected in (
-        ({"thinking": {"type": "disabled"}}, "chat_template_kwargs", {"enable_thinking": False}),
-        ({"output_config": {"effort": "low"}}, "reasoning_effort", "low"),
-        ({"tools": ANTHROPIC_TOOLS, "tool_choice": {"type": "none"}}, "tool_choice", "none"),
-        ({"seed": 7}, "seed", 7),
-    ):
-        (await _carried(target, **fields))[name].must_be(expected)
+add_scripted(
+    ("messages.request.unhonoured", "what engines' own Messages take and forget is said in chat",
+        "Claude Code, anthropic SDKs",
+        carries(
+            MESSAGES,
+            ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+            ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+            ({"tools": TOOLS[MESSAGES], "tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+            ({"seed": 7}, {"seed": 7}),
+        )),
+)  # fmt: skip
 
 
-async def _failed(target: Target, directives: str) -> tuple[Answer, Field]:
-    """Return a stream that failed, and the error it says."""
-    answer = await target.messages(f"{directives} hello", stream=True)
-    said = read_messages(require_stream(answer))
-    if said.failure is None:
-        raise Violation(f"the stream ends without an error event (stopped: {said.stopped})")
-    return answer, said.failure
+# Failures
 
 
-@requirement(
-    "messages.failed.cut",
-    "engine dies in a stream: event: error with type and message, no message_stop",
-    clients="Claude Code asks again without streaming",
-    needs_script=True,
-)
 async def _cut(target: Target) -> None:
-    _, error = await _failed(target, "[[cut]]")
+    _, error = await break_stream(target, MESSAGES, "[[cut]]")
     error["type"].must_be("api_error", "overloaded_error")
 
 
-@requirement(
-    "messages.failed.engine_error",
-    "an error in the engine's stream: event: error with the engine's words",
-    clients="Claude Code, anthropic SDKs",
-    needs_script=True,
-)
-async def _engine_error(target: Target) -> None:
-    _, error = await _failed(target, "[[error_in_stream]]")
-    if REASON not in error["message"].text():
-        raise Violation(f"the engine's words are lost: {error.shown}")
-
-
-@requirement(
-    "messages.failed.garbage",
-    "an engine that sends what is no answer: event: error",
-    clients="anthropic SDKs",
-    needs_script=True,
-)
-async def _garbage(target: Target) -> None:
-    await skip_where_native(target, Surface.MESSAGES)
-    await _failed(target, "[[garbage]]")
-
-
-@requirement(
-    "messages.failed.no_finish",
-    "a stream of the engine that just ends: event: error, no message_stop",
-    clients="Claude Code",
-    needs_script=True,
-)
-async def _no_finish(target: Target) -> None:
-    await _failed(target, "[[no_finish]]")
-
-
-@requirement(
-    "messages.failed.closed", "after an error in a stream the connection is closed", clients="all SDK pools", needs_script=True
-)
-async def _closed(target: Target) -> None:
-    ask = target.ask_json(MESSAGES, target.messages_body("[[cut]] hello", stream=True))
-    answer = await target.send_fresh(ask, watches_close=True)
-    require_status(answer, 200)
-    if not answer.closed:
-        raise Violation("the connection stays open for the next request")
-
-
-@requirement(
-    "messages.failed.context",
-    "a prompt that does not fit: 400, `prompt is too long: N tokens > M maximum`",
-    clients="Claude Code compacts only on these words",
-    needs_script=True,
-)
 async def _context(target: Target) -> None:
     for dialect in ("error_400_context", "error_400_context:vllm", "error_400_context:openai"):
-        answer = await target.messages(f"[[{dialect}]] hello")
+        answer = await target.say(MESSAGES, f"[[{dialect}]] hello")
         require_status(answer, 400)
-        check_error(answer.json())
-        answer.json()["error"]["type"].must_be("invalid_request_error")
         words = f"prompt is too long: {ASKED_TOKENS} tokens > {CONTEXT_TOKENS} maximum"
-        if words not in answer.json()["error"]["message"].text():
+        if words not in _check_error(answer, "invalid_request_error"):
             raise Violation(f"[[{dialect}]]: {answer.json()['error']['message'].shown}, due is {words!r}")
 
 
-@requirement(
-    "messages.failed.answer_too_long",
-    "an answer that does not fit behind its prompt: 400, `… exceed context limit: N + A > M, …`",
-    clients="Claude Code asks again for less only on these words",
-    needs_script=True,
-)
 async def _answer_too_long(target: Target) -> None:
-    answer = await target.messages("[[error_400_context:answer]] hello")
+    answer = await target.say(MESSAGES, "[[error_400_context:answer]] hello")
     require_status(answer, 400)
     check_error(answer.json())
     words = f"input length and `max_tokens` exceed context limit: {FITTING_TOKENS} + {ANSWER_TOKENS} > {CONTEXT_TOKENS},"
@@ -611,93 +494,269 @@ async def _answer_too_long(target: Target) -> None:
         raise Violation(f"{answer.json()['error']['message'].shown}, due is {words!r}")
 
 
-@requirement(
-    "messages.failed.before",
-    "an engine's error before the first event is an HTTP error in Anthropic's shape",
-    clients="anthropic SDKs",
-    needs_script=True,
-)
 async def _before(target: Target) -> None:
     cases = (("error_500", "api_error"), ("error_429", "rate_limit_error"), ("error_503", "overloaded_error"))
     for directive, kind in cases:
         for stream in (True, False):
-            answer = await target.messages(f"[[{directive}]] hello", stream=stream)
+            answer = await target.say(MESSAGES, f"[[{directive}]] hello", stream=stream)
             if answer.status < 400:
                 raise Violation(f"[[{directive}]]: status {answer.status}")
-            check_error(answer.json())
-            answer.json()["error"]["type"].must_be(kind)
+            _check_error(answer, kind)
 
 
-@requirement(
-    "messages.failed.foreign_type",
-    "an engine's Messages error of a type that Anthropic does not know gets one it does",
-    clients="anthropic SDKs (vLLM says BadRequestError)",
-    needs_script=True,
-)
 async def _foreign_type(target: Target) -> None:
-    answer = await target.messages("[[error_400:messages]] hello")
+    answer = await target.say(MESSAGES, "[[error_400:messages]] hello")
     require_status(answer, 400)
-    check_error(answer.json())
-    answer.json()["error"]["type"].must_be("invalid_request_error")
-    if REASON not in answer.json()["error"]["message"].text():
-        raise Violation(f"the engine's words are lost: {answer.json().shown}")
+    _check_error(answer, "invalid_request_error")
+    must_tell(answer.json()["error"])
 
 
-@requirement(
-    "messages.failed.whole_cut",
-    "an engine that dies inside an unstreamed answer is an HTTP error",
-    clients="anthropic SDKs",
-    needs_script=True,
-)
-async def _whole_cut(target: Target) -> None:
-    answer = await target.messages("[[cut]] hello")
-    if answer.status < 500:
-        raise Violation(f"status {answer.status} with {len(answer.body)} bytes")
-    check_error(answer.json())
-
-
-@requirement(
-    "messages.failed.whole_garbage",
-    "an engine whose unstreamed answer is none is an HTTP error",
-    clients="anthropic SDKs",
-    needs_script=True,
-)
-async def _whole_garbage(target: Target) -> None:
-    await skip_where_native(target, Surface.MESSAGES)
-    answer = await target.messages("[[garbage]] hello")
-    if answer.status < 500:
-        raise Violation(f"status {answer.status} with {len(answer.body)} bytes")
-    check_error(answer.json())
-
-
-@requirement(
-    "messages.leave.stream",
-    "a client that leaves a stream frees the engine",
-    clients="operators (litellm#30244)",
-    needs_script=True,
-)
-async def _leave(target: Target) -> None:
-    await leave_stream(target, MESSAGES, lambda prompt: target.messages_body(prompt, stream=True))
-
-
-@requirement(
-    "messages.leave.plain",
-    "a client that leaves before an unstreamed answer frees the engine",
-    clients="operators (litellm pull 30223)",
-    needs_script=True,
-)
-async def _leave_plain(target: Target) -> None:
-    await leave_unanswered(target, MESSAGES, target.messages_body)
-
-
-@requirement(
+add_scripted(
+    ("messages.failed.cut", "engine dies in a stream: event: error with type and message, no message_stop",
+        "Claude Code asks again without streaming", _cut),
+    ("messages.failed.engine_error", "an error in the engine's stream: event: error with the engine's words",
+        "Claude Code, anthropic SDKs", breaks(MESSAGES, "error_in_stream", tells=True)),
+    ("messages.failed.garbage", "an engine that sends what is no answer: event: error", "anthropic SDKs",
+        breaks(MESSAGES, "garbage")),
+    ("messages.failed.no_finish", "a stream of the engine that just ends: event: error, no message_stop", "Claude Code",
+        breaks(MESSAGES, "no_finish")),
+    ("messages.failed.closed", "after an error in a stream the connection is closed", "all SDK pools", closes(MESSAGES)),
+    ("messages.failed.context", "a prompt that does not fit: 400, `prompt is too long: N tokens > M maximum`",
+        "Claude Code compacts only on these words", _context),
+    ("messages.failed.answer_too_long",
+        "an answer that does not fit behind its prompt: 400, `… exceed context limit: N + A > M, …`",
+        "Claude Code asks again for less only on these words", _answer_too_long),
+    ("messages.failed.before", "an engine's error before the first event is an HTTP error in Anthropic's shape",
+        "anthropic SDKs", _before),
+    ("messages.failed.foreign_type",
+        "an engine's Messages error of a type that Anthropic does not know gets one it does",
+        "anthropic SDKs (vLLM says BadRequestError)", _foreign_type),
+    ("messages.failed.whole_cut", "an engine that dies inside an unstreamed answer is an HTTP error", "anthropic SDKs",
+        fails_whole(MESSAGES, "cut")),
+    ("messages.failed.whole_garbage", "an engine whose unstreamed answer is none is an HTTP error", "anthropic SDKs",
+        fails_whole(MESSAGES, "garbage")),
+    ("messages.leave.stream", "a client that leaves a stream frees the engine", "operators (litellm#30244)",
+        leaves_stream(MESSAGES)),
+    ("messages.leave.plain", "a client that leaves before an unstreamed answer frees the engine",
+        "operators (litellm pull 30223)", leaves_unanswered(MESSAGES)),
+)  # fmt: skip
+scripted(
     "messages.failed.late",
     "an engine's refusal after keep-alives is said in the stream, with the engine's words",
     clients="Claude Code, anthropic SDKs",
-    needs_script=True,
     is_slow=True,
+)(breaks_late(MESSAGES))
+
+
+# Streams
+
+
+async def _events(target: Target) -> list[Event]:
+    return list(require_stream(await target.say(MESSAGES, PROMPT, stream=True)).events)
+
+
+async def _of_kind(target: Target, kind: str) -> list[Field]:
+    found = [one for one in list_payloads(await _events(target)) if one["type"].value == kind]
+    if not found:
+        raise Violation(f"there is no {kind}")
+    return found
+
+
+async def _read(target: Target, prompt: str, **more: Any) -> MessageStream:
+    return require_end(read_messages(require_stream(await target.say(MESSAGES, prompt, stream=True, **more))))
+
+
+@requirement(
+    "messages.stream.names",
+    "every event has an event line equal to its type",
+    clients="every Anthropic client sees nothing without",
 )
-async def _late(target: Target) -> None:
-    _, error = await _failed(target, f"[[slow:{target.silence_s:g}]] [[error_400]]")
-    if REASON not in error["message"].text():
-        raise Violation(f"the engine's words are lost: {error.shown}")
+async def _names(target: Target) -> None:
+    for event in await _events(target):
+        if event.name != event.json()["type"].value:
+            raise Violation(f"event {event.number} is named {event.name!r}: {event.data[:80]}")
+
+
+@requirement(
+    "messages.stream.start",
+    "one message_start, first: content [], stop_reason null, usage with both counts",
+    clients="Python, Node, LangChain, pi (litellm#33224)",
+)
+async def _start(target: Target) -> None:
+    found = await _of_kind(target, "message_start")
+    if len(found) != 1:
+        raise Violation(f"{len(found)} message_start")
+    (await _events(target))[0].json()["type"].must_be("message_start")
+    message = found[0]["message"]
+    message["content"].must_be([])
+    message["stop_reason"].must_be(None)
+    check_usage(message["usage"])
+
+
+@requirement(
+    "messages.stream.block_start", "content_block_start: index from 0, an empty text", clients="anthropic SDKs (litellm#13373)"
+)
+async def _block_start(target: Target) -> None:
+    for number, event in enumerate(await _of_kind(target, "content_block_start")):
+        event["index"].must_be(number)
+        if event["content_block"]["type"].value == "text":
+            event["content_block"]["text"].must_be("")
+
+
+@requirement("messages.stream.block_stop", "every block is stopped", clients="Claude Code prints nothing; AI SDK runs no tool")
+async def _block_stop(target: Target) -> None:
+    opened = [event["index"].value for event in await _of_kind(target, "content_block_start")]
+    closed = [event["index"].value for event in await _of_kind(target, "content_block_stop")]
+    if opened != closed:
+        raise Violation(f"blocks {opened} are opened, {closed} stopped")
+
+
+@requirement(
+    "messages.stream.delta",
+    "message_delta: stop_reason, stop_sequence, usage.output_tokens",
+    clients="Python, Node, AI SDK, pi, LangChain raise",
+)
+async def _delta(target: Target) -> None:
+    (event,) = await _of_kind(target, "message_delta")
+    event["delta"].must_have(("stop_reason", "stop_sequence"))
+    event["delta"]["stop_reason"].word()
+    event["usage"]["output_tokens"].count()
+
+
+@requirement("messages.stream.stop", "message_stop comes last, no [DONE]", clients="Node SDK, pi, AI SDK")
+async def _stop(target: Target) -> None:
+    events = await _events(target)
+    if events[-1].name != "message_stop":
+        raise Violation(f"the last event is {events[-1].name or events[-1].data[:40]!r}")
+
+
+@requirement(
+    "messages.stream.strict",
+    "a strict accumulator takes the whole stream",
+    clients="anthropic-python, anthropic-node, Claude Code",
+)
+async def _strict(target: Target) -> None:
+    await _read(target, PROMPT)
+
+
+@scripted("messages.stream.text", "the pieces add up to what the engine said", clients="everybody")
+async def _text(target: Target) -> None:
+    said = await _read(target, PROMPT)
+    if said.texts("text") != [TEXT] or len(said.blocks) != 1:
+        raise Violation(f"blocks: {said.blocks}")
+
+
+@scripted(
+    "messages.stream.usage",
+    "the counts are the engine's: input_tokens and output_tokens by the end",
+    clients="Claude Code, cost displays",
+)
+async def _stream_usage(target: Target) -> None:
+    said = await _read(target, PROMPT)
+    assert said.message is not None
+    assert said.delta is not None
+    usage = said.delta["usage"]
+    if usage["output_tokens"].count() != 6:
+        raise Violation(f"message_delta says {usage.shown}, the engine counted 6 output tokens")
+    begun = said.message["usage"]["input_tokens"].value
+    ended = usage.value.get("input_tokens")
+    if PROMPT_TOKENS not in (begun, ended):
+        raise Violation(f"input_tokens: {begun} at the start, {ended} in the end; the engine counted {PROMPT_TOKENS}")
+
+
+@scripted("messages.stream.cached", "cached tokens are told by the end of the stream", clients="Claude Code's cost display")
+async def _cached(target: Target) -> None:
+    said = await _read(target, "[[cached]] hello")
+    assert said.message is not None
+    assert said.delta is not None
+    found = [place["usage"].value.get("cache_read_input_tokens") for place in (said.message, said.delta)]
+    if CACHED_TOKENS not in found:
+        raise Violation(f"cache_read_input_tokens: {found}; the engine said {CACHED_TOKENS}")
+
+
+async def _calls(target: Target, directive: str) -> list[tuple[str, str, object]]:
+    """Return id, name and input of the calls of a stream that ended well."""
+    async for _, answer in ask_for_calls(target, MESSAGES, directive, stream=True):
+        said = require_end(read_messages(require_stream(answer)))
+        assert said.delta is not None
+        calls = [block for block in said.blocks if block.kind == "tool_use"]
+        reason = said.delta["delta"]["stop_reason"]
+        if target.scripted or (calls and reason.value != "max_tokens"):
+            reason.must_be("tool_use")
+            return [(block.start["id"].text(), block.start["name"].text(), block.arguments()) for block in calls]
+    raise no_call()
+
+
+_PAIR = [(CALL_ID, TOOL, _INPUT), (OTHER_CALL_ID, OTHER_TOOL, json.loads("".join(OTHER_ARGUMENTS)))]
+
+
+@requirement(
+    "messages.stream.tool_use",
+    "a call: content_block_start with input {}, input_json_delta, stop; stop_reason tool_use",
+    clients="Claude Code, anthropic SDKs, AI SDK",
+)
+async def _stream_tool_use(target: Target) -> None:
+    calls = await _calls(target, "tools")
+    if target.scripted:
+        must_call(calls, _PAIR[:1])
+
+
+def _streams_blocks(prompts: tuple[str, ...], *expected: tuple[str, str | None], **more: Any) -> Check:
+    """Return a check of the kind and the text of each block of a stream; None = any text."""
+
+    async def check(target: Target) -> None:
+        for prompt in prompts:
+            found = [(block.kind, block.text) for block in (await _read(target, prompt, **more)).blocks]
+            kinds_fit = [kind for kind, _ in found] == [kind for kind, _ in expected]
+            if not kinds_fit or any(wanted not in {None, text} for (_, text), (_, wanted) in zip(found, expected, strict=True)):
+                raise Violation(f"blocks: {found}")
+
+    return check
+
+
+def _streams_text(prompt: str, text: str, ending: dict[str, str], **more: Any) -> Check:
+    """Return a check of the one text of a stream and of how its message_delta says that it ended."""
+
+    async def check(target: Target) -> None:
+        said = await _read(target, prompt, **more)
+        assert said.delta is not None
+        for name, value in ending.items():
+            said.delta["delta"][name].must_be(value)
+        if said.texts("text") != [text]:
+            raise Violation(f"texts: {said.texts('text')}")
+
+    return check
+
+
+add_scripted(
+    ("messages.stream.parallel", "two calls are two blocks, one after the other", "Claude Code",
+        makes_calls(_calls, "parallel_tools", _PAIR)),
+    ("messages.stream.interleaved", "calls whose arguments come in turns: blocks still one after the other",
+        "anthropic SDKs (litellm#13373)", makes_calls(_calls, "interleaved_tools", _PAIR)),
+    ("messages.stream.whole_call", "a call that the engine says in one piece arrives whole", "Claude Code",
+        makes_calls(_calls, "whole_tools", _PAIR[:1])),
+    ("messages.stream.nasty", "input with quotes, brackets, escapes and emoji arrives unchanged",
+        "Claude Code writes files with it", makes_calls(_calls, "nasty_arguments", [(CALL_ID, TOOL, json.loads(NASTY))])),
+    ("messages.stream.text_then_call", "a text block stops before the call's block starts", "Claude Code",
+        _streams_blocks(
+            ("[[text_then_tools]] weather?",), ("text", TEXT), ("tool_use", None), tools=TOOLS[MESSAGES],
+        )),
+    ("messages.stream.empty_calls", "an engine's empty tool_calls: [] gives the text, no empty input_json_delta",
+        "anthropic SDKs (litellm#29286)", _streams_blocks(("[[empty_tool_calls]] hello",), ("text", TEXT))),
+    ("messages.stream.thinking", "thoughts stream as thinking_delta in a thinking block, before the text block",
+        "Claude Code, pi (litellm#32357)",
+        _streams_blocks(
+            ("[[thinking]] hello", "[[thinking:reasoning]] hello"), ("thinking", THOUGHT), ("text", TEXT),
+        )),
+    ("messages.stream.thinking_call", "thoughts, then a call: two blocks, no empty text block between", "Claude Code",
+        _streams_blocks(
+            ("[[thinking]] [[tools]] weather?",), ("thinking", None), ("tool_use", None), tools=TOOLS[MESSAGES],
+        )),
+    ("messages.stream.max_tokens", "streamed: a text cut off: stop_reason max_tokens", "Claude Code",
+        _streams_text("[[length]] hello", CUT_SHORT, {"stop_reason": "max_tokens"})),
+    ("messages.stream.stop_sequence", "the stop sequence that ended it is named in message_delta", "anthropic SDKs",
+        _streams_text("[[stop_sequence]] hello", BEFORE_STOP,
+            {"stop_reason": "stop_sequence", "stop_sequence": "three"}, **_STOPS)),
+    ("messages.stream.refusal", "streamed: a refusal's words reach the reader", "anthropic SDKs",
+        _streams_text("[[refusal]] hello", REFUSAL, {})),
+)  # fmt: skip
