@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from conformance.rows import chat, chat_streams, errors, http, messages, modalities, models, responses, responses_streams
+from conformance.rows import chat, chat_streams, errors, http, messages, modalities, models, responses
 
-MODULES = (http, chat, chat_streams, modalities, responses, responses_streams, messages, models, errors)
+MODULES = (http, chat, chat_streams, modalities, responses, messages, models, errors)

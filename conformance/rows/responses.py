@@ -1,68 +1,79 @@
-"""Rows on Responses: whole answers, fields of a request, failures."""
+"""Rows on Responses: whole answers, fields of a request, failures, streams."""
 
 from __future__ import annotations
 
-from typing import Any  # request fields are JSON
+from dataclasses import replace
+from typing import Any  # request bodies are JSON
 
+from conformance.dialects import (
+    FUNCTIONS,
+    OPENAI_ERROR_KEYS,
+    PIXEL_URL,
+    TOOLS,
+    answers,
+    ask_for_calls,
+    break_stream,
+    breaks,
+    breaks_late,
+    carried,
+    carries,
+    fails_whole,
+    find_images,
+    find_items,
+    find_parts,
+    find_result,
+    join_text,
+    leaves_stream,
+    leaves_unanswered,
+    makes_calls,
+    must_call,
+    must_hold,
+    only,
+    passes_through,
+)
 from conformance.engine.script import (
     ARGUMENTS,
     CACHED_TOKENS,
     CALL_ID,
     CUT_SHORT,
+    NASTY,
     OTHER_ARGUMENTS,
+    OTHER_CALL_ID,
     OTHER_TOOL,
     PROMPT_TOKENS,
-    REASON,
     REFUSAL,
     TEXT,
     THOUGHT,
     TOOL,
 )  # fmt: skip
-from conformance.exchange import LIMITS, Answer, Field, NotApplicable, Violation, read_json
-from conformance.readers.responses import OBJECT_KEYS, check_item, check_usage, read_responses
-from conformance.rows.chat import PIXEL, leave_stream, leave_unanswered
-from conformance.rows.chat_streams import TOOLS
+from conformance.exchange import DONE, Event, Field, Violation, list_payloads
+from conformance.readers.responses import (
+    LAST_EVENTS,
+    OBJECT_KEYS,
+    ResponseStream,
+    check_item,
+    check_usage,
+    read_responses,
+    require_end,
+)
 from conformance.table import (
-    CHAT,
     PROMPT,
     RESPONSES,
-    RESPONSES_NAMED,
-    Surface,
     Target,
-    list_goes,
+    add_scripted,
     no_call,
     require_ok,
-    require_script_or_skip,
     require_status,
     require_stream,
     requirement,
-    skip_where_native,
+    scripted,
 )
 
-FLAT_TOOLS = [{"type": "function", **tool["function"]} for tool in TOOLS]
-"""Tools as Responses has them: the function's members beside ``type``."""
+# Whole answers
 
 
-async def _reply(target: Target, prompt: str = PROMPT, **more: object) -> Field:
-    return require_ok(await target.responses(prompt, **more))
-
-
-def find_items(response: Field, kind: str) -> list[Field]:
-    """Return the output items of one type."""
-    return [item for item in response["output"].items() if item["type"].value == kind]
-
-
-def find_parts(response: Field, kind: str) -> list[Field]:
-    """Return the content parts of one type, of all messages."""
-    parts = [part for item in find_items(response, "message") for part in item["content"].items()]
-    return [part for part in parts if part["type"].value == kind]
-
-
-def only(found: list[Field], what: str) -> Field:
-    """Return the one entry of a list. Raises Violation."""
-    if len(found) != 1:
-        raise Violation(f"{len(found)} {what}, one is due")
-    return found[0]
+async def _reply(target: Target, prompt: str = PROMPT, **more: Any) -> Field:
+    return require_ok(await target.say(RESPONSES, prompt, **more))
 
 
 @requirement("responses.reply.head", "id resp_…, object: response, created_at, status, model", clients="openai SDKs, Codex")
@@ -140,11 +151,7 @@ async def _message(target: Target) -> None:
 
 
 async def _called(target: Target, directive: str) -> Field:
-    more = {"tools": FLAT_TOOLS, "max_output_tokens": LIMITS.call_tokens}
-    for go in list_goes(target, directive):
-        choice = go.choose(free="required", named=RESPONSES_NAMED)
-        answer = await target.responses(go.prompt, tool_choice=choice, **more)
-        require_script_or_skip(target, answer, "tools")
+    async for _, answer in ask_for_calls(target, RESPONSES, directive):
         reply = require_ok(answer)
         if target.scripted or (find_items(reply, "function_call") and reply["status"].value != "incomplete"):
             return reply
@@ -169,7 +176,7 @@ async def _call(target: Target) -> None:
         item["arguments"].must_be("".join(ARGUMENTS))
 
 
-@requirement("responses.reply.parallel", "two calls are two items", clients="Codex, OpenAI Agents", needs_script=True)
+@scripted("responses.reply.parallel", "two calls are two items", clients="Codex, OpenAI Agents")
 async def _parallel(target: Target) -> None:
     calls = find_items(await _called(target, "parallel_tools"), "function_call")
     found = [(call["name"].value, call["arguments"].value) for call in calls]
@@ -177,20 +184,17 @@ async def _parallel(target: Target) -> None:
         raise Violation(f"the calls are {found}")
 
 
-@requirement(
-    "responses.reply.text_then_call", "a text and a call are two items in this order", clients="Codex", needs_script=True
-)
-async def _text_then_call(target: Target) -> None:
+@scripted("responses.reply.text_then_call", "a text and a call are two items in this order", clients="Codex")
+async def _text_and_call(target: Target) -> None:
     kinds = [item["type"].value for item in (await _called(target, "text_then_tools"))["output"].items()]
     if kinds != ["message", "function_call"]:
         raise Violation(f"the items are {kinds}")
 
 
-@requirement(
+@scripted(
     "responses.reply.reasoning",
     "thoughts are an item of type reasoning, not text",
     clients="Codex, AI SDK, OpenAI Agents",
-    needs_script=True,
 )
 async def _reasoning(target: Target) -> None:
     for prompt in ("[[thinking]] hello", "[[thinking:reasoning]] hello"):
@@ -203,31 +207,152 @@ async def _reasoning(target: Target) -> None:
         reply["usage"]["output_tokens_details"]["reasoning_tokens"].must_be(3)
 
 
-@requirement(
-    "responses.reply.incomplete",
-    "a text cut off: status incomplete, incomplete_details.reason max_output_tokens",
-    clients="AI SDK, openai SDKs",
-    needs_script=True,
-)
-async def _incomplete(target: Target) -> None:
-    reply = await _reply(target, "[[length]] hello")
-    reply["status"].must_be("incomplete")
-    reply["incomplete_details"]["reason"].must_be("max_output_tokens")
-    only(find_parts(reply, "output_text"), "texts")["text"].must_be(CUT_SHORT)
-
-
-@requirement("responses.reply.refusal", "a refusal is a content part of type refusal", clients="openai SDKs", needs_script=True)
 async def _refusal(target: Target) -> None:
     only(find_parts(await _reply(target, "[[refusal]] hello"), "refusal"), "refusals")["refusal"].must_be(REFUSAL)
 
 
-@requirement(
-    "responses.reply.cached", "cached tokens are in input_tokens_details", clients="Codex, cost displays", needs_script=True
+add_scripted(
+    ("responses.reply.incomplete", "a text cut off: status incomplete, incomplete_details.reason max_output_tokens",
+        "AI SDK, openai SDKs",
+        answers(RESPONSES, "[[length]] hello", CUT_SHORT,
+            {"status": "incomplete", "incomplete_details.reason": "max_output_tokens"})),
+    ("responses.reply.refusal", "a refusal is a content part of type refusal", "openai SDKs", _refusal),
+    ("responses.reply.cached", "cached tokens are in input_tokens_details", "Codex, cost displays",
+        answers(RESPONSES, "[[cached]] hello", places={
+            "usage.input_tokens": PROMPT_TOKENS, "usage.input_tokens_details.cached_tokens": CACHED_TOKENS,
+        })),
+)  # fmt: skip
+
+
+# Requests
+
+
+@scripted("responses.request.instructions", "instructions become the system message", clients="Codex, OpenAI Agents")
+async def _instructions(target: Target) -> None:
+    body = await carried(target, RESPONSES, instructions="You are brief.")
+    must_hold(body, "system", "You are brief.")
+    must_hold(body, "user", "[[echo]]")
+
+
+@scripted(
+    "responses.request.turns",
+    "system, developer, user and assistant turns keep their order and text",
+    clients="Codex, AI SDK",
 )
-async def _cached(target: Target) -> None:
-    usage = (await _reply(target, "[[cached]] hello"))["usage"]
-    usage["input_tokens"].must_be(PROMPT_TOKENS)
-    usage["input_tokens_details"]["cached_tokens"].must_be(CACHED_TOKENS)
+async def _turns_in_order(target: Target) -> None:
+    given = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rule one."}]},
+        {"role": "user", "content": "Hello"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello back."}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "[[echo]]"}]},
+    ]
+    body = await carried(target, RESPONSES, given, instructions="Rule zero.")
+    texts = [str(join_text(turn["content"].value)) for turn in body["messages"].items()]
+    joined = "\n".join(texts)
+    places = [joined.find(words) for words in ("Rule zero.", "Rule one.", "Hello", "Hello back.", "[[echo]]")]
+    if -1 in places or places != sorted(places):
+        raise Violation(f"the engine's messages are {texts}")
+    must_hold(body, "assistant", "Hello back.")
+
+
+@scripted("responses.request.tools", "tools, tool_choice and parallel_tool_calls are carried", clients="Codex, AI SDK")
+async def _tools(target: Target) -> None:
+    choice = {"type": "function", "name": TOOL}
+    body = await carried(target, RESPONSES, tools=TOOLS[RESPONSES], tool_choice=choice, parallel_tool_calls=False)
+    for got, sent in zip(body["tools"].items(), FUNCTIONS, strict=True):
+        got["type"].must_be("function")
+        for name in ("name", "description", "parameters"):
+            got["function"][name].must_be(sent[name])
+    body["tool_choice"].must_be({"type": "function", "function": {"name": TOOL}})
+    body["parallel_tool_calls"].must_be(False)
+
+
+@scripted(
+    "responses.request.limits",
+    "max_output_tokens, temperature, top_p and fields of engines are carried",
+    clients="every SDK",
+)
+async def _limits(target: Target) -> None:
+    fields = {"temperature": 0.25, "top_p": 0.5, "seed": 7, "min_p": 0.05, "top_k": 3}
+    body = await carried(target, RESPONSES, max_output_tokens=321, **fields)
+    limit = body.get("max_completion_tokens") or body["max_tokens"]
+    limit.must_be(321)
+    for name, value in fields.items():
+        body[name].must_be(value)
+
+
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+_FORMAT = {"name": "answer", "schema": _SCHEMA, "strict": True}
+_FORMAT_PLACES = {f"response_format.json_schema.{name}": value for name, value in _FORMAT.items()}
+add_scripted(
+    ("responses.request.format", "text.format with a JSON schema becomes response_format", "openai parse(), AI SDK",
+        carries(RESPONSES, (
+            {"text": {"format": {"type": "json_schema", **_FORMAT}}},
+            {"response_format.type": "json_schema", **_FORMAT_PLACES},
+        ))),
+)  # fmt: skip
+
+
+@scripted(
+    "responses.request.calls",
+    "function_call and function_call_output items become a call and its result",
+    clients="Codex, OpenAI Agents",
+)
+async def _carried_calls(target: Target) -> None:
+    arguments = "".join(ARGUMENTS)
+    given = [
+        {"role": "user", "content": "Weather?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"},
+        {"type": "function_call", "id": "fc_1", "call_id": CALL_ID, "name": TOOL, "arguments": arguments},
+        {"type": "function_call_output", "call_id": CALL_ID, "output": "18 degrees"},
+        {"role": "user", "content": "[[echo]]"},
+    ]
+    _, call, result = find_result(await carried(target, RESPONSES, given, tools=TOOLS[RESPONSES]))
+    call["id"].must_be(CALL_ID)
+    call["function"].must_be({"name": TOOL, "arguments": arguments})
+    result["tool_call_id"].must_be(CALL_ID)
+    if join_text(result["content"].value) != "18 degrees":
+        raise Violation(f"the result arrives as {result['content'].shown}")
+
+
+@scripted(
+    "responses.request.thoughts",
+    "the text of a reasoning item goes back to the engine under both names that engines look for",
+    clients="agents whose model thinks between calls (vllm#27755)",
+)
+async def _thoughts(target: Target) -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "I look."}]}
+    said = {"role": "assistant", "content": "It is warm."}
+    given = [{"role": "user", "content": "Weather?"}, thought, said, {"role": "user", "content": "[[echo]]"}]
+    body = await carried(target, RESPONSES, given)
+    turn = next(turn for turn in body["messages"].items() if turn["role"].value == "assistant")
+    turn["reasoning_content"].must_be("I look.")
+    turn["reasoning"].must_be("I look.")
+
+
+@scripted(
+    "responses.request.result_images",
+    "an image in a tool's result reaches the engine as an image of the user, the result stays text",
+    clients="Codex (view_image), computer use",
+)
+async def _result_images(target: Target) -> None:
+    image = {"type": "input_image", "image_url": PIXEL_URL}
+    given = [
+        {"role": "user", "content": "Look."},
+        {"type": "function_call", "id": "fc_1", "call_id": CALL_ID, "name": TOOL, "arguments": "{}"},
+        {"type": "function_call_output", "call_id": CALL_ID, "output": [image]},
+        {"role": "user", "content": "[[echo]]"},
+    ]
+    turns = (await carried(target, RESPONSES, given, tools=TOOLS[RESPONSES]))["messages"].items()
+    next(turn for turn in turns if turn["role"].value == "tool")["content"].text()
+    only(find_images(turns[-1]), "images").must_be(PIXEL_URL)
+
+
+@scripted("responses.request.images", "input_image becomes an image part", clients="openai SDKs, Codex")
+async def _images(target: Target) -> None:
+    image = {"type": "input_image", "image_url": PIXEL_URL, "detail": "low"}
+    given = [{"role": "user", "content": [{"type": "input_text", "text": "[[echo]]"}, image]}]
+    only(find_images((await carried(target, RESPONSES, given))["messages"][-1]), "images").must_be(PIXEL_URL)
 
 
 _STRANGE_TOOLS: list[dict[str, Any]] = [
@@ -239,226 +364,37 @@ _STRANGE_TOOLS: list[dict[str, Any]] = [
 ]
 
 
-async def _carried(target: Target, given: object = "[[echo]]", **fields: Any) -> Field:
-    """Return the chat request that the engine got. Raises NotApplicable when it speaks Responses itself."""
-    text = only(find_parts(require_ok(await target.responses(given, **fields)), "output_text"), "texts")["text"].text()
-    got = read_json(text, "what the engine got")
-    if got["path"].value == RESPONSES:
-        raise NotApplicable("the engine speaks Responses itself; nothing is translated")
-    got["path"].must_be(CHAT)
-    return got["body"]
-
-
-def _turns(body: Field, role: str) -> list[Any]:
-    """Return the contents of all turns of a role; text parts as one text."""
-    return [_plain(turn.value.get("content")) for turn in body["messages"].items() if turn["role"].value == role]
-
-
-def _plain(content: Any) -> Any:
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        return "".join(part["text"] for part in content)
-    return content
-
-
-def _must_hold(found: list[Any], expected: str, where: str) -> None:
-    if not any(expected in str(one) for one in found):
-        raise Violation(f"{expected!r} is not in the engine's {where}: {found}")
-
-
-@requirement(
-    "responses.request.instructions",
-    "instructions become the system message",
-    clients="Codex, OpenAI Agents",
-    needs_script=True,
-)
-async def _instructions(target: Target) -> None:
-    body = await _carried(target, instructions="You are brief.")
-    _must_hold(_turns(body, "system"), "You are brief.", "system message")
-    _must_hold(_turns(body, "user"), "[[echo]]", "user message")
-
-
-@requirement(
-    "responses.request.turns",
-    "system, developer, user and assistant turns keep their order and text",
-    clients="Codex, AI SDK",
-    needs_script=True,
-)
-async def _turns_in_order(target: Target) -> None:
-    given = [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rule one."}]},
-        {"role": "user", "content": "Hello"},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello back."}]},
-        {"role": "user", "content": [{"type": "input_text", "text": "[[echo]]"}]},
-    ]
-    body = await _carried(target, given, instructions="Rule zero.")
-    texts = [str(_plain(turn["content"].value)) for turn in body["messages"].items()]
-    joined = "\n".join(texts)
-    places = [joined.find(words) for words in ("Rule zero.", "Rule one.", "Hello", "Hello back.", "[[echo]]")]
-    if -1 in places or places != sorted(places):
-        raise Violation(f"the engine's messages are {texts}")
-    _must_hold(_turns(body, "assistant"), "Hello back.", "assistant message")
-
-
-@requirement(
-    "responses.request.tools",
-    "tools, tool_choice and parallel_tool_calls are carried",
-    clients="Codex, AI SDK",
-    needs_script=True,
-)
-async def _tools(target: Target) -> None:
-    body = await _carried(target, tools=FLAT_TOOLS, tool_choice={"type": "function", "name": TOOL}, parallel_tool_calls=False)
-    for got, sent in zip(body["tools"].items(), TOOLS, strict=True):
-        got["type"].must_be("function")
-        for name in ("name", "description", "parameters"):
-            got["function"][name].must_be(sent["function"][name])
-    body["tool_choice"].must_be({"type": "function", "function": {"name": TOOL}})
-    body["parallel_tool_calls"].must_be(False)
-
-
-@requirement(
-    "responses.request.limits",
-    "max_output_tokens, temperature, top_p and fields of engines are carried",
-    clients="every SDK",
-    needs_script=True,
-)
-async def _limits(target: Target) -> None:
-    body = await _carried(target, max_output_tokens=321, temperature=0.25, top_p=0.5, seed=7, min_p=0.05, top_k=3)
-    limit = body.get("max_completion_tokens") or body["max_tokens"]
-    limit.must_be(321)
-    for name, value in (("temperature", 0.25), ("top_p", 0.5), ("seed", 7), ("min_p", 0.05), ("top_k", 3)):
-        body[name].must_be(value)
-
-
-@requirement(
-    "responses.request.format",
-    "text.format with a JSON schema becomes response_format",
-    clients="openai parse(), AI SDK",
-    needs_script=True,
-)
-async def _format(target: Target) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-    wanted = {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}
-    got = (await _carried(target, text={"format": wanted}))["response_format"]
-    got["type"].must_be("json_schema")
-    got["json_schema"]["name"].must_be("answer")
-    got["json_schema"]["schema"].must_be(schema)
-    got["json_schema"]["strict"].must_be(True)
-
-
-@requirement(
-    "responses.request.calls",
-    "function_call and function_call_output items become a call and its result",
-    clients="Codex, OpenAI Agents",
-    needs_script=True,
-)
-async def _calls(target: Target) -> None:
-    arguments = "".join(ARGUMENTS)
-    given = [
-        {"role": "user", "content": "Weather?"},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"},
-        {"type": "function_call", "id": "fc_1", "call_id": CALL_ID, "name": TOOL, "arguments": arguments},
-        {"type": "function_call_output", "call_id": CALL_ID, "output": "18 degrees"},
-        {"role": "user", "content": "[[echo]]"},
-    ]
-    body = await _carried(target, given, tools=FLAT_TOOLS)
-    turns = body["messages"].items()
-    call = next((turn for turn in turns if turn.value.get("tool_calls")), None)
-    result = next((turn for turn in turns if turn["role"].value == "tool"), None)
-    if call is None or result is None:
-        raise Violation(f"the engine's messages are {body['messages'].shown}")
-    call["tool_calls"][0]["id"].must_be(CALL_ID)
-    call["tool_calls"][0]["function"].must_be({"name": TOOL, "arguments": arguments})
-    result["tool_call_id"].must_be(CALL_ID)
-    if _plain(result["content"].value) != "18 degrees":
-        raise Violation(f"the result arrives as {result['content'].shown}")
-
-
-@requirement(
-    "responses.request.thoughts",
-    "the text of a reasoning item goes back to the engine under both names that engines look for",
-    clients="agents whose model thinks between calls (vllm#27755)",
-    needs_script=True,
-)
-async def _thoughts(target: Target) -> None:
-    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "I look."}]}
-    said = {"role": "assistant", "content": "It is warm."}
-    body = await _carried(
-        target, [{"role": "user", "content": "Weather?"}, thought, said, {"role": "user", "content": "[[echo]]"}]
-    )
-    turn = next(turn for turn in body["messages"].items() if turn["role"].value == "assistant")
-    turn["reasoning_content"].must_be("I look.")
-    turn["reasoning"].must_be("I look.")
-
-
-@requirement(
-    "responses.request.result_images",
-    "an image in a tool's result reaches the engine as an image of the user, the result stays text",
-    clients="Codex (view_image), computer use",
-    needs_script=True,
-)
-async def _result_images(target: Target) -> None:
-    url = f"data:image/png;base64,{PIXEL}"
-    given = [
-        {"role": "user", "content": "Look."},
-        {"type": "function_call", "id": "fc_1", "call_id": CALL_ID, "name": TOOL, "arguments": "{}"},
-        {"type": "function_call_output", "call_id": CALL_ID, "output": [{"type": "input_image", "image_url": url}]},
-        {"role": "user", "content": "[[echo]]"},
-    ]
-    turns = (await _carried(target, given, tools=FLAT_TOOLS))["messages"].items()
-    next(turn for turn in turns if turn["role"].value == "tool")["content"].text()
-    images = [part for part in turns[-1]["content"].items() if part["type"].value == "image_url"]
-    only(images, "images")["image_url"]["url"].must_be(url)
-
-
-@requirement("responses.request.images", "input_image becomes an image part", clients="openai SDKs, Codex", needs_script=True)
-async def _images(target: Target) -> None:
-    url = f"data:image/png;base64,{PIXEL}"
-    content = [{"type": "input_text", "text": "[[echo]]"}, {"type": "input_image", "image_url": url, "detail": "low"}]
-    turn = (await _carried(target, [{"role": "user", "content": content}]))["messages"][-1]
-    images = [part for part in turn["content"].items() if part["type"].value == "image_url"]
-    only(images, "images")["image_url"]["url"].must_be(url)
-
-
-@requirement(
+@scripted(
     "responses.request.strange_tools",
     "unknown tool types (web_search, custom, namespace) are skipped, not refused",
     clients="Codex (llama.cpp#20156)",
-    needs_script=True,
 )
 async def _strange_tools(target: Target) -> None:
-    body = await _carried(target, tools=[*_STRANGE_TOOLS, *FLAT_TOOLS])
+    body = await carried(target, RESPONSES, tools=[*_STRANGE_TOOLS, *TOOLS[RESPONSES]])
     names = [tool["function"]["name"].value for tool in body["tools"].items() if tool["type"].value == "function"]
-    if not {"get_weather", "get_time"} <= set(names):
+    if not {TOOL, OTHER_TOOL} <= set(names):
         raise Violation(f"the engine got the tools {names}")
     strange = [tool["type"].value for tool in body["tools"].items() if tool["type"].value != "function"]
     if strange:
         raise Violation(f"the engine got tools of the types {strange}, which it does not know")
 
 
-@requirement("responses.request.only_strange_tools", "a request with nothing but unknown tools is answered", clients="Codex")
-async def _only_strange_tools(target: Target) -> None:
-    require_ok(await target.responses(tools=_STRANGE_TOOLS[:1], tool_choice="auto"))
+requirement("responses.request.only_strange_tools", "a request with nothing but unknown tools is answered", clients="Codex")(
+    answers(RESPONSES, tools=_STRANGE_TOOLS[:1], tool_choice="auto")
+)
 
 
 @requirement("responses.request.codex", "a request as Codex sends it is answered", clients="Codex")
 async def _codex(target: Target) -> None:
-    message = {
-        "type": "message",
-        "role": "developer",
-        "content": [{"type": "input_text", "text": "<permissions>none</permissions>"}],
-    }
-    given = [
-        message,
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context/>"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": PROMPT}]},
-    ]
+    turns = (("developer", "<permissions>none</permissions>"), ("user", "<environment_context/>"), ("user", PROMPT))
+    given = [{"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]} for role, text in turns]
     more = {
-        "instructions": "You are a coding agent.", "tools": [*FLAT_TOOLS, *_STRANGE_TOOLS[:2]], "tool_choice": "auto",
+        "instructions": "You are a coding agent.", "tools": [*TOOLS[RESPONSES], *_STRANGE_TOOLS[:2]], "tool_choice": "auto",
         "parallel_tool_calls": False, "reasoning": {"effort": "medium", "summary": "auto"}, "stream": True,
         "include": ["reasoning.encrypted_content"], "prompt_cache_key": "0197-codex", "text": {"verbosity": "medium"},
         "client_metadata": {"session": "1"}, "service_tier": "auto",
     }  # fmt: skip
-    body = {name: value for name, value in target.responses_body(given, **more).items() if name != "max_output_tokens"}
+    body = {name: value for name, value in target.body(RESPONSES, given, **more).items() if name != "max_output_tokens"}
     headers = {
         "accept": "text/event-stream",
         "originator": "codex_cli",
@@ -479,7 +415,7 @@ async def _codex(target: Target) -> None:
     clients="OpenAI Agents, Codex: never silently ignored",
 )
 async def _unknown_previous(target: Target) -> None:
-    answer = await target.responses(previous_response_id="resp_unknown")
+    answer = await target.say(RESPONSES, PROMPT, previous_response_id="resp_unknown")
     require_status(answer, 404, 400)
     answer.json()["error"]["code"].must_be("previous_response_not_found")
 
@@ -489,191 +425,318 @@ async def _unknown_previous(target: Target) -> None:
 )
 async def _unknown_stored(target: Target) -> None:
     for method in ("GET", "DELETE"):
-        ask = target.ask_json(f"{RESPONSES}/resp_unknown", b"")
-        answer = await target.send(type(ask)(method, ask.path, ask.headers))
+        answer = await target.send(replace(target.ask_json(f"{RESPONSES}/resp_unknown", b""), method=method))
         require_status(answer, 404)
         answer.json()["error"]["message"].word()
 
 
 @requirement("responses.request.no_input", "a request without input: 400 with the field named", clients="openai SDKs")
 async def _no_input(target: Target) -> None:
-    body = target.responses_body()
+    body = target.body(RESPONSES)
     del body["input"]
     answer = await target.send(target.ask_json(RESPONSES, body))
     require_status(answer, 400)
     answer.json()["error"]["param"].must_be("input")
 
 
-@requirement(
+scripted(
     "responses.request.native",
     "an engine that speaks Responses gets the request as it was sent, nothing added",
     clients="vLLM and llama.cpp users (GPUStack#5137)",
-    needs_script=True,
-)
-async def _native(target: Target) -> None:
-    for stream in (False, True):
-        body = target.responses_body("[[echo]]", stream=stream, temperature=0.5, something_of_tomorrow={"a": None})
-        answer = await target.send(target.ask_json(RESPONSES, body))
-        require_status(answer, 200)
-        text = (
-            "".join(read_responses(require_stream(answer)).texts("output_text"))
-            if stream
-            else only(find_parts(require_ok(answer), "output_text"), "texts")["text"].text()
-        )
-        got = read_json(text, "what the engine got")
-        if got["path"].value == CHAT:
-            raise NotApplicable("the engine speaks chat only; the request is translated")
-        got["body"].must_be(body)
+)(passes_through(RESPONSES))
 
-
-@requirement(
+_LATER_SYSTEM = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "developer", "content": "Be brief."},
+    {"role": "user", "content": PROMPT},
+]
+requirement(
     "responses.request.later_system",
     "a developer message after the first turn is not refused",
     clients="Codex (llama.cpp#27367)",
-)
-async def _later_system(target: Target) -> None:
-    given = [
-        {"role": "user", "content": "Hello"},
-        {"role": "assistant", "content": "Hello."},
-        {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": PROMPT},
-    ]
-    require_ok(await target.responses(given, instructions="You are a coding agent."))
+)(answers(RESPONSES, _LATER_SYSTEM, instructions="You are a coding agent."))
 
 
-async def _failed(target: Target, directives: str) -> tuple[Answer, Field]:
-    """Return a stream that failed, and the error of its response.failed."""
-    answer = await target.responses(f"{directives} hello", stream=True)
-    said = read_responses(require_stream(answer))
-    if said.ending != "response.failed" or said.last is None:
-        raise Violation(f"the stream ends with {said.ending or 'nothing'} after {len(said.order)} events")
-    return answer, said.last["error"]
+# Failures
 
 
-@requirement(
-    "responses.failed.cut",
-    "engine dies in a stream: response.failed with error.code and message, nothing after it",
-    clients="Codex shows it; a bare error event reads as a broken stream",
-    needs_script=True,
-)
 async def _cut(target: Target) -> None:
-    answer, error = await _failed(target, "[[cut]]")
+    answer, error = await break_stream(target, RESPONSES, "[[cut]]")
     error["message"].word()
     if b"response.completed" in answer.body or b"[DONE]" in answer.body:
         raise Violation("the stream ends as if it were whole")
 
 
-@requirement(
-    "responses.failed.engine_error",
-    "an error in the engine's stream: response.failed with the engine's words",
-    clients="Codex, AI SDK",
-    needs_script=True,
-)
-async def _engine_error(target: Target) -> None:
-    _, error = await _failed(target, "[[error_in_stream]]")
-    if REASON not in error["message"].text():
-        raise Violation(f"the engine's words are lost: {error.shown}")
-
-
-@requirement(
-    "responses.failed.garbage", "an engine that sends what is no answer: response.failed", clients="Codex", needs_script=True
-)
-async def _garbage(target: Target) -> None:
-    await skip_where_native(target, Surface.RESPONSES)
-    await _failed(target, "[[garbage]]")
-
-
-@requirement(
-    "responses.failed.no_finish",
-    "a stream of the engine that just ends: response.failed, not completed",
-    clients="Codex, agents",
-    needs_script=True,
-)
-async def _no_finish(target: Target) -> None:
-    await _failed(target, "[[no_finish]]")
-
-
-@requirement(
-    "responses.failed.context",
-    "a prompt that does not fit: code context_length_exceeded",
-    clients="Codex stops at once (1 request instead of 6)",
-    needs_script=True,
-)
 async def _context(target: Target) -> None:
     for dialect in ("error_400_context", "error_400_context:vllm", "error_400_context:openai"):
-        answer = await target.responses(f"[[{dialect}]] hello", stream=True)
+        answer = await target.say(RESPONSES, f"[[{dialect}]] hello", stream=True)
         require_status(answer, 400)
         answer.json()["error"]["code"].must_be("context_length_exceeded")
 
 
-@requirement(
-    "responses.failed.before",
-    "an engine's error before the first event is an HTTP error with an error object",
-    clients="openai SDKs",
-    needs_script=True,
-)
 async def _before(target: Target) -> None:
     for stream in (True, False):
-        answer = await target.responses("[[error_500]] hello", stream=stream)
+        answer = await target.say(RESPONSES, "[[error_500]] hello", stream=stream)
         require_status(answer, 500, 502)
-        answer.json()["error"].must_have(("message", "type", "param", "code"))
+        answer.json()["error"].must_have(OPENAI_ERROR_KEYS)
 
 
-@requirement(
-    "responses.failed.whole_cut",
-    "an engine that dies inside an unstreamed answer is an HTTP error",
-    clients="openai SDKs",
-    needs_script=True,
-)
-async def _whole_cut(target: Target) -> None:
-    answer = await target.responses("[[cut]] hello")
-    if answer.status < 500:
-        raise Violation(f"status {answer.status} with {len(answer.body)} bytes")
-    answer.json()["error"]["message"].word()
-
-
-@requirement(
-    "responses.failed.whole_garbage",
-    "an engine whose unstreamed answer is none is an HTTP error",
-    clients="openai SDKs",
-    needs_script=True,
-)
-async def _whole_garbage(target: Target) -> None:
-    await skip_where_native(target, Surface.RESPONSES)
-    answer = await target.responses("[[garbage]] hello")
-    if answer.status < 500:
-        raise Violation(f"status {answer.status} with {len(answer.body)} bytes")
-    answer.json()["error"]["message"].word()
-
-
-@requirement(
-    "responses.leave.stream",
-    "a client that leaves a stream frees the engine",
-    clients="operators (litellm#30244)",
-    needs_script=True,
-)
-async def _leave(target: Target) -> None:
-    await leave_stream(target, RESPONSES, lambda prompt: target.responses_body(prompt, stream=True))
-
-
-@requirement(
-    "responses.leave.plain",
-    "a client that leaves before an unstreamed answer frees the engine",
-    clients="operators (litellm pull 30223)",
-    needs_script=True,
-)
-async def _leave_plain(target: Target) -> None:
-    await leave_unanswered(target, RESPONSES, target.responses_body)
-
-
-@requirement(
+add_scripted(
+    ("responses.failed.cut", "engine dies in a stream: response.failed with error.code and message, nothing after it",
+        "Codex shows it; a bare error event reads as a broken stream", _cut),
+    ("responses.failed.engine_error", "an error in the engine's stream: response.failed with the engine's words",
+        "Codex, AI SDK", breaks(RESPONSES, "error_in_stream", tells=True)),
+    ("responses.failed.garbage", "an engine that sends what is no answer: response.failed", "Codex",
+        breaks(RESPONSES, "garbage")),
+    ("responses.failed.no_finish", "a stream of the engine that just ends: response.failed, not completed",
+        "Codex, agents", breaks(RESPONSES, "no_finish")),
+    ("responses.failed.context", "a prompt that does not fit: code context_length_exceeded",
+        "Codex stops at once (1 request instead of 6)", _context),
+    ("responses.failed.before", "an engine's error before the first event is an HTTP error with an error object",
+        "openai SDKs", _before),
+    ("responses.failed.whole_cut", "an engine that dies inside an unstreamed answer is an HTTP error", "openai SDKs",
+        fails_whole(RESPONSES, "cut")),
+    ("responses.failed.whole_garbage", "an engine whose unstreamed answer is none is an HTTP error", "openai SDKs",
+        fails_whole(RESPONSES, "garbage")),
+    ("responses.leave.stream", "a client that leaves a stream frees the engine", "operators (litellm#30244)",
+        leaves_stream(RESPONSES)),
+    ("responses.leave.plain", "a client that leaves before an unstreamed answer frees the engine",
+        "operators (litellm pull 30223)", leaves_unanswered(RESPONSES)),
+)  # fmt: skip
+scripted(
     "responses.failed.late",
     "an engine's refusal after keep-alives is said in the stream, with the engine's words",
     clients="Codex, openai SDKs",
-    needs_script=True,
     is_slow=True,
+)(breaks_late(RESPONSES))
+
+
+# Streams
+
+
+async def _events(target: Target) -> list[Event]:
+    return list(require_stream(await target.say(RESPONSES, PROMPT, stream=True)).events)
+
+
+async def _payloads(target: Target) -> list[Field]:
+    return list_payloads(await _events(target))
+
+
+async def _read(target: Target, prompt: str = PROMPT, **more: Any) -> ResponseStream:
+    return read_responses(require_stream(await target.say(RESPONSES, prompt, stream=True, **more)))
+
+
+def _first(payloads: list[Field], kind: str) -> Field:
+    found = next((one for one in payloads if one["type"].value == kind), None)
+    if found is None:
+        raise Violation(f"there is no {kind}; the events are {sorted({one['type'].value for one in payloads})}")
+    return found
+
+
+@requirement(
+    "responses.stream.names", "the event line equals the type in the data", clients="Open Responses suite, naive readers"
 )
-async def _late(target: Target) -> None:
-    _, error = await _failed(target, f"[[slow:{target.silence_s:g}]] [[error_400]]")
-    if REASON not in error["message"].text():
-        raise Violation(f"the engine's words are lost: {error.shown}")
+async def _names(target: Target) -> None:
+    for event in await _events(target):
+        if event.data != DONE and event.name != event.json()["type"].value:
+            raise Violation(f"event {event.number} is named {event.name!r}, its type is {event.json()['type'].shown}")
+
+
+@requirement("responses.stream.numbers", "sequence_number counts up by 1", clients="Open Responses suite, openai helpers")
+async def _numbers(target: Target) -> None:
+    numbers = [payload["sequence_number"].count() for payload in await _payloads(target)]
+    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        raise Violation(f"sequence numbers: {numbers[:20]}")
+
+
+@requirement(
+    "responses.stream.created",
+    "response.created comes first, then in_progress: output [], usage null",
+    clients="Python and Node helpers raise without",
+)
+async def _created(target: Target) -> None:
+    payloads = await _payloads(target)
+    for payload, kind in zip(payloads[:2], ("response.created", "response.in_progress"), strict=True):
+        payload["type"].must_be(kind)
+        payload["response"]["status"].must_be("in_progress")
+        payload["response"]["output"].must_be([])
+        payload["response"]["usage"].must_be(None)
+
+
+@requirement(
+    "responses.stream.id", "the response id is the same in all lifecycle events", clients="openai-python 3, openai-node 7"
+)
+async def _id(target: Target) -> None:
+    found = {one["response"]["id"].word() for one in await _payloads(target) if "response" in one}
+    if len(found) != 1:
+        raise Violation(f"ids: {sorted(found)}")
+
+
+@requirement(
+    "responses.stream.added",
+    "output_item.added and content_part.added come before the text",
+    clients="Python and Node helpers raise, pi prints nothing",
+)
+async def _added(target: Target) -> None:
+    payloads = await _payloads(target)
+    order = [one["type"].value for one in payloads]
+    _first(payloads, "response.output_item.added")["item"]["id"].word()
+    _first(payloads, "response.content_part.added")["part"]["type"].must_be("output_text", "reasoning_text")
+    _first(payloads, "response.output_text.delta")["delta"].text()
+    if not order.index("response.output_item.added") < order.index("response.content_part.added"):
+        raise Violation("content_part.added before output_item.added")
+    if not order.index("response.content_part.added") < order.index("response.output_text.delta"):
+        raise Violation("output_text.delta before content_part.added")
+
+
+@requirement(
+    "responses.stream.done",
+    "output_text.done, content_part.done and output_item.done close what was opened",
+    clients="AI SDK runs no tool, helpers return empty text",
+)
+async def _done(target: Target) -> None:
+    payloads = await _payloads(target)
+    text = "".join(one["delta"].text() for one in payloads if one["type"].value == "response.output_text.delta")
+    _first(payloads, "response.output_text.done")["text"].must_be(text)
+    _first(payloads, "response.content_part.done")["part"].members()
+    opened = sum(one["type"].value == "response.output_item.added" for one in payloads)
+    closed = sum(one["type"].value == "response.output_item.done" for one in payloads)
+    if opened != closed:
+        raise Violation(f"{opened} items are opened, {closed} closed")
+
+
+@requirement(
+    "responses.stream.last",
+    "response.completed (or incomplete) comes last, with the whole object",
+    clients="Codex tries 6 times and fails, Python helper raises",
+)
+async def _last(target: Target) -> None:
+    last = (await _payloads(target))[-1]
+    last["type"].must_be(*LAST_EVENTS[:2])
+    if not last["response"]["output"].items():
+        raise Violation("the output of the last event is empty")
+    last["response"]["usage"]["total_tokens"].count()
+
+
+@requirement(
+    "responses.stream.delta_ids", "deltas carry item_id, output_index and content_index", clients="openai helpers, AI SDK"
+)
+async def _delta_ids(target: Target) -> None:
+    delta = _first(await _payloads(target), "response.output_text.delta")
+    delta["item_id"].word()
+    delta["output_index"].count()
+    delta["content_index"].count()
+    delta["logprobs"].items()
+
+
+@requirement("responses.stream.strict", "a strict accumulator takes the whole stream", clients="openai-python 3, openai-node 7")
+async def _strict(target: Target) -> None:
+    said = await _read(target)
+    if said.last is None or said.ending not in LAST_EVENTS[:2]:
+        raise Violation(f"the stream ends with {said.ending or 'nothing'}")
+
+
+@scripted("responses.stream.text", "the pieces add up to what the engine said", clients="everybody")
+async def _text(target: Target) -> None:
+    said = await _read(target)
+    require_end(said)
+    if said.texts("output_text") != [TEXT]:
+        raise Violation(f"texts: {said.texts('output_text')}")
+
+
+def _has_whole_call(said: ResponseStream) -> bool:
+    """Return whether a real model finished a call: an engine may cut it off and say completed all the same."""
+    calls = [item for item in said.items if item.added["type"].value == "function_call"]
+    return bool(calls) and said.last is not None and said.last["status"].value != "incomplete"
+
+
+async def _calls(target: Target, directive: str) -> list[tuple[str, str, str]]:
+    """Return id, name and arguments of the calls of a stream that ended well."""
+    async for _, answer in ask_for_calls(target, RESPONSES, directive, stream=True):
+        said = read_responses(require_stream(answer))
+        if target.scripted or (said.ending == "response.completed" and _has_whole_call(said)):
+            calls = find_items(require_end(said), "function_call")
+            return [(call["call_id"].word(), call["name"].word(), call["arguments"].text()) for call in calls]
+    raise no_call()
+
+
+_PAIR = [(CALL_ID, TOOL, "".join(ARGUMENTS)), (OTHER_CALL_ID, OTHER_TOOL, "".join(OTHER_ARGUMENTS))]
+
+
+@requirement(
+    "responses.stream.call",
+    "a call streams: added, arguments.delta, arguments.done with name, item.done",
+    clients="Codex, openai helpers, AI SDK",
+)
+async def _stream_call(target: Target) -> None:
+    calls = await _calls(target, "tools")
+    if target.scripted:
+        must_call(calls, _PAIR[:1])
+
+
+async def _text_then_call(target: Target) -> None:
+    said = await _read(target, "[[text_then_tools]] weather?", tools=TOOLS[RESPONSES])
+    require_end(said)
+    kinds = [item.added["type"].value for item in said.items]
+    if kinds != ["message", "function_call"] or said.texts("output_text") != [TEXT]:
+        raise Violation(f"items {kinds}, texts {said.texts('output_text')}")
+
+
+async def _empty_calls(target: Target) -> None:
+    said = await _read(target, "[[empty_tool_calls]] hello")
+    require_end(said)
+    if said.texts("output_text") != [TEXT] or len(said.items) != 1:
+        raise Violation(f"texts {said.texts('output_text')}, {len(said.items)} items")
+
+
+async def _stream_reasoning(target: Target) -> None:
+    said = await _read(target, "[[thinking]] hello")
+    require_end(said)
+    thoughts = said.texts("reasoning_text") + said.texts("summary_text")
+    if THOUGHT not in thoughts or said.texts("output_text") != [TEXT]:
+        raise Violation(f"thoughts {thoughts}, texts {said.texts('output_text')}")
+    if [item.added["type"].value for item in said.items] != ["reasoning", "message"]:
+        raise Violation(f"items: {[item.added['type'].value for item in said.items]}")
+
+
+async def _stream_refusal(target: Target) -> None:
+    said = await _read(target, "[[refusal]] hello")
+    require_end(said)
+    if said.texts("refusal") != [REFUSAL]:
+        raise Violation(f"refusals: {said.texts('refusal')}, texts: {said.texts('output_text')}")
+
+
+async def _incomplete(target: Target) -> None:
+    said = await _read(target, "[[length]] hello")
+    require_end(said, "response.incomplete")["incomplete_details"]["reason"].must_be("max_output_tokens")
+    if said.texts("output_text") != [CUT_SHORT]:
+        raise Violation(f"texts: {said.texts('output_text')}")
+
+
+async def _late_usage(target: Target) -> None:
+    response = require_end(await _read(target, "[[usage_in_finish]] hello"))
+    if response["usage"]["output_tokens"].count() == 0:
+        raise Violation(f"usage is {response['usage'].shown}")
+
+
+add_scripted(
+    ("responses.stream.parallel", "two calls are items with output_index of their own", "Codex, OpenAI Agents",
+        makes_calls(_calls, "parallel_tools", _PAIR)),
+    ("responses.stream.interleaved", "calls whose arguments come in turns are not mixed up", "Codex",
+        makes_calls(_calls, "interleaved_tools", _PAIR)),
+    ("responses.stream.whole_call", "a call that the engine says in one piece arrives whole", "Codex",
+        makes_calls(_calls, "whole_tools", _PAIR[:1])),
+    ("responses.stream.nasty", "arguments with quotes, brackets, escapes and emoji arrive byte for byte", "Codex",
+        makes_calls(_calls, "nasty_arguments", [(CALL_ID, TOOL, NASTY)])),
+    ("responses.stream.text_then_call", "a text closes before the call opens", "Codex", _text_then_call),
+    ("responses.stream.empty_calls", "an engine's empty tool_calls: [] does not hide the text", "Codex, AI SDK",
+        _empty_calls),
+    ("responses.stream.reasoning", "thoughts stream in a reasoning item before the message", "Codex, AI SDK",
+        _stream_reasoning),
+    ("responses.stream.refusal", "a refusal streams as refusal.delta and refusal.done", "openai helpers",
+        _stream_refusal),
+    ("responses.stream.incomplete", "a text cut off ends with response.incomplete", "AI SDK, openai helpers", _incomplete),
+    ("responses.stream.late_usage", "usage in the engine's last chunk of text is not lost", "Codex, cost displays",
+        _late_usage),
+)  # fmt: skip
