@@ -10,7 +10,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Any  # request bodies are JSON
 
-from conformance.engine.script import OTHER_TOOL
 from conformance.exchange import LIMITS, Answer, Ask, Connection, Field, NotApplicable, Stream, Violation, read_stream
 
 
@@ -186,48 +185,6 @@ class Target:
         """Send such a request."""
         return await self.send(self.ask_json(path, self.body(path, prompt, **more)))
 
-    # the dialects' bodies
-
-    def chat_body(self, prompt: str = PROMPT, /, **more: Any) -> dict[str, Any]:
-        """Return a chat completion request; ``more`` replaces or adds fields."""
-        messages = [{"role": "user", "content": prompt}]
-        return {"model": self.model_for(CHAT), "messages": messages, "max_tokens": LIMITS.answer_tokens, **more}
-
-    def completion_body(self, prompt: object = "Once upon a time", /, **more: Any) -> dict[str, Any]:
-        """Return a completion request."""
-        return {"model": self.model_for(COMPLETIONS), "prompt": prompt, "max_tokens": LIMITS.answer_tokens, **more}
-
-    def messages_body(self, prompt: str = PROMPT, /, **more: Any) -> dict[str, Any]:
-        """Return a Messages request."""
-        messages = [{"role": "user", "content": prompt}]
-        return {"model": self.model_for(MESSAGES), "max_tokens": LIMITS.answer_tokens, "messages": messages, **more}
-
-    def responses_body(self, prompt: object = PROMPT, /, **more: Any) -> dict[str, Any]:
-        """Return a Responses request."""
-        return {
-            "model": self.model_for(RESPONSES),
-            "input": prompt,
-            "max_output_tokens": LIMITS.answer_tokens,
-            "store": False,
-            **more,
-        }
-
-    async def chat(self, prompt: str = PROMPT, /, **more: Any) -> Answer:
-        """Send a chat completion."""
-        return await self.send(self.ask_json(CHAT, self.chat_body(prompt, **more)))
-
-    async def messages(self, prompt: str = PROMPT, /, **more: Any) -> Answer:
-        """Send a Messages request."""
-        return await self.send(self.ask_json(MESSAGES, self.messages_body(prompt, **more)))
-
-    async def responses(self, prompt: object = PROMPT, /, **more: Any) -> Answer:
-        """Send a Responses request."""
-        return await self.send(self.ask_json(RESPONSES, self.responses_body(prompt, **more)))
-
-    async def completions(self, prompt: object = "Once upon a time", /, **more: Any) -> Answer:
-        """Send a completion request."""
-        return await self.send(self.ask_json(COMPLETIONS, self.completion_body(prompt, **more)))
-
 
 def require_ok(answer: Answer) -> Field:
     """Return the JSON of an answer with status 200. Raises Violation with the server's own words otherwise."""
@@ -263,19 +220,6 @@ def require_script_or_skip(target: Target, answer: Answer, what: str) -> None:
         raise NotApplicable(f"the engine refuses {what}: {show_body(answer)[:120]}")
 
 
-async def skip_where_native(target: Target, surface: Surface) -> None:
-    """Raise NotApplicable when the scripted engine itself got the request of that surface, not a translation."""
-    if surface is Surface.MESSAGES:
-        answer = await target.messages("[[echo]]")
-    else:
-        answer = await target.responses("[[echo]]")
-    require_ok(answer)
-    path = MESSAGES if surface is Surface.MESSAGES else "/v1/responses"
-    if f'\\"path\\": \\"{path}\\"'.encode() in answer.body:
-        raise NotApplicable(f"the engine speaks {path} itself: what it says passes through as it is")
-    assert CHAT.encode() in answer.body
-
-
 QUESTION = "What is the weather in Paris?"
 _FREE = (QUESTION, "Is it cold in Rome? Use the tool.")
 _NAMED = ("What time is it in Paris?", "Call get_time for Rome.", "I fly to Rome now: how late is it there?", "Paris, time.")
@@ -308,8 +252,3 @@ def list_goes(target: Target, directive: str) -> list[Go]:
 def no_call() -> NotApplicable:
     """Return what to raise when no go brought one."""
     return NotApplicable(f"the model finished no call of a tool in {len(_FREE) + len(_NAMED)} answers")
-
-
-CHAT_NAMED = {"type": "function", "function": {"name": OTHER_TOOL}}
-MESSAGES_NAMED = {"type": "tool", "name": OTHER_TOOL}
-RESPONSES_NAMED = {"type": "function", "name": OTHER_TOOL}

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from conformance.rows import chat, chat_streams, errors, http, messages, modalities, models, responses
+from conformance.rows import chat, errors, http, messages, modalities, models, responses
 
-MODULES = (http, chat, chat_streams, modalities, responses, messages, models, errors)
+MODULES = (http, chat, modalities, responses, messages, models, errors)

@@ -1,41 +1,467 @@
-"""Rows on chat completions: whole answers, fields of a request, failures."""
+"""Rows on chat completions: streams, tools, whole answers, fields of a request, failures."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import json
-import uuid
-from collections.abc import Callable
 from typing import Any  # request bodies are JSON
 
+from conformance.dialects import (
+    OPENAI_ERROR_KEYS,
+    PIXEL_URL,
+    TOOLS,
+    answers,
+    ask_for_calls,
+    break_late,
+    break_stream,
+    carries,
+    check_places,
+    closes,
+    leaves_stream,
+    leaves_unanswered,
+    makes_calls,
+    must_call,
+    must_tell,
+)
 from conformance.engine.script import (
+    ARGUMENTS,
     BEFORE_STOP,
     CACHED_TOKENS,
+    CALL_ID,
     CUT_SHORT,
+    NASTY,
+    OTHER_ARGUMENTS,
+    OTHER_TOOL,
     PROMPT_TOKENS,
-    REASON,
     REFUSAL,
     TEXT,
     THOUGHT,
+    TOOL,
 )  # fmt: skip
-from conformance.exchange import DONE, LIMITS, Answer, Field, NotApplicable, Violation, list_payloads, read_json
-from conformance.readers.chat import FINISH_REASONS, check_logprobs, check_usage, read_chat
-from conformance.rows.chat_streams import TOOLS
+from conformance.exchange import DONE, LIMITS, Answer, Field, NotApplicable, Stream, Violation, list_payloads, read_json
+from conformance.readers.chat import (
+    FINISH_REASONS,
+    Call,
+    ChatStream,
+    Choice,
+    check_logprobs,
+    check_usage,
+    read_chat,
+    require_end,
+)
 from conformance.table import (
     CHAT,
     PROMPT,
+    QUESTION,
+    Check,
     Target,
+    add_scripted,
+    no_call,
     require_ok,
     require_script_or_skip,
     require_status,
     require_stream,
     requirement,
+    scripted,
 )
 
+# Streams
 
-async def _reply(target: Target) -> Field:
-    return require_ok(await target.chat())
+
+async def _stream(target: Target, prompt: str = PROMPT, **more: Any) -> Stream:
+    return require_stream(await target.say(CHAT, prompt, stream=True, **more))
+
+
+async def _chunks(target: Target, **more: Any) -> list[Field]:
+    return list_payloads((await _stream(target, **more)).events)
+
+
+async def _read(target: Target, prompt: str, **more: Any) -> ChatStream:
+    return require_end(read_chat(await _stream(target, prompt, **more)))
+
+
+@requirement("chat.stream.no_event_lines", "no event: lines", clients="naive readers, Node helper")
+async def _no_event_lines(target: Target) -> None:
+    named = [event.name for event in (await _stream(target)).events if event.name]
+    if named:
+        raise Violation(f"events are named {named[:3]}")
+
+
+@requirement(
+    "chat.stream.head",
+    "every chunk has the same id and model, object: chat.completion.chunk, created (integer)",
+    clients="LangChain, AI SDK",
+)
+async def _chunk_head(target: Target) -> None:
+    chunks = await _chunks(target)
+    for chunk in chunks:
+        chunk["object"].must_be("chat.completion.chunk")
+        chunk["created"].count()
+        for name in ("id", "model"):
+            chunk[name].must_be(chunks[0][name].value)
+
+
+@scripted("chat.stream.created", "created is the same in every chunk", clients="OpenAI's schema")
+async def _created(target: Target) -> None:
+    found = {chunk["created"].count() for chunk in await _chunks(target)}
+    if len(found) != 1:
+        raise Violation(f"created is {sorted(found)}")
+
+
+@requirement(
+    "chat.stream.choices",
+    "every chunk has choices, each with index, delta, finish_reason (null until the end)",
+    clients="Node helper, AI SDK, llm",
+)
+async def _chunk_choices(target: Target) -> None:
+    for chunk in await _chunks(target):
+        for choice in chunk["choices"].items():
+            choice["index"].count()
+            choice["delta"].members()
+            choice["finish_reason"].must_be(None, "stop", "length", "tool_calls", "content_filter")
+
+
+@requirement("chat.stream.role", "the first delta has role: assistant", clients="Node helper, runTools")
+async def _role(target: Target) -> None:
+    first = next((chunk for chunk in await _chunks(target) if chunk["choices"].items()), None)
+    if first is None:
+        raise Violation("no chunk has a choice")
+    first.at("choices.0.delta.role").must_be("assistant")
+
+
+@requirement(
+    "chat.stream.finish", "exactly one finish_reason for each choice", clients="Node helper, AI SDK; tools never run without"
+)
+async def _finish(target: Target) -> None:
+    reasons = [
+        (choice["index"].value, choice["finish_reason"].value)
+        for chunk in await _chunks(target)
+        for choice in chunk["choices"].items()
+        if not choice["finish_reason"].is_null
+    ]
+    if [index for index, _ in reasons] != [0]:
+        raise Violation(f"finish reasons (index, reason): {reasons}")
+
+
+@requirement("chat.stream.done", "[DONE] comes last, once", clients="raw loops, llm")
+async def _done(target: Target) -> None:
+    data = [event.data for event in (await _stream(target)).events]
+    if data.count(DONE) != 1 or data[-1] != DONE:
+        raise Violation(f"[DONE] comes {data.count(DONE)} times, the last event is {data[-1][:80] if data else None!r}")
+
+
+@requirement(
+    "chat.stream.usage",
+    "include_usage: one chunk with choices: [] and usage right before [DONE], none before",
+    clients="Node helper, AI SDK, llm, LangChain",
+)
+async def _stream_usage(target: Target) -> None:
+    chunks = await _chunks(target, stream_options={"include_usage": True})
+    for chunk in chunks[:-1]:
+        if chunk.get("usage") is not None:
+            raise Violation(f"{chunk.path} has usage and is not the last chunk")
+        if not chunk["choices"].items():
+            raise Violation(f"{chunk.path} has no choices and is not the last chunk")
+    chunks[-1]["choices"].must_be([])
+    check_usage(chunks[-1]["usage"])
+
+
+@requirement(
+    "chat.stream.no_usage",
+    "usage not asked for: no usage and no chunk without choices",
+    clients="Node helper, llm (litellm#8349)",
+)
+async def _no_usage(target: Target) -> None:
+    for extra in ({}, {"stream_options": {"include_usage": False}}, {"stream_options": None}):
+        for chunk in await _chunks(target, **extra):
+            if not chunk["choices"].items():
+                raise Violation(f"{chunk.path} has no choices, with {extra or 'no stream_options'}")
+            if chunk.get("usage") is not None:
+                raise Violation(f"{chunk.path} has usage that nobody asked for, with {extra or 'no stream_options'}")
+
+
+@requirement(
+    "chat.stream.strict",
+    "a strict accumulator takes the whole stream, with and without usage",
+    clients="openai-python 3, openai-node 7",
+)
+async def _strict(target: Target) -> None:
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        said = await _read(target, PROMPT, **options)
+        if bool(options) != (said.usage is not None):
+            raise Violation(f"usage is {said.usage and said.usage.shown}, asked for: {bool(options)}")
+
+
+@scripted("chat.stream.text", "the pieces add up to what the engine said", clients="everybody")
+async def _stream_text(target: Target) -> None:
+    content = (await _read(target, PROMPT)).first.content
+    if content != TEXT:
+        raise Violation(f"the text adds up to {content!r}, the engine said {TEXT!r}")
+
+
+@scripted("chat.stream.n", "n: 2 streams two choices, each with role and finish_reason", clients="openai SDKs")
+async def _stream_n(target: Target) -> None:
+    said = await _read(target, PROMPT, n=2)
+    if {index: choice.content for index, choice in said.choices.items()} != {0: TEXT, 1: TEXT}:
+        raise Violation(f"the choices are {said.choices}")
+
+
+@requirement(
+    "chat.stream.logprobs", "logprobs are in the chunks of the text they belong to", clients="evaluations, openai-python helper"
+)
+async def _stream_logprobs(target: Target) -> None:
+    answer = await target.say(CHAT, PROMPT, stream=True, logprobs=True, top_logprobs=1)
+    require_script_or_skip(target, answer, "logprobs")
+    said = require_end(read_chat(require_stream(answer))).first
+    if not said.logprobs:
+        if target.scripted:
+            raise Violation("logprobs were asked for and no chunk has them")
+        raise NotApplicable("the engine sends no logprobs")
+    if target.scripted:
+        check_logprobs(said.logprobs, said.content)
+
+
+@scripted(
+    "chat.stream.reasoning",
+    "thoughts stream as reasoning_content or reasoning, before the text and not in it",
+    clients="opencode, Open WebUI, AI SDK (vllm#27755)",
+)
+async def _stream_reasoning(target: Target) -> None:
+    for prompt in ("[[thinking]] hello", "[[thinking:reasoning]] hello"):
+        said = (await _read(target, prompt)).first
+        if (said.reasoning, said.content) != (THOUGHT, TEXT):
+            raise Violation(f"thoughts {said.reasoning!r} and text {said.content!r}")
+        if said.order != ["reasoning", "content"]:
+            raise Violation(f"kinds of delta came in the order {said.order}")
+
+
+@scripted("chat.stream.refusal", "a refusal streams as delta.refusal", clients="openai SDKs")
+async def _stream_refusal(target: Target) -> None:
+    said = (await _read(target, "[[refusal]] hello")).first
+    if (said.refusal, said.content) != (REFUSAL, ""):
+        raise Violation(f"refusal {said.refusal!r}, text {said.content!r}")
+
+
+def _ends(prompt: str, reason: str, text: str, **more: Any) -> Check:
+    async def check(target: Target) -> None:
+        said = (await _read(target, prompt, **more)).first
+        if (said.finish_reason, said.content) != (reason, text):
+            raise Violation(f"finish_reason {said.finish_reason!r}, text {said.content!r}")
+
+    return check
+
+
+add_scripted(
+    ("chat.stream.length", "a text cut off ends with finish_reason: length", "agents, AI SDK",
+        _ends("[[length]] hello", "length", CUT_SHORT)),
+    ("chat.stream.stop", "a stop sequence ends with finish_reason: stop", "LangChain, aider",
+        _ends("[[stop_sequence]] hello", "stop", BEFORE_STOP, stop=["three"])),
+)  # fmt: skip
+
+
+@scripted("chat.stream.cached", "the usage chunk keeps prompt_tokens_details.cached_tokens", clients="LiteLLM, cost displays")
+async def _stream_cached(target: Target) -> None:
+    usage = (await _read(target, "[[cached]] hello", stream_options={"include_usage": True})).usage
+    if usage is None:
+        raise Violation("no usage chunk")
+    check_places(usage, {"prompt_tokens": PROMPT_TOKENS, "prompt_tokens_details.cached_tokens": CACHED_TOKENS})
+
+
+# Tools
+
+_EXPECTED = [(TOOL, "".join(ARGUMENTS)), (OTHER_TOOL, "".join(OTHER_ARGUMENTS))]
+
+
+async def _whole(target: Target, directive: str = "tools") -> tuple[Field, list[Field]]:
+    """Return the choice of a whole answer, checked for its ending, and its calls."""
+    async for go, answer in ask_for_calls(target, CHAT, directive):
+        choice = require_ok(answer)["choices"][0]
+        calls = choice["message"].get("tool_calls")
+        if calls is not None and calls.items() and (target.scripted or choice["finish_reason"].value != "length"):
+            choice["finish_reason"].must_be(*go.finish_reasons)
+            return choice, calls.items()
+        if target.scripted:
+            raise Violation(f"message.tool_calls is missing: {choice.shown}")
+    raise no_call()
+
+
+async def _pieces(target: Target) -> list[Field]:
+    """Return the tool deltas of a stream in their order."""
+    async for _, answer in ask_for_calls(target, CHAT, "tools", stream=True):
+        pieces = [
+            piece
+            for chunk in list_payloads(require_stream(answer).events)
+            for choice in chunk["choices"].items()
+            if (calls := choice["delta"].get("tool_calls")) is not None
+            for piece in calls.items()
+        ]
+        if pieces:
+            return pieces
+        if target.scripted:
+            raise Violation("no delta has tool_calls")
+    raise no_call()
+
+
+async def _calls(target: Target, directive: str) -> list[Call]:
+    """Return the calls as a strict accumulator adds them up."""
+    async for go, answer in ask_for_calls(target, CHAT, directive, stream=True):
+        first = require_end(read_chat(require_stream(answer))).first
+        if target.scripted or (first.calls and first.finish_reason != "length"):
+            if first.finish_reason not in go.finish_reasons:
+                raise Violation(f"finish_reason is {first.finish_reason!r}, tool_calls is due")
+            return first.calls
+    raise no_call()
+
+
+@requirement(
+    "chat.tools.call", "a call has id, type: function, function.name and arguments", clients="OpenAI Agents, LiteLLM, Continue"
+)
+async def _call(target: Target) -> None:
+    _, calls = await _whole(target)
+    for call in calls:
+        call["id"].word()
+        call["type"].must_be("function")
+        call["function"]["name"].word()
+        call["function"]["arguments"].text()
+
+
+@requirement("chat.tools.arguments", "arguments are a string of JSON, never an object", clients="LangChain, Pydantic AI")
+async def _arguments(target: Target) -> None:
+    _, calls = await _whole(target)
+    for call in calls:
+        _parse_arguments(call["function"]["arguments"].text())
+
+
+@requirement("chat.tools.content", "with calls, content is null (or empty)", clients="LangChain, OpenAI Agents")
+async def _content(target: Target) -> None:
+    choice, _ = await _whole(target)
+    choice["message"]["content"].must_be(None, "")
+
+
+@requirement(
+    "chat.tools.finish",
+    "an answer that calls tools says finish_reason: tool_calls",
+    clients="AI SDK, agents: tools never run without",
+)
+async def _finish_call(target: Target) -> None:
+    await _whole(target)
+
+
+@scripted("chat.tools.parallel", "two calls in one answer arrive with ids of their own", clients="agents")
+async def _parallel(target: Target) -> None:
+    _, calls = await _whole(target, "parallel_tools")
+    must_call([(call["function"]["name"].text(), call["function"]["arguments"].text()) for call in calls], _EXPECTED)
+    if calls[0]["id"].value == calls[1]["id"].value:
+        raise Violation(f"both calls have the id {calls[0]['id'].shown}")
+
+
+@requirement("chat.tools.stream.index", "every tool delta has an index", clients="Python and Node helpers, AI SDK, LangChain")
+async def _index(target: Target) -> None:
+    for piece in await _pieces(target):
+        piece["index"].count()
+
+
+@requirement(
+    "chat.tools.stream.first",
+    "the first delta of a call has id, type and function.name; arguments are a string or absent, never null",
+    clients="OpenAI Agents, LiteLLM, Continue, runTools",
+)
+async def _first(target: Target) -> None:
+    first = (await _pieces(target))[0]
+    first["id"].word()
+    first["type"].must_be("function")
+    first["function"]["name"].word()
+    if "arguments" in first["function"]:
+        first["function"]["arguments"].text()
+
+
+@requirement(
+    "chat.tools.stream.later",
+    "later deltas leave out id, type and name (null or empty breaks)",
+    clients="Python helper, openai-node 7, opencode",
+)
+async def _later(target: Target) -> None:
+    seen: set[int] = set()
+    for piece in await _pieces(target):
+        index = piece["index"].count()
+        if index in seen:
+            for place, name in ((piece, "id"), (piece, "type"), (piece["function"], "name")):
+                if name in place:
+                    raise Violation(f"{place.path}.{name} comes again as {place[name].shown}")
+        seen.add(index)
+
+
+@requirement(
+    "chat.tools.stream.arguments",
+    "the pieces add up to the arguments; the stream says finish_reason: tool_calls",
+    clients="all SDK helpers",
+)
+async def _stream_arguments(target: Target) -> None:
+    calls = await _calls(target, "tools")
+    for call in calls:
+        _parse_arguments(call.arguments)
+    if target.scripted:
+        must_call([(call.name, call.arguments) for call in calls], _EXPECTED[:1])
+        if calls[0].id != CALL_ID:
+            raise Violation(f"the id of the call is {calls[0].id!r}, the engine gave {CALL_ID!r}")
+
+
+async def _read_calls(target: Target, directive: str) -> list[tuple[str, str]]:
+    return [(call.name, call.arguments) for call in await _calls(target, directive)]
+
+
+async def _says(target: Target, prompt: str, count: int, **more: Any) -> None:
+    """Check that a stream has the text of the engine and so many calls."""
+    said: Choice = (await _read(target, prompt, **more)).first
+    if said.content != TEXT or len(said.calls) != count:
+        raise Violation(f"text {said.content!r}, calls {said.calls}")
+
+
+async def _text_first(target: Target) -> None:
+    await _says(target, f"[[text_then_tools]] {QUESTION}", 1, tools=TOOLS[CHAT], tool_choice="required")
+
+
+async def _empty(target: Target) -> None:
+    await _says(target, "[[empty_tool_calls]] hello", 0)
+
+
+_TURNS_WITH_RESULT = [
+    {"role": "user", "content": "[[tools]] What is the weather in Paris?"},
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": CALL_ID, "type": "function", "function": {"name": TOOL, "arguments": "".join(ARGUMENTS)}},
+    ]},
+    {"role": "tool", "tool_call_id": CALL_ID, "content": "18 degrees"},
+]  # fmt: skip
+
+add_scripted(
+    ("chat.tools.stream.parallel", "two calls stream with index 0 and 1 and ids of their own", "agents, openai helpers",
+        makes_calls(_read_calls, "parallel_tools", _EXPECTED)),
+    ("chat.tools.stream.interleaved", "calls whose arguments come in turns are not mixed up", "openai helpers",
+        makes_calls(_read_calls, "interleaved_tools", _EXPECTED)),
+    ("chat.tools.stream.whole", "a call in one piece arrives whole", "LiteLLM, Continue",
+        makes_calls(_read_calls, "whole_tools", _EXPECTED[:1])),
+    ("chat.tools.stream.nasty", "arguments with quotes, brackets, escapes and emoji arrive byte for byte",
+        "agents that write code", makes_calls(_read_calls, "nasty_arguments", [(TOOL, NASTY)])),
+    ("chat.tools.stream.text_first", "a text before a call arrives too", "Claude-like agents", _text_first),
+    ("chat.tools.empty", "an engine's empty tool_calls: [] does not hide the text", "AI SDK (litellm#29286)", _empty),
+    ("chat.tools.result", "a conversation with a call and its result is answered", "every agent",
+        answers(CHAT, messages=_TURNS_WITH_RESULT, tools=TOOLS[CHAT], text="The tool has answered.")),
+)  # fmt: skip
+
+
+def _parse_arguments(text: str) -> None:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise Violation(f"the arguments are no JSON: {text[:120]!r} ({error})") from None
+    if not isinstance(value, dict):
+        raise Violation(f"the arguments must be an object of JSON and are {text[:120]!r}")
+
+
+# Whole answers
+
+
+async def _reply(target: Target, prompt: str = PROMPT, **more: Any) -> Field:
+    return require_ok(await target.say(CHAT, prompt, **more))
 
 
 @requirement("chat.reply.head", "id, object: chat.completion, created (integer), model", clients="all SDKs")
@@ -75,23 +501,21 @@ async def _fingerprint(target: Target) -> None:
         reply["system_fingerprint"].text()
 
 
-@requirement("chat.reply.text", "the text arrives as the engine said it", clients="everybody", needs_script=True)
-async def _text(target: Target) -> None:
-    (await _reply(target))["choices"][0]["message"]["content"].must_be(TEXT)
+scripted("chat.reply.text", "the text arrives as the engine said it", clients="everybody")(answers(CHAT, text=TEXT))
 
 
-@requirement("chat.reply.n", "n: 2 gives two choices with index 0 and 1", clients="openai SDKs, evaluations", needs_script=True)
+@scripted("chat.reply.n", "n: 2 gives two choices with index 0 and 1", clients="openai SDKs, evaluations")
 async def _n(target: Target) -> None:
-    choices = require_ok(await target.chat(n=2))["choices"].items()
-    if [choice["index"].value for choice in choices] != [0, 1]:
-        raise Violation(f"the choices have index {[choice['index'].value for choice in choices]}")
+    found = [choice["index"].value for choice in (await _reply(target, n=2))["choices"].items()]
+    if found != [0, 1]:
+        raise Violation(f"the choices have index {found}")
 
 
 @requirement(
     "chat.reply.logprobs", "logprobs.content[] with token, bytes, logprob, top_logprobs", clients="evaluations, LangChain"
 )
 async def _logprobs(target: Target) -> None:
-    answer = await target.chat(logprobs=True, top_logprobs=1)
+    answer = await target.say(CHAT, PROMPT, logprobs=True, top_logprobs=1)
     require_script_or_skip(target, answer, "logprobs")
     choice = require_ok(answer)["choices"][0]
     logprobs = choice.get("logprobs")
@@ -109,15 +533,14 @@ def _spell(entries: list[Field]) -> str:
     return data.decode(errors="replace")
 
 
-@requirement(
+@scripted(
     "chat.reply.reasoning",
     "thoughts come as reasoning_content or reasoning, not in the text",
     clients="opencode, Open WebUI, AI SDK",
-    needs_script=True,
 )
 async def _reasoning(target: Target) -> None:
     for prompt in ("[[thinking]] hello", "[[thinking:reasoning]] hello"):
-        message = require_ok(await target.chat(prompt))["choices"][0]["message"]
+        message = (await _reply(target, prompt)).at("choices.0.message")
         message["content"].must_be(TEXT)
         thoughts = [message.value.get(name) for name in ("reasoning_content", "reasoning")]
         if THOUGHT not in thoughts:
@@ -126,122 +549,58 @@ async def _reasoning(target: Target) -> None:
             )
 
 
-@requirement("chat.reply.refusal", "a refusal is in message.refusal", clients="openai SDKs", needs_script=True)
-async def _refusal(target: Target) -> None:
-    message = require_ok(await target.chat("[[refusal]] hello"))["choices"][0]["message"]
-    message["refusal"].must_be(REFUSAL)
-    message["content"].must_be(None, "")
+add_scripted(
+    ("chat.reply.refusal", "a refusal is in message.refusal", "openai SDKs",
+        answers(CHAT, "[[refusal]] hello", places={
+            "choices.0.message.refusal": REFUSAL, "choices.0.message.content": (None, ""),
+        })),
+    ("chat.reply.length", "an answer cut off by max_tokens says finish_reason: length", "agents, AI SDK",
+        answers(CHAT, "[[length]] hello", CUT_SHORT, {"choices.0.finish_reason": "length"})),
+    ("chat.reply.stop", "stop reaches the engine and the answer says finish_reason: stop", "LangChain, aider",
+        answers(CHAT, "[[stop_sequence]] hello", BEFORE_STOP, {"choices.0.finish_reason": "stop"}, stop=["three"])),
+    ("chat.reply.cached", "usage.prompt_tokens_details.cached_tokens arrives", "LiteLLM, agents' cost displays",
+        answers(CHAT, "[[cached]] hello", places={
+            "usage.prompt_tokens": PROMPT_TOKENS, "usage.prompt_tokens_details.cached_tokens": CACHED_TOKENS,
+        })),
+)  # fmt: skip
 
 
-@requirement(
-    "chat.reply.length",
-    "an answer cut off by max_tokens says finish_reason: length",
-    clients="agents, AI SDK",
-    needs_script=True,
-)
-async def _length(target: Target) -> None:
-    choice = require_ok(await target.chat("[[length]] hello"))["choices"][0]
-    choice["finish_reason"].must_be("length")
-    choice["message"]["content"].must_be(CUT_SHORT)
-
-
-@requirement(
-    "chat.reply.stop",
-    "stop reaches the engine and the answer says finish_reason: stop",
-    clients="LangChain, aider",
-    needs_script=True,
-)
-async def _stop(target: Target) -> None:
-    reply = require_ok(await target.chat("[[stop_sequence]] hello", stop=["three"]))
-    reply["choices"][0]["finish_reason"].must_be("stop")
-    reply["choices"][0]["message"]["content"].must_be(BEFORE_STOP)
-
-
-@requirement(
-    "chat.reply.cached",
-    "usage.prompt_tokens_details.cached_tokens arrives",
-    clients="LiteLLM, agents' cost displays",
-    needs_script=True,
-)
-async def _cached(target: Target) -> None:
-    usage = require_ok(await target.chat("[[cached]] hello"))["usage"]
-    usage["prompt_tokens"].must_be(PROMPT_TOKENS)
-    usage["prompt_tokens_details"]["cached_tokens"].must_be(CACHED_TOKENS)
-
-
-@requirement(
-    "chat.reply.cut",
-    "an engine that dies inside an answer is an error, never half a body with 200",
-    clients="every client",
-    needs_script=True,
+@scripted(
+    "chat.reply.cut", "an engine that dies inside an answer is an error, never half a body with 200", clients="every client"
 )
 async def _cut(target: Target) -> None:
-    answer = await target.chat("[[cut]] hello")
+    answer = await target.say(CHAT, "[[cut]] hello")
     if answer.status < 500:
         raise Violation(f"status {answer.status} with {len(answer.body)} bytes, whole: {answer.whole}")
     answer.json()["error"]["message"].word()
 
 
-PIXEL = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()
+# Requests
 
+_EXTRA = {
+    "min_p": 0.05, "top_k": 20, "repetition_penalty": 1.1, "seed": 7, "logit_bias": {"15": -100}, "user": "u-1",
+    "chat_template_kwargs": {"enable_thinking": False}, "guided_regex": "[a-z]+", "reasoning_effort": "low",
+    "something_of_tomorrow": {"deep": [1, 2.5, None, "ü"]},
+}  # fmt: skip
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+_FORMAT = {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": _SCHEMA, "strict": True}}}
+_CHOICES = [
+    {"tools": TOOLS[CHAT], "tool_choice": choice, "parallel_tool_calls": False}
+    for choice in ("none", "required", {"type": "function", "function": {"name": OTHER_TOOL}})
+]
+_IMAGE = {"type": "image_url", "image_url": {"url": PIXEL_URL, "detail": "low"}}
+_WITH_IMAGE = {"messages": [{"role": "user", "content": [{"type": "text", "text": "[[echo]]"}, _IMAGE]}]}
 
-async def _echo(target: Target, **fields: Any) -> Field:
-    """Return the body that the engine got for a request that asks it to repeat that."""
-    answer = await target.chat("[[echo]]", **fields)
-    text = require_ok(answer)["choices"][0]["message"]["content"].text()
-    return read_json(text, "what the engine got")["body"]
-
-
-@requirement(
-    "chat.request.unknown_fields",
-    "fields nobody knows, and those of engines, reach the engine unchanged",
-    clients="vLLM and llama.cpp users (extra_body)",
-    needs_script=True,
-)
-async def _unknown_fields(target: Target) -> None:
-    extra = {
-        "min_p": 0.05, "top_k": 20, "repetition_penalty": 1.1, "seed": 7, "logit_bias": {"15": -100}, "user": "u-1",
-        "chat_template_kwargs": {"enable_thinking": False}, "guided_regex": "[a-z]+", "reasoning_effort": "low",
-        "something_of_tomorrow": {"deep": [1, 2.5, None, "ü"]},
-    }  # fmt: skip
-    got = await _echo(target, **extra)
-    for name, value in extra.items():
-        got[name].must_be(value)
-
-
-@requirement(
-    "chat.request.format",
-    "response_format with a JSON schema reaches the engine",
-    clients="openai parse(), Pydantic AI, LangChain",
-    needs_script=True,
-)
-async def _format(target: Target) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
-    (await _echo(target, response_format=wanted))["response_format"].must_be(wanted)
-
-
-@requirement(
-    "chat.request.tool_choice",
-    "tools, tool_choice and parallel_tool_calls reach the engine",
-    clients="agents (ollama#17921)",
-    needs_script=True,
-)
-async def _tool_choice(target: Target) -> None:
-    for choice in ("none", "required", {"type": "function", "function": {"name": "get_time"}}):
-        got = await _echo(target, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
-        got["tools"].must_be(TOOLS)
-        got["tool_choice"].must_be(choice)
-        got["parallel_tool_calls"].must_be(False)
-
-
-@requirement(
-    "chat.request.images", "text and image parts reach the engine as they are", clients="Open WebUI, AI SDK", needs_script=True
-)
-async def _images(target: Target) -> None:
-    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}", "detail": "low"}}
-    turns = [{"role": "user", "content": [{"type": "text", "text": "[[echo]]"}, image]}]
-    (await _echo(target, messages=turns))["messages"].must_be(turns)
+add_scripted(
+    ("chat.request.unknown_fields", "fields nobody knows, and those of engines, reach the engine unchanged",
+        "vLLM and llama.cpp users (extra_body)", carries(CHAT, (_EXTRA, _EXTRA))),
+    ("chat.request.format", "response_format with a JSON schema reaches the engine",
+        "openai parse(), Pydantic AI, LangChain", carries(CHAT, (_FORMAT, _FORMAT))),
+    ("chat.request.tool_choice", "tools, tool_choice and parallel_tool_calls reach the engine", "agents (ollama#17921)",
+        carries(CHAT, *((fields, fields) for fields in _CHOICES))),
+    ("chat.request.images", "text and image parts reach the engine as they are", "Open WebUI, AI SDK",
+        carries(CHAT, (_WITH_IMAGE, _WITH_IMAGE))),
+)  # fmt: skip
 
 
 @requirement(
@@ -258,52 +617,33 @@ async def _later_system(target: Target) -> None:
             {"role": role, "content": "Be even briefer."},
             {"role": "user", "content": PROMPT},
         ]
-        require_ok(await target.chat(messages=turns))
+        await _reply(target, messages=turns)
 
 
-@requirement(
+requirement(
     "chat.request.first_developer",
     "a developer message in place of the system message is not refused",
     clients="openai SDKs, AI SDK",
+)(answers(CHAT, messages=[{"role": "developer", "content": "You are brief."}, {"role": "user", "content": PROMPT}]))
+
+_OPTIONAL = ("stop", "tools", "tool_choice", "stream_options", "seed", "response_format", "user", "logit_bias", "stream")
+requirement("chat.request.nulls", "optional fields that are null are as if absent", clients="Go, Java and Rust clients")(
+    answers(CHAT, **dict.fromkeys(_OPTIONAL))
 )
-async def _first_developer(target: Target) -> None:
-    turns = [{"role": "developer", "content": "You are brief."}, {"role": "user", "content": PROMPT}]
-    require_ok(await target.chat(messages=turns))
 
+_LARGE_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * LIMITS.image_bytes}}
+_LONG_TEXT = "An instruction to an agent. " * (LIMITS.text_chars // 28)
+add_scripted(
+    ("chat.request.large", "a body of some megabytes (images) is taken, agents send up to 32 MB", "agents, Open WebUI",
+        answers(CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": PROMPT}, _LARGE_IMAGE]}])),
+    ("chat.request.long", "a prompt of 60 KB is taken: agents send 30 to 100 KB", "Claude Code, Codex, opencode",
+        answers(CHAT, messages=[{"role": "system", "content": _LONG_TEXT}, {"role": "user", "content": PROMPT}])),
+)  # fmt: skip
 
-@requirement("chat.request.nulls", "optional fields that are null are as if absent", clients="Go, Java and Rust clients")
-async def _nulls(target: Target) -> None:
-    names = ("stop", "tools", "tool_choice", "stream_options", "seed", "response_format", "user", "logit_bias", "stream")
-    require_ok(await target.chat(**dict.fromkeys(names)))
-
-
-@requirement(
-    "chat.request.large",
-    "a body of some megabytes (images) is taken, agents send up to 32 MB",
-    clients="agents, Open WebUI",
-    needs_script=True,
+_PARTS = [{"type": "text", "text": "Say hello"}, {"type": "text", "text": " in a few words."}]
+requirement("chat.request.text_parts", "content as a list of text parts is taken", clients="AI SDK, LangChain, opencode")(
+    answers(CHAT, messages=[{"role": "user", "content": _PARTS}])
 )
-async def _large(target: Target) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * LIMITS.image_bytes}}
-    turns = [{"role": "user", "content": [{"type": "text", "text": PROMPT}, image]}]
-    require_ok(await target.chat(messages=turns))
-
-
-@requirement(
-    "chat.request.long",
-    "a prompt of 60 KB is taken: agents send 30 to 100 KB",
-    clients="Claude Code, Codex, opencode",
-    needs_script=True,
-)
-async def _long(target: Target) -> None:
-    text = "An instruction to an agent. " * (LIMITS.text_chars // 28)
-    require_ok(await target.chat(messages=[{"role": "system", "content": text}, {"role": "user", "content": PROMPT}]))
-
-
-@requirement("chat.request.text_parts", "content as a list of text parts is taken", clients="AI SDK, LangChain, opencode")
-async def _text_parts(target: Target) -> None:
-    turns = [{"role": "user", "content": [{"type": "text", "text": "Say hello"}, {"type": "text", "text": " in a few words."}]}]
-    require_ok(await target.chat(messages=turns))
 
 
 @requirement(
@@ -312,50 +652,35 @@ async def _text_parts(target: Target) -> None:
     clients="Node streams, Go and Rust clients",
 )
 async def _chunked(target: Target) -> None:
-    require_ok(await target.send(target.ask_json(CHAT, target.chat_body(), {"transfer-encoding": "chunked"})))
+    require_ok(await target.send(target.ask_json(CHAT, target.body(CHAT), {"transfer-encoding": "chunked"})))
 
 
-@requirement(
+@scripted(
     "chat.request.unicode",
     "escaped and plain characters beyond ASCII reach the engine the same",
     clients="everybody outside ASCII",
-    needs_script=True,
 )
 async def _unicode(target: Target) -> None:
     turns = [{"role": "system", "content": "grüße 你好 🦙 \u2028 \u0000 end"}, {"role": "user", "content": "[[echo]]"}]
-    body = target.chat_body(messages=turns)
+    body = target.body(CHAT, messages=turns)
     for ascii_only in (True, False):
         answer = await target.send(target.ask_json(CHAT, json.dumps(body, ensure_ascii=ascii_only).encode()))
-        text = require_ok(answer)["choices"][0]["message"]["content"].text()
+        text = require_ok(answer).at("choices.0.message.content").text()
         read_json(text, "what the engine got")["body"]["messages"].must_be(turns)
 
 
-@requirement(
-    "chat.request.key_stays",
-    "the client's key does not travel to the engine",
-    clients="operators of shared nodes",
-    needs_script=True,
-)
+@scripted("chat.request.key_stays", "the client's key does not travel to the engine", clients="operators of shared nodes")
 async def _key_stays(target: Target) -> None:
-    text = require_ok(await target.chat("[[echo]]"))["choices"][0]["message"]["content"].text()
+    text = (await _reply(target, "[[echo]]")).at("choices.0.message.content").text()
     if target.api_key and target.api_key in text:
         raise Violation("the engine got the client's key")
 
 
-ERROR_KEYS = ("message", "type", "param", "code")
-
-
-async def _broken(target: Target, directives: str) -> tuple[Answer, Field]:
-    """Return a stream that broke, and the error it says in the end."""
-    answer = await target.chat(f"{directives} hello", stream=True)
-    said = read_chat(require_stream(answer))
-    if said.failure is None:
-        raise Violation(f"the stream ends in silence after {said.chunks} chunks (done: {said.done})")
-    return answer, said.failure
+# Failures
 
 
 def _check_broken(answer: Answer, failure: Field) -> None:
-    failure.must_have(ERROR_KEYS)
+    failure.must_have(OPENAI_ERROR_KEYS)
     failure["message"].word()
     failure["type"].word()
     if not failure["code"].is_null:
@@ -366,139 +691,58 @@ def _check_broken(answer: Answer, failure: Field) -> None:
                 raise Violation(f"a finish_reason was invented: {choice['finish_reason']!r}")
 
 
-@requirement(
-    "chat.broken.cut",
-    "engine dies in a stream: one error chunk with message, type, param, code; nothing after it",
-    clients="raw loops of the Python SDK take silence for success",
-    needs_script=True,
-)
-async def _cut_stream(target: Target) -> None:
-    _check_broken(*await _broken(target, "[[cut]]"))
+def _breaks_with_one_error(directive: str) -> Check:
+    async def check(target: Target) -> None:
+        _check_broken(*await break_stream(target, CHAT, f"[[{directive}]]"))
+
+    return check
 
 
-@requirement("chat.broken.closed", "after such an error the connection is closed", clients="all SDK pools", needs_script=True)
-async def _closed(target: Target) -> None:
-    ask = target.ask_json(CHAT, target.chat_body("[[cut]] hello", stream=True))
-    answer = await target.send_fresh(ask, watches_close=True)
-    require_status(answer, 200)
-    if not answer.closed:
-        raise Violation("the connection stays open for the next request")
-
-
-@requirement(
-    "chat.broken.engine_error",
-    "an error that the engine says in its stream arrives as one, without [DONE] after it",
-    clients="llama.cpp#14566, vllm#12886",
-    needs_script=True,
-)
 async def _engine_error(target: Target) -> None:
-    answer, failure = await _broken(target, "[[error_in_stream]]")
+    answer, failure = await break_stream(target, CHAT, "[[error_in_stream]]")
     failure["message"].word()
-    if REASON not in failure["message"].text():
-        raise Violation(f"the engine's words are lost: {failure.shown}")
+    must_tell(failure)
     failure.must_have(("message", "type", "code"))
     if any(event.data == DONE for event in require_stream(answer).events):
         raise Violation("[DONE] after an error")
 
 
-@requirement(
-    "chat.broken.garbage",
-    "an event that is not JSON is never passed for an answer",
-    clients="every SDK raises",
-    needs_script=True,
-)
 async def _garbage(target: Target) -> None:
-    answer = await target.chat("[[garbage]] hello", stream=True)
+    answer = await target.say(CHAT, "[[garbage]] hello", stream=True)
     require_status(answer, 200)
     if DONE.encode() in answer.body or b'"finish_reason":"stop"' in answer.body.replace(b" ", b""):
         raise Violation("the stream ends as if it were whole")
 
 
-@requirement(
-    "chat.broken.no_finish",
-    "a stream of the engine that just ends: one error chunk; no finish_reason, no [DONE] is invented",
-    clients="Node helper, AI SDK",
-    needs_script=True,
-)
-async def _no_finish(target: Target) -> None:
-    _check_broken(*await _broken(target, "[[no_finish]]"))
+add_scripted(
+    ("chat.broken.cut", "engine dies in a stream: one error chunk with message, type, param, code; nothing after it",
+        "raw loops of the Python SDK take silence for success", _breaks_with_one_error("cut")),
+    ("chat.broken.closed", "after such an error the connection is closed", "all SDK pools", closes(CHAT)),
+    ("chat.broken.engine_error", "an error that the engine says in its stream arrives as one, without [DONE] after it",
+        "llama.cpp#14566, vllm#12886", _engine_error),
+    ("chat.broken.garbage", "an event that is not JSON is never passed for an answer", "every SDK raises", _garbage),
+    ("chat.broken.no_finish",
+        "a stream of the engine that just ends: one error chunk; no finish_reason, no [DONE] is invented",
+        "Node helper, AI SDK", _breaks_with_one_error("no_finish")),
+)  # fmt: skip
 
 
-@requirement(
+@scripted(
     "chat.broken.late",
     "an engine's refusal after keep-alives is one error chunk with the engine's words, no [DONE]",
     clients="Open WebUI hangs without (vllm-mlx#101)",
-    needs_script=True,
     is_slow=True,
 )
 async def _late(target: Target) -> None:
-    answer, failure = await _broken(target, f"[[slow:{target.silence_s:g}]] [[error_400]]")
+    answer, failure = await break_late(target, CHAT)
     _check_broken(answer, failure)
-    if REASON not in failure["message"].text():
-        raise Violation(f"the engine's words are lost: {failure.shown}")
+    must_tell(failure)
 
 
-@requirement(
-    "chat.leave.stream",
-    "a client that leaves a stream frees the engine",
-    clients="operators (litellm#30244)",
-    needs_script=True,
-)
-async def _leave_stream(target: Target) -> None:
-    await leave_stream(target, CHAT, lambda prompt: target.chat_body(prompt, stream=True))
-
-
-@requirement(
-    "chat.leave.plain",
-    "a client that leaves before an unstreamed answer frees the engine",
-    clients="operators (litellm pull 30223)",
-    needs_script=True,
-)
-async def _leave_plain(target: Target) -> None:
-    await leave_unanswered(target, CHAT, target.chat_body)
-
-
-@requirement(
-    "chat.leave.prefill",
-    "a client that leaves a stream before its first piece frees the engine",
-    clients="operators (llama.cpp pull 24630)",
-    needs_script=True,
-)
-async def _leave_prefill(target: Target) -> None:
-    await leave_unanswered(target, CHAT, lambda prompt: target.chat_body(f"[[slow:60]] {prompt}", stream=True))
-
-
-async def leave_unanswered(target: Target, path: str, body: Callable[[str], dict[str, Any]]) -> None:
-    """Ask for what never comes, leave once the engine has begun, and check that it hears of that. Raises Violation."""
-    key = uuid.uuid4().hex
-    waiting = asyncio.create_task(target.send_fresh(target.ask_json(path, body(f"[[endless:{key}]] go on"))))
-    try:
-        await _wait_for(target, key, "here")
-    finally:
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-    await _must_hear(target, key)
-
-
-async def leave_stream(target: Target, path: str, body: Callable[[str], dict[str, Any]]) -> None:
-    """Leave a stream that goes on and on after its first words, and check that the engine hears of that. Raises Violation."""
-    key = uuid.uuid4().hex
-    ask = target.ask_json(path, body(f"[[endless:{key}]] go on"))
-    answer = await target.send_fresh(ask, leave=lambda so_far: b'"on "' in so_far.body)
-    require_status(answer, 200)
-    await _must_hear(target, key)
-
-
-async def _must_hear(target: Target, key: str) -> None:
-    if not await _wait_for(target, key, "left"):
-        raise Violation(f"the engine still works {LIMITS.heard_s:g} s after its client has left")
-
-
-async def _wait_for(target: Target, key: str, state: str) -> bool:
-    deadline = asyncio.get_running_loop().time() + LIMITS.heard_s
-    while asyncio.get_running_loop().time() < deadline:
-        answer = await target.send_fresh(target.ask_json(CHAT, target.chat_body(f"[[gone:{key}]]")))
-        if require_ok(answer)["choices"][0]["message"]["content"].value == state:
-            return True
-        await asyncio.sleep(0.05)
-    return False
+add_scripted(
+    ("chat.leave.stream", "a client that leaves a stream frees the engine", "operators (litellm#30244)", leaves_stream(CHAT)),
+    ("chat.leave.plain", "a client that leaves before an unstreamed answer frees the engine",
+        "operators (litellm pull 30223)", leaves_unanswered(CHAT)),
+    ("chat.leave.prefill", "a client that leaves a stream before its first piece frees the engine",
+        "operators (llama.cpp pull 24630)", leaves_unanswered(CHAT, "[[slow:60]] ", stream=True)),
+)  # fmt: skip
