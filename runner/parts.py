@@ -30,7 +30,7 @@ from runner.operations.gate import Gate, GateRules
 from runner.operations.operation import LoadBody, Operations
 from runner.operations.trust import Governance
 from runner.pool.capacity import Capacity
-from runner.pool.loads import Loader, LoadOptions, LoadOrder, Pool, Unloader
+from runner.pool.loads import Loader, LoadOrder, Pool, Unloader
 from runner.pool.models import AttachedServer, ModelState, Registry
 from runner.queue import FairQueue, WaitBudget, read_rates, read_weights
 from runner.serving.costs import Costs
@@ -288,10 +288,10 @@ def _put_together(
     memory = None if config.memory_budget_mb is None else config.memory_budget_mb * MIB
     capacity = Capacity(telemetry, ledger, budget_bytes=memory)
     unloader = Unloader(registry, capacity=capacity, drain_s=limits().engines.unload_drain_s)
-    options = LoadOptions(threads=config.threads, gpu_ids=config.gpu_ids, defaults=config.environment)
     loader = Loader(
-        registry, capacity=capacity, unloader=unloader, options=options, make_engine=lambda plan: engines(plan, client)
-    )
+        registry, capacity=capacity, unloader=unloader, make_engine=lambda plan: engines(plan, client),
+        threads=config.threads, gpu_ids=config.gpu_ids, defaults=config.environment,
+    )  # fmt: skip
     pool, counters = Pool(registry, loader, unloader, capacity), Counters()
     costs = Costs(ledger, lambda: parts.settings.remote)
     serving = Serving(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
@@ -140,10 +140,6 @@ class Relay:
         if job is not None and job.task is not None:
             job.task.cancel()
 
-    def abort_all(self, streams: Iterable[Stream]) -> None:
-        for stream in streams:
-            self.abort(stream)
-
     def credit(self, stream: Stream) -> None:
         job = self._jobs.get(stream)
         if job is not None:
@@ -154,7 +150,8 @@ class Relay:
 
     async def close(self) -> None:
         """Stop everything and wait until every connection to the engine is closed."""
-        self.abort_all(list(self._jobs))
+        for stream in list(self._jobs):
+            self.abort(stream)
         await self._idle.wait()
 
     def _forget(self, job: _Job, task: asyncio.Task[None]) -> None:

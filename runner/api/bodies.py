@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -18,10 +17,7 @@ from starlette.responses import Response
 
 from runner.errors import InvalidRequest, RequestRefused, SlowBody, TooLarge, Unavailable, WrongMediaType, refusal_body
 from runner.limits import MIB, limits
-from runner.serving.request import BodyFields
-
-_AT = re.compile(r" - at `\$?\.?([^`]*)`")
-_FIELD = re.compile(r"field `([^`]*)`")
+from runner.serving.request import BodyFields, explain_fault
 
 Body = TypeVar("Body")
 
@@ -113,10 +109,7 @@ def decode(fields: dict[str, object], kind: type[Body]) -> Body:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        text = str(error)
-        at, named = _AT.search(text), _FIELD.search(text)
-        path = (at[1] if at else "") or (named[1] if named else None)
-        raise InvalidRequest(f"Invalid request body: {text}.", param=path) from None
+        raise explain_fault(error) from None
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

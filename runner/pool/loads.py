@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 import msgspec
@@ -264,26 +264,19 @@ class LoadResult:
     evicted: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """How loads are made. ``defaults`` are the environment's VLLM_* words;"""
-
-    threads: int = 1
-    gpu_ids: tuple[int, ...] = ()
-    defaults: Mapping[str, str] = field(default_factory=dict)
-
-
 class Loader:
-    """``make_engine`` gives an adapter for a plan."""
+    """``make_engine`` gives an adapter for a plan. ``defaults`` are the environment's VLLM_* words."""
 
     def __init__(
-        self, registry: Registry, *, capacity: Capacity, unloader: Unloader, options: LoadOptions,
-        make_engine: Callable[[LoadPlan], Engine],
+        self, registry: Registry, *, capacity: Capacity, unloader: Unloader, make_engine: Callable[[LoadPlan], Engine],
+        threads: int, gpu_ids: tuple[int, ...], defaults: Mapping[str, str],
     ) -> None:  # fmt: skip
         self._registry = registry
         self._capacity = capacity
         self._unloader = unloader
-        self._options = options
+        self._threads = threads
+        self._gpu_ids = gpu_ids
+        self._defaults = defaults
         self._make_engine = make_engine
         self.failed_loads = 0
 
@@ -410,11 +403,10 @@ class Loader:
         return found
 
     async def _plan(self, definition: ModelDefinition, wanted: Mapping[str, object], path: Path | None) -> LoadPlan:
-        options = self._options
         found = (await self._capacity.read()).engine_ids if definition.device != "cpu" else ()
-        gpu_ids = choose_gpus(definition, given=options.gpu_ids, found=found)
+        gpu_ids = choose_gpus(definition, given=self._gpu_ids, found=found)
         return make_plan(
-            definition, overrides=wanted, path=path, threads=options.threads, gpu_ids=gpu_ids, defaults=options.defaults
+            definition, overrides=wanted, path=path, threads=self._threads, gpu_ids=gpu_ids, defaults=self._defaults
         )
 
     async def _evict(self, order: LoadOrder, tell: Report) -> Model | None:

@@ -217,16 +217,15 @@ class Model:
 
     def engines_changed(self) -> None:
         """A supervisor's state changed: follow it, and offer as many slots as there are serving replicas."""
-        ready = [replica for replica in self.replicas if replica.supervisor.is_ready]
-        if self.state is ModelState.LOADED and not ready:
-            errors = [replica.supervisor.last_error for replica in self.replicas if replica.supervisor.last_error]
-            self.apply(ModelEvent.LOSE, error=errors[0] if errors else "no replica serves")
-        elif self.state is ModelState.FAILED and ready:
+        supervisors = [replica.supervisor for replica in self.replicas]
+        is_ready = any(supervisor.is_ready for supervisor in supervisors)
+        error = next((supervisor.last_error for supervisor in supervisors if supervisor.last_error), None)
+        if self.state is ModelState.LOADED and not is_ready:
+            self.apply(ModelEvent.LOSE, error=error or "no replica serves")
+        elif self.state is ModelState.FAILED and is_ready:
             self.apply(ModelEvent.RECOVER)
         elif self.state is ModelState.FAILED:
-            errors = [replica.supervisor.last_error for replica in self.replicas if replica.supervisor.last_error]
-            self.last_error = errors[0] if errors else self.last_error
-            self._on_change()
+            self.last_error = error or self.last_error
         if self.state is ModelState.LOADED:
             self.queue.resize(max(1, self.slots))
         self._on_change()
@@ -280,7 +279,7 @@ class Registry:
         # What it is shows when it is here; a single file can only be a GGUF.
         backend: Backend = "whisper" if size else "gguf" if model_id.endswith(".gguf") else "vllm"
         definition = ModelDefinition(model_id=model_id, backend=backend, is_configured=False)
-        return Model(definition, self._make_queue(definition), _tell_nobody)
+        return Model(definition, self._make_queue(definition), lambda: None)
 
     def ready_ids(self) -> list[str]:
         return [model.model_id for model in self._models.values() if model.is_ready]
@@ -344,10 +343,6 @@ class Registry:
             model.apply(ModelEvent.VANISH)
 
 
-def _tell_nobody() -> None:
-    """Nobody follows a model that is not known yet."""
-
-
 class AttachedServer:
     """Follows one server. ``queue`` is shared by its models, because its slots are; ``given``: models named by the owner.
 
@@ -369,7 +364,7 @@ class AttachedServer:
     def start(self) -> None:
         """Begin to follow it; a server that is not there yet is asked again and again."""
         self._follow()
-        self.supervisor.keep_trying(_ignore)
+        self.supervisor.keep_trying(lambda _progress: None)
 
     def refresh(self) -> None:
         self.supervisor.check_soon()
@@ -388,7 +383,3 @@ class AttachedServer:
                 model_id=name, backend="attached", target_inflight=self._slots, translate=self._translate, tidy=self._tidy
             )
             self._registry.attach(definition, plan, self.supervisor, self._queue)
-
-
-def _ignore(_progress: Progress) -> None:
-    """Asking for a list of models has no progress to speak of."""

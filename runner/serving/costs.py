@@ -57,16 +57,11 @@ class Spending:
 
 @dataclass(frozen=True, slots=True)
 class CostSummary:
-    """The accounts of one month (``YYYY-MM``, UTC). ``requests``: how those that ended since the start did end, by model.
+    """The accounts of this month (UTC). ``requests``: how those that ended since the start did end, by model."""
 
-    ``unsettled``: endings that could not be written down; they go on counting as reserved.
-    """
-
-    month: str
     currency: str
     spendings: tuple[Spending, ...]
     requests: dict[tuple[str, CostState], int]
-    unsettled: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +81,6 @@ class Costs:
         self._remote = remote
         self._clock = clock
         self._ended: dict[tuple[str, CostState], int] = {}
-        self._unsettled = 0
 
     async def reserve(self, model: Model, request: Inference) -> Charge:
         """Set aside the most that a request may cost. A model without a price costs nothing, and no cap binds it.
@@ -123,21 +117,18 @@ class Costs:
         try:
             await self._ledger.settle_cost(cost_id, state=state, amount_micros=amount)
         except LedgerError as error:
-            self._unsettled += 1
             log.error("cost was not settled model=%s cost=%s state=%s: %s", model_id, cost_id, state, error)  # noqa: TRY400
             return
         self._ended[model_id, state] = self._ended.get((model_id, state), 0) + 1
 
     async def summary(self) -> CostSummary:
         """Return this month's accounts, tenants by name. Raises LedgerError."""
-        remote, month = self._remote(), self._month()
-        spendings = await self._ledger.spendings(month)
+        remote = self._remote()
+        spendings = await self._ledger.spendings(self._month())
         return CostSummary(
-            month=month,
             currency=remote.currency,
             spendings=tuple(Spending(tenant, spent, _cap_micros(remote, tenant)) for tenant, spent in spendings),
             requests=dict(self._ended),
-            unsettled=self._unsettled,
         )
 
     def _month(self) -> str:

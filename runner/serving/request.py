@@ -47,7 +47,8 @@ INFERENCE_PATHS = (
 """What a server that does not say which paths it answers is asked for by POST: none of them loads, unloads or flushes."""
 _PATH = re.compile(r"/v1(?:/[A-Za-z0-9_.:@~-]+)+/?(?:\?[\x21-\x7e]*)?\Z")
 _TAG = re.compile(r"[A-Za-z0-9._:-]{1,64}\Z")
-_PATH_IN_ERROR = re.compile(r"at `\$\.?([^`]*)`")
+_AT = re.compile(r" - at `\$?\.?([^`]*)`")
+_FIELD = re.compile(r"field `([^`]*)`")
 _MODES: dict[str, CacheMode] = {"": "auto", "auto": "auto", "prefix": "prefix", "none": "none"}
 _PRIORITIES: dict[str, Priority] = {"": "normal", "high": "high", "normal": "normal", "low": "low"}
 DURATION_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -112,15 +113,20 @@ def read_fields(body: bytes) -> BodyFields:
     try:
         fields = _decoder.decode(body)
     except msgspec.ValidationError as error:
-        text = str(error)
-        found = _PATH_IN_ERROR.search(text)
-        param = "model" if "missing required field `model`" in text else (found.group(1) if found else None)
-        raise InvalidRequest(f"Invalid request body: {text}.", param=param or None) from None
+        raise explain_fault(error) from None
     except UNREADABLE as error:
         raise InvalidRequest(f"The request body is not valid JSON: {error}.") from None
     if not 1 <= len(fields.model) <= limits().models.id_chars:
         raise InvalidRequest(f"The field 'model' must have 1 to {limits().models.id_chars} characters.", param="model")
     return fields
+
+
+def explain_fault(error: msgspec.ValidationError) -> InvalidRequest:
+    text = str(error)
+    # Of a field that is missing or unknown, msgspec gives the path of the object around it, and none at the top.
+    at, named = _AT.search(text), _FIELD.search(text)
+    path = (at[1] if at else "") or (named[1] if named else None)
+    return InvalidRequest(f"Invalid request body: {text}.", param=path)
 
 
 def check_bounds(endpoint: str, fields: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ from runner.config import TINY_MODEL_PATH, read_config
 from runner.definitions.plan import LoadPlan
 from runner.definitions.settings import Fairness
 from runner.parts import Parts, assemble
-from runner.pool.loads import Loader, LoadOptions, LoadOrder, LoadResult
+from runner.pool.loads import Loader, LoadOrder, LoadResult
 from runner.pool.models import Model
 from runner.queue import FairQueue, Priority, Turn, WaitBudget
 from runner.serving.request import Inference
@@ -86,8 +86,9 @@ class Bench:
         pool = parts.pool
         self.unloader = pool.unloader
         self.loader = Loader(
-            pool.registry, capacity=pool.capacity, unloader=pool.unloader, options=LoadOptions(), make_engine=self.make_engine
-        )
+            pool.registry, capacity=pool.capacity, unloader=pool.unloader, make_engine=self.make_engine, threads=1, gpu_ids=(),
+            defaults={},
+        )  # fmt: skip
 
     def make_engine(self, plan: LoadPlan) -> FakeEngine:
         del plan
