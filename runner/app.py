@@ -78,7 +78,6 @@ class Runner:
 
     @property
     def parts(self) -> Parts:
-        """What the node is made of; there once it runs."""
         assert self._parts is not None
         return self._parts
 
@@ -114,7 +113,6 @@ class Runner:
         )
 
     async def take_sample(self) -> Telemetry:
-        """Return a fresh reading of the machine, the models and the load."""
         await self.parts.look()
         await self._look_at_governance()
         facts = await self._list_facts()
@@ -124,12 +122,12 @@ class Runner:
         return sample
 
     async def _list_facts(self) -> list[ModelFacts]:
-        """Return what loads of the models take and may set, put together anew when a model changed and twice a minute."""
         models = self.parts.pool.registry.models
         key: list[tuple[object, ...]] = [
             (model.model_id, model.state, model.definition, len(model.replicas)) for model in models
         ]
         now = clock.monotonic()
+        # They are put together anew when a model changed, and else twice a minute: that reads the ledger for each model.
         if key != self._facts_key or now - self._facts_at >= limits().connection.facts_s:
             self._facts_key, self._facts_at = key, now
             try:
@@ -156,7 +154,6 @@ class Runner:
         return ModelsUpdate(models=self.parts.pool.registry.ready_ids(), current_load=self.load)
 
     def refresh_models(self) -> None:
-        """Have the models of an attached server looked at now; a change is declared by itself."""
         self.parts.refresh_attached()
 
     def greet(self, link: GatewayLink, ack: RegisterAck) -> None:

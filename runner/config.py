@@ -207,7 +207,6 @@ class Options:
         return read_switch(variable, self.variable(variable), default=default)
 
     def whole(self, variable: str, default: int, *, lowest: int, highest: int) -> int:
-        """Return a whole number that a variable gives. Raises ConfigError."""
         return _read_whole(variable, self.variable(variable), default, lowest=lowest, highest=highest)
 
     def text(self, name: str, default: str = "") -> str:
@@ -243,7 +242,6 @@ class Options:
         return _read_whole(f"--{name.replace('_', '-')}", self.text(name), default, lowest=1, highest=highest)
 
     def seconds(self, variable: str, default: float) -> float:
-        """Return a variable that is a number of seconds. Raises ConfigError."""
         raw = self._env.get(variable, "").strip()
         if not raw:
             return default
@@ -478,12 +476,12 @@ def _folder(variable: str, text: str) -> Path | None:
 
 
 def _settings_file(variable: str, options: Options, data: Path | None, name: str) -> Path | None:
-    """Return the file that the variable names, else the one of that name in the data folder, where it may come to be."""
     if given := options.variable(variable):
         path = Path(given).expanduser()
         if not path.is_file():
             raise ConfigError(f"{variable}: there is no file {path}")
         return path
+    # It need not be there yet: an owner may write it later, and have it read with SIGHUP.
     return None if data is None else data / name
 
 

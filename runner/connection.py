@@ -250,7 +250,6 @@ class GatewayLink:
             backoff_s = min(backoff_s * 2, bounds.reconnect_max_s)
 
     def accepted(self, ack: RegisterAck) -> None:
-        """Called by the session: the gateway took the registration."""
         log.info("gateway connected gateway=%s node=%s", self.url, ack.node_id or ack.worker_id)
         for warning in ack.warnings:
             log.warning("gateway warns gateway=%s warning=%s", self.url, warning)
@@ -278,8 +277,8 @@ class GatewayLink:
             raise SessionLost(f"cannot connect: {getattr(error, 'strerror', None) or error}") from None
 
     def _complain(self, text: str) -> None:
-        """Log a reason not to be connected: at once when it is new, then every ``say_again_s`` for as long as it stays."""
         now = clock.monotonic()
+        # At once when it is new, then again for as long as it stays.
         if text != self._last_said or now - self._said_at >= self._limits.say_again_s:
             self._last_said, self._said_at = text, now
             log.error("%s", text)
@@ -308,7 +307,7 @@ class _Session:
         return self.accepted_at is not None
 
     def post(self, frame: str | bytes) -> None:
-        """Send a frame; nobody waits for that, and a broken connection ends the session elsewhere."""
+        # Nobody waits for it, and a broken connection ends the session elsewhere.
         if self._socket is not None:
             self._socket.post(frame)
 
@@ -356,7 +355,6 @@ class _Session:
                 raise _explain_close(message)
 
     def _apply(self, effect: Effect, ws: GatewaySocket) -> None:
-        """Do what the protocol asks for; nothing here waits."""
         host = self._host
         match effect:
             case Credited(stream):
@@ -374,7 +372,6 @@ class _Session:
                 assert_never(effect)
 
     def _obey(self, notice: Notice) -> None:
-        """Act on a message; nothing here waits."""
         host = self._host
         match notice:
             case Ping():
@@ -411,7 +408,7 @@ class _Session:
                 await asyncio.sleep(min(self._limits.report_gap_s, self._heartbeat_s))
 
     def _leave_out_known(self, sample: Telemetry) -> Telemetry:
-        """Return a sample without what this session was told of the models already; it may be as long as all the rest."""
+        # What was told of the models already is left out: it may be as long as all the rest.
         if sample.memory is not None and sample.memory.models is not None:
             told, self._told_facts = self._told_facts, sample.memory.models
             if told == sample.memory.models:
@@ -436,7 +433,6 @@ class _Session:
         raise SessionLost(f"nothing heard for {limit_s:g} s")
 
     async def _leave_politely(self) -> None:
-        """After graceful_shutdown: wait for the streams of this session, then end it."""
         await self._leave_asked.wait()
         give_up_at = clock.monotonic() + self._leave_within_s
         while self._protocol.streams and clock.monotonic() < give_up_at:  # noqa: ASYNC110  # the protocol wakes nobody

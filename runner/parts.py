@@ -43,8 +43,6 @@ log = logging.getLogger(__name__)
 
 
 class Phase(StrEnum):
-    """Where the process is in its life."""
-
     STARTING = "starting"
     SERVING = "serving"
     STOPPING = "stopping"
@@ -119,7 +117,6 @@ class Parts:
         return None if self._attached is None else self._attached.supervisor.last_error
 
     def refresh_attached(self) -> None:
-        """Have the models of the server given with ``--backend`` looked at now."""
         if self._attached is not None:
             self._attached.refresh()
 
@@ -180,7 +177,6 @@ class Parts:
             await self._attached.close()
 
     async def _load_wanted(self, model_id: str) -> None:
-        """Load a model that the settings switch on; what goes wrong is its ``last_error``."""
         loader = self.pool.loader
         try:
             order = await loader.order(model_id, overrides={})
@@ -252,7 +248,6 @@ async def assemble(
 
 
 async def _open_governance(config: RunnerConfig, ledger: Ledger) -> Governance:
-    """Return how the node decides about operations, after telling its owner where that is weaker than it could be."""
     wanted = config.operations
     if wanted.key_path is not None and not wanted.is_level_given:
         log.warning(

@@ -144,7 +144,6 @@ class WaitBudget:
         return self._depth >= self.max_depth
 
     def add(self) -> None:
-        """Count a request that begins to wait; pair with ``remove``."""
         self._depth += 1
 
     def remove(self) -> None:
@@ -211,7 +210,6 @@ class FairQueue:
 
     @property
     def slots(self) -> int:
-        """Requests that may run at once."""
         return self._slots
 
     @property
@@ -408,10 +406,10 @@ class FairQueue:
         self._refuse(waiter, QueueTimeout(text, retry_after_s=seconds, details=details), clock.monotonic())
 
     def _abandon(self, waiter: Waiter) -> None:
-        """Undo the place or, when the grant came in the same tick as the cancellation, the grant."""
         if waiter.is_in_line:
             self._remove(waiter)
             self._settle(waiter.key, clock.monotonic())
+        # The grant may have come in the same tick as the cancellation.
         elif waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
             self.leave(waiter.turn.result())
 

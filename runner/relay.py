@@ -162,7 +162,6 @@ class Relay:
             log.error("stream failed unexpectedly stream=%s", job.stream.ident, exc_info=error)
 
     async def _serve(self, job: _Job, body: bytes) -> None:
-        """Serve one stream to its END, unless it is cancelled or its session is lost."""
         deadline_ms = job.stream.meta.deadline_ms
         try:
             try:
@@ -220,9 +219,9 @@ class Relay:
 
 
 def _read_request(meta: OpenMeta, body: bytes) -> Inference:
-    """Return the request of a stream. The gateway has checked key, tenant and limits. Raises InvalidRequest."""
     headers = {name.lower(): value for name, value in meta.headers.items()}
     check_crowd(body)  # a gateway of an earlier release lets it through
+    # The gateway has checked key, tenant and limits.
     return Inference(
         method=meta.method,
         path=meta.path,

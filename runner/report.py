@@ -58,12 +58,10 @@ def list_replicas(
 
 
 def list_endpoints(models: Iterable[Model]) -> list[str]:
-    """Return every API path that some loaded model answers."""
     return sorted({path for model in models if model.is_ready for path in _tell_endpoints(model, model.capabilities)})
 
 
 def read_memory(reading: Reading | None, models: Sequence[Model]) -> MemoryInfo | None:
-    """Return the memory that the models share, None before it was first read."""
     if reading is None:
         return None
     replicas = [replica for model in models for replica in model.replicas]

@@ -61,34 +61,28 @@ class Admin:
         self._parts = parts
 
     async def load(self, request: Request) -> Response:
-        """``POST /v1/models/load``."""
         fields = await read_object(request)
         body = decode(fields, LoadBody)
         await self._parts.seek(body.modelId)
         return _answer(await self._parts.operations.load(body, without_token(fields)))
 
     async def unload(self, request: Request) -> Response:
-        """``POST /v1/models/unload``."""
         fields = await read_object(request)
         return _answer(await self._parts.operations.unload(decode(fields, UnloadBody), without_token(fields)))
 
     async def flush(self, request: Request) -> Response:
-        """``POST /v1/cache/flush``."""
         fields = await read_object(request)
         return _answer(await self._parts.operations.flush(decode(fields, FlushBody), without_token(fields)))
 
     async def read_task(self, request: Request) -> Response:
-        """``GET /v1/models/load/{taskId}``."""
         return answer_json(await self._parts.operations.read_task(request.path_params["task_id"]))
 
     async def list_models(self, _request: Request) -> Response:
-        """``GET /v1/admin/models``."""
         await self._parts.discover()
         await self._parts.look()
         return answer_json({"models": [await self._describe(model) for model in self._parts.pool.registry.models]})
 
     async def read_gpu_memory(self, _request: Request) -> Response:
-        """``GET /v1/admin/gpu-memory``."""
         await self._parts.discover()
         reading = await self._parts.look()
         gpus = [
@@ -103,7 +97,6 @@ class Admin:
         return answer_json({"gpus": gpus, "models": models, "error": error})
 
     async def load_and_wait(self, request: Request) -> Response:
-        """``POST /v1/admin/models/{name}/load``: answers when the model is loaded."""
         name, fields = request.path_params["name"], await read_object(request)
         overrides = without_token(fields)
         if overrides.pop("modelId", name) != name:
@@ -120,7 +113,6 @@ class Admin:
         return answer_json(await self._describe(model))
 
     async def unload_and_wait(self, request: Request) -> Response:
-        """``POST /v1/admin/models/{name}/unload``: answers when it is gone; what runs may finish."""
         name, fields = request.path_params["name"], await read_object(request)
         others = set(fields) - {TOKEN_FIELD, "modelId"}
         if others or fields.get("modelId", name) != name:
@@ -130,7 +122,6 @@ class Admin:
         return answer_json(await self._describe(self._parts.pool.registry.find(name)))
 
     async def reload_settings(self, request: Request) -> Response:
-        """``POST /v1/admin/settings/reload``."""
         await read_object(request)
         return answer_json(reload_fields(await self._parts.reload_settings()))
 

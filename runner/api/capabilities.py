@@ -218,7 +218,6 @@ def find_ailments(parts: Parts, reading: Reading | None) -> list[str]:
 
 
 async def read_health(parts: Parts) -> tuple[int, HealthAnswer]:
-    """Return HTTP status and answer of ``GET /health``."""
     ailments = find_ailments(parts, await parts.look())
     ready = sum(model.is_ready for model in parts.pool.registry.models)
     answer = HealthAnswer(

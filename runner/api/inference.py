@@ -76,7 +76,6 @@ class InferenceEndpoint:
             await reply.refuse(Unavailable("The node is shutting down.", retry_after_s=5))
 
     def close(self) -> None:
-        """End what is being answered; its clients are told."""
         for work in self._jobs:
             work.cancel()
 
@@ -160,7 +159,7 @@ class _Reply:
         # Else the body stays short of its end, by which a client sees that it is not whole.
 
     def _numbers(self, refusal: RequestRefused) -> dict[str, str]:
-        """Return the headers of the model-runner specification; how long the request waited only where that is known."""
+        # The headers of the model-runner specification; how long a request waited only where that is known.
         waited_ms = (clock.monotonic() - self._began) * 1000 if isinstance(refusal, _WAITED) else 0.0
         headers = Numbers(queue_wait_ms=waited_ms).headers()
         if isinstance(refusal, EngineUnavailable):

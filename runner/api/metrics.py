@@ -57,7 +57,6 @@ async def write_metrics(parts: Parts, accept: str) -> tuple[bytes, str]:
 
 
 async def _read_engines(models: list[Model]) -> list[Metric]:
-    """Return what the engines of loaded models count; all are asked at once, and one that is late is left out."""
     asked = [
         (model.model_id, index, engine)
         for model in models
@@ -65,6 +64,7 @@ async def _read_engines(models: list[Model]) -> list[Metric]:
         for index, replica in enumerate(model.replicas)
         if isinstance(engine := replica.supervisor.engine, MetricsSource)
     ]
+    # All are asked at once, and one that is late is left out.
     texts = await asyncio.gather(*(engine.read_metrics() for _, _, engine in asked))
     return show_series((model, index, text) for (model, index, _), text in zip(asked, texts, strict=True))
 
@@ -104,7 +104,6 @@ def _read_families(text: str) -> list[Metric]:
 
 
 def _names_shown(line: str) -> bool:
-    """Return whether a line is a sample of a family that is shown, or tells its type or what it means."""
     words = line.split(None, 3)
     if line.startswith("#"):
         name = words[2] if len(words) > 2 and words[1] in {"TYPE", "HELP"} else ""
@@ -114,8 +113,6 @@ def _names_shown(line: str) -> bool:
 
 
 class _Collector:
-    """What ``prometheus_client`` writes out."""
-
     def __init__(self, parts: Parts, reading: Reading, spending: CostSummary | None, engines: list[Metric]) -> None:
         self._parts = parts
         self._reading = reading

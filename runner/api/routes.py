@@ -44,8 +44,6 @@ _OPERATIONS = frozenset({"load", "unload"})
 
 
 class _Reads:
-    """What is read of the node, beside its administration."""
-
     def __init__(self, parts: Parts, report: CapabilityReport) -> None:
         self._parts = parts
         self._report = report
@@ -122,7 +120,6 @@ def make_routes(parts: Parts, config: ApiConfig) -> tuple[list[Route], Callable[
 
 
 def make_metrics_routes(parts: Parts) -> list[Route]:
-    """Return the routes of the metrics' own port."""
     return [_route(_metrics_endpoint(parts))]
 
 

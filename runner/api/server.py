@@ -215,11 +215,11 @@ class ApiHttpProtocol(HttpToolsProtocol):
     _fault: HeadFault | None = None
 
     def on_headers_complete(self) -> None:
-        """The headers arrived. Raising ends the parsing of the connection."""
         is_upgrade = self.parser.should_upgrade()
         self._fault = find_head_fault(self.parser.get_http_version(), self.headers, is_upgrade=is_upgrade)
         self._fault = self._fault or find_size_fault(self.url, self.headers)
         if self._fault is not None:
+            # Raising ends the parsing of the connection.
             raise ValueError(self._fault.message)
         super().on_headers_complete()
         if not is_upgrade:

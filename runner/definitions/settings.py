@@ -289,7 +289,6 @@ def _describe_unknown(path: str, name: str, backend: str) -> str:
 
 
 def _read_remote(value: object, remote_models: Collection[str]) -> Remote:
-    """Return the ``engine.remote`` section. A price must belong to one of ``remote_models``. Raises InvalidSettings."""
     path = "engine.remote"
     fields = _read_object(value, path, {"currency", "monthly_cap", "prices"})
     currency = fields.get("currency", "USD")
@@ -325,7 +324,6 @@ def _read_tenants(value: object, path: str, known: Field) -> dict[str, float]:
 
 
 def _read_section(value: object, path: str, section: type[Section]) -> Section:
-    """Return a section of which a struct declares the fields. Raises InvalidSettings."""
     known = fields_of(section)
     given = _read_object(value, path, known)
     for name, one in given.items():

@@ -54,7 +54,6 @@ def read_ct2(path: Path) -> ModelShape:
 
 
 def _read_variables(path: Path) -> tuple[str, dict[str, _Variable]]:
-    """Return the name of the specification that was written, and the variables by name."""
     chunk_bytes = limits().models.ct2_chunk_bytes
     with path.open("rb", buffering=chunk_bytes) as file:
         cursor = HeaderCursor(path, file, chunk_bytes=chunk_bytes)

@@ -193,7 +193,6 @@ def _read_header(path: Path) -> _Header:
 
 
 def _part_paths(path: Path) -> list[Path]:
-    """Return all parts of a split GGUF in order, or the path alone. They need not exist."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -255,7 +254,6 @@ def _read_scalars(cursor: HeaderCursor, kind: int, count: int) -> tuple[int | fl
 
 
 def _read_info(cursor: HeaderCursor) -> tuple[str, list[int], int, int]:
-    """Return the name, dimensions, type number and offset of a tensor."""
     name = cursor.text(cursor.unsigned(8))
     rank = cursor.unsigned(4)
     if rank > 8:
@@ -264,7 +262,6 @@ def _read_info(cursor: HeaderCursor) -> tuple[str, list[int], int, int]:
 
 
 def _measure(cursor: HeaderCursor, infos: list[tuple[str, list[int], int, int]], alignment: Value) -> list[_Tensor]:
-    """Return the tensors with their sizes, once all of them lie inside the file and beside each other."""
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
         raise cursor.fail(f"its alignment is {str(alignment)[:40]}")
     start = -(-cursor.position // alignment) * alignment
@@ -337,7 +334,6 @@ def _kv_layers(header: _Header, layers: int) -> tuple[KvLayer, ...]:
 
 
 def _attending_layers(header: _Header, layers: int) -> list[int]:
-    """Return the layers that keep keys and values: recurrent ones and those that share another's cache do not."""
     parts: dict[int, set[str]] = {}
     for tensor in header.tensors:
         if match := _BLOCK.match(tensor.name):
@@ -345,6 +341,7 @@ def _attending_layers(header: _Header, layers: int) -> list[int]:
     interval = header.number("full_attention_interval")
     # The last layers of some models read the cache of an earlier one.
     own = layers - (header.number("attention.shared_kv_layers") or 0)
+    # Recurrent layers keep no keys and values.
     return [
         layer for layer in range(own) if _attends(parts.get(layer, set())) and (not interval or (layer + 1) % interval == 0)
     ]
@@ -357,7 +354,6 @@ def _attends(parts: set[str]) -> bool:
 
 
 def _windows(header: _Header, layers: int) -> list[int | None]:
-    """Return the window of each layer, None = it sees everything. A layer we know nothing of counts in full."""
     window = header.number("attention.sliding_window")
     if not window:
         return [None] * layers
@@ -366,6 +362,7 @@ def _windows(header: _Header, layers: int) -> list[int | None]:
         flags = header.per_layer("attention.sliding_window_pattern", layers) or [0] * layers
         return [window if flag else None for flag in flags]
     period = header.number("attention.sliding_window_pattern") if raw is not None else WINDOW_PERIODS.get(header.architecture)
+    # A layer that nothing is known of counts in full.
     if period is None:
         return [None] * layers
     return [window if period == 0 or layer % period < period - 1 else None for layer in range(layers)]

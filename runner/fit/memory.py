@@ -108,7 +108,6 @@ def estimate(
 
 
 def _cells(layer: KvLayer, context_tokens: int) -> int:
-    """Return for how many tokens of one request a layer has room."""
     if layer.fixed_tokens is not None:
         return layer.fixed_tokens
     if layer.window is None:
@@ -137,8 +136,6 @@ def learn_overhead(observations: Sequence[Observation], backend: str, *, has_gpu
 
 
 class SuggestionKind(StrEnum):
-    """What could be changed."""
-
     SHORTER_CONTEXT = "shorter_context"
     FEWER_SLOTS = "fewer_slots"
     SMALLER_KV_TYPE = "smaller_kv_type"
@@ -219,8 +216,8 @@ def judge(
 
 
 def _most(high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number up to ``high`` that fits, 0 when none does: more never takes less."""
     low = 0
+    # More never takes less, so halving finds it.
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -255,7 +252,7 @@ def _smaller_cache(kv_types: Sequence[str], need: Callable[[str], int], availabl
 
 
 def _other_quantization(alternatives: Sequence[Alternative], beside_bytes: int, available: int) -> Suggestion | None:
-    """Return the largest, so the least degraded, alternative that fits."""
+    # The largest that fits is the least degraded.
     for other in sorted(alternatives, key=lambda entry: -entry.weights_bytes):
         required = beside_bytes + other.weights_bytes
         if required <= available:
@@ -266,7 +263,6 @@ def _other_quantization(alternatives: Sequence[Alternative], beside_bytes: int, 
 
 
 def _evict(required: int, free_bytes: int, loaded: Sequence[tuple[str, int]]) -> Suggestion | None:
-    """Return the fewest models whose memory is enough; among equally many, those that give up least."""
     missing = required - free_bytes
     # One whose memory is not known frees nothing that can be counted on.
     useful = [entry for entry in loaded if entry[1] > 0]
@@ -288,9 +284,9 @@ def _fewest(useful: list[tuple[str, int]], missing: int) -> tuple[tuple[str, int
     if len(useful) > limits().models.searched_models:
         return tuple(largest_first[:count])
     enough = (entries for entries in combinations(useful, count) if sum(size for _, size in entries) >= missing)
+    # Among equally many, those that give up least.
     return min(enough, key=lambda entries: sum(size for _, size in entries))
 
 
 def ceil_mib(size: int) -> int:
-    """Return bytes as whole MiB, rounded up."""
     return -(-size // MIB)

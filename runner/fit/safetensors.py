@@ -63,7 +63,6 @@ def read_folder(folder: Path) -> ModelShape:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that the weights of a folder are in. Raises CorruptModel when the index names one that is missing."""
     index = folder / INDEX_NAME
     if index.is_file():
         names = _read_index(index)
@@ -96,7 +95,6 @@ def _read_index(path: Path) -> list[str]:
 
 
 def _sum_tensors(files: list[Path]) -> Counter[str]:
-    """Return the bytes of all tensors by the type names of the format."""
     sizes: Counter[str] = Counter()
     for path in files[: limits().models.files]:
         header, available = _read_header(path)
@@ -118,7 +116,6 @@ def _sum_tensors(files: list[Path]) -> Counter[str]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, msgspec.Raw], int]:
-    """Return the header by tensor name, and how many bytes of data follow it."""
     size, most = path.stat().st_size, limits().models.safetensors_bytes
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -134,13 +131,13 @@ def _read_header(path: Path) -> tuple[dict[str, msgspec.Raw], int]:
 
 
 def _measure(path: Path, name: str, tensor: _Tensor, available: int) -> int:
-    """Return the bytes of a tensor. A type newer than this program is taken at its word."""
     begin, end = tensor.data_offsets
     if not 0 <= begin <= end or min(tensor.shape, default=0) < 0 or len(tensor.shape) > 16:
         raise CorruptModel.of(path, f"the tensor {name[:80]!r} has impossible dimensions or offsets")
     if end > available:
         raise CorruptModel.of(path, f"the tensor {name[:80]!r} ends {end - available} bytes behind the end of the file")
     bits = DTYPE_BITS.get(tensor.dtype)
+    # A type that is newer than this program is taken at its word.
     if bits is not None and -(-prod(tensor.shape) * bits // 8) != end - begin:
         raise CorruptModel.of(path, f"the tensor {name[:80]!r} has {end - begin} bytes, which do not fit its dimensions")
     return end - begin

@@ -29,11 +29,9 @@ class RepoCache:
         return self.root / (_PREFIX + self.repo_id.replace("/", "--"))
 
     def blob(self, digest: str) -> Path:
-        """Return where the content with this digest (hexadecimal) lies."""
         return self.folder / "blobs" / digest
 
     def snapshot(self, commit: str) -> Path:
-        """Return the folder with the files of a commit."""
         return self.folder / "snapshots" / commit
 
     def commit_of(self, revision: str | None) -> str | None:
@@ -82,8 +80,8 @@ class RepoCache:
 
 
 def _make_fresh(path: Path) -> Path:
-    """Return a name beside a file that is to appear whole or not at all, in a folder that is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A file appears whole or not at all: it is written under another name beside its own.
     return path.with_name(f".{path.name[:80]}.{uuid.uuid4().hex[:8]}")
 
 

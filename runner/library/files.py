@@ -153,7 +153,6 @@ class Listing:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with a model folder before any file of it is opened."""
         if not self.is_complete:
             return f"it has more than {limits().models.folder_entries} entries"
         hidden = (name for name in self.others if not name.startswith("."))
@@ -201,7 +200,6 @@ def leading_out(name: str) -> str:
 
 
 def is_pickle(name: str) -> bool:
-    """Return whether a file name is that of weights that are pickled Python objects."""
     return name.endswith(_PICKLE_SUFFIXES) and name != "model.bin"
 
 
@@ -281,13 +279,13 @@ class Scanner:
         return self._inspect(FoundModel(model_id, folder, backend, problem=problem), folder, weights, [*weights, *extra])
 
     def _inspect(self, entry: FoundModel, folder: Path, weights: list[str], read: list[str]) -> FoundModel:
-        """Return the entry with what its headers say, read again only when one of its files has changed."""
         fingerprint = _fingerprint(folder, read)
         entry = replace(entry, size_bytes=sum(size for name, size, _ in fingerprint if name in weights))
         if entry.problem is None and not is_model_id(entry.model_id):
             entry = replace(entry, problem="its name has characters that a model id may not have; rename it")
         if entry.problem is not None:
             return entry
+        # Headers are read again only when one of the files has changed.
         known = self._read.get(entry.path)
         if known is not None and known[0] == fingerprint and known[1].model_id == entry.model_id:
             return known[1]
@@ -308,7 +306,6 @@ def _join(prefix: str, name: str) -> str:
 
 
 def _fingerprint(folder: Path, names: list[str]) -> _Fingerprint:
-    """Return name, size and time of change of the files that are there."""
     found: _Fingerprint = []
     for name in names:
         try:

@@ -95,7 +95,6 @@ class Hub:
         self._locks: dict[str, asyncio.Lock] = {}
 
     def allows(self, repo_id: str) -> bool:
-        """Return whether the owner lets this repository be fetched."""
         return not self._allow or any(fnmatchcase(repo_id, pattern) for pattern in self._allow)
 
     async def fetch(self, repo_id: str, *, wanted: str = "", revision: str | None = None, report: Report) -> Path:
@@ -156,7 +155,6 @@ class Hub:
             return snapshot / min(file.name for file in chosen if file.name.endswith((".gguf", ".safetensors")))
 
     async def _bring(self, cache: RepoCache, commit: str, chosen: list[RemoteFile], report: Report) -> None:
-        """Have every chosen file as a blob whose digest has been checked. Raises DownloadFailed, OSError."""
         from huggingface_hub import hf_hub_url
 
         # The same content under two names is one blob.
@@ -184,7 +182,6 @@ class Hub:
 
 
 def _meter(total_bytes: int, report: Report) -> Count:
-    """Return what adds up the bytes of a fetch and reports them, every 0.2 s at most."""
     done, reported_at = 0, 0.0
 
     def count(size: int) -> None:
@@ -200,7 +197,7 @@ def _meter(total_bytes: int, report: Report) -> Count:
 
 
 def _publish(cache: RepoCache, commit: str, chosen: Sequence[RemoteFile], revision: str) -> None:
-    """Make the checked blobs appear as the files of the commit, configuration first: weights without it are of no use."""
+    # Configuration comes first: weights without it are of no use.
     for file in chosen:
         cache.place(commit, file.name, file.digest)
     cache.write_ref(revision, commit)
@@ -247,10 +244,10 @@ def _ask_commit(repo_id: str, revision: str | None, *, endpoint: str, token: str
 
 
 def _read_file(name: object, size: object, blob_id: object, lfs: object) -> RemoteFile | None:
-    """Return one file as the hub describes it; one without a size and a digest cannot be checked, so it is none."""
     digest, pattern = blob_id, COMMIT
     if isinstance(lfs, dict):
         size, digest, pattern = lfs.get("size"), lfs.get("sha256"), _SHA256
+    # A file without a size and a digest cannot be checked.
     if not isinstance(name, str) or not isinstance(size, int) or size < 0:
         return None
     if not isinstance(digest, str) or not pattern.fullmatch(digest):
@@ -289,8 +286,8 @@ def _choose_files(repo_id: str, files: list[RemoteFile], wanted: str) -> list[Re
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether it is a relative path of harmless names, which cannot lead out of the folder it is written to."""
     path = PurePosixPath(name)
+    # What the hub says must not lead out of the folder that it is written to.
     return len(name) <= 200 and ".." not in name and all(SEGMENT.fullmatch(part) for part in path.parts) and str(path) == name
 
 
@@ -370,7 +367,6 @@ class _Transfer:
         return self._size == self._file.size_bytes and self._hash.hexdigest() == self._file.digest
 
     async def is_done(self) -> bool:
-        """Return whether the file is there and whole; one that is not is removed. Raises OSError."""
         if not self._target.is_file():
             return False
         await self._take_file(self._target)
@@ -386,7 +382,6 @@ class _Transfer:
         return max(0, self._file.size_bytes - here)
 
     async def run(self) -> None:
-        """Fetch what is missing, check it and put it in place. Raises DownloadFailed, OSError."""
         self._partial.parent.mkdir(parents=True, exist_ok=True)
         with self._partial.open("ab") as sink:
             try:
@@ -426,8 +421,8 @@ class _Transfer:
             await asyncio.wait({task})
 
     def _refuse_pickle(self) -> None:
-        """Remove a file that is no model of CTranslate2, whose first number is a small version. Raises DownloadFailed."""
         with self._partial.open("rb") as file:
+            # A model of CTranslate2 begins with its version, a small number.
             version = int.from_bytes(file.read(4), "little")
         if not 1 <= version <= 100:
             self._partial.unlink()
@@ -459,7 +454,6 @@ class _Transfer:
         self._begin()
 
     async def _receive(self, sink: BinaryIO) -> None:
-        """Fetch up to one window. Raises _Broken when it is to be tried again."""
         last = min(self._size + self._limits.hub_window_bytes, self._file.size_bytes) - 1
         headers = self._headers | {"Range": f"bytes={self._size}-{last}"}
         timeout = aiohttp.ClientTimeout(
@@ -492,7 +486,7 @@ class _Transfer:
 
 
 def _proxy_for(url: str) -> str | None:
-    """Return the proxy that the environment names for a URL, as the hub's own library would use it."""
+    # As the hub's own library would use it.
     parts = urlsplit(url)
     if not parts.hostname or urllib.request.proxy_bypass(parts.hostname):
         return None

@@ -71,7 +71,7 @@ class Library:
 
     def discover(self) -> list[FoundModel]:
         """Return every model found, damaged ones with their problem. An id that lies in both places is that of the owner's
-        folder, as for ``resolve``.
+        folder, as for ``find``.
         """
         with self._lock:
             found: dict[str, FoundModel] = {}
@@ -140,7 +140,6 @@ class Library:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Have the bytes of ``source`` under another name, whole or not at all. Raises DownloadFailed."""
     real, partial = source.resolve(), target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     try:
         try:
@@ -154,15 +153,13 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def _find_below(root: Path, segments: tuple[str, ...], *, bounds: Path, keep_links: bool = False) -> Path | None:
-    """Return the file or model folder with this path below ``root``. ``keep_links``: the names of links matter, since what
-    they lead to is named by its digest.
-    """
     path = root.joinpath(*segments)
     for candidate in (path.with_name(path.name + ".gguf"), path) if segments else (path,):
         target = resolve_inside(candidate, bounds)
         if target is None:
             continue
         if target.is_file() and candidate.name.endswith(".gguf"):
+            # What a link of the cache leads to is named by its digest; its own name says which part of a model it is.
             place = candidate if keep_links else target
             return _check_gguf(place.with_name(first_part(place.name)), bounds)
         if target.is_dir():
@@ -171,7 +168,6 @@ def _find_below(root: Path, segments: tuple[str, ...], *, bounds: Path, keep_lin
 
 
 def _check_gguf(first: Path, bounds: Path) -> Path | None:
-    """Return the first part of a GGUF when it is there. Raises InvalidRequest when another part leads out of the bounds."""
     try:
         listing = list_folder(first.parent, bounds)
     except OSError:

@@ -33,7 +33,6 @@ class Prediction:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of one replica, 0 when it takes nothing here."""
         return self.estimate.total_bytes if self.estimate is not None else 0
 
 
@@ -134,7 +133,6 @@ class Capacity:
         return prediction.estimate.total_bytes * replicas
 
     async def measure(self, replica: Replica) -> None:
-        """Look at the replica's process tree and at what its engine says of its memory."""
         engine = replica.supervisor.engine
         if pids := engine.pids:
             replica.memory = await asyncio.to_thread(self._telemetry.measure, pids)
@@ -182,10 +180,10 @@ class Capacity:
 
 
 def _refusal(model_id: str, plan: LoadPlan, verdict: DoesNotFit, *, replicas: int, free_bytes: int) -> InsufficientMemory:
-    """Return what a load that does not fit is answered: what it may have is the smaller of what is free and its own budget."""
     required, available = ceil_mib(verdict.required_bytes * replicas), verdict.free_bytes * replicas // MIB
     budget_mb = plan.memory_budget_mb
     words = f"{available} MiB are free"
+    # What it may have is the smaller of what is free and its own budget.
     if budget_mb is not None and budget_mb * replicas < free_bytes // MIB:
         each = f" for each of {replicas} replicas" if replicas > 1 else ""
         words = f"its gpuMemoryBudgetMB allows {budget_mb} MiB{each}, of {free_bytes // MIB} MiB that are free"

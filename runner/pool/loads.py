@@ -418,7 +418,6 @@ class Loader:
         return order.evictee
 
     async def _fetch(self, order: LoadOrder, tell: Report) -> tuple[LoadPlan, Prediction]:
-        """Fetch the files when they are not here, then decide about the memory that only now is known."""
         definition = order.model.definition
         if definition.backend == "comfyui" and definition.model_path:
             await self._place_checkpoint(definition, tell)
@@ -437,7 +436,6 @@ class Loader:
     def _reserve(
         self, model: Model, plan: LoadPlan, prediction: Prediction, *, replicas: int, reading: Reading, evictee: Model | None
     ) -> None:
-        """Set memory aside for a load. Raises InsufficientMemory."""
         reserved = self._capacity.decide(
             model, plan, prediction, replicas=replicas, reading=reading, models=self._registry.models, evictee=evictee,
             found=self._registry.found,
@@ -446,16 +444,14 @@ class Loader:
         model.files_quantization = prediction.shape.quantization if prediction.shape else None
 
     async def _place_checkpoint(self, definition: ModelDefinition, tell: Report) -> None:
-        """Have the checkpoint where ComfyUI reads checkpoints. Raises EngineError, DownloadFailed, InvalidRequest.
-
-        Without a folder in the settings and without that of ComfyUI's images the server is elsewhere, and has it or not.
-        """
         assert definition.model_path is not None
         given = definition.options.get("comfyui_checkpoints_dir")
         folder = Path(str(given)) if given else CHECKPOINTS_DIR
         if not await asyncio.to_thread(folder.is_dir):
             if given:
                 raise EngineError(f"comfyui_checkpoints_dir: there is no folder {folder}")
+            # Without a folder in the settings and without that of ComfyUI's images the server is elsewhere, and has the file or
+            # not.
             return
         await self._registry.library.place(definition.model_path, folder, revision=definition.revision, report=tell)
 

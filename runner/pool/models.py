@@ -115,7 +115,6 @@ class Replica:
 
 
 def sum_known(sizes: Iterable[int | None]) -> int | None:
-    """Return the sum of the sizes that are known, None where none is."""
     known = [size for size in sizes if size is not None]
     return sum(known) if known else None
 
@@ -193,7 +192,6 @@ class Model:
         return sum_known(replica.memory.held_bytes for replica in self.replicas if replica.memory is not None)
 
     def apply(self, event: ModelEvent, *, error: str | None = None) -> None:
-        """Move on in the table of states. Raises IllegalTransition."""
         self.state = next_state(self.state, event)
         if error is not None:
             self.last_error = error

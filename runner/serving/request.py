@@ -143,7 +143,6 @@ def check_crowd(body: bytes) -> None:
 
 
 def read_cache_mode(text: str) -> CacheMode:
-    """Return the value of ``X-Cache-Mode``. Raises InvalidRequest."""
     try:
         return _MODES[text.strip().lower()]
     except KeyError:
@@ -151,7 +150,6 @@ def read_cache_mode(text: str) -> CacheMode:
 
 
 def read_cache_tag(text: str) -> str:
-    """Return the value of ``X-Cache-Tag``. Raises InvalidRequest."""
     tag = text.strip()
     if tag and not _TAG.match(tag):
         raise InvalidRequest(
@@ -162,7 +160,6 @@ def read_cache_tag(text: str) -> str:
 
 
 def read_priority(text: str) -> Priority:
-    """Return the value of ``X-Priority``. Raises InvalidRequest."""
     try:
         return _PRIORITIES[text.strip().lower()]
     except KeyError:
@@ -346,8 +343,6 @@ class ModelCounters:
 
 
 class Counters:
-    """All counts of the process."""
-
     def __init__(self) -> None:
         self.requests: dict[tuple[str, str, str], int] = {}
         """By model, tenant and status: success, error, refused or cancelled."""

@@ -331,11 +331,9 @@ class ResponseBuilder:
 
     @property
     def has_text(self) -> bool:
-        """Whether a first piece of output has come."""
         return self._chars > 0
 
     def begin(self) -> bytes:
-        """Return the event ``response.created``."""
         started = {"id": self.response_id, "object": "response", "model": self._model, "output": [], "output_text": ""}
         return write_event("response.created", {"response": started})
 

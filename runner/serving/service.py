@@ -397,7 +397,6 @@ def _name_end(answer: Answer) -> str:
 
 
 def _refuse_forgotten_format(model: Model, body: bytes) -> None:
-    """Raise InvalidRequest when a replica's engine would answer in another shape than the Messages request asks for."""
     names = {replica.supervisor.engine.name for replica in model.replicas}
     path = next((path for path in find_unhonoured(names, body) if path in FORMATS), None)
     if path is not None:

@@ -46,7 +46,6 @@ class Telemetry:
         self._has_gpu_memory = any(_is_sized(gpu) for gpu in self._read_gpus())
 
     def sample(self) -> Reading:
-        """Return what the node has and what is used of it now."""
         with self._lock:
             gpus = self._read_gpus()
         if self._has_gpu_memory:

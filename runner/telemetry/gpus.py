@@ -46,7 +46,6 @@ class NvmlProbe:
         self._is_open = False
 
     def open(self) -> bool:
-        """Initialise NVML and return whether that worked; the reason against it is logged."""
         try:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:

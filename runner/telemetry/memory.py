@@ -39,7 +39,6 @@ def read_host(*, cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path
 
 
 def _groups(cgroups: Path, membership: Path) -> Iterator[Path]:
-    """Yield the group of this process and all around it."""
     try:
         lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
