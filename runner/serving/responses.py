@@ -326,10 +326,6 @@ class ResponseBuilder:
         self._cutter = EventCutter()
 
     @property
-    def text(self) -> str:
-        return "".join(self._parts)
-
-    @property
     def has_text(self) -> bool:
         return self._chars > 0
 
@@ -344,20 +340,16 @@ class ResponseBuilder:
         """
         if self._is_over:
             return b""
-        out = bytearray()
-        for payload in _payloads(self._cutter.feed(data)):
-            if payload == b"[DONE]":
-                self._is_whole = True
-                continue
-            try:
-                piece = self._take(_decoder.decode(payload))
-            except UNREADABLE:
-                return bytes(out) + self.fail(EngineUnavailable.code, "the engine sent what is not a chat stream")
-            except EngineUnavailable as error:
-                return bytes(out) + self.fail(error.code, error.message)
-            if piece:
-                out += write_event("response.output_text.delta", {"id": self.response_id, "delta": piece})
-        return bytes(out)
+        out = b""
+        try:
+            for payload in _payloads(self._cutter.feed(data)):
+                if payload == b"[DONE]":
+                    self._is_whole = True
+                elif piece := self._take(payload, "the engine sent what is not a chat stream"):
+                    out += write_event("response.output_text.delta", {"id": self.response_id, "delta": piece})
+        except EngineUnavailable as error:
+            out += self.fail(error)
+        return out
 
     def finish(self, metrics: PoolMetrics) -> bytes:
         """Return ``response.metrics`` and ``response.completed``; an error event when the engine broke off before the end."""
@@ -367,27 +359,20 @@ class ResponseBuilder:
         if self.has_failed:
             return rest
         if not self._is_whole:
-            return rest + self.fail(EngineUnavailable.code, "the engine broke off before the end of the answer")
+            return rest + self.fail(EngineUnavailable("the engine broke off before the end of the answer"))
         self._is_over = True
-        completed = write_event("response.completed", {"response": self._envelope(metrics)})
-        return rest + write_event("response.metrics", {"id": self.response_id, "metrics": metrics}) + completed
+        return rest + self._complete(metrics)
 
-    def fail(self, code: str, message: str) -> bytes:
+    def fail(self, error: EngineUnavailable) -> bytes:
         """Return an error event, the last thing that comes out; nothing when the answer is over already."""
         if self._is_over:
             return b""
         self._is_over = self.has_failed = True
-        return write_event("error", {"id": self.response_id, "error": {"code": code, "message": message}})
+        return write_event("error", {"id": self.response_id, "error": {"code": error.code, "message": error.message}})
 
     def take_answer(self, body: bytes) -> None:
         """Take a whole chat answer. Raises EngineUnavailable for one that is an error, or no chat answer."""
-        try:
-            answer = _decoder.decode(body)
-        except UNREADABLE:
-            raise EngineUnavailable("the engine answered with what is not a chat completion") from None
-        if answer.error is None and not any(choice.message for choice in answer.choices):
-            raise EngineUnavailable("the engine answered without a message")
-        self._take(answer)
+        self._take(body, "the engine answered with what is not a chat completion", is_whole=True)
         self._is_whole = self._is_over = True
 
     def to_json(self, metrics: PoolMetrics) -> bytes:
@@ -398,23 +383,32 @@ class ResponseBuilder:
     def to_events(self, metrics: PoolMetrics) -> bytes:
         """Return the answer as the events of a stream, all at once; only after ``take_answer``."""
         assert self._is_whole, "there is no answer yet"
-        delta = write_event("response.output_text.delta", {"id": self.response_id, "delta": self.text})
-        measured = write_event("response.metrics", {"id": self.response_id, "metrics": metrics})
-        return self.begin() + delta + measured + write_event("response.completed", {"response": self._envelope(metrics)})
+        delta = write_event("response.output_text.delta", {"id": self.response_id, "delta": "".join(self._parts)})
+        return self.begin() + delta + self._complete(metrics)
 
-    def _take(self, chunk: _Chunk) -> str:
+    def _complete(self, metrics: PoolMetrics) -> bytes:
+        measured = write_event("response.metrics", {"id": self.response_id, "metrics": metrics})
+        return measured + write_event("response.completed", {"response": self._envelope(metrics)})
+
+    def _take(self, payload: bytes, otherwise: str, *, is_whole: bool = False) -> str:
+        """Return the text of a chunk or a whole answer. Raises EngineUnavailable, with the words ``otherwise`` for neither."""
+        try:
+            chunk = _decoder.decode(payload)
+        except UNREADABLE:
+            raise EngineUnavailable(otherwise) from None
         if chunk.error is not None:
             words = chunk.error if isinstance(chunk.error, str) else chunk.error.message
             raise EngineUnavailable(
                 f"the engine failed: {words[: limits().engines.said_chars]}" if words else "the engine failed"
             )
+        if is_whole and not any(choice.message for choice in chunk.choices):
+            raise EngineUnavailable("the engine answered without a message")
         piece = ""
         for choice in chunk.choices:
-            if choice.index != 0:
-                continue
-            message = choice.delta or choice.message
-            piece += (message.content or "") if message is not None else ""
-            self._is_whole = self._is_whole or choice.finish_reason is not None
+            if choice.index == 0:
+                message = choice.delta or choice.message
+                piece += (message.content or "") if message is not None else ""
+                self._is_whole = self._is_whole or choice.finish_reason is not None
         self._chars += len(piece)
         if self._chars > self._most_chars:
             raise EngineUnavailable(f"the engine wrote more than {self._most_chars} characters")
@@ -423,7 +417,7 @@ class ResponseBuilder:
         return piece
 
     def _envelope(self, metrics: PoolMetrics) -> dict[str, object]:
-        text = self.text
+        text = "".join(self._parts)
         return {
             "id": self.response_id,
             "object": "response",
@@ -505,7 +499,7 @@ async def _translate(answer: Answer, builder: ResponseBuilder, began: float) -> 
                 yield out
     except EngineUnavailable as error:
         answer.has_failed = True
-        yield builder.fail(error.code, error.message)
+        yield builder.fail(error)
         return
     pool_ms = (clock.monotonic() - began) * 1000
     last = builder.finish(make_metrics(answer.numbers, pool_ms=pool_ms, first_token_ms=first_ms))

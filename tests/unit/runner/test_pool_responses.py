@@ -298,7 +298,7 @@ def test_a_failure_in_the_stream_ends_it_with_an_error_and_without_completed(dat
     builder = responses.ResponseBuilder(model="m")
     out = builder.begin() + builder.feed(sse(piece("Het "))) + builder.feed(data)
     out += builder.feed(sse(piece("more"))) if data else b""
-    out += builder.finish(METRICS) + builder.fail("x", "y")
+    out += builder.finish(METRICS) + builder.fail(EngineUnavailable("x"))
     assert [event["type"] for event in events(out)] == ["response.created", "response.output_text.delta", "error"]
     failure = events(out)[-1]["error"]
     assert (failure["code"], words in failure["message"], builder.has_failed) == ("engine_failed", True, True)
