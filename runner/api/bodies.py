@@ -25,9 +25,7 @@ Body = TypeVar("Body")
 class BodyBudget:
     """Bounds what the bodies of all requests take together."""
 
-    def __init__(self, most_bytes: int | None = None) -> None:
-        self._most_bytes = limits().api.held_bytes if most_bytes is None else most_bytes
-        self.held_bytes = 0
+    held_bytes = 0
 
     @contextmanager
     def hold(self) -> Iterator[Callable[[int], None]]:
@@ -36,7 +34,7 @@ class BodyBudget:
 
         def take(size: int) -> None:
             nonlocal mine
-            if self.held_bytes + size > self._most_bytes:
+            if self.held_bytes + size > limits().api.held_bytes:
                 raise Unavailable("The bodies of other requests fill the memory set aside for them.", retry_after_s=2)
             mine += size
             self.held_bytes += size

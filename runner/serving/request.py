@@ -143,10 +143,10 @@ def check_crowd(body: bytes) -> None:
 
 
 def read_cache_mode(text: str) -> CacheMode:
-    try:
-        return _MODES[text.strip().lower()]
-    except KeyError:
-        raise InvalidRequest("X-Cache-Mode must be prefix, none or auto.", param="X-Cache-Mode") from None
+    mode = _MODES.get(text.strip().lower())
+    if mode is None:
+        raise InvalidRequest("X-Cache-Mode must be prefix, none or auto.", param="X-Cache-Mode")
+    return mode
 
 
 def read_cache_tag(text: str) -> str:
@@ -160,10 +160,10 @@ def read_cache_tag(text: str) -> str:
 
 
 def read_priority(text: str) -> Priority:
-    try:
-        return _PRIORITIES[text.strip().lower()]
-    except KeyError:
-        raise InvalidRequest("X-Priority must be high, normal or low.", param="X-Priority") from None
+    priority = _PRIORITIES.get(text.strip().lower())
+    if priority is None:
+        raise InvalidRequest("X-Priority must be high, normal or low.", param="X-Priority")
+    return priority
 
 
 def is_allowed_path(path: str) -> bool:
@@ -251,14 +251,13 @@ class Numbers:
         except UNREADABLE:
             return None
         usage = found.usage or next((inner.usage for inner in (found.response, found.message) if inner and inner.usage), None)
-        if usage is not None:
-            self._take_usage(usage)
+        counts = None if usage is None else self._take_usage(usage)
         if (timings := found.timings) is not None:
             self.cached_tokens = timings.cache_n if timings.cache_n is not None else self.cached_tokens
             self.prompt_ms = timings.prompt_ms if timings.prompt_ms is not None else self.prompt_ms
             self.decode_ms = timings.predicted_ms if timings.predicted_ms is not None else self.decode_ms
             self.tokenize_ms = timings.tokenize_ms if timings.tokenize_ms is not None else self.tokenize_ms
-        return _count_tokens(usage)
+        return counts
 
     def take_stream(self, reader: StreamReader) -> None:
         for event in reader.noted_events():
@@ -280,7 +279,7 @@ class Numbers:
         """Return the same as an SSE comment, which every client skips."""
         return b": " + "; ".join(f"{name}={value}" for name, value in self.headers().items()).encode() + b"\n\n"
 
-    def _take_usage(self, usage: _Usage) -> None:
+    def _take_usage(self, usage: _Usage) -> TokenCounts | None:
         prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
         output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
         details = usage.prompt_tokens_details or usage.input_tokens_details
@@ -288,22 +287,12 @@ class Numbers:
         self.prompt_tokens = prompt if prompt is not None else self.prompt_tokens
         self.output_tokens = output if output is not None else self.output_tokens
         self.cached_tokens = cached if cached is not None else self.cached_tokens
-
-
-def _count_tokens(usage: _Usage | None) -> TokenCounts | None:
-    """Return usage as a gateway is told it, where prompt and answer are both there and no number is below zero."""
-    if usage is None:
-        return None
-    prompt = usage.prompt_tokens if usage.prompt_tokens is not None else usage.input_tokens
-    output = usage.completion_tokens if usage.completion_tokens is not None else usage.output_tokens
-    if prompt is None or output is None:
-        return None
-    total = prompt + output if usage.total_tokens is None else usage.total_tokens
-    return (
-        TokenCounts(prompt_tokens=prompt, completion_tokens=output, total_tokens=total)
-        if min(prompt, output, total) >= 0
-        else None
-    )
+        if prompt is None or output is None:
+            return None
+        total = prompt + output if usage.total_tokens is None else usage.total_tokens
+        if min(prompt, output, total) < 0:
+            return None
+        return TokenCounts(prompt_tokens=prompt, completion_tokens=output, total_tokens=total)
 
 
 @dataclass(slots=True)

@@ -314,8 +314,8 @@ class ResponseBuilder:
     event nothing more comes out, so that there is never a ``response.completed`` behind it.
     """
 
-    def __init__(self, *, model: str, response_id: str | None = None) -> None:
-        self.response_id = response_id or make_response_id()
+    def __init__(self, *, model: str) -> None:
+        self.response_id = make_response_id()
         self.has_failed = False
         self._model = model
         self._most_chars = limits().serving.text_chars

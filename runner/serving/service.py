@@ -425,13 +425,11 @@ class Counting:
     """Token counts beside the inference queue: a prompt is counted while others generate, and takes no turn from them.
 
     Bounded all the same: few counts at once for each model, a fair and short line of those who wait, and an answer in seconds
-    or a refusal. An engine goes on with a long text when nobody waits for it any more, so its turn is taken until it has
-    ended. ``limit_s``: longest wait for a turn, and then for the engine.
+    or a refusal.
     """
 
-    def __init__(self, *, limit_s: float | None = None) -> None:
+    def __init__(self) -> None:
         self._limits = bounds = limits().serving
-        self._limit_s = bounds.count_s if limit_s is None else limit_s
         self._waiting = Fairness(
             pending_per_key=bounds.count_waiting_of_tenant, pending_per_executor=bounds.count_waiting_of_model
         )
@@ -446,13 +444,14 @@ class Counting:
         """
         fields = {**read_question(request.body), "model": msgspec.Raw(msgspec.json.encode(model.model_id))}
         queue = self._queue_of(model)
-        turn = await queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._limit_s)
+        turn = await queue.enter(tenant=request.tenant, priority=request.priority, timeout_s=self._limits.count_s)
         work = asyncio.create_task(_ask_count(model, fields))
         self._working.add(work)
         work.add_done_callback(lambda done: self._end(done, queue, turn))
-        await asyncio.wait({work}, timeout=self._limit_s)
+        # An engine goes on with a long text when nobody waits for it any more, so its turn is taken until it has ended.
+        await asyncio.wait({work}, timeout=self._limits.count_s)
         if not work.done():
-            raise EngineUnavailable(f"The engine did not count within {self._limit_s:g} s.", retry_after_s=2)
+            raise EngineUnavailable(f"The engine did not count within {self._limits.count_s:g} s.", retry_after_s=2)
         return work.result(), turn.waited_ms
 
     def _end(self, work: asyncio.Task[bytes], queue: FairQueue, turn: Turn) -> None:

@@ -34,6 +34,7 @@ from tests.fakes.engines.cases import contract_model, contract_plan, contract_py
 from tests.fakes.engines.llama_server import run_router, server_plan
 from tests.fakes.engines.scripted_server import run_engine
 from tests.fakes.engines.suite import client_session, loaded, served
+from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import assembled, find, load
 from tests.fakes.waiting import eventually, turns
 
@@ -169,7 +170,8 @@ def serving(engine: FakeEngine) -> Model:
 
 
 async def test_few_are_counted_at_once_a_tenant_may_not_fill_the_line_and_who_leaves_takes_no_turn_along() -> None:
-    engine, counting, most = CountingEngine(), Counting(limit_s=30), limits().serving.counts
+    set_runner_limits(serving={"count_s": 30.0})
+    engine, counting, most = CountingEngine(), Counting(), limits().serving.counts
     model = serving(engine)
     leaving = [asyncio.create_task(counting.count(model, ask(prompt="x", tenant=str(number)))) for number in range(most)]
     await eventually(lambda: engine.counting == most, "as many count as may")
@@ -188,7 +190,8 @@ async def test_few_are_counted_at_once_a_tenant_may_not_fill_the_line_and_who_le
 
 
 async def test_who_waits_in_vain_is_told_so_and_the_engine_gets_no_more_until_it_has_ended() -> None:
-    engine, counting = CountingEngine(), Counting(limit_s=0.05)
+    set_runner_limits(serving={"count_s": 0.05})
+    engine, counting = CountingEngine(), Counting()
     model = serving(engine)
     for number in range(limits().serving.counts):
         with pytest.raises(errors.EngineUnavailable, match="did not count"):

@@ -241,7 +241,7 @@ def test_a_translation_goes_to_each_engine_in_the_form_that_its_template_takes()
 
 
 def test_a_whole_answer_has_every_field_of_the_specification() -> None:
-    builder = responses.ResponseBuilder(model="m", response_id="resp_123")
+    builder = responses.ResponseBuilder(model="m")
     choice = {"index": 0, "message": {"role": "assistant", "content": "Het regende."}, "finish_reason": "stop"}
     usage = {"prompt_tokens": 47, "completion_tokens": 23, "prompt_tokens_details": {"cached_tokens": 40}}
     timings = {"prompt_ms": 8.25, "predicted_ms": 130.15, "tokenize_ms": 0.5}
@@ -251,7 +251,8 @@ def test_a_whole_answer_has_every_field_of_the_specification() -> None:
     numbers.take(body)
     metrics = responses.make_metrics(numbers, pool_ms=139.0)
     assert json.loads(builder.to_json(metrics)) == {
-        "id": "resp_123", "object": "response", "model": "m", "output": [{"type": "output_text", "text": "Het regende."}],
+        "id": builder.response_id, "object": "response", "model": "m",
+        "output": [{"type": "output_text", "text": "Het regende."}],
         "output_text": "Het regende.", "metrics": {**EXAMPLE_METRICS, "engine_queue_wait_ms": 0.5},
     }  # fmt: skip
     assert numbers.cached_tokens == 40

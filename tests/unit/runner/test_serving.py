@@ -47,6 +47,7 @@ from runner.serving.request import (
 from runner.telemetry import Reading
 from tests.fakes.clock import install_virtual_clock
 from tests.fakes.examples import examples
+from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import LONG_S, Visitors, settle
 
 CHAT = b'{"usage":{"prompt_tokens":30,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":12}}}'
@@ -278,7 +279,8 @@ def test_a_form_that_cannot_be_trusted_is_refused(content_type: str, body: bytes
 
 
 def test_the_bodies_of_all_requests_share_one_budget_and_give_it_back() -> None:
-    budget = BodyBudget(10)
+    set_runner_limits(api={"held_bytes": 10})
+    budget = BodyBudget()
     with budget.hold() as first, budget.hold() as second:
         first(6)
         second(4)
