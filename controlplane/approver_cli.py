@@ -229,7 +229,7 @@ def describe(statement: Statement) -> str:
 
 
 def write_value(value: object) -> str:
-    """Return a parameter as text; what is no text, or looks like none, as JSON, so that 1 and "1" look different."""
+    # A text that looks like none is JSON too, so that 1 and "1" look different.
     if isinstance(value, str):
         try:
             json.loads(value)

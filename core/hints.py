@@ -67,11 +67,11 @@ class _HintQueue(asyncio.Queue[bytes]):
     """What waits for one listener, bounded in number and in bytes."""
 
     def put_nowait(self, item: bytes) -> None:
-        """Put a message last; one that is too long for a hint is dropped, and the first when there are too many."""
         if len(item) > limits().core.hint_bytes:
             unreadable_hints.add()
             return
         if self.qsize() >= limits().core.hint_waiting:
+            # The first one goes: whoever listens also sweeps.
             self.get_nowait()
             dropped_hints.add()
         super().put_nowait(item)

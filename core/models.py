@@ -8,11 +8,7 @@ from django.contrib.auth.models import AbstractUser
 
 
 class User(AbstractUser):
-    """A person who signs in to the control plane.
-
-    The name stays once it is given: policies, decisions and the audit trail know people by it, and whoever had another name
-    than the policy has could approve what they asked for themselves.
-    """
+    """A person who signs in to the control plane. The name stays once it is given."""
 
     _given_name: str | None = None
 
@@ -31,6 +27,8 @@ class User(AbstractUser):
         """Store the row. Raises ValueError for another name than the one it was loaded with."""
         fields = options.get("update_fields")
         is_written = fields is None or "username" in fields
+        # Policies, decisions and the audit trail know people by their names: whoever had another name than the policy has
+        # could approve what they asked for themselves.
         if is_written and self._given_name is not None and self.username != self._given_name:
             raise ValueError("the name of a person stays; make a new person and switch this one off")
         super().save(**options)

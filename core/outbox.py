@@ -1,9 +1,4 @@
-"""Writing ASGI messages from synchronous code, in order, with a bound on what waits.
-
-An ASGI ``send`` is a coroutine, but a server that is not under back-pressure finishes it without suspending. So each
-message is driven by hand; only when the server does suspend is a task made to wait for it, and whatever follows queues
-up behind it. That keeps the common case free of a task switch per message.
-"""
+"""Writing ASGI messages from synchronous code, in order, with a bound on what waits."""
 
 from __future__ import annotations
 
@@ -101,6 +96,8 @@ class Outbox:
             return
         coroutine: Any = self._send(message)  # a coroutine by the ASGI specification
         try:
+            # By hand: a server that is not under back-pressure finishes ``send`` without suspending it, and then no task is
+            # needed. Only when it does suspend a task waits for it, and whatever follows queues up behind.
             suspended = coroutine.send(None)
         except StopIteration:
             return

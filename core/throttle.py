@@ -65,11 +65,12 @@ class AuthThrottle:
         return clock.monotonic() - self._read_at >= self._bounds.throttle_read_s
 
     def read_good(self) -> None:
-        """Read which credentials are good, if that is due. Raises DatabaseError; the next try is then a second later too."""
+        """Read which credentials are good, if that is due. Raises DatabaseError."""
         with self._reading:
             if self.is_reading_due:
                 try:
                     self._good = frozenset(self._read_digests())
+                # Also after a failure: the next try is a second later, and those read before count until then.
                 finally:
                     self._read_at = clock.monotonic()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from django.apps import AppConfig
-from django.core.checks import register
 
 
 class GovernanceConfig(AppConfig):
@@ -12,8 +11,3 @@ class GovernanceConfig(AppConfig):
     name = "governance"
     verbose_name = "Governance"
     default_auto_field = "django.db.models.BigAutoField"
-
-    def ready(self) -> None:
-        from governance.registry import check_operations
-
-        register(check_operations, "governance")

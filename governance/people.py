@@ -97,6 +97,7 @@ def sign_in_by_passkey(answer: Mapping[str, Any], *, challenge: bytes) -> User:
     if key is None or not key.user.is_active:
         raise SignInRefused(PASSKEY_REFUSAL)
     count = verify_known(answer, keyid=key.keyid, public_key=decode_bytes(key.public_key), challenge=challenge)
+    # Logged and not refused: passkeys that are copied between devices do not count together.
     if count and count <= key.sign_count:
         logger.warning("passkey_count_went_back key=%s", key.thumbprint)
     note_use(key, sign_count=count)

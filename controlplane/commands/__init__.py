@@ -14,7 +14,7 @@ from core.errors import ContractError
 
 ACTOR = "system:cli"
 """How the audit trail names whoever has a shell on the server."""
-SETTINGS_CHECKS = ("controlplane", "gateway", "governance", "nodes")
+SETTINGS_CHECKS = ("controlplane", "gateway", "nodes")
 """What an operator can get wrong, by tag. Django's own checks look at our code, and load every page to do so."""
 MODULES = {
     "audit": ("audit",),

@@ -89,11 +89,12 @@ def _sign_checkpoint() -> str:
 
 
 def verify_database(keys: Iterable[LogKey]) -> Verdict:
-    """Judge the log in the database, at one moment of it. One so young that its first checkpoint is not due yet is good."""
+    """Judge the log in the database, at one moment of it."""
     verifier = Verifier(keys=keys, origin=settings.GOVERNANCE_LOG_ORIGIN, check=checkpoints.check_signature)
     for record in show_progress(read_log(), total=log_size()):
         verifier.feed(record)
     verdict = verifier.finish()
+    # One so young that its first checkpoint is not due yet is good.
     is_young = verdict.status is Status.UNWITNESSED and not checkpoints.is_first_due(now=clock.now())
     return replace(verdict, status=Status.GOOD) if is_young else verdict
 

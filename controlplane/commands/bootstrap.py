@@ -87,15 +87,13 @@ def make_credentials(kept: dict[str, object]) -> dict[str, object]:
 
 @transaction.atomic
 def ensure_operator(kept: object) -> dict[str, str]:
-    """Return user name and password of the first operator, made when there is no active superuser or nothing was kept.
-
-    The password is empty when an operator has changed it since: then it is theirs, and we neither know nor reset it.
-    """
+    """Return user name and password of the first operator, made when there is no active superuser or nothing was kept."""
     users = User.objects
     password = kept.get("password", "") if isinstance(kept, dict) else ""
     user = users.filter(username=USERNAME).first()
     if isinstance(kept, dict) and users.filter(is_superuser=True, is_active=True).exists():
         is_valid = user is not None and bool(password) and user.check_password(password)
+        # An operator may have changed the password since: then it is theirs, and we neither know nor reset it.
         return {"username": USERNAME, "password": password if is_valid else ""}
     fresh = secrets.token_urlsafe(15)
     if user is None:

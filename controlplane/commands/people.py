@@ -121,9 +121,11 @@ def create_person(options: Options) -> User:
 
 
 def let_propose(person: User) -> None:
-    """Open the admin to a person, with the pages that hold no prompts and the permission to propose operations."""
+    """Open the admin to a person, and let them propose operations."""
     pages = Permission.objects.filter(
-        content_type__app_label__in=["nodes", "gateway", "governance"], codename__startswith="view_"
+        content_type__app_label__in=["nodes", "gateway", "governance"],
+        codename__startswith="view_",
+        # Those hold prompts.
     ).exclude(codename="view_storedresponse")
     propose = Permission.objects.filter(content_type__app_label="governance", codename="add_operation")
     person.is_staff = True

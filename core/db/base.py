@@ -96,6 +96,7 @@ class BoundConnection(psycopg.Connection[Any]):  # Any: rows are as their cursor
         try:
             return super().wait(_end_on_silence(gen, limit, self.on_sent), interval, timeout)
         except ServerSilent:
+            # What was asked for may still come to pass: nothing more is asked on this connection.
             self.pgconn.finish()
             raise
         finally:

@@ -104,11 +104,9 @@ async def run_upkeep(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 
 
 async def run_pulse(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run what tells others that the process is alive, as ``run_upkeep`` does, behind nothing else that it has to do.
-
-    Many nodes that leave at once, or rows that somebody holds, fill the threads of upkeep; a process that is silent meanwhile
-    is taken for dead and its requests for lost.
-    """
+    """Run what tells others that the process is alive, as ``run_upkeep`` does, behind nothing else that it has to do."""
+    # Many nodes that leave at once, or rows that somebody holds, fill the threads of upkeep; a process that is silent
+    # meanwhile is taken for dead and its requests for lost.
     return await _run_on(_pool("pulse", 1), lambda: function(*args, **kwargs))
 
 

@@ -96,16 +96,18 @@ def require_state(operation: Operation, *states: ApprovalState) -> None:
 
 def hold_policies(*, to_change: bool) -> None:
     """Keep the active policy what it is until the transaction ends; ``to_change``: be the only one who looks at it."""
+    # Shared among those who only look: they need not wait for each other.
     name = "pg_advisory_xact_lock" if to_change else "pg_advisory_xact_lock_shared"
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT {name}(%s)", [_POLICY_LOCK])
 
 
 def is_current(operation: Operation) -> bool:
-    """Return whether the policy of an operation is the active one, read now; the first one of all stands for itself."""
+    """Return whether the policy of an operation is the active one, read now."""
     active = PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE).values_list("pk", flat=True).first()
     if active is not None:
         return bool(active == operation.policy_id)
+    # The first policy of all is signed under itself.
     is_draft = PolicyVersion.objects.filter(pk=operation.policy_id, state=PolicyVersion.State.DRAFT).exists()
     return is_draft and operation.adopts_id == operation.policy_id
 
@@ -198,10 +200,11 @@ def audit_run(run: OperationRun, operation: Operation, action: str, detail: Deta
 
 
 def tell(operation: Operation | None, event: str, *, run: OperationRun | None = None) -> None:
-    """Write the notices of an event; a stored policy that cannot be read any more costs the notices and nothing else."""
+    """Write the notices of an event."""
     try:
         with transaction.atomic():
             notify(operation, event, run=run)
+    # A stored policy that cannot be read any more costs the notices and nothing else.
     except ApprovalError as error:
         logger.critical("notice_not_written op=%s event=%s rule=%s", operation and operation.printed_id, event, error.rule)
 
@@ -374,6 +377,7 @@ def _warn() -> int:
         if reached <= operation.warned_percent:
             continue
         with transaction.atomic():
+            # Compare and set: of two sweeps at once one reminds.
             changed = Operation.objects.filter(
                 pk=operation.pk, state=ApprovalState.PENDING.value, warned_percent=operation.warned_percent
             ).update(warned_percent=reached)
@@ -391,6 +395,7 @@ def _claim_reviews() -> int:
     claimed = 0
     for operation in due[: limits().governance.sweep_batch]:
         with transaction.atomic():
+            # As above: of two sweeps at once one reminds.
             if Operation.objects.filter(pk=operation.pk, warned_percent__lt=100).update(warned_percent=100):
                 tell(operation, "review_overdue")
                 claimed += 1

@@ -83,6 +83,7 @@ def approve(*, op_id: uuid.UUID, user: User, proof: Mapping[str, object], brough
     detail = {"digest": operation.digest, "key": key.thumbprint[:16], "kind": key.kind, "brought_by": brought_by}
     audit_operation(operation, "operation.approve", actor=f"user:{user.get_username()}", detail=detail)
     publish_hint("operations", str(operation.pk))
+    # Read anew: what was read before lacks this decision.
     operation = find_operation(op_id)
     if is_met(operation):
         # The runs are planned and a worker is woken in the transaction of the last approval.
@@ -158,7 +159,8 @@ def _withdraw_own(operation: Operation, user: User) -> bool:
 
 
 def require_active(user: User) -> None:
-    """Raise NotPermitted for a person who was deactivated, however they got here; nobody is until the transaction ends."""
+    """Raise NotPermitted for a person who was deactivated, however they got here."""
+    # Locked: nobody is deactivated until the transaction ends.
     people = type(user).objects.select_for_update(no_key=True)
     if people.filter(pk=user.pk, is_active=True).first() is None:
         raise NotPermitted("This person was deactivated and decides about nothing any more.", param="person")

@@ -61,12 +61,10 @@ class PolicyChange(_Local):
     title = "Change the approval policy"
 
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
-        """Refuse: the draft makes the request."""
         del targets, params
         raise InvalidProposal("A policy is changed by drafting its next version.", param="operation")
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
-        """Return people, keys and thresholds of the new version beside those of the active one."""
         del targets
         row = PolicyVersion.objects.filter(sha256=str(params.get("sha256", ""))).first()
         if row is None:
@@ -109,7 +107,6 @@ class Unfreeze(_Local):
         return Request(_require_control_plane(targets), named)
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
-        """Return which freeze would end, and what is in force now."""
         del targets
         found = read_freeze()
         now = "not frozen"
@@ -142,7 +139,6 @@ class BreakGlassReview(_Local):
         return Request((used.printed_id,), {})
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
-        """Return what was done under break-glass."""
         del params
         used = _find(targets[0])
         lines = [Line("Break-glass operation", targets[0])]
@@ -181,7 +177,6 @@ class AdminTokenMint(_Local):
         return Request(_require_control_plane(targets), {"name": name.strip()})
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
-        """Return what the token opens."""
         del targets
         name = str(params.get("name", ""))
         lines = [
@@ -192,7 +187,7 @@ class AdminTokenMint(_Local):
         return Description(f"Make an admin token named {name}", lines)
 
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
-        """Leave it to be claimed: nothing secret passes through rows and workers."""
+        # It is left to be claimed: nothing secret passes through rows and workers.
         return Done("The requester can claim the token once, on this page.", {"claimable": True, "name": order.params["name"]})
 
 

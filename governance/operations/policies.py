@@ -131,6 +131,7 @@ def adopt_policy(row: PolicyVersion, *, actor: str, op_id: str) -> int:
     now = clock.now()
     PolicyVersion.objects.filter(state=PolicyVersion.State.ACTIVE).update(state=PolicyVersion.State.SUPERSEDED)
     PolicyVersion.objects.filter(pk=row.pk).update(state=PolicyVersion.State.ACTIVE, activated_at=now)
+    # Such drafts follow a version that is in force no more.
     PolicyVersion.objects.filter(state=PolicyVersion.State.DRAFT, version__lte=row.version).update(
         state=PolicyVersion.State.DROPPED
     )

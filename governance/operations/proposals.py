@@ -272,6 +272,7 @@ def require_proposer(proposer: Proposer, policy: Policy | None, op_class: str) -
             )
         return
     user = get_user_model().objects.filter(pk=proposer.user_id, is_active=True).first()
+    # The name is what approvers sign, so it has to be that of the person who asks.
     is_known = user is not None and user.get_username() == proposer.name
     if user is None or not is_known or not (user.is_staff or (policy is not None and proposer.name in policy.groups)):
         raise NotPermitted("Only operators and approvers can ask for operations.", param="requested_by")

@@ -398,7 +398,7 @@ def _next_fence() -> int:
 
 
 def wake_worker(run_id: uuid.UUID, *, after_s: float = 0.0) -> None:
-    """Wake a worker for a run once the transaction is committed. A lost message costs seconds: the reconciler looks as well."""
+    """Wake a worker for a run once the transaction is committed."""
 
     def send() -> None:
         from celery.exceptions import CeleryError  # loaded by whoever sends a task at all
@@ -409,6 +409,7 @@ def wake_worker(run_id: uuid.UUID, *, after_s: float = 0.0) -> None:
             import_string(settings.TASK_APP).send_task(
                 "governance.tasks.work", args=[str(run_id)], expires=60 + after_s, retry=False, **wait
             )
+        # A lost message costs seconds: the reconciler looks as well.
         except (OSError, KombuError, CeleryError) as error:
             logger.warning("run_not_rung run=%s error=%s; the reconciler takes it up", run_id, type(error).__name__)
 
@@ -477,6 +478,7 @@ def note_progress(*, run_id: uuid.UUID, stage: str, fraction: float | None, eta_
     ``task_id``: how the node calls it, where that is to be asked for over HTTP.
     """
     rows, now = OperationRun.objects.filter(pk=run_id), clock.now()
+    # A node may send any number, NaN and infinity included.
     share = None if fraction is None or not math.isfinite(fraction) else min(1.0, max(0.0, fraction))
     left_s = None if eta_s is None or not math.isfinite(eta_s) else max(0.0, eta_s)
     told = {"stage": stage[:200], "fraction": share, "eta_s": left_s, "contact_at": now, "updated_at": now}
@@ -607,6 +609,7 @@ def find_run_of(node_id: uuid.UUID, op_id: uuid.UUID, use: int) -> NodeRun | Non
 def claim_contact(run: NodeRun, *, gateway_id: uuid.UUID | None = None) -> bool:
     """Note that the node is sent something about a run now; False when anything happened to the run since it was read."""
     now = clock.now()
+    # Compare and set: of two gateways that have read the same one sends.
     same = OperationRun.objects.filter(pk=run.run_id, state=run.state.value, sent_at=run.sent_at, contact_at=run.contact_at)
     # The node was not heard by that, so ``updated_at`` stays.
     return bool(same.update(sent_at=run.sent_at or now, contact_at=now, gateway_id=gateway_id))

@@ -95,6 +95,7 @@ def _draft(request: HttpRequest, policy: Policy | None) -> HttpResponse:
     sent, classes = request.POST, _base_classes(policy)
     is_solo = "solo" in sent
     thresholds = {} if is_solo else _read_thresholds(sent, classes)
+    # Whether it is solo is said by the form, not by the classes in force.
     for members in classes.values():
         members["solo"] = False
     operation = policies.draft_policy(

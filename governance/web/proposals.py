@@ -260,11 +260,11 @@ class SelectOrText(forms.MultiWidget):
         super().__init__({"": forms.Select(choices=offered), "other": text})
 
     def id_for_label(self, id_: str) -> str:
-        """Return the id of the list, which the label is for."""
+        # The label is for the list.
         return f"{id_}_0" if id_ else ""
 
     def use_required_attribute(self, initial: object) -> bool:
-        """Return False: either of the two is enough."""
+        # Either of the two is enough.
         return False
 
     def decompress(self, value: str | None) -> list[str | None]:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from django import forms
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
 from django.shortcuts import render
-from django.urls import NoReverseMatch, reverse
+from django.urls import reverse
 from django.utils.http import url_has_allowed_host_and_scheme
 from django.views.decorators.http import require_http_methods, require_POST, require_safe
 
@@ -130,7 +130,7 @@ def ask_for_person(person: User, *, challenge: bytes) -> dict[str, Any]:
     return ask_for_new(
         person_id=person.pk,
         name=person.get_username(),
-        full_name=getattr(person, "get_full_name", str)(),
+        full_name=person.get_full_name(),
         known=list_passkey_ids(person),
         challenge=challenge,
     )
@@ -174,12 +174,4 @@ def read_next(request: HttpRequest) -> str:
 
 def find_next(request: HttpRequest, user: User) -> str:
     """Return where to go after signing in: what was asked for, else the first page that the person may see."""
-    wanted = read_next(request)
-    if wanted:
-        return wanted
-    for name in ["admin:index"] if getattr(user, "is_staff", False) else ["approvals:inbox"]:
-        try:
-            return reverse(name)
-        except NoReverseMatch:
-            continue
-    return reverse("signin:keys")
+    return read_next(request) or reverse("admin:index" if user.is_staff else "approvals:inbox")

@@ -220,6 +220,17 @@ def test_the_launcher_needs_only_the_standard_library() -> None:
     subprocess.run(bare, cwd=ROOT, env={"PYTHONDONTWRITEBYTECODE": "1"}, timeout=30, check=True)
 
 
+def test_every_governed_operation_names_what_carries_it_out() -> None:
+    from django.conf import settings
+
+    from governance.registry import OperationKind, find_kind
+
+    needed = [name for name in (*vars(OperationKind), *OperationKind.__annotations__) if not name.startswith("_")]
+    for name in settings.OPERATIONS:
+        kind = find_kind(name)
+        assert (kind.name, [each for each in needed if not hasattr(kind, each)]) == (name, [])
+
+
 def test_migrations_import_nothing_of_the_apps() -> None:
     ours = {"controlplane", "core", "gateway", "governance", "nodes", "runner"}
     found = [
