@@ -68,11 +68,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class Reconciler:
-    """Looks every ``every_s`` seconds for operations that are due, in a thread, whatever becomes of one look."""
+    """Looks every ``reconcile_s`` seconds for operations that are due, in a thread, whatever becomes of one look."""
 
-    def __init__(self, look: Callable[[], int], *, every_s: float | None = None) -> None:
+    def __init__(self, look: Callable[[], int]) -> None:
         self._look = look
-        self._every_s = limits().console.reconcile_s if every_s is None else every_s
         self._stopping = threading.Event()
         self._is_away = False
         # Not a task: so a lost message or a deaf worker only costs time, and it needs neither Celery nor the broker.
@@ -99,7 +98,7 @@ class Reconciler:
             except Exception:
                 # One operation that cannot be looked at must not stop the looks at all others.
                 logger.exception("reconcile_failed")
-            self._stopping.wait(self._every_s)
+            self._stopping.wait(limits().console.reconcile_s)
         connections.close_all()
 
     def _note_database(self, *, is_away: bool, why: str = "") -> None:

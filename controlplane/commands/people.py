@@ -182,7 +182,7 @@ def _print_steps(guests: list[Guest], *, model: str, data: Path) -> str:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": EXAMPLE_QUESTION}]}, separators=(",", ":"))
     invited = [f"     {guest.username:5} {guest.invitation or 'has a passkey already'}" for guest in guests]
     lines = [
-        f"Three people and the model {model} are ready. Nobody alone can load it; two of three can. Step by step:",
+        f"Three people and the model {model} are ready. Loading it needs two of the three. Step by step:",
         "",
         "  0. The policy of step 3 makes every session that a password opened read-only, also that of the administrator. To go",
         f"     on changing things there, sign in at {where}/admin/ and make a passkey at {where}/sign-in/keys",

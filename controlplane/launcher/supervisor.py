@@ -149,18 +149,14 @@ class Part:
 
 
 class Supervisor:
-    """The children of one ``up``. ``on_change`` is called whenever a process id changed.
-
-    A part that is not ready ``late_after_s`` seconds after its start is named, and again after each such time.
-    """
+    """The children of one ``up``. ``on_change`` is called whenever a process id changed."""
 
     # One thread, no asyncio: Linux ties a child's death signal to the thread that started it, and there is nothing to overlap.
 
-    def __init__(self, logs: Path, on_change: Callable[[], None], *, late_after_s: float | None = None) -> None:
+    def __init__(self, logs: Path, on_change: Callable[[], None]) -> None:
         self.parts: dict[str, Part] = {}
         self._logs = logs
         self._on_change = on_change
-        self._late_after_s = limits().launcher.late_s if late_after_s is None else late_after_s
         self._stop_signals_seen = 0
         self._rotated_at = clock.monotonic()
         self._wake_read, self._wake_write = os.pipe()
@@ -246,7 +242,7 @@ class Supervisor:
 
     def _say_when_late(self, part: Part) -> None:
         now = clock.monotonic()
-        if part.process is None or part.is_ready or now - part.late_said_at < self._late_after_s:
+        if part.process is None or part.is_ready or now - part.late_said_at < limits().launcher.late_s:
             return
         part.late_said_at = now
         waited_s = now - part.started_at

@@ -194,13 +194,13 @@ class RequestRecordAdmin(ShowingAdmin):
     is_live = True
     fieldsets = (
         (None, {"fields": ("show_id", "created_at", "finished_at", "show_plain_state", "error_code", "status_code")}),
-        ("Who asked", {"fields": ("tenant", "key_name", "key_id")}),
+        ("Caller", {"fields": ("tenant", "key_name", "key_id")}),
         (
-            "Which way",
+            "Routing",
             {"fields": ("show_asked", "model", "endpoint", "show_streaming", "node_name", "show_node_id", "attempts")},
         ),
         ("Time", {"fields": ("show_queue", "show_ttfb", "show_latency")}),
-        ("Size", {"fields": ("prompt_tokens_est", "max_tokens", "show_tokens", "bytes_out", "gateway_id")}),
+        ("Tokens", {"fields": ("show_estimate", "max_tokens", "show_tokens", "bytes_out", "gateway_id")}),
     )
     readonly_fields = tuple(name for _title, part in fieldsets for name in part["fields"])
     change_form_outer_before_template = "admin/muster/request.html"
@@ -275,6 +275,10 @@ class RequestRecordAdmin(ShowingAdmin):
     @column("Queue")
     def show_queue(self, record: RequestRecord) -> str:
         return print_ms(record.queue_ms)
+
+    @column("Prompt tokens (estimate)")
+    def show_estimate(self, record: RequestRecord) -> str:
+        return str(record.prompt_tokens_est)
 
     @column("Tokens in / out")
     def show_tokens(self, record: RequestRecord) -> str:

@@ -148,7 +148,7 @@ def _explain_missing(model: str, nodes: Sequence[ServingNode]) -> Wait:
     return Wait(
         "no node",
         f"No node has {model}.",
-        "Start a node that has it. If the name is wrong, correct the alias or the client.",
+        "Check the model name, or load it on a node.",
     )
 
 

@@ -140,7 +140,7 @@ class OperationSerializer(SummarySerializer):
     description = DescriptionSerializer()
     impacts = ImpactSerializer(many=True)
     statement = serializers.DictField(help_text="What is signed, parsed")
-    statement_b64 = serializers.CharField(help_text="The very bytes that are signed, base64url")
+    statement_b64 = serializers.CharField(help_text="The signed bytes, base64url")
     digest = serializers.CharField(
         help_text="SHA-256 of the statement with its domain, hexadecimal; the challenge of a passkey"
     )
@@ -219,7 +219,7 @@ class PolicySerializer(serializers.Serializer[Any]):  # Any: a row and what it h
     words = serializers.CharField(help_text="Twelve words of the SHA-256, as every node shows them")
     activated_at = serializers.DateTimeField(allow_null=True)
     document = serializers.DictField(help_text="Parsed")
-    document_b64 = serializers.CharField(help_text="The very bytes that were signed, base64url")
+    document_b64 = serializers.CharField(help_text="The signed bytes, base64url")
 
 
 class PolicyLinkSerializer(serializers.Serializer[Any]):  # Any: a bundle, no model

@@ -1,4 +1,4 @@
-// Keeps the overview current: its counters, what is wrong now, and the nodes.
+// Keeps the overview current: its counters, what needs attention, and the nodes.
 import { follow, parse, updateChildren } from "./live.js";
 
 const root = document.getElementById("overview");

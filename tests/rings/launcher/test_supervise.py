@@ -23,6 +23,7 @@ from controlplane.launcher.files import write_json
 from controlplane.launcher.ports import claim_port
 from controlplane.launcher.supervisor import PartSpec, Supervisor, describe_status
 from controlplane.launcher.up import end_leftovers
+from tests.fakes.limits import set_limits
 from tests.fakes.waiting import wait_until
 
 RUN = "import signal; signal.alarm(60); signal.pause()"
@@ -103,7 +104,8 @@ def make_spec(
 
 @pytest.fixture
 def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
-    made = Supervisor(tmp_path, on_change=lambda: None, late_after_s=0.1)
+    set_limits(launcher={"late_s": 0.1})
+    made = Supervisor(tmp_path, on_change=lambda: None)
     yield made
     made.stop([tuple(made.parts)])
 

@@ -226,7 +226,7 @@ WITHIN_S = 30.0
 @pytest.fixture(autouse=True)
 def patient_stop() -> None:
     """Let a look that is under way take long to end, as it does where the machine stands still."""
-    set_limits(console={"reconcile_stop_s": WITHIN_S})
+    set_limits(console={"reconcile_stop_s": WITHIN_S, "reconcile_s": 0.01})
 
 
 @pytest.mark.django_db(transaction=True)
@@ -235,7 +235,7 @@ def test_what_is_due_is_carried_out_without_any_message() -> None:
     operation = propose_token(team[0])
     for member in team.members[1:]:
         member.approve(operation)
-    reconciler = Reconciler(reconcile, every_s=0.05)
+    reconciler = Reconciler(reconcile)
     reconciler.start()
     try:
         wait_until(lambda: OperationRun.objects.filter(operation=operation, state=RunState.SUCCEEDED.value).exists())
@@ -258,7 +258,7 @@ def test_a_database_that_is_away_is_said_once_and_waited_for_and_a_defect_ends_n
         return 0
 
     with caplog.at_level(logging.INFO, logger="controlplane.serve_control"):
-        reconciler = Reconciler(look, every_s=0.01)
+        reconciler = Reconciler(look)
         reconciler.start()
         wait_until(lambda: len(looks) >= 7)
         assert reconciler.stop()

@@ -301,7 +301,7 @@ def record(code: ErrorCode | str | None, **changes: Any) -> RequestRecord:
 @pytest.mark.parametrize(
     ("boxes", "brief", "said"),
     [
-        ([], "no node", "No node has tiny. Start a node that has it."),
+        ([], "no node", "No node has tiny. Check the model name, or load it on a node."),
         ([box(has=Has.COULD)], "not loaded", "attic could load it. Propose on the page of attic to load it."),
         ([box(has=Has.LOADING, percent=40)], "loading", "attic is loading tiny, 40 % so far."),
         ([box(active=2), box("den", active=3)], "nodes full", "is full: attic 2 of 2, den 3 of 2. It starts when one is done."),
