@@ -32,7 +32,7 @@ def make_second_model(folder: Path) -> Path:
     target = folder / f"{MODEL}.gguf"
     try:
         if not target.exists():
-            write_f16_model(TINY_MODEL, target)
+            replace_file(target, _unpack(TINY_MODEL.read_bytes()), mode=0o644)
     except (OSError, ValueError) as error:
         raise LauncherError(f"cannot make {target}: {error}. Is an installation there? Name it with --data DIR") from None
     return target
@@ -56,15 +56,8 @@ _FILE_TYPE = b"general.file_type"
 _MOSTLY_F16 = 1
 
 
-def write_f16_model(source: Path, target: Path) -> None:
-    """Write ``source`` (GGUF with f32 and q8_0 tensors, at most a few MB) to ``target`` with f16 in the place of q8_0.
-
-    Raises ValueError for another kind of file, OSError.
-    """
-    replace_file(target, _unpack(source.read_bytes()), mode=0o644)
-
-
 def _unpack(data: bytes) -> bytes:
+    """Return a GGUF file with f32 and q8_0 tensors, of at most a few MB, with f16 in the place of q8_0. Raises ValueError."""
     if data[:4] != _MAGIC or struct.unpack_from("<I", data, 4) != (_VERSION,):
         raise ValueError("not a GGUF file of version 3")
     tensors, pairs = struct.unpack_from("<QQ", data, 8)

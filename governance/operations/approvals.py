@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 from django.db import connection, transaction
@@ -474,11 +474,6 @@ def list_lasting_approvals(operation: Operation) -> list[Decision]:
     return list(kept.values())
 
 
-def count_rejections(decisions: Sequence[Decision]) -> int:
-    """Return how many people reject."""
-    return sum(not decision.is_approval and decision.withdrawn_at is None for decision in decisions)
-
-
 def is_met(operation: Operation) -> bool:
     """Return whether the approvals of an operation satisfy its policy, a new policy's own threshold included."""
     statement, policy, proofs = operation.read_statement(), operation.policy.read_policy(), list_proofs(operation)
@@ -489,11 +484,6 @@ def is_met(operation: Operation) -> bool:
         return new is None or judge(statement, select_proofs(proofs, new), new).is_met
     except ApprovalError:
         return False
-
-
-def is_governed() -> bool:
-    # From the first active policy on, for good: one that has expired opens nothing again.
-    return PolicyVersion.objects.filter(activated_at__isnull=False).exists()
 
 
 def require_approval(operation: str, *, order: RunOrder | None, instead: str = "") -> None:
@@ -512,8 +502,9 @@ def require_approval(operation: str, *, order: RunOrder | None, instead: str = "
             and _is_signed(run, order)
         ):
             return
-    elif not is_governed():
-        # Before the first policy nobody could approve, so the operator decides alone; the audit log says so.
+    elif not PolicyVersion.objects.filter(activated_at__isnull=False).exists():
+        # Before the first policy nobody could approve, so the operator decides alone; the audit log says so. One that was in
+        # force and has expired opens nothing again.
         return
     words = f"This needs approval: propose {operation} under Approvals, and others sign it."
     raise NeedsApproval(f"{words} {instead}".strip(), param="operation")

@@ -16,7 +16,6 @@ from governance.errors import ApprovalRefused, NotPermitted, StateChanged
 from governance.models import ApproverKey, Decision, Operation
 from governance.operations.approvals import (
     audit_operation,
-    count_rejections,
     drop_void,
     end_operation,
     explain_own_review,
@@ -122,7 +121,8 @@ def reject(*, op_id: uuid.UUID, user: User, comment: str) -> Operation:
     audit_operation(operation, "operation.reject", actor=f"user:{user.get_username()}")
     publish_hint("operations", str(operation.pk))
     operation = find_operation(op_id)
-    if count_rejections(list(operation.decisions.all())) >= policy.classes[operation.op_class].deny_threshold:
+    rejections = sum(not each.is_approval and each.withdrawn_at is None for each in operation.decisions.all())
+    if rejections >= policy.classes[operation.op_class].deny_threshold:
         if operation.state == ApprovalState.APPROVED.value:
             move_approval(operation, ApprovalEvent.FALL_SHORT)
         reason = f"rejected by {user.get_username()}: {why}"

@@ -76,6 +76,7 @@ def draft_policy(request: HttpRequest) -> HttpResponse:
         except GovernanceError as error:
             problem = error.message
     sent = request.POST if request.method == "POST" else None
+    is_solo = policy is not None and any(found.solo for found in policy.classes.values())
     context = {
         "section": "policy",
         "policy": policy,
@@ -83,7 +84,7 @@ def draft_policy(request: HttpRequest) -> HttpResponse:
         "problem": problem,
         "people": _list_offered(policy, sent),
         "thresholds": _list_thresholds(policy, sent),
-        "is_solo": "solo" in sent if sent is not None else _is_solo(policy),
+        "is_solo": "solo" in sent if sent is not None else is_solo,
         "expires": sent.get("expires", "") if sent else "",
         "reason": sent.get("reason", "") if sent else "",
     }
@@ -111,10 +112,6 @@ def _draft(request: HttpRequest, policy: Policy | None) -> HttpResponse:
     return HttpResponseRedirect(locate_operation(operation.pk), status=HTTPStatus.SEE_OTHER)
 
 
-def _is_solo(policy: Policy | None) -> bool:
-    return policy is not None and any(found.solo for found in policy.classes.values())
-
-
 def _read_approvers(sent: QueryDict) -> list[ApproverChoice]:
     ticked = [int(text) for text in sent.getlist("key") if text.isdecimal()]
     by_user: dict[int, tuple[str, list[int]]] = {}
@@ -122,14 +119,11 @@ def _read_approvers(sent: QueryDict) -> list[ApproverChoice]:
         by_user.setdefault(key.user.pk, (key.user.get_username(), []))[1].append(key.pk)
     if not by_user:
         raise InvalidProposal("Choose at least one key of one person.", param="approvers")
-    return [
-        ApproverChoice(name, _read_groups(sent.get(f"groups-{user_id}", "")), tuple(key_ids))
-        for user_id, (name, key_ids) in by_user.items()
-    ]
-
-
-def _read_groups(text: str) -> tuple[str, ...]:
-    return tuple(sorted({group.strip() for group in text.split(",")} - {""}))
+    found = []
+    for user_id, (name, key_ids) in by_user.items():
+        groups = {group.strip() for group in sent.get(f"groups-{user_id}", "").split(",")} - {""}
+        found.append(ApproverChoice(name, tuple(sorted(groups)), tuple(key_ids)))
+    return found
 
 
 def _read_thresholds(sent: QueryDict, classes: Iterable[str]) -> dict[str, int]:
