@@ -78,11 +78,11 @@ class _HintQueue(asyncio.Queue[bytes]):
 
 
 class _Subscription(PubSub):
-    """Waits for the next message where channels_redis would look ten times a second."""
+    """A subscription that waits for its next message."""
 
     async def get_message(self, ignore_subscribe_messages: bool = False, timeout: float | None = 0.0) -> Any:
-        """Return the next message; None when none came for ``hint_wait_s``, however soon the caller wants to be back."""
         del timeout
+        # However soon the caller wants to be back: channels_redis would look ten times a second.
         return await super().get_message(ignore_subscribe_messages, timeout=limits().core.hint_wait_s)
 
 
@@ -117,6 +117,7 @@ class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redi
         """Return the name of a new channel of this process; nothing comes on it before it joins a group."""
         layer = self._get_layer()
         channel = str(await layer.new_channel(prefix))
+        # In the place of a queue without a bound.
         layer.channels[channel] = _HintQueue()
         return channel
 

@@ -49,6 +49,7 @@ class AuthThrottle:
         """Count a wrong credential; old ones are forgotten."""
         now = clock.monotonic()
         count, at = self._failures.get(address, (0, 0.0))
+        # Whoever has waited begins anew.
         has_served = count >= self._limit and now - at >= self._block_s
         if has_served or now - at >= self._bounds.throttle_forget_s:
             count = 0

@@ -88,7 +88,7 @@ def _remove_webhook(webhook: WebhookEndpoint, actor: str, values: Values) -> str
 
 @admin.register(WebhookEndpoint)
 class WebhookAdmin(CreatingAdmin):
-    """Where notices of operations are posted to. The address may hold a password and is shown to nobody."""
+    """Where notices of operations are posted to."""
 
     list_display = ("name", "show_host", "show_state", "created_at", "show_changes")
     search_fields = ("name",)
@@ -117,6 +117,7 @@ class WebhookAdmin(CreatingAdmin):
 
     @column("Host")
     def show_host(self, webhook: WebhookEndpoint) -> str:
+        # The rest of the address may hold a password and is shown to nobody.
         return urlsplit(webhook.url).hostname or ""
 
     @column("State", ordering="is_active", label={"active": "success", "removed": "danger"})
@@ -135,6 +136,7 @@ class AuditEventAdmin(ShowingAdmin):
     readonly_fields = fields
     list_select_related = ("entry",)
     list_per_page = 50
+    # A count would read the whole log for each page.
     show_full_result_count = False
     list_before_template = "admin/muster/audit_status.html"
 

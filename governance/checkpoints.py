@@ -169,6 +169,7 @@ def record_witness(
     """
     seen = Checkpoint(settings.GOVERNANCE_LOG_ORIGIN, size, root)
     is_possible = 0 <= size < 1 << 63 and len(root) == _HASH_BYTES
+    # Runners of earlier releases sign a form that names nobody.
     signed_as = (name for name in (runner_id, "") if check_signature(public_key, seen.witness_message(name), signature))
     signed_name = next(signed_as, None) if is_possible else None
     if signed_name is None:
@@ -285,6 +286,7 @@ def _open_frontier(checkpoint: AuditCheckpoint) -> Frontier | None:
         signed = auditlog.open_note(checkpoint.note, log_keys(), check_signature)
     except AuditLogError:
         return None
+    # The row is believed as far as the signed note says the same.
     return frontier if (signed.size, signed.root) == (frontier.size, frontier.root()) else None
 
 

@@ -136,7 +136,7 @@ class SignInFailure(models.Model):
 
 
 class PolicyVersion(models.Model):
-    """One version of the approval policy: the very bytes that were signed. Exactly one is active."""
+    """One version of the approval policy: the very bytes that were signed."""
 
     class State(models.TextChoices):
         """Where a version stands."""
@@ -160,6 +160,7 @@ class PolicyVersion(models.Model):
             models.UniqueConstraint(
                 fields=["version"], condition=models.Q(state__in=["active", "superseded"]), name="policyversion_one_a_version"
             ),
+            # Exactly one is active.
             models.UniqueConstraint(fields=["state"], condition=models.Q(state="active"), name="policyversion_one_active"),
         ]
 
@@ -347,6 +348,7 @@ class Freeze(models.Model):
     class Meta:
         ordering = ["-frozen_at"]
         constraints = [
+            # PostgreSQL otherwise takes every NULL for a value of its own: two freezes could be in force.
             models.UniqueConstraint(
                 fields=["lifted_at"], condition=models.Q(lifted_at=None), nulls_distinct=False, name="freeze_one"
             )
@@ -396,6 +398,7 @@ class Notice(models.Model):
     class Meta:
         ordering = ["created_at"]
         constraints = [
+            # A second call for the same event tells nobody twice.
             models.UniqueConstraint(
                 fields=["operation", "event", "person"], condition=models.Q(person__isnull=False), name="notice_once_a_person"
             ),

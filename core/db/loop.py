@@ -1,8 +1,7 @@
 """A PostgreSQL connection that an event loop serves: one prepared statement at a time, without a thread and without a task.
 
 libpq's asynchronous commands do the work (PostgreSQL's manual, "Asynchronous Command Processing"): a statement is handed to the
-socket at once, and the loop calls when its answer has come. Only the connection itself is made in a thread, because names are
-looked up and passwords are worked out there.
+socket at once, and the loop calls when its answer has come.
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ class LoopConnection:
                 raise
             return connection
 
+        # In a thread: names are looked up and passwords are worked out while it is made.
         return cls(await asyncio.get_running_loop().run_in_executor(None, connect), silence_s=silence_s)
 
     def send(
@@ -77,6 +77,7 @@ class LoopConnection:
         try:
             self._pgconn.send_query_prepared(statement.encode(), values)
         except psycopg.Error as error:
+            # Later: ``on_done`` is not called before this returns.
             self._loop.call_soon(self._lose, error)
             return
         self._flush()
@@ -129,7 +130,7 @@ class LoopConnection:
             self._lose(self._error or psycopg.OperationalError("the server closed the connection"))
 
     def _look_for_silence(self) -> None:
-        """One timer for all statements: they are many, and a silent server is rare."""
+        # One timer for all statements: they are many, and a silent server is rare.
         self._watch = None
         if self._on_done is None:
             return

@@ -61,7 +61,7 @@ class DatabaseBusy(OperationalError):
 async def run_in_database(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Run ``function`` in a thread of the ORM pool and return its result, within ``database_s`` seconds.
 
-    A call that nobody waits for any more is not begun. One that had begun may still come to its end in the database.
+    One that had begun may still come to its end in the database when nobody waits for it any more.
     Raises DatabaseBusy, and whatever ``function`` raises.
     """
     if not _room.take():
@@ -72,6 +72,7 @@ async def run_in_database(function: Callable[P, R], *args: P.args, **kwargs: P.k
 
     def call() -> R:
         try:
+            # What nobody waits for any more is not begun.
             if abandoned.is_set() or clock.monotonic() >= due_at:
                 raise DatabaseBusy("no database thread was free in time; please retry")
             with limit_waits(WaitLimit(silence_s=limit_s, ends_at=due_at)):

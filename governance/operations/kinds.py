@@ -150,6 +150,7 @@ class BreakGlassReview(_Local):
     def carry_out(self, order: RunOrder) -> Sent | Done | NotNow:
         """Note it; the operation itself is the record. Raises ApprovalRefused when one of the signers used what is reviewed."""
         found = _find(order.op_id)
+        # What is closed has to be what people signed, whatever the row refers to.
         if found is None or found.reviews is None or found.reviews.printed_id != order.target:
             raise ApprovalRefused("What would be closed is not what was signed.", rule="bad_statement")
         if why := explain_own_review(found, found.policy.read_policy(), order.approved_by):

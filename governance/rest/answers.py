@@ -164,8 +164,8 @@ class OperationSerializer(SummarySerializer):
     is_frozen = serializers.BooleanField(help_text="All operations stand still")
 
     def get_fields(self) -> dict[str, serializers.Field[Any, Any, Any, Any]]:  # Any: fields of all types
-        """Return the fields, those of the list read from the summary."""
         fields = super().get_fields()
+        # The members of the list stand in ``summary`` of what is shown.
         for name in SummarySerializer().get_fields():
             fields[name].source = f"summary.{fields[name].source or name}"
         return fields
@@ -340,9 +340,10 @@ def describe_bytes(*, media_type: str, description: str) -> dict[tuple[int, str]
 
 
 def add_stream(result: dict[str, Any], generator: object, **_rest: object) -> dict[str, Any]:  # Any: an OpenAPI document
-    """Add the event stream, which is no view of the REST framework, to the document (a hook of drf-spectacular)."""
+    """Add the event stream to the document (a hook of drf-spectacular)."""
     refusals = {str(status): _refer(status) for status in (401, 404, 405, 503)}
     event = {"type": "string", "description": "Lines `event: status` and `data: {…}`; see docs/api.md"}
+    # It is no view of the REST framework, so nothing else describes it.
     result["paths"][STREAM_PATH] = {
         "get": {
             "operationId": "follow_operation",

@@ -286,6 +286,7 @@ class ClaimView(GovernanceView):
         person = require_owner(request, purpose="claim a token")
         token, secret = claim_admin_token(op_id=ident, user=person)
         answer = {"token_id": token.pk, "name": token.name, "key_id": token.keyid, "secret": secret}
+        # Shown this once: no cache may keep it.
         return Response(ClaimedTokenSerializer(answer).data, headers={"Cache-Control": "no-store"})
 
 

@@ -64,6 +64,7 @@ def show_inbox(request: HttpRequest) -> HttpResponse:
 def show_history(request: HttpRequest) -> HttpResponse:
     """Show what was asked for, newest first; ``?before=`` is the time that an earlier page ended with."""
     before = read_time(request.GET.get("before", ""))
+    # One more than is shown tells whether there are older ones.
     found = read_history(before=before, limit=limits().governance.history_rows + 1)
     page = found[: limits().governance.history_rows]
     older = page[-1].requested_at.isoformat() if len(found) > limits().governance.history_rows else ""
@@ -268,7 +269,7 @@ def _show_run(run: OperationRun) -> dict[str, object]:
 
 
 def describe_proof(proof: Mapping[str, object]) -> list[Line]:
-    """Return a proof in words. It was verified before it was stored; one that cannot be read any more is said to be so."""
+    """Return a proof in words."""
     lines = [
         Line("Kind", KEY_WORDS.get(str(proof.get("type")), str(proof.get("type")))),
         Line("Key id", str(proof.get("keyid"))),
@@ -276,6 +277,7 @@ def describe_proof(proof: Mapping[str, object]) -> list[Line]:
     if proof.get("type") == "webauthn":
         try:
             lines += _describe_assertion(proof)
+        # It was verified before it was stored, so it has been changed in the database since.
         except (ApprovalError, ValueError, KeyError, IndexError) as error:
             lines.append(Line("Problem", f"this proof cannot be read: {error}"))
     return [*lines, Line("Signature", str(proof.get("signature")))]

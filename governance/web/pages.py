@@ -154,13 +154,15 @@ def render_page(
 
 
 def show_freeze(request: HttpRequest) -> dict[str, object]:
-    """Return the freeze in force as ``frozen``, for the banner on every page; read only by pages that have one."""
+    """Return the freeze in force as ``frozen``, for the banner on every page."""
     del request
+    # Lazy: read only by pages that have the banner.
     return {"frozen": SimpleLazyObject(read_freeze)}
 
 
 def show_read_only(request: HttpRequest) -> dict[str, object]:
-    """Return why the session may only look as ``read_only``, for the banner on every page; read only by pages that have one."""
+    """Return why the session may only look as ``read_only``, for the banner on every page."""
+    # Lazy, as above. A CSRF failure is told before the middleware has looked for the user.
     return {"read_only": SimpleLazyObject(lambda: find_read_only(request) if hasattr(request, "user") else None)}
 
 

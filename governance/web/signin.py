@@ -168,6 +168,7 @@ def read_label(request: HttpRequest) -> str:
 def read_next(request: HttpRequest) -> str:
     """Return where to go after signing in, "" when nothing of this installation was asked for."""
     wanted = request.POST.get("next") or request.GET.get("next") or ""
+    # A link to the sign-in page must not lead people to anybody else's, nor back to itself.
     is_ours = url_has_allowed_host_and_scheme(wanted, allowed_hosts=None, require_https=request.is_secure())
     return wanted if is_ours and urlsplit(wanted).path != reverse("signin:login") else ""
 
