@@ -14,10 +14,8 @@ HEAD = """# Settings
 
 `python -m tests.unit.test_settings_page` writes this page from `core/limits.py` and from rows of its own.
 
-Every process of the server reads these environment variables when it starts. `NAME_FILE` names a file that holds the value of
-`NAME`; use that for secrets. A value that cannot be used stops the process with one line that says why. Nodes have
-[options of their own](nodes.md#options). `core/limits.py`, `wire/limits.py` and `runner/limits.py` have the bounds that no
-variable sets.
+Servers read these environment variables when they start. `NAME_FILE` names a file that holds the value of `NAME`; use that for
+secrets. Nodes have [options of their own](nodes.md#options). `core/limits.py` has the bounds that no variable sets.
 
 """
 SETTING_HEAD = "| Variable | Default | What it does |\n|---|---|---|\n"
@@ -27,8 +25,8 @@ DATABASE_URL | `postgresql:///muster` | `postgresql://user:password@host:port/na
 `keepalives_interval=2`, `keepalives_count=3`, `tcp_user_timeout=10000`
 MUSTER_DATABASE_SILENCE_S
 REDIS_URL | `redis://127.0.0.1:6379/0` | `redis://`, `rediss://` or `unix:///path/valkey.sock?db=0`
-MUSTER_SECRET_KEY | none | Required; long and random. It signs sessions and encrypts the API keys of nodes. A new one signs \
-every operator out, and those keys have to be given again
+MUSTER_SECRET_KEY | none | Required; long and random. It signs sessions and encrypts the API keys of nodes, \
+which a change makes unreadable
 MUSTER_DEBUG | off | Error pages with details. Never where others can reach it
 MUSTER_ALLOWED_HOSTS | `localhost,127.0.0.1,[::1]` | Hosts, without a port, under which the control plane answers. \
 `./muster up` adds its own
@@ -38,20 +36,20 @@ MUSTER_TRUSTED_PROXIES | empty | Addresses and networks of proxies, separated by
 client's address is the last in `X-Forwarded-For` that is none of them; without proxies the header is ignored. Name nothing \
 but proxies: they choose the address that throttles and logs see
 MUSTER_LOG_LEVEL | `info` | `debug` (`trace`), `info`, `warning` (`warn`), `error`, `critical`. For nodes too
-MUSTER_ADMIN_PAGES | on | Load the admin's modules. Off saves gateways and workers a second and 15 MB
+MUSTER_ADMIN_PAGES | on | Off saves gateways and workers a second and 15 MB
 MUSTER_STATIC_ROOT | `staticfiles` in the repository | Where `collectstatic` writes
 MUSTER_STATIC_FINDERS | on | Serve static files from the packages. Off in an image that has collected them
 **Approvals**
 MUSTER_PUBLIC_URL | `http://localhost:8000` | Where people open the control plane; HTTPS anywhere but on localhost. Passkeys \
-and policies are bound to it: after a change people enrol passkeys again and approve a new policy
+and policies are bound to it
 MUSTER_LOG_KEY | empty | Seed of the Ed25519 key that signs audit checkpoints: 32 bytes in base64url. Empty = no \
 checkpoints. `./muster up` makes one
 MUSTER_LOG_ORIGIN | `muster.local/audit` | Name of the log in its checkpoints
 MUSTER_MAIL_FROM | empty | Sender of notices. Empty = no mail
 MUSTER_MAIL_HOST | `localhost` | Mail server
 MUSTER_MAIL_PORT | 25 | Its port
-MUSTER_MAIL_USER | empty | User name there
-MUSTER_MAIL_PASSWORD | empty | Its password
+MUSTER_MAIL_USER | empty | User name
+MUSTER_MAIL_PASSWORD | empty | Password
 MUSTER_MAIL_TLS | off | STARTTLS
 **Requests**
 MUSTER_QUEUE_TIMEOUT_S
