@@ -199,7 +199,8 @@ def _move_data(words: list[str]) -> list[str]:
     """Return the words with a ``--data DIR`` before the command put behind it, where every command reads it."""
     if words[:1] and words[0].partition("=")[0] == "--data":
         data, rest = take_data(words)
-        return [*rest[:1], "--data", str(data), *rest[1:]] if data is not None else words
+        if data is not None:
+            return [*rest[:1], "--data", str(data), *rest[1:]] if rest else []
     return words
 
 

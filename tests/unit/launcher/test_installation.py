@@ -507,6 +507,7 @@ def test_words_reach_the_command_they_are_for_and_options_of_other_programs_are_
     options, _ = parse(["up"])
     assert (options.host, options.port, options.gateway_port, options.with_node) == ("127.0.0.1", 8000, 8080, True)
     assert options.data == default_data()
+    assert _move_data(["--data", "/d"]) == []
     for words in (["demo", "governance", "--json", "--data", "/d"], ["--data", "/d", "demo", "governance", "--json"]):
         options, _ = parse(_move_data(words))
         assert (options.what, options.as_json, options.data) == ("governance", True, Path("/d"))
