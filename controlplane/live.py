@@ -23,7 +23,7 @@ from core.hints import HINT_GROUP
 from core.limits import limits
 from core.models import User
 from governance.errors import NotFound
-from governance.operations.reading import read_operation
+from governance.operations.queries import read_operation
 from governance.signin import find_living, may_act
 from governance.states import RunState
 from governance.web.operations import render_live

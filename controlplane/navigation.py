@@ -14,7 +14,7 @@ from django.urls import reverse
 from controlplane.playground.keys import may_play
 from core.limits import limits
 from core.models import User
-from governance.operations.reading import count_waiting_for
+from governance.operations.queries import count_waiting_for
 
 
 class Item(TypedDict):

@@ -17,7 +17,7 @@ from core.limits import limits
 from governance import checkpoints
 from governance.audit import log_size, read_log
 from governance.errors import GovernanceError
-from governance.operations.reading import read_evidence
+from governance.operations.queries import read_evidence
 from wire import auditlog, clock
 from wire.auditlog import USAGE_STATUS, AuditLogError, LogKey, Record, Status, Verdict, Verifier
 from wire.ids import format_id, parse_id

@@ -9,7 +9,7 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiExample, OpenApiParameter, OpenApiResponse
 from rest_framework import serializers
 
-from governance.operations.reading import OperationView
+from governance.operations.queries import OperationView
 from governance.states import ApprovalState, RunState
 from wire.contract import ErrorCode
 

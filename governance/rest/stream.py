@@ -29,7 +29,7 @@ from core.hints import HINT_GROUP
 from core.limits import limits
 from governance.errors import GovernanceError
 from governance.operations.approvals import find_operation
-from governance.operations.reading import OperationSummary, summarise
+from governance.operations.queries import OperationSummary, summarise
 from governance.rest.requests import read_op_id
 from governance.states import FINAL_APPROVALS, FINAL_RUNS, ApprovalState, RunState
 from wire import clock

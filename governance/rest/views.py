@@ -29,7 +29,7 @@ from governance.operations.approvals import (
 from governance.operations.decisions import approve, reject, withdraw
 from governance.operations.policies import draft_policy, freeze
 from governance.operations.proposals import cancel, propose, use_approval
-from governance.operations.reading import OperationSummary, read_evidence, read_operation, summarise, with_parts
+from governance.operations.queries import OperationSummary, read_evidence, read_operation, summarise, with_parts
 from governance.rest.answers import (
     APPROVAL,
     DRAFT,

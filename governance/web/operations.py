@@ -24,7 +24,7 @@ from governance.models import OperationRun
 from governance.operations import decisions, proposals
 from governance.operations.approvals import active_policy
 from governance.operations.proposals import use_approval
-from governance.operations.reading import (
+from governance.operations.queries import (
     DecisionView,
     OperationView,
     read_evidence,

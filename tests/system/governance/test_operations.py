@@ -35,7 +35,7 @@ from governance.operations.approvals import (
 )
 from governance.operations.policies import draft_policy
 from governance.operations.proposals import Proposer, use_approval
-from governance.operations.reading import read_inbox, read_operation
+from governance.operations.queries import read_inbox, read_operation
 from governance.operations.runs import finish_run, run_due
 from governance.registry import find_kind
 from governance.signin import ASSURANCE

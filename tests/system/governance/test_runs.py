@@ -15,7 +15,7 @@ from governance.operations import decisions, proposals
 from governance.operations.approvals import REVIEW, list_unreviewed, sweep_operations
 from governance.operations.decisions import withdraw
 from governance.operations.proposals import Proposer, cancel, use_approval
-from governance.operations.reading import read_evidence, read_operation
+from governance.operations.queries import read_evidence, read_operation
 from governance.operations.runs import finish_run, requeue_run, run_due
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.governed_team import (

@@ -25,7 +25,7 @@ from core.models import User
 from governance.models import Freeze, Operation, OperationRun
 from governance.operations.approvals import active_policy
 from governance.operations.policies import freeze
-from governance.operations.reading import read_evidence
+from governance.operations.queries import read_evidence
 from governance.operations.runs import run_due
 from governance.registry import RunOrder
 from governance.states import RunState
