@@ -34,6 +34,7 @@ from governance.operations.approvals import (
 )
 from governance.operations.runs import (
     NodeRun,
+    RunEnd,
     claim_contact,
     find_run_of,
     finish_run,
@@ -573,13 +574,12 @@ def store_status(*, node_id: uuid.UUID, status: OpStatus) -> bool:
         case "succeeded" | "failed":
             code, receipt = _check_end(run, node, status)
             event = RunEvent.SUCCEED if status.state == "succeeded" else RunEvent.FAIL
-            told = {"code": code, "message": status.message, "receipt": receipt}
-            finish_run(run_id=run.run_id, event=event, result=status.result, receipt_key=receipt and node.box_key, **told)
+            end = RunEnd(event, code, status.message, status.result, receipt, receipt_key=receipt and node.box_key)
+            finish_run(run.run_id, end)
         case "refused" if status.code in TRY_AGAIN_CODES:
             requeue_run(run_id=run.run_id, reason=f"the node refused it for now: {status.code}")
         case "refused":
-            code, message, result = status.code or "refused", status.message, status.result
-            finish_run(run_id=run.run_id, event=RunEvent.FAIL, code=code, message=message, result=result)
+            finish_run(run.run_id, RunEnd(RunEvent.FAIL, status.code or "refused", status.message, status.result))
         case "interrupted":
             lose_run(run, node, result=status.result, receipt=_check_end(run, node, status)[1])
         case "unknown" if not run.has_ended:
@@ -598,16 +598,11 @@ def lose_run(
     """
     loaded = find_loaded(node.pk) if loaded is None else loaded
     what = "The node was cut off while it worked."
-    finish_run(run_id=run.run_id, event=RunEvent.LOSE, code="interrupted", message=what)
-    finish_run(
-        run_id=run.run_id,
-        event=RunEvent.RESOLVE,
-        code="interrupted",
-        message=f"{what} Loaded on it now: {', '.join(loaded) or 'nothing'}"[:500],
-        result={**result, "loadedNow": loaded},
-        receipt=receipt,
-        receipt_key=node.box_key if receipt else "",
-    )
+    finish_run(run.run_id, RunEnd(RunEvent.LOSE, "interrupted", what))
+    message = f"{what} Loaded on it now: {', '.join(loaded) or 'nothing'}"[:500]
+    result = {**result, "loadedNow": loaded}
+    receipt_key = node.box_key if receipt else ""
+    finish_run(run.run_id, RunEnd(RunEvent.RESOLVE, "interrupted", message, result, receipt, receipt_key))
 
 
 def find_loaded(node_id: uuid.UUID) -> list[str]:

@@ -13,19 +13,17 @@ from contextlib import closing
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.conf import settings
-from django.db import transaction
-from django.utils.module_loading import import_string
-
 from core.limits import limits
 from governance.operations.runs import (
     NodeRun,
+    RunEnd,
     claim_contact,
     find_node_run,
     finish_run,
     list_unattended,
     note_progress,
     requeue_run,
+    wake_worker,
 )
 from governance.states import RunEvent
 from nodes.addresses import build_request, resolve_direct_target
@@ -41,6 +39,8 @@ if TYPE_CHECKING:
 
 _PATHS = {"model-load": "/v1/models/load", "model-unload": "/v1/models/unload", "cache-flush": "/v1/cache/flush"}
 _SPENT_CODES = frozenset({"op_token_refused", "op_token_expired"})
+
+TASK_NAME = "nodes.tasks.call_box"
 
 logger = logging.getLogger("muster.nodes")
 
@@ -93,7 +93,7 @@ def _hand_over(run: NodeRun, node: Node) -> bool:
     path = _PATHS.get(run.operation)
     if path is None:  # asked for while the node dialled in
         message = f"{run.operation} takes no approval over HTTP; connect the node by its own session, then ask again"
-        finish_run(run_id=run.run_id, event=RunEvent.FAIL, code="unknown_operation", message=message)
+        finish_run(run.run_id, RunEnd(RunEvent.FAIL, "unknown_operation", message))
         return False
     try:
         status, members = _call(node, "POST", path, {**params, TOKEN_MEMBER: run.token})
@@ -118,13 +118,13 @@ def _take_answer(run: NodeRun, node: Node, status: int, members: dict[str, Any])
         _lose(run, node, result={"error": "the node began, and named no task that can be asked for"})
         return False
     if 200 <= status < 300:
-        finish_run(run_id=run.run_id, event=RunEvent.SUCCEED, result=clean_result(members))
+        finish_run(run.run_id, RunEnd(RunEvent.SUCCEED, result=clean_result(members)))
         return False
     code, message = _read_error(members, status)
     if code in TRY_AGAIN_CODES and code not in _SPENT_CODES:
         requeue_run(run_id=run.run_id, reason=f"the node refused it for now: {code}")
         return False
-    finish_run(run_id=run.run_id, event=RunEvent.FAIL, code=code, message=message, result=clean_result(members))
+    finish_run(run.run_id, RunEnd(RunEvent.FAIL, code, message, clean_result(members)))
     return False
 
 
@@ -141,10 +141,10 @@ def _poll(run: NodeRun, node: Node) -> bool:
         return True
     match members.get("status"):
         case "completed":
-            finish_run(run_id=run.run_id, event=RunEvent.SUCCEED, result=clean_result(members))
+            finish_run(run.run_id, RunEnd(RunEvent.SUCCEED, result=clean_result(members)))
         case "failed":
             code, message = _text(members.get("code")) or "model_load_failed", _text(members.get("error"))
-            finish_run(run_id=run.run_id, event=RunEvent.FAIL, code=code, message=message, result=clean_result(members))
+            finish_run(run.run_id, RunEnd(RunEvent.FAIL, code, message, clean_result(members)))
         case "interrupted":
             _lose(run, node, result=clean_result(members))
         case _:
@@ -229,23 +229,6 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-TASK_NAME = "nodes.tasks.call_box"
-
-logger = logging.getLogger("muster.nodes")
-
-
 def schedule_call(run_id: uuid.UUID) -> None:
     """Have a worker take the command one step further, once the transaction is committed."""
-
-    def send() -> None:
-        from celery.exceptions import CeleryError  # loaded by whoever sends a task at all
-        from kombu.exceptions import KombuError
-
-        try:
-            import_string(settings.TASK_APP).send_task(
-                TASK_NAME, args=[str(run_id)], expires=limits().nodes.call_task_s, retry=False
-            )
-        except (OSError, KombuError, CeleryError) as error:
-            logger.warning("command_not_rung run=%s error=%s; the sweep takes it up", run_id, type(error).__name__)
-
-    transaction.on_commit(send)
+    wake_worker(run_id, task=TASK_NAME, life_s=limits().nodes.call_task_s)

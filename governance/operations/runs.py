@@ -158,8 +158,9 @@ def _move_on(run_id: uuid.UUID) -> None:
 
 def _give_up(run: OperationRun) -> None:
     if RunState(run.state) is not RunState.UNKNOWN:
-        finish(run, RunEvent.LOSE, code="box_lost", message="The node has not been heard for a day.")
-    finish(run, RunEvent.RESOLVE, code="box_lost", message="The node never came back to tell how it went; look at it by hand.")
+        finish(run, RunEnd(RunEvent.LOSE, "box_lost", "The node has not been heard for a day."))
+    message = "The node never came back to tell how it went; look at it by hand."
+    finish(run, RunEnd(RunEvent.RESOLVE, "box_lost", message))
 
 
 # Sending
@@ -215,7 +216,7 @@ def _send(run: OperationRun, operation: Operation, statement: Statement) -> None
             outcome = kind.carry_out(order)
     except GovernanceError as error:
         _mark_dispatched(operation)
-        finish(run, RunEvent.FAIL, code=error.code.value.lower(), message=error.message)
+        finish(run, RunEnd(RunEvent.FAIL, error.code.value.lower(), error.message))
         return
     match outcome:
         case Sent(node_id):
@@ -225,7 +226,7 @@ def _send(run: OperationRun, operation: Operation, statement: Statement) -> None
             _mark_dispatched(operation)
             run.attempt += 1
             run.dispatched_at = clock.now()
-            finish(run, RunEvent.SUCCEED, message=message, result=result)
+            finish(run, RunEnd(RunEvent.SUCCEED, message=message, result=result))
         case NotNow(reason, retry_s):
             postpone(run, retry_s, message=reason)
 
@@ -343,7 +344,8 @@ def _check_rows(run: OperationRun, operation: Operation, statement: Statement) -
 def _refuse(run: OperationRun, operation: Operation, error: ApprovalError) -> None:
     """End a run whose approvals do not hold, and the operation with it unless some of it is on its way."""
     logger.critical("approval_invalid op=%s rule=%s", operation.printed_id, error.rule)
-    finish(run, RunEvent.FAIL, code="approval_invalid", message=f"The approvals do not hold ({error.rule}): {error}.")
+    message = f"The approvals do not hold ({error.rule}): {error}."
+    finish(run, RunEnd(RunEvent.FAIL, "approval_invalid", message))
     if operation.dispatched_at is None:
         end_operation(
             operation, ApprovalEvent.BLOCK, reason=f"its approvals do not hold ({error.rule})", code="approval_invalid"
@@ -397,8 +399,10 @@ def _next_fence() -> int:
 # The end of a run, and its wait
 
 
-def wake_worker(run_id: uuid.UUID, *, after_s: float = 0.0) -> None:
-    """Wake a worker for a run once the transaction is committed."""
+def wake_worker(
+    run_id: uuid.UUID, *, after_s: float = 0.0, task: str = "governance.tasks.work", life_s: float = 60.0
+) -> None:  # fmt: skip
+    """Wake a worker for a run once the transaction is committed. ``life_s``: how long the message is worth anything."""
 
     def send() -> None:
         from celery.exceptions import CeleryError  # loaded by whoever sends a task at all
@@ -406,12 +410,10 @@ def wake_worker(run_id: uuid.UUID, *, after_s: float = 0.0) -> None:
 
         wait = {"countdown": after_s} if after_s else {}
         try:
-            import_string(settings.TASK_APP).send_task(
-                "governance.tasks.work", args=[str(run_id)], expires=60 + after_s, retry=False, **wait
-            )
-        # A lost message costs seconds: the reconciler looks as well.
+            import_string(settings.TASK_APP).send_task(task, args=[str(run_id)], expires=life_s + after_s, retry=False, **wait)
+        # A lost message costs seconds: a sweep looks as well.
         except (OSError, KombuError, CeleryError) as error:
-            logger.warning("run_not_rung run=%s error=%s; the reconciler takes it up", run_id, type(error).__name__)
+            logger.warning("run_not_rung run=%s error=%s; a sweep takes it up", run_id, type(error).__name__)
 
     transaction.on_commit(send)
 
@@ -426,22 +428,25 @@ def postpone(run: OperationRun, wait_s: float, *, message: str) -> None:
         publish_hint("operations", str(run.operation_id))
 
 
-def finish(
-    run: OperationRun,
-    event: RunEvent,
-    *,
-    code: str = "",
-    message: str = "",
-    result: Mapping[str, object] | None = None,
-    receipt: str = "",
-    receipt_key: str = "",
-) -> None:
+@dataclass(frozen=True, slots=True)
+class RunEnd:
+    """How a run ends. LOSE makes it unknown, to be resolved. ``receipt_key``: of the node that signed the receipt, SPKI DER."""
+
+    event: RunEvent
+    code: str = ""
+    message: str = ""
+    result: Mapping[str, object] | None = None
+    receipt: str = ""
+    receipt_key: str = ""
+
+
+def finish(run: OperationRun, end: RunEnd) -> None:
     """Move a run on that is locked together with its operation; what waits for it is woken or skipped, and people are told."""
     now = clock.now()
-    new = next_run(RunState(run.state), event)
-    run.state, run.code, run.message = new.value, code[:80], message[: limits().governance.run_message_chars]
-    run.result = dict(result) if result else run.result
-    run.receipt, run.receipt_key = receipt or run.receipt, receipt_key or run.receipt_key
+    new = next_run(RunState(run.state), end.event)
+    run.state, run.code, run.message = new.value, end.code[:80], end.message[: limits().governance.run_message_chars]
+    run.result = dict(end.result) if end.result else run.result
+    run.receipt, run.receipt_key = end.receipt or run.receipt, end.receipt_key or run.receipt_key
     run.ended_at = now if new in FINAL_RUNS else None
     run.fraction = 1.0 if new is RunState.SUCCEEDED else run.fraction
     run.eta_s = None
@@ -494,24 +499,15 @@ def note_progress(*, run_id: uuid.UUID, stage: str, fraction: float | None, eta_
 
 
 @transaction.atomic
-def finish_run(
-    *,
-    run_id: uuid.UUID,
-    event: RunEvent,
-    code: str = "",
-    message: str = "",
-    result: Mapping[str, object] | None = None,
-    receipt: str = "",
-    receipt_key: str = "",
-) -> bool:
-    """End a run as its node says (LOSE makes it unknown, to be resolved). False when it had ended or that cannot be."""
+def finish_run(run_id: uuid.UUID, end: RunEnd) -> bool:
+    """End a run as its node says. False when it had ended or that cannot be."""
     run = lock_run(run_id)
-    if run is None or RunState(run.state) in FINAL_RUNS or RunState(run.state) not in sources_of(event):
+    if run is None or RunState(run.state) in FINAL_RUNS or RunState(run.state) not in sources_of(end.event):
         return False
     # A node cannot know how something went that was never sent to it, whatever it says.
     if run.dispatched_at is None:
         return False
-    finish(run, event, code=code, message=message, result=result, receipt=receipt, receipt_key=receipt_key)
+    finish(run, end)
     return True
 
 

@@ -200,8 +200,9 @@ class Gate:
         if rules.disabled:
             raise OperationsDisabled(f"Operations are disabled: {rules.disabled}.")
         try:
-            async with self._reading:
-                keys = await asyncio.wait_for(asyncio.to_thread(self._keys.read), limits().operations.key_read_s)
+            # Not wait_for: in Python 3.11 it swallows a cancellation that comes together with the answer.
+            async with self._reading, asyncio.timeout(limits().operations.key_read_s):
+                keys = await asyncio.to_thread(self._keys.read)
         except TimeoutError:
             raise Unavailable("The key file of this node cannot be read in time, so no operation is carried out.") from None
         return Verifier(

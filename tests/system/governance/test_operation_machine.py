@@ -7,7 +7,6 @@ ledger. MUSTER_TEST_EXAMPLES=N plays N times as many orders, ``--hypothesis-prof
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import inspect
 import json
@@ -21,16 +20,17 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from enum import Enum
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Self
 
 import pytest
 from django.db import transaction
+from django.db.models import Model
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from msgspec import Struct
 from pytest_django import Settings
 
 from core.models import User
@@ -856,8 +856,6 @@ class Rooms:
     def __init__(self) -> None:
         self.modules: set[str] = set()
         self.classes: set[str] = set()
-        self._known = [each for each in gc.get_objects() if is_product(type(each))]
-        self._known_ids = {id(each) for each in self._known}
 
     def __enter__(self) -> Self:
         threading.setprofile(self._see)
@@ -874,21 +872,11 @@ class Rooms:
         if event != "return" or not is_function or module.partition(".")[0] not in PRODUCT:
             return
         self.modules.add(module)
-        first = next(iter(frame.f_locals.items()), ("", None))
-        if first[0] == "self":
-            self._add(type(first[1]))
         # msgspec and Django make their instances without a frame of ours: they are seen where they are held.
-        for each in (found, *frame.f_locals.values()):
-            if id(each) not in self._known_ids and not isinstance(each, Enum):
-                self._add(type(each))
-
-    def _add(self, kind: type) -> None:
-        if is_product(kind):
-            self.classes.add(f"{kind.__module__}.{kind.__qualname__}")
-
-
-def is_product(kind: type) -> bool:
-    return str(kind.__module__).partition(".")[0] in PRODUCT
+        held = [each for each in (found, *frame.f_locals.values()) if isinstance(each, Struct | Model)]
+        if "self" in frame.f_locals:
+            held.append(frame.f_locals["self"])
+        self.classes |= {f"{type(each).__module__}.{type(each).__qualname__}" for each in held}
 
 
 @pytest.mark.django_db

@@ -36,7 +36,7 @@ from governance.operations.approvals import (
 from governance.operations.policies import draft_policy
 from governance.operations.proposals import Proposer, use_approval
 from governance.operations.queries import read_inbox, read_operation
-from governance.operations.runs import finish_run, run_due
+from governance.operations.runs import RunEnd, finish_run, run_due
 from governance.registry import find_kind
 from governance.signin import ASSURANCE
 from governance.states import ApprovalState, RunEvent, RunState
@@ -431,7 +431,7 @@ def test_a_standing_approval_ends_with_a_moment_off_also_while_a_use_is_on_its_w
         sweep_operations()
         assert not standing.decisions.filter(withdrawn_at__isnull=False).exists()
         off_and_on_by_shell(team[1])
-        assert finish_run(run_id=run.pk, event=RunEvent.SUCCEED)
+        assert finish_run(run.pk, RunEnd(RunEvent.SUCCEED))
         with pytest.raises(ApprovalRefused, match="another approver must sign"):
             use_approval(op_id=standing.pk, proposer=team[0].proposer)
         sweep_operations()

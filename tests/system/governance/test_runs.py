@@ -16,7 +16,7 @@ from governance.operations.approvals import REVIEW, list_unreviewed, sweep_opera
 from governance.operations.decisions import withdraw
 from governance.operations.proposals import Proposer, cancel, use_approval
 from governance.operations.queries import read_evidence, read_operation
-from governance.operations.runs import finish_run, requeue_run, run_due
+from governance.operations.runs import RunEnd, finish_run, requeue_run, run_due
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.governed_team import (
     FakeBox,
@@ -57,7 +57,7 @@ def run_of(operation: Operation, target: str = "box-a") -> OperationRun:
 
 
 def end(operation: Operation, event: RunEvent, target: str = "box-a") -> bool:
-    return finish_run(run_id=run_of(operation, target).pk, event=event, code="no_memory")
+    return finish_run(run_of(operation, target).pk, RunEnd(event, "no_memory"))
 
 
 def run_again(operation: Operation) -> None:
@@ -218,7 +218,7 @@ def use(team: Team, operation: Operation, *, end: RunEvent | None = RunEvent.SUC
     run = use_approval(op_id=operation.pk, proposer=team[0].proposer)[0]
     run_due()
     if end is not None:
-        assert finish_run(run_id=run.pk, event=end)
+        assert finish_run(run.pk, RunEnd(end))
     return run
 
 
@@ -230,7 +230,7 @@ def test_each_use_has_its_number_and_the_last_one_ends_it(box: FakeBox, team: Te
     run = use(team, standing, end=RunEvent.LOSE)
     with pytest.raises(StateChanged, match="has not ended"):  # while nobody knows how it went
         use(team, standing)
-    finish_run(run_id=run.pk, event=RunEvent.RESOLVE)
+    finish_run(run.pk, RunEnd(RunEvent.RESOLVE))
     for _ in range(2):
         use(team, standing)
     assert [(order.use, order.op_id) for order in box.sent] == [(number, standing.printed_id) for number in (1, 2, 3)]
@@ -242,7 +242,7 @@ def test_the_requester_ends_it_between_two_uses_but_not_during_one(team: Team, s
     run = use(team, standing, end=None)
     with pytest.raises(StateChanged, match="on its way"):
         cancel(op_id=standing.pk, proposer=team[0].proposer)
-    finish_run(run_id=run.pk, event=RunEvent.SUCCEED)
+    finish_run(run.pk, RunEnd(RunEvent.SUCCEED))
     assert cancel(op_id=standing.pk, proposer=team[0].proposer).state == ApprovalState.CANCELLED.value
     with pytest.raises(StateChanged):
         use(team, standing)
