@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any  # request bodies are JSON
@@ -22,6 +22,7 @@ from conformance.table import (
     RESPONSES,
     Check,
     Go,
+    Row,
     Surface,
     Target,
     list_goes,
@@ -29,7 +30,6 @@ from conformance.table import (
     require_script_or_skip,
     require_status,
     require_stream,
-    requirement,
 )
 
 OPENAI_ERROR_KEYS = ("message", "type", "param", "code")
@@ -162,30 +162,23 @@ DIALECTS: Mapping[str, Dialect] = {
 DialectCheck = Callable[[Dialect, Target], Awaitable[None]]
 
 
-def for_each(
-    name: str, text: str, *, clients: str, paths: Iterable[str] = DIALECTS, needs_script: bool = False, is_slow: bool = False
-) -> Callable[[DialectCheck], DialectCheck]:
-    """Register a check as one row for each dialect."""
-
-    def register(check: DialectCheck) -> DialectCheck:
-        for path in paths:
-            dialect = DIALECTS[path]
-            row_id, row_text = f"{name}.{dialect.surface}", f"{dialect.surface}: {text}"
-            requirement(row_id, row_text, clients=clients, needs=dialect.surface, needs_script=needs_script, is_slow=is_slow)(
-                partial(check, dialect)
-            )
-        return check
-
-    return register
+def each(
+    name: str,
+    text: str,
+    clients: str,
+    check: DialectCheck,
+    *,
+    paths: Iterable[str] = DIALECTS,
+    needs_script: bool = False,
+    is_slow: bool = False,
+) -> Iterator[Row]:
+    """Yield one row for each dialect."""
+    for dialect in map(DIALECTS.__getitem__, paths):
+        row_id, row_text = f"{name}.{dialect.surface}", f"{dialect.surface}: {text}"
+        yield Row(row_id, row_text, clients, partial(check, dialect), dialect.surface, needs_script, is_slow)
 
 
 # Checks of answers
-
-
-def check_places(value: Field, places: Mapping[str, object]) -> None:
-    """Check what stands at each place; a tuple holds alternatives. Raises Violation."""
-    for place, expected in places.items():
-        value.at(place).must_be(*(expected if isinstance(expected, tuple) else (expected,)))
 
 
 def answers(
@@ -195,7 +188,7 @@ def answers(
 
     async def check(target: Target) -> None:
         reply = require_ok(await target.say(path, prompt, **fields))
-        check_places(reply, places or {})
+        reply.must_fit(places or {})
         if text is not None:
             DIALECTS[path].text(reply).must_be(text)
 
@@ -217,7 +210,7 @@ def carries(path: str, *cases: tuple[Mapping[str, Any], Mapping[str, object]]) -
 
     async def check(target: Target) -> None:
         for fields, places in cases:
-            check_places(await carried(target, path, **fields), places)
+            (await carried(target, path, **fields)).must_fit(places)
 
     return check
 

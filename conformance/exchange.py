@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any  # JSON of the server under test
@@ -452,6 +452,14 @@ class Field:
         if not any(type(self.value) is type(one) and self.value == one for one in expected):
             words = " or ".join(json.dumps(one, ensure_ascii=False) for one in expected)
             raise Violation(f"{self.path} must be {words[:300]} and is {self.shown}")
+
+    def must_fit(self, places: Mapping[str, object]) -> None:
+        """Check what stands at each place below: a value, one of a tuple, or what a function that is given the field takes."""
+        for place, expected in places.items():
+            if callable(expected):
+                expected(self.at(place))
+            else:
+                self.at(place).must_be(*(expected if isinstance(expected, tuple) else (expected,)))
 
     def must_have(self, names: Iterable[str]) -> None:
         """Check that all these members are there, null or not."""

@@ -145,8 +145,8 @@ async def _judge(target: Target, row: Row, presence: _Presence) -> tuple[Verdict
         return Verdict.SKIPPED, "needs the scripted engine (--scripted)"
     try:
         async with asyncio.timeout(LIMITS.row_answers * target.timeout_s):
-            if row.needs is not None:
-                await presence.require(row.needs)
+            if row.needed is not None:
+                await presence.require(row.needed)
             await row.check(target)
     except Violation as violation:
         return Verdict.FAIL, str(violation)

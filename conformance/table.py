@@ -35,64 +35,44 @@ Check = Callable[["Target"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One requirement. ``needs``: the surface that must be there; ``needs_script``: only the scripted engine can show it.
+    """One requirement; the first word of its id is its surface. ``clients`` break without it.
 
-    ``is_slow``: it waits for a silence of the engine, so it takes no turn from the others.
-    ``check`` returns when the requirement is fulfilled and raises Violation or NotApplicable.
+    ``check`` returns when the requirement is fulfilled and raises Violation or NotApplicable. ``needs``: the surface that must
+    be there, where it is not the row's own; ``needs_script``: only the scripted engine can show it; ``is_slow``: it waits for
+    a silence of the engine, so it takes no turn from the others.
     """
 
     id: str
-    surface: Surface
     requirement: str
     clients: str
     check: Check
-    needs: Surface | None
-    needs_script: bool
-    is_slow: bool
+    needs: Surface | None = None
+    needs_script: bool = False
+    is_slow: bool = False
+
+    @property
+    def surface(self) -> Surface:
+        """The part of the API that it belongs to."""
+        return Surface(self.id.partition(".")[0])
+
+    @property
+    def needed(self) -> Surface | None:
+        """The surface without which the row is skipped; None = it asks whatever server there is."""
+        anywhere = {Surface.FRAMING, Surface.MODELS, Surface.ERRORS}
+        return self.needs or (None if self.surface in anywhere else self.surface)
 
 
-_rows: dict[str, Row] = {}
-
-
-def requirement(
-    row_id: str,
-    text: str,
-    *,
-    clients: str,
-    needs: Surface | None = None,
-    needs_script: bool = False,
-    is_slow: bool = False,
-) -> Callable[[Check], Check]:
-    """Register a check as the row ``row_id``, whose first word is its surface. Raises ValueError for an id that is taken."""
-    surface = Surface(row_id.partition(".")[0])
-    if row_id in _rows:
-        raise ValueError(f"two rows are called {row_id}")
-    wanted = needs or (None if surface in {Surface.FRAMING, Surface.MODELS, Surface.ERRORS} else surface)
-
-    def register(check: Check) -> Check:
-        _rows[row_id] = Row(row_id, surface, text, clients, check, wanted, needs_script, is_slow)
-        return check
-
-    return register
-
-
-scripted = partial(requirement, needs_script=True)
-"""Register a check that only the scripted engine can show."""
-
-
-def add_scripted(*rows: tuple[str, str, str, Check]) -> None:
-    """Register such checks, each after its id, its text and its clients."""
-    for row_id, text, clients, check in rows:
-        scripted(row_id, text, clients=clients)(check)
+scripted = partial(Row, needs_script=True)
+"""A row that only the scripted engine can show."""
 
 
 def list_rows(only: Iterable[str] = ()) -> list[Row]:
     """Return the rows by surface; ``only``: surfaces, or beginnings of ids. Raises ValueError for a word that fits no row."""
-    import conformance.rows as every_row
+    # The rows import this module.
+    from conformance.rows import EVERY_ROW
 
-    assert every_row.MODULES
     order = list(Surface)
-    rows = sorted(_rows.values(), key=lambda row: order.index(row.surface))
+    rows = sorted(EVERY_ROW, key=lambda row: order.index(row.surface))
     words = [word for word in only if word]
     for word in words:
         if not any(row.id.startswith(word) for row in rows):

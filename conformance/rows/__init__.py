@@ -1,7 +1,9 @@
-"""The rows of the table, by endpoint. Importing this package registers all of them."""
+"""The rows of the table, by endpoint."""
 
 from __future__ import annotations
 
 from conformance.rows import chat, errors, http, messages, modalities, models, responses
 
-MODULES = (http, chat, modalities, responses, messages, models, errors)
+EVERY_ROW = (
+    *http.ROWS, *chat.ROWS, *modalities.ROWS, *responses.ROWS, *messages.ROWS, *models.ROWS, *errors.ROWS,
+)  # fmt: skip

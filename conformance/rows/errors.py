@@ -5,24 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Mapping
-from functools import partial
 
-from conformance.dialects import OPENAI_ERROR_KEYS, Dialect, for_each
+from conformance.dialects import OPENAI_ERROR_KEYS, Dialect, each
 from conformance.engine.script import REASON
 from conformance.exchange import LIMITS, Answer, Ask, Connection, Field, NotApplicable, Violation
 from conformance.readers.messages import check_error
-from conformance.table import (
-    CHAT,
-    MESSAGES,
-    MODELS,
-    RESPONSES,
-    Check,
-    Surface,
-    Target,
-    require_status,
-    requirement,
-    scripted,
-)
+from conformance.table import CHAT, MESSAGES, MODELS, RESPONSES, Check, Row, Surface, Target, require_status, scripted
 
 _WRONG_KEY = "sk-this-key-is-nobodys-0000000000000000"
 
@@ -64,12 +52,9 @@ def _must_name(error: Field, words: str, what: str) -> None:
         raise Violation(f"the message does not name the {what}: {error['message'].shown}")
 
 
-_for_dialects = partial(for_each, paths=(CHAT, RESPONSES, MESSAGES))
+_REFUSING = (CHAT, RESPONSES, MESSAGES)
 
 
-@_for_dialects(
-    "errors.wrong_key", "a wrong key: 401, authentication_error", clients="SDKs and LiteLLM raise AuthenticationError"
-)
 async def _wrong_key(dialect: Dialect, target: Target) -> None:
     path = dialect.path
     headers = {"x-api-key": _WRONG_KEY} if path == MESSAGES else {"authorization": f"Bearer {_WRONG_KEY}"}
@@ -80,44 +65,32 @@ async def _wrong_key(dialect: Dialect, target: Target) -> None:
         raise Violation(f"LiteLLM looks for 'Incorrect API key provided', not for {error['message'].shown}")
 
 
-@_for_dialects("errors.no_key", "no key: 401", clients="SDKs raise AuthenticationError")
 async def _no_key(dialect: Dialect, target: Target) -> None:
     headers = {"authorization": None, "x-api-key": None}
     await _refused(target, dialect.path, target.body(dialect.path), 401, "authentication_error", headers)
 
 
-@_for_dialects(
-    "errors.unknown_model",
-    "an unknown model: 404, not_found_error, the model named",
-    clients="SDKs and LiteLLM raise NotFoundError",
-)
 async def _unknown_model(dialect: Dialect, target: Target) -> None:
     body = target.body(dialect.path, model="nobody-has-this")
     _must_name(await _refused(target, dialect.path, body, 404, "not_found_error"), "nobody-has-this", "model")
 
 
-@_for_dialects("errors.broken_json", "a body that is not JSON: 400", clients="every SDK shows the message")
 async def _broken_json(dialect: Dialect, target: Target) -> None:
     for body in (b'{"model": ', b"", b"[1, 2]", b"\xff\xfe"):
         await _refused(target, dialect.path, body, 400, "invalid_request_error")
 
 
-@_for_dialects("errors.missing_model", "no model: 400, the field named", clients="every SDK shows the message")
 async def _missing_model(dialect: Dialect, target: Target) -> None:
     body = target.body(dialect.path)
     del body["model"]
     _must_name(await _refused(target, dialect.path, body, 400, "invalid_request_error"), "model", "field")
 
 
-@_for_dialects("errors.wrong_type", "a field of the wrong type: 400, the field named", clients="every SDK shows the message")
 async def _wrong_type(dialect: Dialect, target: Target) -> None:
     body = target.body(dialect.path, stream="yes")
     _must_name(await _refused(target, dialect.path, body, 400, "invalid_request_error"), "stream", "field")
 
 
-@_for_dialects(
-    "errors.method", "GET where POST is due: 404 or 405 as JSON, no page", clients="SDKs show `Error code: 405` alone"
-)
 async def _method(dialect: Dialect, target: Target) -> None:
     path = dialect.path
     headers = tuple((name, value) for name, value in target.headers_for(path).items() if name != "content-type")
@@ -126,7 +99,6 @@ async def _method(dialect: Dialect, target: Target) -> None:
     _check_error(answer, path)
 
 
-@_for_dialects("errors.too_large", "a body of 300 MB: 413 before it is read", clients="agents; SDKs do not retry it")
 async def _too_large(dialect: Dialect, target: Target) -> None:
     path = dialect.path
     async with Connection.opened(target.base_url) as connection:
@@ -135,7 +107,6 @@ async def _too_large(dialect: Dialect, target: Target) -> None:
     _check_error(answer, path)["type"].must_be("request_too_large" if path == MESSAGES else "invalid_request_error")
 
 
-@requirement("errors.no_messages.chat", "chat without messages: 400 with param", clients="openai SDKs")
 async def _no_messages(target: Target) -> None:
     wrong: tuple[object, ...] = (None, [], "hello")
     bodies = [{**target.body(CHAT), "messages": messages} for messages in wrong]
@@ -146,7 +117,6 @@ async def _no_messages(target: Target) -> None:
         _check_error(answer, CHAT)["param"].must_be("messages")
 
 
-@requirement("errors.route", "an unknown route: 404 as JSON, whatever the method", clients="every SDK")
 async def _route(target: Target) -> None:
     headers = (("authorization", f"Bearer {target.api_key}"), ("content-type", "application/json"))
     for method in ("GET", "POST", "PUT", "DELETE", "PATCH"):
@@ -155,11 +125,6 @@ async def _route(target: Target) -> None:
         _check_error(answer, CHAT)
 
 
-@requirement(
-    "errors.anthropic_route",
-    "an unknown route with anthropic-version: 404 that an Anthropic client can read",
-    clients="anthropic SDKs",
-)
 async def _anthropic_route(target: Target) -> None:
     headers = (("x-api-key", target.api_key), ("anthropic-version", "2023-06-01"), ("content-type", "application/json"))
     answer = await target.send(Ask("POST", "/v1/messages/batches", headers, b"{}"))
@@ -169,18 +134,12 @@ async def _anthropic_route(target: Target) -> None:
         raise Violation(f"error.type is missing: {answer.json().shown}")
 
 
-@requirement("errors.models_key", "the list of models with a wrong key: 401 as JSON", clients="openai SDKs, Open WebUI")
 async def _models_key(target: Target) -> None:
     answer = await target.send(Ask("GET", MODELS, (("authorization", f"Bearer {_WRONG_KEY}"),)))
     require_status(answer, 401)
     _check_error(answer, CHAT)
 
 
-@requirement(
-    "errors.request_id",
-    "x-request-id is on answers and errors, request-id too on Messages",
-    clients="openai and anthropic SDKs (_request_id)",
-)
 async def _request_id(target: Target) -> None:
     for path, name in ((CHAT, "x-request-id"), (MESSAGES, "request-id")):
         for body in (target.body(path), b"{"):
@@ -195,9 +154,6 @@ async def _request_id(target: Target) -> None:
             raise Violation(f"GET {path} has no x-request-id")
 
 
-@requirement(
-    "errors.encoding", "a compressed body is taken, or refused as JSON with 400 or 415", clients="proxies, HTTP libraries"
-)
 async def _encoding(target: Target) -> None:
     body = gzip.compress(json.dumps(target.body(CHAT)).encode(), mtime=0)
     answer = await target.send(target.ask_json(CHAT, body, {"content-encoding": "gzip"}))
@@ -207,7 +163,6 @@ async def _encoding(target: Target) -> None:
         _check_error(answer, CHAT)
 
 
-@requirement("errors.host", "another Host header gets no framework's page", clients="proxies, container names")
 async def _host(target: Target) -> None:
     async with Connection.opened(target.base_url) as connection:
         connection.host = "gateway.internal:9999"
@@ -223,12 +178,6 @@ async def _failed(target: Target, directive: str, *statuses: int) -> list[Answer
     return answers
 
 
-@scripted(
-    "errors.engine.context",
-    "a prompt that does not fit: 400, code context_length_exceeded",
-    clients="Codex, LangChain, Continue",
-    needs=Surface.CHAT,
-)
 async def _context(target: Target) -> None:
     for dialect in ("error_400_context", "error_400_context:vllm", "error_400_context:openai"):
         for answer in await _failed(target, dialect, 400):
@@ -237,12 +186,6 @@ async def _context(target: Target) -> None:
             error["code"].must_be("context_length_exceeded")
 
 
-@requirement(
-    "errors.engine.real_context",
-    "a real prompt that does not fit: 400, code context_length_exceeded",
-    clients="Codex, LangChain, Continue",
-    needs=Surface.CHAT,
-)
 async def _real_context(target: Target) -> None:
     if target.scripted:
         raise NotApplicable("the scripted engine takes any prompt; errors.engine.context checks its words")
@@ -275,22 +218,52 @@ def _is_said(
     return check
 
 
-for _name, _text, _clients, _check_engine in (
-    ("bad_request", "an engine's 400 stays a 400 with its words", "every SDK shows them",
-        _is_said("error_400", 400, kind="invalid_request_error", tells=True)),
-    ("detail", "an engine's {detail: …} becomes an error object with its words", "SDKs lose the message otherwise",
-        _is_said("detail_error", 400, 422, kind="invalid_request_error", tells=True)),
-    ("text", "an engine's {error: text} becomes an error object with its words", "SDKs lose the message otherwise",
-        _is_said("text_error", 400, kind="invalid_request_error", tells=True)),
-    ("failure", "an engine's 500: 500 or 502, server_error", "SDKs retry it",
-        _is_said("error_500", 500, 502, kind="server_error")),
-    ("html", "an engine's page of HTML becomes JSON", "every SDK",
-        _is_said("html_error", 500, 502, kind="server_error", page=b"<html")),
-    ("empty", "an engine's error without a body becomes an error object", "SDKs show `Error code: 500` alone",
-        _is_said("empty_error", 500, 502)),
-    ("rate", "an engine's 429: 429, rate_limit_error, Retry-After kept", "SDKs wait as told",
-        _is_said("error_429", 429, kind="rate_limit_error", retry=True)),
-    ("overloaded", "an engine's 503: 503 with Retry-After, server_error", "Codex tries 30 times, SDKs wait as told",
-        _is_said("error_503", 503, kind="server_error", retry=True)),
-):  # fmt: skip
-    scripted(f"errors.engine.{_name}", _text, clients=_clients, needs=Surface.CHAT)(_check_engine)
+ROWS = (
+    *each("errors.wrong_key", "a wrong key: 401, authentication_error", "SDKs and LiteLLM raise AuthenticationError",
+        _wrong_key, paths=_REFUSING),
+    *each("errors.no_key", "no key: 401", "SDKs raise AuthenticationError", _no_key, paths=_REFUSING),
+    *each("errors.unknown_model", "an unknown model: 404, not_found_error, the model named",
+        "SDKs and LiteLLM raise NotFoundError", _unknown_model, paths=_REFUSING),
+    *each("errors.broken_json", "a body that is not JSON: 400", "every SDK shows the message", _broken_json, paths=_REFUSING),
+    *each("errors.missing_model", "no model: 400, the field named", "every SDK shows the message",
+        _missing_model, paths=_REFUSING),
+    *each("errors.wrong_type", "a field of the wrong type: 400, the field named", "every SDK shows the message",
+        _wrong_type, paths=_REFUSING),
+    *each("errors.method", "GET where POST is due: 404 or 405 as JSON, no page", "SDKs show `Error code: 405` alone",
+        _method, paths=_REFUSING),
+    *each("errors.too_large", "a body of 300 MB: 413 before it is read", "agents; SDKs do not retry it",
+        _too_large, paths=_REFUSING),
+    Row("errors.no_messages.chat", "chat without messages: 400 with param", "openai SDKs", _no_messages),
+    Row("errors.route", "an unknown route: 404 as JSON, whatever the method", "every SDK", _route),
+    Row("errors.anthropic_route", "an unknown route with anthropic-version: 404 that an Anthropic client can read",
+        "anthropic SDKs", _anthropic_route),
+    Row("errors.models_key", "the list of models with a wrong key: 401 as JSON", "openai SDKs, Open WebUI", _models_key),
+    Row("errors.request_id", "x-request-id is on answers and errors, request-id too on Messages",
+        "openai and anthropic SDKs (_request_id)", _request_id),
+    Row("errors.encoding", "a compressed body is taken, or refused as JSON with 400 or 415", "proxies, HTTP libraries",
+        _encoding),
+    Row("errors.host", "another Host header gets no framework's page", "proxies, container names", _host),
+    scripted("errors.engine.context", "a prompt that does not fit: 400, code context_length_exceeded",
+        "Codex, LangChain, Continue", _context, needs=Surface.CHAT),
+    Row("errors.engine.real_context", "a real prompt that does not fit: 400, code context_length_exceeded",
+        "Codex, LangChain, Continue", _real_context, needs=Surface.CHAT),
+    scripted("errors.engine.bad_request", "an engine's 400 stays a 400 with its words", "every SDK shows them",
+        _is_said("error_400", 400, kind="invalid_request_error", tells=True), needs=Surface.CHAT),
+    scripted("errors.engine.detail", "an engine's {detail: …} becomes an error object with its words",
+        "SDKs lose the message otherwise",
+        _is_said("detail_error", 400, 422, kind="invalid_request_error", tells=True), needs=Surface.CHAT),
+    scripted("errors.engine.text", "an engine's {error: text} becomes an error object with its words",
+        "SDKs lose the message otherwise",
+        _is_said("text_error", 400, kind="invalid_request_error", tells=True), needs=Surface.CHAT),
+    scripted("errors.engine.failure", "an engine's 500: 500 or 502, server_error", "SDKs retry it",
+        _is_said("error_500", 500, 502, kind="server_error"), needs=Surface.CHAT),
+    scripted("errors.engine.html", "an engine's page of HTML becomes JSON", "every SDK",
+        _is_said("html_error", 500, 502, kind="server_error", page=b"<html"), needs=Surface.CHAT),
+    scripted("errors.engine.empty", "an engine's error without a body becomes an error object",
+        "SDKs show `Error code: 500` alone", _is_said("empty_error", 500, 502), needs=Surface.CHAT),
+    scripted("errors.engine.rate", "an engine's 429: 429, rate_limit_error, Retry-After kept", "SDKs wait as told",
+        _is_said("error_429", 429, kind="rate_limit_error", retry=True), needs=Surface.CHAT),
+    scripted("errors.engine.overloaded", "an engine's 503: 503 with Retry-After, server_error",
+        "Codex tries 30 times, SDKs wait as told",
+        _is_said("error_503", 503, kind="server_error", retry=True), needs=Surface.CHAT),
+)  # fmt: skip

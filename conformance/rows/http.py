@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any  # request bodies are JSON
 
-from conformance.dialects import DIALECTS, Dialect, for_each
+from conformance.dialects import DIALECTS, Dialect, each
 from conformance.engine.script import TEXT
 from conformance.exchange import (
     DONE,
@@ -22,10 +22,9 @@ from conformance.exchange import (
     check_whole_writes,
     read_stream,
 )
-from conformance.table import CHAT, Surface, Target, require_status, require_stream, requirement, scripted
+from conformance.table import CHAT, Row, Surface, Target, require_status, require_stream, scripted
 
 
-@for_each("framing.content_type", "a stream is text/event-stream", clients="every SSE client")
 async def _content_type(dialect: Dialect, target: Target) -> None:
     answer = await target.send(dialect.ask(target))
     require_status(answer, 200)
@@ -33,11 +32,6 @@ async def _content_type(dialect: Dialect, target: Target) -> None:
         raise Violation(f"content-type is {answer.header('content-type')!r}")
 
 
-@for_each(
-    "framing.no_length",
-    "no content-length, no content-encoding, even if the client accepts gzip",
-    clients="Node SDKs, browsers",
-)
 async def _no_length(dialect: Dialect, target: Target) -> None:
     answer = await target.send(dialect.ask(target, accept_encoding="gzip, deflate, br, zstd"))
     require_status(answer, 200)
@@ -46,7 +40,6 @@ async def _no_length(dialect: Dialect, target: Target) -> None:
             raise Violation(f"{name}: {answer.header(name)}")
 
 
-@for_each("framing.not_buffered", "cache-control: no-cache and x-accel-buffering: no", clients="whoever is behind nginx")
 async def _not_buffered(dialect: Dialect, target: Target) -> None:
     answer = await target.send(dialect.ask(target))
     require_status(answer, 200)
@@ -56,7 +49,6 @@ async def _not_buffered(dialect: Dialect, target: Target) -> None:
         raise Violation(f"x-accel-buffering is {answer.header('x-accel-buffering')!r}")
 
 
-@for_each("framing.kept_alive", "the connection can be used again after a stream", clients="all SDKs (their pools)")
 async def _kept_alive(dialect: Dialect, target: Target) -> None:
     async with Connection.opened(target.base_url) as connection:
         for _ in range(2):
@@ -67,50 +59,33 @@ async def _kept_alive(dialect: Dialect, target: Target) -> None:
             connection.reuse()
 
 
-@for_each("framing.whole_writes", "no write ends inside an event", clients="Open Responses runner, naive readers")
 async def _whole_writes(dialect: Dialect, target: Target) -> None:
     answer = await target.send(dialect.ask(target))
     require_stream(answer)
     check_whole_writes(answer)
 
 
-@for_each(
-    "framing.split_events",
-    "events that an engine sends in pieces go out whole",
-    clients="Open Responses runner",
-    needs_script=True,
-)
 async def _split_events(dialect: Dialect, target: Target) -> None:
     answer = await target.send(dialect.ask(target, "[[split_events]] hello"))
     _require_text(dialect, answer)
     check_whole_writes(answer)
 
 
-@for_each("framing.json_data", "every event has data that is JSON, except [DONE]", clients="all SDKs")
 async def _json_data(dialect: Dialect, target: Target) -> None:
     check_event_data(require_stream(await target.send(dialect.ask(target))))
 
 
-@for_each("framing.crlf", "an engine's CR LF and missing blanks do no harm", clients="naive readers", needs_script=True)
 async def _crlf(dialect: Dialect, target: Target) -> None:
     answer = await target.send(dialect.ask(target, "[[crlf]] hello"))
     _require_text(dialect, answer)
     check_event_data(read_stream(answer.body))
 
 
-@for_each("framing.comments", "an engine's comment lines do no harm", clients="all SDKs", needs_script=True)
 async def _comments(dialect: Dialect, target: Target) -> None:
     answer = await target.send(dialect.ask(target, "[[comments]] hello"))
     _require_text(dialect, answer)
 
 
-@for_each(
-    "framing.keep_alive",
-    "something within 10 s while the engine reads the prompt",
-    clients="proxies, SDK read time-outs",
-    needs_script=True,
-    is_slow=True,
-)
 async def _keep_alive(dialect: Dialect, target: Target) -> None:
     answer = await target.send(dialect.ask(target, f"[[slow:{target.silence_s:g}]] hello"))
     _require_text(dialect, answer)
@@ -120,13 +95,6 @@ async def _keep_alive(dialect: Dialect, target: Target) -> None:
     _check_gaps(target, [0.0, *(write.at_s for write in answer.writes)])
 
 
-@for_each(
-    "framing.keep_alive_middle",
-    "something within 10 s while the engine is silent within its answer",
-    clients="proxies, SDK read time-outs",
-    needs_script=True,
-    is_slow=True,
-)
 async def _keep_alive_middle(dialect: Dialect, target: Target) -> None:
     answer = await target.send(dialect.ask(target, f"[[pause:{target.silence_s:g}]] hello"))
     _require_text(dialect, answer)
@@ -149,13 +117,6 @@ def _check_gaps(target: Target, times_s: Sequence[float]) -> None:
         raise Violation(f"nothing came for {longest_s:.1f} s")
 
 
-@for_each(
-    "framing.keep_alive_form",
-    "keep-alives are comments; only Messages may use a ping event",
-    clients="Node helper, AI SDK, LlamaIndex, llm",
-    needs_script=True,
-    is_slow=True,
-)
 async def _keep_alive_form(dialect: Dialect, target: Target) -> None:
     for directive in ("slow", "pause"):
         answer = await target.send(dialect.ask(target, f"[[{directive}:{target.silence_s:g}]] hello"))
@@ -171,12 +132,6 @@ def _check_keep_alives(dialect: Dialect, stream: Stream) -> None:
         raise Violation("no comment line and no ping in a stream with a long silence")
 
 
-@scripted(
-    "framing.no_delay",
-    "pieces are not held back until the client acknowledges (TCP_NODELAY)",
-    clients="two tools showed a flat 40 ms",
-    needs=Surface.CHAT,
-)
 async def _no_delay(target: Target) -> None:
     gaps = []
     for _ in range(LIMITS.gap_tries):
@@ -190,12 +145,6 @@ async def _no_delay(target: Target) -> None:
         raise Violation(f"pieces that the engine says every 5 ms arrive every {min(gaps) * 1000:.0f} ms")
 
 
-@requirement(
-    "framing.plain_json",
-    "an answer that is not streamed is application/json, without `data:` before it",
-    clients="every client (GPUStack#4648)",
-    needs=Surface.CHAT,
-)
 async def _plain_json(target: Target) -> None:
     extras: tuple[dict[str, Any], ...] = ({}, {"stream": False})
     for extra in extras:
@@ -207,12 +156,6 @@ async def _plain_json(target: Target) -> None:
             raise Violation("the body begins with `data:`")
 
 
-@requirement(
-    "framing.plain_kept_alive",
-    "the connection can be used again after an answer and after an error",
-    clients="all SDKs (their pools)",
-    needs=Surface.CHAT,
-)
 async def _plain_kept_alive(target: Target) -> None:
     good = target.ask_json(CHAT, target.body(CHAT))
     bad = replace(good, body=b"{")
@@ -228,3 +171,31 @@ def _require_text(dialect: Dialect, answer: Answer) -> None:
     text = dialect.stream_text(require_stream(answer))
     if text != TEXT:
         raise Violation(f"the text arrives as {text!r}, the engine said {TEXT!r}")
+
+
+ROWS = (
+    *each("framing.content_type", "a stream is text/event-stream", "every SSE client", _content_type),
+    *each("framing.no_length", "no content-length, no content-encoding, even if the client accepts gzip",
+        "Node SDKs, browsers", _no_length),
+    *each("framing.not_buffered", "cache-control: no-cache and x-accel-buffering: no", "whoever is behind nginx",
+        _not_buffered),
+    *each("framing.kept_alive", "the connection can be used again after a stream", "all SDKs (their pools)", _kept_alive),
+    *each("framing.whole_writes", "no write ends inside an event", "Open Responses runner, naive readers", _whole_writes),
+    *each("framing.split_events", "events that an engine sends in pieces go out whole", "Open Responses runner",
+        _split_events, needs_script=True),
+    *each("framing.json_data", "every event has data that is JSON, except [DONE]", "all SDKs", _json_data),
+    *each("framing.crlf", "an engine's CR LF and missing blanks do no harm", "naive readers", _crlf, needs_script=True),
+    *each("framing.comments", "an engine's comment lines do no harm", "all SDKs", _comments, needs_script=True),
+    *each("framing.keep_alive", "something within 10 s while the engine reads the prompt", "proxies, SDK read time-outs",
+        _keep_alive, needs_script=True, is_slow=True),
+    *each("framing.keep_alive_middle", "something within 10 s while the engine is silent within its answer",
+        "proxies, SDK read time-outs", _keep_alive_middle, needs_script=True, is_slow=True),
+    *each("framing.keep_alive_form", "keep-alives are comments; only Messages may use a ping event",
+        "Node helper, AI SDK, LlamaIndex, llm", _keep_alive_form, needs_script=True, is_slow=True),
+    scripted("framing.no_delay", "pieces are not held back until the client acknowledges (TCP_NODELAY)",
+        "two tools showed a flat 40 ms", _no_delay, needs=Surface.CHAT),
+    Row("framing.plain_json", "an answer that is not streamed is application/json, without `data:` before it",
+        "every client (GPUStack#4648)", _plain_json, needs=Surface.CHAT),
+    Row("framing.plain_kept_alive", "the connection can be used again after an answer and after an error",
+        "all SDKs (their pools)", _plain_kept_alive, needs=Surface.CHAT),
+)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any  # request bodies are JSON
 
 from conformance.dialects import (
@@ -30,26 +31,7 @@ from conformance.dialects import (
     must_tell,
     passes_through,
 )
-from conformance.engine.script import (
-    ANSWER_TOKENS,
-    ARGUMENTS,
-    ASKED_TOKENS,
-    BEFORE_STOP,
-    CACHED_TOKENS,
-    CALL_ID,
-    CONTEXT_TOKENS,
-    CUT_SHORT,
-    FITTING_TOKENS,
-    NASTY,
-    OTHER_ARGUMENTS,
-    OTHER_CALL_ID,
-    OTHER_TOOL,
-    PROMPT_TOKENS,
-    REFUSAL,
-    TEXT,
-    THOUGHT,
-    TOOL,
-)  # fmt: skip
+from conformance.engine import script as engine
 from conformance.exchange import LIMITS, Answer, Event, Field, Violation, list_payloads, read_json
 from conformance.readers.messages import (
     STOP_REASONS,
@@ -64,13 +46,12 @@ from conformance.table import (
     MESSAGES,
     PROMPT,
     Check,
+    Row,
     Target,
-    add_scripted,
     no_call,
     require_ok,
     require_status,
     require_stream,
-    requirement,
     scripted,
 )
 
@@ -81,7 +62,6 @@ async def _reply(target: Target, prompt: str = PROMPT, **more: Any) -> Field:
     return require_ok(await target.say(MESSAGES, prompt, **more))
 
 
-@requirement("messages.reply.head", "id msg_…, type: message, role: assistant, model", clients="anthropic SDKs, Claude Code")
 async def _head(target: Target) -> None:
     reply = await _reply(target)
     check_message_head(reply)
@@ -89,7 +69,6 @@ async def _head(target: Target) -> None:
         raise Violation(f"the id is {reply['id'].shown}")
 
 
-@requirement("messages.reply.content", "content[] of blocks with type and text", clients="anthropic SDKs, Claude Code")
 async def _content(target: Target) -> None:
     texts = find_blocks(await _reply(target), "text")
     if not texts:
@@ -97,10 +76,9 @@ async def _content(target: Target) -> None:
     for block in texts:
         block["text"].text()
     if target.scripted:
-        texts[0]["text"].must_be(TEXT)
+        texts[0]["text"].must_be(engine.TEXT)
 
 
-@requirement("messages.reply.stop_reason", "stop_reason and stop_sequence are there", clients="Claude Code, LangChain")
 async def _stop_reason(target: Target) -> None:
     reply = await _reply(target)
     reply["stop_reason"].must_be(*STOP_REASONS)
@@ -110,11 +88,6 @@ async def _stop_reason(target: Target) -> None:
         reply["stop_reason"].must_be("end_turn")
 
 
-@requirement(
-    "messages.reply.usage",
-    "usage with input_tokens, output_tokens and both cache counts",
-    clients="Claude Code, LangChain (litellm#24176)",
-)
 async def _usage(target: Target) -> None:
     usage = (await _reply(target))["usage"]
     check_usage(usage)
@@ -123,36 +96,15 @@ async def _usage(target: Target) -> None:
 
 
 _STOPS = {"stop_sequences": ["three", "four"]}
-add_scripted(
-    ("messages.reply.max_tokens", "a text cut off: stop_reason max_tokens", "Claude Code",
-        answers(MESSAGES, "[[length]] hello", CUT_SHORT, {"stop_reason": "max_tokens"})),
-    ("messages.reply.stop_sequence", "stop_sequences reach the engine; the one that ended it is named",
-        "anthropic SDKs, LangChain",
-        answers(MESSAGES, "[[stop_sequence]] hello", BEFORE_STOP,
-            {"stop_reason": "stop_sequence", "stop_sequence": "three"}, **_STOPS)),
-    ("messages.reply.cached", "cached tokens are in cache_read_input_tokens and not in input_tokens",
-        "Claude Code's cost display",
-        answers(MESSAGES, "[[cached]] hello", places={
-            "usage.cache_read_input_tokens": CACHED_TOKENS, "usage.input_tokens": PROMPT_TOKENS - CACHED_TOKENS,
-        })),
-)  # fmt: skip
+_STOPPED = {"stop_reason": "stop_sequence", "stop_sequence": "three"}
 
 
-@requirement(
-    "messages.reply.tool_use",
-    "a call is a tool_use block with id, name, input (an object); stop_reason tool_use",
-    clients="Claude Code, anthropic SDKs",
-)
 async def _tool_use(target: Target) -> None:
     reply, call = await _called(target)
     reply["stop_reason"].must_be("tool_use")
-    call["id"].word()
-    call["name"].word()
-    call["input"].members()
+    call.must_fit({"id": Field.word, "name": Field.word, "input": Field.members})
     if target.scripted:
-        call["id"].must_be(CALL_ID)
-        call["name"].must_be(TOOL)
-        call["input"].must_be(_INPUT)
+        call.must_fit({"id": engine.CALL_ID, "name": engine.TOOL, "input": _INPUT})
 
 
 async def _called(target: Target) -> tuple[Field, Field]:
@@ -167,29 +119,24 @@ async def _called(target: Target) -> tuple[Field, Field]:
     raise no_call()
 
 
-@scripted("messages.reply.parallel", "two calls are two tool_use blocks", clients="Claude Code")
 async def _parallel(target: Target) -> None:
     calls = find_blocks(await _reply(target, "[[parallel_tools]] weather?", tools=TOOLS[MESSAGES]), "tool_use")
-    if [call["name"].value for call in calls] != [TOOL, OTHER_TOOL]:
+    if [call["name"].value for call in calls] != [engine.TOOL, engine.OTHER_TOOL]:
         raise Violation(f"the calls are {[call['name'].value for call in calls]}")
 
 
-@scripted("messages.reply.thinking", "thoughts are a thinking block before the text", clients="Claude Code, pi, AI SDK")
 async def _thinking(target: Target) -> None:
     for prompt in ("[[thinking]] hello", "[[thinking:reasoning]] hello"):
         reply = await _reply(target, prompt)
         if [block["type"].value for block in reply["content"].items()] != ["thinking", "text"]:
             raise Violation(f"the blocks are {reply['content'].shown}")
-        reply["content"][0]["thinking"].must_be(THOUGHT)
-        reply["content"][0]["signature"].text()
-        reply["content"][1]["text"].must_be(TEXT)
+        reply["content"].must_fit({"0.thinking": engine.THOUGHT, "0.signature": Field.text, "1.text": engine.TEXT})
 
 
-@scripted("messages.reply.refusal", "a refusal's words reach the reader", clients="anthropic SDKs")
 async def _refusal(target: Target) -> None:
     reply = await _reply(target, "[[refusal]] hello")
     texts = [block["text"].value for block in find_blocks(reply, "text")]
-    if REFUSAL not in texts:
+    if engine.REFUSAL not in texts:
         raise Violation(f"texts {texts}, stop_reason {reply['stop_reason'].shown}")
     reply["stop_reason"].must_be("refusal", "end_turn")
 
@@ -197,11 +144,6 @@ async def _refusal(target: Target) -> None:
 # Requests
 
 
-@requirement(
-    "messages.request.keys",
-    "the key is taken from x-api-key, from Authorization: Bearer, and from both at once",
-    clients="anthropic SDKs, old and new; Claude Code",
-)
 async def _keys(target: Target) -> None:
     bearer = f"Bearer {target.api_key}"
     for headers in ({"authorization": None}, {"x-api-key": None, "authorization": bearer}, {"authorization": bearer}):
@@ -210,7 +152,6 @@ async def _keys(target: Target) -> None:
             raise Violation(f"{answer.status} with {', '.join(name for name, _ in answer.ask.headers)}: {answer.body[:120]!r}")
 
 
-@requirement("messages.request.versions", "any anthropic-version is taken, and none", clients="anthropic SDKs of every year")
 async def _versions(target: Target) -> None:
     for version in ("2023-06-01", "2026-10-21", "2031-01-01", None):
         answer = await target.send(target.ask_json(MESSAGES, target.body(MESSAGES), {"anthropic-version": version}))
@@ -229,11 +170,6 @@ def _takes_betas(**fields: Any) -> Check:
     return check
 
 
-requirement("messages.request.betas", "unknown betas and ?beta=true are not refused", clients="Claude Code (litellm#20021)")(
-    _takes_betas()
-)
-
-
 def _check_error(answer: Answer, kind: str) -> str:
     """Check an error of a type and return its words. Raises Violation."""
     check_error(answer.json())
@@ -242,7 +178,6 @@ def _check_error(answer: Answer, kind: str) -> str:
     return error["message"].text()
 
 
-@requirement("messages.request.max_tokens", "without max_tokens: 400 in Anthropic's shape", clients="anthropic SDKs")
 async def _max_tokens_field(target: Target) -> None:
     body = target.body(MESSAGES)
     del body["max_tokens"]
@@ -251,11 +186,6 @@ async def _max_tokens_field(target: Target) -> None:
     _check_error(answer, "invalid_request_error")
 
 
-@scripted(
-    "messages.request.system",
-    "system, as a text or as blocks with cache_control, becomes the system message",
-    clients="Claude Code, AI SDK",
-)
 async def _system(target: Target) -> None:
     must_hold(await carried(target, MESSAGES, system="You are brief."), "system", "You are brief.")
     blocks = [
@@ -275,18 +205,12 @@ _LATER_SYSTEM = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": PROMPT},
 ]
-requirement(
-    "messages.request.later_system",
-    "a system message after the first turn is not refused",
-    clients="Claude Code (llama.cpp#27367)",
-)(answers(MESSAGES, messages=_LATER_SYSTEM, system="You are a coding agent."))
 
 
-@scripted("messages.request.tools", "tools and tool_choice are carried", clients="Claude Code, AI SDK")
 async def _tools(target: Target) -> None:
     choices = (
         ({"type": "any"}, "required"),
-        ({"type": "tool", "name": TOOL}, {"type": "function", "function": {"name": TOOL}}),
+        ({"type": "tool", "name": engine.TOOL}, {"type": "function", "function": {"name": engine.TOOL}}),
         ({"type": "none"}, "none"),
     )
     for asked, expected in choices:
@@ -301,11 +225,6 @@ async def _tools(target: Target) -> None:
     body["parallel_tool_calls"].must_be(False)
 
 
-@scripted(
-    "messages.request.server_tools",
-    "server-side and unknown tool types are left out, not refused",
-    clients="Claude Code (web_search)",
-)
 async def _server_tools(target: Target) -> None:
     strange = [
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
@@ -313,36 +232,32 @@ async def _server_tools(target: Target) -> None:
     ]
     tools = (await carried(target, MESSAGES, tools=[*strange, *TOOLS[MESSAGES]]))["tools"].items()
     names = [tool["function"]["name"].value for tool in tools]
-    if names != [TOOL, OTHER_TOOL]:
+    if names != [engine.TOOL, engine.OTHER_TOOL]:
         raise Violation(f"the engine got the tools {names}")
 
 
-_INPUT = json.loads("".join(ARGUMENTS))
+_INPUT = json.loads("".join(engine.ARGUMENTS))
 
 
-@scripted(
-    "messages.request.results",
-    "tool_use and tool_result blocks become a call and its result",
-    clients="Claude Code, every agent",
-)
 async def _results(target: Target) -> None:
-    result = {"type": "tool_result", "tool_use_id": CALL_ID}
+    result = {"type": "tool_result", "tool_use_id": engine.CALL_ID}
     contents: list[Any] = ["18 degrees", [{"type": "text", "text": "18 "}, {"type": "text", "text": "degrees"}]]
     for content in contents:
         turns = [
             {"role": "user", "content": "Weather?"},
             {"role": "assistant", "content": [
-                {"type": "text", "text": "I look."}, {"type": "tool_use", "id": CALL_ID, "name": TOOL, "input": _INPUT},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": engine.CALL_ID, "name": engine.TOOL, "input": _INPUT},
             ]},
             {"role": "user", "content": [{**result, "content": content}, {"type": "text", "text": "[[echo]]"}]},
         ]  # fmt: skip
         turn, call, told = find_result(await carried(target, MESSAGES, messages=turns, tools=TOOLS[MESSAGES]))
-        call["id"].must_be(CALL_ID)
-        call["function"]["name"].must_be(TOOL)
+        call["id"].must_be(engine.CALL_ID)
+        call["function"]["name"].must_be(engine.TOOL)
         read_json(call["function"]["arguments"].text(), "arguments").must_be(_INPUT)
         if join_text(turn["content"].value) != "I look.":
             raise Violation(f"the text beside the call arrives as {turn['content'].shown}")
-        told["tool_call_id"].must_be(CALL_ID)
+        told["tool_call_id"].must_be(engine.CALL_ID)
         if str(join_text(told["content"].value)).split() != ["18", "degrees"]:
             raise Violation(f"the result arrives as {told['content'].shown}")
 
@@ -353,16 +268,11 @@ _IMAGE = {
 }
 
 
-@scripted(
-    "messages.request.result_images",
-    "an image in a tool's result reaches the engine as an image of the user, the result stays text",
-    clients="Claude Code (Read of a picture), computer use",
-)
 async def _result_images(target: Target) -> None:
-    result = {"type": "tool_result", "tool_use_id": CALL_ID, "content": [_IMAGE]}
+    result = {"type": "tool_result", "tool_use_id": engine.CALL_ID, "content": [_IMAGE]}
     turns = [
         {"role": "user", "content": "Look."},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": CALL_ID, "name": TOOL, "input": {}}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": engine.CALL_ID, "name": engine.TOOL, "input": {}}]},
         {"role": "user", "content": [result, {"type": "text", "text": "[[echo]]"}]},
     ]
     got = (await carried(target, MESSAGES, messages=turns, tools=TOOLS[MESSAGES]))["messages"].items()
@@ -373,7 +283,6 @@ async def _result_images(target: Target) -> None:
     images[0].must_be(PIXEL_URL)
 
 
-@scripted("messages.request.images", "image blocks become image parts", clients="Claude Code, anthropic SDKs")
 async def _images(target: Target) -> None:
     turns = [{"role": "user", "content": [_IMAGE, {"type": "text", "text": "[[echo]]"}]}]
     urls = [url.value for url in find_images((await carried(target, MESSAGES, messages=turns))["messages"][-1])]
@@ -381,24 +290,13 @@ async def _images(target: Target) -> None:
         raise Violation(f"the engine got the images {urls}")
 
 
-@scripted(
-    "messages.request.limits",
-    "max_tokens, temperature, top_p, top_k and stop_sequences are carried",
-    clients="anthropic SDKs before 2026",
-)
 async def _limits(target: Target) -> None:
     body = await carried(target, MESSAGES, max_tokens=321, temperature=0.25, top_p=0.5, top_k=3, stop_sequences=["three"])
     limit = body.get("max_completion_tokens") or body["max_tokens"]
     limit.must_be(321)
-    for name, value in (("temperature", 0.25), ("top_p", 0.5), ("top_k", 3), ("stop", ["three"])):
-        body[name].must_be(value)
+    body.must_fit({"temperature": 0.25, "top_p": 0.5, "top_k": 3, "stop": ["three"]})
 
 
-@scripted(
-    "messages.request.thinking_blocks",
-    "thinking blocks of earlier turns are taken, with their signatures",
-    clients="Claude Code",
-)
 async def _thinking_blocks(target: Target) -> None:
     thought = {"type": "thinking", "thinking": "I greet.", "signature": "c2ln"}
     turns = [
@@ -411,31 +309,8 @@ async def _thinking_blocks(target: Target) -> None:
 
 _EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 _REMINDER = {"type": "text", "text": "<system-reminder>none</system-reminder>"}
-requirement("messages.request.claude_code", "a request as Claude Code sends it is answered", clients="Claude Code")(
-    _takes_betas(
-        system=[{"type": "text", "text": "You are Claude Code.", **_EPHEMERAL}, {"type": "text", "text": "Be brief."}],
-        messages=[{"role": "user", "content": [_REMINDER, {"type": "text", "text": PROMPT, **_EPHEMERAL}]}],
-        tools=[*TOOLS[MESSAGES], {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
-        metadata={"user_id": "user_1_account__session_2"},
-        thinking={"type": "adaptive"},
-        output_config={"effort": "medium"},
-        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    )
-)
-
-add_scripted(
-    ("messages.request.native", "an engine that speaks Messages gets the request as it was sent, nothing added",
-        "vLLM and llama.cpp users", passes_through(MESSAGES)),
-    ("messages.request.long", "a system prompt of 60 KB is taken", "Claude Code",
-        answers(MESSAGES, system="An instruction to an agent. " * (LIMITS.text_chars // 28))),
-)  # fmt: skip
 
 
-@requirement(
-    "messages.request.format",
-    "output_config.format is kept to: the answer is JSON of that schema, whichever engine answers",
-    clients="anthropic SDKs (messages.parse), AI SDK",
-)
 async def _format(target: Target) -> None:
     schema = {
         "type": "object",
@@ -455,19 +330,6 @@ async def _format(target: Target) -> None:
         raise Violation(f"the answer does not keep to the schema: {answer.shown}")
 
 
-add_scripted(
-    ("messages.request.unhonoured", "what engines' own Messages take and forget is said in chat",
-        "Claude Code, anthropic SDKs",
-        carries(
-            MESSAGES,
-            ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
-            ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
-            ({"tools": TOOLS[MESSAGES], "tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
-            ({"seed": 7}, {"seed": 7}),
-        )),
-)  # fmt: skip
-
-
 # Failures
 
 
@@ -480,7 +342,7 @@ async def _context(target: Target) -> None:
     for dialect in ("error_400_context", "error_400_context:vllm", "error_400_context:openai"):
         answer = await target.say(MESSAGES, f"[[{dialect}]] hello")
         require_status(answer, 400)
-        words = f"prompt is too long: {ASKED_TOKENS} tokens > {CONTEXT_TOKENS} maximum"
+        words = f"prompt is too long: {engine.ASKED_TOKENS} tokens > {engine.CONTEXT_TOKENS} maximum"
         if words not in _check_error(answer, "invalid_request_error"):
             raise Violation(f"[[{dialect}]]: {answer.json()['error']['message'].shown}, due is {words!r}")
 
@@ -489,7 +351,8 @@ async def _answer_too_long(target: Target) -> None:
     answer = await target.say(MESSAGES, "[[error_400_context:answer]] hello")
     require_status(answer, 400)
     check_error(answer.json())
-    words = f"input length and `max_tokens` exceed context limit: {FITTING_TOKENS} + {ANSWER_TOKENS} > {CONTEXT_TOKENS},"
+    sizes = f"{engine.FITTING_TOKENS} + {engine.ANSWER_TOKENS} > {engine.CONTEXT_TOKENS}"
+    words = f"input length and `max_tokens` exceed context limit: {sizes},"
     if words not in answer.json()["error"]["message"].text():
         raise Violation(f"{answer.json()['error']['message'].shown}, due is {words!r}")
 
@@ -511,43 +374,6 @@ async def _foreign_type(target: Target) -> None:
     must_tell(answer.json()["error"])
 
 
-add_scripted(
-    ("messages.failed.cut", "engine dies in a stream: event: error with type and message, no message_stop",
-        "Claude Code asks again without streaming", _cut),
-    ("messages.failed.engine_error", "an error in the engine's stream: event: error with the engine's words",
-        "Claude Code, anthropic SDKs", breaks(MESSAGES, "error_in_stream", tells=True)),
-    ("messages.failed.garbage", "an engine that sends what is no answer: event: error", "anthropic SDKs",
-        breaks(MESSAGES, "garbage")),
-    ("messages.failed.no_finish", "a stream of the engine that just ends: event: error, no message_stop", "Claude Code",
-        breaks(MESSAGES, "no_finish")),
-    ("messages.failed.closed", "after an error in a stream the connection is closed", "all SDK pools", closes(MESSAGES)),
-    ("messages.failed.context", "a prompt that does not fit: 400, `prompt is too long: N tokens > M maximum`",
-        "Claude Code compacts only on these words", _context),
-    ("messages.failed.answer_too_long",
-        "an answer that does not fit behind its prompt: 400, `… exceed context limit: N + A > M, …`",
-        "Claude Code asks again for less only on these words", _answer_too_long),
-    ("messages.failed.before", "an engine's error before the first event is an HTTP error in Anthropic's shape",
-        "anthropic SDKs", _before),
-    ("messages.failed.foreign_type",
-        "an engine's Messages error of a type that Anthropic does not know gets one it does",
-        "anthropic SDKs (vLLM says BadRequestError)", _foreign_type),
-    ("messages.failed.whole_cut", "an engine that dies inside an unstreamed answer is an HTTP error", "anthropic SDKs",
-        fails_whole(MESSAGES, "cut")),
-    ("messages.failed.whole_garbage", "an engine whose unstreamed answer is none is an HTTP error", "anthropic SDKs",
-        fails_whole(MESSAGES, "garbage")),
-    ("messages.leave.stream", "a client that leaves a stream frees the engine", "operators (litellm#30244)",
-        leaves_stream(MESSAGES)),
-    ("messages.leave.plain", "a client that leaves before an unstreamed answer frees the engine",
-        "operators (litellm pull 30223)", leaves_unanswered(MESSAGES)),
-)  # fmt: skip
-scripted(
-    "messages.failed.late",
-    "an engine's refusal after keep-alives is said in the stream, with the engine's words",
-    clients="Claude Code, anthropic SDKs",
-    is_slow=True,
-)(breaks_late(MESSAGES))
-
-
 # Streams
 
 
@@ -566,36 +392,20 @@ async def _read(target: Target, prompt: str, **more: Any) -> MessageStream:
     return require_end(read_messages(require_stream(await target.say(MESSAGES, prompt, stream=True, **more))))
 
 
-@requirement(
-    "messages.stream.names",
-    "every event has an event line equal to its type",
-    clients="every Anthropic client sees nothing without",
-)
 async def _names(target: Target) -> None:
     for event in await _events(target):
         if event.name != event.json()["type"].value:
             raise Violation(f"event {event.number} is named {event.name!r}: {event.data[:80]}")
 
 
-@requirement(
-    "messages.stream.start",
-    "one message_start, first: content [], stop_reason null, usage with both counts",
-    clients="Python, Node, LangChain, pi (litellm#33224)",
-)
 async def _start(target: Target) -> None:
     found = await _of_kind(target, "message_start")
     if len(found) != 1:
         raise Violation(f"{len(found)} message_start")
     (await _events(target))[0].json()["type"].must_be("message_start")
-    message = found[0]["message"]
-    message["content"].must_be([])
-    message["stop_reason"].must_be(None)
-    check_usage(message["usage"])
+    found[0]["message"].must_fit({"content": [], "stop_reason": None, "usage": check_usage})
 
 
-@requirement(
-    "messages.stream.block_start", "content_block_start: index from 0, an empty text", clients="anthropic SDKs (litellm#13373)"
-)
 async def _block_start(target: Target) -> None:
     for number, event in enumerate(await _of_kind(target, "content_block_start")):
         event["index"].must_be(number)
@@ -603,7 +413,6 @@ async def _block_start(target: Target) -> None:
             event["content_block"]["text"].must_be("")
 
 
-@requirement("messages.stream.block_stop", "every block is stopped", clients="Claude Code prints nothing; AI SDK runs no tool")
 async def _block_stop(target: Target) -> None:
     opened = [event["index"].value for event in await _of_kind(target, "content_block_start")]
     closed = [event["index"].value for event in await _of_kind(target, "content_block_stop")]
@@ -611,11 +420,6 @@ async def _block_stop(target: Target) -> None:
         raise Violation(f"blocks {opened} are opened, {closed} stopped")
 
 
-@requirement(
-    "messages.stream.delta",
-    "message_delta: stop_reason, stop_sequence, usage.output_tokens",
-    clients="Python, Node, AI SDK, pi, LangChain raise",
-)
 async def _delta(target: Target) -> None:
     (event,) = await _of_kind(target, "message_delta")
     event["delta"].must_have(("stop_reason", "stop_sequence"))
@@ -623,34 +427,22 @@ async def _delta(target: Target) -> None:
     event["usage"]["output_tokens"].count()
 
 
-@requirement("messages.stream.stop", "message_stop comes last, no [DONE]", clients="Node SDK, pi, AI SDK")
 async def _stop(target: Target) -> None:
     events = await _events(target)
     if events[-1].name != "message_stop":
         raise Violation(f"the last event is {events[-1].name or events[-1].data[:40]!r}")
 
 
-@requirement(
-    "messages.stream.strict",
-    "a strict accumulator takes the whole stream",
-    clients="anthropic-python, anthropic-node, Claude Code",
-)
 async def _strict(target: Target) -> None:
     await _read(target, PROMPT)
 
 
-@scripted("messages.stream.text", "the pieces add up to what the engine said", clients="everybody")
 async def _text(target: Target) -> None:
     said = await _read(target, PROMPT)
-    if said.texts("text") != [TEXT] or len(said.blocks) != 1:
+    if said.texts("text") != [engine.TEXT] or len(said.blocks) != 1:
         raise Violation(f"blocks: {said.blocks}")
 
 
-@scripted(
-    "messages.stream.usage",
-    "the counts are the engine's: input_tokens and output_tokens by the end",
-    clients="Claude Code, cost displays",
-)
 async def _stream_usage(target: Target) -> None:
     said = await _read(target, PROMPT)
     assert said.message is not None
@@ -660,18 +452,17 @@ async def _stream_usage(target: Target) -> None:
         raise Violation(f"message_delta says {usage.shown}, the engine counted 6 output tokens")
     begun = said.message["usage"]["input_tokens"].value
     ended = usage.value.get("input_tokens")
-    if PROMPT_TOKENS not in (begun, ended):
-        raise Violation(f"input_tokens: {begun} at the start, {ended} in the end; the engine counted {PROMPT_TOKENS}")
+    if engine.PROMPT_TOKENS not in (begun, ended):
+        raise Violation(f"input_tokens: {begun} at the start, {ended} in the end; the engine counted {engine.PROMPT_TOKENS}")
 
 
-@scripted("messages.stream.cached", "cached tokens are told by the end of the stream", clients="Claude Code's cost display")
 async def _cached(target: Target) -> None:
     said = await _read(target, "[[cached]] hello")
     assert said.message is not None
     assert said.delta is not None
     found = [place["usage"].value.get("cache_read_input_tokens") for place in (said.message, said.delta)]
-    if CACHED_TOKENS not in found:
-        raise Violation(f"cache_read_input_tokens: {found}; the engine said {CACHED_TOKENS}")
+    if engine.CACHED_TOKENS not in found:
+        raise Violation(f"cache_read_input_tokens: {found}; the engine said {engine.CACHED_TOKENS}")
 
 
 async def _calls(target: Target, directive: str) -> list[tuple[str, str, object]]:
@@ -687,21 +478,19 @@ async def _calls(target: Target, directive: str) -> list[tuple[str, str, object]
     raise no_call()
 
 
-_PAIR = [(CALL_ID, TOOL, _INPUT), (OTHER_CALL_ID, OTHER_TOOL, json.loads("".join(OTHER_ARGUMENTS)))]
+_PAIR = [
+    (engine.CALL_ID, engine.TOOL, _INPUT),
+    (engine.OTHER_CALL_ID, engine.OTHER_TOOL, json.loads("".join(engine.OTHER_ARGUMENTS))),
+]
 
 
-@requirement(
-    "messages.stream.tool_use",
-    "a call: content_block_start with input {}, input_json_delta, stop; stop_reason tool_use",
-    clients="Claude Code, anthropic SDKs, AI SDK",
-)
 async def _stream_tool_use(target: Target) -> None:
     calls = await _calls(target, "tools")
     if target.scripted:
         must_call(calls, _PAIR[:1])
 
 
-def _streams_blocks(prompts: tuple[str, ...], *expected: tuple[str, str | None], **more: Any) -> Check:
+def _streams_blocks(prompts: list[str], *expected: tuple[str, str | None], **more: Any) -> Check:
     """Return a check of the kind and the text of each block of a stream; None = any text."""
 
     async def check(target: Target) -> None:
@@ -714,7 +503,7 @@ def _streams_blocks(prompts: tuple[str, ...], *expected: tuple[str, str | None],
     return check
 
 
-def _streams_text(prompt: str, text: str, ending: dict[str, str], **more: Any) -> Check:
+def _streams_text(prompt: str, text: str, ending: Mapping[str, str], **more: Any) -> Check:
     """Return a check of the one text of a stream and of how its message_delta says that it ended."""
 
     async def check(target: Target) -> None:
@@ -728,35 +517,152 @@ def _streams_text(prompt: str, text: str, ending: dict[str, str], **more: Any) -
     return check
 
 
-add_scripted(
-    ("messages.stream.parallel", "two calls are two blocks, one after the other", "Claude Code",
-        makes_calls(_calls, "parallel_tools", _PAIR)),
-    ("messages.stream.interleaved", "calls whose arguments come in turns: blocks still one after the other",
-        "anthropic SDKs (litellm#13373)", makes_calls(_calls, "interleaved_tools", _PAIR)),
-    ("messages.stream.whole_call", "a call that the engine says in one piece arrives whole", "Claude Code",
-        makes_calls(_calls, "whole_tools", _PAIR[:1])),
-    ("messages.stream.nasty", "input with quotes, brackets, escapes and emoji arrives unchanged",
-        "Claude Code writes files with it", makes_calls(_calls, "nasty_arguments", [(CALL_ID, TOOL, json.loads(NASTY))])),
-    ("messages.stream.text_then_call", "a text block stops before the call's block starts", "Claude Code",
-        _streams_blocks(
-            ("[[text_then_tools]] weather?",), ("text", TEXT), ("tool_use", None), tools=TOOLS[MESSAGES],
+ROWS = (
+    Row("messages.reply.head", "id msg_…, type: message, role: assistant, model", "anthropic SDKs, Claude Code", _head),
+    Row("messages.reply.content", "content[] of blocks with type and text", "anthropic SDKs, Claude Code", _content),
+    Row("messages.reply.stop_reason", "stop_reason and stop_sequence are there", "Claude Code, LangChain", _stop_reason),
+    Row("messages.reply.usage", "usage with input_tokens, output_tokens and both cache counts",
+        "Claude Code, LangChain (litellm#24176)", _usage),
+    scripted("messages.reply.max_tokens", "a text cut off: stop_reason max_tokens", "Claude Code",
+        answers(MESSAGES, "[[length]] hello", engine.CUT_SHORT, {"stop_reason": "max_tokens"})),
+    scripted("messages.reply.stop_sequence", "stop_sequences reach the engine; the one that ended it is named",
+        "anthropic SDKs, LangChain",
+        answers(MESSAGES, "[[stop_sequence]] hello", engine.BEFORE_STOP, _STOPPED, **_STOPS)),
+    scripted("messages.reply.cached", "cached tokens are in cache_read_input_tokens and not in input_tokens",
+        "Claude Code's cost display",
+        answers(MESSAGES, "[[cached]] hello", places={
+            "usage.cache_read_input_tokens": engine.CACHED_TOKENS,
+            "usage.input_tokens": engine.PROMPT_TOKENS - engine.CACHED_TOKENS,
+        })),
+    Row("messages.reply.tool_use", "a call is a tool_use block with id, name, input (an object); stop_reason tool_use",
+        "Claude Code, anthropic SDKs", _tool_use),
+    scripted("messages.reply.parallel", "two calls are two tool_use blocks", "Claude Code", _parallel),
+    scripted("messages.reply.thinking", "thoughts are a thinking block before the text", "Claude Code, pi, AI SDK",
+        _thinking),
+    scripted("messages.reply.refusal", "a refusal's words reach the reader", "anthropic SDKs", _refusal),
+    Row("messages.request.keys", "the key is taken from x-api-key, from Authorization: Bearer, and from both at once",
+        "anthropic SDKs, old and new; Claude Code", _keys),
+    Row("messages.request.versions", "any anthropic-version is taken, and none", "anthropic SDKs of every year", _versions),
+    Row("messages.request.betas", "unknown betas and ?beta=true are not refused", "Claude Code (litellm#20021)",
+        _takes_betas()),
+    Row("messages.request.max_tokens", "without max_tokens: 400 in Anthropic's shape", "anthropic SDKs", _max_tokens_field),
+    scripted("messages.request.system", "system, as a text or as blocks with cache_control, becomes the system message",
+        "Claude Code, AI SDK", _system),
+    Row("messages.request.later_system", "a system message after the first turn is not refused",
+        "Claude Code (llama.cpp#27367)", answers(MESSAGES, messages=_LATER_SYSTEM, system="You are a coding agent.")),
+    scripted("messages.request.tools", "tools and tool_choice are carried", "Claude Code, AI SDK", _tools),
+    scripted("messages.request.server_tools", "server-side and unknown tool types are left out, not refused",
+        "Claude Code (web_search)", _server_tools),
+    scripted("messages.request.results", "tool_use and tool_result blocks become a call and its result",
+        "Claude Code, every agent", _results),
+    scripted("messages.request.result_images",
+        "an image in a tool's result reaches the engine as an image of the user, the result stays text",
+        "Claude Code (Read of a picture), computer use", _result_images),
+    scripted("messages.request.images", "image blocks become image parts", "Claude Code, anthropic SDKs", _images),
+    scripted("messages.request.limits", "max_tokens, temperature, top_p, top_k and stop_sequences are carried",
+        "anthropic SDKs before 2026", _limits),
+    scripted("messages.request.thinking_blocks", "thinking blocks of earlier turns are taken, with their signatures",
+        "Claude Code", _thinking_blocks),
+    Row("messages.request.claude_code", "a request as Claude Code sends it is answered", "Claude Code",
+        _takes_betas(
+            system=[{"type": "text", "text": "You are Claude Code.", **_EPHEMERAL}, {"type": "text", "text": "Be brief."}],
+            messages=[{"role": "user", "content": [_REMINDER, {"type": "text", "text": PROMPT, **_EPHEMERAL}]}],
+            tools=[*TOOLS[MESSAGES], {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+            metadata={"user_id": "user_1_account__session_2"},
+            thinking={"type": "adaptive"},
+            output_config={"effort": "medium"},
+            context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         )),
-    ("messages.stream.empty_calls", "an engine's empty tool_calls: [] gives the text, no empty input_json_delta",
-        "anthropic SDKs (litellm#29286)", _streams_blocks(("[[empty_tool_calls]] hello",), ("text", TEXT))),
-    ("messages.stream.thinking", "thoughts stream as thinking_delta in a thinking block, before the text block",
+    scripted("messages.request.native", "an engine that speaks Messages gets the request as it was sent, nothing added",
+        "vLLM and llama.cpp users", passes_through(MESSAGES)),
+    scripted("messages.request.long", "a system prompt of 60 KB is taken", "Claude Code",
+        answers(MESSAGES, system="An instruction to an agent. " * (LIMITS.text_chars // 28))),
+    Row("messages.request.format",
+        "output_config.format is kept to: the answer is JSON of that schema, whichever engine answers",
+        "anthropic SDKs (messages.parse), AI SDK", _format),
+    scripted("messages.request.unhonoured", "what engines' own Messages take and forget is said in chat",
+        "Claude Code, anthropic SDKs",
+        carries(
+            MESSAGES,
+            ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+            ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+            ({"tools": TOOLS[MESSAGES], "tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+            ({"seed": 7}, {"seed": 7}),
+        )),
+    scripted("messages.failed.cut", "engine dies in a stream: event: error with type and message, no message_stop",
+        "Claude Code asks again without streaming", _cut),
+    scripted("messages.failed.engine_error", "an error in the engine's stream: event: error with the engine's words",
+        "Claude Code, anthropic SDKs", breaks(MESSAGES, "error_in_stream", tells=True)),
+    scripted("messages.failed.garbage", "an engine that sends what is no answer: event: error", "anthropic SDKs",
+        breaks(MESSAGES, "garbage")),
+    scripted("messages.failed.no_finish", "a stream of the engine that just ends: event: error, no message_stop",
+        "Claude Code", breaks(MESSAGES, "no_finish")),
+    scripted("messages.failed.closed", "after an error in a stream the connection is closed", "all SDK pools",
+        closes(MESSAGES)),
+    scripted("messages.failed.context", "a prompt that does not fit: 400, `prompt is too long: N tokens > M maximum`",
+        "Claude Code compacts only on these words", _context),
+    scripted("messages.failed.answer_too_long",
+        "an answer that does not fit behind its prompt: 400, `… exceed context limit: N + A > M, …`",
+        "Claude Code asks again for less only on these words", _answer_too_long),
+    scripted("messages.failed.before", "an engine's error before the first event is an HTTP error in Anthropic's shape",
+        "anthropic SDKs", _before),
+    scripted("messages.failed.foreign_type",
+        "an engine's Messages error of a type that Anthropic does not know gets one it does",
+        "anthropic SDKs (vLLM says BadRequestError)", _foreign_type),
+    scripted("messages.failed.whole_cut", "an engine that dies inside an unstreamed answer is an HTTP error",
+        "anthropic SDKs", fails_whole(MESSAGES, "cut")),
+    scripted("messages.failed.whole_garbage", "an engine whose unstreamed answer is none is an HTTP error", "anthropic SDKs",
+        fails_whole(MESSAGES, "garbage")),
+    scripted("messages.leave.stream", "a client that leaves a stream frees the engine", "operators (litellm#30244)",
+        leaves_stream(MESSAGES)),
+    scripted("messages.leave.plain", "a client that leaves before an unstreamed answer frees the engine",
+        "operators (litellm pull 30223)", leaves_unanswered(MESSAGES)),
+    scripted("messages.failed.late", "an engine's refusal after keep-alives is said in the stream, with the engine's words",
+        "Claude Code, anthropic SDKs", breaks_late(MESSAGES), is_slow=True),
+    Row("messages.stream.names", "every event has an event line equal to its type",
+        "every Anthropic client sees nothing without", _names),
+    Row("messages.stream.start", "one message_start, first: content [], stop_reason null, usage with both counts",
+        "Python, Node, LangChain, pi (litellm#33224)", _start),
+    Row("messages.stream.block_start", "content_block_start: index from 0, an empty text", "anthropic SDKs (litellm#13373)",
+        _block_start),
+    Row("messages.stream.block_stop", "every block is stopped", "Claude Code prints nothing; AI SDK runs no tool",
+        _block_stop),
+    Row("messages.stream.delta", "message_delta: stop_reason, stop_sequence, usage.output_tokens",
+        "Python, Node, AI SDK, pi, LangChain raise", _delta),
+    Row("messages.stream.stop", "message_stop comes last, no [DONE]", "Node SDK, pi, AI SDK", _stop),
+    Row("messages.stream.strict", "a strict accumulator takes the whole stream",
+        "anthropic-python, anthropic-node, Claude Code", _strict),
+    scripted("messages.stream.text", "the pieces add up to what the engine said", "everybody", _text),
+    scripted("messages.stream.usage", "the counts are the engine's: input_tokens and output_tokens by the end",
+        "Claude Code, cost displays", _stream_usage),
+    scripted("messages.stream.cached", "cached tokens are told by the end of the stream", "Claude Code's cost display",
+        _cached),
+    Row("messages.stream.tool_use", "a call: content_block_start with input {}, input_json_delta, stop; stop_reason tool_use",
+        "Claude Code, anthropic SDKs, AI SDK", _stream_tool_use),
+    scripted("messages.stream.parallel", "two calls are two blocks, one after the other", "Claude Code",
+        makes_calls(_calls, "parallel_tools", _PAIR)),
+    scripted("messages.stream.interleaved", "calls whose arguments come in turns: blocks still one after the other",
+        "anthropic SDKs (litellm#13373)", makes_calls(_calls, "interleaved_tools", _PAIR)),
+    scripted("messages.stream.whole_call", "a call that the engine says in one piece arrives whole", "Claude Code",
+        makes_calls(_calls, "whole_tools", _PAIR[:1])),
+    scripted("messages.stream.nasty", "input with quotes, brackets, escapes and emoji arrives unchanged",
+        "Claude Code writes files with it",
+        makes_calls(_calls, "nasty_arguments", [(engine.CALL_ID, engine.TOOL, json.loads(engine.NASTY))])),
+    scripted("messages.stream.text_then_call", "a text block stops before the call's block starts", "Claude Code",
+        _streams_blocks(["[[text_then_tools]] weather?"], ("text", engine.TEXT), ("tool_use", None), tools=TOOLS[MESSAGES])),
+    scripted("messages.stream.empty_calls", "an engine's empty tool_calls: [] gives the text, no empty input_json_delta",
+        "anthropic SDKs (litellm#29286)", _streams_blocks(["[[empty_tool_calls]] hello"], ("text", engine.TEXT))),
+    scripted("messages.stream.thinking", "thoughts stream as thinking_delta in a thinking block, before the text block",
         "Claude Code, pi (litellm#32357)",
         _streams_blocks(
-            ("[[thinking]] hello", "[[thinking:reasoning]] hello"), ("thinking", THOUGHT), ("text", TEXT),
+            ["[[thinking]] hello", "[[thinking:reasoning]] hello"], ("thinking", engine.THOUGHT), ("text", engine.TEXT),
         )),
-    ("messages.stream.thinking_call", "thoughts, then a call: two blocks, no empty text block between", "Claude Code",
-        _streams_blocks(
-            ("[[thinking]] [[tools]] weather?",), ("thinking", None), ("tool_use", None), tools=TOOLS[MESSAGES],
-        )),
-    ("messages.stream.max_tokens", "streamed: a text cut off: stop_reason max_tokens", "Claude Code",
-        _streams_text("[[length]] hello", CUT_SHORT, {"stop_reason": "max_tokens"})),
-    ("messages.stream.stop_sequence", "the stop sequence that ended it is named in message_delta", "anthropic SDKs",
-        _streams_text("[[stop_sequence]] hello", BEFORE_STOP,
-            {"stop_reason": "stop_sequence", "stop_sequence": "three"}, **_STOPS)),
-    ("messages.stream.refusal", "streamed: a refusal's words reach the reader", "anthropic SDKs",
-        _streams_text("[[refusal]] hello", REFUSAL, {})),
+    scripted("messages.stream.thinking_call", "thoughts, then a call: two blocks, no empty text block between", "Claude Code",
+        _streams_blocks(["[[thinking]] [[tools]] weather?"], ("thinking", None), ("tool_use", None), tools=TOOLS[MESSAGES])),
+    scripted("messages.stream.max_tokens", "streamed: a text cut off: stop_reason max_tokens", "Claude Code",
+        _streams_text("[[length]] hello", engine.CUT_SHORT, {"stop_reason": "max_tokens"})),
+    scripted("messages.stream.stop_sequence", "the stop sequence that ended it is named in message_delta", "anthropic SDKs",
+        _streams_text("[[stop_sequence]] hello", engine.BEFORE_STOP, _STOPPED, **_STOPS)),
+    scripted("messages.stream.refusal", "streamed: a refusal's words reach the reader", "anthropic SDKs",
+        _streams_text("[[refusal]] hello", engine.REFUSAL, {})),
 )  # fmt: skip

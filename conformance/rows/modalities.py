@@ -19,12 +19,12 @@ from conformance.table import (
     IMAGES,
     RERANK,
     TRANSCRIPTIONS,
+    Row,
     Target,
     require_ok,
     require_script_or_skip,
     require_status,
     require_stream,
-    requirement,
     scripted,
 )
 
@@ -64,7 +64,6 @@ async def transcribe(target: Target, **fields: str) -> Answer:
     return answer
 
 
-@requirement("audio.json", "{text, usage} as JSON", clients="openai SDKs, Open WebUI")
 async def _json(target: Target) -> None:
     reply = require_ok(await transcribe(target))
     reply["text"].text()
@@ -73,7 +72,6 @@ async def _json(target: Target) -> None:
         reply["usage"].members()
 
 
-@requirement("audio.plain", "response_format text, srt and vtt are plain text, not JSON", clients="openai SDKs, subtitle tools")
 async def _plain(target: Target) -> None:
     for kind in ("text", "srt", "vtt"):
         answer = await transcribe(target, response_format=kind)
@@ -84,7 +82,6 @@ async def _plain(target: Target) -> None:
             raise Violation(f"vtt begins {answer.body[:30]!r}")
 
 
-@requirement("audio.verbose", "verbose_json has duration, language and segments", clients="openai SDKs")
 async def _verbose(target: Target) -> None:
     reply = require_ok(await transcribe(target, response_format="verbose_json"))
     reply["text"].text()
@@ -97,7 +94,6 @@ async def _verbose(target: Target) -> None:
         raise Violation("duration is null")
 
 
-@requirement("audio.no_file", "a form without a file: 400 with the field named", clients="openai SDKs")
 async def _no_file(target: Target) -> None:
     headers = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
     form = _form({"model": target.model_for(TRANSCRIPTIONS)}, None)
@@ -113,7 +109,6 @@ async def _draw(target: Target, **more: object) -> Field:
     return require_ok(answer)
 
 
-@requirement("images.reply", "{created, data[{b64_json}]}", clients="openai SDKs, Open WebUI")
 async def _images(target: Target) -> None:
     reply = await _draw(target)
     reply["created"].count()
@@ -124,7 +119,6 @@ async def _images(target: Target) -> None:
             raise Violation(f"{row.path}.b64_json is no base64: {error}") from None
 
 
-@requirement("images.no_nulls", "unknown keys are left out, not null", clients="openai SDKs' types")
 async def _no_nulls(target: Target) -> None:
     reply = await _draw(target)
     for place in (reply, *reply["data"].items()):
@@ -133,7 +127,6 @@ async def _no_nulls(target: Target) -> None:
             raise Violation(f"{place.path}: {', '.join(nulls)} is null")
 
 
-@scripted("images.n", "n gives as many images", clients="openai SDKs")
 async def _n(target: Target) -> None:
     if len((await _draw(target, n=2))["data"].items()) != 2:
         raise Violation("n: 2 gives another number of images")
@@ -150,11 +143,6 @@ def _vectors(reply: Field) -> list[list[float]]:
     return [[number.number() for number in row["embedding"].items()] for row in reply["data"].items()]
 
 
-@requirement(
-    "embeddings.reply",
-    "object: list, model, data[] with object, index, embedding; usage with two counts",
-    clients="openai SDKs, LangChain, LlamaIndex",
-)
 async def _reply(target: Target) -> None:
     reply = require_ok(await _embed(target, _TEXTS[0], encoding_format="float"))
     reply["object"].must_be("list")
@@ -168,11 +156,6 @@ async def _reply(target: Target) -> None:
     reply["usage"]["total_tokens"].count()
 
 
-@requirement(
-    "embeddings.list",
-    "a list of texts gives a vector each, index 0 to n-1 in order",
-    clients="LangChain, LlamaIndex, Open WebUI",
-)
 async def _list(target: Target) -> None:
     reply = require_ok(await _embed(target, _TEXTS, encoding_format="float"))
     if [row["index"].value for row in reply["data"].items()] != [0, 1]:
@@ -184,11 +167,6 @@ async def _list(target: Target) -> None:
         raise Violation("the vectors are not those of the engine")
 
 
-@requirement(
-    "embeddings.base64",
-    "encoding_format: base64 gives little-endian float32 of the same numbers",
-    clients="openai SDKs (their default)",
-)
 async def _base64(target: Target) -> None:
     plain = _vectors(require_ok(await _embed(target, _TEXTS[0], encoding_format="float")))[0]
     answer = await _embed(target, _TEXTS[0], encoding_format="base64")
@@ -199,7 +177,6 @@ async def _base64(target: Target) -> None:
         raise Violation(f"base64 gives {packed[:3]}…, float {plain[:3]}…")
 
 
-@requirement("embeddings.tokens", "token numbers as input are taken", clients="LangChain (it counts tokens itself)")
 async def _tokens(target: Target) -> None:
     answer = await _embed(target, [[1, 15, 27]], encoding_format="float")
     require_script_or_skip(target, answer, "token numbers")
@@ -207,7 +184,6 @@ async def _tokens(target: Target) -> None:
         raise Violation("one input gives more than one vector")
 
 
-@scripted("embeddings.dimensions", "dimensions reaches the engine", clients="openai SDKs, Open WebUI")
 async def _dimensions(target: Target) -> None:
     if len(_vectors(require_ok(await _embed(target, _TEXTS[0], encoding_format="float", dimensions=5)))[0]) != 5:
         raise Violation("5 dimensions were asked for")
@@ -221,7 +197,6 @@ async def _rank(target: Target, **more: object) -> Field:
     return require_ok(answer)
 
 
-@requirement("rerank.reply", "results[] with index and relevance_score, best first", clients="Open WebUI, LlamaIndex, Dify")
 async def _rerank(target: Target) -> None:
     results = (await _rank(target))["results"].items()
     scores = [result["relevance_score"].number() for result in results]
@@ -233,18 +208,12 @@ async def _rerank(target: Target) -> None:
         results[0]["index"].must_be(1)
 
 
-@requirement("rerank.top_n", "top_n limits the results", clients="Open WebUI, LlamaIndex")
 async def _top_n(target: Target) -> None:
     results = (await _rank(target, top_n=1))["results"].items()
     if len(results) != 1:
         raise Violation(f"top_n: 1 gives {len(results)} results")
 
 
-@scripted(
-    "rerank.objects",
-    "documents may be objects with a text, and return_documents is no reason to refuse",
-    clients="Cohere's and Jina's clients, Dify",
-)
 async def _objects(target: Target) -> None:
     texts = [{"text": text} for text in ("the moon", "the capital of France is Paris")]
     results = (await _rank(target, documents=texts, return_documents=True))["results"].items()
@@ -255,11 +224,6 @@ async def _objects(target: Target) -> None:
 _PROMPTS = ["Once upon a time", "The capital of France is"]
 
 
-@requirement(
-    "completions.reply",
-    "object: text_completion, choices with index, text, logprobs, finish_reason; usage",
-    clients="openai SDKs, llm, lm-eval",
-)
 async def _completion(target: Target) -> None:
     reply = require_ok(await target.say(COMPLETIONS))
     reply["object"].must_be("text_completion")
@@ -275,16 +239,10 @@ async def _completion(target: Target) -> None:
     check_usage(reply["usage"])
 
 
-@scripted("completions.text", "the text arrives as the engine said it", clients="everybody")
 async def _text(target: Target) -> None:
     require_ok(await target.say(COMPLETIONS))["choices"][0]["text"].must_be(TEXT)
 
 
-@requirement(
-    "completions.stream",
-    "streams like chat with text per chunk, a finish_reason and [DONE]; no usage unless asked for",
-    clients="openai SDKs, Continue, llm",
-)
 async def _stream(target: Target) -> None:
     said = read_completion(require_stream(await target.say(COMPLETIONS, stream=True)))
     # llama.cpp puts usage beside the last choice, which no client minds; a chunk without choices is what breaks them.
@@ -294,11 +252,6 @@ async def _stream(target: Target) -> None:
         raise Violation(f"the text adds up to {said.texts}")
 
 
-@requirement(
-    "completions.stream.usage",
-    "include_usage: one chunk with choices: [] and usage before [DONE]",
-    clients="openai SDKs, LiteLLM",
-)
 async def _stream_usage(target: Target) -> None:
     said = read_completion(require_stream(await target.say(COMPLETIONS, stream=True, stream_options={"include_usage": True})))
     if said.usage is None:
@@ -307,7 +260,6 @@ async def _stream_usage(target: Target) -> None:
         raise Violation("the chunk with usage has choices")
 
 
-@requirement("completions.prompts", "a list of prompts gives choices with index 0 to n-1", clients="lm-eval, LangChain")
 async def _prompts(target: Target) -> None:
     answer = await target.say(COMPLETIONS, _PROMPTS)
     require_script_or_skip(target, answer, "a list of prompts")
@@ -316,9 +268,6 @@ async def _prompts(target: Target) -> None:
         raise Violation(f"two prompts give choices with index {found}")
 
 
-@requirement(
-    "completions.echo", "echo with logprobs and max_tokens 0 or 1 returns the prompt's log probabilities", clients="lm-eval"
-)
 async def _echo(target: Target) -> None:
     for tokens in (0, 1):
         answer = await target.say(COMPLETIONS, _PROMPTS[0], echo=True, logprobs=1, max_tokens=tokens)
@@ -338,8 +287,41 @@ async def _echo(target: Target) -> None:
             raise Violation(f"the lists of logprobs differ in length: {lengths}")
 
 
-@requirement("completions.tokens", "a prompt of token numbers is taken", clients="lm-eval, guidance")
 async def _prompt_tokens(target: Target) -> None:
     answer = await target.say(COMPLETIONS, [1, 15, 27])
     require_script_or_skip(target, answer, "token numbers")
     require_ok(answer)["choices"][0]["text"].text()
+
+
+ROWS = (
+    Row("audio.json", "{text, usage} as JSON", "openai SDKs, Open WebUI", _json),
+    Row("audio.plain", "response_format text, srt and vtt are plain text, not JSON", "openai SDKs, subtitle tools", _plain),
+    Row("audio.verbose", "verbose_json has duration, language and segments", "openai SDKs", _verbose),
+    Row("audio.no_file", "a form without a file: 400 with the field named", "openai SDKs", _no_file),
+    Row("images.reply", "{created, data[{b64_json}]}", "openai SDKs, Open WebUI", _images),
+    Row("images.no_nulls", "unknown keys are left out, not null", "openai SDKs' types", _no_nulls),
+    scripted("images.n", "n gives as many images", "openai SDKs", _n),
+    Row("embeddings.reply", "object: list, model, data[] with object, index, embedding; usage with two counts",
+        "openai SDKs, LangChain, LlamaIndex", _reply),
+    Row("embeddings.list", "a list of texts gives a vector each, index 0 to n-1 in order",
+        "LangChain, LlamaIndex, Open WebUI", _list),
+    Row("embeddings.base64", "encoding_format: base64 gives little-endian float32 of the same numbers",
+        "openai SDKs (their default)", _base64),
+    Row("embeddings.tokens", "token numbers as input are taken", "LangChain (it counts tokens itself)", _tokens),
+    scripted("embeddings.dimensions", "dimensions reaches the engine", "openai SDKs, Open WebUI", _dimensions),
+    Row("rerank.reply", "results[] with index and relevance_score, best first", "Open WebUI, LlamaIndex, Dify", _rerank),
+    Row("rerank.top_n", "top_n limits the results", "Open WebUI, LlamaIndex", _top_n),
+    scripted("rerank.objects", "documents may be objects with a text, and return_documents is no reason to refuse",
+        "Cohere's and Jina's clients, Dify", _objects),
+    Row("completions.reply", "object: text_completion, choices with index, text, logprobs, finish_reason; usage",
+        "openai SDKs, llm, lm-eval", _completion),
+    scripted("completions.text", "the text arrives as the engine said it", "everybody", _text),
+    Row("completions.stream", "streams like chat with text per chunk, a finish_reason and [DONE]; no usage unless asked for",
+        "openai SDKs, Continue, llm", _stream),
+    Row("completions.stream.usage", "include_usage: one chunk with choices: [] and usage before [DONE]",
+        "openai SDKs, LiteLLM", _stream_usage),
+    Row("completions.prompts", "a list of prompts gives choices with index 0 to n-1", "lm-eval, LangChain", _prompts),
+    Row("completions.echo", "echo with logprobs and max_tokens 0 or 1 returns the prompt's log probabilities", "lm-eval",
+        _echo),
+    Row("completions.tokens", "a prompt of token numbers is taken", "lm-eval, guidance", _prompt_tokens),
+)  # fmt: skip

@@ -15,11 +15,11 @@ from conformance.table import (
     MESSAGES,
     MODELS,
     PROMPT,
+    Row,
     Target,
     require_ok,
     require_script_or_skip,
     require_status,
-    requirement,
 )
 
 
@@ -55,11 +55,6 @@ def _check_anthropic_model(row: Field) -> None:
         raise Violation(f"{row.path}.created_at has no zone: {row['created_at'].shown}")
 
 
-@requirement(
-    "models.list",
-    "{object: list, data[{id, object: model, created, owned_by}]}, never a bare array",
-    clients="openai SDKs, Open WebUI, LibreChat",
-)
 async def _list(target: Target) -> None:
     reply = require_ok(await _openai(target))
     reply["object"].must_be("list")
@@ -70,18 +65,12 @@ async def _list(target: Target) -> None:
         raise Violation(f"{target.model} is not listed")
 
 
-@requirement("models.one", "GET /v1/models/{id} gives one", clients="openai SDKs, aider")
 async def _one(target: Target) -> None:
     row = require_ok(await _openai(target, f"{MODELS}/{quote(target.model, safe='')}"))
     _check_model(row)
     row["id"].must_be(target.model)
 
 
-@requirement(
-    "models.slash",
-    "ids with a slash work, plain and percent-encoded (found or an honest 404)",
-    clients="openai SDKs with hub names",
-)
 async def _slash(target: Target) -> None:
     if "/" in target.model:
         for name in (target.model, quote(target.model, safe="")):
@@ -94,18 +83,12 @@ async def _slash(target: Target) -> None:
             raise Violation(f"the slash of {name} is lost: {answer.json()['error']['message'].shown}")
 
 
-@requirement("models.unknown", "an unknown id: 404 with an error object", clients="openai SDKs")
 async def _unknown(target: Target) -> None:
     answer = await _openai(target, f"{MODELS}/nobody-has-this")
     require_status(answer, 404)
     answer.json()["error"].must_have(("message", "type", "param", "code"))
 
 
-@requirement(
-    "models.anthropic",
-    "with anthropic-version: data[{type, id, display_name, created_at}], has_more, first_id, last_id",
-    clients="anthropic SDKs, Claude Code",
-)
 async def _anthropic_list(target: Target) -> None:
     reply = require_ok(await _anthropic(target))
     rows = reply["data"].items()
@@ -119,37 +102,27 @@ async def _anthropic_list(target: Target) -> None:
         raise Violation(f"{target.model} is not listed")
 
 
-@requirement("models.anthropic_one", "with anthropic-version: one model in Anthropic's shape", clients="anthropic SDKs")
 async def _anthropic_one(target: Target) -> None:
     row = require_ok(await _anthropic(target, f"{MODELS}/{quote(target.model, safe='')}"))
     _check_anthropic_model(row)
     row["id"].must_be(target.model)
 
 
-@requirement("models.keys", "the list takes the key as Bearer and as x-api-key", clients="Open WebUI, anthropic SDKs")
 async def _keys(target: Target) -> None:
     for headers in ({"authorization": f"Bearer {target.api_key}"}, {"x_api_key": target.api_key}):
         require_ok(await _get(target, MODELS, **headers))["data"].items()
 
 
-@requirement("models.health", "GET /health answers 200 without a key", clients="load balancers, Open WebUI")
 async def _health(target: Target) -> None:
     require_status(await _get(target, "/health"), 200)
 
 
-@requirement("models.head", "HEAD / is answered, with any status and no body", clients="Claude Code, Open WebUI (reachability)")
 async def _head(target: Target) -> None:
     answer = await target.send(Ask("HEAD", "/"))
     if not answer.whole or answer.body:
         raise Violation(f"status {answer.status}, whole: {answer.whole}, {len(answer.body)} bytes of body")
 
 
-@requirement(
-    "models.no_redirect",
-    "a POST is never redirected and needs no slash at its end",
-    clients="every SDK loses the body on a redirect",
-    needs=None,
-)
 async def _no_redirect(target: Target) -> None:
     answer = await target.send(target.ask_json(CHAT, target.body(CHAT)))
     if 300 <= answer.status < 400:
@@ -159,7 +132,6 @@ async def _no_redirect(target: Target) -> None:
         raise Violation(f"with a slash at its end: {slashed.status} to {slashed.header('location')!r}")
 
 
-@requirement("models.browser", "no cookie, login page or CSRF check stands before the API", clients="every SDK")
 async def _browser(target: Target) -> None:
     ask = target.ask_json(CHAT, target.body(CHAT), {"origin": "https://example.org", "cookie": "sessionid=x; csrftoken=y"})
     answer = await target.send(ask)
@@ -177,9 +149,6 @@ async def _count(target: Target, **more: object) -> int:
     return require_ok(await target.send(target.ask_json(COUNT_TOKENS, body)))["input_tokens"].count()
 
 
-@requirement(
-    "count_tokens.reply", "{input_tokens: n}, no max_tokens needed", clients="Claude Code, anthropic SDKs (litellm#30043)"
-)
 async def _reply(target: Target) -> None:
     if await _count(target) < 1:
         raise Violation("the prompt counts as no token")
@@ -194,7 +163,6 @@ async def _prompt_tokens(target: Target, **more: object) -> int:
     return usage["input_tokens"].count() + (cached.count() if cached is not None else 0)
 
 
-@requirement("count_tokens.exact", "the count is what usage says afterwards, or near it", clients="Claude Code's compaction")
 async def _exact(target: Target) -> None:
     if target.scripted:
         raise NotApplicable("the scripted engine has no tokenizer")
@@ -203,7 +171,6 @@ async def _exact(target: Target) -> None:
         raise Violation(f"{counted} tokens are counted, usage says {used}")
 
 
-@requirement("count_tokens.all", "system and tools are counted", clients="Claude Code's compaction")
 async def _all(target: Target) -> None:
     if not target.scripted and await _prompt_tokens(target) == await _prompt_tokens(target, tools=TOOLS[MESSAGES]):
         raise NotApplicable("the model's template knows no tools: its own usage does not grow with them")
@@ -214,7 +181,6 @@ async def _all(target: Target) -> None:
         raise Violation(f"{plain} tokens alone, {with_system} with a system message, {with_tools} with tools")
 
 
-@requirement("count_tokens.longer", "a longer prompt counts for more", clients="Claude Code's compaction")
 async def _longer(target: Target) -> None:
     short = await _count(target)
     long = await _count(target, messages=[{"role": "user", "content": PROMPT * 20}])
@@ -222,15 +188,39 @@ async def _longer(target: Target) -> None:
         raise Violation(f"{short} tokens, and {long} for twenty times the text")
 
 
-@requirement("count_tokens.beta", "?beta=true and unknown betas are not refused", clients="Claude Code")
 async def _beta(target: Target) -> None:
     body = {"model": target.model, "messages": [{"role": "user", "content": PROMPT}]}
     ask = target.ask_json(f"{COUNT_TOKENS}?beta=true", body, {"anthropic-beta": "token-counting-2024-11-01,x-2027"})
     require_ok(await target.send(ask))["input_tokens"].count()
 
 
-@requirement("count_tokens.bad", "a request without messages: 400 in Anthropic's shape", clients="anthropic SDKs")
 async def _bad(target: Target) -> None:
     answer = await target.send(target.ask_json(COUNT_TOKENS, {"model": target.model}))
     require_status(answer, 400)
     check_error(answer.json())
+
+
+ROWS = (
+    Row("models.list", "{object: list, data[{id, object: model, created, owned_by}]}, never a bare array",
+        "openai SDKs, Open WebUI, LibreChat", _list),
+    Row("models.one", "GET /v1/models/{id} gives one", "openai SDKs, aider", _one),
+    Row("models.slash", "ids with a slash work, plain and percent-encoded (found or an honest 404)",
+        "openai SDKs with hub names", _slash),
+    Row("models.unknown", "an unknown id: 404 with an error object", "openai SDKs", _unknown),
+    Row("models.anthropic", "with anthropic-version: data[{type, id, display_name, created_at}], has_more, first_id, last_id",
+        "anthropic SDKs, Claude Code", _anthropic_list),
+    Row("models.anthropic_one", "with anthropic-version: one model in Anthropic's shape", "anthropic SDKs", _anthropic_one),
+    Row("models.keys", "the list takes the key as Bearer and as x-api-key", "Open WebUI, anthropic SDKs", _keys),
+    Row("models.health", "GET /health answers 200 without a key", "load balancers, Open WebUI", _health),
+    Row("models.head", "HEAD / is answered, with any status and no body", "Claude Code, Open WebUI (reachability)", _head),
+    Row("models.no_redirect", "a POST is never redirected and needs no slash at its end",
+        "every SDK loses the body on a redirect", _no_redirect, needs=None),
+    Row("models.browser", "no cookie, login page or CSRF check stands before the API", "every SDK", _browser),
+    Row("count_tokens.reply", "{input_tokens: n}, no max_tokens needed", "Claude Code, anthropic SDKs (litellm#30043)",
+        _reply),
+    Row("count_tokens.exact", "the count is what usage says afterwards, or near it", "Claude Code's compaction", _exact),
+    Row("count_tokens.all", "system and tools are counted", "Claude Code's compaction", _all),
+    Row("count_tokens.longer", "a longer prompt counts for more", "Claude Code's compaction", _longer),
+    Row("count_tokens.beta", "?beta=true and unknown betas are not refused", "Claude Code", _beta),
+    Row("count_tokens.bad", "a request without messages: 400 in Anthropic's shape", "anthropic SDKs", _bad),
+)  # fmt: skip

@@ -31,21 +31,7 @@ from conformance.dialects import (
     only,
     passes_through,
 )
-from conformance.engine.script import (
-    ARGUMENTS,
-    CACHED_TOKENS,
-    CALL_ID,
-    CUT_SHORT,
-    NASTY,
-    OTHER_ARGUMENTS,
-    OTHER_CALL_ID,
-    OTHER_TOOL,
-    PROMPT_TOKENS,
-    REFUSAL,
-    TEXT,
-    THOUGHT,
-    TOOL,
-)  # fmt: skip
+from conformance.engine import script as engine
 from conformance.exchange import DONE, Event, Field, Violation, list_payloads
 from conformance.readers.responses import (
     LAST_EVENTS,
@@ -56,18 +42,7 @@ from conformance.readers.responses import (
     read_responses,
     require_end,
 )
-from conformance.table import (
-    PROMPT,
-    RESPONSES,
-    Target,
-    add_scripted,
-    no_call,
-    require_ok,
-    require_status,
-    require_stream,
-    requirement,
-    scripted,
-)
+from conformance.table import PROMPT, RESPONSES, Row, Target, no_call, require_ok, require_status, require_stream, scripted
 
 # Whole answers
 
@@ -76,7 +51,6 @@ async def _reply(target: Target, prompt: str = PROMPT, **more: Any) -> Field:
     return require_ok(await target.say(RESPONSES, prompt, **more))
 
 
-@requirement("responses.reply.head", "id resp_…, object: response, created_at, status, model", clients="openai SDKs, Codex")
 async def _head(target: Target) -> None:
     reply = await _reply(target)
     if not reply["id"].word().startswith("resp_"):
@@ -89,11 +63,6 @@ async def _head(target: Target) -> None:
         raise Violation(f"error is {error.shown} in an answer that is whole")
 
 
-@requirement(
-    "responses.reply.keys",
-    "every key of the object is there, null where unknown; no user: null",
-    clients="Open Responses suite, AI SDK",
-)
 async def _keys(target: Target) -> None:
     reply = await _reply(target)
     reply.must_have(OBJECT_KEYS)
@@ -101,43 +70,20 @@ async def _keys(target: Target) -> None:
         raise Violation("user is null; OpenAI's schema allows no null there")
 
 
-@requirement(
-    "responses.reply.settings",
-    "what was asked for comes back: temperature, top_p, instructions, metadata, text.format, tool_choice",
-    clients="openai SDKs, Open Responses suite",
-)
-async def _settings(target: Target) -> None:
-    asked: dict[str, Any] = {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "instructions": "Be brief.",
-        "metadata": {"a": "b"},
-        "tool_choice": "none",
-    }
-    reply = await _reply(target, **asked)
-    for name, value in asked.items():
-        reply[name].must_be(value)
-    reply["text"]["format"]["type"].must_be("text")
-    reply["reasoning"].must_have(("effort", "summary"))
-    reply["parallel_tool_calls"].flag()
-    reply["tools"].items()
-    reply["truncation"].must_be("disabled", "auto")
-    reply["store"].must_be(False)
-    reply["background"].must_be(False)
+_SETTINGS: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "instructions": "Be brief.",
+    "metadata": {"a": "b"},
+    "tool_choice": "none",
+}
+_SETTINGS_SAID = {
+    **_SETTINGS, "text.format.type": "text", "reasoning": lambda reasoning: reasoning.must_have(("effort", "summary")),
+    "parallel_tool_calls": Field.flag, "tools": Field.items, "truncation": ("disabled", "auto"), "store": False,
+    "background": False,
+}  # fmt: skip
 
 
-@requirement(
-    "responses.reply.usage", "usage with input, output, total tokens and both details", clients="Codex, AI SDK, OpenAI Agents"
-)
-async def _usage(target: Target) -> None:
-    check_usage((await _reply(target))["usage"])
-
-
-@requirement(
-    "responses.reply.message",
-    "a message item: id, status, role, content[output_text with text, annotations, logprobs]",
-    clients="openai SDKs (output_text), AI SDK",
-)
 async def _message(target: Target) -> None:
     item = only(find_items(await _reply(target), "message"), "messages")
     check_item(item)
@@ -147,7 +93,7 @@ async def _message(target: Target) -> None:
     text = only([part for part in item["content"].items() if part["type"].value == "output_text"], "texts")
     if target.scripted:
         text["logprobs"].items()
-        text["text"].must_be(TEXT)
+        text["text"].must_be(engine.TEXT)
 
 
 async def _called(target: Target, directive: str) -> Field:
@@ -158,11 +104,6 @@ async def _called(target: Target, directive: str) -> Field:
     raise no_call()
 
 
-@requirement(
-    "responses.reply.call",
-    "a function_call item: id fc_…, call_id, name, arguments (a string), status",
-    clients="Codex, openai SDKs, AI SDK",
-)
 async def _call(target: Target) -> None:
     reply = await _called(target, "tools")
     item = only(find_items(reply, "function_call"), "calls")
@@ -171,74 +112,46 @@ async def _call(target: Target) -> None:
         raise Violation(f"the id of the call is {item['id'].shown}")
     reply["status"].must_be("completed")
     if target.scripted:
-        item["call_id"].must_be(CALL_ID)
-        item["name"].must_be(TOOL)
-        item["arguments"].must_be("".join(ARGUMENTS))
+        item.must_fit({"call_id": engine.CALL_ID, "name": engine.TOOL, "arguments": "".join(engine.ARGUMENTS)})
 
 
-@scripted("responses.reply.parallel", "two calls are two items", clients="Codex, OpenAI Agents")
 async def _parallel(target: Target) -> None:
     calls = find_items(await _called(target, "parallel_tools"), "function_call")
     found = [(call["name"].value, call["arguments"].value) for call in calls]
-    if found != [(TOOL, "".join(ARGUMENTS)), (OTHER_TOOL, "".join(OTHER_ARGUMENTS))]:
+    if found != [(engine.TOOL, "".join(engine.ARGUMENTS)), (engine.OTHER_TOOL, "".join(engine.OTHER_ARGUMENTS))]:
         raise Violation(f"the calls are {found}")
 
 
-@scripted("responses.reply.text_then_call", "a text and a call are two items in this order", clients="Codex")
 async def _text_and_call(target: Target) -> None:
     kinds = [item["type"].value for item in (await _called(target, "text_then_tools"))["output"].items()]
     if kinds != ["message", "function_call"]:
         raise Violation(f"the items are {kinds}")
 
 
-@scripted(
-    "responses.reply.reasoning",
-    "thoughts are an item of type reasoning, not text",
-    clients="Codex, AI SDK, OpenAI Agents",
-)
 async def _reasoning(target: Target) -> None:
     for prompt in ("[[thinking]] hello", "[[thinking:reasoning]] hello"):
         reply = await _reply(target, prompt)
-        only(find_parts(reply, "output_text"), "texts")["text"].must_be(TEXT)
+        only(find_parts(reply, "output_text"), "texts")["text"].must_be(engine.TEXT)
         item = only(find_items(reply, "reasoning"), "reasoning items")
         texts = [part["text"].text() for name in ("content", "summary") if (held := item.get(name)) for part in held.items()]
-        if THOUGHT not in texts:
+        if engine.THOUGHT not in texts:
             raise Violation(f"the reasoning item says {texts}")
         reply["usage"]["output_tokens_details"]["reasoning_tokens"].must_be(3)
 
 
 async def _refusal(target: Target) -> None:
-    only(find_parts(await _reply(target, "[[refusal]] hello"), "refusal"), "refusals")["refusal"].must_be(REFUSAL)
-
-
-add_scripted(
-    ("responses.reply.incomplete", "a text cut off: status incomplete, incomplete_details.reason max_output_tokens",
-        "AI SDK, openai SDKs",
-        answers(RESPONSES, "[[length]] hello", CUT_SHORT,
-            {"status": "incomplete", "incomplete_details.reason": "max_output_tokens"})),
-    ("responses.reply.refusal", "a refusal is a content part of type refusal", "openai SDKs", _refusal),
-    ("responses.reply.cached", "cached tokens are in input_tokens_details", "Codex, cost displays",
-        answers(RESPONSES, "[[cached]] hello", places={
-            "usage.input_tokens": PROMPT_TOKENS, "usage.input_tokens_details.cached_tokens": CACHED_TOKENS,
-        })),
-)  # fmt: skip
+    only(find_parts(await _reply(target, "[[refusal]] hello"), "refusal"), "refusals")["refusal"].must_be(engine.REFUSAL)
 
 
 # Requests
 
 
-@scripted("responses.request.instructions", "instructions become the system message", clients="Codex, OpenAI Agents")
 async def _instructions(target: Target) -> None:
     body = await carried(target, RESPONSES, instructions="You are brief.")
     must_hold(body, "system", "You are brief.")
     must_hold(body, "user", "[[echo]]")
 
 
-@scripted(
-    "responses.request.turns",
-    "system, developer, user and assistant turns keep their order and text",
-    clients="Codex, AI SDK",
-)
 async def _turns_in_order(target: Target) -> None:
     given = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Rule one."}]},
@@ -255,71 +168,47 @@ async def _turns_in_order(target: Target) -> None:
     must_hold(body, "assistant", "Hello back.")
 
 
-@scripted("responses.request.tools", "tools, tool_choice and parallel_tool_calls are carried", clients="Codex, AI SDK")
 async def _tools(target: Target) -> None:
-    choice = {"type": "function", "name": TOOL}
+    choice = {"type": "function", "name": engine.TOOL}
     body = await carried(target, RESPONSES, tools=TOOLS[RESPONSES], tool_choice=choice, parallel_tool_calls=False)
     for got, sent in zip(body["tools"].items(), FUNCTIONS, strict=True):
         got["type"].must_be("function")
         for name in ("name", "description", "parameters"):
             got["function"][name].must_be(sent[name])
-    body["tool_choice"].must_be({"type": "function", "function": {"name": TOOL}})
+    body["tool_choice"].must_be({"type": "function", "function": {"name": engine.TOOL}})
     body["parallel_tool_calls"].must_be(False)
 
 
-@scripted(
-    "responses.request.limits",
-    "max_output_tokens, temperature, top_p and fields of engines are carried",
-    clients="every SDK",
-)
 async def _limits(target: Target) -> None:
     fields = {"temperature": 0.25, "top_p": 0.5, "seed": 7, "min_p": 0.05, "top_k": 3}
     body = await carried(target, RESPONSES, max_output_tokens=321, **fields)
     limit = body.get("max_completion_tokens") or body["max_tokens"]
     limit.must_be(321)
-    for name, value in fields.items():
-        body[name].must_be(value)
+    body.must_fit(fields)
 
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 _FORMAT = {"name": "answer", "schema": _SCHEMA, "strict": True}
 _FORMAT_PLACES = {f"response_format.json_schema.{name}": value for name, value in _FORMAT.items()}
-add_scripted(
-    ("responses.request.format", "text.format with a JSON schema becomes response_format", "openai parse(), AI SDK",
-        carries(RESPONSES, (
-            {"text": {"format": {"type": "json_schema", **_FORMAT}}},
-            {"response_format.type": "json_schema", **_FORMAT_PLACES},
-        ))),
-)  # fmt: skip
 
 
-@scripted(
-    "responses.request.calls",
-    "function_call and function_call_output items become a call and its result",
-    clients="Codex, OpenAI Agents",
-)
 async def _carried_calls(target: Target) -> None:
-    arguments = "".join(ARGUMENTS)
+    arguments = "".join(engine.ARGUMENTS)
     given = [
         {"role": "user", "content": "Weather?"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"},
-        {"type": "function_call", "id": "fc_1", "call_id": CALL_ID, "name": TOOL, "arguments": arguments},
-        {"type": "function_call_output", "call_id": CALL_ID, "output": "18 degrees"},
+        {"type": "function_call", "id": "fc_1", "call_id": engine.CALL_ID, "name": engine.TOOL, "arguments": arguments},
+        {"type": "function_call_output", "call_id": engine.CALL_ID, "output": "18 degrees"},
         {"role": "user", "content": "[[echo]]"},
     ]
     _, call, result = find_result(await carried(target, RESPONSES, given, tools=TOOLS[RESPONSES]))
-    call["id"].must_be(CALL_ID)
-    call["function"].must_be({"name": TOOL, "arguments": arguments})
-    result["tool_call_id"].must_be(CALL_ID)
+    call["id"].must_be(engine.CALL_ID)
+    call["function"].must_be({"name": engine.TOOL, "arguments": arguments})
+    result["tool_call_id"].must_be(engine.CALL_ID)
     if join_text(result["content"].value) != "18 degrees":
         raise Violation(f"the result arrives as {result['content'].shown}")
 
 
-@scripted(
-    "responses.request.thoughts",
-    "the text of a reasoning item goes back to the engine under both names that engines look for",
-    clients="agents whose model thinks between calls (vllm#27755)",
-)
 async def _thoughts(target: Target) -> None:
     thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "I look."}]}
     said = {"role": "assistant", "content": "It is warm."}
@@ -330,17 +219,12 @@ async def _thoughts(target: Target) -> None:
     turn["reasoning"].must_be("I look.")
 
 
-@scripted(
-    "responses.request.result_images",
-    "an image in a tool's result reaches the engine as an image of the user, the result stays text",
-    clients="Codex (view_image), computer use",
-)
 async def _result_images(target: Target) -> None:
     image = {"type": "input_image", "image_url": PIXEL_URL}
     given = [
         {"role": "user", "content": "Look."},
-        {"type": "function_call", "id": "fc_1", "call_id": CALL_ID, "name": TOOL, "arguments": "{}"},
-        {"type": "function_call_output", "call_id": CALL_ID, "output": [image]},
+        {"type": "function_call", "id": "fc_1", "call_id": engine.CALL_ID, "name": engine.TOOL, "arguments": "{}"},
+        {"type": "function_call_output", "call_id": engine.CALL_ID, "output": [image]},
         {"role": "user", "content": "[[echo]]"},
     ]
     turns = (await carried(target, RESPONSES, given, tools=TOOLS[RESPONSES]))["messages"].items()
@@ -348,7 +232,6 @@ async def _result_images(target: Target) -> None:
     only(find_images(turns[-1]), "images").must_be(PIXEL_URL)
 
 
-@scripted("responses.request.images", "input_image becomes an image part", clients="openai SDKs, Codex")
 async def _images(target: Target) -> None:
     image = {"type": "input_image", "image_url": PIXEL_URL, "detail": "low"}
     given = [{"role": "user", "content": [{"type": "input_text", "text": "[[echo]]"}, image]}]
@@ -364,27 +247,16 @@ _STRANGE_TOOLS: list[dict[str, Any]] = [
 ]
 
 
-@scripted(
-    "responses.request.strange_tools",
-    "unknown tool types (web_search, custom, namespace) are skipped, not refused",
-    clients="Codex (llama.cpp#20156)",
-)
 async def _strange_tools(target: Target) -> None:
     body = await carried(target, RESPONSES, tools=[*_STRANGE_TOOLS, *TOOLS[RESPONSES]])
     names = [tool["function"]["name"].value for tool in body["tools"].items() if tool["type"].value == "function"]
-    if not {TOOL, OTHER_TOOL} <= set(names):
+    if not {engine.TOOL, engine.OTHER_TOOL} <= set(names):
         raise Violation(f"the engine got the tools {names}")
     strange = [tool["type"].value for tool in body["tools"].items() if tool["type"].value != "function"]
     if strange:
         raise Violation(f"the engine got tools of the types {strange}, which it does not know")
 
 
-requirement("responses.request.only_strange_tools", "a request with nothing but unknown tools is answered", clients="Codex")(
-    answers(RESPONSES, tools=_STRANGE_TOOLS[:1], tool_choice="auto")
-)
-
-
-@requirement("responses.request.codex", "a request as Codex sends it is answered", clients="Codex")
 async def _codex(target: Target) -> None:
     turns = (("developer", "<permissions>none</permissions>"), ("user", "<environment_context/>"), ("user", PROMPT))
     given = [{"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]} for role, text in turns]
@@ -409,20 +281,12 @@ async def _codex(target: Target) -> None:
         raise Violation(f"the stream begins {leave_early.body[:200]!r}")
 
 
-@requirement(
-    "responses.request.unknown_previous",
-    "an unknown previous_response_id: 404 or 400, code previous_response_not_found",
-    clients="OpenAI Agents, Codex: never silently ignored",
-)
 async def _unknown_previous(target: Target) -> None:
     answer = await target.say(RESPONSES, PROMPT, previous_response_id="resp_unknown")
     require_status(answer, 404, 400)
     answer.json()["error"]["code"].must_be("previous_response_not_found")
 
 
-@requirement(
-    "responses.request.unknown_stored", "GET and DELETE of an unknown response: 404 with an error object", clients="openai SDKs"
-)
 async def _unknown_stored(target: Target) -> None:
     for method in ("GET", "DELETE"):
         answer = await target.send(replace(target.ask_json(f"{RESPONSES}/resp_unknown", b""), method=method))
@@ -430,7 +294,6 @@ async def _unknown_stored(target: Target) -> None:
         answer.json()["error"]["message"].word()
 
 
-@requirement("responses.request.no_input", "a request without input: 400 with the field named", clients="openai SDKs")
 async def _no_input(target: Target) -> None:
     body = target.body(RESPONSES)
     del body["input"]
@@ -439,23 +302,12 @@ async def _no_input(target: Target) -> None:
     answer.json()["error"]["param"].must_be("input")
 
 
-scripted(
-    "responses.request.native",
-    "an engine that speaks Responses gets the request as it was sent, nothing added",
-    clients="vLLM and llama.cpp users (GPUStack#5137)",
-)(passes_through(RESPONSES))
-
 _LATER_SYSTEM = [
     {"role": "user", "content": "Hello"},
     {"role": "assistant", "content": "Hello."},
     {"role": "developer", "content": "Be brief."},
     {"role": "user", "content": PROMPT},
 ]
-requirement(
-    "responses.request.later_system",
-    "a developer message after the first turn is not refused",
-    clients="Codex (llama.cpp#27367)",
-)(answers(RESPONSES, _LATER_SYSTEM, instructions="You are a coding agent."))
 
 
 # Failures
@@ -482,36 +334,6 @@ async def _before(target: Target) -> None:
         answer.json()["error"].must_have(OPENAI_ERROR_KEYS)
 
 
-add_scripted(
-    ("responses.failed.cut", "engine dies in a stream: response.failed with error.code and message, nothing after it",
-        "Codex shows it; a bare error event reads as a broken stream", _cut),
-    ("responses.failed.engine_error", "an error in the engine's stream: response.failed with the engine's words",
-        "Codex, AI SDK", breaks(RESPONSES, "error_in_stream", tells=True)),
-    ("responses.failed.garbage", "an engine that sends what is no answer: response.failed", "Codex",
-        breaks(RESPONSES, "garbage")),
-    ("responses.failed.no_finish", "a stream of the engine that just ends: response.failed, not completed",
-        "Codex, agents", breaks(RESPONSES, "no_finish")),
-    ("responses.failed.context", "a prompt that does not fit: code context_length_exceeded",
-        "Codex stops at once (1 request instead of 6)", _context),
-    ("responses.failed.before", "an engine's error before the first event is an HTTP error with an error object",
-        "openai SDKs", _before),
-    ("responses.failed.whole_cut", "an engine that dies inside an unstreamed answer is an HTTP error", "openai SDKs",
-        fails_whole(RESPONSES, "cut")),
-    ("responses.failed.whole_garbage", "an engine whose unstreamed answer is none is an HTTP error", "openai SDKs",
-        fails_whole(RESPONSES, "garbage")),
-    ("responses.leave.stream", "a client that leaves a stream frees the engine", "operators (litellm#30244)",
-        leaves_stream(RESPONSES)),
-    ("responses.leave.plain", "a client that leaves before an unstreamed answer frees the engine",
-        "operators (litellm pull 30223)", leaves_unanswered(RESPONSES)),
-)  # fmt: skip
-scripted(
-    "responses.failed.late",
-    "an engine's refusal after keep-alives is said in the stream, with the engine's words",
-    clients="Codex, openai SDKs",
-    is_slow=True,
-)(breaks_late(RESPONSES))
-
-
 # Streams
 
 
@@ -534,50 +356,31 @@ def _first(payloads: list[Field], kind: str) -> Field:
     return found
 
 
-@requirement(
-    "responses.stream.names", "the event line equals the type in the data", clients="Open Responses suite, naive readers"
-)
 async def _names(target: Target) -> None:
     for event in await _events(target):
         if event.data != DONE and event.name != event.json()["type"].value:
             raise Violation(f"event {event.number} is named {event.name!r}, its type is {event.json()['type'].shown}")
 
 
-@requirement("responses.stream.numbers", "sequence_number counts up by 1", clients="Open Responses suite, openai helpers")
 async def _numbers(target: Target) -> None:
     numbers = [payload["sequence_number"].count() for payload in await _payloads(target)]
     if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
         raise Violation(f"sequence numbers: {numbers[:20]}")
 
 
-@requirement(
-    "responses.stream.created",
-    "response.created comes first, then in_progress: output [], usage null",
-    clients="Python and Node helpers raise without",
-)
 async def _created(target: Target) -> None:
     payloads = await _payloads(target)
     for payload, kind in zip(payloads[:2], ("response.created", "response.in_progress"), strict=True):
         payload["type"].must_be(kind)
-        payload["response"]["status"].must_be("in_progress")
-        payload["response"]["output"].must_be([])
-        payload["response"]["usage"].must_be(None)
+        payload["response"].must_fit({"status": "in_progress", "output": [], "usage": None})
 
 
-@requirement(
-    "responses.stream.id", "the response id is the same in all lifecycle events", clients="openai-python 3, openai-node 7"
-)
 async def _id(target: Target) -> None:
     found = {one["response"]["id"].word() for one in await _payloads(target) if "response" in one}
     if len(found) != 1:
         raise Violation(f"ids: {sorted(found)}")
 
 
-@requirement(
-    "responses.stream.added",
-    "output_item.added and content_part.added come before the text",
-    clients="Python and Node helpers raise, pi prints nothing",
-)
 async def _added(target: Target) -> None:
     payloads = await _payloads(target)
     order = [one["type"].value for one in payloads]
@@ -590,11 +393,6 @@ async def _added(target: Target) -> None:
         raise Violation("output_text.delta before content_part.added")
 
 
-@requirement(
-    "responses.stream.done",
-    "output_text.done, content_part.done and output_item.done close what was opened",
-    clients="AI SDK runs no tool, helpers return empty text",
-)
 async def _done(target: Target) -> None:
     payloads = await _payloads(target)
     text = "".join(one["delta"].text() for one in payloads if one["type"].value == "response.output_text.delta")
@@ -606,11 +404,6 @@ async def _done(target: Target) -> None:
         raise Violation(f"{opened} items are opened, {closed} closed")
 
 
-@requirement(
-    "responses.stream.last",
-    "response.completed (or incomplete) comes last, with the whole object",
-    clients="Codex tries 6 times and fails, Python helper raises",
-)
 async def _last(target: Target) -> None:
     last = (await _payloads(target))[-1]
     last["type"].must_be(*LAST_EVENTS[:2])
@@ -619,29 +412,21 @@ async def _last(target: Target) -> None:
     last["response"]["usage"]["total_tokens"].count()
 
 
-@requirement(
-    "responses.stream.delta_ids", "deltas carry item_id, output_index and content_index", clients="openai helpers, AI SDK"
-)
 async def _delta_ids(target: Target) -> None:
     delta = _first(await _payloads(target), "response.output_text.delta")
-    delta["item_id"].word()
-    delta["output_index"].count()
-    delta["content_index"].count()
-    delta["logprobs"].items()
+    delta.must_fit({"item_id": Field.word, "output_index": Field.count, "content_index": Field.count, "logprobs": Field.items})
 
 
-@requirement("responses.stream.strict", "a strict accumulator takes the whole stream", clients="openai-python 3, openai-node 7")
 async def _strict(target: Target) -> None:
     said = await _read(target)
     if said.last is None or said.ending not in LAST_EVENTS[:2]:
         raise Violation(f"the stream ends with {said.ending or 'nothing'}")
 
 
-@scripted("responses.stream.text", "the pieces add up to what the engine said", clients="everybody")
 async def _text(target: Target) -> None:
     said = await _read(target)
     require_end(said)
-    if said.texts("output_text") != [TEXT]:
+    if said.texts("output_text") != [engine.TEXT]:
         raise Violation(f"texts: {said.texts('output_text')}")
 
 
@@ -661,14 +446,12 @@ async def _calls(target: Target, directive: str) -> list[tuple[str, str, str]]:
     raise no_call()
 
 
-_PAIR = [(CALL_ID, TOOL, "".join(ARGUMENTS)), (OTHER_CALL_ID, OTHER_TOOL, "".join(OTHER_ARGUMENTS))]
+_PAIR = [
+    (engine.CALL_ID, engine.TOOL, "".join(engine.ARGUMENTS)),
+    (engine.OTHER_CALL_ID, engine.OTHER_TOOL, "".join(engine.OTHER_ARGUMENTS)),
+]
 
 
-@requirement(
-    "responses.stream.call",
-    "a call streams: added, arguments.delta, arguments.done with name, item.done",
-    clients="Codex, openai helpers, AI SDK",
-)
 async def _stream_call(target: Target) -> None:
     calls = await _calls(target, "tools")
     if target.scripted:
@@ -679,14 +462,14 @@ async def _text_then_call(target: Target) -> None:
     said = await _read(target, "[[text_then_tools]] weather?", tools=TOOLS[RESPONSES])
     require_end(said)
     kinds = [item.added["type"].value for item in said.items]
-    if kinds != ["message", "function_call"] or said.texts("output_text") != [TEXT]:
+    if kinds != ["message", "function_call"] or said.texts("output_text") != [engine.TEXT]:
         raise Violation(f"items {kinds}, texts {said.texts('output_text')}")
 
 
 async def _empty_calls(target: Target) -> None:
     said = await _read(target, "[[empty_tool_calls]] hello")
     require_end(said)
-    if said.texts("output_text") != [TEXT] or len(said.items) != 1:
+    if said.texts("output_text") != [engine.TEXT] or len(said.items) != 1:
         raise Violation(f"texts {said.texts('output_text')}, {len(said.items)} items")
 
 
@@ -694,7 +477,7 @@ async def _stream_reasoning(target: Target) -> None:
     said = await _read(target, "[[thinking]] hello")
     require_end(said)
     thoughts = said.texts("reasoning_text") + said.texts("summary_text")
-    if THOUGHT not in thoughts or said.texts("output_text") != [TEXT]:
+    if engine.THOUGHT not in thoughts or said.texts("output_text") != [engine.TEXT]:
         raise Violation(f"thoughts {thoughts}, texts {said.texts('output_text')}")
     if [item.added["type"].value for item in said.items] != ["reasoning", "message"]:
         raise Violation(f"items: {[item.added['type'].value for item in said.items]}")
@@ -703,14 +486,14 @@ async def _stream_reasoning(target: Target) -> None:
 async def _stream_refusal(target: Target) -> None:
     said = await _read(target, "[[refusal]] hello")
     require_end(said)
-    if said.texts("refusal") != [REFUSAL]:
+    if said.texts("refusal") != [engine.REFUSAL]:
         raise Violation(f"refusals: {said.texts('refusal')}, texts: {said.texts('output_text')}")
 
 
 async def _incomplete(target: Target) -> None:
     said = await _read(target, "[[length]] hello")
     require_end(said, "response.incomplete")["incomplete_details"]["reason"].must_be("max_output_tokens")
-    if said.texts("output_text") != [CUT_SHORT]:
+    if said.texts("output_text") != [engine.CUT_SHORT]:
         raise Violation(f"texts: {said.texts('output_text')}")
 
 
@@ -720,23 +503,125 @@ async def _late_usage(target: Target) -> None:
         raise Violation(f"usage is {response['usage'].shown}")
 
 
-add_scripted(
-    ("responses.stream.parallel", "two calls are items with output_index of their own", "Codex, OpenAI Agents",
+ROWS = (
+    Row("responses.reply.head", "id resp_…, object: response, created_at, status, model", "openai SDKs, Codex", _head),
+    Row("responses.reply.keys", "every key of the object is there, null where unknown; no user: null",
+        "Open Responses suite, AI SDK", _keys),
+    Row("responses.reply.settings",
+        "what was asked for comes back: temperature, top_p, instructions, metadata, text.format, tool_choice",
+        "openai SDKs, Open Responses suite", answers(RESPONSES, places=_SETTINGS_SAID, **_SETTINGS)),
+    Row("responses.reply.usage", "usage with input, output, total tokens and both details", "Codex, AI SDK, OpenAI Agents",
+        answers(RESPONSES, places={"usage": check_usage})),
+    Row("responses.reply.message", "a message item: id, status, role, content[output_text with text, annotations, logprobs]",
+        "openai SDKs (output_text), AI SDK", _message),
+    Row("responses.reply.call", "a function_call item: id fc_…, call_id, name, arguments (a string), status",
+        "Codex, openai SDKs, AI SDK", _call),
+    scripted("responses.reply.parallel", "two calls are two items", "Codex, OpenAI Agents", _parallel),
+    scripted("responses.reply.text_then_call", "a text and a call are two items in this order", "Codex", _text_and_call),
+    scripted("responses.reply.reasoning", "thoughts are an item of type reasoning, not text", "Codex, AI SDK, OpenAI Agents",
+        _reasoning),
+    scripted("responses.reply.incomplete", "a text cut off: status incomplete, incomplete_details.reason max_output_tokens",
+        "AI SDK, openai SDKs",
+        answers(RESPONSES, "[[length]] hello", engine.CUT_SHORT, {
+            "status": "incomplete", "incomplete_details.reason": "max_output_tokens",
+        })),
+    scripted("responses.reply.refusal", "a refusal is a content part of type refusal", "openai SDKs", _refusal),
+    scripted("responses.reply.cached", "cached tokens are in input_tokens_details", "Codex, cost displays",
+        answers(RESPONSES, "[[cached]] hello", places={
+            "usage.input_tokens": engine.PROMPT_TOKENS, "usage.input_tokens_details.cached_tokens": engine.CACHED_TOKENS,
+        })),
+    scripted("responses.request.instructions", "instructions become the system message", "Codex, OpenAI Agents",
+        _instructions),
+    scripted("responses.request.turns", "system, developer, user and assistant turns keep their order and text",
+        "Codex, AI SDK", _turns_in_order),
+    scripted("responses.request.tools", "tools, tool_choice and parallel_tool_calls are carried", "Codex, AI SDK", _tools),
+    scripted("responses.request.limits", "max_output_tokens, temperature, top_p and fields of engines are carried",
+        "every SDK", _limits),
+    scripted("responses.request.format", "text.format with a JSON schema becomes response_format", "openai parse(), AI SDK",
+        carries(RESPONSES, (
+            {"text": {"format": {"type": "json_schema", **_FORMAT}}},
+            {"response_format.type": "json_schema", **_FORMAT_PLACES},
+        ))),
+    scripted("responses.request.calls", "function_call and function_call_output items become a call and its result",
+        "Codex, OpenAI Agents", _carried_calls),
+    scripted("responses.request.thoughts",
+        "the text of a reasoning item goes back to the engine under both names that engines look for",
+        "agents whose model thinks between calls (vllm#27755)", _thoughts),
+    scripted("responses.request.result_images",
+        "an image in a tool's result reaches the engine as an image of the user, the result stays text",
+        "Codex (view_image), computer use", _result_images),
+    scripted("responses.request.images", "input_image becomes an image part", "openai SDKs, Codex", _images),
+    scripted("responses.request.strange_tools", "unknown tool types (web_search, custom, namespace) are skipped, not refused",
+        "Codex (llama.cpp#20156)", _strange_tools),
+    Row("responses.request.only_strange_tools", "a request with nothing but unknown tools is answered", "Codex",
+        answers(RESPONSES, tools=_STRANGE_TOOLS[:1], tool_choice="auto")),
+    Row("responses.request.codex", "a request as Codex sends it is answered", "Codex", _codex),
+    Row("responses.request.unknown_previous", "an unknown previous_response_id: 404 or 400, code previous_response_not_found",
+        "OpenAI Agents, Codex: never silently ignored", _unknown_previous),
+    Row("responses.request.unknown_stored", "GET and DELETE of an unknown response: 404 with an error object", "openai SDKs",
+        _unknown_stored),
+    Row("responses.request.no_input", "a request without input: 400 with the field named", "openai SDKs", _no_input),
+    scripted("responses.request.native", "an engine that speaks Responses gets the request as it was sent, nothing added",
+        "vLLM and llama.cpp users (GPUStack#5137)", passes_through(RESPONSES)),
+    Row("responses.request.later_system", "a developer message after the first turn is not refused",
+        "Codex (llama.cpp#27367)", answers(RESPONSES, _LATER_SYSTEM, instructions="You are a coding agent.")),
+    scripted("responses.failed.cut", "engine dies in a stream: response.failed with error.code and message, nothing after it",
+        "Codex shows it; a bare error event reads as a broken stream", _cut),
+    scripted("responses.failed.engine_error", "an error in the engine's stream: response.failed with the engine's words",
+        "Codex, AI SDK", breaks(RESPONSES, "error_in_stream", tells=True)),
+    scripted("responses.failed.garbage", "an engine that sends what is no answer: response.failed", "Codex",
+        breaks(RESPONSES, "garbage")),
+    scripted("responses.failed.no_finish", "a stream of the engine that just ends: response.failed, not completed",
+        "Codex, agents", breaks(RESPONSES, "no_finish")),
+    scripted("responses.failed.context", "a prompt that does not fit: code context_length_exceeded",
+        "Codex stops at once (1 request instead of 6)", _context),
+    scripted("responses.failed.before", "an engine's error before the first event is an HTTP error with an error object",
+        "openai SDKs", _before),
+    scripted("responses.failed.whole_cut", "an engine that dies inside an unstreamed answer is an HTTP error", "openai SDKs",
+        fails_whole(RESPONSES, "cut")),
+    scripted("responses.failed.whole_garbage", "an engine whose unstreamed answer is none is an HTTP error", "openai SDKs",
+        fails_whole(RESPONSES, "garbage")),
+    scripted("responses.leave.stream", "a client that leaves a stream frees the engine", "operators (litellm#30244)",
+        leaves_stream(RESPONSES)),
+    scripted("responses.leave.plain", "a client that leaves before an unstreamed answer frees the engine",
+        "operators (litellm pull 30223)", leaves_unanswered(RESPONSES)),
+    scripted("responses.failed.late", "an engine's refusal after keep-alives is said in the stream, with the engine's words",
+        "Codex, openai SDKs", breaks_late(RESPONSES), is_slow=True),
+    Row("responses.stream.names", "the event line equals the type in the data", "Open Responses suite, naive readers",
+        _names),
+    Row("responses.stream.numbers", "sequence_number counts up by 1", "Open Responses suite, openai helpers", _numbers),
+    Row("responses.stream.created", "response.created comes first, then in_progress: output [], usage null",
+        "Python and Node helpers raise without", _created),
+    Row("responses.stream.id", "the response id is the same in all lifecycle events", "openai-python 3, openai-node 7", _id),
+    Row("responses.stream.added", "output_item.added and content_part.added come before the text",
+        "Python and Node helpers raise, pi prints nothing", _added),
+    Row("responses.stream.done", "output_text.done, content_part.done and output_item.done close what was opened",
+        "AI SDK runs no tool, helpers return empty text", _done),
+    Row("responses.stream.last", "response.completed (or incomplete) comes last, with the whole object",
+        "Codex tries 6 times and fails, Python helper raises", _last),
+    Row("responses.stream.delta_ids", "deltas carry item_id, output_index and content_index", "openai helpers, AI SDK",
+        _delta_ids),
+    Row("responses.stream.strict", "a strict accumulator takes the whole stream", "openai-python 3, openai-node 7", _strict),
+    scripted("responses.stream.text", "the pieces add up to what the engine said", "everybody", _text),
+    Row("responses.stream.call", "a call streams: added, arguments.delta, arguments.done with name, item.done",
+        "Codex, openai helpers, AI SDK", _stream_call),
+    scripted("responses.stream.parallel", "two calls are items with output_index of their own", "Codex, OpenAI Agents",
         makes_calls(_calls, "parallel_tools", _PAIR)),
-    ("responses.stream.interleaved", "calls whose arguments come in turns are not mixed up", "Codex",
+    scripted("responses.stream.interleaved", "calls whose arguments come in turns are not mixed up", "Codex",
         makes_calls(_calls, "interleaved_tools", _PAIR)),
-    ("responses.stream.whole_call", "a call that the engine says in one piece arrives whole", "Codex",
+    scripted("responses.stream.whole_call", "a call that the engine says in one piece arrives whole", "Codex",
         makes_calls(_calls, "whole_tools", _PAIR[:1])),
-    ("responses.stream.nasty", "arguments with quotes, brackets, escapes and emoji arrive byte for byte", "Codex",
-        makes_calls(_calls, "nasty_arguments", [(CALL_ID, TOOL, NASTY)])),
-    ("responses.stream.text_then_call", "a text closes before the call opens", "Codex", _text_then_call),
-    ("responses.stream.empty_calls", "an engine's empty tool_calls: [] does not hide the text", "Codex, AI SDK",
+    scripted("responses.stream.nasty", "arguments with quotes, brackets, escapes and emoji arrive byte for byte", "Codex",
+        makes_calls(_calls, "nasty_arguments", [(engine.CALL_ID, engine.TOOL, engine.NASTY)])),
+    scripted("responses.stream.text_then_call", "a text closes before the call opens", "Codex", _text_then_call),
+    scripted("responses.stream.empty_calls", "an engine's empty tool_calls: [] does not hide the text", "Codex, AI SDK",
         _empty_calls),
-    ("responses.stream.reasoning", "thoughts stream in a reasoning item before the message", "Codex, AI SDK",
+    scripted("responses.stream.reasoning", "thoughts stream in a reasoning item before the message", "Codex, AI SDK",
         _stream_reasoning),
-    ("responses.stream.refusal", "a refusal streams as refusal.delta and refusal.done", "openai helpers",
+    scripted("responses.stream.refusal", "a refusal streams as refusal.delta and refusal.done", "openai helpers",
         _stream_refusal),
-    ("responses.stream.incomplete", "a text cut off ends with response.incomplete", "AI SDK, openai helpers", _incomplete),
-    ("responses.stream.late_usage", "usage in the engine's last chunk of text is not lost", "Codex, cost displays",
+    scripted("responses.stream.incomplete", "a text cut off ends with response.incomplete", "AI SDK, openai helpers",
+        _incomplete),
+    scripted("responses.stream.late_usage", "usage in the engine's last chunk of text is not lost", "Codex, cost displays",
         _late_usage),
 )  # fmt: skip
