@@ -65,16 +65,13 @@ from typing import Any  # request bodies are JSON
 
 _DIRECTIVE = re.compile(r"\[\[([a-z_0-9]+)(?::([^\]]*))?\]\]")
 
-_SAID = {
+DIRECTIVES = frozenset({
     "tools", "parallel_tools", "interleaved_tools", "whole_tools", "text_then_tools", "nasty_arguments", "empty_tool_calls",
     "thinking", "refusal", "length", "stop_sequence", "logprobs", "cached", "echo", "number",
-}  # fmt: skip
-_HOW = {"slow", "pause", "pace", "endless", "gone", "crlf", "split_events", "comments", "no_usage", "usage_in_finish"}
-_WRONG = {
+    "slow", "pause", "pace", "endless", "gone", "crlf", "split_events", "comments", "no_usage", "usage_in_finish",
     "error_400", "error_400_context", "error_404", "error_429", "error_500", "error_503", "html_error", "detail_error",
     "text_error", "empty_error", "error_in_stream", "cut", "no_finish", "garbage",
-}  # fmt: skip
-DIRECTIVES = frozenset(_SAID | _HOW | _WRONG)
+})  # fmt: skip
 TOOL_DIRECTIVES = frozenset(
     {"tools", "parallel_tools", "interleaved_tools", "whole_tools", "text_then_tools", "nasty_arguments"}
 )

@@ -74,10 +74,7 @@ def read_chat(stream: Stream) -> ChatStream:
 
 def _check_head(chunk: Field, head: dict[str, object], kind: str) -> None:
     """Check what every chunk repeats."""
-    chunk["object"].must_be(kind)
-    chunk["id"].word()
-    chunk["created"].count()
-    chunk["model"].word()
+    chunk.must_fit({"object": kind, "id": Field.word, "created": Field.count, "model": Field.word})
     for name in _SAME_IN_ALL:
         if head.setdefault(name, chunk[name].value) != chunk[name].value:
             raise Violation(f"{chunk.path}.{name} changes within the stream: {head[name]!r}, then {chunk[name].value!r}")

@@ -22,6 +22,14 @@ _DELTAS = {
 """The kind of block that a delta belongs to, and the member that carries it."""
 
 
+_STARTS: dict[str, dict[str, object]] = {
+    "text": {"text": ""},
+    "tool_use": {"id": Field.word, "name": Field.word, "input": {}},
+    "thinking": {"thinking": ""},
+}
+"""What a block has before its first delta, by its kind."""
+
+
 @dataclass(slots=True)
 class Block:
     """A content block as its deltas add up. ``text``: its text, thought or JSON."""
@@ -109,9 +117,7 @@ class _Reader:
         check_message_head(message)
         if message["content"].items():
             raise Violation("message_start has content already")
-        message["stop_reason"].must_be(None)
-        message["stop_sequence"].must_be(None)
-        check_usage(message["usage"])
+        message.must_fit({"stop_reason": None, "stop_sequence": None, "usage": check_usage})
         self.said.message = message
 
     def _start_block(self, body: Field) -> None:
@@ -123,14 +129,7 @@ class _Reader:
             raise Violation(f"{body.path}.index is {body['index'].value}, {len(self.said.blocks)} is due")
         block = body["content_block"]
         kind = block["type"].word()
-        if kind == "text":
-            block["text"].must_be("")
-        elif kind == "tool_use":
-            block["id"].word()
-            block["name"].word()
-            block["input"].must_be({})
-        elif kind == "thinking":
-            block["thinking"].must_be("")
+        block.must_fit(_STARTS.get(kind, {}))
         self.said.blocks.append(Block(kind, block))
         self._is_open = True
 
@@ -203,10 +202,7 @@ def require_end(said: MessageStream) -> MessageStream:
 
 def check_message_head(message: Field) -> None:
     """Check the members that a whole message and a message_start share. Raises Violation."""
-    message["type"].must_be("message")
-    message["role"].must_be("assistant")
-    message["model"].word()
-    message["id"].word()
+    message.must_fit({"type": "message", "role": "assistant", "model": Field.word, "id": Field.word})
 
 
 def check_usage(usage: Field) -> None:
@@ -220,6 +216,4 @@ def check_usage(usage: Field) -> None:
 
 def check_error(body: Field) -> None:
     """Check an error object of Messages. Raises Violation."""
-    body["type"].must_be("error")
-    body["error"]["type"].must_be(*ERROR_TYPES)
-    body["error"]["message"].word()
+    body.must_fit({"type": "error", "error.type": ERROR_TYPES, "error.message": Field.word})

@@ -276,23 +276,24 @@ def check_item(item: Field) -> None:
     """Check an output item, open or done. Raises Violation."""
     kind = item["type"].word()
     item["id"].word()
-    if kind == "message":
-        item["status"].must_be("in_progress", "completed", "incomplete")
-        item["role"].must_be("assistant")
-        for part in item["content"].items():
-            part["type"].must_be("output_text", "refusal")
-            if part["type"].value == "output_text":
-                part["text"].text()
-                part["annotations"].items()
-                if (logprobs := part.get("logprobs")) is not None:
-                    logprobs.items()
-    elif kind == "function_call":
-        item["call_id"].word()
-        item["name"].word()
-        item["arguments"].text()
-        item["status"].must_be("in_progress", "completed", "incomplete")
-    elif kind == "reasoning":
-        item["summary"].items()
+    item.must_fit(_ITEMS.get(kind, {}))
+
+
+def _check_parts(content: Field) -> None:
+    for part in content.items():
+        part["type"].must_be("output_text", "refusal")
+        if part["type"].value == "output_text":
+            part.must_fit({"text": Field.text, "annotations": Field.items})
+            if (logprobs := part.get("logprobs")) is not None:
+                logprobs.items()
+
+
+_STATUSES = ("in_progress", "completed", "incomplete")
+_ITEMS: dict[str, dict[str, object]] = {
+    "message": {"status": _STATUSES, "role": "assistant", "content": _check_parts},
+    "function_call": {"call_id": Field.word, "name": Field.word, "arguments": Field.text, "status": _STATUSES},
+    "reasoning": {"summary": Field.items},
+}
 
 
 def check_usage(usage: Field) -> None:

@@ -9,6 +9,7 @@ import math
 import struct
 import wave
 
+from conformance.dialects import answers
 from conformance.engine.answers import TRANSCRIPT, make_vector
 from conformance.engine.script import TEXT
 from conformance.exchange import LIMITS, Answer, Field, NotApplicable, Violation
@@ -16,6 +17,7 @@ from conformance.readers.chat import check_usage, read_completion
 from conformance.table import (
     COMPLETIONS,
     EMBEDDINGS,
+    FRAGMENT,
     IMAGES,
     RERANK,
     TRANSCRIPTIONS,
@@ -32,19 +34,20 @@ _RATE = 16_000
 _BOUNDARY = "muster-conformance-7f3a"
 
 
-def make_sound(seconds: float = 1.0) -> bytes:
-    """Return a WAV file with a quiet tone."""
+def _make_sound() -> bytes:
+    """Return a WAV file with a second of a quiet tone."""
     held = io.BytesIO()
     with wave.open(held, "wb") as out:
         out.setnchannels(1)
         out.setsampwidth(2)
         out.setframerate(_RATE)
-        frames = (int(3000 * math.sin(2 * math.pi * 440 * number / _RATE)) for number in range(int(_RATE * seconds)))
+        frames = (int(3000 * math.sin(2 * math.pi * 440 * number / _RATE)) for number in range(_RATE))
         out.writeframes(b"".join(struct.pack("<h", frame) for frame in frames))
     return held.getvalue()
 
 
-def _form(fields: dict[str, str], sound: bytes | None) -> bytes:
+async def _send_form(target: Target, fields: dict[str, str], sound: bytes | None) -> Answer:
+    fields = {"model": target.model_for(TRANSCRIPTIONS), **fields}
     parts = [
         f'--{_BOUNDARY}\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'.encode()
         for name, value in fields.items()
@@ -52,14 +55,14 @@ def _form(fields: dict[str, str], sound: bytes | None) -> bytes:
     if sound is not None:
         head = f'--{_BOUNDARY}\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n'
         parts.append(head.encode() + b"content-type: audio/wav\r\n\r\n" + sound + b"\r\n")
-    return b"".join(parts) + f"--{_BOUNDARY}--\r\n".encode()
+    form = b"".join(parts) + f"--{_BOUNDARY}--\r\n".encode()
+    headers = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
+    return await target.send(target.ask_json(TRANSCRIPTIONS, form, headers))
 
 
 async def transcribe(target: Target, **fields: str) -> Answer:
     """Send a second of sound."""
-    form = _form({"model": target.model_for(TRANSCRIPTIONS), **fields}, make_sound())
-    headers = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
-    answer = await target.send(target.ask_json(TRANSCRIPTIONS, form, headers))
+    answer = await _send_form(target, fields, _make_sound())
     require_script_or_skip(target, answer, fields.get("response_format", "a recording"))
     return answer
 
@@ -87,17 +90,13 @@ async def _verbose(target: Target) -> None:
     reply["text"].text()
     reply["language"].text()
     for segment in reply["segments"].items():
-        segment["start"].number()
-        segment["end"].number()
-        segment["text"].text()
+        segment.must_fit({"start": Field.number, "end": Field.number, "text": Field.text})
     if reply["duration"].is_null:
         raise Violation("duration is null")
 
 
 async def _no_file(target: Target) -> None:
-    headers = {"content-type": f"multipart/form-data; boundary={_BOUNDARY}"}
-    form = _form({"model": target.model_for(TRANSCRIPTIONS)}, None)
-    answer = await target.send(target.ask_json(TRANSCRIPTIONS, form, headers))
+    answer = await _send_form(target, {}, None)
     require_status(answer, 400)
     answer.json()["error"]["param"].must_be("file")
 
@@ -145,15 +144,10 @@ def _vectors(reply: Field) -> list[list[float]]:
 
 async def _reply(target: Target) -> None:
     reply = require_ok(await _embed(target, _TEXTS[0], encoding_format="float"))
-    reply["object"].must_be("list")
-    reply["model"].word()
-    row = reply["data"][0]
-    row["object"].must_be("embedding")
-    row["index"].must_be(0)
+    reply.must_fit({"object": "list", "model": Field.word, "data.0.object": "embedding", "data.0.index": 0})
     if not _vectors(reply)[0]:
         raise Violation("the embedding is empty")
-    reply["usage"]["prompt_tokens"].count()
-    reply["usage"]["total_tokens"].count()
+    reply.must_fit({"usage.prompt_tokens": Field.count, "usage.total_tokens": Field.count})
 
 
 async def _list(target: Target) -> None:
@@ -221,26 +215,17 @@ async def _objects(target: Target) -> None:
         raise Violation(f"index: {[result['index'].value for result in results]}")
 
 
-_PROMPTS = ["Once upon a time", "The capital of France is"]
+_PROMPTS = [FRAGMENT, "The capital of France is"]
 
 
 async def _completion(target: Target) -> None:
     reply = require_ok(await target.say(COMPLETIONS))
-    reply["object"].must_be("text_completion")
-    for name in ("id", "model"):
-        reply[name].word()
-    reply["created"].count()
+    reply.must_fit({"object": "text_completion", "id": Field.word, "model": Field.word, "created": Field.count})
     choice = reply["choices"][0]
-    choice["index"].must_be(0)
-    choice["text"].text()
-    choice["finish_reason"].must_be("stop", "length", "content_filter")
+    choice.must_fit({"index": 0, "text": Field.text, "finish_reason": ("stop", "length", "content_filter")})
     if (logprobs := choice.get("logprobs")) is not None:
         logprobs.members()
     check_usage(reply["usage"])
-
-
-async def _text(target: Target) -> None:
-    require_ok(await target.say(COMPLETIONS))["choices"][0]["text"].must_be(TEXT)
 
 
 async def _stream(target: Target) -> None:
@@ -315,7 +300,7 @@ ROWS = (
         "Cohere's and Jina's clients, Dify", _objects),
     Row("completions.reply", "object: text_completion, choices with index, text, logprobs, finish_reason; usage",
         "openai SDKs, llm, lm-eval", _completion),
-    scripted("completions.text", "the text arrives as the engine said it", "everybody", _text),
+    scripted("completions.text", "the text arrives as the engine said it", "everybody", answers(COMPLETIONS, text=TEXT)),
     Row("completions.stream", "streams like chat with text per chunk, a finish_reason and [DONE]; no usage unless asked for",
         "openai SDKs, Continue, llm", _stream),
     Row("completions.stream.usage", "include_usage: one chunk with choices: [] and usage before [DONE]",

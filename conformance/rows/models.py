@@ -37,16 +37,11 @@ async def _anthropic(target: Target, path: str = MODELS) -> Answer:
 
 
 def _check_model(row: Field) -> None:
-    row["id"].word()
-    row["object"].must_be("model")
-    row["created"].count()
-    row["owned_by"].text()
+    row.must_fit({"id": Field.word, "object": "model", "created": Field.count, "owned_by": Field.text})
 
 
 def _check_anthropic_model(row: Field) -> None:
-    row["type"].must_be("model")
-    row["id"].word()
-    row["display_name"].word()
+    row.must_fit({"type": "model", "id": Field.word, "display_name": Field.word})
     try:
         when = datetime.fromisoformat(row["created_at"].text())
     except ValueError:
