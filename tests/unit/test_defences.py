@@ -19,7 +19,7 @@ WRITTEN = "`python -m tests.unit.test_defences` writes this page from `tests/def
 PROVEN = "`./muster test --mutants {row}` puts a defect into a copy of the program: the tests of the row must notice it."
 THREATS = f"""# Threats
 
-What somebody may try, and what stands against it. {WRITTEN}
+{WRITTEN}
 {PROVEN.format(row="T11")}
 See also [failures](failures.md), and [what an operator does](secure.md).
 
@@ -28,7 +28,7 @@ See also [failures](failures.md), and [what an operator does](secure.md).
 """
 FAILURES = f"""# Failures
 
-What happens when a part fails. {WRITTEN}
+{WRITTEN}
 {PROVEN.format(row="F28")}
 See also [threats](threats.md). *No test*: nothing checks it.
 

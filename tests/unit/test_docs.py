@@ -83,6 +83,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not broken
 
 
+def test_the_pages_stay_short() -> None:
+    pages = [ROOT / "README.md", *DOCS.glob("*.md")]
+    assert sum(len(read(page).split()) for page in pages) <= 20_000
+    cells = (cell for page in pages for line in prose(page).splitlines() if line.startswith("|") for cell in line.split(" | "))
+    assert not [cell for cell in cells if len(cell.split()) > 27], "a cell of a table is no paragraph"
+
+
 def test_every_page_is_reached_from_the_readme() -> None:
     reached: set[Path] = set()
     waiting = [ROOT / "README.md"]
@@ -146,6 +153,15 @@ def test_the_documented_status_of_every_gateway_error_is_its_status() -> None:
     classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.GatewayError)]
     assert len(classes) > 10
     assert not {(each.code.value, each.status) for each in classes} - documented
+
+
+def test_every_documented_line_of_a_log_is_one_that_a_program_writes() -> None:
+    rows = read(DOCS / "troubleshoot.md").split("## A line in the log\n")[1].splitlines()
+    events = [event for row in rows for event in re.findall(r"`([a-z_.]+)`", row.split(" | ")[0])]
+    packages = ("controlplane", "core", "gateway", "governance", "nodes")
+    sources = "".join(read(path) for package in packages for path in sorted((ROOT / package).rglob("*.py")))
+    assert len(events) > 20
+    assert not [event for event in events if f'"{event}' not in sources]
 
 
 def test_the_published_pattern_finds_every_kind_of_credential() -> None:

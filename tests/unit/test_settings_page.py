@@ -32,13 +32,12 @@ MUSTER_ALLOWED_HOSTS | `localhost,127.0.0.1,[::1]` | Hosts, without a port, unde
 `./muster up` adds its own
 MUSTER_CSRF_TRUSTED_ORIGINS | empty | `https://muster.example.com`, when a proxy changes host or scheme
 MUSTER_BEHIND_TLS | off | A TLS proxy stands in front: secure cookies, HSTS, and a trusted proxy's `X-Forwarded-Proto` counts
-MUSTER_TRUSTED_PROXIES | empty | Addresses and networks of proxies, separated by commas: `127.0.0.1,10.0.0.0/28`. A \
-client's address is the last in `X-Forwarded-For` that is none of them; without proxies the header is ignored. Name nothing \
-but proxies: they choose the address that throttles and logs see
+MUSTER_TRUSTED_PROXIES | empty | Addresses and networks of proxies: `127.0.0.1,10.0.0.0/28`. The last address in \
+`X-Forwarded-For` that is none of them is the client's, for throttles and logs
 MUSTER_LOG_LEVEL | `info` | `debug` (`trace`), `info`, `warning` (`warn`), `error`, `critical`. For nodes too
 MUSTER_ADMIN_PAGES | on | Off saves gateways and workers a second and 15 MB
 MUSTER_STATIC_ROOT | `staticfiles` in the repository | Where `collectstatic` writes
-MUSTER_STATIC_FINDERS | on | Serve static files from the packages. Off in an image that has collected them
+MUSTER_STATIC_FINDERS | on | Serve static files from the packages, uncollected
 **Approvals**
 MUSTER_PUBLIC_URL | `http://localhost:8000` | Where people open the control plane; HTTPS anywhere but on localhost. Passkeys \
 and policies are bound to it
@@ -58,7 +57,7 @@ MUSTER_CANARY_INTERVAL_S
 MUSTER_NO_NODE_WAIT_S
 MUSTER_STREAM_PING_S
 MUSTER_TOKENIZERS_DIR | empty | Folder with a folder for each model, named on the model's page: `tokenizer.json`, \
-`tokenizer_config.json`, `chat_template.jinja`. Empty = nodes count, or the gateway estimates
+`tokenizer_config.json`, `chat_template.jinja`
 MUSTER_ACCEPT_TIMEOUT_S
 MUSTER_CLIENT_WRITE_TIMEOUT_S
 MUSTER_HEADER_TIMEOUT_S
@@ -77,12 +76,12 @@ MUSTER_PUBLIC_MODEL_LIST | on | `GET /v1/models` without a key
 MUSTER_CORS_ORIGINS | empty | Origins whose pages may call `/v1/…`, separated by commas, or `*`
 MUSTER_METRICS_REQUIRE_TOKEN | off | `GET /metrics` asks everybody for an admin token
 MUSTER_REQUEST_RETENTION_DAYS
-MUSTER_KEEP_ENGINE_ERRORS | on | Records and logs keep what an engine said when it failed or refused: at most 300 characters, \
-without what it repeats of the request
+MUSTER_KEEP_ENGINE_ERRORS | on | Records and logs keep what an engine said when it failed or refused, without what it \
+repeats of the request
 **Playground**
 MUSTER_PLAYGROUND_GATEWAY_URL | `http://127.0.0.1:8080` | The gateway that the playground asks: scheme, host and port. \
 `./muster up` sets it
-MUSTER_GATEWAY_PUBLIC_URL | the one above | Where clients reach the gateways, as the playground's code names it
+MUSTER_GATEWAY_PUBLIC_URL | the one above | Where clients reach the gateways
 **Several gateways**
 MUSTER_INTERNAL_URL | empty | Where other gateways reach this one
 MUSTER_CLUSTER_SECRET | empty | What gateways show each other; without it they do not reach each other's nodes
@@ -99,7 +98,7 @@ MUSTER_WORKER_AUTH_FAILURES
 MUSTER_WORKER_AUTH_BLOCK_S
 MUSTER_ALLOW_QUERY_SECRET | on | Accept `?worker_secret=`, as old workers send it
 MUSTER_DIRECT_HOSTS | empty | Hosts and networks that nodes may register as `public_base_url`: `gpu.example.com,10.20.0.0/16`; \
-`private` = every private network (RFC 1918, RFC 4193). Control plane, worker and gateways need it
+`private` = every private network. All servers need it
 MUSTER_DIRECT_ALLOW_LOOPBACK | off | Allow loopback and metadata addresses among them, for tests on one machine
 """
 """In operators' order: a setting that is no bound with all that is said of it, a bound by its name, a heading in stars."""

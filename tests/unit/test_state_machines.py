@@ -63,14 +63,15 @@ def _requests() -> str:
 
 
 def _nodes() -> str:
-    cases = [(freshness, is_held) for freshness in Freshness for is_held in (False, True)]
+    heard = [freshness for freshness in Freshness if freshness is not Freshness.OFFLINE]
+    cases = [(freshness, is_held) for freshness in heard for is_held in (False, True)]
     rows = [" | ".join([f"| `{told}`", *(f"`{_judge(told, *case)}`" for case in cases)]) + " |" for told in NodeStatus]
     columns = " | ".join(f"{freshness}, held back" if is_held else str(freshness) for freshness, is_held in cases)
     return "\n".join(
         ["## Status of a node", "",
             "Source: `nodes/states.py`, `judge_availability`: no stored state but a judgement of each reading, by what the",
             "node reported and when. *Held back* means draining, cordoned, taken back by its owner, or accepting nothing by",
-            "its own account. A `stale` node gets nothing new. A node that no gateway can reach is `offline`.", "",
+            "its own account. A `stale` node gets nothing new. A silent or unreachable node is `offline`.", "",
             f"| Reported | {columns} |", "|---" * (len(cases) + 1) + "|", *rows, "",
             "Once nothing runs on a draining or reclaimed node it is also [*drained*](operate.md#take-a-node-out).", ""],
     )  # fmt: skip
