@@ -23,7 +23,7 @@ from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, Handl
 from gateway import metrics
 from gateway.errors import GatewayError
 from gateway.request.attempt import Exchange, KeepAlive, count_answer_chars, find_usage, read_usage
-from gateway.request.client import SCOPE_HANDLE, SCOPE_LINE
+from gateway.request.client import SCOPE_LINE
 from gateway.request.dispatch import Candidate, Lease
 from gateway.request.identity import RateState
 from gateway.request.models import KeyEntry, check_caps, choose_priority
@@ -485,8 +485,7 @@ class FastRequest(KnownCycle, Sink):
         record = self._enter()
         handle = Handle(connection)
         handle.cycle = self
-        extensions = {SCOPE_HANDLE: handle, SCOPE_LINE: handle}
-        scope = {**self.scope, "client": connection.client, "server": connection.server, "extensions": extensions}
+        scope = {**self.scope, "client": connection.client, "server": connection.server, "extensions": {SCOPE_LINE: handle}}
         if path.proxies:
             path.proxies.correct_scope(scope)
         inference = path.inference[self.scope["path"]]

@@ -18,7 +18,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from core.limits import limits
-from gateway.request.client import SCOPE_HANDLE, SCOPE_LINE
+from gateway.request.client import SCOPE_LINE
 from gateway.values import HeaderView
 from wire.contract import ErrorCode
 from wire.http_head import TOO_LARGE, HeadFault, find_head_fault, find_size_fault
@@ -79,8 +79,8 @@ class KnownRequests:
         """Return the head and the body of a whole request whose head is known, None for anything else."""
         end = data.find(b"\r\n\r\n", 0, self._bounds.known_head_bytes)
         split = _split_head(data, end)
-        if split is None or len(data) != end + 4 + split[1]:
-            return None
+        if split is None or len(data) != end + 4 + split[1] or split[1] > self._bounds.max_body_bytes:
+            return None  # one that is too large is refused by who reads it in parts
         head = self._heads.get(split[0])
         return None if head is None else (head, data[end + 4 :])
 
@@ -144,7 +144,7 @@ def _say_nothing() -> None:
 
 
 class Handle:
-    """One request's hold on its connection (``gateway.request.client.ConnectionHandle``), and the line of its response.
+    """The line of one response (``gateway.request.client.Line``), and its request's hold on the connection.
 
     Writing to the transport costs a third of what an ASGI event does; what it takes is bounded by ``begin``.
     """
@@ -164,8 +164,6 @@ class Handle:
         self._is_chunked = self._has_body = True
         self._timer: asyncio.TimerHandle | None = None
         self.waiting_bytes = 0
-
-    # gateway.request.client.Line
 
     def begin(
         self, *, limit_bytes: int, timeout_s: float, on_stuck: Callable[[str], None], on_drained: Callable[[], None]
@@ -254,8 +252,6 @@ class Handle:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    # gateway.request.client.ConnectionHandle
 
     def set_lost_callback(self, callback: Callable[[], None] | None) -> None:
         """Have ``callback`` called when the peer is gone; at once if it is gone already."""
@@ -391,7 +387,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         """A request begins: its headers have to arrive in time."""
         super().on_message_begin()
         self._handle = Handle(self)
-        self.scope["extensions"] = {SCOPE_HANDLE: self._handle, SCOPE_LINE: self._handle}  # type: ignore[dict-item]
+        self.scope["extensions"] = {SCOPE_LINE: self._handle}  # type: ignore[dict-item]
         self._headers_open = True
         self._header_bytes = 0
 
@@ -564,8 +560,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
 
     def _begin_known(self, known: KnownRequests, head: KnownHead, body: bytes) -> None:
         handle = Handle(self)
-        extensions = {SCOPE_HANDLE: handle, SCOPE_LINE: handle}
-        scope = {**head.scope, "client": self.client, "server": self.server, "extensions": extensions}
+        scope = {**head.scope, "client": self.client, "server": self.server, "extensions": {SCOPE_LINE: handle}}
         cycle = handle.cycle = self.cycle = KnownCycle(self, scope)  # type: ignore[assignment]
         self.serve_beside(cycle, known.serve(scope, head.headers, body))
 

@@ -1,8 +1,7 @@
 """The client's side of one HTTP exchange: its headers, its body, and ordered writing that notices when it left.
 
-Works on any ASGI server. On ours, the scope carries a handle on the connection (``SCOPE_HANDLE``) that reports its loss
-by a call and can abort it, and a line (``SCOPE_LINE``) that writes to the socket; elsewhere a task watches ``receive``, and
-answers go through ASGI's ``send``.
+The scope carries the line to the client (``SCOPE_LINE``): it writes to the socket, reports the client's loss by a call and can
+abort. An ASGI server's own ``send`` and a task that watches ``receive`` would cost each request more.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from core.limits import GatewayLimits
-from core.outbox import Outbox
-from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, GatewayError, RequestTimeout
+from gateway.errors import BodyTooLarge, ClientLeft, ClientTooSlow, GatewayError
 from gateway.values import Header, HeaderView
 
 Scope = dict[str, Any]
@@ -23,28 +21,14 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 T = TypeVar("T")
 
-SCOPE_HANDLE = "muster.connection"
 SCOPE_LINE = "muster.line"
 
 
-class ConnectionHandle(Protocol):
-    """What our server lets an application do with a connection beyond ASGI."""
-
-    def set_lost_callback(self, callback: Callable[[], None] | None) -> None:
-        """Have ``callback`` called once when the peer is gone."""
-
-    def close_after_response(self) -> None:
-        """Do not keep the connection for another request."""
-
-    def abort(self) -> None:
-        """Reset the connection at once."""
-
-    def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        """Write a whole response in one piece; nothing was written for this request before."""
-
-
 class Line(Protocol):
-    """Where one response is written. What is put after the peer went, or after ``stop``, is forgotten."""
+    """Where one response is written, and what may be done with the connection beyond ASGI.
+
+    What is put after the peer went, or after ``stop``, is forgotten.
+    """
 
     @property
     def is_blocked(self) -> bool:
@@ -78,43 +62,17 @@ class Line(Protocol):
     def stop(self) -> None:
         """Write nothing more and forget what waits."""
 
+    def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        """Write a whole response in one piece; nothing was written for this request before."""
 
-class AsgiLine:
-    """Writes a response as ASGI events. ``send`` is the server's."""
+    def set_lost_callback(self, callback: Callable[[], None] | None) -> None:
+        """Have ``callback`` called once when the peer is gone."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def close_after_response(self) -> None:
+        """Do not keep the connection for another request."""
 
-    def begin(
-        self, *, limit_bytes: int, timeout_s: float, on_stuck: Callable[[str], None], on_drained: Callable[[], None]
-    ) -> None:
-        self._outbox = Outbox(
-            self._send, limit_bytes=limit_bytes, timeout_s=timeout_s, on_stuck=on_stuck, on_drained=on_drained
-        )
-
-    @property
-    def is_blocked(self) -> bool:
-        return self._outbox.is_blocked
-
-    @property
-    def is_dead(self) -> bool:
-        return self._outbox.dead
-
-    @property
-    def waiting_bytes(self) -> int:
-        return self._outbox.waiting_bytes
-
-    def start(self, status: int, headers: Sequence[Header]) -> None:
-        self._outbox.put({"type": "http.response.start", "status": status, "headers": list(headers)}, 0)
-
-    def write(self, data: bytes) -> None:
-        self._outbox.put({"type": "http.response.body", "body": data, "more_body": True}, len(data))
-
-    def finish(self, data: bytes) -> None:
-        self._outbox.put({"type": "http.response.body", "body": data, "more_body": False}, len(data))
-
-    def stop(self) -> None:
-        self._outbox.stop()
+    def abort(self) -> None:
+        """Reset the connection at once."""
 
 
 class ClientConnection:
@@ -124,7 +82,6 @@ class ClientConnection:
         self,
         scope: Scope,
         receive: Receive,
-        send: Send,
         *,
         limits: GatewayLimits,
         headers: HeaderView | None = None,
@@ -133,13 +90,10 @@ class ClientConnection:
         self.scope = scope
         self.headers = HeaderView(scope["headers"]) if headers is None else headers
         self._body = body
-        """The whole request body, where the server has it already."""
+        """The whole request body, where the server has it already: it knows the bound too."""
         self._receive = receive
         self._limits = limits
-        extensions = scope.get("extensions", {})
-        self._handle: ConnectionHandle | None = extensions.get(SCOPE_HANDLE)
-        self.line: Line = extensions.get(SCOPE_LINE) or AsgiLine(send)
-        self._watcher: asyncio.Task[None] | None = None
+        self.line: Line = scope["extensions"][SCOPE_LINE]
         self._waiting: asyncio.Future[Any] | None = None  # of whatever type the current wait has
         self._gone: GatewayError | None = None
         self.on_gone: Callable[[], None] | None = None
@@ -177,20 +131,13 @@ class ClientConnection:
         return self.line.is_blocked or self._held_bytes > self._limits.hold_bytes
 
     async def read_body(self, limit: int | None = None) -> bytes:
-        """Return the whole request body, of at most ``limit`` bytes. Raises BodyTooLarge, ClientLeft, RequestTimeout."""
-        limit = self._limits.max_body_bytes if limit is None else limit
-        if self._body is not None and len(self._body) <= limit:
-            return self._body
-        if self._handle is not None:
-            return await self._collect_body(limit)  # the server watches the deadline of the body
-        try:
-            async with asyncio.timeout(self._limits.body_s):
-                return await self._collect_body(limit)
-        except TimeoutError:
-            self.close_after_response()
-            raise RequestTimeout("The request body did not arrive in time") from None
+        """Return the whole request body, of at most ``limit`` bytes. Raises BodyTooLarge, ClientLeft.
 
-    async def _collect_body(self, limit: int) -> bytes:
+        The server watches the deadline of the body.
+        """
+        if self._body is not None:
+            return self._body
+        limit = self._limits.max_body_bytes if limit is None else limit
         declared = self.headers.get("content-length", "")
         if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
             self.close_after_response()
@@ -214,19 +161,12 @@ class ClientConnection:
 
     def watch(self) -> None:
         """Notice from here on when the client leaves. Call once the body was read."""
-        if self._handle is not None:
-            self._handle.set_lost_callback(self._take_lost)
-        else:
-            self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self.line.set_lost_callback(self._take_lost)
 
     def unwatch(self) -> None:
         """Stop watching; the connection may carry another request."""
         self.on_gone = None
-        if self._handle is not None:
-            self._handle.set_lost_callback(None)
-        if self._watcher is not None:
-            self._watcher.cancel()
-            self._watcher = None
+        self.line.set_lost_callback(None)
 
     async def wait(self, future: asyncio.Future[T]) -> T:
         """Return the result of a future, never of a task. Raises ClientLeft once the client is gone, or why ``hold`` failed."""
@@ -295,7 +235,7 @@ class ClientConnection:
             self.line.finish(data)
 
     def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        """Send a whole response, in one write where the server lets us."""
+        """Send a whole response, in one write unless a part of an answer waits."""
         self.started = self.finished = True
         if self._held is not None:
             self._held.append(partial(self._respond, status, headers, body))
@@ -304,14 +244,12 @@ class ClientConnection:
             self._respond(status, headers, body)
 
     def close_after_response(self) -> None:
-        if self._handle is not None:
-            self._handle.close_after_response()
+        self.line.close_after_response()
 
     def abort(self) -> None:
         """Reset the connection: the only honest end of a response that was cut."""
         self._let_go()
-        if self._handle is not None:
-            self._handle.abort()
+        self.line.abort()
 
     async def drain(self) -> None:
         """Wait until the server has taken everything written. Raises ClientLeft, ClientTooSlow, what ``hold`` came to.
@@ -336,15 +274,9 @@ class ClientConnection:
             raise ClientLeft
         return event
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        if not self.finished:
-            self._take_lost()
-
     def _respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
-        if self._handle is not None and not self.line.is_blocked and not self.line.is_dead:
-            self._handle.respond(status, [*headers, *self.common] if self.common else headers, body)
+        if not self.line.is_blocked and not self.line.is_dead:
+            self.line.respond(status, [*headers, *self.common] if self.common else headers, body)
             return
         self.line.start(status, [*headers, *self.common, (b"content-length", b"%d" % len(body))])
         self.line.finish(body)

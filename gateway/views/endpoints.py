@@ -37,13 +37,12 @@ def make_client(
     runtime: GatewayRuntime,
     scope: Scope,
     receive: Receive,
-    send: Send,
     *,
     headers: HeaderView | None = None,
     body: bytes | None = None,
 ) -> ClientConnection:
     """Return the client of a scope, under this process's limits. ``headers``, ``body``: where the server has them already."""
-    client = ClientConnection(scope, receive, send, limits=runtime.limits, headers=headers, body=body)
+    client = ClientConnection(scope, receive, limits=runtime.limits, headers=headers, body=body)
     if settings.CORS_ORIGINS and scope["path"].startswith(_FOR_PAGES):
         client.common = admit_origin(client.headers, settings.CORS_ORIGINS)
     return client
@@ -52,8 +51,8 @@ def make_client(
 def make_preflight(runtime: GatewayRuntime) -> Application:
     """Return the application that tells a browser what its page may ask."""
 
-    async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        client = make_client(runtime, scope, receive, send)
+    async def application(scope: Scope, receive: Receive, _send: Send) -> None:
+        client = make_client(runtime, scope, receive)
         answer_preflight(client)
         await client.drain()
 
@@ -64,8 +63,8 @@ def make_endpoint(runtime: GatewayRuntime, methods: dict[str, Handler], *, surfa
     """Return an application that picks a handler by method and says errors as ``surface`` does, None = as the client asks."""
     allowed = ", ".join(sorted(methods)).encode()
 
-    async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        client = make_client(runtime, scope, receive, send)
+    async def application(scope: Scope, receive: Receive, _send: Send) -> None:
+        client = make_client(runtime, scope, receive)
         said_by = surface or _surface_of(client)
         try:
             handler = methods.get(scope["method"])
@@ -131,8 +130,8 @@ def _surface_of(client: ClientConnection) -> Surface:
     return SURFACES[_MESSAGES] if is_anthropic else DEFAULT_SURFACE
 
 
-async def _ask_nobody(*_event: object) -> Any:  # Any: it stands for two shapes
-    """Stand for the server's ``receive`` and ``send`` where it needs neither."""
+async def _ask_nobody() -> dict[str, Any]:
+    """Stand for the server's ``receive`` where the body is there already."""
     raise NotImplementedError
 
 
@@ -145,8 +144,8 @@ class InferenceConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope, self.receive, self.base_send = scope, receive, send
+    async def __call__(self, scope: Scope, receive: Receive, _send: Send) -> None:
+        self.scope, self.receive = scope, receive
         await self.dispatch({"type": "http.request"})
 
     async def dispatch(self, message: dict[str, object]) -> None:
@@ -154,7 +153,7 @@ class InferenceConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships 
 
     async def http_request(self, _message: dict[str, object]) -> None:
         """Answer the request; its client reads the body, once it is known who asks."""
-        await self._inference.serve_scope(self.scope, self.receive, self.base_send)
+        await self._inference.serve_scope(self.scope, self.receive)
 
 
 class Inference:
@@ -164,22 +163,22 @@ class Inference:
         self._runtime = runtime
         self.surface = surface
 
-    async def serve_scope(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve_scope(self, scope: Scope, receive: Receive) -> None:
         """Serve a request by its ASGI scope, whatever its method."""
-        client = make_client(self._runtime, scope, receive, send)
+        client = make_client(self._runtime, scope, receive)
         if scope["method"] != "POST":
             send_failure(client, MethodNotAllowed("Use POST."), self.surface, [(b"allow", b"POST")])
             return
         await self.serve(client, self._runtime.pipeline.serve(client, self.surface))
 
     def serve_known(self, scope: Scope, headers: HeaderView, body: bytes) -> Coroutine[Any, Any, None]:
-        """Serve a request whose body is there already. Its scope carries our server's handle and line."""
+        """Serve a request whose body is there already."""
         client = self.make_client(scope, headers, body)
         return self.serve(client, self._runtime.pipeline.serve(client, self.surface))
 
     def make_client(self, scope: Scope, headers: HeaderView, body: bytes) -> ClientConnection:
         """Return the client of a request whose body is there already."""
-        return make_client(self._runtime, scope, _ask_nobody, _ask_nobody, headers=headers, body=body)
+        return make_client(self._runtime, scope, _ask_nobody, headers=headers, body=body)
 
     async def serve(self, client: ClientConnection, answering: Coroutine[Any, Any, None]) -> None:
         """Have a request answered, whatever happens to it on the way."""

@@ -132,8 +132,8 @@ async def count_for_peer(client: ClientConnection, link: Link) -> None:
 def make_peer_application(runtime: GatewayRuntime) -> Application:
     """Return the application behind ``/internal/v1/nodes/{node}/{path}``; without a cluster secret it does not exist."""
 
-    async def application(scope: Scope, receive: Receive, send: Send) -> None:
-        client = make_client(runtime, scope, receive, send)
+    async def application(scope: Scope, receive: Receive, _send: Send) -> None:
+        client = make_client(runtime, scope, receive)
         secret = settings.CLUSTER_SECRET
         shown = client.headers.get("x-muster-cluster", "")
         route = scope["url_route"]["kwargs"]

@@ -3,22 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from core.limits import GatewayLimits
-from gateway.request.client import SCOPE_HANDLE, ClientConnection
+from core.outbox import Outbox
+from gateway.request.client import SCOPE_LINE, ClientConnection, Receive, Scope, Send
+from gateway.values import Header
 from tests.fakes.waiting import turns
 
 
-class Handle:
-    """The server's side of ``ConnectionHandle``: remembers what was asked of the connection."""
+class AsgiLine:
+    """The line of a response (``gateway.request.client.Line``) that is said as ASGI events, and what was asked of it."""
 
-    def __init__(self, client: MemoryClient) -> None:
-        self._client = client
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self.lost: Callable[[], None] | None = None
         self.closes = False
         self.aborted = False
+
+    def begin(
+        self, *, limit_bytes: int, timeout_s: float, on_stuck: Callable[[str], None], on_drained: Callable[[], None]
+    ) -> None:
+        self._outbox = Outbox(
+            self._send, limit_bytes=limit_bytes, timeout_s=timeout_s, on_stuck=on_stuck, on_drained=on_drained
+        )
+
+    @property
+    def is_blocked(self) -> bool:
+        return self._outbox.is_blocked
+
+    @property
+    def is_dead(self) -> bool:
+        return self._outbox.dead
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._outbox.waiting_bytes
+
+    def start(self, status: int, headers: Sequence[Header]) -> None:
+        self._outbox.put({"type": "http.response.start", "status": status, "headers": list(headers)}, 0)
+
+    def write(self, data: bytes) -> None:
+        self._outbox.put({"type": "http.response.body", "body": data, "more_body": True}, len(data))
+
+    def finish(self, data: bytes) -> None:
+        self._outbox.put({"type": "http.response.body", "body": data, "more_body": False}, len(data))
+
+    def stop(self) -> None:
+        self._outbox.stop()
+
+    def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
+        self.start(status, headers)
+        self.finish(body)
 
     def set_lost_callback(self, callback: Callable[[], None] | None) -> None:
         self.lost = callback
@@ -29,9 +66,14 @@ class Handle:
     def abort(self) -> None:
         self.aborted = True
 
-    def respond(self, status: int, headers: Any, body: bytes) -> None:  # a sequence of pairs of bytes
-        self._client.take({"type": "http.response.start", "status": status, "headers": list(headers)})
-        self._client.take({"type": "http.response.body", "body": body, "more_body": False})
+
+def on_our_server(application: Callable[[Scope, Receive, Send], Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Return an application as our server runs it, for clients that speak ASGI themselves."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        await application({**scope, "extensions": {SCOPE_LINE: AsgiLine(send)}}, receive, send)
+
+    return serve
 
 
 class MemoryClient:
@@ -39,7 +81,7 @@ class MemoryClient:
 
     def __init__(
         self, *, body: list[bytes] | None = None, headers: dict[str, str] | None = None, limits: GatewayLimits | None = None,
-        with_handle: bool = True, path: str = "/v1/chat/completions", method: str = "POST",
+        path: str = "/v1/chat/completions", method: str = "POST",
     ) -> None:  # fmt: skip
         self.events: list[dict[str, Any]] = []
         self.reading = asyncio.Event()
@@ -49,13 +91,13 @@ class MemoryClient:
         parts = body if body is not None else [b"{}"]
         for index, part in enumerate(parts):
             self.incoming.put_nowait({"type": "http.request", "body": part, "more_body": index < len(parts) - 1})
-        self.handle = Handle(self)
+        self.handle = AsgiLine(self.send)
         self.scope: dict[str, Any] = {
             "type": "http", "method": method, "path": path, "query_string": b"",
             "headers": [(k.encode("latin-1"), v.encode("latin-1")) for k, v in (headers or {}).items()],
-            "extensions": {SCOPE_HANDLE: self.handle} if with_handle else {},
+            "extensions": {SCOPE_LINE: self.handle},
         }  # fmt: skip
-        self.connection = ClientConnection(self.scope, self.incoming.get, self.send, limits=limits or GatewayLimits())
+        self.connection = ClientConnection(self.scope, self.incoming.get, limits=limits or GatewayLimits())
 
     async def send(self, event: dict[str, Any]) -> None:
         """ASGI send: waits while the client does not read."""

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, Handle
-from gateway.request.client import SCOPE_HANDLE
+from gateway.request.client import SCOPE_LINE
 from tests.fakes.limits import set_limits
 from tests.fakes.waiting import eventually
 
@@ -115,7 +115,7 @@ async def serve(
 
 
 def handle_of(scope: Scope) -> Handle:
-    found = scope["extensions"][SCOPE_HANDLE]
+    found = scope["extensions"][SCOPE_LINE]
     assert isinstance(found, Handle)
     return found
 

@@ -149,7 +149,7 @@ async def test_a_good_client_is_served_while_hundreds_trickle_and_stall_and_all_
         if scope["path"] != "/stall":
             await hello(scope, receive, send)
             return
-        client = ClientConnection(scope, receive, send, limits=GatewayLimits(client_write_s=3.0))
+        client = ClientConnection(scope, receive, limits=GatewayLimits(client_write_s=3.0))
         await client.read_body()
         client.watch()
         client.start(200, [])

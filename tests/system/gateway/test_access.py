@@ -27,6 +27,7 @@ from gateway.services.tenants import change_response_policy, create_tenant
 from gateway.urls import make_application
 from governance.admin_tokens import create_admin_token
 from governance.models import PolicyVersion
+from tests.fakes.asgi_client import on_our_server
 from tests.fakes.nodes import ACTOR, PASSWORD, make_operator
 from tests.fakes.policies import make_people, make_policy
 
@@ -66,7 +67,9 @@ class Gateway:
     async def ask(self, method: str, path: str, key: str = "") -> httpx.Response:
         """Send a request without a body; a key may be missing."""
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(self.application), base_url="http://gateway") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(on_our_server(self.application)), base_url="http://gateway"
+        ) as client:
             return await client.request(method, path, headers=headers)
 
 
@@ -176,7 +179,7 @@ async def test_openais_client_reads_lists_and_deletes_an_answer_of_its_tenant(ga
     assert (answer.content, answer.headers["content-type"]) == (BODY, "application/json")
     assert answer.headers["x-request-id"].startswith("req_")
     _, key = await sync_to_async(create_api_key)(name="second", tenant_name="acme", actor=ACTOR)
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(gateway.application))
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(on_our_server(gateway.application)))
     async with openai.AsyncOpenAI(base_url="http://gateway/v1", api_key=key, max_retries=0, http_client=http) as client:
         assert (await client.responses.retrieve("resp_kept")).output_text == "four"
         pages = client.responses.input_items.list("resp_kept", limit=2, order="asc")

@@ -24,6 +24,7 @@ from gateway.services.models import allow_model, change_alias, change_model_deta
 from gateway.services.tenants import create_tenant
 from gateway.urls import make_application
 from governance.admin_tokens import create_admin_token
+from tests.fakes.asgi_client import on_our_server
 from tests.fakes.links import FakeLink
 from tests.fakes.nodes import ACTOR, audited, make_node, make_operator, make_presence
 
@@ -265,6 +266,6 @@ async def test_the_model_list_answers_each_caller_in_its_dialect() -> None:
 @asynccontextmanager
 async def gateway_client(runtime: GatewayRuntime) -> AsyncIterator[httpx.AsyncClient]:
     """An HTTP client of the gateway's own application, without a socket."""
-    transport = httpx.ASGITransport(make_application(runtime))
+    transport = httpx.ASGITransport(on_our_server(make_application(runtime)))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         yield client

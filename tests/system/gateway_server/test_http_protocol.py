@@ -110,15 +110,15 @@ async def test_pipelined_requests_are_answered_in_order_by_either_way_of_answeri
 TOTAL = 8 * 1024 * 1024
 
 
-def _connection(scope: Scope, receive: Any, send: Any, **timeouts: Any) -> ClientConnection:
-    return ClientConnection(scope, receive, send, limits=GatewayLimits(max_buffer_bytes=2 * TOTAL, **timeouts))
+def _connection(scope: Scope, receive: Any, **timeouts: Any) -> ClientConnection:
+    return ClientConnection(scope, receive, limits=GatewayLimits(max_buffer_bytes=2 * TOTAL, **timeouts))
 
 
 async def test_a_client_that_reads_nothing_is_reset_and_told_as_too_slow() -> None:
     outcome: list[Exception] = []
 
     async def app(scope: Scope, receive: Any, send: Any) -> None:
-        client = _connection(scope, receive, send, client_write_s=0.1)
+        client = _connection(scope, receive, client_write_s=0.1)
         await client.read_body()
         client.watch()
         client.start(200, [])
@@ -263,7 +263,7 @@ class Service:
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        client = ClientConnection(scope, receive, send, limits=GatewayLimits())
+        client = ClientConnection(scope, receive, limits=GatewayLimits())
         self.served.append(len(await client.read_body()))
         handle = handle_of(scope)
         handle.set_lost_callback(self.lost.set)

@@ -36,6 +36,7 @@ from gateway.urls import make_application
 from gateway.values import Caller, ModelEntry
 from nodes.links import EndKind, LinkRegistry
 from nodes.states import TOKENIZE
+from tests.fakes.asgi_client import on_our_server
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, FakeStream
 from tests.fakes.models.make import hf_model_dir
@@ -441,7 +442,9 @@ class Setting:
         catalogue.apply_aliases([AliasEntry(None, Alias("claude", (Target("m"),)))])
         self.link = counting_link()
         self.application = make_application(self.runtime)
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.application), base_url="http://gateway")
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(on_our_server(self.application)), base_url="http://gateway"
+        )
 
     async def ask(self, body: object = ASKED, *, path: str = MESSAGES, key: str = "") -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -513,7 +516,7 @@ async def test_a_key_is_needed_and_its_rate_holds_over_both_apis() -> None:
 
 
 async def test_input_of_responses_is_counted_as_the_conversation_it_is_and_its_sdk_reads_it(setting: Setting) -> None:
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(setting.application))
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(on_our_server(setting.application)))
     sdk = openai.AsyncOpenAI(api_key=setting.key, base_url="http://gateway/v1", http_client=http, max_retries=0)
     found = await sdk.responses.input_tokens.count(model="m", input="What is a λ?", instructions="Be brief.")
     assert (found.object, found.input_tokens > 0) == ("response.input_tokens", True)

@@ -197,7 +197,7 @@ class Lane:
         inference = make_inference(runtime)
 
         async def route(scope: Scope, receive: Receive, send: Send) -> None:
-            await inference[scope["path"]].serve_scope(scope, receive, send)
+            await inference[scope["path"]].serve_scope(scope, receive)
 
         app = GatewayApp(runtime, route, inference)
         fast = CountedPath(self.gateway.pipeline, inference)
@@ -438,3 +438,16 @@ async def test_no_more_heads_are_remembered_than_the_limits_say() -> None:
     large = b"POST /x HTTP/1.1\r\nx: %b\r\ncontent-length: 2\r\n\r\n{}" % (b"a" * limits().gateway.known_head_bytes)
     known.learn(large, scope)
     assert known.find(large) is None
+
+
+async def test_a_known_head_lets_no_larger_body_in() -> None:
+    set_limits(gateway={"max_body_bytes": 1024})
+    message = {"role": "user", "content": "hi"}
+    lane = Lane(is_known=True)
+    try:
+        for size, status in ((1, b"200 "), (1024, b"413 ")):
+            body = json.dumps({"model": "m", "messages": [message], "user": "u" * size}).encode()
+            seen = await lane.ask(Ask(GOOD % len(body), body, 1, "answers"))
+            assert seen.said.startswith(b"HTTP/1.1 " + status)
+    finally:
+        await lane.close()

@@ -38,7 +38,7 @@ class Attempt:
 
     def __init__(
         self, *, streams: bool = True, limits: GatewayLimits | None = None, surface: Surface | None = CHAT,
-        deadline_s: float = 30.0, with_handle: bool = True,
+        deadline_s: float = 30.0,
     ) -> None:  # fmt: skip
         registry = LinkRegistry()
         keeper = LinkKeeper(registry, gateway_id=uuid.UUID(int=9), connect_s=1.0)
@@ -54,7 +54,7 @@ class Attempt:
         assert isinstance(lease, Lease)
         self.lease = lease
         self.job.attempts = 1
-        self.client = MemoryClient(limits=limits, with_handle=with_handle)
+        self.client = MemoryClient(limits=limits)
         self.exchange = Exchange(
             job=self.job, lease=lease, client=self.client.connection, surface=surface, limits=limits or GatewayLimits(),
             extra=[(b"x-request-id", b"req_1")],
@@ -248,20 +248,17 @@ async def test_the_deadline_before_the_first_byte_is_a_timeout(*, streams: bool)
     assert stream.cancelled == "timeout"
 
 
-@pytest.mark.parametrize("with_handle", [True, False])
 @pytest.mark.parametrize("began", [True, False])
-async def test_a_client_that_leaves_frees_slot_and_box_at_once(*, began: bool, with_handle: bool) -> None:
-    attempt = Attempt(with_handle=with_handle)
+async def test_a_client_that_leaves_frees_slot_and_box_at_once(*, began: bool) -> None:
+    attempt = Attempt()
     stream = await attempt.begin()
     if began:
         stream.answer(b"data: 1\n\n", headers=SSE, ends=False)
     attempt.client.leave()
-    if with_handle:
-        assert attempt.link.active == 0  # within the call, not a loop turn later
-        assert stream.cancelled == "client_disconnect"
+    assert attempt.link.active == 0  # within the call, not a loop turn later
+    assert stream.cancelled == "client_disconnect"
     with pytest.raises(ClientLeft):
         await attempt.outcome()
-    assert stream.cancelled == "client_disconnect"
     assert not attempt.client.is_whole
 
 
