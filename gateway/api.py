@@ -67,7 +67,6 @@ class RequestSerializer(serializers.Serializer[RequestRecord]):
         return judge_outcome(RequestState(record.state), record.status_code)
 
     def get_node_id(self, record: RequestRecord) -> str | None:
-        """Return the printed id of the node that served it last, if any did."""
         return format_id("node", record.node_id) if record.node_id else None
 
 

@@ -117,8 +117,8 @@ class Canaries:
         self.registry.announce(link)
 
     def _plan_next(self, link: Link, entry: ModelEntry, pause_s: float) -> float:
-        """Note when a node is asked again, half a pause sooner or later so that it cannot tell; return the time of now."""
         now = clock.monotonic()
+        # Half a pause sooner or later, so that a node cannot tell when it is asked.
         self._due[link.node_id, entry.name] = now + pause_s * (0.5 + random.random())  # noqa: S311 - no secret
         return now
 

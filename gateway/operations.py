@@ -199,7 +199,6 @@ def _require_raise(holder: _Holder, name: str, value: object) -> None:
 
 
 def _find(target: str) -> _Holder | None:
-    """Return whom a target names; None for nobody."""
     kind, _, name = target.partition(":")
     if kind == TENANT:
         tenant = find_tenant(name)

@@ -182,7 +182,7 @@ class GatewayRuntime:
     # background
 
     def _take_dead_task(self, task: asyncio.Task[None]) -> None:
-        """A background task never ends by itself; a gateway without one would serve revoked keys, so it stops instead."""
+        # No background task ends by itself, and a gateway without one would serve revoked keys.
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.critical("gateway.background_task_died; the gateway stops", exc_info=error)
             signal.raise_signal(signal.SIGTERM)
@@ -208,16 +208,16 @@ class GatewayRuntime:
                 next_hint_at = loop.time() + min(max(self.limits.hint_pause_s, 4 * took_s), self.limits.sweep_s)
 
     async def _run_heartbeat(self) -> None:
-        """Say that we live, on a clock and a thread of its own: nothing that holds anything else up must make us look dead."""
         while True:
             await asyncio.sleep(self.limits.heartbeat_s)
             try:
+                # On a clock and a thread of its own: nothing that holds anything else up must make us look dead.
                 await run_pulse(self._beat)
             except (DatabaseError, InterfaceError, OSError) as error:
                 logger.warning("gateway.heartbeat_failed error=%s", type(error).__name__)
 
     async def _run_reports(self) -> None:
-        """Write presences on a clock of their own: what holds a sweep up must not make our nodes look silent."""
+        # On a clock of their own: what holds a sweep up must not make our nodes look silent.
         for turn in itertools.count():
             if turn:
                 await asyncio.sleep(self.limits.presence_s)
@@ -281,7 +281,6 @@ class GatewayRuntime:
             await self.canaries.ask_due()
 
     async def _run_hints(self) -> None:
-        """Listen for "something changed". Lost hints cost two seconds, so every failure just means trying again."""
         while True:
             try:
                 layer = get_channel_layer()
@@ -291,6 +290,7 @@ class GatewayRuntime:
                 while True:
                     message = await layer.receive(channel)
                     self._take_hint(message["topic"])
+            # A lost hint costs one sweep, so every failure just means trying again.
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.warning("gateway.hints_lost error=%s; sweeping until it is back", type(error).__name__)
                 await asyncio.sleep(1.0)
@@ -328,13 +328,13 @@ class GatewayRuntime:
             await run_upkeep(remember_models, names=sorted(declared))
 
     def _known_targets(self, rows: list[NodeRow]) -> dict[uuid.UUID, HttpTarget]:
-        """Return the addresses that are known, and have the others looked up beside: a name server may be slow."""
         direct = {row.node_id: row.public_base_url for row in rows if row.is_direct}
         wanted = set(direct.values())
         for url in self._targets.keys() - wanted:
             del self._targets[url]
         missing = wanted - self._targets.keys()
         if missing and (self._resolving is None or self._resolving.done()):
+            # Beside the sweep, because a name server may be slow.
             self._resolving = asyncio.get_running_loop().create_task(self._resolve(missing))
             self._resolving.add_done_callback(self._take_dead_task)
         keys = {row.node_id: {"authorization": f"Bearer {row.api_key}"} for row in rows if row.api_key}
@@ -394,7 +394,6 @@ class GatewayRuntime:
 
 
 def _find_peers(others: dict[uuid.UUID, str]) -> dict[uuid.UUID, HttpTarget]:
-    """Return where those of some gateways, by internal URL, are that can be asked to reach their nodes."""
     peers: dict[uuid.UUID, HttpTarget] = {}
     for gateway_id, internal_url in others.items() if settings.CLUSTER_SECRET else ():
         if not internal_url:
@@ -413,7 +412,6 @@ def _find_peers(others: dict[uuid.UUID, str]) -> dict[uuid.UUID, HttpTarget]:
 
 
 def _resolve_targets(urls: set[str]) -> dict[str, HttpTarget]:
-    """Resolve URLs of direct nodes once each; an address is checked against the allow-list and kept."""
     found: dict[str, HttpTarget] = {}
     for url in urls:
         try:

@@ -146,7 +146,6 @@ def _list_models(name: str, aliases: Mapping[str, Alias], rank_auto: Callable[[]
 
 
 def _choose_target(alias: Alias, usable: Sequence[str], choose: Choose) -> str | None:
-    """Return the target that gets the request; None when there is nothing to choose."""
     weighed = [target for target in alias.by_weight if target.weight > 0 and target.model in usable]
     if len(weighed) < 2:
         return None

@@ -133,7 +133,6 @@ def _drop_day(day: date) -> None:
 
 
 def _delete_strays(oldest_kept: date) -> None:
-    """Delete expired rows that never left the DEFAULT partition."""
     with _locked() as cursor:
         cursor.execute(f"DELETE FROM {DEFAULT_PARTITION} WHERE created_at < %s", [f"{oldest_kept} 00:00:00+00"])  # noqa: S608  # constants
 

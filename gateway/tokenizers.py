@@ -113,7 +113,6 @@ def estimate_tokens(prompt: ChatPrompt) -> int:
 
 
 def _open_arguments(function: Any) -> None:  # Any: JSON
-    """Put the object in place of its text, which is how templates want the arguments of a call."""
     arguments = function.get("arguments") if isinstance(function, dict) else None
     if not isinstance(arguments, str):
         return
@@ -199,7 +198,6 @@ def _write_frame(pipe: IO[bytes], frame: bytes) -> None:
 
 
 def _read_frame(pipe: IO[bytes]) -> bytes | None:
-    """Return the next frame, None at the end."""
     try:
         head = pipe.read(4)
         return pipe.read(int.from_bytes(head, "big")) if len(head) == 4 else None
@@ -306,7 +304,6 @@ class ChatTemplate:
 
 
 def _make_environment() -> Environment:
-    """Return an environment like that of Hugging Face's ``apply_chat_template``."""
     import jinja2
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -343,7 +340,6 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """``tojson`` as Hugging Face has it."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

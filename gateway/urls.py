@@ -91,5 +91,4 @@ class _ExactFirstRouter(SlashRouter):
 
 
 def _route(pattern: str, application: Application) -> URLPattern:
-    """Return a route of Channels' router, which takes ASGI applications where Django's types expect views."""
     return re_path(f"^{pattern}$", cast("Callable[..., HttpResponseBase]", application))

@@ -147,7 +147,6 @@ class FastPath:
         return lines
 
     def render_origin(self, node: str, model: str) -> bytes:
-        """Return the lines that name node and model."""
         known = self._node_heads.get((node, model))
         if known is None:
             if len(self._node_heads) >= self.pipeline.limits.known_answer_heads:
@@ -275,7 +274,6 @@ class FastRequest(KnownCycle, Sink):
     # nodes.links.Sink
 
     def on_head(self, status: int, headers: dict[str, str]) -> None:
-        """Take status and headers of a usual answer."""
         if status != _OK or (self.request.is_streaming and not _is_event_stream(headers)):
             self.hand_over().on_head(status, headers)
             return
@@ -331,7 +329,6 @@ class FastRequest(KnownCycle, Sink):
             self.hand_over(is_over=True).on_end(end)
 
     def on_whole(self, status: int, headers: dict[str, str], body: bytes, end: LinkEnd) -> None:
-        """Finish an answer that came at once."""
         is_usual = status == _OK and end.kind is EndKind.COMPLETE and not self.request.is_streaming
         if (
             not is_usual
@@ -349,7 +346,6 @@ class FastRequest(KnownCycle, Sink):
     # inside
 
     def _finish(self, last: bytes, end: LinkEnd) -> None:
-        """The answer is whole: the node is done, and what is left is to write that down and to send ``last``."""
         record = self._enter()
         usage, text_chars = end.detail.usage if end.detail is not None else None, None
         if usage is None and self.ends is not None:
@@ -357,6 +353,7 @@ class FastRequest(KnownCycle, Sink):
         elif usage is None:
             usage = read_usage(last)
             text_chars = count_answer_chars(last) if usage is None else None
+        # The node is done: its slot goes to the next before the record is written.
         self.stream, self._last = None, last
         self._lease.release()
         self._path.pipeline.dispatcher.ejections.end(self._trial, Verdict.GOOD, clock.monotonic())
@@ -369,7 +366,6 @@ class FastRequest(KnownCycle, Sink):
             self._path.pipeline.recorder.fill_in(record, self, self.started, COMPLETED)
 
     def _take_part(self, data: bytes, size: int) -> None:
-        """Keep a part of an answer that goes out as a whole. One that is large goes out in parts, or not at all."""
         if self.received + size > self._path.whole_bytes:
             self.hand_over().on_data(data)
             return
@@ -381,8 +377,8 @@ class FastRequest(KnownCycle, Sink):
             self.stream.grant(size)
 
     def _open_stream(self, data: bytes) -> EndReader | None:
-        """Take it that a stream begins; None where nobody knows how it will end."""
         self.ends = open_end_reader(self.request.endpoint)
+        # Nobody knows how such a stream ends.
         if self.ends is None:
             self.hand_over().on_data(data)
             return None
@@ -390,7 +386,6 @@ class FastRequest(KnownCycle, Sink):
         return self.ends
 
     def _take_row(self, error: GatewayError | None) -> None:
-        """The row is written, or not: from then on the client gets what is said."""
         if self._accepted is not None:
             if not self._accepted.done():
                 self._accepted.set_result(None) if error is None else self._accepted.set_exception(error)
@@ -408,7 +403,6 @@ class FastRequest(KnownCycle, Sink):
             self._conclude()
 
     def _conclude(self) -> None:
-        """Write the final state; the client gets the end of its answer once PostgreSQL has that."""
         pipeline, record = self._path.pipeline, self._enter()
         if record.state is RequestState.COMPLETED:
             self._deliver(None)
@@ -436,7 +430,6 @@ class FastRequest(KnownCycle, Sink):
         self.on_response()
 
     def _say_start(self) -> None:
-        """Begin the response, with what of the stream has come."""
         self.response_started = True
         pieces = [b"%x\r\n%b\r\n" % (len(part), part) for part in self.parts]
         self.parts.clear()

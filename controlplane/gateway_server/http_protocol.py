@@ -168,12 +168,10 @@ class Handle:
     def begin(
         self, *, limit_bytes: int, timeout_s: float, on_stuck: Callable[[str], None], on_drained: Callable[[], None]
     ) -> None:
-        """Set what waits at most, and for how long the peer may take nothing of it."""
         self._limit_bytes, self._timeout_s = limit_bytes, timeout_s
         self._on_stuck, self._on_drained = on_stuck, on_drained
 
     def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Write status and headers; a body without ``content-length`` is chunked."""
         cycle = self.cycle
         if self.is_dead or cycle is None or cycle.disconnected or cycle.response_started:
             return
@@ -213,7 +211,6 @@ class Handle:
         self._stop_timer()
 
     def take_drained(self) -> None:
-        """The peer has taken what waited."""
         if self.is_blocked:
             self.is_blocked, self.waiting_bytes = False, 0
             self._stop_timer()
@@ -235,7 +232,6 @@ class Handle:
         protocol.transport.write(data)
 
     def _watch(self) -> None:
-        """Give up on a peer that took nothing since the last look."""
         left_bytes = self._protocol.transport.get_write_buffer_size()
         if left_bytes >= self._seen_bytes:
             self._timer = None
@@ -266,7 +262,6 @@ class Handle:
             self._protocol.read_ahead(0)  # a large body may have stopped the reading with its last piece
 
     def close_after_response(self) -> None:
-        """Do not keep the connection for another request."""
         if self.cycle is not None:
             self.cycle.keep_alive = False
 
@@ -299,14 +294,13 @@ class Handle:
         self._end(cycle, is_early=is_early)
 
     def _note_start(self, cycle: RequestResponseCycle | KnownCycle, status: int) -> None:
-        """A response has begun; the head of a request that is answered with 200 is worth remembering."""
         cycle.response_started = True
         known = self._protocol.known
+        # Whoever has no good key is not answered with 200, and fills no memory.
         if self.request and status == 200 and known is not None:
             known.learn(self.request, cycle.scope)
 
     def _end(self, cycle: RequestResponseCycle | KnownCycle, *, is_early: bool) -> None:
-        """The response is whole. ``is_early``: the request is not."""
         cycle.response_complete = True
         cycle.message_event.set()
         if is_early or (self._protocol.is_deaf and not self._protocol.pipeline):
@@ -332,7 +326,6 @@ class GatewayHttpProtocol(HttpToolsProtocol):
     """Whether what still comes is thrown away: nothing of it will be answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Set up the connection; the clock for the first request runs from here."""
         super().connection_made(transport)
         self.watching = set()
         self.writing = None
@@ -364,7 +357,6 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(self.header_timeout_s, self._take_receipt_timeout)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell whoever serves this connection."""
         self.is_lost = True
         self._stop_timer()
         if self.timeout_keep_alive_task is not None:
@@ -384,7 +376,6 @@ class GatewayHttpProtocol(HttpToolsProtocol):
                 handle.callback()
 
     def on_message_begin(self) -> None:
-        """A request begins: its headers have to arrive in time."""
         super().on_message_begin()
         self._handle = Handle(self)
         self.scope["extensions"] = {SCOPE_LINE: self._handle}  # type: ignore[dict-item]
@@ -392,7 +383,6 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._header_bytes = 0
 
     def on_headers_complete(self) -> None:
-        """The headers arrived; bind the handle to this request's cycle."""
         self._headers_open = False
         self._stop_timer()
         is_upgrade = self.parser.should_upgrade()
@@ -466,7 +456,6 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             self._start_timer()
 
     def resume_writing(self) -> None:
-        """The client has taken what waited."""
         super().resume_writing()
         writing, self.writing = self.writing, None
         if writing is not None:
@@ -553,7 +542,6 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._send_error(400, "Bad Request", f"{msg} Send a well-formed HTTP/1.1 request.", ErrorCode.BAD_REQUEST)
 
     def _is_between(self) -> bool:
-        """Whether the next byte begins a request, and nothing of another one is under way."""
         cycle = self.cycle
         is_free = (cycle is None or cycle.response_complete) and not (self._headers_open or self._body_open or self.pipeline)
         return is_free and not self.transport.is_closing()
@@ -575,8 +563,8 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self.tasks.add(self._worker)
 
     async def _work(self, cycle: KnownCycle, answering: Coroutine[Any, Any, None]) -> None:
-        """Serve a request, then those behind it: a task for each would cost more than reading it does."""
         own = cast("asyncio.Task[None]", asyncio.current_task())
+        # A task for each request would cost more than reading it does.
         while True:
             try:
                 await answering
@@ -610,7 +598,7 @@ class GatewayHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _expect_next(self) -> None:
-        """Let an idle connection end in time: bytes that begin no request have stopped its clock."""
+        # Bytes that begin no request have stopped the clock of an idle connection.
         is_idle = self.cycle is not None and self.cycle.response_complete and not self.transport.is_closing()
         if is_idle and self._idle_since is None:
             self._begin_idle()

@@ -64,7 +64,7 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
             take = self._cut_receiver
 
     def _receive_all(self, data: bytes) -> None:
-        """Give the library everything; frames begin behind the upgrade request, which uvicorn says again in one piece."""
+        # uvicorn says the upgrade request again in one piece; frames begin behind it.
         is_upgrade = not self.handshake_initiated and data.find(_HEAD_END) == len(data) - len(_HEAD_END)
         super().data_received(data)
         if is_upgrade and self.handshake_initiated and not self.conn.extensions:
@@ -90,12 +90,10 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
         return min(stop, len(data))
 
     def _choose_reader(self) -> None:
-        """Note whether the next frame may be cut here."""
         is_between = self._owed_bytes == 0 and not self._begun and self.conn.current_size is None
         self._cut_receiver = self._receiver if is_between and self.conn.state is State.OPEN else None
 
     def handle_connect(self, event: Request) -> None:
-        """Begin the handshake; the application may take frames directly."""
         self._fragment_bytes = limits().gateway.server_fragment_bytes
         self._cut_bytes = min(_SHORT_BYTES, self.config.ws_max_size)
         super().handle_connect(event)
@@ -134,12 +132,12 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
         self._receiver(text)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Set up the connection without Nagle: a cancel must not wait behind an acknowledgement."""
         super().connection_made(transport)
         self._frames_to_write: list[bytes] = []
         self._bytes_to_write = 0
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            # A cancel must not wait behind an acknowledgement.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def write_frame(self, frame: bytes) -> bool:
@@ -170,7 +168,6 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.write(b"".join(frames))
 
     async def send(self, message: ASGISendEvent) -> None:
-        """Send one event; a large message goes out in fragments."""
         self._write_frames()
         if message["type"] == "websocket.send" and not self.close_sent and not self.disconnected:
             text, data = message.get("text"), message.get("bytes")

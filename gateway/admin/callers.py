@@ -211,7 +211,6 @@ class ApiKeyAdmin(CreatingAdmin):
 
     @column("Name", ordering="name")
     def show_name(self, key: ApiKey) -> SafeString:
-        """Return the name; below it the public head of the key."""
         return format_html('<span class="mst-pair"><span>{}</span><small>{}…</small></span>', key.name, key.prefix)
 
     @column("Key")

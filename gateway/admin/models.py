@@ -120,7 +120,6 @@ def _cap(model: Model, actor: str, values: Values) -> str:
 
 
 def _offer_raise(model: Model, values: Values) -> Offer:
-    """Offer what is more than the model has today; an empty cap asks for the default."""
     today, default = model_caps(model), default_caps()
     wanted = {name: values[name] or default[name] for name in CAPS}
     more = {name: value for name, value in wanted.items() if value > today[name]}
@@ -427,7 +426,6 @@ class AliasAdmin(CreatingAdmin):
 
     @column("Models")
     def show_targets(self, alias: ModelAlias) -> SafeString:
-        """Return a line for each model: its share, and whether it can answer now."""
         states = getattr(alias, "target_states", {})
         targets = read_targets(alias)
         lines = []

@@ -223,7 +223,7 @@ class RequestRecordAdmin(ShowingAdmin):
 
     @column("Request")
     def show_short_id(self, record: RequestRecord) -> SafeString:
-        """Return the end of the printed id, the front being the time, which stands beside it; and the surface."""
+        # The front of the id is the time, which stands beside it.
         surface = record.endpoint.removeprefix("/v1/") + (" · stream" if record.is_streaming else "")
         return format_html(_TWO_LINES, record.printed_id[-TAIL_CHARS:], surface)
 
@@ -249,7 +249,6 @@ class RequestRecordAdmin(ShowingAdmin):
 
     @column("State")
     def show_state(self, record: RequestRecord) -> SafeString:
-        """Return the state; below it why it waits, or the code with which it ended."""
         state, badge = name_state(record)
         return format_html(_STATE, badge, state, record.error_code or getattr(record, "waits_because", ""))
 
@@ -259,7 +258,6 @@ class RequestRecordAdmin(ShowingAdmin):
 
     @column("Time")
     def show_times(self, record: RequestRecord) -> SafeString:
-        """Return the whole time; below it what of it was the queue, and when the first byte came."""
         parts = [("queue", record.queue_ms), ("first", record.ttfb_ms)]
         below = " · ".join(f"{name}\u00a0{print_ms(value)}" for name, value in parts if value is not None)
         return format_html(_WHOLE_LINES, print_ms(record.latency_ms), below)
@@ -282,9 +280,9 @@ class RequestRecordAdmin(ShowingAdmin):
 
     @column("Tokens in / out")
     def show_tokens(self, record: RequestRecord) -> str:
-        """Return the tokens; ``~`` marks numbers that the engine did not report."""
         if record.prompt_tokens is None and record.completion_tokens is None:
             return f"~{record.prompt_tokens_est}\u00a0/\u00a0–"
+        # ``~`` marks numbers that the engine did not report.
         mark = "~" if record.tokens_estimated else ""
         sides = (record.prompt_tokens, record.completion_tokens)
         return "\u00a0/\u00a0".join("–" if side is None else f"{mark}{side}" for side in sides)

@@ -178,7 +178,6 @@ class Blocks:
             self._advance()
 
     def _begin_call(self, number: int) -> Block:
-        """Return the next call. Raises StreamTooLarge."""
         if number >= WIRE.answer_calls:
             raise StreamTooLarge
         block = Block(BlockKind.CALL, number)
@@ -189,7 +188,6 @@ class Blocks:
         return block
 
     def _place(self, block: Block) -> None:
-        """Put a block behind the others. Raises StreamTooLarge."""
         if len(self._queue) >= self._queue_most:
             raise StreamTooLarge
         self._queue.append(block)
@@ -232,9 +230,9 @@ class Blocks:
         self._renderer.open(block)
 
     def _close(self, block: Block) -> None:
-        """End a block, opened now if it was not. Raises ForwardedRequestFailed for a call that nobody can make."""
         if block.kind is BlockKind.CALL and not block.name:
             if block.held or block.call_id:
+                # Nobody can make such a call.
                 raise ForwardedRequestFailed("The engine sent a tool call without the name of the tool.")
             return
         if block.index < 0:

@@ -148,7 +148,6 @@ def holds_part(body: bytes, kinds: frozenset[str]) -> bool:
 
 
 def _list_mentioned(words: str) -> list[str]:
-    """Return the groups of parts in the order in which the words mention them; documents in any case."""
     found = [match.lastgroup for match in _MENTIONS.finditer(words) if match.lastgroup is not None]
     return [*dict.fromkeys(found), "document"]
 
@@ -448,7 +447,6 @@ class UsualChat(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def token_limit(self) -> tuple[int | None, str]:
-        """As of ``RequestBody``."""
         return _find_largest((self.max_tokens, "max_tokens"), (self.max_completion_tokens, "max_completion_tokens"))
 
 
@@ -482,7 +480,7 @@ def _say_malformed(error: Exception) -> BadRequest:
 
 
 def _check_encoding(body: bytes) -> None:
-    """Raise BadRequest unless a body is UTF-8 (RFC 8259, section 8.1): fields that are only passed on are not decoded."""
+    # RFC 8259, section 8.1. Fields that are only passed on are not decoded anywhere else.
     try:
         body.decode()
     except UnicodeDecodeError as error:
@@ -505,7 +503,7 @@ def read_fields(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def _refuse_duplicates(body: bytes, fields: dict[str, msgspec.Raw]) -> None:
-    """Walk over keys and values as they were decoded; whatever lies between them must be punctuation alone."""
+    # Whatever lies between the keys and values that were decoded must be punctuation alone.
     at = _end_of_gap(body, 0)
     for key, raw in fields.items():
         value = memoryview(raw)
@@ -656,7 +654,7 @@ def _decode(data: bytes) -> object:
 
 
 def _count_text(value: object) -> int:
-    """Return the characters of all text in a JSON value. Walks without recursion: clients choose the depth."""
+    # No recursion: clients choose the depth.
     total, waiting = 0, [value]
     while waiting:
         item = waiting.pop()

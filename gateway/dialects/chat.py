@@ -329,7 +329,6 @@ class ChatReader:
         self._take_piece(answer, body)
 
     def _gather(self, events: bytes) -> bytes:
-        """Put an event together that is too large for the cutter to hold; return it once it is whole."""
         self._large.append(events)
         if sum(map(len, self._large)) > limits().gateway.chat_event_bytes:
             self._failure = StreamTooLarge()

@@ -72,7 +72,6 @@ def read_arguments(text: str) -> Raw:
 
 
 def is_object(text: str) -> bool:
-    """Whether a text is one JSON object."""
     try:
         _object_decoder.decode(text.encode())
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -166,7 +165,6 @@ class MessageBlocks:
         return piece[: len(piece) - len(rest)] if rest else piece
 
     def open(self, block: Block) -> None:
-        """Open a block, and settle the id of a call."""
         if block.kind is BlockKind.CALL:
             self.has_calls = True
             block.call_id = block.call_id or self._make_id(block.number)
@@ -214,17 +212,14 @@ class MessagesTranslator(ChatReader):
 
     @property
     def kept(self) -> bytes | None:
-        """Nothing: messages are not kept."""
         return None
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of a chat stream, cut anywhere; return whole events of a Messages stream, or nothing."""
         if self._failure is None:
             self._read(data)
         return self._take_out()
 
     def finish(self) -> bytes:
-        """Return the closing events; none, and ``failure``, when the engine never said that its answer was finished."""
         if self._failure is None:
             self._read_rest()
         if self._failure is None:
@@ -236,7 +231,6 @@ class MessagesTranslator(ChatReader):
         return self._take_out()
 
     def translate_whole(self, body: bytes) -> bytes:
-        """Return an unstreamed chat answer (HTTP 2xx) as a message; nothing, and ``failure``, when it is none."""
         self._has_started = self._is_whole = True  # what a stream begins with stands in the message
         self._read_whole(body)
         return b"" if self._failure is not None else self._take_out()
@@ -296,12 +290,10 @@ class MessagesTranslator(ChatReader):
             self._move_events()
 
     def _move_events(self) -> None:
-        """Let events go out; those of a piece that cannot be taken as a whole stay where they are."""
         self._out += self._renderer.events
         self._renderer.events.clear()
 
     def _end(self) -> None:
-        """Close every block and the message. Raises ForwardedRequestFailed."""
         if self._blocks.is_empty:
             self._blocks.add(_TEXT, "")
         self._blocks.finish()

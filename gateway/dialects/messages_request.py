@@ -120,7 +120,6 @@ class Metadata(msgspec.Struct):
 
 
 def is_absent(raw: Raw) -> bool:
-    """Whether a value is not there, or null."""
     return not raw or (len(raw) == len(b"null") and bytes(raw) == b"null")
 
 
@@ -147,13 +146,11 @@ class LeftOut:
         self._names: dict[str, None] = {}
 
     def note(self, name: str) -> None:
-        """Remember a name such as ``tools.web_search_20250305``."""
         if len(self._names) < limits().gateway.ignored_names:
             self._names[_UNSAFE.sub("?", name[: limits().gateway.ignored_name_chars])] = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names in the order in which they were noted."""
         return tuple(self._names)
 
 
@@ -219,7 +216,6 @@ def _declare(tools: dict[str, object], tool: Tool, path: str, ignored: LeftOut) 
 
 
 def _apply_changes(tools: dict[str, object], message: Message, path: str, ignored: LeftOut) -> None:
-    """Apply ``tool_addition`` and ``tool_removal`` blocks. A tool added by name was declared, and is offered from the start."""
     for number, block in enumerate(message.content if isinstance(message.content, list) else ()):
         if block.type not in {"tool_addition", "tool_removal"}:
             continue
@@ -229,6 +225,7 @@ def _apply_changes(tools: dict[str, object], message: Message, path: str, ignore
         change = decode_as(_change_decoder, block.tool, inner)
         if block.type == "tool_removal":
             tools.pop(change.name or "", None)
+        # A tool that is added by name was declared, and is offered from the start.
         elif change.definition is not None:
             _declare(tools, change.definition, f"{inner}.definition", ignored)
 
@@ -358,7 +355,7 @@ def _render_document(block: Block, path: str) -> list[Part]:
 
 
 def _render_flat(block: Block, path: str) -> list[Part]:
-    """Return a block of a document's content, where the reference allows no documents: each level would be read again."""
+    # The reference allows no documents here: each level would be read again.
     if block.type not in {"text", "image"}:
         raise BadRequest("The content of a document may have text and images only.", param=f"{path}.type")
     return render_block(block, path)
@@ -512,7 +509,7 @@ class Turns:
         self._append_answer("".join(texts), "".join(thoughts), calls)
 
     def _tell_of_server(self, block: Block, path: str) -> list[str]:
-        """Return as text what a server did within an answer. A conversation that began elsewhere must go on here."""
+        # A conversation that began elsewhere must go on here.
         match block.type:
             case "server_tool_use" | "mcp_tool_use":
                 parts = [describe_call(block, f"{path}.input")]
@@ -538,7 +535,6 @@ class Turns:
         self._calls += calls
 
     def _flush_answer(self) -> None:
-        """Write down what the assistant said, over one message or several in a row."""
         thought = "".join(self._thoughts)
         if not (self._texts or thought or self._calls):
             return
@@ -558,7 +554,6 @@ class Turns:
 
 
 def _make_call(block: Block, path: str) -> dict[str, object]:
-    """Return a tool call; its arguments are the input as the client wrote it."""
     arguments = "{}" if is_absent(block.input) else bytes(block.input).decode()
     if not arguments.startswith("{"):
         raise BadRequest(f"The field '{path}.input' must be an object.", param=f"{path}.input")
@@ -660,16 +655,13 @@ def _check_unsupported(fields: dict[str, Raw], ignored: LeftOut) -> None:
 
 
 def _add_thinking(chat: dict[str, object], fields: dict[str, Raw], config: OutputConfig, ignored: LeftOut) -> None:
-    """Say whether and how hard to think.
-
-    Templates know ``enable_thinking``, and pass over what they do not know; effort has a field of its own; a budget is read by
-    llama.cpp alone, while vLLM's field for it makes models without a reasoning parser fail. ``adaptive`` says nothing.
-    """
     thinking = _read(_thinking_decoder, fields, "thinking") or Thinking("adaptive")
     is_off = thinking.type == "disabled"
     if is_off or thinking.type == "enabled":
+        # Templates know ``enable_thinking``, and pass over what they do not know.
         asked = _read(_options_decoder, fields, "chat_template_kwargs") or {}
         chat["chat_template_kwargs"] = {"enable_thinking": not is_off, **asked}
+    # llama.cpp alone reads a budget; vLLM's field for it makes models without a reasoning parser fail.
     if thinking.type == "enabled" and thinking.budget_tokens is not None:
         chat.setdefault("thinking_budget_tokens", thinking.budget_tokens)
     if not is_absent(config.task_budget):
@@ -683,7 +675,6 @@ def _add_thinking(chat: dict[str, object], fields: dict[str, Raw], config: Outpu
 
 
 def _add_answering(chat: dict[str, object], fields: dict[str, Raw]) -> None:
-    """Add what is about the answer: where it stops, its stream, and for whom it is."""
     if stops := _read(_stops_decoder, fields, "stop_sequences"):
         chat["stop"] = stops
     metadata = _read(_metadata_decoder, fields, "metadata")
@@ -697,7 +688,6 @@ def _add_answering(chat: dict[str, object], fields: dict[str, Raw]) -> None:
 
 
 def _add_format(chat: dict[str, object], fields: dict[str, Raw], config: OutputConfig) -> None:
-    """Say the schema of a structured answer as ``response_format``."""
     wanted, path = config.format, "output_config.format"
     if wanted is None:
         wanted, path = _read(_format_decoder, fields, "output_format"), "output_format"

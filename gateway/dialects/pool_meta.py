@@ -118,7 +118,7 @@ class MetaStream:
 
 
 def _read_type(event: bytes) -> str:
-    """Return the type an event gives itself, empty = none that can be read; what it holds may have types of its own."""
+    # What the event holds may have types of its own, so its own is decoded.
     try:
         return _typed_decoder.decode(event.partition(b"data:")[2]).type
     except UNREADABLE:

@@ -56,7 +56,6 @@ _COMMA = re.compile(r"(?<=\d),(?=\d{3})")
 
 
 def is_about_context(body: bytes) -> bool:
-    """Whether an engine says that prompt and answer do not fit into the context."""
     head = body[: WIRE.error_head_bytes].lower()
     return any(mark in head for mark in _MARKS)
 
@@ -157,7 +156,6 @@ def read_refusal(status: int, body: bytes) -> GatewayError:
 
 
 def read_stream_failure(error: bytes) -> GatewayError:
-    """Return the ``error`` value of an event (JSON text) as an error of ours."""
     body = b'{"error":' + error + b"}"
     outer = _decode(body)
     inner = outer.error if outer is not None and isinstance(outer.error, EngineErrorObject) else None

@@ -104,7 +104,6 @@ class ResponseMoment:
 
 
 def make_response_id(request_id: str) -> str:
-    """Return the id of a response that the request of this id brings about."""
     return f"resp_{_NOT_IN_IDS.sub('', request_id.removeprefix('req_'))}"
 
 
@@ -510,7 +509,6 @@ class AnswerItems:
         item.close(Status.INCOMPLETE if self.is_cut and item is self._latest else Status.COMPLETED)
 
     def render(self) -> bytes:
-        """Return ``output`` as JSON."""
         return b"[%b]" % b",".join([item.render() for item in self._items])
 
     def _render_logprobs(self, logprobs: object) -> bytes:
@@ -519,7 +517,6 @@ class AnswerItems:
         return rendered
 
     def _count(self, chars: int) -> None:
-        """Take so much of what has to be kept into account. Raises StreamTooLarge."""
         self._chars_left -= chars
         if self._chars_left < 0:
             raise StreamTooLarge
@@ -565,7 +562,6 @@ class ResponsesTranslator(ChatReader):
         return self._kept
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of the engine's event stream, cut anywhere; return whole events, or nothing."""
         if self._is_over or self._failure is not None:
             return b""
         self._read(data)
@@ -574,7 +570,6 @@ class ResponsesTranslator(ChatReader):
         return self._log.take()
 
     def finish(self) -> bytes:
-        """Return the closing events. An engine that ended before its finish_reason or ``[DONE]`` is a ``failure``."""
         if self._is_over or self._failure is not None:
             return b""
         self._read_rest()
@@ -584,7 +579,6 @@ class ResponsesTranslator(ChatReader):
         return self._log.take()
 
     def fail(self, error: GatewayError) -> bytes:
-        """Return the events that end the stream with this error; nothing when it has ended already."""
         if self._is_over:
             return b""
         self._is_over = True
@@ -595,7 +589,6 @@ class ResponsesTranslator(ChatReader):
         return self._log.take()
 
     def translate_whole(self, body: bytes) -> bytes:
-        """Return an unstreamed chat answer (HTTP 2xx) as a response object; nothing and a ``failure`` when it is none."""
         self._log = EventLog(is_silent=True)
         self._begin_items()
         self._read_whole(body)
@@ -606,7 +599,6 @@ class ResponsesTranslator(ChatReader):
         return self._kept or b""
 
     def _begin_items(self) -> None:
-        """Begin an output without items, which tells the log what becomes of it."""
         plan, held_chars = self._plan, limits().gateway.responses_answer_chars
         self._items = AnswerItems(stem=self._frame.stem, table=plan.table, log=self._log, repeats_text=plan.uses_pool_fields)
         self._blocks = Blocks(self._items, is_sequential=False, held_chars=held_chars)

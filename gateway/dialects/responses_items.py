@@ -31,7 +31,6 @@ def kind_of(fields: dict[str, object]) -> str:
 
 
 def field_error(where: str, reason: str) -> BadRequest:
-    """Return the error about the field at the path ``where``."""
     return BadRequest(f"The field '{where}' {reason}.", param=where)
 
 
@@ -307,13 +306,13 @@ def _translate_named_choice(choice: dict[str, object], table: ToolTable) -> tupl
 
 
 def _translate_allowed(choice: dict[str, object], table: ToolTable) -> tuple[list[dict[str, object]], object]:
-    """Leave out what is not allowed: engines do not know the field."""
     mode = choice.get("mode", "auto")
     if mode not in ("auto", "required"):
         raise field_error("tool_choice.mode", "must be auto or required")
     where = "tool_choice.tools"
     entries = [need_object(value, f"{where}[{n}]") for n, value in enumerate(need_list(choice.get("tools"), where))]
     allowed = {table.name_choice(entry, f"{where}[{n}]") for n, entry in enumerate(entries)}
+    # Engines do not know the field, so they never hear of the other tools.
     functions = [function for flat, function in table.functions.items() if flat in allowed]
     if mode == "required" and not functions:
         raise field_error(where, "names no tool of the request that can be called here")
@@ -339,7 +338,6 @@ def unwrap_input(arguments: str) -> str:
 
 
 def wrap_input(text: str) -> str:
-    """Return the arguments that say a custom tool's text."""
     return msgspec.json.encode({INPUT_ARGUMENT: text}).decode()
 
 

@@ -433,7 +433,6 @@ def _read_tools(asked: ResponsesRequest, items: list[tuple[Item, str]]) -> ToolT
 
 
 def _translate_knobs(asked: ResponsesRequest, fields: dict[str, msgspec.Raw]) -> tuple[dict[str, object], list[str]]:
-    """Return the chat fields that have another name or shape there, and what was left out."""
     chat: dict[str, object] = {}
     ignored: list[str] = []
     if asked.max_output_tokens is not None:

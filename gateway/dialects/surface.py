@@ -101,7 +101,6 @@ class Surface:
 
     @property
     def is_anthropic(self) -> bool:
-        """Whether errors and headers are Anthropic's."""
         return self.dialect is Dialect.ANTHROPIC
 
     @property
@@ -179,7 +178,6 @@ class Surface:
         )
 
     def _read_headers(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """Return the headers that travel to the node. Raises BadRequest, BodyUnreadable."""
         forwarded = {name: headers[name] for name in self.forwarded if name in headers}
         _check_encoding(headers)
         _check_cache_headers(forwarded)
@@ -188,7 +186,6 @@ class Surface:
         return forwarded
 
     def _check_bounds(self, fields: Mapping[str, msgspec.Raw]) -> None:
-        """Raise BadRequest for a number that the original refuses. ``fields``: the top level of the body as it came."""
         bounded = BOUNDS.get(self.path)
         given: dict[str, object] = {}
         for name, raw in fields.items():
@@ -301,10 +298,7 @@ def _contract(error: GatewayError) -> dict[str, object]:
 
 
 def _say_to_anthropic(error: GatewayError) -> str:
-    """Return the message; of a prompt that is too long in the words by which Claude Code knows what to shorten.
-
-    It summarises the conversation upon the one sentence, and asks again for a shorter answer upon the other.
-    """
+    # Claude Code knows what to do by the words: it asks for a shorter answer upon these, and summarises upon the next ones.
     if isinstance(error, ContextTooLong) and error.answer_tokens:
         counts = f"{error.prompt_tokens} + {error.answer_tokens} > {error.context_tokens}"
         advice = "decrease input length or `max_tokens` and try again"
@@ -317,7 +311,6 @@ def _say_to_anthropic(error: GatewayError) -> str:
 
 
 def _refuse_unavailable(body: ResponsesBody) -> None:
-    """Refuse what needs answers, prompts or conversations that live at the provider. Raises BadRequest."""
     if body.background:
         raise BadRequest("Answers are not made in the background here: leave background out, or stream.", param="background")
     if body.conversation is not None:

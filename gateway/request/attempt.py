@@ -501,7 +501,6 @@ class Exchange(Sink):
         return self._headers.get("content-type", "").startswith("text/event-stream")
 
     def _take_first_byte(self) -> bool:
-        """Decide whether the answer goes out as it comes; return whether there may be one."""
         if self._status in _WITHOUT_BODY:
             said = f"The node answered with HTTP {self._status} and a body, which it may not have."
             self._fail(ForwardedRequestFailed(said))
@@ -525,8 +524,8 @@ class Exchange(Sink):
         return True
 
     def _take_closing(self) -> None:
-        """The engine said all there is to say: from here on the answer is whole, whatever becomes of its node."""
         self.events += 1
+        # From here on the answer is whole, whatever becomes of its node.
         self._closed = asyncio.get_running_loop().call_later(self._limits.closed_s, self._end_closed)
 
     def _end_closed(self) -> None:
@@ -608,7 +607,6 @@ class Exchange(Sink):
         self._finish(last, Served(self._status, usage, has_failed=has_failed, error=error))
 
     def _complete_held(self, body: bytes, usage: TokenCounts | None) -> None:
-        """Give a whole answer, translated if need be; an error in the caller's dialect."""
         if self._status >= 400:
             self._complete_refused(body)
             return
@@ -626,7 +624,6 @@ class Exchange(Sink):
         self._finish(body, Served(self._status, usage, text_chars))
 
     def _complete_refused(self, body: bytes) -> None:
-        """Pass on an engine's error: its status and its words."""
         reason, request, error = None, self._job.request, read_refusal(self._status, body)
         if self._translation is None and self._path == request.endpoint:
             reason = find_other_words(self._lease.link, self._surface, request, status=self._status, body=body)
@@ -662,14 +659,13 @@ class Exchange(Sink):
         self._stop(CANCEL_CLIENT_DISCONNECT)
 
     def _fail(self, error: GatewayError) -> None:
-        """End the attempt for a reason of ours, or for one that came in the answer."""
         if self._over:
             return
         self._stop(CANCEL_TIMEOUT if isinstance(error, RequestTimeout) else CANCEL_CLIENT_DISCONNECT)
         self._break(error)
 
     def _break(self, error: GatewayError) -> None:
-        """End an attempt that broke: as a response if none was begun, else in the stream; one that was whole is served."""
+        # Behind its closing event an answer is whole.
         if self._closed is not None or (self._ends is not None and self._ends.is_closed):
             self._complete(LinkEnd(kind=EndKind.COMPLETE))
         elif self._client.started:

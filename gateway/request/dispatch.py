@@ -628,16 +628,15 @@ class Dispatcher:
         return choose_link(links, now=now, avoid=avoid, prefer=prefer)
 
     def _take_some(self, links: Sequence[Link]) -> Sequence[Link]:
-        """Return so many of many links as are compared for one request, others each time."""
         start, number = self._start % len(links), self._limits.placed_among
         self._start = start + number
         some = links[start : start + number]
         return [*some, *links[: number - len(some)]] if len(some) < number else some
 
     def _find_mismatch(self, model: str, paths: tuple[str, ...]) -> GatewayError | None:
-        """Return an error when nodes serve the model and none of them on these paths; that nobody serves it at all may pass."""
         registry = self._registry
         if registry.links_answering(model, paths) or not registry.links_for(model):
+            # That nobody serves the model at all may pass.
             return None
         answered = [path for path in registry.endpoints_of(model) if path != POOL_RESPONSES]
         instead = f"it answers {', '.join(answered)}." if answered else "its nodes answer other paths."
@@ -721,7 +720,6 @@ class Dispatcher:
             self._fail_deleted()
 
     def _fail_deleted(self) -> None:
-        """Requests that wait for nodes of a deleted provider end now, not at their time-out."""
         for model in list(self._queues):
             rows = [row for row in self._keeper.rows.values() if model in row.model_names]
             if rows and all(row.provider_state == "deleted" for row in rows):

@@ -81,7 +81,7 @@ class KeyRing:
         return self.catalogue.keys.setdefault(keyid, entry)
 
     def _load(self, keyid: str, address: str) -> KeyEntry | None:
-        """Return the entry from its row; runs in a thread, where those of an address wait that came at once."""
+        # Asked in the thread: those of an address that came at once wait here one after the other.
         if self._throttle.is_blocked(address):
             wait_s = limits().core.throttle_retry_s
             message = f"Too many unknown API keys came from this address; check the key and try again in {wait_s} s."
@@ -101,13 +101,10 @@ def _read_either(headers: Mapping[str, str]) -> tuple[str, str | None, bytes]:
 
 
 def _read_key(headers: Mapping[str, str], *, allow_x_api_key: bool) -> tuple[str, str | None, bytes]:
-    """Return what may be a key, its id (None = it is none) and its digest.
-
-    Clients send both headers at once, and the one for another service may be in the first.
-    """
     authorization = headers.get("authorization", "")
     bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
     other = headers.get("x-api-key", "").strip() if allow_x_api_key else ""
+    # Clients send both headers at once, and the one for another service may be in the first.
     text = other if other and read_keyid(bearer, CredentialKind.CLIENT) is None else bearer
     keyid = read_keyid(text, CredentialKind.CLIENT) if text else None
     return text, keyid, digest_credential(text) if keyid is not None else b""
@@ -137,7 +134,6 @@ class RateState(msgspec.Struct, frozen=True, gc=False):
 
 @lru_cache(maxsize=256)
 def _write_moment(second: int) -> bytes:
-    """Return a Unix second as RFC 3339 writes it; many answers name the same one."""
     return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%SZ").encode()
 
 

@@ -310,7 +310,6 @@ class Admission:
         return self._catalogue.models[name]
 
     def _refuse(self, caller: Caller, name: str, via: str) -> GatewayError | None:
-        """Return why a key may not use a model by asking for ``via``, or None. It names what the client named alone."""
         entry = self._catalogue.models.get(name)
         if entry is None or not entry.allowed:
             if entry is None and not self._is_known_model(name):

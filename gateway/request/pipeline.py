@@ -145,7 +145,6 @@ class Pipeline:
         return await self._answer(call, job, record)
 
     async def _conduct(self, call: Call, answering: Coroutine[Any, Any, Ending]) -> None:
-        """Have a request answered; whatever comes of it, its record and its client are told."""
         client, surface, request_id = call.client, call.surface, call.request_id
         ending = TORN_DOWN
         try:
@@ -172,7 +171,6 @@ class Pipeline:
                 self.recorder.count_refusal(ending.error)
 
     async def _answer(self, call: Call, job: Job, record: Record) -> Ending:
-        """Have nodes try an accepted request until one of them answers; return how it ended. Raises GatewayError."""
         client = call.client
         try:
             outcome = await self._run_attempts(call, job, record)
@@ -281,7 +279,7 @@ class Pipeline:
             raise
 
     async def _be_durable(self, call: Call) -> None:
-        """Wait for the row: without it nothing is final and nothing is said. Raises RecordsUnavailable, ClientLeft."""
+        # Without its row nothing of a request is final, and nothing is said.
         if call.accepted is not None and not call.client.is_gone:
             await call.client.wait(call.accepted)
 
@@ -310,7 +308,6 @@ class Pipeline:
         return plan
 
     def _find_unmatched(self, caller: Caller, options: PoolOptions) -> Unmatched | None:
-        """Return what the options name that is nothing here, None when everything is something."""
         gpu = options.prefer_gpu or ""
         unmatched = Unmatched(
             prefer_gpu="" if self.dispatcher.knows_node(gpu) else gpu,
@@ -319,7 +316,6 @@ class Pipeline:
         return unmatched if unmatched.prefer_gpu or unmatched.fallback_models else None
 
     def _translate_early(self, candidate: Candidate) -> None:
-        """Translate a request that every node has to be told in other words, so that it is refused before it waits."""
         request = candidate.request
         if candidate.translate is None or request.paths[0] == POOL_RESPONSES:
             return
@@ -328,6 +324,7 @@ class Pipeline:
         ):
             return
         if self.dispatcher.is_answered(request.model, request.paths):
+            # Every node has to be told it in other words: what cannot be said so is refused before it waits.
             candidate.choose_translation(CHAT_PATH)
 
     async def _find_slot(self, call: Call, job: Job, record: Record) -> Lease:
@@ -375,7 +372,6 @@ class Pipeline:
             raise
 
     def _choose_candidate(self, job: Job, candidates: Sequence[Candidate]) -> bool:
-        """Give the job to the first of some models whose nodes can be told the request; return whether there is one."""
         for candidate in candidates:
             try:
                 self._translate_early(candidate)
@@ -425,7 +421,6 @@ class Pipeline:
         )
 
     async def _run_attempt(self, job: Job, trial: Trial, exchange: Exchange) -> Outcome:
-        """Return how an attempt ended, which the node is judged by. Raises ClientLeft."""
         outcome: Outcome | None = None
         try:
             outcome = await exchange.run()
@@ -434,10 +429,10 @@ class Pipeline:
             self.dispatcher.end_trial(job, trial, outcome)
 
     async def _keep(self, call: Call, job: Job, exchange: Exchange) -> None:
-        """Write an answer down that is to be kept, before its last bytes go; they say so when that failed."""
         storage, translator = call.storage, exchange.translator
         if storage is None or exchange.is_delivered or not storage.is_stored or translator is None:
             return
+        # Before the last bytes go: they say so when it failed.
         if not await call.client.wait_for_work(keep_answer(call.caller, job.request, storage, translator)):
             exchange.last = mark_unkept(exchange.last)
 
@@ -505,7 +500,6 @@ class Pipeline:
                 assert_never(outcome)
 
     async def _quote_engine(self, job: Job, error: GatewayError, record: Record) -> None:
-        """Keep and log what an engine said, without what it repeats of the request."""
         if self.limits.max_engine_error_chars:
             body = job.request.body
             quoted = await run_beside(len(body), lambda: quote_message(error.message, body))

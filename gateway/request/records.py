@@ -214,7 +214,6 @@ class Recorder:
         self.records.touch(record)
 
     def _seal(self, record: Record, ending: Ending) -> None:
-        """Fill in how it ended. The state is set last: the writer may read the row at any moment."""
         if ending.error is not None:
             record.error_code = ending.error.code
             if record.status_code is None:
@@ -222,6 +221,7 @@ class Recorder:
             is_refused = judge_outcome(ending.state, record.status_code) is RequestOutcome.REFUSED
             (metrics.REFUSALS if is_refused else metrics.ERRORS).labels(ending.error.code).inc()
         record.finished_at = clock.now()
+        # Last, because the writer may read the row at any moment.
         record.state = ending.state
 
     def finish(self, record: Record, progress: AnswerProgress | None, started: float, ending: Ending) -> None:
@@ -496,8 +496,8 @@ class RecordWriter:
     # inside
 
     def _check_outstanding(self) -> None:
-        """Give up on what waits too long. One timer for all: requests are many, and a stuck database is rare."""
         assert self._loop is not None
+        # One timer for all: requests are many, and a stuck database is rare.
         now = self._loop.time()
         under_way = [] if self._under_way is None else [self._under_way]
         waiting = [*(batch.inserts for batch in (*under_way, *self._single)), self._inserts]
@@ -511,7 +511,6 @@ class RecordWriter:
         self._watch = self._loop.call_later(self._accept_s / 8, self._check_outstanding) if any(waiting) else None
 
     def _check_unsent(self) -> None:
-        """Let those go on who wait too long for their statement to be sent. One timer for all, as above."""
         assert self._loop is not None
         now = self._loop.time()
         waiting = [self._finishing] if self._under_way is None else [self._under_way.finishing, self._finishing]
@@ -528,20 +527,19 @@ class RecordWriter:
                 entry.answer()
 
     def _reject(self, entries: list[_Accept]) -> None:
-        """The commit failed or its fate is unknown: nobody was promised anything."""
         for entry in entries:
+            # The commit failed or its fate is unknown: nobody was promised anything.
             _close(entry.record)
             entry.answer(RecordsUnavailable(retry_after_s=2))
 
     def _close_late(self) -> None:
-        """See to it that what was refused has a final row. Not earlier: what is on its way in would hold the others up."""
+        # Not earlier: what is on its way in would hold the others up.
         while self._doubtful:
             self._keep(self._doubtful.popleft(), self._refused)
         if self._refused:
             self._wake(self._limits.records_linger_s)
 
     def _keep(self, record: Record, waiting: deque[Record]) -> None:
-        """Have a refused request's row written later, unless too many wait for that already."""
         if len(waiting) < self._max_pending:
             waiting.append(record)
         else:
@@ -566,7 +564,6 @@ class RecordWriter:
         self._begin()
 
     def _begin(self) -> None:
-        """Write what waits, unless a batch is under way: its end begins the next one."""
         self._next = None
         if self._under_way is not None or self._connecting is not None or self._rest is not None:
             return
@@ -635,9 +632,9 @@ class RecordWriter:
             self._begin()
 
     def _repeats(self, batch: _Batch, error: Exception | None) -> bool:
-        """Whether a batch is written once more because the connection turned out to have died: that changes nothing twice."""
         if not isinstance(error, psycopg.OperationalError) or isinstance(error, ServerSilent) or batch.was_repeated:
             return False
+        # The connection turned out to have died. The statement changes nothing twice.
         batch.was_repeated = True
         return self._database is not None and self._database.is_closed
 

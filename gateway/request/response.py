@@ -96,9 +96,9 @@ async def refuse_unknown_socket(scope: Scope, receive: Receive, send: Send) -> N
 
 
 async def _refuse_socket(scope: Scope, receive: Receive, send: Send, error: GatewayError) -> None:
-    """Answer an upgrade with an error. A server without ASGI's extension for it can only turn the upgrade away (403)."""
     await receive()  # the upgrade itself
     if "websocket.http.response" not in scope.get("extensions", {}):
+        # A server without ASGI's extension can only turn the upgrade away (403).
         await send({"type": "websocket.close"})
         return
     head = _list_headers(error)
@@ -194,7 +194,6 @@ def name_error_type(headers: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=512)
 def _pass_name(name: str) -> bytes:
-    """Return the name of a header that may reach a client as it goes out; nothing for every other one."""
     is_dropped = name in _DROPPED or name.startswith(_DROPPED_FAMILIES) or not _SAFE_NAME.match(name)
     return b"" if is_dropped else name.encode("ascii")
 

@@ -119,7 +119,6 @@ def mark_unkept(last: bytes) -> bytes:
 
 
 def _put(fields: bytes | msgspec.Raw, name: str, value: msgspec.Raw) -> bytes:
-    """Return a JSON object with another value of a field, the others as they were."""
     return msgspec.json.encode({**_fields_decoder.decode(fields), name: value})
 
 

@@ -108,7 +108,7 @@ def explain_wait(model: str, nodes: Sequence[ServingNode]) -> Wait:
 
 
 def _explain_held(model: str, nodes: Sequence[ServingNode]) -> Wait:
-    """Say why no node that has the model takes work; the advice is for the reason that an operator lifts most easily."""
+    # The advice is for the reason that an operator lifts most easily.
     first = min(nodes, key=lambda node: _LIFTED_FIRST.index(node.unavailable or Unavailable.SILENT))
     if len(nodes) == 1:
         reason = f"Only {first.name} has {model}, and it {first.unavailable}."
@@ -153,7 +153,7 @@ def _explain_missing(model: str, nodes: Sequence[ServingNode]) -> Wait:
 
 
 def _count_running() -> Counter[uuid.UUID]:
-    """Return how many requests each node works on by our own records: newer than its last heartbeat."""
+    # Our own records are newer than the last heartbeat of a node.
     states = [state.value for state in OPEN_REQUEST_STATES if state is not RequestState.QUEUED]
     rows = RequestRecord.objects.filter(state__in=states, node_id__isnull=False).values_list("node_id")
     return Counter(dict(rows.annotate(count=Count("pk")).order_by()))

@@ -85,7 +85,6 @@ def find_records(records: QuerySet[RequestRecord], text: str) -> QuerySet[Reques
 
 
 def _with_tail(tail: str) -> QuerySet[RequestRecord]:
-    """Return the records whose id ends so: by the index of finished ones, and among the few that are open."""
     states = [state.value for state in OPEN_REQUEST_STATES]
     is_it = Q(tail=tail)
     return RequestRecord.objects.alias(tail=Right(Cast("id", TextField()), TAIL_CHARS)).filter(

@@ -234,7 +234,6 @@ def _check_turn(input_items: Sequence[Any], body: bytes) -> tuple[str, bytes]:
 
 
 def _measure_left(give_up_at: float) -> int:
-    """Return how many milliseconds are left, at least one. Raises ResponseNotKept when time is up."""
     left_ms = int((give_up_at - clock.monotonic()) * 1000)
     if left_ms <= 0:
         raise ResponseNotKept("The database was too slow; nothing was written.")
@@ -242,7 +241,6 @@ def _measure_left(give_up_at: float) -> int:
 
 
 def _limit_statements(give_up_at: float) -> None:
-    """Have the database end the statements of this transaction by then. Raises ResponseNotKept when it is too late already."""
     left_ms = _measure_left(give_up_at)
     with connection.cursor() as cursor:
         cursor.execute("SELECT set_config('statement_timeout', %s, true)", [str(left_ms)])
@@ -261,7 +259,6 @@ def _read_column(tenant: str, response_id: str, column: str) -> bytes:
 
 
 def _check_id(response_id: str, *, param: str | None = None) -> None:
-    """Refuse what no response can be called, before it reaches the database or a message."""
     if not _ID.fullmatch(response_id):
         raise ResponseNotFound("There is no kept response of that id: ids begin with 'resp_'.", param=param)
 
@@ -324,7 +321,6 @@ def _name_item(item: msgspec.Raw, response_id: str, position: int) -> str:
 
 
 def _render_item(item: msgspec.Raw, name: str) -> dict[str, Any]:  # Any: JSON
-    """Return the item as clients read it back: with id and type, and a text of a message as a list of parts."""
     fields: dict[str, Any] = {**msgspec.json.decode(item), "id": name}
     fields["type"] = fields.get("type") or "message"
     if fields["type"] != "message":

@@ -79,12 +79,12 @@ class ModelList:
         )
 
     def _read_context(self, name: str) -> int | None:
-        """Return the smallest context window that a node reports for a model: a request may go to any of them."""
+        # A request may go to any of them, so the smallest counts.
         contexts = (link.context_of(name) for link in self._registry.links_for(name))
         return min((context for context in contexts if context is not None), default=None)
 
     def _describe_alias(self, alias: Alias, usable: Sequence[ModelEntry]) -> ListedModel:
-        """Describe an alias by the least that any of its models can do, whichever answers."""
+        # By the least that any of its models can do, whichever answers.
         models = [self._describe(entry) for entry in usable]
         contexts = [model.context_tokens for model in models if model.context_tokens is not None]
         return ListedModel(

@@ -70,7 +70,6 @@ def typed(kind: str, required: str = "", /, **properties: Schema) -> Schema:
 
 
 def _bounded(path: str, name: str) -> Schema:
-    """Return the schema of a number that the surface refuses beyond its bounds."""
     lowest, highest = BOUNDS[path][name]
     return {**NUMBER, "minimum": lowest} if highest is None else {**NUMBER, "minimum": lowest, "maximum": highest}
 
@@ -280,7 +279,6 @@ def _content(schema: str, *types: str) -> Schema:
 
 
 def _answers(schema: str, *types: str, errors: tuple[int, ...], shape: str) -> Schema:
-    """Return the answers of an operation. ``errors``: the statuses that an error may have."""
     failures = {str(status): {"$ref": f"#/components/responses/{shape}{status}"} for status in errors}
     return {"200": {"description": "The answer.", "content": _content(schema, *types)}, **failures}
 
@@ -295,7 +293,6 @@ def make_failures() -> Schema:
 
 
 def _ask(name: str, body: str, answer: str, *types: str, path: str) -> Schema:
-    """Return a path on which something is asked of a model. ``path``: its surface."""
     surface = SURFACES[path]
     shape = "AnthropicError" if surface.is_anthropic else "OpenAIError"
     operation: Schema = {

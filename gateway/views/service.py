@@ -119,14 +119,12 @@ class PublicViews:
         raise RouteNotFound(f"There is no such endpoint here. Did you mean {meant}?" if meant else "")
 
     async def _optional_caller(self, client: ClientConnection) -> Caller | None:
-        """Return the caller if a key was sent. A wrong key is refused; none is fine while the list is public."""
         if not client.headers.get("authorization") and not client.headers.get("x-api-key") and settings.PUBLIC_MODEL_LIST:
             return None
         return await self.runtime.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
 
 
 def _find_meant(path: str) -> str:
-    """Return the endpoint whose name, without its version, a path ends with; empty = none."""
     asked = path.rstrip("/")
     return next((known for known in _KNOWN_PATHS if asked.endswith(known.removeprefix("/v1"))), "")
 
@@ -176,7 +174,6 @@ def _is_loopback(text: str) -> bool:
 
 
 def _read_host(value: str) -> str:
-    """Return the name of a Host header without its port, in small letters; what cannot be read stays as it is."""
     try:
         return urlsplit(f"//{value}").hostname or value
     except ValueError:

@@ -70,7 +70,6 @@ class CountingViews:
         return make_endpoint(self._runtime, {"POST": answer}, surface=counting.surface)
 
     async def _answer(self, client: ClientConnection, counting: CountingSurface, request_id: str, extra: list[Header]) -> None:
-        """Count and say it. Raises GatewayError."""
         runtime, surface = self._runtime, counting.surface
         if runtime.pipeline.is_stopping:
             raise ShuttingDown(retry_after_s=2)
@@ -116,7 +115,6 @@ async def _plan_messages(_caller: Caller, _request: InferenceRequest, _request_i
 
 
 async def _plan_responses(caller: Caller, request: InferenceRequest, request_id: str) -> ToChat:
-    """Have the earlier turns read that the request goes on from. Raises ResponseNotFound, RecordsUnavailable."""
     storage = await plan_storage(caller, request, request_id) if request.previous_response_id else None
     translate = storage.translate if storage is not None else SURFACES["/v1/responses"].translate
     assert translate is not None
