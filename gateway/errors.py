@@ -20,19 +20,17 @@ _ANTHROPIC_TYPES = {
     529: "overloaded_error",
 }
 """Anthropic API reference, "Errors"."""
+# LiteLLM takes every error with the word ``invalid_request_error`` for a bad request.
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-"""What is not the caller's ``invalid_request_error``: LiteLLM takes every error with that word for a bad request."""
 
 
 class GatewayError(ContractError):
-    """Base of the tree. ``state`` is how the request's record ends when this ends it; the types are the dialects' words."""
+    """Base of the tree. ``state`` is how the request's record ends when this ends it."""
 
     code = ErrorCode.INTERNAL_ERROR
     status = 500
     retryable = True
     default_message = "Internal server error processing request"
-    type: str = "server_error"
-    anthropic_type: str = "api_error"
     state: RequestState = RequestState.FAILED
 
     def __init__(self, message: str = "", *, param: str | None = None, retry_after_s: float | None = None) -> None:
@@ -40,16 +38,28 @@ class GatewayError(ContractError):
         if retry_after_s is not None:
             self.retry_after_s = retry_after_s
 
+    @property
+    def type(self) -> str:
+        """OpenAI's word for errors of this status."""
+        return _OPENAI_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
-class BadRequest(GatewayError):
+    @property
+    def anthropic_type(self) -> str:
+        return _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+
+
+class Refused(GatewayError):
+    """Base of what the same request will always come to."""
+
+    retryable = False
+    state = RequestState.REJECTED
+
+
+class BadRequest(Refused):
     """The body cannot be used as it is."""
 
     code = ErrorCode.BAD_REQUEST
     status = 400
-    retryable = False
-    type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
-    state = RequestState.REJECTED
     default_message = "The request could not be understood."
 
 
@@ -58,7 +68,6 @@ class BodyTooLarge(BadRequest):
 
     code = ErrorCode.BODY_TOO_LARGE
     status = 413
-    anthropic_type = "request_too_large"
 
 
 class BodyUnreadable(BadRequest):
@@ -72,8 +81,6 @@ class RouteNotFound(BadRequest):
 
     code = ErrorCode.NOT_FOUND
     status = 404
-    type = "not_found_error"
-    anthropic_type = "not_found_error"
     default_message = "There is no such endpoint here. GET /v1/models lists what can be used."
 
 
@@ -83,48 +90,34 @@ class MethodNotAllowed(BadRequest):
     status = 405
 
 
-class InvalidApiKey(GatewayError):
+class InvalidApiKey(Refused):
     """No usable client key."""
 
     code = ErrorCode.INVALID_API_KEY
     status = 401
-    retryable = False
-    type = "authentication_error"
-    anthropic_type = "authentication_error"
-    state = RequestState.REJECTED
     default_message = "API key is invalid. Incorrect API key provided: send a valid one as 'Authorization: Bearer mst_…'."
     """The first sentence is the contract's, the words after it are those by which LiteLLM knows what happened."""
 
 
-class InvalidAdminToken(GatewayError):
+class InvalidAdminToken(Refused):
     """No usable admin token; the relay contract answers 403."""
 
     code = ErrorCode.INVALID_ADMIN_TOKEN
     status = 403
-    retryable = False
-    type = "invalid_request_error"
-    anthropic_type = "permission_error"
-    state = RequestState.REJECTED
     default_message = "Admin token is missing or invalid. Send it as 'Authorization: Bearer msa_…'."
 
 
-class ModelUnknown(GatewayError):
+class ModelUnknown(Refused):
     """Nobody has ever heard of the model."""
 
     code = ErrorCode.MODEL_NOT_ALLOWED
     status = 404
-    retryable = False
-    type = "not_found_error"
-    anthropic_type = "not_found_error"
-    state = RequestState.REJECTED
 
 
 class ModelNotAllowed(ModelUnknown):
     """The model is known, but not allow-listed or not for this key."""
 
     status = 400
-    type = "invalid_request_error"
-    anthropic_type = "invalid_request_error"
 
 
 class EndpointNotAnswered(BadRequest):
@@ -136,8 +129,6 @@ class PathNotOffered(EndpointNotAnswered):
 
     code = ErrorCode.NOT_FOUND
     status = 404
-    type = "not_found_error"
-    anthropic_type = "not_found_error"
 
 
 class PromptTooLarge(BadRequest):
@@ -186,8 +177,6 @@ class ResponseNotFound(BadRequest):
 
     code = ErrorCode.RESPONSE_NOT_FOUND
     status = 404
-    type = "not_found_error"
-    anthropic_type = "not_found_error"
 
 
 class MaxTokensTooLarge(BadRequest):
@@ -201,21 +190,15 @@ class RateLimited(GatewayError):
 
     code = ErrorCode.RATE_LIMITED
     status = 429
-    type = "rate_limit_error"
-    anthropic_type = "rate_limit_error"
     state = RequestState.REJECTED
     default_message = "Rate limit exceeded."
 
 
-class OriginNotPermitted(GatewayError):
+class OriginNotPermitted(Refused):
     """A page of a browser wants a socket that is for programs."""
 
     code = ErrorCode.NOT_PERMITTED
     status = 403
-    retryable = False
-    type = "invalid_request_error"
-    anthropic_type = "permission_error"
-    state = RequestState.REJECTED
     default_message = "This WebSocket is for nodes, and pages of other origins may not open it. Send no Origin header."
 
 
@@ -224,7 +207,6 @@ class NoAvailableNode(GatewayError):
 
     code = ErrorCode.NO_AVAILABLE_NODE
     status = 503
-    anthropic_type = "overloaded_error"
     default_message = "No workers available to handle request"
 
 
@@ -280,7 +262,6 @@ class QueueTimeout(GatewayError):
 
     code = ErrorCode.REQUEST_TIMEOUT
     status = 504
-    anthropic_type = "timeout_error"
     default_message = "Request timed out waiting for worker"
     retry_after_s = 5
 
@@ -322,8 +303,6 @@ class EngineRefused(GatewayError):
         self.retryable = status >= 500 or status in (408, 409, 429)
         if status < 500:
             self.code = ErrorCode.RATE_LIMITED if status == 429 else ErrorCode.BAD_REQUEST
-            self.type = _OPENAI_TYPES.get(status, "invalid_request_error")
-        self.anthropic_type = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
         self.state = RequestState.REJECTED if (blame or judge_error(status)) is Blame.CALLER else RequestState.FAILED
 
 
@@ -338,7 +317,6 @@ class RequestInterrupted(GatewayError):
 
     code = ErrorCode.REQUEST_INTERRUPTED
     status = 503
-    anthropic_type = "overloaded_error"
     state = RequestState.INTERRUPTED
     default_message = "The request was interrupted because the node was reclaimed or lost."
 

@@ -31,6 +31,7 @@ class NotFound(ServiceError):
 
     code = ErrorCode.NOT_FOUND
     status = 404
+    type = anthropic_type = "invalid_request_error"
 
 
 class TenantNotFound(NotFound):

@@ -34,7 +34,6 @@ class ApprovalNeeded(ServiceError):
     code = ErrorCode.APPROVAL_REFUSED
     status = HTTPStatus.FORBIDDEN.value
     type = "permission_error"
-    anthropic_type = "permission_error"
 
 
 def default_limit() -> int:
