@@ -76,6 +76,10 @@ class RequestListSerializer(serializers.Serializer[Any]):  # Any: an envelope, n
     requests = RequestSerializer(many=True)
 
 
+def _errors(*statuses: int) -> dict[int, type[ErrorSerializer]]:
+    return dict.fromkeys(statuses, ErrorSerializer)
+
+
 class RequestListView(APIView):
     """Recent request records, newest first."""
 
@@ -91,7 +95,7 @@ class RequestListView(APIView):
             ),
             OpenApiParameter("node_id", str, description="Only requests that this node served"),
         ],
-        responses={200: RequestListSerializer, 400: ErrorSerializer, 401: ErrorSerializer},
+        responses={200: RequestListSerializer, **_errors(400, 401)},
     )
     def get(self, request: Request) -> Response:
         """List recent requests, newest first. A parameter that cannot be used is 400 BAD_REQUEST and named in ``param``."""
@@ -212,7 +216,7 @@ class AliasListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no 
 class AliasListView(GovernanceView):
     """The model aliases, and the way to make one."""
 
-    @extend_schema(operation_id="list_aliases", responses={200: AliasListSerializer, 401: ErrorSerializer})
+    @extend_schema(operation_id="list_aliases", responses={200: AliasListSerializer, **_errors(401)})
     def get(self, request: Request) -> Response:
         """List every alias by name, those for everybody first, each with what its models can do at this moment."""
         return Response({"aliases": _show_aliases(list_aliases())})
@@ -220,11 +224,8 @@ class AliasListView(GovernanceView):
     @extend_schema(
         operation_id="create_alias",
         request=AliasForm,
-        responses={
-            201: AliasSerializer, 400: ErrorSerializer, 401: ErrorSerializer, 404: ErrorSerializer, 409: ErrorSerializer,
-            413: ErrorSerializer, 415: ErrorSerializer,
-        },
-    )  # fmt: skip
+        responses={201: AliasSerializer, **_errors(400, 401, 404, 409, 413, 415)},
+    )
     def post(self, request: Request) -> Response:
         """Let clients ask for models by another name. 404: no such tenant; 409: there is such an alias already."""
         form = AliasForm(data=request.data)
@@ -238,7 +239,7 @@ class AliasListView(GovernanceView):
 class AliasView(GovernanceView):
     """One alias."""
 
-    @extend_schema(operation_id="read_alias", responses={200: AliasSerializer, 401: ErrorSerializer, 404: ErrorSerializer})
+    @extend_schema(operation_id="read_alias", responses={200: AliasSerializer, **_errors(401, 404)})
     def get(self, request: Request, alias_id: int) -> Response:
         """Read an alias."""
         alias = find_alias(alias_id)
@@ -249,11 +250,8 @@ class AliasView(GovernanceView):
     @extend_schema(
         operation_id="change_alias",
         request=ChangeAliasForm,
-        responses={
-            200: AliasSerializer, 400: ErrorSerializer, 401: ErrorSerializer, 404: ErrorSerializer, 413: ErrorSerializer,
-            415: ErrorSerializer,
-        },
-    )  # fmt: skip
+        responses={200: AliasSerializer, **_errors(400, 401, 404, 413, 415)},
+    )
     def patch(self, request: Request, alias_id: int) -> Response:
         """Change where an alias leads, or switch it off or on; for requests that arrive from then on."""
         form = ChangeAliasForm(data=request.data)
@@ -261,7 +259,7 @@ class AliasView(GovernanceView):
         alias = change_alias(alias_id=alias_id, actor=_actor(request), **form.validated_data)
         return Response(_show_aliases([alias])[0])
 
-    @extend_schema(operation_id="delete_alias", responses={204: None, 401: ErrorSerializer, 404: ErrorSerializer})
+    @extend_schema(operation_id="delete_alias", responses={204: None, **_errors(401, 404)})
     def delete(self, request: Request, alias_id: int) -> Response:
         """Delete an alias; requests under way end normally."""
         delete_alias(alias_id=alias_id, actor=_actor(request))

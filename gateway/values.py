@@ -143,11 +143,11 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: str
     model: str
-    is_streaming: bool
-    max_tokens: int | None
-    prompt_chars: int
-    body: bytes
-    headers: dict[str, str]
+    is_streaming: bool = False
+    max_tokens: int | None = None
+    prompt_chars: int = 0
+    body: bytes = b""
+    headers: dict[str, str] = {}
     max_tokens_field: str = "max_tokens"
     paths: tuple[str, ...]
     options: PoolOptions | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -295,13 +296,7 @@ def list_input_items(body: bytes) -> list[bytes]:
 
     References are left out: what they name is kept already. Raises BadRequest for a body that cannot be read.
     """
-    request, _fields = read_request(body)
-    given: list[Item] = []
-    if isinstance(request.input, str):
-        given = [{"type": "message", "role": "user", "content": request.input}]
-    elif request.input is not None:
-        given = request.input
-    kinds = [(item, item_kind(item)) for item in given]
+    kinds = [(item, item_kind(item)) for item in _list_input(read_request(body)[0])]
     return [msgspec.json.encode(_complete(item, kind)) for item, kind in kinds if kind != "item_reference"]
 
 
@@ -354,7 +349,8 @@ def translate_responses(
     asked, fields = read_request(request.body)
     _refuse_unavailable(asked)
     earlier = [(msgspec.json.decode(item, type=Item), f"history[{n}]") for n, item in enumerate(history)]
-    items = [*earlier, *_list_items(asked)]
+    at = "input" if isinstance(asked.input, str) else "input[{}]"
+    items = [*earlier, *((item, at.format(n)) for n, item in enumerate(_list_input(asked)))]
     if not items:
         raise field_error("input", "is required")
     table = _read_tools(asked, items)
@@ -418,10 +414,8 @@ def _refuse_unavailable(asked: ResponsesRequest) -> None:
             )
 
 
-def _list_items(asked: ResponsesRequest) -> list[tuple[Item, str]]:
-    if isinstance(asked.input, str):
-        return [({"role": "user", "content": asked.input}, "input")]
-    return [(item, f"input[{n}]") for n, item in enumerate(asked.input or [])]
+def _list_input(asked: ResponsesRequest) -> list[Item]:
+    return [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input or []
 
 
 def _read_tools(asked: ResponsesRequest, items: list[tuple[Item, str]]) -> ToolTable:
@@ -534,12 +528,7 @@ def translate_compact(
         is_stored=is_stored,
         response_id=response_id,
     )
-    return Translation(
-        path=translation.path,
-        body=translation.body,
-        open_answer=partial(CompactionTranslator, translation.open_answer, kept),
-        ignored=translation.ignored,
-    )
+    return replace(translation, open_answer=partial(CompactionTranslator, translation.open_answer, kept))
 
 
 class CompactionTranslator:
@@ -600,9 +589,3 @@ def pack_summary(summary: str) -> str:
 
 def _is_users(item: Item) -> bool:
     return item.get("type") == "message" and item.get("role") == "user"
-
-
-def _list_input(asked: ResponsesRequest) -> list[object]:
-    if isinstance(asked.input, str):
-        return [{"role": "user", "content": asked.input}]
-    return list(asked.input or [])

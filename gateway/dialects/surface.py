@@ -218,8 +218,6 @@ class Surface:
             paths=self.paths,
             model=form.model,
             is_streaming=form.stream,
-            max_tokens=None,
-            prompt_chars=0,
             body=body,
             headers=forwarded,
         )
@@ -343,14 +341,15 @@ def _check_cache_headers(headers: Mapping[str, str]) -> None:
         raise BadRequest("The header X-Cache-Tag must have 1 to 64 characters of A-Z a-z 0-9 . _ : -", param="X-Cache-Tag")
 
 
-def _check_chat(body: RequestBody) -> None:
+def check_turns(body: RequestBody) -> None:
+    """Raise BadRequest unless a body has messages."""
     require_list(body.messages, "messages")
 
 
 def _check_messages(body: RequestBody) -> None:
     if body.max_tokens is None:
         raise BadRequest("The field 'max_tokens' is required.", param="max_tokens")
-    require_list(body.messages, "messages")
+    check_turns(body)
 
 
 def _check_input(body: RequestBody) -> None:
@@ -400,7 +399,7 @@ _NOTHING = (b"", b"null", b"[]", b'""')
 SURFACES: dict[str, Surface] = {
     surface.path: surface
     for surface in (
-        Surface("/v1/chat/completions", _OPENAI_HEADERS, _check_chat),
+        Surface("/v1/chat/completions", _OPENAI_HEADERS, check_turns),
         Surface("/v1/completions", _OPENAI_HEADERS, _check_completion),
         Surface("/v1/embeddings", _OPENAI_HEADERS, _check_input),
         Surface("/v1/rerank", _OPENAI_HEADERS, _check_rerank),

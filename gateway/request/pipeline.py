@@ -59,7 +59,6 @@ from gateway.request.records import (
     RecordWriter,
     count_tokens,
     name_model,
-    unread_request,
 )
 from gateway.request.response import id_headers, name_header, name_node, refuse
 from gateway.request.stored import StoragePlan, keep_answer, mark_unkept, plan_storage
@@ -246,7 +245,7 @@ class Pipeline:
             if isinstance(error, RateLimited):
                 rate = self.limiter.peek(caller.key_id, caller.requests_per_minute)
                 call.extra += rate.headers(is_anthropic=surface.is_anthropic)
-            refused = request or unread_request(surface.path)
+            refused = request or InferenceRequest(endpoint=surface.path, paths=surface.paths, model="")
             self.recorder.record_refusal(error, caller, refused, call.record_id, asked_model=asked_model)
             raise
         call.job = job
@@ -483,21 +482,24 @@ class Pipeline:
             case Broken():
                 if not outcome.told:
                     call.extra += name_node(record.node_name, record.model)
-                    raise await recount_prompt(
-                        self.counter,
-                        outcome.error,
-                        client=call.client,
-                        surface=call.surface,
-                        entry=job.candidate.entry,
-                        request=job.request,
-                        tenant=job.tenant,
-                        request_id=job.request_id,
-                    )
+                    raise await self._recount_prompt(call, job, outcome.error)
                 return Ending(outcome.error.state, outcome.error)
             case Retry():
                 raise AssertionError("a retry never concludes a request")
             case _:
                 assert_never(outcome)
+
+    async def _recount_prompt(self, call: Call, job: Job, error: GatewayError) -> GatewayError:
+        """Return the error with a count of ours where it has a lower bound and the client acts on it. Raises ClientLeft."""
+        if not isinstance(error, ContextTooLong) or not call.surface.wants_count(error):
+            return error
+        body = job.request.body
+        try:
+            chat, _ = await run_beside(len(body), lambda: to_chat_body(body, is_counting=True))
+        except BadRequest:
+            return error  # an engine that speaks the surface itself takes more than a translation carries
+        counting = self.counter.count(job.candidate.entry, chat, tenant=job.tenant, request_id=job.request_id)
+        return error.recount((await call.client.wait_for_work(counting)).tokens)
 
     async def _quote_engine(self, job: Job, error: GatewayError, record: Record) -> None:
         if self.limits.max_engine_error_chars:
@@ -508,28 +510,3 @@ class Pipeline:
             "request.engine_error request=%s node=%s model=%s status=%d error=%s",
             job.request_id, record.node_name, record.model, error.status, record.engine_error or "-",
         )  # fmt: skip
-
-
-async def recount_prompt(
-    counter: TokenCounter,
-    error: GatewayError,
-    *,
-    client: ClientConnection,
-    surface: Surface,
-    entry: ModelEntry,
-    request: InferenceRequest,
-    tenant: str,
-    request_id: str,
-) -> GatewayError:
-    """Return what to tell the client: the error with a count of ours where it has a lower bound and the client acts on it.
-
-    ``request``: as it was asked, for the model of ``entry``. Raises ClientLeft when nobody waits for the count any more.
-    """
-    if not isinstance(error, ContextTooLong) or not surface.wants_count(error):
-        return error
-    try:
-        chat, _ = await run_beside(len(request.body), lambda: to_chat_body(request.body, is_counting=True))
-    except BadRequest:
-        return error  # an engine that speaks the surface itself takes more than a translation carries
-    counted = await client.wait_for_work(counter.count(entry, chat, tenant=tenant, request_id=request_id))
-    return error.recount(counted.tokens)

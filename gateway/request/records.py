@@ -263,20 +263,6 @@ def name_model(record: Record, model: str, *, asked_model: str) -> None:
     record.asked_model = "" if asked_model == model else asked_model
 
 
-def unread_request(endpoint: str) -> InferenceRequest:
-    """Return what is known of a request whose body could not be read."""
-    return InferenceRequest(
-        endpoint=endpoint,
-        paths=(endpoint,),
-        model="",
-        is_streaming=False,
-        max_tokens=None,
-        prompt_chars=0,
-        body=b"",
-        headers={},
-    )
-
-
 def count_tokens(record: Record, progress: AnswerProgress, usage: TokenCounts | None, *, text_chars: int | None = None) -> None:
     """Fill in the tokens: what the engine counted, else an estimate that is marked as one, from ``text_chars`` if known."""
     bounds = limits().gateway

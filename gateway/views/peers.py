@@ -7,15 +7,14 @@ from itertools import count
 
 from django.conf import settings
 
-from core.limits import GatewayLimits
-from core.limits import limits as read_limits
+from core.limits import limits
 from gateway.dialects import SURFACES, Surface
 from gateway.dialects.surface import DEFAULT_SURFACE
 from gateway.errors import GatewayError, RouteNotFound
 from gateway.process import GatewayRuntime
 from gateway.request.attempt import Exchange
 from gateway.request.client import ClientConnection, Receive, Scope, Send
-from gateway.request.dispatch import Broken, Candidate, Dispatcher, Job, Lease, Retry, RetryReason, Served
+from gateway.request.dispatch import Broken, Candidate, Job, Lease, Retry, RetryReason, Served
 from gateway.request.response import Application, read_name
 from gateway.token_counts import exchange as ask_node
 from gateway.values import Header, InferenceRequest, ModelEntry
@@ -33,22 +32,19 @@ _JSON = [(b"content-type", b"application/json")]
 _NO_HEADERS: list[Header] = []
 
 
-async def serve_peer(
-    *, dispatcher: Dispatcher, limits: GatewayLimits, client: ClientConnection, link: Link, surface: Surface, path: str
-) -> None:
+async def serve_peer(runtime: GatewayRuntime, *, client: ClientConnection, link: Link, surface: Surface, path: str) -> None:
     """Run one attempt on ``link`` for a peer. What did not start is said in a header, what broke is cut.
 
     ``path``: the API path on which the node is asked.
     """
-    body = await client.read_body(limits.max_audio_bytes if surface.is_form else limits.max_body_bytes + limits.kept_bytes)
+    bounds = runtime.limits
+    body = await client.read_body(bounds.max_audio_bytes if surface.is_form else bounds.max_body_bytes + bounds.kept_bytes)
     headers = client.headers
     request = InferenceRequest(
         endpoint=surface.path,
         paths=(path,),
         model=read_name(headers, "x-muster-model", max_chars=200),
         is_streaming=headers.get("x-muster-streaming") == "1",
-        max_tokens=None,
-        prompt_chars=0,
         body=body,
         headers={name: value for name, value in headers.items() if name in surface.forwarded},
     )
@@ -69,9 +65,9 @@ async def serve_peer(
         refuse_peer(client, b"gone")
         return
     link.active += 1
-    lease = Lease(dispatcher, link, path)
+    lease = Lease(runtime.dispatcher, link, path)
     client.watch()
-    exchange = Exchange(job=job, lease=lease, client=client, surface=None, limits=limits, extra=_NO_HEADERS)
+    exchange = Exchange(job=job, lease=lease, client=client, surface=None, limits=bounds, extra=_NO_HEADERS)
     try:
         outcome = await exchange.run()
         await client.drain()
@@ -105,9 +101,9 @@ def _read_number(text: str | None) -> int:
 
 async def count_for_peer(client: ClientConnection, link: Link) -> None:
     """Pass a question on to the node and its answer back; 502 when there is none. Raises BodyTooLarge, ClientLeft."""
-    body = await client.read_body(read_limits().gateway.count_body_bytes)
+    body = await client.read_body(limits().gateway.count_body_bytes)
     headers = client.headers
-    most_ms = read_limits().gateway.count_node_ms
+    most_ms = limits().gateway.count_node_ms
     request = OpenRequest(
         request_id=headers.get("x-request-id", "")[:80],
         attempt=1,
@@ -151,9 +147,8 @@ def make_peer_application(runtime: GatewayRuntime) -> Application:
         try:
             if surface is None:
                 await count_for_peer(client, link)
-                return
-            dispatcher, limits = runtime.dispatcher, runtime.limits
-            await serve_peer(dispatcher=dispatcher, limits=limits, client=client, link=link, surface=surface, path=path)
+            else:
+                await serve_peer(runtime, client=client, link=link, surface=surface, path=path)
         except GatewayError as error:
             if not client.started and not client.is_gone:
                 send_failure(client, error, DEFAULT_SURFACE)

@@ -12,8 +12,8 @@ import msgspec
 
 from gateway import metrics
 from gateway.dialects import SURFACES, Surface
-from gateway.dialects.body import RequestBody, require_list
 from gateway.dialects.messages_request import to_chat_body
+from gateway.dialects.surface import check_turns
 from gateway.errors import ClientLeft, GatewayError, RateLimited, ShuttingDown
 from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection
@@ -106,10 +106,6 @@ def _describe(count: Count, model: str, ignored: tuple[str, ...]) -> list[Header
     return headers
 
 
-def _check_messages(body: RequestBody) -> None:
-    require_list(body.messages, "messages")
-
-
 async def _plan_messages(_caller: Caller, _request: InferenceRequest, _request_id: str) -> ToChat:
     return lambda request: to_chat_body(request.body, is_counting=True)
 
@@ -127,7 +123,7 @@ async def _plan_responses(caller: Caller, request: InferenceRequest, request_id:
 
 
 COUNTING: dict[str, CountingSurface] = {
-    "/v1/messages/count_tokens": CountingSurface(replace(SURFACES["/v1/messages"], check=_check_messages), _plan_messages, {}),
+    "/v1/messages/count_tokens": CountingSurface(replace(SURFACES["/v1/messages"], check=check_turns), _plan_messages, {}),
     "/v1/responses/input_tokens": CountingSurface(
         SURFACES["/v1/responses"], _plan_responses, {"object": "response.input_tokens"}
     ),

@@ -99,10 +99,7 @@ def tell_error(error: GatewayError) -> Case:
 
 def tell_request(request: InferenceRequest) -> Case:
     """Return what was read of a request, as far as it is not what a bare one has."""
-    bare = InferenceRequest(
-        endpoint=request.endpoint, paths=SURFACES[request.endpoint].paths, model="m", is_streaming=False, max_tokens=None,
-        prompt_chars=0, body=b"", headers={},
-    )  # fmt: skip
+    bare = InferenceRequest(endpoint=request.endpoint, paths=SURFACES[request.endpoint].paths, model="m")
     names = [name for name in request.__struct_fields__ if name not in ("endpoint", "body")]
     return {
         name: json.loads(msgspec.json.encode(getattr(request, name), order="sorted"))
@@ -155,9 +152,8 @@ class Player:
         if self.case.get("unread") or self.path == COUNT:
             fields = msgspec.json.decode(self.body) if self.body.startswith(b"{") and "unread" not in self.case else {}
             return InferenceRequest(
-                endpoint=self.path, paths=self.surface.paths, model="m", is_streaming=bool(fields.get("stream")),
-                max_tokens=None, prompt_chars=0, body=self.body, headers={},
-            )  # fmt: skip
+                endpoint=self.path, paths=self.surface.paths, model="m", is_streaming=bool(fields.get("stream")), body=self.body
+            )
         return self.surface.parse(self.body, self.case.get("headers", {}))
 
     def _tell_native(self, request: InferenceRequest) -> Case:

@@ -7,6 +7,8 @@ import math
 import time
 import uuid
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from core.limits import GatewayLimits
 from gateway import errors
 from gateway.dialects import SURFACES
+from gateway.process import GatewayRuntime
 from gateway.request.dispatch import Availability, Busy, Closed, Dispatcher, Job, Lease, Plan, Ready, choose_link
 from gateway.request.response import render_head
 from gateway.values import InferenceRequest
@@ -514,9 +517,8 @@ async def test_a_peer_names_model_and_tenant_in_any_script_and_may_send_a_kept_c
     headers = {"x-muster-model": "модель", "x-muster-tenant": "大学", "x-muster-deadline-ms": "30000"}
     said = {name: value.encode().decode("latin-1") for name, value in headers.items()}
     client = MemoryClient(headers=said, body=[b"x" * 101], limits=limits)
-    peer = serve_peer(
-        dispatcher=floor.dispatcher, limits=limits, client=client.connection, link=link, surface=SURFACES[RESPONSES], path=path
-    )
+    runtime = cast("GatewayRuntime", SimpleNamespace(dispatcher=floor.dispatcher, limits=limits))
+    peer = serve_peer(runtime, client=client.connection, link=link, surface=SURFACES[RESPONSES], path=path)
     serving = asyncio.create_task(peer)
     await client.wait(lambda: link.streams or serving.done())
     request = link.streams[0].request

@@ -16,7 +16,7 @@ from core.limits import GatewayLimits, limits
 from gateway import errors
 from gateway.request.identity import RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue
-from gateway.request.records import Recorder, RecordWriter, unread_request
+from gateway.request.records import Recorder, RecordWriter
 from gateway.routing import AUTO, Alias, Target, may_use, resolve
 from gateway.values import CHAT_PATH, Caller, InferenceRequest, ModelEntry, PoolOptions
 from gateway.views.models import ListedModel, ModelList, cut_page, render_anthropic, render_openai, render_page
@@ -199,7 +199,9 @@ def test_idle_keys_are_forgotten_and_busy_ones_are_not() -> None:
     books = Recorder(uuid.uuid4(), RecordWriter(accept_s=1.0, max_pending=1000), limiter)
     for number in range(100):
         who = Caller(uuid.UUID(int=number + 3), "k", "t", 1, frozenset())
-        books.record_refusal(errors.BadRequest("no"), who, unread_request("/v1/models"), uuid.uuid4())
+        books.record_refusal(
+            errors.BadRequest("no"), who, InferenceRequest(endpoint="/v1/models", paths=("/v1/models",), model=""), uuid.uuid4()
+        )
     limiter.take(KEY, 5)
     clock.monotonic_s += 30
     limiter.take(OTHER, 5)
