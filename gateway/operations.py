@@ -10,6 +10,7 @@ from typing import NamedTuple
 from core.limits import limits
 from gateway.models import ApiKey, Model, Tenant
 from gateway.services.errors import ServiceError
+from gateway.services.explanations import join_names
 from gateway.services.keys import find_api_key, list_api_keys, raise_key_limit
 from gateway.services.limits import CAPS, PRIORITY, RATE, key_limit, model_caps, tenant_limit
 from gateway.services.limits import LIMIT_RAISE as NAME
@@ -130,7 +131,7 @@ class LimitRaise:
                 for name in _PARAMS
                 if name in params
             ]
-        return Description(f"Raise the limits of {_join(labels)}", lines)
+        return Description(f"Raise the limits of {join_names(labels)}", lines)
 
     def preview(self, targets: Sequence[str], params: Mapping[str, object]) -> Sequence[Impact]:
         """Return who else is concerned: the keys that follow a tenant, the nodes that are shared, who waits."""
@@ -252,7 +253,7 @@ def _preview_models(names: Sequence[str], params: Mapping[str, object]) -> list[
             for name, nodes in read_nodes_of(names).items()
         ]
     if names and "max_queue" in params:
-        text = f"More requests for {_join(names)} may wait, each of them for longer, where they are refused today."
+        text = f"More requests for {join_names(names)} may wait, each of them for longer, where they are refused today."
         impacts.append(Impact("caution", text))
     return impacts
 
@@ -273,12 +274,6 @@ def _names(targets: Sequence[str], kind: str) -> list[str]:
 def _read_number(params: Mapping[str, object], name: str) -> int | None:
     value = params.get(name)
     return value if isinstance(value, int) else None
-
-
-def _join(names: Sequence[str]) -> str:
-    most = limits().gateway.page_named
-    beyond = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{beyond}"
 
 
 LIMIT_RAISE = LimitRaise()

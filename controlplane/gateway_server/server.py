@@ -52,7 +52,9 @@ class GatewayApp:
         """Serve a request to an inference path that came whole, under headers that came before."""
         if self._proxies:
             self._proxies.correct_scope(scope)
-        return self.inference[scope["path"]].serve_known(scope, headers, body)
+        inference = self.inference[scope["path"]]
+        client = inference.make_client(scope, headers, body)
+        return inference.serve(client, self.runtime.pipeline.serve(client, inference.surface))
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()

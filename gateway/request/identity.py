@@ -37,10 +37,9 @@ class KeyRing:
         self._unknown: dict[str, float] = {}
         self.used: dict[uuid.UUID, float] = {}
 
-    async def identify(self, headers: Mapping[str, str], *, allow_x_api_key: bool, address: str = "") -> Caller:
+    async def identify(self, headers: Mapping[str, str], *, address: str = "") -> Caller:
         """Return the caller. Raises InvalidApiKey; RecordsUnavailable, RateLimited when a lookup is needed and not possible."""
-        read = _read_either if allow_x_api_key else _read_bearer
-        text, keyid, digest = derive(headers, read.__name__, read)
+        text, keyid, digest = derive(headers, _read_key.__name__, _read_key)
         if keyid is None:
             raise InvalidApiKey("API key is missing." if not text else "")
         entry = self.catalogue.keys.get(keyid)
@@ -55,7 +54,7 @@ class KeyRing:
 
     def find(self, headers: Mapping[str, str]) -> KeyEntry | None:
         """Return the good key in memory that a caller has; None: ``identify`` says what is to be said."""
-        _text, keyid, digest = derive(headers, _read_either.__name__, _read_either)
+        _text, keyid, digest = derive(headers, _read_key.__name__, _read_key)
         entry = self.catalogue.keys.get(keyid) if keyid is not None else None
         is_good = entry is not None and hmac.compare_digest(digest, entry.digest) and entry.is_usable(clock.unix_s())
         return entry if is_good else None
@@ -92,18 +91,10 @@ class KeyRing:
         return entry
 
 
-def _read_bearer(headers: Mapping[str, str]) -> tuple[str, str | None, bytes]:
-    return _read_key(headers, allow_x_api_key=False)
-
-
-def _read_either(headers: Mapping[str, str]) -> tuple[str, str | None, bytes]:
-    return _read_key(headers, allow_x_api_key=True)
-
-
-def _read_key(headers: Mapping[str, str], *, allow_x_api_key: bool) -> tuple[str, str | None, bytes]:
+def _read_key(headers: Mapping[str, str]) -> tuple[str, str | None, bytes]:
     authorization = headers.get("authorization", "")
     bearer = authorization[7:].strip() if authorization[:7].lower() == "bearer " else ""
-    other = headers.get("x-api-key", "").strip() if allow_x_api_key else ""
+    other = headers.get("x-api-key", "").strip()
     # Clients send both headers at once, and the one for another service may be in the first.
     text = other if other and read_keyid(bearer, CredentialKind.CLIENT) is None else bearer
     keyid = read_keyid(text, CredentialKind.CLIENT) if text else None

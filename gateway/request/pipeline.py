@@ -138,7 +138,7 @@ class Pipeline:
         if self.is_stopping:
             raise ShuttingDown(retry_after_s=2)
         client = call.client
-        call.caller = await self.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
+        call.caller = await self.keys.identify(client.headers, address=client.address)
         body = await client.read_body(self.limits.max_audio_bytes if call.surface.is_form else None)
         record, job = await self._admit(call, body)
         return await self._answer(call, job, record)

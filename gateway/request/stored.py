@@ -124,7 +124,7 @@ def _put(fields: bytes | msgspec.Raw, name: str, value: msgspec.Raw) -> bytes:
 
 def _read_history(tenant: str, response_id: str) -> tuple[list[bytes], int]:
     """Return the items of a conversation and how many characters of text they have; in a thread, for they may be many."""
-    items = load_history(tenant=tenant, response_id=response_id).items
+    items = load_history(tenant=tenant, response_id=response_id)
     return items, count_prompt_chars(msgspec.Raw(), *map(msgspec.Raw, items))
 
 

@@ -92,7 +92,7 @@ def explain_wait(model: str, nodes: Sequence[ServingNode]) -> Wait:
             is_starting=True,
         )
     if able:
-        full = _join(f"{node.name} {node.active} of {node.slots}" for node in able)
+        full = join_names(f"{node.name} {node.active} of {node.slots}" for node in able)
         return Wait(
             "nodes full",
             f"Every node that has {model} is full: {full}.",
@@ -113,7 +113,7 @@ def _explain_held(model: str, nodes: Sequence[ServingNode]) -> Wait:
     if len(nodes) == 1:
         reason = f"Only {first.name} has {model}, and it {first.unavailable}."
     else:
-        reason = f"No node that has {model} takes work: {_join(f'{node.name} {node.unavailable}' for node in nodes)}."
+        reason = f"No node that has {model} takes work: {join_names(f'{node.name} {node.unavailable}' for node in nodes)}."
     return Wait(_BRIEF[first.unavailable or Unavailable.SILENT], reason, _advise(model, first))
 
 
@@ -141,7 +141,7 @@ def _advise(model: str, node: ServingNode) -> str:
 def _explain_missing(model: str, nodes: Sequence[ServingNode]) -> Wait:
     able = [node.name for node in nodes if node.has is Has.COULD and node.unavailable is None]
     if able:
-        where = _join(able)
+        where = join_names(able)
         return Wait(
             "not loaded", f"No node has {model} loaded; {where} could load it.", f"Propose on the page of {able[0]} to load it."
         )
@@ -163,7 +163,8 @@ def _add_running(nodes: Sequence[ServingNode], running: Mapping[uuid.UUID, int])
     return [replace(node, active=max(node.active, running.get(node.node_id, 0))) for node in nodes]
 
 
-def _join(parts: Iterable[str]) -> str:
+def join_names(parts: Iterable[str]) -> str:
+    """Return some names for a sentence; further ones are counted."""
     named = list(parts)
     most = limits().gateway.page_named
     beyond = f" and {len(named) - most} more" if len(named) > most else ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -75,14 +74,6 @@ DELETE FROM gateway_storedresponse
 """
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """A conversation so far. ``items``: JSON objects, oldest first, each turn's input and then its output."""
-
-    items: list[bytes]
-    turns: int
-
-
 class _Answer(msgspec.Struct):
     id: str
     output: list[msgspec.Raw]
@@ -133,8 +124,9 @@ def keep_response(
         raise ResponseNotKept(f"Answers are not kept for the tenant {tenant}, or the id belongs to another one.", param="store")
 
 
-def load_history(*, tenant: str, response_id: str) -> History:
-    """Return the conversation that ends with a response, in one query.
+def load_history(*, tenant: str, response_id: str) -> list[bytes]:
+    """Return the conversation that ends with a response, in one query: items as JSON, oldest first, a turn's input before its
+    output.
 
     Raises ResponseNotFound when the response or one before it is deleted, expired, another tenant's or was never kept, and
     BadRequest for more than ``kept_turns`` turns or ``kept_bytes``.
@@ -165,7 +157,7 @@ def load_history(*, tenant: str, response_id: str) -> History:
     for _, _, _, input_items, body in rows:
         items += [bytes(item) for item in _lists.decode(input_items)]
         items += [bytes(item) for item in _answers.decode(body).output]
-    return History(items=items, turns=turns)
+    return items
 
 
 def get_response(*, tenant: str, response_id: str) -> bytes:

@@ -171,11 +171,6 @@ class Inference:
             return
         await self.serve(client, self._runtime.pipeline.serve(client, self.surface))
 
-    def serve_known(self, scope: Scope, headers: HeaderView, body: bytes) -> Coroutine[Any, Any, None]:
-        """Serve a request whose body is there already."""
-        client = self.make_client(scope, headers, body)
-        return self.serve(client, self._runtime.pipeline.serve(client, self.surface))
-
     def make_client(self, scope: Scope, headers: HeaderView, body: bytes) -> ClientConnection:
         """Return the client of a request whose body is there already."""
         return make_client(self._runtime, scope, _ask_nobody, headers=headers, body=body)

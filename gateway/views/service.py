@@ -121,7 +121,7 @@ class PublicViews:
     async def _optional_caller(self, client: ClientConnection) -> Caller | None:
         if not client.headers.get("authorization") and not client.headers.get("x-api-key") and settings.PUBLIC_MODEL_LIST:
             return None
-        return await self.runtime.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
+        return await self.runtime.keys.identify(client.headers, address=client.address)
 
 
 def _find_meant(path: str) -> str:

@@ -73,7 +73,7 @@ class CountingViews:
         runtime, surface = self._runtime, counting.surface
         if runtime.pipeline.is_stopping:
             raise ShuttingDown(retry_after_s=2)
-        caller = await runtime.keys.identify(client.headers, allow_x_api_key=True, address=client.address)
+        caller = await runtime.keys.identify(client.headers, address=client.address)
         body = await client.read_body()
         extra += self._take_rate(caller, surface, extra)
         request = await run_beside(len(body), lambda: surface.parse(body, client.headers))

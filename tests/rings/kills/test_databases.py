@@ -124,7 +124,7 @@ async def test_an_unknown_key_is_refused_while_the_server_is_frozen(private_serv
     with frozen(private_servers):
         async with asyncio.timeout(limit_s + SLACK_S):
             with pytest.raises(RecordsUnavailable) as refused:
-                await keys.identify({"authorization": f"Bearer {key}"}, allow_x_api_key=False)
+                await keys.identify({"authorization": f"Bearer {key}"})
     assert refused.value.retry_after_s
 
 

@@ -261,7 +261,7 @@ async def test_a_look_up_that_a_revocation_overtook_does_not_let_the_key_live_on
     ring = KeyRing(OvertakenCatalogue(GatewayLimits()))
     for _ in range(2):
         with pytest.raises(InvalidApiKey):
-            await ring.identify({"authorization": f"Bearer {text}"}, allow_x_api_key=True)
+            await ring.identify({"authorization": f"Bearer {text}"})
 
 
 async def test_boxes_that_leave_while_their_rows_are_held_do_not_make_a_gateway_look_dead() -> None:
@@ -294,7 +294,7 @@ async def test_keys_that_ended_long_ago_are_not_held_in_memory_and_stay_refused(
     await end_key(key, **{column: Now() - timedelta(hours=25)})
     assert await sync_to_async(catalogue.load_keys)(None) == []
     with pytest.raises(InvalidApiKey):
-        await KeyRing(catalogue).identify({"authorization": f"Bearer {text}"}, allow_x_api_key=True)
+        await KeyRing(catalogue).identify({"authorization": f"Bearer {text}"})
 
 
 ACTOR = "user:ada"
@@ -319,13 +319,13 @@ def make_key(name: str = "k", tenant: str = "acme", **changes: object) -> tuple[
     return create_api_key(name=name, tenant_name=tenant, actor=ACTOR, **changes)  # type: ignore[arg-type]  # its keywords
 
 
-async def identify(ring: KeyRing, text: str, **options: bool) -> Caller:
-    return await ring.identify({"authorization": f"Bearer {text}"}, allow_x_api_key=options.get("allow_x_api_key", True))
+async def identify(ring: KeyRing, text: str) -> Caller:
+    return await ring.identify({"authorization": f"Bearer {text}"})
 
 
-async def refuse(ring: KeyRing, headers: dict[str, str], *, allow_x_api_key: bool = True) -> InvalidApiKey:
+async def refuse(ring: KeyRing, headers: dict[str, str]) -> InvalidApiKey:
     with pytest.raises(InvalidApiKey) as caught:
-        await ring.identify(headers, allow_x_api_key=allow_x_api_key)
+        await ring.identify(headers)
     return caught.value
 
 
@@ -366,12 +366,12 @@ class TestKeyRing:
         for _ in range(200):
             unknown = {"authorization": f"Bearer {mint_credential(CredentialKind.CLIENT).text}"}
             with pytest.raises(RateLimited) as caught:
-                await ring.identify(unknown, allow_x_api_key=True)
+                await ring.identify(unknown)
             assert caught.value.retry_after_s == 1
         assert catalogue.lookups == 21
         assert (await identify(ring, text)).key_name == "k"
         _, new = await sync_to_async(make_key)("new")
-        assert (await ring.identify({"x-api-key": new}, allow_x_api_key=True, address="192.0.2.8")).key_name == "new"
+        assert (await ring.identify({"x-api-key": new}, address="192.0.2.8")).key_name == "new"
         _, newer = await sync_to_async(make_key)("newer")
         catalogue.apply_keys(await sync_to_async(catalogue.load_keys)(None), replace=True)
         assert (await identify(ring, newer)).key_name == "newer", "the sweep, which a hint brings at once, has it"
@@ -383,7 +383,7 @@ class TestKeyRing:
         catalogue = CountingCatalogue()
         ring = KeyRing(catalogue)
         for headers in ({"authorization": f"bearer  {text} "}, {"x-api-key": f" {text}"}):
-            assert (await ring.identify(headers, allow_x_api_key=True)).tenant == "acme"
+            assert (await ring.identify(headers)).tenant == "acme"
         forged = mint_credential(CredentialKind.CLIENT).text
         changed = text[:-1] + ("a" if text[-1] != "a" else "b")
         others = [mint_credential(kind).text for kind in (CredentialKind.WORKER, CredentialKind.ADMIN)]
@@ -392,8 +392,7 @@ class TestKeyRing:
             assert not wrong or wrong not in error.message
         for value in (f"Basic {text}", text):
             await refuse(ring, {"authorization": value})
-        for headers in ({"x-api-key": text}, {}):
-            assert (await refuse(ring, headers, allow_x_api_key=False)).message == "API key is missing."
+        assert (await refuse(ring, {})).message == "API key is missing."
         assert catalogue.lookups == 1, "noise costs no query"
 
     async def test_many_requests_with_a_new_key_at_once_all_pass(self) -> None:
