@@ -21,26 +21,12 @@ from wire.engine_errors import (
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 
-_MARKS = tuple(
-    mark.encode()
-    for mark in (
-        "maximum context length",
-        "context_length_exceeded",
-        "exceed_context_size_error",
-        "available context size",
-        "context window",
-        "maximum model length",
-        "model's context length",
-        "exceeds the context length",
-        "exceed context limit",
-        "context length of only",
-        "prompt is too long",
-        "maximum prompt length",
-        "exceed the configured limit",
-        "max_seq_len",
-        "`max_new_tokens` must be <=",
-    )
-)
+_MARKS = (
+    b"maximum context length", b"context_length_exceeded", b"exceed_context_size_error", b"available context size",
+    b"context window", b"maximum model length", b"model's context length", b"exceeds the context length",
+    b"exceed context limit", b"context length of only", b"prompt is too long", b"maximum prompt length",
+    b"exceed the configured limit", b"max_seq_len", b"`max_new_tokens` must be <=",
+)  # fmt: skip
 _NUMBER = r"(\d{1,12})"
 _PROMPT = re.compile(rf"{_NUMBER} (?:input tokens|tokens from the input|`inputs` tokens|in the (?:messages|prompt))")
 _ANSWER = re.compile(

@@ -10,53 +10,15 @@ import msgspec
 
 from core.limits import limits
 from gateway.dialects.blocks import Block, BlockKind, Blocks, ObjectScan
-from gateway.dialects.chat import AnswerContext, ChatChoice, ChatReader, ChatTimings, ChatUsage
+from gateway.dialects.chat import AnswerContext, ChatChoice, ChatReader, ChatUsage
 from gateway.dialects.responses_items import CallKind, ToolName, ToolTable, unwrap_input
 from gateway.errors import ForwardedRequestFailed, GatewayError, StreamTooLarge
-from wire.bridge import TokenCounts
 from wire.contract import ErrorCode
 from wire.limits import WIRE
 from wire.unreadable import UNREADABLE
 from wire.usage import PoolMetrics
 
 _encode = msgspec.json.Encoder().encode
-
-
-def measure(
-    *,
-    received_at: float | None,
-    opened_at: float,
-    first_text_at: float | None,
-    ended_at: float,
-    usage: TokenCounts | None,
-    timings: ChatTimings | None,
-) -> PoolMetrics:
-    """Return the numbers of an answer as the gateway sees them, with the engine's own where it says them.
-
-    Times are of one monotonic clock, in seconds: request received, sent to the node, first text, end of the answer.
-    """
-    backend = (ended_at - opened_at) * 1000.0
-    waited = None if received_at is None else max(0.0, (opened_at - received_at) * 1000.0)
-    whole = backend + (waited or 0.0)
-    first = None if first_text_at is None else (first_text_at - opened_at) * 1000.0
-    generated = None
-    if timings is not None and timings.predicted_ms is not None:
-        generated = (timings.prompt_ms or 0.0) + timings.predicted_ms
-    spent = backend if generated is None else generated
-    output = usage.completion_tokens if usage is not None else None
-    return PoolMetrics(
-        backend_inference_wall_ms=round(backend, 1),
-        engine_total_wall_ms=round(whole, 1),
-        engine_outside_backend_wall_ms=round(whole - backend, 1),
-        pool_total_wall_ms=round(whole, 1),
-        engine_queue_wait_ms=None if waited is None else round(waited, 1),
-        gpu_time_to_first_token_ms=None if first is None else round(first, 1),
-        gpu_generate_total_ms=None if generated is None else round(generated, 1),
-        gpu_decode_after_first_token_ms=None if first is None else round(max(0.0, spent - first), 1),
-        engine_prompt_tokens=usage.prompt_tokens if usage is not None else None,
-        engine_output_tokens=output,
-        engine_tokens_per_second=None if output is None or spent <= 0 else round(output * 1000.0 / spent, 1),
-    )
 
 
 _NOT_IN_IDS = re.compile(r"[^A-Za-z0-9]")
@@ -237,27 +199,15 @@ class PartKind(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     done: bytes
 
 
-TEXT = PartKind(
-    part=b"output_text",
-    block=BlockKind.TEXT,
-    text_key=b"text",
-    delta=b"response.output_text.delta",
-    done=b"response.output_text.done",
-)
-REFUSAL = PartKind(
-    part=b"refusal",
-    block=BlockKind.TEXT,
-    text_key=b"refusal",
-    delta=b"response.refusal.delta",
-    done=b"response.refusal.done",
-)
-THOUGHT = PartKind(
-    part=b"reasoning_text",
-    block=BlockKind.THINKING,
-    text_key=b"text",
-    delta=b"response.reasoning_text.delta",
-    done=b"response.reasoning_text.done",
-)
+def _make_kind(part: bytes, block: BlockKind, text_key: bytes) -> PartKind:
+    return PartKind(
+        part=part, block=block, text_key=text_key, delta=b"response.%b.delta" % part, done=b"response.%b.done" % part
+    )
+
+
+TEXT = _make_kind(b"output_text", BlockKind.TEXT, b"text")
+REFUSAL = _make_kind(b"refusal", BlockKind.TEXT, b"refusal")
+THOUGHT = _make_kind(b"reasoning_text", BlockKind.THINKING, b"text")
 
 
 @dataclass(slots=True)
@@ -657,14 +607,32 @@ class ResponsesTranslator(ChatReader):
 
     def _tell_metrics(self, ended_at: float) -> bytes:
         """Say llm-pool's numbers in an event of their own; return what its readers want in the object."""
-        measured = measure(
-            received_at=self._context.received_at,
-            opened_at=self._opened_at,
-            first_text_at=self._first_text_at,
-            ended_at=ended_at,
-            usage=self.usage,
-            timings=self._timings,
-        )
-        metrics = _encode(measured)
+        metrics = _encode(self._measure(ended_at))
         self._log.add(b"response.metrics", b'"id":%b,"metrics":%b' % (_encode(self._frame.response_id), metrics))
         return b',"output_text":%b,"metrics":%b' % (_encode(self._items.text), metrics)
+
+    def _measure(self, ended_at: float) -> PoolMetrics:
+        """Return the numbers of the answer as the gateway sees them, with the engine's own where it says them."""
+        usage, timings, received_at, opened_at = self.usage, self._timings, self._context.received_at, self._opened_at
+        backend = (ended_at - opened_at) * 1000.0
+        waited = None if received_at is None else max(0.0, (opened_at - received_at) * 1000.0)
+        whole = backend + (waited or 0.0)
+        first = None if self._first_text_at is None else (self._first_text_at - opened_at) * 1000.0
+        generated = None
+        if timings is not None and timings.predicted_ms is not None:
+            generated = (timings.prompt_ms or 0.0) + timings.predicted_ms
+        spent = backend if generated is None else generated
+        output = usage.completion_tokens if usage is not None else None
+        return PoolMetrics(
+            backend_inference_wall_ms=round(backend, 1),
+            engine_total_wall_ms=round(whole, 1),
+            engine_outside_backend_wall_ms=round(whole - backend, 1),
+            pool_total_wall_ms=round(whole, 1),
+            engine_queue_wait_ms=None if waited is None else round(waited, 1),
+            gpu_time_to_first_token_ms=None if first is None else round(first, 1),
+            gpu_generate_total_ms=None if generated is None else round(generated, 1),
+            gpu_decode_after_first_token_ms=None if first is None else round(max(0.0, spent - first), 1),
+            engine_prompt_tokens=usage.prompt_tokens if usage is not None else None,
+            engine_output_tokens=output,
+            engine_tokens_per_second=None if output is None or spent <= 0 else round(output * 1000.0 / spent, 1),
+        )

@@ -347,7 +347,7 @@ def translate_responses(
     Raises BadRequest naming what a chat completion cannot carry.
     """
     asked, fields = read_request(request.body)
-    _refuse_unavailable(asked)
+    _refuse_languages(asked)
     earlier = [(msgspec.json.decode(item, type=Item), f"history[{n}]") for n, item in enumerate(history)]
     at = "input" if isinstance(asked.input, str) else "input[{}]"
     items = [*earlier, *((item, at.format(n)) for n, item in enumerate(_list_input(asked)))]
@@ -402,11 +402,7 @@ def render_failed_response(error: GatewayError, *, response_id: str, model: str,
     return began + write_event(b"response.failed", 1, b'"response":' + render_response(frame, failed))
 
 
-def _refuse_unavailable(asked: ResponsesRequest) -> None:
-    if asked.prompt is not None:
-        raise field_error("prompt", "names a stored prompt, and none are stored here; send its text as instructions and input")
-    if asked.conversation is not None:
-        raise field_error("conversation", "is not offered here; send the items of the conversation as input")
+def _refuse_languages(asked: ResponsesRequest) -> None:
     for name in _LANGUAGES:
         if getattr(asked, name) is not None:
             raise field_error(
