@@ -94,7 +94,6 @@ class RequestCounters(Collector):
         counters.completion_tokens += completion_tokens or 0
 
     def count(self, outcome: RequestOutcome) -> None:
-        """Count what became of a request, accepted or not."""
         self._outcomes[outcome] += 1
 
     def collect(self) -> Iterator[Metric]:

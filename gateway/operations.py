@@ -119,7 +119,6 @@ class LimitRaise:
         }
 
     def describe(self, targets: Sequence[str], params: Mapping[str, object]) -> Description:
-        """Return what each target would have, beside what it has."""
         lines, labels = [], []
         for target in targets:
             holder = _find(target)

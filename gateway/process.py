@@ -148,7 +148,7 @@ class GatewayRuntime:
         self.dispatcher.fail_waiting(ShuttingDown(retry_after_s=2))
 
     def interrupt_running(self) -> None:
-        """The grace period is over: what still runs is told so, instead of being cut with the process."""
+        # What still runs is told so, instead of being cut with the process.
         for link in list(self.registry):
             link.end_streams(EndKind.RECLAIMED, "the gateway stops")
 

@@ -67,7 +67,6 @@ class Reply(Sink):
         self._status = status
 
     def on_data(self, data: bytes) -> None:
-        """Take a piece of the body; one that is too long for a count breaks it."""
         self._body += data
         if len(self._body) > limits().gateway.count_answer_bytes:
             self._body.clear()
@@ -106,7 +105,6 @@ async def exchange(link: Link, request: OpenRequest) -> tuple[int, bytes] | None
 
 
 async def ask_node(link: Link, *, model: str, body: bytes, tenant: str, request_id: str, deadline_ms: int) -> int | None:
-    """Return the count of a node, None when it has none. Raises TimeoutError."""
     answer = await exchange(
         link,
         OpenRequest(
@@ -146,7 +144,6 @@ class TokenCounter:
         """When a process was lost over a tokenizer: it rests then, so that nobody has one process after the other killed."""
 
     def close(self) -> None:
-        """Count with no tokenizer any more."""
         self._root = None
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in list(self._processes):
@@ -231,5 +228,5 @@ class TokenCounter:
 
 
 async def run_beside(size_bytes: int, work: Callable[[], T]) -> T:
-    """Return what ``work`` returns; a large body is worked on in a thread, so that the event loop gets its turn."""
+    # In a thread, so that the event loop gets its turn.
     return await asyncio.to_thread(work) if size_bytes > limits().gateway.count_large_bytes else work()

@@ -81,17 +81,14 @@ class ChatPrompt:
 
     @property
     def framing_tokens(self) -> int:
-        """Tokens that a template would add to the text."""
         return limits().gateway.token_message * len(self.messages) + limits().gateway.token_answer
 
     @property
     def media_tokens(self) -> int:
-        """Tokens that pictures, recordings and files are taken to have."""
         return limits().gateway.token_media * self.media
 
 
 def read_prompt(chat: bytes) -> ChatPrompt:
-    """Return the prompt of a chat completion that a translation has made."""
     fields = _chat_decoder.decode(chat)
     media = 0
     for message in fields.messages:
@@ -108,7 +105,6 @@ def read_prompt(chat: bytes) -> ChatPrompt:
 
 
 def estimate_tokens(prompt: ChatPrompt) -> int:
-    """Return about how many tokens a prompt has."""
     return -(-len(prompt.to_text().encode()) // limits().gateway.token_bytes) + prompt.framing_tokens + prompt.media_tokens
 
 
@@ -351,10 +347,7 @@ class ModelTokenizer:
     template: ChatTemplate | None
 
     def count(self, prompt: ChatPrompt) -> tuple[int, bool] | None:
-        """Return the tokens of a prompt, and whether some of them are guessed: without a template, or for pictures.
-
-        None for a prompt that is too long to be counted here.
-        """
+        """Return the tokens of a prompt, and whether some are guessed (no template, or pictures); None = it is too long."""
         plain = prompt.to_text()
         if len(plain) > limits().gateway.template_chars:
             return None

@@ -52,7 +52,6 @@ class HeaderView(Mapping[str, str]):
 
 
 def derive(headers: Mapping[str, str], name: str, work: Callable[[Mapping[str, str]], T]) -> T:
-    """Return ``work(headers)``, remembered where they are a ``HeaderView``."""
     return headers.derive(name, work) if isinstance(headers, HeaderView) else work(headers)
 
 

@@ -30,7 +30,7 @@ class ObjectScan:
         """Whether the object has ended; what follows may be white space only."""
 
     def feed(self, piece: str) -> str:
-        """Take the next piece. Returns what of it lies behind the end of the object."""
+        """Take the next piece; return what of it lies behind the end of the object."""
         at = 0
         if self._is_escaped and piece:
             at, self._is_escaped = 1, False

@@ -207,7 +207,6 @@ def read_form(body: bytes, content_type: str) -> FormBody:
 
 
 def replace_form_model(body: bytes, content_type: str, model: str) -> bytes:
-    """Return a form that ``read_form`` has read, with another value of its field ``model``."""
     boundary = _read_boundary(content_type)
     collector = _Collector()
     _run_parser(body, boundary, collector)
@@ -574,7 +573,6 @@ def check_model_name(name: str, field: str) -> None:
 
 
 def replace_fields(body: bytes, *, drop: str = "", model: str = "") -> bytes:
-    """Return a JSON body without the field ``drop``, and with ``model`` as its model."""
     fields = _fields_decoder.decode(body)
     if drop:
         fields.pop(drop, None)
@@ -584,7 +582,6 @@ def replace_fields(body: bytes, *, drop: str = "", model: str = "") -> bytes:
 
 
 def require_list(raw: msgspec.Raw, name: str) -> None:
-    """Raise BadRequest unless ``raw`` is a non-empty JSON array."""
     if not raw:
         raise BadRequest(f"The field '{name}' is required.", param=name)
     opening = _LIST.match(memoryview(raw))
@@ -619,7 +616,6 @@ _messages_decoder = msgspec.json.Decoder(list[_Message])
 
 
 def count_prompt_chars(messages: msgspec.Raw, *others: msgspec.Raw) -> int:
-    """Return how many characters of text the prompt has. Images and files given as data URLs are not text."""
     total = 0
     if messages:
         try:

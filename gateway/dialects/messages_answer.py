@@ -10,7 +10,7 @@ from msgspec import Raw
 
 from core.limits import limits
 from gateway.dialects.blocks import Block, BlockKind, Blocks, ObjectScan
-from gateway.dialects.chat import AnswerContext, ChatChoice, ChatMessage, ChatReader, ChatUsage
+from gateway.dialects.chat import AnswerContext, ChatChoice, ChatMessage, ChatReader, ChatUsage, FunctionPart
 from gateway.errors import ForwardedRequestFailed
 
 encode = msgspec.json.Encoder().encode
@@ -105,35 +105,6 @@ def find_stop(
     if is_stopped:
         return "stop_sequence", str(stopped_by)
     return "end_turn", None
-
-
-def render_whole(
-    choice: ChatChoice, message: ChatMessage, *, head: dict[str, object], usage: ChatUsage | None, make_id: Callable[[int], str]
-) -> bytes:
-    """Return an unstreamed answer as a message. ``head``: its first fields."""
-    blocks: list[dict[str, object]] = []
-    if message.thought:
-        blocks.append({"type": "thinking", "thinking": message.thought, "signature": UNSIGNED})
-    if text := (message.content or "") + (message.refusal or ""):
-        blocks.append({"type": "text", "text": text})
-    used: set[str] = set()
-    for number, part in enumerate(message.tool_calls or ()):
-        function = part.function
-        call_id = part.id if part.id and part.id not in used else make_id(number)
-        used.add(call_id)
-        blocks.append(
-            {
-                "type": "tool_use",
-                "id": call_id,
-                "name": (function.name if function is not None else None) or "",
-                "input": read_arguments((function.arguments if function is not None else None) or ""),
-            }
-        )
-    stop_reason, stop_sequence = find_stop(
-        choice.finish_reason, choice.stopped_by, has_calls=bool(message.tool_calls), refuses=bool(message.refusal)
-    )
-    end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": make_usage(usage)}
-    return encode({**head, "content": blocks or [{"type": "text", "text": ""}], **end})
 
 
 class MessageBlocks:
@@ -267,8 +238,27 @@ class MessagesTranslator(ChatReader):
             if (delta := choice.delta or choice.message) is not None:
                 self._take_delta(delta)
         elif choice.message is not None and not self._out:
-            said = render_whole(choice, choice.message, head=self._head, usage=self._usage, make_id=self._make_call_id)
-            self._out.append(said)
+            self._out.append(self._render_whole(choice, choice.message))
+
+    def _render_whole(self, choice: ChatChoice, message: ChatMessage) -> bytes:
+        blocks: list[dict[str, object]] = []
+        if message.thought:
+            blocks.append({"type": "thinking", "thinking": message.thought, "signature": UNSIGNED})
+        if text := (message.content or "") + (message.refusal or ""):
+            blocks.append({"type": "text", "text": text})
+        used: set[str] = set()
+        for number, part in enumerate(message.tool_calls or ()):
+            function = part.function or FunctionPart()
+            # Some engines give every call the same id.
+            call_id = part.id if part.id and part.id not in used else self._make_call_id(number)
+            used.add(call_id)
+            arguments = read_arguments(function.arguments or "")
+            blocks.append({"type": "tool_use", "id": call_id, "name": function.name or "", "input": arguments})
+        stop_reason, stop_sequence = find_stop(
+            choice.finish_reason, choice.stopped_by, has_calls=bool(message.tool_calls), refuses=bool(message.refusal)
+        )
+        end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": make_usage(self._usage)}
+        return encode({**self._head, "content": blocks or [{"type": "text", "text": ""}], **end})
 
     def _take_delta(self, delta: ChatMessage) -> None:
         content, thought, blocks, out = delta.content, delta.reasoning_content or delta.reasoning, self._blocks, self._out

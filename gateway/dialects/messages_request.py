@@ -247,9 +247,9 @@ def make_text(text: str) -> Part:
 
 
 def join_parts(parts: list[Part]) -> str | list[Part]:
-    """Return the content of a chat message: one text where it is all text, for templates that know nothing else."""
     if any(part["type"] != "text" for part in parts):
         return [part for part in parts if part["type"] != "text" or part["text"]]
+    # One text where it is all text: some templates know nothing else.
     return SEPARATOR.join(str(part["text"]) for part in parts if part["text"])
 
 
@@ -285,14 +285,13 @@ def render_block(block: Block, path: str) -> list[Part]:
 
 
 def describe_call(block: Block, path: str) -> Part:
-    """Return as text which tool of its own the server called, and with what."""
     said = describe(block.input, path)
     return make_text(f"[Called {block.name or block.type}]" + (f"\n{said}" if said else ""))
 
 
 def describe(raw: msgspec.Raw, path: str) -> str:
-    """Return the texts and numbers of a JSON value, one a line with its key. No recursion: clients choose the depth."""
     lines: list[str] = []
+    # No recursion: clients choose the depth.
     waiting: list[tuple[str, object]] = [("", decode_as(_any_decoder, raw, path))] if not is_absent(raw) else []
     while waiting:
         key, value = waiting.pop()
@@ -308,7 +307,6 @@ def describe(raw: msgspec.Raw, path: str) -> str:
 
 
 def require_text(text: str | None, path: str) -> str:
-    """Return a text that must be there. Raises BadRequest."""
     if text is None:
         raise BadRequest(f"The field '{path}' is required and must be text.", param=path)
     return text
@@ -413,7 +411,6 @@ class Turns:
         return system + self._messages
 
     def add_system(self, blocks: list[Block], path: str) -> None:
-        """Take the ``system`` field."""
         for number, block in enumerate(blocks):
             if block.type != "text":
                 raise BadRequest("The field 'system' may have blocks of text only.", param=f"{path}[{number}].type")

@@ -95,7 +95,6 @@ def write_event(name: bytes, sequence: int, members: bytes) -> bytes:
 
 
 def render_usage(usage: ChatUsage | None) -> bytes:
-    """Return ``usage`` as JSON; null when the engine did not say."""
     counts = usage.to_counts() if usage is not None else None
     if usage is None or counts is None:
         return b"null"
@@ -261,7 +260,6 @@ class SpokenItem:
         return "".join(part.text for part in self._parts if part.kind is not REFUSAL)
 
     def say(self, kind: PartKind, text: str, logprobs: bytes = b"") -> None:
-        """Add text to its last part, or to a new one if that is of another kind. ``logprobs``: JSON without brackets."""
         part = self.part
         if part is None or part.kind is not kind:
             part = self._open_part(kind)
@@ -340,7 +338,6 @@ class CallItem:
         return self._status is Status.IN_PROGRESS
 
     def add_arguments(self, piece: str) -> None:
-        """Add the next piece of the arguments, which is JSON text cut anywhere."""
         self._pieces.append(piece)
         if self._tool.kind is CallKind.FUNCTION:
             self._log.add_delta(self._head, piece)

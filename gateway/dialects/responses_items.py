@@ -35,7 +35,6 @@ def field_error(where: str, reason: str) -> BadRequest:
 
 
 def need_text(fields: dict[str, object], name: str, where: str) -> str:
-    """Return a text that must be there. Raises BadRequest."""
     value = fields.get(name)
     if not isinstance(value, str):
         raise field_error(f"{where}.{name}", "is required" if value is None else "must be text")
@@ -48,14 +47,12 @@ def read_text(fields: dict[str, object], name: str, where: str) -> str:
 
 
 def need_object(value: object, where: str) -> dict[str, object]:
-    """Return ``value``, which must be a JSON object. Raises BadRequest."""
     if not isinstance(value, dict):
         raise field_error(where, "must be an object")
     return value
 
 
 def need_list(value: object, where: str) -> list[object]:
-    """Return ``value``, which must be a JSON array. Raises BadRequest."""
     if not isinstance(value, list):
         raise field_error(where, "must be a list")
     return value
@@ -225,7 +222,6 @@ class ToolTable:
         return self._tools.get(flat) or ToolName(CallKind.FUNCTION, flat)
 
     def flatten(self, tool: ToolName) -> str:
-        """Return the chat function that stands for a tool, also for one this request does not have."""
         return self._flat.get(tool) or _join_name(tool)
 
     def name_choice(self, choice: dict[str, object], where: str) -> str | None:
@@ -320,10 +316,6 @@ def _translate_allowed(choice: dict[str, object], table: ToolTable) -> tuple[lis
 
 
 def unwrap_input(arguments: str) -> str:
-    """Return the text of a custom tool's call from the arguments of the function that stands for it.
-
-    Models err: the only text under another name counts too, and what is no such object is taken as it is.
-    """
     try:
         value = msgspec.json.decode(arguments)
     except UNREADABLE:
@@ -331,6 +323,7 @@ def unwrap_input(arguments: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, dict):
+        # Models err: the only text under another name counts too.
         given = value.get(INPUT_ARGUMENT, next(iter(value.values())) if len(value) == 1 else None)
         if isinstance(given, str):
             return given

@@ -199,7 +199,6 @@ class Surface:
             raise BadRequest(fault[1], param=fault[0])
 
     def rename(self, request: InferenceRequest, model: str) -> InferenceRequest:
-        """Return the request for another model, whose name then stands in the body too."""
         if model == request.model:
             return request
         if self.is_form:

@@ -94,7 +94,6 @@ def count_answer_chars(body: bytes) -> int:
 
 
 def find_usage(data: bytes) -> TokenCounts | None:
-    """Return the last usage object in a piece of an event stream."""
     end = len(data)
     # An engine chooses the bytes, and the event loop waits while they are searched: so few places, of bounded size.
     bounds = limits().gateway
@@ -152,7 +151,6 @@ class Rewriter:
         return self.translator.usage if self.translator is not None else None
 
     def feed(self, data: bytes) -> bytes:
-        """Take bytes of the engine's stream; return those for the client."""
         if self.translator is not None:
             data = self.translator.feed(data)
         elif self._tidier is not None:
@@ -169,7 +167,6 @@ class Rewriter:
         return last if self._meta is None else self._meta.feed(last) + self._meta.finish()
 
     def rewrite_whole(self, body: bytes) -> bytes:
-        """Return an unstreamed answer as the client gets it."""
         if self.translator is not None:
             body = self.translator.translate_whole(body)
         return add_meta(body, self._measure()) if self._measure is not None and self.failure is None else body
@@ -217,7 +214,6 @@ class KeepAlive:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def stop(self) -> None:
-        """Say nothing more. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -393,16 +389,15 @@ class Exchange(Sink):
             self._stop(CANCEL_CLIENT_DISCONNECT)
 
     def send_ahead(self) -> None:
-        """Send an unstreamed answer that is too large for a socket's buffer but for its end: its client may still leave."""
         if self.is_delivered or self._client.started or len(self.last) <= self._limits.end_bytes:
             return
+        # It is too large for a socket's buffer, and its client may still leave before the end.
         head = self._head(_JSON if self.translator is not None else "")
         self._client.start(self._status, [*head, (b"content-length", b"%d" % len(self.last))])
         self._client.write(self.last[: -self._limits.end_bytes])
         self.last = self.last[-self._limits.end_bytes :]
 
     def deliver(self, last: bytes) -> None:
-        """Send the end of an answer: its closing bytes, or all of it."""
         self.is_delivered = True
         client = self._client
         if client.started:

@@ -113,7 +113,6 @@ def judge_node(outcome: Outcome | None) -> Verdict:
 
 
 def judge_end(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
-    """Return what to tell the client and, when another node may try, why."""
     match end.kind:
         case EndKind.BUSY:
             if end.retry_after_s is None:
@@ -171,7 +170,7 @@ class Candidate:
 
     @property
     def request(self) -> InferenceRequest:
-        """The request for this model: made when it is first needed, as its body may be large and the models many."""
+        # Made when it is first needed: its body may be large and the models many.
         if self._request is None:
             self._request = self.asked if self.rename is None else self.rename(self.asked, self.entry.name)
         return self._request
@@ -188,7 +187,6 @@ class Candidate:
         return self._translation
 
     def send_on(self, path: str) -> None:
-        """Have nodes asked on that API path alone from now on."""
         self.asked = self._request = msgspec.structs.replace(self.request, paths=(path,))
 
 
@@ -366,7 +364,6 @@ class Job:
 
     @property
     def request(self) -> InferenceRequest:
-        """The request as it is sent now."""
         return self.candidate.request
 
 
@@ -387,7 +384,6 @@ class Lease(msgspec.Struct, eq=False):
     released: bool = False
 
     def release(self) -> None:
-        """Give the slot back and place what waits for it."""
         if not self.released:
             self.released = True
             self.link.active -= 1
@@ -500,12 +496,10 @@ class Dispatcher:
         return [model for _free, _waiting, model in sorted(rooms)]
 
     def note_held(self, model: str, seconds: float) -> None:
-        """Take how long a request held its slot."""
         known = self._held_s.get(model)
         self._held_s[model] = seconds if known is None else known + 0.1 * (seconds - known)
 
     def note_unspoken(self, link: Link, model: str, endpoint: str) -> None:
-        """Remember that what serves a model on a node does not know an API path."""
         self._registry.note_unspoken(link, model, endpoint)
 
     @property
@@ -541,7 +535,6 @@ class Dispatcher:
         return self._choose(model, paths, _NONE, now=now)
 
     def take_number(self) -> int:
-        """Return a place in the queue, behind all that were given before."""
         return next(self._sequence)
 
     def grant(self, link: Link, model: str, path: str, now: float) -> Lease:
@@ -551,7 +544,6 @@ class Dispatcher:
         return Lease(self, link, path, model, now, self.ejections.take_probe(link, model, now))
 
     def place_on(self, link: Link) -> None:
-        """Give free slots of ``link`` to those who wait, oldest first."""
         if not self._queues:
             return
         now = clock.monotonic()
@@ -592,7 +584,6 @@ class Dispatcher:
                 self.ejections.end(suspect, Verdict.FAILED, now)
 
     def fail_waiting(self, error: GatewayError) -> None:
-        """End every wait, e.g. when the gateway stops."""
         for waiter in self._list_waiting(list(self._queues)):
             self._end(waiter, error)
 

@@ -60,7 +60,6 @@ class KeyRing:
         return entry if is_good else None
 
     def forget_unknown(self) -> None:
-        """Look unknown key ids up again; called when keys changed."""
         self._unknown.clear()
 
     async def _look_up(self, keyid: str, address: str) -> KeyEntry | None:
@@ -164,7 +163,6 @@ class RateLimiter:
         return RateState(limit, max(0, limit - len(window)), max(0.0, window[0] + self._window_s - clock.monotonic()))
 
     def forget_idle(self) -> None:
-        """Drop the windows of keys that asked nothing for a minute."""
         start = clock.monotonic() - self._window_s
         for key_id in [k for k, window in self._windows.items() if not window or window[-1] <= start]:
             del self._windows[key_id]

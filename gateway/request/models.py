@@ -88,7 +88,6 @@ class KeyEntry:
     expires_at: float | None
 
     def is_usable(self, now: float) -> bool:
-        """Whether the key works at ``now`` (Unix seconds)."""
         return not self.revoked and (self.expires_at is None or now < self.expires_at)
 
 
@@ -128,7 +127,6 @@ class Catalogue:
         return [(key.keyid, self._key_entry(key)) for key in query]
 
     def load_key(self, keyid: str) -> KeyEntry | None:
-        """Return one key, for a caller that comes before the next sweep."""
         key = ApiKey.objects.select_related("tenant").filter(keyid=keyid).first()
         return self._key_entry(key) if key is not None else None
 
@@ -168,7 +166,6 @@ class Catalogue:
         self.models = {entry.name: entry for entry in entries}
 
     def apply_aliases(self, entries: list[AliasEntry]) -> None:
-        """Take loaded aliases. Every tenant that has some gets its table here, so that a request makes one look-up."""
         self.version += 1
         if entries == self._alias_entries:
             return
@@ -177,6 +174,7 @@ class Catalogue:
                 logger.error("alias.unreadable name=%r tenant=%r; it is left out", entry.alias.name, entry.tenant)
         readable = [entry for entry in entries if entry.alias.targets]
         shared = {entry.alias.name: entry.alias for entry in readable if entry.tenant is None}
+        # A table for each tenant that has some, so that a request makes one look-up.
         by_tenant: dict[str, dict[str, Alias]] = {}
         for entry in readable:
             if entry.tenant is not None:
@@ -329,7 +327,6 @@ def choose_priority(caller: Caller, options: PoolOptions | None) -> str:
 
 
 def check_caps(entry: ModelEntry, request: InferenceRequest) -> GatewayError | None:
-    """Return why a request is larger than a model's caps, or None."""
     if request.prompt_chars > entry.max_prompt_chars:
         return PromptTooLarge(
             f"Prompt exceeds the size limit: {request.prompt_chars} characters > {entry.max_prompt_chars} maximum.",

@@ -180,7 +180,6 @@ class Recorder:
         metrics.COUNTERS.count(judge_outcome(error.state, error.status) or RequestOutcome.FAILED)
 
     def forget_idle(self) -> None:
-        """Drop what is remembered of callers that were refused nothing for a minute."""
         self._refusals.forget_idle()
 
     def note_wait(self, record: Record, *, model: str, asked_model: str) -> None:
@@ -195,8 +194,8 @@ class Recorder:
         self.records.touch(record)
 
     def note_start(self, record: Record) -> None:
-        """Write down that the node gets the request now: in the turn of the loop that assigned it, so both are one write."""
         record.state = RequestState.RUNNING
+        # In the turn of the loop that assigned the node, so both are one write.
         self.records.touch(record)
 
     def is_refused(self, record: Record) -> bool:
@@ -209,7 +208,6 @@ class Recorder:
             raise RecordsUnavailable(retry_after_s=2)
 
     def seal(self, record: Record, ending: Ending) -> None:
-        """Write how a request ended that is counted as none."""
         self._seal(record, ending)
         self.records.touch(record)
 
@@ -243,7 +241,6 @@ class Recorder:
         self._seal(record, ending)
 
     def count(self, record: Record, started: float) -> None:
-        """Count a request that was accepted and is final now."""
         metrics.COUNTERS.in_flight -= 1
         metrics.COUNTERS.add(
             model=record.model,
@@ -258,7 +255,6 @@ class Recorder:
 
 
 def name_model(record: Record, model: str, *, asked_model: str) -> None:
-    """Have a record name the model that is asked, and what the client called it where that is another name."""
     record.model = model
     record.asked_model = "" if asked_model == model else asked_model
 
@@ -386,13 +382,11 @@ class RecordWriter:
         """Whether a row was given up since the last commit."""
 
     def start(self) -> None:
-        """Connect. Call on the event loop."""
         self._loop = asyncio.get_running_loop()
         metrics.COUNTERS.count_pending = lambda: self.pending
         self._connecting = self._loop.create_task(self._connect())
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """Write everything that waits, then close the connection."""
         assert self._loop is not None
         self._close_late()
         self._stopping = True
@@ -435,7 +429,6 @@ class RecordWriter:
         return id(record) in self._entering
 
     def touch(self, record: Record) -> None:
-        """Write a row's new content soon, together with what comes until then."""
         if id(record) in self._entering:
             return
         self._updates[id(record)] = record

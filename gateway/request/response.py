@@ -41,7 +41,6 @@ def refuse(
 
 
 def send_error(client: ClientConnection, surface: Surface, error: GatewayError, request_id: str, extra: list[Header]) -> None:
-    """Send an error as a whole response in the surface's dialect."""
     headers = [*_list_headers(error), *extra]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
@@ -90,7 +89,6 @@ def admit_programs(application: Application, origins: Collection[str]) -> Applic
 
 
 async def refuse_unknown_socket(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer an upgrade on a path that has no socket with 404, as an ASGI application."""
     error = RouteNotFound("There is no WebSocket at this path. Nodes connect to /v1/worker/connect of a gateway.")
     await _refuse_socket(scope, receive, send, error)
 
@@ -130,7 +128,6 @@ def admit_origin(headers: Mapping[str, str], origins: Collection[str]) -> tuple[
 
 
 def is_preflight(method: str, headers: Mapping[str, str]) -> bool:
-    """Whether a browser asks if a page may send a request."""
     return method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
@@ -212,7 +209,6 @@ def read_name(headers: Mapping[str, str], name: str, *, max_chars: int) -> str:
 
 
 def name_node(node: str, model: str) -> list[Header]:
-    """Return the headers that say which node answers and which model."""
     return [name_header(b"x-muster-node", node), name_header(b"x-muster-model", model)]
 
 

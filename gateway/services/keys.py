@@ -165,7 +165,6 @@ def is_key_usable(key_id: uuid.UUID) -> bool:
 
 
 def list_api_keys() -> list[ApiKey]:
-    """Return every key, newest first; one query."""
     return list(ApiKey.objects.select_related("tenant").order_by("-created_at"))
 
 

@@ -37,12 +37,10 @@ class ApprovalNeeded(ServiceError):
 
 
 def default_limit() -> int:
-    """Return the requests per minute of whoever has no limit of their own."""
     return limits().gateway.requests_per_minute
 
 
 def tenant_limit(tenant: Tenant) -> int:
-    """Return the requests per minute that a tenant's keys get unless they say otherwise."""
     return tenant.requests_per_minute if tenant.requests_per_minute is not None else default_limit()
 
 
@@ -142,12 +140,10 @@ def clean_name(name: str, *, what: str, param: str = "name", max_chars: int | No
 
 
 def clean_model_name(name: str, *, param: str = "name") -> str:
-    """Return a model name. Raises InvalidValue."""
     return clean_name(name, what="model", param=param, max_chars=limits().gateway.model_name_chars)
 
 
 def clean_priority(value: str, *, param: str = "priority") -> Priority:
-    """Return a priority. Raises InvalidValue."""
     try:
         return Priority(value)
     except ValueError:
@@ -163,7 +159,6 @@ def clean_limit(value: int | None, *, param: str) -> int | None:
 
 
 def clean_days(value: int, *, param: str) -> int:
-    """Return for how many days something is kept. Raises InvalidValue."""
     if not 1 <= value <= limits().gateway.kept_days:
         raise InvalidValue(f"{param} must be between 1 and {limits().gateway.kept_days}.", param=param)
     return value

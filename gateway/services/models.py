@@ -195,7 +195,6 @@ def remember_models(*, names: Iterable[str]) -> int:
 
 
 def find_model(name: str) -> Model | None:
-    """Return the model of that name, allowed or not; None when there is none."""
     return Model.objects.filter(name=name).first()
 
 
@@ -314,7 +313,6 @@ def list_aliases() -> list[ModelAlias]:
 
 
 def read_targets(alias: ModelAlias) -> list[Target]:
-    """Return where an alias leads, in the order in which its targets were given."""
     return [Target(str(target["model"]), int(target["weight"])) for target in alias.targets]
 
 

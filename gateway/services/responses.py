@@ -125,8 +125,7 @@ def keep_response(
 
 
 def load_history(*, tenant: str, response_id: str) -> list[bytes]:
-    """Return the conversation that ends with a response, in one query: items as JSON, oldest first, a turn's input before its
-    output.
+    """Return the items of the conversation that ends with a response, as JSON, oldest first, in one query.
 
     Raises ResponseNotFound when the response or one before it is deleted, expired, another tenant's or was never kept, and
     BadRequest for more than ``kept_turns`` turns or ``kept_bytes``.
@@ -161,7 +160,6 @@ def load_history(*, tenant: str, response_id: str) -> list[bytes]:
 
 
 def get_response(*, tenant: str, response_id: str) -> bytes:
-    """Return a kept response object as it was sent. Raises ResponseNotFound."""
     return _read_column(tenant, response_id, "body")
 
 
@@ -175,7 +173,6 @@ def list_input_items(*, tenant: str, response_id: str, after: str, limit: int, o
 
 
 def require_response(*, tenant: str, response_id: str) -> None:
-    """Return if the response is kept. Raises ResponseNotFound."""
     if not _find(tenant, response_id).exists():
         raise _make_not_found(response_id)
 

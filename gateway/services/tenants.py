@@ -95,12 +95,10 @@ def change_response_policy(*, name: str, stores_responses: bool, responses_kept_
 
 
 def find_tenant(name: str) -> Tenant | None:
-    """Return the tenant of that name; None when there is none."""
     return Tenant.objects.filter(name=name).first()
 
 
 def list_tenants() -> list[Tenant]:
-    """Return every tenant, by name; one query."""
     return list(Tenant.objects.order_by("name"))
 
 

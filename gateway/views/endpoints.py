@@ -49,8 +49,6 @@ def make_client(
 
 
 def make_preflight(runtime: GatewayRuntime) -> Application:
-    """Return the application that tells a browser what its page may ask."""
-
     async def application(scope: Scope, receive: Receive, _send: Send) -> None:
         client = make_client(runtime, scope, receive)
         answer_preflight(client)
@@ -120,7 +118,6 @@ async def require_admin(client: ClientConnection) -> str:
 
 
 def is_draining(link: Link) -> bool:
-    """Return whether a node takes no new work by somebody's decision."""
     policy = link.policy
     return policy.draining or policy.cordoned or policy.reclaimed or link.node_draining
 
@@ -152,7 +149,6 @@ class InferenceConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships 
         await self.http_request(message)
 
     async def http_request(self, _message: dict[str, object]) -> None:
-        """Answer the request; its client reads the body, once it is known who asks."""
         await self._inference.serve_scope(self.scope, self.receive)
 
 
@@ -164,7 +160,6 @@ class Inference:
         self.surface = surface
 
     async def serve_scope(self, scope: Scope, receive: Receive) -> None:
-        """Serve a request by its ASGI scope, whatever its method."""
         client = make_client(self._runtime, scope, receive)
         if scope["method"] != "POST":
             send_failure(client, MethodNotAllowed("Use POST."), self.surface, [(b"allow", b"POST")])
@@ -172,11 +167,9 @@ class Inference:
         await self.serve(client, self._runtime.pipeline.serve(client, self.surface))
 
     def make_client(self, scope: Scope, headers: HeaderView, body: bytes) -> ClientConnection:
-        """Return the client of a request whose body is there already."""
         return make_client(self._runtime, scope, _ask_nobody, headers=headers, body=body)
 
     async def serve(self, client: ClientConnection, answering: Coroutine[Any, Any, None]) -> None:
-        """Have a request answered, whatever happens to it on the way."""
         try:
             await answering
             await client.drain()

@@ -126,7 +126,7 @@ def _read_limit(text: str | None) -> int:
 
 
 def render_openai(model: ListedModel) -> dict[str, object]:
-    """Return OpenAI's model object. What it has beyond that, clients that do not know it pass over."""
+    # What it has beyond OpenAI's members, clients that do not know it pass over.
     shown: dict[str, object] = {
         "id": model.name,
         "object": "model",
@@ -142,7 +142,6 @@ def render_openai(model: ListedModel) -> dict[str, object]:
 
 
 def render_anthropic(model: ListedModel) -> dict[str, object]:
-    """Return Anthropic's ModelInfo. Only what is known is in it."""
     shown: dict[str, object] = {
         "type": "model",
         "id": model.name,

@@ -45,7 +45,6 @@ def listed(item: Schema, *, least: int = 0, most: int | None = None) -> Schema:
 
 
 def either(*schemas: Schema) -> Schema:
-    """Return the schema of a value that is of one of several kinds."""
     return {"anyOf": list(schemas)}
 
 
@@ -54,7 +53,6 @@ def nullable(schema: Schema) -> Schema:
 
 
 def nullables(**properties: Schema) -> dict[str, Schema]:
-    """Return properties that may be null."""
     return {name: nullable(schema) for name, schema in properties.items()}
 
 
@@ -197,15 +195,9 @@ _MODEL = either(members("id object created owned_by", id=NAME, object={"const": 
 
 
 def _completion(kind: str, answer: Schema) -> Schema:
-    return members(
-        "id object created model choices",
-        id=TEXT,
-        object={"const": kind},
-        created=NUMBER,
-        model=TEXT,
-        choices=listed(answer),
-        usage=nullable(_USAGE),
-    )
+    choices, usage = listed(answer), nullable(_USAGE)
+    named: dict[str, Schema] = {"id": TEXT, "object": {"const": kind}, "created": NUMBER, "model": TEXT}
+    return members("id object created model choices", **named, choices=choices, usage=usage)
 
 
 ANSWERS: dict[str, Schema] = {
@@ -284,7 +276,6 @@ def _answers(schema: str, *types: str, errors: tuple[int, ...], shape: str) -> S
 
 
 def make_failures() -> Schema:
-    """Return every answer that is an error, by the name that operations call it by."""
     return {
         f"{shape}{status}": {"description": text, "content": _content(shape, _JSON)}
         for shape in ("OpenAIError", "AnthropicError")
@@ -322,9 +313,9 @@ _WITH_MISSING = (404, *_OF_LISTS)
 _TALK = (_JSON, _STREAM)
 _SPEECH = (_JSON, _STREAM, "text/plain")
 PATHS: dict[str, Schema] = {
-    "/v1/chat/completions": _ask("createChatCompletion", "ChatRequest", "ChatAnswer", *_TALK, path="/v1/chat/completions"),
+    _CHAT: _ask("createChatCompletion", "ChatRequest", "ChatAnswer", *_TALK, path=_CHAT),
     "/v1/completions": _ask("createCompletion", "CompletionRequest", "CompletionAnswer", *_TALK, path="/v1/completions"),
-    "/v1/messages": _ask("createMessage", "MessagesRequest", "MessageAnswer", *_TALK, path="/v1/messages"),
+    _MESSAGES: _ask("createMessage", "MessagesRequest", "MessageAnswer", *_TALK, path=_MESSAGES),
     "/v1/messages/count_tokens": _ask("countMessageTokens", "CountTokensRequest", "TokenCount", path="/v1/messages"),
     "/v1/responses": _ask("createResponse", "ResponsesRequest", "Response", *_TALK, path="/v1/responses"),
     "/v1/responses/compact": _ask("compactResponse", "CompactRequest", "Compaction", path="/v1/responses/compact"),

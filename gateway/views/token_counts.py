@@ -41,7 +41,6 @@ class CountingSurface:
 
 
 def make_counting_routes(runtime: GatewayRuntime) -> dict[str, Application]:
-    """Return the applications of this process that count, by path."""
     views = CountingViews(runtime)
     return {path: views.make(counting) for path, counting in COUNTING.items()}
 
