@@ -266,10 +266,10 @@ class NodeChannel:
         return max(0.02, min(due) - now)
 
     def _is_due(self, topic: str, every_s: float) -> bool:
-        """Whether to look at the rows of a topic now; saying so counts as the look."""
         now = clock.monotonic()
         if now - self._looked_at[topic] < (self.limits.channel_hint_pause_s if topic in self._woken else every_s):
             return False
+        # Before the look: what is woken while it lasts is looked at once more.
         self._looked_at[topic] = now
         self._woken.discard(topic)
         return True

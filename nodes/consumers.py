@@ -239,14 +239,13 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
                 assert_never(effect)
 
     def _route(self, link: RelayLink, models: frozenset[str]) -> None:
-        """Route by what the node declares from the next request on; what runs is left alone."""
         endpoints = link.find_endpoints(models)
         if models != link.models or endpoints != link.endpoints:
             link.has_news = True
             self._channel.registry.update_models(link, models, endpoints)
 
     def _change_mode(self, link: RelayLink, effect: ModeRequested) -> None:
-        """The owner at the node decides: give it no work, or work again, from now on; write it down beside."""
+        # The owner at the node decides, whatever the rows say that were read before.
         link.policy.reclaimed = effect.mode == NodeMode.SPARE_OFF.value
         if link.policy.reclaimed:
             link.policy.drain_deadline_at = clock.monotonic() + self._limits.reclaim_grace_s

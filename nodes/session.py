@@ -161,7 +161,7 @@ class OpenRequest(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _BridgeStream:
-    """A stream on a bridge v1 session. ``held`` is text that may yet be an error body, ``start`` its first characters."""
+    """A stream on a bridge v1 session. ``start``: the first characters of what is ``held``."""
 
     name: str
     is_streaming: bool
@@ -360,6 +360,7 @@ class ServerSession:
         state.held_chars += len(message.chunk)
         if len(state.start) < _SSE_START_CHARS:
             state.start = (state.start + message.chunk).lstrip()[:_SSE_START_CHARS]
+        # Bridge v1 tells the status at the end: what is no event stream may yet be the body of an error.
         if not state.start.startswith(_SSE_STARTS) and state.held_chars < self.policy.bridge_held_chars:
             return []
         text = "".join(state.held)

@@ -28,8 +28,7 @@ from governance.operations.policies import ApproverChoice
 from governance.states import ApprovalState
 from wire.contract import ErrorCode
 from wire.ids import parse_id
-from wire.optoken.approval import MAX_APPROVERS, MAX_KEYS_EACH, MAX_TARGETS, MAX_TEXT_CHARS
-from wire.optoken.op_token import MAX_INTEGER
+from wire.optoken.approval import MAX_APPROVERS, MAX_INTEGER, MAX_KEYS_EACH, MAX_TARGETS, MAX_TEXT_CHARS
 
 if TYPE_CHECKING:
     from core.models import User

@@ -340,7 +340,7 @@ def _is_queue_full(body: bytes) -> bool:
 
 
 def _read_retry_after(text: str) -> float:
-    """Return ``Retry-After`` in seconds, within bounds; dates are not read."""
+    # RFC 9110 allows a date as well, which stands for the usual pause here.
     return (
         min(max(1.0, float(text)), limits().nodes.full_retry_max_s) if _SECONDS_RE.match(text) else limits().nodes.full_retry_s
     )

@@ -245,11 +245,12 @@ class Connection(asyncio.Protocol):
         return self._parser, data[size:]
 
     def _take_body(self, handler: ResponseHandler, data: bytes, length: int) -> None:
-        """Take bytes of a body of which ``length`` are still to come. Line ends behind it mean nothing, to llhttp either."""
+        """Take bytes of a body of which ``length`` are still to come."""
         self._left = max(0, length - len(data))
         surplus = data[length:]
         if body := data[:length] if surplus else data:
             handler.on_response_data(body)
+        # Line ends behind a body mean nothing, to llhttp either.
         if not self._left:
             self._end(keeps=not surplus.strip(b"\r\n"))
 

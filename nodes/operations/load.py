@@ -333,7 +333,7 @@ def _is_heard(target: Target) -> bool:
 
 
 def _read_loads(targets: Collection[str]) -> Iterator[LastRun]:
-    """Yield, for each node and model, the last load, unless an unload or an eviction came after it."""
+    # A load counts unless an unload or an eviction of the same model came after it.
     evictions = list_last_successes(targets=targets, operations=[MODEL_LOAD.name], member="evicted")
     evicted_at = {(run.target, run.subject): run.ended_at for run in evictions}
     for run in list_last_successes(targets=targets, operations=[MODEL_LOAD.name, MODEL_UNLOAD.name], member="modelId"):

@@ -126,6 +126,7 @@ def write_ejections(reports: Sequence[EjectionReport], *, gateway_id: uuid.UUID)
             told: dict[str, object] = {"model": one.model, "reason": one.reason}
             told |= {"since": since.isoformat(), "until": until.isoformat()}
             held.setdefault(one.node_id, []).append(told if one.is_held else {**told, "is_held": False})
+        # In one order: other gateways write their parts of the same rows at the same time.
         rows = NodePresence.objects.select_for_update(of=("self",)).select_related("node").order_by("pk")
         for presence in rows.filter(Q(pk__in=list(held)) | Q(ejections__has_key=key)):
             others = {gateway: entries for gateway, entries in presence.ejections.items() if gateway != key}

@@ -147,7 +147,7 @@ def _judge_witness(node: Node, report: GovernanceReport) -> str:
 
 
 def _decode(text: str) -> bytes:
-    """Return the bytes of base64 or base64url, padded or not. Raises ValueError."""
+    # Base64 or base64url, padded or not.
     plain = text.rstrip("=").replace("-", "+").replace("_", "/")
     return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
 

@@ -245,7 +245,7 @@ def _open_file(path: Path, lock: int, now: float) -> Database:
 
 
 def _make_private(path: Path) -> None:
-    """Make sure that the file exists and that only its owner may read it; SQLite gives its companions the same mode."""
+    # SQLite gives its companions the mode of the file.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.fchmod(descriptor, 0o600)

@@ -483,7 +483,7 @@ class Ledger:
         return future
 
     def _submit_last(self, job: Callable[[sqlite3.Connection], object]) -> None:
-        """Submit what undoes the work of a caller that is being cancelled, and wait for nothing."""
+        # Nobody waits for it: its caller is being cancelled.
         with contextlib.suppress(LedgerError):
             self._submit(job)
 
@@ -510,7 +510,6 @@ def _open(directory: Path, now: float) -> Database:
 
 
 def _close_unwanted(opened: list[Database]) -> None:
-    """Close what was opened for somebody who no longer waits."""
     for database in opened:
         database.close()
 
@@ -589,7 +588,7 @@ def _begin(db: sqlite3.Connection, run_id: int, order: OpOrder, now: float) -> O
 
 
 def _count_recent(db: sqlite3.Connection, order: OpOrder, now: float) -> TooManyOps | None:
-    """Return which limit does not leave room for one more. What began "later than now", before a clock was set back, counts."""
+    # What began "later than now", before a clock was set back, counts as well.
     for most, within_s, op_class in (
         (order.most_per_hour, HOUR_S, None), (order.most_per_day, DAY_S, order.op_class)
     ):  # fmt: skip

@@ -94,9 +94,9 @@ class Commands:
             task.add_done_callback(self._queries.discard)
 
     def _make_room(self) -> bool:
-        """Return whether one more can be tracked; the oldest that has ended makes way."""
         if len(self._tracked) < limits().operations.tracked:
             return True
+        # The oldest that has ended makes way: whoever asks for it is told what the ledger has.
         ended = next((key for key, each in self._tracked.items() if each.is_over), None)
         if ended is None:
             return False
@@ -191,7 +191,6 @@ class Commands:
             await self._operations.wait_news(task_id, within_s=left_s)
 
     async def _read(self, command: OpCommand) -> Run | None:
-        """Return an operation as it was recorded, None when it was not, or that cannot be read."""
         try:
             return await self._operations.find(command.op_id, command.use)
         except LedgerError:
@@ -212,10 +211,7 @@ class Commands:
 
 
 def _read_token(command: OpCommand) -> SignedToken:
-    """Return the token of a command, which must be for this very operation: what is told about one must be what was done.
-
-    Nothing is believed here; the gate verifies the token. Raises OpTokenRefused and InvalidRequest.
-    """
+    """Return the token of a command; the gate verifies it. Raises OpTokenRefused and InvalidRequest."""
     if TOKEN_FIELD in command.body:
         raise InvalidRequest(f"The token of an operation does not belong into its body ({TOKEN_FIELD}).", param=TOKEN_FIELD)
     try:
@@ -224,6 +220,7 @@ def _read_token(command: OpCommand) -> SignedToken:
         log.warning("operation refused operation=%r reason=%s", command.operation[:40], error)
         raise OpTokenRefused(REFUSED) from None
     claims = token.claims
+    # What is told about an operation must be what was done: the token must be for this very one.
     if "opId" in claims and (claims["opId"], claims.get("use", 1)) != (command.op_id, command.use):
         log.warning("operation refused, its token is for another one op=%r use=%d", command.op_id[:40], command.use)
         raise OpTokenRefused(REFUSED)
@@ -244,7 +241,7 @@ def _status(command: OpCommand, state: str, **fields: Any) -> OpStatus:
 
 
 def _split(body: Mapping[str, object]) -> dict[str, object]:
-    """Return a result without its receipt, which signs the rest, and the receipt."""
+    # The receipt signs the rest.
     result = {name: value for name, value in body.items() if name != RECEIPT_FIELD}
     return {"result": result, "receipt": str(body.get(RECEIPT_FIELD) or "")}
 

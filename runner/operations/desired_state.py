@@ -204,8 +204,10 @@ class DesiredState:
         async with self._one_at_a_time:
             try:
                 await self._ledger.read_desired()
+                # An operation that was approved later has unloaded it, or loaded it otherwise.
                 if self._ledger.desired_fences.get(model.model_id) != model.fence:
                     return None
+                # Written down before the load begins: one that takes the runner down with it counts.
                 await self._ledger.count_unfinished(model, has_ended=False)
                 try:
                     task = await self._load(body)

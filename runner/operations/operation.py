@@ -286,6 +286,7 @@ class Operations:
                 return await self._repeat(admitted.run, admitted.recorded)
             return await self._carry_out(admitted, on_begin, carry_out)
 
+        # A caller who hangs up does not cut off what an approval was spent on.
         task = asyncio.create_task(govern())
         self._governed.add(task)
         task.add_done_callback(self._forget)
@@ -570,9 +571,9 @@ class Operations:
             self._tell_news(task_id)
 
     async def _save(self, writing: Awaitable[None], task_id: str) -> bool:
-        """Return whether it is on disk; a load does not end because its progress cannot be written."""
         try:
             await writing
+        # A load does not end because its progress cannot be written.
         except LedgerError as error:
             log.warning("load task was not written down task=%s error=%s", task_id, error)
             return False

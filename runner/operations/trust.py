@@ -318,7 +318,6 @@ class Witness:
         return self._sight(name, alarm=alarm)
 
     def _sight(self, name: str, *, alarm: str = "") -> Sighting:
-        """Return the signed word of this node on what it has seen."""
         if self.seen is None:
             return Sighting(alarm=alarm)
         signature = self.identity.private_key.sign(self.seen.witness_message(name))
@@ -423,7 +422,7 @@ class Governance:
         await self.look()
 
     async def _allow_for_a_clock_ahead(self, identity: Identity) -> None:
-        """Let a new node whose clock is ahead take what was approved in its first minute."""
+        # A new node whose clock is ahead takes what was approved in its first minute.
         # Nothing can come back by it: at L2 an approval names the key of the node, and of a key that was made when this ledger
         # was there already no other ledger has carried anything out. A ledger that follows a lost one allows nothing.
         if identity.is_new:
@@ -552,7 +551,6 @@ class Governance:
         self._own_keys.ensure(self._clock())
 
     def _read_keys(self) -> bool:
-        """Return whether there are other keys than before."""
         if self._own_keys is None:
             return False
         if dropped := self._own_keys.drop_retired(self._clock()):

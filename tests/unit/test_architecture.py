@@ -54,7 +54,7 @@ NUMBERS: dict[str, str] = {
     "wire/credentials.py": "_CRC_LENGTH",
     "wire/ids.py": "_VERSION",
     "wire/frames.py": "OPEN BODY CANCEL CREDIT HEAD DATA END REPLY FLAG_FIN",
-    "wire/optoken/op_token.py": "MAX_INTEGER TOKEN_VERSION",
+    "wire/optoken/op_token.py": "TOKEN_VERSION",
     # Formats, numbers and defaults of others: files, Linux, libraries.
     "controlplane/gateway_server/ws_protocol.py": "_BINARY _SHORT_BYTES",
     "controlplane/launcher/postgres.py": "_READY_LINE",

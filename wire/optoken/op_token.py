@@ -16,7 +16,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from wire.limits import WIRE
-from wire.optoken.approval import STATEMENT_DOMAIN, fingerprint_key
+from wire.optoken.approval import MAX_INTEGER, STATEMENT_DOMAIN, encode_bytes, fingerprint_key
 
 Claim = str | int | list[str] | None
 """What a member of ``opToken`` may be; null only where L0 names no model."""
@@ -63,7 +63,7 @@ def read_token(value: object) -> SignedToken:
 
 def encode_token(token: Mapping[str, object]) -> str:
     """Return a token object as unpadded base64url of its canonical JSON, the form that fits into one string."""
-    return base64.urlsafe_b64encode(canonical_bytes(dict(token))).rstrip(b"=").decode()
+    return encode_bytes(canonical_bytes(dict(token)))
 
 
 def decode_base64url(text: str) -> bytes | None:
@@ -74,11 +74,10 @@ def decode_base64url(text: str) -> bytes | None:
     body = match.group(1)
     decoded = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
     # Unused bits of the last character must be zero, or one signature would have several spellings.
-    return decoded if base64.urlsafe_b64encode(decoded).rstrip(b"=").decode() == body else None
+    return decoded if encode_bytes(decoded) == body else None
 
 
 def _read_jwt(text: str) -> SignedToken:
-    """Return the token in a compact JWT; it carries claims alone, so never the proofs that L2 asks for."""
     if _is_long(text):
         raise OpTokenError(Reason.TOO_LARGE)
     signed, _, signature = text.rpartition(".")
@@ -87,6 +86,7 @@ def _read_jwt(text: str) -> SignedToken:
         raise OpTokenError(Reason.MALFORMED)
     _check_size(claims)
     _check_claims(claims)
+    # A JWT carries claims alone, so never the proofs that L2 asks for.
     return SignedToken(MappingProxyType(dict(claims)), signature, MappingProxyType({}), signed.encode())
 
 
@@ -115,7 +115,7 @@ def _check_claims(claims: Mapping[str, object]) -> None:
 
 
 def _is_long(text: str) -> bool:
-    """Whether a token in base64 is longer than the largest one can be."""
+    # Base64 makes four characters of three bytes.
     return len(text) > (WIRE.token_bytes + 2) // 3 * 4
 
 
@@ -153,6 +153,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _read_integer(digits: str) -> int:
+    # It would become 0, which is spelled otherwise.
     if digits == "-0":
         raise OpTokenError(Reason.MALFORMED)
     return int(digits)
@@ -160,7 +161,7 @@ def _read_integer(digits: str) -> int:
 
 def _is_claim(name: str, value: object) -> bool:
     match value:
-        case bool():
+        case bool():  # which Python takes for a whole number
             return False
         case None:
             return name == "modelId"
@@ -171,9 +172,6 @@ def _is_claim(name: str, value: object) -> bool:
         case _:
             return False
 
-
-MAX_INTEGER = 2**53 - 1
-"""The largest integer that a JSON reader with doubles holds exactly (RFC 7493 section 2.2)."""
 
 TOKEN_MEMBER = "verifiedOpToken"  # noqa: S105 - the name of a member
 _PARAMS_DOMAIN = b"op-params/v1\x00"
@@ -220,6 +218,7 @@ def _check(value: object, *, depth: int) -> None:
         case None | bool() | str():
             return
         case int():
+            # The largest that a JSON reader with doubles holds exactly (RFC 7493 section 2.2).
             if abs(value) > MAX_INTEGER:
                 raise NotCanonical("an integer beyond 2^53")
         case list() | tuple():
@@ -327,8 +326,8 @@ def sign_jwt(key: bytes, claims: Mapping[str, object]) -> str:
     """Return a compact JWT (RFC 7519, HS256) whose payload is the ``opToken`` of a token of L0 or L1."""
     header = json.dumps({"alg": "HS256", "typ": "JWT"}, separators=(",", ":")).encode()
     payload = json.dumps(dict(claims), ensure_ascii=False, separators=(",", ":")).encode()
-    signed = b".".join(base64.urlsafe_b64encode(part).rstrip(b"=") for part in (header, payload))
-    return (signed + b"." + base64.urlsafe_b64encode(hmac.digest(key, signed, "sha256")).rstrip(b"=")).decode()
+    signed = f"{encode_bytes(header)}.{encode_bytes(payload)}"
+    return f"{signed}.{encode_bytes(hmac.digest(key, signed.encode(), 'sha256'))}"
 
 
 def sign_l1(key: bytes, grant: Grant, binding: Binding) -> dict[str, object]:
@@ -350,7 +349,7 @@ def sign_l1(key: bytes, grant: Grant, binding: Binding) -> dict[str, object]:
     if binding.use != 1:
         claims["use"] = binding.use
     mac = hmac.digest(key, canonical_bytes(claims), "sha256")
-    return {"opToken": claims, "signature": base64.urlsafe_b64encode(mac).rstrip(b"=").decode()}
+    return {"opToken": claims, "signature": encode_bytes(mac)}
 
 
 def sign_l2(
@@ -362,8 +361,7 @@ def sign_l2(
     """
     digest = hashlib.sha256(STATEMENT_DOMAIN + statement).hexdigest()
     token = sign_l1(key, grant, replace(binding, statement_digest=digest))
-    encoded = base64.urlsafe_b64encode(statement).rstrip(b"=").decode()
-    return {**token, "statement": encoded, "proofs": [dict(proof) for proof in proofs]}
+    return {**token, "statement": encode_bytes(statement), "proofs": [dict(proof) for proof in proofs]}
 
 
 def _spec_claims(grant: Grant) -> dict[str, object]:

@@ -169,6 +169,7 @@ class Verifier:
         carried = _read_level(token)
         if carried < self.level:
             raise OpTokenError(Reason.LEVEL_TOO_LOW)
+        # Below L2 a node takes a token with statement and proofs for one of L1, and does not look at them.
         return min(carried, max(self.level, Level.L1))
 
     def _check_content(
@@ -274,7 +275,7 @@ class Verifier:
         return issued_at + WIRE.token_age_s
 
     def _check_jwt_claims(self, claims: Mapping[str, Claim], now: float) -> None:
-        """Honour what RFC 7519 gives a meaning to, and refuse what is not known. An ``exp`` shortens a token's life only."""
+        """Honour what RFC 7519 gives a meaning to, and refuse what is not known."""
         if not claims.keys() <= _JWT_L0_MEMBERS:
             raise OpTokenError(Reason.BAD_FIELD)
         if "aud" in claims and _read_text(claims, "aud") != self.runner_id:
@@ -282,6 +283,7 @@ class Verifier:
         for name in ("iat", "nbf"):
             if name in claims and _read_integer(claims, name, least=0) > now + WIRE.token_l0_skew_s:
                 raise OpTokenError(Reason.NOT_YET_VALID)
+        # It only shortens a token's life: the age counts beside it.
         if "exp" in claims and _read_integer(claims, "exp", least=0) <= now:
             raise OpTokenError(Reason.EXPIRED)
 
@@ -352,13 +354,13 @@ def _check_params(claims: Mapping[str, Claim], params: Mapping[str, object]) -> 
 
 
 def _read_signers(claims: Mapping[str, Claim]) -> tuple[str, ...]:
-    """Return the distinct names, in their order. One name twice is one signer; a blank one spoils the token."""
     listed = claims.get("signers")
     if not isinstance(listed, list) or len(listed) > WIRE.token_signers:
         raise OpTokenError(Reason.BAD_FIELD)
     names = [name.strip() for name in listed]
     if not all(0 < len(name) <= WIRE.token_text_chars for name in names):
         raise OpTokenError(Reason.BAD_FIELD)
+    # One name twice is one signer.
     return tuple(dict.fromkeys(names))
 
 

@@ -45,9 +45,17 @@ from tests.fakes.signed_tokens import (
 )
 from wire.limits import WIRE
 from wire.optoken import Level, NotCanonical, Operation, OpTokenError, Reason, encode_token, params_digest, read_token, sign_jwt
-from wire.optoken.approval import RECEIPT_DOMAIN, ApprovalError, canonical, decode_bytes, encode_bytes, read_canonical
+from wire.optoken.approval import (
+    MAX_INTEGER,
+    RECEIPT_DOMAIN,
+    ApprovalError,
+    canonical,
+    decode_bytes,
+    encode_bytes,
+    read_canonical,
+)
 from wire.optoken.documents import DEFAULT_CLASSES, Receipt, ReceiptError, digest_result, read_receipt, sign_receipt
-from wire.optoken.op_token import MAX_INTEGER, canonical_bytes, decode_base64url, make_runner_id, owns_runner_id
+from wire.optoken.op_token import canonical_bytes, decode_base64url, make_runner_id, owns_runner_id
 
 
 def refusal(value: object) -> Reason:
