@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.errors import BenchmarkError
 from benchmarks.processes import Child
 from benchmarks.toolchain import Tools
 
@@ -39,22 +36,9 @@ class MockUpstream:
 
     def set_pace(self, pace: Pace) -> None:
         """Apply ``pace`` to the streams that start from now on."""
-        self._control(f"chunks={pace.chunks}&delay_us={pace.delay_us}&first_us={pace.first_us}")
-
-    def set_fault(self, fault: str) -> None:
-        """Make every stream go wrong at its half: none, lose, duplicate, swap, foreign or cut."""
-        if self._control(f"fault={fault}")["fault"] != fault:
-            raise BenchmarkError(f"the mock knows no fault {fault!r}")
-
-    def read_counters(self) -> dict[str, Any]:
-        """Return ``requests``, ``chunks`` and ``aborted`` (streams whose reader left) since its start."""
-        return self._control("")
+        query = f"chunks={pace.chunks}&delay_us={pace.delay_us}&first_us={pace.first_us}"
+        urllib.request.urlopen(f"{self.url}/ctl?{query}", timeout=_CONTROL_TIMEOUT_S).close()
 
     def stop(self) -> None:
         """End the process."""
         self.child.stop()
-
-    def _control(self, query: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.url}/ctl?{query}", timeout=_CONTROL_TIMEOUT_S) as response:
-            answer: dict[str, Any] = json.load(response)
-        return answer

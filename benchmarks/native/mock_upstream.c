@@ -5,8 +5,7 @@
  *
  *   POST <any path>               A chat completion; a stream of chunks when the body says "stream": true, then a usage
  *                                 chunk when it says "include_usage": true, then [DONE].
- *   GET  /ctl?name=value&...      Sets delay_us (between chunks), first_us (before the first one), chunks (per stream)
- *                                 and fault (none, lose, duplicate, swap, foreign, cut); answers the counters.
+ *   GET  /ctl?name=value&...      Sets delay_us (between chunks), first_us (before the first one), chunks (per stream).
  *   GET  /v1/models, else         A model list; {"status":"ok"}.
  *
  * Every chunk is one send() and carries a stamp as its content, so that a client on the same host can tell how long the
@@ -38,9 +37,6 @@
 #define MAX_EVENTS 256
 #define MAX_CHUNKS 0xffffff
 
-enum fault { FAULT_NONE, FAULT_LOSE, FAULT_DUPLICATE, FAULT_SWAP, FAULT_FOREIGN, FAULT_CUT };
-static const char *const FAULT_NAMES[] = {"none", "lose", "duplicate", "swap", "foreign", "cut"};
-
 struct connection {
     int fd;
     int streaming;
@@ -64,8 +60,6 @@ static int epoll_fd;
 
 static uint64_t delay_ns, first_ns;
 static int chunks_per_stream = 200;
-static enum fault fault = FAULT_NONE;
-static unsigned long long requests, chunks, aborted;
 static unsigned next_stream;
 
 static uint64_t now_ns(void)
@@ -138,8 +132,6 @@ static void watch(struct connection *c, uint32_t events)
 
 static void close_connection(struct connection *c)
 {
-    if (c->streaming)
-        aborted++;
     if (c->heap_index >= 0)
         heap_remove(c);
     connections[c->fd] = NULL;
@@ -196,17 +188,16 @@ static int write_event(struct connection *c, const char *events)
     return write_bytes(c, framed, (size_t)size);
 }
 
-static int send_chunk(struct connection *c, int index, unsigned stream)
+static int send_chunk(struct connection *c, int index)
 {
     char stamp[64], event[1200];
     const char *role = index == 0 ? "\"role\":\"assistant\"," : "";
     const char *finish = index == c->total - 1 ? "\"stop\"" : "null";
-    write_stamp(stamp, sizeof stamp, stream, index, c->total);
+    write_stamp(stamp, sizeof stamp, c->stream, index, c->total);
     snprintf(event, sizeof event,
              "data: {\"id\":\"chatcmpl-1\",\"object\":\"chat.completion.chunk\",\"created\":1763700000,\"model\":\"mock\","
              "\"choices\":[{\"index\":0,\"delta\":{%s\"content\":\"%s\"},\"finish_reason\":%s}]}\n\n",
              role, stamp, finish);
-    chunks++;
     return write_event(c, event);
 }
 
@@ -225,25 +216,11 @@ static int end_stream(struct connection *c)
     return write_event(c, "data: [DONE]\n\n") && write_bytes(c, "0\r\n\r\n", 5);
 }
 
-/* Sends the chunk whose turn it is; at half of the stream it misbehaves as the control endpoint asked. */
 static int step_stream(struct connection *c)
 {
-    int index = c->sent++;
-    int middle = c->total / 2;
-    int ok = 1;
-    if (fault == FAULT_NONE || (index != middle && !(fault == FAULT_SWAP && index == middle + 1)))
-        ok = send_chunk(c, index, c->stream);
-    else if (fault == FAULT_DUPLICATE)
-        ok = send_chunk(c, index, c->stream) && send_chunk(c, index, c->stream);
-    else if (fault == FAULT_SWAP)
-        ok = send_chunk(c, index == middle ? middle + 1 : middle, c->stream);
-    else if (fault == FAULT_FOREIGN)
-        ok = send_chunk(c, index, c->stream + 1);
-    else if (fault == FAULT_CUT)
+    if (!send_chunk(c, c->sent++))
         return 0;
-    if (ok && c->sent == c->total)
-        return end_stream(c);
-    return ok;
+    return c->sent < c->total || end_stream(c);
 }
 
 static int start_stream(struct connection *c, int wants_usage)
@@ -297,7 +274,6 @@ static int read_parameter(const char *query, const char *name, uint64_t *value)
 
 static int answer_control(struct connection *c, const char *query)
 {
-    char json[256];
     uint64_t value;
     if (read_parameter(query, "delay_us=", &value))
         delay_ns = value * 1000;
@@ -305,13 +281,7 @@ static int answer_control(struct connection *c, const char *query)
         first_ns = value * 1000;
     if (read_parameter(query, "chunks=", &value))
         chunks_per_stream = value < 1 ? 1 : value > MAX_CHUNKS ? MAX_CHUNKS : (int)value;
-    const char *wanted = strstr(query, "fault=");
-    for (int i = 0; wanted != NULL && i <= FAULT_CUT; i++)
-        if (strncmp(wanted + 6, FAULT_NAMES[i], strlen(FAULT_NAMES[i])) == 0)
-            fault = (enum fault)i;
-    snprintf(json, sizeof json, "{\"requests\":%llu,\"chunks\":%llu,\"aborted\":%llu,\"fault\":\"%s\"}", requests, chunks, aborted,
-             FAULT_NAMES[fault]);
-    return send_json(c, json);
+    return send_json(c, "{}");
 }
 
 static int answer_get(struct connection *c, const char *path)
@@ -337,7 +307,6 @@ static int says_true(const char *body, const char *name)
 
 static int answer_post(struct connection *c, const char *body)
 {
-    requests++;
     if (says_true(body, "\"stream\""))
         return start_stream(c, says_true(body, "\"include_usage\""));
     return send_completion(c);
