@@ -14,8 +14,8 @@ from django.db.models.functions import Now
 from django.utils import timezone
 
 from nodes.errors import ApiKeyUnreadable
-from wire.cipher import derive_cipher
 from wire.contract import NodeMode, NodeStatus
+from wire.credentials import derive_cipher
 from wire.ids import format_id, new_uuid7
 
 

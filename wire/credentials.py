@@ -1,4 +1,4 @@
-"""The printed form of every bearer credential: ``<kind>_<keyid>_<secret><crc>``.
+"""Credentials: the printed form of every bearer, ``<kind>_<keyid>_<secret><crc>``, and the cipher of what cannot be a hash.
 
 ``kind`` says what the credential may do and is part of the text, so a client key can never be taken for a worker's.
 ``keyid`` is public and is what the database looks up. ``secret`` carries 190 bits. ``crc`` is the CRC-32 of all that
@@ -7,6 +7,7 @@ stands before it, so a scanner can tell a leaked credential from noise without a
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import re
@@ -14,6 +15,10 @@ import secrets
 import zlib
 from dataclasses import dataclass
 from enum import StrEnum
+
+from cryptography.fernet import Fernet
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _CRC_LENGTH = 6
@@ -87,3 +92,12 @@ def _checksum(head: str) -> str:
         number, rest = divmod(number, 62)
         digits.append(_ALPHABET[rest])
     return "".join(reversed(digits))
+
+
+def derive_cipher(secret_key: str, *, purpose: str) -> Fernet:
+    """Return the cipher of credentials that have to be sent in clear later, for one purpose.
+
+    ``secret_key``: the installation's, which is not in the database. Ciphers of two purposes cannot read each other's texts.
+    """
+    derived = HKDF(algorithm=SHA256(), length=32, salt=None, info=purpose.encode()).derive(secret_key.encode())
+    return Fernet(base64.urlsafe_b64encode(derived))

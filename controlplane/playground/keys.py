@@ -24,7 +24,7 @@ from gateway.services.errors import KeyNotFound
 from gateway.services.keys import create_api_key, is_key_usable, revoke_api_key
 from gateway.services.tenants import find_tenant
 from wire import clock
-from wire.cipher import derive_cipher
+from wire.credentials import derive_cipher
 
 SEE_MODELS = ("gateway.view_model", "gateway.change_model")
 ADD_KEY = "gateway.add_apikey"
