@@ -218,7 +218,8 @@ class Go:
 
     @property
     def finish_reasons(self) -> tuple[str, ...]:
-        """How a chat completion with the call may end: OpenAI says ``stop`` where the client named the function."""
+        """How a chat completion with the call may end."""
+        # OpenAI says ``stop`` where the client named the function.
         return ("tool_calls", "stop") if self.is_named else ("tool_calls",)
 
 

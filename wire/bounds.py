@@ -110,7 +110,8 @@ def find_crowd(body: bytes) -> tuple[str | None, str] | None:
     if not has_long and marks.count(b",") < WIRE.body_breakers and sum(map(marks.count, _REPEATS)) <= WIRE.shape_repeats:
         return None  # the least of the bounds
     try:
-        fields = _fields_decoder.decode(body)  # first: what is nested deeper than anybody reads ends here
+        # The decoder goes first: it refuses what is nested deeper than anybody reads, before a scan looks at it.
+        fields = _fields_decoder.decode(body)
         has_many = marks.count(b'":') > WIRE.body_members < _count_names(body)
         if has_many:
             top, most = _count_members(body)
@@ -132,7 +133,8 @@ def _find_fault(name: str, raw: bytes, *, has_many: bool, has_long: bool) -> str
         return f"holds a number of {len(long[1])} characters; a number may have at most {WIRE.body_number_chars}"
     if name in _TURNS and raw.startswith(b"[") and raw.count(b"{") > WIRE.body_turns:
         items = _items_decoder.decode(raw)
-        if len(items) > WIRE.body_turns and bytes(items[0]).startswith(b"{"):  # else texts or tokens, which are read one by one
+        # A list of texts or of tokens is no list of turns: engines read those one by one.
+        if len(items) > WIRE.body_turns and bytes(items[0]).startswith(b"{"):
             return f"has {len(items)} entries; send at most {WIRE.body_turns}, and sum up what came before"
     if (most := _count_repeats(name, raw)) > WIRE.shape_repeats:
         what = "rule" if name == "grammar" else "pattern"
@@ -163,11 +165,9 @@ def _count_repeats(name: str, raw: bytes) -> int:
 
 
 def _count_names(body: bytes) -> int:
-    """Return how many names of members there are at most: what texts quote counts in part, so that no text has to be read.
-
-    A name ends with a quote, and blanks perhaps, before its colon. A quote within a text has a backslash before it, which two
-    backslashes at the end of a name look like.
-    """
+    """Return how many names of members there are at most: what texts quote counts in part, so that no text has to be read."""
+    # A name ends with a quote, and blanks perhaps, before its colon. A quote within a text has a backslash before it, which
+    # two backslashes at the end of a name look like.
     within = body.count(b'\\":') - body.count(b'\\\\":')
     return body.count(b'":') - within + len(_BLANK_COLON.findall(body))
 

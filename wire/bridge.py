@@ -225,7 +225,8 @@ class OpCommand(Message, tag="op_command"):
     body: dict[str, Any]  # Any: JSON, here and below
     token: str
 
-    def __repr__(self) -> str:  # the token stays out of logs
+    # The token stays out of logs.
+    def __repr__(self) -> str:
         return f"OpCommand(op_id={self.op_id!r}, use={self.use}, operation={self.operation!r})"
 
 

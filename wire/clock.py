@@ -67,7 +67,8 @@ def awake() -> float:
     now = _source.monotonic()
     if _beat_at is not None and now - _beat_at > WIRE.standstill_s:
         return _beat_at + WIRE.standstill_s - _stood_s
-    return now - _stood_s  # in one call: dispatch asks for each link and request
+    # All of it is one call: dispatch asks for each link and request.
+    return now - _stood_s
 
 
 def beat() -> float:

@@ -42,10 +42,7 @@ def find_boundary(data: bytes, limit: int | None = None) -> int:
 
 
 class EventCutter:
-    """Passes whole events on as soon as they are complete and holds the rest.
-
-    What is held stays in the pieces it came in, so that an event which comes byte by byte costs no more than its bytes.
-    """
+    """Passes whole events on as soon as they are complete and holds the rest."""
 
     __slots__ = ("_end", "_held_bytes", "held", "is_inside_event")
 
@@ -81,6 +78,7 @@ class EventCutter:
         return self._take_held()
 
     def _hold(self, piece: bytes) -> None:
+        # What is held stays in the pieces it came in, so an event that comes byte by byte costs no more than its bytes.
         self.held.append(piece)
         self._held_bytes += len(piece)
         # Two bytes of a blank line may lie before the piece that completes it.
@@ -214,7 +212,8 @@ class EndReader:
                 self._kept.append(out)
             else:
                 self._keep(out)
-            for mark in self._closes:  # ``in`` would first raise, and drop, an error that the mark is no number
+            for mark in self._closes:
+                # ``find`` and not ``in``, which would first raise, and drop, an error that the mark is no number.
                 if out.find(mark) >= 0 or self.closing:
                     return self._hold_closing(out)
         return out
@@ -235,7 +234,8 @@ class EndReader:
         """Return what the stream came to, by its last events. Call it once nothing more is fed."""
         rules, is_ended, has_failed, said = self._rules, False, False, self.recent
         if self._was_inside:
-            said = said[: find_boundary(said)]  # of the last event only a part came
+            # Of the last event only a part came.
+            said = said[: find_boundary(said)]
         may_fail = b"error" in said or b"abort" in said or (bool(rules.fails) and rules.fails.encode() in said)
         for name, payload in _list_events(said, is_backwards=True):
             if is_ended and not may_fail:
@@ -298,7 +298,8 @@ class EndReader:
             self.first = self.first[-WIRE.stream_end_bytes :] + out
         if was_inside and self._was_inside:
             if self._has_middle:
-                self._kept.pop()  # the end of a large event may begin in the last of its middle pieces, no earlier
+                # The end of a large event may begin in the last of its middle pieces, no earlier.
+                self._kept.pop()
             self._has_middle = True
         elif not was_inside and not self._was_inside:
             out = out[find_boundary(out, max(0, len(out) - WIRE.stream_end_bytes)) :]

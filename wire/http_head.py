@@ -42,8 +42,9 @@ def find_head_fault(version: str, headers: Sequence[tuple[bytes, bytes]], *, is_
     if b"host" not in by_name and version == "1.1":
         return HeadFault(400, "Bad Request", "The request has no Host header. Send one, as HTTP/1.1 asks for.")
     if is_upgrade and (by_name.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in by_name):
+        # The parser ends the message at the head, so the body would be taken for the next request.
         message = "A request with a body cannot ask for another protocol. Send it as HTTP/1.1, without the Upgrade header."
-        return HeadFault(400, "Bad Request", message)  # the body would be taken for the next request
+        return HeadFault(400, "Bad Request", message)
     if len(by_name) == len(headers):
         return None
     names = [name for name, _ in headers]

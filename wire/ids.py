@@ -13,7 +13,8 @@ _random = random.Random(os.urandom(32))  # noqa: S311 - identifiers are unique, 
 os.register_at_fork(after_in_child=lambda: _random.seed(os.urandom(32)))
 
 _new, _set = object.__new__, object.__setattr__
-_UNKNOWN = uuid.SafeUUID.unknown  # looking a member up takes a third of all that is done here
+# Looking a member of an enum up takes a third of all that is done here.
+_UNKNOWN = uuid.SafeUUID.unknown
 _VERSION = 0x7 << 76 | 0b10 << 62
 
 
@@ -21,7 +22,8 @@ def new_uuid7() -> uuid.UUID:
     """Return a UUIDv7: 48 bits of Unix milliseconds, then 74 random bits."""
     rand = _random.getrandbits(74)
     value = (clock.unix_ms() & 0xFFFFFFFFFFFF) << 80 | (rand >> 62) << 64 | rand & 0x3FFFFFFFFFFFFFFF | _VERSION
-    made = _new(uuid.UUID)  # its own __init__ takes as long as all of this
+    # The UUID's own __init__ takes as long as all of this.
+    made = _new(uuid.UUID)
     _set(made, "int", value)
     _set(made, "is_safe", _UNKNOWN)
     return made

@@ -98,16 +98,19 @@ class ChatTidier:
             choice.has_role = True
             if not delta.get("role"):
                 delta["role"], changed = "assistant", True
-        elif "role" in delta:  # said again, or null
+        elif "role" in delta:
+            # The engine says it again, or null.
             del delta["role"]
             changed = True
         if "tool_calls" not in delta:
             return changed
         calls = delta["tool_calls"]
-        if not calls:  # null, or a list of none
+        if not calls:
+            # The list is null or empty, which hides the text from some clients (litellm#29286).
             del delta["tool_calls"]
             return True
-        if isinstance(calls, dict):  # older TGI sends the one call itself
+        if isinstance(calls, dict):
+            # Older TGI sends the one call itself.
             calls = delta["tool_calls"] = [calls]
             changed = True
         for position, call in enumerate(calls if isinstance(calls, list) else []):
@@ -135,7 +138,8 @@ def _change_call(choice: _Choice, call: dict[str, Any], position: int) -> bool:
         call["id"] = named or f"call_{secrets.token_hex(12)}"
         call["type"] = call.get("type") or "function"
     elif known is not None:
-        for wrong in ("id", "type"):  # the first piece has said them
+        # The first piece of the call has said them: the SDKs would add the texts up.
+        for wrong in ("id", "type"):
             call.pop(wrong, None)
         if not name or name == known.name:
             function.pop("name", None)
@@ -150,10 +154,11 @@ def _change_call(choice: _Choice, call: dict[str, Any], position: int) -> bool:
 
 
 def _guess_index(choice: _Choice, *, named: str, name: str, position: int) -> int:
-    """Return the engine's index of a piece that has none: a new call where it brings a new id or a name, else the newest."""
+    """Return the engine's index of a piece that has none."""
     for index, call in choice.calls.items():
         if named and call.engine_id == named:
             return index
+    # A piece with a new id or a name begins a call; one without belongs to the newest.
     if named or name or not choice.calls:
         return choice.count
     return max(choice.calls) if position == 0 else position

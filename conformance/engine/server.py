@@ -187,7 +187,8 @@ class ScriptedEngine:
         self, request: web.Request, response: web.StreamResponse, voice: Voice, script: Script, body: Json
     ) -> web.StreamResponse:
         if "cut" in script:
-            await asyncio.sleep(0.05)  # a reset overtakes what the socket has not sent yet
+            # A reset overtakes what the socket has not sent yet.
+            await asyncio.sleep(0.05)
             _reset(request)
             return response
         if "garbage" in script:
@@ -207,7 +208,8 @@ class ScriptedEngine:
         third = max(1, len(event) // 3)
         for start in range(0, len(event), third):
             await response.write(event[start : start + third])
-            await asyncio.sleep(0.002)  # so that the pieces travel one by one
+            # The pieces must travel one by one.
+            await asyncio.sleep(0.002)
 
 
 def frame_event(content: Json | str, script: Script, *, name: str = "") -> bytes:

@@ -143,7 +143,6 @@ def _note(known: Choice, kind: str) -> None:
 
 
 def _take_call(known: Choice, call: Field) -> None:
-    """Check a piece of a call: the first names it, those after it must not, not even with null."""
     index = call["index"].count()
     function = call["function"]
     arguments = function["arguments"].text() if "arguments" in function else ""
@@ -155,6 +154,7 @@ def _take_call(known: Choice, call: Field) -> None:
         return
     if index > len(known.calls):
         raise Violation(f"{call.path}.index jumps to {index} after {len(known.calls)} calls")
+    # The official SDKs join the pieces of a call by adding texts up, and fail at a null.
     for place, name in ((call, "id"), (call, "type"), (function, "name")):
         if name in place:
             raise Violation(f"{place.path}.{name} comes again ({place[name].shown}); later pieces of a call leave it out")

@@ -166,8 +166,9 @@ class _Reader:
         if (sequence := body["delta"]["stop_sequence"]).value is not None:
             sequence.text()
         body["usage"]["output_tokens"].count()
+        # The last block of an answer that was cut off may end anywhere.
         whole = self.said.blocks[:-1] if body["delta"]["stop_reason"].value == "max_tokens" else self.said.blocks
-        for block in whole:  # the last one of an answer that was cut off may end anywhere
+        for block in whole:
             if block.kind == "tool_use":
                 block.arguments()
         self.said.delta = body

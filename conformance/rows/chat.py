@@ -389,7 +389,7 @@ async def _logprobs(target: Target) -> None:
 
 
 def _spell(entries: list[Field]) -> str:
-    """Return what the tokens spell: a real model's last token may have no text."""
+    # A real model's last token may have no text, so its tokens are held against themselves.
     data = b"".join(bytes(entry["bytes"].value or entry["token"].text().encode()) for entry in entries)
     return data.decode(errors="replace")
 

@@ -431,7 +431,7 @@ async def _text(target: Target) -> None:
 
 
 def _has_whole_call(said: ResponseStream) -> bool:
-    """Return whether a real model finished a call: an engine may cut it off and say completed all the same."""
+    # An engine may cut a call off and say completed all the same.
     calls = [item for item in said.items if item.added["type"].value == "function_call"]
     return bool(calls) and said.last is not None and said.last["status"].value != "incomplete"
 
