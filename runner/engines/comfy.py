@@ -24,7 +24,7 @@ import msgspec
 from aiohttp import web
 
 from runner.definitions.plan import LoadPlan, Progress, Report
-from runner.engines.children.web import Refusal, make_app
+from runner.engines.children.web import Refusal, make_app, stream_events
 from runner.engines.comfy_server import (
     LOADER,
     PREVIEW,
@@ -143,26 +143,6 @@ def render_images(request: ImageRequest, images: Sequence[bytes], *, has_size: b
     return msgspec.json.encode(answer)
 
 
-def render_progress(percent: int, stage: str) -> bytes:
-    """Return an event that says how far it is; OpenAI has none, and its clients pass over types they do not know."""
-    return _event("image_generation.progress", {"percent": percent, "stage": stage})
-
-
-def render_image_event(image: bytes, index: int) -> bytes:
-    fields = {
-        "b64_json": base64.b64encode(image).decode("ascii"),
-        "created_at": int(clock.unix_s()),
-        "output_format": image_format(image),
-        "index": index,
-    }
-    return _event("image_generation.completed", fields)
-
-
-def render_error_event(refusal: Refusal) -> bytes:
-    """Return the event that ends a stream which goes wrong."""
-    return _event("error", refusal.render())
-
-
 def _event(kind: str, fields: dict[str, object]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **fields}))
 
@@ -252,29 +232,13 @@ class ImageSite:
         priority = _PRIORITIES.get(request.query.get("priority", ""), "normal")
         async with aclosing(self._make(wanted, priority)) as pieces:
             if wanted.is_streaming:
-                return await self._stream(request, pieces)
+                begun = await anext(pieces)  # what goes wrong before it is an answer of its own
+                return await stream_events(
+                    request, _events(begun, pieces), end_with=lambda refusal: _event("error", refusal.render())
+                )
             images = [piece async for piece in pieces if isinstance(piece, bytes)]
         body = await asyncio.to_thread(render_images, wanted, images, has_size="width" in self._workflow.placeholders)
         return web.Response(body=body, content_type="application/json")
-
-    async def _stream(self, request: web.Request, pieces: AsyncIterator[Piece]) -> web.StreamResponse:
-        """Answer with events. What goes wrong before the first of them is an answer of its own."""
-        begun = await anext(pieces)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        index = 0
-        try:
-            if not isinstance(begun, bytes):
-                await response.write(render_progress(*begun))
-            async for piece in pieces:
-                if isinstance(piece, bytes):
-                    await response.write(await asyncio.to_thread(render_image_event, piece, index))
-                    index += 1
-                else:
-                    await response.write(render_progress(*piece))
-        except Refusal as refusal:
-            await response.write(render_error_event(refusal))
-        return response
 
     async def _make(self, wanted: ImageRequest, priority: Priority) -> AsyncGenerator[Piece, None]:
         """Yield how far it is, and each image. Raises Refusal.
@@ -316,6 +280,27 @@ class ImageSite:
             needed = {"width", "height"} if name == "size" else {name}
             if not needed <= self._workflow.placeholders:
                 raise Refusal(f"The workflow of this model sets {name} itself; leave it out.", param=name)
+
+
+async def _events(piece: Piece | None, others: AsyncGenerator[Piece, None]) -> AsyncIterator[bytes]:
+    index = 0
+    while piece is not None:
+        if isinstance(piece, bytes):
+            yield await asyncio.to_thread(_completed_event, piece, index)
+            index += 1
+        else:  # OpenAI has no such event, and its clients pass over types they do not know
+            yield _event("image_generation.progress", {"percent": piece[0], "stage": piece[1]})
+        piece = await anext(others, None)
+
+
+def _completed_event(image: bytes, index: int) -> bytes:
+    fields = {
+        "b64_json": base64.b64encode(image).decode("ascii"),
+        "created_at": int(clock.unix_s()),
+        "output_format": image_format(image),
+        "index": index,
+    }
+    return _event("image_generation.completed", fields)
 
 
 # ---- the adapter ----

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from wire import clock
 Model = TypeVar("Model")
 Settings = dict[str, Any]  # JSON
 
+SCOPE_HEADER = "x-prefix-scope"
+"""Names what a prompt may share cached prefixes with; the adapter makes it of tenant and tag."""
 PR_SET_PDEATHSIG = 1
 _COUNTERS = Path("/proc/self/io")
 
@@ -64,8 +67,9 @@ class Parent:
 
 
 def run_child(
-    load: Callable[[Settings, Parent], Model], serve: Callable[[Model, Settings, Parent], None], unload: Callable[[Model], None]
-) -> int:
+    load: Callable[[Settings, Parent], Model], serve: Callable[[Model, Settings, Parent], None],
+    unload: Callable[[Model], object],
+) -> int:  # fmt: skip
     """Serve one model until the runner closes standard input; return the exit status.
 
     What ``load`` and ``serve`` raise as RuntimeError, ValueError, OSError or AssertionError is a reason for the node's owner.
@@ -82,6 +86,26 @@ def run_child(
     return 0
 
 
+def import_engine(module: str, extra: str) -> Any:  # Any: an untyped library
+    """Return a library that the ``extra`` of our package brings. Raises RuntimeError."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise RuntimeError(f"the engine cannot be imported ({error}): pip install 'muster[{extra}]'") from error
+
+
+@contextmanager
+def load_ctranslate2(parent: Parent, folder: Path) -> Iterator[None]:
+    """Report how a model of CTranslate2 is read within. Raises RuntimeError, ValueError or OSError naming the folder."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder.name} has no tokenizer.json: convert it with --copy_files tokenizer.json")
+    try:
+        with report_reading(parent, (folder / "model.bin").stat().st_size):
+            yield
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(f"{folder.name} cannot be loaded: {error}") from None
+
+
 def unload_ctranslate2(model: Any) -> None:  # Any: untyped library
     """Return when a model of CTranslate2 is unloaded. Raises RuntimeError when it does not come to that."""
     give_up_at = clock.monotonic() + limits().children.unload_s
@@ -94,10 +118,7 @@ def unload_ctranslate2(model: Any) -> None:  # Any: untyped library
 
 @contextmanager
 def report_reading(parent: Parent, weights_bytes: int) -> Iterator[None]:
-    """Report the share of ``weights_bytes`` that this process has read since entering: some libraries say nothing themselves.
-
-    Linux counts the bytes. It stays below 1.0: when all is read, the library still has to convert and place it.
-    """
+    """Report the share of ``weights_bytes`` that this process has read since entering: some libraries say nothing of it."""
     stage = "reading weights"
     parent.say(stage=stage)
     done = threading.Event()
@@ -106,6 +127,7 @@ def report_reading(parent: Parent, weights_bytes: int) -> Iterator[None]:
     def watch() -> None:
         while start is not None and not done.wait(limits().children.reading_poll_s):
             now = _bytes_read()
+            # Below 1.0: when all is read, the library still has to convert and place it.
             if now is not None and weights_bytes > 0:
                 parent.say(stage=stage, fraction=round(min((now - start) / weights_bytes, 0.99), 3))
 

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from runner.engines.children import Parent, Settings, report_reading, run_child, unload_ctranslate2
+from runner.engines.children import Parent, Settings, import_engine, load_ctranslate2, run_child, unload_ctranslate2
 from runner.engines.children.textserver import Detokeniser, Prompt, Sampling, Step, read_json, serve_text, special_tokens
 from runner.limits import limits
 
@@ -35,10 +35,7 @@ class Ct2Model:
         return Prompt(len(tokens), tokens)
 
     def generate(self, prompt: Prompt, sampling: Sampling) -> Generator[Step, None, None]:
-        """Yield steps. Beam search has no steps to stop between: its answer comes in one.
-
-        The seed is not used: each thread of the library draws from one generator of its own, seeded once in its life.
-        """
+        # The seed is not used: each thread of the library draws from one generator of its own, seeded once in its life.
         options: dict[str, Any] = {  # Any: keyword arguments of an untyped function
             "max_length": sampling.max_tokens,
             "min_length": sampling.max_tokens if sampling.ignores_end else 0,
@@ -49,6 +46,7 @@ class Ct2Model:
             "end_token": self._ends,
         }
         if sampling.beam_size > 1:
+            # It has no steps to stop between: its answer comes in one.
             yield self._search(prompt, sampling.beam_size, options)
             return
         pieces = Detokeniser(self._tokenizer.decode)
@@ -79,7 +77,6 @@ class Ct2Model:
 
 
 def _end_tokens(folder: Path, tokenizer: Any, specials: dict[str, str]) -> list[int]:  # Any: untyped library
-    """Return the ids that end an answer: those of generation_config.json, of the tokenizer, of CTranslate2's own config."""
     named = read_json(folder / "generation_config.json").get("eos_token_id")
     ids = {named} if isinstance(named, int) else set(named or ())
     for text in (specials.get("eos_token"), read_json(folder / "config.json").get("eos_token")):
@@ -93,28 +90,19 @@ def _end_tokens(folder: Path, tokenizer: Any, specials: dict[str, str]) -> list[
 def load(settings: Settings, parent: Parent) -> Ct2Model:
     """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the node's owner."""
     parent.say(stage="starting CTranslate2")
-    try:
-        import ctranslate2
-        import tokenizers
-    except ImportError as error:
-        raise RuntimeError(f"the engine cannot be imported ({error}): pip install 'muster[ct2]'") from error
+    ctranslate2, tokenizers = import_engine("ctranslate2", "ct2"), import_engine("tokenizers", "ct2")
     folder = Path(settings["folder"])
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder.name} has no tokenizer.json: convert it with --copy_files tokenizer.json")
-    read_json(folder / "tokenizer.json")  # says what is wrong with a broken file; the library's words do not
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    try:
-        with report_reading(parent, (folder / "model.bin").stat().st_size):
-            generator = ctranslate2.Generator(
-                str(folder),
-                device=settings["device"],
-                device_index=settings["device_index"] or 0,
-                compute_type=settings["compute_type"],
-                inter_threads=settings["slots"],
-                intra_threads=max(1, settings["threads"] // settings["slots"]),
-            )
-    except (RuntimeError, ValueError) as error:
-        raise RuntimeError(f"{folder.name} cannot be loaded: {error}") from None
+    with load_ctranslate2(parent, folder):
+        read_json(folder / "tokenizer.json")  # says what is wrong with a broken file; the library's words do not
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        generator = ctranslate2.Generator(
+            str(folder),
+            device=settings["device"],
+            device_index=settings["device_index"] or 0,
+            compute_type=settings["compute_type"],
+            inter_threads=settings["slots"],
+            intra_threads=max(1, settings["threads"] // settings["slots"]),
+        )
     return Ct2Model(generator, tokenizer, folder, settings["context_tokens"])
 
 

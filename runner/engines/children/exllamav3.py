@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.engines.children import Parent, Settings, run_child
+from runner.engines.children import Parent, Settings, import_engine, run_child
 from runner.engines.children.textserver import Prompt, Sampling, Step, read_json, serve_text, special_tokens
 from runner.limits import limits
 
@@ -38,12 +38,7 @@ class _Request:
 
 
 class ExLlamaModel:
-    """A loaded model and the thread that alone touches its generator.
-
-    Cached pages are found again by their tokens only, so prompts of two tenants would share them. The library knows no
-    salt: requests of another scope wait until those of the present one have ended, and then a new generator, whose page
-    table is empty, takes over. First come, first served, so a scope cannot starve another.
-    """
+    """A loaded model and the thread that alone touches its generator."""
 
     def __init__(self, library: Any, parts: _Parts, folder: Path, settings: Settings) -> None:  # Any: untyped
         self._library = library
@@ -120,7 +115,6 @@ class ExLlamaModel:
                 self._iterate()
 
     def _run_commands(self) -> None:
-        """Run what has been asked; wait for something when there is nothing else to do."""
         may_wait = not self._active and not self._waiting
         while True:
             try:
@@ -131,6 +125,9 @@ class ExLlamaModel:
             may_wait = False
 
     def _admit(self) -> None:
+        # Cached pages are found again by their tokens only, so prompts of two tenants would share them, and the library knows
+        # no salt: requests of another scope wait until those of the present one have ended, and then a new generator, whose
+        # page table is empty, takes over. First come, first served, so a scope cannot starve another.
         while self._waiting and (not self._active or self._waiting[0].scope == self._scope):
             request = self._waiting.popleft()
             if request.scope != self._scope:
@@ -195,7 +192,7 @@ class ExLlamaModel:
         self._generator.clear_queue()
 
     def _make_generator(self) -> Any:  # Any: untyped library
-        """Return a generator over the same cache; its page table knows nothing of what lies in there."""
+        # Over the same cache, with a page table that knows nothing of what lies in there.
         settings = self._settings
         self._numbers = {}
         generator = self._library.Generator(
@@ -226,8 +223,7 @@ class ExLlamaModel:
         )
 
     def _count(self, generator: Any = None) -> None:  # Any: untyped library
-        """Take the numbers of the page table; older releases of the library have none."""
-        ask = getattr(generator or self._generator, "get_cache_stats", None)
+        ask = getattr(generator or self._generator, "get_cache_stats", None)  # older releases have none
         if ask is not None:
             found = ask()
             names = {"max_tokens": "kv_total_tokens", "used_tokens": "kv_used_tokens", "cached_tokens": "kv_cached_tokens"}
@@ -236,12 +232,11 @@ class ExLlamaModel:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What the library is made of once a model is loaded; ``own_context`` is the model's own context in tokens."""
-
     model: Any  # Any: untyped library, these three
     cache: Any
     tokenizer: Any
     own_context: int
+    """The model's own, in tokens."""
     ends: list[int]
 
 
@@ -250,10 +245,7 @@ def load(settings: Settings, parent: Parent) -> ExLlamaModel:
     if settings["gpu_ids"]:  # before the library, and CUDA with it, is there
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings["gpu_ids"]))
     parent.say(stage="starting ExLlamaV3")
-    try:
-        import exllamav3
-    except ImportError as error:
-        raise RuntimeError(f"the engine cannot be imported ({error}): pip install 'muster[exllamav3]'") from error
+    exllamav3 = import_engine("exllamav3", "exllamav3")
     folder = Path(settings["folder"])
     config = exllamav3.Config.from_directory(str(folder))
     model = exllamav3.Model.from_config(config)

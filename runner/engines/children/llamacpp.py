@@ -13,37 +13,14 @@ import socket
 import sys
 from typing import Any
 
-from runner.engines.children import Parent
+from runner.engines.children import Parent, Settings, import_engine, run_child
 from runner.limits import limits
 
 
-def main() -> int:
-    """Serve one model; return the exit status."""
-    parent = Parent()
-    settings = parent.read_settings()
-    try:
-        parent.say(stage="reading weights", fraction=0.0)
-        # Holds the interpreter until the model is loaded: progress meanwhile is for the parent to see.
-        server = _start_server(settings)
-        url = str(server.listening_address)
-        # Destroying a server that was never asked anything can deadlock inside llama.cpp: ask once.
-        _check_health(url)
-    except (RuntimeError, OSError, ValueError) as error:
-        parent.say(error=str(error))
-        return 1
-    parent.say(url=url)
-    parent.wait_until_told()
-    # Unloading takes milliseconds; should it hang, the default action of SIGALRM ends the process.
-    signal.alarm(limits().children.llama_unload_s)
-    del server
-    return 0
-
-
-def _start_server(settings: dict[str, Any]) -> Any:  # Any: xllamacpp has no type information
-    try:
-        import xllamacpp
-    except ImportError as error:
-        raise RuntimeError(f"the engine cannot be imported ({error}): pip install 'muster[llamacpp]'") from error
+def load(settings: Settings, parent: Parent) -> Any:  # Any: xllamacpp has no type information
+    """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the node's owner."""
+    parent.say(stage="reading weights", fraction=0.0)
+    xllamacpp = import_engine("xllamacpp", "llamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = settings["model_path"]
     params.model_alias = {settings["model_id"]}
@@ -53,10 +30,22 @@ def _start_server(settings: dict[str, Any]) -> Any:  # Any: xllamacpp has no typ
     params.embedding = settings["embedding"]
     params.warmup = True
     params.verbosity = 4  # it tells what the adapter reads from the log; prompts appear only from 5 on
-    return xllamacpp.Server(params)
+    return xllamacpp.Server(params)  # holds the interpreter until the model is loaded: its progress is for the parent to see
 
 
-def _set_server(params: Any, settings: dict[str, Any]) -> None:  # Any: xllamacpp has no type information
+def serve(server: Any, _settings: Settings, parent: Parent) -> None:  # Any: as above
+    url = str(server.listening_address)
+    _check_health(url)  # destroying a server that was never asked anything can deadlock inside llama.cpp
+    parent.say(url=url)
+    parent.wait_until_told()
+
+
+def unload(_server: Any) -> None:  # Any: as above
+    """Have the default action of SIGALRM end the process, should the server's end, which takes milliseconds, hang."""
+    signal.alarm(limits().children.llama_unload_s)
+
+
+def _set_server(params: Any, settings: Settings) -> None:  # Any: xllamacpp has no type information
     params.hostnames = ["127.0.0.1"]
     params.port = 0
     params.api_keys = [settings["key"]]
@@ -74,7 +63,7 @@ def _set_server(params: Any, settings: dict[str, Any]) -> None:  # Any: xllamacp
     params.ui = False
 
 
-def _set_memory(params: Any, settings: dict[str, Any], xllamacpp: Any) -> None:  # Any: xllamacpp has no type information
+def _set_memory(params: Any, settings: Settings, xllamacpp: Any) -> None:  # Any: xllamacpp has no type information
     params.n_ctx = settings["context_tokens"] * settings["slots"]
     params.n_batch = params.n_ubatch = settings["batch_tokens"]
     if settings["embedding"] and not _names_pooling(settings["model_path"]):  # a language model used for its embeddings
@@ -88,8 +77,8 @@ def _set_memory(params: Any, settings: dict[str, Any], xllamacpp: Any) -> None: 
 
 
 def _names_pooling(path: str) -> bool:
-    """Return whether a GGUF file says how its vectors are pooled; its own fields come before the long lists of tokens."""
     with open(path, "rb") as file:  # noqa: PTH123  # pathlib would double what this process imports
+        # The model's own fields come before the long lists of tokens.
         return b".pooling_type" in file.read(1024 * 1024)
 
 
@@ -102,4 +91,4 @@ def _check_health(url: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_child(load, serve, unload))

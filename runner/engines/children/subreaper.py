@@ -40,7 +40,6 @@ def main() -> int:
 
 
 def _start(command: list[str]) -> int:
-    """Start the command as a child that dies with this process; return its process id."""
     holder = os.getpid()
     child = os.fork()
     if child:
@@ -61,8 +60,7 @@ def _complain(text: str) -> None:
 
 
 def _next_signal() -> int | None:
-    """Return a signal that has come, None after a while: where none tells of the parent's end, its changed number does."""
-    if sys.platform != "linux":
+    if sys.platform != "linux":  # no signal tells of the parent's end there, only its changed number
         clock.sleep(limits().children.subreaper_poll_s)
         pending = signal.sigpending() & _WATCHED
         return signal.sigwait(pending) if pending else None
@@ -71,10 +69,9 @@ def _next_signal() -> int | None:
 
 
 def _reap(child: int) -> int | None:
-    """Collect what has exited, orphans that became ours included; return the wait status of ``child`` once it has."""
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status = os.waitpid(-1, os.WNOHANG)  # any: orphans of the server became ours
         except ChildProcessError:
             return None
         if pid == child:
@@ -84,10 +81,9 @@ def _reap(child: int) -> int | None:
 
 
 def _kill_descendants() -> None:
-    """Kill everything below this process, again and again until nothing is left: a dying parent may still start one."""
     if sys.platform != "linux" and os.getpgrp() == os.getpid():  # without /proc: the whole group, this process included
         os.killpg(0, signal.SIGKILL)
-    for _ in range(limits().children.subreaper_rounds):
+    for _ in range(limits().children.subreaper_rounds):  # a dying parent may still start another
         below = _descendants()
         for pid in below:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -102,7 +98,6 @@ def _kill_descendants() -> None:
 
 
 def _descendants() -> list[int]:
-    """Return the processes below this one by way of /proc; none where there is no such thing."""
     children: dict[int, list[int]] = defaultdict(list)
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError, IndexError):

@@ -10,11 +10,12 @@ import asyncio
 import json
 import re
 import uuid
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import jinja2
 import msgspec
@@ -22,8 +23,8 @@ from aiohttp import web
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import UNSET, Meta, UnsetType
 
-from runner.engines.children import Parent, Settings
-from runner.engines.children.web import Pipe, Refusal, Slots, make_app, serve
+from runner.engines.children import SCOPE_HEADER, Parent, Settings
+from runner.engines.children.web import Pipe, Refusal, Slots, as_event, make_app, serve, stream_events
 from runner.limits import limits
 from wire import clock
 from wire.unreadable import UNREADABLE
@@ -137,17 +138,20 @@ class _Fields(msgspec.Struct, kw_only=True):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens
+
     def check(self) -> None:
-        """Refuse what no engine behind this server does, rather than ignore it. Raises Refusal."""
+        # Refused rather than ignored: no engine behind this server does any of it.
         for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
             if getattr(self, name):
                 raise Refusal(f"{name} is not supported by this engine", param=name, code="unsupported_parameter")
 
-    def sampling(self, *, limit: int, asked: int | None, scope: str) -> Sampling:
-        """Return how to generate; ``limit`` is what is left of the context, ``asked`` what the client wants at most."""
+    def sampling(self, *, limit: int, scope: str) -> Sampling:
         penalty = self.repetition_penalty or self.repeat_penalty
         return Sampling(
-            max_tokens=min(limit, asked or limit),
+            max_tokens=min(limit, self.most_tokens or limit),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=max(self.top_k or 0, 0),
             top_p=self.top_p or 1.0,
@@ -160,6 +164,8 @@ class _Fields(msgspec.Struct, kw_only=True):
 
 
 class ChatFields(_Fields, kw_only=True):
+    prompt_field: ClassVar[str] = "messages"
+    """The field that a prompt which is too long is blamed on."""
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]  # Any: a template may read whatever a message carries
     max_completion_tokens: Count | None = None
     tools: list[dict[str, Any]] | None = None  # Any: JSON schemas, for the template
@@ -173,7 +179,6 @@ class ChatFields(_Fields, kw_only=True):
         return self.max_completion_tokens or self.max_tokens
 
     def check(self) -> None:
-        """As above, and the messages. Raises Refusal."""
         _Fields.check(self)
         if (self.response_format or {}).get("type", "text") != "text":
             raise Refusal("this engine answers in plain text only", param="response_format", code="response_format_unsupported")
@@ -186,6 +191,7 @@ class ChatFields(_Fields, kw_only=True):
 class CompletionFields(_Fields, kw_only=True):
     """Body of ``/v1/completions``. Prompts as lists of tokens are refused: tokens differ between engines."""
 
+    prompt_field: ClassVar[str] = "prompt"
     prompt: str | Annotated[list[str], Meta(min_length=1, max_length=1)]
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
@@ -205,31 +211,20 @@ class _Kind(msgspec.Struct):
     messages: msgspec.Raw | UnsetType = UNSET
 
 
-_chat = msgspec.json.Decoder(ChatFields)
-_completion = msgspec.json.Decoder(CompletionFields)
-_kind = msgspec.json.Decoder(_Kind)
+Fields = TypeVar("Fields", bound=_Fields)
+Decoded = TypeVar("Decoded")
 
 
-def parse_chat(body: bytes) -> ChatFields:
-    fields: ChatFields = _decode(_chat, body)
+def read_fields(kind: type[Fields], body: bytes) -> Fields:
+    """Return the checked fields of a body. Raises Refusal."""
+    fields = _decode(kind, body)
     fields.check()
     return fields
 
 
-def parse_completion(body: bytes) -> CompletionFields:
-    fields: CompletionFields = _decode(_completion, body)
-    fields.check()
-    return fields
-
-
-def parse_either(body: bytes) -> ChatFields | CompletionFields:
-    """Return the checked fields of a body with messages, else of one with a prompt. Raises Refusal."""
-    return parse_completion(body) if _decode(_kind, body).messages is UNSET else parse_chat(body)
-
-
-def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:  # Any: the decoder's own type
+def _decode(kind: type[Decoded], body: bytes) -> Decoded:
     try:
-        return decoder.decode(body)
+        return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$")
         missing = re.search(r"required field `(\w+)`", problem)
@@ -240,7 +235,6 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:  # Any: the
 
 
 def _plain_content(content: object, param: str) -> str:
-    """Return the text of a message; parts of text are joined, anything else is refused."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -342,11 +336,7 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokeniser:
-    """Decodes one answer token by token. ``decode`` turns ids into text and shows broken characters as U+FFFD.
-
-    Only the last few tokens are decoded again each time, against those before them, because a token's text depends on what
-    precedes it (a leading space, half a character).
-    """
+    """Decodes one answer token by token. ``decode`` turns ids into text and shows broken characters as U+FFFD."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
@@ -358,6 +348,7 @@ class Detokeniser:
     def add(self, token: int) -> str:
         """Return the text that ``token`` completes, empty while a character is still incomplete."""
         self._ids.append(token)
+        # The last few are decoded again: a token's text depends on what precedes it (a leading space, half a character).
         known = self._decode(self._ids[self._from : self._to])
         text = self._decode(self._ids[self._from :])
         if text.endswith(REPLACEMENT) and len(self._ids) - self._to < self._broken_tokens:
@@ -366,11 +357,10 @@ class Detokeniser:
         return text[len(known) :]
 
     def finish(self) -> str:
-        """Return what is left at the end, less a character that was cut in two."""
         known = self._decode(self._ids[self._from : self._to])
         text = self._decode(self._ids[self._from :])[len(known) :]
         self._from = self._to = len(self._ids)
-        return text.rstrip(REPLACEMENT)
+        return text.rstrip(REPLACEMENT)  # of a character that was cut in two
 
 
 class StopStrings:
@@ -395,13 +385,11 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """Return what was held back, now that no stop string can follow."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of ``text`` are the start of ``stop``."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -428,7 +416,7 @@ class Usage:
         }
 
     def timings(self) -> dict[str, object]:
-        """Return the ``timings`` object, named as llama.cpp's server names them; ``tokenize_ms`` is our addition."""
+        # Named as llama.cpp's server names them; ``tokenize_ms`` is our addition.
         return {
             "prompt_n": self.prompt_tokens - self.cached_tokens,
             "cache_n": self.cached_tokens,
@@ -448,19 +436,18 @@ class Shape:
         self._head = {"id": prefix + number, "object": kind, "created": created, "model": model}
         self._chunk_head = {**self._head, "object": "chat.completion.chunk" if chat else kind}
 
-    def opening(self) -> list[bytes]:
-        return [self._event([self._delta({"role": "assistant", "content": ""}, None)])] if self._chat else []
+    def opening(self) -> bytes:
+        return self._event([self._choice(None, {"role": "assistant", "content": ""})]) if self._chat else b""
 
     def piece(self, text: str) -> bytes:
-        return self._event([self._delta({"content": text}, None) if self._chat else self._text(text, None)])
+        return self._event([self._choice(None, {"content": text}, text)])
 
-    def closing(self, finish: str, usage: Usage, *, with_usage: bool) -> list[bytes]:
+    def closing(self, finish: str, usage: Usage, *, with_usage: bool) -> bytes:
         """Return the last events: the reason, the usage if asked for, and ``[DONE]``; the last object has the timings."""
-        last = [self._delta({}, finish) if self._chat else self._text("", finish)]
+        last = [self._choice(finish, {})]
         if not with_usage:
-            return [self._event(last, timings=usage.timings()), b"data: [DONE]\n\n"]
-        counted = self._event([], usage=usage.counts(), timings=usage.timings())
-        return [self._event(last), counted, b"data: [DONE]\n\n"]
+            return self._event(last, timings=usage.timings()) + b"data: [DONE]\n\n"
+        return self._event(last) + self._event([], usage=usage.counts(), timings=usage.timings()) + b"data: [DONE]\n\n"
 
     def whole(self, text: str, finish: str, usage: Usage) -> dict[str, object]:
         choice: dict[str, object] = {"index": 0, "finish_reason": finish, "logprobs": None}
@@ -470,89 +457,61 @@ class Shape:
     def _event(self, choices: list[dict[str, object]], **more: object) -> bytes:
         return as_event({**self._chunk_head, "choices": choices, **more})
 
-    def _delta(self, delta: dict[str, object], finish: str | None) -> dict[str, object]:
-        return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-
-    def _text(self, text: str, finish: str | None) -> dict[str, object]:
-        return {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
-
-
-def as_event(value: object) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    def _choice(self, finish: str | None, delta: dict[str, object], text: str = "") -> dict[str, object]:
+        said: dict[str, object] = {"delta": delta} if self._chat else {"text": text}
+        return {"index": 0, **said, "logprobs": None, "finish_reason": finish}
 
 
 # ---- generations ----
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What to do: ``text`` makes the prompt (it may refuse), ``sampling`` says how for so many tokens of context left.
+class Generation:
+    """One request on its way through a slot. ``usage`` and ``finish`` are final at the end of ``pieces``, which are texts.
 
-    ``field`` is what a prompt that is too long is blamed on.
+    ``text`` makes the prompt, and may take long. Raises Refusal.
     """
 
-    text: Callable[[], str]
-    sampling: Callable[[int], Sampling]
-    stops: list[str]
-    field: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The prompt is accepted; nothing has been sent before this."""
-
-
-class Generation:
-    """One request on its way through a slot. ``usage`` and ``finish`` are final once ``read`` has returned None."""
-
-    def __init__(self, model: TextModel, slots: Slots, task: Task) -> None:
+    def __init__(
+        self, model: TextModel, slots: Slots, fields: ChatFields | CompletionFields, text: Callable[[], str], scope: str
+    ) -> None:
         self._model = model
         self._slots = slots
-        self._task = task
-        self._pipe: Pipe[Ready | str] = Pipe()
-        """First Ready, then pieces of text."""
+        self._fields = fields
+        self._text = text
+        self._scope = scope
+        self.pieces: Pipe[str] = Pipe()
         self.usage = Usage()
         self.finish = "stop"
 
     async def start(self) -> None:
-        """Wait for a slot and for the prompt to be accepted. Raises Refusal."""
         await self._slots.take()
-        self._slots.start(lambda: self._pipe.run(self._work))
-        await self.read()
-
-    async def read(self) -> str | None:
-        """Return the next piece of text, None at the end. Raises Refusal."""
-        result = await self._pipe.get()
-        return "" if isinstance(result, Ready) else result
-
-    def leave(self) -> None:
-        """Have the worker stop at its next step; fine when it has already ended."""
-        self._pipe.leave()
+        self._slots.start(lambda: self.pieces.run(self._work))
+        await self.pieces.get()
 
     def _work(self) -> None:
         prompt, sampling = self._prepare()
-        if self._pipe.put(Ready()):
+        if self.pieces.put(""):  # says that the prompt is accepted: nothing has been sent before it
             self._generate(prompt, sampling)
 
     def _prepare(self) -> tuple[Prompt, Sampling]:
         started = clock.monotonic()
-        prompt = self._model.tokenise(self._task.text())
+        prompt = self._model.tokenise(self._text())
         self.usage.tokenize_ms = 1000 * (clock.monotonic() - started)
         self.usage.prompt_tokens = prompt.count
         left = self._model.context_tokens - prompt.count
         if not prompt.count:
-            raise Refusal("the prompt is empty", param=self._task.field)
+            raise Refusal("the prompt is empty", param=self._fields.prompt_field)
         if left < 1:
             raise Refusal(
                 f"the prompt has {prompt.count} tokens, the context {self._model.context_tokens}; shorten the prompt",
-                param=self._task.field,
+                param=self._fields.prompt_field,
                 code="context_length_exceeded",
                 details={"n_prompt_tokens": prompt.count, "n_ctx": self._model.context_tokens},
             )
-        return prompt, self._task.sampling(left)
+        return prompt, self._fields.sampling(limit=left, scope=self._scope)
 
     def _generate(self, prompt: Prompt, sampling: Sampling) -> None:
-        stops, usage = StopStrings(self._task.stops), self.usage
+        stops, usage = StopStrings(self._fields.stops), self.usage
         started = clock.monotonic()
         first_at = 0.0
         # The steps are a Python generator: closing it is what stops the library.
@@ -566,19 +525,16 @@ class Generation:
                 usage.cached_tokens = usage.cached_tokens if step.cached_tokens is None else step.cached_tokens
                 self.finish = step.finish or self.finish
                 text = stops.add(step.text)
-                if (text and not self._pipe.put(text)) or self._pipe.is_left:
+                if (text and not self.pieces.put(text)) or self.pieces.is_left:
                     return
                 if stops.hit:
                     self.finish = "stop"
                     return
         if rest := stops.finish():
-            self._pipe.put(rest)
+            self.pieces.put(rest)
 
 
 # ---- the server ----
-
-SCOPE_HEADER = "x-prefix-scope"
-"""Names what a prompt may share cached prefixes with; the adapter makes it of tenant and tag."""
 
 
 class TextServer:
@@ -598,21 +554,15 @@ class TextServer:
 
     def make(self) -> web.Application:
         app = make_app(key=self._settings["key"], max_body_bytes=limits().children.body_bytes)
-        app.router.add_get("/v1/models", self.models)
         app.router.add_get("/stats", self.stats)
         app.router.add_post("/flush", self.flush)
-        app.router.add_post("/v1/chat/completions", self.chat)
-        app.router.add_post("/v1/completions", self.completions)
+        app.router.add_post("/v1/chat/completions", partial(self._answer, ChatFields))
+        app.router.add_post("/v1/completions", partial(self._answer, CompletionFields))
         app.router.add_post("/v1/tokenize", self.tokenize)
         app.on_cleanup.append(self._close)
         return app
 
-    async def models(self, _request: web.Request) -> web.Response:
-        entry = {"id": self._settings["model_name"], "object": "model", "created": 0, "owned_by": "muster"}
-        return web.json_response({"object": "list", "data": [{**entry, "max_model_len": self._model.context_tokens}]})
-
     async def stats(self, _request: web.Request) -> web.Response:
-        """Answer with running, waiting, and what the library counts."""
         return web.json_response({"running": self._slots.running, "waiting": self._slots.waiting, **self._model.stats()})
 
     async def flush(self, _request: web.Request) -> web.Response:
@@ -622,17 +572,11 @@ class TextServer:
             raise Refusal("a generation is running", code="busy", status=409)
         return web.json_response({"entries": entries})
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        fields = parse_chat(await request.read())
-        return await self._answer(request, fields, self._prompt_of(fields), "messages")
-
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        fields = parse_completion(await request.read())
-        return await self._answer(request, fields, self._prompt_of(fields), "prompt")
-
     async def tokenize(self, request: web.Request) -> web.Response:
         """Answer ``/v1/tokenize``: ``{"count", "max_model_len"}`` of what either endpoint would read."""
-        prompt = self._prompt_of(parse_either(await request.read()))
+        body = await request.read()
+        is_chat = _decode(_Kind, body).messages is not UNSET
+        prompt = self._prompt_of(read_fields(ChatFields, body) if is_chat else read_fields(CompletionFields, body))
         counts: list[int] = []
         await self._counting.take()
         try:
@@ -642,26 +586,17 @@ class TextServer:
         return web.json_response({"count": counts[0], "max_model_len": self._model.context_tokens})
 
     def _prompt_of(self, fields: ChatFields | CompletionFields) -> Callable[[], str]:
-        """Return what makes the prompt; it may take long. Raises Refusal, and so may what it returns."""
         if isinstance(fields, CompletionFields):
             return lambda: fields.text
         template = self._template
         if template is None:
             raise Refusal("this model has no chat template; use /v1/completions", code="modality_unsupported")
-        return lambda: template.render(fields)
+        return lambda: template.render(fields)  # later, in a thread: it may take long
 
-    async def _answer(
-        self, request: web.Request, fields: ChatFields | CompletionFields, text: Callable[[], str], field: str
-    ) -> web.StreamResponse:
+    async def _answer(self, kind: type[ChatFields] | type[CompletionFields], request: web.Request) -> web.StreamResponse:
+        fields = read_fields(kind, await request.read())
         scope = request.headers.get(SCOPE_HEADER, "")
-        asked = fields.most_tokens
-        task = Task(
-            text=text,
-            sampling=lambda left: fields.sampling(limit=left, asked=asked, scope=scope),
-            stops=fields.stops,
-            field=field,
-        )
-        generation = Generation(self._model, self._slots, task)
+        generation = Generation(self._model, self._slots, fields, self._prompt_of(fields), scope)
         shape = Shape(
             chat=isinstance(fields, ChatFields),
             number=uuid.uuid4().hex,
@@ -671,34 +606,22 @@ class TextServer:
         try:
             await generation.start()
             if fields.stream:
-                return await _stream(request, generation, shape, with_usage=fields.wants_usage)
-            pieces = []
-            while (piece := await generation.read()) is not None:
-                pieces.append(piece)
-            return web.json_response(shape.whole("".join(pieces), generation.finish, generation.usage))
+                return await stream_events(request, _events(generation, shape, with_usage=fields.wants_usage))
+            text = "".join([piece async for piece in generation.pieces.rest()])
+            return web.json_response(shape.whole(text, generation.finish, generation.usage))
         finally:
-            generation.leave()
+            generation.pieces.leave()
 
     async def _close(self, _app: web.Application) -> None:
         self._slots.close()
         self._counting.close()
 
 
-async def _stream(request: web.Request, generation: Generation, shape: Shape, *, with_usage: bool) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    try:
-        for event in shape.opening():
-            await response.write(event)
-        while (piece := await generation.read()) is not None:
-            await response.write(shape.piece(piece))
-        await response.write(b"".join(shape.closing(generation.finish, generation.usage, with_usage=with_usage)))
-        await response.write_eof()
-    except Refusal as refusal:
-        await response.write(as_event(refusal.render()))
-    except ConnectionResetError:  # the client has gone
-        pass
-    return response
+async def _events(generation: Generation, shape: Shape, *, with_usage: bool) -> AsyncIterator[bytes]:
+    yield shape.opening()
+    async for piece in generation.pieces.rest():
+        yield shape.piece(piece)
+    yield shape.closing(generation.finish, generation.usage, with_usage=with_usage)
 
 
 def serve_text(model: TextModel, settings: Settings, parent: Parent) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import threading
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
@@ -67,6 +67,32 @@ def make_app(*, key: str, max_body_bytes: int) -> web.Application:
     return app
 
 
+def as_event(value: object) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def _as_error(refusal: Refusal) -> bytes:
+    return as_event(refusal.render())
+
+
+async def stream_events(
+    request: web.Request, events: AsyncIterator[bytes], *, headers: Mapping[str, str] | None = None,
+    end_with: Callable[[Refusal], bytes] = _as_error,
+) -> web.StreamResponse:  # fmt: skip
+    """Answer with events as they come; a Refusal among them ends the answer as ``end_with`` renders it."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **(headers or {})})
+    await response.prepare(request)
+    try:
+        async for event in events:
+            await response.write(event)
+        await response.write_eof()
+    except Refusal as refusal:
+        await response.write(end_with(refusal))
+    except ConnectionResetError:  # the client has gone
+        pass
+    return response
+
+
 def _name_error(error: web.HTTPException) -> Refusal:
     if error.status == 413:
         return Refusal("the body is too large", code="request_too_large", status=413)
@@ -103,42 +129,25 @@ class Slots:
     """``count`` worker threads and a bounded line of those who wait for one, first come first served. One event loop only."""
 
     def __init__(self, *, count: int, max_waiting: int) -> None:
-        self._count = count
         self._max_waiting = max_waiting
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._free = asyncio.Semaphore(count)
         self._pool = ThreadPoolExecutor(max_workers=count, thread_name_prefix="slot")
-        self.running = 0
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+        self.running = self.waiting = 0
 
     async def take(self) -> None:
         """Wait for a slot. Raises Refusal (503) when the line is full."""
-        if self.running < self._count and not self._waiting:
-            self.running += 1
-            return
-        if len(self._waiting) >= self._max_waiting:
+        if self._free.locked() and self.waiting >= self._max_waiting:
             raise Refusal("the engine has as many requests waiting as it may", code="queue_full", status=503)
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(granted)
+        self.waiting += 1
         try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():
-                self.give_back()
-            else:
-                self._waiting.remove(granted)
-            raise
+            await self._free.acquire()
+        finally:
+            self.waiting -= 1
+        self.running += 1
 
     def give_back(self) -> None:
-        """Free a slot: the next in line has it, else nobody."""
-        while self._waiting:
-            granted = self._waiting.popleft()
-            if not granted.done():
-                granted.set_result(None)
-                return
         self.running -= 1
+        self._free.release()
 
     def start(self, work: Callable[[], None]) -> Future[None]:
         """Run ``work`` in a thread; the slot taken before is free again when it has really ended, not earlier."""
@@ -170,14 +179,10 @@ class Pipe(Generic[Item]):
 
     @property
     def is_left(self) -> bool:
-        """Whether the reader has gone; the worker asks between steps."""
         return self._left.is_set()
 
-    def put(self, item: Item) -> bool:
+    def put(self, item: Item | Refusal) -> bool:
         """From the worker: hand over a result, waiting while the reader is far behind. False = the reader has gone."""
-        return self._put_any(item)
-
-    def _put_any(self, item: Item | Refusal) -> bool:
         while not self._credits.acquire(timeout=self._poll_s):
             if self._left.is_set():
                 return False
@@ -188,13 +193,13 @@ class Pipe(Generic[Item]):
         try:
             work()
         except Refusal as refusal:
-            self._put_any(refusal)
+            self.put(refusal)
         except (RuntimeError, ValueError, MemoryError) as error:
             # The library's own text: it sees tokens or sound, no prompts.
             log.warning("request failed: %s", error)
-            self._put_any(Refusal(f"the engine failed: {error}", code="engine_failed", status=500))
+            self.put(Refusal(f"the engine failed: {error}", code="engine_failed", status=500))
         except BaseException:
-            self._put_any(Refusal("the engine failed", code="engine_failed", status=500))
+            self.put(Refusal("the engine failed", code="engine_failed", status=500))
             raise
         finally:
             self._call(None)
@@ -207,8 +212,13 @@ class Pipe(Generic[Item]):
             raise item
         return item
 
+    async def rest(self) -> AsyncIterator[Item]:
+        """From the loop: yield results to the end. Raises Refusal."""
+        while (item := await self.get()) is not None:
+            yield item
+
     def leave(self) -> None:
-        """From the loop: nobody reads any more."""
+        """From the loop: nobody reads any more, so the worker is to stop at its next step."""
         self._left.set()
 
     def _call(self, item: Item | Refusal | None) -> bool:

@@ -10,16 +10,16 @@ import contextlib
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from aiohttp import BodyPartReader, web
 
-from runner.engines.children import Parent, Settings, report_reading, run_child, unload_ctranslate2
-from runner.engines.children.textserver import as_event
-from runner.engines.children.web import Pipe, Refusal, Slots, make_app, serve
+from runner.engines.children import Parent, Settings, import_engine, load_ctranslate2, run_child, unload_ctranslate2
+from runner.engines.children.web import Pipe, Refusal, Slots, as_event, make_app, serve, stream_events
 from runner.limits import limits
 from wire import clock
 
@@ -197,7 +197,6 @@ def as_json(segments: Sequence[Segment], outcome: Outcome) -> dict[str, object]:
 
 
 def as_verbose_json(segments: Sequence[Segment], outcome: Outcome, granularities: Collection[str]) -> dict[str, object]:
-    """Return the ``verbose_json`` shape with segments, words or both."""
     found: dict[str, object] = {
         "task": outcome.task,
         "language": outcome.language,
@@ -225,14 +224,6 @@ def as_vtt(segments: Sequence[Segment]) -> str:
     )
 
 
-def delta_event(segment: Segment, *, first: bool) -> dict[str, object]:
-    return {"type": "transcript.text.delta", "delta": segment["text"].lstrip() if first else segment["text"]}
-
-
-def done_event(segments: Sequence[Segment], outcome: Outcome) -> dict[str, object]:
-    return {"type": "transcript.text.done", **as_json(segments, outcome)}
-
-
 def _clock(seconds: float, mark: str) -> str:
     whole_ms = round(seconds * 1000)
     minutes, ms = divmod(whole_ms, 60_000)
@@ -250,49 +241,33 @@ class _ReaderLeftError(Exception):
 
 
 class _Ask(threading.local):
-    """How the thread learns that its reader has gone."""
-
     is_left: Callable[[], bool] = staticmethod(lambda: False)
 
 
 _ask = _Ask()
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The sound is decoded and looked at; segments follow."""
-
-
 class Transcription:
-    """One request on its way through a slot."""
+    """One request on its way through a slot: its segments, and before them an empty one, which says that the file is good."""
 
     def __init__(self, model: Any, request: AudioRequest, task: str) -> None:  # Any: untyped library
         self._model = model
         self._request = request
-        self._pipe: Pipe[Started | Segment] = Pipe()
+        self.segments: Pipe[Segment] = Pipe()
         self.outcome = Outcome(task)
 
     def work(self) -> None:
-        """Decode and transcribe; in a worker thread."""
-        self._pipe.run(self._work)
+        self.segments.run(self._work)
 
     def _work(self) -> None:
-        _ask.is_left = lambda: self._pipe.is_left
+        _ask.is_left = lambda: self.segments.is_left
         with self._request.file as file:
             started = clock.monotonic()
-            audio = decode(file, self._pipe)
+            audio = decode(file, self.segments)
             self.outcome.decode_ms = 1000 * (clock.monotonic() - started)
-        if not self._pipe.is_left:
+        if not self.segments.is_left:
             with contextlib.suppress(_ReaderLeftError):
                 self._transcribe(audio)
-
-    async def read(self) -> Segment | None:
-        """Return the next segment, None at the end; the first call returns an empty one: the file is good. Raises Refusal."""
-        found = await self._pipe.get()
-        return {} if isinstance(found, Started) else found
-
-    def leave(self) -> None:
-        self._pipe.leave()
 
     def _transcribe(self, audio: Any) -> None:  # Any: an array
         request, outcome = self._request, self.outcome
@@ -304,10 +279,10 @@ class Transcription:
         )  # fmt: skip
         outcome.language, outcome.audio_ms = info.language, 1000 * info.duration
         outcome.speech_ms = 1000 * info.duration_after_vad
-        self._pipe.put(Started())
+        self.segments.put({})
         for number, segment in enumerate(segments):
             outcome.inference_ms = 1000 * (clock.monotonic() - started)
-            if not self._pipe.put(_as_segment(number, segment)):
+            if not self.segments.put(_as_segment(number, segment)):
                 return
         outcome.inference_ms = 1000 * (clock.monotonic() - started)
 
@@ -385,28 +360,20 @@ class AudioServer:
 
     def make(self) -> web.Application:
         app = make_app(key=self._settings["key"], max_body_bytes=self._settings["max_upload_bytes"])
-        app.router.add_get("/v1/models", self.models)
         app.router.add_get("/stats", self.stats)
-        app.router.add_post("/v1/audio/transcriptions", self.transcribe)
+        app.router.add_post("/v1/audio/transcriptions", partial(self._answer, "transcribe"))
         app.router.add_post("/v1/audio/translations", self.translate)
         return app
-
-    async def models(self, _request: web.Request) -> web.Response:
-        entry = {"id": self._settings["model_name"], "object": "model", "created": 0, "owned_by": "muster"}
-        return web.json_response({"object": "list", "data": [entry]})
 
     async def stats(self, _request: web.Request) -> web.Response:
         return web.json_response({"running": self._slots.running, "waiting": self._slots.waiting})
 
-    async def transcribe(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, "transcribe")
-
     async def translate(self, request: web.Request) -> web.StreamResponse:
         if not self._model.model.is_multilingual:
             raise Refusal("this model knows English only, it cannot translate", param="model", code="modality_unsupported")
-        return await self._answer(request, "translate")
+        return await self._answer("translate", request)
 
-    async def _answer(self, request: web.Request, task: str) -> web.StreamResponse:
+    async def _answer(self, task: str, request: web.Request) -> web.StreamResponse:
         limit = self._settings["max_upload_bytes"]
         asked = await read_request(request, max_upload_bytes=limit, languages=self._model.supported_languages)
         transcription = Transcription(self._model, asked, task)
@@ -417,15 +384,13 @@ class AudioServer:
             raise
         self._slots.start(transcription.work)
         try:
-            await transcription.read()
+            await transcription.segments.get()
             if asked.stream:
-                return await _stream(request, transcription)
-            segments = []
-            while (segment := await transcription.read()) is not None:
-                segments.append(segment)
+                return await stream_events(request, _events(transcription), headers=_duration_header(transcription.outcome))
+            segments = [segment async for segment in transcription.segments.rest()]
             return _whole(asked, segments, transcription.outcome)
         finally:
-            transcription.leave()
+            transcription.segments.leave()
 
 
 def _whole(asked: AudioRequest, segments: list[Segment], outcome: Outcome) -> web.Response:
@@ -443,22 +408,13 @@ def _whole(asked: AudioRequest, segments: list[Segment], outcome: Outcome) -> we
             return web.json_response(as_json(segments, outcome), headers=headers)
 
 
-async def _stream(request: web.Request, transcription: Transcription) -> web.StreamResponse:
-    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **_duration_header(transcription.outcome)}
-    response = web.StreamResponse(headers=headers)
-    await response.prepare(request)
+async def _events(transcription: Transcription) -> AsyncIterator[bytes]:
     segments: list[Segment] = []
-    try:
-        while (segment := await transcription.read()) is not None:
-            await response.write(as_event(delta_event(segment, first=not segments)))
-            segments.append(segment)
-        await response.write(as_event(done_event(segments, transcription.outcome)))
-        await response.write_eof()
-    except Refusal as refusal:
-        await response.write(as_event(refusal.render()))
-    except ConnectionResetError:  # the client has gone
-        pass
-    return response
+    async for segment in transcription.segments.rest():
+        text = segment["text"] if segments else segment["text"].lstrip()
+        yield as_event({"type": "transcript.text.delta", "delta": text})
+        segments.append(segment)
+    yield as_event({"type": "transcript.text.done", **as_json(segments, transcription.outcome)})
 
 
 def _duration_header(outcome: Outcome) -> dict[str, str]:
@@ -473,12 +429,9 @@ def serve_audio(model: Any, settings: Settings, parent: Parent) -> None:  # Any:
 def load(settings: Settings, parent: Parent) -> Any:  # Any: a faster_whisper.WhisperModel
     """Load the model. Raises RuntimeError, ValueError or OSError with a reason for the node's owner."""
     parent.say(stage="starting faster-whisper")
-    try:
-        from faster_whisper import WhisperModel
-    except ImportError as error:
-        raise RuntimeError(f"the engine cannot be imported ({error}): pip install 'muster[whisper]'") from error
+    library = import_engine("faster_whisper", "whisper")
 
-    class Model(WhisperModel):  # type: ignore[misc]  # an untyped library
+    class Model(library.WhisperModel):  # type: ignore[misc, name-defined]  # an untyped library
         """Asks before each window of 30 seconds: windows of silence yield no segment to stop at."""
 
         def encode(self, features: Any) -> Any:  # Any: arrays of untyped libraries
@@ -487,17 +440,12 @@ def load(settings: Settings, parent: Parent) -> Any:  # Any: a faster_whisper.Wh
             return super().encode(features)
 
     folder = Path(settings["folder"])
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder.name} has no tokenizer.json: convert it with --copy_files tokenizer.json")
-    try:
-        with report_reading(parent, (folder / "model.bin").stat().st_size):
-            return Model(
-                str(folder), device=settings["device"], device_index=settings["device_index"] or 0,
-                compute_type=settings["compute_type"], cpu_threads=max(1, settings["threads"] // settings["slots"]),
-                num_workers=settings["slots"], local_files_only=True,
-            )  # fmt: skip
-    except (RuntimeError, ValueError) as error:
-        raise RuntimeError(f"{folder.name} cannot be loaded: {error}") from None
+    with load_ctranslate2(parent, folder):
+        return Model(
+            str(folder), device=settings["device"], device_index=settings["device_index"] or 0,
+            compute_type=settings["compute_type"], cpu_threads=max(1, settings["threads"] // settings["slots"]),
+            num_workers=settings["slots"], local_files_only=True,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

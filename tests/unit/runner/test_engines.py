@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.definitions.plan import LoadPlan
-from runner.engines.children.textserver import ChatFields, ChatTemplate, Detokeniser, StopStrings, parse_chat, special_tokens
+from runner.engines.children.textserver import ChatFields, ChatTemplate, Detokeniser, StopStrings, read_fields, special_tokens
 from runner.engines.children.web import Refusal
 from runner.engines.comfy import read_image_request
 from runner.engines.comfy_server import image_format, read_workflow, strip_texts
@@ -218,7 +218,7 @@ def test_a_png_loses_its_texts_and_nothing_else_also_when_it_is_cut_short() -> N
     assert [image_format(image) for image in given] == ["png", "jpeg", "webp", "unknown", "unknown"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -421,7 +421,7 @@ def chat_body(**fields: object) -> bytes:
 
 def refused(body: bytes) -> Refusal:
     with pytest.raises(Refusal) as caught:
-        parse_chat(body)
+        read_fields(ChatFields, body)
     return caught.value
 
 
@@ -487,7 +487,7 @@ def test_a_stop_string_ends_the_text_wherever_its_pieces_are_cut(text: str, stop
 
 
 def chat_asked(text: str = "Hi", **fields: object) -> ChatFields:
-    return parse_chat(json.dumps({"messages": [{"role": "user", "content": text}], **fields}).encode())
+    return read_fields(ChatFields, json.dumps({"messages": [{"role": "user", "content": text}], **fields}).encode())
 
 
 def test_messages_specials_and_the_prompt_for_an_answer_reach_the_template() -> None:
