@@ -241,12 +241,8 @@ class ImageSite:
         return web.Response(body=body, content_type="application/json")
 
     async def _make(self, wanted: ImageRequest, priority: Priority) -> AsyncGenerator[Piece, None]:
-        """Yield how far it is, and each image. Raises Refusal.
-
-        A workflow that cannot make several images at once is run as often as there are to be.
-        """
         has_batch = "batch_size" in self._workflow.placeholders
-        runs = 1 if has_batch else wanted.count
+        runs = 1 if has_batch else wanted.count  # a workflow that makes one image at once is run for each
         for run in range(runs):
             values = self._values(wanted, run, batch_size=wanted.count if has_batch else 1)
             try:
@@ -275,7 +271,7 @@ class ImageSite:
         }
 
     def _refuse_what_it_lacks(self, wanted: ImageRequest) -> None:
-        """Raise Refusal for a field that the workflow has no place for: an image of another size is not what was asked."""
+        # Not passed over: an image of another size is not what was asked for.
         for name in sorted(wanted.given):
             needed = {"width", "height"} if name == "size" else {name}
             if not needed <= self._workflow.placeholders:
@@ -310,9 +306,11 @@ def make_comfyui(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
     """Options: ``server_url``; ``server_api_key_env``, the variable with the key of a proxy in front of it; ``server_model``,
     the checkpoint's file there (the model's id unless given); ``comfyui_workflow``, the owner's template.
     """
-    server = HttpServer(client)
+    server = HttpServer()
     comfy = ComfyModel(plan, server, client)
-    return HttpEngine(server, comfy, comfy, name="comfyui", poll_s=5.0, restart_max_s=60.0, check=comfy.check)
+    return HttpEngine(
+        server, comfy, comfy, name="comfyui", poll_s=5.0, restart_max_s=60.0, check=comfy.check, give_up=comfy.give_up
+    )
 
 
 class ComfyModel:
@@ -329,12 +327,9 @@ class ComfyModel:
         self._comfy: ComfyServer | None = None
         """Set from when it may hold the model."""
         self._site: ImageSite | None = None
-        self.capabilities = Capabilities(
-            endpoints=(IMAGES,), max_inflight=plan.slots, keeps_nothing=True, engine_priority=True, reports_progress=True
-        )
+        self.capabilities = Capabilities(endpoints=(IMAGES,), keeps_nothing=True, engine_priority=True)
 
     async def load(self, report: Report) -> None:
-        """Check that ComfyUI can run the workflow with the checkpoint, and have it read that."""
         await self._stop_site()
         workflow = await self._read_workflow()
         comfy = ComfyServer(self._client, read_url(self._plan, example="http://127.0.0.1:8188"), bearer(self._plan))
@@ -351,12 +346,11 @@ class ComfyModel:
         report(Progress("ready", 1.0))
 
     async def give_up(self) -> None:
-        """Ask for the memory of a load that nobody wants any more, and wait for nothing."""
         await self._stop_site()
         comfy, self._comfy = self._comfy, None
         if comfy is not None:
             with contextlib.suppress(EngineError):
-                await comfy.free()
+                await comfy.free()  # what it does then is not waited for
 
     async def unload(self, *, gently: bool) -> None:
         """Withdraw what runs, have ComfyUI free its memory, and see it go, as far as a GPU shows that.
@@ -371,9 +365,6 @@ class ComfyModel:
             await self._free(self._comfy)
         self._comfy = None
 
-    async def meet(self, report: Report) -> None:
-        """All is known."""
-
     def send(self, call: Call) -> HttpResponse:
         """Also raises ModalityUnsupported for any request but one for images."""
         if call.method != "POST" or call.path.partition("?")[0] != IMAGES:
@@ -384,10 +375,9 @@ class ComfyModel:
         return FlushOutcome(FlushResult.NOTHING_KEPT, "image models have no KV cache; unload frees what the server keeps")
 
     async def read_stats(self) -> EngineStats:
-        """Prompts that run and wait on the server, everybody's."""
         if self._comfy is None:
             return EngineStats()
-        queue = await self._comfy.waiting()
+        queue = await self._comfy.waiting()  # everybody's
         return EngineStats(running=len(queue.running), waiting=len(queue.pending))
 
     async def check(self) -> Health:
@@ -399,7 +389,6 @@ class ComfyModel:
             await site.stop()
 
     async def _read_workflow(self) -> Workflow:
-        """Return the owner's template, or one of ours. Raises EngineError."""
         name = read_option(self._plan.options, "comfyui_workflow", str)
         if not name:
             return make_text_to_image()
@@ -423,7 +412,6 @@ class ComfyModel:
         return checkpoint
 
     async def _warm_up(self, comfy: ComfyServer, checkpoint: str, report: Report) -> None:
-        """Have the server read the checkpoint, where a graph for that is accepted. Raises EngineError with the node's words."""
         report(Progress("loading the checkpoint"))
         graph = make_warm_up(checkpoint, has_preview=await comfy.node_choices(PREVIEW) is not None)
         cleaners: set[asyncio.Task[None]] = set()
@@ -436,7 +424,6 @@ class ComfyModel:
                 raise EngineError(refusal.message) from None
 
     async def _free(self, comfy: ComfyServer) -> None:
-        """Have the server free its memory. Raises EngineError when it refuses, or keeps it."""
         before = await comfy.reserved_bytes()
         await comfy.free()
         if before is None or before <= limits().comfyui.nothing_bytes:
@@ -463,7 +450,6 @@ def _read_file(path: Path) -> bytes:
 
 
 def _find_file(wanted: str, names: list[str], url: str) -> str:
-    """Return the file a checkpoint is in: of exactly that name, or the only one that is called so but for its ending."""
     if wanted in names:
         return wanted
     alike = [name for name in names if name.rpartition(".")[0] == wanted]

@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 
 from runner.engines.children.web import Refusal
-from runner.engines.http import HttpServer
+from runner.engines.http import HttpServer, read_answer
 from runner.engines.port import Health, Priority
 from runner.errors import EngineError
 from runner.limits import limits
@@ -47,10 +47,7 @@ def image_format(image: bytes) -> str:
 
 
 def strip_texts(image: bytes) -> bytes:
-    """Return a PNG without its text chunks, in which ComfyUI puts the whole graph; anything else as it is.
-
-    The graph is the node owner's: it names files and may hold keys of nodes.
-    """
+    """Return a PNG without its text chunks; anything else as it is."""
     if not image.startswith(PNG_SIGNATURE):
         return image
     kept = [PNG_SIGNATURE]
@@ -60,6 +57,7 @@ def strip_texts(image: bytes) -> bytes:
         end = at + int.from_bytes(image[at : at + 4], "big") + 12
         if end > len(image):  # cut short: what is left cannot be told from text
             break
+        # ComfyUI puts the whole graph there, which is the node owner's: it names files and may hold keys of nodes.
         if image[at + 4 : at + 8] not in _TEXT_CHUNKS:
             kept.append(image[at:end])
         at = end
@@ -118,16 +116,15 @@ def read_workflow(data: bytes) -> Workflow:
         raise EngineError(f"comfyui_workflow is not a graph for ComfyUI's API: {error}") from None
     except UNREADABLE:
         raise EngineError("comfyui_workflow is not JSON: export it with Export (API)") from None
-    unknown = sorted(workflow.placeholders - set(PLACEHOLDERS))
-    if unknown:
-        raise EngineError(f"comfyui_workflow has placeholders that nothing fills: {', '.join(unknown)}; known: {_listed()}")
+    if unknown := sorted(workflow.placeholders - set(PLACEHOLDERS)):
+        listed = ", ".join(f"{{{{{name}}}}}" for name in PLACEHOLDERS)
+        raise EngineError(f"comfyui_workflow has placeholders that nothing fills: {', '.join(unknown)}; known: {listed}")
     if "prompt" not in workflow.placeholders:
         raise EngineError("comfyui_workflow has no {{prompt}}, so every request would make the same image")
     return workflow
 
 
 def make_text_to_image() -> Workflow:
-    """Return a template of standard nodes. Its images go to the server's temporary folder, which it clears by itself."""
     clip, checkpoint = ["checkpoint", 1], "{{checkpoint}}"
     return _examine(
         {
@@ -141,24 +138,20 @@ def make_text_to_image() -> Workflow:
                 scheduler="normal", denoise=1.0,
             ),
             "decode": _node("VAEDecode", samples=["sampler", 0], vae=["checkpoint", 2]),
-            "image": _node("PreviewImage", images=["decode", 0]),
+            "image": _node("PreviewImage", images=["decode", 0]),  # to a temporary folder, which the server clears by itself
         }
     )  # fmt: skip
 
 
 def make_warm_up(checkpoint: str, *, has_preview: bool) -> Graph:
-    """Return the smallest graph that has the server read a checkpoint.
-
-    ComfyUI runs only what leads to an output, which is why the loader alone may be refused.
-    """
+    """Return the smallest graph that has the server read a checkpoint."""
     graph: Graph = {"checkpoint": _node(LOADER, ckpt_name=checkpoint)}
-    if has_preview:
+    if has_preview:  # ComfyUI runs only what leads to an output, so it may refuse the loader alone
         graph["output"] = _node(PREVIEW, source=["checkpoint", 0])
     return graph
 
 
 def _examine(graph: Graph) -> Workflow:
-    """Return what a graph is made of. Raises msgspec.ValidationError when it is none."""
     if not 1 <= len(graph) <= limits().comfyui.workflow_nodes:
         raise msgspec.ValidationError(f"a graph has 1 to {limits().comfyui.workflow_nodes} nodes, not {len(graph)}")
     nodes = [msgspec.convert(node, _Node) for node in graph.values()]
@@ -208,19 +201,12 @@ def _node(class_type: str, **inputs: object) -> dict[str, object]:
     return {"class_type": class_type, "inputs": inputs}
 
 
-def _listed() -> str:
-    return ", ".join(f"{{{{{name}}}}}" for name in PLACEHOLDERS)
-
-
 # ---- the server ----
 
 Answer = TypeVar("Answer")
 
 
 class _Error(msgspec.Struct):
-    """Why a graph is refused; the server checks each node's inputs."""
-
-    type: str = ""
     message: str = ""
     details: str = ""
 
@@ -309,9 +295,9 @@ class ComfyServer:
 
     def __init__(self, client: aiohttp.ClientSession, url: str, headers: Mapping[str, str]) -> None:
         self._client = client
-        self._http = HttpServer(client)
+        self._http = HttpServer()
         self._http.base_url = url
-        self._http.headers = {"Accept-Encoding": "identity", **headers}
+        self._http.headers = headers
         self.url = url
 
     async def version(self) -> str:
@@ -325,8 +311,7 @@ class ComfyServer:
         return sum(device.torch_vram_total for device in devices) if devices else None
 
     async def check(self) -> Health:
-        """Ask for the length of the queue, the cheapest question there is."""
-        return await self._http.check("/prompt")
+        return await self._http.check("/prompt")  # the length of the queue is the cheapest question there is
 
     async def node_choices(self, node_type: str) -> dict[str, list[str]] | None:
         """Return what each input of a kind of node may be, where it is a choice; None when there is no such node.
@@ -363,14 +348,12 @@ class ComfyServer:
         return Waiting(_prompt_ids(queue.queue_running, client_id), _prompt_ids(queue.queue_pending, client_id))
 
     async def remove(self, prompt_ids: tuple[str, ...]) -> None:
-        """Take prompts that wait out of the queue. Raises EngineError."""
         await self._tell("/queue", {"delete": list(prompt_ids)})
 
     async def interrupt(self, prompt_id: str) -> None:
         await self._tell("/interrupt", {"prompt_id": prompt_id})
 
     async def forget(self, prompt_ids: tuple[str, ...]) -> None:
-        """Take prompts out of the history, which everybody can read who reaches the server. Raises EngineError."""
         await self._tell("/history", {"delete": list(prompt_ids)})
 
     async def outcome(self, prompt_id: str) -> Outcome | None:
@@ -387,24 +370,11 @@ class ComfyServer:
 
     async def view(self, image: Image) -> bytes:
         query = urlencode({"filename": image.filename, "subfolder": image.subfolder, "type": image.type})
-        url = f"{self.url}/view?{query}"
-        try:
-            async with self._client.get(
-                url,
-                headers=self._http.headers,
-                timeout=aiohttp.ClientTimeout(total=limits().comfyui.view_s),
-                allow_redirects=False,
-            ) as response:
-                if response.status != 200:
-                    raise EngineError(f"{self.url}/view answers HTTP {response.status}")
-                data = bytearray()
-                async for chunk in response.content.iter_chunked(256 * 1024):
-                    data += chunk
-                    if len(data) > limits().comfyui.image_bytes:
-                        raise EngineError(f"an image has more than {limits().comfyui.image_bytes} bytes")
-        except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(f"an image could not be fetched from {self.url}: {type(error).__name__}") from None
-        return bytes(data)
+        bounds = limits().comfyui
+        status, data = await self._http.ask("GET", f"/view?{query}", timeout_s=bounds.view_s, answer_bytes=bounds.image_bytes)
+        if status != 200:
+            raise EngineError(f"{self.url}/view answers HTTP {status}")
+        return data
 
     async def free(self) -> None:
         await self._tell("/free", {"unload_models": True, "free_memory": True})
@@ -430,10 +400,7 @@ class ComfyServer:
             raise EngineError(f"{self.url} does not accept our key: check server_api_key_env")
         if status != 200:
             raise EngineError(f"{self.url}{path} answers HTTP {status}: is it ComfyUI?")
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            raise EngineError(f"{self.url}{path} does not answer as ComfyUI does") from None
+        return read_answer(body, kind, f"{self.url}{path} does not answer as ComfyUI does")
 
     async def _tell(self, path: str, body: dict[str, object]) -> None:
         status, _ = await self._http.ask("POST", path, body=body)
@@ -444,23 +411,16 @@ class ComfyServer:
 def _read_failure(status: _Status) -> Outcome:
     for kind, fields in reversed(status.messages):
         if kind == "execution_error":
-            return _describe_failure(fields)
+            said = str(fields.get("exception_message") or fields.get("exception_type") or "no reason given").strip()
+            raised = str(fields.get("exception_type") or "")
+            words = f"{fields.get('node_type') or 'a node'}: {said}"[: limits().comfyui.said_chars]
+            return Outcome(error=words, may_pass="OutOfMemory" in raised or "out of memory" in said)
         if kind == "execution_interrupted":
             return Outcome(error="it was interrupted on the server", may_pass=True)
     return Outcome(error="the server gives no reason")
 
 
-def _describe_failure(fields: Mapping[str, object]) -> Outcome:
-    said = str(fields.get("exception_message") or fields.get("exception_type") or "no reason given").strip()
-    node = str(fields.get("node_type") or "a node")
-    kind = str(fields.get("exception_type") or "")
-    return Outcome(
-        error=f"{node}: {said}"[: limits().comfyui.said_chars], may_pass="OutOfMemory" in kind or "out of memory" in said
-    )
-
-
 def _explain_refusal(said: _Submitted) -> str:
-    """Return why a graph is refused, as a sentence or two: what the nodes say, else what the server says of the whole."""
     nodes = said.node_errors if isinstance(said.node_errors, dict) else {}
     reasons = [
         f"{node.class_type or 'a node'} (node {node_id}): {': '.join(filter(None, (error.message, error.details)))}"
@@ -487,7 +447,6 @@ def _client_of(item: list[object]) -> object:
 
 
 def _read_choices(spec: object) -> list[str] | None:
-    """Return the choices an input has, None when it is no choice."""
     match spec:
         case [list() as choices, *_]:
             return [str(choice) for choice in choices]
@@ -564,7 +523,6 @@ class Job:
         return [strip_texts(await self.server.view(image)) for image in made]
 
     async def _next_message(self) -> _Message | None:
-        """Return what comes next on the socket; None when it is time to look at the history."""
         if self._ending_at is not None or self.socket is None:
             await asyncio.sleep(
                 limits().comfyui.look_without_socket_s if self._ending_at is None else limits().comfyui.look_at_end_s
@@ -585,7 +543,6 @@ class Job:
         return None
 
     def _take(self, message: _Message) -> bool:
-        """Note a message; return whether anything has changed."""
         try:
             data = _data_decoder.decode(message.data)
         except msgspec.DecodeError:
@@ -606,7 +563,6 @@ class Job:
         return before != (self._stage, self._fraction, self._ending_at)
 
     async def _look(self) -> None:
-        """Ask the server whether it has ended. Raises Refusal when the server has lost it, or is lost itself."""
         try:
             self.outcome = await self.server.outcome(self.prompt_id)
             if self.outcome is None and self._ending_at is None:
@@ -635,7 +591,6 @@ async def open_job(
 ) -> AsyncIterator[Job]:
     """Queue a graph. Leaving the context before its end takes it out of the queue or interrupts it, and only it.
 
-    What is left behind on the server is cleared by a task in ``cleaners``, since the caller may be cancelled meanwhile.
     Raises Refusal with the node's words, EngineError.
     """
     client_id, prompt_id = uuid.uuid4().hex, str(uuid.uuid4())
@@ -646,6 +601,7 @@ async def open_job(
         yield Job(server, socket, await asyncio.shield(submitting))
     finally:
         if not submitting.done() or submitting.exception() is None:
+            # A task of its own: the caller may be cancelled meanwhile.
             cleaner = asyncio.create_task(_clear(server, submitting, client_id, prompt_id))
             cleaners.add(cleaner)
             cleaner.add_done_callback(cleaners.discard)
@@ -655,7 +611,6 @@ async def open_job(
 
 
 async def _clear(server: ComfyServer, submitting: asyncio.Task[str], client_id: str, prompt_id: str) -> None:
-    """Withdraw what a client has on the server, and have its history forget it. Never raises."""
     try:
         async with asyncio.timeout(limits().comfyui.withdraw_s):
             try:
@@ -671,7 +626,7 @@ async def _clear(server: ComfyServer, submitting: asyncio.Task[str], client_id: 
                     await server.interrupt(running)
                     told.add(running)
                 await asyncio.sleep(limits().comfyui.withdraw_poll_s)
-            await server.forget((prompt_id,))
+            await server.forget((prompt_id,))  # everybody who reaches the server can read its history
     except (EngineError, TimeoutError) as error:
         log.warning("image request was not withdrawn server=%s: %s", server.url, error)
 

@@ -1,20 +1,16 @@
-"""An engine's HTTP server: where it listens, the exchange of a call, short questions with an answer in JSON, a health check.
-
-Calls go over connections of their own, whose answers are read by callback (RFC 9112): a general client spends more on one
-piece of an answer than the rest of the runner does.
-"""
+"""An engine's HTTP server: where it listens, the exchange of a call, short questions with an answer in JSON, a health check."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
-import io
 import math
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Generic, Self, TypeVar, cast
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -26,8 +22,16 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from runner.engines.port import Call, Health
 from runner.errors import EngineError, EngineSilent
 from runner.limits import limits
+from wire.unreadable import UNREADABLE
 
 Answer = TypeVar("Answer")
+
+
+class Listing(msgspec.Struct, Generic[Answer]):
+    """The answer of ``/v1/models``."""
+
+    data: list[Answer]
+
 
 NOT_TO_ENGINE = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
@@ -44,15 +48,16 @@ path or method than those that were checked, and ``x-conversation-id``, which ma
 class HttpResponse:
     """One call and its answer: read with ``read`` or ``readany``, or given to a callback with ``pipe``.
 
-    Entering it sends the call and waits for the head of the answer, leaving it lets go of the connection.
+    Entering it sends the call, over ``connection`` where one is given, and waits for the head of the answer. Leaving it lets
+    go of the connection.
     """
 
-    def __init__(self, server: HttpServer, head: bytes, body: bytes) -> None:
+    def __init__(self, server: HttpServer, head: bytes, body: bytes, connection: _Connection | None = None) -> None:
         self._server = server
         self._call = (head, body)
         self.status = 0
         self._fields: CIMultiDict[str] = CIMultiDict()
-        self._connection: _Connection | None = None
+        self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
         self._held: list[bytes] = []
@@ -65,7 +70,7 @@ class HttpResponse:
         self._most_held = math.inf
 
     async def __aenter__(self) -> Self:
-        self._connection = connection = self._server.take_idle() or await self._server.connect()
+        self._connection = connection = self._connection or self._server.take_idle() or await self._server.connect()
         self._most_held = connection.piece_bytes
         connection.send(self, *self._call)
         self._call = (b"", b"")  # a large one is not kept for as long as its answer lasts
@@ -122,11 +127,6 @@ class HttpResponse:
         self._raise_error()
         return b""
 
-    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
-        while data := await self.readany():
-            for start in range(0, len(data), size):
-                yield data[start : start + size]
-
     async def pipe(self, take: Callable[[bytes], None]) -> None:
         """Call ``take`` with the body as it comes, until its end. Raises aiohttp.ClientError, after what came before."""
         self.take = take
@@ -171,7 +171,6 @@ class HttpResponse:
         self._wake()
 
     def end(self, error: Exception | None) -> None:
-        """The answer is over, whole unless something broke it."""
         self._is_over, self._error, self._connection = True, error, None
         self._wake()
 
@@ -193,6 +192,9 @@ class HttpResponse:
             raise self._error
 
 
+# A client of our own (RFC 9112): a general one spends more on one piece of an answer than the rest of the runner does. It is
+# not the gateway's (``nodes.links.http1``), which is faster for what that needs: requests whole in one write, answers that
+# repeat their heads. Engines get bodies of many megabytes in pieces, listen on Unix sockets, and are read by whoever asked.
 class _Connection(asyncio.Protocol):
     """One connection to an engine, one request at a time. ``on_idle`` hears that it can carry another."""
 
@@ -216,7 +218,6 @@ class _Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's do not inherit from asyncio's classes
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the answer under way: whole only where it ends with the connection."""
         self._transport = self._rest = None
         if self._response is None:
             return
@@ -230,7 +231,6 @@ class _Connection(asyncio.Protocol):
             self._finish(aiohttp.ServerDisconnectedError())
 
     def data_received(self, data: bytes) -> None:
-        """Feed the parser; what it finds of one read is handed on together."""
         response = self._response
         if response is None or self._parser is None:
             self.close()  # nobody asked
@@ -271,12 +271,11 @@ class _Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, response: HttpResponse, head: bytes, body: bytes) -> None:
-        """Write a request, a large one in pieces; its answer goes to ``response``."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._response = response
         self._seen_bytes, self._ends_by_close, self._is_complete = 0, False, False
-        if len(body) <= self.piece_bytes:
+        if len(body) <= self.piece_bytes:  # a larger body would hold up the loop in one write
             self._transport.write(head + body)
         else:
             self._transport.write(head)
@@ -294,7 +293,6 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abandon(self) -> None:
-        """Close because whoever asked has left."""
         self._response = None
         self.close()
 
@@ -303,7 +301,6 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _write_rest(self) -> None:
-        """Write pieces of a large body until the socket is full."""
         while self._rest is not None and not self._is_full and self._transport is not None and self.is_open:
             piece, rest = self._rest[: self.piece_bytes], self._rest[self.piece_bytes :]
             self._rest = rest if len(rest) else None
@@ -326,12 +323,11 @@ class _Connection(asyncio.Protocol):
             self._response.take_header(name.decode("latin-1"), value.decode("latin-1"))
 
     def on_headers_complete(self) -> None:
-        """Hand on the head, unless it is of an interim answer."""
         response, parser = self._response, self._parser
         assert response is not None
         assert parser is not None
         status = parser.get_status_code()
-        if status < 200:
+        if status < 200:  # an interim answer: the one that counts follows
             response.forget_headers()
             return
         headers = response.headers
@@ -340,19 +336,16 @@ class _Connection(asyncio.Protocol):
         response.take_head(status)
 
     def on_message_complete(self) -> None:
-        """Note the end; the parser forgets afterwards whether the connection may be kept."""
         assert self._parser is not None
         self._is_complete = self._response is not None and bool(self._response.status)
-        self._is_kept = self._parser.should_keep_alive()
+        self._is_kept = self._parser.should_keep_alive()  # the parser forgets it afterwards
 
 
 class HttpServer:
     """An engine's HTTP server. ``base_url`` ends before ``/v1``; both fields are set once it is known where it listens."""
 
-    def __init__(self, client: aiohttp.ClientSession) -> None:
-        self._client = client
+    def __init__(self) -> None:
         self._socket = ""
-        self._own: aiohttp.ClientSession | None = None
         self._base_url = ""
         self._host = self._path = ""
         self._port = 0
@@ -377,23 +370,11 @@ class HttpServer:
         self._fixed = _say_header("Host", parts.netloc.rpartition("@")[2]) + b"Accept-Encoding: identity\r\n"
 
     def listen_on(self, socket: str, base_url: str) -> None:
-        """Take note that it listens on a Unix socket, which needs a session of its own; ``leave`` closes that."""
-        bounds = limits().engines
         self._socket, self.base_url = socket, base_url
-        self._own = aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(socket, limit=0, keepalive_timeout=bounds.keepalive_s),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=bounds.connect_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers={"User-Agent"},
-        )
 
-    async def leave(self) -> None:
+    def leave(self) -> None:
         """Forget where it listens, and close the connections that no answer is read from."""
         self._socket = self.base_url = ""
-        session, self._own = self._own, None
-        if session is not None:
-            await session.close()
 
     def close(self) -> None:
         """Close the connections that no answer is read from."""
@@ -425,6 +406,8 @@ class HttpServer:
 
     async def connect(self) -> _Connection:
         """Open a connection. Raises aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError."""
+        if not self._base_url:  # asyncio would take no host for this machine
+            raise aiohttp.ClientConnectionError("it is not known where the engine listens")
         loop = asyncio.get_running_loop()
         make = partial(_Connection, partial(self._put_idle, self._base_url))
         try:
@@ -465,37 +448,31 @@ class HttpServer:
             self._sweeper = oldest.loop.call_at(oldest.idle_since + keepalive_s, self._sweep)
 
     async def ask(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: object = None,
-        timeout_s: float | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> tuple[int, bytes]:
-        """Ask something short; return status and body. Raises EngineError when no answer comes or too long a one,
-        EngineSilent when it is merely late. ``timeout_s``: longest wait, infinite = none, None = ``question_s``.
+        self, method: str, path: str, *, body: object = None, timeout_s: float | None = None,
+        headers: Mapping[str, str] | None = None, answer_bytes: int | None = None,
+    ) -> tuple[int, bytes]:  # fmt: skip
+        """Ask something short; return status and body.
+
+        Raises EngineError when no answer comes, or one of more than ``answer_bytes``, EngineSilent when it is merely late.
+        ``timeout_s``: longest wait, infinite = none, None = ``question_s`` of the limits.
         """
         wait_s = limits().engines.question_s if timeout_s is None else timeout_s
-        sent = {"Accept": "application/json", **self.headers, **(headers or {})}
-        data = None
+        most = limits().engines.answer_bytes if answer_bytes is None else answer_bytes
+        data, sent = b"", {"Accept": "application/json", **self.headers, **(headers or {})}
         if body is not None:
-            data, sent["Content-Type"] = _as_payload(msgspec.json.encode(body)), "application/json"
+            data, sent["Content-Type"] = msgspec.json.encode(body), "application/json"
+        lines = [f"{method} {self._path}{path} HTTP/1.1\r\n".encode("ascii"), self._fixed]
+        lines += [*(_say_header(name, value) for name, value in sent.items()), b"Content-Length: %d\r\n\r\n" % len(data)]
+        answer = bytearray()
         try:
-            async with (self._own or self._client).request(
-                method,
-                self.base_url + path,
-                data=data,
-                headers=sent,
-                timeout=aiohttp.ClientTimeout(total=None if math.isinf(wait_s) else wait_s),
-                allow_redirects=False,
-            ) as response:
-                answer = bytearray()
-                async for chunk in response.content.iter_chunked(64 * 1024):
-                    answer += chunk
-                    if len(answer) > limits().engines.answer_bytes:
-                        raise EngineError(f"{path} answers with more than {limits().engines.answer_bytes} bytes")
-                return response.status, bytes(answer)
+            async with asyncio.timeout(None if math.isinf(wait_s) else wait_s):
+                # A new connection: one that is idle may be closed by the engine at this moment, which must not count as ill.
+                async with HttpResponse(self, b"".join(lines), data, await self.connect()) as response:
+                    while piece := await response.readany():
+                        answer += piece
+                        if len(answer) > most:
+                            raise EngineError(f"{path} answers with more than {most} bytes")
+                    return response.status, bytes(answer)
         except TimeoutError:
             raise EngineSilent(f"{path} was not answered within {wait_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
@@ -504,10 +481,9 @@ class HttpServer:
     async def ask_for(self, path: str, kind: type[Answer]) -> Answer | None:
         """Return what ``GET path`` tells; None when that is not 200 with JSON of this kind. Raises EngineError as ``ask``."""
         status, body = await self.ask("GET", path)
-        try:
-            return msgspec.json.decode(body, type=kind) if status == 200 else None
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return None
+        with contextlib.suppress(EngineError):
+            return read_answer(body, kind, "") if status == 200 else None
+        return None
 
     async def read_metrics(self) -> str:
         """Return ``/metrics`` as text, empty when it is not answered with 200 in time."""
@@ -520,30 +496,30 @@ class HttpServer:
     async def check(self, path: str = "/health") -> Health:
         """Ask ``path`` once: 200 is health, another answer or none in time is silence, no connection is unreachable."""
         try:
-            async with (self._own or self._client).get(
-                self.base_url + path, headers=self.headers, timeout=aiohttp.ClientTimeout(total=2.0)
-            ) as response:
-                return Health.OK if response.status == 200 else Health.SILENT
-        except TimeoutError:
+            status, _ = await self.ask("GET", path, timeout_s=2.0)
+        except EngineSilent:
             return Health.SILENT
-        except (aiohttp.ClientError, OSError):
+        except EngineError:
             return Health.UNREACHABLE
+        return Health.OK if status == 200 else Health.SILENT
+
+
+def read_answer(body: bytes, kind: type[Answer], otherwise: str) -> Answer:
+    """Return an answer in JSON. Raises EngineError that says ``otherwise`` where it is of another kind."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNREADABLE:
+        raise EngineError(otherwise) from None
 
 
 def _say_header(name: str, value: str) -> bytes:
-    """Return a line of a head. Raises ValueError where it would be more than one."""
     line = f"{name}: {value}\r\n"
     if line.count("\r") > 1 or line.count("\n") > 1 or "\0" in line:
+        # A value of a client's with a line end in it would be a header of its own to the engine.
         raise ValueError(f"the header {name[:40]!a} holds the end of a line")
     return line.encode()
 
 
 @cache
 def _trusted() -> ssl.SSLContext:
-    """Return what servers that are reached by TLS have to prove."""
     return ssl.create_default_context()
-
-
-def _as_payload(body: bytes) -> io.BytesIO | bytes | None:
-    """Return a body as aiohttp is to send it: a large one in pieces, so that it does not hold up the loop in one write."""
-    return io.BytesIO(body) if len(body) > limits().engines.piece_bytes else body or None

@@ -11,10 +11,12 @@ import importlib.metadata
 import math
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -22,7 +24,7 @@ import aiohttp
 import msgspec
 
 from runner.definitions.plan import LoadPlan, Progress, Report
-from runner.engines.http import HttpServer
+from runner.engines.http import HttpServer, read_answer
 from runner.engines.port import (
     Call,
     Capabilities,
@@ -34,8 +36,9 @@ from runner.engines.port import (
     Response,
 )
 from runner.engines.process import Child, kill_rest, list_tree, make_private_folder
-from runner.errors import EngineError, InvalidRequest
+from runner.errors import EngineError, EngineSilent, InvalidRequest
 from runner.limits import limits
+from wire import clock
 from wire.unreadable import UNREADABLE
 
 Value = TypeVar("Value")
@@ -57,10 +60,7 @@ class Loader(Protocol):
         """The process that holds the model, None where it is none of ours."""
 
     async def load(self, report: Report) -> None:
-        """Return once the server answers for the model. Raises EngineError; whatever it raises, ``give_up`` follows."""
-
-    async def give_up(self) -> None:
-        """Undo a load that failed or was cancelled. Never raises EngineError because the server does not obey."""
+        """Return once the server answers for the model. Raises EngineError; whatever it raises is undone by the engine."""
 
     async def unload(self, *, gently: bool) -> None:
         """Return when the model is seen to be gone. Raises EngineError. Of an attached server only while it is loaded."""
@@ -72,9 +72,6 @@ class Probe(Protocol):
     capabilities: Capabilities
     has_metrics: bool
     """Whether its ``/metrics`` are about this model."""
-
-    async def meet(self, report: Report) -> None:
-        """Ask a server that has just loaded what the model can do. Raises EngineError: then it is not used."""
 
     def send(self, call: Call) -> AbstractAsyncContextManager[Response]:
         """As the engine's ``stream``."""
@@ -89,13 +86,16 @@ class Probe(Protocol):
 class HttpEngine:
     """One replica of one model behind one HTTP server: the port, for every kind of server.
 
-    ``check`` is its health check where that is another than the server's; ``count`` counts tokens, None = it does not.
+    ``check`` is its health check where that is another than the server's; it may raise EngineError. ``count`` counts tokens,
+    None = it does not. ``meet`` asks a server that has just loaded what the model can do; what raises EngineError there is not
+    used. ``give_up`` undoes a load that failed or was cancelled, None = by ``unload``.
     """
 
     def __init__(
         self, server: HttpServer, loader: Loader, probe: Probe, *, name: str, poll_s: float, restart_max_s: float,
         loop: LoopOwner | None = None, check: Callable[[], Awaitable[Health]] | None = None,
         count: Callable[[Mapping[str, msgspec.Raw]], Awaitable[int]] | None = None,
+        meet: Callable[[Report], Awaitable[None]] | None = None, give_up: Callable[[], Awaitable[None]] | None = None,
     ) -> None:  # fmt: skip
         self.server = server
         self.loader = loader
@@ -107,6 +107,8 @@ class HttpEngine:
         self.is_loaded = False
         self._check = check or server.check
         self._count = count
+        self._meet = meet
+        self._give_up = give_up or partial(loader.unload, gently=False)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -118,15 +120,16 @@ class HttpEngine:
 
     async def load(self, report: Report) -> None:
         self.is_loaded = False
-        await self.server.leave()
+        self.server.leave()
         try:
             await self.loader.load(report)
-            await self.probe.meet(report)
+            if self._meet is not None:
+                await self._meet(report)
         except BaseException:
             try:
-                await self.loader.give_up()
+                await self._give_up()
             finally:
-                await self.server.leave()
+                self.server.leave()
             raise
         self.is_loaded = True
 
@@ -136,13 +139,13 @@ class HttpEngine:
                 return
             await self.loader.unload(gently=gently)
             self.is_loaded = False
-            await self.server.leave()
+            self.server.leave()
             return
         self.is_loaded = False  # at once: a process that ends gets no more requests
         try:
             await self.loader.unload(gently=gently)
         finally:
-            await self.server.leave()
+            self.server.leave()
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
         return await self.probe.flush(request)
@@ -171,13 +174,41 @@ class HttpEngine:
         return await self._count(fields)
 
     async def health(self) -> Health:
-        return await self._check() if self.is_loaded else Health.UNREACHABLE
+        try:
+            return await self._check() if self.is_loaded else Health.UNREACHABLE
+        except EngineSilent:
+            return Health.SILENT
+        except EngineError:
+            return Health.UNREACHABLE
 
     async def wait_gone(self) -> None:
         if self.loader.child is None:
             await asyncio.get_running_loop().create_future()  # only a health check tells that another's server has gone
         else:
             await self.loader.child.wait_gone()
+
+
+class OwnChild:
+    """Loads a model by starting a program of ours for it, in a child process, with a new random key each time.
+
+    ``start`` gets the process, the key and whom to tell of progress; it returns where the child serves. Raises EngineError.
+    """
+
+    is_attached = False
+
+    def __init__(self, label: str, server: HttpServer, start: Callable[[Child, str, Report], Awaitable[str]]) -> None:
+        self.child = Child(label)
+        self._server = server
+        self._start = start
+
+    async def load(self, report: Report) -> None:
+        key = secrets.token_urlsafe(24)
+        # Known before its address is: a request that meets the new child brings the new key.
+        self._server.headers = {"Authorization": f"Bearer {key}"}
+        self._server.base_url = await self._start(self.child, key, report)
+
+    async def unload(self, *, gently: bool) -> None:
+        await self.child.stop(gently=gently)
 
 
 class StartLog(Protocol):
@@ -229,9 +260,6 @@ class ServerProcess:
         except TimeoutError:
             raise EngineError(f"{self._title} did not load {self._model_id} within {load_s:.0f} s") from None
 
-    async def give_up(self) -> None:
-        await self.unload(gently=False)
-
     async def unload(self, *, gently: bool) -> None:
         tree = await asyncio.to_thread(list_tree, self.child.pid)
         if gently and self.child.is_running:
@@ -255,6 +283,14 @@ class ServerProcess:
                 reason = log.failure(self.child.last_lines())
                 raise EngineError(f"{self._title} could not load {self._model_id}: {reason}")
             await asyncio.sleep(limits().engines.server_look_s)
+
+
+async def poll(look: Callable[[], Awaitable[Value | None]], *, within_s: float, every_s: float) -> Value | None:
+    """Return what ``look`` finds, None when it has found nothing within ``within_s``."""
+    give_up_at = clock.monotonic() + within_s
+    while (found := await look()) is None and clock.monotonic() < give_up_at:  # noqa: ASYNC110  # a server sets no event
+        await asyncio.sleep(every_s)
+    return found
 
 
 # ---- what a plan says ----
@@ -321,9 +357,9 @@ def set_thinking(plan: LoadPlan, body: bytes) -> bytes:
     return msgspec.json.encode({**fields, "chat_template_kwargs": kwargs})
 
 
-def bearer(plan: LoadPlan, option: str = "server_api_key_env") -> dict[str, str]:
-    """Return the header with that key, none when the plan names no variable. Raises EngineError as ``read_key``."""
-    key = read_key(plan, option)
+def bearer(plan: LoadPlan) -> dict[str, str]:
+    """Return the header with the key of ``server_api_key_env``, none when the plan names no variable. Raises EngineError."""
+    key = read_key(plan, "server_api_key_env")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -347,7 +383,6 @@ class _Counted(msgspec.Struct):
     count: int
 
 
-_counted_decoder = msgspec.json.Decoder(_Counted)
 _refusal_decoder = msgspec.json.Decoder(_Refusal)
 
 
@@ -363,14 +398,11 @@ def take_answer(path: str, status: int, body: bytes) -> bytes:
 async def ask_count(server: HttpServer, path: str, fields: Mapping[str, msgspec.Raw]) -> int:
     """Ask an engine that answers ``{"count": …}``. Raises InvalidRequest, EngineError."""
     status, body = await server.ask("POST", path, body=fields, timeout_s=limits().engines.count_s)
-    try:
-        return _counted_decoder.decode(take_answer(path, status, body)).count
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise EngineError(f"{path} answers with something else than a count") from None
+    body = take_answer(path, status, body)
+    return read_answer(body, _Counted, f"{path} answers with something else than a count").count
 
 
 def read_reason(body: bytes) -> str:
-    """Return what an error answer says, empty where it is in no known shape."""
     try:
         refusal = _refusal_decoder.decode(body)
     except UNREADABLE:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,8 +18,10 @@ import aiohttp
 import msgspec
 
 from runner.definitions.fields import EXLLAMA_PAGE_TOKENS
+from runner.definitions.plan import LoadPlan, Report
+from runner.engines.children import SCOPE_HEADER
 from runner.engines.http import HttpResponse, HttpServer
-from runner.engines.http_engine import HttpEngine, ask_count, installed_version, read_option
+from runner.engines.http_engine import HttpEngine, OwnChild, ask_count, installed_version, read_option
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -32,14 +33,11 @@ from runner.engines.port import (
     FlushOutcome,
     FlushRequest,
     FlushResult,
-    LoadPlan,
-    Report,
 )
 from runner.engines.process import Child
 from runner.errors import EngineError
 from runner.limits import limits
 
-SCOPE_HEADER = "x-prefix-scope"
 TRANSLATIONS = "/v1/audio/translations"
 
 
@@ -49,7 +47,8 @@ class Library:
     its name in messages.
 
     ``needs``: what ``plan.path`` must be, a folder with ``file``. ``settings`` are those of its child beside the ones all have;
-    ``capabilities`` are made from the plan and from what the child said about the model. ``keeps_prefixes``: it reuses prompts.
+    ``capabilities`` are made from the plan and from what the child said about the model, and the ``version`` of its library
+    where one is installed. ``keeps_prefixes``: it reuses prompts.
     """
 
     name: str
@@ -63,48 +62,12 @@ class Library:
 
 
 def make_library(library: Library, plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
-    server = HttpServer(client)
-    loader = LibraryChild(library, plan, server)
-    probe = LibraryProbe(library, plan, server, loader)
+    server = HttpServer()
+    probe = LibraryProbe(library, plan, server)
+    loader = OwnChild(library.name, server, probe.start)
     return HttpEngine(
         server, loader, probe, name=library.name, poll_s=2.0, restart_max_s=30.0, count=partial(ask_count, server, TOKENIZE)
     )
-
-
-class LibraryChild:
-    """Loads a model in a child process, with a new random key for each."""
-
-    is_attached = False
-
-    def __init__(self, library: Library, plan: LoadPlan, server: HttpServer) -> None:
-        self._library = library
-        self._plan = plan
-        self._server = server
-        self.child = Child(library.name)
-        self.info: Mapping[str, object] = {}
-        """What the child said about itself when it was ready, and the ``version`` of its library where one is installed."""
-
-    async def load(self, report: Report) -> None:
-        plan, library = self._plan, self._library
-        if plan.path is None or not (plan.path / library.file).is_file():
-            raise EngineError(f"{plan.model_id}: {library.needs} is needed, got {plan.path}")
-        key = secrets.token_urlsafe(24)
-        settings: dict[str, object] = {
-            "folder": str(plan.path), "model_name": plan.model_id, "slots": plan.slots, "key": key,
-            "enable_thinking": plan.options.get("enable_thinking"),
-        }  # fmt: skip
-        url = await self.child.start_ours(
-            f"runner.engines.children.{library.name}", {**settings, **library.settings(plan)}, report,
-            limit_s=limits().engines.library_load_s,
-        )  # fmt: skip
-        self._server.base_url, self._server.headers = url, {"Authorization": f"Bearer {key}"}
-        self.info = {**self.child.info, "version": await asyncio.to_thread(installed_version, library.distribution)}
-
-    async def give_up(self) -> None:
-        await self.child.kill()
-
-    async def unload(self, *, gently: bool) -> None:
-        await self.child.stop(gently=gently)
 
 
 class _Cached(msgspec.Struct):
@@ -118,31 +81,43 @@ class _Flushed(msgspec.Struct):
 class LibraryProbe:
     has_metrics = False
 
-    def __init__(self, library: Library, plan: LoadPlan, server: HttpServer, loader: LibraryChild) -> None:
+    def __init__(self, library: Library, plan: LoadPlan, server: HttpServer) -> None:
         self._library = library
         self._plan = plan
         self._server = server
-        self._loader = loader
         self.capabilities = library.capabilities(plan, {})
 
-    async def meet(self, _report: Report) -> None:
-        self.capabilities = self._library.capabilities(self._plan, self._loader.info)
+    async def start(self, child: Child, key: str, report: Report) -> str:
+        """Return where the child serves. Raises EngineError."""
+        plan, library = self._plan, self._library
+        if plan.path is None or not (plan.path / library.file).is_file():
+            raise EngineError(f"{plan.model_id}: {library.needs} is needed, got {plan.path}")
+        settings: dict[str, object] = {
+            "folder": str(plan.path), "model_name": plan.model_id, "slots": plan.slots, "key": key,
+            "enable_thinking": plan.options.get("enable_thinking"),
+        }  # fmt: skip
+        url = await child.start_ours(
+            f"runner.engines.children.{library.name}", {**settings, **library.settings(plan)}, report,
+            limit_s=limits().engines.library_load_s,
+        )  # fmt: skip
+        version = await asyncio.to_thread(installed_version, library.distribution)
+        self.capabilities = library.capabilities(plan, {**child.info, "version": version})
+        return url
 
     def send(self, call: Call) -> HttpResponse:
-        """With the scope that it may share prefixes in; none for ``cache_mode`` none."""
         if self._library.keeps_prefixes and call.cache_mode != "none":
             scope = hashlib.sha256(f"{len(call.tenant)}:{call.tenant}{call.cache_tag}".encode()).hexdigest()
             call = replace(call, headers={**call.headers, SCOPE_HEADER: scope})
         return self._server.send(call)
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Start over with an empty page table, whatever the scope: no library can drop a part of it."""
         library = self._library
         if not library.keeps_prefixes:
             detail = f"{library.title} keeps nothing between requests, so there is no {request.scope} to flush"
             return FlushOutcome(FlushResult.NOTHING_KEPT, detail)
         if not self._server.base_url:
             return FlushOutcome(FlushResult.NOT_SUPPORTED, "the model is not loaded")
+        # All of it, whatever the scope: no library can drop a part of its page table.
         status, body = await self._server.ask("POST", "/flush", timeout_s=limits().engines.exllama_flush_s)
         if status == 409:
             return FlushOutcome(FlushResult.REFUSED_BUSY, "requests are running; flush again when they have ended")
@@ -162,16 +137,14 @@ class LibraryProbe:
 
 
 def _text_capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilities:
-    """Chat only where the model brings a template."""
+    # Chat only where the model brings a template.
     has_chat = info.get("chat", True) is True
     context_tokens = info.get("context_tokens")
     return Capabilities(
         endpoints=(CHAT, COMPLETIONS, TOKENIZE) if has_chat else (COMPLETIONS, TOKENIZE),
         version=str(info.get("version", "")),
-        max_inflight=plan.slots,
         context_tokens=context_tokens if isinstance(context_tokens, int) and context_tokens > 0 else None,
         isolates_tenants=True,
-        reports_progress=True,
         counts_tokens=True,
     )
 
@@ -203,15 +176,12 @@ def _whisper_settings(plan: LoadPlan) -> Mapping[str, object]:
 
 
 def _whisper_capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabilities:
-    """Translations only where the model knows languages. A client that leaves is noticed between segments."""
-    translates = info.get("multilingual", True) is True
+    translates = info.get("multilingual", True) is True  # only a model that knows languages does
     return Capabilities(
         endpoints=(TRANSCRIPTIONS, TRANSLATIONS) if translates else (TRANSCRIPTIONS,),
         version=str(info.get("version", "")),
-        max_inflight=plan.slots,
         keeps_nothing=True,
         isolates_tenants=True,
-        reports_progress=True,
         audio_input=True,
     )
 
@@ -233,7 +203,6 @@ def _exllama_settings(plan: LoadPlan) -> Mapping[str, object]:
 
 
 def _cache_settings(plan: LoadPlan) -> Mapping[str, object]:
-    """Return size and precision of the cache. Raises EngineError for values that the library would not take."""
     options = plan.options
     size = read_option(options, "exllama_cache_size", int)
     if size is None:
@@ -254,7 +223,6 @@ def _cache_settings(plan: LoadPlan) -> Mapping[str, object]:
 
 
 def _placement_settings(plan: LoadPlan) -> Mapping[str, object]:
-    """Return where the weights go, and limits of the generator. Raises EngineError."""
     options = plan.options
     split = read_option(options, "exllama_gpu_split", str)
     try:
@@ -276,6 +244,6 @@ make_exllamav3 = partial(make_library, Library(
     name="exllamav3", distribution="exllamav3", title="ExLlamaV3", needs="a folder with an EXL3 model and its config.json",
     file="config.json", settings=_exllama_settings, keeps_prefixes=True,
     capabilities=lambda plan, info: replace(
-        _text_capabilities(plan, info), prefix_caching=True, reports_cached_tokens=True, flushes_cache=True
+        _text_capabilities(plan, info), prefix_caching=True, flushes_cache=True
     ),
 ))  # fmt: skip

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -18,9 +17,10 @@ import msgspec
 import psutil
 
 from runner.definitions.plan import LoadPlan, Progress, Report
-from runner.engines.http import HttpServer
+from runner.engines.http import HttpServer, Listing, read_answer
 from runner.engines.http_engine import (
     HttpEngine,
+    OwnChild,
     bearer,
     installed_version,
     read_reason,
@@ -49,6 +49,7 @@ from runner.engines.process import Child, gpu_environment
 from runner.errors import EngineError
 from runner.limits import limits
 from wire import clock
+from wire.unreadable import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -58,42 +59,47 @@ BATCH_TOKENS = 512
 
 
 def make_llamacpp(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
-    server = HttpServer(client)
-    loader = LlamaChild(plan, server)
-    probe = LlamaChildProbe(plan, server, loader)
+    server = HttpServer()
+    probe = LlamaChildProbe(plan, server)
+    loader = OwnChild(f"llama.cpp {plan.model_id}", server, probe.start)
     return HttpEngine(
-        server, loader, probe, name="llamacpp", poll_s=2.0, restart_max_s=30.0, loop=probe, count=partial(ask_llama, server)
+        server, loader, probe, name="llamacpp", poll_s=2.0, restart_max_s=30.0, loop=probe, meet=probe.meet,
+        count=partial(ask_llama, server),
     )  # fmt: skip
 
 
-class LlamaChild:
-    """Loads one GGUF model in one child, with a new random key each time."""
+class LlamaChildProbe:
+    """What the child is told and asked, one for a GGUF model.
 
-    is_attached = False
+    It is the engine's loop as well: its slots are told by the loop itself, between two batches.
+    """
+
+    has_metrics = True
 
     def __init__(self, plan: LoadPlan, server: HttpServer) -> None:
         self._plan = plan
         self._server = server
-        self.child = Child(f"llama.cpp {plan.model_id}")
-        self.kv_bytes: int | None = None
+        self._kv_bytes: int | None = None
+        self._weights_bytes: int | None = None
+        self.slots = LlamaSlots(server, plan.slots)
+        self.capabilities = _first_capabilities(plan)
 
-    async def load(self, report: Report) -> None:
-        path = self._plan.path
+    async def start(self, child: Child, key: str, report: Report) -> str:
+        """Return where the child serves. Raises EngineError."""
+        plan, path = self._plan, self._plan.path
         if path is None:
-            raise EngineError(f"{self._plan.model_id} has no GGUF file: give its path in the settings")
+            raise EngineError(f"{plan.model_id} has no GGUF file: give its path in the settings")
         report(Progress("starting the engine process"))
-        key = secrets.token_urlsafe(24)
-        # Known before its address is: a request that meets the new child brings the new key. It closes idle connections when it
-        # likes, and a POST must not be caught by that on a connection used before.
-        self._server.headers = {"Authorization": f"Bearer {key}", "Connection": "close"}
+        # It closes idle connections when it likes, and a POST must not be caught by that on a connection used before.
+        self._server.headers = {**self._server.headers, "Connection": "close"}
         is_told = asyncio.Event()
         log = LoadLog(report, on_loaded=is_told.set)
-        watch = asyncio.create_task(self._watch_reading(path, log, report))
+        watch = asyncio.create_task(_watch_reading(child, path, log, report))
         try:
-            self._server.base_url = await self.child.start_ours(
-                "runner.engines.children.llamacpp", child_settings(self._plan, path, key), report,
+            url = await child.start_ours(
+                "runner.engines.children.llamacpp", child_settings(plan, path, key), report,
                 limit_s=limits().engines.llama_load_s, on_line=log.read,
-                environment=gpu_environment(self._plan.gpu_ids, is_cpu=self._plan.options.get("device") == "cpu"),
+                environment=gpu_environment(plan.gpu_ids, is_cpu=plan.options.get("device") == "cpu"),
             )  # fmt: skip
             # Another thread of the child writes the end of the log of a load, also after the child's answer.
             with contextlib.suppress(TimeoutError):
@@ -106,43 +112,12 @@ class LlamaChild:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
-        self.kv_bytes = log.kv_bytes
-
-    async def give_up(self) -> None:
-        await self.child.kill()
-
-    async def unload(self, *, gently: bool) -> None:
-        await self.child.stop(gently=gently)
-
-    async def _watch_reading(self, path: Path, log: LoadLog, report: Report) -> None:
-        """Report how much of the weights has arrived in the child's memory: llama.cpp has no other word of it."""
-        total = sum(part.stat().st_size for part in weight_files(path)) or 1
-        while log.is_reading:
-            await asyncio.sleep(limits().engines.llama_watch_s)
-            if (pid := self.child.pid) is None or not log.is_reading:
-                continue
-            with contextlib.suppress(psutil.Error):
-                share = psutil.Process(pid).memory_info().rss / total
-                report(Progress("reading weights", min(share, 0.99)))
-
-
-class LlamaChildProbe:
-    """What the child is asked. It is the engine's loop as well: its slots are told by the loop itself, between two batches."""
-
-    has_metrics = True
-
-    def __init__(self, plan: LoadPlan, server: HttpServer, loader: LlamaChild) -> None:
-        self._plan = plan
-        self._server = server
-        self._loader = loader
-        self._weights_bytes: int | None = None
-        self.slots = LlamaSlots(server, plan.slots)
-        self.capabilities = _first_capabilities(plan)
+        self._kv_bytes = log.kv_bytes
+        return url
 
     async def meet(self, _report: Report) -> None:
-        """What it takes besides text is known only now."""
         self.slots = LlamaSlots(self._server, self._plan.slots)
-        listed = await self._server.ask_for("/v1/models", _LoadedModels)
+        listed = await self._server.ask_for("/v1/models", Listing[_Model])
         meta = listed.data[0].meta if listed is not None and listed.data else None
         self._weights_bytes = meta.size if meta is not None else None
         properties = await self.slots.read_properties()
@@ -156,23 +131,21 @@ class LlamaChildProbe:
         )
 
     def send(self, call: Call) -> AbstractAsyncContextManager[Response]:
-        """Pinned to a slot of its tenant's where it generates."""
         if call.path.partition("?")[0] == EMBEDDINGS:
             return self._server.send(plain_call(call))
         return self.slots.send(call)
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """There is no other copy than the slots', as the child keeps no prompts in host memory."""
+        # There is no other copy than the slots', as the child keeps no prompts in host memory.
         if not self._server.base_url:
             return FlushOutcome(FlushResult.FLUSHED, "nothing is loaded", 0, 0)
         return await self.slots.flush(request)
 
     async def read_stats(self) -> EngineStats:
-        return replace(await self.slots.read_stats(), kv_bytes=self._loader.kv_bytes, weights_bytes=self._weights_bytes)
+        return replace(await self.slots.read_stats(), kv_bytes=self._kv_bytes, weights_bytes=self._weights_bytes)
 
     @property
     def batch_s(self) -> float:
-        """What a full batch takes at the speed that llama.cpp has counted so far."""
         if self.slots.token_s is None:
             return limits().engines.llama_batch_s
         return self.slots.token_s * _count_batch_tokens(self._plan)
@@ -181,16 +154,15 @@ class LlamaChildProbe:
         await self.slots.ask_loop()
 
 
-class _Meta(msgspec.Struct):
-    size: int | None = None
-
-
-class _LoadedModel(msgspec.Struct):
-    meta: _Meta | None = None
-
-
-class _LoadedModels(msgspec.Struct):
-    data: list[_LoadedModel] = []
+async def _watch_reading(child: Child, path: Path, log: LoadLog, report: Report) -> None:
+    total = sum(part.stat().st_size for part in weight_files(path)) or 1
+    while log.is_reading:
+        await asyncio.sleep(limits().engines.llama_watch_s)
+        if child.pid is None or not log.is_reading:
+            continue
+        with contextlib.suppress(psutil.Error):  # llama.cpp says nothing of it: what has arrived in memory is what was read
+            share = psutil.Process(child.pid).memory_info().rss / total
+            report(Progress("reading weights", min(share, 0.99)))
 
 
 _KV_BUFFER = re.compile(r"(?:KV|RS) buffer size =\s*([0-9.]+) MiB")
@@ -220,7 +192,7 @@ class LoadLog:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in llama.cpp's words; empty when it did not say."""
+        # Errors that only say that another has happened are told where there is no other.
         causes = [text for text in self._errors if not any(marker in text for marker in _FOLLOWS_FROM_ANOTHER)]
         return "; ".join(dict.fromkeys(causes or self._errors[:1]))
 
@@ -243,7 +215,6 @@ class LoadLog:
 
 
 def child_settings(plan: LoadPlan, path: Path, key: str) -> dict[str, object]:
-    """Return what the child program is told. Raises EngineError for an option that cannot be used."""
     options: Mapping[str, object] = plan.options
     return {
         "model_path": str(path), "model_id": plan.model_id, "key": key, "slots": plan.slots, "threads": plan.threads,
@@ -274,18 +245,15 @@ def weight_files(path: Path) -> list[Path]:
 def _first_capabilities(plan: LoadPlan) -> Capabilities:
     if plan.options.get("gguf_embedding") is True:
         return Capabilities(
-            (EMBEDDINGS, TOKENIZE), max_inflight=plan.slots, streaming=False, keeps_nothing=True, reports_progress=True,
+            (EMBEDDINGS, TOKENIZE), streaming=False, keeps_nothing=True,
             counts_tokens=True,
         )  # fmt: skip
     return Capabilities(
         (CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENIZE),
         private_endpoints=(RESPONSES,),  # its events lack the numbers and the whole object that SDKs go by
-        max_inflight=plan.slots,
         prefix_caching=True,
-        reports_cached_tokens=True,
         isolates_tenants=True,
         flushes_cache=True,
-        reports_progress=True,
         counts_tokens=True,
     )
 
@@ -297,11 +265,12 @@ def make_llama_server(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngi
     """Options: ``server_url``; ``server_api_key_env``, the name of a variable with its key; ``server_model``, what the server
     calls the model where that is not our name for it.
     """
-    server = HttpServer(client)
+    server = HttpServer()
     loader = RunningLlama(plan, server)
     probe = RunningLlamaProbe(plan, server, loader)
     return HttpEngine(
-        server, loader, probe, name="llama-server", poll_s=5.0, restart_max_s=30.0, check=probe.check, count=probe.count_tokens
+        server, loader, probe, name="llama-server", poll_s=5.0, restart_max_s=30.0, meet=probe.meet, check=probe.check,
+        count=probe.count_tokens, give_up=loader.give_up,
     )  # fmt: skip
 
 
@@ -322,17 +291,21 @@ class Status(msgspec.Struct):
 
     @property
     def is_out(self) -> bool:
-        """Whether nothing of the model is held; a failed one has no process any more."""
-        return self.value == "unloaded" or self.has_failed
+        return self.value == "unloaded" or self.has_failed  # a failed one has no process any more
+
+
+class _Meta(msgspec.Struct):
+    size: int | None = None
+    """Bytes of the weights."""
 
 
 class _Model(msgspec.Struct):
+    """What a server lists of a model; ``status`` only where it is a router."""
+
     id: str
     status: Status | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model] = []
+    aliases: list[str] = []
+    meta: _Meta | None = None
 
 
 class _Share(msgspec.Struct):
@@ -347,15 +320,6 @@ class _EventData(msgspec.Struct):
 class _Event(msgspec.Struct):
     model: str = ""
     data: _EventData = msgspec.field(default_factory=_EventData)
-
-
-class _Listed(msgspec.Struct):
-    id: str
-    aliases: list[str] = []
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_Listed] = []
 
 
 class RunningLlama:
@@ -386,18 +350,14 @@ class RunningLlama:
             await self._load_by_router(report)
 
     async def give_up(self) -> None:
-        """Have a half-loaded model unloaded; what the router says to that no longer matters."""
-        if self._is_held:
+        if self._is_held:  # a half-loaded model; what the router says no longer matters
             with contextlib.suppress(EngineError):
                 await self._tell("/models/unload")
 
     async def unload(self, *, gently: bool) -> None:
-        """See that a router unloads it. A plain server is not ours to stop: asked gently that is an error and it stays in use,
-        else it is just let go.
-        """
         if self.is_router:
             await self._unload_by_router()
-        elif gently:
+        elif gently:  # else it is let go: a plain server is not ours to stop
             raise EngineError(
                 f"{self._server.base_url} serves this one model for as long as it runs and is not ours to stop: "
                 "stop it there, or start it in router mode (llama-server without a model)"
@@ -408,10 +368,7 @@ class RunningLlama:
         status, body = await self._server.ask("GET", "/models")
         if status != 200:
             raise EngineError(f"{self._server.base_url}/models answers HTTP {status}")
-        try:
-            models = msgspec.json.decode(body, type=_Models).data
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise EngineError(f"{self._server.base_url}/models is no list of models: {error}") from None
+        models = read_answer(body, Listing[_Model], f"{self._server.base_url}/models is no list of models").data
         for model in models:
             if model.id == self.model and model.status is not None:
                 return model.status
@@ -419,24 +376,22 @@ class RunningLlama:
         raise EngineError(f"the router at {self._server.base_url} does not know {self.model}; it knows: {known}")
 
     async def _ask_is_router(self) -> bool:
-        """Return whether it lists models with their state, as only a router does."""
         status, body = await self._server.ask("GET", "/models")
         if status in {401, 403}:
             raise EngineError(f"{self._server.base_url} refuses the key (HTTP {status}): see server_api_key_env")
         if status != 200:
             raise EngineError(f"{self._server.base_url}/models answers HTTP {status}: is it a llama-server?")
         try:
-            models = msgspec.json.decode(body, type=_Models).data
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            models = msgspec.json.decode(body, type=Listing[_Model]).data
+        except UNREADABLE:
             return False
-        return bool(models) and all(model.status is not None for model in models)
+        return bool(models) and all(model.status is not None for model in models)  # as only a router says it
 
     async def _find_model(self) -> None:
-        """Raise EngineError unless a plain server is healthy and serves the model."""
         if await self._server.check() is not Health.OK:
             raise EngineError(f"{self._server.base_url}/health does not answer 200: it may still be loading")
-        listed = await self._server.ask_for("/v1/models", _ModelList) or _ModelList()
-        names = {name for model in listed.data for name in (model.id, *model.aliases)}
+        listed = await self._server.ask_for("/v1/models", Listing[_Model])
+        names = {name for model in (listed.data if listed else ()) for name in (model.id, *model.aliases)}
         if self.model not in names:
             found = ", ".join(sorted(names)) or "nothing"
             raise EngineError(f"{self._server.base_url} serves {found}, not {self.model}: set server_model to its name there")
@@ -482,7 +437,6 @@ class RunningLlama:
             await asyncio.sleep(limits().engines.router_look_s)
 
     async def _tell(self, path: str) -> None:
-        """Raise EngineError with the router's words unless it does as it is told."""
         status, body = await self._server.ask(
             "POST", path, body={"model": self.model}, timeout_s=limits().engines.router_start_s
         )
@@ -493,7 +447,7 @@ class RunningLlama:
         )
 
     async def _report_events(self, report: Report) -> None:
-        """Pass on the progress that the router publishes; it may publish none, the state itself is looked at elsewhere."""
+        # It may publish nothing: whether the model is loaded is asked for beside this.
         listen = Call("GET", "/models/sse", {"accept": "text/event-stream"}, b"")
         rest = b""
         with contextlib.suppress(aiohttp.ClientError, OSError):
@@ -506,7 +460,7 @@ class RunningLlama:
     def _report_event(self, line: bytes, report: Report) -> None:
         try:
             event = msgspec.json.decode(line.removeprefix(b"data:"), type=_Event)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             return
         share = event.data.progress
         if event.model == self.model and share is not None and share.value is not None:
@@ -547,10 +501,8 @@ class RunningLlamaProbe:
             max_inflight=properties.total_slots,
             context_tokens=properties.context_tokens,
             prefix_caching=True,
-            reports_cached_tokens=True,
             isolates_tenants=self._findings.isolates,
             flushes_cache=self._findings.erases,
-            reports_progress=self._loader.is_router,
             counts_tokens=True,
             function_calling=properties.chat_template_caps.supports_tools,
             vision_input=properties.modalities.vision,
@@ -558,12 +510,10 @@ class RunningLlamaProbe:
         )
 
     def send(self, call: Call) -> AbstractAsyncContextManager[Response]:
-        """Pinned to a slot of its tenant's where the server keeps slots apart."""
         call = self._address(call, call.path.partition("?")[0])
         return self._slots.send(call) if self._slots is not None else self._server.send(plain_call(call))
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Where the server was seen to forget what is erased."""
         if not self._server.base_url:
             return FlushOutcome(FlushResult.NOT_SUPPORTED, "the model is not loaded")
         if self._slots is None or not self._findings.erases:
@@ -575,13 +525,11 @@ class RunningLlamaProbe:
         return await (self._slots or LlamaSlots(self._server, 1, model=model)).read_stats()
 
     async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        """Under the name that a router knows the model by."""
         if self._loader.is_router:
             fields = {**fields, "model": msgspec.Raw(msgspec.json.encode(self._loader.model))}
         return await ask_llama(self._server, fields)
 
     async def check(self) -> Health:
-        """Of a router also whether it still has the model loaded."""
         health = await self._server.check()
         if health is not Health.OK or not self._loader.is_router:
             return health
@@ -602,7 +550,6 @@ class RunningLlamaProbe:
         return await probe_slots(self._server, model=model)
 
     def _address(self, call: Call, path: str) -> Call:
-        """Return the call with the model's name as the router knows it; private also where slots are not pinned."""
         if call.method != "POST" or not is_object(call.body):
             return call
         if path == CHAT:
@@ -611,7 +558,7 @@ class RunningLlamaProbe:
         if self._loader.is_router:
             members.append(b'"model":' + msgspec.json.encode(self._loader.model))
         if self._slots is None and call.cache_mode == "none" and path in PINNABLE:
-            members.append(b'"cache_prompt":false')
+            members.append(b'"cache_prompt":false')  # private also where slots are not pinned
         return replace(call, body=end_with(call.body, b",".join(members))) if members else call
 
 
@@ -631,31 +578,24 @@ class _InputTokens(msgspec.Struct):
 
 
 async def ask_llama(server: HttpServer, fields: Mapping[str, msgspec.Raw]) -> int:
-    """Ask llama.cpp, for messages as it counts them itself, pictures included. Raises InvalidRequest, EngineError.
-
-    Servers from before the middle of 2026 do not count messages: of those the template and the tokenizer are asked.
-    """
+    """Ask llama.cpp, for messages as it counts them itself, pictures included. Raises InvalidRequest, EngineError."""
     if "messages" not in fields:
         return await _ask_llama_text(server, fields, fields["prompt"])
     path = "/v1/chat/completions/input_tokens"
     status, body = await server.ask("POST", path, body=fields, timeout_s=limits().engines.count_s)
-    try:
-        if status != 404:
-            return msgspec.json.decode(take_answer(path, status, body), type=_InputTokens).input_tokens
-        path = "/apply-template"
-        status, body = await server.ask("POST", path, body=fields, timeout_s=limits().engines.count_s)
-        prompt = msgspec.json.decode(take_answer(path, status, body), type=_Prompt).prompt
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise EngineError(f"{path} does not answer as llama.cpp does") from None
+    if status != 404:
+        counted = read_answer(take_answer(path, status, body), _InputTokens, f"{path} does not answer as llama.cpp does")
+        return counted.input_tokens
+    # Servers from before the middle of 2026 do not count messages.
+    path = "/apply-template"
+    status, body = await server.ask("POST", path, body=fields, timeout_s=limits().engines.count_s)
+    prompt = read_answer(take_answer(path, status, body), _Prompt, f"{path} does not answer as llama.cpp does").prompt
     return await _ask_llama_text(server, fields, msgspec.Raw(msgspec.json.encode(prompt)))
 
 
 async def _ask_llama_text(server: HttpServer, fields: Mapping[str, msgspec.Raw], text: msgspec.Raw) -> int:
-    """Count a text the way llama.cpp reads a prompt: with the special tokens in it, and the one that it begins with."""
+    # As llama.cpp reads a prompt: with the special tokens in it, and the one that it begins with.
     path = "/tokenize"
     asked: dict[str, object] = {"model": fields["model"], "content": text, "add_special": True, "parse_special": True}
     status, body = await server.ask("POST", path, body=asked, timeout_s=limits().engines.count_s)
-    try:
-        return len(msgspec.json.decode(take_answer(path, status, body), type=_Tokens).tokens)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise EngineError(f"{path} answers with something else than tokens") from None
+    return len(read_answer(take_answer(path, status, body), _Tokens, f"{path} answers with something else than tokens").tokens)

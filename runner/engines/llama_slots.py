@@ -12,7 +12,6 @@ import contextlib
 import math
 import re
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from urllib.parse import urlencode
 
 import msgspec
 
-from runner.engines.http import HttpServer
+from runner.engines.http import HttpServer, read_answer
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -85,9 +84,9 @@ class SlotTable:
         """Return a slot for a call, None when all are in use.
 
         Its own most recent slot first, else an empty one, else one that is nobody's, else the one unused for longest.
-        A call that is to leave nothing spares its tenant's own slots as it would anybody's.
         """
         free = self._free()
+        # A call that is to leave nothing spares its tenant's own slots as it would anybody's.
         own = [slot for slot in free if slot.owner == owner and cache_mode != "none"]
         if own:
             slot = max(own, key=lambda slot: slot.last_used)
@@ -98,13 +97,11 @@ class SlotTable:
         return self._hold(slot, Lease(slot.index, None if cache_mode == "none" else owner))
 
     def take_unpinned(self) -> Lease | None:
-        """Return a place for a call that the engine puts where it likes, None when all are in use.
-
-        From now until it ends nothing is known of any slot that is free meanwhile.
-        """
+        """Return a place for a call that the engine puts where it likes, None when all are in use."""
         free = self._free()
         if not free:
             return None
+        # It may run in any of them, so from now until it ends nothing is known of a slot that is free meanwhile.
         for slot in free:
             slot.owner, slot.is_blank = None, False
         self._unpinned += 1
@@ -112,12 +109,12 @@ class SlotTable:
         return self._hold(slot, Lease(slot.index, None, is_pinned=False))
 
     def release(self, lease: Lease, *, was_answered: bool) -> None:
-        """End a call. Only an answer proves that its prompt has replaced what the slot held before."""
         slot = self._slots[lease.slot]
         slot.lease = None
         slot.is_blank = False
         self._clock += 1
         slot.last_used = self._clock
+        # Only an answer proves that its prompt has replaced what the slot held before.
         is_known = (was_answered or lease.reuses) and lease.is_pinned and not self._unpinned
         slot.owner = lease.owner if is_known else None
         if not lease.is_pinned:
@@ -150,12 +147,11 @@ class SlotTable:
 
 
 def _may_hold(slot: _Slot, request: FlushRequest) -> bool:
-    """Return whether a slot may hold what is to go; of a slot that is nobody's, nobody knows."""
     if request.scope in {FlushScope.ALL, FlushScope.MODEL}:
         return True
     owner = slot.lease.owner if slot.lease is not None else slot.owner
     if owner is None:
-        return slot.lease is None and not slot.is_blank
+        return slot.lease is None and not slot.is_blank  # of a slot that is nobody's, nobody knows
     if request.tenant is not None and owner.tenant != request.tenant:
         return False
     return request.scope is FlushScope.TENANT or owner.tag == request.tag
@@ -218,20 +214,16 @@ class Slot(msgspec.Struct):
     n_prompt_tokens: int = 0
 
 
-_slots_decoder = msgspec.json.Decoder(list[Slot])
 _object_decoder = msgspec.json.Decoder(_Object)
 
 
 def pin_body(body: bytes, lease: Lease) -> bytes:
-    """Return the body, a JSON object, with ``id_slot`` and ``cache_prompt`` as its last members."""
     return end_with(body, b'"id_slot":%d,"cache_prompt":%b' % (lease.slot, b"true" if lease.reuses else b"false"))
 
 
 def end_with(body: bytes, members: bytes) -> bytes:
-    """Return the body, a JSON object, with further members at its end.
-
-    llama.cpp goes by the last of equal members, so what the client says about them, however it spells it, does not count.
-    """
+    """Return the body, a JSON object, with further members at its end."""
+    # llama.cpp goes by the last of equal members, so what the client says about them, however it spells it, does not count.
     start, end = body.index(b"{") + 1, body.rindex(b"}")
     comma = b"," if body[start:end].strip() else b""
     return b"%b%b%b}" % (body[:end], comma, members)
@@ -255,7 +247,7 @@ class LlamaSlots:
         self._table = SlotTable(count)
         self.token_s: float | None = None
         """What a token of a prompt took on average, as the server itself counts; None = it has read none yet."""
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._freed = asyncio.Event()
 
     @asynccontextmanager
     async def send(self, call: Call) -> AsyncIterator[Response]:
@@ -274,7 +266,7 @@ class LlamaSlots:
                 yield response
         finally:
             self._table.release(lease, was_answered=was_answered)
-            self._wake()
+            self._freed.set()
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
         seized = self._table.seize(request)
@@ -285,11 +277,9 @@ class LlamaSlots:
             return await self._erase([lease.slot for lease in seized], erased)
         finally:
             self._table.return_seized(seized, erased=erased)
-            for _ in seized:
-                self._wake()
+            self._freed.set()
 
     async def read_properties(self) -> Properties:
-        """Return what the model can do; nothing special where the server does not tell. Raises EngineError."""
         return await self._server.ask_for(f"/props{self._question}", Properties) or Properties()
 
     async def list_slots(self) -> list[Slot] | None:
@@ -297,13 +287,10 @@ class LlamaSlots:
         status, body = await self._server.ask("GET", f"/slots{self._question}")
         if status != 200:
             return None
-        try:
-            return _slots_decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise EngineError(f"/slots answers with something else than slots: {error}") from None
+        return read_answer(body, list[Slot], "/slots answers with something else than slots")
 
     async def ask_loop(self) -> None:
-        """Return when the server's loop has answered, which it does between two batches, or the server is gone."""
+        # The server's loop answers this between two batches.
         with contextlib.suppress(EngineError):
             await self._server.ask("GET", f"/slots{self._question}", timeout_s=math.inf)
 
@@ -333,26 +320,11 @@ class LlamaSlots:
                 lease = self._table.take_unpinned()
             if lease is not None:
                 return lease
-            granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append(granted)
-            try:
-                await granted
-            except asyncio.CancelledError:
-                if granted.done() and not granted.cancelled():
-                    self._wake()  # the turn came together with the cancellation: it is the next one's
-                else:
-                    self._waiting.remove(granted)
-                raise
-
-    def _wake(self) -> None:
-        while self._waiting:
-            granted = self._waiting.popleft()
-            if not granted.done():
-                granted.set_result(None)
-                return
+            # All who wait look again, the oldest first: they are few, since the queue of the runner lets no more in than fit.
+            self._freed.clear()
+            await self._freed.wait()
 
     async def _erase(self, wanted: list[int], erased: set[int]) -> FlushOutcome:
-        """Erase these slots, note each in ``erased``; the outcome goes by what ``/slots`` shows before and after."""
         before = await self._when_idle(wanted)
         if before is None:
             return FlushOutcome(FlushResult.NOT_SUPPORTED, "the server does not show its slots: start it with --slots")
@@ -364,6 +336,7 @@ class LlamaSlots:
                 detail = f"the server refuses to erase a slot (HTTP {status}): start it with --slot-save-path"
                 return FlushOutcome(FlushResult.NOT_SUPPORTED, detail)
             erased.add(index)
+        # The server's word that it has erased is not enough.
         left = [slot.id for slot in _among(await self.list_slots() or [], wanted) if slot.n_prompt_tokens]
         erased.difference_update(left)
         if left:
@@ -372,7 +345,7 @@ class LlamaSlots:
         return FlushOutcome(FlushResult.FLUSHED, "erased; the buffer itself stays allocated", removed, 0)
 
     async def _when_idle(self, wanted: list[int]) -> list[Slot] | None:
-        """Return these slots once none is at work, or as they are after a moment: a client that left is let go of quickly."""
+        # For a moment only: a client that left is let go of quickly.
         deadline = clock.monotonic() + limits().engines.llama_slots_s
         while True:
             shown = await self.list_slots()
@@ -385,7 +358,6 @@ class LlamaSlots:
 
 
 def plain_call(call: Call) -> Call:
-    """Return the call with those headers only that cannot change how llama.cpp runs it."""
     return replace(call, headers={name: value for name, value in call.headers.items() if name.lower() in _TO_ENGINE})
 
 
@@ -435,7 +407,6 @@ class _Prober:
         return msgspec.json.decode(answer, type=_Completion).timings.cache_n
 
     async def can_erase(self) -> bool:
-        """Erase slot 0; return whether the server did."""
         status, _ = await self._server.ask(
             "POST", "/slots/0?action=erase", body=self._routing or None, timeout_s=limits().engines.llama_probe_s
         )

@@ -6,7 +6,7 @@ server, libraries get one from us in their child process. So one exchange serves
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,14 +17,8 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDictProxy
 
-from runner.definitions.plan import LoadPlan, Progress, Report
+from runner.definitions.plan import LoadPlan, Report
 from runner.errors import EngineError
-
-__all__ = [
-    "CHAT", "COMPLETIONS", "EMBEDDINGS", "IMAGES", "MESSAGES", "POOL_RESPONSES", "RESPONSES", "TOKENIZE", "TRANSCRIPTIONS",
-    "CacheMode", "Call", "Capabilities", "Engine", "EngineStats", "FlushOutcome", "FlushRequest", "FlushResult", "FlushScope",
-    "Health", "LoadPlan", "LoopOwner", "MetricsSource", "Priority", "Progress", "Report", "Response", "TokenCounter",
-]  # fmt: skip
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -59,13 +53,9 @@ class Capabilities:
     prefix_caching: bool = False
     keeps_nothing: bool = False
     """It is certain that nothing of a request is kept for another: there is nothing to flush, and no answer reuses anything."""
-    reports_cached_tokens: bool = False
     isolates_tenants: bool = False
     engine_priority: bool = False
     flushes_cache: bool = False
-    sleeps: bool = False
-    loads_lora: bool = False
-    reports_progress: bool = False
     counts_tokens: bool = False
     vision_input: bool = False
     audio_input: bool = False
@@ -170,9 +160,6 @@ class Body(Protocol):
 
     async def readany(self) -> bytes:
         """Return what has come, waiting for something; nothing at the end."""
-
-    def iter_chunked(self, n: int, /) -> AsyncIterator[bytes]:
-        """Yield pieces of at most ``n`` bytes."""
 
 
 class Response(Protocol):

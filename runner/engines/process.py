@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from runner.engines.port import Progress, Report
+from runner.definitions.plan import Progress, Report
 from runner.errors import EngineError
 from runner.limits import limits
 from wire import clock
@@ -59,7 +59,6 @@ class Child:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process, while there is one."""
         return () if self._process is None else (self._process.pid,)
 
     @property
@@ -177,7 +176,6 @@ class Child:
         return self._process
 
     async def _exchange(self, process: asyncio.subprocess.Process, settings: Mapping[str, object], report: Report) -> _Line:
-        """Give the child its settings, pass progress on; return its answer, an empty one when it died without a word."""
         if process.stdin is None or process.stdout is None:
             raise EngineError("the engine process has no pipes")
         with contextlib.suppress(ConnectionError):
@@ -191,7 +189,7 @@ class Child:
             if answer.url or answer.error:
                 return answer
             report(Progress(answer.stage, answer.fraction))
-        return _Line()
+        return _Line()  # it died without a word
 
     async def _read_line(self, stream: asyncio.StreamReader) -> bytes:
         try:
@@ -200,7 +198,6 @@ class Child:
             raise EngineError(f"the engine process printed a line of more than {limits().engines.line_bytes} bytes") from None
 
     async def _read_log(self, stream: asyncio.StreamReader | None, on_line: Callable[[str], None] | None) -> None:
-        """Keep the last lines the process printed, pass them on, and to the log at debug level."""
         if stream is None:
             return
         while True:
@@ -218,7 +215,6 @@ class Child:
 
 
 def _describe_exit(status: int | None) -> str:
-    """Return how a process ended, in a few words; nothing for one that has not, or that exited as it should."""
     if status is None or status == 0:
         return ""
     if status > 0:
@@ -248,7 +244,6 @@ def gpu_environment(gpu_ids: Sequence[int], *, is_cpu: bool = False) -> dict[str
 
 
 def list_tree(pid: int | None) -> list[psutil.Process]:
-    """Return a process and all that descends from it, nothing when there is none."""
     if pid is None:
         return []
     try:
@@ -259,15 +254,13 @@ def list_tree(pid: int | None) -> list[psutil.Process]:
 
 
 def list_left(pids: Iterable[int]) -> set[int]:
-    """Return the ports of clients that have closed a connection to a server in these trees, which still holds it open. Blocks.
-
-    Its own connections to others do not count: a server may keep those as long as it likes.
-    """
+    """Return the ports of clients that have closed a connection which a server in these trees still holds open. Blocks."""
     found = []
     for pid in pids:
         for process in list_tree(pid):
             with contextlib.suppress(psutil.Error):
                 found += process.net_connections(kind="tcp")
+    # Connections of the server to others do not count: it may keep those as long as it likes.
     served = {connection.laddr.port for connection in found if connection.status == psutil.CONN_LISTEN}
     return {
         connection.raddr.port
@@ -290,8 +283,8 @@ async def kill_rest(tree: list[psutil.Process]) -> list[int]:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; a process id that another program has got in the meantime does not count."""
     try:
+        # psutil compares start times: a process id that another program has got meanwhile does not count.
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
@@ -314,8 +307,8 @@ def make_private_folder(name: str) -> Path:
 
 
 def _is_our_folder(path: Path) -> bool:
-    """Whether it is a folder, no link to one, that belongs to us: anybody may write to the place where it lies."""
     try:
+        # No link to one either: anybody may write to the place where it lies.
         return path.lstat().st_uid == os.getuid() and path.is_dir() and not path.is_symlink()
     except OSError:
         return False
@@ -334,24 +327,38 @@ _VALIDATION = re.compile(r"^\s*(?:Value|Assertion) error, (.+?)(?: \[type=.*)?$"
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
-class FailureReasons:
-    """Fed with lines; keeps those that are reasons, causes apart from what only followed from them."""
+class StageLog:
+    """Fed with the lines of one start: reports the stages that some mark, and keeps why it failed.
 
-    def __init__(self) -> None:
+    ``stages``: what a line has in it, the stage that it begins, and the share of the load that is done by then.
+    """
+
+    def __init__(self, report: Report, stages: Sequence[tuple[str, str, float]]) -> None:
+        self._report = report
+        self._stages = stages
+        self._reached = 0.0
         self._causes: deque[str] = deque(maxlen=5)
         self._consequences: deque[str] = deque(maxlen=5)
+        """Reasons that only followed from others."""
 
     def feed(self, line: str) -> None:
         text = _COLOUR.sub("", line)
-        if match := _VALIDATION.match(text):
-            self._causes.append(match[1])
-            return
         # "error:" of a command line has no prefix, and its words must not be taken for one.
         said = text if _USAGE_ERROR.match(text) else _PREFIX.sub("", text, count=1)
-        if _USAGE_ERROR.match(said) or _RAISED.match(said):
+        if match := _VALIDATION.match(text):
+            self._causes.append(match[1])
+        elif _USAGE_ERROR.match(said) or _RAISED.match(said):
             (self._consequences if _INDIRECT.search(said) else self._causes).append(said)
+        for marker, stage, fraction in self._stages:
+            if marker in line:
+                self.tell(stage, fraction)
 
-    def best(self) -> str:
-        """Return the last cause, else the last consequence, else an empty text."""
+    def tell(self, stage: str, fraction: float) -> None:
+        if fraction > self._reached:  # a later process of the server repeats stages of an earlier one
+            self._reached = fraction
+            self._report(Progress(stage, round(fraction, 3)))
+
+    def failure(self, last_lines: str = "") -> str:
+        """Return the last cause, else the last consequence, else ``last_lines``."""
         reasons = self._causes or self._consequences
-        return reasons[-1][: limits().engines.logged_chars] if reasons else ""
+        return reasons[-1][: limits().engines.logged_chars] if reasons else last_lines

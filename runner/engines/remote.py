@@ -7,13 +7,13 @@ its headers a few pass, its refusals of our key are told by us, and its name for
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import logging
 import math
 import random
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -24,8 +24,8 @@ import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from runner.definitions.fields import is_http_url
-from runner.definitions.plan import LoadPlan
-from runner.engines.http import HttpServer
+from runner.definitions.plan import LoadPlan, Progress, Report
+from runner.engines.http import HttpServer, Listing
 from runner.engines.http_engine import HttpEngine, fields_decoder, read_key, read_option
 from runner.engines.llama_slots import Properties
 from runner.engines.port import (
@@ -38,8 +38,6 @@ from runner.engines.port import (
     FlushResult,
     Health,
     LoopOwner,
-    Progress,
-    Report,
 )
 from runner.errors import EngineError, EngineSilent, EngineUnavailable, InvalidRequest, ModalityUnsupported, RemoteRefused
 from runner.limits import limits
@@ -54,13 +52,9 @@ _OF_LLAMA_SERVER = "llamacpp"
 """What llama.cpp's server has always said of who owns its models."""
 
 
-class _ModelEntry(msgspec.Struct):
+class _Model(msgspec.Struct):
     id: str
     owned_by: object = None
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_ModelEntry]
 
 
 class OpenAIServer:
@@ -81,7 +75,7 @@ class OpenAIServer:
         """``llama-server`` where the list of models tells: gateways keep from it what it would leave out without a word."""
         self.capabilities = Capabilities(endpoints=())
         """Which paths such a server answers only it can say, so every one that is for inference is passed on."""
-        self._server = HttpServer(client)
+        self._server = HttpServer()
         self._server.base_url = url
         self._server.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.stream = self._server.send
@@ -95,7 +89,6 @@ class OpenAIServer:
         return list(self._given) or list(self._listed)
 
     async def load(self, report: Report) -> None:
-        """Ask for the model list. Raises EngineError when the server cannot be used yet."""
         report(Progress("asking the server for its models"))
         url = self._server.base_url
         try:
@@ -110,7 +103,6 @@ class OpenAIServer:
             raise EngineError(f"{url}/v1/models names no model (HTTP {status}): name them with --models")
 
     async def unload(self, *, gently: bool) -> None:
-        """Leave the server alone: nothing of ours is to stop but connections."""
         self._server.close()
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
@@ -136,14 +128,13 @@ class OpenAIServer:
     async def _list_models(self) -> int:
         """Refresh the list; return the HTTP status. An answer that is no model list leaves the old one. Raises EngineError."""
         status, body = await self._server.ask("GET", "/v1/models")
-        if status == 200:
-            try:
-                listed = msgspec.json.decode(body, type=_ModelList)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                return status
-            names = list(dict.fromkeys(entry.id for entry in listed.data))
-            is_llama = bool(names) and all(entry.owned_by == _OF_LLAMA_SERVER for entry in listed.data)
-            found = ("llama-server" if is_llama else "openai", names)
+        try:
+            listed = msgspec.json.decode(body, type=Listing[_Model]).data if status == 200 else None
+        except UNREADABLE:
+            listed = None
+        if listed is not None:
+            is_llama = bool(listed) and all(entry.owned_by == _OF_LLAMA_SERVER for entry in listed)
+            found = ("llama-server" if is_llama else "openai", list(dict.fromkeys(entry.id for entry in listed)))
             if found != (self.name, self._listed):
                 self.name, self._listed = found
                 self.capabilities = replace(self.capabilities, version=await self._ask_build() if is_llama else "")
@@ -151,12 +142,10 @@ class OpenAIServer:
         return status
 
     async def _ask_build(self) -> str:
-        """Return the build that a llama-server says it is, empty where it does not."""
-        try:
+        with contextlib.suppress(EngineError):
             properties = await self._server.ask_for("/props", Properties)
-        except EngineError:
-            return ""
-        return properties.version if properties is not None else ""
+            return properties.version if properties is not None else ""
+        return ""
 
 
 # ---- one model at a provider ----
@@ -170,16 +159,6 @@ TO_CLIENT: Final = frozenset(
     {"content-type", "content-length", "cache-control", "retry-after", "retry-after-ms", "x-request-id"}
 )
 """Headers of the provider that pass: others name the owner's organisation, project and remaining budget."""
-
-
-class _Card(msgspec.Struct):
-    id: str = ""
-
-
-class _Cards(msgspec.Struct):
-    """The answer of ``/models``."""
-
-    data: list[_Card] = []
 
 
 class _ProviderResponse(aiohttp.ClientResponse):
@@ -204,7 +183,7 @@ def make_remote(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
 
     ``config_only`` asks the provider nothing, ``models`` asks its list, ``completion`` pays for one token at each load.
     """
-    server = HttpServer(client)
+    server = HttpServer()
     remote = RemoteModel(plan, server, client)
     return HttpEngine(server, remote, remote, name="remote", poll_s=60.0, restart_max_s=300.0, check=remote.check)
 
@@ -230,14 +209,18 @@ class RemoteModel:
         self._timeout_s = float(timeout_s) if isinstance(timeout_s, int | float) else limits().engines.remote_silence_s
         self._open: set[aiohttp.ClientResponse] = set()
         self._running = 0
-        self.capabilities = Capabilities(endpoints=(CHAT,), max_inflight=plan.slots, function_calling=True, is_remote=True)
+        self.capabilities = Capabilities(endpoints=(CHAT,), function_calling=True, is_remote=True)
 
     async def load(self, report: Report) -> None:
-        """Read the key and ask the provider what ``remote_health_check`` says."""
         await self.unload(gently=False)
         report(Progress("reading the settings"))
-        self._server.base_url = self._base_url()
-        self._server.headers = {"Accept-Encoding": "identity", "User-Agent": "muster"}
+        url = read_option(self._plan.options, "remote_base_url", str) or ""
+        if not is_http_url(url):
+            raise EngineError(
+                f"{self._plan.model_id} needs remote_base_url, like https://api.example.com/v1, without credentials or query"
+            )
+        self._server.base_url = url.rstrip("/")
+        self._server.headers = {"User-Agent": "muster"}
         self._key = read_key(self._plan, "remote_api_key_env").encode()
         if self._key:
             self._server.headers |= {"Authorization": f"Bearer {self._key.decode('ascii')}"}
@@ -257,11 +240,7 @@ class RemoteModel:
         )
         report(Progress("ready", 1.0))
 
-    async def give_up(self) -> None:
-        await self.unload(gently=False)
-
     async def unload(self, *, gently: bool) -> None:
-        """The connections of answers that are still read are closed, and the key is forgotten."""
         del gently
         session, self._session = self._session, None
         for response in tuple(self._open):
@@ -270,10 +249,7 @@ class RemoteModel:
         if session is not None:
             await session.close()
 
-    async def meet(self, report: Report) -> None:
-        """The provider tells no more."""
-
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def send(self, call: Call) -> AsyncIterator[aiohttp.ClientResponse]:
         """Also raises InvalidRequest, ModalityUnsupported before anything is sent; RemoteRefused when the provider refuses our
         key or sends us elsewhere; EngineUnavailable for what is no API.
@@ -284,65 +260,43 @@ class RemoteModel:
             raise ModalityUnsupported(f"{self._plan.model_id} answers {CHAT} only.", param="model")
         body = self._rewrite(call.body)
         self._running += 1
+        response = None
         try:
-            async with self._exchange(self._session, body) as response:
-                yield response
+            response = await self._send(self._session, body)
+            self._open.add(response)
+            await self._receive(response)
+            yield response
         finally:
             self._running -= 1
+            if response is not None:
+                self._open.discard(response)
+                response.close()
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
         return FlushOutcome(FlushResult.NOT_SUPPORTED, "what the provider caches is the provider's; nothing is kept here")
 
     async def read_stats(self) -> EngineStats:
-        """Requests that are with the provider; it tells no more."""
         return EngineStats(running=self._running)
 
     async def check(self) -> Health:
-        """Ask for the list of models where the settings say so; otherwise what counts is that it is loaded."""
         if self._check != "models":
             return Health.OK
-        try:
-            status, _ = await self._server.ask("GET", "/models", timeout_s=limits().engines.remote_health_s)
-        except EngineSilent:
-            return Health.SILENT
-        except EngineError:
-            return Health.UNREACHABLE
+        status, _ = await self._server.ask("GET", "/models", timeout_s=limits().engines.remote_health_s)
         return Health.OK if status in {HTTPStatus.OK, HTTPStatus.TOO_MANY_REQUESTS} else Health.SILENT
 
-    @asynccontextmanager
-    async def _exchange(self, session: aiohttp.ClientSession, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
-        response = await self._send(session, body)
-        self._open.add(response)
-        try:
-            await self._receive(response)
-            yield response
-        finally:
-            self._open.discard(response)
-            response.close()
-
-    def _base_url(self) -> str:
-        url = read_option(self._plan.options, "remote_base_url", str) or ""
-        if not is_http_url(url):
-            raise EngineError(
-                f"{self._plan.model_id} needs remote_base_url, like https://api.example.com/v1, without credentials or query"
-            )
-        return url.rstrip("/")
-
     async def _check_models(self) -> None:
-        """Raise EngineError unless the provider lists the model; a list that is empty or in another shape proves nothing."""
         status, body = await self._server.ask("GET", "/models", timeout_s=self._timeout_s)
         self._expect_ok("/models", status)
         try:
-            names = [card.id for card in msgspec.json.decode(body, type=_Cards).data if card.id]
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            names = [entry.id for entry in msgspec.json.decode(body, type=Listing[_Model]).data]
+        except UNREADABLE:
             return
-        if names and self._model not in names:
+        if names and self._model not in names:  # an empty list, or one in another shape, proves nothing
             most = limits().engines.names
             listed = ", ".join(sorted(names)[:most]) + (" and more" if len(names) > most else "")
             raise EngineError(f"the provider does not list {self._model}; it lists {listed}: correct remote_model")
 
     async def _check_completion(self) -> None:
-        """Raise EngineError unless the provider answers a request for one token."""
         asked: dict[str, object] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
         body = msgspec.json.decode(self._rewrite(msgspec.json.encode(asked)))
         status, _ = await self._server.ask("POST", "/chat/completions", body=body, timeout_s=self._timeout_s)
@@ -359,7 +313,6 @@ class RemoteModel:
             )
 
     def _rewrite(self, body: bytes) -> bytes:
-        """Return the body as the provider is to see it. Raises InvalidRequest."""
         try:
             fields = fields_decoder.decode(body)
         except UNREADABLE:
@@ -372,13 +325,8 @@ class RemoteModel:
         return msgspec.json.encode(fields)
 
     async def _send(self, session: aiohttp.ClientSession, body: bytes) -> _ProviderResponse:
-        """Return the provider's answer, of which no body has been read. Raises aiohttp.ClientError, OSError.
-
-        Tries again after a connection that broke and after answers that ask for it. Not after silence: the provider may
-        be at work, and would be paid twice.
-        """
         url = f"{self._server.base_url}/chat/completions"
-        headers = {**self._server.headers, "Content-Type": "application/json"}
+        headers = {**self._server.headers, "Accept-Encoding": "identity", "Content-Type": "application/json"}
         tries_left = self._max_retries
         while True:
             pause_s = _back_off(self._max_retries - tries_left)
@@ -386,7 +334,7 @@ class RemoteModel:
                 data = io.BytesIO(body) if len(body) > limits().engines.piece_bytes else body
                 response = await session.post(url, data=data, headers=headers, allow_redirects=False)
             except (aiohttp.ServerTimeoutError, aiohttp.ClientSSLError):
-                raise
+                raise  # not tried again after silence: the provider may be at work, and would be paid twice
             except aiohttp.ClientConnectionError as error:
                 if not tries_left:
                     raise
@@ -405,7 +353,6 @@ class RemoteModel:
             await asyncio.sleep(pause_s)
 
     async def _receive(self, response: _ProviderResponse) -> None:
-        """Make an answer fit to be passed on: an event stream as it comes, anything else read to its end."""
         status, is_json = response.status, response.content_type.endswith("json")
         if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             # Its text may repeat a part of the key, and a client that reads 401 would doubt its own.
@@ -430,7 +377,6 @@ class RemoteModel:
             response.adopt(content_type="application/json", body=_describe(status))
 
     def _rename(self, body: bytes) -> bytes:
-        """Return an answer under our name for the model; one that is not a JSON object as it is."""
         try:
             fields = fields_decoder.decode(body)
         except UNREADABLE:
@@ -442,7 +388,6 @@ class RemoteModel:
 
 
 async def _read_all(response: aiohttp.ClientResponse) -> bytes:
-    """Return a body of bounded length. Raises EngineUnavailable, aiohttp.ClientError, OSError."""
     body = bytearray()
     async for chunk in response.content.iter_chunked(64 * 1024):
         body += chunk
@@ -462,10 +407,9 @@ def _describe(status: int) -> bytes:
 
 
 def _back_off(tried: int) -> float:
-    """Return the seconds to wait before the next try, spread so that many requests do not come back at once."""
     bounds = limits().engines
     pause_s = min(bounds.remote_pause_max_s, math.ldexp(bounds.remote_pause_first_s, tried))
-    return pause_s * random.uniform(0.5, 1.0)  # noqa: S311  # not a secret
+    return pause_s * random.uniform(0.5, 1.0)  # noqa: S311  # spread, so that many requests do not come back at once
 
 
 def _read_retry_after(headers: Mapping[str, str]) -> float | None:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from runner.engines.port import Engine, Health, Report
+from runner.definitions.plan import Report
+from runner.engines.port import Engine, Health
 from runner.engines.process import list_left
 from runner.errors import EngineError
 from runner.limits import limits
@@ -69,7 +70,6 @@ class Supervisor:
         self.restarts = 0
 
     def report_failure(self, reason: str) -> None:
-        """Have the engine checked at once because a request to it failed."""
         log.warning("engine failed a request engine=%s reason=%s", self.engine.name, reason)
         self._suspicion.set()
 
@@ -77,8 +77,8 @@ class Supervisor:
         self._suspicion.set()
 
     def watch_left(self, sent_bytes: int) -> None:
-        """Have the engine restarted unless it soon lets go of a client that has left; of somebody else's nothing is known."""
-        if not self.engine.pids or not self.is_ready:
+        """Have the engine restarted unless it soon lets go of a client that has left."""
+        if not self.engine.pids or not self.is_ready:  # of a server of somebody else's nothing is known
             return
         self._left_mib += sent_bytes / (1024 * 1024)  # its threads share the cores, and read all at once
         self._asks_loop = self.engine.loop is not None
@@ -86,12 +86,7 @@ class Supervisor:
             self._leaver = asyncio.create_task(self._watch_left())
 
     async def _watch_left(self) -> None:
-        """Look until no connection is held that its client has left, or until one is held for too long.
-
-        Looks are counted, not seconds: while the whole machine stands still, nobody can obey. An engine's few threads take
-        connections in their order, so one that came later or together with another waits for it rightly: its looks count from
-        the last time that such another was let go of, and from nobody's who came after it.
-        """
+        # Looks are counted, not seconds: while the whole machine stands still, nobody can obey.
         held: dict[int, _Held] = {}
         question: asyncio.Task[None] | None = None
         try:
@@ -109,6 +104,9 @@ class Supervisor:
                 if not held and not self._asks_loop:
                     self._left_mib = 0.0
                     return
+                # An engine's few threads take connections in their order, so one that came later or together with another
+                # waits for it rightly: its looks count from the last time that such another was let go of, and from nobody's
+                # who came after it.
                 for port, one in held.items():
                     if oldest_gone <= one.since:
                         one.waiting_since = look
@@ -173,7 +171,6 @@ class Supervisor:
             self._become(EngineState.FAILED, error="the runner lost sight of it; unload it and load it again")
 
     async def _keep(self, *, is_loaded: bool, report: Report | None = None) -> None:
-        """Watch and restart until cancelled."""
         pause_s = self._limits.restart_first_s
         while True:
             if not is_loaded and not await self._try_load(report):
@@ -193,7 +190,7 @@ class Supervisor:
             self.restarts += 1
 
     async def _stop_looking(self) -> None:
-        """Forget the clients that left: what comes next is another process."""
+        # What comes next is another process, which holds none of the clients that left.
         leaver, self._leaver = self._leaver, None
         if leaver is not None:
             leaver.cancel()
@@ -215,7 +212,6 @@ class Supervisor:
         return True
 
     async def _watch(self) -> str:
-        """Return why the engine must be restarted, once it must."""
         gone = asyncio.create_task(self.engine.wait_gone())
         silent_since: float | None = None
         try:

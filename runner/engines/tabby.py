@@ -15,8 +15,9 @@ from http import HTTPStatus
 import aiohttp
 import msgspec
 
-from runner.engines.http import HttpResponse, HttpServer
-from runner.engines.http_engine import HttpEngine, bearer, read_key, read_option, read_url, set_thinking
+from runner.definitions.plan import LoadPlan, Progress, Report
+from runner.engines.http import HttpResponse, HttpServer, read_answer
+from runner.engines.http_engine import HttpEngine, bearer, poll, read_key, read_option, read_url, set_thinking
 from runner.engines.llama_slots import end_with, is_object
 from runner.engines.port import (
     CHAT,
@@ -28,11 +29,8 @@ from runner.engines.port import (
     FlushRequest,
     FlushResult,
     Health,
-    LoadPlan,
-    Progress,
-    Report,
 )
-from runner.errors import EngineError, EngineSilent
+from runner.errors import EngineError
 from runner.limits import limits
 from wire import clock
 
@@ -64,9 +62,11 @@ def make_tabby(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
     """Options: ``server_url``, ``server_model`` (a folder name there; the model's id unless given), the names of variables with
     keys ``server_api_key_env`` and ``server_admin_key_env``, and the ``exllama_cache_*`` fields.
     """
-    server = HttpServer(client)
+    server = HttpServer()
     tabby = TabbyModel(plan, server, client)
-    return HttpEngine(server, tabby, tabby, name="tabbyapi", poll_s=5.0, restart_max_s=60.0, check=tabby.check)
+    return HttpEngine(
+        server, tabby, tabby, name="tabbyapi", poll_s=5.0, restart_max_s=60.0, check=tabby.check, give_up=tabby.give_up
+    )
 
 
 class TabbyModel:
@@ -83,12 +83,9 @@ class TabbyModel:
         self._model = str(plan.options.get("server_model") or plan.model_id)
         self._admin: Mapping[str, str] = {}
         self._loading: asyncio.Task[None] | None = None
-        self.capabilities = Capabilities(
-            endpoints=(CHAT, COMPLETIONS), max_inflight=plan.slots, prefix_caching=True, reports_progress=True
-        )
+        self.capabilities = Capabilities(endpoints=(CHAT, COMPLETIONS), prefix_caching=True)
 
     async def load(self, report: Report) -> None:
-        """Raises EngineError also when the server holds another model."""
         url = read_url(self._plan, example="http://127.0.0.1:5000")
         headers, admin = bearer(self._plan), read_key(self._plan, "server_admin_key_env")
         self._server.base_url, self._server.headers = url, headers
@@ -110,7 +107,7 @@ class TabbyModel:
         self._loading = None
 
     async def give_up(self) -> None:
-        """Wait for a load that nobody wants any more (bounded) and undo it, since the server would carry on."""
+        # The server carries on with a load that nobody wants any more: its end is waited for, to undo it.
         loading, self._loading = self._loading, None
         if loading is None:
             return
@@ -124,15 +121,10 @@ class TabbyModel:
             loading.cancel()
 
     async def unload(self, *, gently: bool) -> None:
-        """It ends running requests itself, gently or not. A model that another has put in its place is left alone."""
-        del gently
+        del gently  # the server ends running requests itself
         await self._unload()
 
-    async def meet(self, report: Report) -> None:
-        """The model's card has told all."""
-
     def send(self, call: Call) -> HttpResponse:
-        """Under the name that the model has there."""
         if is_object(call.body):  # whatever it names: the server may be set up to load what it is asked for
             body = set_thinking(self._plan, call.body) if call.path.partition("?")[0] == CHAT else call.body
             call = replace(call, body=end_with(body, b'"model":' + msgspec.json.encode(self._model)))
@@ -144,17 +136,10 @@ class TabbyModel:
         )
 
     async def read_stats(self) -> EngineStats:
-        """The server counts nothing that it would tell."""
         return EngineStats()
 
     async def check(self) -> Health:
-        """Whether the server still holds our model."""
-        try:
-            card = await self._loaded_model()
-        except EngineSilent:
-            return Health.SILENT
-        except EngineError:
-            return Health.UNREACHABLE
+        card = await self._loaded_model()
         return Health.OK if card is not None and card.id == self._model else Health.SILENT
 
     async def _loaded_model(self) -> _Card | None:
@@ -163,13 +148,9 @@ class TabbyModel:
             return None
         if status != HTTPStatus.OK:
             raise EngineError(_refusal("which model it holds", status, body))
-        try:
-            return msgspec.json.decode(body, type=_Card)
-        except msgspec.DecodeError:
-            raise EngineError("the server at server_url does not answer as TabbyAPI does") from None
+        return read_answer(body, _Card, "the server at server_url does not answer as TabbyAPI does")
 
     def _check_is_ours(self, card: _Card) -> None:
-        """Note the context of the model. Raises EngineError when the server holds another one, or ours in another shape."""
         if card.id != self._model:
             raise EngineError(f"the server holds {card.id!r} and has room for one model: unload (evict) that one first")
         length = card.parameters.max_seq_len if card.parameters is not None else None
@@ -181,8 +162,7 @@ class TabbyModel:
         self.capabilities = replace(self.capabilities, context_tokens=length)
 
     async def _load(self, report: Report) -> None:
-        """Ask for the load and listen to its end. Raises EngineError."""
-        may_go_on = False
+        within_s = limits().engines.tabby_settle_s
         try:
             async for event in self._load_events():
                 if event.error is not None:
@@ -192,15 +172,14 @@ class TabbyModel:
                 # Further parts follow with counts of their own; only the model itself comes last.
                 report(Progress(f"loading modules{part}", fraction if event.model_type == "model" else None))
         except (aiohttp.ClientError, OSError):
-            may_go_on = True
+            within_s = limits().engines.tabby_load_s
             report(Progress("the connection broke, the server loads on"))
-        card = await self._wait_for_model(
-            within_s=limits().engines.tabby_load_s if may_go_on else limits().engines.tabby_settle_s
-        )
+        card = await poll(self._loaded_model, within_s=within_s, every_s=limits().engines.tabby_poll_s)
+        if card is None:
+            raise EngineError(f"the server holds no model {within_s:.0f} s after it was asked to load {self._model}")
         self._check_is_ours(card)
 
     async def _load_events(self) -> AsyncIterator[_Event]:
-        """Yield what the server says of the load. Raises EngineError when it refuses, aiohttp.ClientError or OSError."""
         url = f"{self._server.base_url}/v1/model/load"
         headers = {**self._server.headers, **self._admin}
         bounds = limits().engines
@@ -211,10 +190,7 @@ class TabbyModel:
                 raise EngineError(_refusal(f"to load {self._model}", response.status, body))
             async for line in response.content:
                 if line.startswith(b"data:"):
-                    try:
-                        yield msgspec.json.decode(line[5:], type=_Event)
-                    except msgspec.DecodeError:
-                        raise EngineError("the server's load events are not those of TabbyAPI") from None
+                    yield read_answer(line[5:], _Event, "the server's load events are not those of TabbyAPI")
 
     def _load_fields(self) -> dict[str, object]:
         options = self._plan.options
@@ -231,18 +207,9 @@ class TabbyModel:
             fields["cache_mode"] = quant if "," in quant else f"{quant},{quant}"
         return fields
 
-    async def _wait_for_model(self, *, within_s: float) -> _Card:
-        """Ask until the server holds a model. Raises EngineError when it does not within ``within_s``."""
-        give_up_at = clock.monotonic() + within_s
-        while (card := await self._loaded_model()) is None:
-            if clock.monotonic() > give_up_at:
-                raise EngineError(f"the server holds no model {within_s:.0f} s after it was asked to load {self._model}")
-            await asyncio.sleep(limits().engines.tabby_poll_s)
-        return card
-
     async def _unload(self) -> None:
         card = await self._loaded_model()
-        if card is None or card.id != self._model:
+        if card is None or card.id != self._model:  # what another has put in its place is left alone
             return
         status, body = await self._server.ask(
             "POST", "/v1/model/unload", timeout_s=limits().engines.tabby_unload_answer_s, headers=self._admin

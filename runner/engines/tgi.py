@@ -17,8 +17,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from runner.definitions.plan import LoadPlan
-from runner.engines.http import HttpServer
+from runner.definitions.plan import LoadPlan, Progress, Report
+from runner.engines.http import HttpServer, read_answer
 from runner.engines.http_engine import (
     HttpEngine,
     Loader,
@@ -41,11 +41,9 @@ from runner.engines.port import (
     FlushRequest,
     FlushResult,
     Health,
-    Progress,
-    Report,
     Response,
 )
-from runner.engines.process import FailureReasons, child_environment
+from runner.engines.process import StageLog, child_environment
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull, RequestRefused
 from runner.limits import limits
 from wire.unreadable import UNREADABLE
@@ -60,23 +58,6 @@ _STAGES: tuple[tuple[str, str, float], ...] = (
     ("Warming up model", "warming up", 0.8),
     ("Connected", "ready", 0.98),
 )
-
-
-class LauncherLog:
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._reasons = FailureReasons()
-        self._reached = 0.0
-
-    def feed(self, line: str) -> None:
-        self._reasons.feed(line)
-        for marker, stage, fraction in _STAGES:
-            if marker in line and fraction > self._reached:
-                self._reached = fraction
-                self._report(Progress(stage, fraction))
-
-    def failure(self, last_lines: str = "") -> str:
-        return self._reasons.best() or last_lines
 
 
 def build_command(plan: LoadPlan, ports: list[int], folder: Path) -> list[str]:
@@ -114,10 +95,7 @@ def build_environment(plan: LoadPlan, key: str) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return loopback ports that nothing has now; TGI cannot pick them itself and tell.
-
-    Where Linux says which ports it gives to those that ask for any, they lie below: until TGI listens, nothing else gets them.
-    """
+    """Return loopback ports that nothing has now; TGI cannot pick them itself and tell."""
     found: list[int] = []
     with contextlib.ExitStack() as held:
         for port in _candidates(count):
@@ -131,12 +109,11 @@ def free_ports(count: int) -> list[int]:
 
 
 def _candidates(count: int) -> Iterator[int]:
-    """Yield ports to try, 0 = any."""
     lowest, tries = limits().engines.tgi_lowest_port, limits().engines.tgi_port_tries
     width = lowest_given_port() - lowest
-    if width > tries:
+    if width > tries:  # below those that Linux gives to who asks for any: until TGI listens, nothing else gets them
         yield from (lowest + secrets.randbelow(width) for _ in range(tries))
-    yield from [0] * count
+    yield from [0] * count  # any
 
 
 def lowest_given_port() -> int:
@@ -172,7 +149,7 @@ def make_tgi(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
     ``tgi_launcher``, the program to start. ``server_model``: what the server calls the model where that is not our name for
     it; ``tgi_adapters``: names of LoRA adapters it was started with; ``tgi_prefix_caching``: True has a launcher of ours cache.
     """
-    server = HttpServer(client)
+    server = HttpServer()
     loader: Loader = RunningTgi(plan, server)
     if plan.options.get("tgi_launcher"):
 
@@ -180,11 +157,13 @@ def make_tgi(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
             ports, key = free_ports(3), secrets.token_urlsafe(24)
             server.base_url = f"http://127.0.0.1:{ports[0]}"
             server.headers = {"Authorization": f"Bearer {key}"}
-            return Start(build_command(plan, ports, folder), build_environment(plan, key), LauncherLog(report))
+            return Start(build_command(plan, ports, folder), build_environment(plan, key), StageLog(report, _STAGES))
 
         loader = ServerProcess("TGI", plan, server, prepare)
     probe = TgiProbe(plan, server)
-    return HttpEngine(server, loader, probe, name="tgi", poll_s=5.0, restart_max_s=120.0, count=probe.count_tokens)
+    return HttpEngine(
+        server, loader, probe, name="tgi", poll_s=5.0, restart_max_s=120.0, meet=probe.meet, count=probe.count_tokens
+    )
 
 
 class RunningTgi:
@@ -205,12 +184,8 @@ class RunningTgi:
         if await server.check() is not Health.OK:
             raise EngineError(f"{server.base_url}/health does not answer 200: it may still be loading")
 
-    async def give_up(self) -> None:
-        """Nothing was begun."""
-
     async def unload(self, *, gently: bool) -> None:
-        """Asked gently that is an error and it stays in use, else it is let go."""
-        if gently:
+        if gently:  # else it is let go
             raise EngineError(
                 f"{self._server.base_url} serves this one model for as long as it runs and is not ours to stop: stop it there"
             )
@@ -231,18 +206,17 @@ class TgiProbe:
             prefix_caching=is_caching,
             keeps_nothing=not is_caching,
             isolates_tenants=not is_caching,
-            reports_progress=self._is_ours,
             counts_tokens=True,
             function_calling=True,
             needs_tidying=True,  # each piece of a tool call has an empty id and a name that is null
         )
 
     async def meet(self, report: Report) -> None:
-        """Raises EngineError unless it serves the model of the plan."""
-        plan, status_and_body = self._plan, await self._server.ask("GET", "/info")
-        info = _read_info(*status_and_body)
-        if not info.model_id:
-            raise EngineError(f"{self._server.base_url}/info does not name a model (HTTP {status_and_body[0]}): is it TGI?")
+        plan, (status, body) = self._plan, await self._server.ask("GET", "/info")
+        otherwise = f"{self._server.base_url}/info does not name a model (HTTP {status}): is it TGI?"
+        info = read_answer(body, _Info, otherwise)
+        if status != 200 or not info.model_id:
+            raise EngineError(otherwise)
         expected = {str(plan.options.get("server_model") or plan.model_id)}
         if plan.path is not None:
             expected.add(str(plan.path))
@@ -274,33 +248,27 @@ class TgiProbe:
         return FlushOutcome(FlushResult.NOT_SUPPORTED, "TGI has no call that clears its cache: unload and load the model")
 
     async def read_stats(self) -> EngineStats:
-        """Tokens count what the running batch may grow to."""
         samples = read_samples(await self._server.read_metrics(), "tgi_")
         return EngineStats(
             running=samples.count("tgi_batch_current_size"),
             waiting=samples.count("tgi_queue_size"),
-            kv_total_tokens=samples.count("tgi_batch_max_total_tokens"),
+            kv_total_tokens=samples.count("tgi_batch_max_total_tokens"),  # what the running batch may grow to
             kv_used_tokens=samples.count("tgi_batch_current_max_tokens"),
         )
 
     async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        """For prompts of up to 128 KiB."""
         if sum(len(memoryview(value)) for value in fields.values()) > limits().engines.tgi_count_bytes:
             raise InvalidRequest(f"TGI counts prompts of at most {limits().engines.tgi_count_bytes} bytes.")
         is_chat = "messages" in fields
         path = "/chat_tokenize" if is_chat else "/tokenize"
         asked: dict[str, object] = {**fields, "model": _BASE_MODEL} if is_chat else {"inputs": fields["prompt"]}
         status, body = await self._server.ask("POST", path, body=asked, timeout_s=limits().engines.count_s)
-        body = take_answer(path, status, body)
-        try:
-            if is_chat:
-                return len(msgspec.json.decode(body, type=_ChatTokens).tokenize_response)
-            return len(msgspec.json.decode(body, type=list[msgspec.Raw]))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            raise EngineError(f"{path} answers with something else than tokens") from None
+        body, otherwise = take_answer(path, status, body), f"{path} answers with something else than tokens"
+        if is_chat:
+            return len(read_answer(body, _ChatTokens, otherwise).tokenize_response)
+        return len(read_answer(body, list[msgspec.Raw], otherwise))
 
     def _address(self, call: Call, path: str) -> Call:
-        """Return the call with the name under which TGI means its base model; any other it takes for an adapter."""
         if path not in {CHAT, COMPLETIONS}:
             return call
         try:
@@ -310,19 +278,11 @@ class TgiProbe:
         adapters = self._plan.options.get("tgi_adapters")
         known = {msgspec.json.encode(name) for name in adapters} if isinstance(adapters, list | tuple) else set()
         if bytes(fields.get("model", b"")) not in known:
-            fields["model"] = _BASE_MODEL
+            fields["model"] = _BASE_MODEL  # any other name it takes for an adapter
         return replace(call, body=msgspec.json.encode(fields))
 
 
-def _read_info(status: int, body: bytes) -> _Info:
-    try:
-        return msgspec.json.decode(body, type=_Info) if status == 200 else _Info()
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return _Info()
-
-
 async def _raise_problem(response: Response) -> None:
-    """Raise what an error answer in TGI's shape means; return when it has another. Raises aiohttp.ClientError."""
     if (response.content_length or 0) > limits().engines.tgi_error_bytes:
         return
     try:

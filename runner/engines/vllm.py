@@ -14,8 +14,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from runner.definitions.plan import LoadPlan
-from runner.engines.http import HttpResponse, HttpServer
+from runner.definitions.plan import LoadPlan, Progress, Report
+from runner.engines.http import HttpResponse, HttpServer, Listing, read_answer
 from runner.engines.http_engine import (
     HttpEngine,
     Samples,
@@ -23,6 +23,7 @@ from runner.engines.http_engine import (
     Start,
     ask_count,
     fields_decoder,
+    poll,
     read_reason,
     read_samples,
 )
@@ -41,8 +42,6 @@ from runner.engines.port import (
     FlushResult,
     FlushScope,
     Priority,
-    Progress,
-    Report,
 )
 from runner.engines.vllm_command import (
     StartupLog,
@@ -53,12 +52,10 @@ from runner.engines.vllm_command import (
     find_python,
     is_pooling,
     sees_pictures,
-    takes_lora,
     weights_bytes,
 )
 from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported
 from runner.limits import limits
-from wire import clock
 from wire.unreadable import UNREADABLE
 
 PRIORITIES: dict[Priority, int] = {"high": -10, "normal": 0, "low": 10}
@@ -85,7 +82,7 @@ class Salts:
         return hmac.new(self._key, named, hashlib.sha256).hexdigest()
 
     def forget(self, request: FlushRequest) -> None:
-        """Make the salts void that a flush names; what was cached under them is never found again."""
+        # What was cached under a salt that is void is never found again.
         if request.scope in {FlushScope.ALL, FlushScope.MODEL} or len(self._epochs) >= limits().engines.vllm_epochs:
             self._key = secrets.token_bytes(32)
             self._epochs.clear()
@@ -98,12 +95,12 @@ class Salts:
 def seal_body(body: bytes, *, salt: str, priority: Priority) -> bytes:
     """Return the body with our salt and priority in place of whatever the client said about them.
 
-    The values of all other fields stay byte for byte. Raises InvalidRequest when it is no JSON object: vLLM would read some
-    texts that are none, such as UTF-16, and would find a client's own salt in them.
+    The values of all other fields stay byte for byte. Raises InvalidRequest when it is no JSON object.
     """
     try:
         fields = fields_decoder.decode(body)
     except UNREADABLE:
+        # vLLM reads some texts that are none, such as UTF-16, and would find a client's own salt in them.
         raise InvalidRequest("the body must be a JSON object in UTF-8") from None
     for name in _OURS_ALONE:
         fields.pop(name, None)
@@ -145,20 +142,18 @@ class _Version(msgspec.Struct):
     version: str = ""
 
 
-class _Listed(msgspec.Struct):
+class _Model(msgspec.Struct):
     max_model_len: int | None = None
-
-
-class _ModelList(msgspec.Struct):
-    data: list[_Listed] = []
 
 
 def make_vllm(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
     """The model runs on the GPUs of the plan, and on the CPU when it names none."""
-    server = HttpServer(client)
+    server = HttpServer()
     probe = VllmProbe(plan, server)
     loader = ServerProcess("vLLM", plan, server, probe.prepare)
-    return HttpEngine(server, loader, probe, name="vllm", poll_s=2.0, restart_max_s=120.0, count=probe.count_tokens)
+    return HttpEngine(
+        server, loader, probe, name="vllm", poll_s=2.0, restart_max_s=120.0, meet=probe.meet, count=probe.count_tokens
+    )
 
 
 class VllmProbe:
@@ -176,7 +171,6 @@ class VllmProbe:
         self.capabilities = _describe(plan, with_vision=False)
 
     async def prepare(self, folder: Path, report: Report) -> Start:
-        """Read the model's files for a start. Raises EngineError."""
         plan, socket = self._plan, folder / "s"
         python = await asyncio.to_thread(find_python)
         command = await asyncio.to_thread(build_command, python, plan, socket)
@@ -187,9 +181,8 @@ class VllmProbe:
         return Start(command, build_environment(plan), self._log)
 
     async def meet(self, report: Report) -> None:
-        """It is used whatever it answers."""
-        with contextlib.suppress(EngineError):
-            listed = await self._server.ask_for("/v1/models", _ModelList)
+        with contextlib.suppress(EngineError):  # it is used whatever it answers
+            listed = await self._server.ask_for("/v1/models", Listing[_Model])
             context_tokens = listed.data[0].max_model_len if listed is not None and listed.data else None
             self.capabilities = replace(self.capabilities, context_tokens=context_tokens)
         with contextlib.suppress(EngineError):
@@ -198,13 +191,11 @@ class VllmProbe:
         report(Progress("ready", 1.0))
 
     def send(self, call: Call) -> HttpResponse:
-        """Under the salt and priority of its tenant. Also raises RequestRefused."""
         if self._is_asleep:  # it would wait without an end
             raise EngineUnavailable("the model sleeps; wake it first")
         return self._server.send(self._seal(call))
 
     async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        """By the server's front end, which counts while the model works."""
         return await ask_count(self._server, "/tokenize", {name: value for name, value in fields.items() if name in _COUNTED})
 
     async def read_stats(self) -> EngineStats:
@@ -229,7 +220,6 @@ class VllmProbe:
     # ---- what it keeps ----
 
     async def flush(self, request: FlushRequest) -> FlushOutcome:
-        """Clear the whole cache, or make what one tenant or tag has cached unreachable."""
         if not self.capabilities.flushes_cache:
             return FlushOutcome(FlushResult.NOTHING_KEPT, "a model that embeds keeps nothing between requests")
         if request.scope in {FlushScope.TENANT, FlushScope.TAG}:
@@ -243,11 +233,8 @@ class VllmProbe:
         return outcome
 
     async def _clear(self) -> FlushOutcome:
-        """Clear the prefix cache, unless requests run for longer than ``vllm_busy_s``, and see that it is clear.
-
-        Raises EngineError when vLLM does not answer, or when it reuses what it says is gone.
-        """
-        samples = await self._wait_idle()
+        bounds = limits().engines
+        samples = await poll(self._scrape_idle, within_s=bounds.vllm_busy_s, every_s=bounds.vllm_retry_s)
         if samples is None:
             return _BUSY
         is_caching = samples.labels("vllm:cache_config_info").get("enable_prefix_caching") != "False"
@@ -260,7 +247,7 @@ class VllmProbe:
             reused_before = await self._ask_canary(canary, salt)
             if is_caching and not reused_before:
                 raise EngineError("the cache cannot be checked: a prompt sent twice was not found in it")
-        if not await self._reset():
+        if not await poll(self._reset, within_s=bounds.vllm_busy_s, every_s=bounds.vllm_retry_s):
             return _BUSY
         if not canary:
             return FlushOutcome(FlushResult.FLUSHED, "the context is shorter than one cache block: nothing is ever reused")
@@ -270,42 +257,25 @@ class VllmProbe:
         seen = f"of a prompt of {len(canary)} tokens, {reused_before} were reused before and none after"
         return FlushOutcome(FlushResult.FLUSHED, f"{seen}; vLLM keeps the memory reserved")
 
-    async def _wait_idle(self) -> Samples | None:
-        """Return the metrics once no request runs or waits, None when that does not come."""
-        give_up_at = clock.monotonic() + limits().engines.vllm_busy_s
-        while True:
-            samples = await self._scrape()
-            if not samples.total("vllm:num_requests_running") and not samples.total("vllm:num_requests_waiting"):
-                return samples
-            if clock.monotonic() >= give_up_at:
-                return None
-            await asyncio.sleep(limits().engines.vllm_retry_s)
+    async def _scrape_idle(self) -> Samples | None:
+        samples = await self._scrape()
+        is_busy = samples.total("vllm:num_requests_running") or samples.total("vllm:num_requests_waiting")
+        return None if is_busy else samples
 
-    async def _reset(self) -> bool:
-        """Ask for the reset until it succeeds or ``vllm_busy_s`` is over; return whether it did."""
-        give_up_at = clock.monotonic() + limits().engines.vllm_busy_s
-        while True:
-            status, body = await self._server.ask("POST", "/reset_prefix_cache", timeout_s=limits().engines.vllm_flush_s)
-            if status != 200:
-                raise EngineError(f"/reset_prefix_cache was answered with HTTP {status}")
-            try:
-                if msgspec.json.decode(body, type=_Reset).success:
-                    return True
-            except msgspec.DecodeError:
-                raise EngineError("/reset_prefix_cache was answered with something else than JSON") from None
-            if clock.monotonic() >= give_up_at:
-                return False
-            await asyncio.sleep(limits().engines.vllm_retry_s)
+    async def _reset(self) -> bool | None:
+        status, body = await self._server.ask("POST", "/reset_prefix_cache", timeout_s=limits().engines.vllm_flush_s)
+        if status != 200:
+            raise EngineError(f"/reset_prefix_cache was answered with HTTP {status}")
+        otherwise = "/reset_prefix_cache was answered with something else than JSON"
+        return read_answer(body, _Reset, otherwise).success or None
 
     def _make_canary(self, block_tokens: int) -> list[int]:
-        """Return token ids that fill two blocks, or one where no more fits; none when not even that does."""
         longest = self.capabilities.context_tokens or 2 * block_tokens + 2
         # One token more than whole blocks, because the last one is always computed; and one for the answer.
         length = next((blocks * block_tokens + 1 for blocks in (2, 1) if blocks * block_tokens + 2 <= longest), 0)
         return [3 + index % 40 for index in range(length)]
 
     async def _ask_canary(self, tokens: list[int], salt: str) -> int:
-        """Have the prompt completed; return how many of its tokens came from the cache."""
         body = {
             "model": self._plan.model_id, "prompt": tokens, "max_tokens": 1, "temperature": 0,
             "cache_salt": salt, "priority": -100,
@@ -313,10 +283,7 @@ class VllmProbe:
         status, answer = await self._server.ask("POST", COMPLETIONS, body=body, timeout_s=limits().engines.vllm_flush_s)
         if status != 200:
             raise EngineError(f"the cache cannot be checked: a prompt was answered with HTTP {status}")
-        try:
-            usage = msgspec.json.decode(answer, type=_Completion).usage
-        except msgspec.DecodeError:
-            raise EngineError("the cache cannot be checked: a prompt was not answered with JSON") from None
+        usage = read_answer(answer, _Completion, "the cache cannot be checked: a prompt was not answered with JSON").usage
         # Older versions leave the details out when the number is zero.
         details = usage.prompt_tokens_details if usage is not None else None
         return (details.cached_tokens or 0) if details is not None else 0
@@ -334,7 +301,7 @@ class VllmProbe:
 
     async def sleep(self, level: int = 1) -> None:
         """Free GPU memory: 1 moves the weights to host memory, 2 drops them. Running requests end. Raises EngineError."""
-        if not self.capabilities.sleeps:
+        if not can_sleep(self._plan):
             raise EngineError("sleep mode is off: it needs a GPU and vllm_enable_sleep_mode")
         self._is_asleep = True  # at once: a request that came in between would hang
         try:
@@ -348,7 +315,6 @@ class VllmProbe:
         self._is_asleep = False
 
     def _seal(self, call: Call) -> Call:
-        """Return the call with our salt and priority. Raises ModalityUnsupported for a path that is not for clients."""
         path = call.path.partition("?")[0]
         headers = {name: value for name, value in call.headers.items() if name.lower() in _HEADERS}
         if path in self.capabilities.endpoints:
@@ -360,7 +326,6 @@ class VllmProbe:
         return replace(call, headers=headers)
 
     async def _command(self, path: str, body: object) -> None:
-        """POST something that is answered with 200. Raises EngineError with vLLM's reason."""
         status, answer = await self._server.ask("POST", path, body=body, timeout_s=limits().engines.vllm_sleep_s)
         if status != 200:
             reason = read_reason(answer) or answer[:200].decode("utf-8", "replace")
@@ -388,13 +353,9 @@ def _describe(plan: LoadPlan, *, with_vision: bool) -> Capabilities:
         streaming=not pools,
         prefix_caching=is_caching,
         keeps_nothing=not is_caching,
-        reports_cached_tokens=is_caching,
         isolates_tenants=True,
         engine_priority=True,
         flushes_cache=not pools,
-        sleeps=can_sleep(plan),
-        loads_lora=takes_lora(plan),
-        reports_progress=True,
         counts_tokens=True,
         vision_input=with_vision,
         function_calling=bool(plan.options.get("vllm_tool_call_parser")),

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from runner.definitions.plan import LoadPlan
-from runner.engines.port import Progress, Report
-from runner.engines.process import FailureReasons, child_environment
+from runner.definitions.plan import LoadPlan, Report
+from runner.engines.process import StageLog, child_environment
 from runner.errors import EngineError
 from runner.limits import MIB, limits
 
@@ -60,7 +59,6 @@ def find_python(root: Path = _ROOT) -> str:
 
 
 def build_command(python: str, plan: LoadPlan, socket: Path) -> list[str]:
-    """Return the command that serves ``plan`` on the Unix socket. Raises EngineError for a plan that cannot work."""
     return [
         python, "-m", SERVER_MODULE,
         "--model", str(model_folder(plan)),
@@ -80,7 +78,6 @@ def build_command(python: str, plan: LoadPlan, socket: Path) -> list[str]:
 
 
 def build_environment(plan: LoadPlan) -> dict[str, str]:
-    """Return the environment of the server: no network for model files, no statistics sent, only the GPUs of the plan."""
     environment = child_environment() | {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -116,22 +113,18 @@ def is_pooling(plan: LoadPlan) -> bool:
 
 
 def caches_prefixes(plan: LoadPlan) -> bool:
-    """Return whether KV blocks outlive their request."""
     return not is_pooling(plan) and plan.options.get("vllm_enable_prefix_caching") is not False
 
 
 def can_sleep(plan: LoadPlan) -> bool:
-    """Return whether sleep mode is switched on: only where it frees memory, which on a CPU it does not."""
-    return not runs_on_cpu(plan) and plan.options.get("vllm_enable_sleep_mode") is True
+    return not runs_on_cpu(plan) and plan.options.get("vllm_enable_sleep_mode") is True  # on a CPU it frees no memory
 
 
 def takes_lora(plan: LoadPlan) -> bool:
-    """Return whether adapters can be loaded beside the model: when the plan names some, or their highest rank."""
     return bool(plan.options.get("vllm_lora") or plan.options.get("vllm_max_lora_rank"))
 
 
 def sees_pictures(plan: LoadPlan) -> bool:
-    """Return whether the model's configuration has a part for pictures; False when it cannot be read."""
     try:
         return "vision_config" in read_config(plan)
     except EngineError:
@@ -221,7 +214,6 @@ def _memory_flags(plan: LoadPlan) -> Iterator[str]:
 
 
 def _kv_bytes_of_budget(plan: LoadPlan) -> int | None:
-    """Return what a memory budget leaves for the cache of each GPU. Raises EngineError when that is nothing."""
     if plan.memory_budget_mb is None:
         return None
     needed = weights_bytes(plan) + limits().engines.vllm_overhead_bytes * max(1, len(plan.gpu_ids))
@@ -247,7 +239,6 @@ def _lora_flags(plan: LoadPlan) -> Iterator[str]:
 
 
 def _fitting_rank(plan: LoadPlan, adapters: dict[str, Path]) -> int:
-    """Return the smallest rank vLLM accepts that holds the adapters and the wanted one. Raises EngineError."""
     wanted = plan.options.get("vllm_max_lora_rank")
     highest = wanted if isinstance(wanted, int) else 1
     for name, path in adapters.items():
@@ -297,38 +288,25 @@ class StartupLog:
     """Fed with the lines of one start. ``weights_bytes`` and ``kv_bytes`` are what vLLM said it took, None = not said."""
 
     def __init__(self, report: Report) -> None:
-        self._report = report
-        self._reached = 0.0
-        self._reasons = FailureReasons()
+        self._stages = StageLog(report, _STAGES)
         self.weights_bytes: int | None = None
         self.kv_bytes: int | None = None
 
     def feed(self, line: str) -> None:
-        self._reasons.feed(line)
+        self._stages.feed(line)
         self._note_sizes(line)
         if match := _SHARDS.search(line):
             self._advance(f"loading weights ({match[1]} of {match[2]} files)", match, _WEIGHTS_BEGIN, _WEIGHTS_END)
         elif match := _GRAPHS.search(line):
             self._advance(f"capturing graphs ({match[1]} of {match[2]})", match, _GRAPHS_BEGIN, _GRAPHS_END)
-        else:
-            for marker, stage, fraction in _STAGES:
-                if marker in line:
-                    self._tell(stage, fraction)
-                    return
 
     def failure(self, last_lines: str = "") -> str:
-        reason = self._reasons.best() or last_lines
+        reason = self._stages.failure(last_lines)
         return reason + _CACHE_HINT if "cache blocks" in reason or "KV cache" in reason else reason
 
     def _advance(self, stage: str, match: re.Match[str], begin: float, end: float) -> None:
         done, of = int(match[1]), int(match[2])
-        self._tell(stage, begin + (end - begin) * (done / of if of else 0.0))
-
-    def _tell(self, stage: str, fraction: float) -> None:
-        """Report, unless the line is one of a later process that repeats an earlier stage."""
-        if fraction > self._reached:
-            self._reached = fraction
-            self._report(Progress(stage, round(fraction, 3)))
+        self._stages.tell(stage, begin + (end - begin) * (done / of if of else 0.0))
 
     def _note_sizes(self, line: str) -> None:
         if match := _WEIGHTS_SIZE.search(line):

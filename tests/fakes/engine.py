@@ -12,6 +12,7 @@ from typing import Any, cast
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from runner.definitions.plan import Progress, Report
 from runner.engines.port import (
     CHAT,
     Call,
@@ -22,8 +23,6 @@ from runner.engines.port import (
     FlushResult,
     Health,
     LoopOwner,
-    Progress,
-    Report,
 )
 from runner.errors import EngineError
 from runner.telemetry import Reading, Telemetry

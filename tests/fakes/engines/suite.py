@@ -23,7 +23,7 @@ import msgspec
 import psutil
 import pytest
 
-from runner.definitions.plan import LoadPlan
+from runner.definitions.plan import LoadPlan, Progress
 from runner.engines.port import (
     CHAT,
     TOKENIZE,
@@ -34,7 +34,6 @@ from runner.engines.port import (
     FlushResult,
     FlushScope,
     Health,
-    Progress,
     Response,
     TokenCounter,
 )

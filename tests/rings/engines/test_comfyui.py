@@ -15,10 +15,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from runner.definitions.plan import Progress
 from runner.engines.comfy import make_comfyui
 from runner.engines.comfy_server import make_text_to_image
 from runner.engines.http_engine import HttpEngine
-from runner.engines.port import CHAT, Health, Priority, Progress
+from runner.engines.port import CHAT, Health, Priority
 from runner.errors import EngineError, ModalityUnsupported
 from runner.limits import limits
 from tests.fakes.engines.comfyui import ComfyContract, comfy_plan, image_call, make_png

@@ -200,7 +200,6 @@ async def test_adapters_load_and_unload_while_the_model_serves_and_find_nothing_
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"r": 8}')
     async with vllm(tmp_path, options={"vllm_lora": {"style": str(adapter)}}) as engine:
-        assert engine.capabilities.loads_lora
         call = chat_call("style", QUESTION, max_tokens=1)
         await ask(engine, call)
         assert cached(await ask(engine, call)) > 0
@@ -222,7 +221,6 @@ async def test_sleep_is_offered_on_a_gpu_only_and_a_sleeping_model_refuses(tmp_p
         with pytest.raises(EngineError, match="needs a GPU"):
             await vllm_of(engine).sleep()
     async with vllm(tmp_path, gpu_ids=(0,), options=options) as engine:
-        assert engine.capabilities.sleeps
         await vllm_of(engine).sleep(2)
         with pytest.raises(EngineUnavailable):
             await ask(engine, CALL)

@@ -18,7 +18,7 @@ import msgspec
 import psutil
 import pytest
 
-from runner.engines.port import Progress
+from runner.definitions.plan import Progress
 from runner.engines.process import Child
 from runner.errors import EngineError
 from runner.telemetry import open_telemetry

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from runner.definitions.plan import LoadPlan
+from runner.definitions.plan import LoadPlan, Progress
 from runner.engines.http_engine import HttpEngine
 from runner.engines.port import (
     CHAT,
@@ -31,7 +31,6 @@ from runner.engines.port import (
     FlushResult,
     FlushScope,
     Health,
-    Progress,
 )
 from runner.engines.vllm import make_vllm
 from runner.errors import EngineError, ModalityUnsupported
