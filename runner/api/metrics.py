@@ -15,7 +15,6 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 
 from runner import AGENT_VERSION
-from runner.engines.port import MetricsSource
 from runner.errors import RunnerError
 from runner.limits import MIB, limits
 from runner.parts import Parts
@@ -58,11 +57,10 @@ async def write_metrics(parts: Parts, accept: str) -> tuple[bytes, str]:
 
 async def _read_engines(models: list[Model]) -> list[Metric]:
     asked = [
-        (model.model_id, index, engine)
+        (model.model_id, index, replica.supervisor.engine)
         for model in models
         if model.is_ready
         for index, replica in enumerate(model.replicas)
-        if isinstance(engine := replica.supervisor.engine, MetricsSource)
     ]
     # All are asked at once, and one that is late is left out.
     texts = await asyncio.gather(*(engine.read_metrics() for _, _, engine in asked))

@@ -303,9 +303,6 @@ def _completed_event(image: bytes, index: int) -> bytes:
 
 
 def make_comfyui(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
-    """Options: ``server_url``; ``server_api_key_env``, the variable with the key of a proxy in front of it; ``server_model``,
-    the checkpoint's file there (the model's id unless given); ``comfyui_workflow``, the owner's template.
-    """
     server = HttpServer()
     comfy = ComfyModel(plan, server, client)
     return HttpEngine(

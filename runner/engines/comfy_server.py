@@ -334,7 +334,7 @@ class ComfyServer:
         status, answer = await self._http.ask("POST", "/prompt", body=body, timeout_s=limits().comfyui.submit_s)
         try:
             said = msgspec.json.decode(answer, type=_Submitted)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             said = _Submitted()
         if status == 400:
             raise Refusal(_explain_refusal(said), code="workflow_refused")

@@ -7,10 +7,10 @@ of the server's, or a look at what runs) and what is asked of it while the model
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import math
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 
 import aiohttp
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
 from runner.definitions.plan import LoadPlan, Progress, Report
 from runner.engines.http import HttpServer, read_answer
@@ -169,8 +170,7 @@ class HttpEngine:
     async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
         if not self.is_loaded:
             raise EngineError("the model is not loaded")
-        if self._count is None:
-            raise EngineError("the engine counts no tokens")
+        assert self._count is not None
         return await self._count(fields)
 
     async def health(self) -> Health:
@@ -365,7 +365,7 @@ def bearer(plan: LoadPlan) -> dict[str, str]:
 
 # ---- token counts ----
 
-_REFUSALS = frozenset({400, 413, 422})
+REFUSALS = frozenset({400, 413, 422})
 
 
 class _Reason(msgspec.Struct):
@@ -390,7 +390,7 @@ def take_answer(path: str, status: int, body: bytes) -> bytes:
     """Return the body of a good answer. Raises InvalidRequest with the engine's reason, EngineError for any other failure."""
     if status == 200:
         return body
-    if status in _REFUSALS:
+    if status in REFUSALS:
         raise InvalidRequest(read_reason(body) or "The engine does not accept this prompt.")
     raise EngineError(f"{path} answers HTTP {status}")
 
@@ -413,9 +413,6 @@ def read_reason(body: bytes) -> str:
 
 
 # ---- the text format of Prometheus ----
-
-_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
-_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,14 +440,10 @@ class Samples:
 def read_samples(text: str, prefix: str) -> Samples:
     """Return the samples whose names begin with ``prefix``; buckets, other lines and values that are no number are left out."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for line in text.splitlines():
-        if not line.startswith(prefix) or "_bucket{" in line or (match := _SAMPLE.match(line)) is None:
-            continue
-        name, labels, number = match.groups()
-        try:
-            value = float(number)
-        except ValueError:
-            continue
-        if math.isfinite(value):
-            found.setdefault(name, []).append((dict(_LABEL.findall(labels or "")), value))
+    lines = (line for line in text.splitlines() if line.startswith(prefix) and "_bucket{" not in line)
+    with contextlib.suppress(ValueError):  # what no longer follows the format is left out
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
+            for sample in family.samples:
+                if math.isfinite(sample.value):
+                    found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return Samples(found)

@@ -145,7 +145,6 @@ def _text_capabilities(plan: LoadPlan, info: Mapping[str, object]) -> Capabiliti
         version=str(info.get("version", "")),
         context_tokens=context_tokens if isinstance(context_tokens, int) and context_tokens > 0 else None,
         isolates_tenants=True,
-        counts_tokens=True,
     )
 
 

@@ -244,17 +244,13 @@ def weight_files(path: Path) -> list[Path]:
 
 def _first_capabilities(plan: LoadPlan) -> Capabilities:
     if plan.options.get("gguf_embedding") is True:
-        return Capabilities(
-            (EMBEDDINGS, TOKENIZE), streaming=False, keeps_nothing=True,
-            counts_tokens=True,
-        )  # fmt: skip
+        return Capabilities((EMBEDDINGS, TOKENIZE), streaming=False, keeps_nothing=True)
     return Capabilities(
         (CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENIZE),
         private_endpoints=(RESPONSES,),  # its events lack the numbers and the whole object that SDKs go by
         prefix_caching=True,
         isolates_tenants=True,
         flushes_cache=True,
-        counts_tokens=True,
     )
 
 
@@ -262,9 +258,6 @@ def _first_capabilities(plan: LoadPlan) -> Capabilities:
 
 
 def make_llama_server(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
-    """Options: ``server_url``; ``server_api_key_env``, the name of a variable with its key; ``server_model``, what the server
-    calls the model where that is not our name for it.
-    """
     server = HttpServer()
     loader = RunningLlama(plan, server)
     probe = RunningLlamaProbe(plan, server, loader)
@@ -503,7 +496,6 @@ class RunningLlamaProbe:
             prefix_caching=True,
             isolates_tenants=self._findings.isolates,
             flushes_cache=self._findings.erases,
-            counts_tokens=True,
             function_calling=properties.chat_template_caps.supports_tools,
             vision_input=properties.modalities.vision,
             audio_input=properties.modalities.audio,

@@ -302,14 +302,11 @@ class LlamaSlots:
         values = {name: int(value) for name, value in floats.items()}
         if values.get("prompt_tokens_total"):
             self.token_s = floats.get("prompt_seconds_total", 0.0) / values["prompt_tokens_total"]
-        processed, cached = values.get("prompt_tokens_total"), values.get("prompt_tokens_cached_total")
         return EngineStats(
             running=values.get("requests_processing", sum(slot.is_processing for slot in slots) if slots else None),
             waiting=values.get("requests_deferred"),
             kv_total_tokens=sum(slot.n_ctx for slot in slots) if slots else None,
             kv_used_tokens=sum(min(slot.n_prompt_tokens, slot.n_ctx) for slot in slots) if slots else None,
-            cache_queried_tokens=None if processed is None or cached is None else processed + cached,
-            cache_hit_tokens=cached,
         )
 
     async def _take(self, call: Call, *, is_pinnable: bool) -> Lease:
@@ -389,7 +386,7 @@ async def probe_slots(server: HttpServer, *, model: str | None) -> Findings:
     """Try slot 0 of an idle server. An answer that cannot be understood means that nothing can be relied on."""
     try:
         return await _probe(_Prober(server, model))
-    except (EngineError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (EngineError, *UNREADABLE) as error:
         return Findings(detail=f"what the server keeps of prompts could not be found out: {error}")
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import aiohttp
 import msgspec
@@ -30,7 +30,7 @@ IMAGES = "/v1/images/generations"
 POOL_RESPONSES = "/v1/pool/responses"
 """llm-pool's form of ``/v1/responses``: the node answers it for every chat model, so gateways are told of it apart."""
 TOKENIZE = "/v1/tokenize"
-"""How many tokens a prompt has. No engine answers it itself: an adapter that counts is asked by ``TokenCounter``."""
+"""How many tokens a prompt has. No engine answers it itself: an adapter that counts is asked by ``count_tokens``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Capabilities:
     """What an adapter can do with the model it has loaded. ``endpoints``: API paths it speaks natively.
 
     ``max_inflight``: most requests at once, None = what the plan says. ``context_tokens``: prompt and answer of one request
-    together, None = the engine does not tell. One that ``counts_tokens`` is a TokenCounter and lists ``TOKENIZE``. The rest is
-    what the engine itself offers: the runner's own queues, priorities and limits work for all of them.
+    together, None = the engine does not tell. The rest is what the engine itself offers: the runner's own queues, priorities
+    and limits work for all of them.
     """
 
     endpoints: tuple[str, ...]
@@ -56,13 +56,16 @@ class Capabilities:
     isolates_tenants: bool = False
     engine_priority: bool = False
     flushes_cache: bool = False
-    counts_tokens: bool = False
     vision_input: bool = False
     audio_input: bool = False
     function_calling: bool = False
     is_remote: bool = False
     needs_tidying: bool = False
     """Whether chunks of its chat streams are known to break strict clients."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        return TOKENIZE in self.endpoints
 
     @property
     def declared_endpoints(self) -> tuple[str, ...]:
@@ -114,7 +117,7 @@ class FlushOutcome:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Numbers the engine itself reports; None = it does not tell. Token counts of the cache are since its start."""
+    """Numbers the engine itself reports; None = it does not tell."""
 
     running: int | None = None
     waiting: int | None = None
@@ -122,8 +125,6 @@ class EngineStats:
     kv_used_tokens: int | None = None
     kv_bytes: int | None = None
     weights_bytes: int | None = None
-    cache_queried_tokens: int | None = None
-    cache_hit_tokens: int | None = None
 
 
 CacheMode = Literal["prefix", "none", "auto"]
@@ -250,25 +251,15 @@ class Engine(Protocol):
     async def wait_gone(self) -> None:
         """Return as soon as it is known to have died; for a server of somebody else's, never."""
 
-
-@runtime_checkable
-class TokenCounter(Protocol):
-    """An engine that tells how long a prompt is without generating anything."""
-
     async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
-        """Return how many tokens the engine would read.
+        """Return how many tokens the engine would read, without generating anything; only of one that ``counts_tokens``.
 
         ``fields`` are the members of a chat completion's body, or have a text as ``prompt`` in place of ``messages``.
         Raises InvalidRequest when the engine does not accept them, and EngineError when it does not answer within a minute.
         """
 
-
-@runtime_checkable
-class MetricsSource(Protocol):
-    """An engine that counts on its own what the runner cannot see from outside, such as the time to the first token."""
-
     async def read_metrics(self) -> str:
-        """Return its metrics in Prometheus' text format, an empty text when it does not answer in time. Never raises."""
+        """Return what it counts on its own in Prometheus' text format, empty when it does not in time. Never raises."""
 
 
 ADAPTERS: dict[str, str] = {

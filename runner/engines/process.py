@@ -26,6 +26,7 @@ from runner.definitions.plan import Progress, Report
 from runner.errors import EngineError
 from runner.limits import limits
 from wire import clock
+from wire.unreadable import UNREADABLE
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +185,7 @@ class Child:
         while line := await self._read_line(process.stdout):
             try:
                 answer = msgspec.json.decode(line, type=_Line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except UNREADABLE:
                 raise EngineError("the engine process printed something else than its answer") from None
             if answer.url or answer.error:
                 return answer

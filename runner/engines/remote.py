@@ -125,6 +125,12 @@ class OpenAIServer:
     async def wait_gone(self) -> None:
         await asyncio.get_running_loop().create_future()
 
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        raise EngineError("the server counts no tokens")
+
+    async def read_metrics(self) -> str:
+        return ""
+
     async def _list_models(self) -> int:
         """Refresh the list; return the HTTP status. An answer that is no model list leaves the old one. Raises EngineError."""
         status, body = await self._server.ask("GET", "/v1/models")
@@ -177,12 +183,6 @@ class _ProviderResponse(aiohttp.ClientResponse):
 
 
 def make_remote(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
-    """Options: ``remote_base_url`` (ends in /v1), ``remote_api_key_env``, the variable with the key, ``remote_model``, the
-    provider's name for the model (ours unless given), ``remote_timeout_s`` to connect and between two pieces of an answer,
-    ``remote_max_retries``, ``remote_health_check`` and ``remote_thinking``.
-
-    ``config_only`` asks the provider nothing, ``models`` asks its list, ``completion`` pays for one token at each load.
-    """
     server = HttpServer()
     remote = RemoteModel(plan, server, client)
     return HttpEngine(server, remote, remote, name="remote", poll_s=60.0, restart_max_s=300.0, check=remote.check)
@@ -224,7 +224,7 @@ class RemoteModel:
         self._key = read_key(self._plan, "remote_api_key_env").encode()
         if self._key:
             self._server.headers |= {"Authorization": f"Bearer {self._key.decode('ascii')}"}
-        if self._check != "config_only":
+        if self._check != "config_only":  # ``completion`` pays the provider for one token at each load
             report(Progress("asking the provider"))
             await (self._check_models() if self._check == "models" else self._check_completion())
         # A session of its own over the same connections: for its kind of response, and since some providers compress

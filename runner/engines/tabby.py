@@ -59,9 +59,6 @@ class _Event(msgspec.Struct):
 
 
 def make_tabby(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
-    """Options: ``server_url``, ``server_model`` (a folder name there; the model's id unless given), the names of variables with
-    keys ``server_api_key_env`` and ``server_admin_key_env``, and the ``exllama_cache_*`` fields.
-    """
     server = HttpServer()
     tabby = TabbyModel(plan, server, client)
     return HttpEngine(

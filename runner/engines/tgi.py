@@ -20,6 +20,7 @@ import msgspec
 from runner.definitions.plan import LoadPlan, Progress, Report
 from runner.engines.http import HttpServer, read_answer
 from runner.engines.http_engine import (
+    REFUSALS,
     HttpEngine,
     Loader,
     ServerProcess,
@@ -44,7 +45,7 @@ from runner.engines.port import (
     Response,
 )
 from runner.engines.process import StageLog, child_environment
-from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull, RequestRefused
+from runner.errors import EngineError, EngineUnavailable, InvalidRequest, ModalityUnsupported, ModelQueueFull
 from runner.limits import limits
 from wire.unreadable import UNREADABLE
 
@@ -145,10 +146,6 @@ class _Problem(msgspec.Struct):
 
 
 def make_tgi(plan: LoadPlan, client: aiohttp.ClientSession) -> HttpEngine:
-    """Options: ``server_url`` of a running server and ``server_api_key_env``, the variable with its key; or
-    ``tgi_launcher``, the program to start. ``server_model``: what the server calls the model where that is not our name for
-    it; ``tgi_adapters``: names of LoRA adapters it was started with; ``tgi_prefix_caching``: True has a launcher of ours cache.
-    """
     server = HttpServer()
     loader: Loader = RunningTgi(plan, server)
     if plan.options.get("tgi_launcher"):
@@ -206,7 +203,6 @@ class TgiProbe:
             prefix_caching=is_caching,
             keeps_nothing=not is_caching,
             isolates_tenants=not is_caching,
-            counts_tokens=True,
             function_calling=True,
             needs_tidying=True,  # each piece of a tool call has an empty id and a name that is null
         )
@@ -288,14 +284,10 @@ async def _raise_problem(response: Response) -> None:
     try:
         # read() keeps the body, so an answer in another shape can still be passed on.
         problem = msgspec.json.decode(await response.read(), type=_Problem)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return
-    raise _refusal(response.status, problem)
-
-
-def _refusal(status: int, problem: _Problem) -> RequestRefused:
-    if status == 429:
-        return ModelQueueFull(problem.error, retry_after_s=1.0)
-    if status in {400, 413, 422}:
-        return InvalidRequest(problem.error)
-    return EngineUnavailable(f"{problem.error_type or 'error'}: {problem.error}")
+    if response.status == 429:
+        raise ModelQueueFull(problem.error, retry_after_s=1.0)
+    if response.status in REFUSALS:
+        raise InvalidRequest(problem.error)
+    raise EngineUnavailable(f"{problem.error_type or 'error'}: {problem.error}")

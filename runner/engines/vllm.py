@@ -213,8 +213,6 @@ class VllmProbe:
             kv_used_tokens=round(used * total) if used is not None and total is not None else None,
             kv_bytes=_number(config.get("kv_cache_memory_bytes")) or self._log.kv_bytes,
             weights_bytes=self._log.weights_bytes or self._weights_bytes,
-            cache_queried_tokens=samples.count("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),
-            cache_hit_tokens=samples.count("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
         )
 
     # ---- what it keeps ----
@@ -356,7 +354,6 @@ def _describe(plan: LoadPlan, *, with_vision: bool) -> Capabilities:
         isolates_tenants=True,
         engine_priority=True,
         flushes_cache=not pools,
-        counts_tokens=True,
         vision_input=with_vision,
         function_calling=bool(plan.options.get("vllm_tool_call_parser")),
     )

@@ -15,7 +15,7 @@ import msgspec
 
 from runner.definitions.fields import Decoding
 from runner.definitions.settings import Fairness
-from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, TOKENIZE, Call, Capabilities, Response, TokenCounter
+from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, TOKENIZE, Call, Capabilities, Response
 from runner.errors import (
     EngineError,
     EngineNotReached,
@@ -500,7 +500,7 @@ async def _ask_count(model: Model, fields: Mapping[str, msgspec.Raw]) -> bytes:
     if replica is None:
         raise EngineNotReached(f"{model.model_id} has no replica that serves right now.", retry_after_s=2)
     engine = replica.supervisor.engine
-    if not engine.capabilities.counts_tokens or not isinstance(engine, TokenCounter):
+    if not engine.capabilities.counts_tokens:
         raise ModalityUnsupported(f"The engine of {model.model_id} counts no tokens.", param="model")
     try:
         count = await engine.count_tokens(fields)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from enum import StrEnum
 from typing import Any, cast
 
 import aiohttp
+import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from runner.definitions.plan import Progress, Report
@@ -310,3 +311,9 @@ class FakeEngine:
 
     async def wait_gone(self) -> None:
         await self.has_died.wait()
+
+    async def count_tokens(self, fields: Mapping[str, msgspec.Raw]) -> int:
+        raise EngineError(f"a fake counts nothing of {len(fields)} fields")
+
+    async def read_metrics(self) -> str:
+        return ""

@@ -51,7 +51,6 @@ class ExLlamaModel:
         self._active: dict[int, _Request] = {}
         self._serials = itertools.count()
         self._scope = ""
-        self._queried = self._hits = 0
         self._numbers: dict[str, int] = {}
         self._ends = False
         self._generator = self._make_generator()
@@ -88,8 +87,7 @@ class ExLlamaModel:
 
     def stats(self) -> dict[str, int]:
         """Return the numbers as of the last step."""
-        counted = {"cache_queried_tokens": self._queried, "cache_hit_tokens": self._hits}
-        return {**self._numbers, **counted}
+        return self._numbers
 
     def flush(self) -> int | None:
         """Start over with an empty page table; return how many tokens were cached. None = a request runs."""
@@ -164,8 +162,6 @@ class ExLlamaModel:
             return
         del self._active[result["serial"]]
         cached = int(result.get("cached_tokens") or 0)
-        self._queried += request.prompt.count
-        self._hits += cached
         finish = "length" if result.get("eos_reason") == "max_new_tokens" else "stop"
         rest = max(int(result.get("new_tokens", 0)) - request.counted, 0)
         request.steps.put(Step(result.get("text", ""), rest, finish, cached))

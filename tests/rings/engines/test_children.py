@@ -169,9 +169,8 @@ async def test_an_answer_is_counted_to_the_token_and_the_numbers_are_those_of_th
         stopped = await ask_chat(engine, "Hi", stop="word4")
     async with served(make_exllamav3, exllama_plan(tmp_path, exllama_cache_size=512)) as engine:
         status, body = await ask_json(engine, question("alpha"))
-    assert cached(first) == 0 < cached(again) == stats.cache_hit_tokens
+    assert cached(first) == 0 < cached(again)
     assert (stats.kv_total_tokens, stats.kv_used_tokens) == (4096, 0)
-    assert stats.cache_queried_tokens == 2 * first[1]["usage"]["prompt_tokens"]
     assert (text_of_chat(cut), text_of_chat(stopped)) == ("word1 word2 word3 word4 word5 ", "word1 word2 word3 ")
     assert (cut[1]["choices"][0]["finish_reason"], cut[1]["usage"]["completion_tokens"]) == ("length", 5)
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded"), "a job that does not fit the cache"

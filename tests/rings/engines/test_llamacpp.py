@@ -268,11 +268,9 @@ async def test_a_client_that_leaves_frees_its_slot_within_a_second(path: str) ->
 async def test_stats_are_the_engines_own_numbers() -> None:
     async with serving(slots=2, gguf_type_k="q8_0", gguf_type_v="q8_0") as small, serving(slots=2) as engine:
         await reused(engine, port.CHAT, "alpha")
-        hit = await reused(engine, port.CHAT, "alpha")
         stats = await engine.stats()
-        assert (stats.running, stats.waiting, stats.cache_hit_tokens, stats.weights_bytes) == (0, 0, hit, 979_456)
+        assert (stats.running, stats.waiting, stats.weights_bytes) == (0, 0, 979_456)
         assert (stats.kv_total_tokens, stats.kv_used_tokens) == (2 * 2048, sum(await held_tokens(engine)))
-        assert (stats.cache_queried_tokens or 0) > 2 * hit
         assert stats.kv_bytes == 4 * 1024 * 1024  # 4 layers, 2 heads of 32, keys and values in f16, 4096 tokens
         assert 0.5 < ((await small.stats()).kv_bytes or 0) / stats.kv_bytes < 0.6  # q8_0 takes 8.5 bits
 

@@ -144,7 +144,7 @@ class CountingEngine(FakeEngine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.capabilities = Capabilities((CHAT, TOKENIZE), counts_tokens=True, context_tokens=77)
+        self.capabilities = Capabilities((CHAT, TOKENIZE), context_tokens=77)
         self.may_count = asyncio.Event()
         self.counting = 0
 
