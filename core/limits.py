@@ -179,6 +179,16 @@ class NodeLimits:
         setting="MUSTER_BRIDGE_PONG_WINDOW_S",
         minimum=0.1,
     )
+    agent_heartbeat_s: float = bound(
+        15.0, "s", "An agent is told to report this often.", setting="MUSTER_AGENT_HEARTBEAT_S", minimum=0.1
+    )
+    agent_late_s: float = bound(
+        2.0, "s", "A heartbeat of an agent counts as missed this long after it was due: a network is not punctual."
+    )
+    agent_poll_s: float = bound(20.0, "s", "A heartbeat over HTTP that asks to wait for a command is answered without one.")
+    agent_look_s: float = bound(0.5, "s", "A heartbeat over HTTP that asks to wait no longer is answered without a command.")
+    agent_message_bytes: int = bound(1024 * 1024, "bytes", "A longer message of an agent ends its session.")
+    agent_sessions: int = bound(10_000, "sessions", "One more agent of this gateway is refused a socket.")
     reclaim_grace_s: float = bound(
         15.0, "s", "Requests that still run on a reclaimed node are ended.", setting="MUSTER_RECLAIM_GRACE_S"
     )

@@ -322,6 +322,7 @@ class GatewayRuntime:
         self.keeper.other_gateways = frozenset(news.marks.others)
         peers = _find_peers(news.marks.others)
         self.keeper.apply(rows, targets=self._known_targets(rows), peers=peers, read_at=now)
+        self.node_channel.tell_agents(self.keeper.rows)
         self.keeper.cut_off(news.marks.revoked)
         declared = self.keeper.known_models.difference(self.catalogue.models)
         if declared:  # operators then see them, with a button that allows them

@@ -16,6 +16,7 @@ from gateway.process import GatewayRuntime
 from gateway.request.client import Receive, Scope, Send
 from gateway.request.response import Application, SlashRouter, admit_programs, is_preflight, refuse_unknown_socket
 from gateway.values import HeaderView
+from gateway.views.agents import make_agent_routes, make_agent_socket
 from gateway.views.endpoints import Handler, Inference, InferenceConsumer, make_endpoint, make_preflight
 from gateway.views.peers import make_peer_application
 from gateway.views.responses import make_response_routes
@@ -43,6 +44,7 @@ def make_application(runtime: GatewayRuntime, inference: Mapping[str, Inference]
     http = [_route(re.escape(path[1:]), consumer) for path, consumer in consumers.items()]
     http += [_route(re.escape(path[1:]), application) for path, application in make_counting_routes(runtime).items()]
     http += [_route(pattern, application) for pattern, application in make_response_routes(runtime)]
+    http += [_route(pattern, application) for pattern, application in make_agent_routes(runtime)]
     http += [
         _route("", get(public.index)),
         _route("v1/models", get(public.list_models)),
@@ -61,8 +63,10 @@ def make_application(runtime: GatewayRuntime, inference: Mapping[str, Inference]
     ]
     preflight = make_preflight(runtime) if settings.CORS_ORIGINS else None
     nodes = NodeConsumer.as_asgi(channel=runtime.node_channel)
-    workers = admit_programs(nodes, {settings.PUBLIC_URL, settings.GATEWAY_PUBLIC_URL, *settings.CORS_ORIGINS})
-    sockets = [_route("v1/worker/connect", workers), _route("(?s:.*)", refuse_unknown_socket)]
+    origins = {settings.PUBLIC_URL, settings.GATEWAY_PUBLIC_URL, *settings.CORS_ORIGINS}
+    workers, agents = admit_programs(nodes, origins), admit_programs(make_agent_socket(runtime), origins)
+    sockets = [_route("v1/worker/connect", workers), _route("api/v1/session/(?P<session_id>[^/]+)", agents)]
+    sockets += [_route("(?s:.*)", refuse_unknown_socket)]
     return ProtocolTypeRouter(
         {"http": _ExactFirstRouter(http, exact=consumers, preflight=preflight), "websocket": SlashRouter(sockets)}
     )

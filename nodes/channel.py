@@ -11,7 +11,7 @@ import base64
 import logging
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -44,24 +44,28 @@ from governance.operations.runs import (
     requeue_run,
 )
 from governance.states import RunEvent, RunState
-from nodes.errors import EnrolmentRefused, NodeNotFound
+from nodes.errors import EnrolmentRefused, NodeNotFound, SessionUnknown
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from nodes.links.relay import RelayLink
 from nodes.models import Node, NodeCredential, NodePresence
-from nodes.reports import store_endpoints
+from nodes.reports import clean_status, store_endpoints
 from nodes.services import sessions
+from nodes.services.agents import AgentReport, AgentStanding, record_agent_heartbeats
 from nodes.services.credentials import find_credentials, read_credential_digests
 from nodes.services.drains import set_mode
 from nodes.services.governance import take_report
 from nodes.session import ModeRequested
+from nodes.states import NodeRow
 from wire import bridge, clock
+from wire.agent import DRAIN, EVICT_MODEL, LOAD_MODEL, AgentCommand, AgentCommandStatus
 from wire.bridge import OpStatus
 from wire.contract import NodeMode
 from wire.credentials import digest_credential
 from wire.ids import parse_id
 from wire.optoken.approval import ApprovalError, decode_bytes, read_statement
 from wire.optoken.documents import Receipt, ReceiptError, digest_result, read_receipt
+from wire.optoken.op_token import TOKEN_MEMBER
 
 logger = logging.getLogger("muster.nodes")
 
@@ -98,6 +102,75 @@ class Registration:
     connect: Connect
 
 
+class AgentLine:
+    """Where one agent is sent commands: its socket, or the answer to its heartbeat. ``since``: when its session began."""
+
+    def __init__(self, *, session: Node, send: Callable[[AgentCommand], None], kick: Callable[[str], None]) -> None:
+        assert session.agent_session is not None
+        assert session.agent_session_at is not None
+        self.node_id, self.node_name = session.pk, session.name
+        self.session_id, self.since, self._epoch = session.agent_session, session.agent_session_at, session.epoch
+        self.takes_operations = bool(session.op_level)
+        self.kick = kick
+        self._send = send
+        self._drain_told: datetime | None = None
+
+    def send_operation(self, message: bridge.OpCommand) -> bridge.OpStatus | None:
+        """Send an operation as a command of the document; return what became of it where it has none for it."""
+        command = _AGENT_COMMANDS.get(message.operation)
+        if command is None:
+            text = f"agents know no {message.operation}"
+            return bridge.OpStatus(
+                op_id=message.op_id, use=message.use, state="refused", code="unknown_operation", message=text
+            )
+        params = {"model_id": message.body.get("modelId"), **message.body, TOKEN_MEMBER: message.token}
+        self._send(AgentCommand(command_id=f"{message.op_id}.{message.use}", command=command, params=params))
+        return None
+
+    def follow(self, row: NodeRow | None) -> None:
+        """Go by what the row of the node says now: whether the session is still its own, and whether it drains."""
+        if row is None or row.epoch < self._epoch:
+            return  # it was read before the agent registered
+        if row.agent_session != self.session_id:
+            self.kick("another session of the same node took over")
+        if row.draining_since == self._drain_told:
+            return
+        self._drain_told = row.draining_since
+        if row.draining and row.draining_since is not None:
+            self._send(make_drain(row.draining_since, reason=row.drain_reason, remaining_s=row.drain_remaining_s))
+
+
+def make_drain(since: datetime, *, reason: str, remaining_s: float | None) -> AgentCommand:
+    """Return the command by which an agent hears of a drain; the same drain has the same id."""
+    deadline_s = None if remaining_s is None else max(0, round(remaining_s))
+    return AgentCommand(
+        command_id=f"drain-{int(since.timestamp() * 1000)}", command=DRAIN, params={"reason": reason, "deadline_s": deadline_s}
+    )
+
+
+def read_command_status(said: AgentCommandStatus) -> bridge.OpStatus | None:
+    """Return what an agent says of an operation, cut to size; None where it is about no operation of ours."""
+    op_id, _, use = said.command_id.rpartition(".")
+    if not op_id or not use.isdecimal() or len(use) > 9:
+        return None
+    status = bridge.OpStatus(
+        op_id=op_id,
+        use=int(use),
+        state={"completed": "succeeded"}.get(said.state, said.state),
+        fraction=said.progress,
+        code=said.code,
+        message=said.message,
+        result=said.result,
+        receipt=said.receipt,
+    )
+    clean_status(status)
+    return status
+
+
+_AGENT_COMMANDS = {"model-load": LOAD_MODEL, "model-unload": EVICT_MODEL}
+"""Commands of the central-server document by the operation that governs them."""
+
+
 class NodeChannel:
     """What the node sockets of one gateway process share: it delivers to the nodes, and takes down what they say."""
 
@@ -121,6 +194,10 @@ class NodeChannel:
         """Opens sessions and links their nodes. Raises EnrolmentRefused, and DatabaseError, DataError of them."""
         self.owner_wishes: dict[uuid.UUID, OwnerWish] = {}
         """What owners said at their nodes and the database does not know yet; the newest of each."""
+        self.heartbeats = Batcher(self._store_heartbeats, most=at_once, spawn=self.run_beside)
+        """Stores heartbeats of agents. Raises SessionUnknown, DatabaseError."""
+        self.agents: dict[uuid.UUID, AgentLine] = {}
+        """Where agents that listen here are sent commands, by node."""
         self._beside: set[asyncio.Task[None]] = set()
         self._statuses: dict[StatusKey, bridge.OpStatus] = {}
         self._written_at: dict[StatusKey, float] = {}
@@ -184,6 +261,20 @@ class NodeChannel:
                 answers.append(CredentialRefused("worker authentication failed"))
         return answers
 
+    async def _store_heartbeats(self, asked: list[AgentReport]) -> Sequence[AgentStanding | SessionUnknown]:
+        return await run_in_database(record_agent_heartbeats, asked)
+
+    def take_command_status(self, node_id: uuid.UUID, node_name: str, said: AgentCommandStatus) -> None:
+        """Note what an agent says of a command; of a drain it needs to say nothing."""
+        status = read_command_status(said)
+        if status is not None:
+            self._take_status(node_id, node_name, status)
+
+    def tell_agents(self, rows: Mapping[uuid.UUID, NodeRow]) -> None:
+        """Have every agent that listens here follow the row of its node."""
+        for line in list(self.agents.values()):
+            line.follow(rows.get(line.node_id))
+
     async def _open_sessions(self, asked: list[Registration]) -> list[RelayLink | Exception]:
         asked_at = clock.monotonic()
         opened = await run_in_database(
@@ -203,13 +294,13 @@ class NodeChannel:
 
     def take_status(self, link: RelayLink, status: bridge.OpStatus) -> None:
         """Note where an operation stands on a node; the newest status counts, and a final one stays."""
-        key = (link.node_id, status.op_id, status.use)
+        self._take_status(link.node_id, link.node_name, status)
+
+    def _take_status(self, node_id: uuid.UUID, node_name: str, status: bridge.OpStatus) -> None:
+        key = (node_id, status.op_id, status.use)
         before = self._statuses.get(key)
-        if (
-            before is None
-            and sum(node_id == link.node_id for node_id, _, _ in self._statuses) >= self.limits.channel_statuses_per_node
-        ):
-            logger.error("node.status_dropped node=%s; the node is asked again", link.node_name)
+        if before is None and sum(each == node_id for each, _, _ in self._statuses) >= self.limits.channel_statuses_per_node:
+            logger.error("node.status_dropped node=%s; the node is asked again", node_name)
             return
         if before is not None and before.state in FINAL_STATES and status.state not in FINAL_STATES:
             return
@@ -309,9 +400,15 @@ class NodeChannel:
         if not self._is_due("commands", self.limits.channel_sweep_s):
             return
         linked = {link.node_id: link.linked_at for link in self._governed_links()}
-        if not linked:
+        agents = {line.node_id: line.since for line in self.agents.values() if line.takes_operations}
+        if not linked and not agents:
             return
-        for node_id, message in await run_upkeep(plan_deliveries, linked=linked, gateway_id=self.gateway_id):
+        deliveries = await run_upkeep(plan_deliveries, linked=linked | agents, gateway_id=self.gateway_id, agents=agents.keys())
+        for node_id, message in deliveries:
+            if (line := self.agents.get(node_id)) is not None and isinstance(message, bridge.OpCommand):
+                if (status := line.send_operation(message)) is not None:
+                    self._take_status(node_id, line.node_name, status)
+                continue
             link = self.registry.get(node_id)
             # Else the row says that it was sent, and the next session of the node is asked.
             if isinstance(link, RelayLink) and not link.closed and link.governance is not None:
@@ -503,8 +600,12 @@ Delivery = tuple[uuid.UUID, bridge.OpCommand | bridge.OpQuery]
 """A node, and what it is sent: a command with its token, or the question where one stands."""
 
 
-def plan_deliveries(*, linked: Mapping[uuid.UUID, datetime], gateway_id: uuid.UUID) -> list[Delivery]:
+def plan_deliveries(
+    *, linked: Mapping[uuid.UUID, datetime], gateway_id: uuid.UUID, agents: Collection[uuid.UUID] = ()
+) -> list[Delivery]:
     """Return what to send now, marked as sent. ``linked``: since when each node is linked to this process.
+
+    ``agents``: those of them that answer no questions. What was sent in an earlier session of an agent is unknown to it.
 
     A command whose token has run out goes back to be given another. While all operations are frozen none is sent; nodes are
     still asked about those that they have.
@@ -519,6 +620,10 @@ def plan_deliveries(*, linked: Mapping[uuid.UUID, datetime], gateway_id: uuid.UU
     runs = list_node_runs(wanted, most=most, is_sent=False)
     if runs and read_freeze() is not None:
         runs = list_node_runs(wanted, most=most, is_sent=True)
+    for run in runs:
+        if run.node_id in agents and not run.is_waiting and run.sent_at is not None and run.sent_at < linked[run.node_id]:
+            store_status(node_id=run.node_id, status=OpStatus(op_id=run.op_id, use=run.use, state="unknown"))
+    runs = [run for run in runs if run.is_waiting or run.node_id not in agents]
     found = (_plan(run, since=linked[run.node_id], now=now, gateway_id=gateway_id) for run in runs)
     return [delivery for delivery in found if delivery is not None]
 

@@ -60,7 +60,7 @@ def find_unattended() -> list[uuid.UUID]:
     """Return the runs on nodes called over HTTP that no task looks after any more."""
     now, bounds = clock.now(), limits().nodes
     return list_unattended(
-        list(Node.objects.filter(reach=Reach.DIRECT).values_list("pk", flat=True)),
+        list(Node.objects.filter(reach=Reach.DIRECT, agent_session=None).values_list("pk", flat=True)),
         unsent_since=now - timedelta(seconds=bounds.call_unattended_s),
         silent_since=now - timedelta(seconds=2 * bounds.call_s),
         most=bounds.call_batch,
@@ -73,7 +73,7 @@ def call_direct_node(run_id: uuid.UUID) -> bool:
     Two tasks for one run do the work of one: each step is claimed first.
     """
     run = find_node_run(run_id)
-    node = None if run is None else Node.objects.filter(pk=run.node_id, reach=Reach.DIRECT).first()
+    node = None if run is None else Node.objects.filter(pk=run.node_id, reach=Reach.DIRECT, agent_session=None).first()
     if run is None or node is None or run.has_ended:
         return False
     if run.is_waiting:

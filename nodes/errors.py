@@ -68,6 +68,19 @@ class NameTaken(EnrolmentRefused):
     """Another node is at work under that name and credential."""
 
 
+class AgentTaken(NodeError):
+    """The agent id belongs to another credential."""
+
+    status = HTTPStatus.FORBIDDEN.value
+
+
+class SessionUnknown(NodeError):
+    """No session has that id, or another one took its place."""
+
+    code = ErrorCode.NOT_FOUND
+    status = HTTPStatus.NOT_FOUND.value
+
+
 class ProviderNotFound(NodeError):
     """No provider has that name, or it was deleted."""
 

@@ -103,6 +103,9 @@ class Node(models.Model):
         default=0, db_default=0, help_text="Requests that the drain or reclaim interrupted"
     )
     epoch = models.BigIntegerField(default=0, help_text="Rises with each session; older sessions are fenced")
+    agent_id = models.CharField(max_length=36, null=True, blank=True, unique=True, help_text="UUID of the agent on it")
+    agent_session = models.UUIDField(null=True, blank=True, unique=True, help_text="Its agent's; older ones are fenced")
+    agent_session_at = models.DateTimeField(null=True, blank=True)
     instance_id = models.CharField(max_length=64, blank=True)
     former_instances = ArrayField(models.CharField(max_length=64), default=list, db_default=[], blank=True)
     installation = models.CharField(max_length=64, blank=True, default="", db_default="")

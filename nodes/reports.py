@@ -348,6 +348,7 @@ def _clean_gpus(gpus: Sequence[bridge.GpuInfo]) -> list[bridge.GpuInfo]:
             utilization_percent=_clean_float(gpu.utilization_percent, 0.0, 100.0),
             temperature_c=_clean_float(gpu.temperature_c, -273.0, limits().nodes.report_temperature_c),
             power_w=_clean_float(gpu.power_w, 0.0, limits().nodes.report_power_w),
+            gpu_id=_keep_whole(gpu.gpu_id, limits().nodes.report_word_chars),
         )
         for gpu in gpus[: limits().nodes.report_gpus]
     ]

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from core.limits import NodeLimits
 from wire import clock
+from wire.agent import METALYARD
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 
@@ -148,13 +149,21 @@ class NodeRow:
     """Why no gateway can reach it; empty = one can."""
     endpoints: Mapping[str, frozenset[str]]
     """API paths by model; a model that is not in it answers any."""
-    carries_bytes: bool
+    protocol: str
+    """What its last session spoke; empty = REST heartbeats."""
     contexts: Mapping[str, int] = field(default_factory=dict)
     """Tokens that one request may have, by model, as far as the node says."""
     engines: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Names of the engines that serve a model, as far as the node says."""
+    agent_session: uuid.UUID | None = None
+    """The session of its agent, if one registered it."""
     api_key: str = field(default="", repr=False)
     """What calls of its URL authenticate with; empty = nothing."""
+
+    @property
+    def carries_bytes(self) -> bool:
+        """Whether a body that is no text can travel to it."""
+        return self.protocol != BRIDGE_V1
 
     @property
     def heartbeat_age_s(self) -> float | None:
@@ -183,4 +192,6 @@ def freshness_windows(policy: NodeLimits, *, protocol: str) -> tuple[float, floa
     """
     if protocol == BRIDGE_V1:
         return policy.bridge_pong_window_s, policy.bridge_pong_window_s
+    if protocol == METALYARD:  # one missed heartbeat, and three
+        return (policy.agent_heartbeat_s + policy.agent_late_s, 3 * policy.agent_heartbeat_s + policy.agent_late_s)
     return policy.stale_after_s, policy.offline_after_s

@@ -35,7 +35,10 @@ class Message(msgspec.Struct, tag_field="type", omit_defaults=True, kw_only=True
 
 
 class GpuInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One GPU as the node sees it. Memory in MiB, temperature in Celsius, power in watts; a field is None when unknown."""
+    """One GPU as the node sees it. Memory in MiB, temperature in Celsius, power in watts; a field is None when unknown.
+
+    ``gpu_id``: the node's own name for it, unique on the node; empty = the index names it.
+    """
 
     index: int
     name: str
@@ -44,6 +47,7 @@ class GpuInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     utilization_percent: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
+    gpu_id: str = ""
 
 
 class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -81,19 +81,20 @@ def admit_programs(application: Application, origins: Collection[str]) -> Applic
             try:
                 await application(scope, receive, send)
             except TooManySockets as error:
-                await _refuse_socket(scope, receive, send, RateLimited(error.message, retry_after_s=error.retry_after_s))
+                await refuse_socket(scope, receive, send, RateLimited(error.message, retry_after_s=error.retry_after_s))
         else:
-            await _refuse_socket(scope, receive, send, OriginNotPermitted())
+            await refuse_socket(scope, receive, send, OriginNotPermitted())
 
     return serve
 
 
 async def refuse_unknown_socket(scope: Scope, receive: Receive, send: Send) -> None:
-    error = RouteNotFound("There is no WebSocket at this path. Nodes connect to /v1/worker/connect of a gateway.")
-    await _refuse_socket(scope, receive, send, error)
+    error = RouteNotFound("There is no WebSocket at this path. Nodes connect to /v1/worker/connect, agents to their session.")
+    await refuse_socket(scope, receive, send, error)
 
 
-async def _refuse_socket(scope: Scope, receive: Receive, send: Send, error: GatewayError) -> None:
+async def refuse_socket(scope: Scope, receive: Receive, send: Send, error: GatewayError) -> None:
+    """Answer an upgrade with an error instead of taking it."""
     await receive()  # the upgrade itself
     if "websocket.http.response" not in scope.get("extensions", {}):
         # A server without ASGI's extension can only turn the upgrade away (403).

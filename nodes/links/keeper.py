@@ -21,7 +21,7 @@ from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.port import EndKind, Link
 from nodes.links.registry import LinkRegistry
 from nodes.links.relay import RelayLink
-from nodes.states import DrainCount, NodeFacts, NodeRow, judge_availability
+from nodes.states import DrainCount, NodeFacts, NodeRow, freshness_windows, judge_availability
 from wire import bridge, clock
 from wire.contract import NodeMode, NodeStatus
 from wire.ids import format_id
@@ -111,7 +111,7 @@ class LinkKeeper:
             link = self.registry.get(row.node_id)
             facts = NodeFacts(
                 age_s=row.heartbeat_age_s if link is None else link.silence_s,
-                protocol="" if row.carries_bytes else bridge.BRIDGE_V1,
+                protocol=row.protocol,
                 reported=NodeStatus(row.reported_status),
                 mode=NodeMode(row.mode),
                 draining=row.draining,
@@ -197,7 +197,7 @@ class LinkKeeper:
     def _wanted_target(
         self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]
     ) -> HttpTarget | None:
-        if row.heartbeat_age_s is None or row.heartbeat_age_s >= self._limits.offline_after_s:
+        if row.heartbeat_age_s is None or row.heartbeat_age_s >= freshness_windows(self._limits, protocol=row.protocol)[1]:
             return None
         if row.is_direct:
             return target
@@ -210,7 +210,7 @@ class LinkKeeper:
         link.max_concurrent = max(1, row.max_concurrent)
         link.contexts, link.engines = row.contexts, row.engines
         link.last_seen = clock.awake() - (row.heartbeat_age_s or 0.0)
-        link.stale_after_s, link.offline_after_s = self._limits.stale_after_s, self._limits.offline_after_s
+        link.stale_after_s, link.offline_after_s = freshness_windows(self._limits, protocol=row.protocol)
         if row.is_direct:
             status = row.reported_status
             link.unhealthy_reason = "the node reports an error" if status == NodeStatus.ERROR.value else row.unreachable

@@ -23,8 +23,9 @@ from governance.registry import Choices, Description, Done, Impact, Line, NotNow
 from nodes.direct import schedule_call
 from nodes.errors import NodeError, NodeNotFound
 from nodes.models import Node, NodeOpKey, ProviderState, Reach, clock_of, presence_of, read_clock, with_clock
-from nodes.services.availability import find_node_id, judge_status
+from nodes.services.availability import find_node_id, judge_status, read_availability
 from nodes.services.telemetry import NodeTelemetry, describe_telemetry
+from nodes.states import Freshness
 from wire.contract import NodeStatus
 from wire.ids import parse_id
 from wire.optoken.approval import ApprovalError, canonical
@@ -118,7 +119,7 @@ class NodeOperation:
             return NotNow(f"{order.target} is no node that is known here", retry_s=limits().nodes.command_away_retry_s)
         if problem := explain_unready(node) or _explain_absence(node):
             return NotNow(problem, retry_s=limits().nodes.command_away_retry_s)
-        if node.reach == Reach.DIRECT.value:
+        if node.reach == Reach.DIRECT.value and node.agent_session is None:
             schedule_call(order.run_id)
         return Sent(node.pk)
 
@@ -210,8 +211,13 @@ def explain_unready(node: Node) -> str:
 
 
 def _explain_absence(node: Node) -> str:
-    has_way = node.reach == Reach.DIRECT.value or presence_of(node).connected
-    if not has_way or judge_status(node, now=read_clock()) is NodeStatus.OFFLINE:
+    availability = read_availability(node, now=read_clock())
+    if node.agent_session is not None:  # it is told in its session, whether it can be sent requests or not
+        is_away = availability.freshness is Freshness.OFFLINE
+    else:
+        has_way = node.reach == Reach.DIRECT.value or presence_of(node).connected
+        is_away = not has_way or availability.status is NodeStatus.OFFLINE
+    if is_away:
         return f"{node.name} is offline; it is told when it is back"
     return ""
 

@@ -24,6 +24,7 @@ from nodes.models import Node, NodeDrainCount, NodePresence, presence_of, read_c
 from nodes.services.availability import is_drained, judge_status
 from nodes.states import DrainCount, freshness_windows
 from wire import clock
+from wire.agent import METALYARD
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 
@@ -252,6 +253,8 @@ def _clock_time(moment: datetime) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
+_PATIENT = (BRIDGE_V1, METALYARD)
+"""Protocols whose signs of life are rarer than those of all others."""
 LOCK_KEY = 0x6D757374_6E6F6465
 """Advisory lock of this sweep: ``mustnode`` in ASCII."""
 
@@ -274,7 +277,7 @@ def sweep_presence() -> SweepReport:
 
 def _is_anything_due() -> bool:
     # One look first: silence and drains are rare, and a sweep asks ten times.
-    age_s = min(freshness_windows(limits().nodes, protocol=one)[1] for one in ("", BRIDGE_V1))
+    age_s = min(freshness_windows(limits().nodes, protocol=one)[1] for one in ("", *_PATIENT))
     with connection.cursor() as cursor:
         cursor.execute(_IS_ANYTHING_DUE, [age_s])
         row = cursor.fetchone()
@@ -316,10 +319,14 @@ def _take_lock() -> bool:
 
 def _is_overdue(now: datetime) -> Q:
     """Rows whose last sign of life is older than their protocol allows. Needs the annotation ``seen_at``."""
-    _, rest_s = freshness_windows(limits().nodes, protocol="")
-    _, bridge_s = freshness_windows(limits().nodes, protocol=BRIDGE_V1)
-    bridge = Q(protocol=BRIDGE_V1, seen_at__lte=now - timedelta(seconds=bridge_s))
-    return bridge | (~Q(protocol=BRIDGE_V1) & Q(seen_at__lte=now - timedelta(seconds=rest_s)))
+
+    def is_late(protocol: str) -> Q:
+        return Q(seen_at__lte=now - timedelta(seconds=freshness_windows(limits().nodes, protocol=protocol)[1]))
+
+    overdue = ~Q(protocol__in=_PATIENT) & is_late("")
+    for protocol in _PATIENT:
+        overdue |= Q(protocol=protocol) & is_late(protocol)
+    return overdue
 
 
 def _mark_offline(now: datetime) -> int:

@@ -112,7 +112,7 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
     InvalidNodeToken.
     """
     _check_api_key(registration.api_key or "")
-    if not _load_model_check(settings.NODE_MODEL_CHECK)(registration.current_model):
+    if not load_model_check(settings.NODE_MODEL_CHECK)(registration.current_model):
         text = f"Model {registration.current_model!r} is not on the allow-list; an operator can add it."
         raise ModelNotAllowed(text, param="current_model")
     probed: ProbeResult | None = None
@@ -203,7 +203,7 @@ def record_heartbeat(*, credential: NodeCredential, heartbeat: Heartbeat) -> Hea
     _store_heartbeat(node.presence, heartbeat, now)
     after = judge_status(node, now=now)
     if before is not after:
-        _announce(node, before, after)
+        announce_status(node, before, after)
     return HeartbeatResult(
         server_time=now,
         effective_status=after,
@@ -298,7 +298,7 @@ def _store_heartbeat(presence: NodePresence, heartbeat: Heartbeat, now: datetime
     save_changes(presence, changes)
 
 
-def _announce(node: Node, before: NodeStatus, after: NodeStatus) -> None:
+def announce_status(node: Node, before: NodeStatus, after: NodeStatus) -> None:
     publish_hint("nodes", str(node.pk))
     # Only coming and going is worth a line in the audit log.
     if NodeStatus.OFFLINE not in (before, after):
@@ -308,7 +308,7 @@ def _announce(node: Node, before: NodeStatus, after: NodeStatus) -> None:
 
 
 @lru_cache(maxsize=4)
-def _load_model_check(path: str) -> Callable[[str], bool]:
+def load_model_check(path: str) -> Callable[[str], bool]:
     # The function lives above this app, hence the dotted path.
     check: Callable[[str], bool] = import_string(path)
     return check
@@ -363,7 +363,7 @@ def _store_probe(node: Node, result: ProbeResult) -> None:
     if not same.update(probed_at=clock.now(), probe_error=error[: limits().nodes.probe_error_chars]):
         return
     is_news = bool(error) != bool(presence.probe_error)
-    if result.said is not None:
+    if result.said is not None and node.agent_session is None:  # an agent says all of it in its heartbeats
         is_news |= store_capabilities(node, presence, result.said)
     if is_news:
         publish_hint("nodes", str(node.pk))

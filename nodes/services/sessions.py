@@ -27,7 +27,6 @@ from nodes.services.governance import take_registered
 from nodes.session import Registered
 from nodes.states import NodeRow
 from wire import bridge, clock
-from wire.bridge import BRIDGE_V1
 from wire.contract import NodeStatus
 from wire.ids import new_uuid7
 
@@ -507,9 +506,9 @@ def load_node_rows(node_ids: Collection[uuid.UUID] | None = None) -> list[NodeRo
 
 _SAME_COLUMNS = (
     *("name", "public_base_url", "max_concurrent", "mode", "cordoned", "draining", "drain_reason", "draining_since"),
-    *("epoch", "instance_id"),
+    *("epoch", "instance_id", "agent_session"),
 )
-_SAME_PRESENCE_COLUMNS = ("reported_status", "is_accepting_jobs", "active_requests", "connected", "gateway_id")
+_SAME_PRESENCE_COLUMNS = ("protocol", "reported_status", "is_accepting_jobs", "active_requests", "connected", "gateway_id")
 
 
 def _read_row(node: Node) -> NodeRow:
@@ -530,7 +529,6 @@ def _read_row(node: Node) -> NodeRow:
         heard_at=since + min(seen, now).timestamp() if seen is not None else None,
         unreachable=explain_unreachable(node),
         endpoints=read_endpoints(node.model_endpoints),
-        carries_bytes=presence.protocol != BRIDGE_V1,
         contexts=find_contexts(replicas),
         engines=find_engines(replicas),
         api_key=_read_api_key(node) if is_direct else "",

@@ -333,7 +333,7 @@ async def test_a_direct_node_that_moved_gets_a_new_link_and_one_with_another_api
 async def test_a_box_on_another_gateway_is_reached_through_that_gateway_on_its_paths(setting: Setting) -> None:
     node_id = uuid.uuid4()
     there = {"gateway_id": THERE, "endpoints": {"m": frozenset({"/a"})}}
-    link = setting.link_of(make_row(node_id, carries_bytes=False, **there))
+    link = setting.link_of(make_row(node_id, protocol=BRIDGE_V1, **there))
     assert (link.is_peer, link.target, link.carries_bytes) == (True, PEER, False)
     assert (link.answers("m", "/a"), link.answers("m", "/b")) == (True, False)
     setting.apply(make_row(node_id, **there | {"endpoints": {"m": frozenset({"/b"})}}))

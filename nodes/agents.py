@@ -1,0 +1,159 @@
+"""Agent sessions: the socket and the HTTP fallback by which a foreign program on a node reports and is sent commands.
+
+Source: central-server document, sections 1.1 and 1.3. Requests do not come this way: gateways call the node's endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from django.db import DatabaseError
+from prometheus_client import Counter
+
+from core.db.threads import run_in_database
+from nodes.channel import AgentLine, NodeChannel
+from nodes.errors import SessionUnknown, TooManySockets
+from nodes.models import Node
+from nodes.services.agents import AgentReport, AgentStanding, end_agent_session
+from nodes.states import freshness_windows
+from wire.agent import METALYARD, AgentCommand, AgentCommandStatus, AgentError, AgentHeartbeat, decode_message, encode
+
+logger = logging.getLogger("muster.nodes")
+
+Event = dict[str, Any]
+"""An ASGI event; the specification leaves its values open."""
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
+HEARTBEATS = Counter("muster_agent_heartbeats_total", "Heartbeats of agents", ["way"])
+_GOODBYES = frozenset({1000, 1001})
+"""Close codes of RFC 6455 section 7.4.1 with which a program leaves on purpose."""
+
+
+class AgentSocket:
+    """The socket of one agent. ``node`` as ``find_agent_session`` returned it."""
+
+    def __init__(self, channel: NodeChannel, node: Node, send: Send) -> None:
+        """Raises TooManySockets instead of taking one more."""
+        if len(channel.agents) >= channel.limits.agent_sessions:
+            raise TooManySockets("This gateway holds as many agents as it may; try again, or use another gateway.")
+        self._channel, self._send = channel, send
+        self._commands: asyncio.Queue[AgentCommand] = asyncio.Queue()  # bounded by the operations and drains of one node
+        self._close_reason = ""
+        _, self._dead_after_s = freshness_windows(channel.limits, protocol=METALYARD)
+        self.line = AgentLine(session=node, send=self._commands.put_nowait, kick=self._kick)
+
+    async def serve(self, receive: Receive) -> None:
+        """Take the upgrade, then read until the agent leaves, is silent for too long, or is fenced."""
+        await receive()
+        await self._send({"type": "websocket.accept"})
+        channel, line = self._channel, self.line
+        if (older := channel.agents.get(line.node_id)) is not None:
+            older.kick("the agent opened another socket")
+        channel.agents[line.node_id] = line
+        line.follow(channel.keeper.rows.get(line.node_id))
+        channel.wake("commands")
+        logger.info("agent.connected node=%s", line.node_name)
+        writer, code = channel.run_beside(self._write()), 1006
+        try:
+            code = await self._read(receive)
+        finally:
+            writer.cancel()
+            if channel.agents.get(line.node_id) is line:
+                del channel.agents[line.node_id]
+            logger.info("agent.disconnected node=%s code=%d reason=%s", line.node_name, code, self._close_reason)
+        if code in _GOODBYES and not self._close_reason:
+            with suppress(DatabaseError):  # its age says the same a little later
+                await run_in_database(end_agent_session, session_id=line.session_id, reason="the agent said good-bye")
+
+    async def _read(self, receive: Receive) -> int:
+        """Return the code with which the socket closed."""
+        while True:
+            try:
+                async with asyncio.timeout(self._dead_after_s):
+                    event = await receive()
+            except TimeoutError:
+                await self._close(1001, "no heartbeat came in time")
+                return 1006
+            if event["type"] == "websocket.disconnect":
+                return int(event.get("code") or 1005)
+            frame = event["text"] if event.get("bytes") is None else event["bytes"]
+            if len(frame) > self._channel.limits.agent_message_bytes:
+                await self._close(1009, f"a message has at most {self._channel.limits.agent_message_bytes} bytes")
+            elif not self._close_reason:
+                await self._take(frame)
+
+    async def _take(self, frame: str | bytes) -> None:
+        try:
+            match decode_message(frame):
+                case AgentHeartbeat() as heartbeat:
+                    HEARTBEATS.labels("socket").inc()
+                    await self._channel.heartbeats.call(AgentReport(self.line.session_id, heartbeat))
+                case AgentCommandStatus() as status:
+                    self._channel.take_command_status(self.line.node_id, self.line.node_name, status)
+        except AgentError as error:
+            at = f" at {error.param}" if error.param else ""
+            await self._close(1002, f"the message cannot be used: {error}{at}")
+        except SessionUnknown as error:
+            await self._close(1008, error.message)
+        except DatabaseError:
+            # The sign of life is lost, and the next one may be stored: three in a row make the node dead.
+            logger.warning("agent.heartbeat_not_stored node=%s", self.line.node_name)
+
+    async def _write(self) -> None:
+        while True:
+            command = await self._commands.get()
+            try:
+                async with asyncio.timeout(self._channel.limits.socket_write_s):
+                    await self._send({"type": "websocket.send", "text": encode(command).decode()})
+            except (OSError, RuntimeError, TimeoutError):
+                logger.warning("agent.command_unsent node=%s command=%s", self.line.node_name, command.command_id)
+                return
+
+    def _kick(self, reason: str) -> None:
+        if not self._close_reason:
+            self._channel.run_beside(self._close(1008, reason))
+
+    async def _close(self, code: int, reason: str) -> None:
+        if self._close_reason:
+            return
+        self._close_reason = reason
+        short = reason.encode()[:120].decode(errors="ignore")  # RFC 6455 section 5.5 allows 123 bytes
+        with suppress(OSError, RuntimeError, TimeoutError):
+            async with asyncio.timeout(self._channel.limits.socket_close_s):
+                await self._send({"type": "websocket.close", "code": code, "reason": short})
+
+
+async def poll(
+    channel: NodeChannel, node: Node, heartbeat: AgentHeartbeat, *, wait_s: float
+) -> tuple[AgentStanding, list[AgentCommand]]:
+    """Take a heartbeat over HTTP and return the commands for the node, as soon as there is one or after ``wait_s``.
+
+    An agent that also holds a socket is sent its commands there. Raises SessionUnknown, DatabaseError.
+    """
+    HEARTBEATS.labels("poll").inc()
+    assert node.agent_session is not None
+    standing = await channel.heartbeats.call(AgentReport(node.agent_session, heartbeat))
+    commands: list[AgentCommand] = []
+    if node.pk in channel.agents:
+        return standing, commands
+    something = asyncio.Event()
+
+    def take(command: AgentCommand) -> None:
+        commands.append(command)
+        something.set()
+
+    line = channel.agents[node.pk] = AgentLine(session=node, send=take, kick=lambda _reason: something.set())
+    try:
+        line.follow(channel.keeper.rows.get(node.pk))
+        channel.wake("commands")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(max(wait_s, channel.limits.agent_look_s), channel.limits.agent_poll_s)):
+                await something.wait()
+    finally:
+        if channel.agents.get(node.pk) is line:
+            del channel.agents[node.pk]
+    return standing, commands

@@ -1,0 +1,406 @@
+"""Agents of the central-server document: registration, session, heartbeats, commands, over real rows and ASGI in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import httpx
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connections
+from django.utils import timezone
+
+from core.limits import limits
+from gateway.process import GatewayRuntime
+from gateway.services.models import allow_model
+from gateway.urls import make_application
+from governance.operations.runs import run_due
+from governance.states import RunState
+from nodes.models import Node, NodePresence, Reach
+from nodes.services.drains import drain_node, sweep_presence
+from nodes.services.sessions import load_node_rows
+from nodes.states import Freshness, judge_freshness
+from tests.fakes.governed_team import Identity, approve_load, make_box, make_governed, only_run
+from tests.fakes.limits import set_limits
+from tests.fakes.links import NodeSocket
+from tests.fakes.nodes import ACTOR, audited, make_credential
+from tests.fakes.waiting import DEADLINE_S, eventually
+from wire.agent import METALYARD
+from wire.contract import NodeStatus
+from wire.optoken import read_token
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+AGENT = "7a1c4d0e-6a52-4c55-9f0e-0d6f4f6c2b11"
+SEED: dict[str, Any] = {
+    "agent_id": AGENT,
+    "agent_version": "1.2.0",
+    "platform": {"os": "linux", "os_version": "Ubuntu 22.04", "arch": "x86_64"},
+    "gpus": [
+        {
+            "gpu_id": "gpu-0", "vendor": "nvidia", "model": "RTX 4090", "vram_mb": 24576, "compute_capability": "8.9",
+            "driver_version": "535.104.05", "cuda_version": "12.2", "status": "available",
+        }
+    ],
+    "models_available": [
+        {"model_id": "coder", "quantization": "q4_k_m", "vram_required_mb": 5500, "loaded": True},
+        {"model_id": "chat", "quantization": "q4_k_m", "vram_required_mb": 5500, "loaded": False},
+    ],
+    "network": {"endpoint": "192.168.1.50:8080", "nat_type": "symmetric", "public_ip": "auto-detect"},
+    "capacity": {"max_concurrent_requests": 2, "max_context_tokens": 16384},
+}  # fmt: skip
+BEAT: dict[str, Any] = {
+    "type": "heartbeat",
+    "timestamp": "2026-01-19T21:45:00Z",
+    "gpu_states": [{"gpu_id": "gpu-0", "load_percent": 45, "vram_used_mb": 8200, "temperature_c": 68, "active_requests": 1}],
+    "models_loaded": ["coder"],
+    "queue_depth": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+async def _patience_and_connections(settings: Any) -> AsyncIterator[None]:
+    """A database that a busy machine keeps waiting is not away; addresses of the document's example may be called."""
+    settings.NODE_DIRECT_HOSTS = ["private"]
+    set_limits(core={"database_s": 30.0}, nodes={"agent_look_s": 0.01})
+    yield
+    await sync_to_async(connections.close_all)()
+
+
+class Central:
+    """A gateway as an agent sees it."""
+
+    def __init__(self) -> None:
+        self.runtime = GatewayRuntime()
+        self.application = make_application(self.runtime)
+        self.secret = ""
+
+    async def post(self, path: str, body: object, *, secret: str | None = None) -> httpx.Response:
+        token = self.secret if secret is None else secret
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        transport = httpx.ASGITransport(app=self.application, client=("10.0.0.9", 1234))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            return await client.post(path, content=content, headers=headers)
+
+    async def register(self, **changes: object) -> dict[str, Any]:
+        answer = await self.post("/api/v1/register", {**SEED, **changes})
+        assert answer.status_code == 200, answer.text
+        said: dict[str, Any] = answer.json()
+        return said
+
+    async def beat(self, session_id: str, wait: float = 0, **changes: object) -> dict[str, Any]:
+        answer = await self.post(f"/api/v1/session/{session_id}?wait={wait}", {**BEAT, **changes})
+        assert answer.status_code == 200, answer.text
+        said: dict[str, Any] = answer.json()
+        return said
+
+    @asynccontextmanager
+    async def dial(self, session_id: str, **headers: str) -> AsyncIterator[NodeSocket]:
+        """Open the session's socket; at the end it hangs up and the server must have let go."""
+        socket = NodeSocket(headers=headers)
+        socket.scope["path"] = f"/api/v1/session/{session_id}"
+        task = asyncio.ensure_future(self.application(socket.scope, socket.to_server.get, socket.send))
+        try:
+            yield socket
+        finally:
+            socket.hang_up()
+            async with asyncio.timeout(30):
+                await task
+            await self.runtime.node_channel.close()
+
+    @asynccontextmanager
+    async def delivering(self) -> AsyncIterator[None]:
+        """Have commands go out meanwhile."""
+        task = asyncio.ensure_future(self.runtime.node_channel.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+async def central() -> Central:
+    made = Central()
+    for name in ("coder", "chat"):
+        await sync_to_async(allow_model)(name=name, actor=ACTOR)
+    _, made.secret = await sync_to_async(make_credential)("rigs", max_nodes=3)
+    return made
+
+
+@sync_to_async
+def read_node() -> tuple[Node, NodePresence]:
+    node = Node.objects.select_related("presence").get()
+    return node, node.presence
+
+
+def commands(socket: NodeSocket) -> list[dict[str, Any]]:
+    return [json.loads(event["text"]) for event in socket.sent if event.get("text")]
+
+
+async def eventually_stored(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not await sync_to_async(condition)():
+            pass
+
+
+def tell(socket: NodeSocket, message: object) -> None:
+    socket.say(json.dumps(message))
+
+
+async def test_the_documents_registration_enrols_a_node_with_its_gpus_models_and_endpoint(central: Central) -> None:
+    answer = await central.register()
+    node, presence = await read_node()
+    assert answer["heartbeat_interval"] == 15.0
+    assert answer["config"]["warnings"] == []
+    assert (answer["config"]["stale_after_s"], answer["config"]["dead_after_s"]) == (17.0, 47.0)
+    assert uuid.UUID(answer["session_id"]) == node.agent_session
+    assert (node.agent_id, node.name, node.agent_version) == (AGENT, "agent-7a1c4d0e", "1.2.0")
+    assert (node.reach, node.public_base_url) == (Reach.DIRECT, "http://192.168.1.50:8080")
+    assert (node.model_names, node.max_concurrent) == (["coder"], 2), "only what is loaded gets requests"
+    assert (node.gpu_name, node.vram_total_mb) == ("nvidia RTX 4090", 24576)
+    assert (presence.available_models, presence.peer_address, presence.protocol) == (["chat"], "10.0.0.9", METALYARD)
+    assert presence.replicas[0]["context_tokens"] == 16384
+    (row,) = await sync_to_async(load_node_rows)()
+    assert (row.is_direct, row.contexts, row.unreachable) == (
+        True,
+        {"coder": 16384},
+        "its public_base_url has not been called yet",
+    )
+
+
+async def test_the_same_agent_again_is_the_same_node_in_a_new_session_that_fences_the_older(central: Central) -> None:
+    first, second = await central.register(), await central.register()
+    assert first["node_id"] == second["node_id"]
+    assert first["session_id"] != second["session_id"]
+    old = await central.post(f"/api/v1/session/{first['session_id']}", BEAT)
+    assert (old.status_code, old.json()["error"]["code"]) == (404, "NOT_FOUND")
+    assert "Register again" in old.json()["error"]["message"]
+    node, _ = await read_node()
+    assert node.epoch == 2
+
+
+async def test_an_agent_id_belongs_to_the_credential_that_enrolled_it(central: Central) -> None:
+    await central.register()
+    _, other = await sync_to_async(make_credential)("others", max_nodes=3)
+    refused = await central.post("/api/v1/register", SEED, secret=other)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, "agent_id")
+    assert await sync_to_async(Node.objects.count)() == 1
+
+
+async def test_two_agents_of_one_credential_that_want_one_name_are_two_nodes(central: Central) -> None:
+    await central.register(node_name="rig")
+    await central.register(node_name="rig", agent_id=str(uuid.uuid4()))
+    names = await sync_to_async(lambda: sorted(Node.objects.values_list("name", flat=True)))()
+    assert names[0] == "rig"
+    assert names[1].startswith("rig-")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"agent_id": "rig-7"}, "agent_id"),
+        ({"agent_id": 7}, "agent_id"),
+        ({"gpus": [{"gpu_id": "gpu-0", "vram_mb": "24 GB"}]}, "gpus[0].vram_mb"),
+        ({"models_available": [{"quantization": "q4"}]}, "models_available[0]"),
+        ({"capacity": {"max_concurrent_requests": "two"}}, "capacity.max_concurrent_requests"),
+    ],
+)
+async def test_a_registration_that_cannot_be_used_is_refused_naming_the_member(
+    central: Central, changes: dict[str, object], param: str
+) -> None:
+    refused = await central.post("/api/v1/register", {**SEED, **changes})
+    said = refused.json()["error"]
+    assert (refused.status_code, said["code"], said["param"]) == (400, "BAD_REQUEST", param)
+    assert await sync_to_async(Node.objects.count)() == 0
+
+
+async def test_bodies_that_are_no_registration_and_tokens_that_are_none_are_refused(central: Central) -> None:
+    for body in (b"", b"[]", b"{", b"[" * 5000, b"\xff"):
+        assert (await central.post("/api/v1/register", body)).status_code == 400, body[:10]
+    for secret in ("", "msw_wrong"):
+        refused = await central.post("/api/v1/register", SEED, secret=secret)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "INVALID_NODE_TOKEN")
+    by_member = await central.post("/api/v1/register", {**SEED, "auth_token": central.secret}, secret="")
+    assert by_member.status_code == 200
+
+
+async def test_an_endpoint_outside_the_allow_list_is_recorded_and_said_to_be_unreachable(central: Central) -> None:
+    answer = await central.register(network={"endpoint": "169.254.169.254:80"})
+    assert "metadata" in answer["config"]["warnings"][0]
+    node, presence = await read_node()
+    assert node.public_base_url == "http://169.254.169.254:80"
+    assert "metadata" in presence.probe_error
+    without = await central.register(network={})
+    assert "endpoint is missing" in without["config"]["warnings"][0]
+    assert (await read_node())[0].reach == Reach.RELAY
+
+
+async def test_a_heartbeat_brings_gpus_load_and_models_up_to_date(central: Central) -> None:
+    session_id = (await central.register())["session_id"]
+    said = await central.beat(session_id, models_loaded=["chat"], queue_depth=3)
+    assert (said["commands"], said["should_drain"]) == ([], False)
+    node, presence = await read_node()
+    assert node.model_names == ["chat"]
+    assert presence.available_models == ["coder"]
+    (gpu,) = presence.gpus
+    assert (gpu["memory_used_mb"], gpu["utilization_percent"], gpu["temperature_c"]) == (8200, 45, 68)
+    assert (presence.vram_free_mb, presence.active_requests, presence.queue_depth) == (16376, 1, 3)
+    full = [{"gpu_id": "gpu-0", "active_requests": 2}]
+    await central.beat(session_id, gpu_states=full)
+    assert (await read_node())[1].reported_status == NodeStatus.BUSY.value
+
+
+@pytest.mark.parametrize(
+    ("age_s", "freshness"),
+    [(16.0, Freshness.FRESH), (18.0, Freshness.STALE), (46.0, Freshness.STALE), (48.0, Freshness.OFFLINE)],
+)
+def test_one_missed_heartbeat_makes_an_agent_suspect_and_three_make_it_dead(age_s: float, freshness: Freshness) -> None:
+    assert judge_freshness(age_s, limits().nodes, protocol=METALYARD) is freshness
+
+
+async def test_an_agent_that_three_heartbeats_are_missed_of_is_swept_offline_and_one_late_is_not(central: Central) -> None:
+    await central.register()
+
+    @sync_to_async
+    def age(seconds: float) -> str:
+        heard = timezone.now() - timedelta(seconds=seconds)
+        NodePresence.objects.update(last_heartbeat_at=heard, probed_at=timezone.now())
+        sweep_presence()
+        return NodePresence.objects.get().reported_status
+
+    assert await age(40.0) == "available"
+    assert await age(50.0) == "offline"
+    assert [event.action for event in await sync_to_async(audited)("node.offline")] == ["node.offline"]
+
+
+async def test_heartbeats_over_the_socket_count_and_a_goodbye_takes_the_node_offline(central: Central) -> None:
+    session_id = (await central.register())["session_id"]
+    async with central.dial(session_id) as socket:
+        await eventually(lambda: socket.sent, pause_s=0.001)
+        assert socket.sent[0]["type"] == "websocket.accept"
+        tell(socket, {**BEAT, "queue_depth": 5})
+        await eventually_stored(lambda: NodePresence.objects.get().queue_depth == 5)
+        socket.to_server.put_nowait({"type": "websocket.disconnect", "code": 1000})
+    assert (await read_node())[1].reported_status == NodeStatus.OFFLINE.value
+
+
+async def test_a_socket_needs_a_session_and_no_other_credential_opens_it(central: Central) -> None:
+    session_id = (await central.register())["session_id"]
+    _, other = await sync_to_async(make_credential)("others")
+    for path, headers, status in (
+        (str(uuid.uuid4()), {}, 404),
+        ("nonsense", {}, 404),
+        (session_id, {"authorization": f"Bearer {other}"}, 401),
+        (session_id, {"authorization": "Bearer nonsense"}, 401),
+    ):
+        async with central.dial(path, **headers) as socket:
+            await eventually(lambda: len(socket.sent) > 1, pause_s=0.001)
+            assert socket.sent[0] == {**socket.sent[0], "type": "websocket.http.response.start", "status": status}
+            assert b'"error"' in socket.sent[1]["body"]
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"), [("{", 1002), ('{"type":"register"}', 1002), ('{"type":"heartbeat","queue_depth":"many"}', 1002)]
+)
+async def test_a_message_that_cannot_be_used_closes_the_socket_saying_why(central: Central, frame: str, code: int) -> None:
+    session_id = (await central.register())["session_id"]
+    async with central.dial(session_id) as socket:
+        socket.say(frame)
+        assert (await socket.closed())[0] == code
+        assert "cannot be used" in socket.sent[-1]["reason"]
+
+
+async def test_a_session_that_was_fenced_is_closed_at_its_next_heartbeat(central: Central) -> None:
+    session_id = (await central.register())["session_id"]
+    async with central.dial(session_id) as socket:
+        await eventually(lambda: socket.sent, pause_s=0.001)
+        await central.register()
+        tell(socket, BEAT)
+        assert (await socket.closed())[0] == 1008
+
+
+async def test_a_drain_reaches_the_agent_as_a_command_by_socket_and_by_poll(central: Central) -> None:
+    session_id = (await central.register())["session_id"]
+    node, _ = await read_node()
+    async with central.dial(session_id) as socket:
+        await eventually(lambda: socket.sent, pause_s=0.001)
+        await sync_to_async(drain_node)(node_id=node.pk, reason="new GPU", actor=ACTOR)
+        rows = await sync_to_async(load_node_rows)()
+        central.runtime.keeper.apply(rows, targets={}, peers={})
+        central.runtime.node_channel.tell_agents(central.runtime.keeper.rows)
+        await eventually(lambda: commands(socket), pause_s=0.001)
+        (command,) = commands(socket)
+        assert (command["type"], command["command"], command["params"]["reason"]) == ("command", "drain", "new GPU")
+        assert 0 < command["params"]["deadline_s"] <= 120
+    said = await central.beat(session_id)
+    assert said["should_drain"]
+    assert [one["command_id"] for one in said["commands"]] == [command["command_id"]], "the same drain has the same id"
+
+
+class Governed:
+    """An agent that takes operations, and one approved load that waits for it."""
+
+    def __init__(self) -> None:
+        self.session = uuid.uuid4()
+        self.rig = Identity()
+        self.node = make_box(self.rig)
+        self.begin_session(self.session)
+        NodePresence.objects.update(protocol=METALYARD, connected=False, probed_at=timezone.now())
+        self.operation = approve_load(make_governed(), self.rig.runner_id)
+        run_due()
+
+    def begin_session(self, session: uuid.UUID) -> None:
+        Node.objects.update(
+            agent_id=AGENT, agent_session=session, agent_session_at=timezone.now(), reach=Reach.DIRECT,
+            public_base_url="http://192.168.1.50:8080",
+        )  # fmt: skip
+
+    @property
+    def run(self) -> tuple[str, str]:
+        run = only_run(self.operation)
+        return run.state, run.code
+
+
+async def test_an_approved_load_reaches_the_agent_as_load_model_with_its_token_and_its_status_ends_the_run(
+    central: Central,
+) -> None:
+    governed = await sync_to_async(Governed)()
+    async with central.delivering(), central.dial(str(governed.session)) as socket:
+        await eventually(lambda: commands(socket), pause_s=0.001)
+        (command,) = commands(socket)
+        assert (command["command"], command["params"]["model_id"]) == ("load_model", "m")
+        token = read_token(command["params"]["verifiedOpToken"])
+        assert token is not None
+        tell(socket, {"type": "command_status", "command_id": command["command_id"], "state": "running", "progress": 0.5})
+        tell(socket, {"type": "command_status", "command_id": command["command_id"], "state": "failed", "message": "no room"})
+        await eventually_stored(lambda: governed.run[0] == RunState.FAILED.value)
+
+
+async def test_a_poll_that_waits_is_answered_as_soon_as_a_command_is_there(central: Central) -> None:
+    governed, central.secret = await sync_to_async(Governed)(), ""
+    async with central.delivering():
+        said = await central.beat(str(governed.session), wait=20)
+    assert [one["command"] for one in said["commands"]] == ["load_model"]
+    async with central.delivering():
+        again = await central.beat(str(governed.session), wait=0.5)
+    assert again["commands"] == [], "it was sent, and the agent has it"
+
+
+async def test_a_command_that_an_earlier_session_was_sent_is_unknown_and_sent_again(central: Central) -> None:
+    set_limits(nodes={"command_unheard_s": 0.0})
+    governed, central.secret = await sync_to_async(Governed)(), ""
+    async with central.delivering():
+        assert (await central.beat(str(governed.session), wait=20))["commands"]
+    later = uuid.uuid4()
+    await sync_to_async(governed.begin_session)(later)
+    async with central.delivering():
+        await central.beat(str(later), wait=0.5)
+    assert (await sync_to_async(lambda: governed.run)())[0] == RunState.QUEUED.value
