@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from django.db import DatabaseError
@@ -16,10 +17,20 @@ from prometheus_client import Counter
 
 from core.db.threads import run_in_database
 from nodes.channel import AgentLine, NodeChannel
+from nodes.consumers import NodeConsumer
 from nodes.errors import SessionUnknown, TooManySockets
 from nodes.models import Node
-from nodes.services.agents import AgentReport, AgentStanding, end_agent_session
+from nodes.services.agents import (
+    AgentReport,
+    AgentStanding,
+    end_agent_session,
+    list_loaded,
+    read_telemetry,
+    to_telemetry,
+)
+from nodes.session import ModelsChanged, TelemetryArrived
 from nodes.states import freshness_windows
+from wire import bridge, clock
 from wire.agent import METALYARD, AgentCommand, AgentCommandStatus, AgentError, AgentHeartbeat, decode_message, encode
 
 logger = logging.getLogger("muster.nodes")
@@ -33,23 +44,20 @@ _GOODBYES = frozenset({1000, 1001})
 """Close codes of RFC 6455 section 7.4.1 with which a program leaves on purpose."""
 
 
-class AgentSocket:
-    """The socket of one agent. ``node`` as ``find_agent_session`` returned it."""
+class Commands:
+    """What an agent is to do, on its way to its socket. At most one for each of its operations and drains waits."""
 
-    def __init__(self, channel: NodeChannel, node: Node, send: Send) -> None:
+    def __init__(self, channel: NodeChannel, node: Node, *, send: Send, kick: Callable[[str], None]) -> None:
         """Raises TooManySockets instead of taking one more."""
         if len(channel.agents) >= channel.limits.agent_sessions:
             raise TooManySockets("This gateway holds as many agents as it may; try again, or use another gateway.")
         self._channel, self._send = channel, send
-        self._commands: asyncio.Queue[AgentCommand] = asyncio.Queue()  # bounded by the operations and drains of one node
-        self._close_reason = ""
-        _, self._dead_after_s = freshness_windows(channel.limits, protocol=METALYARD)
-        self.line = AgentLine(session=node, send=self._commands.put_nowait, kick=self._kick)
+        self._waiting: asyncio.Queue[AgentCommand] = asyncio.Queue()
+        self.line = AgentLine(session=node, send=self._waiting.put_nowait, kick=kick)
 
-    async def serve(self, receive: Receive) -> None:
-        """Take the upgrade, then read until the agent leaves, is silent for too long, or is fenced."""
-        await receive()
-        await self._send({"type": "websocket.accept"})
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Write commands to the socket as long as it is open."""
         channel, line = self._channel, self.line
         if (older := channel.agents.get(line.node_id)) is not None:
             older.kick("the agent opened another socket")
@@ -57,14 +65,44 @@ class AgentSocket:
         line.follow(channel.keeper.rows.get(line.node_id))
         channel.wake("commands")
         logger.info("agent.connected node=%s", line.node_name)
-        writer, code = channel.run_beside(self._write()), 1006
+        writer = channel.run_beside(self._write())
         try:
-            code = await self._read(receive)
+            yield
         finally:
             writer.cancel()
             if channel.agents.get(line.node_id) is line:
                 del channel.agents[line.node_id]
-            logger.info("agent.disconnected node=%s code=%d reason=%s", line.node_name, code, self._close_reason)
+
+    async def _write(self) -> None:
+        while True:
+            command = await self._waiting.get()
+            try:
+                async with asyncio.timeout(self._channel.limits.socket_write_s):
+                    await self._send({"type": "websocket.send", "text": encode(command).decode()})
+            except (OSError, RuntimeError, TimeoutError):
+                logger.warning("agent.command_unsent node=%s command=%s", self.line.node_name, command.command_id)
+                return
+
+
+class AgentSocket:
+    """The socket of one agent. ``node`` as ``find_agent_session`` returned it."""
+
+    def __init__(self, channel: NodeChannel, node: Node, send: Send) -> None:
+        """Raises TooManySockets instead of taking one more."""
+        self._channel, self._send = channel, send
+        self._close_reason = ""
+        _, self._dead_after_s = freshness_windows(channel.limits, protocol=METALYARD)
+        self._commands = Commands(channel, node, send=send, kick=self._kick)
+        self.line = self._commands.line
+
+    async def serve(self, receive: Receive) -> None:
+        """Take the upgrade, then read until the agent leaves, is silent for too long, or is fenced."""
+        await receive()
+        await self._send({"type": "websocket.accept"})
+        code, line = 1006, self.line
+        with self._commands.listen():
+            code = await self._read(receive)
+        logger.info("agent.disconnected node=%s code=%d reason=%s", line.node_name, code, self._close_reason)
         if code in _GOODBYES and not self._close_reason:
             with suppress(DatabaseError):  # its age says the same a little later
                 await run_in_database(end_agent_session, session_id=line.session_id, reason="the agent said good-bye")
@@ -103,16 +141,6 @@ class AgentSocket:
             # The sign of life is lost, and the next one may be stored: three in a row make the node dead.
             logger.warning("agent.heartbeat_not_stored node=%s", self.line.node_name)
 
-    async def _write(self) -> None:
-        while True:
-            command = await self._commands.get()
-            try:
-                async with asyncio.timeout(self._channel.limits.socket_write_s):
-                    await self._send({"type": "websocket.send", "text": encode(command).decode()})
-            except (OSError, RuntimeError, TimeoutError):
-                logger.warning("agent.command_unsent node=%s command=%s", self.line.node_name, command.command_id)
-                return
-
     def _kick(self, reason: str) -> None:
         if not self._close_reason:
             self._channel.run_beside(self._close(1008, reason))
@@ -125,6 +153,63 @@ class AgentSocket:
         with suppress(OSError, RuntimeError, TimeoutError):
             async with asyncio.timeout(self._channel.limits.socket_close_s):
                 await self._send({"type": "websocket.close", "code": code, "reason": short})
+
+
+class RelayedAgent(NodeConsumer):
+    """The socket of an agent that takes requests over it: a muster v1 session whose registration was made over HTTP."""
+
+    def __init__(self, channel: NodeChannel, node: Node, send: Send) -> None:
+        """Raises TooManySockets instead of taking one more."""
+        super().__init__(channel)
+        self._node = node
+        assert node.credential is not None
+        self.credential = node.credential
+        self._commands = Commands(channel, node, send=send, kick=lambda reason: self._kick(1008, reason))
+        self._told = read_telemetry(node.presence)
+
+    async def serve(self, scope: Event, receive: Receive, send: Send) -> None:
+        with self._commands.listen():
+            await self(scope, receive, send)
+
+    async def websocket_connect(self, _message: Event) -> None:
+        """Take the upgrade and link the node with what it registered. Raises Refused."""
+        await self.send({"type": "websocket.accept"})
+        node = self._node
+        register = bridge.Register(
+            worker_name=node.name,
+            models=node.model_names,
+            max_concurrent=node.max_concurrent,
+            protocol_version=bridge.MUSTER_V1,
+            instance_id=str(node.agent_session),
+            agent_version=node.agent_version,
+            gpus=self._told.gpus,
+            replicas=self._told.replicas,
+            available=self._told.available,
+        )
+        self.link = await self._register(bridge.encode_message(register))
+
+    def take_frame(self, frame: str | bytes) -> None:
+        """Take one frame: muster v1, or a message of the document."""
+        if isinstance(frame, bytes) or self.link is None or not _IS_OF_AGENTS.search(frame, 0, 200):
+            super().take_frame(frame)
+            return
+        self.link.last_seen = clock.awake()
+        try:
+            said = decode_message(frame)
+        except AgentError as error:
+            self._kick(1002, f"the message cannot be used: {error}")
+            return
+        if isinstance(said, AgentCommandStatus):
+            self._channel.take_command_status(self.link.node_id, self.link.node_name, said)
+            return
+        HEARTBEATS.labels("relay").inc()
+        self._told = to_telemetry(said, before=self._told)
+        self.link.node_draining = said.status == "draining"
+        self._take_control(self.link, ModelsChanged(list_loaded(self._told), self._told.current_load))
+        self._take_control(self.link, TelemetryArrived(self._told))
+
+
+_IS_OF_AGENTS = re.compile(r'"type"\s*:\s*"(heartbeat|command_status)"')
 
 
 async def poll(

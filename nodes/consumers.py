@@ -118,9 +118,10 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
     async def _serve(self, receive: Callable[[], Awaitable[Event]]) -> None:
         try:
             await self.dispatch(await receive())
-            async with asyncio.timeout(self._limits.handshake_timeout_s):
-                first = await receive()
-            await self.dispatch(first)
+            if self.link is None:
+                async with asyncio.timeout(self._limits.handshake_timeout_s):
+                    first = await receive()
+                await self.dispatch(first)
             while True:
                 await self.dispatch(await receive())
         except StopConsumer:

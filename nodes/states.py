@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from core.limits import NodeLimits
 from wire import clock
-from wire.agent import METALYARD
+from wire.agent import METALYARD, METALYARD_RELAY
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 
@@ -192,6 +192,6 @@ def freshness_windows(policy: NodeLimits, *, protocol: str) -> tuple[float, floa
     """
     if protocol == BRIDGE_V1:
         return policy.bridge_pong_window_s, policy.bridge_pong_window_s
-    if protocol == METALYARD:  # one missed heartbeat, and three
+    if protocol in (METALYARD, METALYARD_RELAY):  # one missed heartbeat, and three
         return (policy.agent_heartbeat_s + policy.agent_late_s, 3 * policy.agent_heartbeat_s + policy.agent_late_s)
     return policy.stale_after_s, policy.offline_after_s

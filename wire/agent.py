@@ -15,6 +15,8 @@ from wire.unreadable import UNREADABLE
 
 METALYARD = "metalyard"
 """Names the protocol of such a session where protocols are told apart."""
+METALYARD_RELAY = "metalyard+relay"
+"""The same, of an agent that asked for requests over its socket and has not opened it yet."""
 
 LOAD_MODEL, EVICT_MODEL, DRAIN, SHUTDOWN = "load_model", "evict_model", "drain", "shutdown"
 
@@ -68,11 +70,17 @@ class Capacity(msgspec.Struct, kw_only=True):
     max_context_tokens: int | None = None
 
 
+class Wishes(msgspec.Struct, kw_only=True):
+    """What an agent asks for (ours). ``relay``: requests over the session's socket, as muster v1 frames."""
+
+    relay: bool = False
+
+
 class AgentRegister(msgspec.Struct, kw_only=True):
     """Body of ``POST /api/v1/register``. ``endpoint`` stands for ``network.endpoint`` where that is empty.
 
-    Ours: ``node_name`` (what operators read), ``api_key`` (what calls of the endpoint authenticate with) and ``governance``
-    (how the node decides about operations, as a muster v1 node says it; without it the node is sent no load and no evict).
+    Ours: ``config``, ``node_name`` (what operators read), ``api_key`` (what calls of the endpoint authenticate with) and
+    ``governance`` (how the node decides about operations, as a muster v1 node says it; without it it is sent no load or evict).
     """
 
     agent_id: str
@@ -84,6 +92,7 @@ class AgentRegister(msgspec.Struct, kw_only=True):
     endpoint: str = ""
     network: Network = msgspec.field(default_factory=Network)
     capacity: Capacity = msgspec.field(default_factory=Capacity)
+    config: Wishes = msgspec.field(default_factory=Wishes)
     node_name: str = ""
     api_key: str | None = None
     governance: NodeGovernance | None = None

@@ -17,13 +17,14 @@ from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.request.response import Application, refuse_socket
 from gateway.values import HeaderView
 from gateway.views.endpoints import Handler, make_endpoint, send_answer
-from nodes.agents import AgentSocket, poll
-from nodes.channel import CredentialCheck, CredentialRefused
+from nodes.agents import AgentSocket, RelayedAgent, poll
+from nodes.channel import CredentialCheck, CredentialRefused, NodeChannel
 from nodes.errors import BadRequest, InvalidNodeToken, NodeError, SessionUnknown
-from nodes.models import Node, NodeCredential
+from nodes.models import Node, NodeCredential, Reach
 from nodes.services.agents import find_agent_session, find_endpoint, register_agent
 from nodes.states import freshness_windows
 from wire import agent, clock
+from wire.bridge import MUSTER_V1
 from wire.ids import format_id
 
 _TYPES = {
@@ -52,16 +53,24 @@ def make_agent_socket(runtime: GatewayRuntime) -> Application:
         address = str((scope.get("client") or ("unknown", 0))[0])
         try:
             node = await views.find_session(session_id, HeaderView(scope["headers"]), address)
-            socket = AgentSocket(runtime.node_channel, node, send)
+            is_relayed = node.reach == Reach.RELAY.value and node.presence.protocol in (agent.METALYARD_RELAY, MUSTER_V1)
+            serve_agent = _serve_relayed if is_relayed else _serve
+            await serve_agent(runtime.node_channel, node, scope, receive, send)
         except NodeError as error:
             await refuse_socket(scope, receive, send, _as_gateway_error(error))
         except DatabaseError:
             away = RecordsUnavailable("The database cannot be reached now; please retry", retry_after_s=2)
             await refuse_socket(scope, receive, send, away)
-        else:
-            await socket.serve(receive)
 
     return serve
+
+
+async def _serve(channel: NodeChannel, node: Node, _scope: Scope, receive: Receive, send: Send) -> None:
+    await AgentSocket(channel, node, send).serve(receive)
+
+
+async def _serve_relayed(channel: NodeChannel, node: Node, scope: Scope, receive: Receive, send: Send) -> None:
+    await RelayedAgent(channel, node, send).serve(scope, receive, send)
 
 
 class AgentViews:

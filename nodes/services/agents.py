@@ -21,7 +21,15 @@ from governance.audit import record_event
 from nodes.addresses import resolve_direct_target
 from nodes.errors import AgentTaken, BadRequest, NodeError, SessionUnknown
 from nodes.models import Node, NodeCredential, NodePresence, Reach, read_clock, save_changes, seal_api_key
-from nodes.reports import clean_models, clean_register, clean_telemetry, find_endpoints, read_stored, store_endpoints
+from nodes.reports import (
+    clean_models,
+    clean_register,
+    clean_telemetry,
+    find_endpoints,
+    read_replicas,
+    read_stored,
+    store_endpoints,
+)
 from nodes.services.availability import judge_status, should_drain
 from nodes.services.governance import take_governance
 from nodes.services.nodes import announce_status, claim_node, load_model_check
@@ -85,7 +93,8 @@ def register_agent(
     url, refusal = endpoint
     if refusal:
         warnings.append(f"network.endpoint is not called: {refusal}")
-    if not url:
+    is_relayed = said.config.relay
+    if not url and not is_relayed:
         warnings.append("network.endpoint is missing, so no gateway can send this node requests.")
     models, remarks = clean_models(message.models, limits().nodes)
     warnings += remarks
@@ -94,7 +103,7 @@ def register_agent(
         "agent_session": uuid.uuid4(),  # random: whoever knows it speaks for the session
         "agent_session_at": read_clock(),
         "epoch": node.epoch + 1,
-        "reach": Reach.DIRECT.value if url else Reach.RELAY.value,
+        "reach": Reach.DIRECT.value if url and not is_relayed else Reach.RELAY.value,
         "public_base_url": url[: limits().nodes.url_chars],
         "agent_version": (message.agent_version or "")[:60],
         "max_concurrent": min(max(1, said.capacity.max_concurrent_requests), limits().nodes.max_concurrent_cap),
@@ -116,7 +125,7 @@ def register_agent(
             "reported_status": NodeStatus.AVAILABLE.value,
             "is_accepting_jobs": True,
             "active_requests": 0,
-            "protocol": agent.METALYARD,
+            "protocol": agent.METALYARD_RELAY if is_relayed else agent.METALYARD,
             "peer_address": (peer_address if public_ip in ("", _AUTO) else public_ip)[:64],
             "last_error": "",
             "probed_at": clock.now() if refusal else None,
@@ -203,8 +212,8 @@ def _to_register(said: agent.AgentRegister) -> tuple[bridge.Register, list[str]]
 
 
 def find_agent_session(session_id: uuid.UUID) -> Node:
-    """Return the node whose session this is, provider and credential loaded. Raises SessionUnknown."""
-    node = Node.objects.select_related("provider", "credential").filter(agent_session=session_id).first()
+    """Return the node whose session this is, with presence, credential and provider. Raises SessionUnknown."""
+    node = Node.objects.select_related("provider", "credential__provider", "presence").filter(agent_session=session_id).first()
     if node is None:
         raise SessionUnknown("There is no such session: it ended, or the agent registered again since. Register again.")
     return node
@@ -245,25 +254,7 @@ _BEATEN = (
 
 def _take_heartbeat(node: Node, presence: NodePresence, said: agent.AgentHeartbeat) -> None:
     """Bring the row of a node in line with a heartbeat; of its models its own row too."""
-    gpus = read_stored(presence.gpus, list[bridge.GpuInfo]) or []
-    states = {state.gpu_id: state for state in said.gpu_states}
-    for gpu in gpus:
-        if (state := states.get(gpu.gpu_id)) is not None:
-            gpu.utilization_percent, gpu.memory_used_mb = state.load_percent, state.vram_used_mb
-            gpu.temperature_c, gpu.power_w = state.temperature_c, state.power_w
-    replicas = read_stored(presence.replicas, list[bridge.ReplicaInfo]) or []
-    available = [str(name) for name in presence.available_models or ()]
-    if said.models_loaded is not None:
-        replicas, available = _follow_models(replicas, available, said.models_loaded)
-    told = bridge.Telemetry(
-        current_load=sum(max(0, state.active_requests) for state in said.gpu_states),
-        gpus=gpus,
-        replicas=replicas,
-        available=available,
-        queue_depth=said.queue_depth,
-        last_error=said.last_error,
-    )
-    clean_telemetry(told)
+    told = to_telemetry(said, before=read_telemetry(presence))
     used = [gpu.memory_used_mb for gpu in told.gpus if gpu.memory_used_mb is not None]
     total = [gpu.memory_total_mb for gpu in told.gpus if gpu.memory_total_mb is not None]
     status = NodeStatus(said.status)
@@ -277,11 +268,47 @@ def _take_heartbeat(node: Node, presence: NodePresence, said: agent.AgentHeartbe
     presence.vram_used_mb = sum(used) if used else None
     presence.vram_free_mb = max(0, sum(total) - sum(used)) if used and total else None
     presence.gpu_util_percent = max((gpu.utilization_percent or 0.0 for gpu in told.gpus), default=None)
-    models, _ = clean_models((replica.model for replica in told.replicas if replica.state == "loaded"), limits().nodes)
+    models = list_loaded(told)
     endpoints = store_endpoints(find_endpoints(models, replicas=told.replicas, registered=()))
     if (node.model_names, node.model_endpoints) != (list(models), endpoints):
         save_changes(node, {"model_names": list(models), "model_endpoints": endpoints})
         publish_hint("nodes", str(node.pk))
+
+
+def read_telemetry(presence: NodePresence) -> bridge.Telemetry:
+    """Return what is known of the GPUs and models of a node."""
+    return bridge.Telemetry(
+        gpus=read_stored(presence.gpus, list[bridge.GpuInfo]) or [],
+        replicas=read_replicas(presence.replicas),
+        available=[str(name) for name in presence.available_models or ()],
+    )
+
+
+def list_loaded(told: bridge.Telemetry) -> tuple[str, ...]:
+    models, _ = clean_models((replica.model for replica in told.replicas if replica.state == "loaded"), limits().nodes)
+    return models
+
+
+def to_telemetry(said: agent.AgentHeartbeat, *, before: bridge.Telemetry) -> bridge.Telemetry:
+    """Return a heartbeat in the words of muster v1, cut to sizes that can be kept. ``before``: what was known until then."""
+    states = {state.gpu_id: state for state in said.gpu_states}
+    for gpu in before.gpus:
+        if (state := states.get(gpu.gpu_id)) is not None:
+            gpu.utilization_percent, gpu.memory_used_mb = state.load_percent, state.vram_used_mb
+            gpu.temperature_c, gpu.power_w = state.temperature_c, state.power_w
+    replicas, available = before.replicas, before.available
+    if said.models_loaded is not None:
+        replicas, available = _follow_models(replicas, available, said.models_loaded)
+    told = bridge.Telemetry(
+        current_load=sum(max(0, state.active_requests) for state in said.gpu_states),
+        gpus=before.gpus,
+        replicas=replicas,
+        available=available,
+        queue_depth=said.queue_depth,
+        last_error=said.last_error,
+    )
+    clean_telemetry(told)
+    return told
 
 
 def _follow_models(

@@ -24,7 +24,7 @@ from nodes.models import Node, NodeDrainCount, NodePresence, presence_of, read_c
 from nodes.services.availability import is_drained, judge_status
 from nodes.states import DrainCount, freshness_windows
 from wire import clock
-from wire.agent import METALYARD
+from wire.agent import METALYARD, METALYARD_RELAY
 from wire.bridge import BRIDGE_V1
 from wire.contract import NodeMode, NodeStatus
 
@@ -253,7 +253,7 @@ def _clock_time(moment: datetime) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
-_PATIENT = (BRIDGE_V1, METALYARD)
+_PATIENT = (BRIDGE_V1, METALYARD, METALYARD_RELAY)
 """Protocols whose signs of life are rarer than those of all others."""
 LOCK_KEY = 0x6D757374_6E6F6465
 """Advisory lock of this sweep: ``mustnode`` in ASCII."""

@@ -154,7 +154,8 @@ class _Opening:
                 detail={"protocol": said.protocol, "epoch": node.epoch, "credential": credential.name},
             )
         )
-        self._governance.append((node, message.governance, request.heard_ms))
+        if node.agent_session is None:  # an agent said it when it registered
+            self._governance.append((node, message.governance, request.heard_ms))
         self._live.add(node.pk)
         return OpenedSession(node.id, node.name, node.epoch, node.mode, node.cordoned, node.draining, link_id)
 

@@ -28,7 +28,7 @@ from nodes.services.sessions import load_node_rows
 from nodes.states import Freshness, judge_freshness
 from tests.fakes.governed_team import Identity, approve_load, make_box, make_governed, only_run
 from tests.fakes.limits import set_limits
-from tests.fakes.links import NodeSocket
+from tests.fakes.links import NodeSocket, RequestSink, open_request
 from tests.fakes.nodes import ACTOR, audited, make_credential
 from tests.fakes.waiting import DEADLINE_S, eventually
 from wire.agent import METALYARD
@@ -404,3 +404,24 @@ async def test_a_command_that_an_earlier_session_was_sent_is_unknown_and_sent_ag
     async with central.delivering():
         await central.beat(str(later), wait=0.5)
     assert (await sync_to_async(lambda: governed.run)())[0] == RunState.QUEUED.value
+
+
+async def test_an_agent_that_asked_for_it_gets_requests_over_its_socket(central: Central) -> None:
+    session_id = (await central.register(config={"relay": True}, network={}))["session_id"]
+    async with central.dial(session_id) as socket:
+        await eventually(lambda: len(central.runtime.registry), pause_s=0.001)
+        (link,) = central.runtime.registry
+        assert (set(link.models), link.max_concurrent, link.context_of("coder")) == ({"coder"}, 2, 16384)
+        node, presence = await read_node()
+        assert (presence.connected, node.reach, node.agent_session) == (True, Reach.RELAY, uuid.UUID(session_id))
+        link.open_stream(open_request(model="coder"), RequestSink())
+        await eventually(lambda: any(event.get("bytes") for event in socket.sent), "a frame with the request", pause_s=0.001)
+        tell(socket, {**BEAT, "models_loaded": ["chat"]})
+        await eventually(lambda: link.models == {"chat"}, pause_s=0.001)
+        assert link.gpus[0].memory_used_mb == 8200
+        tell(socket, {**BEAT, "status": "draining"})
+        await eventually(lambda: link.node_draining, pause_s=0.001)
+    assert not len(central.runtime.registry)
+    async with central.dial(session_id):  # it lost its socket, not its session
+        await eventually(lambda: len(central.runtime.registry), pause_s=0.001)
+    assert (await read_node())[0].agent_session == uuid.UUID(session_id)
