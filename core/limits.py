@@ -185,6 +185,12 @@ class NodeLimits:
     agent_late_s: float = bound(
         2.0, "s", "A heartbeat of an agent counts as missed this long after it was due: a network is not punctual."
     )
+    agent_ramp_s: float = bound(
+        60.0,
+        "s",
+        "A node of an agent that came back gets all its requests at once; until then one, and twice as many after each answer.",
+        setting="MUSTER_AGENT_RAMP_S",
+    )
     agent_poll_s: float = bound(20.0, "s", "A heartbeat over HTTP that asks to wait for a command is answered without one.")
     agent_look_s: float = bound(0.5, "s", "A heartbeat over HTTP that asks to wait no longer is answered without a command.")
     agent_message_bytes: int = bound(1024 * 1024, "bytes", "A longer message of an agent ends its session.")

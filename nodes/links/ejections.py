@@ -203,6 +203,8 @@ class Ejections:
             self._take(trial, standing, Fault.FAILED, now)
             return
         is_slow = self._measure(trial, answer, standing, now, is_whole=verdict is Verdict.GOOD)
+        if trial.link.ramp_until and not is_slow:
+            trial.link.ramp_up(now)
         if is_slow or verdict is Verdict.GOOD:
             self._take(trial, standing, Fault.SLOW if is_slow else None, now)
 

@@ -53,6 +53,8 @@ class LinkKeeper:
         """From then on (clock.monotonic()) a node without heartbeats is gone; before, the database may have been."""
         self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
         self._shutdown_sent: set[uuid.UUID] = set()
+        self._lost: set[uuid.UUID] = set()
+        """Nodes of agents that fell silent: each begins with few requests when it is back."""
 
     def apply(
         self,
@@ -128,15 +130,18 @@ class LinkKeeper:
         if stood_s := clock.beat():
             logger.warning("gateway.stood_still seconds=%.1f", stood_s)
         awake = clock.awake()
+        self._lost &= self.rows.keys()
         for link in self.registry:
+            if link.ramp_until and now >= link.ramp_until:
+                link.ramp_up(now)
+                self.registry.announce(link)
             if link.policy.drain_deadline_at is not None or link.drain_then_close:
                 self._enforce_drain(link, now)
             if isinstance(link, RelayLink):
                 if now >= link.ping_at or awake - link.last_seen >= link.offline_after_s:
                     self._check_socket(link, now)
             elif link.silence_s >= link.offline_after_s and not self._is_blind(now):
-                self.registry.remove(link, "the node sent no heartbeat")
-                link.close("offline")
+                self._lose(link, "the node sent no heartbeat")
         for link in self.registry.ejections.tick(now):
             self.registry.announce(link)
 
@@ -164,8 +169,7 @@ class LinkKeeper:
         wanted = self._wanted_target(row, target, peers)
         if wanted is None:
             if isinstance(link, HttpLink) and not self._is_blind(self._applied_at):
-                self.registry.remove(link, "the node is offline")
-                link.close("offline")
+                self._lose(link, "the node is offline")
             return
         if isinstance(link, HttpLink) and replace(link.target, headers=wanted.headers) == wanted:
             link.take_headers(wanted)
@@ -184,6 +188,9 @@ class LinkKeeper:
                 is_peer=not row.is_direct,
             )
             self._refresh_http(link, row)
+            if row.node_id in self._lost:
+                self._lost.discard(row.node_id)
+                link.begin_ramp(self._applied_at + self._limits.agent_ramp_s)
             link.endpoints = row.endpoints
             link.carries_bytes = row.carries_bytes
             self.registry.add(link)
@@ -193,6 +200,14 @@ class LinkKeeper:
         if (link.models, link.endpoints, link.carries_bytes) != (models, row.endpoints, row.carries_bytes):
             link.carries_bytes = row.carries_bytes
             self.registry.update_models(link, models, row.endpoints)
+
+    def _lose(self, link: Link, message: str) -> None:
+        """Let go of a node that is called over HTTP and was not heard."""
+        row = self.rows.get(link.node_id)
+        if row is not None and row.agent_session is not None:
+            self._lost.add(link.node_id)
+        self.registry.remove(link, message)
+        link.close("offline")
 
     def _wanted_target(
         self, row: NodeRow, target: HttpTarget | None, peers: Mapping[uuid.UUID, HttpTarget]
@@ -207,7 +222,7 @@ class LinkKeeper:
 
     def _refresh_http(self, link: Link, row: NodeRow) -> None:
         self._set_policy(link, row)
-        link.max_concurrent = max(1, row.max_concurrent)
+        link.declare_slots(max(1, row.max_concurrent))
         link.contexts, link.engines = row.contexts, row.engines
         link.last_seen = clock.awake() - (row.heartbeat_age_s or 0.0)
         link.stale_after_s, link.offline_after_s = freshness_windows(self._limits, protocol=row.protocol)

@@ -132,6 +132,9 @@ class Link:
         self.carries_bytes = True
         """Whether a body that is no text can travel to the node."""
         self.max_concurrent = max_concurrent
+        self._declared_slots = max_concurrent
+        self.ramp_until = 0.0
+        """clock.monotonic() seconds until which a node that came back gets few requests at a time; 0 = as many as it takes."""
         self.active = 0
         self.external_load = 0
         self.last_served = 0
@@ -202,6 +205,22 @@ class Link:
     def silence_s(self) -> float:
         """For how long nothing was heard of the node."""
         return clock.awake() - self.last_seen
+
+    def declare_slots(self, slots: int) -> None:
+        """Take how many requests the node takes at a time; while it ramps up it gets no more than it had."""
+        self._declared_slots = slots
+        self.max_concurrent = min(self.max_concurrent, slots) if self.ramp_until else slots
+
+    def begin_ramp(self, until: float) -> None:
+        """Send a node that came back one request at a time; each that it answers doubles that, until it has all its slots."""
+        self.max_concurrent, self.ramp_until = 1, until
+
+    def ramp_up(self, now: float) -> None:
+        """Take that a request was answered, or that time passed."""
+        slots = self._declared_slots
+        self.max_concurrent = slots if now >= self.ramp_until else min(2 * self.max_concurrent, slots)
+        if self.max_concurrent == slots:
+            self.ramp_until = 0.0
 
     def condition(self) -> LinkCondition:
         """Return whether the node may get new work."""

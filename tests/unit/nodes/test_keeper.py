@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from core.outbox import AsgiMessage
 from governance.errors import InvalidProposal
 from nodes.apps import check_settings
 from nodes.links import EndKind, LinkCondition, LinkRegistry
+from nodes.links.ejections import Verdict
 from nodes.links.http import HttpLink, HttpTarget
 from nodes.links.keeper import FleetGauges, LinkKeeper
 from nodes.links.port import Link
@@ -34,7 +36,8 @@ from tests.fakes.clock import virtual_clock
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, RequestSink, make_row, open_request
 from tests.fakes.waiting import turns
-from wire import bridge
+from wire import bridge, clock
+from wire.agent import METALYARD
 from wire.bridge import BRIDGE_V1, MUSTER_V1
 from wire.contract import NodeMode, NodeStatus
 from wire.optoken.approval import canonical
@@ -328,6 +331,30 @@ async def test_a_direct_node_that_moved_gets_a_new_link_and_one_with_another_api
     new = setting.registry.get(row.node_id)
     assert isinstance(new, HttpLink)
     assert (new.target, old.closed) == (PEER, True)
+
+
+async def test_an_agents_node_is_judged_by_its_own_windows_and_ramps_up_when_it_is_back(setting: Setting) -> None:
+    node_id, session = uuid.uuid4(), uuid.uuid4()
+    said: dict[str, object] = {"is_direct": True, "protocol": METALYARD, "agent_session": session, "max_concurrent": 8}
+    link: Link = setting.link_of(make_row(node_id, heartbeat_age_s=16.0, **said))
+    assert (link.condition(), link.max_concurrent) == (LinkCondition.READY, 8), "nothing to ramp up the first time"
+    setting.apply(make_row(node_id, heartbeat_age_s=18.0, **said))
+    assert link.condition() is LinkCondition.STALE
+    setting.apply(make_row(node_id, heartbeat_age_s=48.0, **said))
+    assert setting.registry.get(node_id) is None
+    with virtual_clock() as virtual:
+        back = setting.link_of(make_row(node_id, **said))
+        assert back.max_concurrent == 1
+        ejections, heard = setting.registry.ejections, SimpleNamespace(first_byte_at=None, received=0, was_blocked=False)
+        for slots in (2, 4):
+            trial = ejections.begin(back, "m", caller=node_id, is_streaming=False, answer=heard, now=clock.monotonic())
+            ejections.end(trial, Verdict.GOOD, clock.monotonic())
+            assert back.max_concurrent == slots
+        setting.apply(make_row(node_id, **said))
+        assert back.max_concurrent == 4, "a row lifts nothing"
+        virtual.advance(limits().nodes.agent_ramp_s)
+        setting.keeper.tick()
+        assert (back.max_concurrent, back.ramp_until) == (8, 0.0)
 
 
 async def test_a_box_on_another_gateway_is_reached_through_that_gateway_on_its_paths(setting: Setting) -> None:
