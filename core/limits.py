@@ -191,6 +191,8 @@ class NodeLimits:
         "A node of an agent that came back gets all its requests at once; until then one, and twice as many after each answer.",
         setting="MUSTER_AGENT_RAMP_S",
     )
+    jwt_leeway_s: float = bound(10.0, "s", "A JWT of an agent counts so long beyond its exp: clocks differ.")
+    jwks_s: float = bound(60.0, "s", "The keys of MUSTER_AGENT_JWKS are read no more often.")
     agent_poll_s: float = bound(20.0, "s", "A heartbeat over HTTP that asks to wait for a command is answered without one.")
     agent_look_s: float = bound(0.5, "s", "A heartbeat over HTTP that asks to wait no longer is answered without a command.")
     agent_message_bytes: int = bound(1024 * 1024, "bytes", "A longer message of an agent ends its session.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,14 +17,15 @@ from django.db import DatabaseError
 from prometheus_client import Counter
 
 from core.db.threads import run_in_database
-from nodes.channel import AgentLine, NodeChannel
+from nodes.channel import AgentLine, CredentialCheck, CredentialRefused, NodeChannel
 from nodes.consumers import NodeConsumer
-from nodes.errors import SessionUnknown, TooManySockets
-from nodes.models import Node
+from nodes.errors import InvalidNodeToken, SessionUnknown, TooManySockets
+from nodes.models import Node, NodeCredential, Reach
 from nodes.services.agents import (
     AgentReport,
     AgentStanding,
     end_agent_session,
+    find_agent_session,
     list_loaded,
     read_telemetry,
     to_telemetry,
@@ -31,7 +33,16 @@ from nodes.services.agents import (
 from nodes.session import ModelsChanged, TelemetryArrived
 from nodes.states import freshness_windows
 from wire import bridge, clock
-from wire.agent import METALYARD, AgentCommand, AgentCommandStatus, AgentError, AgentHeartbeat, decode_message, encode
+from wire.agent import (
+    METALYARD,
+    METALYARD_RELAY,
+    AgentCommand,
+    AgentCommandStatus,
+    AgentError,
+    AgentHeartbeat,
+    decode_message,
+    encode,
+)
 
 logger = logging.getLogger("muster.nodes")
 
@@ -42,6 +53,41 @@ Send = Callable[[Event], Awaitable[None]]
 HEARTBEATS = Counter("muster_agent_heartbeats_total", "Heartbeats of agents", ["way"])
 _GOODBYES = frozenset({1000, 1001})
 """Close codes of RFC 6455 section 7.4.1 with which a program leaves on purpose."""
+
+
+async def identify(channel: NodeChannel, token: str, *, address: str) -> NodeCredential:
+    """Return the credential that an agent shows. Raises InvalidNodeToken, DatabaseError."""
+    if not token:
+        raise InvalidNodeToken("Send the node credential, or a JWT, as auth_token or as Authorization: Bearer.")
+    try:
+        return await channel.credentials.call(CredentialCheck(address, token))
+    except CredentialRefused as refusal:
+        raise InvalidNodeToken(f"The node credential is not valid: {refusal}.") from None
+
+
+async def find_session(channel: NodeChannel, text: str, *, token: str, address: str) -> Node:
+    """Return the node of a session. Its id is a secret of its agent; ``token``, where one is sent, must be of its credential.
+
+    Raises SessionUnknown, InvalidNodeToken, DatabaseError.
+    """
+    try:
+        session_id = uuid.UUID(text)
+    except ValueError:
+        raise SessionUnknown("A session id is a UUID, as the registration answered it. Register again.") from None
+    credential = await identify(channel, token, address=address) if token else None
+    node = await run_in_database(find_agent_session, session_id)
+    if credential is not None and credential.pk != node.credential_id and credential.node_id != node.pk:
+        raise InvalidNodeToken("The session belongs to another credential.")
+    return node
+
+
+def open_socket(channel: NodeChannel, node: Node, scope: Event, send: Send) -> AgentSocket | RelayedAgent:
+    """Return what serves the socket of a session: its agent takes requests over it, or at its endpoint.
+
+    Raises TooManySockets.
+    """
+    is_relayed = node.reach == Reach.RELAY.value and node.presence.protocol in (METALYARD_RELAY, bridge.MUSTER_V1)
+    return RelayedAgent(channel, node, scope, send) if is_relayed else AgentSocket(channel, node, send)
 
 
 class Commands:
@@ -158,16 +204,18 @@ class AgentSocket:
 class RelayedAgent(NodeConsumer):
     """The socket of an agent that takes requests over it: a muster v1 session whose registration was made over HTTP."""
 
-    def __init__(self, channel: NodeChannel, node: Node, send: Send) -> None:
+    def __init__(self, channel: NodeChannel, node: Node, scope: Event, send: Send) -> None:
         """Raises TooManySockets instead of taking one more."""
         super().__init__(channel)
-        self._node = node
+        self._node, self._arguments = node, (scope, send)
         assert node.credential is not None
         self.credential = node.credential
         self._commands = Commands(channel, node, send=send, kick=lambda reason: self._kick(1008, reason))
         self._told = read_telemetry(node.presence)
 
-    async def serve(self, scope: Event, receive: Receive, send: Send) -> None:
+    async def serve(self, receive: Receive) -> None:
+        """Serve the socket until it closes."""
+        scope, send = self._arguments
         with self._commands.listen():
             await self(scope, receive, send)
 

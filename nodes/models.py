@@ -48,6 +48,7 @@ class NodeCredential(models.Model):
     name = models.CharField(max_length=80)
     keyid = models.CharField(max_length=12, unique=True)
     digest = models.BinaryField(max_length=32, editable=False)
+    sealed_text = models.TextField(blank=True, default="", db_default="", editable=False, help_text="Encrypted; verifies JWTs")
     provider = models.ForeignKey(Provider, on_delete=models.PROTECT, related_name="credentials")
     node = models.ForeignKey("nodes.Node", on_delete=models.PROTECT, null=True, blank=True, related_name="bound_credentials")
     max_nodes = models.PositiveIntegerField(default=1, help_text="How many nodes may enrol with it when it is not bound to one")
@@ -149,6 +150,23 @@ class Node(models.Model):
                 "its API key cannot be decrypted: MUSTER_SECRET_KEY has changed since the key was given. Give the key again",
                 param="api_key",
             ) from None
+
+
+def seal_credential(text: str) -> str:
+    """Return a credential as ``NodeCredential.sealed_text`` keeps it."""
+    return _credential_cipher().encrypt(text.encode()).decode()
+
+
+def open_credential(credential: NodeCredential) -> str:
+    """Return the text of a credential; empty where it was made before texts were kept, or under another MUSTER_SECRET_KEY."""
+    try:
+        return _credential_cipher().decrypt(credential.sealed_text.encode()).decode() if credential.sealed_text else ""
+    except InvalidToken:
+        return ""
+
+
+def _credential_cipher() -> Fernet:
+    return derive_cipher(settings.SECRET_KEY, purpose="muster node credentials")
 
 
 def seal_api_key(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from functools import partial
 from http import HTTPStatus
 from urllib.parse import parse_qs
@@ -17,14 +16,12 @@ from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.request.response import Application, refuse_socket
 from gateway.values import HeaderView
 from gateway.views.endpoints import Handler, make_endpoint, send_answer
-from nodes.agents import AgentSocket, RelayedAgent, poll
-from nodes.channel import CredentialCheck, CredentialRefused, NodeChannel
-from nodes.errors import BadRequest, InvalidNodeToken, NodeError, SessionUnknown
-from nodes.models import Node, NodeCredential, Reach
-from nodes.services.agents import find_agent_session, find_endpoint, register_agent
+from nodes.agents import find_session, identify, open_socket, poll
+from nodes.errors import BadRequest, InvalidNodeToken, NodeError
+from nodes.services.agents import find_endpoint, register_agent
+from nodes.services.credentials import read_jwt_subject
 from nodes.states import freshness_windows
 from wire import agent, clock
-from wire.bridge import MUSTER_V1
 from wire.ids import format_id
 
 _TYPES = {
@@ -46,31 +43,23 @@ def make_agent_routes(runtime: GatewayRuntime) -> list[tuple[str, Application]]:
 
 def make_agent_socket(runtime: GatewayRuntime) -> Application:
     """Return the ASGI application of ``/api/v1/session/{id}`` over WebSocket. What is wrong is said before the upgrade."""
-    views = AgentViews(runtime)
+    channel = runtime.node_channel
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         session_id = str(scope["url_route"]["kwargs"]["session_id"])
         address = str((scope.get("client") or ("unknown", 0))[0])
         try:
-            node = await views.find_session(session_id, HeaderView(scope["headers"]), address)
-            is_relayed = node.reach == Reach.RELAY.value and node.presence.protocol in (agent.METALYARD_RELAY, MUSTER_V1)
-            serve_agent = _serve_relayed if is_relayed else _serve
-            await serve_agent(runtime.node_channel, node, scope, receive, send)
+            node = await find_session(channel, session_id, token=_read_bearer(HeaderView(scope["headers"])), address=address)
+            socket = open_socket(channel, node, scope, send)
         except NodeError as error:
             await refuse_socket(scope, receive, send, _as_gateway_error(error))
         except DatabaseError:
             away = RecordsUnavailable("The database cannot be reached now; please retry", retry_after_s=2)
             await refuse_socket(scope, receive, send, away)
+        else:
+            await socket.serve(receive)
 
     return serve
-
-
-async def _serve(channel: NodeChannel, node: Node, _scope: Scope, receive: Receive, send: Send) -> None:
-    await AgentSocket(channel, node, send).serve(receive)
-
-
-async def _serve_relayed(channel: NodeChannel, node: Node, scope: Scope, receive: Receive, send: Send) -> None:
-    await RelayedAgent(channel, node, send).serve(scope, receive, send)
 
 
 class AgentViews:
@@ -87,7 +76,10 @@ class AgentViews:
             at = f"{error.param}: " if error.param else ""
             raise BadRequest(f"The registration cannot be used: {at}{error}.", param=error.param or None) from None
         token = _read_bearer(client.headers) or said.auth_token
-        credential = await self._identify(token, client.address)
+        credential = await identify(self._channel, token, address=client.address)
+        subject = read_jwt_subject(token)
+        if subject not in (None, said.agent_id):
+            raise InvalidNodeToken("The token names another agent in sub.")
         endpoint = await asyncio.to_thread(find_endpoint, said)
         work = partial(register_agent, credential=credential, said=said, peer_address=client.address, endpoint=endpoint)
         session = await run_in_database(work)
@@ -111,7 +103,9 @@ class AgentViews:
 
     async def poll(self, client: ClientConnection) -> None:
         """``POST /api/v1/session/{id}``: a heartbeat or a command's status over HTTP; the answer holds commands."""
-        node = await self.find_session(str(client.scope["url_route"]["kwargs"]["session_id"]), client.headers, client.address)
+        session_id = str(client.scope["url_route"]["kwargs"]["session_id"])
+        token = _read_bearer(client.headers)
+        node = await find_session(self._channel, session_id, token=token, address=client.address)
         try:
             said = agent.decode_message(await client.read_body(self._channel.limits.agent_message_bytes))
         except agent.AgentError as error:
@@ -124,30 +118,6 @@ class AgentViews:
         standing, commands = await client.wait_for_work(poll(self._channel, node, said, wait_s=_read_wait(client)))
         answer = {"commands": commands, "status": standing.status.value, "should_drain": standing.should_drain}
         send_answer(client, 200, answer)
-
-    async def find_session(self, text: str, headers: HeaderView, address: str) -> Node:
-        """Return the node of a session. Its id is a secret of its agent; a credential, where one is sent, must be its own.
-
-        Raises SessionUnknown, InvalidNodeToken.
-        """
-        try:
-            session_id = uuid.UUID(text)
-        except ValueError:
-            raise SessionUnknown("A session id is a UUID, as the registration answered it. Register again.") from None
-        token = _read_bearer(headers)
-        credential = await self._identify(token, address) if token else None
-        node = await run_in_database(find_agent_session, session_id)
-        if credential is not None and credential.pk != node.credential_id and credential.node_id != node.pk:
-            raise InvalidNodeToken("The session belongs to another credential.")
-        return node
-
-    async def _identify(self, token: str, address: str) -> NodeCredential:
-        if not token:
-            raise InvalidNodeToken("Send the node credential as auth_token, or as Authorization: Bearer msw_….")
-        try:
-            return await self._channel.credentials.call(CredentialCheck(address, token))
-        except CredentialRefused as refusal:
-            raise InvalidNodeToken(f"The node credential is not valid: {refusal}.") from None
 
 
 def _say_errors(handler: Handler) -> Handler:

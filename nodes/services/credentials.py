@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+from django.conf import settings
 from django.db import IntegrityError, transaction
 from django.db.models import Q
 
@@ -14,11 +19,16 @@ from core.hints import publish_hint
 from core.limits import limits
 from governance.audit import record_event
 from nodes.errors import BadRequest, Conflict, CredentialNotFound, NodeNotFound, ProviderNotFound
-from nodes.models import Node, NodeCredential, Provider, ProviderState
+from nodes.models import Node, NodeCredential, Provider, ProviderState, open_credential, seal_credential
 from wire import clock
 from wire.credentials import CredentialKind, mint_credential, parse_keyid, verify_credential
 
+if TYPE_CHECKING:
+    import jwt
+
 _NO_DIGEST = bytes(32)
+
+logger = logging.getLogger("muster.nodes")
 
 
 @transaction.atomic
@@ -41,7 +51,13 @@ def create_credential(
     node = _find_bound_node(node_id, provider)
     minted = mint_credential(CredentialKind.WORKER)
     credential = NodeCredential.objects.create(
-        name=cleaned, keyid=minted.keyid, digest=minted.digest, provider=provider, node=node, max_nodes=max_nodes
+        name=cleaned,
+        keyid=minted.keyid,
+        digest=minted.digest,
+        sealed_text=seal_credential(minted.text),
+        provider=provider,
+        node=node,
+        max_nodes=max_nodes,
     )
     detail = {"keyid": minted.keyid, "provider": provider.name, "max_nodes": max_nodes}
     record_event(actor=actor, action="node_credential.create", target=cleaned, detail=detail)
@@ -77,12 +93,14 @@ def find_credentials(texts: Collection[str]) -> dict[str, NodeCredential]:
     A client key or an admin token is none. Takes the same time whether the key ids exist or not.
     The provider may be disabled: what that means is for the caller to decide.
     """
+    jwts = {text: row for text in texts if text.count(".") == 2 and (row := find_by_jwt(text)) is not None}
     keyids = {text: keyid for text in texts if (keyid := parse_keyid(text, CredentialKind.WORKER)) is not None}
     if not keyids:
-        return {}
+        _touch(jwts.values())
+        return jwts
     rows = NodeCredential.objects.select_related("provider", "node").filter(keyid__in=set(keyids.values()), revoked_at=None)
     known = {row.keyid: row for row in rows}
-    found: dict[str, NodeCredential] = {}
+    found = jwts
     for text, keyid in keyids.items():
         row = known.get(keyid)
         matches = verify_credential(text, bytes(row.digest) if row is not None else _NO_DIGEST)
@@ -90,6 +108,109 @@ def find_credentials(texts: Collection[str]) -> dict[str, NodeCredential]:
             found[text] = row
     _touch(found.values())
     return found
+
+
+JWT_CREDENTIAL = "agents-by-jwt"
+"""Name of the credential, one for each provider, that agents with a token of ``AGENT_JWKS`` enrol with. Nobody has its text."""
+_HMAC, _BY_KEY = ("HS256",), ("EdDSA", "ES256", "RS256")
+
+
+def find_by_jwt(text: str) -> NodeCredential | None:
+    """Return the credential that a JWT (RFC 7519) of an agent stands for, provider and bound node loaded; None = none.
+
+    HS256 with the text of a credential, which ``kid`` names by its key id; or EdDSA, ES256 or RS256 with a key of
+    ``AGENT_JWKS``, whose ``provider`` claim names the provider (default ``local``). ``sub`` and ``exp`` are required.
+    """
+    import jwt  # a gateway without such agents does not load it
+
+    try:
+        header = jwt.get_unverified_header(text)
+    except jwt.PyJWTError:
+        return None
+    kid = header.get("kid")
+    if header.get("alg") in _HMAC:
+        row = NodeCredential.objects.select_related("provider", "node").filter(keyid=kid or "", revoked_at=None).first()
+        secret = open_credential(row) if row is not None else ""
+        return row if secret and _read_claims(text, secret, _HMAC) is not None else None
+    key = _find_jwk(kid) if isinstance(kid, str) else None
+    claims = _read_claims(text, key, _BY_KEY) if key is not None else None
+    return None if claims is None else _find_jwt_credential(str(claims.get("provider") or "local"))
+
+
+def read_jwt_subject(text: str) -> str | None:
+    """Return the agent that a credential which was found good names; None = it is no JWT and names none."""
+    if text.count(".") != 2:
+        return None
+    import jwt
+
+    return str(jwt.decode(text, options={"verify_signature": False}).get("sub", ""))
+
+
+def _read_claims(text: str, key: jwt.PyJWK | str, algorithms: Sequence[str]) -> dict[str, object] | None:
+    import jwt
+
+    try:
+        claims: dict[str, object] = jwt.decode(
+            text, key, algorithms=list(algorithms), options={"require": ["exp", "sub"]}, leeway=limits().nodes.jwt_leeway_s
+        )
+    except jwt.PyJWTError:
+        return None
+    return claims
+
+
+def _find_jwt_credential(provider_name: str) -> NodeCredential | None:
+    provider = Provider.objects.filter(name=provider_name).exclude(state=ProviderState.DELETED).first()
+    if provider is None:
+        return None
+    minted = mint_credential(CredentialKind.WORKER)  # its text is forgotten: only tokens stand for it
+    row, _ = NodeCredential.objects.select_related("provider", "node").get_or_create(
+        name=JWT_CREDENTIAL,
+        provider=provider,
+        defaults={"keyid": minted.keyid, "digest": minted.digest, "max_nodes": limits().nodes.credential_nodes},
+    )
+    return row if row.revoked_at is None else None
+
+
+class _Jwks:
+    """The keys that ``AGENT_JWKS`` names, as last read; a file, or a URL that is asked once in ``jwks_s``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read_at = float("-inf")
+        self._source = ""
+        self._keys: dict[str, jwt.PyJWK] = {}
+
+    def find(self, kid: str) -> jwt.PyJWK | None:
+        import jwt
+
+        source = settings.AGENT_JWKS
+        with self._lock:
+            if source and (source != self._source or clock.monotonic() - self._read_at >= limits().nodes.jwks_s):
+                self._source, self._read_at = source, clock.monotonic()
+                try:
+                    found = jwt.PyJWKSet.from_json(_read_source(source))
+                    self._keys = {key.key_id: key for key in found.keys if key.key_id}
+                except (OSError, ValueError, jwt.PyJWTError) as error:
+                    # Those that were read before stay: an issuer that restarts must not stop agents.
+                    logger.error("agent.jwks_unreadable source=%s error=%s", source, error)  # noqa: TRY400
+            return self._keys.get(kid) if source else None
+
+
+_find_jwk = _Jwks().find
+
+
+def _read_source(source: str) -> str:
+    """Return the text of a JWK set (RFC 7517 section 5). Raises OSError."""
+    if "://" not in source:
+        return Path(source).read_text(encoding="utf-8")
+    import httpx  # a gateway without such a URL does not load it
+
+    try:
+        answer = httpx.get(source, timeout=limits().nodes.lookup_s, follow_redirects=False)
+        answer.raise_for_status()
+    except httpx.HTTPError as error:
+        raise OSError(str(error) or type(error).__name__) from None
+    return answer.text
 
 
 def read_credential_digests() -> list[bytes]:

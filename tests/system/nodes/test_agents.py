@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
+import jwt
 import pytest
 from asgiref.sync import sync_to_async
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from django.db import connections
 from django.utils import timezone
 
@@ -22,7 +26,8 @@ from gateway.services.models import allow_model
 from gateway.urls import make_application
 from governance.operations.runs import run_due
 from governance.states import RunState
-from nodes.models import Node, NodePresence, Reach
+from nodes.models import Node, NodeCredential, NodePresence, Reach
+from nodes.services.credentials import JWT_CREDENTIAL, revoke_credential
 from nodes.services.drains import drain_node, sweep_presence
 from nodes.services.sessions import load_node_rows
 from nodes.states import Freshness, judge_freshness
@@ -230,6 +235,47 @@ async def test_bodies_that_are_no_registration_and_tokens_that_are_none_are_refu
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "INVALID_NODE_TOKEN")
     by_member = await central.post("/api/v1/register", {**SEED, "auth_token": central.secret}, secret="")
     assert by_member.status_code == 200
+
+
+def sign(claims: dict[str, object], key: Any, algorithm: str = "HS256", kid: str = "") -> str:
+    token: str = jwt.encode({"sub": AGENT, "exp": time.time() + 60, **claims}, key, algorithm=algorithm, headers={"kid": kid})
+    return token
+
+
+async def test_a_jwt_signed_with_the_credential_is_as_good_as_it_and_every_other_is_refused(central: Central) -> None:
+    secret, central.secret = central.secret, ""
+    kid = secret.split("_")[1]
+    for token, status in (
+        (sign({}, secret, kid=kid), 200),
+        (sign({"exp": time.time() - 60}, secret, kid=kid), 401),
+        (sign({}, secret[:-1] + "x", kid=kid), 401),
+        (sign({}, secret, kid="someoneelse0"), 401),
+        (sign({"sub": str(uuid.uuid4())}, secret, kid=kid), 401),
+        (jwt.encode({"sub": AGENT}, secret, headers={"kid": kid}), 401),
+        (jwt.encode({"sub": AGENT, "exp": time.time() + 60}, "", algorithm="none", headers={"kid": kid}), 401),
+    ):
+        answer = await central.post("/api/v1/register", {**SEED, "auth_token": token})
+        assert answer.status_code == status, (jwt.decode(token, options={"verify_signature": False}), answer.text)
+
+
+async def test_a_jwt_of_the_operators_issuer_enrols_until_its_credential_is_revoked(
+    central: Central, settings: Any, tmp_path: Path
+) -> None:
+    private, stranger = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    public = jwt.algorithms.OKPAlgorithm.to_jwk(private.public_key(), as_dict=True)
+    (tmp_path / "jwks.json").write_text(json.dumps({"keys": [{**public, "kid": "k1", "alg": "EdDSA", "use": "sig"}]}))
+    settings.AGENT_JWKS, central.secret = str(tmp_path / "jwks.json"), ""
+    for token, status in (
+        (sign({}, private, "EdDSA", "k1"), 200),
+        (sign({}, stranger, "EdDSA", "k1"), 401),
+        (sign({}, private, "EdDSA", "k2"), 401),
+        (sign({"provider": "nobody"}, private, "EdDSA", "k1"), 401),
+    ):
+        assert (await central.post("/api/v1/register", {**SEED, "auth_token": token})).status_code == status
+    row = await sync_to_async(NodeCredential.objects.get)(name=JWT_CREDENTIAL)
+    await sync_to_async(revoke_credential)(credential_id=row.pk, actor=ACTOR)
+    refused = await central.post("/api/v1/register", {**SEED, "auth_token": sign({}, private, "EdDSA", "k1")})
+    assert refused.status_code == 401
 
 
 async def test_an_endpoint_outside_the_allow_list_is_recorded_and_said_to_be_unreachable(central: Central) -> None:
