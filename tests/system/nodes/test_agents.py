@@ -31,6 +31,7 @@ from nodes.services.credentials import JWT_CREDENTIAL, revoke_credential
 from nodes.services.drains import drain_node, sweep_presence
 from nodes.services.sessions import load_node_rows
 from nodes.states import Freshness, judge_freshness
+from tests.fakes.asgi_client import on_our_server
 from tests.fakes.governed_team import Identity, approve_load, make_box, make_governed, only_run
 from tests.fakes.limits import set_limits
 from tests.fakes.links import NodeSocket, RequestSink, open_request
@@ -90,7 +91,7 @@ class Central:
         token = self.secret if secret is None else secret
         headers = {"authorization": f"Bearer {token}"} if token else {}
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        transport = httpx.ASGITransport(app=self.application, client=("10.0.0.9", 1234))
+        transport = httpx.ASGITransport(app=on_our_server(self.application), client=("10.0.0.9", 1234))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             return await client.post(path, content=content, headers=headers)
 
