@@ -76,7 +76,7 @@ class Agent:
         url = f"{self.options.central.replace('http', 'ws', 1)}/api/v1/session/{session_id}"
         with connect(url) as socket:
             print("socket open", flush=True)
-            while True:
+            while not self.draining or self.active:
                 socket.send(json.dumps(self.heartbeat()))
                 due = time.monotonic() + interval_s
                 while (left_s := due - time.monotonic()) > 0:
@@ -89,7 +89,7 @@ class Agent:
 
     def poll(self, session_id, interval_s):
         url = f"{self.options.central}/api/v1/session/{session_id}"
-        while True:
+        while not self.draining or self.active:
             answer = self.http.post(url, params={"wait": interval_s}, json=self.heartbeat())
             answer.raise_for_status()
             for command in answer.json()["commands"]:
@@ -119,6 +119,8 @@ class Agent:
                         for part in answer.iter_raw():
                             self.wfile.write(part)
                             self.wfile.flush()
+                except BrokenPipeError:
+                    pass  # whoever asked is gone
                 finally:
                     agent.active -= method == "POST"
                     self.close_connection = True

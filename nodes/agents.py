@@ -105,19 +105,14 @@ class Commands:
     def listen(self) -> Iterator[None]:
         """Write commands to the socket as long as it is open."""
         channel, line = self._channel, self.line
-        if (older := channel.agents.get(line.node_id)) is not None:
-            older.kick("the agent opened another socket")
-        channel.agents[line.node_id] = line
-        line.follow(channel.keeper.rows.get(line.node_id))
-        channel.wake("commands")
+        channel.listen(line)
         logger.info("agent.connected node=%s", line.node_name)
         writer = channel.run_beside(self._write())
         try:
             yield
         finally:
             writer.cancel()
-            if channel.agents.get(line.node_id) is line:
-                del channel.agents[line.node_id]
+            channel.hang_up(line)
 
     async def _write(self) -> None:
         while True:
@@ -279,14 +274,12 @@ async def poll(
         commands.append(command)
         something.set()
 
-    line = channel.agents[node.pk] = AgentLine(session=node, send=take, kick=lambda _reason: something.set())
+    line = AgentLine(session=node, send=take, kick=lambda _reason: something.set())
     try:
-        line.follow(channel.keeper.rows.get(node.pk))
-        channel.wake("commands")
+        channel.listen(line)
         with suppress(TimeoutError):
             async with asyncio.timeout(min(max(wait_s, channel.limits.agent_look_s), channel.limits.agent_poll_s)):
                 await something.wait()
     finally:
-        if channel.agents.get(node.pk) is line:
-            del channel.agents[node.pk]
+        channel.hang_up(line)
     return standing, commands

@@ -113,7 +113,6 @@ class AgentLine:
         self.takes_operations = bool(session.op_level)
         self.kick = kick
         self._send = send
-        self._drain_told: datetime | None = None
 
     def send_operation(self, message: bridge.OpCommand) -> bridge.OpStatus | None:
         """Send an operation as a command of the document; return what became of it where it has none for it."""
@@ -127,16 +126,17 @@ class AgentLine:
         self._send(AgentCommand(command_id=f"{message.op_id}.{message.use}", command=command, params=params))
         return None
 
-    def follow(self, row: NodeRow | None) -> None:
-        """Go by what the row of the node says now: whether the session is still its own, and whether it drains."""
+    def follow(self, row: NodeRow | None, told: dict[uuid.UUID, datetime]) -> None:
+        """Go by what the row of the node says now: whether the session is still its own, and whether it drains.
+
+        ``told``: which drain each session was told of, however often its agent asks.
+        """
         if row is None or row.epoch < self._epoch:
             return  # it was read before the agent registered
         if row.agent_session != self.session_id:
             self.kick("another session of the same node took over")
-        if row.draining_since == self._drain_told:
-            return
-        self._drain_told = row.draining_since
-        if row.draining and row.draining_since is not None:
+        if row.draining and row.draining_since is not None and told.get(self.session_id) != row.draining_since:
+            told[self.session_id] = row.draining_since
             self._send(make_drain(row.draining_since, reason=row.drain_reason, remaining_s=row.drain_remaining_s))
 
 
@@ -198,6 +198,7 @@ class NodeChannel:
         """Stores heartbeats of agents. Raises SessionUnknown, DatabaseError."""
         self.agents: dict[uuid.UUID, AgentLine] = {}
         """Where agents that listen here are sent commands, by node."""
+        self._drains_told: dict[uuid.UUID, datetime] = {}
         self._beside: set[asyncio.Task[None]] = set()
         self._statuses: dict[StatusKey, bridge.OpStatus] = {}
         self._written_at: dict[StatusKey, float] = {}
@@ -272,8 +273,22 @@ class NodeChannel:
 
     def tell_agents(self, rows: Mapping[uuid.UUID, NodeRow]) -> None:
         """Have every agent that listens here follow the row of its node."""
+        sessions_now = {row.agent_session for row in rows.values()}
+        self._drains_told = {session: since for session, since in self._drains_told.items() if session in sessions_now}
         for line in list(self.agents.values()):
-            line.follow(rows.get(line.node_id))
+            line.follow(rows.get(line.node_id), self._drains_told)
+
+    def listen(self, line: AgentLine) -> None:
+        """Have an agent sent its commands on this line from now on."""
+        if (older := self.agents.get(line.node_id)) is not None:
+            older.kick("the agent opened another socket")
+        self.agents[line.node_id] = line
+        line.follow(self.keeper.rows.get(line.node_id), self._drains_told)
+        self.wake("commands")
+
+    def hang_up(self, line: AgentLine) -> None:
+        if self.agents.get(line.node_id) is line:
+            del self.agents[line.node_id]
 
     async def _open_sessions(self, asked: list[Registration]) -> list[RelayLink | Exception]:
         asked_at = clock.monotonic()

@@ -387,9 +387,13 @@ async def test_a_drain_reaches_the_agent_as_a_command_by_socket_and_by_poll(cent
         (command,) = commands(socket)
         assert (command["type"], command["command"], command["params"]["reason"]) == ("command", "drain", "new GPU")
         assert 0 < command["params"]["deadline_s"] <= 120
-    said = await central.beat(session_id)
-    assert said["should_drain"]
-    assert [one["command_id"] for one in said["commands"]] == [command["command_id"]], "the same drain has the same id"
+    assert (await central.beat(session_id))["commands"] == [], "the session was told"
+    session_id = (await central.register())["session_id"]
+    rows = await sync_to_async(load_node_rows)()
+    central.runtime.keeper.apply(rows, targets={}, peers={})
+    said = [await central.beat(session_id, wait=5), await central.beat(session_id)]
+    assert [one["should_drain"] for one in said] == [True, True]
+    assert [one["command_id"] for each in said for one in each["commands"]] == [command["command_id"]], "once, by the same id"
 
 
 class Governed:
