@@ -70,15 +70,23 @@ async def find_session(channel: NodeChannel, text: str, *, token: str, address: 
 
     Raises SessionUnknown, InvalidNodeToken, DatabaseError.
     """
-    try:
-        session_id = uuid.UUID(text)
-    except ValueError:
-        raise SessionUnknown("A session id is a UUID, as the registration answered it. Register again.") from None
     credential = await identify(channel, token, address=address) if token else None
-    node = await run_in_database(find_agent_session, session_id)
+    try:
+        node = await run_in_database(find_agent_session, _read_session_id(text))
+    except SessionUnknown as error:
+        if credential is None:  # nothing else says who it is
+            raise InvalidNodeToken(error.message) from None
+        raise
     if credential is not None and credential.pk != node.credential_id and credential.node_id != node.pk:
         raise InvalidNodeToken("The session belongs to another credential.")
     return node
+
+
+def _read_session_id(text: str) -> uuid.UUID:
+    try:
+        return uuid.UUID(text)
+    except ValueError:
+        raise SessionUnknown("A session id is a UUID, as the registration answered it. Register again.") from None
 
 
 def open_socket(channel: NodeChannel, node: Node, scope: Event, send: Send) -> AgentSocket | RelayedAgent:

@@ -184,6 +184,21 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
+class _Bearer(msgspec.Struct):
+    auth_token: str = ""
+
+
+_bearers = msgspec.json.Decoder(_Bearer)
+
+
+def find_token(body: bytes) -> str:
+    """Return the ``auth_token`` of a registration whatever else is wrong with it; empty = none can be found."""
+    try:
+        return _bearers.decode(body).auth_token
+    except UNREADABLE:
+        return ""
+
+
 def decode_register(body: bytes) -> AgentRegister:
     """Parse the body of a registration. Raises AgentError."""
     try:

@@ -70,13 +70,15 @@ class AgentViews:
 
     async def register(self, client: ClientConnection) -> None:
         """``POST /api/v1/register``: enrols the node, or begins a new session of it. Raises NodeError."""
+        body, token = await client.read_body(self._channel.limits.agent_message_bytes), _read_bearer(client.headers)
+        # Whoever shows a credential learns what is wrong with the body; of everybody else it is asked first.
+        credential = await identify(self._channel, token or agent.find_token(body), address=client.address)
         try:
-            said = agent.decode_register(await client.read_body(self._channel.limits.agent_message_bytes))
+            said = agent.decode_register(body)
         except agent.AgentError as error:
             at = f"{error.param}: " if error.param else ""
             raise BadRequest(f"The registration cannot be used: {at}{error}.", param=error.param or None) from None
-        token = _read_bearer(client.headers) or said.auth_token
-        credential = await identify(self._channel, token, address=client.address)
+        token = token or said.auth_token
         subject = read_jwt_subject(token)
         if subject not in (None, said.agent_id):
             raise InvalidNodeToken("The token names another agent in sub.")

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from core.limits import limits
 from gateway.dialects import SURFACES
+from wire import agent
 from wire.bounds import BOUNDS
 from wire.contract import ErrorCode
 
@@ -240,6 +243,7 @@ _JSON, _STREAM, _FORM = "application/json", "text/event-stream", "multipart/form
 _ERRORS = {
     400: "Something in the request is at fault; param names the field.",
     401: "No usable key.",
+    403: "Not permitted to whoever asks.",
     404: "No such model, response or path.",
     408: "The request did not arrive in time.",
     413: "More bytes or values than are accepted.",
@@ -344,6 +348,42 @@ PATHS: dict[str, Schema] = {
 """Every path with its operations."""
 
 
+_SESSION_ID: Schema = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string", "format": "uuid"}}
+_OF_AGENTS = (400, 401, 403, 404, 408, 413, 415, 429, 431, 500, 503)
+
+
+def _tell(name: str, body: str, answer: str, *parameters: Schema) -> Schema:
+    """Return an operation of agents: they show a node credential, or in a session its id."""
+    return {
+        "operationId": name,
+        "tags": ["agents"],
+        "parameters": list(parameters),
+        "requestBody": {"required": True, "content": {_JSON: {"schema": ref(body)}}},
+        "responses": _answers(answer, _JSON, errors=_OF_AGENTS, shape="OpenAIError"),
+        "security": [{}, {"bearer": []}],
+    }
+
+
+_WAIT = _query("wait", {**NUMBER, "minimum": 0, "description": "Seconds to wait for a command"})
+AGENT_PATHS: dict[str, Schema] = {
+    "/api/v1/register": {"post": _tell("registerAgent", "AgentRegister", "AgentRegistered")},
+    "/api/v1/session/{session_id}": {
+        "parameters": [_SESSION_ID],
+        "post": _tell("tellAgentSession", "AgentMessage", "AgentCommands", _WAIT),
+    },
+}
+"""Paths of agents, whose schemas are made from ``wire.agent``."""
+
+
+def make_agent_schemas() -> dict[str, Schema]:
+    """Return the schemas of what agents send and get."""
+    kinds = [agent.AgentRegister, agent.AgentRegistered, agent.AgentHeartbeat, agent.AgentCommandStatus, agent.AgentCommand]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    message = either(ref("AgentHeartbeat"), ref("AgentCommandStatus"))
+    commands = members("commands", commands=listed(ref("AgentCommand")), status=TEXT, should_drain=FLAG)
+    return {**schemas, "AgentMessage": message, "AgentCommands": commands}
+
+
 def make_document(version: str) -> Schema:
     return {
         "openapi": "3.1.0",
@@ -352,9 +392,9 @@ def make_document(version: str) -> Schema:
             "version": version,
             "description": "The APIs of OpenAI and Anthropic in front of nodes that people own.",
         },
-        "paths": PATHS,
+        "paths": {**PATHS, **AGENT_PATHS},
         "components": {
-            "schemas": {**BODIES, **ANSWERS},
+            "schemas": {**make_agent_schemas(), **BODIES, **ANSWERS},
             "responses": make_failures(),
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer", "description": "A client key, mst_…"},

@@ -39,7 +39,14 @@ PUBLIC = {"/", "/health", "/openapi.json", "/favicon.ico"}
 """Routes that answer whoever asks: what this is, whether it lives, the API's description and an icon."""
 HIDDEN = "/internal/"
 """Routes of other gateways: to everybody else there is nothing."""
-IDS = {"response_id": "resp_kept", "name": "tiny", "key_id": "key", "node": "0" * 32, "path": "v1/chat/completions"}
+IDS = {
+    "response_id": "resp_kept",
+    "name": "tiny",
+    "key_id": "key",
+    "node": "0" * 32,
+    "session_id": "0" * 32,
+    "path": "v1/chat/completions",
+}
 """A value for every part of an address that names something. A route with a part of another name fails these tests."""
 OF_A_TENANT = {"response_id"}
 """Parts that name what belongs to one tenant. The others name models, and what admin tokens and other gateways ask for."""

@@ -343,8 +343,9 @@ async def test_a_socket_needs_a_session_and_no_other_credential_opens_it(central
     session_id = (await central.register())["session_id"]
     _, other = await sync_to_async(make_credential)("others")
     for path, headers, status in (
-        (str(uuid.uuid4()), {}, 404),
-        ("nonsense", {}, 404),
+        (str(uuid.uuid4()), {}, 401),
+        ("nonsense", {}, 401),
+        (str(uuid.uuid4()), {"authorization": f"Bearer {central.secret}"}, 404),
         (session_id, {"authorization": f"Bearer {other}"}, 401),
         (session_id, {"authorization": "Bearer nonsense"}, 401),
     ):
