@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from http import HTTPStatus
 from urllib.parse import parse_qs
 
 from django.db import DatabaseError
@@ -23,13 +22,6 @@ from nodes.services.credentials import read_jwt_subject
 from nodes.states import freshness_windows
 from wire import agent, clock
 from wire.ids import format_id
-
-_TYPES = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
-}
 
 
 def make_agent_routes(runtime: GatewayRuntime) -> list[tuple[str, Application]]:
@@ -137,7 +129,6 @@ def _say_errors(handler: Handler) -> Handler:
 def _as_gateway_error(error: NodeError) -> GatewayError:
     said = GatewayError(error.message, param=error.param, retry_after_s=error.retry_after_s)
     said.code, said.status, said.retryable = error.code, error.status, error.retryable
-    said.type = said.anthropic_type = _TYPES.get(HTTPStatus(error.status), "invalid_request_error")
     return said
 
 
