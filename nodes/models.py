@@ -124,6 +124,9 @@ class Node(models.Model):
     clock_skew_ms = models.IntegerField(null=True, blank=True)
     keeps_models = models.BooleanField(default=False, db_default=False, help_text="Its loads take keepLoaded")
     reloads_settings = models.BooleanField(default=False, db_default=False, help_text="It takes settings-reload")
+    figures = models.JSONField(
+        default=dict, db_default={}, blank=True, editable=False, help_text="How each model does on it, by its request records"
+    )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
 

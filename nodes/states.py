@@ -119,6 +119,21 @@ def _find_reason(facts: NodeFacts, freshness: Freshness, status: NodeStatus) -> 
 
 
 @dataclass(frozen=True, slots=True)
+class Figures:
+    """How a model does on a node, worked out of request records and never said by the node; None = not known.
+
+    ``reliability``: the share of requests that end well, 0.0 to 1.0, older ones counting less. The others are medians:
+    ``latency_ms`` of whole requests, ``ttft_ms`` to the first byte, ``tokens_per_s`` of the answer. A node that has not
+    answered for the model yet has the median of those that have.
+    """
+
+    reliability: float = 0.5
+    latency_ms: float | None = None
+    ttft_ms: float | None = None
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRow:
     """A node as read from the database for routing. Moments are clock.monotonic() seconds, told by the database's clock."""
 
@@ -155,6 +170,8 @@ class NodeRow:
     """Tokens that one request may have, by model, as far as the node says."""
     engines: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Names of the engines that serve a model, as far as the node says."""
+    figures: Mapping[str, Figures] = field(default_factory=dict)
+    """By model; one that is not in it was served by no node yet."""
     agent_session: uuid.UUID | None = None
     """The session of its agent, if one registered it."""
     api_key: str = field(default="", repr=False)

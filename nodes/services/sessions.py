@@ -21,11 +21,19 @@ from core.limits import limits
 from governance import audit
 from nodes.errors import ApiKeyUnreadable, EnrolmentRefused, NameTaken
 from nodes.models import Node, NodeCredential, NodePresence, Reach, clock_of, presence_of, with_clock
-from nodes.reports import find_contexts, find_endpoints, find_engines, read_endpoints, read_replicas, store_endpoints
+from nodes.reports import (
+    find_contexts,
+    find_endpoints,
+    find_engines,
+    read_endpoints,
+    read_replicas,
+    read_stored,
+    store_endpoints,
+)
 from nodes.services.availability import explain_unreachable
 from nodes.services.governance import take_registered
 from nodes.session import Registered
-from nodes.states import NodeRow
+from nodes.states import Figures, NodeRow
 from wire import bridge, clock
 from wire.contract import NodeStatus
 from wire.ids import new_uuid7
@@ -532,6 +540,7 @@ def _read_row(node: Node) -> NodeRow:
         endpoints=read_endpoints(node.model_endpoints),
         contexts=find_contexts(replicas),
         engines=find_engines(replicas),
+        figures=read_stored(node.figures, dict[str, Figures]) or {},
         api_key=_read_api_key(node) if is_direct else "",
     )
 

@@ -44,7 +44,7 @@ from nodes.services.drains import (
 )
 from nodes.services.nodes import claim_node
 from nodes.session import Registered
-from nodes.states import DrainCount
+from nodes.states import DrainCount, Figures
 from tests.fakes.nodes import (
     ACTOR,
     audited,
@@ -535,6 +535,14 @@ def test_rows_say_what_routing_needs_in_one_query() -> None:
         sessions.write_presences([report(opened, endpoints=paths)], gateway_id=HERE)
         touched.add(Node.objects.get(pk=opened.node_id).updated_at)
     assert (len(touched), sessions.load_node_rows()[1].endpoints) == (1, {"m": frozenset(paths["m"])})
+
+
+def test_rows_carry_the_figures_of_each_model_and_none_that_cannot_be_read() -> None:
+    node = make_node(figures={"tiny": {"reliability": 0.9, "latency_ms": 120.0}})
+    (row,) = sessions.load_node_rows()
+    assert row.figures == {"tiny": Figures(reliability=0.9, latency_ms=120.0)}
+    Node.objects.filter(pk=node.pk).update(figures={"tiny": "good"})
+    assert sessions.load_node_rows()[0].figures == {}
 
 
 def drain(name: str = "box", *, active: int = 0, heard_after_s: float = 1.0, **presence: Any) -> Node:
