@@ -6,6 +6,7 @@ A hint may be lost, doubled or late. Whoever listens also sweeps, so a hint only
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from functools import cache
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from channels_redis.pubsub import RedisPubSubChannelLayer, RedisPubSubLoopLayer,
 from django.conf import settings
 from django.db import transaction
 from redis.asyncio.client import PubSub
+from redis.asyncio.connection import parse_url
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -30,7 +32,8 @@ UNREADABLE_KEY = "muster.unreadable"
 UNREADABLE_TOTAL_KEY = "muster.unreadable.total"
 """Where workers count in Valkey what they could not read."""
 
-Topic = Literal["keys", "models", "tenants", "nodes", "providers", "operations", "policy", "commands"]
+Topic = Literal["keys", "models", "aliases", "tenants", "nodes", "providers", "operations", "policy", "commands"]
+"""The tables. An ``ident`` is the id of a row of ``keys``, ``nodes``, ``operations``, and the name of the others."""
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +106,9 @@ class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redi
     """The channel layer: it delivers hints and nothing else, whoever sent it."""
 
     def __init__(self, *, hosts: list[str], prefix: str) -> None:
-        super().__init__(hosts=hosts, prefix=prefix)
-        self._url, self._group = hosts[0], f"{prefix}__group__{HINT_GROUP}"
+        own_prefix = f"{prefix}.{_name_installation(hosts[0])}"
+        super().__init__(hosts=hosts, prefix=own_prefix)
+        self._url, self._group = hosts[0], name_channel(own_prefix)
 
     def _get_layer(self) -> RedisPubSubLoopLayer:
         is_new = asyncio.get_running_loop() not in self._layers
@@ -138,6 +142,17 @@ class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redi
         except (ValueError, RecursionError):
             unreadable_hints.add()
             return None
+
+
+def _name_installation(url: str) -> str:
+    """Return what tells this installation from others on one Valkey, whose channels know no database numbers."""
+    digest = hmac.digest(settings.SECRET_KEY.encode(), b"muster.hints", "sha256").hex()
+    return f"{parse_url(url).get('db', 0)}.{digest[:16]}"
+
+
+def name_channel(prefix: str, group: str = HINT_GROUP) -> str:
+    """Return the channel of Valkey that carries what goes to a group; ``prefix``: of the layer."""
+    return f"{prefix}__group__{group}"
 
 
 def read_unreadable() -> int | None:

@@ -554,6 +554,7 @@ class GatewayLimits:
     sweep_s: float = bound(2.0, "s", "Keys, models and nodes are read again.")
     # A storm of hints costs ten sweeps a second at most.
     hint_pause_s: float = bound(0.1, "s", "After the sweep for a hint no further hint is followed for so long.")
+    hint_rows: int = bound(100, "rows", "Hints that name more rows by the next look are followed by a sweep.")
     tick_s: float = bound(1.0, "s", "The silence of nodes is judged again.")
     heartbeat_s: float = bound(2.0, "s", "The gateway says again that it lives.")
     # A load that makes progress says something every second.

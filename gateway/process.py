@@ -68,6 +68,37 @@ class _News:
     aliases: list[AliasEntry] | None
 
 
+class _HintedRows:
+    """The rows that hints named since they were last taken. Whoever takes them reads these rows and no table."""
+
+    def __init__(self) -> None:
+        self.keys: set[uuid.UUID] = set()
+        self.tenants: set[str] = set()
+        self.models: set[str] = set()
+        self.nodes: set[uuid.UUID] = set()
+        self.is_all = False
+        """A hint named no row, or one that this release cannot name, or all of them named too many."""
+
+    def add(self, topic: str, ident: str) -> None:
+        try:
+            match topic:
+                case "keys":
+                    self.keys.add(uuid.UUID(ident))
+                case "nodes":
+                    self.nodes.add(uuid.UUID(ident))
+                # What else stands there came from somebody who may write to Valkey; PostgreSQL would refuse some of it.
+                case "tenants" if ident and ident.isprintable():
+                    self.tenants.add(ident)
+                case "models" if ident and ident.isprintable():
+                    self.models.add(ident)
+                case _:
+                    self.is_all = True
+        except ValueError:
+            self.is_all = True
+        if len(self.keys) + len(self.tenants) + len(self.models) + len(self.nodes) > limits().gateway.hint_rows:
+            self.is_all = True
+
+
 class GatewayRuntime:
     """One gateway process: links, queue, pipeline, and its background tasks."""
 
@@ -108,12 +139,14 @@ class GatewayRuntime:
         self.node_channel = NodeChannel(self.keeper, advertised_gateways=settings.GATEWAY_ADVERTISED_URLS)
         self._tasks: list[asyncio.Task[None]] = []
         self._targets: dict[str, HttpTarget] = {}
+        self._peers: dict[uuid.UUID, HttpTarget] = {}
         self._keys_mark: int | None = None
         self._marks: Marks | None = None
         self._full_at = 0.0
         self._nodes = KnownNodes(self.gateway_id)
         self._resolving: asyncio.Task[None] | None = None
         self._refresh = asyncio.Event()
+        self._hinted = _HintedRows()
         self._drains_told: list[DrainCount] = []
         self._ejections_told: list[tuple[object, ...]] = []
 
@@ -189,16 +222,20 @@ class GatewayRuntime:
 
     async def _run_sweeps(self) -> None:
         loop = asyncio.get_running_loop()
-        next_hint_at = 0.0
+        next_hint_at, sweep_at = 0.0, loop.time() + self.limits.sweep_s
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self.limits.sweep_s):
+                async with asyncio.timeout_at(sweep_at):
                     await self._refresh.wait()
                     await asyncio.sleep(next_hint_at - loop.time())
             was_hinted, began = self._refresh.is_set(), loop.time()
             self._refresh.clear()
+            hinted, self._hinted = self._hinted, _HintedRows()
+            is_sweep = hinted.is_all or not was_hinted or began >= sweep_at
+            if is_sweep:
+                sweep_at = began + self.limits.sweep_s
             try:
-                await self._sweep()
+                await (self._sweep() if is_sweep else self._follow(hinted))
             except (DatabaseError, InterfaceError, OSError) as error:
                 self._keys_mark = None  # the database that comes back may be another, with other marks
                 logger.warning("gateway.sweep_failed error=%s; working from memory", type(error).__name__)
@@ -286,22 +323,27 @@ class GatewayRuntime:
                 layer = get_channel_layer()
                 channel = await layer.new_channel()
                 await layer.group_add(HINT_GROUP, channel)
-                self._refresh.set()
+                self._look_at_all()
                 while True:
                     message = await layer.receive(channel)
-                    self._take_hint(message["topic"])
+                    self._take_hint(message["topic"], message["ident"])
             # A lost hint costs one sweep, so every failure just means trying again.
             except (redis.exceptions.RedisError, OSError) as error:
                 logger.warning("gateway.hints_lost error=%s; sweeping until it is back", type(error).__name__)
                 await asyncio.sleep(1.0)
 
-    def _take_hint(self, topic: str) -> None:
+    def _look_at_all(self) -> None:
+        self._hinted.is_all = True
+        self._refresh.set()
+
+    def _take_hint(self, topic: str, ident: str) -> None:
         if topic in {"commands", "policy", "checkpoints"}:
             self.node_channel.wake(topic)
         if topic in {"commands", "policy", "checkpoints", "operations"}:
             return  # nothing of it is kept here
         if topic in {"keys", "tenants"}:
             self.keys.forget_unknown()
+        self._hinted.add(topic, ident)
         self._refresh.set()
 
     async def _sweep(self) -> None:
@@ -318,22 +360,42 @@ class GatewayRuntime:
         self._marks, self._keys_mark = news.marks, news.marks.since
         if news.is_full:
             self._full_at = now
-        rows = list(self._nodes.rows.values())
         self.keeper.other_gateways = frozenset(news.marks.others)
-        peers = _find_peers(news.marks.others)
-        self.keeper.apply(rows, targets=self._known_targets(rows), peers=peers, read_at=now)
+        self._peers = _find_peers(news.marks.others)
+        rows = list(self._nodes.rows.values())
+        for url in self._targets.keys() - {row.public_base_url for row in rows if row.is_direct}:
+            del self._targets[url]
+        self.keeper.apply(rows, targets=self._known_targets(rows), peers=self._peers, read_at=now)
         self.node_channel.tell_agents(self.keeper.rows)
         self.keeper.cut_off(news.marks.revoked)
+        await self._remember_declared()
+
+    async def _follow(self, hinted: _HintedRows) -> None:
+        """Read the rows that hints named, in one statement for each table. The next sweep finds whatever else changed."""
+        now = clock.monotonic()
+        if hinted.keys or hinted.tenants:
+            keys = await run_upkeep(partial(self.catalogue.load_named_keys, hinted.keys, tenants=hinted.tenants))
+            self.catalogue.apply_keys(keys, replace=False)
+        if hinted.models:
+            self.catalogue.apply_named_models(hinted.models, await run_upkeep(self.catalogue.load_models, hinted.models))
+        if hinted.nodes:
+            await run_upkeep(self._nodes.read, hinted.nodes)
+            rows = [row for node_id in hinted.nodes if (row := self._nodes.rows.get(node_id)) is not None]
+            gone = hinted.nodes - self._nodes.rows.keys()
+            self.keeper.update(rows, gone=gone, targets=self._known_targets(rows), peers=self._peers, read_at=now)
+            self.node_channel.tell_agents(self.keeper.rows)
+            if {row.gateway_id for row in rows if row.connected} - self.keeper.other_gateways - {None, self.gateway_id}:
+                self._look_at_all()  # a node is on a gateway that the last sweep did not know
+        await self._remember_declared()
+
+    async def _remember_declared(self) -> None:
         declared = self.keeper.known_models.difference(self.catalogue.models)
         if declared:  # operators then see them, with a button that allows them
             await run_upkeep(remember_models, names=sorted(declared))
 
     def _known_targets(self, rows: list[NodeRow]) -> dict[uuid.UUID, HttpTarget]:
         direct = {row.node_id: row.public_base_url for row in rows if row.is_direct}
-        wanted = set(direct.values())
-        for url in self._targets.keys() - wanted:
-            del self._targets[url]
-        missing = wanted - self._targets.keys()
+        missing = set(direct.values()) - self._targets.keys()
         if missing and (self._resolving is None or self._resolving.done()):
             # Beside the sweep, because a name server may be slow.
             self._resolving = asyncio.get_running_loop().create_task(self._resolve(missing))
@@ -346,7 +408,7 @@ class GatewayRuntime:
         found = await run_upkeep(_resolve_targets, urls)
         if found:
             self._targets |= found
-            self._refresh.set()
+            self._look_at_all()
 
     # in a database thread
 
@@ -357,13 +419,13 @@ class GatewayRuntime:
         if since is None or before is None or marks.since < since:
             since = before = None
             self._nodes.forget()
-        if before is None or marks.nodes != before.nodes:
+        if before is None or marks.nodes != self._nodes.mark:
             self._nodes.refresh()
         return _News(
             marks=marks,
             is_full=since is None,
             keys=self.catalogue.load_keys(since) if since is None or marks.has_new_keys else None,
-            models=self.catalogue.load_models() if before is None or marks.models != before.models else None,
+            models=self.catalogue.load_models() if before is None or marks.models != self.catalogue.models_mark else None,
             aliases=self.catalogue.load_aliases() if before is None or marks.aliases != before.aliases else None,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -178,6 +178,8 @@ class ModelEntry:
     canary_question: str = ""
     """What its nodes are asked now and then; empty = nothing."""
     canary_answer: str = ""
+    version: int = field(default=0, compare=False)
+    """Another one whenever the row is written."""
 
 
 if TYPE_CHECKING:

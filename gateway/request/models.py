@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 import msgspec
 from django.db import connection
-from django.db.models import Q
+from django.db.models import BigIntegerField, Q
 from django.db.models.expressions import RawSQL
 from django.db.models.functions import Now
 from django.utils import timezone
@@ -38,11 +38,13 @@ SELECT key.id FROM newest, gateway_tenant AS tenant JOIN gateway_apikey AS key O
  WHERE tenant.changed_in >= %s::xid8 AND tenant.changed_in < newest.below
 """
 
+_MODEL_VERSION = "hashtextextended(concat_ws(' ', gateway_model.ctid, gateway_model.xmin), 0)"
+
 # The sum over a table is another number when a row was written, made or deleted: place and writer of a row name its version.
 _MARKS = f"""
 SELECT pg_snapshot_xmin(pg_current_snapshot())::text,
        EXISTS ({_CHANGED.replace("%s", "%(since)s")}),
-       (SELECT sum(hashtextextended(concat_ws(' ', ctid, xmin), 0)) FROM gateway_model),
+       (SELECT sum({_MODEL_VERSION}) FROM gateway_model),
        (SELECT sum(hashtextextended(concat_ws(' ', alias.ctid, alias.xmin, tenant.ctid, tenant.xmin), 0))
           FROM gateway_modelalias AS alias LEFT JOIN gateway_tenant AS tenant ON tenant.id = alias.tenant_id),
        (SELECT sum(version) FROM ({NODE_VERSIONS}) AS node),
@@ -59,7 +61,7 @@ class Marks:
     """What one look at the database says: which tables are to be read again, and the little that is read each time.
 
     ``models``, ``aliases``, ``nodes`` are equal in two looks when nothing of the table changed between them, but for the
-    presence of nodes that the asking gateway writes itself.
+    presence of nodes that the asking gateway writes itself. ``models`` and ``nodes`` are the sums of the versions of rows.
     """
 
     since: int
@@ -126,12 +128,21 @@ class Catalogue:
             query = query.filter(pk__in=RawSQL(_CHANGED, [str(since), str(since)]))  # noqa: S611 - a constant and parameters
         return [(key.keyid, self._key_entry(key)) for key in query]
 
+    def load_named_keys(self, key_ids: Collection[uuid.UUID], *, tenants: Collection[str]) -> list[tuple[str, KeyEntry]]:
+        """Return the keys of these ids, and those of these tenants."""
+        wanted = Q(pk__in=key_ids) if key_ids else Q()
+        if tenants:
+            wanted |= Q(tenant__name__in=tenants)
+        return [(key.keyid, self._key_entry(key)) for key in ApiKey.objects.select_related("tenant").filter(wanted)]
+
     def load_key(self, keyid: str) -> KeyEntry | None:
         key = ApiKey.objects.select_related("tenant").filter(keyid=keyid).first()
         return self._key_entry(key) if key is not None else None
 
-    def load_models(self) -> list[ModelEntry]:
+    def load_models(self, names: Collection[str] | None = None) -> list[ModelEntry]:
+        """Return the models of these names (None = all)."""
         limits = self._limits
+        query = Model.objects.annotate(version=RawSQL(_MODEL_VERSION, (), BigIntegerField()))  # noqa: S611 - a constant
         return [
             ModelEntry(
                 name=row.name,
@@ -147,8 +158,9 @@ class Catalogue:
                 tidy=row.tidy,
                 canary_question=row.canary_question,
                 canary_answer=row.canary_answer,
+                version=row.version,
             )
-            for row in Model.objects.all()
+            for row in (query if names is None else query.filter(name__in=names))
         ]
 
     def load_aliases(self) -> list[AliasEntry]:
@@ -164,6 +176,16 @@ class Catalogue:
     def apply_models(self, entries: list[ModelEntry]) -> None:
         self.version += 1
         self.models = {entry.name: entry for entry in entries}
+
+    def apply_named_models(self, names: Collection[str], entries: list[ModelEntry]) -> None:
+        """Take what ``load_models`` returned for these names; one without a row is gone."""
+        kept = [entry for name, entry in self.models.items() if name not in names]
+        self.apply_models([*kept, *entries])
+
+    @property
+    def models_mark(self) -> int:
+        """What ``Marks.models`` is as long as no model but those in memory was written."""
+        return sum(entry.version for entry in self.models.values())
 
     def apply_aliases(self, entries: list[AliasEntry]) -> None:
         self.version += 1
@@ -231,9 +253,8 @@ def read_marks(*, since: int | None, gateway_id: uuid.UUID, credentials: list[in
     with connection.cursor() as cursor:
         cursor.execute(_MARKS, values)
         newest, has_new_keys, models, aliases, nodes, revoked, ids, urls = cursor.fetchone()
-    return Marks(
-        int(newest), has_new_keys, models, aliases, nodes, frozenset(revoked), dict(zip(ids or (), urls or (), strict=True))
-    )
+    others = dict(zip(ids or (), urls or (), strict=True))
+    return Marks(int(newest), has_new_keys, models or 0, aliases, nodes or 0, frozenset(revoked), others)
 
 
 _RANKS = {Priority.HIGH: 0, Priority.NORMAL: 1, Priority.LOW: 2}

@@ -361,7 +361,7 @@ def _describe(alias: ModelAlias) -> dict[str, object]:
 
 def _announce(alias: ModelAlias, *, actor: str, action: str, detail: dict[str, object]) -> None:
     record_event(actor=actor, action=action, target=alias.name, detail=detail)
-    publish_hint("models", alias.name)
+    publish_hint("aliases", alias.name)
 
 
 @dataclass(frozen=True, slots=True)

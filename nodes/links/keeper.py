@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from prometheus_client import REGISTRY
@@ -49,6 +49,8 @@ class LinkKeeper:
         """Which are alive, whether they can be asked for their nodes or not: a node may be on one of their sockets."""
         self._connect_s = connect_s
         self._applied_at = self._read_at = clock.monotonic()
+        self._updated_at: dict[uuid.UUID, float] = {}
+        """When rows were read that are newer than the others."""
         self._believed_at = 0.0
         """From then on (clock.monotonic()) a node without heartbeats is gone; before, the database may have been."""
         self._told: dict[uuid.UUID, tuple[str, str, bool]] = {}
@@ -73,14 +75,35 @@ class LinkKeeper:
         if now - self._applied_at > self._limits.rows_blind_s:
             self._believed_at = now + self._limits.rows_blind_s
         self._applied_at = now
+        self._updated_at.clear()
         known, self.rows = self.rows, {row.node_id: row for row in rows}
         if known.keys() != self.rows.keys() or any(known[node_id] is not row for node_id, row in self.rows.items()):
-            self.known_models = frozenset(name for row in self.rows.values() for name in row.model_names)
-            open_to = {name for row in self.rows.values() if row.provider_state != "disabled" for name in row.model_names}
-            self.disabled_models = self.known_models - open_to
+            self._list_models()
         for row in self.rows.values():
             self._apply_row(row, targets.get(row.node_id), peers)
         self.registry.announce(None)
+        self.tick()
+
+    def update(
+        self,
+        rows: Sequence[NodeRow],
+        *,
+        gone: Collection[uuid.UUID],
+        targets: Mapping[uuid.UUID, HttpTarget],
+        peers: Mapping[uuid.UUID, HttpTarget],
+        read_at: float,
+    ) -> None:
+        """Take fresh rows of some nodes, as ``apply`` takes those of all; ``gone`` have none any more."""
+        known = self.rows
+        self.rows = {node_id: row for node_id, row in known.items() if node_id not in gone}
+        self.rows |= {row.node_id: row for row in rows}
+        if gone or any(_list_offer(row) != _list_offer(known.get(row.node_id)) for row in rows):
+            self._list_models()
+        for row in rows:
+            self._updated_at[row.node_id] = read_at
+            self._apply_row(row, targets.get(row.node_id), peers)
+            if (link := self.registry.get(row.node_id)) is not None:
+                self.registry.announce(link)
         self.tick()
 
     def list_drains(self) -> list[DrainCount]:
@@ -95,7 +118,7 @@ class LinkKeeper:
     def welcome(self, link: Link, *, asked_at: float) -> None:
         """Apply to a new link what rows say that were read after its session was asked for (clock.monotonic())."""
         row = self.rows.get(link.node_id)
-        if row is not None and self._read_at >= asked_at:
+        if row is not None and self._find_read_at(row) >= asked_at:
             self._set_policy(link, row)
 
     def cut_off(self, credentials: Collection[int]) -> None:
@@ -147,6 +170,14 @@ class LinkKeeper:
 
     # inside
 
+    def _find_read_at(self, row: NodeRow) -> float:
+        return self._updated_at.get(row.node_id, self._read_at)
+
+    def _list_models(self) -> None:
+        self.known_models = frozenset(name for row in self.rows.values() for name in row.model_names)
+        open_to = {name for row in self.rows.values() if row.provider_state != "disabled" for name in row.model_names}
+        self.disabled_models = self.known_models - open_to
+
     def _is_blind(self, now: float) -> bool:
         # The silence may be the database's: what runs over HTTP goes on then, and nothing new is placed there.
         return now - self._applied_at > self._limits.rows_blind_s or now < self._believed_at
@@ -164,7 +195,7 @@ class LinkKeeper:
                 return
             self._set_policy(link, row)
             self._tell(link, row)
-            link.applied_row = row if link.is_mode_known_since(self._read_at) else None
+            link.applied_row = row if link.is_mode_known_since(self._find_read_at(row)) else None
             return
         wanted = self._wanted_target(row, target, peers)
         if wanted is None:
@@ -241,7 +272,8 @@ class LinkKeeper:
         policy.provider_enabled = row.provider_state == "enabled"
         policy.cordoned = row.cordoned
         policy.draining = row.draining
-        if not isinstance(link, RelayLink) or link.is_mode_known_since(self._read_at):  # else what the owner said is newer
+        # Else what the owner said is newer.
+        if not isinstance(link, RelayLink) or link.is_mode_known_since(self._find_read_at(row)):
             policy.reclaimed = row.mode == NodeMode.SPARE_OFF.value
             policy.drain_deadline_at = row.drain_deadline_at if policy.draining or policy.reclaimed else None
         if row.provider_state == "deleted" and isinstance(link, RelayLink):
@@ -282,6 +314,10 @@ class LinkKeeper:
         if now >= link.ping_at:
             link.ping_at = now + link.ping_interval_s
             link.send_message(bridge.Ping(timestamp_unix_ms=clock.unix_ms()))
+
+
+def _list_offer(row: NodeRow | None) -> tuple[object, ...]:
+    return (row.model_names, row.provider_state) if row is not None else ()
 
 
 class FleetGauges(Collector):

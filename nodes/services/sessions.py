@@ -13,7 +13,8 @@ from datetime import timedelta
 
 import msgspec
 from django.db import DataError, connection, transaction
-from django.db.models import Q
+from django.db.models import BigIntegerField, Q, QuerySet
+from django.db.models.expressions import RawSQL
 from django.db.models.functions import Now
 
 from core import hints
@@ -473,11 +474,16 @@ def _sum_gpus(gpus: Sequence[bridge.GpuInfo]) -> dict[str, object]:
 
 
 # Place and writer of a row name its version (PostgreSQL's manual, "System Columns"): whoever changes it writes another one.
-NODE_VERSIONS = """
-SELECT n.id, hashtextextended(concat_ws(' ', n.ctid, n.xmin, v.ctid, v.xmin,
-             CASE WHEN p.connected AND p.gateway_id = %(gateway)s THEN 'ours' ELSE concat(p.ctid, p.xmin) END), 0) AS version
-  FROM nodes_node AS n JOIN nodes_provider AS v ON v.id = n.provider_id LEFT JOIN nodes_nodepresence AS p ON p.node_id = n.id
+_NODE_VERSION = """
+hashtextextended(concat_ws(' ', nodes_node.ctid, nodes_node.xmin, nodes_provider.ctid, nodes_provider.xmin,
+    CASE WHEN nodes_nodepresence.connected AND nodes_nodepresence.gateway_id = %(gateway)s THEN 'ours'
+         ELSE concat(nodes_nodepresence.ctid, nodes_nodepresence.xmin) END), 0)
 """
+NODE_VERSIONS = f"""
+SELECT nodes_node.id, {_NODE_VERSION} AS version
+  FROM nodes_node JOIN nodes_provider ON nodes_provider.id = nodes_node.provider_id
+  LEFT JOIN nodes_nodepresence ON nodes_nodepresence.node_id = nodes_node.id
+"""  # noqa: S608  # constants
 """Every node with a number that changes when its rows do, but for the presence that the gateway itself writes."""
 
 
@@ -490,6 +496,11 @@ class KnownNodes:
         self.rows: dict[uuid.UUID, NodeRow] = {}
         """By node; a row that did not change stays the same object."""
 
+    @property
+    def mark(self) -> int:
+        """The sum of ``NODE_VERSIONS`` as long as nothing changed that was not read."""
+        return sum(self._versions.values())
+
     def forget(self) -> None:
         self._versions, self.rows = {}, {}
 
@@ -499,18 +510,28 @@ class KnownNodes:
             cursor.execute(NODE_VERSIONS, {"gateway": self._gateway_id})
             versions: dict[uuid.UUID, int] = dict(cursor.fetchall())
         changed = [node_id for node_id, version in versions.items() if self._versions.get(node_id) != version]
-        fresh = {row.node_id: row for row in load_node_rows(changed)} if changed else {}
-        known = self.rows
-        self.rows = {node_id: row for node_id in versions if (row := fresh.get(node_id) or known.get(node_id)) is not None}
-        self._versions = {node_id: version for node_id, version in versions.items() if node_id in self.rows}
+        gone = self._versions.keys() - versions.keys()
+        if changed or gone:
+            self.read([*changed, *gone])
+
+    def read(self, node_ids: Collection[uuid.UUID]) -> None:
+        """Read these nodes, changed or not, in one query; one that has no row is gone."""
+        version = RawSQL(_NODE_VERSION.replace("%(gateway)s", "%s"), [self._gateway_id], BigIntegerField())  # noqa: S611
+        found = {node.pk: node for node in _select_nodes().annotate(version=version).filter(pk__in=node_ids)}
+        gone = set(node_ids) - found.keys()
+        rows = {node_id: row for node_id, row in self.rows.items() if node_id not in gone}
+        self.rows = rows | {node_id: _read_row(node) for node_id, node in found.items()}
+        versions = {node_id: number for node_id, number in self._versions.items() if node_id not in gone}
+        self._versions = versions | {node_id: node.version for node_id, node in found.items()}
 
 
-def load_node_rows(node_ids: Collection[uuid.UUID] | None = None) -> list[NodeRow]:
-    """Return every node, or those of ``node_ids``, as routing needs it; one query."""
-    query = with_clock(Node.objects.select_related("provider", "presence")).order_by("name", "pk")
-    if node_ids is not None:
-        query = query.filter(pk__in=node_ids)
-    return [_read_row(node) for node in query]
+def load_node_rows() -> list[NodeRow]:
+    """Return every node as routing needs it; one query."""
+    return [_read_row(node) for node in _select_nodes().order_by("name", "pk")]
+
+
+def _select_nodes() -> QuerySet[Node]:
+    return with_clock(Node.objects.select_related("provider", "presence"))
 
 
 _SAME_COLUMNS = (

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any  # bodies are JSON
+from typing import Any, cast  # bodies are JSON
 
 import msgspec
 import redis
@@ -595,7 +595,6 @@ FLOODS: dict[str, Callable[[], Iterable[bytes]]] = {
 """Streams that no answer comes of, and that may cost no more than their bytes."""
 
 
-HINTS = f"muster__group__{HINT_GROUP}"
 QUEUE = "celery"
 QUEUES = (QUEUE, *(f"{QUEUE}\x06\x16{step}" for step in (3, 6, 9)))
 PIDBOX = "/{db}.celery.pidbox"
@@ -625,12 +624,12 @@ def make_envelope(task: str, args: list[object], **headers: object) -> dict[str,
     }  # fmt: skip
 
 
-def make_noise(rng: random.Random, *, db: int) -> tuple[str | bytes | int, ...]:
+def make_noise(rng: random.Random, *, db: int, hints: bytes) -> tuple[str | bytes | int, ...]:
     chance = rng.random()
     if chance < 1 / _WRONG_TYPE_EVERY:
         return _replace_key(rng)
     if chance < 0.5:
-        return ("PUBLISH", HINTS, _spoil(rng, _make_hint(rng)))
+        return ("PUBLISH", hints, _spoil(rng, _make_hint(rng)))
     if chance < 0.55:
         return ("PUBLISH", PIDBOX.format(db=db), _spoil(rng, json.dumps(_make_control(rng)).encode(), odds=0.2))
     return ("LPUSH", rng.choice(QUEUES), _spoil(rng, json.dumps(_make_task(rng)).encode()))
@@ -640,10 +639,11 @@ def send_noise(client: redis.Redis, count: int, *, seed: int) -> int:
     """Send so many messages; return how many Valkey took (it refuses what does not fit what stands in a key)."""
     rng = random.Random(seed)
     db, taken = int(client.connection_pool.connection_kwargs.get("db") or 0), 0
+    (hints,) = cast("list[bytes]", client.pubsub_channels(f"*{HINT_GROUP}"))
     for first in range(0, count, A_BATCH):
         pipe = client.pipeline(transaction=False)
         for _ in range(min(A_BATCH, count - first)):
-            pipe.execute_command(*make_noise(rng, db=db))  # type: ignore[no-untyped-call]  # redis-py
+            pipe.execute_command(*make_noise(rng, db=db, hints=hints))  # type: ignore[no-untyped-call]  # redis-py
         taken += sum(not isinstance(reply, redis.RedisError) for reply in pipe.execute(raise_on_error=False))
     return taken
 

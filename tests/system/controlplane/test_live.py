@@ -348,6 +348,16 @@ def test_a_hint_arrives_once_the_change_is_committed_and_none_of_one_that_is_rol
     assert asyncio.run(listen(change, undone, kept))["ident"] == kept
 
 
+def test_hints_of_another_installation_and_of_another_database_number_go_by_another_channel(settings: Settings) -> None:
+    def name(url: str) -> object:
+        return hints.HintLayer(hosts=[url], prefix="muster")._group
+
+    names = {name("redis://a/0"), name("redis://a/1"), name("unix:///x.sock?db=2")}
+    assert len(names | {name("redis://b:7/0")}) == 3, "however this process reaches Valkey"
+    settings.SECRET_KEY = "that of another installation"
+    assert name("redis://a/0") not in names
+
+
 async def flood(valkey: aioredis.Redis, messages: list[bytes]) -> tuple[list[str], list[str]]:
     """Publish to two listeners, one of whom stands still until the other has heard ``end``; return what each heard.
 
@@ -369,7 +379,7 @@ async def flood(valkey: aioredis.Redis, messages: list[bytes]) -> tuple[list[str
 
     reading = asyncio.create_task(read(reader))
     for message in [*messages, make_hint("end")]:
-        await valkey.publish(f"muster__group__{group}", message)
+        await valkey.publish(hints.name_channel(layer.prefix, group), message)
         await turns(1)
     heard = await reading, await read(sleeper)
     await layer.flush()

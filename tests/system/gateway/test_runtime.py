@@ -6,10 +6,11 @@ import asyncio
 import signal
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import psycopg
 import pytest
@@ -28,19 +29,20 @@ from gateway.models import ApiKey, GatewayProcess, Model, Tenant
 from gateway.process import GatewayRuntime
 from gateway.request.identity import KeyRing
 from gateway.request.models import AliasEntry, Catalogue, KeyEntry, read_marks, store_key_use
-from gateway.services.keys import create_api_key, revoke_api_key
+from gateway.services.keys import change_key_limits, create_api_key, revoke_api_key
 from gateway.services.models import allow_model
 from gateway.services.tenants import create_tenant, disable_tenant
 from gateway.values import Caller, ModelEntry
 from nodes.channel import NodeChannel
 from nodes.links import Link, LinkRegistry
 from nodes.links.keeper import LinkKeeper
-from nodes.models import NodePresence, Provider
+from nodes.models import Node, NodePresence, Provider
 from nodes.services.availability import list_ejections
+from nodes.services.drains import cordon_node
 from nodes.services.sessions import KnownNodes, SessionEnd, close_sessions
 from tests.fakes.clock import install_virtual_clock, shift_clock
 from tests.fakes.limits import set_limits
-from tests.fakes.nodes import audited, make_node, make_presence
+from tests.fakes.nodes import audited, make_credential, make_node, make_presence
 from tests.fakes.waiting import eventually, turns
 from wire.credentials import CredentialKind, mint_credential
 
@@ -96,6 +98,63 @@ async def test_a_storm_of_hints_costs_ten_sweeps_a_second_and_a_single_hint_does
         await eventually(lambda: runtime.sweeps > before)
 
 
+async def test_a_hint_has_the_row_read_that_it_names_and_no_other() -> None:
+    set_limits(gateway={"sweep_s": 600.0})
+    node = await sync_to_async(make_node)(name="n")
+    await sync_to_async(make_presence)(node)
+    key, _ = await new_key()
+    await sync_to_async(allow_model)(name="tiny", actor=ACTOR)
+    async with run_gateway(CountingRuntime()) as runtime:
+        assert isinstance(runtime, CountingRuntime)
+        await eventually(lambda: runtime.sweeps == 2)  # the first, and that for what came before its hints were heard
+        lower = sync_to_async(change_key_limits)
+        await lower(key_id=key.pk, requests_per_minute=3, allowed_models=(), actor=ACTOR)
+        await eventually(lambda: runtime.catalogue.keys[key.keyid].caller.requests_per_minute == 3)
+        await sync_to_async(disable_tenant)(name="acme", actor=ACTOR)
+        await eventually(lambda: runtime.catalogue.keys[key.keyid].revoked)
+        await sync_to_async(allow_model)(name="large", actor=ACTOR)
+        await eventually(lambda: set(runtime.catalogue.models) == {"tiny", "large"})
+        await sync_to_async(cordon_node)(node_id=node.pk, actor=ACTOR)
+        await eventually(lambda: runtime.keeper.rows[node.pk].cordoned)
+        assert runtime.sweeps == 2
+        known = runtime.keeper.rows[node.pk]
+        await runtime._sweep()
+        assert runtime.keeper.rows[node.pk] is known, "what a hint had read is not read again"
+
+
+@pytest.mark.parametrize(
+    ("topic", "ident"),
+    [("nodes", ""), ("nodes", "key_1"), ("keys", "\0"), ("models", ""), ("tenants", "\0"), ("aliases", "a"), ("later", "x")],
+)
+async def test_a_hint_that_names_no_row_is_followed_by_a_sweep(topic: str, ident: str) -> None:
+    set_limits(gateway={"sweep_s": 600.0})
+    async with run_gateway(CountingRuntime()) as runtime:
+        assert isinstance(runtime, CountingRuntime)
+        await eventually(lambda: runtime.sweeps == 2)
+        runtime._take_hint(topic, ident)
+        await eventually(lambda: runtime.sweeps == 3)
+
+
+async def test_hints_of_more_rows_than_are_read_one_by_one_are_followed_by_a_sweep() -> None:
+    set_limits(gateway={"sweep_s": 600.0, "hint_rows": 3})
+    async with run_gateway(CountingRuntime()) as runtime:
+        assert isinstance(runtime, CountingRuntime)
+        await eventually(lambda: runtime.sweeps == 2)
+        for number in range(4):
+            runtime._take_hint("nodes", str(uuid.UUID(int=number)))
+        await eventually(lambda: runtime.sweeps == 3)
+
+
+async def test_a_sweep_is_due_however_many_hints_come() -> None:
+    set_limits(gateway={"sweep_s": 0.5})
+    async with run_gateway(CountingRuntime()) as runtime:
+        assert isinstance(runtime, CountingRuntime)
+        until = runtime.sweeps + 3
+        while runtime.sweeps < until:
+            runtime._take_hint("nodes", str(uuid.UUID(int=7)))
+            await asyncio.sleep(0.01)
+
+
 class CountedRegistry(LinkRegistry):
     """Counts how often somebody goes through the links."""
 
@@ -139,9 +198,9 @@ class CountingTables(Catalogue):
         self.reads += 1
         return super().load_keys(since)
 
-    def load_models(self) -> list[ModelEntry]:
+    def load_models(self, names: Collection[str] | None = None) -> list[ModelEntry]:
         self.reads += 1
-        return super().load_models()
+        return super().load_models(names)
 
     def load_aliases(self) -> list[AliasEntry]:
         self.reads += 1
@@ -170,6 +229,22 @@ async def test_a_sweep_reads_the_tables_that_changed_and_no_other() -> None:
 async def _sweep_twice(runtime: CountingRuntime) -> None:
     until = runtime.sweeps + 2
     await eventually(lambda: runtime.sweeps >= until)
+
+
+def test_one_node_of_many_is_read_in_one_statement(django_assert_num_queries: Any) -> None:
+    rows = [make_node(name=f"n{number}", credential=make_credential(f"c{number}")[0]) for number in range(3)]
+    gateway_id = uuid.uuid4()
+    nodes = KnownNodes(gateway_id)
+    nodes.refresh()
+    kept = nodes.rows[rows[0].pk]
+    cordon_node(node_id=rows[1].pk, actor=ACTOR)
+    Node.objects.filter(pk=rows[2].pk).delete()
+    with django_assert_num_queries(1):
+        nodes.read([rows[1].pk, rows[2].pk])
+    assert nodes.rows.keys() == {rows[0].pk, rows[1].pk}
+    assert nodes.rows[rows[1].pk].cordoned
+    assert nodes.rows[rows[0].pk] is kept
+    assert nodes.mark == read_marks(since=None, gateway_id=gateway_id, credentials=[], dead_s=10).nodes
 
 
 def test_only_rows_of_nodes_that_changed_are_read_again_and_the_others_age() -> None:

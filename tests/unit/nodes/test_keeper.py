@@ -199,6 +199,31 @@ def test_slots_and_a_busy_pause_hold_work_back_and_what_a_box_says_of_its_load_d
 # rows
 
 
+async def test_a_fresh_row_of_one_node_says_nothing_of_the_age_of_the_others(setting: Setting) -> None:
+    one, other = setting.box().link, setting.box().link
+    began = time.monotonic()
+    rows = [make_row(link.node_id, mode="spare_off", drain_remaining_s=-1.0) for link in (one, other)]
+    for link in (one, other):
+        link.applied_row, link.mode_stored_at = None, began + 1
+    setting.apply(*rows, read_at=began)
+    assert {link.condition() for link in (one, other)} == {LinkCondition.READY}
+    setting.keeper.update(rows[:1], gone=[], targets={}, peers={}, read_at=began + 2)
+    setting.keeper.welcome(other, asked_at=began + 1)
+    assert (one.condition(), other.condition()) == (LinkCondition.DRAINING, LinkCondition.READY)
+
+
+async def test_a_fresh_row_of_one_node_brings_and_takes_what_it_offers(setting: Setting) -> None:
+    kept, row = make_row(uuid.uuid4(), is_direct=True, model_names=("a",)), make_row(uuid.uuid4(), is_direct=True)
+    setting.apply(kept)
+    said = replace(row, model_names=("b",))
+    setting.keeper.update([said], gone=[], targets={row.node_id: TARGET}, peers={}, read_at=time.monotonic())
+    assert setting.keeper.known_models == {"a", "b"}
+    assert isinstance(setting.registry.get(row.node_id), HttpLink)
+    setting.keeper.update([], gone=[row.node_id], targets={}, peers={}, read_at=time.monotonic())
+    assert setting.keeper.known_models == {"a"}
+    assert list(setting.keeper.rows) == [kept.node_id]
+
+
 async def test_rows_that_were_read_before_the_owners_word_was_stored_do_not_undo_it(setting: Setting) -> None:
     link = setting.box().link
     taken_back = make_row(link.node_id, mode="spare_off", drain_remaining_s=-1.0)
