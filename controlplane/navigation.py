@@ -35,6 +35,7 @@ class Group(TypedDict):
 PAGES = {
     "Fleet": (
         ("Nodes", "dns", "nodes", "node"),
+        ("GPUs", "memory", "nodes", "gpu"),
         ("Node credentials", "badge", "nodes", "nodecredential"),
         ("Providers", "hub", "nodes", "provider"),
     ),
@@ -59,6 +60,7 @@ PAGES = {
 
 FOUND_ROWS = (
     ("Node", "dns", "nodes", "node"),
+    ("GPU", "memory", "nodes", "gpu"),
     ("Model", "deployed_code", "gateway", "model"),
     ("Model alias", "alt_route", "gateway", "modelalias"),
     ("API key", "key", "gateway", "apikey"),

@@ -285,6 +285,15 @@ class NodeLimits:
     ejection_links_s: float = bound(60.0, "s", "An older link of a node no longer counts against it.")
     ejection_shown_s: float = bound(300.0, "s", "An ejection that is over is no longer shown as being tried.")
 
+    # GPUs: one row each, written by the sweep
+    gpu_refresh_s: float = bound(9.0, "s", "A GPU that was reported is written again.")
+    gpu_batch: int = bound(1_000, "nodes", "The GPUs of further nodes are written with the next statement.")
+    gpu_gone_s: float = bound(30 * 86_400.0, "s", "A GPU that its node no longer names is forgotten.")
+    # A node that gives its GPUs other names each time.
+    gpu_gone_per_node: int = bound(64, "GPUs", "Of further GPUs that a node no longer names the oldest are forgotten.")
+    gpu_page_rows: int = bound(1_000, "GPUs", "A list holds no more; a greater limit is refused.")
+    gpu_page_default_rows: int = bound(200, "GPUs", "A list that names no limit returns so many.")
+
     # What a node may say of itself: text is cut, numbers are brought into their range, what is beyond a count is dropped
     report_gpus: int = bound(32, "GPUs", "Further GPUs are dropped.")
     report_replicas: int = bound(256, "replicas", "Further replicas are dropped.")

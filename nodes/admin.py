@@ -13,12 +13,15 @@ from django.contrib import admin
 from django.db.models import Count, Q, QuerySet
 from django.http import HttpRequest
 from django.urls import reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
 from unfold.widgets import UnfoldAdminIntegerFieldWidget, UnfoldAdminSelectWidget, UnfoldAdminTextInputWidget
 
 from core.admin_pages import ChangeLink, Created, CreatingAdmin, NextStep, Offer, RowChange, ShowingAdmin, Values, column
 from core.limits import limits
 from governance.operations.approvals import active_policy
 from nodes.models import (
+    Gpu,
     Node,
     NodeCredential,
     Provider,
@@ -45,6 +48,7 @@ from nodes.services.credentials import (
 )
 from nodes.services.drains import EVICT, FORCED_DRAIN, cordon_node, describe_drain, drain_node, uncordon_node, undrain_node
 from nodes.services.governance import set_op_key
+from nodes.services.gpus import list_gpus
 from nodes.services.nodes import set_api_key
 from nodes.services.telemetry import count_replicas, describe_counts, describe_gpus, describe_telemetry
 from wire import clock
@@ -189,7 +193,7 @@ class NodeAdmin(ShowingAdmin):
         ("Now", {"fields": ("show_status", "show_heartbeat", "show_load", "show_error", "show_ejections", "show_rival")}),
         ("Scheduling", {"fields": ("show_lending", "show_held_back", "show_drain", "drain_deadline_at", "drain_reason")}),
         ("Governance", {"fields": ("show_level", "runner_id", "show_policy", "witness_size", "show_alarms", "show_skew")}),
-        ("Node", {"fields": ("name", "show_id", "owner_name", "provider", "credential", "show_models")}),
+        ("Node", {"fields": ("name", "show_id", "owner_name", "provider", "credential", "show_models", "show_gpu_rows")}),
         (
             "Link",
             {"fields": ("show_reach", "public_base_url", "show_connected", "max_concurrent", "agent_version", "created_at")},
@@ -295,6 +299,14 @@ class NodeAdmin(ShowingAdmin):
     def show_gpus(self, node: Node) -> str:
         return describe_gpus(node) or "-"
 
+    @column("GPUs")
+    def show_gpu_rows(self, node: Node) -> SafeString | str:
+        rows = [
+            (reverse("admin:nodes_gpu_change", args=[gpu.pk]), f"{gpu.index} · {gpu}") for gpu in list_gpus(node_id=node.pk)
+        ]
+        link = '<a class="text-primary-600 dark:text-primary-500" href="{}">{}</a>'
+        return format_html_join(", ", link, rows) or "-"
+
     @column("Scheduling", label=_SCHEDULING_COLOURS)
     def show_held_back(self, node: Node) -> str:
         drain = "drained" if is_drained(node) else "draining"
@@ -384,6 +396,96 @@ def describe_age(age_s: float | None) -> str:
 def _propose(operation: str, label: str, target: str) -> ChangeLink:
     query = urlencode({"operation": operation, "target": target})
     return ChangeLink(label, f"{reverse('approvals:propose')}?{query}", is_danger=False)
+
+
+@admin.register(Gpu)
+class GpuAdmin(ShowingAdmin):
+    list_display = (
+        "show_name",
+        "show_node",
+        "show_state",
+        "show_load",
+        "show_memory",
+        "show_heat",
+        "show_running",
+        "show_seen",
+    )
+    list_filter = ("vendor", "node__provider")
+    search_fields = ("model", "own_id", "node__name")
+    is_live = True
+    empty_words = "A GPU appears here when a node that has it is heard."
+    empty_link = ("Create a node credential", "admin:nodes_nodecredential_add")
+    removed_because = "Its node has not named it for too long."
+    fieldsets = (
+        (
+            "Now",
+            {"fields": ("show_state", "show_load", "show_memory", "show_heat", "show_running", "show_models", "show_seen")},
+        ),
+        (
+            "GPU",
+            {"fields": ("show_id", "show_node", "model", "vendor", "own_id", "index", "group", "first_seen_at", "gone_at")},
+        ),
+        ("Runs with", {"fields": ("compute_capability", "driver_version", "runtime_version")}),
+        ("Limits", {"fields": ("vram_mb", "show_batch", "show_context")}),
+    )
+    readonly_fields = tuple(name for _, options in fieldsets for name in options["fields"])
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Gpu]:
+        return list_gpus(with_gone=True).order_by(*self.get_ordering(request))
+
+    def get_ordering(self, request: HttpRequest) -> tuple[str, ...]:
+        return ("node__name", "index", "own_id")
+
+    @column("GPU", ordering="model")
+    def show_name(self, gpu: Gpu) -> str:
+        return f"{gpu.index} · {gpu.model or gpu.own_id}"
+
+    @column("Node", ordering="node__name")
+    def show_node(self, gpu: Gpu) -> SafeString:
+        url = reverse("admin:nodes_node_change", args=[gpu.node_id])
+        return format_html('<a class="text-primary-600 dark:text-primary-500" href="{}">{}</a>', url, gpu.node.name)
+
+    @column("Status", label={**STATUS_COLOURS, "gone": "danger"})
+    def show_state(self, gpu: Gpu) -> str:
+        return "gone" if gpu.gone_at is not None else judge_status(gpu.node, now=clock_of(gpu)).value
+
+    @column("Load", ordering="load_percent")
+    def show_load(self, gpu: Gpu) -> str:
+        return "-" if gpu.load_percent is None else f"{gpu.load_percent:.0f} %"
+
+    @column("Memory", ordering="vram_used_mb")
+    def show_memory(self, gpu: Gpu) -> str:
+        used, total = (None if mb is None else f"{mb / 1024:.1f}" for mb in (gpu.vram_used_mb, gpu.vram_mb))
+        return f"{used or '?'} of {total or '?'} GiB" if used or total else "-"
+
+    @column("Temperature", ordering="temperature_c")
+    def show_heat(self, gpu: Gpu) -> str:
+        parts = ((gpu.temperature_c, "°C"), (gpu.power_w, "W"))
+        return ", ".join(f"{value:.0f} {unit}" for value, unit in parts if value is not None) or "-"
+
+    @column("Requests", ordering="active_requests")
+    def show_running(self, gpu: Gpu) -> str:
+        return "-" if gpu.active_requests is None else str(gpu.active_requests)
+
+    @column("Models of its node")
+    def show_models(self, gpu: Gpu) -> str:
+        return ", ".join(gpu.node.model_names) or "-"
+
+    @column("Last reported", ordering="last_seen_at")
+    def show_seen(self, gpu: Gpu) -> str:
+        return describe_age(max(0.0, (clock_of(gpu) - gpu.last_seen_at).total_seconds()))
+
+    @column("GPU ID")
+    def show_id(self, gpu: Gpu) -> str:
+        return gpu.printed_id
+
+    @column("Requests at once")
+    def show_batch(self, gpu: Gpu) -> str:
+        return f"{gpu.max_batch}" if gpu.max_batch is not None else f"{gpu.node.max_concurrent} on its node"
+
+    @column("Context")
+    def show_context(self, gpu: Gpu) -> str:
+        return f"{gpu.max_context_tokens:,} tokens" if gpu.max_context_tokens is not None else "-"
 
 
 class CredentialForm(forms.Form):

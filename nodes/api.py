@@ -1,4 +1,4 @@
-"""The nodes REST API, field for field as in the node and gateway contract v1: register, heartbeat, mode and the list.
+"""The nodes REST API, field for field as in the node and gateway contract v1: register, heartbeat, mode and the list; and GPUs.
 
 Our own extras come last in each answer. The contract writes addresses without a trailing slash; with one they work too.
 """
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from django.urls import re_path
 from drf_spectacular.extensions import OpenApiAuthenticationExtension
-from drf_spectacular.utils import extend_schema
+from drf_spectacular.utils import OpenApiParameter, extend_schema, extend_schema_field
 from rest_framework import serializers
 from rest_framework.authentication import BaseAuthentication, get_authorization_header
 from rest_framework.permissions import IsAuthenticated
@@ -22,11 +22,12 @@ from rest_framework.views import APIView
 
 from core.limits import limits
 from core.throttle import AuthThrottle
-from nodes.errors import InvalidNodeToken, NodeNotFound, TooManyWrongTokens
-from nodes.models import Node, NodeCredential, ProviderState, clock_of, presence_of, read_clock, with_clock
+from nodes.errors import BadRequest, InvalidNodeToken, NodeNotFound, TooManyWrongTokens
+from nodes.models import Gpu, Node, NodeCredential, ProviderState, clock_of, presence_of, read_clock, with_clock
 from nodes.services.availability import explain_unreachable, is_drained, judge_status, list_ejections
 from nodes.services.credentials import find_credential, read_credential_digests
 from nodes.services.drains import set_mode
+from nodes.services.gpus import list_gpus
 from nodes.services.nodes import Heartbeat, Registration, record_heartbeat, register_direct_node, require_own_node
 from wire.contract import NodeMode, NodeStatus
 from wire.credentials import CredentialKind, digest_credential, parse_keyid
@@ -89,6 +90,7 @@ def print_time(moment: datetime | None) -> str | None:
     return moment.astimezone(UTC).isoformat().replace("+00:00", "Z") if moment is not None else None
 
 
+_GPU_LIMIT = "How many at most, 1 to {0.gpu_page_rows}; {0.gpu_page_default_rows} by default".format(limits().nodes)
 _TEXT: dict[str, Any] = {"required": False, "allow_blank": True, "default": ""}
 _OPTIONAL: dict[str, Any] = {"required": False, "allow_null": True, "default": None}
 _OPTIONAL_COUNT: dict[str, Any] = {"min_value": 0, "max_value": limits().nodes.report_integer, **_OPTIONAL}
@@ -278,6 +280,48 @@ class NodeListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no m
     nodes = NodeSerializer(many=True)
 
 
+class GpuSerializer(serializers.Serializer[Gpu]):
+    """One GPU. Memory in MiB; ``status``, ``models`` and ``queue_depth`` are those of its node."""
+
+    gpu_id = serializers.CharField(source="printed_id")
+    node_id = serializers.CharField(source="node.printed_id")
+    node_name = serializers.CharField(source="node.name")
+    own_id = serializers.CharField(help_text="What the node calls it")
+    index = serializers.IntegerField()
+    vendor = serializers.CharField()
+    model = serializers.CharField()
+    vram_mb = serializers.IntegerField(allow_null=True)
+    compute_capability = serializers.CharField()
+    driver_version = serializers.CharField()
+    runtime_version = serializers.CharField()
+    group = serializers.CharField(help_text="GPUs that are joined by NVLink or one PCI switch share it")
+    max_batch = serializers.IntegerField(allow_null=True, help_text="Requests that it takes at once")
+    max_context_tokens = serializers.IntegerField(allow_null=True)
+    load_percent = serializers.FloatField(allow_null=True)
+    vram_used_mb = serializers.IntegerField(allow_null=True)
+    vram_free_mb = serializers.IntegerField(allow_null=True)
+    temperature_c = serializers.FloatField(allow_null=True)
+    power_w = serializers.FloatField(allow_null=True)
+    active_requests = serializers.IntegerField(allow_null=True)
+    queue_depth = serializers.IntegerField(source="node.presence.queue_depth", allow_null=True)
+    models = serializers.ListField(source="node.model_names", child=serializers.CharField())
+    status = serializers.SerializerMethodField()
+    first_seen_at = serializers.DateTimeField()
+    last_seen_at = serializers.DateTimeField()
+    gone_at = serializers.DateTimeField(allow_null=True, help_text="When its node no longer named it")
+
+    @extend_schema_field(serializers.ChoiceField(choices=STATUSES))
+    def get_status(self, gpu: Gpu) -> str:
+        return judge_status(gpu.node, now=clock_of(gpu)).value
+
+
+class GpuListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """Response of ``GET /api/v1/gpus``."""
+
+    gpus = GpuSerializer(many=True)
+    next = serializers.CharField(allow_null=True, help_text="What ``after`` of the next page is; null = there is none")
+
+
 class ErrorDetailSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
     """The fields of an error."""
 
@@ -389,6 +433,69 @@ class NodeListView(APIView):
         return Response({"nodes": [NodeSerializer(node).data for node in with_clock(nodes).order_by("name", "pk")]})
 
 
+class GpuListView(APIView):
+    """The GPUs of the fleet."""
+
+    @extend_schema(
+        operation_id="list_gpus",
+        parameters=[
+            OpenApiParameter("node_id", str, description="Only those of this node"),
+            OpenApiParameter("gone", bool, description="Also those that their node no longer names"),
+            OpenApiParameter("limit", int, description=_GPU_LIMIT),
+            OpenApiParameter("after", str, description="The GPU after which the page begins, by id"),
+        ],
+        responses={200: GpuListSerializer, 400: ErrorSerializer, 401: ErrorSerializer, 404: ErrorSerializer},
+    )
+    def get(self, request: Request) -> Response:
+        """List GPUs by id. A parameter that cannot be used is 400 BAD_REQUEST and named in ``param``."""
+        asked = request.query_params
+        node_id = _read_node_id(asked["node_id"]) if "node_id" in asked else None
+        gpus = list_gpus(node_id=node_id, with_gone=_read_flag(asked.get("gone", "false"), "gone")).order_by("id")
+        if "after" in asked:
+            gpus = gpus.filter(id__gt=_read_gpu_id(asked["after"], "after"))
+        limit = _read_limit(asked.get("limit"))
+        page = list(gpus[: limit + 1])
+        following = page[limit - 1].printed_id if len(page) > limit else None
+        return Response(GpuListSerializer({"gpus": page[:limit], "next": following}).data)
+
+
+class GpuView(APIView):
+    """One GPU."""
+
+    @extend_schema(
+        operation_id="read_gpu",
+        responses={200: GpuSerializer, 400: ErrorSerializer, 401: ErrorSerializer, 404: ErrorSerializer},
+    )
+    def get(self, request: Request, gpu_id: str) -> Response:
+        """Return a GPU, also one that its node no longer names."""
+        gpu = list_gpus(with_gone=True).filter(pk=_read_gpu_id(gpu_id, "gpu_id")).first()
+        if gpu is None:
+            raise NodeNotFound("There is no GPU with that id, or its node has not named it for too long.", param="gpu_id")
+        return Response(GpuSerializer(gpu).data)
+
+
+def _read_gpu_id(text: str, param: str) -> uuid.UUID:
+    gpu_id = parse_id("gpu", text)
+    if gpu_id is None:
+        raise BadRequest(f"{param} must look like gpu_ followed by 32 hexadecimal digits.", param=param)
+    return gpu_id
+
+
+def _read_flag(text: str, param: str) -> bool:
+    if text not in ("true", "false"):
+        raise BadRequest(f"{param} must be true or false.", param=param)
+    return text == "true"
+
+
+def _read_limit(text: str | None) -> int:
+    most = limits().nodes.gpu_page_rows
+    if text is None:
+        return limits().nodes.gpu_page_default_rows
+    if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and 1 <= int(text) <= most):
+        raise BadRequest(f"limit must be a whole number from 1 to {most}.", param="limit")
+    return int(text)
+
+
 def _holder(request: Request) -> CredentialHolder:
     holder: object = request.user
     if not isinstance(holder, CredentialHolder):
@@ -410,6 +517,8 @@ def _plain_number(seconds: float) -> float:
 
 urlpatterns = [
     re_path(r"^nodes/?$", NodeListView.as_view(), name="nodes"),
+    re_path(r"^api/v1/gpus/?$", GpuListView.as_view(), name="gpus"),
+    re_path(r"^api/v1/gpus/(?P<gpu_id>[^/]+)/?$", GpuView.as_view(), name="gpu"),
     re_path(r"^nodes/register/?$", RegisterView.as_view(), name="node-register"),
     re_path(r"^nodes/heartbeat/?$", HeartbeatView.as_view(), name="node-heartbeat"),
     re_path(r"^nodes/(?P<node_id>[^/]+)/mode/?$", ModeView.as_view(), name="node-mode"),

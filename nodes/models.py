@@ -222,6 +222,53 @@ class NodePresence(models.Model):
         return str(self.node_id)
 
 
+class Gpu(models.Model):
+    """One GPU as its node last named it; what changes all the time is as old as ``last_seen_at``. Memory in MiB.
+
+    The id follows from the node and ``own_id``: a GPU that was forgotten and comes back has the one that it had.
+    """
+
+    id = models.UUIDField(primary_key=True, editable=False)
+    node = models.ForeignKey(Node, on_delete=models.CASCADE, related_name="gpus")
+    own_id = models.CharField(max_length=40, help_text="What the node calls it, unique there")
+    index = models.PositiveIntegerField()
+    vendor = models.CharField(max_length=40, blank=True)
+    model = models.CharField(max_length=200, blank=True)
+    vram_mb = models.PositiveIntegerField(null=True, blank=True)
+    compute_capability = models.CharField(max_length=40, blank=True)
+    driver_version = models.CharField(max_length=40, blank=True)
+    runtime_version = models.CharField(max_length=40, blank=True)
+    group = models.CharField(max_length=40, blank=True, help_text="GPUs that are joined by NVLink or one PCI switch share it")
+    max_batch = models.PositiveIntegerField(null=True, blank=True)
+    max_context_tokens = models.PositiveIntegerField(null=True, blank=True)
+    load_percent = models.FloatField(null=True, blank=True)
+    vram_used_mb = models.PositiveIntegerField(null=True, blank=True)
+    temperature_c = models.FloatField(null=True, blank=True)
+    power_w = models.FloatField(null=True, blank=True)
+    active_requests = models.PositiveIntegerField(null=True, blank=True)
+    first_seen_at = models.DateTimeField()
+    last_seen_at = models.DateTimeField()
+    gone_at = models.DateTimeField(null=True, blank=True, help_text="When its node no longer named it")
+
+    class Meta:
+        verbose_name = "GPU"
+        ordering = ["node__name", "index", "own_id"]
+        constraints = [models.UniqueConstraint(fields=["node", "own_id"], name="gpu_once_a_node")]
+
+    def __str__(self) -> str:
+        return self.model or self.printed_id
+
+    @property
+    def printed_id(self) -> str:
+        """The ``gpu_…`` form shown by every API."""
+        return format_id("gpu", self.id)
+
+    @property
+    def vram_free_mb(self) -> int | None:
+        """What of its memory is not used, None = not known."""
+        return None if self.vram_mb is None or self.vram_used_mb is None else max(0, self.vram_mb - self.vram_used_mb)
+
+
 class NodeDrainCount(models.Model):
     """What one gateway still runs on a draining node. A row with the node's ``draining_since`` also says that this gateway
     places nothing there any more; a gateway without one has not heard of the drain yet.
@@ -271,9 +318,9 @@ def with_clock(nodes: QuerySet[Node]) -> QuerySet[Node]:
     return nodes.annotate(database_now=Now())
 
 
-def clock_of(node: Node) -> datetime:
-    """Return what time it was when a node was read ``with_clock``: its age and its status count then."""
-    now: datetime = node.database_now  # type: ignore[attr-defined]  # the annotation
+def clock_of(row: Node | Gpu) -> datetime:
+    """Return what time it was when a row was read ``with_clock``: its age and its status count then."""
+    now: datetime = row.database_now  # type: ignore[union-attr]  # the annotation
     return now
 
 

@@ -349,6 +349,14 @@ def _clean_gpus(gpus: Sequence[bridge.GpuInfo]) -> list[bridge.GpuInfo]:
             temperature_c=_clean_float(gpu.temperature_c, -273.0, limits().nodes.report_temperature_c),
             power_w=_clean_float(gpu.power_w, 0.0, limits().nodes.report_power_w),
             gpu_id=_keep_whole(gpu.gpu_id, limits().nodes.report_word_chars),
+            vendor=_clean_text(gpu.vendor, limits().nodes.report_word_chars),
+            compute_capability=_clean_text(gpu.compute_capability, limits().nodes.report_word_chars),
+            driver_version=_clean_text(gpu.driver_version, limits().nodes.report_word_chars),
+            runtime_version=_clean_text(gpu.runtime_version, limits().nodes.report_word_chars),
+            group=_clean_text(gpu.group, limits().nodes.report_word_chars),
+            max_batch=_clean_int(gpu.max_batch, limits().nodes.report_load),
+            max_context_tokens=_clean_int(gpu.max_context_tokens, limits().nodes.report_context_tokens),
+            active_requests=_clean_int(gpu.active_requests, limits().nodes.report_load),
         )
         for gpu in gpus[: limits().nodes.report_gpus]
     ]

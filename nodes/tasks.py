@@ -11,6 +11,7 @@ from core.limits import limits
 from nodes.direct import call_direct_node, find_unattended
 from nodes.operations.load import tell_failed_reloads
 from nodes.services.drains import sweep_presence
+from nodes.services.gpus import follow_gpus
 from nodes.services.nodes import probe_direct_nodes
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,14 @@ def sweep_nodes() -> None:
         logger.info(
             "nodes_swept went_offline=%d drains_ended=%d drained=%d", report.went_offline, report.drains_ended, report.drained
         )
+
+
+@shared_task(name="nodes.tasks.follow_gpus")  # type: ignore[untyped-decorator]  # Celery ships no types
+def sweep_gpus() -> None:
+    """Write what nodes newly reported of their GPUs. Idempotent; the next one makes up for a lost task."""
+    report = follow_gpus()
+    if report.gone or report.forgotten:
+        logger.info("gpus_swept written=%d gone=%d forgotten=%d", report.written, report.gone, report.forgotten)
 
 
 @shared_task(name="nodes.tasks.tell_failed_reloads")  # type: ignore[untyped-decorator]  # Celery ships no types

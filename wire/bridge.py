@@ -37,7 +37,8 @@ class Message(msgspec.Struct, tag_field="type", omit_defaults=True, kw_only=True
 class GpuInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     """One GPU as the node sees it. Memory in MiB, temperature in Celsius, power in watts; a field is None when unknown.
 
-    ``gpu_id``: the node's own name for it, unique on the node; empty = the index names it.
+    ``gpu_id``: the node's own name for it, unique on the node; empty = the index names it. ``group``: GPUs of one PCI or NVLink
+    group share the word. ``max_batch``: requests at once; ``max_context_tokens``: prompt and answer of one request together.
     """
 
     index: int
@@ -48,6 +49,14 @@ class GpuInfo(msgspec.Struct, omit_defaults=True, kw_only=True):
     temperature_c: float | None = None
     power_w: float | None = None
     gpu_id: str = ""
+    vendor: str = ""
+    compute_capability: str = ""
+    driver_version: str = ""
+    runtime_version: str = ""
+    group: str = ""
+    max_batch: int | None = None
+    max_context_tokens: int | None = None
+    active_requests: int | None = None
 
 
 class ReplicaInfo(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -189,7 +189,16 @@ def _to_register(said: agent.AgentRegister) -> tuple[bridge.Register, list[str]]
         agent_version=said.agent_version,
         gpus=[
             bridge.GpuInfo(
-                index=index, name=f"{gpu.vendor} {gpu.model}".strip(), memory_total_mb=gpu.vram_mb, gpu_id=gpu.gpu_id
+                index=index,
+                name=f"{gpu.vendor} {gpu.model}".strip(),
+                memory_total_mb=gpu.vram_mb,
+                gpu_id=gpu.gpu_id,
+                vendor=gpu.vendor,
+                compute_capability=gpu.compute_capability,
+                driver_version=gpu.driver_version,
+                runtime_version=gpu.cuda_version,
+                max_batch=said.capacity.max_concurrent_requests,
+                max_context_tokens=said.capacity.max_context_tokens,
             )
             for index, gpu in enumerate(said.gpus)
         ],
@@ -296,6 +305,7 @@ def to_telemetry(said: agent.AgentHeartbeat, *, before: bridge.Telemetry) -> bri
         if (state := states.get(gpu.gpu_id)) is not None:
             gpu.utilization_percent, gpu.memory_used_mb = state.load_percent, state.vram_used_mb
             gpu.temperature_c, gpu.power_w = state.temperature_c, state.power_w
+            gpu.active_requests = state.active_requests
     replicas, available = before.replicas, before.available
     if said.models_loaded is not None:
         replicas, available = _follow_models(replicas, available, said.models_loaded)

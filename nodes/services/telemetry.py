@@ -80,7 +80,12 @@ def describe_telemetry(node: Node, *, now: datetime) -> NodeTelemetry:
     age_s = heartbeat_age_s(presence, now=now)
     freshness = judge_freshness(age_s, limits().nodes, protocol=presence.protocol)
     replicas = read_replicas(presence.replicas)
-    gpus = read_stored(presence.gpus, list[GpuInfo]) or _guess_gpus(node, presence)
+    gpus = read_stored(presence.gpus, list[GpuInfo]) or guess_gpus(
+        name=node.gpu_name,
+        total_mb=node.vram_total_mb,
+        used_mb=presence.vram_used_mb,
+        load_percent=presence.gpu_util_percent,
+    )
     available = [str(name) for name in presence.available_models or ()]
     memory = read_stored(presence.memory, MemoryInfo)
     return NodeTelemetry(
@@ -170,19 +175,11 @@ def _draw_parts(named: Iterable[tuple[str, str, int]], total: int) -> tuple[Memo
     return tuple(parts)
 
 
-def _guess_gpus(node: Node, presence: NodePresence) -> list[GpuInfo]:
-    # A node that gives no telemetry named its GPU when it registered, and says over REST how busy it is.
-    if not node.gpu_name:
+def guess_gpus(*, name: str, total_mb: int | None, used_mb: int | None, load_percent: float | None) -> list[GpuInfo]:
+    """Return the GPU of a node that gives no telemetry: it named that when it registered, and says over REST how busy it is."""
+    if not name:
         return []
-    return [
-        GpuInfo(
-            index=0,
-            name=node.gpu_name,
-            memory_total_mb=node.vram_total_mb,
-            memory_used_mb=presence.vram_used_mb,
-            utilization_percent=presence.gpu_util_percent,
-        )
-    ]
+    return [GpuInfo(index=0, name=name, memory_total_mb=total_mb, memory_used_mb=used_mb, utilization_percent=load_percent)]
 
 
 def _of_state(replicas: Iterable[ReplicaInfo], *states: str) -> tuple[ReplicaInfo, ...]:

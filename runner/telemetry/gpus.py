@@ -108,6 +108,11 @@ class NvmlProbe:
             utilization_percent=float(rates.gpu) if rates is not None else None,
             temperature_c=float(celsius) if celsius is not None else None,
             power_w=milliwatts / 1000 if milliwatts is not None else None,
+            gpu_id=_text(self._read("nvmlDeviceGetUUID", handle)) or "",
+            vendor="nvidia",
+            compute_capability=".".join(map(str, self._read("nvmlDeviceGetCudaComputeCapability", handle) or ())),
+            driver_version=_text(self._read("nvmlSystemGetDriverVersion")) or "",
+            runtime_version=_describe_cuda(self._read("nvmlSystemGetCudaDriverVersion")),
         )
 
     def _list_processes(self, kind: str, handle: Any) -> dict[int, int | None] | None:
@@ -138,6 +143,11 @@ def open_nvml(visible: str | None) -> NvmlProbe | None:
     if visible not in (None, "", "-1") and not probe.sample():
         log.warning("CUDA_VISIBLE_DEVICES selects no whole GPU, so memory is judged by that of the host")
     return probe
+
+
+def _describe_cuda(version: int | None) -> str:
+    # 12020 is 12.2.
+    return f"{version // 1000}.{version % 1000 // 10}" if version is not None else ""
 
 
 def _select_visible(visible: str, gpus: list[tuple[int, str]]) -> set[int]:
@@ -219,6 +229,7 @@ def read_card(device: Path, *, index: int) -> GpuInfo:
         utilization_percent=float(busy) if busy is not None else None,
         temperature_c=millicelsius / 1000 if millicelsius is not None else None,
         power_w=microwatts / 1_000_000 if microwatts is not None else None,
+        vendor="amd",
     )
 
 

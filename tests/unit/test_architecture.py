@@ -48,6 +48,7 @@ NUMBERS: dict[str, str] = {
     "governance/notices.py": "_UNREADABLE_LOCK",
     "governance/operations/proposals.py": "_PROPOSER_LOCK",
     "nodes/services/drains.py": "LOCK_KEY",
+    "nodes/services/gpus.py": "_LOCK",
     # Formats of ours, part of what is stored or sent.
     "gateway/models.py": "TAIL_CHARS",
     "runner/ledger/database.py": "SCHEMA_VERSION",
@@ -265,7 +266,8 @@ def test_functions_fit_a_screen() -> None:
 
 def test_modules_stay_small() -> None:
     counts = {name: len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in shipped_modules()}
-    assert not {name: count for name, count in counts.items() if count > MAX_MODULE_LINES}
+    # The limits are a list: each bound is a line or two of it, and none is written anywhere else.
+    assert not {name: count for name, count in counts.items() if count > MAX_MODULE_LINES and name not in LIMITS}
 
 
 def _is_number(node: ast.expr) -> bool:

@@ -35,6 +35,7 @@ from gateway.services.tenants import change_response_policy
 from governance.admin_tokens import create_admin_token
 from governance.notices import add_webhook
 from governance.web.pages import STRICT_POLICY
+from nodes.services.gpus import follow_gpus
 from tests.fakes.governed_team import make_governed
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, make_gateway, make_key, make_node, make_operator, make_presence, make_record
@@ -166,7 +167,8 @@ def test_posting_to_a_row_or_to_its_deletion_is_refused(boss: Client) -> None:
     keep_answer(key)
     make_record()
     make_gateway()
-    make_node()
+    make_presence(make_node(), gpus=[{"index": 0, "name": "NVIDIA L4"}])
+    follow_gpus()
     allow_model(name="tiny", actor=ACTOR)
     create_alias(name="small", targets=[Target("tiny")], actor=ACTOR)
     create_admin_token(name="tests", actor=ACTOR)

@@ -74,6 +74,7 @@ def test_amd_gpus_are_read_from_the_files_of_their_driver(tmp_path: Path) -> Non
     first = amd[0].index
     fields = {
         "memory_total_mb": 16_384, "memory_used_mb": 3072, "utilization_percent": 42.0, "temperature_c": 61.0, "power_w": 187.0,
+        "vendor": "amd",
     }  # fmt: skip
     assert amd == [
         GpuInfo(index=first, name="Radeon PRO W7900", **fields),  # type: ignore[arg-type]  # values of several types

@@ -1,0 +1,201 @@
+"""GPUs of the fleet: one row each, brought in line with what nodes report of them, whichever way they report it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+import msgspec
+from django.db import connection, transaction
+from django.db.models import QuerySet
+from django.db.models.functions import Now
+
+from core.limits import limits
+from nodes.models import Gpu, ProviderState
+from nodes.reports import read_stored
+from nodes.services.telemetry import guess_gpus
+from wire.bridge import GpuInfo
+
+_LOCK = 0x6D73_6770
+"""Key of the advisory lock: one sweep of GPUs at a time, however many workers run."""
+_VENDORS = ("nvidia", "amd", "apple", "intel")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuReport:
+    """What changed. ``written``: GPUs that nodes reported; ``gone``: no longer named; ``forgotten``: gone for too long."""
+
+    written: int = 0
+    gone: int = 0
+    forgotten: int = 0
+
+
+def follow_gpus() -> GpuReport:
+    """Write what nodes newly reported of their GPUs. Idempotent; two at once do the work of one.
+
+    Every way of reporting ends in the row of a node's presence, and this reads those rows: a gateway that heard a node, a
+    heartbeat, a registration and a poll of capabilities cost no statement more, and a node with sockets on several gateways
+    is written once. A round of 1,000 nodes has five statements.
+    """
+    report, after = GpuReport(), uuid.UUID(int=0)
+    while True:
+        with transaction.atomic():
+            if not _take_lock():
+                return report
+            batch = _read_news(after)
+            if batch:
+                report = _write(batch, report)
+        if len(batch) < limits().nodes.gpu_batch:
+            return report
+        after = batch[-1].node_id
+
+
+@dataclass(frozen=True, slots=True)
+class _News:
+    """What a node reported of its GPUs, and when it was heard."""
+
+    node_id: uuid.UUID
+    heard_at: datetime
+    gpus: object
+    gpu_name: str
+    vram_total_mb: int | None
+    vram_used_mb: int | None
+    load_percent: float | None
+    active: int
+
+
+_READ_NEWS = """
+SELECT p.node_id, p.last_heartbeat_at, p.gpus::text, n.gpu_name, n.vram_total_mb, p.vram_used_mb, p.gpu_util_percent,
+       p.active_requests
+  FROM nodes_nodepresence AS p JOIN nodes_node AS n ON n.id = p.node_id
+  LEFT JOIN (SELECT node_id, max(last_seen_at) AS seen_at, bool_or(gone_at IS NULL) AS is_there
+               FROM nodes_gpu GROUP BY node_id) AS g USING (node_id)
+ WHERE p.node_id > %(after)s
+   AND p.last_heartbeat_at IS NOT NULL
+   AND (g.seen_at IS NULL OR p.last_heartbeat_at >= g.seen_at + make_interval(secs => %(refresh)s))
+   AND (p.gpus <> '[]' OR n.gpu_name <> '' OR g.is_there)
+ ORDER BY p.node_id
+ LIMIT %(batch)s
+"""
+_WRITE = """
+INSERT INTO nodes_gpu (id, node_id, own_id, index, vendor, model, vram_mb, compute_capability, driver_version, runtime_version,
+                       "group", max_batch, max_context_tokens, load_percent, vram_used_mb, temperature_c, power_w,
+                       active_requests, first_seen_at, last_seen_at)
+SELECT r.*, r.seen_at
+  FROM jsonb_to_recordset(%(rows)s::jsonb) AS r(
+       id uuid, node_id uuid, own_id text, index integer, vendor text, model text, vram_mb integer, compute_capability text,
+       driver_version text, runtime_version text, "group" text, max_batch integer, max_context_tokens integer,
+       load_percent float8, vram_used_mb integer, temperature_c float8, power_w float8, active_requests integer,
+       seen_at timestamptz)
+    ON CONFLICT (id) DO UPDATE
+   SET index = excluded.index, vendor = excluded.vendor, model = excluded.model, vram_mb = excluded.vram_mb,
+       compute_capability = excluded.compute_capability, driver_version = excluded.driver_version,
+       runtime_version = excluded.runtime_version, "group" = excluded."group", max_batch = excluded.max_batch,
+       max_context_tokens = excluded.max_context_tokens, load_percent = excluded.load_percent,
+       vram_used_mb = excluded.vram_used_mb, temperature_c = excluded.temperature_c, power_w = excluded.power_w,
+       active_requests = excluded.active_requests, last_seen_at = excluded.last_seen_at, gone_at = NULL
+"""
+_MARK_GONE = """
+UPDATE nodes_gpu SET gone_at = statement_timestamp()
+ WHERE node_id = ANY(%(nodes)s) AND gone_at IS NULL AND NOT id = ANY(%(gpus)s)
+"""
+_FORGET = """
+DELETE FROM nodes_gpu AS g
+ USING (SELECT id, gone_at, row_number() OVER (PARTITION BY node_id ORDER BY gone_at DESC, id) AS place
+          FROM nodes_gpu WHERE gone_at IS NOT NULL) AS gone
+ WHERE g.id = gone.id
+   AND (gone.place > %(most)s OR gone.gone_at < statement_timestamp() - make_interval(secs => %(kept)s))
+"""
+
+
+def _take_lock() -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [_LOCK])
+        row = cursor.fetchone()
+    return bool(row and row[0])
+
+
+def _read_news(after: uuid.UUID) -> list[_News]:
+    values: dict[str, str | float | uuid.UUID] = {
+        "after": after,
+        "refresh": limits().nodes.gpu_refresh_s,
+        "batch": limits().nodes.gpu_batch,
+    }
+    with connection.cursor() as cursor:
+        cursor.execute(_READ_NEWS, values)
+        return [_News(*row) for row in cursor.fetchall()]
+
+
+def _write(batch: Sequence[_News], before: GpuReport) -> GpuReport:
+    rows = [row for news in batch for row in _list_rows(news)]
+    with connection.cursor() as cursor:
+        if rows:
+            cursor.execute(_WRITE, {"rows": msgspec.json.encode([row for _, row in rows]).decode()})
+        cursor.execute(_MARK_GONE, {"nodes": [news.node_id for news in batch], "gpus": [gpu_id for gpu_id, _ in rows]})
+        gone = cursor.rowcount
+        cursor.execute(_FORGET, {"most": limits().nodes.gpu_gone_per_node, "kept": limits().nodes.gpu_gone_s})
+        forgotten = cursor.rowcount
+    return GpuReport(before.written + len(rows), before.gone + gone, before.forgotten + forgotten)
+
+
+def _list_rows(news: _News) -> Iterable[tuple[uuid.UUID, dict[str, object]]]:
+    """Yield id and row of each GPU of a node, in the order in which everybody writes them; of GPUs with one name the first."""
+    named: dict[str, GpuInfo] = {}
+    for gpu in _read_gpus(news):
+        named.setdefault(gpu.gpu_id or str(gpu.index), gpu)
+    is_only = len(named) == 1
+    for own_id, gpu in sorted(named.items()):
+        gpu_id = derive_gpu_id(news.node_id, own_id)
+        yield (
+            gpu_id,
+            {
+                "id": gpu_id,
+                "node_id": news.node_id,
+                "own_id": own_id,
+                "index": gpu.index,
+                "vendor": gpu.vendor or _guess_vendor(gpu.name),
+                "model": gpu.name,
+                "vram_mb": gpu.memory_total_mb,
+                "compute_capability": gpu.compute_capability,
+                "driver_version": gpu.driver_version,
+                "runtime_version": gpu.runtime_version,
+                "group": gpu.group,
+                "max_batch": gpu.max_batch,
+                "max_context_tokens": gpu.max_context_tokens,
+                "load_percent": gpu.utilization_percent,
+                "vram_used_mb": gpu.memory_used_mb,
+                "temperature_c": gpu.temperature_c,
+                "power_w": gpu.power_w,
+                # All that runs on a node with one GPU runs on that.
+                "active_requests": news.active if gpu.active_requests is None and is_only else gpu.active_requests,
+                "seen_at": news.heard_at,
+            },
+        )
+
+
+def _read_gpus(news: _News) -> list[GpuInfo]:
+    gpus = read_stored(msgspec.json.decode(str(news.gpus)), list[GpuInfo]) or []
+    return gpus or guess_gpus(
+        name=news.gpu_name, total_mb=news.vram_total_mb, used_mb=news.vram_used_mb, load_percent=news.load_percent
+    )
+
+
+def derive_gpu_id(node_id: uuid.UUID, own_id: str) -> uuid.UUID:
+    """Return the fleet-wide id of a GPU (UUIDv5), from that of its node and what the node calls it."""
+    return uuid.uuid5(node_id, own_id)
+
+
+def _guess_vendor(name: str) -> str:
+    first = name.partition(" ")[0].lower()
+    return first if first in _VENDORS else ""
+
+
+def list_gpus(*, node_id: uuid.UUID | None = None, with_gone: bool = False) -> QuerySet[Gpu]:
+    """Return GPUs, each with its node and the time at which it was read; those of deleted providers are left out."""
+    gpus = Gpu.objects.select_related("node__presence", "node__provider").exclude(node__provider__state=ProviderState.DELETED)
+    gpus = gpus.annotate(database_now=Now())
+    if node_id is not None:
+        gpus = gpus.filter(node_id=node_id)
+    return gpus if with_gone else gpus.filter(gone_at=None)
