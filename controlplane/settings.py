@@ -254,6 +254,8 @@ _limits = read_limits()
 if not read_bool("MUSTER_KEEP_ENGINE_ERRORS", default=True):
     _limits = replace(_limits, gateway=replace(_limits.gateway, max_engine_error_chars=0))
 install(_limits)
+# What prices and costs are in; a word for people, nothing is converted.
+CURRENCY = read_text("MUSTER_CURRENCY", "EUR")
 # Where other gateways reach this one, and the secret they show. Both empty = a single gateway.
 GATEWAY_INTERNAL_URL = read_text("MUSTER_INTERNAL_URL")
 # What the acknowledgement tells our own nodes to dial as well; empty = only the gateway they found.

@@ -480,6 +480,9 @@ class GatewayLimits:
         setting="MUSTER_RATE_LIMIT_RPM",
         minimum=1,
     )
+    # JSON numbers that every reader takes exactly; as millionths of a currency nine thousand million.
+    budget_amount: int = bound(2**53 - 1, "", "A larger limit or budget of a key or a tenant is refused.")
+    price: int = bound(1_000_000, "", "A higher price of a million tokens, in the currency, is refused.")
     placed_among: int = bound(16, "nodes", "So many of the nodes of a model, others each time, are compared for a request.")
     max_requeues: int = bound(
         3,

@@ -29,6 +29,9 @@ class Tenant(models.Model):
     responses_kept_days = models.PositiveIntegerField(
         default=30, db_default=30, help_text="How many days a kept answer can be asked for again"
     )
+    budgets = models.JSONField(
+        default=list, db_default=[], blank=True, help_text="What all its keys may use together: [{kind, amount, is_hard}]"
+    )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
 
@@ -58,6 +61,7 @@ class ApiKey(models.Model):
         db_default=Priority.NORMAL.value,
         help_text="How a node orders what waits on it",
     )
+    budgets = models.JSONField(default=list, db_default=[], blank=True, help_text="What it may use: [{kind, amount, is_hard}]")
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
     last_used_at = models.DateTimeField(null=True, blank=True)
@@ -117,6 +121,19 @@ class Model(models.Model):
     )
     tidy = models.BooleanField(
         default=False, db_default=False, help_text="Put chunks of its chat streams right for strict clients"
+    )
+    input_price = models.DecimalField(
+        max_digits=14, decimal_places=6, default=0, db_default=0, help_text="Of a million prompt tokens, in MUSTER_CURRENCY"
+    )
+    cached_price = models.DecimalField(
+        max_digits=14,
+        decimal_places=6,
+        default=0,
+        db_default=0,
+        help_text="Of a million prompt tokens that the node had cached",
+    )
+    output_price = models.DecimalField(
+        max_digits=14, decimal_places=6, default=0, db_default=0, help_text="Of a million generated tokens"
     )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)

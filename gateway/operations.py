@@ -12,11 +12,11 @@ from gateway.models import ApiKey, Model, Tenant
 from gateway.services.errors import ServiceError
 from gateway.services.explanations import join_names
 from gateway.services.keys import find_api_key, list_api_keys, raise_key_limit
-from gateway.services.limits import CAPS, PRIORITY, RATE, key_limit, model_caps, tenant_limit
+from gateway.services.limits import CAPS, PRIORITY, RATE, hard_budgets, key_limit, model_caps, tenant_limit
 from gateway.services.limits import LIMIT_RAISE as NAME
 from gateway.services.models import find_model, list_models, raise_model_caps
 from gateway.services.tenants import change_tenant_limit, find_tenant, list_tenants
-from gateway.values import Priority
+from gateway.values import BudgetKind, Priority
 from governance.errors import InvalidProposal
 from governance.registry import Description, Done, Impact, Line, NotNow, Request, RunOrder, Sent, Signer
 from nodes.services.availability import Has, ServingNode, read_nodes_of
@@ -34,6 +34,16 @@ class _Param(NamedTuple):
     offer: str
 
 
+_BUDGETS = {
+    BudgetKind.ALL_REQUESTS_PER_MINUTE: ("Requests per minute over all gateways", "{:,} a minute over all gateways"),
+    BudgetKind.TOKENS_PER_MINUTE: ("Tokens per minute", "{:,} tokens a minute"),
+    BudgetKind.CONCURRENT_REQUESTS: ("Requests at a time", "{:,} at a time"),
+    BudgetKind.TOKENS_PER_DAY: ("Tokens per day", "{:,} tokens a day"),
+    BudgetKind.TOKENS_PER_MONTH: ("Tokens per month", "{:,} tokens a month"),
+    BudgetKind.COST_PER_DAY: ("Cost per day, in millionths of the currency", "{:,} millionths a day"),
+    BudgetKind.COST_PER_MONTH: ("Cost per month, in millionths of the currency", "{:,} millionths a month"),
+}
+_BUDGET_HELP = "Of keys and tenants that have a hard one."
 _PARAMS = {
     RATE: _Param("keys and tenants", "Requests per minute", "Of keys and tenants.", "{} a minute"),
     PRIORITY: _Param("keys", "Priority", "Of keys.", "{}"),
@@ -49,6 +59,10 @@ _PARAMS = {
         "Of models: so many may wait for a node; what comes then is refused.",
         "{:,} waiting",
     ),
+    **{
+        kind.value: _Param("keys and tenants that have it", label, _BUDGET_HELP, offer)
+        for kind, (label, offer) in _BUDGETS.items()
+    },
 }
 
 
@@ -78,7 +92,7 @@ class _Holder:
 
 
 class LimitRaise:
-    """More requests per minute for keys or tenants, high priority for keys, higher caps for models.
+    """More requests per minute and higher budgets for keys or tenants, high priority for keys, higher caps for models.
 
     Lowering needs nobody's approval.
     """
@@ -90,8 +104,9 @@ class LimitRaise:
     def clean(self, targets: Sequence[str], params: Mapping[str, object]) -> Request:
         """Return the request: targets ``key:<id>``, ``tenant:<name>`` or ``model:<name>``, and params that fit all of them.
 
-        Keys: requests_per_minute, priority "high". Tenants: requests_per_minute. Models: max_tokens, max_prompt_chars,
-        max_queue. Raises InvalidProposal: also for what is no raise, which can be done at once.
+        Keys: requests_per_minute, priority "high". Tenants: requests_per_minute. Both: the kinds of their hard budgets.
+        Models: max_tokens, max_prompt_chars, max_queue. Raises InvalidProposal: also for what is no raise, which can be done at
+        once.
         """
         cleaned = _clean_params(params)
         holders = []
@@ -156,12 +171,19 @@ class LimitRaise:
                     priority=chosen if isinstance(chosen, str) else None,
                     actor=ACTOR,
                     order=order,
+                    budgets=_read_budgets(params),
                 )
             elif kind == MODEL:
                 caps = {cap: _read_number(params, cap) for cap in CAPS}
                 raise_model_caps(name=name, actor=ACTOR, order=order, **caps)
             else:
-                change_tenant_limit(name=name, requests_per_minute=_read_number(params, RATE), actor=ACTOR, order=order)
+                change_tenant_limit(
+                    name=name,
+                    requests_per_minute=_read_number(params, RATE),
+                    actor=ACTOR,
+                    order=order,
+                    budgets=_read_budgets(params),
+                )
         except ServiceError as error:
             raise InvalidProposal(error.message, param=error.param) from None
         return Done("The new limits apply within seconds, to requests that arrive from then on.")
@@ -175,9 +197,17 @@ def _clean_params(params: Mapping[str, object]) -> dict[str, object]:
         if name == PRIORITY:
             if value != Priority.HIGH.value:
                 raise InvalidProposal("Only high priority is asked for; normal and low can be set at once.", param=PRIORITY)
-        elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limits().gateway.record_integer:
-            raise InvalidProposal(f"{name} must be a whole number from 1 to {limits().gateway.record_integer}.", param=name)
+        elif not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _most(name):
+            raise InvalidProposal(f"{name} must be a whole number from 1 to {_most(name)}.", param=name)
     return dict(params)
+
+
+def _most(name: str) -> int:
+    return limits().gateway.budget_amount if name in _BUDGETS else limits().gateway.record_integer
+
+
+def _read_budgets(params: Mapping[str, object]) -> dict[str, int]:
+    return {name: value for name, value in params.items() if name in _BUDGETS and isinstance(value, int)}
 
 
 def _require_fitting(holder: _Holder, name: str) -> None:
@@ -214,7 +244,7 @@ def _find(target: str) -> _Holder | None:
 
 
 def _describe_tenant(tenant: Tenant) -> _Holder:
-    return _Holder(f"{TENANT}:{tenant.name}", f"tenant {tenant.name}", {RATE: tenant_limit(tenant)})
+    return _Holder(f"{TENANT}:{tenant.name}", f"tenant {tenant.name}", {RATE: tenant_limit(tenant), **hard_budgets(tenant)})
 
 
 def _describe_model(model: Model) -> _Holder:
@@ -224,7 +254,7 @@ def _describe_model(model: Model) -> _Holder:
 
 def _describe_key(key: ApiKey) -> _Holder:
     label = f"key {key.name} of {key.tenant.name}"
-    today: dict[str, int | str] = {RATE: key_limit(key), PRIORITY: key.priority}
+    today: dict[str, int | str] = {RATE: key_limit(key), PRIORITY: key.priority, **hard_budgets(key)}
     return _Holder(f"{KEY}:{key.pk}", label, today, is_usable=key.revoked_at is None)
 
 
@@ -232,7 +262,7 @@ def _make_field(name: str) -> dict[str, object]:
     common = {"name": name, "label": _PARAMS[name].label, "help": _PARAMS[name].help, "required": False}
     if name == PRIORITY:
         return {**common, "kind": "select", "choices": [("", "as it is"), (Priority.HIGH.value, "high")]}
-    return {**common, "kind": "number", "min": 1, "max": limits().gateway.record_integer}
+    return {**common, "kind": "number", "min": 1, "max": _most(name)}
 
 
 def _preview_tenants(names: Sequence[str]) -> list[Impact]:

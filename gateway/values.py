@@ -95,6 +95,62 @@ def judge_outcome(state: RequestState, status_code: int | None) -> RequestOutcom
     return _OUTCOMES.get(state)
 
 
+class BudgetKind(StrEnum):
+    """What all gateways together let a key or a tenant use: limits, of now or a minute, and budgets, of a UTC day or month."""
+
+    ALL_REQUESTS_PER_MINUTE = "all_requests_per_minute"
+    TOKENS_PER_MINUTE = "tokens_per_minute"
+    CONCURRENT_REQUESTS = "concurrent_requests"
+    TOKENS_PER_DAY = "tokens_per_day"
+    TOKENS_PER_MONTH = "tokens_per_month"
+    COST_PER_DAY = "cost_per_day"
+    COST_PER_MONTH = "cost_per_month"
+
+    @property
+    def is_cost(self) -> bool:
+        return self in (BudgetKind.COST_PER_DAY, BudgetKind.COST_PER_MONTH)
+
+    @property
+    def is_budget(self) -> bool:
+        """Whether it is for a day or a month, so that it can be soft; every other one is a limit, and hard."""
+        return self.is_cost or self in (BudgetKind.TOKENS_PER_DAY, BudgetKind.TOKENS_PER_MONTH)
+
+
+class Budget(msgspec.Struct, frozen=True):
+    """``amount``: requests, tokens, or millionths of the currency. A soft one refuses nothing; its use is told of."""
+
+    kind: BudgetKind
+    amount: int
+    is_hard: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedBudget:
+    """A hard budget that a request draws on. ``owner``: ``key:<id>`` or ``tenant:<name>``, ``label``: the same for people."""
+
+    owner: str
+    label: str
+    budget: Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Of a million tokens, in millionths of the currency."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+
+    def cost(self, *, prompt_tokens: int, cached_tokens: int = 0, completion_tokens: int) -> int:
+        """Return millionths of the currency, rounded up."""
+        cached = min(cached_tokens, prompt_tokens)
+        total = (prompt_tokens - cached) * self.input + cached * self.cached + completion_tokens * self.output
+        return -(-total // MILLION)
+
+
+MILLION = 10**6
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """An authenticated client. ``allowed_models`` empty means every allow-listed model.
@@ -110,6 +166,8 @@ class Caller:
     priority: Priority = Priority.NORMAL
     stores_responses: bool = False
     responses_kept_days: int = 30
+    budgets: tuple[OwnedBudget, ...] = ()
+    """The hard ones of the key and of its tenant."""
 
 
 class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +238,7 @@ class ModelEntry:
     canary_answer: str = ""
     version: int = field(default=0, compare=False)
     """Another one whenever the row is written."""
+    price: Price = Price()
 
 
 if TYPE_CHECKING:

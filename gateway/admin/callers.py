@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from typing import ClassVar
 
 from django import forms
@@ -26,11 +27,18 @@ from unfold.widgets import (
 from core.admin_pages import Created, CreatingAdmin, NextStep, Offer, RowChange, Values, column
 from core.limits import limits
 from gateway.models import ApiKey, Model, StoredResponse, Tenant
-from gateway.services.keys import change_key_limits, create_api_key, revoke_api_key
-from gateway.services.limits import default_limit, key_limit, tenant_limit
+from gateway.services.keys import change_key_budgets, change_key_limits, create_api_key, revoke_api_key
+from gateway.services.limits import default_limit, hard_budgets, key_limit, read_budgets, tenant_limit
 from gateway.services.responses import forget_responses
-from gateway.services.tenants import change_response_policy, change_tenant_limit, create_tenant, disable_tenant, enable_tenant
-from gateway.values import Priority
+from gateway.services.tenants import (
+    change_response_policy,
+    change_tenant_budgets,
+    change_tenant_limit,
+    create_tenant,
+    disable_tenant,
+    enable_tenant,
+)
+from gateway.values import MILLION, Budget, BudgetKind, Priority
 from wire import clock
 
 
@@ -62,6 +70,76 @@ class NameListField(forms.CharField):
 
     def prepare_value(self, value: object) -> object:
         return "\n".join(value) if isinstance(value, list) else value
+
+
+class BudgetsField(forms.CharField):
+    """Budgets, one to a line: a kind, an amount and perhaps ``soft``. Cleans to a list of Budget; of costs in the currency."""
+
+    widget = UnfoldAdminTextareaWidget(attrs={"rows": 7, "placeholder": "tokens_per_day 1000000", "spellcheck": "false"})
+
+    def clean(self, value: str) -> list[Budget]:
+        """Return the budgets. Raises ValidationError, which says the line."""
+        lines = super().clean(value).splitlines()
+        return [_read_budget(number, line.split()) for number, line in enumerate(lines, 1) if line.strip()]
+
+    def prepare_value(self, value: object) -> object:
+        return "\n".join(map(_print_budget, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _read_budget(number: int, words: list[str]) -> Budget:
+    kind, amount, *rest = [*words, "", ""][: max(2, len(words))]
+    if kind not in set(BudgetKind):
+        raise forms.ValidationError(f"Line {number}: give one of {', '.join(BudgetKind)}, not {kind[:40]}.", code="kind")
+    problem = forms.ValidationError(f"Line {number}: write {kind}, an amount such as 1000, and perhaps soft.", code="budget")
+    try:
+        figure = Decimal(amount.replace("_", "")) * (MILLION if BudgetKind(kind).is_cost else 1)
+        whole = int(figure)
+    except (ArithmeticError, ValueError):
+        raise problem from None
+    if whole != figure or rest not in ([], ["soft"], ["hard"]):
+        raise problem
+    return Budget(BudgetKind(kind), whole, is_hard=rest != ["soft"])
+
+
+def _print_budget(budget: Budget) -> str:
+    amount = f"{Decimal(budget.amount) / MILLION:f}" if budget.kind.is_cost else str(budget.amount)
+    return f"{budget.kind} {amount}" + ("" if budget.is_hard else " soft")
+
+
+def _print_budgets(holder: ApiKey | Tenant) -> str:
+    return "; ".join(map(_print_budget, read_budgets(holder))) or "none"
+
+
+class BudgetsForm(forms.Form):
+    """What all gateways together let a key or a tenant use."""
+
+    budgets = BudgetsField(
+        label="Limits and budgets",
+        required=False,
+        help_text=f"One to a line: {', '.join(BudgetKind)}, and the amount; a cost is in {settings.CURRENCY}. 0 refuses "
+        "every request. Behind a budget of a day or a month (UTC), soft: it refuses nothing, and webhooks are told.",
+    )
+
+
+BUDGETS_EXPLANATION = (
+    "Takes effect within seconds, for requests that arrive from then on. All gateways count together. "
+    "A higher hard budget needs approval once there is a policy; a new one does not."
+)
+
+
+def _budget_key(key: ApiKey, actor: str, values: Values) -> str:
+    change_key_budgets(key_id=key.pk, budgets=values["budgets"], actor=actor)
+    return f"Changed the budgets of {key.name}."
+
+
+def _budget_tenant(tenant: Tenant, actor: str, values: Values) -> str:
+    change_tenant_budgets(name=tenant.name, budgets=values["budgets"], actor=actor)
+    return f"Changed the budgets of {tenant.name}."
+
+
+def _list_more(holder: ApiKey | Tenant, budgets: list[Budget]) -> dict[str, object]:
+    today = hard_budgets(holder)
+    return {one.kind.value: one.amount for one in budgets if one.is_hard and one.amount > today.get(one.kind, one.amount)}
 
 
 KEY_RATE_HELP = "Empty: the tenant's limit, else the installation's default."
@@ -164,8 +242,8 @@ class ApiKeyAdmin(CreatingAdmin):
     list_filter = ("tenant", ("revoked_at", admin.EmptyFieldListFilter))
     search_fields = ("name", "keyid", "tenant__name")
     fields = (
-        "name", "show_prefix", "tenant", "show_state", "requests_per_minute", "show_models", "priority", "last_used_at",
-        "created_at", "expires_at", "revoked_at",
+        "name", "show_prefix", "tenant", "show_state", "requests_per_minute", "show_models", "priority", "show_budgets",
+        "last_used_at", "created_at", "expires_at", "revoked_at",
     )  # fmt: skip
     readonly_fields = fields
     create_form = ApiKeyForm
@@ -188,6 +266,18 @@ class ApiKeyAdmin(CreatingAdmin):
             },
         ),
         RowChange(
+            name="budgets",
+            label="Change budgets",
+            explanation=BUDGETS_EXPLANATION,
+            run=_budget_key,
+            is_offered=_is_usable,
+            form=BudgetsForm,
+            find_offer=lambda key, values: Offer(
+                operation="limit-raise", target=f"key:{key.pk}", params=_list_more(key, values["budgets"])
+            ),
+            read_initial=lambda key: {"budgets": read_budgets(key)},
+        ),
+        RowChange(
             name="revoke",
             label="Revoke",
             explanation="The key stops working everywhere within five seconds, for good. Requests under way end normally.",
@@ -208,6 +298,10 @@ class ApiKeyAdmin(CreatingAdmin):
             actor=actor,
         )
         return Created(row=key, secret=text, steps=_describe_use(key, text))
+
+    @column("Limits and budgets")
+    def show_budgets(self, key: ApiKey) -> str:
+        return _print_budgets(key)
 
     @column("Name", ordering="name")
     def show_name(self, key: ApiKey) -> SafeString:
@@ -323,7 +417,8 @@ class TenantAdmin(CreatingAdmin):
     list_display = ("name", "show_state", "show_rate", "show_keys", "show_kept", "created_at", "show_changes")
     search_fields = ("name",)
     fields = (
-        "name", "is_active", "requests_per_minute", "stores_responses", "responses_kept_days", "created_at", "updated_at",
+        "name", "is_active", "requests_per_minute", "show_budgets", "stores_responses", "responses_kept_days", "created_at",
+        "updated_at",
     )  # fmt: skip
     readonly_fields = fields
     empty_words = "A tenant is a team or a customer. API keys belong to one, and share its limits."
@@ -340,6 +435,17 @@ class TenantAdmin(CreatingAdmin):
             form=TenantLimitForm,
             find_offer=_offer_tenant_raise,
             read_initial=lambda tenant: {"requests_per_minute": tenant.requests_per_minute},
+        ),
+        RowChange(
+            name="budgets",
+            label="Change budgets",
+            explanation=BUDGETS_EXPLANATION,
+            run=_budget_tenant,
+            form=BudgetsForm,
+            find_offer=lambda tenant, values: Offer(
+                operation="limit-raise", target=f"tenant:{tenant.name}", params=_list_more(tenant, values["budgets"])
+            ),
+            read_initial=lambda tenant: {"budgets": read_budgets(tenant)},
         ),
         RowChange(
             name="responses",
@@ -396,6 +502,10 @@ class TenantAdmin(CreatingAdmin):
     @column("Requests/min", ordering="requests_per_minute")
     def show_rate(self, tenant: Tenant) -> str:
         return "default" if tenant.requests_per_minute is None else str(tenant.requests_per_minute)
+
+    @column("Limits and budgets")
+    def show_budgets(self, tenant: Tenant) -> str:
+        return _print_budgets(tenant)
 
     @column("Keys in use", ordering="usable_keys")
     def show_keys(self, tenant: Tenant) -> int:

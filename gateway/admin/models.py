@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 from django import forms
+from django.conf import settings
 from django.contrib import admin
 from django.db.models import JSONField, QuerySet, Value
 from django.http import HttpRequest
@@ -33,6 +34,7 @@ from gateway.services.models import (
     change_model_canary,
     change_model_caps,
     change_model_details,
+    change_model_prices,
     create_alias,
     delete_alias,
     disallow_model,
@@ -104,6 +106,28 @@ class ModelForm(ModelCapsForm):
     field_order = ("name", *CAPS)
 
 
+PRICES = ("input_price", "cached_price", "output_price")
+
+
+def _price_field(label: str) -> forms.DecimalField:
+    return forms.DecimalField(
+        label=label,
+        help_text=f"Of a million tokens, in {settings.CURRENCY}. 0: free.",
+        min_value=0,
+        max_value=limits().gateway.price,
+        decimal_places=6,
+        widget=UnfoldAdminTextInputWidget,
+    )
+
+
+class ModelPricesForm(forms.Form):
+    """What the tokens of a model cost."""
+
+    input_price = _price_field("Prompt")
+    cached_price = _price_field("Prompt, what the node had cached")
+    output_price = _price_field("Answer")
+
+
 def _allow(model: Model, actor: str, values: Values) -> str:
     allow_model(name=model.name, actor=actor)
     return f"Clients may use {model.name} from now on."
@@ -131,6 +155,11 @@ def _detail(model: Model, actor: str, values: Values) -> str:
     return f"Changed the details of {model.name}."
 
 
+def _price(model: Model, actor: str, values: Values) -> str:
+    change_model_prices(name=model.name, actor=actor, **{name: values[name] for name in PRICES})
+    return f"Changed the prices of {model.name}."
+
+
 def _ask_canary(model: Model, actor: str, values: Values) -> str:
     change_model_canary(name=model.name, actor=actor, question=values["question"], answer=values["answer"])
     return f"Nodes are asked for {model.name}." if values["question"] else f"Nodes are not asked for {model.name}."
@@ -148,7 +177,7 @@ class AllowListAdmin(CreatingAdmin):
     search_fields = ("name",)
     fields = (
         "name", "show_state", "show_nodes", "owned_by", "show_max_tokens", "show_max_prompt", "show_queue", "show_fallbacks",
-        "show_context", "show_tokenizer", "tidy", "canary_question", "canary_answer", "created_at", "updated_at",
+        "show_context", "show_tokenizer", "tidy", *PRICES, "canary_question", "canary_answer", "created_at", "updated_at",
     )  # fmt: skip
     readonly_fields = fields
     empty_words = "Clients may use the models that are allowed here. Models that nodes have appear by themselves, not allowed."
@@ -183,6 +212,15 @@ class AllowListAdmin(CreatingAdmin):
             run=_detail,
             form=ModelDetailsForm,
             read_initial=lambda model: {name: getattr(model, name) for name in DETAILS},
+        ),
+        RowChange(
+            name="prices",
+            label="Change prices",
+            explanation="Takes effect within seconds, for requests that arrive from then on. What was used until then keeps "
+            "its cost.",
+            run=_price,
+            form=ModelPricesForm,
+            read_initial=lambda model: {name: getattr(model, name) for name in PRICES},
         ),
         RowChange(
             name="canary",

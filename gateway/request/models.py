@@ -23,7 +23,17 @@ from core.limits import GatewayLimits
 from gateway.errors import GatewayError, MaxTokensTooLarge, ModelNotAllowed, ModelUnknown, PromptTooLarge
 from gateway.models import ApiKey, Model, ModelAlias
 from gateway.routing import AUTO, Alias, Target, may_use, resolve
-from gateway.values import Caller, InferenceRequest, ModelEntry, PoolOptions, Priority
+from gateway.values import (
+    MILLION,
+    Budget,
+    Caller,
+    InferenceRequest,
+    ModelEntry,
+    OwnedBudget,
+    PoolOptions,
+    Price,
+    Priority,
+)
 from nodes.services.sessions import NODE_VERSIONS
 
 logger = logging.getLogger("muster.gateway")
@@ -159,6 +169,7 @@ class Catalogue:
                 canary_question=row.canary_question,
                 canary_answer=row.canary_answer,
                 version=row.version,
+                price=Price(int(row.input_price * MILLION), int(row.cached_price * MILLION), int(row.output_price * MILLION)),
             )
             for row in (query if names is None else query.filter(name__in=names))
         ]
@@ -217,10 +228,19 @@ class Catalogue:
                 priority=Priority(key.priority),
                 stores_responses=tenant.stores_responses,
                 responses_kept_days=tenant.responses_kept_days,
+                budgets=(
+                    *_own_budgets(f"key:{key.pk}", f"the key {key.name}", key.budgets),
+                    *_own_budgets(f"tenant:{tenant.name}", f"the tenant {tenant.name}", tenant.budgets),
+                ),
             ),
             revoked=key.revoked_at is not None or not tenant.is_active,
             expires_at=key.expires_at.timestamp() if key.expires_at is not None else None,
         )
+
+
+def _own_budgets(owner: str, label: str, stored: object) -> list[OwnedBudget]:
+    budgets = msgspec.convert(stored, tuple[Budget, ...])
+    return [OwnedBudget(owner, label, budget) for budget in budgets if budget.is_hard]
 
 
 def _read_alias(row: ModelAlias) -> AliasEntry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 
 from django.db import transaction
@@ -15,18 +15,23 @@ from gateway.services.errors import InvalidValue, KeyNotFound, KeyRevoked
 from gateway.services.limits import (
     PRIORITY,
     RATE,
+    clean_budgets,
     clean_limit,
     clean_model_name,
     clean_name,
     clean_priority,
     key_limit,
+    read_budgets,
+    require_approved_budgets,
+    require_no_higher_budgets,
     require_no_promotion,
     require_no_raise,
     require_ordered,
+    store_budgets,
     tenant_limit,
 )
 from gateway.services.tenants import get_tenant
-from gateway.values import Priority
+from gateway.values import Budget, Priority
 from governance.audit import record_event
 from governance.registry import RunOrder
 from wire import clock
@@ -126,26 +131,55 @@ def change_key_limits(
 
 
 @transaction.atomic
-def raise_key_limit(
-    *, key_id: uuid.UUID, requests_per_minute: int | None, priority: str | None, actor: str, order: RunOrder
-) -> ApiKey:
-    """Carry out an approved raise of a key's rate, its priority or both (None = as it is).
+def change_key_budgets(*, key_id: uuid.UUID, budgets: Iterable[Budget], actor: str) -> ApiKey:
+    """Set what a key may use over all gateways; those that are left out are gone.
 
-    Raises InvalidValue, KeyNotFound, KeyRevoked, and ApprovalNeeded when ``order`` is no approved run for this key.
+    Raises InvalidValue, KeyNotFound, KeyRevoked, and ApprovalNeeded when a hard one grows, becomes soft or goes.
     """
-    limit = clean_limit(requests_per_minute, param="requests_per_minute")
-    given = {name: value for name, value in ((RATE, limit), (PRIORITY, priority)) if value is not None}
+    after = clean_budgets(budgets)
+    key = _lock_key(key_id)
+    require_no_higher_budgets(read_budgets(key), after, what=f"the key {key.name}")
+    before, key.budgets = key.budgets, store_budgets(after)
+    key.save(update_fields=["budgets", "updated_at"])
+    record_event(actor=actor, action="api_key.budgets", target=key.name, detail={"from": before, "to": key.budgets})
+    publish_hint("keys", str(key.pk))
+    return key
+
+
+@transaction.atomic
+def raise_key_limit(
+    *,
+    key_id: uuid.UUID,
+    requests_per_minute: int | None,
+    priority: str | None,
+    actor: str,
+    order: RunOrder,
+    budgets: Mapping[str, int] | None = None,
+) -> ApiKey:
+    """Carry out an approved raise: None = as it is. ``budgets``: new amounts of hard ones by kind. All of it or nothing.
+
+    Raises KeyNotFound, KeyRevoked; InvalidValue when the key has as much by now; ApprovalNeeded when ``order`` is no approved
+    run for this key.
+    """
+    limit, more = clean_limit(requests_per_minute, param="requests_per_minute"), dict(budgets or {})
+    given = {name: value for name, value in ((RATE, limit), (PRIORITY, priority)) if value is not None} | more
     require_ordered(order, target=f"key:{key_id}", params=given)
     key = _lock_key(key_id)
+    what = f"the key {key.name}"
     chosen = clean_priority(priority if priority is not None else key.priority)
     if limit is not None:
-        require_no_raise(before=key_limit(key), after=limit, otherwise=limit, what=f"the key {key.name}", order=order)
+        require_no_raise(before=key_limit(key), after=limit, otherwise=limit, what=what, order=order)
     require_no_promotion(before=key.priority, after=chosen, order=order)
-    before = {"requests_per_minute": key.requests_per_minute, "priority": key.priority}
-    key.requests_per_minute = limit if limit is not None else key.requests_per_minute
-    key.priority = chosen.value
-    key.save(update_fields=["requests_per_minute", "priority", "updated_at"])
-    after = {"requests_per_minute": key.requests_per_minute, "priority": key.priority}
+    after: dict[str, object] = {
+        "requests_per_minute": limit if limit is not None else key.requests_per_minute,
+        "priority": chosen.value,
+    }
+    if more:
+        after["budgets"] = store_budgets(require_approved_budgets(key, more, what=what, order=order))
+    before = {field: getattr(key, field) for field in after}
+    for field, value in after.items():
+        setattr(key, field, value)
+    key.save(update_fields=[*after, "updated_at"])
     record_event(actor=actor, action="api_key.raise", target=key.name, detail={"from": before, "to": after}, op_id=order.op_id)
     publish_hint("keys", str(key.pk))
     return key

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
+
+import msgspec
 
 from core.limits import limits
 from gateway.models import ApiKey, Model, Tenant
 from gateway.services.errors import InvalidValue, ServiceError
-from gateway.values import Priority
+from gateway.values import Budget, BudgetKind, Priority
 from governance.errors import NeedsApproval
 from governance.operations.approvals import require_approval
 from governance.registry import RunOrder
@@ -25,6 +27,13 @@ _UNITS = {
     "max_tokens": "tokens to generate",
     "max_prompt_chars": "characters of prompt",
     "max_queue": "waiting requests",
+    BudgetKind.ALL_REQUESTS_PER_MINUTE: "requests per minute over all gateways",
+    BudgetKind.TOKENS_PER_MINUTE: "tokens per minute",
+    BudgetKind.CONCURRENT_REQUESTS: "requests at a time",
+    BudgetKind.TOKENS_PER_DAY: "tokens per day",
+    BudgetKind.TOKENS_PER_MONTH: "tokens per month",
+    BudgetKind.COST_PER_DAY: "millionths of the currency per day",
+    BudgetKind.COST_PER_MONTH: "millionths of the currency per month",
 }
 
 
@@ -99,6 +108,66 @@ def require_approved_caps(model: Model, caps: Mapping[str, int], *, order: RunOr
     require_ordered(order, target=f"model:{model.name}", params=caps)
     _require(f"More for the model {model.name}.", next(iter(caps), ""), order)
     _require_rise(caps, model_caps(model), what=f"the model {model.name}")
+
+
+def read_budgets(holder: ApiKey | Tenant) -> tuple[Budget, ...]:
+    return msgspec.convert(holder.budgets, tuple[Budget, ...])
+
+
+def hard_budgets(holder: ApiKey | Tenant) -> dict[str, int]:
+    """Return the amounts that a key or a tenant cannot pass, by kind."""
+    return {budget.kind.value: budget.amount for budget in read_budgets(holder) if budget.is_hard}
+
+
+def require_no_higher_budgets(before: Iterable[Budget], after: Iterable[Budget], *, what: str) -> None:
+    """Let budgets pass under which no hard one grows, becomes soft or goes. Raises ApprovalNeeded."""
+    left = {budget.kind: budget.amount for budget in after if budget.is_hard}
+    for budget in before:
+        if not budget.is_hard or left.get(budget.kind, budget.amount + 1) <= budget.amount:
+            continue
+        if budget.kind in left:
+            why = _say_more(budget.kind, left[budget.kind], budget.amount, what=what)
+        else:
+            why = f"Without its hard {budget.kind} of {budget.amount} {what} has more than today; propose a higher one instead."
+        _require(why, budget.kind, None)
+
+
+def require_approved_budgets(holder: ApiKey | Tenant, wanted: Mapping[str, int], *, what: str, order: RunOrder) -> list[Budget]:
+    """Return the budgets with those that an approved run brings; each more than today.
+
+    Raises ApprovalNeeded, and InvalidValue when one is no more than today.
+    """
+    _require(f"More for {what}.", next(iter(wanted), ""), order)
+    today = hard_budgets(holder)
+    gone = next((kind for kind in wanted if kind not in today), None)
+    if gone is not None:
+        raise InvalidValue(f"{what[0].upper()}{what[1:]} has no hard {gone} any more. Nothing was changed.", param=gone)
+    _require_rise(wanted, today, what=what)
+    return [
+        msgspec.structs.replace(budget, amount=wanted.get(budget.kind, budget.amount)) if budget.is_hard else budget
+        for budget in read_budgets(holder)
+    ]
+
+
+def clean_budgets(budgets: Iterable[Budget], *, param: str = "budgets") -> list[Budget]:
+    """Return budgets, each kind once, in the order of the kinds. Raises InvalidValue."""
+    by_kind: dict[BudgetKind, Budget] = {}
+    most = limits().gateway.budget_amount
+    for budget in budgets:
+        if budget.kind in by_kind:
+            raise InvalidValue(f"{budget.kind} stands there twice; give it once.", param=param)
+        if not 0 <= budget.amount <= most:
+            raise InvalidValue(f"{budget.kind} must be between 0 and {most}; 0 refuses every request.", param=param)
+        if not budget.is_hard and not budget.kind.is_budget:
+            raise InvalidValue(
+                f"{budget.kind} is a limit, and limits are hard. Only budgets of a day or a month can be soft.", param=param
+            )
+        by_kind[budget.kind] = budget
+    return [by_kind[kind] for kind in BudgetKind if kind in by_kind]
+
+
+def store_budgets(budgets: Iterable[Budget]) -> list[dict[str, object]]:
+    return [{"kind": budget.kind.value, "amount": budget.amount, "is_hard": budget.is_hard} for budget in budgets]
 
 
 def require_ordered(order: RunOrder, *, target: str, params: Mapping[str, object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from enum import StrEnum
 
 from django.db import IntegrityError, transaction
@@ -168,6 +169,24 @@ def change_model_canary(*, name: str, question: str, answer: str, actor: str) ->
         model.save(update_fields=["canary_question", "canary_answer", "updated_at"])
         record_event(actor=actor, action="model.canary", target=name, detail={"is_asked": bool(question)})
         publish_hint("models", name)
+    return model
+
+
+@transaction.atomic
+def change_model_prices(*, name: str, input_price: Decimal, cached_price: Decimal, output_price: Decimal, actor: str) -> Model:
+    """Set what a million tokens of a model cost, in MUSTER_CURRENCY. Raises InvalidValue, ModelNotFound."""
+    after = {"input_price": input_price, "cached_price": cached_price, "output_price": output_price}
+    most = limits().gateway.price
+    for param, price in after.items():
+        if not 0 <= price <= most:
+            raise InvalidValue(f"{param} must be between 0 and {most:,} for a million tokens.", param=param)
+    model = _get_model(name)
+    before = {param: str(getattr(model, param)) for param in after}
+    model.input_price, model.cached_price, model.output_price = input_price, cached_price, output_price
+    model.save(update_fields=[*after, "updated_at"])
+    detail = {"from": before, "to": {param: str(price) for param, price in after.items()}}
+    record_event(actor=actor, action="model.prices", target=name, detail=detail)
+    publish_hint("models", name)
     return model
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from django.db import IntegrityError, transaction
 
 from core.hints import publish_hint
@@ -9,14 +11,20 @@ from gateway.models import Tenant
 from gateway.services.errors import NameTaken, TenantNotFound
 from gateway.services.limits import (
     RATE,
+    clean_budgets,
     clean_days,
     clean_limit,
     clean_name,
     default_limit,
+    read_budgets,
+    require_approved_budgets,
+    require_no_higher_budgets,
     require_no_raise,
     require_ordered,
+    store_budgets,
     tenant_limit,
 )
+from gateway.values import Budget
 from governance.audit import record_event
 from governance.registry import RunOrder
 from wire import clock
@@ -53,23 +61,51 @@ def enable_tenant(*, name: str, actor: str) -> Tenant:
 
 
 @transaction.atomic
-def change_tenant_limit(*, name: str, requests_per_minute: int | None, actor: str, order: RunOrder | None = None) -> Tenant:
-    """Set what the tenant's keys get by default; None = the setting. ``order``: the approved run that this carries out.
+def change_tenant_limit(
+    *,
+    name: str,
+    requests_per_minute: int | None,
+    actor: str,
+    order: RunOrder | None = None,
+    budgets: Mapping[str, int] | None = None,
+) -> Tenant:
+    """Set what the tenant's keys get by default; None = the setting, of an approved run = as it is.
 
+    ``order``: the approved run that this carries out; ``budgets``: the new amounts of hard ones, by kind, that it brings.
     Raises InvalidValue, TenantNotFound, and ApprovalNeeded for more than the tenant has today without such a run.
     """
-    limit = clean_limit(requests_per_minute, param="requests_per_minute")
+    limit, more = clean_limit(requests_per_minute, param=RATE), dict(budgets or {})
     if order is not None:
-        require_ordered(order, target=f"tenant:{name}", params={RATE: limit})
-    tenant = get_tenant(name)
-    require_no_raise(
-        before=tenant_limit(tenant), after=limit, otherwise=default_limit(), what=f"the tenant {name}", order=order
-    )
-    previous = tenant.requests_per_minute
-    tenant.requests_per_minute = limit
-    tenant.save(update_fields=["requests_per_minute", "updated_at"])
-    detail = {"from": previous, "to": limit}
+        require_ordered(order, target=f"tenant:{name}", params={**({} if limit is None else {RATE: limit}), **more})
+    tenant, what = get_tenant(name), f"the tenant {name}"
+    after: dict[str, object] = {}
+    if limit is not None or order is None:
+        require_no_raise(before=tenant_limit(tenant), after=limit, otherwise=default_limit(), what=what, order=order)
+        after[RATE] = limit
+    if more and order is not None:
+        after["budgets"] = store_budgets(require_approved_budgets(tenant, more, what=what, order=order))
+    before = {field: getattr(tenant, field) for field in after}
+    for field, value in after.items():
+        setattr(tenant, field, value)
+    tenant.save(update_fields=[*after, "updated_at"])
+    detail = {"from": before, "to": after} if more else {"from": before[RATE], "to": limit}
     record_event(actor=actor, action="tenant.limit", target=name, detail=detail, op_id=order.op_id if order is not None else "")
+    publish_hint("tenants", name)
+    return tenant
+
+
+@transaction.atomic
+def change_tenant_budgets(*, name: str, budgets: Iterable[Budget], actor: str) -> Tenant:
+    """Set what all keys of a tenant may use together, over all gateways; those that are left out are gone.
+
+    Raises InvalidValue, TenantNotFound, and ApprovalNeeded when a hard one grows, becomes soft or goes.
+    """
+    after = clean_budgets(budgets)
+    tenant = get_tenant(name)
+    require_no_higher_budgets(read_budgets(tenant), after, what=f"the tenant {name}")
+    before, tenant.budgets = tenant.budgets, store_budgets(after)
+    tenant.save(update_fields=["budgets", "updated_at"])
+    record_event(actor=actor, action="tenant.budgets", target=name, detail={"from": before, "to": tenant.budgets})
     publish_hint("tenants", name)
     return tenant
 

@@ -41,6 +41,8 @@ NUMBERS: dict[str, str] = {
     # Settings that Django and Celery read by their name.
     "controlplane/settings.py": "SESSION_COOKIE_AGE CELERY_TASK_TIME_LIMIT CELERY_WORKER_ETA_TASK_LIMIT "
     "CELERY_TASK_SOFT_TIME_LIMIT EMAIL_TIMEOUT",
+    # Prices are of a million tokens.
+    "gateway/values.py": "MILLION",
     # Keys of advisory locks.
     "gateway/tasks.py": "ADVISORY_LOCK RECONCILE_LOCK",
     "governance/operations/runs.py": "_FENCE_LOCK",

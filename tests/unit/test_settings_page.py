@@ -83,6 +83,7 @@ MUSTER_PLAYGROUND_GATEWAY_URL | `http://127.0.0.1:8080` | The gateway that the p
 `./muster up` sets it
 MUSTER_GATEWAY_PUBLIC_URL | the one above | Where clients reach the gateways
 **Several gateways**
+MUSTER_CURRENCY | `EUR` | What prices and costs are in; a word for people, nothing is converted
 MUSTER_INTERNAL_URL | empty | Where other gateways reach this one
 MUSTER_CLUSTER_SECRET | empty | What gateways show each other; without it they do not reach each other's nodes
 MUSTER_GATEWAY_URLS | empty | Public address of each gateway, separated by commas: our own nodes dial them all

@@ -51,8 +51,8 @@ WRITERS: dict[str, set[str]] = {
 """Table → the modules that may write it."""
 
 LIMITS: dict[str, set[str]] = {
-    "gateway.ApiKey": {"requests_per_minute", "priority"},
-    "gateway.Tenant": {"requests_per_minute"},
+    "gateway.ApiKey": {"requests_per_minute", "priority", "budgets"},
+    "gateway.Tenant": {"requests_per_minute", "budgets"},
     "gateway.Model": {"max_tokens", "max_prompt_chars", "max_queue"},
 }
 """Table → the columns that say how much somebody may have."""
@@ -66,7 +66,9 @@ LIMIT_WRITERS: dict[str, set[str]] = {
 COUNTERPARTS: dict[str, set[str]] = {
     "limit-raise": {"gateway/services/keys.py::create_api_key", "gateway/services/keys.py::change_key_limits",
         "gateway/services/keys.py::raise_key_limit", "gateway/services/tenants.py::create_tenant",
-        "gateway/services/tenants.py::change_tenant_limit", "gateway/services/models.py::allow_model",
+        "gateway/services/tenants.py::change_tenant_limit",
+        "gateway/services/keys.py::change_key_budgets", "gateway/services/tenants.py::change_tenant_budgets",
+        "gateway/services/models.py::allow_model",
         "gateway/services/models.py::change_model_caps", "gateway/services/models.py::raise_model_caps"},
     "admin-token-mint": {"governance/admin_tokens.py::create_admin_token"},
     "node-drain": {"nodes/services/drains.py::drain_node"}, "node-evict": {"nodes/services/drains.py::drain_node"},
