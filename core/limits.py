@@ -277,6 +277,8 @@ class NodeLimits:
     ejection_slow_factor: float = bound(8.0, "times", "An answer that takes so many times what the other nodes take is slow.")
     ejection_slow_s: float = bound(1.0, "s", "An answer that takes no longer is never slow.")
     ejection_slow_s_per_byte: float = bound(0.001, "s", "A stream that needs no more for a byte is never slow.")
+    figure_answers: int = bound(8, "answers", "With fewer a replica counts as an average one of its model.")
+    figure_kept: float = bound(0.99, "part", "An answer counts so much less for each hour of its age.")
     ejection_mean_weight: float = bound(0.2, "part", "The newest answer counts so much in the moving mean of a replica.")
     ejection_probe_pause_s: float = bound(1.0, "s", "A replica on trial gets its next probe.")
     # A further ejection is news again then.
@@ -483,6 +485,34 @@ class GatewayLimits:
     # JSON numbers that every reader takes exactly; as millionths of a currency nine thousand million.
     budget_amount: int = bound(2**53 - 1, "", "A larger limit or budget of a key or a tenant is refused.")
     price: int = bound(1_000_000, "", "A higher price of a million tokens, in the currency, is refused.")
+    # Where a request goes: the weights of a score, and what ties a request to a node
+    score_load: float = bound(0.25, "", "A node scores so much for free slots.", setting="MUSTER_SCORE_LOAD")
+    score_active: float = bound(
+        0.25, "", "A node without requests scores so much, with one half of it.", setting="MUSTER_SCORE_ACTIVE"
+    )
+    score_latency: float = bound(0.20, "", "The fastest node scores so much.", setting="MUSTER_SCORE_LATENCY")
+    score_reliability: float = bound(
+        0.20, "", "A node that answers every request scores so much.", setting="MUSTER_SCORE_RELIABILITY"
+    )
+    score_affinity: float = bound(
+        0.10,
+        "",
+        "A node scores so much that the session used last, or that has the whole prompt's beginning; 0 = never looked at.",
+        setting="MUSTER_SCORE_AFFINITY",
+    )
+    score_latency_floor_ms: float = bound(50.0, "ms", "A node that answers faster scores as if it took so long.")
+    score_margin: float = bound(0.02, "", "Nodes whose scores differ by no more are equal: the least loaded gets the request.")
+    session_s: float = bound(
+        300.0, "s", "A session is no longer tied to the node that it used last.", setting="MUSTER_SESSION_AFFINITY_S"
+    )
+    sessions: int = bound(20_000, "sessions", "The session used longest ago is forgotten for one more.")
+    prefix_block_bytes: int = bound(256, "bytes", "A shorter beginning of a prompt is not remembered.")
+    prefix_prompt_blocks: int = bound(24, "blocks", "What comes later in a prompt is not compared.")
+    # Some 250 bytes each.
+    prefix_blocks: int = bound(100_000, "blocks", "The block used longest ago is forgotten for one more.")
+    prefill_tokens_s: float = bound(
+        2_000.0, "tokens/s", "A node is believed to compute a prompt at this pace, when affinity is weighed against waits."
+    )
     placed_among: int = bound(16, "nodes", "So many of the nodes of a model, others each time, are compared for a request.")
     max_requeues: int = bound(
         3,

@@ -308,6 +308,8 @@ class NodeChannel:
     # on the event loop, from the frame path
 
     def take_status(self, link: RelayLink, status: bridge.OpStatus) -> None:
+        if status.state == "succeeded":
+            link.replicas.clear()  # it loaded, unloaded or flushed: what it had computed of prompts may be gone
         """Note where an operation stands on a node; the newest status counts, and a final one stays."""
         self._take_status(link.node_id, link.node_name, status)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -47,11 +48,15 @@ _OK = int(HTTPStatus.OK)  # a member takes ten times as long to look up
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """What a known head and a model come to while keys, models and aliases stay as they are."""
+    """What a known head and a model come to while keys, models and aliases stay as they are; also who asks."""
 
     key: KeyEntry
     entry: ModelEntry
     priority: str
+    headers: Mapping[str, str] | None
+    tenant: str
+    key_id: uuid.UUID | None
+    request_id: str = ""
     used_at: float = 0.0
     """Unix seconds at which the use of the key was noted last."""
 
@@ -89,14 +94,14 @@ class FastPath:
             plan = self._plan(head, request)
             if plan is None or check_caps(plan.entry, request) is not None:
                 return False
-            link = pipeline.dispatcher.find_free(request.model, request.paths, now)
+            link = pipeline.dispatcher.find_free(plan, request, now)
             if link is None or link.is_peer or not (link.carries_bytes and link.reports_usage):
                 return False
             caller = plan.key.caller
             rate = pipeline.limiter.take(caller.key_id, caller.requests_per_minute, now)
         except GatewayError:
             return False
-        lease = pipeline.dispatcher.grant(link, request.model, path, now)
+        lease = pipeline.dispatcher.grant(link, request.model, path, now, pipeline.dispatcher.choice)
         taken = FastRequest(self, connection, head, plan, request, lease, rate, now)
         connection.cycle, connection.fast = taken, taken  # type: ignore[assignment]
         self.running.add(taken)
@@ -120,7 +125,9 @@ class FastPath:
             entry, *others = self.pipeline.admission.admit(key.caller, request)
             if others or entry.name != request.model or entry.fallbacks:
                 return None
-            plan = self._plans[head, request.model] = Plan(key, entry, choose_priority(key.caller, None))
+            plan = self._plans[head, request.model] = Plan(
+                key, entry, choose_priority(key.caller, None), head.headers, key.caller.tenant, key.caller.key_id
+            )
         if request.options is not None or (plan.entry.tidy and request.is_streaming) or not plan.key.is_usable(now):
             return None
         if now - plan.used_at > 1.0 or now < plan.used_at:
@@ -488,9 +495,11 @@ class FastRequest(KnownCycle, Sink):
         job = call.job = pipeline.dispatcher.new_job(
             request_id=self.request_id,
             candidates=[Candidate(entry, self.request)],
-            tenant=self._plan.key.caller.tenant,
+            tenant=self._plan.tenant,
             asked_model=entry.name,
             priority=self._plan.priority,
+            key_id=self._plan.key_id,
+            headers=self._head.headers,
         )
         job.accepted, job.deadline = self.started, self.started + pipeline.limits.request_s
         job.sequence, job.attempts = self._number, 1

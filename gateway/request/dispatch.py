@@ -12,11 +12,10 @@ import itertools
 import math
 import uuid
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
-from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -41,6 +40,7 @@ from gateway.errors import (
     RequestTimeout,
 )
 from gateway.metrics import QUEUE_DEPTH
+from gateway.request.placement import Asker, Choice, Placement, Wish, choose_link
 from gateway.values import CHAT_PATH, InferenceRequest, ModelEntry, Unmatched
 from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
@@ -130,9 +130,10 @@ def judge_end(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """A slot is free now, on ``link``."""
+    """A slot is free now, on ``link``. ``choice``: how it was chosen; None where there was nothing to choose."""
 
     link: Link
+    choice: Choice | None = None
 
 
 class Busy(msgspec.Struct, frozen=True):
@@ -229,61 +230,14 @@ class Plan:
 
         return [candidate for candidate, _ in sorted(self.choices, key=rank_one)]
 
-    def find_link(self, candidate: Candidate) -> Link | None:
-        return next((found.link for one, found in self.choices if one is candidate and isinstance(found, Ready)), None)
+    def find_ready(self, candidate: Candidate) -> Ready | None:
+        return next((found for one, found in self.choices if one is candidate and isinstance(found, Ready)), None)
 
     def list_ready(self) -> list[Candidate]:
         return [candidate for candidate, found in self.choices if isinstance(found, Ready)]
 
 
-class Replica(Protocol):
-    """What placement reads of a link."""
-
-    last_served: int
-
-    @property
-    def load(self) -> int:
-        """Requests known to run on the node."""
-
-    def can_take(self, now: float) -> bool:
-        """Whether it is ready and has a free slot."""
-
-    def is_called(self, name: str) -> bool:
-        """Whether a client that prefers a node by this name means it."""
-
-
-L = TypeVar("L", bound=Replica)
 _NONE: frozenset[Link] = frozenset()
-
-
-def choose_link(candidates: Iterable[L], *, now: float, avoid: Collection[L] = (), prefer: str = "") -> L | None:
-    """Return the least loaded candidate that can take work; among equals the one served longest ago.
-
-    Those in ``avoid`` (they failed this request before) are chosen only when nothing else can take it. One that is called
-    ``prefer`` comes before the others while it can take work.
-    """
-    if prefer:
-        candidates = list(candidates)
-        liked = choose_link([link for link in candidates if link.is_called(prefer) and link not in avoid], now=now)
-        if liked is not None:
-            return liked
-    best: L | None = None
-    fallback: L | None = None
-    for link in candidates:
-        if not link.can_take(now):
-            continue
-        if avoid and link in avoid:
-            fallback = _better(fallback, link)
-        else:
-            best = _better(best, link)
-    return best if best is not None else fallback
-
-
-def _better(current: L | None, link: L) -> L:
-    if current is None or (link.load, link.last_served) < (current.load, current.last_served):
-        return link
-    return current
-
 
 _UNKNOWN_PATH = frozenset({404, 405, 501})
 _DECLARED_UNKNOWN = frozenset({404, 405})
@@ -356,6 +310,9 @@ class Job:
     attempts: int = 0
     losses: int = 0
     avoid: set[Link] = field(default_factory=set)
+    key_id: uuid.UUID | None = None
+    headers: Mapping[str, str] | None = None
+    """Of the client's request."""
     suspects: list[Trial] = field(default_factory=list)
     """Attempts that failed before their first byte: the nodes' fault once another one answers."""
 
@@ -381,6 +338,8 @@ class Lease(msgspec.Struct, eq=False):
     """clock.monotonic() seconds; 0 = not to be counted in how long requests take."""
     probed: Ejection | None = None
     """The ejection of the replica that this request tries to end."""
+    choice: Choice | None = None
+    """How the link was chosen; None where there was nothing to choose."""
     released: bool = False
 
     def release(self) -> None:
@@ -426,10 +385,21 @@ class Dispatcher:
         """Where the links begin that are compared for the next request."""
         self._held_s: dict[str, float] = {}
         """How long a request holds a slot, by model: a moving average in seconds."""
+        self._placement = Placement(limits)
+        self.choice: Choice | None = None
+        """How the link was chosen that was found last; None where there was nothing to choose."""
         registry.subscribe(self._take_change)
 
     def new_job(
-        self, *, request_id: str, candidates: Sequence[Candidate], tenant: str, asked_model: str, priority: str = ""
+        self,
+        *,
+        request_id: str,
+        candidates: Sequence[Candidate],
+        tenant: str,
+        asked_model: str,
+        priority: str = "",
+        key_id: uuid.UUID | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Job:
         """Return a job whose place in the queue and whose deadline count from now. ``priority`` is for the node."""
         now, options = clock.monotonic(), candidates[0].asked.options
@@ -443,6 +413,8 @@ class Dispatcher:
             accepted=now,
             deadline=now + self._limits.request_s,
             asked_model=asked_model,
+            key_id=key_id,
+            headers=headers,
             max_wait_s=math.inf if wait_ms is None else wait_ms / 1000,
             prefer=(options.prefer_gpu or "") if options is not None else "",
         )
@@ -458,9 +430,9 @@ class Dispatcher:
             return Closed(ProviderDisabled(retry_after_s=30), is_final=True)
         queues = self._queues.get(model)
         if not queues or paths not in queues:
-            link = self._choose(model, paths, avoid, job.prefer, now=now)
+            link = self._choose(model, paths, job, candidate.asked, now=now, avoid=avoid, prefer=job.prefer)
             if link is not None and link not in avoid:
-                return Ready(link)
+                return Ready(link, self.choice)
         mismatch = self._find_mismatch(model, paths)
         if mismatch is not None:
             return Closed(mismatch, is_final=True)
@@ -519,29 +491,36 @@ class Dispatcher:
         model, paths = request.model, request.paths
         queues = self._queues.get(model)
         if not queues or paths not in queues:
-            link = plan.find_link(job.candidate) if plan is not None else None
-            if link is None:
-                link = self._choose(model, paths, job.avoid, job.prefer, now=now)
+            ready = plan.find_ready(job.candidate) if plan is not None else None
+            if ready is not None:
+                return self.grant(ready.link, model, choose_path(ready.link, request), now, ready.choice)
+            link = self._choose(model, paths, job, request, now=now, avoid=job.avoid, prefer=job.prefer)
             if link is not None:
-                return self.grant(link, model, choose_path(link, request), now)
+                return self.grant(link, model, choose_path(link, request), now, self.choice)
         if queues and _count(queues) >= job.candidate.entry.max_queue and not job.attempts:
             raise QueueFull(retry_after_s=1)
         return self._enqueue(job)
 
-    def find_free(self, model: str, paths: tuple[str, ...], now: float) -> Link | None:
-        """Return a link on which a new request can begin now (clock.monotonic()), None when it has to wait, or is refused."""
+    def find_free(self, asker: Asker, request: InferenceRequest, now: float) -> Link | None:
+        """Return a link on which a new request can begin now (clock.monotonic()), None when it has to wait, or is refused.
+
+        ``choice`` says how it was chosen.
+        """
+        model = request.model
         if model in self._queues or model in self._keeper.disabled_models:
             return None
-        return self._choose(model, paths, _NONE, now=now)
+        return self._choose(model, request.paths, asker, request, now=now)
 
     def take_number(self) -> int:
         return next(self._sequence)
 
-    def grant(self, link: Link, model: str, path: str, now: float) -> Lease:
+    def grant(self, link: Link, model: str, path: str, now: float, choice: Choice | None = None) -> Lease:
         """Take a slot of a link that can take a request now (clock.monotonic())."""
         link.active += 1
         link.last_served = next(self._served)
-        return Lease(self, link, path, model, now, self.ejections.take_probe(link, model, now))
+        if choice is not None:
+            self._placement.note(choice, model, now)
+        return Lease(self, link, path, model, now, self.ejections.take_probe(link, model, now), choice)
 
     def place_on(self, link: Link) -> None:
         if not self._queues:
@@ -553,8 +532,7 @@ class Dispatcher:
                 return
             self._remove(waiter)
             if not waiter.future.done():  # its client left earlier in this loop turn
-                request = waiter.job.request
-                waiter.future.set_result(self.grant(link, request.model, choose_path(link, request), now))
+                waiter.future.set_result(self._grant_waiter(waiter.job, link, now))
 
     def begin_trial(self, job: Job, lease: Lease, answer: Answer, *, caller: uuid.UUID) -> Trial:
         """Return an attempt to judge a node by. A caller who chose the node cannot blame it."""
@@ -600,23 +578,61 @@ class Dispatcher:
         return self.ejections.choose_from(self._registry.links_answering(model, paths), model, now)
 
     def _choose(
-        self, model: str, paths: tuple[str, ...], avoid: Collection[Link], prefer: str = "", *, now: float
+        self,
+        model: str,
+        paths: tuple[str, ...],
+        asker: Asker,
+        asked: InferenceRequest,
+        *,
+        now: float,
+        avoid: Collection[Link] = _NONE,
+        prefer: str = "",
     ) -> Link | None:
+        """Return the link that is to get a request now, None while none can take it; ``choice`` says how it was chosen."""
+        self.choice = None
         links = self._registry.links_answering(model, paths)
-        if len(links) == 1:  # there is nothing to choose, whatever it has done and is called
-            return links[0] if links[0].can_take(now) else None
+        if len(links) < 2:  # there is nothing to choose, whatever it has done and is called
+            return links[0] if links and links[0].can_take(now) else None
+        wish = self._placement.read_wish(asker, asked, model)
         if len(links) > self._limits.placed_among and not (avoid or prefer):
-            some = self.ejections.list_free(self._take_some(links), model, now)
+            some = self._take_some(links)
+            if wish is not None and (liked := self._placement.list_liked(wish, model, paths, now)):
+                some = [*some, *(link for link in liked if link not in some)]
+            some = self.ejections.list_free(some, model, now)
             if len(paths) > 1:
                 some = [link for link in some if link.answers(model, paths[0])]
-            if (found := choose_link(some, now=now)) is not None:
+            if (found := self._pick(some, model, wish, now)) is not None:
                 return found
         links = self.ejections.choose_from(links, model, now)
-        if len(paths) > 1 and not prefer:  # a node that answers the first needs no translation
+        if prefer and (
+            liked_one := choose_link([link for link in links if link.is_called(prefer) and link not in avoid], now=now)
+        ):
+            self.choice = Choice(liked_one, wish, "preferred")
+            return liked_one
+        if len(paths) > 1:  # a node that answers the first needs no translation
             own = [link for link in links if link not in avoid and link.answers(model, paths[0])]
-            if (native := choose_link(own, now=now)) is not None:
+            if (native := self._pick(own, model, wish, now)) is not None:
                 return native
-        return choose_link(links, now=now, avoid=avoid, prefer=prefer)
+        if avoid:
+            others = [link for link in links if link not in avoid]
+            if (other := self._pick(others, model, wish, now)) is not None:
+                return other
+        return self._pick(links, model, wish, now)
+
+    def _pick(self, links: Sequence[Link], model: str, wish: Wish | None, now: float) -> Link | None:
+        free = [link for link in links if link.can_take(now)]
+        if not free:
+            return None
+        self.choice = self._placement.choose(free, model, wish, held_s=self._held_s.get(model, 0.0), now=now)
+        return self.choice.link
+
+    def _grant_waiter(self, job: Job, link: Link, now: float) -> Lease:
+        request = job.request
+        model = request.model
+        choice = None
+        if len(self._registry.links_answering(model, request.paths)) > 1:  # the first free node was taken, and is remembered
+            choice = Choice(link, self._placement.read_wish(job, request, model), "waited")
+        return self.grant(link, model, choose_path(link, request), now, choice)
 
     def _take_some(self, links: Sequence[Link]) -> Sequence[Link]:
         start, number = self._start % len(links), self._limits.placed_among

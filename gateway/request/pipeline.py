@@ -239,6 +239,8 @@ class Pipeline:
                 tenant=caller.tenant,
                 asked_model=asked_model,
                 priority=choose_priority(caller, request.options),
+                key_id=caller.key_id,
+                headers=client.headers,
             )
             call.plan = self._plan(call, job)
         except GatewayError as error:

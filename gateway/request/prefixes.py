@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Blocks = Sequence[int]
-"""Hashes of a prompt's blocks, each covering all before it."""
+"""Hashes of the blocks of a prompt, each covering all before it."""
 
 
 class PrefixIndex:
     """Blocks by the replicas that were sent them, the least recently used dropped beyond ``most``."""
 
-    def __init__(self, *, block_bytes: int, most: int, per_prompt: int, replicas: int = 3) -> None:
-        self._block_bytes, self._most, self._per_prompt, self._replicas = block_bytes, most, per_prompt, replicas
+    def __init__(self, *, block_bytes: int, most: int, per_prompt: int, even: int = 16, replicas: int = 3) -> None:
+        self._most, self._replicas = most, replicas
+        self._ends = _list_ends(block_bytes, per_prompt, even)
+        """Where the blocks of a prompt end, in bytes."""
+        self.most_bytes = self._ends[-1]
+        """So much of a prompt is looked at."""
         self._holders: dict[int, tuple[int, ...]] = {}
         """Numbers of replicas by block, the newest first; the block used last comes last."""
 
@@ -26,13 +30,20 @@ class PrefixIndex:
 
     def cut(self, tenant: str, model: str, prompt: bytes) -> Blocks:
         """Return the blocks of a prompt. A beginning shorter than a block counts as none: it saves nothing."""
-        size = self._block_bytes
         covered = hash((tenant, model))
         blocks: list[int] = []
-        for start in range(0, min(len(prompt) // size, self._per_prompt) * size, size):
-            covered = hash((covered, prompt[start : start + size]))
+        start, size = 0, len(prompt)
+        for end in self._ends:
+            if end > size:
+                break
+            covered = hash((covered, prompt[start:end]))
             blocks.append(covered)
+            start = end
         return blocks
+
+    def measure(self, count: int, blocks: Blocks) -> float:
+        """Return which share of what was cut the first ``count`` blocks are, in bytes."""
+        return self._ends[count - 1] / self._ends[len(blocks) - 1]
 
     def count_held(self, blocks: Blocks) -> dict[int, int]:
         """Return how many blocks from the beginning each replica holds, by its number; those that hold none are left out."""
@@ -58,3 +69,13 @@ class PrefixIndex:
             holders[block] = known
         while len(holders) > self._most:
             del holders[next(iter(holders))]
+
+
+def _list_ends(block_bytes: int, count: int, even: int) -> list[int]:
+    # The first ones are of one size; each later one is a quarter of all before it, or long prompts would cost too much.
+    ends: list[int] = []
+    end = 0
+    for number in range(count):
+        end += block_bytes if number < even else max(block_bytes, end // 4 // block_bytes * block_bytes)
+        ends.append(end)
+    return ends

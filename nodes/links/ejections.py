@@ -108,6 +108,15 @@ class Standing:
     told_at: float = -math.inf
     heard_at: float = -math.inf
     lost_link: int = 0
+    good: float = 0.0
+    failed: float = 0.0
+    """Answers, and requests without one; the older they are the less they count."""
+    counted_at: float = 0.0
+    mean_ms: float = 0.0
+    """How long answers take, a moving average."""
+    reliability: float | None = None
+    latency_ms: float | None = None
+    """Known once there are some answers (``nodes.links.port.Figures``)."""
 
 
 class Trial(msgspec.Struct, eq=False):
@@ -295,6 +304,18 @@ class Ejections:
         assert trial.caller is not None
         trial.is_judged, standing.heard_at = True, now
         standing.outcomes.append((now, trial.caller, fault))
+        if fault is not Fault.SLOW:
+            bounds = self._limits
+            kept = bounds.figure_kept ** ((now - standing.counted_at) / 3600)
+            standing.good = standing.good * kept + (fault is None)
+            standing.failed = standing.failed * kept + (fault is not None)
+            standing.counted_at = now
+            if fault is None:
+                took_ms = (now - trial.began) * 1000
+                standing.mean_ms += (bounds.ejection_mean_weight if standing.mean_ms else 1.0) * (took_ms - standing.mean_ms)
+            if round(standing.good + standing.failed) >= bounds.figure_answers:
+                standing.reliability = (standing.good + 1) / (standing.good + standing.failed + 2)
+                standing.latency_ms = standing.mean_ms or None
         if fault is None and not self._held:
             return
         key = (trial.link.node_id, trial.model)

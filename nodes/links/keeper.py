@@ -268,6 +268,7 @@ class LinkKeeper:
 
     def _set_policy(self, link: Link, row: NodeRow) -> None:
         policy = link.policy
+        link.figures = row.figures
         policy.provider = row.provider
         policy.provider_enabled = row.provider_state == "enabled"
         policy.cordoned = row.cordoned

@@ -85,6 +85,18 @@ class Stream(Protocol):
         """The client took ``amount`` more bytes; the node may send as many."""
 
 
+class Figures(Protocol):
+    """How well a replica answers, from what was measured of it; None = not known yet."""
+
+    @property
+    def reliability(self) -> float | None:
+        """Share of the requests that it answers, from 0 to 1."""
+
+    @property
+    def latency_ms(self) -> float | None:
+        """How long it takes for an answer."""
+
+
 class LinkCondition(StrEnum):
     """Whether a node may get new work now, and if not, why not."""
 
@@ -152,6 +164,10 @@ class Link:
         self.reports_usage = False
         self.standings: dict[str, Standing] = {}
         """What ``Ejections`` remembers of its replicas, by model."""
+        self.figures: Mapping[str, Figures] = {}
+        """How well its replicas answer, by model, as the rows say it; what is not there this gateway measures itself."""
+        self.replicas: dict[str, int] = {}
+        """Numbers of its replicas, by model, for whoever remembers what they computed; another number has computed nothing."""
         self.is_peer = False
         """Whether another gateway, which may be lost itself, stands between this one and the node."""
         self.drain_then_close = False

@@ -95,6 +95,7 @@ class LinkRegistry:
             self._unindex(link)
         link.models = models
         link.unspoken.clear()
+        link.replicas = {model: number for model, number in link.replicas.items() if model in models}
         if endpoints is not None:
             link.endpoints = endpoints
         if is_current:

@@ -191,6 +191,8 @@ async def test_nothing_of_a_request_is_left_when_it(make_gateway: Make, story: S
 
 
 Behaviour = Callable[[FakeStream], None]
+SPREAD = GatewayLimits(score_affinity=0.0)
+"""One caller's requests do not stay with one node."""
 GOOD: Behaviour = lambda stream: stream.answer(ANSWER)  # noqa: E731 - beside its like
 
 
@@ -225,7 +227,7 @@ async def send(gateway: Gateway, behaviours: dict[FakeLink, Behaviour], *, strea
 async def test_a_node_that_fails_loses_its_share_and_callers_get_answers(
     make_gateway: Make, behave: Behaviour, *, streams: bool
 ) -> None:
-    gateway = make_gateway()
+    gateway = make_gateway(limits=SPREAD)
     good, bad = gateway.link(slots=4), gateway.link(slots=1000)
     whole: Behaviour = lambda stream: stream.answer(PIECE, b"data: [DONE]\n\n", headers=SSE)  # noqa: E731  # as GOOD
     behaviours = {good: whole if streams else GOOD, bad: behave}
@@ -236,7 +238,7 @@ async def test_a_node_that_fails_loses_its_share_and_callers_get_answers(
 
 
 async def test_one_request_that_kills_every_node_it_meets_ejects_none(make_gateway: Make) -> None:
-    gateway = make_gateway()
+    gateway = make_gateway(limits=SPREAD)
     links = [gateway.link(slots=4) for _ in range(4)]
     good: dict[FakeLink, Behaviour] = dict.fromkeys(links, GOOD)
     poison: dict[FakeLink, Behaviour] = dict.fromkeys(links, lie_about_capacity)
@@ -276,7 +278,7 @@ class Asker:
 
 
 async def test_a_lying_node_gets_no_requests_until_it_answers_rightly_and_the_honest_one_gets_them(make_gateway: Make) -> None:
-    gateway = make_gateway()
+    gateway = make_gateway(limits=SPREAD)
     honest, liar = gateway.link(slots=4), gateway.link(slots=4)
     asker, both = Asker(gateway), {honest: GOOD, liar: GOOD}
     await asker.hear(honest, "17 times 3 is 51.")

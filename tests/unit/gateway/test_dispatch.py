@@ -18,7 +18,8 @@ from core.limits import GatewayLimits
 from gateway import errors
 from gateway.dialects import SURFACES
 from gateway.process import GatewayRuntime
-from gateway.request.dispatch import Availability, Busy, Closed, Dispatcher, Job, Lease, Plan, Ready, choose_link
+from gateway.request.dispatch import Availability, Busy, Closed, Dispatcher, Job, Lease, Plan, Ready
+from gateway.request.placement import choose_link
 from gateway.request.response import render_head
 from gateway.values import InferenceRequest
 from gateway.views.peers import serve_peer

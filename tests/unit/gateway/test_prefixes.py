@@ -58,12 +58,12 @@ def test_no_replica_is_said_to_hold_a_block_that_it_was_not_sent(sent: list[tupl
 
 
 def test_the_largest_index_takes_at_most_32_mib() -> None:
-    prefixes = PrefixIndex(block_bytes=256, most=160_000, per_prompt=256)
+    prefixes = PrefixIndex(block_bytes=256, most=160_000, per_prompt=24)
     tracemalloc.start()
     try:
-        for number in range(700):
+        for number in range(7_000):
             text = b"%07d" % number
-            prefixes.note(prefixes.cut("t", "m", text * 10_000), number)
+            prefixes.note(prefixes.cut("t", "m", text * 4_000), number)
         size, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.limits import limits
-from gateway.request.dispatch import choose_link
+from gateway.request.placement import choose_link
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Fault, Trial, Verdict
 from tests.fakes.clock import VirtualClock, install_virtual_clock

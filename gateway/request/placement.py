@@ -1,0 +1,296 @@
+"""Placement: which of the nodes that can take a request gets it, and what was compared for that.
+
+The score is that of the central-server design (section 2.2), every part of it from 0 to 1. Nodes of which nothing is known but
+their load keep the order of least load. Everything here is synchronous, and nothing of it runs where a model has one node.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from core.limits import GatewayLimits
+from gateway.dialects.responses_answer import make_response_id
+from gateway.request.prefixes import Blocks, PrefixIndex
+from gateway.values import InferenceRequest, derive
+from nodes.links import Link
+
+
+class Replica(Protocol):
+    """What the order of least load reads of a link."""
+
+    last_served: int
+
+    @property
+    def load(self) -> int:
+        """Requests known to run on the node."""
+
+    def can_take(self, now: float) -> bool:
+        """Whether it is ready and has a free slot."""
+
+    def is_called(self, name: str) -> bool:
+        """Whether a client that prefers a node by this name means it."""
+
+
+L = TypeVar("L", bound=Replica)
+
+
+def choose_link(candidates: Iterable[L], *, now: float, avoid: Collection[L] = (), prefer: str = "") -> L | None:
+    """Return the least loaded candidate that can take work; among equals the one served longest ago.
+
+    Those in ``avoid`` (they failed this request before) are chosen only when nothing else can take it. One that is called
+    ``prefer`` comes before the others while it can take work.
+    """
+    if prefer:
+        candidates = list(candidates)
+        liked = choose_link([link for link in candidates if link.is_called(prefer) and link not in avoid], now=now)
+        if liked is not None:
+            return liked
+    best: L | None = None
+    fallback: L | None = None
+    for link in candidates:
+        if not link.can_take(now):
+            continue
+        if avoid and link in avoid:
+            fallback = _better(fallback, link)
+        else:
+            best = _better(best, link)
+    return best if best is not None else fallback
+
+
+def _better(current: L | None, link: L) -> L:
+    if current is None or (link.load, link.last_served) < (current.load, current.last_served):
+        return link
+    return current
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """How much each part of a score counts."""
+
+    load: float
+    active: float
+    latency: float
+    reliability: float
+    affinity: float
+
+
+Parts = tuple[float, float, float, float, float]
+"""The parts of a node's score, each from 0 to 1, the more the better, in the order of ``Weights``.
+
+``load``: the share of its slots that is free. ``active``: 1/(requests + 1). ``latency``: the fastest candidate's over its own.
+``reliability``: the share of its requests that it answers. ``affinity``: how much of the prompt it has probably computed, 1 for
+the node that the session used last.
+"""
+
+
+def score(parts: Parts, weights: Weights) -> float:
+    total: float = sum(part * weight for part, weight in zip(parts, msgspec.structs.astuple(weights), strict=True))
+    return total
+
+
+class Asker(Protocol):
+    """Who asks, as far as its affinity to a node depends on it."""
+
+    tenant: str
+    key_id: uuid.UUID | None
+    headers: Mapping[str, str] | None
+    request_id: str
+    """Empty where the answer begins no session."""
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """What ties a request to a node. ``session``, ``answer``: the caller's session, and the one that its answer may begin.
+
+    ``prefill_s``: how long a node that has nothing of the prompt computes it, before the first token.
+    """
+
+    session: int
+    answer: int
+    blocks: Blocks
+    held: Mapping[int, int]
+    """How many of the blocks replicas hold, by their numbers."""
+    prefill_s: float
+
+
+class Choice(msgspec.Struct, frozen=True, eq=False):
+    """How a link was chosen where there were several. ``scored``: what was compared; empty for the order of least load."""
+
+    link: Link
+    wish: Wish | None
+    reason: str
+    scored: Sequence[tuple[Link, Parts, float]] = ()
+
+
+class Placement:
+    """Scores the nodes of this process, and remembers which of them was sent what."""
+
+    def __init__(self, limits: GatewayLimits) -> None:
+        self._limits = limits
+        self.weights = Weights(
+            limits.score_load, limits.score_active, limits.score_latency, limits.score_reliability, limits.score_affinity
+        )
+        self._prefixes = PrefixIndex(
+            block_bytes=limits.prefix_block_bytes, most=limits.prefix_blocks, per_prompt=limits.prefix_prompt_blocks
+        )
+        self._sessions: dict[int, tuple[int, float]] = {}
+        """The number of the replica that a session used last, and until when (clock.monotonic()) that counts."""
+        self._numbers = itertools.count(1)
+        self._links: WeakValueDictionary[int, Link] = WeakValueDictionary()
+        """By the numbers of their replicas (``Link.replicas``)."""
+
+    def read_wish(self, asker: Asker, request: InferenceRequest, model: str) -> Wish | None:
+        """Return what ties a request to a node; None where affinity counts for nothing."""
+        if not self.weights.affinity:
+            return None
+        body, tenant = request.body, asker.tenant
+        session = derive(asker.headers, _read_session.__name__, _read_session) if asker.headers else ""
+        answer = 0
+        if not session and request.endpoint == "/v1/messages":
+            session = _read_user(body)
+        if request.endpoint == "/v1/responses":
+            session = session or request.previous_response_id
+            answer = hash((tenant, model, make_response_id(asker.request_id)))
+        start = _find_prompt(body)
+        blocks = self._prefixes.cut(tenant, model, body[start : start + self._prefixes.most_bytes])
+        held = self._prefixes.count_held(blocks) if blocks else _NONE
+        who = session or asker.key_id
+        tokens = request.prompt_chars / self._limits.token_chars
+        return Wish(hash((tenant, model, who)) if who else 0, answer, blocks, held, tokens / self._limits.prefill_tokens_s)
+
+    def list_liked(self, wish: Wish, model: str, paths: tuple[str, ...], now: float) -> list[Link]:
+        """Return the links that have probably computed some of a prompt, or that its session used."""
+        found = [self._links.get(number) for number in (*wish.held, self._find_session(wish, now)) if number]
+        return [link for link in dict.fromkeys(found) if link is not None and _is_open(link, model, paths)]
+
+    def choose(self, links: Sequence[Link], model: str, wish: Wish | None, *, held_s: float, now: float) -> Choice:
+        """Return the best of several links that can take a request now. ``held_s``: how long a request holds a slot."""
+        if len(links) == 1:
+            return Choice(links[0], wish, "only_free")
+        figures = [link.figures.get(model) or link.standings.get(model) for link in links]
+        shares = self._find_shares(links, model, wish, held_s, now) if wish is not None else {}
+        latencies = [one.latency_ms for one in figures if one is not None and one.latency_ms]
+        reliabilities = [one.reliability for one in figures if one is not None and one.reliability is not None]
+        if not (shares or latencies or reliabilities):
+            best = links[0]
+            for link in links:
+                best = _better(best, link)
+            return Choice(best, wish, "least_load")
+        floor = self._limits.score_latency_floor_ms
+        fastest = max(floor, min(latencies, default=floor))
+        # A node of which nothing is known yet counts as an average one.
+        usual_latency = min(1.0, fastest * len(latencies) / sum(latencies)) if latencies else 1.0
+        usual_reliability = sum(reliabilities) / len(reliabilities) if reliabilities else 1.0
+        scored: list[tuple[Link, Parts, float]] = []
+        w_load, w_active, w_latency, w_reliability, w_affinity = msgspec.structs.astuple(self.weights)
+        top = 0.0
+        for link, one in zip(links, figures, strict=True):
+            load, slots = link.active + link.external_load, link.max_concurrent
+            idle = 1 - load / slots if load < slots else 0.0
+            latency_ms = one.latency_ms if one is not None else None
+            fast = usual_latency if not latency_ms else fastest / latency_ms if latency_ms > fastest else 1.0
+            reliable = usual_reliability if one is None or one.reliability is None else one.reliability
+            affine = shares.get(link, 0.0) if shares else 0.0
+            # As ``score`` says it; a call for each candidate would take longer than the sum.
+            total = w_load * idle + w_active / (load + 1) + w_latency * fast + w_reliability * reliable + w_affinity * affine
+            scored.append((link, (idle, 1 / (load + 1), fast, reliable, affine), total))
+            if total > top:
+                top = total
+        least = top - self._limits.score_margin
+        chosen: Link | None = None
+        for link, _parts, total in scored:
+            if total >= least:
+                chosen = _better(chosen, link)
+        assert chosen is not None
+        return Choice(chosen, wish, "affinity" if shares.get(chosen) else "score", scored)
+
+    def note(self, choice: Choice, model: str, now: float) -> None:
+        """Take that a request goes where it was chosen to go."""
+        link, wish, sessions = choice.link, choice.wish, self._sessions
+        if wish is None:
+            return
+        number = link.replicas.get(model)
+        if number is None:
+            number = link.replicas[model] = next(self._numbers)
+            self._links[number] = link
+        until = now + self._limits.session_s
+        for session in (wish.session, wish.answer):
+            if session:
+                sessions.pop(session, None)
+                sessions[session] = number, until
+        while len(sessions) > self._limits.sessions:
+            del sessions[next(iter(sessions))]
+        if wish.blocks:
+            self._prefixes.note(wish.blocks, number)
+
+    def _find_session(self, wish: Wish, now: float) -> int:
+        number, until = self._sessions.get(wish.session, (0, 0.0))
+        return number if now < until else 0
+
+    def _find_shares(self, links: Sequence[Link], model: str, wish: Wish, held_s: float, now: float) -> dict[Link, float]:
+        """Return the affinity of each link that has one and is not so much busier that another one is sooner done."""
+        shares: dict[Link, float] = {}
+        for number, count in wish.held.items():
+            self._add_share(shares, number, self._prefixes.measure(count, wish.blocks), links)
+        used = self._find_session(wish, now)
+        if used:
+            self._add_share(shares, used, 1.0, links, model)
+        if held_s and any(link.load for link in shares):
+            shortest_s = min([held_s * link.load / link.max_concurrent for link in links])
+            for link, share in list(shares.items()):
+                if held_s * link.load / link.max_concurrent - shortest_s > share * wish.prefill_s:
+                    del shares[link]
+        return shares
+
+    def _add_share(self, shares: dict[Link, float], number: int, share: float, links: Sequence[Link], model: str = "") -> None:
+        link = self._links.get(number)
+        if (
+            link is not None
+            and link in links
+            and number in link.replicas.values()
+            and (not model or _answered_well(link, model))
+        ):
+            shares[link] = share
+
+
+_NONE: Mapping[int, int] = {}
+_MARKS = (b'"messages":', b'"system":', b'"instructions":', b'"input":', b'"prompt":')
+_USER = b'"user_id"'
+
+
+def _find_prompt(body: bytes) -> int:
+    """Return where a prompt begins: at the first of these fields. Other texts with such words only make a guess a bad one."""
+    start = len(body)
+    for mark in _MARKS:
+        at = body.find(mark, 0, start)
+        if at >= 0:
+            start = at
+    return start
+
+
+def _read_session(headers: Mapping[str, str]) -> str:
+    return headers.get("x-session-id", "")
+
+
+def _read_user(body: bytes) -> str:
+    """Return the text of ``metadata.user_id``, "" where a body has none."""
+    at = body.rfind(_USER)
+    if at < 0:
+        return ""
+    begin = body.find(b'"', at + len(_USER))
+    end = body.find(b'"', begin + 1)
+    return body[begin + 1 : end].decode("utf-8", "replace") if 0 <= begin < end else ""
+
+
+def _is_open(link: Link, model: str, paths: tuple[str, ...]) -> bool:
+    return not link.closed and link.find_path(model, paths) is not None
+
+
+def _answered_well(link: Link, model: str) -> bool:
+    # Whoever retries after an error shall not come to the same node for its session's sake.
+    standing = link.standings.get(model)
+    return standing is None or not standing.outcomes or standing.outcomes[-1][2] is None
