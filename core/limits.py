@@ -296,6 +296,20 @@ class NodeLimits:
     gpu_page_rows: int = bound(1_000, "GPUs", "A list holds no more; a greater limit is refused.")
     gpu_page_default_rows: int = bound(200, "GPUs", "A list that names no limit returns so many.")
 
+    # Figures of nodes, worked out of request records
+    figures_hour: float = bound(0.99, "part", "What happened an hour ago counts so much, and so on.")
+    figures_step: float = bound(1.1, "times", "Durations and rates within so much of each other count as one.")
+    figures_smallest: float = bound(0.1, "ms or tokens/s", "What is less counts as this.")
+    figures_buckets: int = bound(200, "buckets", "What is more than the last of the buckets holds counts as that.")
+    figures_least: float = bound(0.001, "requests", "A bucket or row that older requests left with less is forgotten.")
+    figures_settled: float = bound(1.0, "requests", "With fewer of them the fleet's median stands for a time or a rate.")
+    figures_lag_s: float = bound(10.0, "s", "Requests that ended later are left to the next round: some are not written yet.")
+    figures_back_s: float = bound(3 * 3_600.0, "s", "The first round begins with requests that ended so long ago.")
+    figures_longest_s: float = bound(900.0, "s", "A request that took longer is in no figure.")
+    figures_batch: int = bound(5_000, "requests", "Further requests are counted in the next batch.")
+    figures_budget_s: float = bound(20.0, "s", "A round begins no further batch.")
+    uptime_s: float = bound(86_400.0, "s", "The uptime of a node is its share of so long.")
+
     # What a node may say of itself: text is cut, numbers are brought into their range, what is beyond a count is dropped
     report_gpus: int = bound(32, "GPUs", "Further GPUs are dropped.")
     report_replicas: int = bound(256, "replicas", "Further replicas are dropped.")

@@ -19,6 +19,7 @@ from django.db.backends.utils import CursorWrapper
 from psycopg.errors import LockNotAvailable
 
 from core.limits import limits
+from gateway.services.figures import update_figures
 from gateway.services.requests import close_orphaned_requests
 from gateway.services.responses import delete_expired_responses
 from wire import clock
@@ -154,6 +155,12 @@ def maintain_partitions() -> int:
         logger.warning("partitions_busy reason=%s", error)
         return 0
     return len(report.created) + len(report.dropped)
+
+
+@shared_task(name="gateway.tasks.update_figures")  # type: ignore[untyped-decorator]  # Celery ships no types
+def count_figures() -> int:
+    """Count the requests that ended into the figures of their nodes. Returns how many; what is left, the next one counts."""
+    return update_figures()
 
 
 @shared_task(name="gateway.tasks.forget_expired_responses")  # type: ignore[untyped-decorator]  # Celery ships no types

@@ -47,6 +47,7 @@ from nodes.services.credentials import (
     revoke_credential,
 )
 from nodes.services.drains import EVICT, FORCED_DRAIN, cordon_node, describe_drain, drain_node, uncordon_node, undrain_node
+from nodes.services.figures import read_figures, read_uptimes
 from nodes.services.governance import set_op_key
 from nodes.services.gpus import list_gpus
 from nodes.services.nodes import set_api_key
@@ -429,6 +430,12 @@ class GpuAdmin(ShowingAdmin):
         ("Limits", {"fields": ("vram_mb", "show_batch", "show_context")}),
     )
     readonly_fields = tuple(name for _, options in fieldsets for name in options["fields"])
+    change_form_outer_before_template = "admin/muster/gpu.html"
+
+    def describe_row(self, request: HttpRequest, row: Gpu) -> dict[str, Any]:  # Any: Django's template context
+        now = clock_of(row)
+        figures = read_figures([row.node_id], now=now).get(row.node_id, [])
+        return {"figures": figures, "uptime_percent": 100 * read_uptimes([row.node_id]).get(row.node_id, 0.0)}
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Gpu]:
         return list_gpus(with_gone=True).order_by(*self.get_ordering(request))

@@ -6,6 +6,7 @@ Our own extras come last in each answer. The contract writes addresses without a
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ from nodes.models import Gpu, Node, NodeCredential, ProviderState, clock_of, pre
 from nodes.services.availability import explain_unreachable, is_drained, judge_status, list_ejections
 from nodes.services.credentials import find_credential, read_credential_digests
 from nodes.services.drains import set_mode
+from nodes.services.figures import ModelFigures, read_figures, read_uptimes
 from nodes.services.gpus import list_gpus
 from nodes.services.nodes import Heartbeat, Registration, record_heartbeat, register_direct_node, require_own_node
 from wire.contract import NodeMode, NodeStatus
@@ -280,8 +282,20 @@ class NodeListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no m
     nodes = NodeSerializer(many=True)
 
 
+class FiguresSerializer(serializers.Serializer[ModelFigures]):
+    """How a model does on a node, by its request records. Times in milliseconds, without the queue; null = not known."""
+
+    model = serializers.CharField()
+    reliability = serializers.FloatField(source="figures.reliability", help_text="Share of requests that end well, 0 to 1")
+    latency_ms = serializers.FloatField(source="figures.latency_ms", allow_null=True, help_text="Median")
+    latency_p95_ms = serializers.FloatField(allow_null=True)
+    ttft_ms = serializers.FloatField(source="figures.ttft_ms", allow_null=True, help_text="Median, of streams")
+    tokens_per_s = serializers.FloatField(source="figures.tokens_per_s", allow_null=True, help_text="Median")
+    requests = serializers.FloatField(help_text="How many requests they rest on; one of an hour ago counts as 0.99")
+
+
 class GpuSerializer(serializers.Serializer[Gpu]):
-    """One GPU. Memory in MiB; ``status``, ``models`` and ``queue_depth`` are those of its node."""
+    """One GPU. Memory in MiB; ``status``, ``models``, ``queue_depth``, ``uptime_24h`` and ``figures`` are those of its node."""
 
     gpu_id = serializers.CharField(source="printed_id")
     node_id = serializers.CharField(source="node.printed_id")
@@ -306,6 +320,8 @@ class GpuSerializer(serializers.Serializer[Gpu]):
     queue_depth = serializers.IntegerField(source="node.presence.queue_depth", allow_null=True)
     models = serializers.ListField(source="node.model_names", child=serializers.CharField())
     status = serializers.SerializerMethodField()
+    uptime_24h = serializers.SerializerMethodField()
+    figures = serializers.SerializerMethodField()
     first_seen_at = serializers.DateTimeField()
     last_seen_at = serializers.DateTimeField()
     gone_at = serializers.DateTimeField(allow_null=True, help_text="When its node no longer named it")
@@ -313,6 +329,22 @@ class GpuSerializer(serializers.Serializer[Gpu]):
     @extend_schema_field(serializers.ChoiceField(choices=STATUSES))
     def get_status(self, gpu: Gpu) -> str:
         return judge_status(gpu.node, now=clock_of(gpu)).value
+
+    @extend_schema_field(serializers.FloatField(help_text="Share of the last 24 hours in which its node was heard, 0 to 1"))
+    def get_uptime_24h(self, gpu: Gpu) -> float:
+        uptimes: dict[uuid.UUID, float] = self.context["uptimes"]
+        return round(uptimes.get(gpu.node_id, 0.0), 4)
+
+    @extend_schema_field(FiguresSerializer(many=True))
+    def get_figures(self, gpu: Gpu) -> Any:  # Any: JSON
+        figures: dict[uuid.UUID, list[ModelFigures]] = self.context["figures"]
+        return [FiguresSerializer(one).data for one in figures.get(gpu.node_id, [])]
+
+
+def _tell_gpus(gpus: Sequence[Gpu]) -> Any:  # Any: JSON
+    nodes = {gpu.node_id for gpu in gpus}
+    context = {"figures": read_figures(nodes, now=read_clock()), "uptimes": read_uptimes(nodes)} if gpus else {}
+    return [GpuSerializer(gpu, context=context).data for gpu in gpus]
 
 
 class GpuListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
@@ -456,7 +488,7 @@ class GpuListView(APIView):
         limit = _read_limit(asked.get("limit"))
         page = list(gpus[: limit + 1])
         following = page[limit - 1].printed_id if len(page) > limit else None
-        return Response(GpuListSerializer({"gpus": page[:limit], "next": following}).data)
+        return Response({"gpus": _tell_gpus(page[:limit]), "next": following})
 
 
 class GpuView(APIView):
@@ -471,7 +503,7 @@ class GpuView(APIView):
         gpu = list_gpus(with_gone=True).filter(pk=_read_gpu_id(gpu_id, "gpu_id")).first()
         if gpu is None:
             raise NodeNotFound("There is no GPU with that id, or its node has not named it for too long.", param="gpu_id")
-        return Response(GpuSerializer(gpu).data)
+        return Response(_tell_gpus([gpu])[0])
 
 
 def _read_gpu_id(text: str, param: str) -> uuid.UUID:

@@ -269,6 +269,60 @@ class Gpu(models.Model):
         return None if self.vram_mb is None or self.vram_used_mb is None else max(0, self.vram_mb - self.vram_used_mb)
 
 
+class NodeFigures(models.Model):
+    """How a model did on a node, counted from request records; older requests weigh less. The service ``figures`` reads it.
+
+    ``ok``, ``failed``: requests, as they weigh at ``counted_at``. ``latency``, ``ttft``, ``rate``: how many fell into which
+    bucket, by its number; milliseconds, milliseconds and tokens a second.
+    """
+
+    node = models.ForeignKey(Node, on_delete=models.CASCADE, related_name="model_figures")
+    model = models.CharField(max_length=200)
+    ok = models.FloatField(default=0.0)
+    failed = models.FloatField(default=0.0)
+    latency = models.JSONField(default=dict)
+    ttft = models.JSONField(default=dict)
+    rate = models.JSONField(default=dict)
+    latency_ms = models.FloatField(null=True, help_text="Median")
+    latency_p95_ms = models.FloatField(null=True)
+    ttft_ms = models.FloatField(null=True, help_text="Median")
+    tokens_per_s = models.FloatField(null=True, help_text="Median")
+    counted_at = models.DateTimeField()
+
+    class Meta:
+        verbose_name_plural = "node figures"
+        constraints = [models.UniqueConstraint(fields=["node", "model"], name="figures_once_a_model")]
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.node_id}"
+
+
+class NodeOnline(models.Model):
+    """A time without a break in which a node was heard. The last one of a node grows as long as it is heard."""
+
+    node = models.ForeignKey(Node, on_delete=models.CASCADE, related_name="online")
+    began_at = models.DateTimeField()
+    ended_at = models.DateTimeField()
+
+    class Meta:
+        verbose_name_plural = "nodes online"
+        constraints = [models.UniqueConstraint(fields=["node", "began_at"], name="online_once_a_moment")]
+
+    def __str__(self) -> str:
+        return f"{self.node_id} from {self.began_at}"
+
+
+class SweepMark(models.Model):
+    """How far a sweep came. Whoever goes on locks its row, so each thing is counted once."""
+
+    name = models.CharField(max_length=20, primary_key=True)
+    until = models.DateTimeField()
+    last_id = models.UUIDField(null=True)
+
+    def __str__(self) -> str:
+        return self.name
+
+
 class NodeDrainCount(models.Model):
     """What one gateway still runs on a draining node. A row with the node's ``draining_since`` also says that this gateway
     places nothing there any more; a gateway without one has not heard of the drain yet.

@@ -11,6 +11,7 @@ from core.limits import limits
 from nodes.direct import call_direct_node, find_unattended
 from nodes.operations.load import tell_failed_reloads
 from nodes.services.drains import sweep_presence
+from nodes.services.figures import follow_uptime
 from nodes.services.gpus import follow_gpus
 from nodes.services.nodes import probe_direct_nodes
 
@@ -29,7 +30,8 @@ def sweep_nodes() -> None:
 
 @shared_task(name="nodes.tasks.follow_gpus")  # type: ignore[untyped-decorator]  # Celery ships no types
 def sweep_gpus() -> None:
-    """Write what nodes newly reported of their GPUs. Idempotent; the next one makes up for a lost task."""
+    """Write what nodes newly reported of their GPUs, and when they were heard. Idempotent."""
+    follow_uptime()
     report = follow_gpus()
     if report.gone or report.forgotten:
         logger.info("gpus_swept written=%d gone=%d forgotten=%d", report.written, report.gone, report.forgotten)
