@@ -185,6 +185,7 @@ CELERY_BEAT_SCHEDULE = {
     "report-unreadable": {"task": "governance.tasks.report_unreadable", "schedule": 60.0, "options": {"expires": 60}},
     "checkpoint-audit": {"task": "governance.tasks.checkpoint_audit", "schedule": 60.0, "options": {"expires": 60}},
     "forget-sign-ins": {"task": "governance.tasks.forget_sign_ins", "schedule": 3600.0, "options": {"expires": 600}},
+    "roll-up-history": {"task": "nodes.tasks.roll_up_history", "schedule": 60.0, "options": {"expires": 60}},
     "update-figures": {"task": "gateway.tasks.update_figures", "schedule": 30.0, "options": {"expires": 30}},
     "forget-responses": {
         "task": "gateway.tasks.forget_expired_responses",

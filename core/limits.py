@@ -296,6 +296,13 @@ class NodeLimits:
     gpu_page_rows: int = bound(1_000, "GPUs", "A list holds no more; a greater limit is refused.")
     gpu_page_default_rows: int = bound(200, "GPUs", "A list that names no limit returns so many.")
 
+    # History of GPUs: samples, their means of each minute, and those of ten
+    history_sample_s: float = bound(10.0, "s", "A GPU gets its next sample.")
+    history_heard_s: float = bound(30.0, "s", "A GPU that was not reported for longer gets no sample.")
+    history_samples_s: float = bound(2 * 3_600.0, "s", "Older samples of GPUs are deleted.")
+    history_minutes_s: float = bound(2 * 86_400.0, "s", "Older minutes of GPUs are deleted.")
+    history_tens_s: float = bound(30 * 86_400.0, "s", "What is older still of the history of GPUs is deleted.")
+
     # Figures of nodes, worked out of request records
     figures_hour: float = bound(0.99, "part", "What happened an hour ago counts so much, and so on.")
     figures_step: float = bound(1.1, "times", "Durations and rates within so much of each other count as one.")

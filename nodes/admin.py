@@ -50,6 +50,7 @@ from nodes.services.drains import EVICT, FORCED_DRAIN, cordon_node, describe_dra
 from nodes.services.figures import read_figures, read_uptimes
 from nodes.services.governance import set_op_key
 from nodes.services.gpus import list_gpus
+from nodes.services.history import Span, draw_history, read_history
 from nodes.services.nodes import set_api_key
 from nodes.services.telemetry import count_replicas, describe_counts, describe_gpus, describe_telemetry
 from wire import clock
@@ -435,7 +436,9 @@ class GpuAdmin(ShowingAdmin):
     def describe_row(self, request: HttpRequest, row: Gpu) -> dict[str, Any]:  # Any: Django's template context
         now = clock_of(row)
         figures = read_figures([row.node_id], now=now).get(row.node_id, [])
-        return {"figures": figures, "uptime_percent": 100 * read_uptimes([row.node_id]).get(row.node_id, 0.0)}
+        uptime = read_uptimes([row.node_id]).get(row.node_id, 0.0)
+        charts = [draw_history(read_history(row.pk, span), now=now, vram_mb=row.vram_mb) for span in Span]
+        return {"figures": figures, "uptime_percent": 100 * uptime, "charts": charts}
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Gpu]:
         return list_gpus(with_gone=True).order_by(*self.get_ordering(request))

@@ -30,6 +30,7 @@ from nodes.services.credentials import find_credential, read_credential_digests
 from nodes.services.drains import set_mode
 from nodes.services.figures import ModelFigures, read_figures, read_uptimes
 from nodes.services.gpus import list_gpus
+from nodes.services.history import Moment, Span, read_history
 from nodes.services.nodes import Heartbeat, Registration, record_heartbeat, register_direct_node, require_own_node
 from wire.contract import NodeMode, NodeStatus
 from wire.credentials import CredentialKind, digest_credential, parse_keyid
@@ -506,6 +507,41 @@ class GpuView(APIView):
         return Response(_tell_gpus([gpu])[0])
 
 
+class MomentSerializer(serializers.Serializer[Moment]):
+    """How a GPU did at ``at``, or on average in the ``step_s`` seconds that begin then; null = not known."""
+
+    at = serializers.DateTimeField()
+    load_percent = serializers.FloatField(allow_null=True)
+    vram_used_mb = serializers.FloatField(allow_null=True)
+    temperature_c = serializers.FloatField(allow_null=True)
+    power_w = serializers.FloatField(allow_null=True)
+    active_requests = serializers.FloatField(allow_null=True)
+
+
+class HistorySerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """Response of ``GET /api/v1/gpus/{gpu_id}/history``."""
+
+    step_s = serializers.FloatField()
+    moments = MomentSerializer(many=True)
+
+
+class GpuHistoryView(APIView):
+    """How a GPU did lately."""
+
+    @extend_schema(
+        operation_id="read_gpu_history",
+        parameters=[OpenApiParameter("span", str, enum=list(Span), description="2h by default")],
+        responses={200: HistorySerializer, 400: ErrorSerializer, 401: ErrorSerializer},
+    )
+    def get(self, request: Request, gpu_id: str) -> Response:
+        """Return what is known, oldest first: of 2h every 10 seconds, of 2d every minute, of 30d every 10 minutes."""
+        text = request.query_params.get("span", Span.HOURS.value)
+        if text not in list(Span):
+            raise BadRequest(f"span must be one of {', '.join(Span)}.", param="span")
+        history = read_history(_read_gpu_id(gpu_id, "gpu_id"), Span(text))
+        return Response(HistorySerializer({"step_s": history.step_s, "moments": history.moments}).data)
+
+
 def _read_gpu_id(text: str, param: str) -> uuid.UUID:
     gpu_id = parse_id("gpu", text)
     if gpu_id is None:
@@ -550,6 +586,7 @@ def _plain_number(seconds: float) -> float:
 urlpatterns = [
     re_path(r"^nodes/?$", NodeListView.as_view(), name="nodes"),
     re_path(r"^api/v1/gpus/?$", GpuListView.as_view(), name="gpus"),
+    re_path(r"^api/v1/gpus/(?P<gpu_id>[^/]+)/history/?$", GpuHistoryView.as_view(), name="gpu-history"),
     re_path(r"^api/v1/gpus/(?P<gpu_id>[^/]+)/?$", GpuView.as_view(), name="gpu"),
     re_path(r"^nodes/register/?$", RegisterView.as_view(), name="node-register"),
     re_path(r"^nodes/heartbeat/?$", HeartbeatView.as_view(), name="node-heartbeat"),

@@ -8,6 +8,7 @@ from datetime import datetime
 from cryptography.fernet import Fernet, InvalidToken
 from django.conf import settings
 from django.contrib.postgres.fields import ArrayField
+from django.contrib.postgres.indexes import BrinIndex
 from django.db import connection, models
 from django.db.models import QuerySet
 from django.db.models.functions import Now
@@ -267,6 +268,46 @@ class Gpu(models.Model):
     def vram_free_mb(self) -> int | None:
         """What of its memory is not used, None = not known."""
         return None if self.vram_mb is None or self.vram_used_mb is None else max(0, self.vram_mb - self.vram_used_mb)
+
+
+class GpuMoment(models.Model):
+    """How a GPU did at ``at``, or in the time that begins then. Rows outlive that of the GPU: they are deleted by age alone."""
+
+    pk = models.CompositePrimaryKey("gpu_id", "at")
+    gpu_id = models.UUIDField()
+    at = models.DateTimeField()
+    load_percent = models.FloatField(null=True)
+    vram_used_mb = models.FloatField(null=True)
+    temperature_c = models.FloatField(null=True)
+    power_w = models.FloatField(null=True)
+    active_requests = models.FloatField(null=True)
+
+    class Meta:
+        abstract = True
+
+    def __str__(self) -> str:
+        return f"{self.gpu_id} at {self.at}"
+
+
+class GpuSample(GpuMoment):
+    """A sample. Rows are written in the order of time, so the smallest of indexes finds those that are to be deleted."""
+
+    class Meta:
+        indexes = (BrinIndex(fields=["at"], name="gpu_sample_at"),)
+
+
+class GpuMinute(GpuMoment):
+    """The means of a minute."""
+
+    class Meta:
+        indexes = (BrinIndex(fields=["at"], name="gpu_minute_at"),)
+
+
+class GpuTenMinutes(GpuMoment):
+    """The means of ten minutes."""
+
+    class Meta:
+        indexes = (BrinIndex(fields=["at"], name="gpu_ten_minutes_at"),)
 
 
 class NodeFigures(models.Model):

@@ -13,6 +13,7 @@ from nodes.operations.load import tell_failed_reloads
 from nodes.services.drains import sweep_presence
 from nodes.services.figures import follow_uptime
 from nodes.services.gpus import follow_gpus
+from nodes.services.history import roll_up_history, sample_gpus
 from nodes.services.nodes import probe_direct_nodes
 
 logger = logging.getLogger(__name__)
@@ -30,11 +31,18 @@ def sweep_nodes() -> None:
 
 @shared_task(name="nodes.tasks.follow_gpus")  # type: ignore[untyped-decorator]  # Celery ships no types
 def sweep_gpus() -> None:
-    """Write what nodes newly reported of their GPUs, and when they were heard. Idempotent."""
+    """Write what nodes newly reported of their GPUs, when they were heard, and samples for charts. Idempotent."""
     follow_uptime()
     report = follow_gpus()
+    sample_gpus()
     if report.gone or report.forgotten:
         logger.info("gpus_swept written=%d gone=%d forgotten=%d", report.written, report.gone, report.forgotten)
+
+
+@shared_task(name="nodes.tasks.roll_up_history")  # type: ignore[untyped-decorator]  # Celery ships no types
+def roll_up() -> None:
+    """Sum up the history of GPUs, and delete what is too old. Idempotent; the next one makes up for a lost task."""
+    roll_up_history()
 
 
 @shared_task(name="nodes.tasks.tell_failed_reloads")  # type: ignore[untyped-decorator]  # Celery ships no types

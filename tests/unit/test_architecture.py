@@ -51,6 +51,7 @@ NUMBERS: dict[str, str] = {
     "governance/operations/proposals.py": "_PROPOSER_LOCK",
     "nodes/services/drains.py": "LOCK_KEY",
     "nodes/services/gpus.py": "_LOCK",
+    "nodes/services/history.py": "WIDTH HEIGHT",
     # Formats of ours, part of what is stored or sent.
     "gateway/models.py": "TAIL_CHARS",
     "runner/ledger/database.py": "SCHEMA_VERSION",

@@ -1,0 +1,176 @@
+"""History of GPUs for charts: a sample every 10 seconds for two hours, means of a minute for two days, of ten for 30 days."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from itertools import pairwise
+
+from django.db import connection, transaction
+
+from core.limits import limits
+from nodes.models import GpuMinute, GpuMoment, GpuSample, GpuTenMinutes, read_clock
+
+WIDTH, HEIGHT = 720, 60
+
+
+class Span(StrEnum):
+    """How far back a history goes."""
+
+    HOURS = "2h"
+    DAYS = "2d"
+    MONTH = "30d"
+
+
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """A table of the history: what a row of it stands for, and how long it is kept."""
+
+    model: type[GpuMoment]
+    title: str
+    step_s: float
+    kept_s: float
+
+
+def _levels() -> dict[Span, _Level]:
+    policy = limits().nodes
+    return {
+        Span.HOURS: _Level(GpuSample, "Last 2 hours", policy.history_sample_s, policy.history_samples_s),
+        Span.DAYS: _Level(GpuMinute, "Last 2 days", timedelta(minutes=1).total_seconds(), policy.history_minutes_s),
+        Span.MONTH: _Level(GpuTenMinutes, "Last 30 days", timedelta(minutes=10).total_seconds(), policy.history_tens_s),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A row of the history, in the units of the GPU's own."""
+
+    at: datetime
+    load_percent: float | None
+    vram_used_mb: float | None
+    temperature_c: float | None
+    power_w: float | None
+    active_requests: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    span: Span
+    step_s: float
+    moments: tuple[Moment, ...]
+
+
+# Whoever moves the mark writes the samples, so there is one of each GPU for each step, in one statement.
+_SAMPLE = """
+WITH turn AS (
+INSERT INTO nodes_sweepmark AS m (name, until)
+VALUES ('samples', date_bin(make_interval(secs => %(step)s), statement_timestamp(), '2000-01-01 00:00:00+00'))
+    ON CONFLICT (name) DO UPDATE SET until = excluded.until WHERE m.until < excluded.until
+RETURNING until
+)
+INSERT INTO nodes_gpusample (gpu_id, at, load_percent, vram_used_mb, temperature_c, power_w, active_requests)
+SELECT g.id, turn.until, g.load_percent, g.vram_used_mb, g.temperature_c, g.power_w, g.active_requests
+  FROM nodes_gpu AS g, turn
+ WHERE g.gone_at IS NULL AND g.last_seen_at > statement_timestamp() - make_interval(secs => %(heard)s)
+    ON CONFLICT DO NOTHING
+"""
+_ROLL_UP = """
+WITH turn AS (
+SELECT COALESCE((SELECT until FROM nodes_sweepmark WHERE name = %(name)s FOR UPDATE), '-infinity') AS begins_at,
+       date_bin(make_interval(secs => %(step)s), statement_timestamp(), '2000-01-01 00:00:00+00') AS ends_at
+), summed AS (
+INSERT INTO {table} (gpu_id, at, load_percent, vram_used_mb, temperature_c, power_w, active_requests)
+SELECT gpu_id, date_bin(make_interval(secs => %(step)s), at, '2000-01-01 00:00:00+00') AS starts_at,
+       avg(load_percent), avg(vram_used_mb), avg(temperature_c), avg(power_w), avg(active_requests)
+  FROM {source}, turn
+ WHERE at >= turn.begins_at AND at < turn.ends_at
+ GROUP BY gpu_id, starts_at
+    ON CONFLICT DO NOTHING
+)
+INSERT INTO nodes_sweepmark AS m (name, until) SELECT %(name)s, ends_at FROM turn
+    ON CONFLICT (name) DO UPDATE SET until = GREATEST(m.until, excluded.until)
+"""
+
+
+def sample_gpus() -> int:
+    """Write a sample of each GPU that is heard, once in ``history_sample_s``; return how many. Idempotent."""
+    values = {"step": limits().nodes.history_sample_s, "heard": limits().nodes.history_heard_s}
+    with connection.cursor() as cursor:
+        cursor.execute(_SAMPLE, values)
+        return int(cursor.rowcount)
+
+
+def roll_up_history() -> int:
+    """Write the means of what is complete, and delete what is too old; return how many rows went. Idempotent."""
+    levels = list(_levels().values())
+    for source, level in pairwise(levels):
+        tables = {"table": level.model._meta.db_table, "source": source.model._meta.db_table}  # noqa: SLF001  # Django documents it
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute(_ROLL_UP.format(**tables), {"name": tables["table"][:20], "step": level.step_s})
+    now = read_clock()
+    return sum(
+        level.model._default_manager.filter(at__lt=now - timedelta(seconds=level.kept_s)).delete()[0]  # noqa: SLF001  # as above
+        for level in levels
+    )
+
+
+def read_history(gpu_id: uuid.UUID, span: Span) -> History:
+    """Return how a GPU did, oldest first; one query."""
+    level = _levels()[span]
+    since = read_clock() - timedelta(seconds=level.kept_s)
+    rows = level.model._default_manager.filter(gpu_id=gpu_id, at__gte=since).order_by("at")  # noqa: SLF001  # as above
+    columns = Moment.__slots__
+    return History(span, level.step_s, tuple(Moment(*row) for row in rows.values_list(*columns)))
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One figure over time. ``lines``: points of each stretch without a gap, as SVG writes them."""
+
+    label: str
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LineChart:
+    """Figures over one span, each on an axis from 0 to 100 %."""
+
+    title: str
+    series: tuple[Series, ...]
+    width: int = WIDTH
+    height: int = HEIGHT
+
+
+def draw_history(history: History, *, now: datetime, vram_mb: int | None) -> LineChart:
+    """Return the chart of a history: the load, and the memory in use where it is known how much there is."""
+    level = _levels()[history.span]
+    shares: list[tuple[str, Callable[[Moment], float | None]]] = [("load", lambda one: one.load_percent)]
+    if vram_mb:
+        shares.append(("memory", lambda one: None if one.vram_used_mb is None else 100 * one.vram_used_mb / vram_mb))
+    series = []
+    for name, read in shares:
+        known = [(one.at, value) for one in history.moments if (value := read(one)) is not None]
+        if known:
+            mean, most = sum(value for _, value in known) / len(known), max(value for _, value in known)
+            label = f"{name}, {level.title.lower()}: {mean:.0f} % on average, at most {most:.0f} %"
+            series.append(Series(label, tuple(_draw_lines(known, level, now=now))))
+    return LineChart(level.title, tuple(series))
+
+
+def _draw_lines(known: Sequence[tuple[datetime, float]], level: _Level, *, now: datetime) -> Iterator[str]:
+    together = -(-len(known) * 2 // WIDTH)  # rows for one point: more than half as many points as units are not seen
+    stretch: list[str] = []
+    before: datetime | None = None
+    for first in range(0, len(known), together):
+        part = known[first : first + together]
+        at, percent = part[0][0], sum(value for _, value in part) / len(part)
+        if before is not None and (at - before).total_seconds() > 3 * together * level.step_s:
+            yield " ".join(stretch)
+            stretch = []
+        x = WIDTH * (1 - (now - at).total_seconds() / level.kept_s)
+        stretch.append(f"{x:.1f},{HEIGHT * (1 - min(percent, 100.0) / 100):.1f}")
+        before = at
+    yield " ".join(stretch)

@@ -1,0 +1,141 @@
+"""History of GPUs: a sample for each step, summed up once, deleted by age, drawn with its gaps."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+from django.contrib.auth import get_user_model
+from django.db import connection
+from django.db.models import F
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from governance.admin_tokens import create_admin_token
+from nodes.models import Gpu, GpuMinute, GpuSample, GpuTenMinutes, SweepMark, read_clock
+from nodes.services.gpus import follow_gpus
+from nodes.services.history import History, Moment, Span, draw_history, read_history, roll_up_history, sample_gpus
+from tests.fakes.nodes import ACTOR, make_node, make_presence
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    named = {"index": 0, "name": "NVIDIA L4", "memory_total_mb": 1_000, "memory_used_mb": 250, "utilization_percent": 40.0}
+    make_presence(make_node(), gpus=[named])
+    follow_gpus()
+    return Gpu.objects.get()
+
+
+def add_samples(gpu_id: uuid.UUID, begins_at: datetime, count: int, **values: Any) -> None:
+    GpuSample.objects.bulk_create(
+        GpuSample(gpu_id=gpu_id, at=begins_at + timedelta(seconds=10 * number), load_percent=float(number), **values)
+        for number in range(count)
+    )
+
+
+def on_the(minutes: int, moment: datetime) -> datetime:
+    return moment.replace(minute=moment.minute - moment.minute % minutes, second=0, microsecond=0)
+
+
+def test_a_gpu_that_is_heard_has_one_sample_for_each_step(gpu: Gpu) -> None:
+    assert [sample_gpus(), sample_gpus()] == [1, 0]
+    sample = GpuSample.objects.get()
+    assert (sample.gpu_id, sample.load_percent, sample.vram_used_mb, sample.at.second % 10) == (gpu.pk, 40.0, 250.0, 0)
+    SweepMark.objects.update(until=F("until") - timedelta(seconds=10))
+    GpuSample.objects.all().delete()
+    assert sample_gpus() == 1
+
+
+@pytest.mark.parametrize("silent", [{"gone_at": F("last_seen_at")}, {"last_seen_at": F("last_seen_at") - timedelta(minutes=1)}])
+def test_a_gpu_that_is_gone_or_not_heard_has_none(gpu: Gpu, silent: dict[str, Any]) -> None:
+    Gpu.objects.update(**silent)
+    assert sample_gpus() == 0
+
+
+def test_a_thousand_gpus_are_sampled_by_one_statement(gpu: Gpu) -> None:
+    seen = {"first_seen_at": gpu.first_seen_at, "last_seen_at": gpu.last_seen_at}
+    Gpu.objects.bulk_create(Gpu(id=uuid.uuid4(), node=gpu.node, own_id=f"g{n}", index=1, **seen) for n in range(999))
+    with CaptureQueriesContext(connection) as queries:
+        assert sample_gpus() == 1_000
+    assert len(queries) == 1
+
+
+def test_samples_become_means_of_minutes_and_of_ten_once(gpu: Gpu) -> None:
+    begins_at = on_the(10, read_clock()) - timedelta(minutes=10)
+    add_samples(gpu.pk, begins_at, 60, vram_used_mb=100)
+    roll_up_history()
+    minutes = list(GpuMinute.objects.order_by("at"))
+    assert [(one.at, one.load_percent) for one in minutes[:2]] == [(begins_at, 2.5), (begins_at + timedelta(minutes=1), 8.5)]
+    assert (len(minutes), minutes[0].temperature_c) == (10, None)
+    ten = GpuTenMinutes.objects.get()
+    assert (ten.at, ten.load_percent, ten.vram_used_mb) == (begins_at, 29.5, 100.0)
+    add_samples(uuid.uuid4(), begins_at, 6)
+    roll_up_history()
+    assert (GpuMinute.objects.count(), GpuTenMinutes.objects.count()) == (10, 1), "what was summed up is not looked at again"
+
+
+def test_a_minute_that_is_not_over_waits(gpu: Gpu) -> None:
+    begins_at = on_the(1, read_clock())
+    add_samples(gpu.pk, begins_at, 1)
+    roll_up_history()
+    is_over = on_the(1, read_clock()) > begins_at
+    assert GpuMinute.objects.count() == int(is_over)
+
+
+def test_what_is_too_old_is_deleted_from_each_level(gpu: Gpu) -> None:
+    now = read_clock()
+    for model, kept in ((GpuSample, timedelta(hours=2)), (GpuMinute, timedelta(days=2)), (GpuTenMinutes, timedelta(days=30))):
+        for age in (kept - timedelta(minutes=1), kept + timedelta(minutes=1)):
+            model._default_manager.create(gpu_id=gpu.pk, at=now - age, load_percent=1.0)
+    SweepMark.objects.bulk_create(SweepMark(name=name[:20], until=now) for name in ("nodes_gpuminute", "nodes_gputenminutes"))
+    assert roll_up_history() == 3
+    for span in Span:
+        assert len(read_history(gpu.pk, span).moments) == 1
+
+
+def test_a_chart_breaks_where_nothing_was_reported_and_has_a_bounded_number_of_points() -> None:
+    now = read_clock()
+
+    def at(ago_s: float, load: float | None = 50.0) -> Moment:
+        return Moment(now - timedelta(seconds=ago_s), load, 500.0, None, None, None)
+
+    moments = (at(100), at(90), at(20), at(10, None))
+    chart = draw_history(History(Span.HOURS, 10.0, moments), now=now, vram_mb=1_000)
+    load, memory = chart.series
+    assert [len(line.split()) for line in load.lines] == [2, 1]
+    assert load.label == "load, last 2 hours: 50 % on average, at most 50 %"
+    assert len(memory.lines) == 2
+    assert [
+        one.label.split(",")[0] for one in draw_history(History(Span.HOURS, 10.0, moments), now=now, vram_mb=None).series
+    ] == ["load"]
+    assert draw_history(History(Span.HOURS, 10.0, ()), now=now, vram_mb=None).series == ()
+    many = tuple(at(7_200 - 10 * number) for number in range(720))
+    (line,) = draw_history(History(Span.HOURS, 10.0, many), now=now, vram_mb=None).series[0].lines
+    assert len(line.split()) == 360
+    for point in line.split():
+        x, y = map(float, point.split(","))
+        assert 0 <= x <= chart.width
+        assert y == chart.height / 2
+
+
+def test_the_page_and_the_api_show_the_history(gpu: Gpu) -> None:
+    client = Client()
+    client.force_login(get_user_model().objects.create_user("ada", is_staff=True, is_superuser=True))
+    url = reverse("admin:nodes_gpu_change", args=[gpu.pk])
+    assert "Last 2 hours: nothing was reported" in client.get(url).content.decode()
+    sample_gpus()
+    shown = client.get(url).content.decode()
+    assert "memory, last 2 hours: 25 % on average, at most 25 %" in shown
+    _, token = create_admin_token(name="ops", actor=ACTOR)
+    headers = {"authorization": f"Bearer {token}"}
+    path = f"/api/v1/gpus/{gpu.printed_id}/history"
+    answer = Client().get(path, headers=headers).json()
+    assert (answer["step_s"], [one["load_percent"] for one in answer["moments"]]) == (10.0, [40.0])
+    assert Client().get(path, {"span": "30d"}, headers=headers).json() == {"step_s": 600.0, "moments": []}
+    refused = Client().get(path, {"span": "1y"}, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "span")
