@@ -190,10 +190,6 @@ class GatewayLink:
         """Set = telemetry is sent soon, because something changed."""
         self._last_said, self._said_at = "", 0.0
 
-    @property
-    def is_connected(self) -> bool:
-        return self._session is not None and self._session.is_accepted
-
     def post(self, message: Message) -> None:
         """Send a message soon, if there is a session."""
         if self._session is not None and self._session.is_accepted:
