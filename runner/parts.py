@@ -84,6 +84,7 @@ class Parts:
         if self.reading is None or now - self._read_at >= limits().connection.reading_s:
             self._read_at = now
             self.reading = await self.pool.capacity.read()
+        # Reading the processes of engines costs more than reading the machine.
         if now - self._measured_at >= limits().connection.measure_s:
             self._measured_at = now
             for model in self.pool.registry.models:

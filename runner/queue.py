@@ -107,8 +107,6 @@ def choose_next(keys: Iterable[Key], *, now: float, soft_inflight: int, starvati
     """Return who is served next: highest class, lowest score, below the soft cap, longest not served. Somebody must wait.
 
     For every ``starvation_s`` that a request has waited it counts as one class higher.
-    Waiting lifts a request against those of other classes only. Were it lifted against its own class too, then every queue
-    whose waits come near ``starvation_s`` would serve whoever waits longest, and weights would mean nothing.
     """
     heads: list[tuple[int, tuple[float, bool, int, int], Waiter]] = []
     for key in keys:
@@ -120,6 +118,8 @@ def choose_next(keys: Iterable[Key], *, now: float, soft_inflight: int, starvati
                 head = line[0]
                 lifted = min(_HIGHEST, head.level + int((now - head.since) / starvation_s))
                 heads.append((lifted, (score, is_at_cap, key.last_granted, head.number), head))
+    # Waiting lifts a request against those of other classes only. Were it lifted against its own class too, then every queue
+    # whose waits come near ``starvation_s`` would serve whoever waits longest, and weights would mean nothing.
     highest = max(lifted for lifted, _, _ in heads)
     level = min((rank, head) for lifted, rank, head in heads if lifted == highest)[1].level
     return min((rank, head) for _, rank, head in heads if head.level == level)[1]

@@ -142,10 +142,11 @@ class LoadProgress:
 
 
 class Model:
-    """A model of the node. Only ``runner.pool`` changes it. ``queue`` outlives loads, so that fairness has a memory."""
+    """A model of the node. Only ``runner.pool`` changes it."""
 
     def __init__(self, definition: ModelDefinition, queue: FairQueue, on_change: Callable[[], None]) -> None:
         self.definition = definition
+        # It outlives loads, so that fairness has a memory.
         self.queue = queue
         self._on_change = on_change
         self.state = ModelState.UNLOADED
