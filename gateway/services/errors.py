@@ -24,6 +24,7 @@ class KeyRevoked(ServiceError, status=409):
 
 class NotFound(ServiceError, code=ErrorCode.NOT_FOUND, status=404):
     """Base of what does not exist."""
+
     type = anthropic_type = "invalid_request_error"
 
 
