@@ -12,7 +12,7 @@ import sys
 from runner.app import run_runner
 from runner.config import RunnerConfig, read_config
 from runner.errors import ConfigError, InvalidSettings
-from runner.ledger import LedgerError
+from runner.ledger.database import LedgerError
 from runner.limits import install
 
 

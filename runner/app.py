@@ -17,7 +17,7 @@ from runner.config import RunnerConfig, normalise_gateway, settle_api
 from runner.connection import GatewayLink, GatewaySocket
 from runner.engines.port import EngineMaker, make_engine
 from runner.errors import ConfigError, InvalidSettings, SettingsConflict
-from runner.ledger import LedgerError
+from runner.ledger.database import LedgerError
 from runner.limits import limits
 from runner.operations.commands import Commands
 from runner.parts import Parts, Phase, assemble

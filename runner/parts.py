@@ -21,7 +21,7 @@ from runner.engines.process import make_private_folder
 from runner.engines.supervisor import EngineState
 from runner.errors import RunnerError, SettingsConflict
 from runner.fit import read_shape
-from runner.ledger import Ledger
+from runner.ledger.ledger import Ledger
 from runner.library.hub import PUBLIC_HUB, Hub
 from runner.library.library import Library
 from runner.limits import MIB, limits

@@ -15,7 +15,8 @@ import aiohttp
 
 from benchmarks.boxcheck.parsing import read_events
 from benchmarks.errors import BenchmarkError
-from wire.optoken import Grant, Operation, sign_l0
+from wire.optoken.op_token import Grant, sign_l0
+from wire.optoken.verifier import Operation
 
 SIGNERS = ("first-owner", "second-owner")
 CALL_S = 120.0

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hmac
 import logging
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -112,7 +110,8 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
     InvalidNodeToken.
     """
     _check_api_key(registration.api_key or "")
-    if not _load_model_check(settings.NODE_MODEL_CHECK)(registration.current_model):
+    # The function lives above this app, hence its name in the settings.
+    if not import_string(settings.NODE_MODEL_CHECK)(registration.current_model):
         text = f"Model {registration.current_model!r} is not on the allow-list; an operator can add it."
         raise ModelNotAllowed(text, param="current_model")
     probed: ProbeResult | None = None
@@ -305,13 +304,6 @@ def _announce(node: Node, before: NodeStatus, after: NodeStatus) -> None:
         return
     action = "node.offline" if after is NodeStatus.OFFLINE else "node.online"
     record_event(actor=f"node:{node.name}", action=action, target=node.printed_id, detail={"name": node.name})
-
-
-@lru_cache(maxsize=4)
-def _load_model_check(path: str) -> Callable[[str], bool]:
-    # The function lives above this app, hence the dotted path.
-    check: Callable[[str], bool] = import_string(path)
-    return check
 
 
 # Calls of the URL that a node registered: until it answers, the node is not available and gets no request. A node of the

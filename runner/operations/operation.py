@@ -28,15 +28,16 @@ from runner.errors import (
     WrongState,
     refusal_fields,
 )
-from runner.ledger import INTERRUPTED, DesiredModel, Ledger, LedgerError, Run, RunState
+from runner.ledger.database import LedgerError
+from runner.ledger.ledger import INTERRUPTED, DesiredModel, Ledger, Run, RunState
 from runner.limits import MIB, limits
 from runner.operations.gate import KEEP_PARAM, Accepted, Admitted, Gate, OperationRunning
 from runner.operations.keys import Identity
 from runner.pool.loads import LoadOrder, LoadResult, Pool
 from runner.pool.models import Model, ModelState
 from wire import clock
-from wire.optoken import Operation
 from wire.optoken.documents import Outcome, Receipt, ReceiptError, digest_result, sign_receipt
+from wire.optoken.verifier import Operation
 
 log = logging.getLogger(__name__)
 

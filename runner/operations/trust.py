@@ -24,7 +24,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from runner.config import OperationsConfig
-from runner.ledger import FILE_NAME, Ledger, LedgerError, PolicyRow
+from runner.ledger.database import FILE_NAME, LedgerError
+from runner.ledger.ledger import Ledger, PolicyRow
 from runner.limits import limits
 from runner.operations.keys import (
     OP_KEYS_NAME,
@@ -40,7 +41,6 @@ from runner.operations.keys import (
 from wire import clock
 from wire.auditlog import AuditLogError, Checkpoint, LogKey, open_note, to_bytes, to_text, verify_consistency
 from wire.bridge import CheckpointOffer, GovernanceReport, NodeGovernance, PolicyOffer
-from wire.optoken import Level
 from wire.optoken.approval import (
     CLOCK_SKEW_S,
     ApprovalError,
@@ -53,6 +53,7 @@ from wire.optoken.approval import (
     read_statement,
     verify_successor,
 )
+from wire.optoken.verifier import Level
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,9 @@ import msgspec
 
 from runner.definitions.settings import Price, Remote
 from runner.errors import SpendingCapReached, Unavailable
-from runner.ledger import CostState, Ledger, LedgerError
+from runner.ledger.costs import CostState
+from runner.ledger.database import LedgerError
+from runner.ledger.ledger import Ledger
 from runner.limits import limits
 from runner.pool.models import Model
 from runner.serving.request import Answer, Inference

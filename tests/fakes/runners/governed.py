@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from runner.ledger import Ledger
+from runner.ledger.ledger import Ledger
 from runner.operations.commands import Commands
 from runner.operations.gate import Admitted, Gate, GateRules
 from runner.operations.operation import Operations
@@ -22,9 +22,10 @@ from tests.fakes.scripted_gateway import ConnectedBox
 from tests.fakes.waiting import eventually
 from wire import bridge
 from wire.ids import new_uuid7
-from wire.optoken import Binding, Grant, Level, Operation, encode_token, params_digest, sign_l0, sign_l1
 from wire.optoken.approval import decode_bytes
 from wire.optoken.documents import Receipt, digest_result, read_receipt
+from wire.optoken.op_token import Binding, Grant, encode_token, params_digest, sign_l0, sign_l1
+from wire.optoken.verifier import Level, Operation
 
 FINAL = frozenset({"succeeded", "failed", "refused", "interrupted", "unknown"})
 

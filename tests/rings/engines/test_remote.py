@@ -23,7 +23,7 @@ from runner.config import read_config
 from runner.engines.http_engine import HttpEngine
 from runner.engines.port import CHAT, EMBEDDINGS, Call, Health
 from runner.engines.remote import make_remote
-from runner.ledger import CostState
+from runner.ledger.costs import CostState
 from runner.parts import Parts, assemble
 from runner.serving.request import Inference
 from tests.fakes.engines.provider import (

@@ -18,7 +18,7 @@ from aiohttp import web
 from tests.fakes.engines.scripted_server import ScriptedEngine, run_engine
 from tests.fakes.runners.process import NO_KEEP_ALIVE, ApiBox, open_api_box, run_api_box
 from tests.fakes.waiting import DEADLINE_S, eventually
-from wire.optoken import Operation
+from wire.optoken.verifier import Operation
 
 pytestmark = pytest.mark.timeout(180)
 

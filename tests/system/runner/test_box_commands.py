@@ -23,9 +23,9 @@ from tests.fakes.runners.parts import assembled
 from tests.fakes.waiting import eventually
 from wire.bridge import OpCommand, OpQuery, OpStatus
 from wire.ids import new_uuid7
-from wire.optoken import read_token
 from wire.optoken.approval import read_statement
 from wire.optoken.documents import digest_result, read_receipt
+from wire.optoken.op_token import read_token
 
 pytestmark = pytest.mark.timeout(180)
 

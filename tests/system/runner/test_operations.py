@@ -31,7 +31,8 @@ from runner.errors import (
     UnknownModel,
     WrongState,
 )
-from runner.ledger import FILE_NAME, Run, RunState
+from runner.ledger.database import FILE_NAME
+from runner.ledger.ledger import Run, RunState
 from runner.limits import limits
 from runner.operations.gate import Gate, GateRules
 from runner.operations.operation import FlushBody, LoadBody, Operations, Reply, UnloadBody
@@ -44,7 +45,8 @@ from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import Bench, assembled, find, write_models
 from tests.fakes.waiting import eventually, turns
 from wire.ids import new_uuid7
-from wire.optoken import Binding, Grant, Level, Operation, params_digest, sign_l0, sign_l1
+from wire.optoken.op_token import Binding, Grant, params_digest, sign_l0, sign_l1
+from wire.optoken.verifier import Level, Operation
 
 KEY = b"a key of the tests, 32 bytes long"
 BODIES: dict[Operation, Any] = {
