@@ -60,6 +60,10 @@ _VOICES = {
 }
 
 
+_AT_ONCE = {"/v1/embeddings": embed, "/v1/rerank": rank, "/v1/images/generations": draw}
+"""Paths whose answer is one function of the body."""
+
+
 @dataclass
 class ScriptedEngine:
     """The server's state: its models, and which endless answers are still read. ``native``: paths it speaks beside chat.
@@ -79,17 +83,15 @@ class ScriptedEngine:
         application.router.add_get("/v1/models", self._models)
         for path in (CHAT, COMPLETIONS, *sorted(self.native)):
             application.router.add_post(path, self._say)
-        for path in ("/v1/embeddings", "/v1/rerank", "/v1/images/generations"):
+        for path in _AT_ONCE:
             application.router.add_post(path, self._answer_at_once)
         application.router.add_post("/v1/audio/transcriptions", self._transcribe)
         return application
 
-    async def _health(self, request: web.Request) -> web.Response:
-        del request
+    async def _health(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
-    async def _models(self, request: web.Request) -> web.Response:
-        del request
+    async def _models(self, _request: web.Request) -> web.Response:
         rows = [{"id": name, "object": "model", "created": CREATED, "owned_by": "scripted"} for name in self.models]
         return web.json_response({"object": "list", "data": rows})
 
@@ -97,9 +99,7 @@ class ScriptedEngine:
         body, script = await self._read(request)
         if (failure := find_failure(script)) is not None:
             return web.Response(status=failure.status, body=failure.body, content_type=failure.content_type)
-        if request.path == "/v1/embeddings":
-            return web.json_response(embed(body))
-        return web.json_response(rank(body) if request.path == "/v1/rerank" else draw(body))
+        return web.json_response(_AT_ONCE[request.path](body))
 
     async def _transcribe(self, request: web.Request) -> web.Response:
         fields = {name: value for name, value in (await request.post()).items() if isinstance(value, str)}

@@ -52,14 +52,13 @@ class Block:
 
 @dataclass(slots=True)
 class MessageStream:
-    """What a stream said. ``delta``: the message_delta; ``failure``: the error object; ``pings``: how many."""
+    """What a stream said. ``delta``: the message_delta; ``failure``: the error object."""
 
     message: Field | None = None
     blocks: list[Block] = field(default_factory=list)
     delta: Field | None = None
     failure: Field | None = None
     stopped: bool = False
-    pings: int = 0
 
     def texts(self, kind: str) -> list[str]:
         """Return what the blocks of one kind say."""
@@ -108,7 +107,6 @@ class _Reader:
             raise Violation("a ping before message_start: the SDKs fail at once")
         if body.value != {"type": "ping"}:
             raise Violation(f'a ping is {{"type": "ping"}} and nothing more, not {body.shown}')
-        self.said.pings += 1
 
     def _start(self, body: Field) -> None:
         if self.said.message is not None:
