@@ -308,7 +308,6 @@ class ChildrenLimits:
     audio_s: int = bound(4 * 3600, "s", "A longer recording gets 400; decoded sound takes 64 kB a second.")
     audio_fields: int = bound(32, "fields", "A form with more fields gets 400.")
     audio_field_bytes: int = bound(16 * 1024, "bytes", "A longer field gets 400.")
-    audio_chunk_bytes: int = bound(256 * 1024, "bytes", "An upload is stored in pieces of this size.")
 
     subreaper_poll_s: float = bound(0.2, "s", "A server is looked after again where no signal tells of the runner's end.")
     subreaper_rounds: int = bound(50, "rounds", "The subreaper leaves what it could not kill.")
