@@ -66,7 +66,6 @@ class Parts:
     operations: Operations
     desired: DesiredState
     costs: Costs
-    _client: aiohttp.ClientSession
     _make_queue: Callable[[ModelDefinition], FairQueue]
     phase: Phase = Phase.STARTING
     started_at: float = field(default_factory=clock.unix_s)
@@ -207,8 +206,7 @@ class Parts:
         queue = self._make_queue(ModelDefinition(model_id="", backend="attached", target_inflight=slots))
         self._attached = AttachedServer(
             self.pool.registry, queue, url=backend.url, key=backend.key, given=backend.models, slots=slots,
-            silent_s=limits().engines.silent_s, client=self._client, translate=backend.translate,
-            tidies=backend.tidies,
+            silent_s=limits().engines.silent_s, translate=backend.translate, tidies=backend.tidies,
         )  # fmt: skip
         self._attached.start()
 
@@ -310,7 +308,7 @@ def _put_together(
     parts = Parts(
         config=config, settings=settings, telemetry=telemetry, ledger=ledger, library=library, pool=pool, budget=budget,
         counters=counters, serving=serving,
-        gate=gate, governance=governance, operations=operations, costs=costs, _client=client, _make_queue=make_queue,
+        gate=gate, governance=governance, operations=operations, costs=costs, _make_queue=make_queue,
         desired=DesiredState(
             ledger, governance, load_again, min_signers=config.operations.min_signers, on_change=on_change
         ),

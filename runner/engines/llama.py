@@ -324,8 +324,8 @@ class RunningLlama:
     def __init__(self, plan: LoadPlan, server: HttpServer) -> None:
         self._plan = plan
         self._server = server
+        # Whether a router may hold the model because of us.
         self._is_held = False
-        """Whether a router may hold the model because of us."""
         self.model = str(plan.options.get("server_model") or plan.model_id)
         self.is_router = False
 

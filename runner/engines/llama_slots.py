@@ -159,11 +159,11 @@ def _may_hold(slot: _Slot, request: FlushRequest) -> bool:
 
 # ---- the slots of a running server ----
 
+# Not /v1/messages: llama.cpp drops unknown members of its body, so such a call runs in whatever slot it likes.
 PINNABLE: Final = frozenset({CHAT, COMPLETIONS, RESPONSES})
-"""Not /v1/messages: llama.cpp drops unknown members of its body, so such a call runs in whatever slot it likes."""
 
+# Everything else stays here: X-Conversation-Id, for one, makes llama.cpp go on generating when the client has left.
 _TO_ENGINE: Final = frozenset({"content-type", "accept", "anthropic-version", "anthropic-beta", "user-agent", "x-request-id"})
-"""Everything else stays here: X-Conversation-Id, for one, makes llama.cpp go on generating when the client has left."""
 _METRIC: Final = re.compile(rb"^llamacpp:(\w+) ([0-9.eE+]+)$", re.MULTILINE)
 
 
