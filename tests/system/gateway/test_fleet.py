@@ -342,22 +342,6 @@ async def age_drains(fleet: Fleet, seconds: float) -> None:
     await fleet.advance(limits().gateway.sweep_s + limits().gateway.tick_s)
 
 
-async def test_a_request_that_a_full_node_sends_back_goes_to_another_one(fleet: Fleet) -> None:
-    leaving = await fleet.add_node(slots=2)
-    running, call = await fleet.begin_stream()
-    leaving.link.down.stall()
-    sent_back = fleet.ask()
-    await fleet.settle()
-    leaving.leave()
-    await fleet.settle()
-    other = await fleet.add_node()
-    leaving.link.down.resume()
-    assert (await serve(fleet, sent_back)).engine is other.engine
-    assert [(row["state"], row["attempts"]) for row in [await sent_back.row()]] == [("completed", 2)]
-    call.finish()
-    assert (await running.row())["state"] == "completed"
-
-
 async def test_what_a_node_loads_is_served_at_once_and_what_it_unloads_no_more(fleet: Fleet) -> None:
     node = await fleet.add_node(slots=2)
     waiting = fleet.ask("tight")

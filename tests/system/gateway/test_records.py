@@ -20,7 +20,7 @@ from gateway.request.records import Record, RecordWriter
 from gateway.services.requests import close_orphaned_requests
 from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import ACCEPT_S, Rows, count, is_waited_for, make_record, read, written
-from tests.fakes.waiting import eventually, turns
+from tests.fakes.waiting import eventually
 from wire.contract import RequestState
 
 
@@ -122,53 +122,6 @@ async def test_only_what_was_completed_on_its_way_in_is_closed_as_refused(
     await written(writer)
     expected = RequestState.REJECTED if final is RequestState.COMPLETED else final
     assert read(rows, record) == (expected.value,)
-
-
-async def test_a_client_that_left_while_it_was_accepted_has_a_final_row(writer: RecordWriter, rows: Rows) -> None:
-    records = [make_record() for _ in range(20)]
-    for record in records:
-        future = writer.accept(record)
-        await turns(1)
-        future.cancel()
-        record.state = RequestState.CANCELLED
-        writer.touch(record)
-    await written(writer)
-    assert {read(rows, record) for record in records} == {("cancelled",)}
-
-
-async def test_many_requests_at_once_each_reach_their_final_state(writer: RecordWriter, rows: Rows) -> None:
-    finals = [RequestState.COMPLETED, RequestState.FAILED, RequestState.CANCELLED]
-
-    async def live(number: int) -> Record:
-        record = make_record(attempts=number % 7)
-        await writer.accept(record)
-        for state in (RequestState.ASSIGNED, RequestState.RUNNING, finals[number % 3]):
-            record.state = state
-            writer.touch(record)
-            await turns(1)
-        return record
-
-    records = await asyncio.gather(*(live(number) for number in range(600)))
-    await written(writer)
-    found = {key: state for key, state in rows.execute("SELECT id, state FROM gateway_requestrecord").fetchall()}  # noqa: C416
-    assert {record.id: record.state.value for record in records}.items() <= found.items()
-    newest_last = rows.execute("SELECT id FROM gateway_requestrecord WHERE id = ANY(%s) ORDER BY created_at, id", [[*found]])
-    mine = {record.id for record in records}
-    order = [key for (key,) in newest_last.fetchall() if key in mine]
-    assert order == [record.id for record in sorted(records, key=lambda record: (record.created_at, record.id))]
-
-
-async def test_waiting_costs_about_one_commit_however_many_wait(writer: RecordWriter, rows: Rows) -> None:
-    await writer.accept(make_record())
-    before = _transactions(rows)
-    await asyncio.gather(*(writer.accept(make_record()) for _ in range(500)))
-    assert _transactions(rows) - before < 50
-
-
-def _transactions(rows: Rows) -> int:
-    query = "SELECT count(DISTINCT xmin::text) FROM gateway_requestrecord"
-    (number,) = rows.execute(query).fetchone() or (0,)
-    return int(str(number))
 
 
 POISON: list[dict[str, object]] = [
@@ -286,51 +239,6 @@ async def test_refusals_beyond_the_bound_are_counted_instead_of_written(rows: Ro
         assert 1 <= count(rows, RequestState.REJECTED) <= 1 + 3
     finally:
         await writer.stop()
-
-
-async def test_stop_writes_what_waits(rows: Rows) -> None:
-    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=100)
-    writer.start()
-    record = make_record()
-    await writer.accept(record)
-    record.state = RequestState.INTERRUPTED
-    writer.touch(record)
-    await writer.stop()
-    assert read(rows, record) == ("interrupted",)
-
-
-async def test_a_commit_whose_connection_dies_promises_nothing_and_leaves_no_open_row(rows: Rows) -> None:
-    writer = RecordWriter(accept_s=ACCEPT_S, max_pending=10_000)
-    writer.start()
-    accepted: list[Record] = []
-    refused: list[Record] = []
-
-    async def submit() -> None:
-        record = make_record()
-        try:
-            await writer.accept(record)
-        except RecordsUnavailable:
-            refused.append(record)
-        else:
-            accepted.append(record)
-
-    for _ in range(20):
-        batch = asyncio.gather(*(submit() for _ in range(20)))
-        end_connections(rows)
-        await batch
-    await eventually(lambda: writer.is_healthy)
-    await written(writer)
-    assert accepted
-    assert {read(rows, record) for record in accepted} == {("queued",)}
-    assert {read(rows, record) for record in refused} <= {None, ("rejected",)}
-    await writer.stop()
-
-
-async def test_a_commit_whose_acknowledgement_was_lost_is_repeated(writer: RecordWriter, rows: Rows) -> None:
-    record = make_record()
-    await writer.accept(record)
-    await writer.accept(record)
-    assert count(rows, RequestState.QUEUED) == 1
 
 
 async def test_a_connection_that_died_while_nobody_used_it_costs_no_request(writer: RecordWriter, rows: Rows) -> None:
