@@ -241,9 +241,9 @@ class Identity:
         )  # fmt: skip
         return sign_receipt(self.private_key, replace(receipt, **changes))
 
-    def end(self, op_id: str, state: Outcome, *, operation: str = "model-load", **fields: Any) -> OpStatus:
+    def end(self, op_id: str, state: Outcome, **fields: Any) -> OpStatus:
         status = OpStatus(op_id=op_id, use=1, state=state, **fields)
-        status.receipt = self.receipt(status, operation=operation)
+        status.receipt = self.receipt(status)
         return status
 
 

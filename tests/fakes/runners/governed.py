@@ -19,6 +19,7 @@ from tests.fakes.ledgers import T0, Clock
 from tests.fakes.policies import Fleet, Issuer
 from tests.fakes.runners.parts import Bench, assembled, write_models
 from tests.fakes.scripted_gateway import ConnectedBox
+from tests.fakes.signed_tokens import KEY
 from tests.fakes.waiting import eventually
 from wire import bridge
 from wire.ids import new_uuid7
@@ -176,8 +177,6 @@ async def desk_of(tmp_path: Path) -> AsyncIterator[Desk]:
             await desk.operations.close()
 
 
-KEY = b"a key of the tests, 32 bytes long"
-OTHER_KEY = b"another key of the tests, as long"
 MODEL = "org/model"
 NOW = T0 + 10
 PARAMS: dict[str, object] = {"modelId": MODEL, "evictModel": "org/other"}
