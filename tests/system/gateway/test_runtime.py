@@ -120,6 +120,7 @@ async def test_a_storm_of_hints_costs_ten_looks_at_the_commands_of_nodes_a_secon
 
 
 async def test_a_change_without_a_hint_is_found_by_the_sweep_and_a_database_with_lower_marks_is_read_whole() -> None:
+    set_limits(gateway={"sweep_s": 0.1})
     async with run_gateway() as runtime:
         key, _ = await new_key()
         await eventually(lambda: key.keyid in runtime.catalogue.keys)
@@ -204,6 +205,7 @@ def test_only_rows_of_nodes_that_changed_are_read_again_and_the_others_age() -> 
 
 async def test_a_gateway_whose_clock_is_wrong_is_alive_by_the_clock_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     shift_clock(monkeypatch, -3600)
+    set_limits(gateway={"heartbeat_s": 0.2})
     async with run_gateway() as runtime:
         row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
         first = (await row.aget()).heartbeat_at
