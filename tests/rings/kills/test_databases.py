@@ -34,7 +34,7 @@ from gateway.request.models import Catalogue
 from gateway.request.records import Record, RecordWriter
 from governance.models import AuditEvent, Operation
 from tests.fakes.audit_logs import LOG_KEY, database_url, judge_database, raw_connection, sizes
-from tests.fakes.control_process import frozen, in_thread, wait_for
+from tests.fakes.control_process import frozen, in_thread
 from tests.fakes.governed_team import make_client, make_team
 from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import (
@@ -283,7 +283,9 @@ async def test_nothing_is_accepted_that_is_not_written_and_all_of_it_works_again
             writer.touch(running)
             states = states_of(rows)
             assert all(states.get(record.id) for record in accepted)
-        await sync_to_async(wait_for)(lambda: states_of(rows)[running.id] == "completed", what="the end is written in the end")
+        await sync_to_async(wait_until)(
+            lambda: states_of(rows)[running.id] == "completed", what="the end is written in the end"
+        )
         again = make_long_record()
         await writer.accept(again)
         assert again.id in states_of(rows)
@@ -327,7 +329,7 @@ def test_an_admin_token_reads_and_health_says_so_while_the_database_is_read_only
     def act() -> None:
         assert look() == (200, "ok")
         with read_only(rows):
-            wait_for(lambda: look() == (503, "read-only"), what="the server takes no writes")
+            wait_until(lambda: look() == (503, "read-only"), what="the server takes no writes")
             assert propose(operator).status_code == 503
             rows.execute("UPDATE governance_admintoken SET last_used_at = NULL")
             assert operator.get("/api/v1/operations").status_code == 200
