@@ -98,30 +98,24 @@ async def test_to_change_a_row_reads_no_other(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("final", [s for s in RequestState if s.value not in {"queued", "assigned", "running"}])
-async def test_a_final_state_is_never_overwritten(writer: RecordWriter, rows: Rows, final: RequestState) -> None:
-    record = make_record()
-    await writer.accept(record)
-    rows.execute("UPDATE gateway_requestrecord SET state = %s WHERE id = %s", [final.value, record.id])
-    record.state = RequestState.COMPLETED if final is not RequestState.COMPLETED else RequestState.FAILED
-    record.attempts = 9
-    writer.touch(record)
-    await written(writer)
-    assert read(rows, record, "state", "attempts") == (final.value, 0)
-
-
-@pytest.mark.parametrize("final", [s for s in RequestState if s.value not in {"queued", "assigned", "running"}])
-async def test_only_what_was_completed_on_its_way_in_is_closed_as_refused(
-    writer: RecordWriter, rows: Rows, final: RequestState
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_final_state_is_never_overwritten_but_by_the_refusal_of_what_was_completed_on_its_way_in(
+    writer: RecordWriter, rows: Rows, final: RequestState, *, is_refused: bool
 ) -> None:
-    """Its client was told that the request could not be written down: nobody has the answer of which the row speaks."""
+    """The client of a refusal was told that the request could not be written down: nobody has the answer of the row."""
     record = make_record()
     await writer.accept(record)
     rows.execute("UPDATE gateway_requestrecord SET state = %s WHERE id = %s", [final.value, record.id])
-    record.error_code, record.state = RecordsUnavailable.code, RequestState.REJECTED
+    record.attempts = 9
+    if is_refused:
+        record.error_code, record.state = RecordsUnavailable.code, RequestState.REJECTED
+    else:
+        record.state = RequestState.COMPLETED if final is not RequestState.COMPLETED else RequestState.FAILED
     writer.touch(record)
     await written(writer)
-    expected = RequestState.REJECTED if final is RequestState.COMPLETED else final
-    assert read(rows, record) == (expected.value,)
+    is_closed = is_refused and final is RequestState.COMPLETED
+    expected = (RequestState.REJECTED.value, 9) if is_closed else (final.value, 0)
+    assert read(rows, record, "state", "attempts") == expected
 
 
 POISON: list[dict[str, object]] = [

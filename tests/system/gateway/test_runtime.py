@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 
 import psycopg
@@ -41,6 +40,7 @@ from nodes.services.sessions import KnownNodes, SessionEnd, close_sessions
 from tests.fakes.clock import install_virtual_clock, shift_clock
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import audited, make_node, make_presence
+from tests.fakes.pipeline import run_gateway
 from tests.fakes.waiting import eventually, turns
 from wire.credentials import CredentialKind, mint_credential
 
@@ -51,16 +51,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 async def _close_connections() -> AsyncIterator[None]:
     yield
     await sync_to_async(connections.close_all)()
-
-
-@asynccontextmanager
-async def run_gateway(runtime: GatewayRuntime | None = None) -> AsyncIterator[GatewayRuntime]:
-    runtime = runtime or GatewayRuntime()
-    await runtime.start()
-    try:
-        yield runtime
-    finally:
-        await runtime.stop()
 
 
 @sync_to_async

@@ -24,7 +24,7 @@ from governance.models import Operation, OperationRun, WitnessStatement
 from governance.operations.runs import run_due
 from governance.states import RunState
 from nodes.models import Node, NodePresence
-from tests.fakes.governed_team import Identity, approve_load, make_due, make_governed, only_run
+from tests.fakes.governed_team import Identity, Team, approve_load, make_due, make_governed, only_run
 from tests.fakes.limits import set_limits
 from tests.fakes.links import Door, NodeSocket, dial, hello
 from tests.fakes.nodes import make_credential
@@ -65,10 +65,10 @@ async def gateway(number: int = 1) -> AsyncIterator[Door]:
 class Governed:
     """A team that approves, and one node with its credential."""
 
-    def __init__(self) -> None:
-        self.team = make_governed()
-        self.rig = Identity()
-        _, self.secret = make_credential(self.rig.name, max_nodes=1)
+    def __init__(self, team: Team | None = None, name: str = "rig") -> None:
+        self.team = team or make_governed()
+        self.rig = Identity(name)
+        _, self.secret = make_credential(name, max_nodes=1)
 
     @asynccontextmanager
     async def link(
