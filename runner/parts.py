@@ -164,7 +164,7 @@ class Parts:
         """Begin to stop: what runs goes on, nothing new is taken."""
         self.phase = Phase.STOPPING
         self.serving.is_stopping = True
-        self.operations.refuse_new()
+        self.operations.is_stopping = True
 
     async def close(self) -> None:
         self.refuse_new()

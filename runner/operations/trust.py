@@ -127,12 +127,6 @@ def write_trusted(data: Path, fingerprint: str) -> None:
     write_private(data / TRUSTED_NAME, f"{fingerprint}\n".encode())
 
 
-def ask_to_forget(data: Path) -> None:
-    """Leave word for the node to forget, and withdraw what was confirmed. Raises OSError."""
-    remove_private(data / TRUSTED_NAME)  # first, so that a node that has forgotten finds nothing to trust again
-    write_private(data / FORGET_NAME, b"")
-
-
 def is_asked_to_forget(data: Path) -> bool:
     """Return whether the node has been asked and has not done it yet."""
     return (data / FORGET_NAME).exists()
@@ -641,7 +635,8 @@ def renew_key(data: Path) -> str:
 
 def forget(data: Path) -> str:
     """Have the node forget its policy and what it witnessed. Raises OSError."""
-    ask_to_forget(data)
+    remove_private(data / TRUSTED_NAME)  # first, so that a node that has forgotten finds nothing to trust again
+    write_private(data / FORGET_NAME, b"")
     return (
         "The node forgets its policy and the audit checkpoint it saw, and tells the control plane so. It carries out nothing "
         f"until a fingerprint is confirmed again. {SOON}"

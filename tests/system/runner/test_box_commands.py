@@ -164,7 +164,7 @@ async def test_more_commands_than_can_be_followed_are_refused_until_one_has_ende
 
 async def test_a_node_that_leaves_or_cannot_read_its_ledger_refuses_so_that_another_try_is_worth_it(desk: Desk) -> None:
     command, asked = desk.command(modelId="a"), Ear()
-    desk.operations.refuse_new()
+    desk.operations.is_stopping = True
     desk.commands.take(command, ear := Ear())
     assert ((await ear.end()).state, ear.last.code) == ("refused", "unavailable")
     assert await desk.parts.ledger.find_op(command.op_id, 1) is None
