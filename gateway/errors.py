@@ -9,6 +9,7 @@ from core.errors import ContractError
 from wire.contract import ErrorCode, RequestState
 from wire.engine_errors import Blame, judge_error
 
+# Anthropic API reference, "Errors".
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -19,7 +20,6 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Anthropic API reference, "Errors"."""
 # LiteLLM takes every error with the word ``invalid_request_error`` for a bad request.
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

@@ -370,11 +370,11 @@ def _describe_custom(tool: dict[str, object], where: str) -> dict[str, object]:
 
 Item = dict[str, object]
 
+# What OpenAI's servers did in between: the answer that follows says what came of it.
 _LEFT_OUT = frozenset({
     "code_interpreter_call", "file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response",
     "mcp_call", "mcp_list_tools", "web_search_call",
 })  # fmt: skip
-"""What OpenAI's servers did in between: the answer that follows says what came of it."""
 _TOOL_BRINGERS = frozenset({"additional_tools", "tool_search_output"})
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 
@@ -442,8 +442,8 @@ class Transcript:
         self._system: list[str] = []
         self._messages: list[dict[str, object]] = []
         self._user: list[Content] = []
+        # What only a user's message can hold of the results of tools; it follows behind the last of them.
         self._shown: list[Content] = []
-        """What only a user's message can hold of the results of tools; it follows behind the last of them."""
         self._turn: _AssistantTurn | None = None
 
     def add(self, item: Item, where: str) -> None:

@@ -286,8 +286,8 @@ def _better(current: L | None, link: L) -> L:
 
 
 _UNKNOWN_PATH = frozenset({404, 405, 501})
+# Of a path that the node declares; engines say 501 of a field on a path that they do know.
 _DECLARED_UNKNOWN = frozenset({404, 405})
-"""Of a path that the node declares; engines say 501 of a field on a path that they do know."""
 _UNREADABLE = frozenset({400, 422})
 
 _MESSAGES = "/v1/messages"
@@ -418,14 +418,14 @@ class Dispatcher:
         self.ejections = registry.ejections
         self._keeper = keeper
         self._limits = limits
+        # Who waits, by model and API paths: a node may answer a model on one path and not on another.
         self._queues: dict[str, dict[tuple[str, ...], list[_Waiter]]] = {}
-        """Who waits, by model and API paths: a node may answer a model on one path and not on another."""
         self._sequence = itertools.count(1)
         self._served = itertools.count(1)
         self._start = 0
         """Where the links begin that are compared for the next request."""
+        # How long a request holds a slot, by model: a moving average in seconds.
         self._held_s: dict[str, float] = {}
-        """How long a request holds a slot, by model: a moving average in seconds."""
         registry.subscribe(self._take_change)
 
     def new_job(

@@ -292,8 +292,8 @@ _ORPHANS = f"""
                OR ({_SILENT})
           )
 """
+# Whether a request's gateway is silent; null when no request is an orphan.
 _LOOK = f"SELECT bool_or(g.id IS NOT NULL AND g.stopped_at IS NULL) {_ORPHANS}"  # a constant
-"""Whether a request's gateway is silent; null when no request is an orphan."""
 _CLOSE = f"""
 UPDATE gateway_requestrecord AS record
    SET state = %(interrupted)s,
