@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
-from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -236,27 +235,10 @@ class Plan:
         return [candidate for candidate, found in self.choices if isinstance(found, Ready)]
 
 
-class Replica(Protocol):
-    """What placement reads of a link."""
-
-    last_served: int
-
-    @property
-    def load(self) -> int:
-        """Requests known to run on the node."""
-
-    def can_take(self, now: float) -> bool:
-        """Whether it is ready and has a free slot."""
-
-    def is_called(self, name: str) -> bool:
-        """Whether a client that prefers a node by this name means it."""
-
-
-L = TypeVar("L", bound=Replica)
 _NONE: frozenset[Link] = frozenset()
 
 
-def choose_link(candidates: Iterable[L], *, now: float, avoid: Collection[L] = (), prefer: str = "") -> L | None:
+def choose_link(candidates: Iterable[Link], *, now: float, avoid: Collection[Link] = (), prefer: str = "") -> Link | None:
     """Return the least loaded candidate that can take work; among equals the one served longest ago.
 
     Those in ``avoid`` (they failed this request before) are chosen only when nothing else can take it. One that is called
@@ -267,8 +249,8 @@ def choose_link(candidates: Iterable[L], *, now: float, avoid: Collection[L] = (
         liked = choose_link([link for link in candidates if link.is_called(prefer) and link not in avoid], now=now)
         if liked is not None:
             return liked
-    best: L | None = None
-    fallback: L | None = None
+    best: Link | None = None
+    fallback: Link | None = None
     for link in candidates:
         if not link.can_take(now):
             continue
@@ -279,7 +261,7 @@ def choose_link(candidates: Iterable[L], *, now: float, avoid: Collection[L] = (
     return best if best is not None else fallback
 
 
-def _better(current: L | None, link: L) -> L:
+def _better(current: Link | None, link: Link) -> Link:
     if current is None or (link.load, link.last_served) < (current.load, current.last_served):
         return link
     return current
