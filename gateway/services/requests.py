@@ -235,14 +235,11 @@ class ExpiringKey:
 
 
 def read_gateways() -> tuple[GatewayHealth, ...]:
-    """Return the gateway processes that should serve, in one query.
-
-    A process that died wrote no end. It counts until it is forgotten, or until one that started later took its place: on the
-    same host, under the same internal address.
-    """
+    """Return the gateway processes that should serve, in one query."""
     since = Now() - timedelta(seconds=limits().gateway.forgotten_s)
     rows = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=since)
     processes = list(rows.annotate(silence=Now() - F("heartbeat_at")).order_by("host", "pid"))
+    # A process that died wrote no end: it counts until one that started later has its host and its internal address.
     newest: dict[tuple[str, str], datetime] = {}
     for process in processes:
         place = process.host, process.internal_url
@@ -315,8 +312,6 @@ UPDATE gateway_requestrecord AS record
 def close_orphaned_requests(*, dead_after_s: float | None = None, confirm_s: float = 2.0) -> int:
     """Mark open requests of gateways that stopped, or were silent for ``dead_after_s`` seconds, as interrupted.
 
-    Whoever seems silent is looked at once more, ``confirm_s`` seconds later: after a database that stood still (frozen with its
-    machine, cut off by the network) everybody is, until the next heartbeat has come.
     Returns how many were closed. Final states are never touched; rows that a gateway is writing at the moment are left
     for the next call. Safe to run several times at once.
     """
@@ -331,6 +326,7 @@ def close_orphaned_requests(*, dead_after_s: float | None = None, confirm_s: flo
     if is_silent is None:
         return 0
     if is_silent:
+        # After a database that stood still, frozen with its machine or cut off, everybody is until the next heartbeat.
         clock.sleep(confirm_s)
     closed = 0
     while True:
