@@ -135,7 +135,7 @@ def show_facts(request: HttpRequest) -> HttpResponse:
     facts = find_request(record_id) if record_id is not None else None
     if facts is None:
         raise AskRefused("There is no such request (yet).", param="request")
-    return JsonResponse({**asdict(facts), "url": find_record_url(printed)})
+    return JsonResponse({**facts, "url": find_record_url(printed)})
 
 
 @require_safe

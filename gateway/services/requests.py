@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import reduce
 from operator import or_
@@ -25,31 +25,19 @@ from wire.ids import parse_id
 _TAIL = re.compile(rf"[0-9a-f]{{{TAIL_CHARS},31}}\Z")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """How a request stands. Times in milliseconds; None = not known (yet). ``is_final``: nothing changes any more."""
-
-    state: str
-    is_final: bool
-    error_code: str | None
-    model: str
-    node: str
-    queue_ms: int | None
-    ttfb_ms: int | None
-    latency_ms: int | None
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    tokens_estimated: bool
+_FACTS = (
+    "state", "error_code", "model", "queue_ms", "ttfb_ms", "latency_ms", "prompt_tokens", "completion_tokens",
+    "tokens_estimated",
+)  # fmt: skip
 
 
-def find_request(record_id: uuid.UUID) -> RequestFacts | None:
-    """Return how a request stands; None when there is no record of that id."""
-    record = RequestRecord.objects.filter(pk=record_id).first()
-    if record is None:
-        return None
-    is_final = RequestState(record.state) not in OPEN_REQUEST_STATES
-    copied = {one.name: getattr(record, one.name) for one in fields(RequestFacts) if one.name not in {"is_final", "node"}}
-    return RequestFacts(is_final=is_final, node=record.node_name, **copied)
+def find_request(record_id: uuid.UUID) -> dict[str, object] | None:
+    """Return how a request stands, by column and with its ``node``; None when there is no record of that id.
+
+    Times are in milliseconds, None = not known (yet). ``is_final``: nothing changes any more.
+    """
+    record = RequestRecord.objects.filter(pk=record_id).values(*_FACTS, node=F("node_name")).first()
+    return None if record is None else {**record, "is_final": RequestState(record["state"]) not in OPEN_REQUEST_STATES}
 
 
 def find_records(records: QuerySet[RequestRecord], text: str) -> QuerySet[RequestRecord]:
