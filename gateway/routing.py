@@ -38,17 +38,6 @@ class Alias:
         object.__setattr__(self, "by_weight", tuple(sorted(self.targets, key=lambda target: -target.weight)))
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where a request may go. ``asked``: the name the client used; ``models``: candidates in order, first the chosen one.
-
-    There are 1 to ``candidates`` of them, each once, and the caller may use every one.
-    """
-
-    asked: str
-    models: tuple[str, ...]
-
-
 Refuse = Callable[[str, str], GatewayError | None]
 """``refuse(model, via)``: why this caller may not use ``model`` by asking for ``via``; None = it may."""
 Choose = Callable[[Sequence[int]], int]
@@ -82,8 +71,8 @@ def resolve(
     rank_auto: Callable[[], Iterable[str]],
     extra: Sequence[str] = (),
     choose: Choose = choose_by_weight,
-) -> Route:
-    """Return the candidates for a name that a client asked for.
+) -> list[str]:
+    """Return the models that may answer a name that a client asked for, best first: 1 to ``candidates``, each once.
 
     An alias wins over ``auto`` and over a model of its name. Behind the chosen target come the other targets by weight, then
     ``extra`` (what the client named; an alias there stands for its targets), then the fallbacks of the first candidate.
@@ -118,7 +107,7 @@ def resolve(
         raise NoAvailableNode(_NOTHING_FOR_AUTO, retry_after_s=5) if is_auto or not refusals else refusals[0]
     for other in fallbacks_of(models[0]):
         add((other,), via=other)
-    return Route(name, tuple(models))
+    return models
 
 
 _NOTHING_FOR_AUTO = "No node serves a model that this key may use; please retry."
