@@ -14,10 +14,10 @@ from typing import Protocol
 import msgspec
 
 from core.limits import GatewayLimits, limits
-from gateway.dialects import Surface
 from gateway.dialects.chat import AnswerContext, AnswerTranslator, FailingTranslator, Translation
 from gateway.dialects.pool_meta import MetaStream, PoolMeta, add_meta
 from gateway.dialects.refusal import read_refusal, read_stream_failure
+from gateway.dialects.surface import Surface
 from gateway.errors import (
     ClientLeft,
     EngineRefused,

@@ -20,9 +20,9 @@ from http import HTTPStatus
 import msgspec
 
 from core.limits import GatewayLimits
-from gateway.dialects import Surface
 from gateway.dialects.body import has_foreign_tools, holds_part
 from gateway.dialects.chat import Translation
+from gateway.dialects.surface import Surface
 from gateway.errors import (
     BadRequest,
     EndpointNotAnswered,

@@ -10,8 +10,7 @@ from functools import lru_cache
 from channels.routing import URLRouter
 
 from core.limits import limits
-from gateway.dialects import Surface
-from gateway.dialects.surface import DEFAULT_SURFACE
+from gateway.dialects.surface import DEFAULT_SURFACE, Surface
 from gateway.errors import GatewayError, OriginNotPermitted, RateLimited, RouteNotFound
 from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.values import Header, HeaderView, InferenceRequest

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from core.limits import limits
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from wire.bounds import BOUNDS
 from wire.contract import ErrorCode
 

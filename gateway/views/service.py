@@ -18,7 +18,7 @@ from django.contrib.staticfiles import finders
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.db.threads import run_in_database
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from gateway.errors import BadRequest, InvalidAdminToken, ModelUnknown, RouteNotFound
 from gateway.models import ApiKey
 from gateway.process import GatewayRuntime

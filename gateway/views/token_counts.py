@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from gateway import metrics
-from gateway.dialects import SURFACES, Surface
 from gateway.dialects.messages_request import to_chat_body
-from gateway.dialects.surface import check_turns
+from gateway.dialects.surface import SURFACES, Surface, check_turns
 from gateway.errors import ClientLeft, GatewayError, RateLimited, ShuttingDown
 from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection

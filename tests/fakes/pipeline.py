@@ -20,7 +20,7 @@ from core.db import threads
 from core.db.base import ServerSilent
 from core.db.loop import LoopConnection
 from core.limits import GatewayLimits
-from gateway.dialects import SURFACES, Surface
+from gateway.dialects.surface import SURFACES, Surface
 from gateway.errors import RecordsUnavailable
 from gateway.process import GatewayRuntime
 from gateway.request.dispatch import Candidate, Dispatcher, Job

@@ -26,7 +26,7 @@ from pytest_django import Settings
 from core.db import threads
 from core.db.threads import DatabaseBusy, run_in_database, run_upkeep
 from core.limits import GatewayLimits
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from gateway.errors import RecordsUnavailable
 from gateway.process import GatewayRuntime
 from gateway.request.identity import KeyRing

@@ -17,8 +17,8 @@ import pytest
 from core.limits import GatewayLimits
 from gateway import metrics
 from gateway.canary import Canaries
-from gateway.dialects import SURFACES
 from gateway.dialects.chat import Translation
+from gateway.dialects.surface import SURFACES
 from gateway.errors import ShuttingDown
 from gateway.values import InferenceRequest
 from nodes.links import EndKind

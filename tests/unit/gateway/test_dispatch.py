@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
 from gateway import errors
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from gateway.process import GatewayRuntime
 from gateway.request.dispatch import Availability, Busy, Closed, Dispatcher, Job, Lease, Plan, Ready, choose_link
 from gateway.request.response import render_head

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
-from gateway.dialects import SURFACES, Surface
+from gateway.dialects.surface import SURFACES, Surface
 from gateway.errors import ClientLeft, ClientTooSlow, ForwardedRequestFailed, RequestInterrupted, RequestTimeout, StreamTooLarge
 from gateway.request import attempt as answers
 from gateway.request.attempt import Exchange

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from conformance.exchange import read_stream
 from core.limits import GatewayLimits
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from gateway.errors import EngineRefused, RequestInterrupted
 from gateway.request.attempt import Exchange
 from gateway.request.dispatch import Broken, Dispatcher, Lease, Outcome, Retry, RetryReason, Served
