@@ -54,9 +54,7 @@ class Parts:
 
     config: RunnerConfig
     settings: Settings
-    telemetry: Telemetry
     ledger: Ledger
-    library: Library
     pool: Pool
     budget: WaitBudget
     counters: Counters
@@ -306,7 +304,7 @@ def _put_together(
         return await operations.load_again(body)
 
     parts = Parts(
-        config=config, settings=settings, telemetry=telemetry, ledger=ledger, library=library, pool=pool, budget=budget,
+        config=config, settings=settings, ledger=ledger, pool=pool, budget=budget,
         counters=counters, serving=serving,
         gate=gate, governance=governance, operations=operations, costs=costs, _make_queue=make_queue,
         desired=DesiredState(

@@ -18,6 +18,7 @@ from runner.definitions.fields import (
     ModelDefinition,
     fields_of,
     merge_decoding,
+    show_name,
     text,
     type_name,
 )
@@ -127,9 +128,8 @@ def _check_text(fields: Mapping[str, object], name: str, what: str) -> None:
 def _refuse_unknown(fields: Mapping[str, object], known: Mapping[str, object], prefix: str) -> None:
     for name in fields:
         if name not in known:
-            shown = name if name.isprintable() and len(name) <= 60 else "(a name)"
-            allowed = ", ".join(known)
-            raise InvalidRequest(f"{prefix}{shown} is unknown; allowed are {allowed}", param=f"{prefix}{shown}")
+            shown = prefix + show_name(name)
+            raise InvalidRequest(f"{shown} is unknown; allowed are {', '.join(known)}", param=shown)
 
 
 def _check(name: str, value: object, kind: Field) -> None:

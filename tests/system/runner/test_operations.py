@@ -318,7 +318,7 @@ async def test_a_forced_unload_ends_a_load_and_its_task_says_so(desk: Desk) -> N
 
 async def test_a_download_that_fails_evicts_nothing(desk: Desk) -> None:
     await desk.finish(await desk.load("a"))
-    (desk.parts.library.find("b") or Path()).unlink()
+    (desk.parts.pool.registry.library.find("b") or Path()).unlink()
     reply = await desk.load("b", evictModel="a")
     assert (await desk.finish(reply))["status"] == "failed"
     assert find(desk.parts, "a").state is ModelState.LOADED
