@@ -21,7 +21,6 @@ from controlplane.playground.asks import (
     IMAGE_TYPES,
     PRIORITIES,
     SURFACES,
-    Ask,
     AskRefused,
     AskTooLarge,
     NotAllowed,
@@ -169,15 +168,11 @@ def _prepare(request: HttpRequest) -> tuple[Call, bool]:
         raise AskRefused("Paste an API key of yours: you may not make one.", param="key")
     if not (key.isascii() and key.isprintable()):
         raise AskRefused("This is no API key; one looks like mst_….", param="key")
-    call = Call(path=ask.surface.path, body=_encode(build_body(ask)), headers=_write_headers(ask, key))
-    return call, may_see_records(request)
-
-
-def _write_headers(ask: Ask, key: str) -> dict[str, str]:
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "accept-encoding": "identity"}
     if ask.surface.name is SurfaceName.MESSAGES:
         headers["anthropic-version"] = ANTHROPIC_VERSION
-    return {**headers, "user-agent": "muster-playground"}
+    headers["user-agent"] = "muster-playground"
+    return Call(path=ask.surface.path, body=_encode(build_body(ask)), headers=headers), may_see_records(request)
 
 
 def _require_player(request: HttpRequest) -> None:
