@@ -123,15 +123,15 @@ class BoxClient:
         """Return a load task."""
         return (await self.call("GET", f"/v1/models/load/{task_id}")).document
 
-    async def wait_task(self, task_id: str, *, limit_s: float = LOAD_S) -> dict[str, Any]:
+    async def wait_task(self, task_id: str) -> dict[str, Any]:
         """Return a load task once it has ended. Raises BenchmarkError when that takes too long."""
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + LOAD_S
         while True:
             task = await self.read_task(task_id)
             if task.get("status") != "loading":
                 return task
             if time.monotonic() > deadline:
-                raise BenchmarkError(f"load {task_id} has not ended within {limit_s:g} s: {task}")
+                raise BenchmarkError(f"load {task_id} has not ended within {LOAD_S:g} s: {task}")
             await asyncio.sleep(0.05)
 
     async def load_whole(self, model_id: str, **fields: object) -> dict[str, Any]:
