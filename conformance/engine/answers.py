@@ -176,7 +176,7 @@ def _with_prompt(prompt: Any, speech: Speech, body: Mapping[str, Any]) -> str:
 
 
 def _token_logprobs(text: str, script: Script, body: Mapping[str, Any]) -> Json | None:
-    """Return the older form of log probabilities, parallel lists; the first token of a prompt has none."""
+    # The older form of log probabilities is parallel lists; the first token of a prompt has none.
     if body.get("logprobs") is None and "logprobs" not in script:
         return None
     tokens = text.split(" ")

@@ -228,6 +228,7 @@ def compose(script: Script, body: Mapping[str, Any], echo: Mapping[str, Any], sa
 
 _FIRST = ToolCall(CALL_ID, TOOL, ARGUMENTS)
 _PAIR = (_FIRST, ToolCall(OTHER_CALL_ID, OTHER_TOOL, OTHER_ARGUMENTS))
+# What the directives that call tools have the engine say, in the order in which they are looked for.
 _CALLS = {
     "parallel_tools": Speech(calls=_PAIR, ending=Ending.TOOL_CALLS),
     "interleaved_tools": Speech(calls=_PAIR, interleaved=True, ending=Ending.TOOL_CALLS),
@@ -236,7 +237,6 @@ _CALLS = {
     "text_then_tools": Speech(pieces=TEXT_PIECES, calls=(_FIRST,), ending=Ending.TOOL_CALLS),
     "tools": Speech(calls=(_FIRST,), ending=Ending.TOOL_CALLS),
 }
-"""What the directives that call tools have the engine say, in the order in which they are looked for."""
 
 
 def _first_stop(body: Mapping[str, Any]) -> str | None:
@@ -297,7 +297,7 @@ def stream_error() -> dict[str, Any]:
 
 
 def _openai(message: str, status: int, **more: Any) -> bytes:
-    """Return OpenAI's error object as engines write it: ``code`` is a number with vLLM and llama.cpp alike."""
+    # In OpenAI's own error object ``code`` is a text; with vLLM and llama.cpp alike it is a number.
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": status, **more}
     return json.dumps({"error": error}).encode()

@@ -60,8 +60,8 @@ _VOICES = {
 }
 
 
+# Paths whose answer is one function of the body.
 _AT_ONCE = {"/v1/embeddings": embed, "/v1/rerank": rank, "/v1/images/generations": draw}
-"""Paths whose answer is one function of the body."""
 
 
 @dataclass
@@ -150,7 +150,7 @@ class ScriptedEngine:
         return response
 
     async def _go_on(self, request: web.Request, voice: Voice, script: Script, body: Json) -> web.StreamResponse:
-        """Answer without end and note when the client has left; aiohttp cancels the handler then."""
+        """Answer without end and note when the client has left."""
         key = script.argument("endless")
         self.endless[key] = "here"
 
@@ -160,6 +160,7 @@ class ScriptedEngine:
             if not body.get("stream"):
                 await asyncio.get_running_loop().create_future()
             return await self._stream(request, voice, Script({**script.arguments, "pace": "20"}), body, chunks)
+        # aiohttp cancels the handler when the client leaves.
         except (asyncio.CancelledError, ConnectionError):
             self.endless[key] = "left"
             raise
@@ -221,7 +222,6 @@ def frame_event(content: Json | str, script: Script, *, name: str = "") -> bytes
 
 
 def _reset(request: web.Request) -> None:
-    """Close the connection at once, with no end of the body."""
     if request.transport is not None:
         request.transport.abort()
 

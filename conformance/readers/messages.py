@@ -12,6 +12,7 @@ ERROR_TYPES = (
     "invalid_request_error", "authentication_error", "permission_error", "not_found_error", "request_too_large",
     "rate_limit_error", "api_error", "overloaded_error", "timeout_error", "billing_error",
 )  # fmt: skip
+# The kind of block that a delta belongs to, and the member that carries it.
 _DELTAS = {
     "text_delta": ("text", "text"),
     "input_json_delta": ("tool_use", "partial_json"),
@@ -19,15 +20,14 @@ _DELTAS = {
     "signature_delta": ("thinking", "signature"),
     "citations_delta": ("text", "citation"),
 }
-"""The kind of block that a delta belongs to, and the member that carries it."""
 
 
+# What a block has before its first delta, by its kind.
 _STARTS: dict[str, dict[str, object]] = {
     "text": {"text": ""},
     "tool_use": {"id": Field.word, "name": Field.word, "input": {}},
     "thinking": {"thinking": ""},
 }
-"""What a block has before its first delta, by its kind."""
 
 
 @dataclass(slots=True)
