@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -77,7 +77,13 @@ def change_model_caps(
     caps = _clean_caps(max_tokens=max_tokens, max_prompt_chars=max_prompt_chars, max_queue=max_queue)
     model = _get_model(name)
     require_no_higher_caps(model, caps, what=f"the model {name}")
-    return _store_fields(model, caps, actor=actor, action="model.caps")
+    before = {field: getattr(model, field) for field in caps}
+    for field, value in caps.items():
+        setattr(model, field, value)
+    model.save(update_fields=[*caps, "updated_at"])
+    record_event(actor=actor, action="model.caps", target=name, detail={"from": before, "to": caps})
+    publish_hint("models", name)
+    return model
 
 
 @transaction.atomic
@@ -99,7 +105,14 @@ def raise_model_caps(
     given = {field: value for field, value in caps.items() if value is not None}
     model = _get_model(name)
     require_approved_caps(model, given, order=order)
-    return _store_fields(model, given, actor=actor, action="model.raise", op_id=order.op_id)
+    before = {field: getattr(model, field) for field in given}
+    for field, value in given.items():
+        setattr(model, field, value)
+    model.save(update_fields=[*given, "updated_at"])
+    detail = {"from": before, "to": given}
+    record_event(actor=actor, action="model.raise", target=name, detail=detail, op_id=order.op_id)
+    publish_hint("models", name)
+    return model
 
 
 @transaction.atomic
@@ -122,9 +135,13 @@ def change_model_details(
     tokens, folder = clean_limit(context_tokens, param="context_tokens"), _clean_folder(tokenizer)
     after = {"fallbacks": names, "context_tokens": tokens, "tokenizer": folder, "tidy": tidy}
     model = _get_model(name)
-    if all(getattr(model, field) == value for field, value in after.items()):
-        return model
-    return _store_fields(model, after, actor=actor, action="model.details")
+    before = {field: getattr(model, field) for field in after}
+    if after != before:
+        model.fallbacks, model.context_tokens, model.tokenizer, model.tidy = names, tokens, folder, tidy
+        model.save(update_fields=[*after, "updated_at"])
+        record_event(actor=actor, action="model.details", target=name, detail={"from": before, "to": after})
+        publish_hint("models", name)
+    return model
 
 
 @transaction.atomic
@@ -194,16 +211,6 @@ def _get_model(name: str) -> Model:
     model = Model.objects.select_for_update().filter(name=name).first()
     if model is None:
         raise ModelNotFound(f"There is no model {name}.", param="name")
-    return model
-
-
-def _store_fields(model: Model, after: Mapping[str, object], *, actor: str, action: str, op_id: str = "") -> Model:
-    before = {field: getattr(model, field) for field in after}
-    for field, value in after.items():
-        setattr(model, field, value)
-    model.save(update_fields=[*after, "updated_at"])
-    record_event(actor=actor, action=action, target=model.name, detail={"from": before, "to": after}, op_id=op_id)
-    publish_hint("models", model.name)
     return model
 
 
