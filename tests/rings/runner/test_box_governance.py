@@ -234,7 +234,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import asyncio, sys, time
 from pathlib import Path
-from runner.ledger import Ledger, OpOrder
+from runner.ledger.ledger import Ledger, OpOrder
 
 async def main():
     ledger = await Ledger.open(Path(sys.argv[1]))
