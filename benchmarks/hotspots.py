@@ -12,6 +12,7 @@ from benchmarks.plan import TITLES, Measure
 
 CALLS_SUFFIX = ".pstats"
 SAMPLES_SUFFIX = ".stacks"
+_SHOWN = 40
 _OUTER = ("run_until_complete", "run_forever", "method 'poll'", "{method 'run' of", "profiled.py", "<frozen runpy>")
 
 
@@ -31,7 +32,7 @@ def read_hotspots(path: Path, units: int) -> list[Hotspot]:
     return sorted(spots, key=lambda spot: spot.own_share, reverse=True)
 
 
-def render_hotspots(sample: Sample, path: Path, *, count: int = 40) -> str:
+def render_hotspots(sample: Sample, path: Path) -> str:
     """Return the dearest functions of one profiled run as text; microseconds are shares of the main thread's CPU."""
     is_chunks = sample.measure in {Measure.CHUNKS, Measure.OPEN_STREAMS}
     units = sample.load.chunks if is_chunks else sample.load.answered
@@ -45,7 +46,7 @@ def render_hotspots(sample: Sample, path: Path, *, count: int = 40) -> str:
         f"{title}: {units:,} {word}s, {main_us:.1f} µs each in the main thread and {other_us:.1f} µs in others",
         f"  {'own µs':>8} {'share':>6} {'with callees':>12} {'calls':>7}  per {word}",
     ]
-    for spot in read_hotspots(path, units)[:count]:
+    for spot in read_hotspots(path, units)[:_SHOWN]:
         calls = "" if spot.calls is None else f"{spot.calls:.2f}"
         own_us, total_us = spot.own_share * main_us, spot.total_share * main_us
         lines.append(f"  {own_us:8.2f} {spot.own_share:6.1%} {total_us:12.2f} {calls:>7}  {spot.name}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.nginx import KEY, find_free_port, is_listening
 from benchmarks.processes import Child
-from benchmarks.toolchain import BUILD_DIR, install_wheels
+from benchmarks.toolchain import install_wheels
 
 VERSION = "1.106.2"
 _MODEL = "mock"
@@ -18,9 +18,9 @@ _START_S = 90.0
 _SERVE = "from litellm import run_server; run_server()"
 
 
-def install_litellm(build_dir: Path = BUILD_DIR) -> Path:
+def install_litellm() -> Path:
     """Return the Python of an environment with the proxy. Raises BenchmarkError when it cannot be had."""
-    return install_wheels(f"litellm-{VERSION}", f"litellm[proxy]=={VERSION}", build_dir=build_dir)
+    return install_wheels(f"litellm-{VERSION}", f"litellm[proxy]=={VERSION}")
 
 
 class LiteLlm:

@@ -20,6 +20,7 @@ from benchmarks.errors import BenchmarkError
 ROOT = Path(__file__).resolve().parent.parent
 _STOP_S = 10.0
 _POLL_S = 0.05
+_LOG_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +116,10 @@ class Child:
                 raise BenchmarkError(f"{what} within {timeout_s:g} s: it did not.\n{self.read_log_tail()}")
             time.sleep(_POLL_S)
 
-    def read_log_tail(self, lines: int = 15) -> str:
+    def read_log_tail(self) -> str:
         """Return the end of what the process logged, with the path of the whole."""
         self._log.flush()
-        tail = self.log_path.read_text(errors="replace").splitlines()[-lines:]
+        tail = self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         return "\n".join([f"  | {line}" for line in tail] or ["  | (it logged nothing)"])
 
     def cpu_s(self) -> float:

@@ -35,17 +35,17 @@ def build_tools(build_dir: Path = BUILD_DIR) -> Tools:
     return Tools(mock_upstream=_build("mock_upstream", build_dir), load=_build("load", build_dir))
 
 
-def install_wheels(name: str, requirement: str, *options: str, build_dir: Path = BUILD_DIR) -> Path:
+def install_wheels(name: str, requirement: str, *options: str) -> Path:
     """Return the Python of a virtual environment with one requirement, made with pip when there is none.
 
     Raises BenchmarkError when the wheels cannot be had.
     """
-    place = build_dir / name
+    place = BUILD_DIR / name
     if not place.exists():
-        build_dir.mkdir(parents=True, exist_ok=True)
+        BUILD_DIR.mkdir(parents=True, exist_ok=True)
         # Renamed into place, so that what is there is whole. Its Python finds its packages wherever the folder lies.
-        draft = build_dir / f"{name}.{os.getpid()}"
-        requirements = build_dir / f"{draft.name}.txt"
+        draft = BUILD_DIR / f"{name}.{os.getpid()}"
+        requirements = BUILD_DIR / f"{draft.name}.txt"
         requirements.write_text(requirement)
         pip = [str(draft / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         try:

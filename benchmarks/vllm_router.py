@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.errors import BenchmarkError
 from benchmarks.nginx import find_free_port, is_listening
 from benchmarks.processes import Child
-from benchmarks.toolchain import BUILD_DIR, install_wheels
+from benchmarks.toolchain import install_wheels
 
 VERSION = "0.1.17"
 _REQUIREMENT = (
@@ -29,9 +29,9 @@ Router.from_args(RouterArgs(
 """
 
 
-def install_vllm_router(build_dir: Path = BUILD_DIR) -> Path:
+def install_vllm_router() -> Path:
     """Return the Python of an environment that holds the pinned wheel alone. Raises BenchmarkError when it cannot be had."""
-    return install_wheels(f"vllm-router-{VERSION}", _REQUIREMENT, "--no-deps", "--require-hashes", build_dir=build_dir)
+    return install_wheels(f"vllm-router-{VERSION}", _REQUIREMENT, "--no-deps", "--require-hashes")
 
 
 class VllmRouter:

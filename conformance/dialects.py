@@ -36,8 +36,8 @@ OPENAI_ERROR_KEYS = ("message", "type", "param", "code")
 PIXEL_URL = "data:image/png;base64," + base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(64)).decode()
 
 
+# Even a tiny model can write a call of such a tool, where the engine holds it to the schema.
 def _function(name: str, **members: list[str]) -> dict[str, Any]:
-    """Return a tool whose calls even a tiny model can write, where the engine holds it to the schema."""
     properties = {member: {"type": "string", "enum": values} for member, values in members.items()}
     parameters = {"type": "object", "properties": properties, "required": list(members), "additionalProperties": False}
     return {"name": name, "description": f"{name} for a place", "strict": True, "parameters": parameters}

@@ -128,7 +128,6 @@ class Answer:
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     writes: list[Write] = field(default_factory=list)
-    head_at_s: float = 0.0
     whole: bool = False
     closed: bool = False
 
@@ -185,31 +184,24 @@ class Connection:
                 async with asyncio.timeout(LIMITS.connect_s):
                     await writer.wait_closed()
 
-    async def exchange(self, ask: Ask, *, leave: Callable[[Answer], bool] | None = None) -> Answer:
-        """Send a request and record its answer, until ``leave`` says to stop after a write. Raises OSError."""
+    async def exchange(self, ask: Ask, *, leave: Callable[[Answer], bool] | None = None, claimed_bytes: int = 0) -> Answer:
+        """Send a request and record its answer, until ``leave`` says to stop after a write. Raises OSError.
+
+        ``claimed_bytes``: the head says that the body is so long, and the body does not end.
+        """
         headers = [("host", self.host), *ask.headers]
         is_chunked = any(name == "transfer-encoding" for name, _ in ask.headers)
         if not is_chunked and (ask.body or ask.method not in {"GET", "HEAD", "DELETE"}):
-            headers.append(("content-length", str(len(ask.body))))
+            headers.append(("content-length", str(claimed_bytes or len(ask.body))))
         data = self._http.send(h11.Request(method=ask.method, target=ask.path, headers=headers)) or b""
         data += (self._http.send(h11.Data(data=ask.body)) or b"") if ask.body else b""
-        data += self._http.send(h11.EndOfMessage()) or b""
+        data += b"" if claimed_bytes else self._http.send(h11.EndOfMessage()) or b""
         began = asyncio.get_running_loop().time()
         self._writer.write(data)
         answer = Answer(ask)
         with contextlib.suppress(ConnectionError):
             await self._writer.drain()
         await self._record(answer, began, leave)
-        return answer
-
-    async def send_head(self, ask: Ask, *, claimed_bytes: int) -> Answer:
-        """Send a request that claims to be longer than what is sent and record its answer. Raises OSError."""
-        headers = [("host", self.host), ("content-length", str(claimed_bytes)), *ask.headers]
-        data = self._http.send(h11.Request(method=ask.method, target=ask.path, headers=headers)) or b""
-        self._writer.write(data + (self._http.send(h11.Data(data=ask.body)) or b""))
-        answer = Answer(ask)
-        async with asyncio.timeout(LIMITS.refused_s):
-            await self._record(answer, asyncio.get_running_loop().time(), None)
         return answer
 
     async def _record(self, answer: Answer, began: float, leave: Callable[[Answer], bool] | None) -> None:
@@ -221,7 +213,7 @@ class Connection:
                 answer.closed = True
                 break
             if isinstance(event, h11.Response):
-                answer.status, answer.head_at_s = event.status_code, now
+                answer.status = event.status_code
                 answer.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in event.headers}
             elif isinstance(event, h11.Data):
                 pending += event.data

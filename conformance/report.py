@@ -100,10 +100,10 @@ def format_json(rows: Sequence[Row], findings: Sequence[Finding], *, base_url: s
     return json.dumps({"base_url": base_url, "model": model, "rows": listed}, indent=1, ensure_ascii=False)
 
 
+# Surfaces that hang on what the model is for: one that refuses them is no fault of the server.
 _OPTIONAL = frozenset({Surface.COMPLETIONS, Surface.EMBEDDINGS, Surface.RERANK, Surface.AUDIO, Surface.IMAGES})
-"""Surfaces that hang on what the model is for: one that refuses them is no fault of the server."""
+# Numbers and ids: they differ from answer to answer where the fault is the same.
 _CHANCE = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")
-"""Numbers and ids: they differ from answer to answer where the fault is the same."""
 
 
 async def run_rows(

@@ -212,10 +212,6 @@ class Go:
     prompt: str
     is_named: bool = False
 
-    def choose(self, *, free: Any, named: Any) -> Any:
-        """Return the tool_choice of a dialect: ``free`` when any call will do."""
-        return named if self.is_named else free
-
     @property
     def finish_reasons(self) -> tuple[str, ...]:
         """How a chat completion with the call may end."""

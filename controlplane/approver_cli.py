@@ -44,6 +44,9 @@ def main(argv: Sequence[str]) -> int:
     except (Refusal, ApprovalError, OSError, httpx.HTTPError) as trouble:
         sys.stderr.write(f"muster: {trouble}\n")
         return 1
+    except EOFError:
+        sys.stderr.write("muster: there is no terminal to ask on; --help names the option that answers\n")
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpRequest, HttpResponse
 from django.shortcuts import render
 
+from governance.errors import NotPermitted
 from governance.signin import keep_session, may_act
-from governance.web.pages import STRICT_PATHS, STRICT_POLICY, with_strict_policy
+from governance.web.pages import STRICT_PATHS, STRICT_POLICY, refuse, with_strict_policy
 from wire import clock
-from wire.contract import ErrorCode
 
 POLICY = STRICT_POLICY.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'; font-src 'self'")
 ADMIN_PATH = "/admin/"
@@ -78,7 +78,6 @@ def is_refused(request: HttpRequest) -> bool:
 def refuse_change(request: HttpRequest) -> HttpResponse:
     """Say what would do: a page to a person, an object to a script."""
     if request.content_type == "application/json":
-        said = {"code": ErrorCode.NOT_PERMITTED.value, "message": LOOKING_ONLY, "rule": ""}
-        return JsonResponse({"error": said}, status=HTTPStatus.FORBIDDEN)
+        return refuse(NotPermitted(LOOKING_ONLY))
     page = {"title": "This needs your passkey", "explanation": LOOKING_ONLY}
     return render(request, "signin/refused.html", page, status=HTTPStatus.FORBIDDEN)

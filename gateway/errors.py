@@ -9,6 +9,7 @@ from core.errors import ContractError
 from wire.contract import ErrorCode, RequestState
 from wire.engine_errors import Blame, judge_error
 
+# Anthropic API reference, "Errors".
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -19,7 +20,6 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Anthropic API reference, "Errors"."""
 # LiteLLM takes every error with the word ``invalid_request_error`` for a bad request.
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -48,103 +48,76 @@ class GatewayError(ContractError):
         return _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
 
 
-class Refused(GatewayError):
+class Refused(GatewayError, retryable=False):
     """Base of what the same request will always come to."""
 
-    retryable = False
     state = RequestState.REJECTED
 
 
-class BadRequest(Refused):
+class BadRequest(Refused, code=ErrorCode.BAD_REQUEST, status=400):
     """The body cannot be used as it is."""
 
-    code = ErrorCode.BAD_REQUEST
-    status = 400
     default_message = "The request could not be understood."
 
 
-class BodyTooLarge(BadRequest):
+class BodyTooLarge(BadRequest, code=ErrorCode.BODY_TOO_LARGE, status=413):
     """More bytes than the gateway takes."""
 
-    code = ErrorCode.BODY_TOO_LARGE
-    status = 413
 
-
-class BodyUnreadable(BadRequest):
+class BodyUnreadable(BadRequest, status=415):
     """The body is compressed or encoded in another way, or is not said to be JSON (RFC 9110, sections 8.3, 8.4, 15.5.16)."""
 
-    status = 415
 
-
-class RouteNotFound(BadRequest):
+class RouteNotFound(BadRequest, code=ErrorCode.NOT_FOUND, status=404):
     """No such path."""
 
-    code = ErrorCode.NOT_FOUND
-    status = 404
     default_message = "There is no such endpoint here. GET /v1/models lists what can be used."
 
 
-class MethodNotAllowed(BadRequest):
+class MethodNotAllowed(BadRequest, status=405):
     """The path exists, the method does not."""
 
-    status = 405
 
-
-class InvalidApiKey(Refused):
+class InvalidApiKey(Refused, code=ErrorCode.INVALID_API_KEY, status=401):
     """No usable client key."""
 
-    code = ErrorCode.INVALID_API_KEY
-    status = 401
     default_message = "API key is invalid. Incorrect API key provided: send a valid one as 'Authorization: Bearer mst_…'."
     """The first sentence is the contract's, the words after it are those by which LiteLLM knows what happened."""
 
 
-class InvalidAdminToken(Refused):
+class InvalidAdminToken(Refused, code=ErrorCode.INVALID_ADMIN_TOKEN, status=403):
     """No usable admin token; the relay contract answers 403."""
 
-    code = ErrorCode.INVALID_ADMIN_TOKEN
-    status = 403
     default_message = "Admin token is missing or invalid. Send it as 'Authorization: Bearer msa_…'."
 
 
-class ModelUnknown(Refused):
+class ModelUnknown(Refused, code=ErrorCode.MODEL_NOT_ALLOWED, status=404):
     """Nobody has ever heard of the model."""
 
-    code = ErrorCode.MODEL_NOT_ALLOWED
-    status = 404
 
-
-class ModelNotAllowed(ModelUnknown):
+class ModelNotAllowed(ModelUnknown, status=400):
     """The model is known, but not allow-listed or not for this key."""
-
-    status = 400
 
 
 class EndpointNotAnswered(BadRequest):
     """Nodes serve the model, and none of them answers it on this path."""
 
 
-class PathNotOffered(EndpointNotAnswered):
+class PathNotOffered(EndpointNotAnswered, code=ErrorCode.NOT_FOUND, status=404):
     """The gateway makes the answers of this path itself, and the model's engine cannot do what that takes."""
 
-    code = ErrorCode.NOT_FOUND
-    status = 404
 
-
-class PromptTooLarge(BadRequest):
+class PromptTooLarge(BadRequest, code=ErrorCode.PROMPT_TOO_LARGE):
     """The prompt is over the cap."""
 
-    code = ErrorCode.PROMPT_TOO_LARGE
 
-
-class ContextTooLong(BadRequest):
+class ContextTooLong(BadRequest, code=ErrorCode.CONTEXT_LENGTH_EXCEEDED):
     """The engine says that prompt and answer do not fit into the model's context. Tokens, 0 = it did not say.
 
     ``answer_tokens``: of the answer that was asked for, where the prompt alone would fit. ``is_at_least``: the prompt has
     ``prompt_tokens`` or more, because the engine stopped counting there.
     """
 
-    code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
     default_message = "The prompt and the answer do not fit into the model's context window."
 
     def __init__(
@@ -172,41 +145,30 @@ class ContextTooLong(BadRequest):
         )
 
 
-class ResponseNotFound(BadRequest):
+class ResponseNotFound(BadRequest, code=ErrorCode.RESPONSE_NOT_FOUND, status=404):
     """No stored response of that id, for this tenant."""
 
-    code = ErrorCode.RESPONSE_NOT_FOUND
-    status = 404
 
-
-class MaxTokensTooLarge(BadRequest):
+class MaxTokensTooLarge(BadRequest, code=ErrorCode.MAX_TOKENS_TOO_LARGE):
     """``max_tokens`` is over the cap."""
 
-    code = ErrorCode.MAX_TOKENS_TOO_LARGE
 
-
-class RateLimited(GatewayError):
+class RateLimited(GatewayError, code=ErrorCode.RATE_LIMITED, status=429):
     """The key used up its requests for now."""
 
-    code = ErrorCode.RATE_LIMITED
-    status = 429
     state = RequestState.REJECTED
     default_message = "Rate limit exceeded."
 
 
-class OriginNotPermitted(Refused):
+class OriginNotPermitted(Refused, code=ErrorCode.NOT_PERMITTED, status=403):
     """A page of a browser wants a socket that is for programs."""
 
-    code = ErrorCode.NOT_PERMITTED
-    status = 403
     default_message = "This WebSocket is for nodes, and pages of other origins may not open it. Send no Origin header."
 
 
-class NoAvailableNode(GatewayError):
+class NoAvailableNode(GatewayError, code=ErrorCode.NO_AVAILABLE_NODE, status=503):
     """No node can serve this now."""
 
-    code = ErrorCode.NO_AVAILABLE_NODE
-    status = 503
     default_message = "No workers available to handle request"
 
 
@@ -229,24 +191,21 @@ class ProviderDeleted(NoAvailableNode):
     default_message = "Internal server error processing request"
 
 
-class NodeStale(NoAvailableNode):
+class NodeStale(NoAvailableNode, code=ErrorCode.NODE_STALE):
     """The nodes of the model stopped reporting."""
 
-    code = ErrorCode.NODE_STALE
     default_message = "The nodes that serve this model have stopped reporting; please retry"
 
 
-class NodeDraining(NoAvailableNode):
+class NodeDraining(NoAvailableNode, code=ErrorCode.NODE_DRAINING):
     """The nodes of the model take no new work."""
 
-    code = ErrorCode.NODE_DRAINING
     default_message = "The nodes that serve this model are draining; please retry"
 
 
-class NodeUnhealthy(NoAvailableNode):
+class NodeUnhealthy(NoAvailableNode, code=ErrorCode.NODE_UNHEALTHY):
     """The nodes of the model report errors."""
 
-    code = ErrorCode.NODE_UNHEALTHY
     default_message = "The nodes that serve this model report an error; please retry"
 
 
@@ -257,13 +216,10 @@ class RecordsUnavailable(NoAvailableNode):
     default_message = "The request could not be recorded and was not accepted; please retry"
 
 
-class QueueTimeout(GatewayError):
+class QueueTimeout(GatewayError, code=ErrorCode.REQUEST_TIMEOUT, status=504, retry_after_s=5):
     """Waited as long as it may."""
 
-    code = ErrorCode.REQUEST_TIMEOUT
-    status = 504
     default_message = "Request timed out waiting for worker"
-    retry_after_s = 5
 
 
 class RequestTimeout(QueueTimeout):
@@ -272,22 +228,17 @@ class RequestTimeout(QueueTimeout):
     default_message = "The request exceeded its time limit"
 
 
-class ForwardedRequestFailed(GatewayError):
+class ForwardedRequestFailed(GatewayError, code=ErrorCode.FORWARDED_REQUEST_FAILED, status=502):
     """The node or its engine failed."""
 
-    code = ErrorCode.FORWARDED_REQUEST_FAILED
-    status = 502
     default_message = "The selected node failed while processing the request."
 
 
-class EngineRefused(GatewayError):
+class EngineRefused(GatewayError, code=ErrorCode.FORWARDED_REQUEST_FAILED, status=502):
     """An engine's own refusal (4xx) or failure (5xx), said in the caller's dialect with the engine's status and words.
 
     ``blame``: whose fault it is, by default what the status says. Only what the caller can mend ends as a refused request.
     """
-
-    code = ErrorCode.FORWARDED_REQUEST_FAILED
-    status = 502
 
     def __init__(
         self,
@@ -312,11 +263,9 @@ class StreamTooLarge(ForwardedRequestFailed):
     default_message = "stream exceeded size limit"
 
 
-class RequestInterrupted(GatewayError):
+class RequestInterrupted(GatewayError, code=ErrorCode.REQUEST_INTERRUPTED, status=503):
     """The node was lost or taken back."""
 
-    code = ErrorCode.REQUEST_INTERRUPTED
-    status = 503
     state = RequestState.INTERRUPTED
     default_message = "The request was interrupted because the node was reclaimed or lost."
 
@@ -333,12 +282,9 @@ class ShuttingDown(RequestInterrupted):
     default_message = "Service temporarily unavailable while workers shut down"
 
 
-class ClientLeft(GatewayError):
+class ClientLeft(GatewayError, code=ErrorCode.CLIENT_CLOSED_REQUEST, status=499, retryable=False):
     """The client closed its connection; nobody reads what we would say."""
 
-    code = ErrorCode.CLIENT_CLOSED_REQUEST
-    status = 499
-    retryable = False
     state = RequestState.CANCELLED
     default_message = "The client closed the connection"
 

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import uuid
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -162,9 +163,10 @@ class GatewayRuntime:
         loop = asyncio.get_running_loop()
         jobs = (
             self._run_sweeps(),
-            self._run_heartbeat(),
+            # On a clock and a thread of its own: nothing that holds anything else up must make us look dead.
+            self._repeat(self.limits.heartbeat_s, "gateway.heartbeat_failed", partial(run_pulse, self._beat)),
             self._run_reports(),
-            self._run_reconciler(),
+            self._repeat(self.limits.reconcile_s, "gateway.reconcile_failed", partial(run_upkeep, close_orphaned_requests)),
             self._run_ticks(),
             self._run_hints(),
             self._run_canaries(),
@@ -244,14 +246,13 @@ class GatewayRuntime:
                 took_s = loop.time() - began
                 next_hint_at = loop.time() + min(max(self.limits.hint_pause_s, 4 * took_s), self.limits.sweep_s)
 
-    async def _run_heartbeat(self) -> None:
+    async def _repeat(self, pause_s: float, failed: str, work: Callable[[], Awaitable[object]]) -> None:
         while True:
-            await asyncio.sleep(self.limits.heartbeat_s)
+            await asyncio.sleep(pause_s)
             try:
-                # On a clock and a thread of its own: nothing that holds anything else up must make us look dead.
-                await run_pulse(self._beat)
+                await work()
             except (DatabaseError, InterfaceError, OSError) as error:
-                logger.warning("gateway.heartbeat_failed error=%s", type(error).__name__)
+                logger.warning("%s error=%s", failed, type(error).__name__)
 
     async def _run_reports(self) -> None:
         # On a clock of their own: what holds a sweep up must not make our nodes look silent.
@@ -295,14 +296,6 @@ class GatewayRuntime:
         self._ejections_told = marks
         for one in told:
             one.is_news = False
-
-    async def _run_reconciler(self) -> None:
-        while True:
-            await asyncio.sleep(self.limits.reconcile_s)
-            try:
-                await run_upkeep(close_orphaned_requests)
-            except (DatabaseError, InterfaceError, OSError) as error:
-                logger.warning("gateway.reconcile_failed error=%s", type(error).__name__)
 
     async def _run_ticks(self) -> None:
         while True:

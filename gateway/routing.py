@@ -38,17 +38,6 @@ class Alias:
         object.__setattr__(self, "by_weight", tuple(sorted(self.targets, key=lambda target: -target.weight)))
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Where a request may go. ``asked``: the name the client used; ``models``: candidates in order, first the chosen one.
-
-    There are 1 to ``candidates`` of them, each once, and the caller may use every one.
-    """
-
-    asked: str
-    models: tuple[str, ...]
-
-
 Refuse = Callable[[str, str], GatewayError | None]
 """``refuse(model, via)``: why this caller may not use ``model`` by asking for ``via``; None = it may."""
 Choose = Callable[[Sequence[int]], int]
@@ -82,8 +71,8 @@ def resolve(
     rank_auto: Callable[[], Iterable[str]],
     extra: Sequence[str] = (),
     choose: Choose = choose_by_weight,
-) -> Route:
-    """Return the candidates for a name that a client asked for.
+) -> list[str]:
+    """Return the models that may answer a name that a client asked for, best first: 1 to ``candidates``, each once.
 
     An alias wins over ``auto`` and over a model of its name. Behind the chosen target come the other targets by weight, then
     ``extra`` (what the client named; an alias there stands for its targets), then the fallbacks of the first candidate.
@@ -91,51 +80,37 @@ def resolve(
 
     Raises what ``refuse`` says of the first candidate when none is left, NoAvailableNode when ``auto`` finds nothing.
     """
+    models: list[str] = []
+    refusals: list[GatewayError] = []
+
+    def add(some: Iterable[str], *, via: str) -> None:
+        for model in some:
+            if len(models) == limits().gateway.candidates:
+                return
+            if model in models:
+                continue
+            refusal = refuse(model, via)
+            if refusal is None:
+                models.append(model)
+            else:
+                refusals.append(refusal)
+
     alias = aliases.get(name)
-    chain = _Chain(refuse)
-    chain.add(_list_models(name, aliases, rank_auto), via=name)
-    if alias is not None:
-        chain.prefer(_choose_target(alias, chain.models, choose))
+    add(_list_models(name, aliases, rank_auto), via=name)
+    if alias is not None and (chosen := _choose_target(alias, models, choose)) is not None:
+        models.remove(chosen)
+        models.insert(0, chosen)
     for other in extra[: limits().gateway.candidates]:
-        chain.add(_list_models(other, aliases, rank_auto), via=other)
-    if not chain.models:
+        add(_list_models(other, aliases, rank_auto), via=other)
+    if not models:
         is_auto = alias is None and name == AUTO
-        raise NoAvailableNode(_NOTHING_FOR_AUTO, retry_after_s=5) if is_auto or chain.refusal is None else chain.refusal
-    for other in fallbacks_of(chain.models[0]):
-        chain.add((other,), via=other)
-    return Route(name, tuple(chain.models))
+        raise NoAvailableNode(_NOTHING_FOR_AUTO, retry_after_s=5) if is_auto or not refusals else refusals[0]
+    for other in fallbacks_of(models[0]):
+        add((other,), via=other)
+    return models
 
 
 _NOTHING_FOR_AUTO = "No node serves a model that this key may use; please retry."
-
-
-class _Chain:
-    """Candidates in their order, each once, and why the first of those that were left out may not be used."""
-
-    __slots__ = ("_refuse", "models", "refusal")
-
-    def __init__(self, refuse: Refuse) -> None:
-        self._refuse = refuse
-        self.models: list[str] = []
-        self.refusal: GatewayError | None = None
-
-    def add(self, models: Iterable[str], *, via: str) -> None:
-        """Put at the end those that the caller may use by asking for ``via``."""
-        for model in models:
-            if len(self.models) == limits().gateway.candidates:
-                return
-            if model in self.models:
-                continue
-            refusal = self._refuse(model, via)
-            if refusal is None:
-                self.models.append(model)
-            elif self.refusal is None:
-                self.refusal = refusal
-
-    def prefer(self, model: str | None) -> None:
-        if model is not None:
-            self.models.remove(model)
-            self.models.insert(0, model)
 
 
 def _list_models(name: str, aliases: Mapping[str, Alias], rank_auto: Callable[[], Iterable[str]]) -> Iterable[str]:

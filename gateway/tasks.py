@@ -105,17 +105,14 @@ def _locked() -> Iterator[CursorWrapper]:
 
 
 def _create_day(day: date) -> int:
-    """Make one partition and return how many rows moved into it from the DEFAULT partition.
-
-    The whole table is locked first: an UPDATE planned for the DEFAULT partition alone would miss its moved row.
-    Table names come from dates and constants, never from outside.
-    """
+    """Make one partition and return how many rows moved into it from the DEFAULT partition."""
     name = partition_name(day)
     start, end = f"{day} 00:00:00+00", f"{day + timedelta(days=1)} 00:00:00+00"
     with _locked() as cursor:
         cursor.execute("SELECT to_regclass(%s)", [name])
         if cursor.fetchone() != (None,):
             return 0
+        # An UPDATE planned for the DEFAULT partition alone would miss its moved row, so nobody writes meanwhile.
         cursor.execute(f"LOCK TABLE {TABLE} IN ACCESS EXCLUSIVE MODE")
         cursor.execute(f"CREATE TABLE {name} (LIKE {TABLE} INCLUDING DEFAULTS INCLUDING CONSTRAINTS)")
         cursor.execute(

@@ -140,8 +140,8 @@ class TokenCounter:
         self._busy = 0
         self._asking = asyncio.Semaphore(limits().gateway.count_asked)
         self._complained: dict[str, float] = {}
+        # When a process was lost over a tokenizer: it rests then, so that nobody has one process after the other killed.
         self._lost: dict[str, float] = {}
-        """When a process was lost over a tokenizer: it rests then, so that nobody has one process after the other killed."""
 
     def close(self) -> None:
         self._root = None

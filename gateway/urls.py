@@ -11,7 +11,7 @@ from django.conf import settings
 from django.http.response import HttpResponseBase
 from django.urls import URLPattern, re_path
 
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from gateway.process import GatewayRuntime
 from gateway.request.client import Receive, Scope, Send
 from gateway.request.response import Application, SlashRouter, admit_programs, is_preflight, refuse_unknown_socket

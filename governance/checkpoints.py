@@ -58,11 +58,8 @@ class UnknownSize(GovernanceError):
     """The log never had, or no longer has, so many entries."""
 
 
-class AuditLogBroken(GovernanceError):
+class AuditLogBroken(GovernanceError, code=ErrorCode.INTERNAL_ERROR, status=HTTPStatus.INTERNAL_SERVER_ERROR):
     """The chain has a gap: no checkpoint is signed over it."""
-
-    code = ErrorCode.INTERNAL_ERROR
-    status = HTTPStatus.INTERNAL_SERVER_ERROR.value
 
 
 def log_key() -> LogKey | None:

@@ -13,27 +13,18 @@ class GovernanceError(ContractError):
     """Base of the tree."""
 
 
-class InvalidAdminToken(GovernanceError):
+class InvalidAdminToken(GovernanceError, code=ErrorCode.INVALID_ADMIN_TOKEN, status=HTTPStatus.UNAUTHORIZED):
     """The bearer is not an admin token that may be used now."""
 
-    code = ErrorCode.INVALID_ADMIN_TOKEN
-    status = HTTPStatus.UNAUTHORIZED.value
 
-
-class TooManyWrongTokens(GovernanceError):
+class TooManyWrongTokens(GovernanceError, code=ErrorCode.RATE_LIMITED, status=HTTPStatus.TOO_MANY_REQUESTS, retryable=True):
     """Too many admin tokens from one address were wrong; the next one is looked at after a moment."""
 
-    code = ErrorCode.RATE_LIMITED
-    status = HTTPStatus.TOO_MANY_REQUESTS.value
-    retryable = True
     retry_after_s = limits().core.throttle_retry_s
 
 
-class NotFound(GovernanceError):
+class NotFound(GovernanceError, code=ErrorCode.NOT_FOUND, status=HTTPStatus.NOT_FOUND):
     """There is nothing of that id, or what is asked for does not exist yet."""
-
-    code = ErrorCode.NOT_FOUND
-    status = HTTPStatus.NOT_FOUND.value
 
 
 class InvalidName(GovernanceError):
@@ -48,59 +39,37 @@ class InvalidProposal(GovernanceError):
     """What is asked for cannot be asked for; ``param`` names the field."""
 
 
-class NoPolicy(GovernanceError):
+class NoPolicy(GovernanceError, code=ErrorCode.NO_POLICY, status=HTTPStatus.CONFLICT):
     """Nothing can be approved before a first policy is active."""
 
-    code = ErrorCode.NO_POLICY
-    status = HTTPStatus.CONFLICT.value
 
-
-class ApprovalRefused(GovernanceError):
+class ApprovalRefused(GovernanceError, code=ErrorCode.APPROVAL_REFUSED, status=HTTPStatus.FORBIDDEN):
     """A rule of approval refused. ``rule`` is the stable code of the rule, for machines; the text says what would do."""
-
-    code = ErrorCode.APPROVAL_REFUSED
-    status = HTTPStatus.FORBIDDEN.value
 
     def __init__(self, message: str, *, rule: str, param: str | None = None) -> None:
         super().__init__(message, param=param)
         self.rule = rule
 
 
-class StateChanged(GovernanceError):
+class StateChanged(GovernanceError, code=ErrorCode.STATE_CHANGED, status=HTTPStatus.CONFLICT):
     """The operation moved on meanwhile; look at it again."""
 
-    code = ErrorCode.STATE_CHANGED
-    status = HTTPStatus.CONFLICT.value
 
-
-class Frozen(GovernanceError):
+class Frozen(GovernanceError, code=ErrorCode.FROZEN, status=HTTPStatus.CONFLICT):
     """All operations are frozen."""
 
-    code = ErrorCode.FROZEN
-    status = HTTPStatus.CONFLICT.value
 
-
-class TooManyOpen(GovernanceError):
+class TooManyOpen(GovernanceError, code=ErrorCode.TOO_MANY_OPEN, status=HTTPStatus.TOO_MANY_REQUESTS, retryable=True):
     """The requester has too many open operations, or asked too often."""
 
-    code = ErrorCode.TOO_MANY_OPEN
-    status = HTTPStatus.TOO_MANY_REQUESTS.value
-    retryable = True
 
-
-class NotPermitted(GovernanceError):
+class NotPermitted(GovernanceError, code=ErrorCode.NOT_PERMITTED, status=HTTPStatus.FORBIDDEN):
     """Not for this person."""
-
-    code = ErrorCode.NOT_PERMITTED
-    status = HTTPStatus.FORBIDDEN.value
 
 
 class SignInRefused(NotPermitted):
     """The passkey, code or password was not accepted. One text for all causes."""
 
 
-class NeedsApproval(GovernanceError):
+class NeedsApproval(GovernanceError, code=ErrorCode.APPROVAL_REFUSED, status=HTTPStatus.FORBIDDEN):
     """The change is governed: it is proposed, approved and then carried out."""
-
-    code = ErrorCode.APPROVAL_REFUSED
-    status = HTTPStatus.FORBIDDEN.value

@@ -6,12 +6,9 @@ A key signs in, or says who somebody is, from the moment it is enrolled. What it
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from django.db import IntegrityError, transaction
 
 from core.limits import limits
@@ -30,46 +27,16 @@ LINE_WORD = "ed25519"
 Kind = ApproverKey.Kind
 
 
-@dataclass(frozen=True, slots=True)
-class KeyView:
-    """A key as its owner sees it. ``in_policy``: the active policy names it, so it approves.
-
-    ``is_rsa``: a runner of an earlier release refuses a policy that names it.
-    """
-
-    id: int
-    label: str
-    kind: str
-    thumbprint: str
-    created_at: datetime
-    last_used_at: datetime | None
-    revoked_at: datetime | None
-    is_backup_eligible: bool
-    is_break_glass: bool
-    in_policy: bool
-    is_rsa: bool
-
-    @property
-    def is_passkey(self) -> bool:
-        """Whether a browser signs with it."""
-        return self.kind == Kind.WEBAUTHN
-
-
-def list_keys(user: User) -> list[KeyView]:
+def list_keys(user: User) -> list[ApproverKey]:
     """Return the person's keys, those in use first, then by age."""
-    named = _named_thumbprints()
     rows = ApproverKey.objects.filter(user_id=user.pk).order_by("created_at")
-    views = [_show_key(row, in_policy=row.thumbprint in named) for row in rows]
-    return sorted(views, key=lambda view: view.revoked_at is not None)
+    return sorted(rows, key=lambda row: row.revoked_at is not None)
 
 
-def _show_key(row: ApproverKey, *, in_policy: bool) -> KeyView:
-    return KeyView(
-        id=row.pk, label=row.label, kind=row.kind, thumbprint=row.thumbprint, created_at=row.created_at,
-        last_used_at=row.last_used_at, revoked_at=row.revoked_at, is_backup_eligible=row.is_backup_eligible,
-        is_break_glass=row.is_break_glass, in_policy=in_policy,
-        is_rsa=isinstance(load_public_key(decode_bytes(row.public_key)), RSAPublicKey),
-    )  # fmt: skip
+def list_approving() -> frozenset[str]:
+    """Return the thumbprints of the keys that the active policy names, which approve."""
+    found = active_policy()
+    return frozenset() if found is None else frozenset(key.thumbprint for key in found[1].keys.values())
 
 
 def list_passkey_ids(user: User) -> list[str]:
@@ -123,7 +90,7 @@ def revoke_key(*, user: User, key_id: int, actor: str, accepts_policy_change: bo
     key = ApproverKey.objects.select_for_update().filter(pk=key_id, user_id=user.pk, revoked_at__isnull=True).first()
     if key is None:
         raise NotFound("There is no such key in use.")
-    if key.thumbprint in _named_thumbprints() and not accepts_policy_change:
+    if key.thumbprint in list_approving() and not accepts_policy_change:
         raise NotPermitted(
             "The active policy names this key. Removing it here stops it from signing in; nodes trust it until a new version "
             "of the policy leaves it out, and another key of yours approves only once a version names it. Say that you know."
@@ -173,8 +140,3 @@ def _add_key(key: ApproverKey, *, owner: str, actor: str) -> ApproverKey:
 
 def _describe(key: ApproverKey) -> dict[str, object]:
     return {"kind": key.kind, "thumbprint": key.thumbprint, "break_glass": key.is_break_glass}
-
-
-def _named_thumbprints() -> frozenset[str]:
-    found = active_policy()
-    return frozenset() if found is None else frozenset(key.thumbprint for key in found[1].keys.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from django.conf import settings
 from django.db import models
 from django.utils import timezone
@@ -17,6 +18,7 @@ from wire.optoken.approval import (
     Policy,
     Statement,
     decode_bytes,
+    load_public_key,
     policy_words,
     read_canonical,
     read_policy,
@@ -85,6 +87,16 @@ class ApproverKey(models.Model):
 
     def __str__(self) -> str:
         return self.label
+
+    @property
+    def is_passkey(self) -> bool:
+        """Whether a browser signs with it."""
+        return self.kind == self.Kind.WEBAUTHN
+
+    @property
+    def is_rsa(self) -> bool:
+        """Whether a runner of an earlier release refuses a policy that names it."""
+        return isinstance(load_public_key(decode_bytes(self.public_key)), RSAPublicKey)
 
 
 class Invitation(models.Model):

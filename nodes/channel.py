@@ -610,8 +610,6 @@ TRY_AGAIN_CODES = frozenset({"unavailable", "busy", "leaving", "op_token_expired
 """Refusals that say nothing against the operation: it is sent again, with a new token."""
 RECEIPT_INVALID = "receipt_invalid"
 
-logger = logging.getLogger("muster.nodes")
-
 
 Delivery = tuple[uuid.UUID, bridge.OpCommand | bridge.OpQuery]
 """A node, and what it is sent: a command with its token, or the question where one stands."""

@@ -16,48 +16,32 @@ class BadRequest(NodeError):
     """A field holds something that cannot be used."""
 
 
-class InvalidNodeToken(NodeError):
+class InvalidNodeToken(NodeError, code=ErrorCode.INVALID_NODE_TOKEN, status=HTTPStatus.UNAUTHORIZED):
     """The bearer is not a credential of the node it speaks for."""
 
-    code = ErrorCode.INVALID_NODE_TOKEN
-    status = HTTPStatus.UNAUTHORIZED.value
 
-
-class TooManyWrongTokens(NodeError):
+class TooManyWrongTokens(NodeError, code=ErrorCode.RATE_LIMITED, status=HTTPStatus.TOO_MANY_REQUESTS, retryable=True):
     """Too many credentials from one address were wrong; the next one is looked at after a moment."""
 
-    code = ErrorCode.RATE_LIMITED
-    status = HTTPStatus.TOO_MANY_REQUESTS.value
-    retryable = True
     retry_after_s = 1
 
 
-class TooManySockets(NodeError):
+class TooManySockets(NodeError, code=ErrorCode.RATE_LIMITED, status=HTTPStatus.TOO_MANY_REQUESTS, retryable=True):
     """Too many sockets of one address have not registered yet."""
 
-    code = ErrorCode.RATE_LIMITED
-    status = HTTPStatus.TOO_MANY_REQUESTS.value
-    retryable = True
     retry_after_s = 1
 
 
-class NodeNotFound(NodeError):
+class NodeNotFound(NodeError, status=HTTPStatus.NOT_FOUND):
     """No node has that id. The contract answers 404 with the code BAD_REQUEST."""
 
-    status = HTTPStatus.NOT_FOUND.value
 
-
-class ModelNotAllowed(NodeError):
+class ModelNotAllowed(NodeError, code=ErrorCode.MODEL_NOT_ALLOWED):
     """The model is not on the allow-list."""
 
-    code = ErrorCode.MODEL_NOT_ALLOWED
 
-
-class ProviderUnavailable(NodeError):
+class ProviderUnavailable(NodeError, status=HTTPStatus.FORBIDDEN, retryable=True):
     """The provider of the credential is switched off; the node may try again later."""
-
-    status = HTTPStatus.FORBIDDEN.value
-    retryable = True
 
 
 class EnrolmentRefused(NodeError):
@@ -68,37 +52,24 @@ class NameTaken(EnrolmentRefused):
     """Another node is at work under that name and credential."""
 
 
-class AgentTaken(NodeError):
+class AgentTaken(NodeError, status=HTTPStatus.FORBIDDEN):
     """The agent id belongs to another credential."""
 
-    status = HTTPStatus.FORBIDDEN.value
 
-
-class SessionUnknown(NodeError):
+class SessionUnknown(NodeError, code=ErrorCode.NOT_FOUND, status=HTTPStatus.NOT_FOUND):
     """No session has that id, or another one took its place."""
 
-    code = ErrorCode.NOT_FOUND
-    status = HTTPStatus.NOT_FOUND.value
 
-
-class ProviderNotFound(NodeError):
+class ProviderNotFound(NodeError, code=ErrorCode.NOT_FOUND, status=HTTPStatus.NOT_FOUND):
     """No provider has that name, or it was deleted."""
 
-    code = ErrorCode.NOT_FOUND
-    status = HTTPStatus.NOT_FOUND.value
 
-
-class CredentialNotFound(NodeError):
+class CredentialNotFound(NodeError, code=ErrorCode.NOT_FOUND, status=HTTPStatus.NOT_FOUND):
     """No node credential has that id."""
 
-    code = ErrorCode.NOT_FOUND
-    status = HTTPStatus.NOT_FOUND.value
 
-
-class Conflict(NodeError):
+class Conflict(NodeError, status=HTTPStatus.CONFLICT):
     """The thing is no longer in the state the change starts from."""
-
-    status = HTTPStatus.CONFLICT.value
 
 
 class ApiKeyUnreadable(NodeError):
@@ -109,7 +80,5 @@ class AddressRefused(BadRequest):
     """The URL of a node is one that the gateway must not call."""
 
 
-class AddressUnresolvable(BadRequest):
+class AddressUnresolvable(BadRequest, retryable=True):
     """The host name of a node's URL has no address at the moment."""
-
-    retryable = True

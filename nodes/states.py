@@ -203,10 +203,8 @@ class DrainCount:
 
 
 def freshness_windows(policy: NodeLimits, *, protocol: str) -> tuple[float, float]:
-    """Return (stale after, offline after) in seconds for a node that speaks ``protocol`` (empty = REST heartbeats).
-
-    A bridge v1 worker gives a sign of life only when pinged, so for it both are the pong window.
-    """
+    """Return (stale after, offline after) in seconds for a node that speaks ``protocol`` (empty = REST heartbeats)."""
+    # A bridge v1 worker gives a sign of life only when pinged.
     if protocol == BRIDGE_V1:
         return policy.bridge_pong_window_s, policy.bridge_pong_window_s
     if protocol in (METALYARD, METALYARD_RELAY):  # one missed heartbeat, and three

@@ -12,7 +12,7 @@ import sys
 from runner.app import run_runner
 from runner.config import RunnerConfig, read_config
 from runner.errors import ConfigError, InvalidSettings
-from runner.ledger import LedgerError
+from runner.ledger.database import LedgerError
 from runner.limits import install
 
 
@@ -62,7 +62,7 @@ def _start_log(config: RunnerConfig) -> None:
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    """Return uvloop's loop where it exists; it halves the cost of a relayed chunk."""
+    # uvloop halves the cost of a relayed chunk; it does not exist everywhere.
     try:
         import uvloop
     except ImportError:

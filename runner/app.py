@@ -17,7 +17,7 @@ from runner.config import RunnerConfig, normalise_gateway, settle_api
 from runner.connection import GatewayLink, GatewaySocket
 from runner.engines.port import EngineMaker, make_engine
 from runner.errors import ConfigError, InvalidSettings, SettingsConflict
-from runner.ledger import LedgerError
+from runner.ledger.database import LedgerError
 from runner.limits import limits
 from runner.operations.commands import Commands
 from runner.parts import Parts, Phase, assemble
@@ -94,22 +94,21 @@ class Runner:
         return self.relay.load + self.parts.serving.own_load
 
     def describe(self) -> Register:
-        parts = self.parts
-        registry = parts.pool.registry
+        registry, sample = self.parts.pool.registry, self._sample()
         return Register(
             worker_name=self._config.name,
             models=registry.ready_ids(),
             max_concurrent=self._config.max_concurrent,
-            current_load=self.load,
+            current_load=sample.current_load,
             instance_id=self._instance_id,
             agent_version=AGENT_VERSION,
             owner_name=self._config.owner or None,
             endpoints=list_endpoints(registry.models),
-            gpus=parts.reading.gpus if parts.reading is not None else [],
-            replicas=list_replicas(registry.models, parts.desired.models, parts.desired.gave_up_ms),
-            available=registry.available_ids()[: limits().connection.available],
-            memory=read_memory(parts.reading, registry.models),
-            governance=parts.governance.describe(),
+            gpus=sample.gpus,
+            replicas=sample.replicas,
+            available=sample.available,
+            memory=sample.memory,
+            governance=self.parts.governance.describe(),
         )
 
     async def take_sample(self) -> Telemetry:

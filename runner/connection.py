@@ -84,9 +84,7 @@ class Host(Protocol):
 
 
 class GatewaySocket(aiohttp.ClientWebSocketResponse):
-    """The WebSocket of a session, and the outlet of its streams. What is posted in one turn of the loop leaves in one write at
-    its end; nobody waits. Frames of messages are made here (RFC 6455, section 5.2), those of control by aiohttp.
-    """
+    """The WebSocket of a session, and the outlet of its streams. Nobody waits for what is posted."""
 
     def __init__(self, reader: Any, writer: WebSocketWriter, *rest: Any, **options: Any) -> None:  # Any: aiohttp's own business
         super().__init__(reader, writer, *rest, **options)
@@ -113,6 +111,7 @@ class GatewaySocket(aiohttp.ClientWebSocketResponse):
             first, frame = _FINAL_TEXT, frame.encode()
         else:
             first = _FINAL_BINARY
+        # A masked frame of RFC 6455, section 5.2; those of control are made by aiohttp.
         size = len(frame)
         if size < _SIZES_OF_2:
             head = _HEAD.pack(first, _MASKED | size, self._draw_key())
@@ -189,10 +188,6 @@ class GatewayLink:
         self.wake = asyncio.Event()
         """Set = telemetry is sent soon, because something changed."""
         self._last_said, self._said_at = "", 0.0
-
-    @property
-    def is_connected(self) -> bool:
-        return self._session is not None and self._session.is_accepted
 
     def post(self, message: Message) -> None:
         """Send a message soon, if there is a session."""
@@ -416,11 +411,9 @@ class _Session:
         return sample
 
     async def _watch_silence(self) -> None:
-        """Raise SessionLost when the gateway does not accept in time, or later says nothing for too long.
-
-        Seconds in which this process stood still count for nothing: what the gateway said meanwhile waits unread.
-        """
+        """Raise SessionLost when the gateway does not accept in time, or later says nothing for too long."""
         # Each frame only moves a number: arming a timer for every chunk would cost more than this loop.
+        # Seconds in which this process stood still count for nothing: what the gateway said meanwhile waits unread.
         clock.beat()
         limit_s, ack_by = self._limits.silence_s, clock.awake() + self._limits.ack_s
         while (left_s := self._heard_at + limit_s - clock.awake()) > 0:

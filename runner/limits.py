@@ -308,7 +308,6 @@ class ChildrenLimits:
     audio_s: int = bound(4 * 3600, "s", "A longer recording gets 400; decoded sound takes 64 kB a second.")
     audio_fields: int = bound(32, "fields", "A form with more fields gets 400.")
     audio_field_bytes: int = bound(16 * 1024, "bytes", "A longer field gets 400.")
-    audio_chunk_bytes: int = bound(256 * 1024, "bytes", "An upload is stored in pieces of this size.")
 
     subreaper_poll_s: float = bound(0.2, "s", "A server is looked after again where no signal tells of the runner's end.")
     subreaper_rounds: int = bound(50, "rounds", "The subreaper leaves what it could not kill.")
@@ -321,7 +320,7 @@ class ModelsLimits:
     settings_bytes: int = bound(4 * MIB, "bytes", "A longer settings file is refused.")
     text_chars: int = bound(4096, "characters", "A longer text in the settings is refused.")
     id_chars: int = bound(200, "characters", "A longer id of a model is refused.")
-    shown_chars: int = bound(60, "characters", "A name or value is cut in a refusal.")
+    shown_chars: int = bound(80, "characters", "A name or value is cut in a refusal.")
 
     discovery_s: float = bound(30.0, "s", "The folders of models are looked through again.")
     seek_s: float = bound(1.0, "s", "They are looked through again for a model that is not known.")

@@ -21,7 +21,7 @@ from runner.engines.process import make_private_folder
 from runner.engines.supervisor import EngineState
 from runner.errors import RunnerError, SettingsConflict
 from runner.fit import read_shape
-from runner.ledger import Ledger
+from runner.ledger.ledger import Ledger
 from runner.library.hub import PUBLIC_HUB, Hub
 from runner.library.library import Library
 from runner.limits import MIB, limits
@@ -54,9 +54,7 @@ class Parts:
 
     config: RunnerConfig
     settings: Settings
-    telemetry: Telemetry
     ledger: Ledger
-    library: Library
     pool: Pool
     budget: WaitBudget
     counters: Counters
@@ -66,7 +64,6 @@ class Parts:
     operations: Operations
     desired: DesiredState
     costs: Costs
-    _client: aiohttp.ClientSession
     _make_queue: Callable[[ModelDefinition], FairQueue]
     phase: Phase = Phase.STARTING
     started_at: float = field(default_factory=clock.unix_s)
@@ -84,6 +81,7 @@ class Parts:
         if self.reading is None or now - self._read_at >= limits().connection.reading_s:
             self._read_at = now
             self.reading = await self.pool.capacity.read()
+        # Reading the processes of engines costs more than reading the machine.
         if now - self._measured_at >= limits().connection.measure_s:
             self._measured_at = now
             for model in self.pool.registry.models:
@@ -164,7 +162,7 @@ class Parts:
         """Begin to stop: what runs goes on, nothing new is taken."""
         self.phase = Phase.STOPPING
         self.serving.is_stopping = True
-        self.operations.refuse_new()
+        self.operations.is_stopping = True
 
     async def close(self) -> None:
         self.refuse_new()
@@ -206,8 +204,7 @@ class Parts:
         queue = self._make_queue(ModelDefinition(model_id="", backend="attached", target_inflight=slots))
         self._attached = AttachedServer(
             self.pool.registry, queue, url=backend.url, key=backend.key, given=backend.models, slots=slots,
-            silent_s=limits().engines.silent_s, client=self._client, translate=backend.translate,
-            tidies=backend.tidies,
+            silent_s=limits().engines.silent_s, translate=backend.translate, tidies=backend.tidies,
         )  # fmt: skip
         self._attached.start()
 
@@ -307,9 +304,9 @@ def _put_together(
         return await operations.load_again(body)
 
     parts = Parts(
-        config=config, settings=settings, telemetry=telemetry, ledger=ledger, library=library, pool=pool, budget=budget,
+        config=config, settings=settings, ledger=ledger, pool=pool, budget=budget,
         counters=counters, serving=serving,
-        gate=gate, governance=governance, operations=operations, costs=costs, _client=client, _make_queue=make_queue,
+        gate=gate, governance=governance, operations=operations, costs=costs, _make_queue=make_queue,
         desired=DesiredState(
             ledger, governance, load_again, min_signers=config.operations.min_signers, on_change=on_change
         ),

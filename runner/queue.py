@@ -107,8 +107,6 @@ def choose_next(keys: Iterable[Key], *, now: float, soft_inflight: int, starvati
     """Return who is served next: highest class, lowest score, below the soft cap, longest not served. Somebody must wait.
 
     For every ``starvation_s`` that a request has waited it counts as one class higher.
-    Waiting lifts a request against those of other classes only. Were it lifted against its own class too, then every queue
-    whose waits come near ``starvation_s`` would serve whoever waits longest, and weights would mean nothing.
     """
     heads: list[tuple[int, tuple[float, bool, int, int], Waiter]] = []
     for key in keys:
@@ -120,6 +118,8 @@ def choose_next(keys: Iterable[Key], *, now: float, soft_inflight: int, starvati
                 head = line[0]
                 lifted = min(_HIGHEST, head.level + int((now - head.since) / starvation_s))
                 heads.append((lifted, (score, is_at_cap, key.last_granted, head.number), head))
+    # Waiting lifts a request against those of other classes only. Were it lifted against its own class too, then every queue
+    # whose waits come near ``starvation_s`` would serve whoever waits longest, and weights would mean nothing.
     highest = max(lifted for lifted, _, _ in heads)
     level = min((rank, head) for lifted, rank, head in heads if lifted == highest)[1].level
     return min((rank, head) for _, rank, head in heads if head.level == level)[1]
@@ -131,23 +131,19 @@ class WaitBudget:
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
         self._limits = process_limits().admission
-        self._depth = 0
+        self.depth = 0
         self._samples: deque[tuple[float, int]] = deque()
         self._sum_us = 0
 
     @property
-    def depth(self) -> int:
-        return self._depth
-
-    @property
     def is_full(self) -> bool:
-        return self._depth >= self.max_depth
+        return self.depth >= self.max_depth
 
     def add(self) -> None:
-        self._depth += 1
+        self.depth += 1
 
     def remove(self) -> None:
-        self._depth -= 1
+        self.depth -= 1
 
     def observe(self, wait_ms: float) -> None:
         """Record the wait of a request that was let in, 0 for one that found a free slot."""
@@ -190,7 +186,7 @@ class FairQueue:
     """
 
     def __init__(self, *, slots: int, limits: Fairness, budget: WaitBudget, weight_of: Callable[[str], float]) -> None:
-        self._slots = slots
+        self.slots = slots
         self._limits = limits
         self._bounds = process_limits().admission
         self._budget = budget
@@ -199,7 +195,7 @@ class FairQueue:
         self._busy: dict[str, Key] = {}
         self._idle: OrderedDict[str, tuple[float, Key]] = OrderedDict()
         self._floor = 0.0
-        self._depth = 0
+        self.depth = 0
         self._numbered = 0
         self._service_s = self._bounds.assumed_service_s
         self._has_measured = False
@@ -209,17 +205,9 @@ class FairQueue:
         self.rejected_executor_limit = 0
 
     @property
-    def slots(self) -> int:
-        return self._slots
-
-    @property
     def active(self) -> int:
         """Requests that run; above ``slots`` for a while after slots were taken away."""
         return len(self._running)
-
-    @property
-    def depth(self) -> int:
-        return self._depth
 
     async def enter(self, *, tenant: str, priority: Priority, timeout_s: float) -> Turn:
         """Take a slot, waiting for at most ``timeout_s`` seconds; give the turn back with ``leave``, in ``finally``.
@@ -228,7 +216,7 @@ class FairQueue:
         A free slot is taken without suspending.
         """
         now = clock.monotonic()
-        if self._depth == 0 and len(self._running) < self._slots and not self._is_paused:
+        if self.depth == 0 and len(self._running) < self.slots and not self._is_paused:
             return self._start(self._open_key(tenant, now), now, waited_ms=0.0)
         waiter = self._line_up(tenant, CLASSES[priority], now)
         timer = waiter.turn.get_loop().call_later(max(0.0, timeout_s), self._expire, waiter, timeout_s)
@@ -263,7 +251,7 @@ class FairQueue:
 
     def resize(self, slots: int) -> None:
         """Set the number of slots (0 or more). Fewer than run now stop nobody."""
-        self._slots = slots
+        self.slots = slots
         self._grant(clock.monotonic())
 
     def pause(self) -> None:
@@ -288,7 +276,7 @@ class FairQueue:
 
     def retry_after_s(self) -> int:
         """Return the seconds in which what waits now is probably worked off, 1 to 60, from the average service time."""
-        seconds = self._service_s * max(1, self._depth) / max(1, self._slots)
+        seconds = self._service_s * max(1, self.depth) / max(1, self.slots)
         return max(self._bounds.retry_least_s, min(self._bounds.retry_most_s, math.ceil(seconds)))
 
     def _line_up(self, tenant: str, level: int, now: float) -> Waiter:
@@ -299,7 +287,7 @@ class FairQueue:
         waiter = Waiter(key=key, level=level, since=now, number=self._numbered, turn=future)
         key.lines[level].append(waiter)
         key.pending += 1
-        self._depth += 1
+        self.depth += 1
         self._budget.add()
         return waiter
 
@@ -313,10 +301,10 @@ class FairQueue:
             self.rejected_per_key_limit += 1
             text = f"{key.pending} requests of tenant {tenant} already wait for this model, {advice}"
             refusal = TenantQueueFull(text, retry_after_s=seconds, details={"queueDepth": key.pending})
-        elif self._depth >= self._limits.pending_per_executor:
+        elif self.depth >= self._limits.pending_per_executor:
             self.rejected_executor_limit += 1
-            text = f"{self._depth} requests already wait for this model, {advice}"
-            refusal = ModelQueueFull(text, retry_after_s=seconds, details={"queueDepth": self._depth})
+            text = f"{self.depth} requests already wait for this model, {advice}"
+            refusal = ModelQueueFull(text, retry_after_s=seconds, details={"queueDepth": self.depth})
         elif self._budget.is_full:
             text = f"Queue depth {self._budget.depth}/{self._budget.max_depth}, {advice}"
             details: dict[str, object] = {"queueDepth": self._budget.depth, "avgWaitMs": round(self._budget.avg_wait_ms)}
@@ -371,7 +359,7 @@ class FairQueue:
         return turn
 
     def _grant(self, now: float) -> None:
-        while self._depth and len(self._running) < self._slots and not self._is_paused:
+        while self.depth and len(self._running) < self.slots and not self._is_paused:
             waiter = choose_next(
                 self._busy.values(),
                 now=now,
@@ -388,7 +376,7 @@ class FairQueue:
         waiter.is_in_line = False
         waiter.key.lines[waiter.level].remove(waiter)
         waiter.key.pending -= 1
-        self._depth -= 1
+        self.depth -= 1
         self._budget.remove()
 
     def _refuse(self, waiter: Waiter, error: RequestRefused, now: float) -> None:

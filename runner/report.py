@@ -116,10 +116,8 @@ def _mib(size: int | None) -> int | None:
 
 
 async def list_facts(parts: Parts, *, most: int) -> list[ModelFacts]:
-    """Return what gateways are told of the models, loaded and configured ones first. Raises LedgerError.
-
-    Models of the server given with ``--backend`` are left out: that server alone loads them.
-    """
+    """Return what gateways are told of the models, loaded and configured ones first. Raises LedgerError."""
+    # Models of the server given with ``--backend`` are left out: that server alone loads them.
     models = [model for model in parts.pool.registry.models if model.definition.backend != "attached"]
     models.sort(key=lambda model: (not model.replicas, not model.definition.is_configured))
     return [await _describe(parts, model) for model in models[:most]]

@@ -63,29 +63,29 @@ _TURNS = ("messages", "input")
 _Within = tuple[tuple[bytes, int], ...]
 _OF_SHAPES: _Within = ((b":", WIRE.shape_members), (b",", WIRE.shape_choices))
 _SHAPES = ("response_format", "json_schema", "text", "output_config", "output_format", "guided_json", "structured_outputs")
+# How many entries any object (``:``) or list (``,``) may have within a field.
 _BOUNDS_WITHIN: dict[str, _Within] = {
     "logit_bias": ((b":", WIRE.body_biases), (b",", WIRE.body_biases)),
     "dry_sequence_breakers": ((b",", WIRE.body_breakers),),
     "tools": ((b",", WIRE.shape_choices),),
     **dict.fromkeys(_SHAPES, _OF_SHAPES),
 }
-"""How many entries any object (``:``) or list (``,``) may have within a field."""
 _PATTERN = re.compile(rb'"pattern"[ \t\r\n]*+:[ \t\r\n]*+("[^"\\]*+(?:\\.[^"\\]*+)*+")', re.DOTALL)
 _LITERAL = r"\\.|\(\?|\[[^\]\\]*+(?:\\.[^\]\\]*+)*+\]?+"
 _NOT_REPEATED = re.compile(_LITERAL, re.DOTALL)
 _NOT_REPEATED_IN_GRAMMAR = re.compile(_LITERAL + r'|"[^"\\]*+(?:\\.[^"\\]*+)*+"?+|#[^\n]*+', re.DOTALL)
+# What may repeat, each of them perhaps escaped.
 _REPEATS = (b"*", b"+", b"?", b"{", b"\\")
-"""What may repeat, each of them perhaps escaped."""
 _DULL = bytes(set(range(256)) - set(b'":,*+?{\\'))
 _QUIET = bytes(set(range(256)) - set(b",*+?{\\"))
+# A body with fewer commas and repetitions together has fewer of both than is refused.
 _LEAST = min(WIRE.body_breakers - 1, WIRE.shape_repeats)
-"""A body with fewer commas and repetitions together has fewer of both than is refused."""
 _OBJECT = re.compile(rb"[ \t\r\n]*+\{")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
 _LONG_NUMBER = re.compile(rb"(?:[:\[,][ \t\r\n]*+|\A[ \t\r\n]*+)([-0-9][-+.0-9eE]{%d,})" % WIRE.body_number_chars)
 _SAMPLE = slice(None, None, 25)
+# Of a sample of the bytes: a long number is at least so many of them in a row, and next to no text is.
 _LONG_RUN = re.compile(rb"[-+.0-9eE]{%d}" % (WIRE.body_number_chars // _SAMPLE.step))
-"""Of a sample of the bytes: a long number is at least so many of them in a row, and next to no text is."""
 _BLANK_COLON = re.compile(rb'"[ \t\r\n]++:')
 _COLON, _OPENING = ord(":"), b"{["
 _NO_MARKS = bytes(set(range(256)) - set(b"{}[]:"))

@@ -28,6 +28,7 @@ class Blame(StrEnum):
     """The engine has no room now: the request failed, and the operator should see that."""
 
 
+# By HTTP status. One that is not here is the installation's: what nobody has judged should be seen by an operator.
 _STATUSES: dict[int, tuple[Blame, str]] = {
     400: (Blame.CALLER, "a field is wrong, or the prompt does not fit"),
     401: (Blame.INSTALLATION, "the key is the node's own: callers never show theirs to an engine"),
@@ -46,14 +47,13 @@ _STATUSES: dict[int, tuple[Blame, str]] = {
     503: (Blame.CAPACITY, "the engine is overloaded, or still loads"),
     529: (Blame.CAPACITY, "the provider is overloaded (Anthropic)"),
 }  # fmt: skip
-"""By HTTP status. One that is not here is the installation's: what nobody has judged should be seen by an operator."""
 
 
+# Refusals of our runner whose status alone would say something else (``runner.errors``).
 _CODES = {
     "remote_not_allowed": Blame.CALLER,  # the request has to say allow_remote
     "spending_cap_reached": Blame.CALLER,  # the tenant's own cap
 }
-"""Refusals of our runner whose status alone would say something else (``runner.errors``)."""
 
 
 def judge_error(status: int, code: object = None) -> Blame:
@@ -63,6 +63,10 @@ def judge_error(status: int, code: object = None) -> Blame:
     return _STATUSES[status][0] if status in _STATUSES else Blame.INSTALLATION
 
 
+# A model that cannot see or hear was given a picture or a sound: llama.cpp says the first (since May 2025) or the sixth with
+# 500, Ollama the second with 500 and the third with 400, vLLM the fourth and fifth with 400. TGI and TabbyAPI leave the
+# picture out without a word. With the last line llama.cpp refuses fields that it cannot read; of what it generated itself it
+# says "Failed to parse input".
 _CALLERS_MISTAKE = re.compile(
     r"\b(?:image|audio|video|vision|multimodal)\b[\w ]{0,24} (?:is|are) not (?:supported|enabled)"
     r"|missing data required for image input"
@@ -73,10 +77,6 @@ _CALLERS_MISTAKE = re.compile(
     r"|^Failed to parse (?:messages|tools|tool call arguments)\b",
     re.IGNORECASE,
 )
-"""A model that cannot see or hear was given a picture or a sound: llama.cpp says the first (since May 2025) or the sixth with
-500, Ollama the second with 500 and the third with 400, vLLM the fourth and fifth with 400. TGI and TabbyAPI leave the
-picture out without a word. With the last line llama.cpp refuses fields that it cannot read; of what it generated itself it
-says "Failed to parse input"."""
 _BUG_STATUSES = frozenset({500, 501})
 
 
@@ -152,8 +152,8 @@ _ELLIPSIS = "…"
 # Where validators begin to repeat what they were given: pydantic's text and its dictionaries, llama.cpp's parser.
 _ECHO = re.compile(r"""(?:\binput_value=|['"]input['"]\s*:|\b(?:messages|tools) = [\[{]|\bbody=)""")
 _ESCAPE = re.compile(r"\\+(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|U([0-9a-fA-F]{8})|([nrtfvb0])|(.))", re.DOTALL)
+# What neither a line of a log nor a page may carry: control characters, and those that turn the direction of text.
 _GAPS = re.compile(r"[\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]+")
-"""What neither a line of a log nor a page may carry: control characters, and those that turn the direction of text."""
 _CREDENTIAL = re.compile(r"\b(?:sk|hf|gsk|mst|msa|msw)[-_][A-Za-z0-9_-]{12,}|\bBearer\s+\S+", re.IGNORECASE)
 
 
@@ -215,13 +215,11 @@ def _list_texts(asked: bytes) -> Iterator[str]:
 
 
 def _find_echo(text: str, asked: bytes) -> int | None:
-    """Return where the first run of ``echo_chars`` characters begins that the request holds too.
-
-    Such a run covers at least one of the blocks into which the text is cut here, so only those are searched for.
-    """
+    """Return where the first run of ``echo_chars`` characters begins that the request holds too."""
     if len(text) < WIRE.echo_chars:
         return None
     said = "\0".join(_flatten(one) for one in _list_texts(asked))
+    # Such a run covers at least one of the blocks into which the text is cut here, so only those are searched for.
     block = WIRE.echo_chars // 2
     for at in range(0, len(text) - block + 1, block):
         starts = [run.start for run in _list_runs(text, range(at, at + block), said) if run.stop - run.start >= WIRE.echo_chars]

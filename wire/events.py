@@ -22,8 +22,8 @@ _DONE = b"[DONE]"
 _BLANK_LINE = re.compile(rb"\n\r?\n|\r\r")
 _FINISHED = re.compile(rb'(?<!\\)"finish_reason"\s*:\s*"[^"]')
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d{1,9})')
+# Finish reasons with which an engine says that it did not finish (vLLM, OpenRouter).
 _GIVEN_UP = frozenset({"abort", "error"})
-"""Finish reasons with which an engine says that it did not finish (vLLM, OpenRouter)."""
 
 
 def find_boundary(data: bytes, limit: int | None = None) -> int:
@@ -123,6 +123,7 @@ _RESPONSES = _Rules(
     error_ends=False,
     closes=(b"response.completed", b"response.incomplete", b"response.failed"),
 )
+# By API path. Streams of other paths (speech, transcriptions) have no closing event and are not judged.
 _RULES = {
     "/v1/chat/completions": _CHAT,
     "/v1/completions": _CHAT,
@@ -130,7 +131,6 @@ _RULES = {
     "/v1/responses": _RESPONSES,
     "/v1/pool/responses": msgspec.structs.replace(_RESPONSES, error_ends=True),
 }
-"""By API path. Streams of other paths (speech, transcriptions) have no closing event and are not judged."""
 
 
 class _Choice(msgspec.Struct):

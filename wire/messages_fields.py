@@ -16,8 +16,8 @@ import msgspec
 from wire.unreadable import UNREADABLE
 
 _ALWAYS = frozenset({"model", "messages", "system", "max_tokens", "stream", "temperature", "top_p", "top_k", "stop_sequences"})
+# Read by the gateway or the node, or a hint that changes no answer.
 _NOT_THE_ENGINES = frozenset({"x_pool_options", "allow_remote", "cache_control"})
-"""Read by the gateway or the node, or a hint that changes no answer."""
 
 
 @dataclass(frozen=True, slots=True)

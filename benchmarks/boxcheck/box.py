@@ -173,10 +173,10 @@ async def wait_for(condition: Callable[[], bool], *, limit_s: float) -> float | 
     return time.monotonic() - began
 
 
-async def require(condition: Callable[[], bool], what: str, *, limit_s: float = START_S) -> None:
+async def require(condition: Callable[[], bool], what: str) -> None:
     """Wait until ``condition`` holds. Raises BenchmarkError that says ``what`` did not happen."""
-    if await wait_for(condition, limit_s=limit_s) is None:
-        raise BenchmarkError(f"{what} within {limit_s:g} s: it did not")
+    if await wait_for(condition, limit_s=START_S) is None:
+        raise BenchmarkError(f"{what} within {START_S:g} s: it did not")
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -15,7 +15,8 @@ import aiohttp
 
 from benchmarks.boxcheck.parsing import read_events
 from benchmarks.errors import BenchmarkError
-from wire.optoken import Grant, Operation, sign_l0
+from wire.optoken.op_token import Grant, sign_l0
+from wire.optoken.verifier import Operation
 
 SIGNERS = ("first-owner", "second-owner")
 CALL_S = 120.0
@@ -122,15 +123,15 @@ class BoxClient:
         """Return a load task."""
         return (await self.call("GET", f"/v1/models/load/{task_id}")).document
 
-    async def wait_task(self, task_id: str, *, limit_s: float = LOAD_S) -> dict[str, Any]:
+    async def wait_task(self, task_id: str) -> dict[str, Any]:
         """Return a load task once it has ended. Raises BenchmarkError when that takes too long."""
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + LOAD_S
         while True:
             task = await self.read_task(task_id)
             if task.get("status") != "loading":
                 return task
             if time.monotonic() > deadline:
-                raise BenchmarkError(f"load {task_id} has not ended within {limit_s:g} s: {task}")
+                raise BenchmarkError(f"load {task_id} has not ended within {LOAD_S:g} s: {task}")
             await asyncio.sleep(0.05)
 
     async def load_whole(self, model_id: str, **fields: object) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from benchmarks.boxcheck.client import BoxClient
 from benchmarks.boxcheck.models import FIRST
 from benchmarks.boxcheck.workbench import Workbench
 from benchmarks.errors import BenchmarkError
-from wire.optoken import Operation
+from wire.optoken.verifier import Operation
 
 LONG_TOKENS = 30_000
 LOAD = {"gguf_n_ctx": 32_768}

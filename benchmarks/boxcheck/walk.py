@@ -11,7 +11,7 @@ from benchmarks.boxcheck.client import Reply, question, speech_form
 from benchmarks.boxcheck.models import EMBEDDER, FIRST, SECOND, TINY
 from benchmarks.boxcheck.parsing import missing_fields, read_comments, read_events, read_metrics, shorten
 from benchmarks.boxcheck.workbench import Workbench
-from wire.optoken import Operation
+from wire.optoken.verifier import Operation
 
 SHOWN_CHARS = 600
 CAPABILITIES_EXAMPLE = {

@@ -43,7 +43,6 @@ class Workbench:
         *,
         environment: Mapping[str, str] | None = None,
         settings: Mapping[str, object] | None = None,
-        arguments: tuple[str, ...] = (),
     ) -> AbstractAsyncContextManager[Box]:
         """Return a node with the data folder ``name``; ``settings`` become its settings.json."""
         data = self.folder / name
@@ -52,4 +51,4 @@ class Workbench:
             (data / "settings.json").write_bytes(msgspec.json.encode(settings))
         python = self.models.vllm_python
         given = {**({VLLM_VARIABLE: python} if python else {}), **(environment or {})}
-        return open_box(data, models=self.models.path, environment=given, options=(*THREADS, *arguments))
+        return open_box(data, models=self.models.path, environment=given, options=THREADS)

@@ -98,12 +98,11 @@ class Fleet:
         path: str,
         body: object | None = None,
         *,
-        expect: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Return the JSON of a REST call. Raises BenchmarkError when the status is another than ``expect`` (None: any 2xx)."""
+        """Return the JSON of a REST call. Raises BenchmarkError when the status is none of 2xx."""
         reply = self.client.request(method, path, json=body, headers=headers)
-        if reply.status_code != expect if expect is not None else reply.status_code >= 300:
+        if reply.status_code >= 300:
             raise BenchmarkError(f"{method} {path}: {reply.status_code} {reply.text[:300]}")
         return reply.json() if reply.content else {}
 
@@ -113,7 +112,6 @@ class Fleet:
         path: str,
         body: object | None = None,
         *,
-        within_s: float = 60.0,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
         """Return what ``call`` returns, as soon as the installation answers again. 4xx is an answer."""
@@ -125,7 +123,7 @@ class Fleet:
                 return None
             return None if reply.status_code >= 500 else (reply.json() if reply.content else {})
 
-        return self.wait(attempt, within_s=within_s, what=f"{method} {path} is answered")
+        return self.wait(attempt, within_s=CALL_S, what=f"{method} {path} is answered")
 
     def muster(self, *words: str) -> str:
         """Return what a ``./muster`` command printed. Raises BenchmarkError."""

@@ -31,9 +31,9 @@ from core.hints import publish_hint
 from governance.models import Decision, Operation, OperationRun, PolicyVersion
 from nodes.models import Node, NodeOpKey
 from wire.ids import format_id, new_uuid7, parse_id
-from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l0, sign_l1, sign_l2
 from wire.optoken.approval import Policy, PolicyRef, Statement, encode_bytes, read_policy, read_statement
 from wire.optoken.documents import DEFAULT_CLASSES, ApproverEntry, KeyEntry, build_policy, build_statement
+from wire.optoken.op_token import Binding, Grant, encode_token, params_digest, sign_l0, sign_l1, sign_l2
 
 LIFE_S = 300
 WAIT_S = 30.0

@@ -176,7 +176,7 @@ def _with_prompt(prompt: Any, speech: Speech, body: Mapping[str, Any]) -> str:
 
 
 def _token_logprobs(text: str, script: Script, body: Mapping[str, Any]) -> Json | None:
-    """Return the older form of log probabilities, parallel lists; the first token of a prompt has none."""
+    # The older form of log probabilities is parallel lists; the first token of a prompt has none.
     if body.get("logprobs") is None and "logprobs" not in script:
         return None
     tokens = text.split(" ")
@@ -319,16 +319,13 @@ def _list_items(speech: Speech) -> list[tuple[Json, list[Json]]]:
     if speech.thoughts:
         part = {"type": "reasoning_text", "text": "".join(speech.thoughts)}
         item = {"id": "rs_native01", "type": "reasoning", "summary": [], "content": [part]}
-        kinds = ("response.reasoning_text.delta", "response.reasoning_text.done")
-        items.append((item, _part_events(part, speech.thoughts, kinds)))
+        items.append((item, _part_events(part, speech.thoughts)))
     if speech.pieces:
         text = {"type": "output_text", "text": "".join(speech.pieces), "annotations": [], "logprobs": []}
-        kinds = ("response.output_text.delta", "response.output_text.done")
-        items.append((_message_item(text), _part_events(text, speech.pieces, kinds)))
+        items.append((_message_item(text), _part_events(text, speech.pieces)))
     if speech.refusal:
         refused = {"type": "refusal", "refusal": "".join(speech.refusal)}
-        kinds = ("response.refusal.delta", "response.refusal.done")
-        items.append((_message_item(refused), _part_events(refused, speech.refusal, kinds)))
+        items.append((_message_item(refused), _part_events(refused, speech.refusal)))
     for number, call in enumerate(speech.calls):
         called = {"id": f"fc_native0{number}", "type": "function_call", "call_id": call.id, "name": call.name}
         item = {**called, "arguments": call.arguments, "status": "completed"}
@@ -342,12 +339,12 @@ def _message_item(part: Json) -> Json:
     return {"id": "msg_native01", "type": "message", "status": "completed", "role": "assistant", "content": [part]}
 
 
-def _part_events(part: Json, pieces: tuple[str, ...], kinds: tuple[str, str]) -> list[Json]:
+def _part_events(part: Json, pieces: tuple[str, ...]) -> list[Json]:
     name = "refusal" if part["type"] == "refusal" else "text"
     place: Json = {"content_index": 0} | ({"logprobs": []} if part["type"] == "output_text" else {})
     events: list[Json] = [{"type": "response.content_part.added", "content_index": 0, "part": {**part, name: ""}}]
-    events += [{"type": kinds[0], **place, "delta": piece} for piece in pieces]
-    events.append({"type": kinds[1], **place, name: part[name]})
+    events += [{"type": f"response.{part['type']}.delta", **place, "delta": piece} for piece in pieces]
+    events.append({"type": f"response.{part['type']}.done", **place, name: part[name]})
     return [*events, {"type": "response.content_part.done", "content_index": 0, "part": part}]
 
 

@@ -59,7 +59,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any  # request bodies are JSON
 
@@ -72,9 +72,6 @@ DIRECTIVES = frozenset({
     "error_400", "error_400_context", "error_404", "error_429", "error_500", "error_503", "html_error", "detail_error",
     "text_error", "empty_error", "error_in_stream", "cut", "no_finish", "garbage",
 })  # fmt: skip
-TOOL_DIRECTIVES = frozenset(
-    {"tools", "parallel_tools", "interleaved_tools", "whole_tools", "text_then_tools", "nasty_arguments"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +195,6 @@ class Speech:
     ending: Ending = Ending.STOP
     stopped_at: str | None = None
     cached: int = 0
-    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def completion_tokens(self) -> int:
@@ -211,8 +207,10 @@ def compose(script: Script, body: Mapping[str, Any], echo: Mapping[str, Any], sa
     """Return what to say to a request. ``echo``: the request as it came; ``said``: a text decided elsewhere."""
     if said is not None:
         return Speech(pieces=(said,))
-    if script.arguments.keys() & TOOL_DIRECTIVES:
-        return _call_tools(script, body)
+    if called := [speech for name, speech in _CALLS.items() if name in script]:
+        if ends_with_result(body):
+            return Speech(pieces=("The tool ", "has answered."))
+        return replace(called[0], thoughts=THOUGHT_PIECES if "thinking" in script else ())
     cached = CACHED_TOKENS if "cached" in script else 0
     if "echo" in script:
         return Speech(pieces=tuple(_cut(json.dumps(echo, ensure_ascii=False), 400)))
@@ -228,22 +226,17 @@ def compose(script: Script, body: Mapping[str, Any], echo: Mapping[str, Any], sa
     return Speech(thoughts=thoughts, pieces=TEXT_PIECES, cached=cached)
 
 
-def _call_tools(script: Script, body: Mapping[str, Any]) -> Speech:
-    if ends_with_result(body):
-        return Speech(pieces=("The tool ", "has answered."))
-    first = ToolCall(CALL_ID, TOOL, ARGUMENTS)
-    pair = (first, ToolCall(OTHER_CALL_ID, OTHER_TOOL, OTHER_ARGUMENTS))
-    if "parallel_tools" in script:
-        return Speech(calls=pair, ending=Ending.TOOL_CALLS)
-    if "interleaved_tools" in script:
-        return Speech(calls=pair, interleaved=True, ending=Ending.TOOL_CALLS)
-    if "whole_tools" in script:
-        return Speech(calls=(ToolCall(CALL_ID, TOOL, ("".join(ARGUMENTS),), whole=True),), ending=Ending.TOOL_CALLS)
-    if "nasty_arguments" in script:
-        return Speech(calls=(ToolCall(CALL_ID, TOOL, tuple(NASTY)),), ending=Ending.TOOL_CALLS)
-    text = TEXT_PIECES if "text_then_tools" in script else ()
-    thoughts = THOUGHT_PIECES if "thinking" in script else ()
-    return Speech(thoughts=thoughts, pieces=text, calls=(first,), ending=Ending.TOOL_CALLS)
+_FIRST = ToolCall(CALL_ID, TOOL, ARGUMENTS)
+_PAIR = (_FIRST, ToolCall(OTHER_CALL_ID, OTHER_TOOL, OTHER_ARGUMENTS))
+# What the directives that call tools have the engine say, in the order in which they are looked for.
+_CALLS = {
+    "parallel_tools": Speech(calls=_PAIR, ending=Ending.TOOL_CALLS),
+    "interleaved_tools": Speech(calls=_PAIR, interleaved=True, ending=Ending.TOOL_CALLS),
+    "whole_tools": Speech(calls=(ToolCall(CALL_ID, TOOL, ("".join(ARGUMENTS),), whole=True),), ending=Ending.TOOL_CALLS),
+    "nasty_arguments": Speech(calls=(ToolCall(CALL_ID, TOOL, tuple(NASTY)),), ending=Ending.TOOL_CALLS),
+    "text_then_tools": Speech(pieces=TEXT_PIECES, calls=(_FIRST,), ending=Ending.TOOL_CALLS),
+    "tools": Speech(calls=(_FIRST,), ending=Ending.TOOL_CALLS),
+}
 
 
 def _first_stop(body: Mapping[str, Any]) -> str | None:
@@ -304,7 +297,7 @@ def stream_error() -> dict[str, Any]:
 
 
 def _openai(message: str, status: int, **more: Any) -> bytes:
-    """Return OpenAI's error object as engines write it: ``code`` is a number with vLLM and llama.cpp alike."""
+    # In OpenAI's own error object ``code`` is a text; with vLLM and llama.cpp alike it is a number.
     kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": status, **more}
     return json.dumps({"error": error}).encode()

@@ -60,6 +60,10 @@ _VOICES = {
 }
 
 
+# Paths whose answer is one function of the body.
+_AT_ONCE = {"/v1/embeddings": embed, "/v1/rerank": rank, "/v1/images/generations": draw}
+
+
 @dataclass
 class ScriptedEngine:
     """The server's state: its models, and which endless answers are still read. ``native``: paths it speaks beside chat.
@@ -79,17 +83,15 @@ class ScriptedEngine:
         application.router.add_get("/v1/models", self._models)
         for path in (CHAT, COMPLETIONS, *sorted(self.native)):
             application.router.add_post(path, self._say)
-        for path in ("/v1/embeddings", "/v1/rerank", "/v1/images/generations"):
+        for path in _AT_ONCE:
             application.router.add_post(path, self._answer_at_once)
         application.router.add_post("/v1/audio/transcriptions", self._transcribe)
         return application
 
-    async def _health(self, request: web.Request) -> web.Response:
-        del request
+    async def _health(self, _request: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
-    async def _models(self, request: web.Request) -> web.Response:
-        del request
+    async def _models(self, _request: web.Request) -> web.Response:
         rows = [{"id": name, "object": "model", "created": CREATED, "owned_by": "scripted"} for name in self.models]
         return web.json_response({"object": "list", "data": rows})
 
@@ -97,9 +99,7 @@ class ScriptedEngine:
         body, script = await self._read(request)
         if (failure := find_failure(script)) is not None:
             return web.Response(status=failure.status, body=failure.body, content_type=failure.content_type)
-        if request.path == "/v1/embeddings":
-            return web.json_response(embed(body))
-        return web.json_response(rank(body) if request.path == "/v1/rerank" else draw(body))
+        return web.json_response(_AT_ONCE[request.path](body))
 
     async def _transcribe(self, request: web.Request) -> web.Response:
         fields = {name: value for name, value in (await request.post()).items() if isinstance(value, str)}
@@ -150,7 +150,7 @@ class ScriptedEngine:
         return response
 
     async def _go_on(self, request: web.Request, voice: Voice, script: Script, body: Json) -> web.StreamResponse:
-        """Answer without end and note when the client has left; aiohttp cancels the handler then."""
+        """Answer without end and note when the client has left."""
         key = script.argument("endless")
         self.endless[key] = "here"
 
@@ -160,6 +160,7 @@ class ScriptedEngine:
             if not body.get("stream"):
                 await asyncio.get_running_loop().create_future()
             return await self._stream(request, voice, Script({**script.arguments, "pace": "20"}), body, chunks)
+        # aiohttp cancels the handler when the client leaves.
         except (asyncio.CancelledError, ConnectionError):
             self.endless[key] = "left"
             raise
@@ -221,7 +222,6 @@ def frame_event(content: Json | str, script: Script, *, name: str = "") -> bytes
 
 
 def _reset(request: web.Request) -> None:
-    """Close the connection at once, with no end of the body."""
     if request.transport is not None:
         request.transport.abort()
 

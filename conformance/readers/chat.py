@@ -73,7 +73,6 @@ def read_chat(stream: Stream) -> ChatStream:
 
 
 def _check_head(chunk: Field, head: dict[str, object], kind: str) -> None:
-    """Check what every chunk repeats."""
     chunk.must_fit({"object": kind, "id": Field.word, "created": Field.count, "model": Field.word})
     for name in _SAME_IN_ALL:
         if head.setdefault(name, chunk[name].value) != chunk[name].value:

@@ -12,6 +12,7 @@ ERROR_TYPES = (
     "invalid_request_error", "authentication_error", "permission_error", "not_found_error", "request_too_large",
     "rate_limit_error", "api_error", "overloaded_error", "timeout_error", "billing_error",
 )  # fmt: skip
+# The kind of block that a delta belongs to, and the member that carries it.
 _DELTAS = {
     "text_delta": ("text", "text"),
     "input_json_delta": ("tool_use", "partial_json"),
@@ -19,15 +20,14 @@ _DELTAS = {
     "signature_delta": ("thinking", "signature"),
     "citations_delta": ("text", "citation"),
 }
-"""The kind of block that a delta belongs to, and the member that carries it."""
 
 
+# What a block has before its first delta, by its kind.
 _STARTS: dict[str, dict[str, object]] = {
     "text": {"text": ""},
     "tool_use": {"id": Field.word, "name": Field.word, "input": {}},
     "thinking": {"thinking": ""},
 }
-"""What a block has before its first delta, by its kind."""
 
 
 @dataclass(slots=True)
@@ -52,14 +52,13 @@ class Block:
 
 @dataclass(slots=True)
 class MessageStream:
-    """What a stream said. ``delta``: the message_delta; ``failure``: the error object; ``pings``: how many."""
+    """What a stream said. ``delta``: the message_delta; ``failure``: the error object."""
 
     message: Field | None = None
     blocks: list[Block] = field(default_factory=list)
     delta: Field | None = None
     failure: Field | None = None
     stopped: bool = False
-    pings: int = 0
 
     def texts(self, kind: str) -> list[str]:
         """Return what the blocks of one kind say."""
@@ -108,7 +107,6 @@ class _Reader:
             raise Violation("a ping before message_start: the SDKs fail at once")
         if body.value != {"type": "ping"}:
             raise Violation(f'a ping is {{"type": "ping"}} and nothing more, not {body.shown}')
-        self.said.pings += 1
 
     def _start(self, body: Field) -> None:
         if self.said.message is not None:

@@ -13,15 +13,15 @@ OBJECT_KEYS = (
     "tools", "truncation", "usage", "metadata", "safety_identifier", "prompt_cache_key",
 )  # fmt: skip
 LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
+# Beginnings of the names of delta and done events: the type of part they fill, and its member.
 _PARTS = {
     "response.output_text": ("output_text", "text"),
     "response.refusal": ("refusal", "refusal"),
     "response.reasoning_text": ("reasoning_text", "text"),
     "response.reasoning_summary_text": ("summary_text", "text"),
 }
-"""Beginnings of the names of delta and done events: the type of part they fill, and its member."""
+# Events beside the grammar that no client minds.
 _FREE = frozenset({"response.metrics", "response.queued"})
-"""Events beside the grammar that no client minds."""
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from collections.abc import Mapping
@@ -101,8 +102,8 @@ async def _method(dialect: Dialect, target: Target) -> None:
 
 async def _too_large(dialect: Dialect, target: Target) -> None:
     path = dialect.path
-    async with Connection.opened(target.base_url) as connection:
-        answer = await connection.send_head(target.ask_json(path, b"{" + b" " * 4096), claimed_bytes=LIMITS.claimed_bytes)
+    async with Connection.opened(target.base_url) as connection, asyncio.timeout(LIMITS.refused_s):
+        answer = await connection.exchange(target.ask_json(path, b"{" + b" " * 4096), claimed_bytes=LIMITS.claimed_bytes)
     require_status(answer, 413)
     _check_error(answer, path)["type"].must_be("request_too_large" if path == MESSAGES else "invalid_request_error")
 

@@ -111,7 +111,7 @@ def _list_signs(answer: Answer) -> list[bool]:
 
 
 def _check_gaps(target: Target, times_s: Sequence[float]) -> None:
-    """Check that no silence was too long, where the engine's was long enough to tell."""
+    # A shorter silence of the engine could not tell a server with keep-alives from one without.
     longest_s = max(after - before for before, after in pairwise(times_s))
     if longest_s > LIMITS.keep_alive_s and target.silence_s > LIMITS.keep_alive_s:
         raise Violation(f"nothing came for {longest_s:.1f} s")

@@ -108,7 +108,6 @@ async def _tool_use(target: Target) -> None:
 
 
 async def _called(target: Target) -> tuple[Field, Field]:
-    """Return a whole answer and its first call."""
     async for _, answer in ask_for_calls(target, MESSAGES, "tools"):
         reply = require_ok(answer)
         calls = find_blocks(reply, "tool_use")

@@ -135,8 +135,8 @@ async def _browser(target: Target) -> None:
         raise NotApplicable("the server sets a cookie; no client minds")
 
 
+# An estimate is allowed to be off by so much.
 _NEAR_TOKENS, _NEAR_SHARE = 4, 0.25
-"""An estimate is allowed to be off by so much."""
 
 
 async def _count(target: Target, **more: object) -> int:

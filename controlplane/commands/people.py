@@ -21,7 +21,7 @@ from core.models import User
 from gateway.services.models import allow_model
 from governance.admin_tokens import create_admin_token
 from governance.audit import record_event
-from governance.keys import KeyView, add_key_file, list_keys, list_passkey_ids, revoke_key
+from governance.keys import add_key_file, list_approving, list_keys, list_passkey_ids, revoke_key
 from governance.people import create_invitation, make_invitation_url
 
 PROPOSER = "ana"
@@ -46,28 +46,30 @@ def manage_keys(options: Options) -> str:
         label, is_break_glass = options["label"], options["break_glass"]
         key = add_key_file(user=person, line=options["public"], label=label, is_break_glass=is_break_glass, actor=ACTOR)
         return f"{key.thumbprint} registered for {person.username}. It approves once a version of the policy names it."
-    keys = list_keys(person)
-    if options["action"] == "list":
-        return "\n".join(_describe(key) for key in keys) or f"{person.username} has no key."
-    return _revoke(person, keys, options["thumbprint"])
+    return _list(person) if options["action"] == "list" else _revoke(person, options["thumbprint"])
 
 
-def _revoke(person: User, keys: list[KeyView], thumbprint: str) -> str:
-    found = [key for key in keys if thumbprint and key.thumbprint.startswith(thumbprint) and key.revoked_at is None]
+def _list(person: User) -> str:
+    approving, lines = list_approving(), []
+    for key in list_keys(person):
+        words = [key.thumbprint, key.kind, key.label]
+        words += ["break-glass"] if key.is_break_glass else []
+        words += ["synced"] if key.is_backup_eligible else []
+        words += ["in the active policy"] if key.thumbprint in approving else []
+        words += [f"revoked {key.revoked_at:%Y-%m-%d}"] if key.revoked_at else []
+        lines.append("  ".join(words))
+    return "\n".join(lines) or f"{person.username} has no key."
+
+
+def _revoke(person: User, thumbprint: str) -> str:
+    in_use = [key for key in list_keys(person) if key.revoked_at is None]
+    found = [key for key in in_use if thumbprint and key.thumbprint.startswith(thumbprint)]
     if len(found) != 1:
         raise CommandError(f"{len(found)} keys of {person.username} in use begin so; name exactly one.")
-    revoke_key(user=person, key_id=found[0].id, actor=ACTOR, accepts_policy_change=True)
-    hint = " The active policy names it: nodes trust it until a new version leaves it out." if found[0].in_policy else ""
-    return f"{found[0].thumbprint} revoked.{hint}"
-
-
-def _describe(key: KeyView) -> str:
-    words = [key.thumbprint, key.kind, key.label]
-    words += ["break-glass"] if key.is_break_glass else []
-    words += ["synced"] if key.is_backup_eligible else []
-    words += ["in the active policy"] if key.in_policy else []
-    words += [f"revoked {key.revoked_at:%Y-%m-%d}"] if key.revoked_at else []
-    return "  ".join(words)
+    key = revoke_key(user=person, key_id=found[0].pk, actor=ACTOR, accepts_policy_change=True)
+    is_named = key.thumbprint in list_approving()
+    hint = " The active policy names it: nodes trust it until a new version leaves it out." if is_named else ""
+    return f"{key.thumbprint} revoked.{hint}"
 
 
 @command(

@@ -210,8 +210,8 @@ class FastRequest(KnownCycle, Sink):
         self.stream: Stream | None = None
         self.ends: EndReader | None = None
         self.first_byte_at: float | None = None
+        # The end of the answer, once it is whole: its closing events, or all of its body.
         self._last: bytes | None = None
-        """The end of the answer, once it is whole: its closing events, or all of its body."""
         self.parts: list[bytes] = []
         self.headers: dict[str, str] = _NO_HEADERS
         self.tail = b""

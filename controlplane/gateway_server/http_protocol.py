@@ -333,14 +333,14 @@ class GatewayHttpProtocol(HttpToolsProtocol):
         self._handle: Handle | None = None
         self.fast: Fast | None = None
         """Who serves the request that is served without a task."""
+        # Loop time since which nothing is served here; None = something is, or comes.
         self._idle_since: float | None = None
-        """Loop time since which nothing is served here; None = something is, or comes."""
         self._worker: asyncio.Task[None] | None = None
         """Serves the requests whose head is known, one after the other."""
         self._next_known: asyncio.Future[tuple[KnownCycle, Coroutine[Any, Any, None]]] | None = None
         """What it waits for."""
+        # The read that is parsed, while it may turn out to be one whole request.
         self._whole = b""
-        """The read that is parsed, while it may turn out to be one whole request."""
         self._timer: asyncio.TimerHandle | None = None
         self._headers_open = self._body_open = False
         self._header_bytes = self._read_bytes = 0

@@ -23,8 +23,8 @@ from websockets.protocol import State
 from core.limits import limits
 from nodes.links.relay import SCOPE_FRAMES
 
+# First byte of a binary message in one frame, without an extension (RFC 6455 section 5.2).
 _BINARY = 0x82
-"""First byte of a binary message in one frame, without an extension (RFC 6455 section 5.2)."""
 _HEAD_END = b"\r\n\r\n"
 _LENGTH_BYTES = {0x7E: 2, 0x7F: 8}
 _SHORT_BYTES = 0xFFFF
@@ -34,10 +34,10 @@ class GatewayWebSocketProtocol(WebSocketsSansIOProtocol):
     """One worker socket; its scope carries it as a ``nodes.links.relay.FrameSource``."""
 
     _receiver: Callable[[str | bytes], None] | None = None
+    # The receiver while the next frame may be cut here: the library is between two messages and reads on.
     _cut_receiver: Callable[[str | bytes], None] | None = None
-    """The receiver while the next frame may be cut here: the library is between two messages and reads on."""
+    # What the library still has to get of the frame that it began with; -1 = it gets everything.
     _owed_bytes = -1
-    """What the library still has to get of the frame that it began with; -1 = it gets everything."""
     _begun = b""
     """The beginning of a frame whose length is not known yet. The library has it already."""
     _cut_bytes = 0

@@ -157,7 +157,8 @@ def install(python: Path, requirements: Path, installer_requirements: Path) -> N
     """Install ``requirements`` into the environment of ``python``. Raises LauncherError with the installer's last words."""
     pip = [str(python), "-m", "pip"]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    settings = read_pip_settings(pip, environment)
+    told = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=False, env=environment)
+    settings = parse_pip_settings(told.stdout.splitlines())
     total = count_pins(requirements.read_text(encoding="utf-8"))
     progress(f"Installing {total} packages from {requirements.name}")
     if _install_uv(pip, python, installer_requirements, environment):
@@ -180,12 +181,6 @@ def count_pins(text: str) -> int:
     """Return how many packages a lock file pins for this system, as far as a platform marker tells."""
     pins = [line for line in text.splitlines() if _PIN.match(line)]
     return sum(1 for line in pins if not any(marker in line for marker in _FOREIGN_MARKERS))
-
-
-def read_pip_settings(pip: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what pip is configured to use, by option name (``extra-index-url``…); variables win over files."""
-    answer = subprocess.run([*pip, "config", "list"], capture_output=True, text=True, check=False, env=dict(environment))
-    return parse_pip_settings(answer.stdout.splitlines())
 
 
 def parse_pip_settings(lines: Iterable[str]) -> dict[str, str]:
@@ -264,14 +259,10 @@ def run_installer(command: Sequence[str], environment: Mapping[str, str], total:
             now = clock.monotonic()
             if now - shown_at >= limits().launcher.install_said_s:
                 shown_at = now
-                progress(describe_step(what, found=len(found), total=total, seconds=now - began, last=tail[-1]))
+                # What is counted was found in an index, which comes before it is downloaded.
+                counted = f" (found {min(len(found), total)} of {total})" if total > 1 else ""
+                progress(f"  {what}{counted}, {now - began:.0f} s: {tail[-1][:60]}")
     return None if process.returncode == 0 else " / ".join(tail)[-400:]
-
-
-def describe_step(what: str, *, found: int, total: int, seconds: float, last: str) -> str:
-    # What is counted was found in an index, which comes before it is downloaded.
-    counted = f" (found {min(found, total)} of {total})" if total > 1 else ""
-    return f"  {what}{counted}, {seconds:.0f} s: {last[:60]}"
 
 
 def _read_lines(output: IO[bytes]) -> Iterator[str]:

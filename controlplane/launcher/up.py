@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,7 +42,7 @@ from controlplane.launcher.processes import (
     start,
     wait_gone,
 )
-from controlplane.launcher.supervisor import Part, Supervisor, open_log, read_last_line, read_tail
+from controlplane.launcher.supervisor import Supervisor, open_log, read_last_line, read_tail
 from controlplane.launcher.valkey import Valkey
 from core.limits import limits
 from wire import clock
@@ -199,7 +198,10 @@ class _Session:
 
     def publish(self) -> None:
         """Write down what runs: for the next ``up``, for ``manage`` and ``down``, and for whoever reads the ready file."""
-        record_children(children_path(self.place.data), self.run_id, self.supervisor.parts)
+        # The identity tells a child from a later process of the same id.
+        identities = {name: part.identity for name, part in self.supervisor.parts.items()}
+        children = {name: {"pid": pid, "identity": identities[name]} for name, pid in self.supervisor.pids.items()}
+        write_json(children_path(self.place.data), {"run_id": self.run_id, "children": children})
         if not self.is_ready or self.credentials is None:
             return
         description = describe_installation(self.installation, self.credentials, self.supervisor.pids)
@@ -402,14 +404,6 @@ def _read_secret(variable: str, path: Path) -> str:
 
 def _kind(name: str) -> str:
     return name.partition("-")[0]
-
-
-def record_children(path: Path, run_id: str, parts: Mapping[str, Part]) -> None:
-    """Write down the children that run now, each with what tells it from a later process of the same id."""
-    children = {
-        name: {"pid": part.process.pid, "identity": part.identity} for name, part in parts.items() if part.process is not None
-    }
-    write_json(path, {"run_id": run_id, "children": children})
 
 
 def end_leftovers(path: Path) -> None:

@@ -30,44 +30,29 @@ class AskRefused(PlaygroundError):
     """A field of the form cannot be used."""
 
 
-class AskTooLarge(PlaygroundError):
-    code = ErrorCode.BODY_TOO_LARGE
-    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value
+class AskTooLarge(PlaygroundError, code=ErrorCode.BODY_TOO_LARGE, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
+    """The form holds more than the page may send."""
 
 
-class SignedOut(PlaygroundError):
-    code = ErrorCode.NOT_PERMITTED
-    status = HTTPStatus.UNAUTHORIZED.value
-
+class SignedOut(PlaygroundError, code=ErrorCode.NOT_PERMITTED, status=HTTPStatus.UNAUTHORIZED):
     def __init__(self) -> None:
         super().__init__("You are no longer signed in. Sign in again in another tab, then repeat this.")
 
 
-class NotAllowed(PlaygroundError):
-    code = ErrorCode.NOT_PERMITTED
-    status = HTTPStatus.FORBIDDEN.value
+class NotAllowed(PlaygroundError, code=ErrorCode.NOT_PERMITTED, status=HTTPStatus.FORBIDDEN):
+    """Not for this account."""
 
 
-class TooManyAnswers(PlaygroundError):
+class TooManyAnswers(PlaygroundError, code=ErrorCode.TOO_MANY_OPEN, status=HTTPStatus.SERVICE_UNAVAILABLE):
     """As many answers are on their way as one process passes on."""
 
-    code = ErrorCode.TOO_MANY_OPEN
-    status = HTTPStatus.SERVICE_UNAVAILABLE.value
 
-
-class GatewayUnreachable(PlaygroundError):
+class GatewayUnreachable(PlaygroundError, code=ErrorCode.INTERNAL_ERROR, status=HTTPStatus.BAD_GATEWAY):
     """Nothing answers at the gateway's address, or what answers breaks off before it says anything."""
 
-    code = ErrorCode.INTERNAL_ERROR
-    status = HTTPStatus.BAD_GATEWAY.value
 
-
-class GatewaySilent(PlaygroundError):
+class GatewaySilent(PlaygroundError, code=ErrorCode.REQUEST_TIMEOUT, status=HTTPStatus.GATEWAY_TIMEOUT, retry_after_s=5):
     """The gateway took the request and said nothing in time."""
-
-    code = ErrorCode.REQUEST_TIMEOUT
-    status = HTTPStatus.GATEWAY_TIMEOUT.value
-    retry_after_s = 5
 
 
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")

@@ -21,7 +21,6 @@ from controlplane.playground.asks import (
     IMAGE_TYPES,
     PRIORITIES,
     SURFACES,
-    Ask,
     AskRefused,
     AskTooLarge,
     NotAllowed,
@@ -41,6 +40,7 @@ from gateway.services.explanations import explain_waits
 from gateway.services.models import list_offers
 from gateway.services.requests import find_request
 from gateway.services.tenants import list_tenants
+from governance.web.pages import describe_refusal, refuse, script_answer
 from nodes.services.availability import read_fleet
 from wire.ids import parse_id
 
@@ -84,17 +84,14 @@ def choose_model(names: Sequence[str], *, free: Collection[str], served: Collect
 
 
 def _for_script(view: Answer) -> Answer:
-    """Let a view answer a script of the page; refusals are ``{"error": {"code", "message", "param"}}``."""
+    """Let a view answer a script of the page."""
 
     @wraps(view)
     def guarded(request: HttpRequest) -> HttpResponse:
-        try:
-            _require_player(request)
-            return view(request)
-        except (PlaygroundError, ServiceError) as refusal:
-            return say_refusal(refusal)
+        _require_player(request)
+        return view(request)
 
-    return guarded
+    return script_answer(guarded)
 
 
 @require_POST
@@ -109,7 +106,7 @@ def show_code(request: HttpRequest) -> HttpResponse:
     # With 200: a form being filled in is no failure.
     except AskRefused as refusal:
         answer = describe_refusal(refusal)
-    return JsonResponse(answer, headers={"Cache-Control": "no-store"})
+    return JsonResponse(answer)
 
 
 @require_POST
@@ -120,7 +117,7 @@ async def send(request: HttpRequest) -> HttpResponse | StreamingHttpResponse:
         relay = Relay(call)
         head = await relay.head()
     except (PlaygroundError, ServiceError) as refusal:
-        return say_refusal(refusal)
+        return refuse(refusal)
     record = find_record_url(head.headers.get("x-request-id", "")) if may_see else ""
     headers = {**head.headers, **_STREAM_HEADERS, **({"x-playground-record": record} if record else {})}
     return StreamingHttpResponse(relay, status=head.status, headers=headers)
@@ -137,8 +134,7 @@ def show_facts(request: HttpRequest) -> HttpResponse:
     facts = find_request(record_id) if record_id is not None else None
     if facts is None:
         raise AskRefused("There is no such request (yet).", param="request")
-    answer = {**asdict(facts), "url": find_record_url(printed)}
-    return JsonResponse(answer, headers={"Cache-Control": "no-store"})
+    return JsonResponse({**facts, "url": find_record_url(printed)})
 
 
 @require_safe
@@ -151,15 +147,7 @@ def show_wait(request: HttpRequest) -> HttpResponse:
     waits = list(explain_waits(models[: limits().console.playground_explained]).values()) if asked and asked != AUTO else []
     is_held_up = bool(waits) and not any(wait.is_starting for wait in waits)
     why = f"Waiting. {waits[0].reason} {waits[0].advice}" if is_held_up else ""
-    return JsonResponse({"why": why}, headers={"Cache-Control": "no-store"})
-
-
-def describe_refusal(refusal: PlaygroundError | ServiceError) -> dict[str, dict[str, str]]:
-    return {"error": {"code": refusal.code.value, "message": refusal.message, "param": refusal.param or ""}}
-
-
-def say_refusal(refusal: PlaygroundError | ServiceError) -> JsonResponse:
-    return JsonResponse(describe_refusal(refusal), status=refusal.status, headers={"Cache-Control": "no-store"})
+    return JsonResponse({"why": why})
 
 
 def find_record_url(printed_id: str) -> str:
@@ -180,15 +168,11 @@ def _prepare(request: HttpRequest) -> tuple[Call, bool]:
         raise AskRefused("Paste an API key of yours: you may not make one.", param="key")
     if not (key.isascii() and key.isprintable()):
         raise AskRefused("This is no API key; one looks like mst_….", param="key")
-    call = Call(path=ask.surface.path, body=_encode(build_body(ask)), headers=_write_headers(ask, key))
-    return call, may_see_records(request)
-
-
-def _write_headers(ask: Ask, key: str) -> dict[str, str]:
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json", "accept-encoding": "identity"}
     if ask.surface.name is SurfaceName.MESSAGES:
         headers["anthropic-version"] = ANTHROPIC_VERSION
-    return {**headers, "user-agent": "muster-playground"}
+    headers["user-agent"] = "muster-playground"
+    return Call(path=ask.surface.path, body=_encode(build_body(ask)), headers=headers), may_see_records(request)
 
 
 def _require_player(request: HttpRequest) -> None:

@@ -390,8 +390,8 @@ _options_decoder = msgspec.json.Decoder(PoolOptions, dec_hook=read_whole_number)
 _encoder = msgspec.json.Encoder()
 _BLANKS = b" \t\n\r"
 _LIST = re.compile(rb"[ \t\n\r]*\[[ \t\n\r]*(\]?)")
+# What may stand around a key or a value. It matches everywhere, if need be nothing.
 _GAP = re.compile(rb"[ \t\n\r]*[{},:]?[ \t\n\r]*")
-"""What may stand around a key or a value. It matches everywhere, if need be nothing."""
 
 
 def read_body(body: bytes) -> RequestBody:

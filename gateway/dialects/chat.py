@@ -151,7 +151,6 @@ class PromptDetails(msgspec.Struct, gc=False):
     """``usage.prompt_tokens_details``."""
 
     cached_tokens: int | None = None
-    audio_tokens: int | None = None
 
 
 class CompletionDetails(msgspec.Struct, gc=False):

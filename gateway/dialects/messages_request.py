@@ -379,8 +379,8 @@ def _refuse_source(source: Source, path: str, usable: str) -> BadRequest:
 
 
 ChatMessage = dict[str, object]
+# Claude Code's first block of ``system``: of no meaning to a model, and new each time, so no prefix would be found cached.
 _BILLING_HEADER = "x-anthropic-billing-header:"
-"""Claude Code's first block of ``system``: of no meaning to a model, and new each time, so no prefix would be found cached."""
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 _REMINDER = "<system-reminder>"
 """How Claude Code marks, within a user turn, what the user did not write."""

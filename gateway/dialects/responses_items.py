@@ -187,6 +187,10 @@ class CallKind(StrEnum):
     SEARCH = "tool_search_call"
 
 
+_CALLS = {"function": CallKind.FUNCTION, "custom": CallKind.CUSTOM}
+"""By the type of a tool."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolName:
     """A tool as the client named it. ``namespace`` empty = none."""
@@ -228,15 +232,11 @@ class ToolTable:
         """Return the chat function that an entry of a choice names; None when no tool of the request is meant."""
         kind = kind_of(choice)
         namespace = read_text(choice, "namespace", where)
-        if kind == "function":
-            tool = ToolName(CallKind.FUNCTION, need_text(choice, "name", where), namespace)
-        elif kind == "custom":
-            tool = ToolName(CallKind.CUSTOM, need_text(choice, "name", where), namespace)
-        elif kind == SEARCH_TOOL:
-            tool = ToolName(CallKind.SEARCH, SEARCH_TOOL)
-        else:
+        if kind == SEARCH_TOOL:
+            return self._flat.get(ToolName(CallKind.SEARCH, SEARCH_TOOL))
+        if kind not in _CALLS:
             return None
-        return self._flat.get(tool)
+        return self._flat.get(ToolName(_CALLS[kind], need_text(choice, "name", where), namespace))
 
     def _add_namespace(self, tool: dict[str, object], where: str) -> None:
         name = need_text(tool, "name", where)
@@ -248,12 +248,9 @@ class ToolTable:
 
     def _add_one(self, tool: dict[str, object], where: str, *, namespace: str, about: str) -> bool:
         kind = kind_of(tool)
-        if kind == "function":
-            named = ToolName(CallKind.FUNCTION, need_text(tool, "name", where), namespace)
-            function = _describe_function(tool, where)
-        elif kind == "custom":
-            named = ToolName(CallKind.CUSTOM, need_text(tool, "name", where), namespace)
-            function = _describe_custom(tool, where)
+        if kind in _CALLS:
+            named = ToolName(_CALLS[kind], need_text(tool, "name", where), namespace)
+            function = _describe_function(tool, where) if kind == "function" else _describe_custom(tool, where)
         elif kind == SEARCH_TOOL and tool.get("execution") == "client" and not namespace:
             named = ToolName(CallKind.SEARCH, SEARCH_TOOL)
             function = _describe_function(tool, where)
@@ -370,11 +367,11 @@ def _describe_custom(tool: dict[str, object], where: str) -> dict[str, object]:
 
 Item = dict[str, object]
 
+# What OpenAI's servers did in between: the answer that follows says what came of it.
 _LEFT_OUT = frozenset({
     "code_interpreter_call", "file_search_call", "image_generation_call", "mcp_approval_request", "mcp_approval_response",
     "mcp_call", "mcp_list_tools", "web_search_call",
 })  # fmt: skip
-"""What OpenAI's servers did in between: the answer that follows says what came of it."""
 _TOOL_BRINGERS = frozenset({"additional_tools", "tool_search_output"})
 _SYSTEM_ROLES = frozenset({"system", "developer"})
 
@@ -442,8 +439,8 @@ class Transcript:
         self._system: list[str] = []
         self._messages: list[dict[str, object]] = []
         self._user: list[Content] = []
+        # What only a user's message can hold of the results of tools; it follows behind the last of them.
         self._shown: list[Content] = []
-        """What only a user's message can hold of the results of tools; it follows behind the last of them."""
         self._turn: _AssistantTurn | None = None
 
     def add(self, item: Item, where: str) -> None:
@@ -560,12 +557,11 @@ def _read_texts(value: object, where: str) -> list[str]:
 
 
 def _read_call(item: Item, kind: str, where: str) -> tuple[ToolName, str]:
-    if kind == CallKind.FUNCTION:
-        tool = ToolName(CallKind.FUNCTION, need_text(item, "name", where), read_text(item, "namespace", where))
+    if kind in _CALLS.values():
+        tool = ToolName(CallKind(kind), need_text(item, "name", where), read_text(item, "namespace", where))
+        if tool.kind is CallKind.CUSTOM:
+            return tool, wrap_input(need_text(item, "input", where))
         return tool, need_text(item, "arguments", where) or "{}"
-    if kind == CallKind.CUSTOM:
-        tool = ToolName(CallKind.CUSTOM, need_text(item, "name", where), read_text(item, "namespace", where))
-        return tool, wrap_input(need_text(item, "input", where))
     if kind == CallKind.SEARCH:
         arguments = item.get("arguments")
         return ToolName(CallKind.SEARCH, SEARCH_TOOL), arguments if isinstance(arguments, str) else _encode(arguments)

@@ -321,11 +321,11 @@ def _say(text: str) -> Item:
 LOGPROBS = "message.output_text.logprobs"
 _CARRIED = frozenset({"temperature", "top_p", "presence_penalty", "frequency_penalty", "allow_remote"})
 """Same name and meaning in chat completions."""
+# Nothing here acts on them, and a chat engine would take some of them for its own.
 _LEFT_OUT = frozenset({
     "access_programs", "client_metadata", "context_management", "image", "messages", "moderation", "n", "prompt_cache_options",
     "prompt_cache_retention",
 })  # fmt: skip
-"""Nothing here acts on them, and a chat engine would take some of them for its own."""
 _NOT_CARRIED = (frozenset(ResponsesRequest.__struct_fields__) | {"stream_options", "x_pool_options"}) - _CARRIED
 _NO_EFFORT = "none"
 _NEAREST_EFFORT = {"minimal": "low", "xhigh": "high", "max": "high"}

@@ -14,10 +14,10 @@ from typing import Protocol
 import msgspec
 
 from core.limits import GatewayLimits, limits
-from gateway.dialects import Surface
 from gateway.dialects.chat import AnswerContext, AnswerTranslator, FailingTranslator, Translation
 from gateway.dialects.pool_meta import MetaStream, PoolMeta, add_meta
 from gateway.dialects.refusal import read_refusal, read_stream_failure
+from gateway.dialects.surface import Surface
 from gateway.errors import (
     ClientLeft,
     EngineRefused,
@@ -177,8 +177,8 @@ class Rewriter:
 
 
 COMMENT = b": ping\n\n"
+# What writes that belong to no answer begin with: our comments, an engine's, and what stands for nothing written yet.
 _NO_ANSWER = (b":", b"\n")
-"""What writes that belong to no answer begin with: our comments, an engine's, and what stands for nothing written yet."""
 _HEAD: tuple[Header, ...] = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -323,10 +323,10 @@ class Exchange(Sink):
         self.was_blocked = False
         """Whether the client took the answer more slowly than the node gave it."""
         self._began = clock.monotonic()
+        # Runs from the engine's closing event on; nothing that comes behind it matters.
         self._closed: asyncio.TimerHandle | None = None
-        """Runs from the engine's closing event on; nothing that comes behind it matters."""
+        # Of an engine's own stream; a translator sees for itself how the one it reads ends.
         self._ends: EndReader | None = None
-        """Of an engine's own stream; a translator sees for itself how the one it reads ends."""
         self.is_delivered = False
         self.last = b""
         """The bytes that ``waits`` holds back: the closing events, or the whole body."""

@@ -89,8 +89,8 @@ class ClientConnection:
     ) -> None:
         self.scope = scope
         self.headers = HeaderView(scope["headers"]) if headers is None else headers
+        # The whole request body, where the server has it already: it knows the bound too.
         self._body = body
-        """The whole request body, where the server has it already: it knows the bound too."""
         self._receive = receive
         self._limits = limits
         self.line: Line = scope["extensions"][SCOPE_LINE]
@@ -98,12 +98,12 @@ class ClientConnection:
         self._gone: GatewayError | None = None
         self.on_gone: Callable[[], None] | None = None
         self.on_drained: Callable[[], None] | None = None
+        # What was said while nothing may be said yet (``hold``).
         self._held: list[Callable[[], None]] | None = None
-        """What was said while nothing may be said yet (``hold``)."""
         self._held_bytes = 0
         self._permission: asyncio.Future[None] | None = None
+        # Why what was held is never said; whoever waits next is told.
         self._failure: GatewayError | None = None
-        """Why what was held is never said; whoever waits next is told."""
         self.line.begin(
             limit_bytes=limits.max_buffer_bytes,
             timeout_s=limits.client_write_s,

@@ -20,9 +20,9 @@ from http import HTTPStatus
 import msgspec
 
 from core.limits import GatewayLimits
-from gateway.dialects import Surface
 from gateway.dialects.body import has_foreign_tools, holds_part
 from gateway.dialects.chat import Translation
+from gateway.dialects.surface import Surface
 from gateway.errors import (
     BadRequest,
     EndpointNotAnswered,
@@ -240,8 +240,8 @@ class Plan:
 _NONE: frozenset[Link] = frozenset()
 
 _UNKNOWN_PATH = frozenset({404, 405, 501})
+# Of a path that the node declares; engines say 501 of a field on a path that they do know.
 _DECLARED_UNKNOWN = frozenset({404, 405})
-"""Of a path that the node declares; engines say 501 of a field on a path that they do know."""
 _UNREADABLE = frozenset({400, 422})
 
 _MESSAGES = "/v1/messages"
@@ -251,16 +251,14 @@ _LEFT_OUT = frozenset({"document", "search_result"})
 
 
 def choose_path(link: Link, request: InferenceRequest) -> str:
-    """Return the API path on which a node is asked: the request's, or the one it is translated to.
-
-    Translated is also what the engine's own Messages would take and forget.
-    """
+    """Return the API path on which a node is asked: the request's, or the one it is translated to."""
     path = link.find_path(request.model, request.paths) or request.paths[0]
     if path != _MESSAGES:
         return path
     engines = link.engines.get(request.model, frozenset())
     if engines.isdisjoint(HONOURED) or not link.answers(request.model, CHAT_PATH):
         return path
+    # An engine's own Messages would take some fields and parts, and forget them.
     is_left_out = not engines.isdisjoint(_LEAVES_PARTS_OUT) and holds_part(request.body, _LEFT_OUT)
     return CHAT_PATH if is_left_out or find_unhonoured(engines, request.body) else path
 
@@ -268,18 +266,16 @@ def choose_path(link: Link, request: InferenceRequest) -> str:
 def find_other_words(
     link: Link, surface: Surface | None, request: InferenceRequest, *, status: int, body: bytes
 ) -> RetryReason | None:
-    """Return why a request that was passed on untouched is to be translated now, None when the refusal stands.
-
-    What a node says of its paths may be a guess, for a server of somebody else's, and one that says nothing may know any;
-    another request may have found out while this one was on its way. An engine that knows the path may still refuse tools
-    which only the provider runs, and agents offer those to everybody: a translation leaves them out.
-    """
+    """Return why a request that was passed on untouched is to be translated now, None when the refusal stands."""
     model = request.model
     if surface is None or surface.translate is None or not link.answers(model, CHAT_PATH):
         return None
+    # What a node says of its paths may be a guess, for a server of somebody else's, and one that says nothing may know any;
+    # another request may have found out while this one was on its way.
     if status in (_DECLARED_UNKNOWN if model in link.endpoints else _UNKNOWN_PATH):
         is_about_model = b"model" in body[:8192].lower()  # then it is not the path that it does not know
         return None if is_about_model else RetryReason.UNSPOKEN
+    # Agents offer tools which only the provider runs to everybody: a translation leaves them out.
     if status in _UNREADABLE and has_foreign_tools(request.body, is_anthropic=surface.is_anthropic):
         return RetryReason.FOREIGN_TOOLS
     return None
@@ -377,14 +373,14 @@ class Dispatcher:
         self.ejections = registry.ejections
         self._keeper = keeper
         self._limits = limits
+        # Who waits, by model and API paths: a node may answer a model on one path and not on another.
         self._queues: dict[str, dict[tuple[str, ...], list[_Waiter]]] = {}
-        """Who waits, by model and API paths: a node may answer a model on one path and not on another."""
         self._sequence = itertools.count(1)
         self._served = itertools.count(1)
         self._start = 0
         """Where the links begin that are compared for the next request."""
+        # How long a request holds a slot, by model: a moving average in seconds.
         self._held_s: dict[str, float] = {}
-        """How long a request holds a slot, by model: a moving average in seconds."""
         self._placement = Placement(limits)
         self.choice: Choice | None = None
         """How the link was chosen that was found last; None where there was nothing to choose."""

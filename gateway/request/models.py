@@ -320,7 +320,7 @@ class Admission:
             entry = self.find_model(caller, name)
             if not entry.fallbacks:
                 return [entry]
-        route = resolve(
+        found = resolve(
             name,
             aliases=aliases,
             refuse=lambda model, via: self._refuse(caller, model, via),
@@ -328,7 +328,7 @@ class Admission:
             rank_auto=lambda: self._rank_models([row.name for row in models.values() if row.allowed], paths),
             extra=options.fallback_models if options is not None else (),
         )
-        return [models[model] for model in route.models]
+        return [models[model] for model in found]
 
     def list_unusable(self, caller: Caller, names: Iterable[str]) -> tuple[str, ...]:
         """Return those of some names by which the caller gets no model: unknown, not allowed, or not for this key."""

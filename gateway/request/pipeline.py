@@ -13,10 +13,9 @@ import msgspec
 
 from core.limits import GatewayLimits
 from gateway import metrics
-from gateway.dialects import Surface
 from gateway.dialects.chat import Translation
 from gateway.dialects.messages_request import to_chat_body
-from gateway.dialects.surface import Dialect
+from gateway.dialects.surface import Dialect, Surface
 from gateway.errors import (
     BadRequest,
     ContextTooLong,

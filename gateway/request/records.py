@@ -277,8 +277,8 @@ logger = logging.getLogger("muster.records")
 
 
 _encoder = msgspec.json.Encoder()
+# One of the values is at fault; every other error means that the database is away.
 _REFUSED = (psycopg.DataError, psycopg.IntegrityError, msgspec.MsgspecError, ArithmeticError, ValueError, TypeError)
-"""One of the values is at fault; every other error means that the database is away."""
 _NOT_OF_LIBPQ = {"context", "cursor_factory", "prepare_threshold", "options"}
 
 
@@ -352,19 +352,19 @@ class RecordWriter:
         self._max_pending = max_pending
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inserts: list[_Accept] = []
+        # Of ``_inserts``, by ``id``: they are written as they are then, so their changes need no update.
         self._entering: set[int] = set()
-        """Of ``_inserts``, by ``id``: they are written as they are then, so their changes need no update."""
+        # By ``id``: a request has one record, and hashing a UUID takes longer than all the rest.
         self._updates: dict[int, Record] = {}
-        """By ``id``: a request has one record, and hashing a UUID takes longer than all the rest."""
         self._finishing: list[_Sending] = []
         """Of ``_updates``."""
         self._send_watch: asyncio.TimerHandle | None = None
+        # Final rows of requests that never were on their way in.
         self._refused: deque[Record] = deque()
-        """Final rows of requests that never were on their way in."""
+        # Refused, but perhaps on their way in: they are closed or added when the database has been back for a while.
         self._doubtful: deque[Record] = deque()
-        """Refused, but perhaps on their way in: they are closed or added when the database has been back for a while."""
+        # Of a batch in which one row is at fault: each is written alone.
         self._single: deque[_Batch] = deque()
-        """Of a batch in which one row is at fault: each is written alone."""
         self._under_way: _Batch | None = None
         self._database: LoopConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -373,13 +373,13 @@ class RecordWriter:
         """When the next batch is begun."""
         self._is_due = False
         """Whether something waits that shall be written as soon as nothing is under way."""
+        # Until then the database is left alone: it was away a moment ago.
         self._rest: asyncio.TimerHandle | None = None
-        """Until then the database is left alone: it was away a moment ago."""
         self._stopping = False
         self._ended: asyncio.Future[None] | None = None
         self.is_healthy = True
+        # Whether a row was given up since the last commit.
         self._is_late = False
-        """Whether a row was given up since the last commit."""
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -10,8 +10,7 @@ from functools import lru_cache
 from channels.routing import URLRouter
 
 from core.limits import limits
-from gateway.dialects import Surface
-from gateway.dialects.surface import DEFAULT_SURFACE
+from gateway.dialects.surface import DEFAULT_SURFACE, Surface
 from gateway.errors import GatewayError, OriginNotPermitted, RateLimited, RouteNotFound
 from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.values import Header, HeaderView, InferenceRequest
@@ -150,8 +149,8 @@ _DROPPED = frozenset({
     "request-id", "x-accel-buffering", "x-queue-wait-ms",
 })  # fmt: skip
 _OF_THE_BODY = frozenset({"content-type", "content-encoding", "content-md5", "content-digest", "digest", "etag"})
+# ``x-muster-`` is ours, between gateways too: a node must not be able to say there that it was never asked.
 _DROPPED_FAMILIES = ("access-control-", "x-ratelimit-", "anthropic-ratelimit-", "x-muster-")
-"""``x-muster-`` is ours, between gateways too: a node must not be able to say there that it was never asked."""
 _SAFE_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
 _SAFE_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+\Z")
 _JSON_TYPE = re.compile(r"application/([a-z0-9.-]+\+)?json(; ?charset=utf-8)?\Z", re.IGNORECASE)

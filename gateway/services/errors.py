@@ -14,23 +14,17 @@ class InvalidValue(ServiceError):
     """A name or a number cannot be used."""
 
 
-class NameTaken(ServiceError):
+class NameTaken(ServiceError, status=409):
     """Something else has this name already."""
 
-    status = 409
 
-
-class KeyRevoked(ServiceError):
+class KeyRevoked(ServiceError, status=409):
     """The key is revoked, which is for good."""
 
-    status = 409
 
-
-class NotFound(ServiceError):
+class NotFound(ServiceError, code=ErrorCode.NOT_FOUND, status=404):
     """Base of what does not exist."""
 
-    code = ErrorCode.NOT_FOUND
-    status = 404
     type = anthropic_type = "invalid_request_error"
 
 
@@ -50,7 +44,5 @@ class AliasNotFound(NotFound):
     """No alias has that id."""
 
 
-class ResponseNotKept(ServiceError):
+class ResponseNotKept(ServiceError, status=409):
     """An answer was not stored: the tenant does not allow it (any more), or it cannot be stored as it is."""
-
-    status = 409

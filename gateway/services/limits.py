@@ -37,11 +37,9 @@ _UNITS = {
 }
 
 
-class ApprovalNeeded(ServiceError):
+class ApprovalNeeded(ServiceError, code=ErrorCode.APPROVAL_REFUSED, status=HTTPStatus.FORBIDDEN):
     """The change gives somebody more than they have: it is proposed, approved and then carried out."""
 
-    code = ErrorCode.APPROVAL_REFUSED
-    status = HTTPStatus.FORBIDDEN.value
     type = "permission_error"
 
 

@@ -21,8 +21,8 @@ from governance.audit import record_event
 from governance.registry import RunOrder
 from nodes.services.availability import read_served_models
 
+# Part by part below one folder: no ``..``, nothing hidden, nothing absolute.
 _FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
-"""Part by part below one folder: no ``..``, nothing hidden, nothing absolute."""
 
 
 @transaction.atomic

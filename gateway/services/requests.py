@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import reduce
 from operator import or_
@@ -25,31 +25,19 @@ from wire.ids import parse_id
 _TAIL = re.compile(rf"[0-9a-f]{{{TAIL_CHARS},31}}\Z")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
-    """How a request stands. Times in milliseconds; None = not known (yet). ``is_final``: nothing changes any more."""
-
-    state: str
-    is_final: bool
-    error_code: str | None
-    model: str
-    node: str
-    queue_ms: int | None
-    ttfb_ms: int | None
-    latency_ms: int | None
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    tokens_estimated: bool
+_FACTS = (
+    "state", "error_code", "model", "queue_ms", "ttfb_ms", "latency_ms", "prompt_tokens", "completion_tokens",
+    "tokens_estimated",
+)  # fmt: skip
 
 
-def find_request(record_id: uuid.UUID) -> RequestFacts | None:
-    """Return how a request stands; None when there is no record of that id."""
-    record = RequestRecord.objects.filter(pk=record_id).first()
-    if record is None:
-        return None
-    is_final = RequestState(record.state) not in OPEN_REQUEST_STATES
-    copied = {one.name: getattr(record, one.name) for one in fields(RequestFacts) if one.name not in {"is_final", "node"}}
-    return RequestFacts(is_final=is_final, node=record.node_name, **copied)
+def find_request(record_id: uuid.UUID) -> dict[str, object] | None:
+    """Return how a request stands, by column and with its ``node``; None when there is no record of that id.
+
+    Times are in milliseconds, None = not known (yet). ``is_final``: nothing changes any more.
+    """
+    record = RequestRecord.objects.filter(pk=record_id).values(*_FACTS, node=F("node_name")).first()
+    return None if record is None else {**record, "is_final": RequestState(record["state"]) not in OPEN_REQUEST_STATES}
 
 
 def find_records(records: QuerySet[RequestRecord], text: str) -> QuerySet[RequestRecord]:
@@ -235,14 +223,11 @@ class ExpiringKey:
 
 
 def read_gateways() -> tuple[GatewayHealth, ...]:
-    """Return the gateway processes that should serve, in one query.
-
-    A process that died wrote no end. It counts until it is forgotten, or until one that started later took its place: on the
-    same host, under the same internal address.
-    """
+    """Return the gateway processes that should serve, in one query."""
     since = Now() - timedelta(seconds=limits().gateway.forgotten_s)
     rows = GatewayProcess.objects.filter(stopped_at=None, heartbeat_at__gte=since)
     processes = list(rows.annotate(silence=Now() - F("heartbeat_at")).order_by("host", "pid"))
+    # A process that died wrote no end: it counts until one that started later has its host and its internal address.
     newest: dict[tuple[str, str], datetime] = {}
     for process in processes:
         place = process.host, process.internal_url
@@ -292,8 +277,8 @@ _ORPHANS = f"""
                OR ({_SILENT})
           )
 """
+# Whether a request's gateway is silent; null when no request is an orphan.
 _LOOK = f"SELECT bool_or(g.id IS NOT NULL AND g.stopped_at IS NULL) {_ORPHANS}"  # a constant
-"""Whether a request's gateway is silent; null when no request is an orphan."""
 _CLOSE = f"""
 UPDATE gateway_requestrecord AS record
    SET state = %(interrupted)s,
@@ -315,8 +300,6 @@ UPDATE gateway_requestrecord AS record
 def close_orphaned_requests(*, dead_after_s: float | None = None, confirm_s: float = 2.0) -> int:
     """Mark open requests of gateways that stopped, or were silent for ``dead_after_s`` seconds, as interrupted.
 
-    Whoever seems silent is looked at once more, ``confirm_s`` seconds later: after a database that stood still (frozen with its
-    machine, cut off by the network) everybody is, until the next heartbeat has come.
     Returns how many were closed. Final states are never touched; rows that a gateway is writing at the moment are left
     for the next call. Safe to run several times at once.
     """
@@ -331,6 +314,7 @@ def close_orphaned_requests(*, dead_after_s: float | None = None, confirm_s: flo
     if is_silent is None:
         return 0
     if is_silent:
+        # After a database that stood still, frozen with its machine or cut off, everybody is until the next heartbeat.
         clock.sleep(confirm_s)
     closed = 0
     while True:

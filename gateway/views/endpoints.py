@@ -12,8 +12,7 @@ from django.conf import settings
 from django.db import DatabaseError
 
 from core.db.threads import run_in_database
-from gateway.dialects import SURFACES, Surface
-from gateway.dialects.surface import DEFAULT_SURFACE
+from gateway.dialects.surface import DEFAULT_SURFACE, SURFACES, Surface
 from gateway.errors import ClientLeft, GatewayError, InvalidAdminToken, MethodNotAllowed, RateLimited, RecordsUnavailable
 from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection, Receive, Scope, Send

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from core.limits import limits
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from wire import agent
 from wire.bounds import BOUNDS
 from wire.contract import ErrorCode
@@ -85,8 +85,8 @@ _STOP = either(TEXT, listed(TEXT, most=4))
 _FUNCTION = {"name": NAME, "description": TEXT, "parameters": OBJECT, "strict": nullable(FLAG)}
 _CALL = typed("function", "id function", id=NAME, function=members("name arguments", name=NAME, arguments=TEXT))
 _TEXT_PART = typed("text", "text", text=TEXT)
+# What stands for a prompt beside one text: texts, tokens, or several lists of tokens.
 _TOKENS = (listed(TEXT, least=1), listed(COUNT, least=1), listed(listed(COUNT, least=1), least=1))
-"""What stands for a prompt beside one text: texts, tokens, or several lists of tokens."""
 
 _SOURCE = either(
     typed("base64", "media_type data", media_type=TEXT, data=TEXT),
@@ -255,8 +255,8 @@ _ERRORS = {
     503: "No node is free, or can be asked.",
     504: "The request was too slow.",
 }
+# What a request without a body can come to.
 _OF_LISTS = (401, 408, 413, 431, 500, 503)
-"""What a request without a body can come to."""
 _ANTHROPIC_HEADERS: list[Schema] = [
     {"name": "anthropic-version", "in": "header", "schema": TEXT},
     {"name": "anthropic-beta", "in": "header", "schema": TEXT},

@@ -8,8 +8,7 @@ from itertools import count
 from django.conf import settings
 
 from core.limits import limits
-from gateway.dialects import SURFACES, Surface
-from gateway.dialects.surface import DEFAULT_SURFACE
+from gateway.dialects.surface import DEFAULT_SURFACE, SURFACES, Surface
 from gateway.errors import GatewayError, RouteNotFound
 from gateway.process import GatewayRuntime
 from gateway.request.attempt import Exchange

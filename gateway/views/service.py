@@ -18,7 +18,7 @@ from django.contrib.staticfiles import finders
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.db.threads import run_in_database
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from gateway.errors import BadRequest, InvalidAdminToken, ModelUnknown, RouteNotFound
 from gateway.models import ApiKey
 from gateway.process import GatewayRuntime
@@ -147,19 +147,18 @@ _PROXY_HEADERS = (
 
 
 def came_directly(scope: Mapping[str, Any], headers: Mapping[str, str]) -> bool:
-    """Whether a request comes from a program on this machine and nothing says that it was passed on.
+    """Whether a request (``scope``: of ASGI) comes from a program on this machine and nothing says that it was passed on.
 
-    A proxy says so in a header, or keeps the name that its caller asked for, or speaks HTTP/1.0, as nginx does to what stands
-    behind it unless told otherwise. One that hides all of that cannot be seen. ``scope``: of ASGI; an absent client is a
-    socket of this machine. Its client is the peer of the connection: only a forwarding header changes that, and with one
-    nothing is direct. No name that is asked for opens anything; another one closes, also for a page whose own name was made
-    to lead here.
+    A proxy that hides that it is one cannot be seen.
     """
+    # The peer of the connection, whatever a header says; none is a socket of this machine.
     client = scope.get("client")
     if client and not _is_loopback(str(client[0])):
         return False
+    # nginx speaks HTTP/1.0 to what stands behind it unless told otherwise.
     if scope.get("http_version") == "1.0" or any(name in headers for name in _PROXY_HEADERS):
         return False
+    # A proxy may keep the name that its caller asked for, and a page may have made its own name lead here.
     host = _read_host(headers.get("host", ""))
     return not host or host == "localhost" or _is_loopback(host)
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from gateway import metrics
-from gateway.dialects import SURFACES, Surface
 from gateway.dialects.messages_request import to_chat_body
-from gateway.dialects.surface import check_turns
+from gateway.dialects.surface import SURFACES, Surface, check_turns
 from gateway.errors import ClientLeft, GatewayError, RateLimited, ShuttingDown
 from gateway.process import GatewayRuntime
 from gateway.request.client import ClientConnection
-from gateway.request.response import Application, name_header, send_error
+from gateway.request.response import Application, id_headers, name_header, send_error
 from gateway.request.stored import plan_storage
 from gateway.token_counts import Count, run_beside
 from gateway.values import Caller, Header, InferenceRequest
@@ -41,59 +40,50 @@ class CountingSurface:
 
 
 def make_counting_routes(runtime: GatewayRuntime) -> dict[str, Application]:
-    views = CountingViews(runtime)
-    return {path: views.make(counting) for path, counting in COUNTING.items()}
+    return {path: _make_application(runtime, counting) for path, counting in COUNTING.items()}
 
 
-class CountingViews:
-    """The applications and what they share."""
+def _make_application(runtime: GatewayRuntime, counting: CountingSurface) -> Application:
+    surface = counting.surface
 
-    def __init__(self, runtime: GatewayRuntime) -> None:
-        self._runtime = runtime
-
-    def make(self, counting: CountingSurface) -> Application:
-
-        async def answer(client: ClientConnection) -> None:
-            request_id = format_id("req", new_uuid7())
-            extra: list[Header] = [(b"x-request-id", request_id.encode())]
-            if counting.surface.is_anthropic:
-                extra.append((b"request-id", request_id.encode()))
-            try:
-                await self._answer(client, counting, request_id, extra)
-            except ClientLeft:
-                raise
-            except GatewayError as error:
-                metrics.REFUSALS.labels(error.code).inc()
-                send_error(client, counting.surface, error, request_id, extra)
-
-        return make_endpoint(self._runtime, {"POST": answer}, surface=counting.surface)
-
-    async def _answer(self, client: ClientConnection, counting: CountingSurface, request_id: str, extra: list[Header]) -> None:
-        runtime, surface = self._runtime, counting.surface
-        if runtime.pipeline.is_stopping:
-            raise ShuttingDown(retry_after_s=2)
-        caller = await runtime.keys.identify(client.headers, address=client.address)
-        body = await client.read_body()
-        extra += self._take_rate(caller, surface, extra)
-        request = await run_beside(len(body), lambda: surface.parse(body, client.headers))
-        entry = runtime.pipeline.admission.route(caller, request.model, request.paths, request.options)[0]
-        to_chat = await counting.plan(caller, request, request_id)
-        chat, ignored = await run_beside(len(body), lambda: to_chat(surface.rename(request, entry.name)))
-        count = await runtime.pipeline.counter.count(entry, chat, tenant=caller.tenant, request_id=request_id)
-        extra += _describe(count, entry.name, ignored)
-        content: dict[str, object] = {**counting.answer, "input_tokens": count.tokens}
-        if count.is_estimated:
-            content["estimated"] = True
-        client.respond(200, [(b"content-type", b"application/json"), *extra], _json.encode(content))
-
-    def _take_rate(self, caller: Caller, surface: Surface, extra: list[Header]) -> list[Header]:
-        """Count against the rate of the key; return where that stands. Raises RateLimited, the same in ``extra``."""
-        limiter = self._runtime.limiter
+    async def answer(client: ClientConnection) -> None:
+        request_id = format_id("req", new_uuid7())
+        extra = id_headers(request_id, is_anthropic=surface.is_anthropic)
         try:
-            return limiter.take(caller.key_id, caller.requests_per_minute).headers(is_anthropic=surface.is_anthropic)
-        except RateLimited:
-            extra += limiter.peek(caller.key_id, caller.requests_per_minute).headers(is_anthropic=surface.is_anthropic)
+            await _answer(runtime, client, counting, request_id=request_id, extra=extra)
+        except ClientLeft:
             raise
+        except GatewayError as error:
+            metrics.REFUSALS.labels(error.code).inc()
+            send_error(client, surface, error, request_id, extra)
+
+    return make_endpoint(runtime, {"POST": answer}, surface=surface)
+
+
+async def _answer(
+    runtime: GatewayRuntime, client: ClientConnection, counting: CountingSurface, *, request_id: str, extra: list[Header]
+) -> None:
+    surface, limiter = counting.surface, runtime.limiter
+    if runtime.pipeline.is_stopping:
+        raise ShuttingDown(retry_after_s=2)
+    caller = await runtime.keys.identify(client.headers, address=client.address)
+    body = await client.read_body()
+    try:
+        rate = limiter.take(caller.key_id, caller.requests_per_minute)
+    except RateLimited:
+        extra += limiter.peek(caller.key_id, caller.requests_per_minute).headers(is_anthropic=surface.is_anthropic)
+        raise
+    extra += rate.headers(is_anthropic=surface.is_anthropic)
+    request = await run_beside(len(body), lambda: surface.parse(body, client.headers))
+    entry = runtime.pipeline.admission.route(caller, request.model, request.paths, request.options)[0]
+    to_chat = await counting.plan(caller, request, request_id)
+    chat, ignored = await run_beside(len(body), lambda: to_chat(surface.rename(request, entry.name)))
+    count = await runtime.pipeline.counter.count(entry, chat, tenant=caller.tenant, request_id=request_id)
+    extra += _describe(count, entry.name, ignored)
+    content: dict[str, object] = {**counting.answer, "input_tokens": count.tokens}
+    if count.is_estimated:
+        content["estimated"] = True
+    client.respond(200, [(b"content-type", b"application/json"), *extra], _json.encode(content))
 
 
 def _describe(count: Count, model: str, ignored: tuple[str, ...]) -> list[Header]:

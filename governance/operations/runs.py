@@ -53,7 +53,6 @@ from governance.operations.approvals import (
 from governance.registry import Done, NotNow, OperationKind, RunOrder, Sent, Signer, find_kind
 from governance.states import FINAL_RUNS, ApprovalEvent, ApprovalState, RunEvent, RunState, next_run, sources_of
 from wire import clock
-from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l0, sign_l1, sign_l2
 from wire.optoken.approval import (
     BREAK_GLASS,
     CLOCK_SKEW_S,
@@ -65,6 +64,7 @@ from wire.optoken.approval import (
     verify_approval,
     verify_successor,
 )
+from wire.optoken.op_token import Binding, Grant, encode_token, params_digest, sign_l0, sign_l1, sign_l2
 
 logger = logging.getLogger("muster.governance")
 

@@ -34,11 +34,8 @@ if TYPE_CHECKING:
     from core.models import User
 
 
-class BodyTooLarge(GovernanceError):
+class BodyTooLarge(GovernanceError, code=ErrorCode.BODY_TOO_LARGE, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
     """More bytes than any request of this API needs."""
-
-    code = ErrorCode.BODY_TOO_LARGE
-    status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE.value
 
 
 class StrictJsonParser(BaseParser):

@@ -45,12 +45,9 @@ _threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="stream")
 _rules = APIView()
 
 
-class TooManyStreams(GovernanceError):
+class TooManyStreams(GovernanceError, code=ErrorCode.TOO_MANY_OPEN, status=HTTPStatus.SERVICE_UNAVAILABLE, retryable=True):
     """The process follows as many operations as it can."""
 
-    code = ErrorCode.TOO_MANY_OPEN
-    status = HTTPStatus.SERVICE_UNAVAILABLE.value
-    retryable = True
     retry_after_s = 5
 
 

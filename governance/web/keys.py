@@ -16,7 +16,7 @@ from django.views.decorators.http import require_http_methods, require_POST
 
 from core.limits import limits
 from governance.errors import GovernanceError, NotPermitted
-from governance.keys import add_key_file, enrol_passkey, list_keys, revoke_key
+from governance.keys import add_key_file, enrol_passkey, list_approving, list_keys, revoke_key
 from governance.passkeys import verify_new
 from governance.passwords import begin_app, confirm_app, has_app, remove_app
 from governance.people import Assurance, may_enrol
@@ -80,6 +80,7 @@ def show_keys(request: HttpRequest) -> HttpResponse:
     page = {
         "section": "keys",
         "keys": list_keys(person),
+        "approving": list_approving(),
         "form": form,
         "sessions": list_sessions(request),
         "has_app": has_app(person),
@@ -124,7 +125,7 @@ def remove_key(request: HttpRequest, key_id: int) -> HttpResponse:
     """Ask on GET and say what it means, revoke on POST."""
     person = read_person(request)
     in_use = [key for key in list_keys(person) if key.revoked_at is None]
-    key = next((each for each in in_use if each.id == key_id), None)
+    key = next((each for each in in_use if each.pk == key_id), None)
     if key is None:
         raise Http404
     fault = "" if read_assurance(request) is Assurance.PASSKEY else NEEDS_PASSKEY
@@ -132,7 +133,7 @@ def remove_key(request: HttpRequest, key_id: int) -> HttpResponse:
         try:
             revoke_key(
                 user=person,
-                key_id=key.id,
+                key_id=key.pk,
                 actor=f"user:{person.get_username()}",
                 accepts_policy_change="accept" in request.POST,
             )
@@ -142,7 +143,7 @@ def remove_key(request: HttpRequest, key_id: int) -> HttpResponse:
             messages.success(request, f"{key.label} is removed.")
             return HttpResponseRedirect(reverse("signin:keys"))
     is_last_passkey = key.is_passkey and sum(each.is_passkey for each in in_use) == 1
-    page = {"key": key, "fault": fault, "is_last_passkey": is_last_passkey}
+    page = {"key": key, "approves": key.thumbprint in list_approving(), "fault": fault, "is_last_passkey": is_last_passkey}
     return render(request, "signin/remove_key.html", page, status=HTTPStatus.FORBIDDEN if fault else HTTPStatus.OK)
 
 

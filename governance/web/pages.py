@@ -21,6 +21,7 @@ from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils.functional import SimpleLazyObject
 
+from core.errors import ContractError
 from governance.errors import GovernanceError, NotPermitted
 from governance.operations.approvals import read_freeze
 from governance.operations.proposals import Proposer
@@ -107,17 +108,25 @@ def operation_form(view: Callable[[HttpRequest, uuid.UUID], HttpResponse]) -> Ca
     return guarded
 
 
+def describe_refusal(error: ContractError) -> dict[str, dict[str, str]]:
+    """Return what a script of a page is told: ``param`` names the field and ``rule`` the rule of approval, "" = none."""
+    said = {"code": error.code.value, "message": error.message, "param": error.param or "", "rule": getattr(error, "rule", "")}
+    return {"error": said}
+
+
+def refuse(error: ContractError) -> HttpResponse:
+    return close_page(JsonResponse(describe_refusal(error), status=error.status))
+
+
 def script_answer(view: View[Parameters]) -> View[Parameters]:
-    """Let a view answer a script of a page. Errors are ``{"error": {"code", "message", "rule"}}``."""
+    """Let a view answer a script of a page. Errors are as ``describe_refusal`` says."""
 
     @wraps(view)
     def guarded(request: HttpRequest, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> HttpResponse:
         try:
-            response = view(request, *args, **kwargs)
-        except GovernanceError as error:
-            said = {"code": error.code.value, "message": error.message, "rule": getattr(error, "rule", "")}
-            response = JsonResponse({"error": said}, status=error.status)
-        return close_page(response)
+            return close_page(view(request, *args, **kwargs))
+        except ContractError as error:
+            return refuse(error)
 
     return guarded
 

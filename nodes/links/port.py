@@ -125,8 +125,8 @@ class NodePolicy:
 class Link:
     """One way to one node. Subclasses open streams; slots, load and condition are counted here.
 
-    ``active`` is what this gateway runs on it. ``external_load`` is what the node says it runs beyond that: it orders
-    the choice but never blocks a slot, because a report may be older than the last cancel.
+    ``active`` is what this gateway runs on it. ``external_load`` is what the node says it runs beyond that: it orders the
+    choice.
     """
 
     def __init__(self, *, node_id: uuid.UUID, node_name: str, models: frozenset[str], max_concurrent: int) -> None:
@@ -259,6 +259,7 @@ class Link:
 
     def report_load(self, load: int) -> None:
         """Take the node's own count of running requests."""
+        # It never blocks a slot: the report may be older than the last cancel.
         self.external_load = min(max(0, load - self.active), limits().nodes.report_load)
 
     def open_stream(self, request: OpenRequest, sink: Sink) -> Stream:

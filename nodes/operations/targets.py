@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
 from typing import Literal
 
 from django.conf import settings
@@ -378,8 +377,9 @@ def judge_live(target: Target, model: str | None, *, verb: str) -> Iterator[Impa
     reported = sum(replica.active for replica in target.said.loaded if model is None or replica.model == model)
     if model is None:
         reported = max(reported, presence_of(target.node).active_requests)
-    path = settings.NODE_TRAFFIC
-    ours, tenants = _load_reader(path)(target.node.pk, model) if path else (0, 0)
+    # The function lives above this app, hence its name in the settings.
+    read_traffic: TrafficReader | None = import_string(settings.NODE_TRAFFIC) if settings.NODE_TRAFFIC else None
+    ours, tenants = read_traffic(target.node.pk, model) if read_traffic is not None else (0, 0)
     live = max(reported, ours)
     what = f"on {model} " if model is not None else ""
     if not live:
@@ -416,10 +416,3 @@ def _judge_history(operation: str, signed: str, params: Params, name: str) -> It
     level = OK if run.state == "succeeded" else CAUTION
     why = f" ({run.code})" if run.code else ""
     yield Impact(level, f"The last time on {name}, on {run.ended_at:%Y-%m-%d %H:%M} UTC, it {run.state}{took}{why}.")
-
-
-@lru_cache(maxsize=4)
-def _load_reader(path: str) -> TrafficReader:
-    # The function lives above this app, hence the dotted path.
-    reader: TrafficReader = import_string(path)
-    return reader

@@ -14,6 +14,7 @@ import msgspec
 from django.conf import settings
 from django.db import transaction
 from django.utils.dateparse import parse_datetime
+from django.utils.module_loading import import_string
 
 from core.hints import publish_hint
 from core.limits import limits
@@ -32,7 +33,7 @@ from nodes.reports import (
 )
 from nodes.services.availability import judge_status, should_drain
 from nodes.services.governance import take_governance
-from nodes.services.nodes import announce_status, claim_node, load_model_check
+from nodes.services.nodes import announce_status, claim_node
 from wire import agent, bridge, clock
 from wire.contract import NodeStatus
 
@@ -180,7 +181,7 @@ def _choose_name(credential: NodeCredential, agent_id: str, wanted: str) -> str:
 
 def _to_register(said: agent.AgentRegister) -> tuple[bridge.Register, list[str]]:
     """Return a registration in the words of muster v1, cut to sizes that can be kept, and what of it does not count."""
-    is_allowed = load_model_check(settings.NODE_MODEL_CHECK)
+    is_allowed = import_string(settings.NODE_MODEL_CHECK)
     loaded = [model for model in said.models_available if model.loaded]
     refused = sorted({model.model_id for model in loaded if not is_allowed(model.model_id)})
     message = bridge.Register(

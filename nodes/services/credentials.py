@@ -90,8 +90,7 @@ def find_credential(text: str) -> NodeCredential | None:
 def find_credentials(texts: Collection[str]) -> dict[str, NodeCredential]:
     """Return the credentials (provider and bound node loaded) of those texts that are one and not revoked.
 
-    A client key or an admin token is none. Takes the same time whether the key ids exist or not.
-    The provider may be disabled: what that means is for the caller to decide.
+    A client key or an admin token is none. The provider may be disabled: what that means is for the caller to decide.
     """
     jwts = {text: row for text in texts if text.count(".") == 2 and (row := find_by_jwt(text)) is not None}
     keyids = {text: keyid for text in texts if (keyid := parse_keyid(text, CredentialKind.WORKER)) is not None}
@@ -103,6 +102,7 @@ def find_credentials(texts: Collection[str]) -> dict[str, NodeCredential]:
     found = jwts
     for text, keyid in keyids.items():
         row = known.get(keyid)
+        # Compared also where there is no row: the time does not tell which key ids exist.
         matches = verify_credential(text, bytes(row.digest) if row is not None else _NO_DIGEST)
         if row is not None and matches:
             found[text] = row
@@ -272,10 +272,8 @@ def disable_provider(*, name: str, actor: str) -> Provider:
 
 @transaction.atomic
 def delete_provider(*, name: str, actor: str) -> Provider:
-    """End a provider and revoke its credentials. The row stays, because nodes and records refer to it.
-
-    Raises ProviderNotFound.
-    """
+    """End a provider and revoke its credentials. Raises ProviderNotFound."""
+    # The row stays, because nodes and records refer to it.
     now = clock.now()
     changed = (
         Provider.objects.filter(name=name)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hmac
 import logging
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -112,7 +110,8 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
     InvalidNodeToken.
     """
     _check_api_key(registration.api_key or "")
-    if not load_model_check(settings.NODE_MODEL_CHECK)(registration.current_model):
+    # The function lives above this app, hence its name in the settings.
+    if not import_string(settings.NODE_MODEL_CHECK)(registration.current_model):
         text = f"Model {registration.current_model!r} is not on the allow-list; an operator can add it."
         raise ModelNotAllowed(text, param="current_model")
     probed: ProbeResult | None = None
@@ -148,10 +147,10 @@ def register_direct_node(*, credential: NodeCredential, registration: Registrati
 def claim_node(*, credential: NodeCredential, name: str) -> tuple[Node, bool]:
     """Return the node that ``credential`` speaks for under ``name``, and whether it was just made.
 
-    A bound credential always means its own node. An enrolment credential makes new nodes up to its ``max_nodes``;
-    its row is locked, so two nodes that start together cannot both take the last place.
+    A bound credential always means its own node. An enrolment credential makes new nodes up to its ``max_nodes``.
     Raises InvalidNodeToken, ProviderUnavailable, EnrolmentRefused.
     """
+    # Locked: two nodes that start together cannot both take the last place.
     usable = NodeCredential.objects.select_for_update(of=("self",)).select_related("provider", "node")
     held = usable.filter(pk=credential.pk, revoked_at__isnull=True).first()
     if held is None:
@@ -186,12 +185,13 @@ def require_own_node(*, credential: NodeCredential, node_id: uuid.UUID) -> Node:
 def record_heartbeat(*, credential: NodeCredential, heartbeat: Heartbeat) -> HeartbeatResult:
     """Store a sign of life and return what the server makes of it.
 
-    ``mode=spare_off`` reclaims the node at once. ``spare_on`` lifts no reclaim: a heartbeat composed before the owner
-    took the node back may arrive after it. Raises NodeNotFound, InvalidNodeToken, BadRequest.
+    ``mode=spare_off`` reclaims the node at once; ``spare_on`` lifts no reclaim.
+    Raises NodeNotFound, InvalidNodeToken, BadRequest.
     """
     if heartbeat.status is NodeStatus.DRAINING and heartbeat.is_accepting_jobs:
         raise BadRequest("is_accepting_jobs must be false while status is draining.", param="is_accepting_jobs")
     node = require_own_node(credential=credential, node_id=heartbeat.node_id)
+    # Nothing on spare_on: a heartbeat composed before the owner took the node back may arrive after it.
     if heartbeat.mode is NodeMode.SPARE_OFF and node.mode != NodeMode.SPARE_OFF.value:
         provider = node.provider
         node = set_mode(node_id=node.pk, mode=NodeMode.SPARE_OFF, reason="owner_reclaim", actor=f"node:{node.name}")
@@ -305,13 +305,6 @@ def announce_status(node: Node, before: NodeStatus, after: NodeStatus) -> None:
         return
     action = "node.offline" if after is NodeStatus.OFFLINE else "node.online"
     record_event(actor=f"node:{node.name}", action=action, target=node.printed_id, detail={"name": node.name})
-
-
-@lru_cache(maxsize=4)
-def load_model_check(path: str) -> Callable[[str], bool]:
-    # The function lives above this app, hence the dotted path.
-    check: Callable[[str], bool] = import_string(path)
-    return check
 
 
 # Calls of the URL that a node registered: until it answers, the node is not available and gets no request. A node of the

@@ -203,6 +203,7 @@ class _Opening:
         credential, name = self._credentials[request.credential_id], request.said.name
         if request.said.message.instance_id is not None or credential.max_nodes == 1:
             return [name]  # with a credential for one node there is no second one that could share the name
+        # Bridge v1 workers often share a name and a credential: one whose name is live already gets a number.
         numbers = range(2, limits().nodes.name_tries + 1)
         return [name, *(f"{name[:110]}-{number}" for number in numbers)]
 
@@ -224,9 +225,8 @@ def open_sessions(
 ) -> list[OpenedSession | EnrolmentRefused]:
     """Find or enrol the nodes of sessions and fence older ones, all in one transaction; the answers are in order.
 
-    ``live_nodes`` are linked here at the moment; ``other_gateways`` are alive and may hold others. An enrolment credential is
-    shared by many nodes and bridge v1 workers often share a name too, so a name that is live already gets a number; a muster v1
-    node that comes back under its name replaces its older session, and a second one beside it is refused (NameTaken).
+    ``live_nodes`` are linked here at the moment; ``other_gateways`` are alive and may hold others. A muster v1 node that comes
+    back under its name replaces its older session, and a second one beside it is refused (NameTaken).
     Raises DataError when something that one of the nodes said cannot be stored: nothing is then.
     """
     answers: list[OpenedSession | EnrolmentRefused] = []
@@ -321,6 +321,7 @@ _REPORT_COLUMNS = """
     gpus jsonb, replicas jsonb, available jsonb, memory jsonb, queue_depth integer, avg_wait_ms integer,
     vram_used_mb integer, vram_free_mb integer, gpu_util_percent float8, epoch bigint, models varchar(200)[], endpoints jsonb
 """
+# Rows are locked in one order, because several gateways write at once.
 _WRITE_PRESENCES = f"""
 WITH reported AS (
 SELECT * FROM jsonb_to_recordset(%(reports)s::jsonb) AS r({_REPORT_COLUMNS})

@@ -182,13 +182,12 @@ def _broken(request: Request, _error: Exception) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, without signal handlers of its own: who stops the node is not its business."""
-
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()
         self._leaving = asyncio.Event()
 
+    # Who stops the node is not its business: uvicorn would take over the signals of the process.
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

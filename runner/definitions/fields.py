@@ -78,6 +78,11 @@ def type_name(value: object) -> str:
             return "an object"
 
 
+def show_name(name: str) -> str:
+    """Return a name that somebody gave as a refusal may repeat it."""
+    return name if name.isprintable() and len(name) <= limits().models.shown_chars else "(a name)"
+
+
 # How fields are declared. What msgspec has no word for stands in ``extra``.
 
 LOAD = Meta(extra={"is_override": True})

@@ -27,6 +27,7 @@ from runner.definitions.fields import (
     find_field,
     gpu_number,
     owners_of,
+    show_name,
 )
 from runner.definitions.settings import find_problem
 from runner.errors import ConfigError, InvalidLoadRequest
@@ -347,7 +348,7 @@ def _check_field(definition: ModelDefinition, name: str, value: object) -> objec
     fields = _open_fields(definition)
     if name not in fields:
         raise InvalidLoadRequest(
-            f"{_shown_name(name)} {_why_unknown(definition, name, list(fields))}", param=name[: limits().models.shown_chars]
+            f"{show_name(name)} {_why_unknown(definition, name, list(fields))}", param=name[: limits().models.shown_chars]
         )
     return _check_value(name, value, fields[name])
 
@@ -428,7 +429,3 @@ def _int(value: object) -> int | None:
 def _shown(value: object) -> str:
     text = json.dumps(value, default=lambda other: type(other).__name__)
     return text if len(text) <= limits().models.shown_chars else text[: limits().models.shown_chars - 1] + "…"
-
-
-def _shown_name(name: str) -> str:
-    return name if name.isprintable() and len(name) <= limits().models.shown_chars else "a field"

@@ -29,6 +29,7 @@ from runner.definitions.fields import (
     is_model_id,
     number,
     owners_of,
+    show_name,
     text,
     type_name,
 )
@@ -230,10 +231,9 @@ def _read_models(value: object, default_backend: Backend | None) -> dict[str, Mo
     definitions: dict[str, ModelDefinition] = {}
     for model_id, fields in _read_object(value, MODELS, None).items():
         if not is_model_id(model_id):
-            shown = model_id if model_id.isprintable() and len(model_id) <= 80 else "a name"
             raise InvalidSettings(
-                f"{MODELS}: {shown!r} cannot be used, a name must be a model id: at most {limits().models.id_chars} letters, "
-                "digits and . _ : @ + - / that begins with a letter or digit",
+                f"{MODELS}: {show_name(model_id)!r} cannot be used, a name must be a model id: at most "
+                f"{limits().models.id_chars} letters, digits and . _ : @ + - / that begins with a letter or digit",
                 param=MODELS,
             )
         definitions[model_id] = _read_model(model_id, fields, default_backend)
@@ -299,7 +299,7 @@ def _read_remote(value: object, remote_models: Collection[str]) -> Remote:
     _check_value(default, f"{cap_path}.default", _CAP)
     prices: dict[str, Price] = {}
     for model_id, price in _read_object(fields.get("prices", {}), f"{path}.prices", None).items():
-        where = f"{path}.prices.{_shown(model_id)}"
+        where = f"{path}.prices.{show_name(model_id)}"
         if model_id not in remote_models:
             raise InvalidSettings(f"{where} is not the id of an openai_compatible model of these settings", param=where)
         prices[model_id] = _read_section(price, where, Price)
@@ -340,7 +340,7 @@ def _read_object(value: object, path: str, known: Collection[str] | None) -> Map
         raise _refuse(value, path or "the settings", "an object")
     for name in value:
         if known is not None and name not in known:
-            dotted = f"{path}.{_shown(name)}".lstrip(".")
+            dotted = f"{path}.{show_name(name)}".lstrip(".")
             raise InvalidSettings(f"{dotted} is unknown; allowed here: {', '.join(sorted(known))}", param=dotted)
     return value
 
@@ -359,10 +359,6 @@ def _refuse(value: object, path: str, allowed: str) -> InvalidSettings:
     if isinstance(value, bool | int | float):
         got += f" ({str(value)[:40]})"
     return InvalidSettings(f"{path} must be {allowed}, not {got}", param=path)
-
-
-def _shown(name: str) -> str:
-    return name if name.isprintable() and len(name) <= 80 else "(a name)"
 
 
 def _read_file(path: Path) -> dict[str, object]:

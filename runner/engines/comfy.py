@@ -321,8 +321,8 @@ class ComfyModel:
         self._plan = plan
         self._client = client
         self._server = server
+        # Set from when it may hold the model.
         self._comfy: ComfyServer | None = None
-        """Set from when it may hold the model."""
         self._site: ImageSite | None = None
         self.capabilities = Capabilities(endpoints=(IMAGES,), keeps_nothing=True, engine_priority=True)
 

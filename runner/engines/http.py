@@ -33,6 +33,8 @@ class Listing(msgspec.Struct, Generic[Answer]):
     data: list[Answer]
 
 
+# Hop-by-hop headers (RFC 9110 section 7.6.1), credentials, what the runner itself acts on, what some servers take for another
+# path or method than those that were checked, and ``x-conversation-id``, which makes llama.cpp go on after its client has left.
 NOT_TO_ENGINE = frozenset({
     "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
     "transfer-encoding", "upgrade", "expect", "host", "content-length", "accept-encoding", "authorization", "cookie",
@@ -40,9 +42,6 @@ NOT_TO_ENGINE = frozenset({
     "x-cache-mode", "x-cache-tag", "x-admin-key", "x-http-method", "x-http-method-override", "x-method-override",
     "x-original-url", "x-rewrite-url",
 })  # fmt: skip
-"""Hop-by-hop headers (RFC 9110 section 7.6.1), credentials, what the runner itself acts on, what some servers take for another
-path or method than those that were checked, and ``x-conversation-id``, which makes llama.cpp go on after its client has left.
-"""
 
 
 class HttpResponse:
@@ -294,7 +293,7 @@ class _Connection(asyncio.Protocol):
 
     def abandon(self) -> None:
         self._response = None
-        self.close()
+        self.close()  # which is what makes an engine stop
 
     def close(self) -> None:
         if self._transport is not None:

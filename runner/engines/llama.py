@@ -28,7 +28,7 @@ from runner.engines.http_engine import (
     set_thinking,
     take_answer,
 )
-from runner.engines.llama_slots import PINNABLE, Findings, LlamaSlots, end_with, is_object, plain_call, probe_slots
+from runner.engines.llama_slots import PINNABLE, Findings, LlamaSlots, end_with, is_object, plain_call
 from runner.engines.port import (
     CHAT,
     COMPLETIONS,
@@ -324,8 +324,8 @@ class RunningLlama:
     def __init__(self, plan: LoadPlan, server: HttpServer) -> None:
         self._plan = plan
         self._server = server
+        # Whether a router may hold the model because of us.
         self._is_held = False
-        """Whether a router may hold the model because of us."""
         self.model = str(plan.options.get("server_model") or plan.model_id)
         self.is_router = False
 
@@ -478,7 +478,7 @@ class RunningLlamaProbe:
         model = self._loader.model if self._loader.is_router else None
         properties = await LlamaSlots(self._server, 1, model=model).read_properties()
         slots = LlamaSlots(self._server, properties.total_slots, model=model)
-        self._findings = await self._try_slots(slots, model)
+        self._findings = await self._try_slots(slots)
         self._slots = slots if self._findings.isolates else None
         if self._findings.detail:
             log.warning("llama-server %s: %s", self._server.base_url, self._findings.detail)
@@ -530,7 +530,7 @@ class RunningLlamaProbe:
         except EngineError:
             return Health.SILENT
 
-    async def _try_slots(self, slots: LlamaSlots, model: str | None) -> Findings:
+    async def _try_slots(self, slots: LlamaSlots) -> Findings:
         try:
             shown = await slots.list_slots()
         except EngineError as error:
@@ -539,7 +539,7 @@ class RunningLlamaProbe:
             return Findings(detail="the server does not show its slots: start it with --slots")
         if any(slot.is_processing for slot in shown):
             return Findings(detail="the server was busy with requests of others when it was to be tried")
-        return await probe_slots(self._server, model=model)
+        return await slots.probe()
 
     def _address(self, call: Call, path: str) -> Call:
         if call.method != "POST" or not is_object(call.body):

@@ -159,11 +159,11 @@ def _may_hold(slot: _Slot, request: FlushRequest) -> bool:
 
 # ---- the slots of a running server ----
 
+# Not /v1/messages: llama.cpp drops unknown members of its body, so such a call runs in whatever slot it likes.
 PINNABLE: Final = frozenset({CHAT, COMPLETIONS, RESPONSES})
-"""Not /v1/messages: llama.cpp drops unknown members of its body, so such a call runs in whatever slot it likes."""
 
+# Everything else stays here: X-Conversation-Id, for one, makes llama.cpp go on generating when the client has left.
 _TO_ENGINE: Final = frozenset({"content-type", "accept", "anthropic-version", "anthropic-beta", "user-agent", "x-request-id"})
-"""Everything else stays here: X-Conversation-Id, for one, makes llama.cpp go on generating when the client has left."""
 _METRIC: Final = re.compile(rb"^llamacpp:(\w+) ([0-9.eE+]+)$", re.MULTILINE)
 
 
@@ -235,6 +235,23 @@ def is_object(body: bytes) -> bool:
     except UNREADABLE:
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """``isolates``: a prompt stays in its slot and may be kept from being reused. ``erases``: an erased one is gone."""
+
+    isolates: bool = False
+    erases: bool = False
+    detail: str = ""
+
+
+class _Timings(msgspec.Struct):
+    cache_n: int
+
+
+class _Completion(msgspec.Struct):
+    timings: _Timings
 
 
 class LlamaSlots:
@@ -309,6 +326,43 @@ class LlamaSlots:
             kv_used_tokens=sum(min(slot.n_prompt_tokens, slot.n_ctx) for slot in slots) if slots else None,
         )
 
+    async def probe(self) -> Findings:
+        """Try slot 0 of an idle server that others started: what does it do with prompts?"""
+        try:
+            return await self._probe()
+        except (EngineError, *UNREADABLE) as error:  # an answer that cannot be understood: nothing can be relied on
+            return Findings(detail=f"what the server keeps of prompts could not be found out: {error}")
+
+    async def _probe(self) -> Findings:
+        first, second = secrets.token_hex(48), secrets.token_hex(48)
+        await self._count_reused(first, may_reuse=True)
+        if await self._count_reused(first, may_reuse=True) <= limits().engines.llama_probe_tokens:
+            return Findings(detail="the server reports no reuse of prompts, so nothing can be said about it")
+        if await self._count_reused(first, may_reuse=False):
+            return Findings(detail="the server reuses prompts also where it is told not to")
+        await self._count_reused(second, may_reuse=True)  # now a copy of the first would be in host memory
+        if await self._count_reused(first, may_reuse=True) > limits().engines.llama_probe_tokens:
+            return Findings(detail="the server keeps copies of prompts in host memory: start it with --cache-ram 0")
+        if not await self._can_erase():
+            return Findings(isolates=True, detail="the server does not erase slots: start it with --slot-save-path")
+        if await self._count_reused(first, may_reuse=True):
+            return Findings(isolates=True, detail="the server brings erased prompts back")
+        await self._can_erase()
+        return Findings(isolates=True, erases=True)
+
+    async def _count_reused(self, prompt: str, *, may_reuse: bool) -> int:
+        body = {**(self._routing or {}), "prompt": prompt, "n_predict": 1, "id_slot": 0, "cache_prompt": may_reuse}
+        status, answer = await self._server.ask("POST", "/completion", body=body, timeout_s=limits().engines.llama_probe_s)
+        if status != 200:
+            raise EngineError(f"/completion answers HTTP {status}")
+        return msgspec.json.decode(answer, type=_Completion).timings.cache_n
+
+    async def _can_erase(self) -> bool:
+        status, _ = await self._server.ask(
+            "POST", "/slots/0?action=erase", body=self._routing, timeout_s=limits().engines.llama_probe_s
+        )
+        return status == 200
+
     async def _take(self, call: Call, *, is_pinnable: bool) -> Lease:
         while True:
             if is_pinnable:
@@ -360,69 +414,3 @@ def plain_call(call: Call) -> Call:
 
 def _among(slots: Iterable[Slot], wanted: list[int]) -> list[Slot]:
     return [slot for slot in slots if slot.id in wanted]
-
-
-# ---- what a server that others started does with prompts ----
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    """``isolates``: a prompt stays in its slot and may be kept from being reused. ``erases``: an erased one is gone."""
-
-    isolates: bool = False
-    erases: bool = False
-    detail: str = ""
-
-
-class _Timings(msgspec.Struct):
-    cache_n: int
-
-
-class _Completion(msgspec.Struct):
-    timings: _Timings
-
-
-async def probe_slots(server: HttpServer, *, model: str | None) -> Findings:
-    """Try slot 0 of an idle server. An answer that cannot be understood means that nothing can be relied on."""
-    try:
-        return await _probe(_Prober(server, model))
-    except (EngineError, *UNREADABLE) as error:
-        return Findings(detail=f"what the server keeps of prompts could not be found out: {error}")
-
-
-class _Prober:
-    def __init__(self, server: HttpServer, model: str | None) -> None:
-        self._server = server
-        self._routing: dict[str, object] = {} if model is None else {"model": model}
-
-    async def count_reused(self, prompt: str, *, may_reuse: bool) -> int:
-        """Run a prompt in slot 0; return how much of it was there already. Raises EngineError, msgspec.DecodeError."""
-        body = {**self._routing, "prompt": prompt, "n_predict": 1, "id_slot": 0, "cache_prompt": may_reuse}
-        status, answer = await self._server.ask("POST", "/completion", body=body, timeout_s=limits().engines.llama_probe_s)
-        if status != 200:
-            raise EngineError(f"/completion answers HTTP {status}")
-        return msgspec.json.decode(answer, type=_Completion).timings.cache_n
-
-    async def can_erase(self) -> bool:
-        status, _ = await self._server.ask(
-            "POST", "/slots/0?action=erase", body=self._routing or None, timeout_s=limits().engines.llama_probe_s
-        )
-        return status == 200
-
-
-async def _probe(prober: _Prober) -> Findings:
-    first, second = secrets.token_hex(48), secrets.token_hex(48)
-    await prober.count_reused(first, may_reuse=True)
-    if await prober.count_reused(first, may_reuse=True) <= limits().engines.llama_probe_tokens:
-        return Findings(detail="the server reports no reuse of prompts, so nothing can be said about it")
-    if await prober.count_reused(first, may_reuse=False):
-        return Findings(detail="the server reuses prompts also where it is told not to")
-    await prober.count_reused(second, may_reuse=True)  # now a copy of the first would be in host memory
-    if await prober.count_reused(first, may_reuse=True) > limits().engines.llama_probe_tokens:
-        return Findings(detail="the server keeps copies of prompts in host memory: start it with --cache-ram 0")
-    if not await prober.can_erase():
-        return Findings(isolates=True, detail="the server does not erase slots: start it with --slot-save-path")
-    if await prober.count_reused(first, may_reuse=True):
-        return Findings(isolates=True, detail="the server brings erased prompts back")
-    await prober.can_erase()
-    return Findings(isolates=True, erases=True)

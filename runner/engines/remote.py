@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 
 # ---- a server with all its models ----
 
+# What llama.cpp's server has always said of who owns its models.
 _OF_LLAMA_SERVER = "llamacpp"
-"""What llama.cpp's server has always said of who owns its models."""
 
 
 class _Model(msgspec.Struct):
@@ -68,13 +68,11 @@ class OpenAIServer:
     loop: LoopOwner | None = None
     pids: tuple[int, ...] = ()
 
-    def __init__(
-        self, url: str, *, key: str, given: Sequence[str], client: aiohttp.ClientSession, on_models: Callable[[], None]
-    ) -> None:
+    def __init__(self, url: str, *, key: str, given: Sequence[str], on_models: Callable[[], None]) -> None:
+        # ``llama-server`` where the list of models tells: gateways keep from it what it would leave out without a word.
         self.name = "openai"
-        """``llama-server`` where the list of models tells: gateways keep from it what it would leave out without a word."""
+        # Which paths such a server answers only it can say, so every one that is for inference is passed on.
         self.capabilities = Capabilities(endpoints=())
-        """Which paths such a server answers only it can say, so every one that is for inference is passed on."""
         self._server = HttpServer()
         self._server.base_url = url
         self._server.headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -157,14 +155,14 @@ class OpenAIServer:
 # ---- one model at a provider ----
 
 TRY_AGAIN: Final = frozenset({429, 502, 503, 504})
+# Fields that only this node reads; providers refuse what they do not know.
 NOT_TO_PROVIDER: Final = frozenset({
     "allow_remote", "beam_size", "decoding", "source_lang_code", "target_lang_code",
 })  # fmt: skip
-"""Fields that only this node reads; providers refuse what they do not know."""
+# Headers of the provider that pass: others name the owner's organisation, project and remaining budget.
 TO_CLIENT: Final = frozenset(
     {"content-type", "content-length", "cache-control", "retry-after", "retry-after-ms", "x-request-id"}
 )
-"""Headers of the provider that pass: others name the owner's organisation, project and remaining budget."""
 
 
 class _ProviderResponse(aiohttp.ClientResponse):

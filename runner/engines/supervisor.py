@@ -20,8 +20,8 @@ from wire import clock
 
 log = logging.getLogger(__name__)
 
+# No port of a client: stands for the question to the loop.
 _LOOP = 0
-"""No port of a client: stands for the question to the loop."""
 
 
 class EngineState(StrEnum):

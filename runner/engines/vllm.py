@@ -58,10 +58,10 @@ from runner.errors import EngineError, EngineUnavailable, InvalidRequest, Modali
 from runner.limits import limits
 from wire.unreadable import UNREADABLE
 
+# vLLM serves lower numbers first.
 PRIORITIES: dict[Priority, int] = {"high": -10, "normal": 0, "low": 10}
-"""vLLM serves lower numbers first."""
+# Fields that steer the engine and not the answer; a client's request id could collide with another's.
 _OURS_ALONE = ("request_id", "kv_transfer_params", "ec_transfer_params")
-"""Fields that steer the engine and not the answer; a client's request id could collide with another's."""
 
 
 class Salts:
@@ -112,13 +112,13 @@ def seal_body(body: bytes, *, salt: str, priority: Priority) -> bytes:
 _BUSY = FlushOutcome(FlushResult.REFUSED_BUSY, "requests are running; try again when none is")
 _TOKENIZER_PATHS = frozenset({"/tokenize", "/detokenize"})
 _LISTS = frozenset({"/v1/models"})
+# What of a request decides how long its prompt is; a template of the client's own is refused where it is used.
 _COUNTED = frozenset({
     "model", "messages", "prompt", "tools", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs",
     "add_generation_prompt", "continue_final_message", "add_special_tokens",
 })  # fmt: skip
-"""What of a request decides how long its prompt is; a template of the client's own is refused where it is used."""
+# What reaches vLLM of a client's headers. Others steer it: one of them overrides the priority of the body.
 _HEADERS = frozenset({"accept", "content-type", "traceparent", "tracestate"})
-"""What reaches vLLM of a client's headers. Others steer it: one of them overrides the priority of the body."""
 _PRIORITY_HEADER = "x-vllm-priority"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,8 +29,7 @@ ATTENTION_FREE = {"mamba", "mamba2", "falcon_mamba", "rwkv", "rwkv5", "rwkv6", "
 ALL_SLIDE = {"mistral", "mixtral", "phi3", "starcoder2"}
 WINDOW_PERIODS = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4, "gpt_oss": 2}
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "BF16": "bf16", "F16": "fp16", "F32": "fp32"}
-# What decoding hostile JSON raises.
-_UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+Decoded = TypeVar("Decoded")
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -84,10 +83,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def _read_index(path: Path) -> list[str]:
     if path.stat().st_size > limits().models.safetensors_bytes:
         raise CorruptModel.of(path, f"it is larger than {limits().models.safetensors_bytes} bytes")
-    try:
-        index = msgspec.json.decode(path.read_bytes(), type=_Index)
-    except _UNREADABLE as error:
-        raise CorruptModel.of(path, f"it is no index of tensors ({str(error)[:100]})") from None
+    index = _decode(path, path.read_bytes(), _Index, "it is no index of tensors")
     names = sorted(set(index.weight_map.values()))
     if not 1 <= len(names) <= limits().models.files:
         raise CorruptModel.of(path, "it names no files, or too many")
@@ -102,11 +98,7 @@ def _sum_tensors(files: list[Path]) -> Counter[str]:
         for name, raw in header.items():
             if name == "__metadata__":
                 continue
-            try:
-                tensor = msgspec.json.decode(raw, type=_Tensor)
-            except _UNREADABLE as error:
-                problem = f"the entry of the tensor {name[:80]!r} cannot be read ({str(error)[:100]})"
-                raise CorruptModel.of(path, problem) from None
+            tensor = _decode(path, raw, _Tensor, f"the entry of the tensor {name[:80]!r} cannot be read")
             size = _measure(path, name, tensor, available)
             total += size
             sizes[tensor.dtype] += size
@@ -124,10 +116,14 @@ def _read_header(path: Path) -> tuple[dict[str, msgspec.Raw], int]:
         if length > most:
             raise CorruptModel.of(path, f"its header of {length} bytes is larger than {most}")
         raw = file.read(length)
+    return _decode(path, raw, dict[str, msgspec.Raw], "its header cannot be read"), size - 8 - length
+
+
+def _decode(path: Path, data: bytes | msgspec.Raw, kind: type[Decoded], otherwise: str) -> Decoded:
     try:
-        return msgspec.json.decode(raw, type=dict[str, msgspec.Raw]), size - 8 - length
-    except _UNREADABLE as error:
-        raise CorruptModel.of(path, f"its header cannot be read ({str(error)[:100]})") from None
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptModel.of(path, f"{otherwise} ({str(error)[:100]})") from None
 
 
 def _measure(path: Path, name: str, tensor: _Tensor, available: int) -> int:
@@ -174,10 +170,7 @@ class _Config:
 def _read_object(path: Path) -> dict[str, Any]:
     if path.stat().st_size > limits().models.config_bytes:
         raise CorruptModel.of(path, f"it is larger than {limits().models.config_bytes} bytes")
-    try:
-        fields = msgspec.json.decode(path.read_bytes())
-    except _UNREADABLE as error:
-        raise CorruptModel.of(path, f"it is no JSON ({str(error)[:100]})") from None
+    fields = _decode(path, path.read_bytes(), object, "it is no JSON")
     if not isinstance(fields, dict):
         raise CorruptModel.of(path, "it is no JSON object")
     return fields

@@ -12,13 +12,15 @@ import msgspec
 
 from runner.definitions.settings import SettingsChange
 from runner.errors import InvalidRequest, OpTokenRefused, RequestRefused, RunnerError, Unavailable
-from runner.ledger import LedgerError, Run
+from runner.ledger.database import LedgerError
+from runner.ledger.ledger import Run
 from runner.limits import limits
 from runner.operations.gate import REFUSED, OperationRunning
 from runner.operations.operation import FlushBody, LoadBody, Operations, ReloadBody, Reply, UnloadBody
 from wire import clock
 from wire.bridge import OpCommand, OpQuery, OpStatus
-from wire.optoken import Operation, OpTokenError, SignedToken, read_token
+from wire.optoken.op_token import OpTokenError, SignedToken, read_token
+from wire.optoken.verifier import Operation
 
 log = logging.getLogger(__name__)
 

@@ -16,15 +16,17 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 
 from runner.errors import RunnerError
-from runner.ledger import DesiredModel, Ledger, LedgerError
+from runner.ledger.database import LedgerError
+from runner.ledger.ledger import DesiredModel, Ledger
 from runner.limits import limits
 from runner.operations.gate import KEEP_PARAM, Accepted
 from runner.operations.keys import Identity
 from runner.operations.operation import SEAL_DOMAIN, LoadBody
 from runner.operations.trust import Governance
 from wire import clock
-from wire.optoken import Operation, OpTokenError, Policy, Verifier, read_token
-from wire.optoken.approval import PolicyRef
+from wire.optoken.approval import Policy, PolicyRef
+from wire.optoken.op_token import OpTokenError, read_token
+from wire.optoken.verifier import Operation, Verifier
 
 log = logging.getLogger(__name__)
 

@@ -16,33 +16,14 @@ from typing import assert_never
 import msgspec
 
 from runner.errors import InvalidRequest, OperationLimit, OperationsDisabled, OpTokenRefused, Unavailable, WrongState
-from runner.ledger import (
-    Ledger,
-    LedgerError,
-    LedgerFull,
-    OpAlreadyDone,
-    OpIsRunning,
-    OpOrder,
-    OpStarted,
-    Run,
-    StaleFence,
-    TooManyOps,
-)
+from runner.ledger.database import LedgerError, LedgerFull
+from runner.ledger.ledger import Ledger, OpAlreadyDone, OpIsRunning, OpOrder, OpStarted, Run, StaleFence, TooManyOps
 from runner.limits import limits
 from runner.operations.keys import KeyRing
 from wire import clock
-from wire.optoken import (
-    Level,
-    Operation,
-    OpTokenError,
-    Policy,
-    Reason,
-    SignedToken,
-    Verified,
-    Verifier,
-    encode_token,
-    read_token,
-)
+from wire.optoken.approval import Policy
+from wire.optoken.op_token import OpTokenError, Reason, SignedToken, encode_token, read_token
+from wire.optoken.verifier import Level, Operation, Verified, Verifier
 
 log = logging.getLogger(__name__)
 

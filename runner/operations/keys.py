@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from runner.errors import ConfigError, OperationsDisabled
 from runner.limits import limits
 from wire.limits import WIRE
-from wire.optoken import make_runner_id
+from wire.optoken.op_token import make_runner_id
 
 log = logging.getLogger(__name__)
 

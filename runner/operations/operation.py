@@ -28,15 +28,16 @@ from runner.errors import (
     WrongState,
     refusal_fields,
 )
-from runner.ledger import INTERRUPTED, DesiredModel, Ledger, LedgerError, Run, RunState
+from runner.ledger.database import LedgerError
+from runner.ledger.ledger import INTERRUPTED, DesiredModel, Ledger, Run, RunState
 from runner.limits import MIB, limits
 from runner.operations.gate import KEEP_PARAM, Accepted, Admitted, Gate, OperationRunning
 from runner.operations.keys import Identity
 from runner.pool.loads import LoadOrder, LoadResult, Pool
 from runner.pool.models import Model, ModelState
 from wire import clock
-from wire.optoken import Operation
 from wire.optoken.documents import Outcome, Receipt, ReceiptError, digest_result, sign_receipt
+from wire.optoken.verifier import Operation
 
 log = logging.getLogger(__name__)
 
@@ -165,16 +166,11 @@ class Operations:
         self._starting = 0
         self._is_closing = False
         self.is_stopping = False
-        """No operation is let in any more."""
-
-    def refuse_new(self) -> None:
-        """Let no operation in any more; what runs goes on."""
-        self.is_stopping = True
+        """No operation is let in any more; what runs goes on."""
 
     async def close(self) -> None:
         """Cancel the loads under way and wait for them; unloads and flushes may go on for a while."""
-        self._is_closing = True
-        self.refuse_new()
+        self._is_closing = self.is_stopping = True
         await self._cancel_loads()
         if self._governed:
             _, late = await asyncio.wait(self._governed, timeout=limits().operations.close_s)
@@ -359,7 +355,25 @@ class Operations:
         return receipt, ending.body, True
 
     def _sign(self, run: Run, ending: Ending) -> str:
-        return sign_outcome(self._identity, run, ending.outcome, ending.body, ended_at=clock.unix_s())
+        """Return the receipt of a run, "" when there can be none."""
+        identity = self._identity
+        if identity is None or run.op_key is None or run.begun_at is None or run.fence is None:
+            return ""
+        ended_at = int(run.ended_at or clock.unix_s())
+        try:
+            return sign_receipt(
+                identity.private_key,
+                Receipt(
+                    op_id=run.approval_id, use=run.use, statement_digest=run.statement_digest,
+                    runner_id=identity.certified_id, operation=run.operation, outcome=ending.outcome,
+                    result_digest=digest_result(ending.body), fence=run.fence, started_at=int(run.begun_at),
+                    ended_at=ended_at, checkpoint=run.checkpoint,
+                ),
+            )  # fmt: skip
+        except (ReceiptError, ValueError) as error:
+            # It was done all the same, and must be recorded.
+            log.error("operation has no receipt op=%s error=%s", run.op_key, error)  # noqa: TRY400
+            return ""
 
     async def _repeat(self, run: Run, recorded: Mapping[str, object]) -> Reply:
         """Answer an operation that was carried out before, in the same words. Raises OperationInterrupted."""
@@ -386,7 +400,7 @@ class Operations:
         states = {model.model_id: model.state.value for model in registry.models}
         state = "all" if run.model_id is None else states.get(run.model_id, "unknown")
         result: dict[str, object] = {"modelId": run.model_id, "state": state, "loaded": registry.ready_ids()}
-        receipt = sign_outcome(self._identity, run, "interrupted", result, ended_at=run.ended_at or clock.unix_s())
+        receipt = self._sign(run, replace(CUT_OFF, body=result))
         outcome = {**INTERRUPTED, "body": result}
         if not receipt:
             return replace(run, outcome=outcome)
@@ -626,27 +640,6 @@ class Operations:
         )  # fmt: skip
 
 
-def sign_outcome(
-    identity: Identity | None, run: Run, outcome: Outcome, result: Mapping[str, object], *, ended_at: float
-) -> str:  # fmt: skip
-    """Return the receipt of a run, "" when there can be none. ``result``: plain JSON. ``ended_at``: Unix seconds."""
-    if identity is None or run.op_key is None or run.begun_at is None or run.fence is None:
-        return ""
-    try:
-        return sign_receipt(
-            identity.private_key,
-            Receipt(
-                op_id=run.approval_id, use=run.use, statement_digest=run.statement_digest, runner_id=identity.certified_id,
-                operation=run.operation, outcome=outcome, result_digest=digest_result(result), fence=run.fence,
-                started_at=int(run.begun_at), ended_at=int(ended_at), checkpoint=run.checkpoint,
-            ),
-        )  # fmt: skip
-    except (ReceiptError, ValueError) as error:
-        # It was done all the same, and must be recorded.
-        log.error("operation has no receipt op=%s error=%s", run.op_key, error)  # noqa: TRY400
-        return ""
-
-
 def seal_accepted(accepted: Accepted, identity: Identity) -> DesiredModel:
     """Return what the ledger keeps of a load that is to stay loaded, signed by this runner."""
     document = msgspec.json.encode(accepted)
@@ -669,14 +662,6 @@ def failure_fields(error: RunnerError) -> dict[str, object]:
     return {"code": "model_load_failed"}
 
 
-def refusal_outcome(error: RunnerError) -> tuple[int, dict[str, object]]:
-    """Return an operation that failed as it is recorded: an HTTP status and the body of its answer."""
-    if isinstance(error, RequestRefused):
-        return error.status, {"error": refusal_fields(error)}
-    fields = {**failure_fields(error), "message": str(error), "type": "api_error", "param": None, "retryable": False}
-    return 500, {"error": fields}
-
-
 def flush_fields(model_id: str, outcome: FlushOutcome) -> dict[str, object]:
     """Return what a flush came to for one model."""
     return {
@@ -694,8 +679,10 @@ def reload_fields(change: SettingsChange) -> dict[str, object]:
 
 
 def _failed(error: RunnerError) -> Ending:
-    status, body = refusal_outcome(error)
-    return Ending("failed", status, body)
+    if isinstance(error, RequestRefused):
+        return Ending("failed", error.status, {"error": refusal_fields(error)})
+    fields = {**failure_fields(error), "message": str(error), "type": "api_error", "param": None, "retryable": False}
+    return Ending("failed", 500, {"error": fields})
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

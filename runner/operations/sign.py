@@ -13,7 +13,8 @@ from runner.limits import limits
 from runner.operations.keys import UnusableKey, read_key
 from wire import clock
 from wire.ids import new_uuid7
-from wire.optoken import Binding, Grant, Level, NotCanonical, Operation, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
+from wire.optoken.op_token import Binding, Grant, NotCanonical, encode_token, params_digest, sign_jwt, sign_l0, sign_l1
+from wire.optoken.verifier import Level, Operation
 
 EPILOG = """\
 An L1 token covers every member of the request body: give each as --param NAME=VALUE (modelId comes from --model). A value that

@@ -24,7 +24,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from runner.config import OperationsConfig
-from runner.ledger import FILE_NAME, Ledger, LedgerError, PolicyRow
+from runner.ledger.database import FILE_NAME, LedgerError
+from runner.ledger.ledger import Ledger, PolicyRow
 from runner.limits import limits
 from runner.operations.keys import (
     OP_KEYS_NAME,
@@ -40,7 +41,6 @@ from runner.operations.keys import (
 from wire import clock
 from wire.auditlog import AuditLogError, Checkpoint, LogKey, open_note, to_bytes, to_text, verify_consistency
 from wire.bridge import CheckpointOffer, GovernanceReport, NodeGovernance, PolicyOffer
-from wire.optoken import Level
 from wire.optoken.approval import (
     CLOCK_SKEW_S,
     ApprovalError,
@@ -53,6 +53,7 @@ from wire.optoken.approval import (
     read_statement,
     verify_successor,
 )
+from wire.optoken.verifier import Level
 
 log = logging.getLogger(__name__)
 
@@ -124,12 +125,6 @@ def read_trusted(data: Path) -> str | None:
 def write_trusted(data: Path, fingerprint: str) -> None:
     """Write down what was confirmed. Raises OSError."""
     write_private(data / TRUSTED_NAME, f"{fingerprint}\n".encode())
-
-
-def ask_to_forget(data: Path) -> None:
-    """Leave word for the node to forget, and withdraw what was confirmed. Raises OSError."""
-    remove_private(data / TRUSTED_NAME)  # first, so that a node that has forgotten finds nothing to trust again
-    write_private(data / FORGET_NAME, b"")
 
 
 def is_asked_to_forget(data: Path) -> bool:
@@ -640,7 +635,8 @@ def renew_key(data: Path) -> str:
 
 def forget(data: Path) -> str:
     """Have the node forget its policy and what it witnessed. Raises OSError."""
-    ask_to_forget(data)
+    remove_private(data / TRUSTED_NAME)  # first, so that a node that has forgotten finds nothing to trust again
+    write_private(data / FORGET_NAME, b"")
     return (
         "The node forgets its policy and the audit checkpoint it saw, and tells the control plane so. It carries out nothing "
         f"until a fingerprint is confirmed again. {SOON}"

@@ -13,7 +13,8 @@ from runner.engines.port import EngineStats
 from runner.errors import CorruptModel, InsufficientMemory
 from runner.fit import read_shape
 from runner.fit.memory import Alternative, DoesNotFit, Estimate, ModelShape, ceil_mib, estimate, judge, learn_overhead
-from runner.ledger import Ledger, LedgerError
+from runner.ledger.database import LedgerError
+from runner.ledger.ledger import Ledger
 from runner.library.files import FoundModel, other_quantizations
 from runner.limits import MIB, limits
 from runner.pool.models import Model, Replica

@@ -467,6 +467,7 @@ class Loader:
     async def _start_replicas(self, order: LoadOrder, plan: LoadPlan, tell: Report) -> None:
         model, count = order.model, order.replicas
         await end_flush(model)
+        # Those of a model that failed go on trying by themselves.
         await stop_replicas(model, gently=False)
         for index in range(count):
 

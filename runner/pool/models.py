@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import aiohttp
-
 from runner.definitions.fields import Backend, ModelDefinition
 from runner.definitions.plan import LoadPlan, Observation, Progress
 from runner.engines.port import Capabilities, FlushOutcome
@@ -142,10 +140,11 @@ class LoadProgress:
 
 
 class Model:
-    """A model of the node. Only ``runner.pool`` changes it. ``queue`` outlives loads, so that fairness has a memory."""
+    """A model of the node. Only ``runner.pool`` changes it."""
 
     def __init__(self, definition: ModelDefinition, queue: FairQueue, on_change: Callable[[], None]) -> None:
         self.definition = definition
+        # It outlives loads, so that fairness has a memory.
         self.queue = queue
         self._on_change = on_change
         self.state = ModelState.UNLOADED
@@ -349,14 +348,14 @@ class AttachedServer:
 
     def __init__(
         self, registry: Registry, queue: FairQueue, *, url: str, key: str, given: Sequence[str], slots: int, silent_s: float,
-        client: aiohttp.ClientSession, translate: tuple[str, ...] = (), tidies: bool = False,
+        translate: tuple[str, ...] = (), tidies: bool = False,
     ) -> None:  # fmt: skip
         self._registry = registry
         self._queue = queue
         self._slots = slots
         self._translate = translate
         self._tidy = True if tidies else None
-        self._server = OpenAIServer(url, key=key, given=given, client=client, on_models=self._follow)
+        self._server = OpenAIServer(url, key=key, given=given, on_models=self._follow)
         self.supervisor = Supervisor(self._server, silent_s=silent_s, on_change=self._follow)
 
     def start(self) -> None:

@@ -17,7 +17,9 @@ import msgspec
 
 from runner.definitions.settings import Price, Remote
 from runner.errors import SpendingCapReached, Unavailable
-from runner.ledger import CostState, Ledger, LedgerError
+from runner.ledger.costs import CostState
+from runner.ledger.database import LedgerError
+from runner.ledger.ledger import Ledger
 from runner.limits import limits
 from runner.pool.models import Model
 from runner.serving.request import Answer, Inference
@@ -106,15 +108,13 @@ class Costs:
         return Charge(cost_id, model_id, price)
 
     async def settle(self, charge: Charge, answer: Answer | None, *, was_sent: bool) -> None:
-        """Write down how a request ended: None = no answer came. Of a ledger that refuses, the charge goes on counting.
-
-        The entry is submitted before this first waits, and the ledger carries out what was submitted: a caller that is
-        cancelled here loses nothing.
-        """
+        """Write down how a request ended: None = no answer came. Of a ledger that refuses, the charge goes on counting."""
         state, usage = _judge(answer, was_sent=was_sent)
         amount = None if usage is None else _cost(charge.price, usage.prompt_tokens, usage.completion_tokens)
         model_id, cost_id = charge.model_id, charge.cost_id
         try:
+            # The entry is submitted before this first waits, and the ledger carries out what was submitted: a caller that is
+            # cancelled here loses nothing.
             await self._ledger.settle_cost(cost_id, state=state, amount_micros=amount)
         except LedgerError as error:
             log.error("cost was not settled model=%s cost=%s state=%s: %s", model_id, cost_id, state, error)  # noqa: TRY400

@@ -216,7 +216,7 @@ _answer_decoder = msgspec.json.Decoder(_Answer)
 
 @dataclass(slots=True)
 class Numbers:
-    """Numbers of one answer; None = nobody told. ``engine_ms`` is the engine's own time where it reports it.
+    """Numbers of one answer; None = nobody told. ``reported_gpu_ms`` is the engine's own time where it reports it.
 
     ``wall_ms`` is measured here, from sending the request to the last byte; ``first_byte_ms`` to the first of the body.
     """
@@ -404,8 +404,7 @@ class Flow:
     """The body of an engine's answer on its way out, read once: with ``iterate``, or with ``pipe`` where ``is_piped``.
 
     Reading raises EngineUnavailable when the engine breaks off. Of event streams whole events come out; on the node's own port
-    the last before ``[DONE]``, or at the end, is a comment with the numbers, and a stream without its closing event raises too:
-    through a gateway such a stream just ends, for the gateway sees that and has a state of its own for it.
+    the last before ``[DONE]``, or at the end, is a comment with the numbers, and a stream without its closing event raises too.
     """
 
     __slots__ = ("_answer", "_done", "_feeds", "_held", "_reader", "_response", "_source", "_steps")
@@ -530,23 +529,21 @@ class Flow:
         answer.has_failed = end is not StreamEnd.WHOLE
         if end is StreamEnd.CUT:
             self._source.report_cut()
+            # Through a gateway such a stream just ends: the gateway sees that, and has a state of its own for it.
             if not self._source.request.on_socket:
                 words = _read_words(ends.error)
                 raise EngineUnavailable(words or "The engine ended its stream before its answer was finished.")
 
 
 def headers_to_client(given: CIMultiDictProxy[str], *, is_event_stream: bool) -> dict[str, str]:
-    """Return the response headers to pass on, lower-case, repeated ones joined by a comma.
-
-    An event stream loses its ``content-length``: a chunk may be taken out of it.
-    """
+    """Return the response headers to pass on, lower-case, repeated ones joined by a comma."""
     kept: dict[str, str] = {}
     for name, value in given.items():
         lower = name.lower()
         if lower in NOT_TO_CLIENT or lower.startswith("access-control-"):
             continue
         if lower == "content-length" and is_event_stream:
-            continue
+            continue  # a chunk may be taken out of it
         kept[lower] = f"{kept[lower]}, {value}" if lower in kept else value
     return kept
 

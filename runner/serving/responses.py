@@ -18,6 +18,7 @@ from runner.definitions.fields import (
     ModelDefinition,
     fields_of,
     merge_decoding,
+    show_name,
     text,
     type_name,
 )
@@ -127,9 +128,8 @@ def _check_text(fields: Mapping[str, object], name: str, what: str) -> None:
 def _refuse_unknown(fields: Mapping[str, object], known: Mapping[str, object], prefix: str) -> None:
     for name in fields:
         if name not in known:
-            shown = name if name.isprintable() and len(name) <= 60 else "(a name)"
-            allowed = ", ".join(known)
-            raise InvalidRequest(f"{prefix}{shown} is unknown; allowed are {allowed}", param=f"{prefix}{shown}")
+            shown = prefix + show_name(name)
+            raise InvalidRequest(f"{shown} is unknown; allowed are {', '.join(known)}", param=shown)
 
 
 def _check(name: str, value: object, kind: Field) -> None:
@@ -251,13 +251,14 @@ def _refuse_languages(request: PoolRequest) -> None:
 
 
 def make_metrics(numbers: Numbers, *, pool_ms: float, first_token_ms: float | None = None) -> PoolMetrics:
-    """Return the metrics of measurements that need not come from one clock; an outer timer is never below an inner one.
+    """Return the metrics of measurements that need not come from one clock.
 
     ``numbers``: of the engine's answer, from sending the request to its last byte, and its wait in the queue before that.
     ``pool_ms``: the whole request. ``first_token_ms``: from sending to the first text. What the engine itself reports of its
     time is prompt and decoding; without that the rate of tokens is over the time measured around it.
     """
     backend_ms, queue_ms = numbers.wall_ms, numbers.queue_wait_ms
+    # An outer timer is never below an inner one, though each is rounded by itself.
     backend = round(backend_ms, 1)
     engine = round(max(backend_ms + queue_ms, backend + round(queue_ms, 1)), 1)
     own_ms = None if numbers.decode_ms is None else (numbers.prompt_ms or 0.0) + numbers.decode_ms
@@ -310,8 +311,7 @@ _decoder = msgspec.json.Decoder(_Chunk)
 class ResponseBuilder:
     """Collects one answer. Streamed: ``begin``, ``feed`` …, then ``finish`` or ``fail``. Whole: ``take_answer``, ``to_json``.
 
-    What ``begin``, ``feed``, ``finish`` and ``fail`` return goes to the client as it is (text/event-stream). After an error
-    event nothing more comes out, so that there is never a ``response.completed`` behind it.
+    What ``begin``, ``feed``, ``finish`` and ``fail`` return goes to the client as it is (text/event-stream).
     """
 
     def __init__(self, *, model: str) -> None:
@@ -367,6 +367,7 @@ class ResponseBuilder:
         """Return an error event, the last thing that comes out; nothing when the answer is over already."""
         if self._is_over:
             return b""
+        # Nothing more comes out, so that there is never a ``response.completed`` behind it.
         self._is_over = self.has_failed = True
         return write_event("error", {"id": self.response_id, "error": {"code": error.code, "message": error.message}})
 

@@ -134,7 +134,7 @@ class NvmlProbe:
 
 
 def open_nvml(visible: str | None) -> NvmlProbe | None:
-    """Return an open probe, or None. The bindings weigh 12 MB, so they are imported only where the driver's library exists."""
+    # The bindings weigh 12 MB, so they are imported only where the driver's library exists.
     if not _has_driver():
         return None
     probe = NvmlProbe(importlib.import_module("pynvml"), visible=visible)

@@ -75,10 +75,7 @@ class TreeMemory:
 
 
 def find_tree(roots: Sequence[int]) -> tuple[int, ...]:
-    """Return the living processes of ``roots``: themselves, their descendants, and the sessions that they lead or led.
-
-    A session still holds those whose parent has died, so that what outlives a killed engine is found.
-    """
+    """Return the living processes of ``roots``: themselves, their descendants, and the sessions that they lead or led."""
     wanted = set(roots)
     parents = {
         process.pid: process.info["ppid"]
@@ -117,6 +114,7 @@ def measure_trees(roots: Sequence[int], gpu_bytes_by_pid: Mapping[int, int | Non
 def _belongs(pid: int, wanted: set[int], parents: Mapping[int, int]) -> bool:
     ancestor, seen = pid, set[int]()
     while ancestor in parents and ancestor not in seen:
+        # A session still holds those whose parent has died, so that what outlives a killed engine is found.
         if ancestor in wanted or _session_of(ancestor) in wanted:
             return True
         seen.add(ancestor)

@@ -10,8 +10,8 @@ from typing import Any  # JSON
 
 from conformance.exchange import read_stream
 from conformance.readers import messages as messages_reader
-from gateway.dialects import SURFACES
 from gateway.dialects.chat import AnswerContext, AnswerTranslator, FailingTranslator, Translation
+from gateway.dialects.surface import SURFACES
 from gateway.errors import GatewayError
 
 Json = dict[str, Any]

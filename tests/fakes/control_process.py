@@ -294,7 +294,3 @@ def in_thread(work: Callable[[], object]) -> Future[object]:
     future = pool.submit(run)
     pool.shutdown(wait=False)
     return future
-
-
-def wait_for(condition: Callable[[], object], *, what: str, within_s: float = WITHIN_S) -> None:
-    wait_until(condition, what, within_s=within_s)

@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.dialects import SURFACES
 from gateway.dialects.chat import AnswerContext, AnswerTranslator, FailingTranslator, Translation
 from gateway.dialects.messages_request import to_chat_body
 from gateway.dialects.refusal import read_refusal
+from gateway.dialects.surface import SURFACES
 from gateway.errors import ContextTooLong, GatewayError
 from gateway.values import InferenceRequest
 

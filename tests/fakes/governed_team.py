@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import secrets
 import time
 import uuid
@@ -14,7 +15,6 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from django.conf import settings
-from django.conf import settings as django_settings
 from django.core.management.color import no_style
 from django.db import connection, transaction
 from django.db.models import Model
@@ -93,20 +93,15 @@ class Team:
         self[1].approve(operation)
         return self[2].approve(operation)
 
-    def change_policy(self, **changes: object) -> Operation:
+    def change_policy(self, *, reason: str = "anew", **changes: object) -> Operation:
         """Have a policy of everybody as they are now asked for by the first; nobody has signed it."""
         return draft_policy(
-            approvers=self.choices(), reason="anew", proposer=self[0].proposer, **changes,  # type: ignore[arg-type]
+            approvers=self.choices(), reason=reason, proposer=self[0].proposer, **changes,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def start(self, **changes: object) -> PolicyVersion:
         """Draft, sign and carry out the first policy: asked for by the first person, approved by two others."""
-        operation = draft_policy(
-            approvers=self.choices(),
-            reason="the first policy",
-            proposer=self[0].proposer,
-            **changes,  # type: ignore[arg-type]
-        )
+        operation = self.change_policy(reason="the first policy", **changes)
         for member in self.members[1:3] or self.members:
             member.approve(operation)
         run_due()
@@ -120,8 +115,6 @@ class Team:
 def make_key(user: User, *, is_break_glass: bool = False) -> tuple[SoftPasskey, ApproverKey]:
     passkey = SoftPasskey(rp_id=RP_ID, origin=settings.PUBLIC_URL.rstrip("/"))
     spki = passkey.public_key
-    import hashlib
-
     row = ApproverKey.objects.create(
         user=user, kind=ApproverKey.Kind.WEBAUTHN, keyid=passkey.keyid, public_key=encode_bytes(spki),
         thumbprint=hashlib.sha256(spki).hexdigest(), label=f"passkey of {user.username}", is_break_glass=is_break_glass,
@@ -241,9 +234,9 @@ class Identity:
         )  # fmt: skip
         return sign_receipt(self.private_key, replace(receipt, **changes))
 
-    def end(self, op_id: str, state: Outcome, *, operation: str = "model-load", **fields: Any) -> OpStatus:
+    def end(self, op_id: str, state: Outcome, **fields: Any) -> OpStatus:
         status = OpStatus(op_id=op_id, use=1, state=state, **fields)
-        status.receipt = self.receipt(status, operation=operation)
+        status.receipt = self.receipt(status)
         return status
 
 
@@ -330,7 +323,7 @@ BOX = FakeBox()
 @contextmanager
 def fake_boxes() -> Iterator[FakeBox]:
     BOX.reset()
-    operations = {**django_settings.OPERATIONS, NAME: f"{__name__}.BOX"}
+    operations = {**settings.OPERATIONS, NAME: f"{__name__}.BOX"}
     with override_settings(OPERATIONS=operations):
         find_kind.cache_clear()
         try:

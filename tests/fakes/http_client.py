@@ -176,29 +176,3 @@ async def call(
 ) -> Reply:
     exchange = await Exchange.open(url, method=method, headers=headers, body=body)
     return await exchange.finish(within_s=within_s)
-
-
-RETRYABLE = {
-    "NO_AVAILABLE_NODE": True, "NODE_STALE": True, "NODE_DRAINING": True, "NODE_UNHEALTHY": True, "MODEL_NOT_ALLOWED": False,
-    "PROMPT_TOO_LARGE": False, "MAX_TOKENS_TOO_LARGE": False, "REQUEST_TIMEOUT": True, "FORWARDED_REQUEST_FAILED": True,
-    "REQUEST_INTERRUPTED": True, "INVALID_API_KEY": False, "INVALID_NODE_TOKEN": False, "RATE_LIMITED": True,
-    "BAD_REQUEST": False,
-}  # fmt: skip
-
-
-def assert_failure(reply: Reply, status: int, code: str) -> None:
-    """Check status, envelope and headers of a failure before any byte of a response."""
-    assert reply.status == status, (reply.status, reply.body)
-    assert reply.headers["content-type"].startswith("application/json"), reply.headers
-    assert set(reply.json) == {"error"}, reply.body
-    error = reply.error
-    assert set(error) == {"code", "message", "retryable", "type", "param"}, error
-    assert error["code"] == code, error
-    assert isinstance(error["message"], str)
-    assert error["message"]
-    assert isinstance(error["type"], str)
-    if code in RETRYABLE:
-        assert error["retryable"] is RETRYABLE[code], error
-    assert reply.headers.get("x-request-id"), reply.headers
-    if status in {429, 503, 504}:
-        assert int(reply.headers["retry-after"]) >= 1, reply.headers

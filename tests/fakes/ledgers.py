@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from runner.ledger import Ledger, OpAlreadyDone, OpIsRunning, OpOrder, OpStart, OpStarted, StaleFence
+from runner.ledger.ledger import Ledger, OpAlreadyDone, OpIsRunning, OpOrder, OpStart, OpStarted, StaleFence
 from wire.ids import new_uuid7
 
 T0 = 1_745_880_000.0

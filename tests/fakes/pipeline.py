@@ -20,8 +20,9 @@ from core.db import threads
 from core.db.base import ServerSilent
 from core.db.loop import LoopConnection
 from core.limits import GatewayLimits
-from gateway.dialects import SURFACES, Surface
+from gateway.dialects.surface import SURFACES, Surface
 from gateway.errors import RecordsUnavailable
+from gateway.process import GatewayRuntime
 from gateway.request.dispatch import Candidate, Dispatcher, Job
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry
@@ -213,6 +214,18 @@ async def gateways(rows: Rows) -> AsyncIterator[Make]:
         await gateway.records.stop()
     await eventually(lambda: not threads._room.taken, "what nobody waits for any more is written")
     await sync_to_async(connections.close_all)()
+
+
+@asynccontextmanager
+async def run_gateway(runtime: GatewayRuntime | None = None) -> AsyncIterator[GatewayRuntime]:
+    """Run all that a gateway process does beside its server."""
+    runtime = runtime or GatewayRuntime()
+    await runtime.start()
+    try:
+        yield runtime
+    finally:
+        await runtime.stop()
+        await sync_to_async(connections.close_all)()
 
 
 ACCEPT_S = 30.0

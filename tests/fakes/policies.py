@@ -13,7 +13,6 @@ from tests.fakes.audit_logs import KEY as LOG_KEY
 from tests.fakes.passkeys import ORIGIN, RP_ID, KeyFile, Proof, SoftPasskey
 from wire.bridge import NodeGovernance
 from wire.ids import new_uuid7
-from wire.optoken import Binding, Grant, params_digest, sign_l1, sign_l2
 from wire.optoken.approval import (
     Policy,
     Statement,
@@ -34,7 +33,7 @@ from wire.optoken.documents import (
     digest_result,
     sign_receipt,
 )
-from wire.optoken.op_token import make_runner_id
+from wire.optoken.op_token import Binding, Grant, make_runner_id, params_digest, sign_l1, sign_l2
 
 NOW = 1_745_880_000
 YEAR_S = 365 * 86_400

@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any  # of JSON
 
+from conformance.exchange import Stream
+
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 POOL_RESPONSES = "/v1/pool/responses"
 DONE = b"data: [DONE]\n\n"
@@ -173,3 +175,15 @@ BARE_ERRORS = (
     event({"error": {"message": "boom", "type": "x", "code": 500}}),
 )
 """Of native Responses: no ending yet."""
+
+
+def list_errors(path: str, said: Stream) -> list[int]:
+    """Return the places of the events that tell a client of this dialect that its answer failed."""
+    names = {MESSAGES: "error", RESPONSES: "response.failed", POOL_RESPONSES: "error"}
+    found = []
+    for event in said.events:
+        body = {} if event.data == "[DONE]" else json.loads(event.data)
+        if body["type"] in {"response.failed", "error"} if path in {RESPONSES, POOL_RESPONSES} else "error" in body:
+            assert event.name == names.get(path, "")
+            found.append(event.number)
+    return found

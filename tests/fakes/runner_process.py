@@ -34,7 +34,8 @@ from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan, Report
 from runner.engines.port import FlushOutcome, FlushRequest, FlushResult
 from runner.errors import EngineError, LoadConflict
-from runner.ledger import FILE_NAME, Ledger, LedgerError
+from runner.ledger.database import FILE_NAME, LedgerError
+from runner.ledger.ledger import Ledger
 from runner.library.library import Library
 from runner.operations.commands import Commands
 from runner.operations.gate import Gate, GateRules

@@ -14,20 +14,9 @@ from _pytest.mark import ParameterSet
 from tests.fakes.passkeys import Proof
 from tests.fakes.policies import NOW as POLICY_NOW
 from tests.fakes.policies import approve, make_people, make_policy, make_statement
-from wire.optoken import (
-    Binding,
-    Grant,
-    Level,
-    Operation,
-    Verified,
-    Verifier,
-    params_digest,
-    read_token,
-    sign_l0,
-    sign_l1,
-    sign_l2,
-)
 from wire.optoken.approval import Statement
+from wire.optoken.op_token import Binding, Grant, params_digest, read_token, sign_l0, sign_l1, sign_l2
+from wire.optoken.verifier import Level, Operation, Verified, Verifier
 
 NOW = POLICY_NOW
 KEY = b"a key of the tests, 32 bytes long"

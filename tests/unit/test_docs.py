@@ -236,7 +236,7 @@ def test_every_command_is_run_by_a_test_or_listed_as_tried_or_not_tried_by_hand(
 def test_every_endpoint_is_documented() -> None:
     from drf_spectacular.generators import SchemaGenerator
 
-    from gateway.dialects import SURFACES
+    from gateway.dialects.surface import SURFACES
 
     page = read(DOCS / "api.md")
     routes = re.findall(r'_route\("([a-z0-9/]+)', read(ROOT / "gateway" / "urls.py"))

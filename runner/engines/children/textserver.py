@@ -542,8 +542,8 @@ class TextServer:
         self._model = model
         self._settings = settings
         self._slots = Slots(count=settings["slots"], max_waiting=limits().children.waiting)
+        # A thread of its own for those who only want to know how long a prompt is: it waits for no generation.
         self._counting = Slots(count=1, max_waiting=limits().children.waiting_counts)
-        """A thread of its own for those who only want to know how long a prompt is: it waits for no generation."""
         source = read_template(Path(settings["folder"]))
         self._template = ChatTemplate(source, model.specials, settings["enable_thinking"]) if source is not None else None
 

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from aiohttp import BodyPartReader, web
+from aiohttp import web
+from multidict import MultiDictProxy
 
 from runner.engines.children import Parent, Settings, import_engine, load_ctranslate2, run_child, unload_ctranslate2
 from runner.engines.children.web import Pipe, Refusal, Slots, as_event, make_app, serve, stream_events
@@ -44,70 +45,44 @@ class AudioRequest:
     vad_filter: bool = False
 
 
-@dataclass(slots=True)
-class _Parts:
-    """Fields by name; the names of lists end in ``[]``."""
-
-    fields: dict[str, str] = field(default_factory=dict)
-    granularities: set[str] = field(default_factory=set)
-    has_file: bool = False
-
-
 async def read_request(request: web.Request, *, max_upload_bytes: int, languages: Collection[str]) -> AudioRequest:
     """Read and check a body; ``languages`` are the codes the model knows. Raises Refusal, and leaves no file open then."""
     if not request.content_type.startswith("multipart/"):
         raise Refusal("the body must be multipart/form-data with a file", param="file")
-    # Unlinked at once where the system can: nothing remains, not even after a kill.
-    file = tempfile.TemporaryFile(prefix="muster-audio-")  # noqa: SIM115  # outlives this function on success
     try:
-        parts = await _read_parts(request, file, max_upload_bytes)
-        checked = _check(parts, file, languages)
-    except BaseException:
-        file.close()
-        raise
-    file.seek(0)
-    return checked
-
-
-async def _read_parts(request: web.Request, file: IO[bytes], max_upload_bytes: int) -> _Parts:
-    if (request.content_length or 0) > max_upload_bytes + limits().children.audio_fields * limits().children.audio_field_bytes:
-        raise _too_large(max_upload_bytes)
-    parts = _Parts()
-    try:
-        reader = await request.multipart()
-        for _ in range(limits().children.audio_fields):
-            part = await reader.next()
-            if part is None:
-                return parts
-            if not isinstance(part, BodyPartReader):
-                raise Refusal("nested multipart bodies are not read")
-            await _read_part(part, parts, file, max_upload_bytes)
+        form = await request.post()  # files have no name on disk: nothing remains, not even after a kill
+    except web.HTTPRequestEntityTooLarge:
+        raise _too_large(max_upload_bytes) from None
     except (ValueError, AssertionError) as error:  # what aiohttp raises for a body that is not multipart after all
         raise Refusal("the multipart body cannot be read") from error
-    raise Refusal(f"more than {limits().children.audio_fields} fields")
+    files = [part.file for part in form.values() if isinstance(part, web.FileField)]
+    try:
+        if not isinstance(form.get("file"), web.FileField):
+            raise Refusal("the field file is missing", param="file")
+        if len(files) > 1:
+            raise Refusal("more than one file", param="file")
+        if files[0].seek(0, os.SEEK_END) > max_upload_bytes:
+            raise _too_large(max_upload_bytes)
+        files[0].seek(0)
+        return _check(_read_fields(form), files[0], languages)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
 
 
-async def _read_part(part: BodyPartReader, parts: _Parts, file: IO[bytes], max_upload_bytes: int) -> None:
-    if part.name == "file":
-        size = 0
-        while chunk := await part.read_chunk(limits().children.audio_chunk_bytes):
-            size += len(chunk)
-            if size > max_upload_bytes:
-                raise _too_large(max_upload_bytes)
-            file.write(chunk)
-        parts.has_file = True
-        return
-    value = bytearray()
-    while chunk := await part.read_chunk(limits().children.audio_field_bytes):
-        value += chunk
-        if len(value) > limits().children.audio_field_bytes:
-            raise Refusal(f"a field has more than {limits().children.audio_field_bytes} bytes", param=part.name)
-    text = value.decode("utf-8", "replace").strip()
-    name = (part.name or "").removesuffix("[]")
-    if name == "timestamp_granularities":
-        parts.granularities.add(text)
-    else:
-        parts.fields[name] = text
+def _read_fields(form: MultiDictProxy[Any]) -> dict[str, list[str]]:  # Any: texts, bytes and files
+    bounds, fields = limits().children, dict[str, list[str]]()
+    if len(form) > bounds.audio_fields:
+        raise Refusal(f"more than {bounds.audio_fields} fields")
+    for name, value in form.items():
+        if isinstance(value, web.FileField):
+            continue
+        if len(value) > bounds.audio_field_bytes:
+            raise Refusal(f"a field has more than {bounds.audio_field_bytes} bytes", param=name)
+        text = value if isinstance(value, str) else value.decode("utf-8", "replace")
+        fields.setdefault(name.removesuffix("[]"), []).append(text.strip())
+    return fields
 
 
 def _too_large(max_upload_bytes: int) -> Refusal:
@@ -115,10 +90,8 @@ def _too_large(max_upload_bytes: int) -> Refusal:
     return Refusal(f"the file is larger than {limit_mb} MiB", param="file", code="request_too_large", status=413)
 
 
-def _check(parts: _Parts, file: IO[bytes], languages: Collection[str]) -> AudioRequest:
-    fields = parts.fields
-    if not parts.has_file:
-        raise Refusal("the field file is missing", param="file")
+def _check(given: dict[str, list[str]], file: IO[bytes], languages: Collection[str]) -> AudioRequest:
+    fields = {name: texts[-1] for name, texts in given.items()}
     language = fields.get("language", "").lower() or None
     if language is not None and language not in languages:
         raise Refusal("the model does not know this language; send a code such as en", param="language")
@@ -128,9 +101,10 @@ def _check(parts: _Parts, file: IO[bytes], languages: Collection[str]) -> AudioR
     stream = _flag(fields, "stream")
     if stream and shape not in STREAMED_FORMATS:
         raise Refusal("a streamed answer is json or text", param="response_format")
-    if parts.granularities - {"segment", "word"}:
+    granularities = frozenset(given.get("timestamp_granularities", ()))
+    if granularities - {"segment", "word"}:
         raise Refusal("timestamp_granularities are segment and word", param="timestamp_granularities")
-    if parts.granularities and shape != "verbose_json":
+    if granularities and shape != "verbose_json":
         raise Refusal("timestamp_granularities need response_format verbose_json", param="timestamp_granularities")
     return AudioRequest(
         file=file,
@@ -138,7 +112,7 @@ def _check(parts: _Parts, file: IO[bytes], languages: Collection[str]) -> AudioR
         prompt=fields.get("prompt") or None,
         response_format=shape,
         temperature=_temperature(fields),
-        granularities=frozenset(parts.granularities or {"segment"}),
+        granularities=granularities or frozenset({"segment"}),
         stream=stream,
         vad_filter=_flag(fields, "vad_filter"),
     )
@@ -359,7 +333,8 @@ class AudioServer:
         return {"multilingual": bool(self._model.model.is_multilingual)}
 
     def make(self) -> web.Application:
-        app = make_app(key=self._settings["key"], max_body_bytes=self._settings["max_upload_bytes"])
+        fields_bytes = limits().children.audio_fields * limits().children.audio_field_bytes
+        app = make_app(key=self._settings["key"], max_body_bytes=self._settings["max_upload_bytes"] + fields_bytes)
         app.router.add_get("/stats", self.stats)
         app.router.add_post("/v1/audio/transcriptions", partial(self._answer, "transcribe"))
         app.router.add_post("/v1/audio/translations", self.translate)

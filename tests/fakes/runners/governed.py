@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from runner.ledger import Ledger
+from runner.ledger.ledger import Ledger
 from runner.operations.commands import Commands
 from runner.operations.gate import Admitted, Gate, GateRules
 from runner.operations.operation import Operations
@@ -19,12 +19,14 @@ from tests.fakes.ledgers import T0, Clock
 from tests.fakes.policies import Fleet, Issuer
 from tests.fakes.runners.parts import Bench, assembled, write_models
 from tests.fakes.scripted_gateway import ConnectedBox
+from tests.fakes.signed_tokens import KEY
 from tests.fakes.waiting import eventually
 from wire import bridge
 from wire.ids import new_uuid7
-from wire.optoken import Binding, Grant, Level, Operation, encode_token, params_digest, sign_l0, sign_l1
 from wire.optoken.approval import decode_bytes
 from wire.optoken.documents import Receipt, digest_result, read_receipt
+from wire.optoken.op_token import Binding, Grant, encode_token, params_digest, sign_l0, sign_l1
+from wire.optoken.verifier import Level, Operation
 
 FINAL = frozenset({"succeeded", "failed", "refused", "interrupted", "unknown"})
 
@@ -175,8 +177,6 @@ async def desk_of(tmp_path: Path) -> AsyncIterator[Desk]:
             await desk.operations.close()
 
 
-KEY = b"a key of the tests, 32 bytes long"
-OTHER_KEY = b"another key of the tests, as long"
 MODEL = "org/model"
 NOW = T0 + 10
 PARAMS: dict[str, object] = {"modelId": MODEL, "evictModel": "org/other"}

@@ -29,7 +29,8 @@ from runner.ledger import ledger
 from runner.limits import install, limits
 from tests.fakes.scripted_gateway import TOKEN
 from tests.fakes.waiting import DEADLINE_S, eventually, wait_until
-from wire.optoken import Grant, Operation, sign_l0
+from wire.optoken.op_token import Grant, sign_l0
+from wire.optoken.verifier import Operation
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENT = "tests.fakes.runners.process"

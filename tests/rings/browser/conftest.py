@@ -17,7 +17,16 @@ from typing import Any, TypeVar
 
 import pytest
 from django.db import connection
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Page, Playwright, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    ConsoleMessage,
+    Dialog,
+    Page,
+    Playwright,
+    ViewportSize,
+    expect,
+    sync_playwright,
+)
 from pytest_django import DjangoDbBlocker
 
 from core.models import User
@@ -34,6 +43,7 @@ AXE = files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="
 _NO_COMPLAINTS = ("pubKeyCredParams", "WebSocket is closed before the connection is established")
 """Chromium would have RSA keys offered as well, for old devices; no verifier of ours reads them. And it notes that a page was
 left while its socket was still being opened."""
+DESK: ViewportSize = {"width": 1280, "height": 900}
 REPORTER = """
 document.addEventListener("securitypolicyviolation", (event) => {
     console.error(`CSP violation: ${event.violatedDirective} ${event.blockedURI} ${event.sample}`);
@@ -214,16 +224,22 @@ def gateway(
         yield server
 
 
-@pytest.fixture
-def visit(browser: Browser, control: ServerProcess) -> Iterator[Visit]:
-    context: BrowserContext = browser.new_context(viewport={"width": 1280, "height": 900})
+def open_visit(browser: Browser, url: str, *, ignored: str | None = None) -> Visit:
+    """Open a browser of its own: other cookies, another device. What it warns of is noted, but for ``ignored``."""
+    context = browser.new_context(viewport=DESK, base_url=url)
     context.add_init_script(REPORTER)
     page = context.new_page()
     page.set_default_timeout(30_000)
-    visiting = Visit(page, control.url)
-    page.on("console", visiting.note_console)
+    visiting = Visit(page, url)
+    page.on("console", lambda message: None if ignored and ignored in message.text else visiting.note_console(message))
     page.on("pageerror", lambda error: visiting.complaints.append(f"page error: {error}"))
     page.on("dialog", visiting.refuse_dialog)
+    return visiting
+
+
+@pytest.fixture
+def visit(browser: Browser, control: ServerProcess) -> Iterator[Visit]:
+    visiting = open_visit(browser, control.url)
     yield visiting
-    context.close()
+    visiting.page.context.close()
     assert visiting.complaints == []

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from django.conf import settings
-from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY
-from django.contrib.sessions.backends.db import SessionStore
 from playwright.sync_api import Browser, CDPSession, Locator, Page, ViewportSize, expect
 
 from controlplane.live import CloseCode
@@ -22,11 +20,10 @@ from governance.models import ApproverKey, Operation
 from governance.operations import policies as freezes
 from governance.operations import runs
 from governance.people import create_invitation
-from governance.signin import ASSURANCE
 from tests.fakes.control_process import ROOT, ServerProcess
-from tests.fakes.governed_team import Identity, Member, Team, make_box, make_governed, make_team, propose_token
+from tests.fakes.governed_team import Identity, Member, Team, make_box, make_governed, make_team, open_session, propose_token
 from tests.fakes.policies import make_people, make_policy, make_statement
-from tests.rings.browser.conftest import REPORTER, Chromium, Visit, find_violations, in_database, press
+from tests.rings.browser.conftest import DESK, Chromium, Visit, find_violations, in_database, open_visit, press
 from wire.optoken.approval import canonical, decode_bytes, digest_words, encode_bytes
 
 pytestmark = [pytest.mark.browser, pytest.mark.django_db(transaction=True), pytest.mark.timeout(300)]
@@ -35,7 +32,6 @@ OURS = "pubKeyCredParams"
 """What Chromium warns of: that we take no RSA keys."""
 PHONE: ViewportSize = {"width": 360, "height": 800}
 LOAD_FORM = "/approvals/propose?operation=model-load"
-DESK: ViewportSize = {"width": 1280, "height": 900}
 
 
 @dataclass(frozen=True)
@@ -45,21 +41,12 @@ class Site:
     url: str
     browser: Browser
 
-    def visit(self, *, host: str = "localhost") -> Visit:
-        """Open a browser of its own: other cookies, another device."""
-        context = self.browser.new_context(viewport=DESK, base_url=self.url)
-        context.add_init_script(REPORTER)
-        page = context.new_page()
-        page.set_default_timeout(30_000)
-        found = Visit(page, self.url.replace("localhost", host))
-        page.on("console", lambda message: None if OURS in message.text else found.note_console(message))
-        page.on("pageerror", lambda error: found.complaints.append(f"page error: {error}"))
-        page.on("dialog", found.refuse_dialog)
-        return found
+    def visit(self) -> Visit:
+        return open_visit(self.browser, self.url, ignored=OURS)
 
-    def visit_as(self, user: User, *, host: str = "localhost") -> Visit:
-        visit = self.visit(host=host)
-        key = in_database(lambda: make_session(user))
+    def visit_as(self, user: User) -> Visit:
+        visit = self.visit()
+        key = in_database(lambda: open_session(user).session.session_key or "")
         visit.page.context.add_cookies([{"name": settings.SESSION_COOKIE_NAME, "value": key, "url": visit.url}])
         return visit
 
@@ -69,17 +56,6 @@ def site(chromium: Chromium, control: ServerProcess, transactional_db: None, set
     settings.PUBLIC_URL = control.public_url
     with chromium.lend() as browser:
         yield Site(control.public_url, browser)
-
-
-def make_session(user: User) -> str:
-    session = SessionStore()
-    session[SESSION_KEY] = str(user.pk)
-    session[BACKEND_SESSION_KEY] = "django.contrib.auth.backends.ModelBackend"
-    session[HASH_SESSION_KEY] = user.get_session_auth_hash()
-    session[ASSURANCE] = "passkey"
-    session.create()
-    assert session.session_key
-    return session.session_key
 
 
 def add_device(visit: Visit) -> tuple[CDPSession, str]:

@@ -23,7 +23,6 @@ from runner.engines.process import list_left, list_tree
 from runner.engines.supervisor import Supervisor
 from runner.errors import EngineError, InvalidLoadRequest, RequestRefused
 from runner.limits import limits
-from runner.pool.loads import LoadOrder
 from runner.pool.models import Model, ModelState
 from tests.fakes.engine import FakeEngine
 from tests.fakes.engines import cases, comfyui, llama_server, provider, tabbyapi
@@ -249,25 +248,6 @@ async def test_unloading_frees_the_memory_and_the_process_and_can_be_repeated(tm
         # Not measured against the second load: shared pages are counted by share, so what that takes moves with what else runs.
         took = max(first.memory_bytes or 0, result.before_bytes)
         assert first.predicted_bytes != took == second.predicted_bytes, "what a load took is the next prediction"
-
-
-async def test_an_engine_killed_in_the_middle_of_its_load_leaves_a_failed_model_and_no_process(tmp_path: Path) -> None:
-    async with pools.assembled(tmp_path) as parts:
-        order = await parts.pool.loader.order("a", overrides={})
-        assert isinstance(order, LoadOrder)
-        model, killed = order.model, list[int]()
-
-        def kill(_progress: object) -> None:
-            if not killed and (pids := pids_of(model)):
-                os.kill(pids[0], signal.SIGKILL)
-                killed.extend(pids)
-
-        with pytest.raises(EngineError):
-            await parts.pool.loader.carry_out(order, kill)
-        assert (model.state, bool(model.last_error), model.reserved_bytes) == (ModelState.FAILED, True, 0)
-        assert killed
-        assert not any(psutil.pid_exists(pid) for pid in killed)
-        assert (await pools.load(parts, "a")).model_id == "a"
 
 
 async def test_an_engine_that_dies_is_withdrawn_and_comes_back_and_a_second_one_serves_meanwhile(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from typing import Any
 import psycopg
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import DatabaseError, connection, connections, transaction
+from django.db import connections
 from django.test import Client
 from pytest_django import Settings
 
 from core.db import threads
 from core.db.threads import DatabaseBusy, run_in_database, run_upkeep
 from core.limits import GatewayLimits
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from gateway.errors import RecordsUnavailable
 from gateway.process import GatewayRuntime
 from gateway.request.identity import KeyRing
@@ -34,7 +34,7 @@ from gateway.request.models import Catalogue
 from gateway.request.records import Record, RecordWriter
 from governance.models import AuditEvent, Operation
 from tests.fakes.audit_logs import LOG_KEY, database_url, judge_database, raw_connection, sizes
-from tests.fakes.control_process import frozen, in_thread, wait_for
+from tests.fakes.control_process import frozen, in_thread
 from tests.fakes.governed_team import make_client, make_team
 from tests.fakes.limits import set_limits
 from tests.fakes.pipeline import (
@@ -56,65 +56,11 @@ from wire.credentials import CredentialKind, mint_credential
 SLACK_S = 30.0
 
 
-def ask() -> int:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT 7")
-        (answer,) = cursor.fetchone()
-        return int(answer)
-
-
-class Halfway:
-    """A query whose connection is open before the server freezes: ``is_connected`` then, and ``go_on`` afterwards."""
-
-    def __init__(self) -> None:
-        self.is_connected = threading.Event()
-        self.go_on = threading.Event()
-
-    def run(self) -> int:
-        with transaction.atomic():
-            ask()
-            self.is_connected.set()
-            assert self.go_on.wait(30)
-            return ask()
-
-
-async def halfway(run: Callable[[Callable[[], int]], Coroutine[Any, Any, int]]) -> tuple[Halfway, asyncio.Task[int]]:
-    """Return a query that is connected, and its caller; a busy machine may take all the time of one for that."""
-    while True:
-        query = Halfway()
-        caller = asyncio.create_task(run(query.run))
-        await eventually(lambda: query.is_connected.is_set() or caller.done())  # noqa: B023  # awaited within the turn
-        if query.is_connected.is_set():
-            return query, caller
-        query.go_on.set()
-        await asyncio.gather(caller, return_exceptions=True)
-
-
 @pytest.fixture
 def limit_s() -> float:
     """Less patience than we ship: what is tested waits it out."""
     set_limits(core={"database_s": 2.0}, gateway={"records_silence_s": 1.0})
     return 2.0
-
-
-@pytest.mark.usefixtures("rows")
-async def test_what_asks_a_frozen_server_ends_and_all_threads_come_back(
-    private_servers: EmbeddedServers, limit_s: float
-) -> None:
-    begun = [await halfway(run) for run in (run_in_database, run_in_database, run_upkeep, run_upkeep)]
-    callers = [caller for _, caller in begun]
-    with frozen(private_servers):
-        for query, _ in begun:
-            query.go_on.set()
-        callers += [asyncio.create_task(run_in_database(ask)) for _ in range(12)]
-        async with asyncio.timeout(limit_s + SLACK_S):
-            failures = await asyncio.gather(*callers, return_exceptions=True)
-        assert all(isinstance(failure, DatabaseError) for failure in failures), failures
-    async with asyncio.timeout(SLACK_S):
-        for run in (run_in_database, run_upkeep):
-            while await asyncio.gather(*(run(ask) for _ in range(8)), return_exceptions=True) != [7] * 8:
-                pass  # a server that has just thawed may need longer than they wait
-    await eventually(lambda: threads._room.taken == 0)
 
 
 @pytest.mark.usefixtures("rows")
@@ -337,7 +283,9 @@ async def test_nothing_is_accepted_that_is_not_written_and_all_of_it_works_again
             writer.touch(running)
             states = states_of(rows)
             assert all(states.get(record.id) for record in accepted)
-        await sync_to_async(wait_for)(lambda: states_of(rows)[running.id] == "completed", what="the end is written in the end")
+        await sync_to_async(wait_until)(
+            lambda: states_of(rows)[running.id] == "completed", what="the end is written in the end"
+        )
         again = make_long_record()
         await writer.accept(again)
         assert again.id in states_of(rows)
@@ -381,7 +329,7 @@ def test_an_admin_token_reads_and_health_says_so_while_the_database_is_read_only
     def act() -> None:
         assert look() == (200, "ok")
         with read_only(rows):
-            wait_for(lambda: look() == (503, "read-only"), what="the server takes no writes")
+            wait_until(lambda: look() == (503, "read-only"), what="the server takes no writes")
             assert propose(operator).status_code == 503
             rows.execute("UPDATE governance_admintoken SET last_used_at = NULL")
             assert operator.get("/api/v1/operations").status_code == 200

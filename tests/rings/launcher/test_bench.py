@@ -27,8 +27,8 @@ from benchmarks.processes import ROOT, tree_cpu_s, tree_pss_bytes
 from benchmarks.toolchain import Tools, build_tools, find_compiler
 from benchmarks.upstream import MockUpstream
 from controlplane.launcher.processes import find_by_directory
-from gateway.dialects import SURFACES
 from gateway.dialects.chat import AnswerContext
+from gateway.dialects.surface import SURFACES
 from tests.fakes.scripted_gateway import TOKEN, run_gateway
 from tests.fakes.waiting import eventually, wait_until
 

@@ -49,13 +49,13 @@ from tests.fakes.control_process import (
     serve_control,
     serve_worker,
     stop_tree,
-    wait_for,
     wait_for_the_abandoned,
 )
 from tests.fakes.direct_node import run_direct_node
 from tests.fakes.governed_team import Team, approve_load, make_due, make_governed, only_run, propose_token
 from tests.fakes.nodes import ACTOR, make_node, make_presence
 from tests.fakes.servers import EmbeddedServers
+from tests.fakes.waiting import wait_until
 
 COMMIT_LOCK = 77
 LOAD = "/v1/models/load"
@@ -124,7 +124,7 @@ def test_every_thread_of_a_bound_process_gives_a_frozen_server_up_and_asks_a_tha
         for future in (connected, fresh):
             assert isinstance(future.exception(WITHIN_S), OperationalError)
     # One that has just thawed may need longer than they wait.
-    wait_for(lambda: in_thread(lambda: ask("SELECT 4")).exception(WITHIN_S) is None, what="a thawed server is asked again")
+    wait_until(lambda: in_thread(lambda: ask("SELECT 4")).exception(WITHIN_S) is None, what="a thawed server is asked again")
 
 
 @pytest.mark.usefixtures("bound_process", "team")
@@ -232,7 +232,7 @@ class TestControlPlane:
         }
         reads = {name: get for name, get in asked.items() if name != "change"}
         for name, get in reads.items():
-            wait_for(partial(is_fine, get), what=name)
+            wait_until(partial(is_fine, get), what=name)
         before = count_threads(control)
         with ExitStack() as opened:
             clients = opened.enter_context(ThreadPoolExecutor(2 * CROWD))
@@ -244,7 +244,7 @@ class TestControlPlane:
                     caught.append(clients.submit(asked["page"]))
                 return count_blocked(servers) > 0
 
-            wait_for(is_caught_halfway, what="a request waits for its session")
+            wait_until(is_caught_halfway, what="a request waits for its session")
             with frozen(servers):
                 impatient = httpx.Timeout(WITHIN_S, read=0.1)
                 leaving = [clients.submit(is_left, partial(person.get, "/approvals/", timeout=impatient)) for _ in range(CROWD)]
@@ -265,8 +265,8 @@ class TestControlPlane:
         assert (error["retryable"], "may or may not have been done" in error["message"]) == (False, True)
         assert said["health"].json()["database"] == "unreachable"
         for name, get in reads.items():
-            wait_for(partial(is_fine, get), what=name)
-        wait_for(lambda: count_threads(control) < before + 2 * CROWD, what="the threads come back")
+            wait_until(partial(is_fine, get), what=name)
+        wait_until(lambda: count_threads(control) < before + 2 * CROWD, what="the threads come back")
 
     def test_what_follows_something_ends_in_a_freeze_and_may_come_back(
         self, servers: EmbeddedServers, control: ServerProcess, team: Team, cookie: str, script: httpx.Client
@@ -295,8 +295,8 @@ class TestControlPlane:
                 assert (closed_with(page), page_of_now.result()) == (CloseCode.TRY_AGAIN_LATER, CloseCode.TRY_AGAIN_LATER)
                 assert cut.result()[-1] == ""  # ended as a whole, after an event
                 assert (later.result().status_code, later.result().json()["error"]["retryable"]) == (503, True)
-        wait_for(lambda: "queued" in read_page(open_page), what="the page is live again")
-        wait_for(is_followed, what="the operation is followed again")
+        wait_until(lambda: "queued" in read_page(open_page), what="the page is live again")
+        wait_until(is_followed, what="the operation is followed again")
 
 
 # what was approved
@@ -349,7 +349,7 @@ def test_executions_that_a_freeze_cuts_off_come_to_exactly_one_end(servers: Embe
         holding.enter_context(held(servers, f"SELECT FROM governance_operation WHERE id = '{begun.operation_id}' FOR UPDATE"))
         holding.enter_context(held(servers, f"SELECT pg_advisory_xact_lock({COMMIT_LOCK})"))
         workers = [in_thread(partial(work_on, run.pk)) for run in (begun, ending)]
-        wait_for(lambda: count_blocked(servers) == len(workers), what="one has begun, and one is in its COMMIT")
+        wait_until(lambda: count_blocked(servers) == len(workers), what="one has begun, and one is in its COMMIT")
         with frozen(servers):
             assert all(isinstance(worker.exception(WITHIN_S), OperationalError) for worker in workers)
     wait_for_the_abandoned(servers)
@@ -359,7 +359,7 @@ def test_executions_that_a_freeze_cuts_off_come_to_exactly_one_end(servers: Embe
         make_due(run.operation)
     for again in [in_thread(reconcile) for _ in range(3)]:
         again.result(WITHIN_S)
-    wait_for(lambda: is_done(begun), what="the other one is carried out")
+    wait_until(lambda: is_done(begun), what="the other one is carried out")
     for run in (begun, ending):
         assert_carried_out_once(run)
 
@@ -406,12 +406,12 @@ def test_a_worker_gives_a_frozen_server_up_and_carries_out_what_is_due_when_it_i
     with serve_worker(log, env=processes), Celery(broker=broker, set_as_current=False) as bell:
         with held(servers, f"SELECT FROM governance_operation WHERE id = '{run.operation_id}' FOR UPDATE"):
             bell.send_task("governance.tasks.work", args=[str(run.pk)])
-            wait_for(lambda: count_blocked(servers), what="the worker has begun", within_s=2 * WITHIN_S)
+            wait_until(lambda: count_blocked(servers), what="the worker has begun", within_s=2 * WITHIN_S)
             with frozen(servers):
                 bell.send_task("controlplane.tasks.sweep")
                 for sign in ("due_tasks_wait", "controlplane.tasks.sweep", "OperationalError"):
-                    wait_for(partial(is_logged, log, sign), what=sign)
+                    wait_until(partial(is_logged, log, sign), what=sign)
         make_due(run.operation)
         bell.send_task("governance.tasks.work", args=[str(run.pk)])
-        wait_for(lambda: is_done(run), what="it is carried out")
+        wait_until(lambda: is_done(run), what="it is carried out")
     assert_carried_out_once(run)

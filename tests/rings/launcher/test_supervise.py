@@ -133,7 +133,10 @@ def test_a_part_that_dies_is_started_again_and_what_it_had_started_goes_with_it(
     first, child = supervisor.pids["part"], int(log.read_text())
     os.kill(first, signal.SIGKILL)
     watch_until(supervisor, lambda: supervisor.pids.get("part", first) != first and processes.identify(child) is None)
-    assert "part was killed by SIGKILL, starting it again in 0.0 s" in capsys.readouterr().err
+    watch_until(supervisor, lambda: supervisor.parts["part"].is_ready)
+    said = capsys.readouterr()
+    assert "part was killed by SIGKILL, starting it again in 0.0 s" in said.err
+    assert "part is back (process " in said.out + said.err
     assert [describe_status(status) for status in (1, -99)] == ["ended with status 1", "was killed by signal 99"]
 
 

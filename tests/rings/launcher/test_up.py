@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -254,21 +253,6 @@ def test_what_up_cannot_do_is_one_line_before_anything_starts(installation: Inst
 def test_manage_reaches_the_running_installation(installation: Installation) -> None:
     answer = installation.run("manage", "shell", "-v", "0", "-c", "from core.models import User; print(User.objects.get())")
     assert answer.stdout == "admin\n", answer.stderr
-
-
-@pytest.mark.parametrize("name", ["valkey", "gateway", "worker", "control", "postgres"])
-def test_a_part_killed_with_9_is_back_and_said_so(installation: Installation, name: str) -> None:
-    before = installation.read()
-    os.kill(before["pids"][name], signal.SIGKILL)
-
-    def is_back() -> bool:
-        pids = installation.read()["pids"]
-        return set(pids) == PARTS and pids[name] != before["pids"][name]
-
-    installation.wait(is_back)
-    installation.wait(lambda: both_answer(before))
-    installation.wait(lambda: f"{name} is back" in installation.said())
-    assert f"{name} was killed by SIGKILL, starting it again in" in installation.said()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the death signal, which only Linux has")

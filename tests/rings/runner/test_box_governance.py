@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import pytest
 
-from runner.ledger import INTERRUPTED, Ledger, RunState
+from runner.ledger.ledger import INTERRUPTED, Ledger, RunState
 from runner.operations import trust
 from runner.operations.keys import OP_KEYS_NAME, OpKeys, load_identity
 from runner.operations.trust import FORGOTTEN, WAITING
@@ -31,9 +31,9 @@ from tests.fakes.waiting import DEADLINE_S, eventually
 from wire import bridge
 from wire.auditlog import to_bytes, verify_signature
 from wire.ids import new_uuid7
-from wire.optoken import owns_runner_id
 from wire.optoken.approval import decode_bytes
 from wire.optoken.documents import digest_result, read_receipt
+from wire.optoken.op_token import owns_runner_id
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -234,7 +234,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import asyncio, sys, time
 from pathlib import Path
-from runner.ledger import Ledger, OpOrder
+from runner.ledger.ledger import Ledger, OpOrder
 
 async def main():
     ledger = await Ledger.open(Path(sys.argv[1]))

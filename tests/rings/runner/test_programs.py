@@ -24,8 +24,9 @@ from tests.fakes.runners.process import ROOT
 from wire import auditlog
 from wire.auditlog import USAGE_STATUS, Record
 from wire.ids import new_uuid7
-from wire.optoken import Level, approval
+from wire.optoken import approval
 from wire.optoken.approval import digest_words, policy_words
+from wire.optoken.verifier import Level
 
 PROGRAM = Path(str(approval.__file__))
 SIZE = len(LOG)

@@ -149,17 +149,6 @@ async def test_every_endpoint_it_names_answers(engine: HttpEngine) -> None:
         assert await ask(engine, call(path, {"model": "tiny", **body}))
 
 
-async def test_a_tenant_reuses_what_is_its_own_and_nobody_else_does(engine: HttpEngine) -> None:
-    alpha, beta = replace(SOON, tenant="alpha"), replace(SOON, tenant="beta")
-    first, again, other = [await cached(engine, each) for each in (alpha, alpha, beta)]
-    assert (first, other) == (0, 0)
-    assert again >= 256
-    assert await cached(engine, replace(alpha, cache_tag="other")) == 0
-    assert await cached(engine, replace(alpha, cache_mode="none")) == 0
-    forged = json.loads(alpha.body) | {"cache_salt": vllm_of(engine).salts.salt_for(alpha), "priority": -5}
-    assert await cached(engine, replace(beta, tenant="gamma", body=json.dumps(forged).encode())) == 0
-
-
 async def test_a_flush_is_refused_while_a_request_runs_and_then_clears(engine: HttpEngine) -> None:
     mine = replace(SOON, tenant="flushed")
     await ask(engine, mine)

@@ -368,6 +368,18 @@ def test_a_passphrase_opens_the_key_file_and_another_does_not(
     assert approve(plane, key) == 0
 
 
+def test_a_key_is_not_made_where_nobody_can_be_asked_for_a_passphrase(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(prompt: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("getpass.getpass", ask)
+    assert main(["keys", "new", "--name", "bob", "--dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "muster: there is no terminal to ask on; --help names the option that answers\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.timeout(240)
 def test_a_real_control_plane_counts_the_approval(key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from django.db import connections
 from django.test import Client, override_settings
 from django.urls import URLPattern
 
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from gateway.models import ApiKey, StoredResponse
 from gateway.process import GatewayRuntime
 from gateway.services.keys import create_api_key

@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import connections
 from django.test import Client
 from django.urls import reverse
 
@@ -27,6 +26,7 @@ from governance.admin_tokens import create_admin_token
 from tests.fakes.asgi_client import on_our_server
 from tests.fakes.links import FakeLink
 from tests.fakes.nodes import ACTOR, audited, make_node, make_operator, make_presence
+from tests.fakes.pipeline import run_gateway
 
 pytestmark = pytest.mark.django_db
 
@@ -221,17 +221,6 @@ def test_what_cannot_be_made_names_the_field(admin: Client) -> None:
         answer = admin.post("/api/v1/aliases", body, "application/json")
         assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
     assert ModelAlias.objects.count() == 1
-
-
-@asynccontextmanager
-async def run_gateway() -> AsyncIterator[GatewayRuntime]:
-    runtime = GatewayRuntime()
-    await runtime.start()
-    try:
-        yield runtime
-    finally:
-        await runtime.stop()
-        await sync_to_async(connections.close_all)()
 
 
 @pytest.mark.django_db(transaction=True)

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from core.limits import GatewayLimits
-from gateway.dialects import SURFACES, Surface
+from gateway.dialects.surface import SURFACES, Surface
 from gateway.routing import Alias, Target
 from gateway.values import Priority, RequestOutcome, judge_outcome
 from nodes.links import EndKind

@@ -238,22 +238,6 @@ async def test_a_client_that_does_not_read_is_closed_and_the_streams_beside_it_g
         assert (await again.row())["state"] == "completed"
 
 
-async def test_a_client_that_reads_late_gets_all_of_its_answer(fleet_rows: Rows) -> None:
-    set_limits(gateway={"client_write_s": 3.0})
-    async with Fleet(rows=fleet_rows) as fleet:
-        await fleet.add_node()
-        answer, call = await fleet.begin_stream()
-        answer.client.reading.clear()
-        call.emit(60, text="x" * 16_000)
-        call.finish()
-        await fleet.advance(2.0)
-        assert call.untaken
-        answer.client.reading.set()
-        row = await answer.row()
-        assert (row["state"], row["completion_tokens"]) == ("completed", 61)
-        assert answer.pieces == [(call.ident, place) for place in range(61)]
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("status", "state"), [(400, "rejected"), (429, "failed"), (500, "failed"), (503, "failed")])
 async def test_what_an_engine_refuses_reaches_the_client_as_it_is_and_goes_nowhere_else(
@@ -340,22 +324,6 @@ async def age_drains(fleet: Fleet, seconds: float) -> None:
 
     await run_upkeep(move)
     await fleet.advance(limits().gateway.sweep_s + limits().gateway.tick_s)
-
-
-async def test_a_request_that_a_full_node_sends_back_goes_to_another_one(fleet: Fleet) -> None:
-    leaving = await fleet.add_node(slots=2)
-    running, call = await fleet.begin_stream()
-    leaving.link.down.stall()
-    sent_back = fleet.ask()
-    await fleet.settle()
-    leaving.leave()
-    await fleet.settle()
-    other = await fleet.add_node()
-    leaving.link.down.resume()
-    assert (await serve(fleet, sent_back)).engine is other.engine
-    assert [(row["state"], row["attempts"]) for row in [await sent_back.row()]] == [("completed", 2)]
-    call.finish()
-    assert (await running.row())["state"] == "completed"
 
 
 async def test_what_a_node_loads_is_served_at_once_and_what_it_unloads_no_more(fleet: Fleet) -> None:

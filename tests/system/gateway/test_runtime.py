@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -43,6 +42,7 @@ from nodes.services.sessions import KnownNodes, SessionEnd, close_sessions
 from tests.fakes.clock import install_virtual_clock, shift_clock
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import audited, make_credential, make_node, make_presence
+from tests.fakes.pipeline import run_gateway
 from tests.fakes.waiting import eventually, turns
 from wire.credentials import CredentialKind, mint_credential
 
@@ -53,16 +53,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 async def _close_connections() -> AsyncIterator[None]:
     yield
     await sync_to_async(connections.close_all)()
-
-
-@asynccontextmanager
-async def run_gateway(runtime: GatewayRuntime | None = None) -> AsyncIterator[GatewayRuntime]:
-    runtime = runtime or GatewayRuntime()
-    await runtime.start()
-    try:
-        yield runtime
-    finally:
-        await runtime.stop()
 
 
 @sync_to_async
@@ -179,6 +169,7 @@ async def test_a_storm_of_hints_costs_ten_looks_at_the_commands_of_nodes_a_secon
 
 
 async def test_a_change_without_a_hint_is_found_by_the_sweep_and_a_database_with_lower_marks_is_read_whole() -> None:
+    set_limits(gateway={"sweep_s": 0.1})
     async with run_gateway() as runtime:
         key, _ = await new_key()
         await eventually(lambda: key.keyid in runtime.catalogue.keys)
@@ -279,6 +270,7 @@ def test_only_rows_of_nodes_that_changed_are_read_again_and_the_others_age() -> 
 
 async def test_a_gateway_whose_clock_is_wrong_is_alive_by_the_clock_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     shift_clock(monkeypatch, -3600)
+    set_limits(gateway={"heartbeat_s": 0.2})
     async with run_gateway() as runtime:
         row = GatewayProcess.objects.filter(pk=runtime.gateway_id)
         first = (await row.aget()).heartbeat_at

@@ -46,9 +46,9 @@ from governance.operations.runs import reconcile
 from governance.states import APPROVALS, FINAL_APPROVALS, FINAL_RUNS, OPEN_RUNS, RUNS, ApprovalState, RunState
 from nodes.channel import RECEIPT_INVALID
 from nodes.models import NodeOpKey
-from runner.ledger import RunState as LedgerState
 from runner.ledger.ledger import FINAL_STATES
 from runner.ledger.ledger import TRANSITIONS as LEDGER_TRANSITIONS
+from runner.ledger.ledger import RunState as LedgerState
 from tests.fakes.audit_logs import chain_events
 from tests.fakes.clock import TickingClock, VirtualClock
 from tests.fakes.examples import TIMES
@@ -68,10 +68,9 @@ from tests.fakes.runner_process import (
 )
 from wire import bridge, clock
 from wire.auditlog import entry_hash
-from wire.optoken import Binding, Grant, encode_token, params_digest, sign_l2
 from wire.optoken.approval import decode_bytes, encode_bytes, read_policy, read_statement
 from wire.optoken.documents import ReceiptError, read_receipt
-from wire.optoken.op_token import owns_runner_id
+from wire.optoken.op_token import Binding, Grant, encode_token, owns_runner_id, params_digest, sign_l2
 
 IN_POLICY = ("ana", "ben", "cleo", "dan")
 NAMES = ("rig", "den")

@@ -38,7 +38,6 @@ from governance.operations.proposals import Proposer, use_approval
 from governance.operations.queries import read_inbox, read_operation
 from governance.operations.runs import RunEnd, finish_run, run_due
 from governance.registry import find_kind
-from governance.signin import ASSURANCE
 from governance.states import ApprovalState, RunEvent, RunState
 from tests.fakes.audit_logs import LOG_KEY, chain_events
 from tests.fakes.clock import shift_clock
@@ -528,15 +527,6 @@ def test_who_brought_a_proof_is_in_the_log_and_in_evidence_that_holds_alone(tmp_
         assert ("token:of ben#" in done.stdout) is (name != "older")
 
 
-def sign_in(user: User, *, by: str = "passkey") -> Client:
-    client = Client()
-    client.force_login(user)
-    session = client.session
-    session[ASSURANCE] = by
-    session.save()
-    return client
-
-
 def text_of(client: Client, path: str) -> str:
     response = client.get(path)
     assert response.status_code == 200, response.content.decode()
@@ -545,7 +535,7 @@ def text_of(client: Client, path: str) -> str:
 
 def test_what_can_be_chosen_is_offered(team: Team) -> None:
     create_tenant(name="research", actor="user:ana")
-    form = text_of(sign_in(team[0].user), reverse("approvals:propose") + "?operation=limit-raise&target=tenant:research")
+    form = text_of(open_session(team[0].user), reverse("approvals:propose") + "?operation=limit-raise&target=tenant:research")
     assert re.search(r'<input type="checkbox" name="targets" value="tenant:research"[^>]* checked', form)
     assert "Requests per minute" in form
     assert 'name="param-"' not in form

@@ -8,8 +8,7 @@ import pytest
 from django.test import Client
 from pytest_django import DjangoDbBlocker
 
-from governance.people import Assurance
-from tests.fakes.governed_team import Team, make_governed
+from tests.fakes.governed_team import Team, make_governed, open_session
 from tests.fakes.nodes import shared_rows
 
 
@@ -22,9 +21,4 @@ def team(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[
 @pytest.fixture
 def browser(team: Team) -> Client:
     """The browser of the first of them, who has signed in with a passkey."""
-    client = Client()
-    client.force_login(team[0].user)
-    session = client.session
-    session["muster_assurance"] = Assurance.PASSKEY.value
-    session.save()
-    return client
+    return open_session(team[0].user)

@@ -39,7 +39,7 @@ from tests.fakes.nodes import ACTOR, audited, make_credential
 from tests.fakes.waiting import DEADLINE_S, eventually
 from wire.agent import METALYARD
 from wire.contract import NodeStatus
-from wire.optoken import read_token
+from wire.optoken.op_token import read_token
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -35,9 +35,10 @@ from tests.fakes.governed_team import Identity, Team, approve_load, make_box, ma
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import audited, find_tables, shared_rows
 from wire.bridge import OpCommand, OpQuery, OpStatus
-from wire.optoken import Level, Verifier, read_token
-from wire.optoken import Operation as Verb
 from wire.optoken.approval import read_policy, read_statement, verify_receipts
+from wire.optoken.op_token import read_token
+from wire.optoken.verifier import Level, Verifier
+from wire.optoken.verifier import Operation as Verb
 
 pytestmark = pytest.mark.django_db
 

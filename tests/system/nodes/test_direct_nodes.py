@@ -39,8 +39,9 @@ from tests.fakes.governed_team import Team, approve_load, make_due, only_run
 from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, make_credential, make_node, make_presence, shared_rows
 from wire.contract import NodeStatus
-from wire.optoken import Level, Verifier, read_token
-from wire.optoken import Operation as Verb
+from wire.optoken.op_token import read_token
+from wire.optoken.verifier import Level, Verifier
+from wire.optoken.verifier import Operation as Verb
 
 pytestmark = pytest.mark.django_db
 

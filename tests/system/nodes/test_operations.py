@@ -30,7 +30,7 @@ from nodes.operations.hold import NODE_DRAIN, NODE_EVICT
 from nodes.operations.load import MODEL_LOAD, MODEL_UNLOAD, SETTINGS_RELOAD
 from nodes.services.credentials import revoke_credential
 from nodes.services.drains import drain_node
-from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, make_governed, only_run
+from tests.fakes.governed_team import Identity, Team, approve_load, make_box, make_due, make_governed, only_run, open_session
 from tests.fakes.nodes import ACTOR, audited, make_node, shared_rows
 from wire.optoken.approval import read_statement
 
@@ -317,15 +317,6 @@ def test_the_preview_of_a_reload_names_what_stays_loaded(rig: Identity, box: Nod
     assert "settings.json and local.json" in lines["What is read"]
 
 
-def sign_in(team: Team) -> Client:
-    client = Client()
-    client.force_login(team[0].user)
-    session = client.session
-    session["muster_assurance"] = "passkey"
-    session.save()
-    return client
-
-
 @pytest.mark.parametrize(
     ("said", "words"),
     [
@@ -341,4 +332,4 @@ def sign_in(team: Team) -> Client:
 def test_the_page_of_the_policy_says_what_each_box_holds(team: Team, said: dict[str, Any], words: str) -> None:
     make_box(Identity(), **said)
     assert import_string(settings.GOVERNANCE_PINS)() == [{"name": "rig", "text": words}]
-    assert words in unescape(sign_in(team).get("/approvals/policy").content.decode())
+    assert words in unescape(open_session(team[0].user).get("/approvals/policy").content.decode())

@@ -23,9 +23,9 @@ from tests.fakes.runners.parts import assembled
 from tests.fakes.waiting import eventually
 from wire.bridge import OpCommand, OpQuery, OpStatus
 from wire.ids import new_uuid7
-from wire.optoken import read_token
 from wire.optoken.approval import read_statement
 from wire.optoken.documents import digest_result, read_receipt
+from wire.optoken.op_token import read_token
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -164,7 +164,7 @@ async def test_more_commands_than_can_be_followed_are_refused_until_one_has_ende
 
 async def test_a_node_that_leaves_or_cannot_read_its_ledger_refuses_so_that_another_try_is_worth_it(desk: Desk) -> None:
     command, asked = desk.command(modelId="a"), Ear()
-    desk.operations.refuse_new()
+    desk.operations.is_stopping = True
     desk.commands.take(command, ear := Ear())
     assert ((await ear.end()).state, ear.last.code) == ("refused", "unavailable")
     assert await desk.parts.ledger.find_op(command.op_id, 1) is None

@@ -33,7 +33,8 @@ from tests.fakes.scripted_gateway import GatewayStream, MemoryGateway
 from wire import clock
 from wire.bridge import OpCommand
 from wire.ids import new_uuid7
-from wire.optoken import Binding, Grant, Operation, encode_token, params_digest, sign_l1
+from wire.optoken.op_token import Binding, Grant, encode_token, params_digest, sign_l1
+from wire.optoken.verifier import Operation
 
 KEY = b"a key of the tests, 32 bytes long"
 FINAL = {"succeeded", "failed", "refused", "interrupted"}

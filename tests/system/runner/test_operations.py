@@ -31,7 +31,8 @@ from runner.errors import (
     UnknownModel,
     WrongState,
 )
-from runner.ledger import FILE_NAME, Run, RunState
+from runner.ledger.database import FILE_NAME
+from runner.ledger.ledger import Run, RunState
 from runner.limits import limits
 from runner.operations.gate import Gate, GateRules
 from runner.operations.operation import FlushBody, LoadBody, Operations, Reply, UnloadBody
@@ -44,7 +45,8 @@ from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.parts import Bench, assembled, find, write_models
 from tests.fakes.waiting import eventually, turns
 from wire.ids import new_uuid7
-from wire.optoken import Binding, Grant, Level, Operation, params_digest, sign_l0, sign_l1
+from wire.optoken.op_token import Binding, Grant, params_digest, sign_l0, sign_l1
+from wire.optoken.verifier import Level, Operation
 
 KEY = b"a key of the tests, 32 bytes long"
 BODIES: dict[Operation, Any] = {
@@ -316,7 +318,7 @@ async def test_a_forced_unload_ends_a_load_and_its_task_says_so(desk: Desk) -> N
 
 async def test_a_download_that_fails_evicts_nothing(desk: Desk) -> None:
     await desk.finish(await desk.load("a"))
-    (desk.parts.library.find("b") or Path()).unlink()
+    (desk.parts.pool.registry.library.find("b") or Path()).unlink()
     reply = await desk.load("b", evictModel="a")
     assert (await desk.finish(reply))["status"] == "failed"
     assert find(desk.parts, "a").state is ModelState.LOADED

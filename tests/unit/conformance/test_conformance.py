@@ -11,6 +11,7 @@ from typing import Any  # events are JSON
 import pytest
 
 from conformance.__main__ import main
+from conformance.dialects import DIALECTS
 from conformance.engine import script
 from conformance.engine.answers import stream_chat, stream_message, stream_response
 from conformance.engine.script import DIRECTIVES, NASTY, TEXT, THOUGHT, TOOL, compose, find_prompt, read_script
@@ -65,6 +66,13 @@ def test_what_does_not_fit_is_named_with_its_place() -> None:
     for read, words in reads:
         with pytest.raises(Violation, match=words):
             read()
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+def test_an_answer_without_a_text_is_a_finding(path: str) -> None:
+    reply = Field({"choices": [], "content": [], "output": []}, "reply")
+    with pytest.raises(Violation):
+        DIALECTS[path].text(reply).must_be(TEXT)
 
 
 def test_nothing_checked_is_neither_success_nor_failure(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

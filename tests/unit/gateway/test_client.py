@@ -20,8 +20,8 @@ from pytest_django import Settings
 
 from core.limits import GatewayLimits
 from gateway.apps import check_settings
-from gateway.dialects import SURFACES
 from gateway.dialects.body import is_crowded, read_fields, read_options, read_usual_chat
+from gateway.dialects.surface import SURFACES
 from gateway.errors import BadRequest, BodyTooLarge, ClientLeft, GatewayError
 from gateway.request.attempt import KeepAlive
 from gateway.request.response import admit_origin, is_preflight

@@ -21,10 +21,10 @@ from conformance.exchange import Violation, read_stream
 from conformance.readers import messages as messages_reader
 from conformance.readers import responses as responses_reader
 from core.limits import limits
-from gateway.dialects import SURFACES
 from gateway.dialects.chat import FailingTranslator
 from gateway.dialects.refusal import read_refusal
 from gateway.dialects.responses_request import translate_responses
+from gateway.dialects.surface import SURFACES
 from gateway.errors import GatewayError, StreamTooLarge
 from tests.fakes.chat_engine import (
     CONTEXT,

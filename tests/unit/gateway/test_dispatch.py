@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import cast
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
 from gateway import errors
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from gateway.process import GatewayRuntime
 from gateway.request.dispatch import Availability, Busy, Closed, Dispatcher, Job, Lease, Plan, Ready
 from gateway.request.placement import choose_link
@@ -493,6 +494,8 @@ class Box:
         return name == f"box-{self.load}"
 
 
+choose_box = cast("Callable[..., Box | None]", choose_link)
+"""A box has what placement reads of a link."""
 BOXES = st.lists(st.builds(Box, load=st.integers(0, 4), last_served=st.integers(0, 4), is_free=st.booleans()), max_size=8)
 
 
@@ -501,13 +504,13 @@ def test_the_least_loaded_free_box_wins_unless_another_is_preferred_and_free(
     boxes: list[Box], avoided: set[int], liked: int
 ) -> None:
     avoid = {box for index, box in enumerate(boxes) if index in avoided}
-    chosen = choose_link(boxes, now=0.0, avoid=avoid)
+    chosen = choose_box(boxes, now=0.0, avoid=avoid)
     free = [box for box in boxes if box.is_free]
     best = min(((box in avoid, box.load, box.last_served) for box in free), default=None)
     assert best == (None if chosen is None else (chosen in avoid, chosen.load, chosen.last_served))
     assert chosen is None or chosen.is_free
-    found, fans = choose_link(boxes, now=0.0, prefer=f"box-{liked}"), [box for box in free if box.load == liked]
-    assert found in fans if fans else found is choose_link(boxes, now=0.0)
+    found, fans = choose_box(boxes, now=0.0, prefer=f"box-{liked}"), [box for box in free if box.load == liked]
+    assert found in fans if fans else found is choose_box(boxes, now=0.0)
 
 
 @pytest.mark.parametrize("path", [RESPONSES, POOL_RESPONSES], ids=["the client's path", "what only nodes of ours answer"])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
-from gateway.dialects import SURFACES, Surface
+from gateway.dialects.surface import SURFACES, Surface
 from gateway.errors import ClientLeft, ClientTooSlow, ForwardedRequestFailed, RequestInterrupted, RequestTimeout, StreamTooLarge
 from gateway.request import attempt as answers
 from gateway.request.attempt import Exchange
@@ -311,29 +311,23 @@ USAGE = TokenCounts(prompt_tokens=5, completion_tokens=6, total_tokens=11)
 
 
 @pytest.mark.parametrize(
-    "parts",
+    ("parts", "usage"),
     [
-        [b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6,"total_tokens":11}}\n\n', b"data: [DONE]\n\n"],
-        [b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":1},"prompt_tokens":5,"completion_tokens":6}}\n\n'],
-        [b'event: message_delta\ndata: {"usage":{"input_tokens":5,"output_tokens":6}}\n\n'],
-        [b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6},"x":1}\n\n', b'data: {"usage":null}\n\n'],
+        ([b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6,"total_tokens":11}}\n\n', b"data: [DONE]\n\n"], USAGE),
+        ([b'data: {"usage":{"prompt_tokens_details":{"cached_tokens":1},"prompt_tokens":5,"completion_tokens":6}}\n\n'], USAGE),
+        ([b'event: message_delta\ndata: {"usage":{"input_tokens":5,"output_tokens":6}}\n\n'], USAGE),
+        ([b'data: {"usage":{"prompt_tokens":5,"completion_tokens":6},"x":1}\n\n', b'data: {"usage":null}\n\n'], USAGE),
+        *(([part, b"\n\n"], None) for part in (b'data: {"usage":{"prompt_tokens":"many"}}\n\n', b'data: {"usage":{')),
+        *(([part, b"\n\n"], None) for part in (b'"usage":{{{{{}}}}', b'"usage"')),
     ],
 )
-async def test_usage_is_read_from_the_stream_when_the_link_does_not_report_it(parts: list[bytes]) -> None:
+async def test_usage_that_makes_sense_is_read_from_the_stream_when_the_link_does_not_report_it(
+    parts: list[bytes], usage: TokenCounts | None
+) -> None:
     attempt = Attempt()
     stream = await attempt.begin()
     stream.answer(*parts, DONE, headers=SSE)
-    assert await attempt.outcome() == Served(200, USAGE)
-
-
-@pytest.mark.parametrize(
-    "part", [b'data: {"usage":{"prompt_tokens":"many"}}\n\n', b'data: {"usage":{', b'"usage":{{{{{}}}}', b'"usage"']
-)
-async def test_usage_that_makes_no_sense_is_no_usage(part: bytes) -> None:
-    attempt = Attempt()
-    stream = await attempt.begin()
-    stream.answer(part, b"\n\n" + DONE, headers=SSE)
-    assert await attempt.outcome() == Served(200, None)
+    assert await attempt.outcome() == Served(200, usage)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,13 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from conformance.exchange import read_stream
 from gateway import errors
-from gateway.dialects import SURFACES, Surface
 from gateway.dialects.chat import AnswerContext, AnswerTranslator
 from gateway.dialects.messages_request import to_chat_body
 from gateway.dialects.pool_meta import MetaStream, PoolMeta, add_meta
 from gateway.dialects.refusal import ANTHROPIC_TYPES
 from gateway.dialects.responses_answer import ResponsesTranslator
 from gateway.dialects.responses_request import list_input_items, pack_summary, read_responses_body
+from gateway.dialects.surface import SURFACES, Surface
 from gateway.errors import ClientLeft, EngineRefused, GatewayError, InvalidApiKey, ModelNotAllowed, ModelUnknown
 from gateway.request.stored import plan_storage
 from gateway.values import Caller, InferenceRequest

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conformance.exchange import DONE, Stream, read_stream
+from conformance.exchange import read_stream
 from core.limits import GatewayLimits
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from gateway.errors import EngineRefused, RequestInterrupted
 from gateway.request.attempt import Exchange
 from gateway.request.dispatch import Broken, Dispatcher, Lease, Outcome, Retry, RetryReason, Served
@@ -40,6 +40,7 @@ from tests.fakes.recorded_streams import (
     RecordedStream,
     choice,
     chunk,
+    list_errors,
 )
 from wire.contract import RequestState
 from wire.limits import WIRE
@@ -121,17 +122,6 @@ class Serving:
         outcome = await running
         assert (self.link.active, self.link.streams) == (0, [])
         return outcome, client
-
-
-def list_errors(path: str, said: Stream) -> list[int]:
-    """Return the places of the events that tell a client of this dialect that its answer failed."""
-    found = []
-    for event in said.events:
-        body = {} if event.data == DONE else json.loads(event.data)
-        if body["type"] in {"response.failed", "error"} if path == RESPONSES else "error" in body:
-            assert event.name == {MESSAGES: "error", RESPONSES: "response.failed"}.get(path, "")
-            found.append(event.number)
-    return found
 
 
 @cache

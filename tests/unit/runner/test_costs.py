@@ -16,7 +16,9 @@ from runner.definitions.fields import ModelDefinition
 from runner.definitions.settings import Fairness, Price, Remote
 from runner.engines.port import CHAT
 from runner.errors import SpendingCapReached, Unavailable
-from runner.ledger import CostState, Ledger, LedgerFull
+from runner.ledger.costs import CostState
+from runner.ledger.database import LedgerFull
+from runner.ledger.ledger import Ledger
 from runner.limits import limits
 from runner.pool.models import Model
 from runner.queue import FairQueue, WaitBudget

@@ -14,15 +14,19 @@ import pytest
 
 from runner.config import OperationsConfig
 from runner.errors import OperationLimit, OperationsDisabled, OpTokenRefused, Unavailable
-from runner.ledger import FILE_NAME, INTERRUPTED, Ledger
+from runner.ledger.database import FILE_NAME
+from runner.ledger.ledger import INTERRUPTED, Ledger
 from runner.operations.gate import LIMIT_REASON, REFUSED, Admitted, Gate, GateRules, OperationRunning
 from runner.operations.keys import OpKeys
 from runner.operations.trust import Governance
 from tests.fakes.ledgers import T0, Clock
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.policies import Fleet, Issuer
-from tests.fakes.runners.governed import KEY, MODEL, NOW, OTHER_KEY, PARAMS, admit, l0, l1, opened, write_key
-from wire.optoken import Level, Operation, Policy, encode_token, params_digest, sign_jwt
+from tests.fakes.runners.governed import MODEL, NOW, PARAMS, admit, l0, l1, opened, write_key
+from tests.fakes.signed_tokens import KEY, OTHER_KEY
+from wire.optoken.approval import Policy
+from wire.optoken.op_token import encode_token, params_digest, sign_jwt
+from wire.optoken.verifier import Level, Operation
 
 
 @pytest.fixture

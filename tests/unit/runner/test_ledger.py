@@ -21,18 +21,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from runner.definitions.plan import Observation
-from runner.ledger import (
+from runner.ledger import ledger as operations
+from runner.ledger.database import (
     FILE_NAME,
-    INTERRUPTED,
-    DesiredModel,
-    Ledger,
+    LOCK_NAME,
+    SCHEMA_VERSION,
+    Database,
     LedgerError,
     LedgerFull,
-    RunState,
-    TooManyOps,
+    open_database,
+    upgrade,
 )
-from runner.ledger import ledger as operations
-from runner.ledger.database import LOCK_NAME, SCHEMA_VERSION, Database, open_database, upgrade
+from runner.ledger.ledger import INTERRUPTED, DesiredModel, Ledger, RunState, TooManyOps
 from runner.limits import limits
 from tests.fakes.examples import examples
 from tests.fakes.ledgers import T0, Clock, begin_op, end_op, opened, order_of, said, spend, spend_new

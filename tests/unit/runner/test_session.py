@@ -19,8 +19,7 @@ from websockets.frames import Opcode
 from websockets.protocol import OPEN
 from websockets.server import ServerProtocol
 
-from conformance.exchange import DONE, read_stream
-from conformance.exchange import Stream as EventStream
+from conformance.exchange import read_stream
 from runner.api.bodies import BodyBudget
 from runner.api.inference import InferenceEndpoint
 from runner.connection import GatewayLink, GatewaySocket, Host, _Session
@@ -52,6 +51,7 @@ from tests.fakes.recorded_streams import (
     RESPONSES,
     STREAMS,
     RecordedStream,
+    list_errors,
 )
 from tests.fakes.waiting import eventually, turns
 from wire import bridge, frames
@@ -510,18 +510,6 @@ async def test_a_tenants_rate_counts_what_it_asks_of_the_nodes_own_port_and_noth
         assert (node.counters.refusals, node.serving.load, node.queue.active) == ({"rate_limit_exceeded": 1}, 0, 0)
     finally:
         await node.supervisor.unload(gently=True)
-
-
-def list_errors(path: str, said: EventStream) -> list[int]:
-    """Return the places of the events that tell a client of this dialect that its answer failed."""
-    names = {MESSAGES: "error", RESPONSES: "response.failed", POOL_RESPONSES: "error"}
-    found = []
-    for event in said.events:
-        body = {} if event.data == DONE else json.loads(event.data)
-        if body["type"] in {"response.failed", "error"} if path in {RESPONSES, POOL_RESPONSES} else "error" in body:
-            assert event.name == names.get(path, "")
-            found.append(event.number)
-    return found
 
 
 def list_cuts(stream: RecordedStream) -> list[int]:

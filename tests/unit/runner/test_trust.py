@@ -21,7 +21,8 @@ import pytest
 
 from runner.config import OperationsConfig
 from runner.errors import ConfigError, InvalidRequest, OpTokenRefused, WrongState
-from runner.ledger import FILE_NAME, DesiredModel, Ledger
+from runner.ledger.database import FILE_NAME
+from runner.ledger.ledger import DesiredModel, Ledger
 from runner.limits import limits
 from runner.operations import trust
 from runner.operations.desired_state import DesiredState, NotDesired, open_sealed
@@ -49,7 +50,8 @@ from tests.fakes.runners.governed import opened as opened_gate
 from tests.fakes.waiting import eventually
 from wire.auditlog import Entry, to_bytes, verify_signature
 from wire.bridge import CheckpointOffer, PolicyOffer
-from wire.optoken import Operation, encode_token, owns_runner_id
+from wire.optoken.op_token import encode_token, owns_runner_id
+from wire.optoken.verifier import Operation
 
 
 class Desk:

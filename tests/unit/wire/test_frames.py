@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dialects import SURFACES
+from gateway.dialects.surface import SURFACES
 from gateway.errors import BadRequest
 from runner.errors import InvalidRequest
 from runner.serving.request import check_bounds, check_crowd

@@ -46,8 +46,9 @@ from tests.fakes.signed_tokens import (
     sign_claims,
     verify,
 )
-from wire.optoken import Level, Operation, OpTokenError, Reason, Rule, Verifier, params_digest
-from wire.optoken.approval import Policy, Statement, encode_bytes
+from wire.optoken.approval import Policy, Rule, Statement, encode_bytes
+from wire.optoken.op_token import OpTokenError, Reason, params_digest
+from wire.optoken.verifier import Level, Operation, Verifier
 
 ADA, BOB = PEOPLE[:2]
 L2 = make_verifier(Level.L2)

@@ -44,7 +44,6 @@ from tests.fakes.signed_tokens import (
     verify,
 )
 from wire.limits import WIRE
-from wire.optoken import Level, NotCanonical, Operation, OpTokenError, Reason, encode_token, params_digest, read_token, sign_jwt
 from wire.optoken.approval import (
     MAX_INTEGER,
     RECEIPT_DOMAIN,
@@ -55,7 +54,20 @@ from wire.optoken.approval import (
     read_canonical,
 )
 from wire.optoken.documents import DEFAULT_CLASSES, Receipt, ReceiptError, digest_result, read_receipt, sign_receipt
-from wire.optoken.op_token import canonical_bytes, decode_base64url, make_runner_id, owns_runner_id
+from wire.optoken.op_token import (
+    NotCanonical,
+    OpTokenError,
+    Reason,
+    canonical_bytes,
+    decode_base64url,
+    encode_token,
+    make_runner_id,
+    owns_runner_id,
+    params_digest,
+    read_token,
+    sign_jwt,
+)
+from wire.optoken.verifier import Level, Operation
 
 
 def refusal(value: object) -> Reason:
