@@ -609,6 +609,10 @@ class GatewayLimits:
     key_models: int = bound(200, "models", "A key that names more is refused.")
     name_chars: int = bound(80, "characters", "A longer name of a key or tenant is refused.")
     model_name_chars: int = bound(200, "characters", "A longer name of a model is refused.")
+    requirements_bytes: int = bound(16_384, "bytes", "A longer document of what a model needs is refused.")
+    requirements_quantizations: int = bound(32, "quantizations", "A document with more of them is refused.")
+    requirements_word_chars: int = bound(40, "characters", "A longer word of such a document is refused.")
+    requirements_mb: int = bound(2**25, "MiB", "More memory in such a document is refused.")
     alias_weight: int = bound(1_000_000, "", "A larger weight of an alias's target is refused.")
     kept_days: int = bound(3650, "days", "A tenant's answers cannot be kept for longer.")
     # Processes

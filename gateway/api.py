@@ -1,10 +1,11 @@
-"""The gateway's part of the admin REST API: the contract's ``GET /requests``, and the model aliases."""
+"""The gateway's part of the admin REST API: the contract's ``GET /requests``, model aliases, and which GPUs can run a model."""
 
 from __future__ import annotations
 
 import uuid
 from typing import Any, Protocol, cast
 
+import msgspec
 from django.urls import path
 from drf_spectacular.utils import OpenApiParameter, extend_schema, extend_schema_field
 from rest_framework import serializers, status
@@ -15,7 +16,9 @@ from rest_framework.views import APIView
 from core.limits import limits
 from gateway.models import ModelAlias, RequestRecord
 from gateway.routing import Target
+from gateway.services.compatibility import GpuFit, Quality, Source, find_fits
 from gateway.services.errors import AliasNotFound, InvalidValue
+from gateway.services.limits import clean_model_name
 from gateway.services.models import (
     TargetState,
     change_alias,
@@ -281,8 +284,64 @@ class _Named(Protocol):
         """``token:<name>``."""
 
 
+class FitSerializer(serializers.Serializer[GpuFit]):
+    """Whether a GPU can run the model. Memory in MiB."""
+
+    gpu_id = serializers.SerializerMethodField()
+    node_id = serializers.SerializerMethodField()
+    node_name = serializers.CharField(source="gpu.node_name")
+    index = serializers.IntegerField(source="gpu.index")
+    vendor = serializers.CharField(source="gpu.vendor")
+    model = serializers.CharField(source="gpu.model")
+    vram_mb = serializers.IntegerField(source="gpu.vram_mb", allow_null=True)
+    vram_free_mb = serializers.IntegerField(source="gpu.vram_free_mb", allow_null=True)
+    status = serializers.CharField(source="gpu.status.value", help_text="Of its node")
+    can_run = serializers.BooleanField()
+    quantization = serializers.CharField(allow_null=True, help_text="The best that its memory holds; null where none is named")
+    quality = serializers.ChoiceField(choices=[one.value for one in Quality], allow_null=True)
+    fits_now = serializers.BooleanField(help_text="Its free memory holds it")
+    quantization_now = serializers.CharField(source="now", allow_null=True, help_text="The best that its free memory holds")
+    loaded = serializers.BooleanField(source="is_loaded", help_text="Its node has the model loaded")
+    reason = serializers.CharField(help_text="Why it cannot run it, or what is not known; mostly empty")
+
+    def get_gpu_id(self, fit: GpuFit) -> str:
+        return format_id("gpu", fit.gpu.gpu_id)
+
+    def get_node_id(self, fit: GpuFit) -> str:
+        return format_id("node", fit.gpu.node_id)
+
+
+class CompatibilitySerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """Response of ``GET /api/v1/compatibility``: the document of the model, whence it is, and every GPU of the fleet."""
+
+    model = serializers.CharField()
+    requirements = serializers.DictField(allow_null=True, help_text="As in the document of the model; null = nobody knows")
+    requirements_from = serializers.ChoiceField(choices=[one.value for one in Source])
+    gpus = FitSerializer(many=True)
+
+
+class CompatibilityView(APIView):
+    """Which GPUs can run a model."""
+
+    @extend_schema(
+        operation_id="read_compatibility",
+        parameters=[OpenApiParameter("model", str, required=True, description="The name of the model")],
+        responses={200: CompatibilitySerializer, **_errors(400, 401, 404)},
+    )
+    def get(self, request: Request) -> Response:
+        """Return which GPUs of the fleet can run a model and at what quality: those that can first."""
+        name = request.query_params.get("model")
+        if not name:
+            raise InvalidValue("Say which model: ?model=NAME.", param="model")
+        found = find_fits(clean_model_name(name, param="model"))
+        needed = None if found.requirements is None else msgspec.to_builtins(found.requirements)
+        answer = {"model": found.model, "requirements": needed, "requirements_from": found.source.value, "gpus": found.fits}
+        return Response(CompatibilitySerializer(answer).data)
+
+
 urlpatterns = [
     path("requests", RequestListView.as_view(), name="requests"),
+    path("api/v1/compatibility", CompatibilityView.as_view(), name="compatibility"),
     path("api/v1/aliases", AliasListView.as_view(), name="aliases"),
     path("api/v1/aliases/<int:alias_id>", AliasView.as_view(), name="alias"),
 ]

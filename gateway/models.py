@@ -119,6 +119,11 @@ class Model(models.Model):
     canary_answer = models.CharField(
         max_length=200, blank=True, default="", db_default="", help_text="What the answer to the canary question contains"
     )
+    requirements = models.JSONField(
+        null=True,
+        blank=True,
+        help_text="What a GPU must have to run it, as services.compatibility reads it; empty = what is measured",
+    )
     tidy = models.BooleanField(
         default=False, db_default=False, help_text="Put chunks of its chat streams right for strict clients"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from django import forms
 from django.conf import settings
@@ -25,6 +25,7 @@ from core.limits import limits
 from gateway.admin.callers import NameListField, limit_field
 from gateway.models import Model, ModelAlias, Tenant
 from gateway.routing import Target
+from gateway.services.compatibility import change_model_requirements, find_fits, print_document, read_requirements
 from gateway.services.explanations import explain_waits
 from gateway.services.limits import CAPS, default_caps, model_caps
 from gateway.services.models import (
@@ -106,6 +107,27 @@ class ModelForm(ModelCapsForm):
     field_order = ("name", *CAPS)
 
 
+class ModelRequirementsForm(forms.Form):
+    """What a GPU must have to run a model."""
+
+    requirements = forms.CharField(
+        required=False,
+        max_length=limits().gateway.requirements_bytes,
+        widget=UnfoldAdminTextareaWidget(attrs={"rows": 16, "spellcheck": "false"}),
+        help_text="JSON; memory in MiB, qualities are good, better and best. Empty: what nodes measured of the model counts.",
+    )
+
+
+def _read_document(model: Model) -> Values:
+    _, needed = read_requirements(model)
+    return {"requirements": print_document(model.name, needed) if needed is not None else ""}
+
+
+def _require(model: Model, actor: str, values: Values) -> str:
+    change_model_requirements(name=model.name, document=values["requirements"], actor=actor)
+    return f"Changed what {model.name} needs."
+
+
 PRICES = ("input_price", "cached_price", "output_price")
 
 
@@ -181,6 +203,7 @@ class AllowListAdmin(CreatingAdmin):
     )  # fmt: skip
     readonly_fields = fields
     empty_words = "Clients may use the models that are allowed here. Models that nodes have appear by themselves, not allowed."
+    change_form_outer_before_template = "admin/muster/model.html"
     create_form = ModelForm
     create_title = "Allow a model"
     create_explanation = (
@@ -223,6 +246,14 @@ class AllowListAdmin(CreatingAdmin):
             read_initial=lambda model: {name: getattr(model, name) for name in PRICES},
         ),
         RowChange(
+            name="requirements",
+            label="Change requirements",
+            explanation="Says which GPUs can run the model, on its page and in the API. Nothing that runs is changed.",
+            run=_require,
+            form=ModelRequirementsForm,
+            read_initial=_read_document,
+        ),
+        RowChange(
             name="canary",
             label="Set canary question",
             explanation="Gateways ask every node that serves the model now and then. A node whose answer does not contain the "
@@ -246,6 +277,9 @@ class AllowListAdmin(CreatingAdmin):
         served = Value(sorted(read_served_models()), output_field=JSONField())
         queryset: QuerySet[Model] = super().get_queryset(request).annotate(served_now=served)
         return queryset
+
+    def describe_row(self, request: HttpRequest, row: Model) -> dict[str, Any]:  # Any: Django's template context
+        return {"compatibility": find_fits(row.name)}
 
     def create(self, actor: str, values: Values) -> Created:
         return Created(row=allow_model(name=values["name"], actor=actor, **{name: values[name] for name in CAPS}))

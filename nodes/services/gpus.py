@@ -13,10 +13,12 @@ from django.db.models import QuerySet
 from django.db.models.functions import Now
 
 from core.limits import limits
-from nodes.models import Gpu, ProviderState
+from nodes.models import Gpu, ProviderState, clock_of
 from nodes.reports import read_stored
+from nodes.services.availability import judge_status
 from nodes.services.telemetry import guess_gpus
 from wire.bridge import GpuInfo
+from wire.contract import NodeStatus
 
 _LOCK = 0x6D73_6770
 """Key of the advisory lock: one sweep of GPUs at a time, however many workers run."""
@@ -199,3 +201,61 @@ def list_gpus(*, node_id: uuid.UUID | None = None, with_gone: bool = False) -> Q
     if node_id is not None:
         gpus = gpus.filter(node_id=node_id)
     return gpus if with_gone else gpus.filter(gone_at=None)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """A GPU for whoever asks what it can run. Memory in MiB; ``status`` and ``models``, which are loaded, of its node."""
+
+    gpu_id: uuid.UUID
+    node_id: uuid.UUID
+    node_name: str
+    index: int
+    vendor: str
+    model: str
+    vram_mb: int | None
+    vram_free_mb: int | None
+    compute_capability: str
+    status: NodeStatus
+    models: tuple[str, ...]
+
+
+def read_gpus() -> list[GpuFacts]:
+    """Return the GPUs that nodes name, by node and place; one query."""
+    return [
+        GpuFacts(
+            gpu_id=gpu.pk,
+            node_id=gpu.node_id,
+            node_name=gpu.node.name,
+            index=gpu.index,
+            vendor=gpu.vendor,
+            model=gpu.model,
+            vram_mb=gpu.vram_mb,
+            vram_free_mb=gpu.vram_free_mb,
+            compute_capability=gpu.compute_capability,
+            status=judge_status(gpu.node, now=clock_of(gpu)),
+            models=tuple(gpu.node.model_names),
+        )
+        for gpu in list_gpus()
+    ]
+
+
+def measure_model(model: str) -> int | None:
+    """Return the MiB that one replica of a model takes, the most that any node measured or estimated; None = nobody knows."""
+    with connection.cursor() as cursor:
+        cursor.execute(_MEASURE, {"model": model})
+        row = cursor.fetchone()
+    return None if row is None or row[0] is None else int(row[0])
+
+
+_MEASURE = """
+SELECT max(mb) FROM (
+SELECT (r ->> 'memory_mb')::float8 AS mb
+  FROM nodes_nodepresence, jsonb_array_elements(replicas) AS r
+ WHERE jsonb_typeof(replicas) = 'array' AND r ->> 'model' = %(model)s AND jsonb_typeof(r -> 'memory_mb') = 'number'
+UNION ALL
+SELECT (f ->> 'estimate_mb')::float8 / GREATEST((f ->> 'estimate_replicas')::float8, 1)
+  FROM nodes_nodepresence, jsonb_array_elements(memory -> 'models') AS f
+ WHERE jsonb_typeof(memory -> 'models') = 'array' AND f ->> 'name' = %(model)s AND jsonb_typeof(f -> 'estimate_mb') = 'number'
+) AS known WHERE mb > 0
+"""
