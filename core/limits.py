@@ -505,6 +505,19 @@ class GatewayLimits:
     )
     # JSON numbers that every reader takes exactly; as millionths of a currency nine thousand million.
     budget_amount: int = bound(2**53 - 1, "", "A larger limit or budget of a key or a tenant is refused.")
+    # Two of them are less than the two seconds for which a gateway may hold what another one wants.
+    budget_round_s: float = bound(
+        0.4, "s", "A gateway tells Valkey again what was used of budgets, and gives back what others want."
+    )
+    budget_hello_s: float = bound(2.0, "s", "A gateway that holds nothing of any budget tells Valkey so again.")
+    budget_valkey_s: float = bound(0.5, "s", "A round that Valkey did not answer counts as lost: gateways use what they hold.")
+    budget_tries: int = bound(3, "rounds", "A request for which the budget is held by other gateways is refused with 429.")
+    budget_waiting: int = bound(1_000, "requests", "One more that waits for a share of a budget is refused with 503.")
+    budget_counters: int = bound(500, "counters", "Further ones are told to a new Valkey with another message.")
+    budget_idle_s: float = bound(60.0, "s", "A gateway forgets a budget of which nothing is used.")
+    budget_kept_s: float = bound(86_400.0, "s", "Valkey forgets a counter so long after its day or month, or its last use.")
+    # Half of what an estimate takes: tokens of code and of other scripts are shorter.
+    budget_token_chars: int = bound(2, "characters", "A reservation counts one token for so many of a prompt.")
     price: int = bound(1_000_000, "", "A higher price of a million tokens, in the currency, is refused.")
     # Where a request goes: the weights of a score, and what ties a request to a node
     score_load: float = bound(0.25, "", "A node scores so much for free slots.", setting="MUSTER_SCORE_LOAD")

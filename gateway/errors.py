@@ -160,6 +160,12 @@ class RateLimited(GatewayError, code=ErrorCode.RATE_LIMITED, status=429):
     default_message = "Rate limit exceeded."
 
 
+class BudgetExhausted(RateLimited):
+    """A limit or budget of the key or its tenant, over all gateways, is used up for now."""
+
+    default_message = "The budget is used up."
+
+
 class OriginNotPermitted(Refused, code=ErrorCode.NOT_PERMITTED, status=403):
     """A page of a browser wants a socket that is for programs."""
 
@@ -214,6 +220,13 @@ class RecordsUnavailable(NoAvailableNode):
 
     state = RequestState.REJECTED
     default_message = "The request could not be recorded and was not accepted; please retry"
+
+
+class BudgetUnknown(NoAvailableNode):
+    """Nobody can say what is left of a budget, so the request is not accepted."""
+
+    state = RequestState.REJECTED
+    default_message = "What is left of the budget cannot be checked now; please retry"
 
 
 class QueueTimeout(GatewayError, code=ErrorCode.REQUEST_TIMEOUT, status=504, retry_after_s=5):

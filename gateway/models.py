@@ -259,6 +259,8 @@ class RequestRecord(models.Model):
     ttfb_ms = models.PositiveIntegerField(null=True, blank=True)
     latency_ms = models.PositiveIntegerField(null=True, blank=True)
     finished_at = models.DateTimeField(null=True, blank=True)
+    reserved_tokens = models.BigIntegerField(null=True, blank=True, help_text="What it might use of the budgets of its caller")
+    reserved_micros = models.BigIntegerField(null=True, blank=True, help_text="The same in millionths of the currency")
 
     class Meta:
         verbose_name = "request"
@@ -279,3 +281,34 @@ class RequestRecord(models.Model):
     def printed_id(self) -> str:
         """The ``req_…`` form shown by every API and sent as ``x-request-id``."""
         return format_id("req", self.id)
+
+
+class UsageEvent(models.Model):
+    """What one finished request used; written with its final state, and never changed.
+
+    ``event_id`` is the id of the request. Budgets count ``tokens`` and ``cost_micros`` in the day and month of ``created_at``,
+    when the request came. The columns ``seq`` and ``written_in`` (the transaction) are the database's alone: they give events
+    the order in which webhooks get them.
+    """
+
+    event_id = models.UUIDField(primary_key=True, editable=False)
+    created_at = models.DateTimeField()
+    finished_at = models.DateTimeField()
+    gateway_id = models.UUIDField()
+    tenant = models.CharField(max_length=80)
+    key_id = models.UUIDField()
+    key_name = models.CharField(max_length=80)
+    model = models.CharField(max_length=200)
+    state = models.CharField(max_length=12)
+    prompt_tokens = models.BigIntegerField(default=0)
+    completion_tokens = models.BigIntegerField(default=0)
+    tokens = models.BigIntegerField(default=0, help_text="What budgets count: both, or what was reserved")
+    cost_micros = models.BigIntegerField(default=0, help_text="Millionths of the currency")
+    is_estimated = models.BooleanField(default=False, help_text="Whether the engine did not count")
+
+    class Meta:
+        ordering = ["-created_at"]
+        indexes = [models.Index(fields=["tenant", "created_at"], name="gateway_usageevent_of_tenant")]
+
+    def __str__(self) -> str:
+        return format_id("req", self.event_id)

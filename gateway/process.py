@@ -17,13 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 
+import redis.asyncio
 import redis.exceptions
 from channels.layers import get_channel_layer
 from django.conf import settings
 from django.db import DatabaseError, InterfaceError, connection
 from django.db.models.functions import Now
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from core.db.threads import run_pulse, run_upkeep
 from core.hints import HINT_GROUP
@@ -32,6 +36,7 @@ from gateway import metrics
 from gateway.canary import Canaries
 from gateway.errors import ShuttingDown
 from gateway.models import GatewayProcess
+from gateway.request.budgets import Budgets, Valkey
 from gateway.request.dispatch import Dispatcher
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry, Marks, read_marks, store_key_use
@@ -39,6 +44,7 @@ from gateway.request.pipeline import Pipeline
 from gateway.request.records import RecordWriter
 from gateway.services.models import remember_models
 from gateway.services.requests import close_orphaned_requests
+from gateway.services.usage import Spent
 from gateway.token_counts import TokenCounter
 from gateway.values import ModelEntry
 from nodes.addresses import resolve_direct_target
@@ -119,6 +125,20 @@ class GatewayRuntime:
         self.limiter = RateLimiter()
         self.dispatcher = Dispatcher(self.registry, self.keeper, self.limits)
         self.records = RecordWriter(accept_s=self.limits.accept_s, max_pending=self.limits.max_pending_records)
+        self.valkey = redis.asyncio.Redis.from_url(
+            settings.REDIS_URL or "redis://127.0.0.1:6379/0",
+            socket_timeout=self.limits.budget_valkey_s,
+            socket_connect_timeout=self.limits.budget_valkey_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self.budgets = Budgets(
+            gateway_id=self.gateway_id,
+            valkey=cast("Valkey", self.valkey),  # redis-py says that a call may be sync or async
+            spending=Spent(),
+            in_thread=run_upkeep,
+            find_others=lambda: self.keeper.other_gateways,
+            currency=settings.CURRENCY,
+        )
         self.pipeline = Pipeline(
             gateway_id=self.gateway_id,
             keys=self.keys,
@@ -128,6 +148,7 @@ class GatewayRuntime:
             records=self.records,
             counter=TokenCounter(self.registry, Path(settings.TOKENIZERS_DIR) if settings.TOKENIZERS_DIR else None),
             limits=self.limits,
+            budgets=self.budgets,
         )
         self.canaries = Canaries(
             gateway_id=self.gateway_id,
@@ -170,6 +191,7 @@ class GatewayRuntime:
             self._run_ticks(),
             self._run_hints(),
             self._run_canaries(),
+            self.budgets.run(),
             self.node_channel.run(),
         )
         self._tasks = [loop.create_task(job) for job in jobs]
@@ -208,6 +230,7 @@ class GatewayRuntime:
             self.registry.remove(link, "the gateway is stopping")
         await self.node_channel.close()
         self.pipeline.counter.close()
+        await self.valkey.aclose()
         await self.records.stop()
         try:
             await run_upkeep(self._unregister_process)

@@ -6,6 +6,7 @@ import numbers
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -131,6 +132,35 @@ class OwnedBudget:
     owner: str
     label: str
     budget: Budget
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """When a counter counts: a UTC day or month. ``name`` is part of its name, empty for limits of now or of a minute."""
+
+    name: str = ""
+    starts_at: datetime | None = None
+    ends_at: datetime | None = None
+
+
+def find_window(kind: BudgetKind, now: datetime) -> Window:
+    """Return the UTC day or month that ``now`` is in, where the kind has one."""
+    if not kind.is_budget:
+        return Window()
+    day = now.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    if kind in (BudgetKind.TOKENS_PER_DAY, BudgetKind.COST_PER_DAY):
+        return Window(f"{day:%Y-%m-%d}", day, day + timedelta(days=1))
+    first = day.replace(day=1)
+    return Window(f"{first:%Y-%m}", first, (first + timedelta(days=31)).replace(day=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """One limit or budget of an owner (``key:<id>`` or ``tenant:<name>``)."""
+
+    owner: str
+    kind: BudgetKind
+    window: Window
 
 
 @dataclass(frozen=True, slots=True)

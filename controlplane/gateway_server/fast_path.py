@@ -120,7 +120,7 @@ class FastPath:
         plan = self._plans.get((head, request.model))
         if plan is None:
             key = keys.find(head.headers)
-            if key is None or request.options is not None:
+            if key is None or request.options is not None or key.caller.budgets:  # the pipeline reserves, and may have to ask
                 return None
             entry, *others = self.pipeline.admission.admit(key.caller, request)
             if others or entry.name != request.model or entry.fallbacks:

@@ -33,6 +33,7 @@ from gateway.errors import (
     ShuttingDown,
 )
 from gateway.request.attempt import Exchange, KeepAlive
+from gateway.request.budgets import Budgets, Reservation
 from gateway.request.client import ClientConnection
 from gateway.request.dispatch import (
     Broken,
@@ -98,6 +99,7 @@ class Call:
     trial: Trial | None = None
     """What the node of an attempt is judged by that was begun elsewhere."""
     storage: StoragePlan | None = None
+    reservation: Reservation | None = None
     keepalive: KeepAlive | None = None
     queue_ms: int = 0
     accepted: asyncio.Future[None] | None = None
@@ -116,6 +118,8 @@ class Pipeline:
     records: RecordWriter
     counter: TokenCounter
     limits: GatewayLimits
+    budgets: Budgets | None = None
+    """None: no caller has any."""
     is_stopping: bool = False
     recorder: Recorder = field(init=False)
 
@@ -167,6 +171,8 @@ class Pipeline:
                 self.recorder.finish(call.record, call.exchange, call.started, ending)
             elif ending.error is not None:
                 self.recorder.count_refusal(ending.error)
+            if call.reservation is not None:
+                self._settle(call.reservation, call.record)
 
     async def _answer(self, call: Call, job: Job, record: Record) -> Ending:
         client = call.client
@@ -242,6 +248,9 @@ class Pipeline:
                 headers=client.headers,
             )
             call.plan = self._plan(call, job)
+            if caller.budgets and self.budgets is not None:
+                call.plan = None  # what is planned in this turn of the loop is old then
+                call.reservation = await self._reserve(self.budgets, caller, request, entries)
         except GatewayError as error:
             if isinstance(error, RateLimited):
                 rate = self.limiter.peek(caller.key_id, caller.requests_per_minute)
@@ -253,6 +262,8 @@ class Pipeline:
         if request.options is not None:
             job.unmatched = self._find_unmatched(caller, request.options)
         record = self.recorder.make_record(call.record_id, caller, request, asked_model=asked_model)
+        if call.reservation is not None:
+            record.reserved_tokens, record.reserved_micros = call.reservation.tokens, call.reservation.micros
         client.watch()
         await self._accept(call, record)
         call.record = record
@@ -260,6 +271,34 @@ class Pipeline:
             call.keepalive = KeepAlive(client, extra=call.extra, every_s=self.limits.stream_ping_s)
             call.keepalive.start()
         return record, job
+
+    async def _reserve(
+        self, budgets: Budgets, caller: Caller, request: InferenceRequest, entries: Sequence[ModelEntry]
+    ) -> Reservation:
+        """Reserve the most that a request may use on any of its models. Raises BudgetExhausted, BudgetUnknown."""
+        answers = [
+            request.max_tokens
+            if request.max_tokens is not None
+            else min(entry.max_tokens, entry.context_tokens or entry.max_tokens)
+            for entry in entries
+        ]
+        return await budgets.reserve(
+            caller,
+            prompt_tokens=request.prompt_chars // self.limits.budget_token_chars + self.limits.token_message,
+            completion_tokens=max(answers),
+            prices={entry.name: entry.price for entry in entries},
+        )
+
+    def _settle(self, reservation: Reservation, record: Record | None) -> None:
+        if record is None or record.state is RequestState.REJECTED:
+            reservation.settle()
+            return
+        reservation.settle(
+            model=record.model,
+            prompt_tokens=record.prompt_tokens or 0,
+            completion_tokens=record.completion_tokens or 0,
+            is_estimated=record.tokens_estimated,
+        )
 
     async def _accept(self, call: Call, record: Record) -> None:
         """Write the row, and go on meanwhile while the database keeps up. Raises RecordsUnavailable, ClientLeft."""

@@ -35,6 +35,7 @@ from gateway import metrics
 from gateway.errors import GatewayError, RateLimited, RecordsUnavailable, ShuttingDown
 from gateway.metrics import RECORDS_DROPPED
 from gateway.request.identity import RateLimiter
+from gateway.services.usage import ADD_USAGE
 from gateway.values import Caller, InferenceRequest, RequestOutcome, judge_outcome
 from wire import clock
 from wire.bridge import TokenCounts
@@ -73,10 +74,18 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What the engine said when it failed or refused (``wire.engine_errors.quote_message``)."""
     asked_model: str = ""
     """What the client asked for, where ``model`` (which answers) has another name."""
+    reserved_tokens: int | None = None
+    reserved_micros: int | None = None
 
 
 _SQL = {uuid.UUID: "uuid", datetime: "timestamptz", str: "text", RequestState: "text", bool: "boolean", int: "integer"}
-_WIDTHS = {"status_code": "smallint", "attempts": "smallint", "bytes_out": "bigint"}
+_WIDTHS = {
+    "status_code": "smallint",
+    "attempts": "smallint",
+    "bytes_out": "bigint",
+    "reserved_tokens": "bigint",
+    "reserved_micros": "bigint",
+}
 _TYPES = {
     one.name: _WIDTHS.get(one.name) or _SQL[(get_args(one.type) or (one.type,))[0]] for one in msgspec.structs.fields(Record)
 }
@@ -105,9 +114,11 @@ WRITE = "records_write"
 # day: an UPDATE that joins the rows is planned by what PostgreSQL believes to know of their number, and reads the whole day
 # where it knows nothing yet. An id is made once, so a row that is there already is the same one.
 STATEMENTS = {
-    WRITE: f"INSERT INTO gateway_requestrecord AS r ({_COLUMNS}) SELECT {_VALUES} "  # noqa: S608
+    WRITE: f"WITH written AS (INSERT INTO gateway_requestrecord AS r ({_COLUMNS}) SELECT {_VALUES} "  # noqa: S608
     f"FROM json_to_recordset($1::json) AS i({_RECORDSET}) "
     f"ON CONFLICT (id, created_at) DO UPDATE SET {_ASSIGNMENTS} WHERE r.state IN ({_OPEN}) OR {_IS_UNDONE}"
+    # The one statement that makes a row final writes what it used, so that both are there or neither.
+    f" RETURNING r.*) {ADD_USAGE.format(source='written')}"
 }
 
 

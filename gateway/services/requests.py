@@ -17,6 +17,7 @@ from django.db.models.functions import Cast, Now, Right, TruncMinute
 
 from core.limits import limits
 from gateway.models import TAIL_CHARS, ApiKey, GatewayProcess, Model, ModelAlias, RequestRecord, Tenant
+from gateway.services.usage import ADD_RESERVED
 from nodes.services.drains import DrainFacts
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
@@ -280,6 +281,7 @@ _ORPHANS = f"""
 # Whether a request's gateway is silent; null when no request is an orphan.
 _LOOK = f"SELECT bool_or(g.id IS NOT NULL AND g.stopped_at IS NULL) {_ORPHANS}"  # a constant
 _CLOSE = f"""
+WITH closed AS (
 UPDATE gateway_requestrecord AS record
    SET state = %(interrupted)s,
        error_code = %(error_code)s,
@@ -294,6 +296,8 @@ UPDATE gateway_requestrecord AS record
            FOR UPDATE OF r SKIP LOCKED
        ) AS orphan
  WHERE record.id = orphan.id AND record.created_at = orphan.created_at AND record.state = ANY(%(open)s)
+RETURNING record.*
+) {ADD_RESERVED.format(source="closed")}
 """  # noqa: S608  # a constant
 
 

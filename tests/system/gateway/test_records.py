@@ -41,6 +41,11 @@ def end_connections(rows: Rows) -> None:
     rows.execute(f"SELECT pg_terminate_backend(pid) {OURS}")
 
 
+def usage_of(rows: Rows, record: Record) -> list[tuple[object, ...]]:
+    found = "SELECT state, tokens, cost_micros, is_estimated FROM gateway_usageevent WHERE event_id = %s"
+    return rows.execute(found, [record.id]).fetchall()
+
+
 async def test_every_column_is_written_back(writer: RecordWriter, rows: Rows) -> None:
     record = make_record()
     await writer.accept(record)
@@ -66,6 +71,7 @@ async def test_a_gateway_that_stood_still_and_was_taken_over_changes_nothing_any
             " VALUES (%s, 'h', 1, '', now(), now() - make_interval(secs => %s))",
             [record.gateway_id, silent_s],
         )
+        record.reserved_tokens, record.reserved_micros = 500, 7
         await writer.accept(record)
 
     def take_over() -> int:
@@ -84,7 +90,35 @@ async def test_a_gateway_that_stood_still_and_was_taken_over_changes_nothing_any
     await written(writer)
     assert closed == 1
     assert read(rows, stood_still, "state", "completion_tokens") == ("interrupted", None)
+    assert usage_of(rows, stood_still) == [("interrupted", 500, 7, True)], "nobody knows more: what it might have used"
+    assert usage_of(rows, alive) == [("completed", 9, 0, False)]
     assert read(rows, alive, "state", "completion_tokens") == ("completed", 9)
+
+
+async def test_what_a_request_used_is_written_with_its_end_and_once(writer: RecordWriter, rows: Rows) -> None:
+    rows.execute(
+        "INSERT INTO gateway_model (name, allowed, owned_by, input_price, output_price, created_at, updated_at) "
+        "VALUES ('m', true, 'x', 0.5, 2, now(), now())"
+    )
+    record, open_one = make_record(), make_record()
+    await writer.accept(record)
+    await writer.accept(open_one)
+    record.prompt_tokens, record.completion_tokens, record.state = 1001, 10, RequestState.COMPLETED
+    await writer.finish(record)
+    writer.touch(record)
+    await written(writer)
+
+    assert usage_of(rows, record) == [("completed", 1011, 521, False)]
+    assert usage_of(rows, open_one) == []
+
+
+async def test_an_estimate_charges_no_more_than_was_reserved(writer: RecordWriter, rows: Rows) -> None:
+    record = make_record()
+    record.prompt_tokens, record.completion_tokens, record.tokens_estimated = 50, 500, True
+    record.reserved_tokens, record.reserved_micros, record.state = 100, 0, RequestState.CANCELLED
+    await writer.accept(record)
+    await written(writer)
+    assert usage_of(rows, record) == [("cancelled", 100, 0, True)]
 
 
 async def test_to_change_a_row_reads_no_other(rows: Rows) -> None:
@@ -92,7 +126,8 @@ async def test_to_change_a_row_reads_no_other(rows: Rows) -> None:
     record = msgspec.json.encode([make_record()]).decode()
     statement = record_sql.STATEMENTS[record_sql.WRITE].replace("$1", "%s")
     answer: Any = rows.execute(f"EXPLAIN (FORMAT JSON) {statement}", [record]).fetchone()
-    plan = answer[0][0]["Plan"]
+    # The outer one adds what finished requests used: it reads the rows that this one wrote, and the short list of models.
+    (plan,) = (one for one in answer[0][0]["Plan"]["Plans"] if one.get("Subplan Name") == "CTE written")
     assert plan["Conflict Arbiter Indexes"] == ["gateway_requestrecord_pkey"]
     assert [node["Node Type"] for node in plan["Plans"]] == ["Function Scan"]
 
