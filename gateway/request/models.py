@@ -71,7 +71,7 @@ class Marks:
     """What one look at the database says: which tables are to be read again, and the little that is read each time.
 
     ``models``, ``aliases``, ``nodes`` are equal in two looks when nothing of the table changed between them, but for the
-    presence of nodes that the asking gateway writes itself. ``models`` and ``nodes`` are the sums of the versions of rows.
+    presence of nodes on the sockets of the asking gateway. ``models`` and ``nodes`` are the sums of the versions of rows.
     """
 
     since: int
@@ -267,6 +267,7 @@ def read_marks(*, since: int | None, gateway_id: uuid.UUID, credentials: list[in
     values: dict[str, str | float | uuid.UUID | list[int]] = {
         "since": str(since or 0),
         "gateway": gateway_id,
+        "key": gateway_id.hex,
         "credentials": credentials,
         "dead_s": dead_s,
     }

@@ -477,7 +477,7 @@ def _sum_gpus(gpus: Sequence[bridge.GpuInfo]) -> dict[str, object]:
 # Place and writer of a row name its version (PostgreSQL's manual, "System Columns"): whoever changes it writes another one.
 _NODE_VERSION = """
 hashtextextended(concat_ws(' ', nodes_node.ctid, nodes_node.xmin, nodes_provider.ctid, nodes_provider.xmin,
-    CASE WHEN nodes_nodepresence.connected AND nodes_nodepresence.gateway_id = %(gateway)s THEN 'ours'
+    CASE WHEN nodes_nodepresence.gateway_links ? %(key)s::text THEN 'ours'
          ELSE concat(nodes_nodepresence.ctid, nodes_nodepresence.xmin) END), 0)
 """
 NODE_VERSIONS = f"""
@@ -485,7 +485,10 @@ SELECT nodes_node.id, {_NODE_VERSION} AS version
   FROM nodes_node JOIN nodes_provider ON nodes_provider.id = nodes_node.provider_id
   LEFT JOIN nodes_nodepresence ON nodes_nodepresence.node_id = nodes_node.id
 """  # noqa: S608  # constants
-"""Every node with a number that changes when its rows do, but for the presence that the gateway itself writes."""
+"""Every node with a number that changes when its rows do, but for the presence of nodes on the gateway's own sockets.
+
+``key``: the gateway's id in hex. It knows those nodes at first hand, and other gateways on whose sockets they are too write it.
+"""
 
 
 class KnownNodes:
@@ -508,7 +511,7 @@ class KnownNodes:
     def refresh(self) -> None:
         """Read what changed since the last time: one query, and another one for those."""
         with connection.cursor() as cursor:
-            cursor.execute(NODE_VERSIONS, {"gateway": self._gateway_id})
+            cursor.execute(NODE_VERSIONS, {"key": self._gateway_id.hex})
             versions: dict[uuid.UUID, int] = dict(cursor.fetchall())
         changed = [node_id for node_id, version in versions.items() if self._versions.get(node_id) != version]
         gone = self._versions.keys() - versions.keys()
@@ -517,7 +520,7 @@ class KnownNodes:
 
     def read(self, node_ids: Collection[uuid.UUID]) -> None:
         """Read these nodes, changed or not, in one query; one that has no row is gone."""
-        version = RawSQL(_NODE_VERSION.replace("%(gateway)s", "%s"), [self._gateway_id], BigIntegerField())  # noqa: S611
+        version = RawSQL(_NODE_VERSION.replace("%(key)s", "%s"), [self._gateway_id.hex], BigIntegerField())  # noqa: S611
         found = {node.pk: node for node in _select_nodes().annotate(version=version).filter(pk__in=node_ids)}
         gone = set(node_ids) - found.keys()
         rows = {node_id: row for node_id, row in self.rows.items() if node_id not in gone}

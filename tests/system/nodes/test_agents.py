@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from gateway.urls import make_application
 from governance.operations.runs import run_due
 from governance.states import RunState
 from nodes.models import Node, NodeCredential, NodePresence, Reach
+from nodes.services.agents import AgentReport, record_agent_heartbeats
 from nodes.services.credentials import JWT_CREDENTIAL, revoke_credential
 from nodes.services.drains import drain_node, sweep_presence
 from nodes.services.sessions import load_node_rows
@@ -35,8 +36,9 @@ from tests.fakes.asgi_client import on_our_server
 from tests.fakes.governed_team import Identity, approve_load, make_box, make_governed, only_run
 from tests.fakes.limits import set_limits
 from tests.fakes.links import NodeSocket, RequestSink, open_request
-from tests.fakes.nodes import ACTOR, audited, make_credential
+from tests.fakes.nodes import ACTOR, audited, make_credential, make_node, make_presence
 from tests.fakes.waiting import DEADLINE_S, eventually
+from wire import agent
 from wire.agent import METALYARD
 from wire.contract import NodeStatus
 from wire.optoken.op_token import read_token
@@ -477,3 +479,23 @@ async def test_an_agent_that_asked_for_it_gets_requests_over_its_socket(central:
     async with central.dial(session_id):  # it lost its socket, not its session
         await eventually(lambda: len(central.runtime.registry), pause_s=0.001)
     assert (await read_node())[0].agent_session == uuid.UUID(session_id)
+
+
+def test_heartbeats_of_many_agents_take_the_statements_of_one(django_assert_num_queries: Any) -> None:
+    credential = make_credential(max_nodes=3)[0]
+    nodes = [make_node(f"n{number}", credential=credential, agent_session=uuid.uuid4()) for number in range(3)]
+    for node in nodes:
+        make_presence(node, protocol=METALYARD, gpus=[{"index": 0, "name": "a", "gpu_id": "g", "memory_total_mb": 9}])
+    said = [agent.GpuState(gpu_id="g", vram_used_mb=5, load_percent=40.0, active_requests=1)]
+    beat = agent.AgentHeartbeat(timestamp="2026-01-19T21:45:00Z", gpu_states=said, queue_depth=2, last_error="hot")
+    sessions = [node.agent_session for node in nodes if node.agent_session is not None]
+    record_agent_heartbeats([AgentReport(session, beat) for session in sessions])  # endpoints and statuses change once
+    for some in (sessions[:1], sessions):
+        with django_assert_num_queries(6):  # two are those of the transaction
+            answers = record_agent_heartbeats([AgentReport(session, beat) for session in [*some, uuid.uuid4()]])
+        assert [type(answer).__name__ for answer in answers] == ["AgentStanding"] * len(some) + ["SessionUnknown"]
+    presence = NodePresence.objects.get(node=nodes[2])
+    written = (presence.active_requests, presence.queue_depth, presence.last_error, presence.gpu_util_percent)
+    assert written == (1, 2, "hot", 40.0)
+    assert (presence.vram_used_mb, presence.vram_free_mb, presence.gpus[0]["memory_used_mb"]) == (5, 4, 5)
+    assert presence.observed_at == datetime(2026, 1, 19, 21, 45, tzinfo=UTC)
