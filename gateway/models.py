@@ -249,6 +249,9 @@ class RequestRecord(models.Model):
     node_id = models.UUIDField(null=True, blank=True)
     node_name = models.CharField(max_length=120, blank=True, default="")
     attempts = models.PositiveSmallIntegerField(default=0)
+    lost_attempts = models.TextField(
+        blank=True, default="", db_default="", editable=False, help_text="Nodes that failed before another one got the request"
+    )
     max_tokens = models.PositiveIntegerField(null=True, blank=True)
     prompt_tokens_est = models.PositiveIntegerField(default=0)
     prompt_tokens = models.PositiveIntegerField(null=True, blank=True)

@@ -498,9 +498,12 @@ class Pipeline:
         job.avoid.add(link)
         if job.losses > self.limits.max_requeues:
             raise RequeueExhausted(retry_after_s=5) if isinstance(outcome.error, RequestInterrupted) else outcome.error
+        is_closed = outcome.reason is not RetryReason.LOST and self.dispatcher.plan(job).is_closed
+        if not is_closed and call.record is not None:  # the row will name another node, and this failure is not forgotten
+            call.record.lost_attempts += f"{link.node_id.hex} {job.request.model}\n"
         if outcome.reason is RetryReason.LOST:
             return True
-        if self.dispatcher.plan(job).is_closed:
+        if is_closed:
             is_reclaimed = outcome.reason is RetryReason.RECLAIMED
             raise RequestInterrupted(retry_after_s=5) if is_reclaimed else ForwardedRequestFailed(retry_after_s=2)
         return True

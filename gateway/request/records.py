@@ -72,6 +72,8 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     finished_at: datetime | None = None
     engine_error: str = ""
     """What the engine said when it failed or refused (``wire.engine_errors.quote_message``)."""
+    lost_attempts: str = ""
+    """A line for each node that failed before another one got the request: its id in hex, then the model."""
     asked_model: str = ""
     """What the client asked for, where ``model`` (which answers) has another name."""
     reserved_tokens: int | None = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Iterator
 from datetime import timedelta
 
-from django.db.models import Q
+from django.db.models import BooleanField, Case, Q, When
 
 from core.limits import limits
 from gateway.models import RequestRecord
@@ -41,19 +43,30 @@ def _read_requests(span: Span) -> Seen:
     records = RequestRecord.objects.filter(is_later, created_at__gte=begun, finished_at__lte=span.until, node_id__isnull=False)
     # A request that its gateway left open when it died has no status: that was not the node.
     is_failure = FAILED & Q(status_code__isnull=False) & ~Q(error_code__in=_NOT_THE_NODES)
-    counts = records.filter(Q(state=RequestState.COMPLETED.value) | is_failure).order_by("finished_at", "id")
-    found = list(counts.only(*_READ)[: span.most])
+    counts = Q(state=RequestState.COMPLETED.value) | is_failure
+    told = records.annotate(counts=Case(When(counts, then=True), default=False, output_field=BooleanField()))
+    found = list(told.filter(counts | ~Q(lost_attempts="")).order_by("finished_at", "id").only(*_READ)[: span.most])
     last = found[-1] if found else None
     return Seen(
-        observations=tuple(_observe(record) for record in found),
+        observations=tuple(one for record in found for one in _observe_all(record)),
+        count=len(found),
         last=None if last is None or last.finished_at is None else (last.finished_at, last.id),
     )
 
 
 _READ = (
     *("node_id", "model", "state", "is_streaming", "queue_ms", "ttfb_ms", "latency_ms", "finished_at", "completion_tokens"),
-    *("bytes_out", "tokens_estimated"),
+    *("bytes_out", "tokens_estimated", "lost_attempts"),
 )
+
+
+def _observe_all(record: RequestRecord) -> Iterator[Observation]:
+    assert record.finished_at is not None
+    for line in record.lost_attempts.splitlines():
+        node_id, _, model = line.partition(" ")
+        yield Observation(node_id=uuid.UUID(node_id), model=model, ended_at=record.finished_at, is_ok=False)
+    if record.counts:  # type: ignore[attr-defined]  # the annotation
+        yield _observe(record)
 
 
 def _observe(record: RequestRecord) -> Observation:

@@ -55,9 +55,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The requests of a span in their order, at most ``most``; ``last``: when the last one ended, and its id."""
+    """What the requests of a span say, ``count`` of them in their order; ``last``: when the last one ended, and its id."""
 
     observations: tuple[Observation, ...]
+    count: int
     last: tuple[datetime, uuid.UUID] | None
 
 
@@ -116,10 +117,10 @@ def fold_requests(read: Callable[[Span], Seen]) -> int:
         seen = read(Span(mark.until, mark.last_id or _FIRST_ID, until, policy.figures_batch))
         if seen.observations:
             _fold(seen.observations, now=now)
-        is_all = seen.last is None or len(seen.observations) < policy.figures_batch
+        is_all = seen.last is None or seen.count < policy.figures_batch
         reached = seen.last if seen.last is not None and not is_all else (until, _LAST_ID)
         SweepMark.objects.filter(pk=mark.pk, until__lte=reached[0]).update(until=reached[0], last_id=reached[1])
-        return len(seen.observations)
+        return seen.count
 
 
 def _fold(observations: Sequence[Observation], *, now: datetime) -> None:

@@ -689,3 +689,19 @@ async def gateway(rows: Rows) -> AsyncIterator[Gateway]:
     made = Gateway(rows, max_queue=1, limits=GatewayLimits(queue_s=0.2, no_node_wait_s=0.1, request_s=30.0))
     yield made
     await made.records.stop()
+
+
+async def test_the_record_keeps_which_nodes_failed_before_another_one_answered(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    first = gateway.link()
+    request = gateway.ask()
+    stream = await request.on(first)
+    second = gateway.link()
+    stream.end(EndKind.LINK_LOST)
+    await request.served(second, REPLY)
+    lost = f"{first.node_id.hex} m\n"
+    assert await request.record("state", "node_id", "lost_attempts") == ("completed", second.node_id, lost)
+    plain = gateway.ask()
+    (await plain.on(second)).end(EndKind.BUSY)
+    await plain.served(first, REPLY)
+    assert await plain.record("state", "lost_attempts") == ("completed", ""), "a node that is busy has not failed"

@@ -137,6 +137,16 @@ def test_what_a_node_is_not_to_blame_for_is_no_failure() -> None:
     assert round(NodeFigures.objects.get().failed, 2) == 2.0
 
 
+def test_a_node_that_failed_before_another_one_answered_is_not_forgotten() -> None:
+    flaky, good = make_node("flaky"), make_node("good")
+    end_requests(good, 3, lost_attempts=f"{flaky.pk.hex} tiny\n{flaky.pk.hex} a model, with spaces\n")
+    end_requests(flaky, 1, state=RequestState.CANCELLED, status_code=499, lost_attempts=f"{flaky.pk.hex} tiny\n")
+    assert update_figures() == 4
+    assert figures_of(flaky).reliability == pytest.approx(1 / 6, abs=0.001)
+    assert figures_of(flaky, "a model, with spaces").reliability == pytest.approx(1 / 5, abs=0.001)
+    assert figures_of(good).reliability == pytest.approx(4 / 5, abs=0.001)
+
+
 def test_records_of_nodes_that_are_no_more_are_passed_over() -> None:
     make_record(node_id=uuid.uuid4(), finished_at=read_clock(), status_code=200)
     assert update_figures() == 1
