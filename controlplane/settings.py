@@ -192,6 +192,9 @@ CELERY_BEAT_SCHEDULE = {
         "schedule": 600.0,
         "options": {"expires": 600},
     },
+    "send-usage": {"task": "gateway.tasks.send_usage", "schedule": 10.0, "options": {"expires": 10}},
+    "tell-budgets": {"task": "gateway.tasks.tell_budgets", "schedule": 60.0, "options": {"expires": 60}},
+    "forget-usage": {"task": "gateway.tasks.forget_usage", "schedule": 3600.0, "options": {"expires": 600}},
     "maintain-partitions": {
         "task": "gateway.tasks.maintain_partitions",
         "schedule": 3600.0,

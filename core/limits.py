@@ -518,6 +518,13 @@ class GatewayLimits:
     budget_kept_s: float = bound(86_400.0, "s", "Valkey forgets a counter so long after its day or month, or its last use.")
     # Half of what an estimate takes: tokens of code and of other scripts are shorter.
     budget_token_chars: int = bound(2, "characters", "A reservation counts one token for so many of a prompt.")
+    usage_rows: int = bound(
+        10_000, "rows", "A larger list of usage is refused with 400; so many old events are deleted at once."
+    )
+    # More than a year, so that a month can be compared with that of the year before.
+    usage_days: int = bound(400, "days", "Older usage events are deleted, and a list of usage goes over no more.")
+    usage_batch: int = bound(500, "events", "A webhook gets the further ones in another batch.")
+    usage_batches: int = bound(20, "batches", "A webhook gets the further ones with the next look.")
     price: int = bound(1_000_000, "", "A higher price of a million tokens, in the currency, is refused.")
     # Where a request goes: the weights of a score, and what ties a request to a node
     score_load: float = bound(0.25, "", "A node scores so much for free slots.", setting="MUSTER_SCORE_LOAD")

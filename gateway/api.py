@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import uuid
+from datetime import date
+from decimal import Decimal
+from io import StringIO
 from typing import Any, Protocol, cast
 
 import msgspec
+from django.conf import settings
+from django.http import HttpResponse
 from django.urls import path
 from drf_spectacular.utils import OpenApiParameter, extend_schema, extend_schema_field
 from rest_framework import serializers, status
@@ -29,9 +35,11 @@ from gateway.services.models import (
     read_target_states,
     read_targets,
 )
-from gateway.values import RequestOutcome, judge_outcome
+from gateway.services.usage import GROUPS, read_usage
+from gateway.values import MILLION, RequestOutcome, judge_outcome
 from governance.rest.requests import Flag, Form, GovernanceView, Text, WholeNumber
 from nodes.api import ErrorSerializer, print_time
+from wire import clock
 from wire.contract import RequestState
 from wire.ids import format_id, parse_id
 
@@ -339,7 +347,99 @@ class CompatibilityView(APIView):
         return Response(CompatibilitySerializer(answer).data)
 
 
+class UsageSerializer(serializers.Serializer[Any]):  # Any: a sum, no model
+    """What one group used. The members of groups that were not asked for are left out."""
+
+    day = serializers.DateField(required=False)
+    model = serializers.CharField(required=False)
+    key_id = serializers.UUIDField(required=False)
+    key_name = serializers.CharField(required=False)
+    tenant = serializers.CharField(required=False)
+    requests = serializers.IntegerField()
+    prompt_tokens = serializers.IntegerField()
+    completion_tokens = serializers.IntegerField()
+    tokens = serializers.IntegerField(help_text="What budgets count: both, or what was reserved where nobody knows")
+    cost = serializers.SerializerMethodField(help_text="In the currency, six places")
+
+    def get_cost(self, row: dict[str, Any]) -> str:  # Any: columns
+        return f"{Decimal(row['cost_micros']) / MILLION:.6f}"
+
+
+class UsageListSerializer(serializers.Serializer[Any]):  # Any: an envelope, no model
+    """Sums by group."""
+
+    currency = serializers.CharField()
+    usage = UsageSerializer(many=True)
+
+
+_SUMS = ("requests", "prompt_tokens", "completion_tokens", "tokens", "cost")
+_USAGE_PARAMETERS = [
+    OpenApiParameter("group_by", str, description=f"Some of {', '.join(GROUPS)}, separated by commas; day by default"),
+    OpenApiParameter("from", date, description="First UTC day; the first of this month by default"),
+    OpenApiParameter("to", date, description="Last UTC day; today by default"),
+    OpenApiParameter("tenant", str, description="Only this tenant"),
+]
+
+
+class UsageView(APIView):
+    """What requests used, summed up."""
+
+    @extend_schema(
+        operation_id="list_usage", parameters=_USAGE_PARAMETERS, responses={200: UsageListSerializer, **_errors(400, 401)}
+    )
+    def get(self, request: Request) -> Response:
+        """Sum up what requests used by day, model, key and tenant. Budgets count the same."""
+        rows = _read_usage(request)
+        return Response(UsageListSerializer({"currency": settings.CURRENCY, "usage": rows}).data)
+
+
+class UsageFileView(APIView):
+    """The same as a file."""
+
+    @extend_schema(
+        operation_id="export_usage",
+        parameters=_USAGE_PARAMETERS,
+        responses={(200, "text/csv"): str, **_errors(400, 401)},
+    )
+    def get(self, request: Request) -> HttpResponse:
+        """Return the same as CSV (RFC 4180), with a line of names."""
+        rows = UsageSerializer(_read_usage(request), many=True).data
+        names = [*(field for group in _read_groups(request) for field in GROUPS[group]), *_SUMS]
+        text = StringIO()
+        lines = csv.writer(text)
+        lines.writerow([*names, "currency"])
+        # A program for tables would take a name that begins so for a formula.
+        lines.writerows([[_guard(row[name]) for name in names] + [settings.CURRENCY] for row in rows])
+        answer = HttpResponse(text.getvalue(), content_type="text/csv; charset=utf-8")
+        answer["content-disposition"] = 'attachment; filename="usage.csv"'
+        return answer
+
+
+def _guard(value: object) -> object:
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+
+
+def _read_groups(request: Request) -> list[str]:
+    return [name.strip() for name in request.query_params.get("group_by", "day").split(",")]
+
+
+def _read_usage(request: Request) -> list[dict[str, Any]]:  # Any: columns
+    today = clock.now().date()
+    first, last = _read_day(request, "from", today.replace(day=1)), _read_day(request, "to", today)
+    return read_usage(groups=_read_groups(request), first=first, last=last, tenant=request.query_params.get("tenant"))
+
+
+def _read_day(request: Request, name: str, default: date) -> date:
+    text = request.query_params.get(name)
+    try:
+        return default if text is None else date.fromisoformat(text)
+    except ValueError:
+        raise InvalidValue(f"{name} must be a day such as 2026-11-28.", param=name) from None
+
+
 urlpatterns = [
+    path("api/v1/usage", UsageView.as_view(), name="usage"),
+    path("api/v1/usage.csv", UsageFileView.as_view(), name="usage-file"),
     path("requests", RequestListView.as_view(), name="requests"),
     path("api/v1/compatibility", CompatibilityView.as_view(), name="compatibility"),
     path("api/v1/aliases", AliasListView.as_view(), name="aliases"),

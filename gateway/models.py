@@ -315,3 +315,20 @@ class UsageEvent(models.Model):
 
     def __str__(self) -> str:
         return format_id("req", self.event_id)
+
+
+class UsageDelivery(models.Model):
+    """How far a webhook got the usage events, in their order. ``webhook_id``: of governance's table."""
+
+    webhook_id = models.BigIntegerField(primary_key=True)
+    written_in = models.DecimalField(max_digits=20, decimal_places=0, default=0, help_text="Transaction of the last event")
+    seq = models.BigIntegerField(default=0, help_text="Number of the last event")
+    attempt = models.PositiveIntegerField(default=0, help_text="Tries since the last batch that got through")
+    due_at = models.DateTimeField()
+    last_error = models.CharField(max_length=200, blank=True, default="")
+
+    class Meta:
+        verbose_name_plural = "usage deliveries"
+
+    def __str__(self) -> str:
+        return str(self.webhook_id)

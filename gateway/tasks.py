@@ -22,6 +22,7 @@ from core.limits import limits
 from gateway.services.figures import update_figures
 from gateway.services.requests import close_orphaned_requests
 from gateway.services.responses import delete_expired_responses
+from gateway.services.usage import deliver_usage, forget_old_usage, tell_reached_budgets
 from wire import clock
 
 logger = logging.getLogger(__name__)
@@ -164,3 +165,21 @@ def count_figures() -> int:
 def forget_expired_responses() -> int:
     """Delete kept answers that have expired. Returns how many; what a call has no time for, the next one deletes."""
     return delete_expired_responses()
+
+
+@shared_task(name="gateway.tasks.send_usage")  # type: ignore[untyped-decorator]  # Celery ships no types
+def send_usage() -> int:
+    """Post usage events to the webhooks that take them. Returns how many batches got through."""
+    return deliver_usage()
+
+
+@shared_task(name="gateway.tasks.tell_budgets")  # type: ignore[untyped-decorator]  # Celery ships no types
+def tell_budgets() -> int:
+    """Tell webhooks of budgets of which 80 or 100 % is used. Returns how many."""
+    return tell_reached_budgets()
+
+
+@shared_task(name="gateway.tasks.forget_usage")  # type: ignore[untyped-decorator]  # Celery ships no types
+def forget_usage() -> int:
+    """Delete usage events that are too old. Returns how many."""
+    return forget_old_usage()

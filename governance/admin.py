@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from django import forms
 from django.contrib import admin
 from django.http import HttpRequest, HttpResponse
-from unfold.widgets import UnfoldAdminTextInputWidget
+from unfold.widgets import UnfoldAdminTextInputWidget, UnfoldBooleanSwitchWidget
 
 from core.admin_pages import Created, CreatingAdmin, Offer, RowChange, ShowingAdmin, Values, column
 from core.limits import limits
@@ -79,6 +79,12 @@ class WebhookForm(forms.Form):
         widget=UnfoldAdminTextInputWidget,
         help_text="https://…, or http://… on this machine or a private network. It is not shown again.",
     )
+    takes_usage = forms.BooleanField(
+        label="Usage",
+        required=False,
+        widget=UnfoldBooleanSwitchWidget,
+        help_text="It gets what each finished request used, in batches, instead of notices.",
+    )
 
 
 def _remove_webhook(webhook: WebhookEndpoint, actor: str, values: Values) -> str:
@@ -90,9 +96,9 @@ def _remove_webhook(webhook: WebhookEndpoint, actor: str, values: Values) -> str
 class WebhookAdmin(CreatingAdmin):
     """Where notices of operations are posted to."""
 
-    list_display = ("name", "show_host", "show_state", "created_at", "show_changes")
+    list_display = ("name", "show_host", "show_state", "takes_usage", "created_at", "show_changes")
     search_fields = ("name",)
-    fields = ("name", "show_host", "show_state", "created_at")
+    fields = ("name", "show_host", "show_state", "takes_usage", "created_at")
     readonly_fields = fields
     empty_words = "Webhooks tell Slack, PagerDuty or a program of yours about approvals."
     create_form = WebhookForm
@@ -112,7 +118,7 @@ class WebhookAdmin(CreatingAdmin):
     )
 
     def create(self, actor: str, values: Values) -> Created:
-        webhook, secret = add_webhook(name=values["name"], url=values["url"], actor=actor)
+        webhook, secret = add_webhook(name=values["name"], url=values["url"], takes_usage=values["takes_usage"], actor=actor)
         return Created(row=webhook, secret=secret, usage="Check with it the header X-Muster-Signature of what arrives.")
 
     @column("Host")

@@ -380,6 +380,9 @@ class WebhookEndpoint(models.Model):
     url = models.URLField(max_length=300)
     secret = models.CharField(max_length=100, editable=False)
     is_active = models.BooleanField(default=True)
+    takes_usage = models.BooleanField(
+        default=False, db_default=False, help_text="Whether it gets the usage of finished requests instead of notices"
+    )
     created_at = models.DateTimeField(auto_now_add=True)
 
     class Meta:

@@ -46,10 +46,11 @@ _OF_REQUESTER_AND_SIGNERS = RUN_EVENTS | {"approved", "rejected", "expired", "bl
 _OF_EVERY_APPROVER = frozenset({"break_glass", "review_overdue", "frozen"})
 NOTICE_EVENTS = _OF_REQUESTER_AND_SIGNERS | _OF_EVERY_APPROVER | {"proposed", "expiring_50", "expiring_90"}
 """These and FLEET_EVENTS have each a template of their name in ``templates/notices``."""
-FLEET_EVENTS = frozenset({"drained", "ejected", "reload_failed", "messages_unreadable"})
-"""What is told of a node, or of Valkey, as its audit event says."""
+FLEET_EVENTS = frozenset({"drained", "ejected", "reload_failed", "messages_unreadable", "budget_reached"})
+"""What is told of a node, of Valkey or of a budget, as its audit event says."""
 # Key of an advisory lock: of two looks at once the second one sees what the first has told.
 _UNREADABLE_LOCK = 0x6D73_6773_756E_7264
+_BUDGET_LOCK = 0x6D73_6773_6275_6467
 
 
 def notify(operation: Operation | None, event: str, *, run: OperationRun | None = None) -> int:
@@ -92,6 +93,22 @@ def notify_of_unreadable(total: int, *, now: datetime) -> bool:
     return True
 
 
+def notify_of_budget(*, owner: str, kind: str, window: str, percent: int, amount: int, used: int, is_hard: bool) -> bool:
+    """Tell every webhook that so much of a budget was used in a day or month; False when that was told before."""
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_BUDGET_LOCK])
+        told = AuditEvent.objects.filter(action="budget.reached", target=owner)
+        if told.filter(detail__kind=kind, detail__window=window, detail__percent__gte=percent).exists():
+            return False
+        detail = {
+            "owner": owner, "kind": kind, "window": window, "percent": percent, "amount": amount, "used": used,
+            "is_hard": is_hard,
+        }  # fmt: skip
+        event = record_event(actor="system:worker", action="budget.reached", target=owner, detail=detail)
+        notify_of_event(event, "budget_reached", usernames=())
+    return True
+
+
 def list_requester_and_signers(op_id: uuid.UUID) -> set[str]:
     """Return the user names of who asked for an operation and of who signed for it and did not withdraw."""
     return _list_concerned(Operation.objects.get(pk=op_id), "approved")
@@ -119,7 +136,7 @@ def _list_able(operation: Operation) -> set[str]:
 
 def _add(usernames: Iterable[str], event: str, *, operation: Operation | None) -> int:
     now = clock.now()
-    hooks = WebhookEndpoint.objects.filter(is_active=True)
+    hooks = WebhookEndpoint.objects.filter(is_active=True, takes_usage=False)
     notices = [Notice(operation=operation, event=event, webhook=hook, due_at=now) for hook in hooks]
     if settings.NOTICE_SENDER:
         people = get_user_model().objects.filter(~Q(email=""), username__in=set(usernames), is_active=True)
@@ -137,6 +154,7 @@ _FLEET_MEMBERS = {
     "ejected": ("model", "reason"),
     "reload_failed": ("model", "reason"),
     "messages_unreadable": ("total",),
+    "budget_reached": ("owner", "kind", "window", "percent", "amount", "used", "is_hard"),
 }
 
 
@@ -192,7 +210,7 @@ def _describe_fleet_event(audited: AuditEvent, event: str) -> Described:
     page, detail = "admin/", audited.detail
     members: dict[str, object] = {member: detail[member] for member in _FLEET_MEMBERS[event]}
     members["at"] = int(audited.at.timestamp())
-    if event != "messages_unreadable":
+    if event not in ("messages_unreadable", "budget_reached"):
         page = f"admin/nodes/node/{parse_id('node', audited.target)}/change/"
         members["node"] = {"id": audited.target, "name": detail["name"]}
     if audited.op_id:
@@ -459,9 +477,10 @@ def _refusal(what: str) -> InvalidWebhook:
 
 
 @transaction.atomic
-def add_webhook(*, name: str, url: str, actor: str) -> tuple[WebhookEndpoint, str]:
+def add_webhook(*, name: str, url: str, actor: str, takes_usage: bool = False) -> tuple[WebhookEndpoint, str]:
     """Post notices to ``url`` from now on; return the row and the secret that signs them, which is shown once.
 
+    ``takes_usage``: the usage of finished requests instead.
     The name of a webhook that was removed may be used again. Raises InvalidWebhook.
     """
     cleaned = name.strip()
@@ -471,7 +490,7 @@ def add_webhook(*, name: str, url: str, actor: str) -> tuple[WebhookEndpoint, st
         )
     target = parse_webhook_url(url)
     secret = f"whsec_{secrets.token_urlsafe(32)}"
-    values = {"url": url.strip(), "secret": secret, "is_active": True}
+    values = {"url": url.strip(), "secret": secret, "is_active": True, "takes_usage": takes_usage}
     endpoint, is_new = WebhookEndpoint.objects.select_for_update().get_or_create(name=cleaned, defaults=values)
     if not is_new:
         if endpoint.is_active:
@@ -479,8 +498,9 @@ def add_webhook(*, name: str, url: str, actor: str) -> tuple[WebhookEndpoint, st
         for field, value in values.items():
             setattr(endpoint, field, value)
         endpoint.save(update_fields=list(values))
+    detail: dict[str, object] = {"host": target.host} | ({"takes_usage": True} if takes_usage else {})
     # Of the address only the host: chat services put their password into the path.
-    record_event(actor=actor, action="webhook.add", target=cleaned, detail={"host": target.host})
+    record_event(actor=actor, action="webhook.add", target=cleaned, detail=detail)
     return endpoint, secret
 
 

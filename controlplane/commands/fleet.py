@@ -114,6 +114,7 @@ def _add_webhook_actions(parser: ArgumentParser) -> None:
     add = actions.add_parser("add", help="post notices there; prints the secret that signs them, this once")
     add.add_argument("name")
     add.add_argument("url", help="https://…, or http://… on this machine or a private network")
+    add.add_argument("--usage", action="store_true", help="what each finished request used, in batches, instead of notices")
     actions.add_parser("remove", help="post nothing there any more").add_argument("name")
     actions.add_parser("list", help="names and states; addresses may be secret and are not shown")
 
@@ -122,7 +123,7 @@ def _add_webhook_actions(parser: ArgumentParser) -> None:
 def webhook(options: Options) -> str:
     match options["action"]:
         case "add":
-            return add_webhook(name=options["name"], url=options["url"], actor=ACTOR)[1]
+            return add_webhook(name=options["name"], url=options["url"], takes_usage=options["usage"], actor=ACTOR)[1]
         case "remove":
             return f"{remove_webhook(name=options['name'], actor=ACTOR).name} is removed"
         case _:

@@ -5,16 +5,29 @@ Events are written by the statement that makes a request record final (``ADD_USA
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Collection
-from datetime import timedelta
+from collections.abc import Collection, Iterable, Sequence
+from datetime import UTC, date, datetime, time, timedelta
+from typing import Any
 
-from django.db import connection
+import msgspec
+from django.conf import settings
+from django.db import connection, transaction
+from django.db.models import Count, QuerySet, Sum
+from django.db.models.functions import TruncDate
 
 from core.limits import limits
-from gateway.models import ApiKey
-from gateway.values import Counter
+from gateway.models import ApiKey, Tenant, UsageDelivery, UsageEvent
+from gateway.services.errors import InvalidValue
+from gateway.services.limits import read_budgets
+from gateway.values import BudgetKind, Counter, find_window
+from governance.notices import DeliveryFailed, list_webhooks, notify_of_budget, post_notice
+from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, RequestState
+from wire.ids import format_id
+
+logger = logging.getLogger("muster.gateway")
 
 _COLUMNS = (
     "event_id, created_at, finished_at, gateway_id, tenant, key_id, key_name, model, state, prompt_tokens, completion_tokens, "
@@ -110,3 +123,170 @@ class Spent:
         with connection.cursor() as cursor:
             cursor.execute(_SUM.format(**parts), {n: v for n, v in values.items() if n != "key" or whose == "key"})
             return int(cursor.fetchone()[0])
+
+
+# For people and their programs
+
+GROUPS = {"day": ("day",), "model": ("model",), "key": ("key_id", "key_name"), "tenant": ("tenant",)}
+"""What usage is summed up by, and the columns of each."""
+_SUMS = ("prompt_tokens", "completion_tokens", "tokens", "cost_micros")
+
+
+def read_usage(*, groups: Sequence[str], first: date, last: date, tenant: str | None = None) -> list[dict[str, Any]]:
+    """Return sums by group, of requests that came on the UTC days from ``first`` to ``last``, in the order of the groups.
+
+    Raises InvalidValue: for a group that is none of GROUPS, days in the wrong order, and when there are too many rows.
+    """
+    unknown = next((group for group in groups if group not in GROUPS), None)
+    if unknown is not None or not groups or len(set(groups)) < len(groups):
+        raise InvalidValue(f"group_by must be some of {', '.join(GROUPS)}, each once.", param="group_by")
+    if last < first or last - first > timedelta(days=limits().gateway.usage_days):
+        raise InvalidValue(f"to must be from to {limits().gateway.usage_days} days after from.", param="to")
+    events = UsageEvent.objects.filter(
+        created_at__gte=datetime.combine(first, time.min, UTC),
+        created_at__lt=datetime.combine(last + timedelta(days=1), time.min, UTC),
+    )
+    if tenant is not None:
+        events = events.filter(tenant=tenant)
+    if "day" in groups:
+        events = events.annotate(day=TruncDate("created_at", tzinfo=UTC))
+    fields = [field for group in groups for field in GROUPS[group]]
+    rows: QuerySet[Any, Any] = events.order_by().values(*fields)  # Any: dicts of the chosen columns
+    most = limits().gateway.usage_rows
+    found = list(
+        rows.annotate(
+            requests=Count("pk"), **{f"sum_{name}": Sum(name) for name in _SUMS}
+        ).order_by(*fields)[: most + 1]
+    )  # fmt: skip
+    if len(found) > most:
+        raise InvalidValue(f"That are more than {most} rows: name a tenant, fewer groups or fewer days.", param="group_by")
+    return [{name.removeprefix("sum_"): value for name, value in row.items()} for row in found]
+
+
+def tell_reached_budgets() -> int:
+    """Tell webhooks of budgets of this day and month of which 80 or 100 % is used; return how many were told of."""
+    now, told = clock.now(), 0
+    holders: list[Tenant | ApiKey] = [
+        *Tenant.objects.exclude(budgets=[]),
+        *ApiKey.objects.exclude(budgets=[]).filter(revoked_at=None),
+    ]
+    wanted = [(holder, one) for holder in holders for one in read_budgets(holder) if one.kind.is_budget]
+    spent = {kind: _sum_window(kind, now) for kind in {one.kind for _, one in wanted}}
+    for holder, one in wanted:
+        owner = f"tenant:{holder.name}" if isinstance(holder, Tenant) else f"key:{holder.pk}"
+        used = spent[one.kind].get(owner, 0)
+        percent = next((part for part in (100, 80) if used and used * 100 >= one.amount * part), 0)
+        if percent:
+            told += notify_of_budget(
+                owner=owner,
+                kind=one.kind.value,
+                window=find_window(one.kind, now).name,
+                percent=percent,
+                amount=one.amount,
+                used=used,
+                is_hard=one.is_hard,
+            )
+    return told
+
+
+def _sum_window(kind: BudgetKind, now: datetime) -> dict[str, int]:
+    column = "cost_micros" if kind.is_cost else "tokens"
+    rows = (
+        UsageEvent.objects.filter(created_at__gte=find_window(kind, now).starts_at)
+        .order_by()
+        .values_list("tenant", "key_id")
+        .annotate(Sum(column))
+    )
+    spent: dict[str, int] = {}
+    for tenant, key_id, used in rows:
+        spent[f"key:{key_id}"] = int(used)
+        spent[f"tenant:{tenant}"] = spent.get(f"tenant:{tenant}", 0) + int(used)
+    return spent
+
+
+# Webhooks
+
+# What is committed has a transaction below the oldest that is under way; what is written later has none below it.
+_NEXT = f"""
+SELECT written_in::text, seq, {_COLUMNS} FROM gateway_usageevent
+ WHERE (written_in, seq) > (%s::text::xid8, %s) AND written_in < pg_snapshot_xmin(pg_current_snapshot())
+ ORDER BY written_in, seq LIMIT %s
+"""  # noqa: S608  # constants
+_NEWEST = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text"
+
+
+def deliver_usage() -> int:
+    """Post the next batches of usage events to the webhooks that take them; return how many batches got through.
+
+    In their order, at least once. Safe to run several times at once: a batch belongs to whoever took its webhook's row.
+    """
+    return sum(_deliver(hook.pk, hook.url, hook.secret) for hook in list_webhooks() if hook.is_active and hook.takes_usage)
+
+
+def _deliver(webhook_id: int, url: str, secret: str) -> int:
+    sent = 0
+    for _ in range(limits().gateway.usage_batches):
+        claimed = _claim(webhook_id)
+        if claimed is None:
+            break
+        batch, mine = _read_batch(claimed), UsageDelivery.objects.filter(pk=webhook_id, attempt=claimed.attempt)
+        if not batch:
+            mine.update(attempt=0, due_at=clock.now())
+            break
+        body = msgspec.json.encode({"event": "usage", "id": f"usage_{webhook_id}_{batch[-1][1]}", "events": _show(batch)})
+        try:
+            post_notice(url=url, secret=secret, body=body, at=int(clock.unix_s()))
+        except DeliveryFailed as failure:
+            bounds, now = limits().governance, clock.now()
+            pause_s = min(bounds.notice_pause_max_s, bounds.notice_pause_s * 2 ** min(claimed.attempt, 10))
+            mine.update(due_at=now + timedelta(seconds=pause_s), last_error=str(failure)[:200])
+            logger.warning("usage.not_delivered webhook=%d reason=%s", webhook_id, failure)
+            break
+        written_in, seq = int(batch[-1][0]), batch[-1][1]
+        mine.update(written_in=written_in, seq=seq, attempt=0, due_at=clock.now(), last_error="")
+        sent += 1
+    return sent
+
+
+@transaction.atomic
+def _claim(webhook_id: int) -> UsageDelivery | None:
+    """Take a webhook's row for as long as a lease; a new webhook begins with what is written from now on."""
+    now = clock.now()
+    delivery = UsageDelivery.objects.select_for_update(skip_locked=True).filter(pk=webhook_id).first()
+    if delivery is None:
+        with connection.cursor() as cursor:
+            cursor.execute(_NEWEST)
+            newest = int(cursor.fetchone()[0])
+        delivery, is_new = UsageDelivery.objects.get_or_create(pk=webhook_id, defaults={"written_in": newest, "due_at": now})
+        if not is_new:
+            return None
+    if delivery.due_at > now:
+        return None
+    delivery.attempt += 1
+    delivery.due_at = now + timedelta(seconds=limits().governance.notice_lease_s)
+    delivery.save(update_fields=["attempt", "due_at"])
+    return delivery
+
+
+def _read_batch(delivery: UsageDelivery) -> list[tuple[Any, ...]]:
+    with connection.cursor() as cursor:
+        cursor.execute(_NEXT, [str(delivery.written_in), delivery.seq, limits().gateway.usage_batch])
+        batch: list[tuple[Any, ...]] = cursor.fetchall()
+    return batch
+
+
+def _show(batch: Iterable[tuple[Any, ...]]) -> list[dict[str, object]]:
+    names = [name.strip() for name in _COLUMNS.split(",")]
+    events = []
+    for _written_in, _seq, *values in batch:
+        event: dict[str, object] = dict(zip(names, values, strict=True))
+        event |= {"event_id": format_id("req", values[0]), "currency": settings.CURRENCY}
+        events.append(event)
+    return events
+
+
+def forget_old_usage() -> int:
+    """Delete events that are older than ``usage_days``; return how many."""
+    oldest = clock.now() - timedelta(days=limits().gateway.usage_days)
+    batch = UsageEvent.objects.filter(created_at__lt=oldest).values("pk")[: limits().gateway.usage_rows]
+    return UsageEvent.objects.filter(pk__in=batch).delete()[0]
