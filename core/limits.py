@@ -554,6 +554,13 @@ class GatewayLimits:
     prefill_tokens_s: float = bound(
         2_000.0, "tokens/s", "A node is believed to compute a prompt at this pace, when affinity is weighed against waits."
     )
+    decision_candidates: int = bound(
+        8,
+        "nodes",
+        "A record of a request keeps so many of the nodes compared for it; 0 = not why it went to its node.",
+        setting="MUSTER_DECISION_CANDIDATES",
+    )
+    replayed_records: int = bound(200_000, "records", "Older decisions are not scored anew by `replay_routing`.")
     placed_among: int = bound(16, "nodes", "So many of the nodes of a model, others each time, are compared for a request.")
     max_requeues: int = bound(
         3,

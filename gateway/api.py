@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import uuid
+from dataclasses import asdict
 from datetime import date
 from decimal import Decimal
 from io import StringIO
@@ -23,6 +24,7 @@ from core.limits import limits
 from gateway.models import ModelAlias, RequestRecord
 from gateway.routing import Target
 from gateway.services.compatibility import GpuFit, Quality, Source, find_fits
+from gateway.services.decisions import find_decision
 from gateway.services.errors import AliasNotFound, InvalidValue
 from gateway.services.limits import clean_model_name
 from gateway.services.models import (
@@ -144,6 +146,40 @@ def _read_node_id(text: str) -> uuid.UUID:
     if node_id is None:
         raise InvalidValue("node_id must look like node_ followed by 32 hexadecimal digits.", param="node_id")
     return node_id
+
+
+class ScoredNodeSerializer(serializers.Serializer[Any]):  # Any: no model
+    """A node that a request could have gone to."""
+
+    node = serializers.CharField()
+    score = serializers.FloatField()
+    parts = serializers.DictField(child=serializers.FloatField(), help_text="From 0 to 1, by name")
+    is_chosen = serializers.BooleanField()
+
+
+class RoutingDecisionSerializer(serializers.Serializer[Any]):  # Any: no model
+    """Why a request went to its node."""
+
+    request_id = serializers.CharField()
+    model = serializers.CharField()
+    node = serializers.CharField(help_text="Empty: it got no node")
+    reason = serializers.CharField(
+        help_text="score, affinity, least_load, preferred, only_free or waited; empty: no choice, or not recorded"
+    )
+    text = serializers.CharField()
+    weights = serializers.DictField(child=serializers.FloatField())
+    candidates = ScoredNodeSerializer(many=True)
+
+
+class DecisionView(APIView):
+    """Why one request went to its node."""
+
+    @extend_schema(operation_id="read_decision", responses={200: RoutingDecisionSerializer, **_errors(401, 404)})
+    def get(self, request: Request, request_id: str) -> Response:
+        """Read which nodes were compared for a request, the parts of their scores, and which one was chosen why."""
+        record, facts = find_decision(request_id)
+        shown = {"request_id": record.printed_id, "model": record.model} | asdict(facts)
+        return Response(RoutingDecisionSerializer(shown).data)
 
 
 class TargetForm(Form):
@@ -442,6 +478,7 @@ urlpatterns = [
     path("api/v1/usage.csv", UsageFileView.as_view(), name="usage-file"),
     path("requests", RequestListView.as_view(), name="requests"),
     path("api/v1/compatibility", CompatibilityView.as_view(), name="compatibility"),
+    path("requests/<str:request_id>/decision", DecisionView.as_view(), name="decision"),
     path("api/v1/aliases", AliasListView.as_view(), name="aliases"),
     path("api/v1/aliases/<int:alias_id>", AliasView.as_view(), name="alias"),
 ]

@@ -264,6 +264,9 @@ class RequestRecord(models.Model):
     finished_at = models.DateTimeField(null=True, blank=True)
     reserved_tokens = models.BigIntegerField(null=True, blank=True, help_text="What it might use of the budgets of its caller")
     reserved_micros = models.BigIntegerField(null=True, blank=True, help_text="The same in millionths of the currency")
+    decision = models.JSONField(
+        null=True, blank=True, help_text="Why it went to its node, where it had a choice (gateway.values.Decision)"
+    )
 
     class Meta:
         verbose_name = "request"

@@ -220,6 +220,35 @@ class Unmatched(msgspec.Struct, kw_only=True, omit_defaults=True):
     fallback_models: tuple[str, ...] = ()
 
 
+class Compared(msgspec.Struct, frozen=True, array_like=True):
+    """A node that a request could have gone to, and the parts of its score in thousandths (``Decision``)."""
+
+    node: str
+    load: int
+    active: int
+    latency: int
+    reliability: int
+    affinity: int
+
+    @property
+    def parts(self) -> tuple[int, int, int, int, int]:
+        return self.load, self.active, self.latency, self.reliability, self.affinity
+
+
+class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why a request went to its node, where it had a choice; kept with its record.
+
+    ``reason``: ``score``, ``affinity``, ``least_load`` (nothing else was known), ``preferred`` (the caller named the node),
+    ``only_free``, or ``waited`` (the first slot that became free). ``candidates``: the best of what was compared, by score;
+    ``chosen``: the place of the node among them. ``weights``: of the parts, in thousandths.
+    """
+
+    reason: str
+    candidates: tuple[Compared, ...] = ()
+    chosen: int = 0
+    weights: tuple[int, ...] = ()
+
+
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the gateway reads of a request body; the body itself travels on untouched unless it is translated.
 

@@ -20,8 +20,8 @@ MODULES = {
     "audit": ("audit",),
     "bootstrap": ("bootstrap",),
     "fleet": (
-        *("allow_model", "create_key", "create_worker_credential", "disallow_model", "node_action", "set_provider_state"),
-        "webhook",
+        *("allow_model", "create_key", "create_worker_credential", "disallow_model", "explain", "node_action"),
+        *("replay_routing", "set_provider_state", "webhook"),
     ),
     "people": ("approver_keys", "create_admin_token", "demo_governance", "invite"),
 }

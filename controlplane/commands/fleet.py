@@ -6,6 +6,8 @@ from argparse import ArgumentParser
 from contextlib import suppress
 
 from controlplane.commands import ACTOR, Options, argument, command
+from gateway.services.decisions import find_decision, print_decision, print_replay, read_weights
+from gateway.services.decisions import replay_routing as score_anew
 from gateway.services.errors import NameTaken
 from gateway.services.keys import create_api_key
 from gateway.services.models import allow_model, disallow_model
@@ -129,3 +131,20 @@ def webhook(options: Options) -> str:
         case _:
             lines = [f"{row.name}  {'active' if row.is_active else 'removed'}" for row in list_webhooks()]
             return "\n".join(lines) or "There is no webhook."
+
+
+@command("explain", "Say why a request went to its node.", argument("request", metavar="REQUEST", help="its id, req_…"))
+def explain(options: Options) -> str:
+    return print_decision(*find_decision(options["request"]))
+
+
+@command(
+    "replay_routing",
+    "Score the decisions of a day anew and say what other weights would have changed.",
+    argument("--weights", required=True, metavar="PART=W,…", help="load, active, latency, reliability, affinity; 0 to 1"),
+    argument("--model", default="", help="only requests of this model"),
+    argument("--hours", type=float, default=24.0, metavar="H", help="of the last H hours; default: 24"),
+)
+def replay_routing(options: Options) -> str:
+    weights = read_weights(options["weights"])
+    return print_replay(score_anew(weights, model=options["model"], hours=options["hours"]))

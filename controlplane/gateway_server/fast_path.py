@@ -253,6 +253,8 @@ class FastRequest(KnownCycle, Sink):
         record = path.pipeline.recorder.make_record(self._record_id, caller, request, asked_model=request.model)
         record.queue_ms, record.attempts = 0, 1
         record.node_id, record.node_name = lease.link.node_id, lease.link.node_name
+        if lease.choice is not None:
+            record.decision = path.pipeline.dispatcher.describe(lease)
         record.state = RequestState.RUNNING
         self._record = record
         self._trial: Trial = path.pipeline.dispatcher.ejections.begin(

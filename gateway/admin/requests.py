@@ -22,6 +22,7 @@ from django.utils.safestring import SafeString
 from core.admin_pages import RowList, ShowingAdmin, column
 from core.limits import limits
 from gateway.models import TAIL_CHARS, GatewayProcess, Model, RequestRecord, StoredResponse, Tenant
+from gateway.services.decisions import explain_decision
 from gateway.services.explanations import explain_request, explain_waits, name_state
 from gateway.services.requests import FAILED, REFUSED, find_records
 from wire import clock
@@ -212,7 +213,7 @@ class RequestRecordAdmin(ShowingAdmin):
         """Return how the request stands or ended, and why; and where its node is shown."""
         shows_node = row.node_id is not None and request.user.has_perm("nodes.view_node")
         node_url = reverse("admin:nodes_node_change", args=[row.node_id]) if shows_node else ""
-        return {"explanation": explain_request(row), "node_url": node_url}
+        return {"explanation": explain_request(row), "decision": explain_decision(row), "node_url": node_url}
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[RequestRecord], search_term: str

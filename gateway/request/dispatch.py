@@ -41,7 +41,7 @@ from gateway.errors import (
 )
 from gateway.metrics import QUEUE_DEPTH
 from gateway.request.placement import Asker, Choice, Placement, Wish, choose_link
-from gateway.values import CHAT_PATH, InferenceRequest, ModelEntry, Unmatched
+from gateway.values import CHAT_PATH, Decision, InferenceRequest, ModelEntry, Unmatched
 from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
 from nodes.links.keeper import LinkKeeper
@@ -506,6 +506,10 @@ class Dispatcher:
         if model in self._queues or model in self._keeper.disabled_models:
             return None
         return self._choose(model, request.paths, asker, request, now=now)
+
+    def describe(self, lease: Lease) -> Decision | None:
+        """Return why a lease is on its node; None where there was no choice, or decisions are not recorded."""
+        return None if lease.choice is None else self._placement.describe(lease.choice)
 
     def take_number(self) -> int:
         return next(self._sequence)

@@ -392,6 +392,8 @@ class Pipeline:
         record.queue_ms = call.queue_ms = (record.queue_ms or 0) + int((clock.monotonic() - asked_at) * 1000)
         record.attempts = min(job.attempts, self.limits.record_attempts)
         name_model(record, job.request.model, asked_model=job.asked_model)
+        if lease.choice is not None:
+            record.decision = self.dispatcher.describe(lease)
         record.node_id = lease.link.node_id
         record.node_name = lease.link.node_name
         record.state = RequestState.ASSIGNED

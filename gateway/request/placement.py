@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -17,7 +18,7 @@ import msgspec
 from core.limits import GatewayLimits
 from gateway.dialects.responses_answer import make_response_id
 from gateway.request.prefixes import Blocks, PrefixIndex
-from gateway.values import InferenceRequest, derive
+from gateway.values import Compared, Decision, InferenceRequest, derive
 from nodes.links import Link
 
 
@@ -67,6 +68,13 @@ def _better(current: L | None, link: L) -> L:
     if current is None or (link.load, link.last_served) < (current.load, current.last_served):
         return link
     return current
+
+
+def _find_least_loaded(links: Sequence[L]) -> L:
+    best = links[0]
+    for link in links:
+        best = _better(best, link)
+    return best
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -134,6 +142,7 @@ class Placement:
         self.weights = Weights(
             limits.score_load, limits.score_active, limits.score_latency, limits.score_reliability, limits.score_affinity
         )
+        self._weights_said = tuple(round(1000 * weight) for weight in msgspec.structs.astuple(self.weights))
         self._prefixes = PrefixIndex(
             block_bytes=limits.prefix_block_bytes, most=limits.prefix_blocks, per_prompt=limits.prefix_prompt_blocks
         )
@@ -175,11 +184,9 @@ class Placement:
         shares = self._find_shares(links, model, wish, held_s, now) if wish is not None else {}
         latencies = [one.latency_ms for one in figures if one is not None and one.latency_ms]
         reliabilities = [one.reliability for one in figures if one is not None and one.reliability is not None]
-        if not (shares or latencies or reliabilities):
-            best = links[0]
-            for link in links:
-                best = _better(best, link)
-            return Choice(best, wish, "least_load")
+        is_known = bool(shares or latencies or reliabilities)
+        if not is_known and not self._limits.decision_candidates:
+            return Choice(_find_least_loaded(links), wish, "least_load")
         floor = self._limits.score_latency_floor_ms
         fastest = max(floor, min(latencies, default=floor))
         # A node of which nothing is known yet counts as an average one.
@@ -200,6 +207,8 @@ class Placement:
             scored.append((link, (idle, 1 / (load + 1), fast, reliable, affine), total))
             if total > top:
                 top = total
+        if not is_known:
+            return Choice(_find_least_loaded(links), wish, "least_load", scored)
         least = top - self._limits.score_margin
         chosen: Link | None = None
         for link, _parts, total in scored:
@@ -226,6 +235,20 @@ class Placement:
             del sessions[next(iter(sessions))]
         if wish.blocks:
             self._prefixes.note(wish.blocks, number)
+
+    def describe(self, choice: Choice) -> Decision | None:
+        """Return what a record keeps of a choice; None where no decision is recorded."""
+        most = self._limits.decision_candidates
+        if not most:
+            return None
+        if not choice.scored:
+            return Decision(choice.reason)
+        ranked = sorted(choice.scored, key=_TOTAL, reverse=True)
+        chosen = next(place for place, one in enumerate(ranked) if one[0] is choice.link)
+        if chosen >= most:
+            ranked[most - 1], chosen = ranked[chosen], most - 1
+        candidates = tuple([Compared(one.node_name, *[int(1000 * part) for part in parts]) for one, parts, _ in ranked[:most]])
+        return Decision(choice.reason, candidates, chosen, self._weights_said)
 
     def _find_session(self, wish: Wish, now: float) -> int:
         number, until = self._sessions.get(wish.session, (0, 0.0))
@@ -258,6 +281,7 @@ class Placement:
 
 
 _NONE: Mapping[int, int] = {}
+_TOTAL = itemgetter(2)
 _MARKS = (b'"messages":', b'"system":', b'"instructions":', b'"input":', b'"prompt":')
 _USER = b'"user_id"'
 

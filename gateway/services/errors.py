@@ -44,5 +44,9 @@ class AliasNotFound(NotFound):
     """No alias has that id."""
 
 
+class RequestNotFound(NotFound):
+    """No request has that id."""
+
+
 class ResponseNotKept(ServiceError, status=409):
     """An answer was not stored: the tenant does not allow it (any more), or it cannot be stored as it is."""

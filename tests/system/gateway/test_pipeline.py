@@ -250,6 +250,23 @@ async def test_one_request_that_kills_every_node_it_meets_ejects_none(make_gatew
     assert ({status for status, _ in ends}, {first for _, first in ends}) == ({200}, set(links))
 
 
+async def test_a_record_says_why_the_request_went_to_its_node_where_there_was_a_choice(make_gateway: Make) -> None:
+    gateway = make_gateway()
+    alone = gateway.link(slots=4)
+    request = gateway.ask()
+    await request.served(alone, ANSWER)
+    assert await request.record("decision") == (None,)
+    links = dict.fromkeys([alone, gateway.link(slots=4)], GOOD)
+    request = gateway.ask()
+    await request.client.wait(lambda: any(link.streams for link in links))
+    chosen = next(link for link in links if link.streams)
+    await request.served(chosen, ANSWER)
+    ((decision, name),) = [await request.record("decision", "node_name")]
+    assert isinstance(decision, dict)
+    assert decision["candidates"][decision.get("chosen", 0)][0] == name == chosen.node_name
+    assert {one[0] for one in decision["candidates"]} == {link.node_name for link in links}
+
+
 class Asker:
     """A gateway that asks the nodes of ``m`` what 17 times 3 is."""
 

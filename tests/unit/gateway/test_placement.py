@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
 from gateway.request.placement import Choice, Placement, Weights, score
-from gateway.values import InferenceRequest
+from gateway.values import Decision, InferenceRequest
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Fault, Standing, Verdict
 from tests.fakes.examples import examples
@@ -211,6 +211,22 @@ def test_without_affinity_nothing_of_a_prompt_is_looked_at() -> None:
     room = Room(None, None, score_affinity=0.0)
     assert room.placement.read_wish(Asker(), request(), "m") is None
     assert room.choose().reason == "least_load"
+
+
+def test_a_decision_names_the_best_eight_and_the_chosen_one() -> None:
+    room = Room(*[Figures(latency_ms=100 + 10 * number) for number in range(12)])
+    choice = room.choose()
+    decision = room.placement.describe(choice)
+    assert decision is not None
+    assert (decision.reason, decision.weights, len(decision.candidates)) == ("score", (250, 250, 200, 200, 100), 8)
+    assert decision.candidates[decision.chosen].node == choice.link.node_name
+    assert decision.candidates[0].parts == (1000, 1000, 1000, 1000, 0)
+    last = Choice(room.links[-1], None, "preferred", choice.scored)
+    shown = room.placement.describe(last)
+    assert shown is not None
+    assert shown.candidates[shown.chosen].node == room.links[-1].node_name
+    assert room.placement.describe(Choice(room.links[0], None, "waited")) == Decision("waited")
+    assert Room(None, None, decision_candidates=0).placement.describe(choice) is None
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -1,0 +1,166 @@
+"""Why requests went to their nodes: one decision in words, and a day of them scored anew with other weights. Reads only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import msgspec
+
+from core.limits import limits
+from gateway.models import RequestRecord
+from gateway.services.errors import InvalidValue, RequestNotFound
+from gateway.values import Compared, Decision
+from wire import clock
+from wire.ids import parse_id
+
+PARTS = ("load", "active", "latency", "reliability", "affinity")
+"""The parts of a score, in the order in which weights and candidates have them."""
+_REASONS = {
+    "score": "It had the best score, or one as good as the best and less to do.",
+    "affinity": "It had the best score, and its session or the beginning of its prompt had been there before.",
+    "least_load": "Nothing but the load of the nodes was known; it had the least to do.",
+    "preferred": "The caller asked for it (prefer_gpu).",
+    "only_free": "No other node had a free slot.",
+    "waited": "The request waited, and this was the first slot that became free.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredNode:
+    """A node that was compared. ``score`` and ``parts`` (named as in ``PARTS``) are from 0 to 1."""
+
+    node: str
+    score: float
+    parts: dict[str, float]
+    is_chosen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionFacts:
+    """Why a request went to its node. ``reason``: a word; empty = there was nothing to choose, or it was not recorded."""
+
+    reason: str
+    text: str
+    node: str
+    weights: dict[str, float]
+    candidates: tuple[ScoredNode, ...]
+
+
+def find_decision(text: str) -> tuple[RequestRecord, DecisionFacts]:
+    """Return a request (``req_…``) and why it went to its node. Raises RequestNotFound."""
+    record_id = parse_id("req", text)
+    record = None if record_id is None else RequestRecord.objects.filter(pk=record_id).first()
+    if record is None:
+        raise RequestNotFound(f"There is no request {text[:80]}.", param="request_id")
+    return record, explain_decision(record)
+
+
+def explain_decision(record: RequestRecord) -> DecisionFacts:
+    """Return why a request went to its node; no query."""
+    decision = _read(record.decision)
+    if decision is None:
+        text = "There was no other node to choose, or decisions were not recorded." if record.node_id else "It got no node."
+        return DecisionFacts("", text, record.node_name, {}, ())
+    scored = tuple(
+        ScoredNode(
+            one.node,
+            _score(one, decision.weights),
+            {name: part / 1000 for name, part in zip(PARTS, one.parts, strict=True)},
+            place == decision.chosen,
+        )
+        for place, one in enumerate(decision.candidates)
+    )
+    weights = {name: weight / 1000 for name, weight in zip(PARTS, decision.weights, strict=False)}
+    return DecisionFacts(decision.reason, _REASONS.get(decision.reason, ""), record.node_name, weights, scored)
+
+
+def _read(stored: object) -> Decision | None:
+    try:
+        return None if stored is None else msgspec.convert(stored, Decision)
+    except msgspec.ValidationError:  # a later release wrote it
+        return None
+
+
+def _score(one: Compared, weights: Iterable[float]) -> float:
+    """Return a score from 0 to 1; ``weights`` and the parts are in thousandths."""
+    return sum(part * weight for part, weight in zip(one.parts, weights, strict=False)) / 1e6
+
+
+@dataclass(slots=True)
+class Replay:
+    """What other weights would have changed. ``moves``: requests by model, node and the node they would have gone to."""
+
+    compared: int = 0
+    changed: int = 0
+    moves: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+
+def read_weights(text: str) -> tuple[float, ...]:
+    """Return the weights that ``load=0.3,latency=0.4`` sets, the others as they are set here. Raises InvalidValue."""
+    bounds = limits().gateway
+    weights = {name: float(getattr(bounds, f"score_{name}")) for name in PARTS}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        try:
+            weight = float(value)
+        except ValueError:
+            weight = -1.0
+        if name.strip() not in weights or not 0 <= weight <= 1:
+            names = ", ".join(PARTS)
+            raise InvalidValue(
+                f"Weights look like load=0.3,latency=0.4, of {names}, from 0 to 1; not {part!r}.", param="weights"
+            )
+        weights[name.strip()] = weight
+    return tuple(1000 * weight for weight in weights.values())
+
+
+def replay_routing(weights: tuple[float, ...], *, model: str = "", hours: float = 24.0) -> Replay:
+    """Score the decisions of the last hours anew, the newest first. ``weights``: as ``read_weights`` returns them.
+
+    Each is taken by itself: a request that had gone elsewhere would have changed the load that later ones met.
+    """
+    bounds = limits().gateway
+    records = RequestRecord.objects.filter(created_at__gte=clock.now() - timedelta(hours=hours), decision__isnull=False)
+    if model:
+        records = records.filter(model=model)
+    rows = records.order_by("-created_at").values_list("model", "decision")[: bounds.replayed_records]
+    replay = Replay()
+    for name, stored in rows.iterator():
+        decision = _read(stored)
+        if decision is None or len(decision.candidates) < 2 or decision.reason == "least_load":
+            continue
+        replay.compared += 1
+        chosen = decision.candidates[decision.chosen]
+        best = max(decision.candidates, key=lambda one: _score(one, weights))
+        if _score(best, weights) > _score(chosen, weights) + bounds.score_margin:
+            replay.changed += 1
+            replay.moves[name, chosen.node, best.node] += 1
+    return replay
+
+
+def print_decision(record: RequestRecord, facts: DecisionFacts) -> str:
+    """Return a decision as text for a terminal."""
+    lines = [f"{record.printed_id} of {record.model} went to {facts.node or 'no node'}. {facts.text}"]
+    if facts.candidates:
+        width = max(len(one.node) for one in facts.candidates)
+        lines.append(f"  {'node':{width}}  score  " + "  ".join(f"{name:>11}" for name in PARTS))
+        for one in facts.candidates:
+            parts = "  ".join(f"{one.parts[name]:11.3f}" for name in PARTS)
+            lines.append(f"{'*' if one.is_chosen else ' '} {one.node:{width}}  {one.score:.3f}  {parts}")
+        weights = "  ".join(f"{facts.weights.get(name, 0):11.3f}" for name in PARTS)
+        lines.append(f"  {'weight':{width}}         {weights}")
+    return "\n".join(lines)
+
+
+def print_replay(replay: Replay) -> str:
+    """Return what other weights would have changed, as text for a terminal."""
+    if not replay.compared:
+        return "No request of that time had a choice that was recorded."
+    share = 100 * replay.changed / replay.compared
+    lines = [f"{replay.changed:,} of {replay.compared:,} requests with a choice would have gone elsewhere ({share:.1f} %)."]
+    for (model, node, other), count in replay.moves.most_common(limits().gateway.page_choices):
+        lines.append(f"  {count:,}  {model}: {node} → {other}")
+    return "\n".join(lines)
