@@ -705,6 +705,8 @@ class GatewayLimits:
     fault_shown_chars: int = bound(60, "characters", "A longer name from a client is not repeated in an error.")
     ignored_names: int = bound(32, "names", "Further fields that a translation leaves out are not named.")
     ignored_name_chars: int = bound(64, "characters", "The name of a field that a translation leaves out is cut there.")
+    # Of each stream that may go on at another node, in memory.
+    continued_bytes: int = bound(256 * 1024, "bytes", "A stream with more text is not resumed when its node dies.")
     # Of all blocks that wait.
     held_chars: int = bound(4 * MIB, "characters", "A translated answer that comes out of order ends with an error beyond it.")
     waiting_blocks: int = bound(

@@ -22,7 +22,9 @@ _BOUNDS = [*(str(bound) for bound in _SECONDS), "+Inf"]
 
 REFUSALS = Counter("muster_refusals_total", "Requests not accepted, or refused by the engine for what they hold", ["code"])
 ERRORS = Counter("muster_request_errors_total", "Accepted requests that failed or were left by their caller", ["code"])
-REDISPATCHES = Counter("muster_redispatches_total", "Requests sent to another node before their first byte", ["reason"])
+REDISPATCHES = Counter(
+    "muster_redispatches_total", "Requests sent to another node, or with a stream that it went on with", ["reason"]
+)
 QUEUE_DEPTH = Gauge("muster_queue_depth", "Requests waiting for a node")
 WORKERS = Gauge("muster_workers_connected", "Nodes reachable from this gateway")
 RECORDS_DROPPED = Counter("muster_records_dropped_total", "Refused requests of which no record is kept: too many at once")

@@ -127,6 +127,9 @@ class Model(models.Model):
     tidy = models.BooleanField(
         default=False, db_default=False, help_text="Put chunks of its chat streams right for strict clients"
     )
+    resumes = models.BooleanField(
+        default=False, db_default=False, help_text="Have another node go on with a stream whose node dies"
+    )
     input_price = models.DecimalField(
         max_digits=14, decimal_places=6, default=0, db_default=0, help_text="Of a million prompt tokens, in MUSTER_CURRENCY"
     )

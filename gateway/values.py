@@ -204,20 +204,26 @@ class PoolOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``x_pool_options``: what an aware client may ask of the pool (central-server design, section 3.1).
 
     ``prefer_gpu``: name or id of a node or a GPU, preferred, not required. ``max_latency_ms``: longest wait for a node.
-    ``priority`` can only lower what the key has; ``fallback_models`` are tried in their order.
+    ``priority`` can only lower what the key has; ``fallback_models`` are tried in their order. ``resume``: whether another node
+    goes on with a stream whose node dies; None = as the model's setting says.
     """
 
     prefer_gpu: str | None = None
     max_latency_ms: WholeNumber | None = None
     fallback_models: tuple[str, ...] = ()
     priority: Priority | None = None
+    resume: bool | None = None
 
 
 class Unmatched(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a client named in ``x_pool_options`` that is nothing here: the name of no node or GPU, of no model for this key."""
+    """What a client named in ``x_pool_options`` that is nothing here: the name of no node or GPU, of no model for this key.
+
+    ``resume``: why the answer could not have gone on at another node.
+    """
 
     prefer_gpu: str = ""
     fallback_models: tuple[str, ...] = ()
+    resume: str = ""
 
 
 class Compared(msgspec.Struct, frozen=True, array_like=True):
@@ -292,6 +298,8 @@ class ModelEntry:
     tokenizer: str = ""
     tidy: bool = False
     """Whether chunks of its chat streams are put right for strict clients."""
+    resumes: bool = False
+    """Whether another node goes on with a stream whose node dies, where the client does not say."""
     canary_question: str = ""
     """What its nodes are asked now and then; empty = nothing."""
     canary_answer: str = ""

@@ -21,6 +21,10 @@ POOL_RESPONSES = "/v1/pool/responses"
 """Where a node of ours answers llm-pool's form of /v1/responses, for any chat model."""
 TOKENIZE = "/v1/tokenize"
 """API path on which a node says how many tokens a prompt has; for gateways, not for their clients."""
+CONTINUATIONS = "/v1/pool/continuations"
+"""API path on which a node goes on with the last message of a chat, the assistant's; for gateways, not for their clients."""
+DECLARED_ENDPOINTS = frozenset({POOL_RESPONSES, CONTINUATIONS})
+"""API paths on which only a node is asked that says it answers them."""
 
 BINARY_ENDPOINTS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
 """API paths whose bodies hold a file; bridge v1 carries text alone."""

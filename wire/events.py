@@ -129,6 +129,7 @@ _RULES = {
     "/v1/completions": _CHAT,
     "/v1/messages": _Rules((b"message_stop", b"error"), frozenset({"message_stop"}), closes=(b"message_stop",)),
     "/v1/responses": _RESPONSES,
+    "/v1/pool/continuations": _CHAT,
     "/v1/pool/responses": msgspec.structs.replace(_RESPONSES, error_ends=True),
 }
 

@@ -128,7 +128,8 @@ class FastPath:
             plan = self._plans[head, request.model] = Plan(
                 key, entry, choose_priority(key.caller, None), head.headers, key.caller.tenant, key.caller.key_id
             )
-        if request.options is not None or (plan.entry.tidy and request.is_streaming) or not plan.key.is_usable(now):
+        is_changed = (plan.entry.tidy or plan.entry.resumes) and request.is_streaming
+        if request.options is not None or is_changed or not plan.key.is_usable(now):
             return None
         if now - plan.used_at > 1.0 or now < plan.used_at:
             keys.used[plan.key.caller.key_id] = plan.used_at = now

@@ -45,7 +45,7 @@ from gateway.services.models import (
 )
 from nodes.services.availability import read_served_models
 
-DETAILS = ("fallbacks", "context_tokens", "tokenizer", "tidy")
+DETAILS = ("fallbacks", "context_tokens", "tokenizer", "tidy", "resumes")
 
 
 class ModelCapsForm(forms.Form):
@@ -75,6 +75,12 @@ class ModelDetailsForm(forms.Form):
         label="Tidy chat streams",
         widget=UnfoldBooleanSwitchWidget,
         help_text="Put chunks right that strict clients cannot read: no role, ids of tool calls that are null or said again.",
+    )
+    resumes = forms.BooleanField(
+        required=False,
+        label="Resume streams",
+        widget=UnfoldBooleanSwitchWidget,
+        help_text="When the node of a stream dies, have another one go on with its text. Clients may say otherwise.",
     )
 
 
@@ -199,7 +205,8 @@ class AllowListAdmin(CreatingAdmin):
     search_fields = ("name",)
     fields = (
         "name", "show_state", "show_nodes", "owned_by", "show_max_tokens", "show_max_prompt", "show_queue", "show_fallbacks",
-        "show_context", "show_tokenizer", "tidy", *PRICES, "canary_question", "canary_answer", "created_at", "updated_at",
+        "show_context", "show_tokenizer", "tidy", "resumes", *PRICES, "canary_question", "canary_answer", "created_at",
+        "updated_at",
     )  # fmt: skip
     readonly_fields = fields
     empty_words = "Clients may use the models that are allowed here. Models that nodes have appear by themselves, not allowed."

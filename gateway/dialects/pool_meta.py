@@ -24,10 +24,18 @@ _CLOSING_TYPES = frozenset({"response.completed", "response.incomplete", "messag
 _DONE = re.compile(rb"^data: ?\[DONE\]", re.MULTILINE)
 
 
+class Resumed(msgspec.Struct, frozen=True):
+    """A node that went on with a stream whose node had died."""
+
+    gpu_id: str
+    node: str
+
+
 class PoolMeta(msgspec.Struct, kw_only=True, omit_defaults=False):
     """Names as in the design; times in milliseconds. ``gpu_id``: the printed id of the node.
 
-    ``unmatched`` None = everything that the client named is something here.
+    ``unmatched`` None = everything that the client named is something here. ``resumed``: the nodes that went on with a stream
+    whose node had died, in their order; left out where none did.
     """
 
     gpu_id: str
@@ -39,6 +47,7 @@ class PoolMeta(msgspec.Struct, kw_only=True, omit_defaults=False):
     ttfb_ms: int | None
     attempts: int
     unmatched: Unmatched | None = None
+    resumed: list[Resumed] | msgspec.UnsetType = msgspec.UNSET
 
 
 class _Typed(msgspec.Struct):
@@ -66,7 +75,7 @@ class MetaStream:
     """
 
     def __init__(self, measure: Callable[[], PoolMeta]) -> None:
-        self._measure = measure
+        self.measure = measure
         self._cutter = EventCutter()
         self._head = b""
         self._is_done = False
@@ -97,7 +106,7 @@ class MetaStream:
 
     def _insert(self, out: bytes, at: int, *, is_message: bool = False) -> bytes:
         self._is_done = True
-        meta = _encoder.encode(self._measure())
+        meta = _encoder.encode(self.measure())
         before, closing = out[:at], out[at:]
         if _DONE.match(closing):
             return before + self._chunk(meta) + closing

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -15,7 +16,8 @@ import msgspec
 
 from core.limits import GatewayLimits, limits
 from gateway.dialects.chat import AnswerContext, AnswerTranslator, FailingTranslator, Translation
-from gateway.dialects.pool_meta import MetaStream, PoolMeta, add_meta
+from gateway.dialects.continuation import Continuation, JoinedStream
+from gateway.dialects.pool_meta import MetaStream, PoolMeta, Resumed, add_meta
 from gateway.dialects.refusal import read_refusal, read_stream_failure
 from gateway.dialects.surface import Surface
 from gateway.errors import (
@@ -128,19 +130,24 @@ def _counts(usage: _Usage | None) -> TokenCounts | None:
 class Rewriter:
     """One attempt's answer, rewritten. ``measure``: given when the client asked for the pool's numbers.
 
-    ``tidier``: given for a chat stream that is passed on and put right for strict clients.
+    ``tidier``: given for a chat stream that is passed on and changed: put right for strict clients, or joined of several.
     """
 
     def __init__(
         self,
         translator: AnswerTranslator | None,
         measure: Callable[[], PoolMeta] | None,
-        tidier: ChatTidier | None = None,
+        tidier: ChatTidier | JoinedStream | None = None,
     ) -> None:
         self.translator = translator
         self._tidier = tidier
         self._measure = measure
         self._meta = MetaStream(measure) if measure is not None else None
+
+    def follow(self, measure: Callable[[], PoolMeta]) -> None:
+        """Take that another attempt goes on with the stream; ``measure`` is its."""
+        if self._meta is not None:
+            self._measure = self._meta.measure = measure
 
     @property
     def failure(self) -> GatewayError | None:
@@ -243,6 +250,8 @@ _CUT = "The engine ended its stream before its answer was finished."
 _SILENT = "The engine ended its stream before it said anything."
 _DONE_ENDS = (b"data: [DONE]\n\n", b"data: [DONE]\r\n\r\n")
 _WITHOUT_BODY = frozenset({204, 205})
+_LOSSES = frozenset({EndKind.LINK_LOST, EndKind.RECLAIMED, EndKind.ENGINE_FAILED})
+"""Ends after which another node may go on with a stream that had begun."""
 
 
 class Begun(Protocol):
@@ -271,15 +280,15 @@ class Exchange(Sink):
 
     ``translation``: the node is asked in other words, and its answer is translated back. ``waits``: the last bytes stay here
     until ``deliver``, because something has to be written down before the client has the whole answer. ``tidies``: chunks of
-    a chat stream are put right for strict clients.
+    a chat stream are put right for strict clients. ``continuation``: the stream may go on elsewhere when its node dies.
     """
 
     # More than 30 attributes would be looked up in a dictionary of each instance's own, for every chunk.
     __slots__ = (
-        "_began", "_client", "_closed", "_done", "_ends", "_extra", "_headers", "_held", "_is_adopted", "_job", "_keepalive",
-        "_lease", "_limits", "_over", "_passing", "_path", "_queue_ms", "_rewriter", "_sniff", "_status", "_stream",
-        "_surface", "_translation", "_ungranted", "_usage_data", "_waits", "bytes_out", "events", "first_byte_at",
-        "is_delivered", "last", "received", "translator", "was_blocked",
+        "_began", "_client", "_closed", "_continuation", "_done", "_ends", "_extra", "_headers", "_held", "_is_adopted",
+        "_job", "_keepalive", "_lease", "_limits", "_over", "_passing", "_path", "_queue_ms", "_rewriter", "_sniff",
+        "_status", "_stream", "_surface", "_translation", "_ungranted", "_usage_data", "_waits", "bytes_out", "events",
+        "first_byte_at", "is_delivered", "last", "received", "translator", "was_blocked",
     )  # fmt: skip
 
     def __init__(
@@ -296,6 +305,7 @@ class Exchange(Sink):
         queue_ms: int = 0,
         waits: bool = False,
         tidies: bool = False,
+        continuation: Continuation | None = None,
     ) -> None:
         self._job = job
         self._lease = lease
@@ -334,10 +344,15 @@ class Exchange(Sink):
         if translation is not None:
             context = AnswerContext(job.request_id, job.request.model, int(clock.unix_s()), received_at=job.accepted)
             self.translator = translation.open_answer(context)
+        self._continuation = continuation
         self._rewriter: Rewriter | None = None
-        if translation is not None or job.request.options is not None or tidies:
+        if translation is not None or job.request.options is not None or tidies or continuation is not None:
             measure = self._measure if job.request.options is not None else None
-            self._rewriter = Rewriter(self.translator, measure, ChatTidier() if tidies else None)
+            tidier = ChatTidier() if tidies else None
+            if continuation is None or translation is not None:
+                self._rewriter = Rewriter(self.translator, measure, tidier)
+            else:
+                self._rewriter = Rewriter(None, measure, JoinedStream(continuation, tidier))
         self.bytes_out = 0
         self.events = 0
         self.first_byte_at: float | None = None
@@ -361,6 +376,26 @@ class Exchange(Sink):
             self._keepalive.event = self._surface.ping
         if begun.is_closing:
             self._closed = asyncio.get_running_loop().call_later(self._limits.closed_s, self._end_closed)
+
+    @property
+    def continuation(self) -> Continuation | None:
+        """What keeps the stream, if another node may go on with it."""
+        return self._continuation
+
+    def follow(self, previous: Exchange) -> None:
+        """Go on with the stream that another attempt began and its node did not end. Call before ``run``."""
+        assert previous._rewriter is not None
+        self._continuation, self._rewriter, self.translator = previous._continuation, previous._rewriter, previous.translator
+        self._rewriter.follow(self._measure)
+        self._began = previous._began
+        if self._continuation is not None and self._continuation.first_byte_at is None:
+            self._continuation.first_byte_at = previous.first_byte_at
+        self.received, self.events, self.bytes_out = previous.received, previous.events, previous.bytes_out
+
+    def give_up(self, error: GatewayError) -> Outcome:
+        """Say in a stream that broke that nobody goes on with it."""
+        self._tell(error)
+        return Broken(error, told=True)
 
     async def run(self) -> Outcome:
         """Serve the attempt. Raises ClientLeft when the client goes; whatever happens, slot and node are let go."""
@@ -466,7 +501,7 @@ class Exchange(Sink):
         error, reason = judge_end(end)
         if reason is not None and not self._passing:
             self._end(Retry(reason, error))
-        else:
+        elif self._continuation is None or end.kind not in _LOSSES or not self._hand_on(error):
             self._break(error)
 
     # inside
@@ -516,6 +551,8 @@ class Exchange(Sink):
             client.start(self._status, self._head())
         if self._keepalive is not None and self._surface is not None:
             self._keepalive.event = self._surface.ping
+        if self._continuation is not None:
+            self._continuation.nodes.append((self._lease.link.node_id, self._lease.link.node_name))
         return True
 
     def _take_closing(self) -> None:
@@ -535,7 +572,7 @@ class Exchange(Sink):
             return
         if self._status >= 400:  # no error says anything worth reading in its second megabyte
             self._stop(CANCEL_CLIENT_DISCONNECT)
-            self._complete_refused(b"".join(self._held)[: self._limits.hold_bytes])
+            self._complete_held(b"".join(self._held)[: self._limits.hold_bytes], None)
             return
         if self._rewriter is not None or self._client.started:
             if self.received > self._limits.whole_bytes:
@@ -550,6 +587,9 @@ class Exchange(Sink):
 
     def _measure(self) -> PoolMeta:
         link, now, first = self._lease.link, clock.monotonic(), self.first_byte_at
+        nodes: list[tuple[uuid.UUID, str]] = []
+        if self._continuation is not None:
+            nodes, first = self._continuation.nodes[1:], self._continuation.first_byte_at or first
         return PoolMeta(
             gpu_id=format_id("node", link.node_id),
             node=link.node_name,
@@ -560,6 +600,7 @@ class Exchange(Sink):
             ttfb_ms=None if first is None else round((first - self._began) * 1000),
             attempts=self._job.attempts,
             unmatched=self._job.unmatched,
+            resumed=[Resumed(format_id("node", node_id), name) for node_id, name in nodes] or msgspec.UNSET,
         )
 
     def _grant(self, amount: int) -> None:
@@ -579,8 +620,13 @@ class Exchange(Sink):
         if not self._passing:
             self._complete_held(b"".join(self._held), usage)
             return
+        continuation = self._continuation
+        if continuation is not None and not continuation.is_finished and self._hand_on(RequestInterrupted(_CUT)):
+            return
         if usage is None and (said := self._usage_data or (self._ends.recent if self._closed and self._ends else b"")):
             usage = find_usage(said)
+        if continuation is not None and usage is not None:
+            usage = continuation.count(usage)
         last, ended, failure = b"", StreamEnd.WHOLE, None
         if self._ends is not None:
             last, ended = self._ends.finish(), self._ends.judge()
@@ -590,6 +636,8 @@ class Exchange(Sink):
             last = (self._rewriter.feed(last) if last else b"") + self._rewriter.finish()
             usage = self._rewriter.usage or usage
             failure = self._rewriter.failure or failure
+        if continuation is not None:
+            failure = failure or continuation.failure
         if failure is not None:
             if last:
                 self._client.write(last)
@@ -602,6 +650,9 @@ class Exchange(Sink):
         self._finish(last, Served(self._status, usage, has_failed=has_failed, error=error))
 
     def _complete_held(self, body: bytes, usage: TokenCounts | None) -> None:
+        if self._continuation is not None and self._continuation.number > 1:
+            self._end(Retry(RetryReason.UNCONTINUED, RequestInterrupted()))
+            return
         if self._status >= 400:
             self._complete_refused(body)
             return
@@ -658,6 +709,23 @@ class Exchange(Sink):
             return
         self._stop(CANCEL_TIMEOUT if isinstance(error, RequestTimeout) else CANCEL_CLIENT_DISCONNECT)
         self._break(error)
+
+    def _hand_on(self, error: GatewayError) -> bool:
+        """Let another node go on with a stream that broke, or end one that lacks nothing but its end; False: neither can be."""
+        continuation = self._continuation
+        if continuation is None or not self._passing or self._closed is not None:
+            return False
+        if closing := continuation.close():
+            if self._ends is not None:
+                self._ends = open_end_reader(self._path)
+            self.on_data(closing)
+            if not self._over:
+                self._complete(LinkEnd(kind=EndKind.COMPLETE))
+            return True
+        if continuation.ineligibility or continuation.failure is not None:
+            return False
+        self._end(Retry(RetryReason.BROKEN, error))
+        return True
 
     def _break(self, error: GatewayError) -> None:
         # Behind its closing event an answer is whole.

@@ -45,7 +45,7 @@ from gateway.values import CHAT_PATH, Decision, InferenceRequest, ModelEntry, Un
 from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
 from nodes.links.keeper import LinkKeeper
-from nodes.states import POOL_RESPONSES
+from nodes.states import DECLARED_ENDPOINTS, POOL_RESPONSES
 from wire import clock
 from wire.bridge import TokenCounts
 from wire.contract import RequestState
@@ -53,12 +53,17 @@ from wire.messages_fields import HONOURED, find_unhonoured
 
 
 class RetryReason(StrEnum):
-    """Why another node should be tried; ``unspoken``, ``foreign_tools``: perhaps the same one, in other words."""
+    """Why another node should be tried; ``unspoken``, ``foreign_tools``: perhaps the same one, in other words.
+
+    ``broken``: a stream had begun, and can go on. ``uncontinued``: a node was asked to go on with one, and would not.
+    """
 
     LOST = "lost"
     ENGINE = "engine"
     BUSY = "busy"
     RECLAIMED = "reclaimed"
+    BROKEN = "broken"
+    UNCONTINUED = "uncontinued"
     UNSPOKEN = "unspoken"
     FOREIGN_TOOLS = "foreign_tools"
 
@@ -79,7 +84,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Nothing reached the client; another node may take it. ``error`` is what to say if none may."""
+    """Another node may take it, or go on with what reached the client. ``error`` is what to say if none may."""
 
     reason: RetryReason
     error: GatewayError
@@ -106,7 +111,7 @@ def judge_node(outcome: Outcome | None) -> Verdict:
             return Verdict.GOOD if status < 400 else Verdict.NOTHING
         case Retry(reason=RetryReason.LOST | RetryReason.ENGINE):
             return Verdict.SUSPECT
-        case Broken(error=RequestInterrupted() | ForwardedRequestFailed()):
+        case Broken(error=RequestInterrupted() | ForwardedRequestFailed()) | Retry(reason=RetryReason.BROKEN):
             return Verdict.FAILED
         case _:
             return Verdict.NOTHING
@@ -645,7 +650,7 @@ class Dispatcher:
         if registry.links_answering(model, paths) or not registry.links_for(model):
             # That nobody serves the model at all may pass.
             return None
-        answered = [path for path in registry.endpoints_of(model) if path != POOL_RESPONSES]
+        answered = [path for path in registry.endpoints_of(model) if path not in DECLARED_ENDPOINTS]
         instead = f"it answers {', '.join(answered)}." if answered else "its nodes answer other paths."
         return EndpointNotAnswered(f"The model '{model}' does not answer {paths[0]}; {instead}", param="model")
 

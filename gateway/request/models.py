@@ -166,6 +166,7 @@ class Catalogue:
                 context_tokens=row.context_tokens,
                 tokenizer=row.tokenizer,
                 tidy=row.tidy,
+                resumes=row.resumes,
                 canary_question=row.canary_question,
                 canary_answer=row.canary_answer,
                 version=row.version,

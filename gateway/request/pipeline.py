@@ -6,18 +6,20 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
 import msgspec
 
 from core.limits import GatewayLimits
 from gateway import metrics
-from gateway.dialects.chat import Translation
+from gateway.dialects.chat import AnswerContext, AnswerTranslator, Translation
+from gateway.dialects.continuation import Continuation, JoinedTranslator, find_ineligibility
 from gateway.dialects.messages_request import to_chat_body
 from gateway.dialects.surface import Dialect, Surface
 from gateway.errors import (
     BadRequest,
+    ClientLeft,
     ContextTooLong,
     EndpointNotAnswered,
     EngineRefused,
@@ -75,6 +77,20 @@ from wire.ids import format_id, new_uuid7
 logger = logging.getLogger("muster.gateway")
 
 _POOL_PATHS = (POOL_RESPONSES,)
+_CHAT_PATHS = (CHAT_PATH,)
+
+
+def _wants_resume(request: InferenceRequest, entry: ModelEntry) -> bool:
+    """Whether another node is to go on with the stream of a request: as the client says, else as the model is set."""
+    wish = request.options.resume if request.options is not None else None
+    return request.is_streaming and (entry.resumes if wish is None else wish)
+
+
+def _join(translation: Translation, continuation: Continuation) -> Translation:
+    def open_answer(context: AnswerContext) -> AnswerTranslator:
+        return JoinedTranslator(continuation, translation.open_answer(context))
+
+    return replace(translation, open_answer=open_answer)
 
 
 @dataclass(slots=True, eq=False)
@@ -211,8 +227,57 @@ class Pipeline:
                 self.recorder.note_start(record)
                 trial = self.dispatcher.begin_trial(job, lease, exchange, caller=call.caller.key_id)
             outcome = await self._run_attempt(job, trial, exchange)
+            if isinstance(outcome, Retry) and outcome.reason is RetryReason.BROKEN:
+                return await self._go_on(call, job, record, trial, outcome)
             if not self._should_retry(call, outcome, job, trial.link):
                 return outcome
+
+    async def _go_on(self, call: Call, job: Job, record: Record, trial: Trial, broken: Retry) -> Outcome:
+        """Have other nodes go on with a stream until one has ended it; where none can, tell the client what broke it."""
+        begun, outcome = call.exchange, broken
+        assert begun is not None
+        while True:
+            job.losses += 1
+            job.avoid.add(trial.link)
+            lease = await self._find_successor(call, job, record, begun)
+            following = self._open_exchange(call, job, lease) if lease is not None else None
+            if lease is None or following is None:
+                return begun.give_up(broken.error)
+            metrics.REDISPATCHES.labels(outcome.reason).inc()
+            record.lost_attempts += f"{trial.link.node_id.hex} {job.request.model}\n"
+            call.exchange = following
+            self.recorder.note_start(record)
+            trial = self.dispatcher.begin_trial(job, lease, following, caller=call.caller.key_id)
+            ended = await self._run_attempt(job, trial, following)
+            following.first_byte_at, begun = begun.first_byte_at, following
+            if not isinstance(ended, Retry):
+                return ended
+            outcome = ended
+
+    async def _find_successor(self, call: Call, job: Job, record: Record, exchange: Exchange) -> Lease | None:
+        """Return a slot on a node that can go on with a stream; None where nobody can, now or soon. Raises ClientLeft."""
+        continuation = exchange.continuation
+        if continuation is None or continuation.ineligibility or self.is_stopping or job.losses > self.limits.max_requeues:
+            return None
+        ask, request, translator = continuation.ask_next(), job.request, exchange.translator
+        if translator is None:
+            asked = msgspec.structs.replace(request, paths=(ask.path,), body=ask.body)
+            job.candidate = Candidate(job.candidate.entry, asked)
+        else:
+            asked, translation = (
+                msgspec.structs.replace(request, paths=(ask.path,)),
+                Translation(ask.path, ask.body, lambda _: translator),
+            )
+            job.candidate = Candidate(job.candidate.entry, asked, translate=lambda _: translation)
+        job.candidates, job.accepted = (job.candidate,), clock.monotonic()  # it waits from now on
+        if not self.dispatcher.plan(job).is_served_elsewhere:
+            return None
+        try:
+            return await self._find_slot(call, job, record)
+        except ClientLeft:
+            raise
+        except GatewayError:
+            return None
 
     # stages
 
@@ -327,7 +392,16 @@ class Pipeline:
         surface, translate = call.surface, call.surface.translate
         if call.storage is not None:
             translate = call.storage.translate
-        elif request.is_pool_shaped and request.paths == surface.paths and self.dispatcher.is_answered(entry.name, _POOL_PATHS):
+        elif translate is not None and request.is_streaming and (entry.resumes or request.options is not None):
+            in_chat = self._prefer_chat(request, entry, surface)
+            if in_chat is not None:
+                return in_chat
+        if (
+            call.storage is None
+            and request.is_pool_shaped
+            and request.paths == surface.paths
+            and self.dispatcher.is_answered(entry.name, _POOL_PATHS)
+        ):
             request = msgspec.structs.replace(request, paths=_POOL_PATHS)
         return Candidate(entry, request, surface.rename, translate)
 
@@ -441,13 +515,46 @@ class Pipeline:
                 return None
             raise
 
+    def _prefer_chat(self, request: InferenceRequest, entry: ModelEntry, surface: Surface) -> Candidate | None:
+        """Return a model that is asked for chat, the only dialect in which a node can go on with another's answer.
+
+        None where that is not wished for, or cannot be.
+        """
+        if not _wants_resume(request, entry) or not self.dispatcher.is_answered(entry.name, _CHAT_PATHS):
+            return None
+        asked = msgspec.structs.replace(request, paths=_CHAT_PATHS)
+        candidate = Candidate(entry, asked, surface.rename, surface.translate)
+        try:
+            translation = candidate.choose_translation(CHAT_PATH)
+        except BadRequest:
+            return None
+        return candidate if translation is not None and not find_ineligibility(CHAT_PATH, translation.body) else None
+
+    def _open_continuation(self, job: Job, lease: Lease, translation: Translation | None) -> Continuation | None:
+        """Return what keeps a stream that may go on elsewhere; None where that is not wished for, or cannot be."""
+        request = job.request
+        if not _wants_resume(request, job.candidate.entry):
+            return None
+        path, body = (lease.path, request.body) if translation is None else (translation.path, translation.body)
+        if ineligibility := find_ineligibility(path, body):
+            if request.options is not None and request.options.resume:
+                job.unmatched = msgspec.structs.replace(job.unmatched or Unmatched(), resume=ineligibility)
+            return None
+        return Continuation(path, body, max_bytes=self.limits.continued_bytes)
+
     def make_exchange(self, call: Call, job: Job, lease: Lease, translation: Translation | None = None) -> Exchange:
         """Return an attempt that was not begun yet."""
-        request, link = job.request, lease.link
+        request, link, begun, continuation = job.request, lease.link, None, None
+        if request.is_streaming and (request.options is not None or job.candidate.entry.resumes):
+            begun = call.exchange
+            if begun is None or begun.continuation is None or begun.continuation.number == 1:
+                begun, continuation = None, self._open_continuation(job, lease, translation)
+            if continuation is not None and translation is not None:
+                translation = _join(translation, continuation)
         extra = [*call.extra, *name_node(link.node_name, request.model)]
         if translation is not None and translation.ignored:
             extra.append(name_header(b"x-muster-ignored", ", ".join(translation.ignored)))
-        return Exchange(
+        exchange = Exchange(
             job=job,
             lease=lease,
             client=call.client,
@@ -459,7 +566,11 @@ class Pipeline:
             queue_ms=call.queue_ms,
             waits=True,
             tidies=job.candidate.entry.tidy and request.is_streaming and request.endpoint == CHAT_PATH,
+            continuation=continuation,
         )
+        if begun is not None:
+            exchange.follow(begun)
+        return exchange
 
     async def _run_attempt(self, job: Job, trial: Trial, exchange: Exchange) -> Outcome:
         outcome: Outcome | None = None

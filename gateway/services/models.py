@@ -124,21 +124,23 @@ def change_model_details(
     context_tokens: int | None,
     tokenizer: str,
     tidy: bool,
+    resumes: bool,
     actor: str,
 ) -> Model:
     """Set what stands in for a model, and what clients are told of it. Raises InvalidValue, ModelNotFound.
 
     ``fallbacks``: models in the order in which they are tried. ``context_tokens`` None = what its nodes say.
     ``tokenizer``: a folder below MUSTER_TOKENIZERS_DIR; empty = none. ``tidy``: put chunks of its chat streams right for strict
-    clients, whatever node they come from.
+    clients, whatever node they come from. ``resumes``: have another node go on with a stream whose node dies.
     """
     names = _clean_fallbacks(fallbacks, of=name)
     tokens, folder = clean_limit(context_tokens, param="context_tokens"), _clean_folder(tokenizer)
-    after = {"fallbacks": names, "context_tokens": tokens, "tokenizer": folder, "tidy": tidy}
+    after = {"fallbacks": names, "context_tokens": tokens, "tokenizer": folder, "tidy": tidy, "resumes": resumes}
     model = _get_model(name)
     before = {field: getattr(model, field) for field in after}
     if after != before:
-        model.fallbacks, model.context_tokens, model.tokenizer, model.tidy = names, tokens, folder, tidy
+        for field, value in after.items():
+            setattr(model, field, value)
         model.save(update_fields=[*after, "updated_at"])
         record_event(actor=actor, action="model.details", target=name, detail={"from": before, "to": after})
         publish_hint("models", name)

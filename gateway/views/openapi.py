@@ -154,7 +154,8 @@ _OF_COMPACTIONS = ("model", "input", "instructions", "previous_response_id", "se
 
 BODIES: dict[str, Schema] = {
     "PoolOptions": members(fallback_models=listed(MODEL, most=limits().gateway.fallbacks), **nullables(prefer_gpu=TEXT,
-        max_latency_ms={**COUNT, "maximum": limits().gateway.latency_ms}, priority=choice("high", "normal", "low"))),
+        max_latency_ms={**COUNT, "maximum": limits().gateway.latency_ms}, priority=choice("high", "normal", "low"),
+        resume=FLAG)),
     "ImagePart": typed("image_url", "image_url", image_url=members("url", url=TEXT)),
     "ChatMessage": members("role", role=choice("system", "developer", "user", "assistant", "tool"),
         content=nullable(either(TEXT, listed(either(_TEXT_PART, ref("ImagePart"))))), name=TEXT, tool_calls=listed(_CALL),

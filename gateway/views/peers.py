@@ -16,19 +16,21 @@ from gateway.request.client import ClientConnection, Receive, Scope, Send
 from gateway.request.dispatch import Broken, Candidate, Job, Lease, Retry, RetryReason, Served
 from gateway.request.response import Application, read_name
 from gateway.token_counts import exchange as ask_node
-from gateway.values import Header, InferenceRequest, ModelEntry
+from gateway.values import CHAT_PATH, Header, InferenceRequest, ModelEntry
 from gateway.views.endpoints import make_client, send_failure
 from nodes.links import Link
 from nodes.links.http import END_HEADER
 from nodes.links.relay import RelayLink
 from nodes.session import OpenRequest
-from nodes.states import POOL_RESPONSES, TOKENIZE
+from nodes.states import CONTINUATIONS, POOL_RESPONSES, TOKENIZE
 from wire import clock
 from wire.ids import parse_id
 
 _sequence = count(1)
 _JSON = [(b"content-type", b"application/json")]
 _NO_HEADERS: list[Header] = []
+_SPOKEN_AS = {POOL_RESPONSES: "/v1/responses", CONTINUATIONS: CHAT_PATH}
+"""The surface whose words are spoken on an API path of nodes alone."""
 
 
 async def serve_peer(runtime: GatewayRuntime, *, client: ClientConnection, link: Link, surface: Surface, path: str) -> None:
@@ -133,7 +135,7 @@ def make_peer_application(runtime: GatewayRuntime) -> Application:
         shown = client.headers.get("x-muster-cluster", "")
         route = scope["url_route"]["kwargs"]
         path = "/" + str(route["path"])
-        surface = SURFACES.get("/v1/responses" if path == POOL_RESPONSES else path)
+        surface = SURFACES.get(_SPOKEN_AS.get(path, path))
         is_known = surface is not None or path == TOKENIZE
         if not secret or not hmac.compare_digest(shown.encode(), secret.encode()) or not is_known:
             send_failure(client, RouteNotFound(), DEFAULT_SURFACE)

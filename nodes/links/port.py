@@ -16,7 +16,7 @@ import msgspec
 
 from core.limits import limits
 from nodes.session import OpenRequest
-from nodes.states import BINARY_ENDPOINTS, POOL_RESPONSES
+from nodes.states import BINARY_ENDPOINTS, DECLARED_ENDPOINTS
 from wire import clock
 from wire.bridge import GpuInfo
 from wire.frames import End
@@ -191,7 +191,7 @@ class Link:
         if model not in self.models or self.unspoken.get((model, endpoint), 0.0) > clock.monotonic():
             return False
         paths = self.endpoints.get(model)
-        return endpoint != POOL_RESPONSES if paths is None else endpoint in paths
+        return endpoint not in DECLARED_ENDPOINTS if paths is None else endpoint in paths
 
     def find_path(self, model: str, paths: Sequence[str]) -> str | None:
         """Return the first of some API paths on which the node can be asked for the model."""

@@ -10,7 +10,7 @@ from prometheus_client import Counter
 from core.limits import limits
 from nodes.links.ejections import Ejections
 from nodes.links.port import EndKind, Link, Listener
-from nodes.states import TOKENIZE
+from nodes.states import CONTINUATIONS, TOKENIZE
 from wire import clock
 
 EJECTIONS = Counter("muster_node_ejections_total", "Times a node was held back for how it answered", ["reason"])
@@ -58,7 +58,9 @@ class LinkRegistry:
 
     def endpoints_of(self, model: str) -> list[str]:
         """Return the API paths on which nodes say that they answer clients of the model; empty when none says anything."""
-        return sorted({path for link in self.links_for(model) for path in link.endpoints.get(model, ())} - {TOKENIZE})
+        return sorted(
+            {path for link in self.links_for(model) for path in link.endpoints.get(model, ())} - {TOKENIZE, CONTINUATIONS}
+        )
 
     def note_unspoken(self, link: Link, model: str, endpoint: str) -> None:
         """Remember for a while that a node does not know a path on which it was asked for a model; engines are updated."""

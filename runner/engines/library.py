@@ -165,7 +165,10 @@ def _device_settings(plan: LoadPlan) -> dict[str, object]:
 make_ct2 = partial(make_library, Library(
     name="ct2", distribution="ctranslate2", title="CTranslate2", needs="a folder with a CTranslate2 model.bin",
     file="model.bin", settings=lambda plan: {**_device_settings(plan), "context_tokens": plan.context_tokens or 0},
-    capabilities=lambda plan, info: replace(_text_capabilities(plan, info), keeps_nothing=True),
+    capabilities=lambda plan, info: replace(
+        _text_capabilities(plan, info), keeps_nothing=True,
+        continuation={"continue_final_message": True, "add_generation_prompt": False},
+    ),
 ))  # fmt: skip
 
 

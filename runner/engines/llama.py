@@ -128,6 +128,7 @@ class LlamaChildProbe:
             function_calling=properties.chat_template_caps.supports_tools and CHAT in self.capabilities.endpoints,
             vision_input=properties.modalities.vision,
             audio_input=properties.modalities.audio,
+            continuation=await find_continuation(self._server, self._plan.model_id),
         )
 
     def send(self, call: Call) -> AbstractAsyncContextManager[Response]:
@@ -499,6 +500,7 @@ class RunningLlamaProbe:
             function_calling=properties.chat_template_caps.supports_tools,
             vision_input=properties.modalities.vision,
             audio_input=properties.modalities.audio,
+            continuation=await find_continuation(self._server, self._loader.model),
         )
 
     def send(self, call: Call) -> AbstractAsyncContextManager[Response]:
@@ -552,6 +554,28 @@ class RunningLlamaProbe:
         if self._slots is None and call.cache_mode == "none" and path in PINNABLE:
             members.append(b'"cache_prompt":false')  # private also where slots are not pinned
         return replace(call, body=end_with(call.body, b",".join(members))) if members else call
+
+
+# ---- going on with an answer ----
+
+_CONTINUATION: Mapping[str, object] = {"chat_template_kwargs": {"enable_thinking": False}}
+"""llama.cpp goes on with a last message of the assistant's unasked, but not where it may think: the answer has begun."""
+
+
+async def find_continuation(server: HttpServer, model: str) -> Mapping[str, object] | None:
+    """Return how a llama.cpp goes on with an answer; None where its prompts show that it would begin another one.
+
+    Servers from before the middle of 2025 would, and those started with ``--no-prefill-assistant``.
+    """
+    begun = "One, two"
+    messages = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": begun}]
+    asked = {"model": model, "messages": messages, **_CONTINUATION}
+    try:
+        status, body = await server.ask("POST", "/apply-template", body=asked, timeout_s=limits().engines.count_s)
+        prompt = msgspec.json.decode(body, type=_Prompt).prompt if status == 200 else ""
+    except (EngineError, *UNREADABLE):
+        return None
+    return _CONTINUATION if prompt.endswith(begun) else None
 
 
 # ---- token counts ----

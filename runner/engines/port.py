@@ -29,6 +29,9 @@ TRANSCRIPTIONS = "/v1/audio/transcriptions"
 IMAGES = "/v1/images/generations"
 POOL_RESPONSES = "/v1/pool/responses"
 """llm-pool's form of ``/v1/responses``: the node answers it for every chat model, so gateways are told of it apart."""
+CONTINUATIONS = "/v1/pool/continuations"
+"""A chat whose last message is the assistant's, as far as it came at another node: the engine goes on with it. Gateways are
+told of it apart, where the engine is known to (``Capabilities.continuation``)."""
 TOKENIZE = "/v1/tokenize"
 """How many tokens a prompt has. No engine answers it itself: an adapter that counts is asked by ``count_tokens``."""
 
@@ -62,6 +65,10 @@ class Capabilities:
     is_remote: bool = False
     needs_tidying: bool = False
     """Whether chunks of its chat streams are known to break strict clients."""
+    continuation: Mapping[str, object] | None = None
+    """Members of a chat's body by which the engine goes on with the last message, the assistant's, streaming only what is new.
+
+    Those of an object are added to the client's. None = it is not known to go on."""
 
     @property
     def counts_tokens(self) -> bool:
@@ -71,7 +78,9 @@ class Capabilities:
     def declared_endpoints(self) -> tuple[str, ...]:
         """What gateways are told; nothing = they may ask anything."""
         told = tuple(path for path in self.endpoints if path not in self.private_endpoints)
-        return (*told, POOL_RESPONSES) if CHAT in told else told
+        if CHAT not in told:
+            return told
+        return (*told, POOL_RESPONSES) if self.continuation is None else (*told, POOL_RESPONSES, CONTINUATIONS)
 
 
 class FlushScope(StrEnum):

@@ -356,6 +356,7 @@ def _describe(plan: LoadPlan, *, with_vision: bool) -> Capabilities:
         flushes_cache=not pools,
         vision_input=with_vision,
         function_calling=bool(plan.options.get("vllm_tool_call_parser")),
+        continuation=None if pools else {"continue_final_message": True, "add_generation_prompt": False},
     )
 
 

@@ -121,6 +121,28 @@ def read_fields(body: bytes) -> BodyFields:
     return fields
 
 
+_members_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_object_decoder = msgspec.json.Decoder(dict[str, object])
+
+
+def ask_to_continue(body: bytes, continuation: Mapping[str, object]) -> bytes:
+    """Return the body of a chat by which an engine goes on with its last message (``Capabilities.continuation``).
+
+    Raises InvalidRequest.
+    """
+    try:
+        members = _members_decoder.decode(body)
+        for name, value in continuation.items():
+            given = members.get(name, b"null")
+            if isinstance(value, Mapping) and bytes(given) != b"null":
+                members[name] = msgspec.Raw(msgspec.json.encode({**_object_decoder.decode(given), **value}))
+            else:
+                members[name] = msgspec.Raw(msgspec.json.encode(value))
+    except UNREADABLE as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {error}.") from None
+    return msgspec.json.encode(members)
+
+
 def explain_fault(error: msgspec.ValidationError) -> InvalidRequest:
     text = str(error)
     # Of a field that is missing or unknown, msgspec gives the path of the object around it, and none at the top.

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
@@ -15,7 +15,7 @@ import msgspec
 
 from runner.definitions.fields import Decoding
 from runner.definitions.settings import Fairness
-from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, TOKENIZE, Call, Capabilities, Response
+from runner.engines.port import CHAT, CONTINUATIONS, MESSAGES, POOL_RESPONSES, RESPONSES, TOKENIZE, Call, Capabilities, Response
 from runner.errors import (
     EngineError,
     EngineNotReached,
@@ -41,6 +41,7 @@ from runner.serving.request import (
     Flow,
     Inference,
     Numbers,
+    ask_to_continue,
     headers_to_client,
     is_allowed_path,
 )
@@ -140,6 +141,13 @@ class Serving:
             )
         return model
 
+    def translate_continuation(self, request: Inference) -> Inference:
+        """Return the chat by which the model's engine goes on with an answer that began elsewhere. Raises RequestRefused."""
+        continuation = self.registry.find(request.model).capabilities.continuation
+        if continuation is None:
+            raise ModalityUnsupported(f"{request.model} cannot go on with an answer that began elsewhere.", param="model")
+        return replace(request, path=CHAT, body=ask_to_continue(request.body, continuation))
+
     async def take_error(self, request: Inference, answer: Answer) -> None:
         """Log what an engine refused a request with. Raises ModalityUnsupported where it calls the caller's mistake its own."""
         message = read_message(answer.body or b"")
@@ -202,8 +210,11 @@ class Slot:
     _answer: Answer | None = None
 
     async def __aenter__(self) -> Answer:
-        if self.request.endpoint == TOKENIZE:
+        endpoint = self.request.endpoint
+        if endpoint == TOKENIZE:
             return await self._serving.count(self.request)
+        if endpoint == CONTINUATIONS:
+            self.request = self._serving.translate_continuation(self.request)
         try:
             answer = await self._enter()
         except BaseException as error:

@@ -47,9 +47,9 @@ class Ct2Model:
         }
         if sampling.beam_size > 1:
             # It has no steps to stop between: its answer comes in one.
-            yield self._search(prompt, sampling.beam_size, options)
+            yield self._search(prompt, sampling, options)
             return
-        pieces = Detokeniser(self._tokenizer.decode)
+        pieces = Detokeniser(self._tokenizer.decode, self._tokens_before(prompt, sampling))
         for found in self._generator.generate_tokens(prompt.native, **options):
             if found.token_id in self._ends:
                 yield Step(pieces.finish(), 1, "stop")
@@ -66,14 +66,21 @@ class Ct2Model:
     def unload(self) -> None:
         unload_ctranslate2(self._generator)
 
-    def _search(self, prompt: Prompt, beam_size: int, options: dict[str, Any]) -> Step:  # Any: as above
+    def _tokens_before(self, prompt: Prompt, sampling: Sampling) -> list[int]:
+        """Return the tokens that decide how the first one of an answer reads which goes on with the prompt's text."""
+        number = limits().children.broken_tokens if sampling.goes_on else 0
+        return [self._tokenizer.token_to_id(token) for token in prompt.native[len(prompt.native) - number :]]
+
+    def _search(self, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) -> Step:  # Any: as above
         options = {**options, "sampling_topk": 1, "sampling_topp": 1.0, "sampling_temperature": 1.0}
         result = self._generator.generate_batch(
-            [prompt.native], beam_size=beam_size, include_prompt_in_result=False, return_end_token=True, **options
+            [prompt.native], beam_size=sampling.beam_size, include_prompt_in_result=False, return_end_token=True, **options
         )[0]
         ids = list(result.sequences_ids[0])
         ended = bool(ids) and ids[-1] in self._ends
-        return Step(self._tokenizer.decode(ids[:-1] if ended else ids), len(ids), "stop" if ended else "length")
+        before = self._tokens_before(prompt, sampling)
+        text = self._tokenizer.decode(before + (ids[:-1] if ended else ids))[len(self._tokenizer.decode(before)) :]
+        return Step(text, len(ids), "stop" if ended else "length")
 
 
 def _end_tokens(folder: Path, tokenizer: Any, specials: dict[str, str]) -> list[int]:  # Any: untyped library

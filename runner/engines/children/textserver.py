@@ -45,7 +45,7 @@ class Sampling:
     """How to generate. ``temperature`` 0 or ``top_k`` 1 is greedy; ``top_k`` 0 and ``top_p`` 1.0 cut nothing off.
 
     ``ignores_end``: go on to ``max_tokens`` where the model would end. ``scope`` names what may share cached prefixes: only
-    prompts of the same scope do; empty = with no other prompt.
+    prompts of the same scope do; empty = with no other prompt. ``goes_on``: the prompt ends with the beginning of the answer.
     """
 
     max_tokens: int
@@ -57,6 +57,7 @@ class Sampling:
     seed: int | None = None
     ignores_end: bool = False
     scope: str = ""
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,10 @@ class _Fields(msgspec.Struct, kw_only=True):
     def most_tokens(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def goes_on(self) -> bool:
+        return False
+
     def check(self) -> None:
         # Refused rather than ignored: no engine behind this server does any of it.
         for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
@@ -160,6 +165,7 @@ class _Fields(msgspec.Struct, kw_only=True):
             seed=self.seed,
             ignores_end=self.ignore_eos is True,
             scope=scope,
+            goes_on=self.goes_on,
         )
 
 
@@ -173,10 +179,16 @@ class ChatFields(_Fields, kw_only=True):
     logprobs: Literal[False] | None = None
     response_format: dict[str, Any] | None = None  # Any: only its type is read
     chat_template_kwargs: dict[str, Any] | None = None  # Any: variables of the template
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def goes_on(self) -> bool:
+        return self.continue_final_message is True
 
     def check(self) -> None:
         _Fields.check(self)
@@ -186,6 +198,12 @@ class ChatFields(_Fields, kw_only=True):
             message["content"] = _plain_content(message.get("content"), f"messages[{number}].content")
             if not isinstance(message.get("role"), str) or not message["role"]:
                 raise Refusal("a message needs a role", param=f"messages[{number}].role")
+        if self.continue_final_message:
+            if self.add_generation_prompt is not False:
+                said = "continue_final_message needs add_generation_prompt to be false"
+                raise Refusal(said, param="add_generation_prompt")
+            if self.messages[-1]["role"] != "assistant" or not self.messages[-1]["content"].strip():
+                raise Refusal("there is no message of the assistant's to go on with", param="messages")
 
 
 class CompletionFields(_Fields, kw_only=True):
@@ -310,8 +328,13 @@ class ChatTemplate:
         if tools and not self._takes_tools:
             raise Refusal("the chat template of this model takes no tools", param="tools", code="unsupported_parameter")
         values = {**self._defaults, **(fields.chat_template_kwargs or {}), **self._specials}
+        messages, begun = fields.messages, ""
+        if fields.continue_final_message:
+            # What a template does to the text of a message, it does to no answer of the model: so the text stands behind it.
+            messages, begun = messages[:-1], messages[-1]["content"]
+        adds_prompt = fields.add_generation_prompt is not False or bool(begun)
         try:
-            return self._template.render(values, messages=fields.messages, tools=tools, add_generation_prompt=True)
+            return self._template.render(values, messages=messages, tools=tools, add_generation_prompt=adds_prompt) + begun
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             # What the template says itself is meant for the client; anything else could quote the conversation.
             said = f": {error}" if isinstance(error, _Said) else ""
@@ -336,14 +359,17 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokeniser:
-    """Decodes one answer token by token. ``decode`` turns ids into text and shows broken characters as U+FFFD."""
+    """Decodes one answer token by token. ``decode`` turns ids into text and shows broken characters as U+FFFD.
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    ``before``: the last tokens of a prompt with whose text the answer goes on.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
         self._broken_tokens = limits().children.broken_tokens
-        self._ids: list[int] = []
+        self._ids: list[int] = list(before)
         self._from = 0
-        self._to = 0
+        self._to = len(self._ids)
 
     def add(self, token: int) -> str:
         """Return the text that ``token`` completes, empty while a character is still incomplete."""

@@ -160,7 +160,7 @@ LESS: dict[str, Callable[[ApiKey], object]] = {
     "back to the setting from above": lambda _: change_caps("huge", max_tokens=None),
     "above the setting and less than today": lambda _: change_caps("huge", max_tokens=10**8),
     "details": lambda _: change_model_details(
-        name="big", fallbacks=[], context_tokens=10**9, tokenizer="big", tidy=True, actor=ACTOR
+        name="big", fallbacks=[], context_tokens=10**9, tokenizer="big", tidy=True, resumes=True, actor=ACTOR
     ),
     "not allowed and allowed": lambda _: [
         disallow_model(name="huge", actor=ACTOR), allow_model(name="huge", actor=ACTOR),
