@@ -316,6 +316,8 @@ EMAIL_TIMEOUT = 10
 NODE_MODEL_CHECK = "gateway.services.models.is_model_allowed"
 # Who counts live requests of a node, for what approvers read.
 NODE_TRAFFIC = "gateway.services.requests.read_traffic_of_node"
+# Who knows what a model needs of a GPU.
+NODE_MODEL_FIT = "gateway.services.compatibility.explain_misfit"
 # Who knows what gateways still run on a draining node.
 NODE_DRAIN_FACTS = "gateway.services.requests.read_drain_facts"
 

@@ -32,6 +32,7 @@ def _check_functions() -> list[CheckMessage]:
         "NODE_MODEL_CHECK": "Name a function that takes a model name and returns whether it is allow-listed.",
         "NODE_TRAFFIC": "Name a function of (node id, model or None) that returns live requests and their tenants; or leave it "
         "empty.",
+        "NODE_MODEL_FIT": "Name a function of (model, node_id=, quantization=) that returns why no GPU of the node can run it.",
         "NODE_DRAIN_FACTS": "Name a function of (node id, time) that returns nodes.services.drains.DrainFacts.",
     }
     problems: list[CheckMessage] = []

@@ -6,6 +6,7 @@ Source: central-server document, section 1.2. A model has one JSON document; wit
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -167,9 +168,24 @@ def find_fits(name: str) -> Compatibility:
     return Compatibility(name, source, needed, tuple(fits))
 
 
+def explain_misfit(model: str, *, node_id: uuid.UUID, quantization: str = "") -> str:
+    """Return why no GPU of a node can run a model by its document, of the one that comes nearest; empty = one can, or nobody
+    knows. ``settings.NODE_MODEL_FIT`` names this function, for proposals to load it.
+    """
+    row = Model.objects.filter(name=model, requirements__isnull=False).first()
+    needed = read_requirements(row)[1] if row is not None else None
+    if needed is None:
+        return ""
+    if (wanted := needed.quantizations.get(quantization)) is not None:
+        needed = msgspec.structs.replace(needed, min_vram_mb=max(needed.min_vram_mb, wanted.vram_mb), quantizations={})
+    fits = sorted((judge_gpu(gpu, model, needed) for gpu in read_gpus(node_id)), key=lambda fit: -(fit.gpu.vram_mb or 0))
+    return "" if not fits or any(fit.can_run for fit in fits) else fits[0].reason
+
+
 def judge_gpu(gpu: GpuFacts, model: str, needed: Requirements | None) -> GpuFit:
     """Return whether a GPU can run a model that needs this; None = nobody knows what it needs."""
-    can_run, reason = _judge(gpu, needed)
+    is_loaded = model in gpu.models
+    can_run, reason = (True, "") if needed is None and is_loaded else _judge(gpu, needed)
     best = _find_best(needed, gpu.vram_mb) if can_run else None
     is_free = can_run and needed is not None and gpu.vram_free_mb is not None and gpu.vram_free_mb >= needed.min_vram_mb
     now = _find_best(needed, gpu.vram_free_mb) if is_free else None
@@ -180,7 +196,7 @@ def judge_gpu(gpu: GpuFacts, model: str, needed: Requirements | None) -> GpuFit:
         quantization=best[0] if best else None,
         quality=best[1].quality if best else None,
         now=now[0] if now else None,
-        is_loaded=model in gpu.models,
+        is_loaded=is_loaded,
         reason=reason,
     )
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from urllib.parse import urlencode
 
+from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
+from django.utils.module_loading import import_string
 
 from core.limits import limits
 from governance.audit import find_last_event, find_last_event_at, record_event
@@ -139,6 +141,9 @@ class ModelLoad(NodeOperation):
         elif isinstance(evicted, str):
             yield Impact(CAUTION, f"{evicted} is unloaded from {name} first.")
             yield from judge_live(target, evicted, verb=_MAY_FINISH)
+        explain_misfit: Callable[..., str] = import_string(settings.NODE_MODEL_FIT)  # it lives above this app
+        if why := explain_misfit(model, node_id=target.node.pk, quantization=str(params.get("quantization") or "")):
+            yield Impact(DANGER, f"No GPU of {name} can run {model}: {why}.")
         yield self._judge_memory(target, params, signed)
 
     def _judge_memory(self, target: Target, params: Params, signed: str) -> Impact:

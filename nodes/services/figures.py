@@ -183,7 +183,8 @@ def read_figures(node_ids: Collection[uuid.UUID], *, now: datetime) -> dict[uuid
     found: dict[uuid.UUID, list[ModelFigures]] = defaultdict(list)
     for row in NodeFigures.objects.filter(node_id__in=node_ids).values_list(*_SCALARS, "latency_p95_ms"):
         own = _Own(*row[: len(_SCALARS)])
-        found[own.node_id].append(ModelFigures(own.model, own.tell({}, now=now), row[-1], own.weigh(now)))
+        late, count = _choose(row[-1], None), round(own.weigh(now), 2)
+        found[own.node_id].append(ModelFigures(own.model, own.tell({}, now=now), late, count))
     return {node_id: sorted(each, key=lambda one: -one.requests) for node_id, each in found.items()}
 
 

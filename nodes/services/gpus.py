@@ -220,8 +220,8 @@ class GpuFacts:
     models: tuple[str, ...]
 
 
-def read_gpus() -> list[GpuFacts]:
-    """Return the GPUs that nodes name, by node and place; one query."""
+def read_gpus(node_id: uuid.UUID | None = None) -> list[GpuFacts]:
+    """Return the GPUs that nodes name, or this one, by node and place; one query."""
     return [
         GpuFacts(
             gpu_id=gpu.pk,
@@ -236,8 +236,15 @@ def read_gpus() -> list[GpuFacts]:
             status=judge_status(gpu.node, now=clock_of(gpu)),
             models=tuple(gpu.node.model_names),
         )
-        for gpu in list_gpus()
+        for gpu in list_gpus(node_id=node_id).defer(*_UNREAD)
     ]
+
+
+_UNREAD = (
+    *("node__figures", "node__presence__gpus", "node__presence__replicas", "node__presence__memory"),
+    *("node__presence__available_models", "node__presence__ejections"),
+)
+"""What is long and says nothing of a GPU."""
 
 
 def measure_model(model: str) -> int | None:

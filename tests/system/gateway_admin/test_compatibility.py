@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from gateway.services.compatibility import (
 from gateway.services.errors import InvalidValue, ModelNotFound
 from gateway.services.models import allow_model
 from governance.admin_tokens import create_admin_token
+from nodes.operations.load import MODEL_LOAD
+from nodes.operations.targets import list_targets
 from nodes.services.gpus import GpuFacts, follow_gpus
 from tests.fakes.nodes import ACTOR, audited, make_node, make_presence
 from wire.contract import NodeStatus
@@ -147,6 +150,29 @@ def test_a_document_that_cannot_be_used_says_what_is_wrong(change: dict[str, Any
 def test_what_is_no_document_of_the_model_is_refused(text: str) -> None:
     with pytest.raises(InvalidValue):
         read_document(text, model=CODER)
+
+
+def test_a_gpu_whose_node_has_the_model_loaded_can_run_it_whatever_it_needs() -> None:
+    assert judge_gpu(replace(gpu(None), models=(CODER,)), CODER, None).can_run
+    fit = judge_gpu(gpu(24_576), CODER, None)
+    assert (fit.can_run, fit.reason) == (False, "nobody knows what the model needs")
+
+
+def test_a_proposal_to_load_says_why_no_gpu_of_the_node_can_run_the_model() -> None:
+    allow_model(name=CODER, actor=ACTOR)
+    node = make_node(runner_id="rig", op_level="L1")
+    named = [{"index": index, "name": "NVIDIA L4", "memory_total_mb": mb} for index, mb in enumerate((4_000, 6_000))]
+    make_presence(node, gpus=named)
+    follow_gpus()
+
+    def judge(**params: str) -> list[str]:
+        target = next(target for target in list_targets() if target.node.pk == node.pk)
+        return [impact.text for impact in MODEL_LOAD.judge(target, {"modelId": CODER, **params}, "rig")]
+
+    assert not [text for text in judge() if "No GPU" in text], "nobody said what it needs"
+    change_model_requirements(name=CODER, document=json.dumps(SEED), actor=ACTOR)
+    assert not [text for text in judge(quantization="q4_k_m") if "No GPU" in text]
+    assert judge(quantization="f16")[0] == f"No GPU of box can run {CODER}: it needs 14,000 MiB, and this has 6,000."
 
 
 def test_without_a_document_what_nodes_measured_counts() -> None:
