@@ -40,6 +40,9 @@ from wire.bridge import (
     Register,
     RegisterAck,
     Telemetry,
+    TicketKeys,
+    UsageReport,
+    UsageTaken,
 )
 from wire.ids import new_uuid7
 
@@ -109,6 +112,7 @@ class Runner:
             available=sample.available,
             memory=sample.memory,
             governance=self.parts.governance.describe(),
+            ticket_url=self.parts.tickets.url,
         )
 
     async def take_sample(self) -> Telemetry:
@@ -159,6 +163,14 @@ class Runner:
         """Repeat the owner's wish to the gateway and dial the gateways it names."""
         if self._mode is not None:
             link.post(ModeChange(mode=self._mode, reason="owner"))
+        tickets = self.parts.tickets
+        link.takes_usage = ack.ticket_keys is not None
+        if ack.ticket_keys is not None:
+            tickets.hear_audience(ack.node_id or ack.worker_id)
+            tickets.hear_keys(ack.ticket_keys)
+            tickets.has_news.set()
+        if ack.time_ms is not None:
+            tickets.hear_time(ack.time_ms)
         link.post(self.list_models())
         link.wake.set()
         for url in ack.gateways:
@@ -174,8 +186,41 @@ class Runner:
                 self._commands.query(instruction, link.post)
             case PolicyOffer() | CheckpointOffer():
                 self._judge_soon(link, instruction)
+            case TicketKeys():
+                self.parts.tickets.hear_keys(instruction.keys)
+            case UsageTaken():
+                self._spawn(self._take_receipts(instruction.taken))
             case _:
                 assert_never(instruction)
+
+    def hear_time(self, server_ms: int) -> None:
+        """Take the server's clock, by which tickets count."""
+        self.parts.tickets.hear_time(server_ms)
+
+    async def _take_receipts(self, taken: dict[str, str]) -> None:
+        try:
+            await self.parts.tickets.take_receipts(taken)
+            if len(taken) >= limits().tickets.reports:
+                self.parts.tickets.has_news.set()  # there may be more than one message holds
+        except LedgerError as error:  # they are told again, which does no harm
+            log.warning("reports of tickets are not forgotten error=%s", error)
+
+    async def _report_usage(self) -> None:
+        """Tell a gateway what became of requests with tickets, as soon as there is one, until it says that it knows."""
+        tickets = self.parts.tickets
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limits().tickets.report_s):
+                    await tickets.has_news.wait()
+            tickets.has_news.clear()
+            link = next((link for link in self._links.values() if link.takes_usage), None)
+            try:
+                reports = await tickets.list_reports() if link is not None else []
+            except LedgerError as error:
+                log.warning("reports of tickets cannot be read error=%s", error)
+                continue
+            if link is not None and reports:
+                link.post(UsageReport(reports=reports))
 
     def _judge_soon(self, link: GatewayLink, offer: PolicyOffer | CheckpointOffer) -> None:
         if len(self._offers) < limits().connection.offers:
@@ -227,11 +272,14 @@ class Runner:
                 self._note_mode("owner", is_reclaimed=self._mode == "spare_off")
             elif self._parts.desired.is_reclaimed_by_owner:
                 self._mode = "spare_off"  # until the owner says otherwise, also over a restart
+            self._parts.tickets.reclaim(is_reclaimed=self._mode == "spare_off")
             self._relay = Relay(self._parts.serving.open)
             self._commands = Commands(self._parts.operations, self._parts.seek, self._parts.reload_settings)
             stack.push_async_callback(self._commands.close)
             stack.push_async_callback(self._hang_up)
             self._spawn(self._watch_governance())
+            if await self._parts.tickets.has_books():
+                self._spawn(self._report_usage())
             if self._config.api is not None:
                 from runner.api.server import serve_api  # its libraries weigh more than the rest of a node without a port
 
@@ -251,12 +299,15 @@ class Runner:
         """Tell every gateway, now and after reconnects, that the owner lends the node or takes it back."""
         self._mode = mode
         log.info("owner changed mode mode=%s", mode)
+        if self._parts is not None:
+            self._parts.tickets.reclaim(is_reclaimed=mode == "spare_off")
         for link in self._links.values():
             link.post(ModeChange(mode=mode, reason="owner"))
         self._note_mode("owner", is_reclaimed=mode == "spare_off")
 
     def hear_mode(self, *, is_reclaimed: bool) -> None:
         """Take down what the control plane holds of the owner's word, for the next start."""
+        self.parts.tickets.reclaim(is_reclaimed=is_reclaimed)
         self._note_mode("control", is_reclaimed=is_reclaimed)
 
     def _note_mode(self, said_by: str, *, is_reclaimed: bool) -> None:

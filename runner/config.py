@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -63,6 +64,14 @@ class ApiWish:
     key: str = field(repr=False)
     has_metrics: bool
     metrics_port: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TicketConfig:
+    """Where clients with a ticket reach the node's own port, and the origins (``*`` = all) whose pages may be such clients."""
+
+    url: str
+    origins: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +136,7 @@ class RunnerConfig:
     gpu_ids: tuple[int, ...]
     engine: BackendConfig | LlamaConfig | None
     api: ApiWish | None
+    tickets: TicketConfig | None
     operations: OperationsConfig
     files: FilesConfig
     log_level: str | None
@@ -152,7 +162,7 @@ Every option also reads the environment: MUSTER_GATEWAY, MUSTER_TOKEN or MUSTER_
 MUSTER_BACKEND_URL, MUSTER_BACKEND_KEY or MUSTER_BACKEND_KEY_FILE, MUSTER_MODELS, MUSTER_TRANSLATE, MUSTER_TIDY,
 MUSTER_MAX_CONCURRENT, MUSTER_NAME, MUSTER_ENGINE, MUSTER_MODEL_PATH, MUSTER_MODEL_NAME, MUSTER_CONTEXT, MUSTER_THREADS,
 MUSTER_OWNER, MUSTER_LOG_LEVEL, MUSTER_API_HOST, MUSTER_API_PORT, MUSTER_API_KEY or MUSTER_API_KEY_FILE, MUSTER_DATA,
-MUSTER_MEMORY_BUDGET_MB.
+MUSTER_MEMORY_BUDGET_MB, MUSTER_TICKET_URL, MUSTER_TICKET_ORIGINS.
 
 The model-runner's own variables: MODEL_BASE_PATH (folder of models), HF_HOME (downloads), MAX_QUEUE_DEPTH (16),
 QUEUE_TIMEOUT_MS (30000), ENABLE_MULTI_TENANT, DEFAULT_RATE_LIMIT and TENANT_RATE_LIMIT_<tenant> (100req/min),
@@ -287,6 +297,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--api-host", metavar="HOST", help="address it listens on (default: 127.0.0.1; others need --api-key-file)")
     add("--api-key", metavar="KEY", help="key that its clients must send; better in a file or the environment")
     add("--api-key-file", metavar="FILE", help="file that holds that key")
+    add("--ticket-url", metavar="URL", help="where clients with a ticket reach that port, such as http://gpu1.lan:8090")
+    add("--ticket-origins", action="append", metavar="A,B", help="origins of web pages that may use tickets (* = all)")
     add("--data", metavar="DIR", help="folder for what must survive a restart: keys, pinned policy, used tokens, load tasks")
     add("--memory-budget-mb", metavar="N", help="memory that all models together may take (default: what is free)")
     add("--provider", help="provider this node belongs to (default: local)")
@@ -312,6 +324,7 @@ TINY_MODEL_NAME = "muster-tiny"
 SHARED_KEY_PATH = Path("/etc/safebox/model-api.key")
 """Where the model-runner specification has the key of operation tokens."""
 _WS_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]-]+\Z")
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -331,6 +344,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
     is_alone = bool(options.args.standalone)
     if not gateways and not is_alone:
         raise ConfigError("no gateway: give --gateway http://HOST:8080 or set MUSTER_GATEWAY, or serve alone with --standalone")
+    api = _read_api(options, is_alone=is_alone)
     name = options.text("name", socket.gethostname() or "worker")
     files = _read_files(options)
     engine = _read_engine(options, has_models=files.find_settings()[0] is not None or files.model_base is not None)
@@ -356,7 +370,8 @@ def read_config(argv: Sequence[str], env: Mapping[str, str], *, shared_key: Path
         threads=options.number("threads", max(1, cores - 1), highest=1024),
         gpu_ids=_read_gpu_ids(options),
         engine=engine,
-        api=_read_api(options, is_alone=is_alone),
+        api=api,
+        tickets=_read_tickets(options, files=files, has_port=api is not None, has_gateway=bool(gateways)),
         operations=_read_operations(options, files=files, shared_key=shared_key),
         files=files,
         log_level=LOG_LEVELS[log_level] if log_level else None,
@@ -418,6 +433,21 @@ def _read_api(options: Options, *, is_alone: bool) -> ApiWish | None:
         options.text("api_host") or None, int(port_text) if port_text else None, key,
         options.switch("ENABLE_METRICS", default=True), metrics_port or None,
     )  # fmt: skip
+
+
+def _read_tickets(options: Options, *, files: FilesConfig, has_port: bool, has_gateway: bool) -> TicketConfig | None:
+    url = options.text("ticket_url")
+    if not url:
+        return None
+    parts = split_url("ticket-url", url, {"http", "https"})
+    if not has_port or not has_gateway:
+        raise ConfigError("--ticket-url needs --api-port, where tickets are taken, and --gateway, which gives them out")
+    if files.data is None:
+        raise ConfigError("--ticket-url needs --data DIR: which tickets were used must survive a restart, or one works twice")
+    origins = frozenset(origin.lower().rstrip("/") for origin in options.texts("ticket_origins"))
+    if wrong := [origin for origin in origins if origin != "*" and not _ORIGIN.match(origin)]:
+        raise ConfigError(f"--ticket-origins must be a comma list such as https://app.example.org, or *, not {wrong[0]!r}")
+    return TicketConfig(urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/").removesuffix("/v1"), "", "")), origins)
 
 
 def _read_operations(options: Options, *, files: FilesConfig, shared_key: Path) -> OperationsConfig:

@@ -67,6 +67,9 @@ class Host(Protocol):
     def hear_mode(self, *, is_reclaimed: bool) -> None:
         """Take note of what the control plane says: whether the owner has taken this node back."""
 
+    def hear_time(self, server_ms: int) -> None:
+        """Take note of the server's clock, in Unix milliseconds."""
+
     def instruct(self, link: GatewayLink, instruction: Instruction) -> None:
         """Do or answer what the control plane says about operations; answers go to ``link``."""
 
@@ -187,6 +190,8 @@ class GatewayLink:
         self._session: _Session | None = None
         self.wake = asyncio.Event()
         """Set = telemetry is sent soon, because something changed."""
+        self.takes_usage = False
+        """Whether the gateway of this session takes reports of tickets."""
         self._last_said, self._said_at = "", 0.0
 
     def post(self, message: Message) -> None:
@@ -235,7 +240,7 @@ class GatewayLink:
                         f"retrying at least every {bounds.reconnect_max_s:g} s"
                     )
             finally:
-                self._session = None
+                self._session, self.takes_usage = None, False
             if session.accepted_at is not None:
                 self._last_said, last_seen_at = "", clock.monotonic()
                 if clock.monotonic() - session.accepted_at >= bounds.healthy_after_s:
@@ -370,6 +375,8 @@ class _Session:
         host = self._host
         match notice:
             case Ping():
+                if notice.timestamp_unix_ms is not None:
+                    host.hear_time(notice.timestamp_unix_ms)
                 self.post(encode_message(Pong(current_load=host.load, timestamp_unix_ms=notice.timestamp_unix_ms)))
             case ModelsRefresh():
                 host.refresh_models()

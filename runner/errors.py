@@ -14,6 +14,7 @@ import msgspec
 
 from wire import clock
 from wire.events import EndReader, fail_response
+from wire.ticket import TicketFault
 
 ADMIN_PREFIX = "/v1/admin/"
 """Below it errors have the shape of llm-pool's admin API."""
@@ -258,6 +259,66 @@ class Broken(RequestRefused, code="internal_error", status=500):
 
 class ForeignPage(RequestRefused, code="forbidden", status=403):
     """A request that a web page of another origin, or of a rebound name, had a browser send."""
+
+
+class TicketRefused(RequestRefused, code="ticket_malformed", status=401):
+    """A ticket does not open this; the client asks the gateway for another one. Each has one sentence of its own."""
+
+    words: ClassVar[str] = "The ticket cannot be read."
+
+    def __init__(self) -> None:
+        super().__init__(self.words)
+
+
+class _UnknownKey(TicketRefused, code=TicketFault.UNKNOWN_KEY):
+    words = "The ticket was signed with a key that this node does not know."
+
+
+class _BadSignature(TicketRefused, code=TicketFault.BAD_SIGNATURE):
+    words = "The signature of the ticket does not hold."
+
+
+class _WrongAudience(TicketRefused, code=TicketFault.WRONG_AUDIENCE):
+    words = "The ticket is for another node: use it at its own base_url."
+
+
+class _NotYet(TicketRefused, code=TicketFault.NOT_YET):
+    words = "The ticket is not valid yet: the clock of this node, or of its gateway, is wrong."
+
+
+class _Expired(TicketRefused, code=TicketFault.EXPIRED):
+    words = "The ticket has expired: a request begins within seconds. Ask the gateway for another one."
+
+
+class _WrongModel(TicketRefused, code=TicketFault.WRONG_MODEL, status=403):
+    words = "The ticket is for another model than the request names."
+
+
+class _TooMuch(TicketRefused, code=TicketFault.TOO_MUCH, status=403):
+    words = "The request asks for more tokens than its ticket permits."
+
+
+class _Spent(TicketRefused, code=TicketFault.SPENT):
+    words = "The ticket was used before: each is for one request. Ask the gateway for another one."
+
+
+class TicketNotForPath(TicketRefused, code="ticket_path_wrong", status=403):
+    """Tickets are for inference alone."""
+
+    words = "A ticket opens the endpoints of chat, completions, responses, messages and embeddings, by POST, and nothing else."
+
+
+TICKET_REFUSALS: dict[TicketFault, type[TicketRefused]] = {
+    TicketFault.MALFORMED: TicketRefused,
+    TicketFault.UNKNOWN_KEY: _UnknownKey,
+    TicketFault.BAD_SIGNATURE: _BadSignature,
+    TicketFault.WRONG_AUDIENCE: _WrongAudience,
+    TicketFault.NOT_YET: _NotYet,
+    TicketFault.EXPIRED: _Expired,
+    TicketFault.WRONG_MODEL: _WrongModel,
+    TicketFault.TOO_MUCH: _TooMuch,
+    TicketFault.SPENT: _Spent,
+}
 
 
 def make_response_id() -> str:

@@ -395,6 +395,18 @@ class OperationsLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TicketLimits:
+    """Tickets that clients use on the node's own port."""
+
+    body_s: float = bound(60.0, "s", "A request whose head came in time with its ticket is refused: its body took too long.")
+    grace_s: float = bound(600.0, "s", "A used ticket is forgotten so long after it could be used; a clock may be set back.")
+    reclaim_s: float = bound(10.0, "s", "A request with a ticket is cut, when the owner took the node back so long ago.")
+    reports: int = bound(50, "reports", "Further reports go in another message.")
+    report_s: float = bound(30.0, "s", "A report that no gateway has taken is sent again.")
+    preflight_age_s: int = bound(600, "s", "A browser asks again whether its page may use the node.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerLimits:
     """The durable store of what the runner did."""
 
@@ -409,6 +421,8 @@ class LedgerLimits:
     fences: int = bound(10_000, "slots", "An operation on a further slot is refused.")
     desired_models: int = bound(256, "models", "A load of a further desired model is refused.")
 
+    tickets: int = bound(50_000, "tickets", "A further ticket is refused: no gateway takes reports.")
+    ticket_report_s: float = bound(7 * 86_400.0, "s", "A report that no gateway took is dropped; its record has ended.")
     costs: int = bound(20_000, "requests", "The oldest costs that are settled are forgotten.")
     spendings: int = bound(100_000, "tenants and months", "A further tenant is refused.")
     spending_years: int = bound(2, "years", "Older sums are dropped.")
@@ -432,6 +446,7 @@ class Limits:
     children: ChildrenLimits = field(default_factory=ChildrenLimits)
     models: ModelsLimits = field(default_factory=ModelsLimits)
     operations: OperationsLimits = field(default_factory=OperationsLimits)
+    tickets: TicketLimits = field(default_factory=TicketLimits)
     ledger: LedgerLimits = field(default_factory=LedgerLimits)
 
 

@@ -37,6 +37,7 @@ from runner.serving.costs import Costs
 from runner.serving.request import Counters
 from runner.serving.service import Serving
 from runner.telemetry import Reading, Telemetry, open_telemetry
+from runner.tickets import Tickets
 from wire import clock
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Parts:
     operations: Operations
     desired: DesiredState
     costs: Costs
+    tickets: Tickets
     _make_queue: Callable[[ModelDefinition], FairQueue]
     phase: Phase = Phase.STARTING
     started_at: float = field(default_factory=clock.unix_s)
@@ -306,7 +308,8 @@ def _put_together(
     parts = Parts(
         config=config, settings=settings, ledger=ledger, pool=pool, budget=budget,
         counters=counters, serving=serving,
-        gate=gate, governance=governance, operations=operations, costs=costs, _make_queue=make_queue,
+        gate=gate, governance=governance, operations=operations, costs=costs, tickets=Tickets(config.tickets, ledger),
+        _make_queue=make_queue,
         desired=DesiredState(
             ledger, governance, load_again, min_signers=config.operations.min_signers, on_change=on_change
         ),

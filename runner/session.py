@@ -27,6 +27,8 @@ from wire.bridge import (
     Register,
     RegisterAck,
     Request,
+    TicketKeys,
+    UsageTaken,
     decode_server_message,
     encode_message,
 )
@@ -169,8 +171,8 @@ class Reply:
 
 
 Effect = Opened | Cancelled | Credited | Reply
-Instruction = OpCommand | OpQuery | PolicyOffer | CheckpointOffer
-"""What the control plane says about operations and how they are decided."""
+Instruction = OpCommand | OpQuery | PolicyOffer | CheckpointOffer | TicketKeys | UsageTaken
+"""What the control plane says about operations, how they are decided, and tickets."""
 Notice = RegisterAck | Ping | ModelsRefresh | GracefulShutdown | NodeNotice | Instruction
 """A message that this session may be sent, to be acted on as it is."""
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from wire.bridge import NodeGovernance
+from wire.bridge import NodeGovernance, TicketPublicKey
 from wire.unreadable import UNREADABLE
 
 METALYARD = "metalyard"
@@ -102,7 +102,10 @@ class AgentRegister(msgspec.Struct, kw_only=True):
 
 
 class AgentConfig(msgspec.Struct, kw_only=True):
-    """What an agent goes by. Times in seconds; ``time``: this server's clock, ISO 8601 UTC."""
+    """What an agent goes by. Times in seconds; ``time``: this server's clock, ISO 8601 UTC.
+
+    ``ticket_keys`` verify tickets (``wire.ticket``), whose audience is the ``node_id`` of the registration.
+    """
 
     stale_after_s: float
     dead_after_s: float
@@ -110,6 +113,7 @@ class AgentConfig(msgspec.Struct, kw_only=True):
     gateways: list[str]
     time: str
     warnings: list[str]
+    ticket_keys: list[TicketPublicKey]
 
 
 class AgentRegistered(msgspec.Struct, kw_only=True):

@@ -163,11 +163,44 @@ class NodeGovernance(msgspec.Struct, omit_defaults=True, kw_only=True):
     reloads_settings: bool = False
 
 
+class TicketPublicKey(msgspec.Struct, kw_only=True):
+    """A key with which nodes verify tickets. ``public_key``: the 32 bytes of an Ed25519 key in base64url, without padding."""
+
+    kid: str
+    public_key: str
+    alg: str = "EdDSA"
+
+
+class TicketUsage(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """What became of a request that came with a ticket. ``status``: running, or how a request ends (``wire.contract``).
+
+    ``usage``: as the engine counted, None = it did not say. ``code``: why not, for programs. ``inference_ms``: from the
+    ticket's first use to the last byte; ``queue_ms`` of them it waited.
+    """
+
+    ticket_id: str
+    record_id: str
+    model: str
+    status: str
+    endpoint: str = ""
+    is_streaming: bool = False
+    usage: TokenCounts | None = None
+    http_status: int = 0
+    code: str = ""
+    inference_ms: int = 0
+    queue_ms: int = 0
+    bytes_out: int = 0
+
+
 # server -> worker
 
 
 class RegisterAck(Message, tag="register_ack"):
-    """Accepts a registration. The last five fields go to muster v1 nodes only."""
+    """Accepts a registration. What follows ``protocol_version`` goes to muster v1 nodes only.
+
+    ``ticket_keys``: what tickets for this node, whose audience is ``node_id``, are verified with; None = this server takes no
+    ``usage_report``. ``time_ms``: the server's clock in Unix milliseconds.
+    """
 
     worker_id: str
     models: list[str]
@@ -178,6 +211,8 @@ class RegisterAck(Message, tag="register_ack"):
     window_bytes: int | None = None
     gateways: list[str] = []
     accepting: bool | None = None
+    ticket_keys: list[TicketPublicKey] | None = None
+    time_ms: int | None = None
 
 
 class Request(Message, tag="request"):
@@ -269,6 +304,18 @@ class CheckpointOffer(Message, tag="checkpoint_offer"):
     wants_name: bool = False
 
 
+class TicketKeys(Message, tag="ticket_keys"):
+    """muster v1: replaces the ``ticket_keys`` of the session. For nodes that registered a ``ticket_url``."""
+
+    keys: list[TicketPublicKey]
+
+
+class UsageTaken(Message, tag="usage_taken"):
+    """muster v1: what the server knows of tickets, or never will: their status by id. The node does not repeat that."""
+
+    taken: dict[str, str]
+
+
 # worker -> server
 
 
@@ -278,7 +325,8 @@ class Register(Message, tag="register"):
     ``instance_id`` is random per process start: the same node may hold one session on each gateway with the same
     instance. The same node started again has another and replaces its session; another node, by its key, or a program that was
     replaced is refused with ``NAME_TAKEN`` while that session lives. ``endpoints`` lists the paths its
-    engine speaks natively. ``available`` and ``memory`` as in ``Telemetry``.
+    engine speaks natively. ``available`` and ``memory`` as in ``Telemetry``. ``ticket_url``: where clients reach the node's own
+    HTTP API with a ticket; empty = it takes none.
     """
 
     worker_name: str = "worker"
@@ -295,6 +343,7 @@ class Register(Message, tag="register"):
     available: list[str] = []
     memory: MemoryInfo | None = None
     governance: NodeGovernance | None = None
+    ticket_url: str = ""
 
 
 class ResponseChunk(Message, tag="response_chunk"):
@@ -396,6 +445,15 @@ class GovernanceReport(Message, tag="governance_report"):
     witness_alarm: str = ""
 
 
+class UsageReport(Message, tag="usage_report"):
+    """muster v1: what became of requests that came with tickets; repeated until ``usage_taken`` names each that has ended.
+
+    For servers whose ``register_ack`` had ``ticket_keys``.
+    """
+
+    reports: list[TicketUsage]
+
+
 ServerMessage = (
     RegisterAck
     | Request
@@ -408,6 +466,8 @@ ServerMessage = (
     | OpQuery
     | PolicyOffer
     | CheckpointOffer
+    | TicketKeys
+    | UsageTaken
 )
 WorkerMessage = (
     Register
@@ -421,6 +481,7 @@ WorkerMessage = (
     | Draining
     | OpStatus
     | GovernanceReport
+    | UsageReport
 )
 
 _encoder = msgspec.json.Encoder()

@@ -108,6 +108,8 @@ class WireLimits:
     token_l0_skew_s: int = bound(300, "s", "The same for a token of level L0.")
     # No single token of level L2 blocks what comes after it for longer.
     token_fence_lead_s: int = bound(7 * 86_400, "s", "A token whose fence is further ahead of the clock is refused.")
+    # A node knows the server's clock but for the time that its messages take.
+    ticket_early_s: float = bound(2.0, "s", "A ticket from further ahead of the node's clock is refused.")
     receipt_text_chars: int = bound(300, "characters", "A receipt with a longer text does not hold.")
     node_name_chars: int = bound(100, "characters", "A node with a longer name gets no runner id and does not start.")
 

@@ -140,7 +140,7 @@ def verify_ticket(text: str, keys: Mapping[str, bytes], *, audience: str, now: f
         raise TicketError(TicketFault.MALFORMED) from None
     if ticket.audience != audience:
         raise TicketError(TicketFault.WRONG_AUDIENCE)
-    if now < ticket.issued_at:
+    if now < ticket.issued_at - WIRE.ticket_early_s:
         raise TicketError(TicketFault.NOT_YET)
     if now >= ticket.expires_at:
         raise TicketError(TicketFault.EXPIRED)

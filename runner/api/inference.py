@@ -26,8 +26,13 @@ from runner.serving.request import (
     read_fields,
     read_priority,
 )
+from runner.tickets import apply_cap
 from wire import clock
+from wire.bridge import TicketUsage
+from wire.contract import RequestState
+from wire.engine_errors import Blame, judge_error
 from wire.events import EndReader
+from wire.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +61,30 @@ class InferenceEndpoint:
                 inference = await self._read(Request(scope, receive), take)
             except ClientDisconnect:
                 return
-            await self._serve(inference, _Reply(scope, send, inference), receive)
+            reply = _Reply(scope, send, inference)
+            if inference.has_ticket:
+                await self._serve_ticket(scope["state"]["ticket"], inference, reply, receive)
+            else:
+                await self._serve(inference, reply, receive)
+
+    async def _serve_ticket(self, ticket: Ticket, inference: Inference, reply: _Reply, receive: Receive) -> None:
+        tickets = self._parts.tickets
+        spent = await tickets.spend(
+            ticket, endpoint=inference.endpoint, model=inference.model, is_streaming=inference.is_streaming
+        )
+        try:
+            await self._serve(inference, reply, receive)
+        finally:
+            report = tickets.report(spent, status=reply.judge().value)
+            reply.fill_in(report)
+            await asyncio.shield(tickets.finish(spent, report))
 
     async def _serve(self, inference: Inference, reply: _Reply, receive: Receive) -> None:
         work = asyncio.create_task(self._answer(inference, reply))
         gone = asyncio.create_task(_wait_gone(receive))
         self._jobs.add(work)
+        if inference.has_ticket:
+            self._parts.tickets.running.add(work)
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
             has_left = gone.done() and not work.done()
@@ -70,10 +93,14 @@ class InferenceEndpoint:
             work.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
             self._jobs.discard(work)
+            if inference.has_ticket:
+                self._parts.tickets.running.discard(work)
         if not work.cancelled():
             work.result()
         elif not has_left:
-            await reply.refuse(Unavailable("The node is shutting down.", retry_after_s=5))
+            is_reclaimed = inference.has_ticket and self._parts.tickets.is_reclaimed
+            words = "The owner has taken this node back." if is_reclaimed else "The node is shutting down."
+            await reply.refuse(Unavailable(words, retry_after_s=5))
 
     def close(self) -> None:
         for work in self._jobs:
@@ -84,26 +111,34 @@ class InferenceEndpoint:
         headers["x-request-id"] = request.scope["state"]["request_id"]
         tenant, priority = clean_tenant(headers.get("x-tenant-id", "")), read_priority(headers.get("x-priority", ""))
         mode, tag = read_cache_mode(headers.get("x-cache-mode", "")), read_cache_tag(headers.get("x-cache-tag", ""))
-        body, fields = await self._read_body(request, take)
+        body, fields, members = await self._read_body(request, take)
+        ticket: Ticket | None = request.scope["state"].get("ticket")
+        if ticket is not None:
+            # Tenant and limits are those that the gateway knows the caller by, whatever the headers say.
+            tenant, priority = ticket.tenant, "low" if priority == "low" else "normal"
+            headers["x-request-id"] = ticket.record_id
+            body = apply_cap(ticket, endpoint=request.scope["path"], fields=members, body=body)
         query = request.scope["query_string"].decode("latin-1")
         return Inference(
             "POST", request.scope["path"] + (f"?{query}" if query else ""), headers, body, fields.model, tenant, priority, mode,
             tag, is_streaming=bool(fields.stream), allow_remote=bool(fields.allow_remote),
-            request_id=headers["x-request-id"],
+            request_id=headers["x-request-id"], has_ticket=ticket is not None,
         )  # fmt: skip
 
-    async def _read_body(self, request: Request, take: Callable[[int], None]) -> tuple[bytes, BodyFields]:
+    async def _read_body(self, request: Request, take: Callable[[int], None]) -> tuple[bytes, BodyFields, Mapping[str, object]]:
+        """Return a body, what serving reads of it, and the members of a JSON body."""
         if self._is_form:
             check_media_type(request, "multipart/form-data")
             body = await read_body(request, most_bytes=limits().api.form_bytes, take=take)
-            return body, read_form_fields(request.headers["content-type"], body)
+            return body, read_form_fields(request.headers["content-type"], body), {}
         check_media_type(request, "application/json")
         body = await read_body(request, most_bytes=limits().api.json_bytes, take=take)
         fields = read_fields(body)
         check_crowd(body)
         # Parsed as a whole: an engine may take the other one of two fields of the same name.
-        check_bounds(request.scope["path"], parse_object(body))
-        return body, fields
+        members = parse_object(body)
+        check_bounds(request.scope["path"], members)
+        return body, fields, members
 
     async def _answer(self, inference: Inference, reply: _Reply) -> None:
         try:
@@ -129,10 +164,37 @@ class _Reply:
         self._is_event_stream = False
         self._ends: EndReader | None = None
         self._tail = b""
+        self._answer: Answer | None = None
+        self._refusal: RequestRefused | None = None
+        self._bytes_out = 0
+
+    def judge(self) -> RequestState:
+        """Return how the request ended, once nothing more is sent."""
+        refusal, answer = self._refusal, self._answer
+        if isinstance(refusal, Unavailable):
+            return RequestState.INTERRUPTED
+        if refusal is not None and answer is None and refusal.status < 500:
+            return RequestState.REJECTED
+        if refusal is not None or answer is None:
+            return RequestState.FAILED if refusal is not None else RequestState.CANCELLED
+        if not self._has_ended:
+            return RequestState.CANCELLED
+        if answer.status >= 400 and judge_error(answer.status) is Blame.CALLER:
+            return RequestState.REJECTED
+        return RequestState.COMPLETED if answer.status < 400 and not answer.has_failed else RequestState.FAILED
+
+    def fill_in(self, report: TicketUsage) -> None:
+        """Say in a report what the answer told."""
+        report.bytes_out = self._bytes_out
+        if (refusal := self._refusal) is not None:
+            report.code, report.http_status = refusal.code, refusal.status
+        if (answer := self._answer) is not None:
+            report.usage, report.queue_ms = answer.usage, round(answer.numbers.queue_wait_ms)
+            report.http_status = answer.status
 
     async def send_answer(self, answer: Answer) -> None:
         """Send an answer to its end. Raises what reading it raises, and _ClientStalled."""
-        self._is_event_stream, self._ends = answer.is_event_stream, answer.ends
+        self._answer, self._is_event_stream, self._ends = answer, answer.is_event_stream, answer.ends
         await self._start(answer.status, answer.headers)
         if answer.body is not None:
             await self._send_body(answer.body, more=False)
@@ -147,6 +209,7 @@ class _Reply:
         """Send a refusal: as an answer of its own, or, in an event stream that has begun, as its last event."""
         if self._has_ended:
             return
+        self._refusal = refusal
         if not self._has_started:
             path = self._inference.endpoint
             response = render(refusal, path=path, headers=self._numbers(refusal))
@@ -175,6 +238,7 @@ class _Reply:
 
     async def _send_body(self, body: bytes, *, more: bool) -> None:
         self._has_ended = not more
+        self._bytes_out += len(body)
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _send(self, message: dict[str, object]) -> None:

@@ -9,7 +9,7 @@ import logging
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from urllib.parse import urlsplit
 
@@ -42,11 +42,14 @@ from runner.errors import (
     OperationFailed,
     RequestRefused,
     RunnerError,
+    TicketNotForPath,
 )
 from runner.limits import limits
 from runner.parts import Parts
+from runner.tickets import TICKET_PATHS, Tickets
 from wire.http_head import HeadFault, find_head_fault, find_size_fault
 from wire.ids import new_uuid7
+from wire.ticket import is_ticket
 
 log = logging.getLogger(__name__)
 
@@ -56,23 +59,30 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class AccessGuard:
-    """ASGI middleware in front of every route."""
+    """ASGI middleware in front of every route. A ticket that holds lies in the state of the request then."""
 
-    def __init__(self, app: ASGIApp, *, config: ApiConfig) -> None:
+    def __init__(self, app: ASGIApp, *, config: ApiConfig, tickets: Tickets) -> None:
         self._app = app
         self._key = config.key.encode()
         self._hosts = _LOOPBACK | {config.host.lower()}
+        self._tickets = tickets
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if scope["type"] == "http":
-                self._check(scope["path"], Headers(scope=scope))
+                self._check(scope, Headers(scope=scope))
         except RequestRefused as refusal:
             await render(refusal, path=scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _check(self, path: str, headers: Headers) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        path = scope["path"]
+        if self._tickets.url and (shown := next(filter(is_ticket, _list_bearers(headers)), "")):
+            if scope["method"] != "POST" or path not in TICKET_PATHS:
+                raise TicketNotForPath
+            scope.setdefault("state", {})["ticket"] = self._tickets.verify(shown)
+            return
         if self._key:
             if path not in OPEN_PATHS and not self._has_key(headers):
                 # LiteLLM takes a 401 for what it is by the words "Incorrect API key provided".
@@ -84,9 +94,7 @@ class AccessGuard:
         self._refuse_pages(headers)
 
     def _has_key(self, headers: Headers) -> bool:
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = [bearer.strip()] if scheme.lower() == "bearer" else []
-        return any(hmac.compare_digest(key.encode(), self._key) for key in [*given, headers.get("x-api-key", "")])
+        return any(hmac.compare_digest(key.encode(), self._key) for key in _list_bearers(headers))
 
     def _refuse_pages(self, headers: Headers) -> None:
         # Without a key, being on this machine is what lets a request in, and a page in the owner's browser is there too.
@@ -100,6 +108,48 @@ class AccessGuard:
 
     def _are_own(self, origins: Iterable[str], host: str) -> bool:
         return all(origin.lower() in {f"http://{host.lower()}", f"https://{host.lower()}"} for origin in origins)
+
+
+def _list_bearers(headers: Headers) -> list[str]:
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = [bearer.strip()] if scheme.lower() == "bearer" else []
+    return [*given, headers.get("x-api-key", "")]
+
+
+class PageAccess:
+    """ASGI middleware that lets pages of the origins which the owner named use tickets from a browser (Fetch, "CORS protocol").
+
+    It opens nothing by itself: what a page sends is judged like everybody's.
+    """
+
+    def __init__(self, app: ASGIApp, *, origins: Collection[str]) -> None:
+        self._app = app
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        origin = headers.get("origin", "").lower()
+        if scope["path"] not in TICKET_PATHS or not origin or not ("*" in self._origins or origin in self._origins):
+            await self._app(scope, receive, send)
+            return
+        said = {"access-control-allow-origin": headers["origin"], "access-control-expose-headers": "*", "vary": "Origin"}
+        if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+            asked = headers.get("access-control-request-headers", "")
+            said |= {"access-control-allow-methods": "POST", "access-control-max-age": str(limits().tickets.preflight_age_s)}
+            if _HEADER_NAMES.match(asked):
+                said["access-control-allow-headers"] = asked
+            await Response(status_code=204, headers=said)(scope, receive, send)
+            return
+
+        async def send_to_page(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(said)
+            await send(message)
+
+        await self._app(scope, receive, send_to_page)
+
+
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~ ,-]{1,1000}\Z")
 
 
 def _host_name(host: str) -> str:
@@ -131,10 +181,11 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-def make_app(routes: Sequence[Route], config: ApiConfig) -> ASGIApp:
+def make_app(routes: Sequence[Route], config: ApiConfig, tickets: Tickets) -> ASGIApp:
+    pages = [Middleware(PageAccess, origins=tickets.origins)] if tickets.origins else []
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(RequestIds), Middleware(AccessGuard, config=config)],
+        middleware=[Middleware(RequestIds), *pages, Middleware(AccessGuard, config=config, tickets=tickets)],
         exception_handlers={RunnerError: _refused, HTTPException: _http_error, ClientDisconnect: _nobody, Exception: _broken},
     )
     app.router.redirect_slashes = False
@@ -241,9 +292,9 @@ async def serve_api(parts: Parts, config: ApiConfig) -> AsyncIterator[str]:
         if config.has_metrics and config.metrics_port is not None:
             second = _listen(config.host, config.metrics_port)
             stack.callback(second.close)
-            await stack.enter_async_context(_serve(make_app(make_metrics_routes(parts), config), second))
+            await stack.enter_async_context(_serve(make_app(make_metrics_routes(parts), config, parts.tickets), second))
             log.info("metrics listening url=%s", _url(second))
-        await stack.enter_async_context(_serve(make_app(routes, config), listener))
+        await stack.enter_async_context(_serve(make_app(routes, config, parts.tickets), listener))
         stack.callback(close)
         url = _url(listener)
         log.info("api listening url=%s", url)

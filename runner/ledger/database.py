@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 FILE_NAME = "ledger.sqlite3"
 LOCK_NAME = "ledger.lock"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _COMPANIONS = ("", "-wal", "-shm")
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -103,6 +103,15 @@ FROM ops ORDER BY begun_at;
 DROP TABLE nonces;
 DROP TABLE ops
 """
+# ``is_taken``: nothing of it is to be told any more; ``ended_at`` None: its request runs.
+_FIFTH_SCHEMA = """
+CREATE TABLE tickets (
+    ticket_id TEXT PRIMARY KEY, expires_at REAL NOT NULL, report TEXT NOT NULL, begun_at REAL NOT NULL, ended_at REAL,
+    is_taken INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE INDEX tickets_by_expiry ON tickets (expires_at);
+CREATE INDEX tickets_to_tell ON tickets (begun_at) WHERE NOT is_taken
+"""
 _TASK_STATES = {"loading": "running", "completed": "succeeded", "failed": "failed", "interrupted": "interrupted"}
 
 
@@ -130,7 +139,9 @@ def _move_tasks(connection: sqlite3.Connection) -> None:
 
 
 _Step = str | Callable[[sqlite3.Connection], None]
-_STEPS: tuple[tuple[_Step, ...], ...] = ((_FIRST_SCHEMA,), (_SECOND_SCHEMA,), (_THIRD_SCHEMA,), (_FOURTH_SCHEMA, _move_tasks))
+_STEPS: tuple[tuple[_Step, ...], ...] = (
+    (_FIRST_SCHEMA,), (_SECOND_SCHEMA,), (_THIRD_SCHEMA,), (_FOURTH_SCHEMA, _move_tasks), (_FIFTH_SCHEMA,),
+)  # fmt: skip
 """What makes a file of version n+1 out of one of version n; a new file takes every step, so that there is one kind of file."""
 
 

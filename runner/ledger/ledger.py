@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -408,6 +408,36 @@ class Ledger:
         rows = await self._execute(query, model_id, plan_key)
         return float(rows[0][0]) if rows else None
 
+    async def spend_ticket(self, ticket_id: str, *, expires_at: float, report: str) -> bool:
+        """Use a ticket up; False when it was used before. Raises LedgerFull.
+
+        ``expires_at``: until when it is remembered; ``report``: what gateways are told of it meanwhile (JSON).
+        """
+        now = self._clock()
+        return await self._run(lambda db: spend_ticket(db, ticket_id, expires_at=expires_at, report=report, now=now))
+
+    async def end_ticket(self, ticket_id: str, report: str) -> None:
+        """Write down how the request of a ticket ended, once."""
+        query = "UPDATE tickets SET report = ?, ended_at = ?, is_taken = 0 WHERE ticket_id = ? AND ended_at IS NULL"
+        await self._execute(query, report, self._clock(), ticket_id)
+
+    async def list_tickets(self, most: int) -> list[str]:
+        """Return what gateways have not taken yet of tickets, the oldest first."""
+        query = "SELECT report FROM tickets WHERE NOT is_taken ORDER BY begun_at LIMIT ?"
+        return [str(row[0]) for row in await self._execute(query, most)]
+
+    async def forget_tickets(self, reports: Sequence[tuple[str, bool]]) -> None:
+        """Tell nothing more of tickets that a gateway knows. Each with whether it knows of the end; else that is still told."""
+
+        def forget(db: sqlite3.Connection) -> None:
+            with transaction(db):
+                db.executemany(
+                    "UPDATE tickets SET is_taken = 1 WHERE ticket_id = ? AND (ended_at IS NOT NULL) = ?",
+                    [(ticket_id, int(has_ended)) for ticket_id, has_ended in reports],
+                )
+
+        await self._run(forget)
+
     async def reserve_cost(
         self, *, tenant: str, model_id: str, month: str, amount_micros: int, cap_micros: int | None
     ) -> str | None:
@@ -498,6 +528,7 @@ def _open(directory: Path, now: float) -> Database:
     database = open_database(directory, now=now)
     try:
         interrupted = interrupt_ops(database.connection, now=now)
+        interrupt_tickets(database.connection, now=now)
     except BaseException:
         database.close()
         raise
@@ -605,6 +636,35 @@ def _count_recent(db: sqlite3.Connection, order: OpOrder, now: float) -> TooMany
             retry_after_s = within_s if most == 0 else times[most - 1] + within_s - now
             return TooManyOps(most, within_s, max(1.0, retry_after_s), is_of_class=op_class is not None)
     return None
+
+
+def spend_ticket(db: sqlite3.Connection, ticket_id: str, *, expires_at: float, report: str, now: float) -> bool:
+    bounds = limits().ledger
+    with transaction(db):
+        db.execute(
+            "DELETE FROM tickets WHERE expires_at < ? AND ((is_taken AND ended_at IS NOT NULL) OR begun_at < ?)",
+            (now, now - bounds.ticket_report_s),
+        )
+        spent = db.execute(
+            "INSERT INTO tickets (ticket_id, expires_at, report, begun_at) VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING"
+            " RETURNING ticket_id",
+            (ticket_id, expires_at, report, now),
+        ).fetchone()
+        if spent is None:
+            return False
+        # Forgetting the oldest instead would let it in again, or lose what it took.
+        if _count(db, "SELECT count(*) FROM tickets") > bounds.tickets:
+            raise _full(bounds.tickets)
+    return True
+
+
+def interrupt_tickets(db: sqlite3.Connection, *, now: float) -> None:
+    """Have the requests that the end of the program cut off told as interrupted."""
+    db.execute(
+        "UPDATE tickets SET report = json_set(report, '$.status', 'interrupted'), ended_at = ?, is_taken = 0"
+        " WHERE ended_at IS NULL",
+        (now,),
+    )
 
 
 def start_load(

@@ -89,6 +89,8 @@ class Inference:
     on_socket: bool = False
     request_id: str = ""
     """The one that its client was told, for the log."""
+    has_ticket: bool = False
+    """It came to the node's own port with a ticket, so a gateway has checked tenant and limits too."""
 
     @property
     def endpoint(self) -> str:

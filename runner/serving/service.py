@@ -107,7 +107,7 @@ class Serving:
         """Return how many tokens a prompt has. It is no inference: it takes no turn, and no account of those counts it."""
         try:
             model = self.select(request)
-            if not request.on_socket:
+            if not (request.on_socket or request.has_ticket):
                 self.rates.take(request.tenant)
             body, waited_ms = await self._counting.count(model, request)
         except RequestRefused as refusal:
@@ -232,7 +232,7 @@ class Slot:
     async def _enter(self) -> Answer:
         serving, request = self._serving, self.request
         self._model = model = serving.select(request)
-        if not request.on_socket:  # of others the gateway has counted it
+        if not (request.on_socket or request.has_ticket):  # of others the gateway has counted it
             serving.rates.take(request.tenant)
         if serving.costs is not None and model.capabilities.is_remote:
             self._charge = await serving.costs.reserve(model, request)

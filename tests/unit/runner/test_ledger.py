@@ -223,7 +223,7 @@ async def test_an_upgraded_file_is_like_a_new_one(tmp_path: Path) -> None:
         async with opened(each):
             pass
     assert shape_of(old) == shape_of(new)
-    assert shape_of(old)[0] == SCHEMA_VERSION == 4
+    assert shape_of(old)[0] == SCHEMA_VERSION == 5
 
 
 async def test_nothing_is_lost_and_what_was_written_goes_on_working(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ async def test_an_upgrade_that_is_killed_at_any_statement_leaves_the_old_file_or
         upgrade(db, 3)
         take_image("after the commit")
     versions = [shape_of(image)[0] for image in images]
-    assert versions == [3] * (len(images) - 1) + [4]
+    assert versions == [3] * (len(images) - 1) + [5]
     assert len(images) > len(TASKS_OF_THIRD) + 10, "not every statement was seen"
     for image in images[:-1]:
         assert (read_rows(image, *tables), shape_of(image)) == (before, shape)
@@ -432,7 +432,7 @@ async def test_a_file_of_a_later_version_is_refused_in_words_and_left_as_it_is(t
         db.execute(f"PRAGMA user_version={SCHEMA_VERSION + 1}")
     content = (tmp_path / FILE_NAME).read_bytes()
     words = (
-        f"{FILE_NAME} was written by another version of this program (its ledger is of version 5, this program reads up to 4) "
+        f"{FILE_NAME} was written by another version of this program (its ledger is of version 6, this program reads up to 5) "
         "and is left as it is; start that version again, or choose another data directory"
     )
     for _ in range(2):

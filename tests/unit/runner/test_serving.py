@@ -45,6 +45,7 @@ from runner.serving.request import (
     read_priority,
 )
 from runner.telemetry import Reading
+from runner.tickets import Tickets
 from tests.fakes.clock import install_virtual_clock
 from tests.fakes.examples import examples
 from tests.fakes.limits import set_runner_limits
@@ -396,7 +397,7 @@ async def test_a_wrong_key_is_named_in_the_words_that_litellm_looks_for() -> Non
         sent.append(message)
 
     config = ApiConfig(host="127.0.0.1", port=0, key="a key of more than 16 characters", has_metrics=False, metrics_port=None)
-    guard = AccessGuard(cast("Any", None), config=config)  # nobody is let through
+    guard = AccessGuard(cast("Any", None), config=config, tickets=Tickets(None, cast("Any", None)))  # nobody is let through
     await guard({"type": "http", "path": "/v1/models", "headers": []}, cast("Any", None), send)
     assert (sent[0]["status"], b"Incorrect API key provided" in sent[1]["body"]) == (401, True)
 

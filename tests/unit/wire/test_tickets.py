@@ -62,7 +62,7 @@ CLAIMS: dict[str, object] = msgspec.to_builtins(TICKET)
         (forge(HEADER, {**CLAIMS, "admin": True}), TicketFault.MALFORMED),
         (forge(HEADER, {**CLAIMS, "expires_at": "never"}), TicketFault.MALFORMED),
         (forge(HEADER, {**CLAIMS, "audience": "node_2"}), TicketFault.WRONG_AUDIENCE),
-        (forge(HEADER, {**CLAIMS, "issued_at": NOW + 1}), TicketFault.NOT_YET),
+        (forge(HEADER, {**CLAIMS, "issued_at": NOW + 3}), TicketFault.NOT_YET),
         (forge(HEADER, {**CLAIMS, "expires_at": NOW}), TicketFault.EXPIRED),
     ],
 )
