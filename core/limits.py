@@ -397,6 +397,20 @@ class NodeLimits:
     channel_proofs: int = bound(8, "proofs", "Nodes that need a further consistency proof wait for the next round.")
     # A policy has up to 64 KiB.
     channel_policies: int = bound(16, "policies", "A node that is further behind says so again and gets the next ones.")
+    # Tickets. Every gateway has read a new key, and told its nodes, well before it signs.
+    ticket_settle_s: float = bound(60.0, "s", "A new ticket key signs; until then the one before it does.")
+    ticket_overlap_s: float = bound(600.0, "s", "A ticket key that was replaced verifies no more.")
+    ticket_key_s: float = bound(
+        90 * 86_400.0,
+        "s",
+        "A ticket key is replaced.",
+        setting="MUSTER_TICKET_KEY_DAYS",
+        minimum=1,
+        factor=86_400,
+    )
+    # The node says it again.
+    ticket_reports_per_node: int = bound(200, "reports", "Further reports of a node on tickets are dropped.")
+    ticket_key_kept_s: float = bound(7 * 86_400.0, "s", "The row of a ticket key that was replaced is deleted.")
     command_quiet_s: float = bound(5.0, "s", "A node that was given a command and says nothing is asked about it.")
     # It could expire on the way.
     command_token_margin_s: float = bound(5.0, "s", "An op token that holds no longer is not sent; the run gets a new one.")
@@ -465,6 +479,17 @@ class GatewayLimits:
     shutdown_grace_s: float = bound(
         30.0, "s", "A stopping gateway ends streams that still run.", setting="MUSTER_SHUTDOWN_GRACE_S"
     )
+    ticket_s: float = bound(
+        5.0, "s", "A request with a ticket has to have begun on the node.", setting="MUSTER_TICKET_S", minimum=1
+    )
+    ticket_unused_s: float = bound(120.0, "s", "A ticket of which no node says that it was used ends as interrupted.")
+    ticket_report_s: float = bound(
+        600.0,
+        "s",
+        "A request with a ticket of which no node says how it ended is interrupted so long after its time.",
+    )
+    ticket_made_s: float = bound(60.0, "s", "A record is looked for around the moment in its id.")
+    ticket_back_s: float = bound(60.0, "s", "After an outage nodes have so long to tell what became of tickets.")
     max_queue: int = bound(
         100,
         "requests",

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,8 +42,10 @@ from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry, Marks, read_marks, store_key_use
 from gateway.request.pipeline import Pipeline
 from gateway.request.records import RecordWriter
+from gateway.request.tickets import TicketOffice
 from gateway.services.models import remember_models
 from gateway.services.requests import close_orphaned_requests
+from gateway.services.tickets import store_usage
 from gateway.services.usage import Spent
 from gateway.token_counts import TokenCounter
 from gateway.values import ModelEntry
@@ -57,8 +59,10 @@ from nodes.links.relay import RelayLink
 from nodes.services.availability import EjectionReport, write_ejections
 from nodes.services.drains import write_drain_counts
 from nodes.services.sessions import KnownNodes, write_presences
+from nodes.services.tickets import KnownKey, load_ticket_keys
 from nodes.states import DrainCount, NodeRow
 from wire import clock
+from wire.bridge import TicketUsage
 from wire.ids import new_uuid7
 
 logger = logging.getLogger("muster.gateway")
@@ -73,6 +77,7 @@ class _News:
     keys: list[tuple[str, KeyEntry]] | None
     models: list[ModelEntry] | None
     aliases: list[AliasEntry] | None
+    ticket_keys: tuple[KnownKey, ...] | None
 
 
 class _HintedRows:
@@ -158,7 +163,15 @@ class GatewayRuntime:
             records=self.records,
             interval_s=self.limits.canary_interval_s,
         )
-        self.node_channel = NodeChannel(self.keeper, advertised_gateways=settings.GATEWAY_ADVERTISED_URLS)
+        self.node_channel = NodeChannel(
+            self.keeper, advertised_gateways=settings.GATEWAY_ADVERTISED_URLS, store_usage=self._store_usage
+        )
+        self.tickets = TicketOffice(
+            self.pipeline,
+            self.registry,
+            self.node_channel.tickets.keyring,
+            f"{str(settings.GATEWAY_PUBLIC_URL).rstrip('/')}/v1",
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._targets: dict[str, HttpTarget] = {}
         self._peers: dict[uuid.UUID, HttpTarget] = {}
@@ -383,6 +396,9 @@ class GatewayRuntime:
             del self._targets[url]
         self.keeper.apply(rows, targets=self._known_targets(rows), peers=self._peers, read_at=now)
         self.node_channel.tell_agents(self.keeper.rows)
+        if news.ticket_keys is not None:
+            self.node_channel.tickets.keyring.take(news.ticket_keys)
+        self.node_channel.tickets.tell_keys()
         self.keeper.cut_off(news.marks.revoked)
         await self._remember_declared()
 
@@ -426,6 +442,9 @@ class GatewayRuntime:
             self._targets |= found
             self._look_at_all()
 
+    async def _store_usage(self, reports: Sequence[tuple[uuid.UUID, TicketUsage]]) -> None:
+        self.tickets.take_ended(await run_upkeep(store_usage, reports))
+
     # in a database thread
 
     def _load(self, since: int | None, credentials: list[int]) -> _News:
@@ -443,6 +462,7 @@ class GatewayRuntime:
             keys=self.catalogue.load_keys(since) if since is None or marks.has_new_keys else None,
             models=self.catalogue.load_models() if before is None or marks.models != self.catalogue.models_mark else None,
             aliases=self.catalogue.load_aliases() if before is None or marks.aliases != before.aliases else None,
+            ticket_keys=load_ticket_keys() if before is None or marks.ticket_keys != before.ticket_keys else None,
         )
 
     def _beat(self) -> None:

@@ -17,6 +17,8 @@ from wire.contract import RequestState
 Header = tuple[bytes, bytes]
 CHAT_PATH = "/v1/chat/completions"
 """The API path to whose requests those of other dialects are translated."""
+TICKETS_PATH = "/v1/tickets"
+"""Where a ticket is asked for. The record of its request names this endpoint."""
 T = TypeVar("T")
 
 

@@ -198,7 +198,12 @@ class NodeAdmin(ShowingAdmin):
         ("Node", {"fields": ("name", "show_id", "owner_name", "provider", "credential", "show_models", "show_gpu_rows")}),
         (
             "Link",
-            {"fields": ("show_reach", "public_base_url", "show_connected", "max_concurrent", "agent_version", "created_at")},
+            {
+                "fields": (
+                    *("show_reach", "public_base_url", "show_tickets", "show_connected", "max_concurrent", "agent_version"),
+                    "created_at",
+                )
+            },
         ),
     )
     readonly_fields = tuple(name for _, options in fieldsets for name in options["fields"])
@@ -326,6 +331,13 @@ class NodeAdmin(ShowingAdmin):
     @column("Connection")
     def show_reach(self, node: Node) -> str:
         return "outbound: the node dials in" if node.reach == Reach.RELAY.value else "inbound: called over HTTP"
+
+    @column("Tickets")
+    def show_tickets(self, node: Node) -> str:
+        if not node.ticket_url:
+            return "no: clients reach it through a gateway alone"
+        why = f"; no client is sent there, because the URL {node.ticket_error}" if node.ticket_error else ""
+        return f"clients with a ticket reach it at {node.ticket_url}{why}"
 
     @column("Drain")
     def show_drain(self, node: Node) -> str:

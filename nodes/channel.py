@@ -57,6 +57,7 @@ from nodes.services.drains import set_mode
 from nodes.services.governance import take_report
 from nodes.session import ModeRequested
 from nodes.states import NodeRow
+from nodes.tickets import StoreUsage, TicketChannel
 from wire import bridge, clock
 from wire.agent import DRAIN, EVICT_MODEL, LOAD_MODEL, AgentCommand, AgentCommandStatus
 from wire.bridge import OpStatus
@@ -174,7 +175,7 @@ _AGENT_COMMANDS = {"model-load": LOAD_MODEL, "model-unload": EVICT_MODEL}
 class NodeChannel:
     """What the node sockets of one gateway process share: it delivers to the nodes, and takes down what they say."""
 
-    def __init__(self, keeper: LinkKeeper, *, advertised_gateways: list[str]) -> None:
+    def __init__(self, keeper: LinkKeeper, *, advertised_gateways: list[str], store_usage: StoreUsage | None = None) -> None:
         self.limits = limits().nodes
         self.keeper = keeper
         self.registry = keeper.registry
@@ -198,13 +199,14 @@ class NodeChannel:
         """Stores heartbeats of agents. Raises SessionUnknown, DatabaseError."""
         self.agents: dict[uuid.UUID, AgentLine] = {}
         """Where agents that listen here are sent commands, by node."""
+        self._has_work = asyncio.Event()
+        self.tickets = TicketChannel(self.registry, spawn=self.run_beside, wake=self._has_work.set, store_usage=store_usage)
         self._drains_told: dict[uuid.UUID, datetime] = {}
         self._beside: set[asyncio.Task[None]] = set()
         self._statuses: dict[StatusKey, bridge.OpStatus] = {}
         self._written_at: dict[StatusKey, float] = {}
         self._reports: dict[uuid.UUID, deque[tuple[bridge.GovernanceReport, int]]] = {}
         """By node, each with the Unix milliseconds at which it was heard."""
-        self._has_work = asyncio.Event()
         self._looked_at = dict.fromkeys(("commands", "policy", "checkpoints"), float("-inf"))
         self._woken: set[str] = set()
 
@@ -359,6 +361,7 @@ class NodeChannel:
             try:
                 await self._store_statuses()
                 await self._store_reports()
+                await self.tickets.store()
                 await self._deliver()
                 await self._offer_policies()
                 await self._offer_checkpoints()

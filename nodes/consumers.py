@@ -42,6 +42,7 @@ from nodes.session import (
     ServerSession,
     StreamEnded,
     TelemetryArrived,
+    UsageReported,
 )
 from wire import bridge, clock
 from wire.bridge import ProtocolError
@@ -69,6 +70,7 @@ Control = (
     | NodeLeaving
     | OperationReported
     | GovernanceChanged
+    | UsageReported
 )
 """What a node says beside its streams."""
 
@@ -234,6 +236,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
                 self._channel.take_status(link, effect.status)
             case GovernanceChanged():
                 self._channel.take_report(link, effect.report)
+            case UsageReported():
+                self._channel.tickets.take_usage(link, effect.reports)
             case Registered():
                 raise ProtocolError("register is sent once")
             case _:
@@ -330,6 +334,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
         self.link = link
         self._until_registered.close()
         link.send_message(self._acknowledge(effect, opened))
+        if effect.message.ticket_url:
+            channel.tickets.welcome(link, effect.message.ticket_url)
         SESSIONS.labels(effect.protocol).inc()
         logger.info("worker.connected node=%s protocol=%s models=%d", opened.node_name, effect.protocol, len(effect.models))
         channel.registry.add(link)
@@ -348,6 +354,8 @@ class NodeConsumer(AsyncConsumer):  # type: ignore[misc]  # channels ships no ty
             ack.heartbeat_interval_s = self._limits.heartbeat_interval_s
             ack.window_bytes = WIRE.stream_window_bytes
             ack.gateways = self._channel.advertised_gateways
+            ack.ticket_keys = self._channel.tickets.keyring.list_public()
+            ack.time_ms = clock.unix_ms()
             ack.accepting = not (opened.cordoned or opened.draining or opened.mode == NodeMode.SPARE_OFF.value)
         return ack
 

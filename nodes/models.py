@@ -128,6 +128,12 @@ class Node(models.Model):
     figures = models.JSONField(
         default=dict, db_default={}, blank=True, editable=False, help_text="How each model does on it, by its request records"
     )
+    ticket_url = models.CharField(
+        max_length=300, blank=True, default="", db_default="", help_text="Where clients reach it with a ticket"
+    )
+    ticket_error = models.CharField(
+        max_length=300, blank=True, default="", db_default="", help_text="Why no client is sent there; empty = they are"
+    )
     created_at = models.DateTimeField(auto_now_add=True)
     updated_at = models.DateTimeField(auto_now=True, db_index=True)
 
@@ -394,6 +400,22 @@ class NodeOpKey(models.Model):
     class Meta:
         ordering = ["-pk"]
         constraints = [models.UniqueConstraint(fields=["node", "kid"], name="nodeopkey_kid")]
+
+    def __str__(self) -> str:
+        return self.kid
+
+
+class TicketKey(models.Model):
+    """An Ed25519 key that signs tickets and nothing else. One that was replaced still verifies for ``ticket_overlap_s``."""
+
+    kid = models.CharField(max_length=64, unique=True)
+    public = models.BinaryField(max_length=32, editable=False)
+    sealed_private = models.TextField(editable=False, help_text="Encrypted")
+    created_at = models.DateTimeField()
+    retired_at = models.DateTimeField(null=True, blank=True, help_text="When another one took its place")
+
+    class Meta:
+        ordering = ["-pk"]
 
     def __str__(self) -> str:
         return self.kid

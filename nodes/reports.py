@@ -254,12 +254,14 @@ def clean_register(message: bridge.Register) -> None:
     message.gpus = _clean_gpus(message.gpus)
     if message.protocol_version != bridge.MUSTER_V1:
         message.replicas, message.available, message.memory, message.endpoints = [], [], None, []
-        message.governance = None
+        message.governance, message.ticket_url = None, ""
         return
     message.replicas = _clean_replicas(message.replicas)
     message.available = _clean_available(message.available)
     message.memory = _clean_memory(message.memory)
     message.endpoints = _clean_endpoints(message.endpoints)
+    url = _clean_line(message.ticket_url).strip()
+    message.ticket_url = url if len(url) <= limits().nodes.url_chars else ""
     if message.governance is not None:
         clean_governance(message.governance)
 

@@ -118,6 +118,13 @@ class GovernanceChanged:
     report: bridge.GovernanceReport
 
 
+@dataclass(frozen=True, slots=True)
+class UsageReported:
+    """The node said what became of requests that came with tickets."""
+
+    reports: tuple[bridge.TicketUsage, ...]
+
+
 class FrameDropped(msgspec.Struct, frozen=True, gc=False):
     """A late frame of a stream that is over; counted, never delivered."""
 
@@ -137,6 +144,7 @@ Effect = (
     | NodeLeaving
     | OperationReported
     | GovernanceChanged
+    | UsageReported
     | FrameDropped
 )
 
@@ -335,6 +343,8 @@ class ServerSession:
             case bridge.GovernanceReport() if self.speaks_muster:
                 clean_report(message)
                 return [GovernanceChanged(message)]
+            case bridge.UsageReport() if self.speaks_muster:
+                return [UsageReported(tuple(message.reports))]
             case bridge.WorkerError():
                 return self._take_error(message)
         raise ProtocolError("message not allowed here")

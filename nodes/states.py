@@ -180,6 +180,8 @@ class NodeRow:
     """The session of its agent, if one registered it."""
     api_key: str = field(default="", repr=False)
     """What calls of its URL authenticate with; empty = nothing."""
+    ticket_url: str = ""
+    """Where clients reach it with a ticket; empty = nowhere, or not as the operator wants it."""
 
     @property
     def carries_bytes(self) -> bool:

@@ -15,6 +15,7 @@ from nodes.services.figures import follow_uptime
 from nodes.services.gpus import follow_gpus
 from nodes.services.history import roll_up_history, sample_gpus
 from nodes.services.nodes import probe_direct_nodes
+from nodes.services.tickets import renew_ticket_key
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,13 @@ def tell_reloads() -> None:
     given_up = tell_failed_reloads()
     if given_up:
         logger.warning("nodes_swept reloads_failed=%d", given_up)
+
+
+@shared_task(name="nodes.tasks.renew_ticket_key")  # type: ignore[untyped-decorator]  # Celery ships no types
+def renew_key() -> None:
+    """Replace a ticket key that is old. Idempotent; the next one makes up for a lost task."""
+    if renew_ticket_key():
+        logger.info("ticket_key_renewed")
 
 
 @shared_task(name="nodes.tasks.probe_direct_nodes")  # type: ignore[untyped-decorator]  # Celery ships no types

@@ -21,7 +21,7 @@ MODULES = {
     "bootstrap": ("bootstrap",),
     "fleet": (
         *("allow_model", "create_key", "create_worker_credential", "disallow_model", "explain", "node_action"),
-        *("replay_routing", "set_provider_state", "webhook"),
+        *("replay_routing", "set_provider_state", "ticket_key", "webhook"),
     ),
     "people": ("approver_keys", "create_admin_token", "demo_governance", "invite"),
 }

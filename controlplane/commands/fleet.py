@@ -18,6 +18,7 @@ from nodes.errors import Conflict
 from nodes.services.availability import find_node_id
 from nodes.services.credentials import create_credential, create_provider, delete_provider, disable_provider, enable_provider
 from nodes.services.drains import cordon_node, describe_drain, drain_node, uncordon_node, undrain_node
+from nodes.services.tickets import describe_ticket_keys, rotate_ticket_key
 
 NODE_ACTIONS = {"cordon": cordon_node, "uncordon": uncordon_node, "undrain": undrain_node}
 PROVIDER_STATES = {"enabled": enable_provider, "disabled": disable_provider, "deleted": delete_provider}
@@ -148,3 +149,14 @@ def explain(options: Options) -> str:
 def replay_routing(options: Options) -> str:
     weights = read_weights(options["weights"])
     return print_replay(score_anew(weights, model=options["model"], hours=options["hours"]))
+
+
+@command(
+    "ticket_key",
+    "Replace the key that signs tickets, or list the keys. What is signed with the old one holds for some minutes.",
+    argument("action", choices=["rotate", "list"]),
+)
+def ticket_key(options: Options) -> str:
+    if options["action"] == "rotate":
+        return f"{rotate_ticket_key(actor=ACTOR)} signs tickets from the next minute on"
+    return "\n".join(describe_ticket_keys()) or "no node takes tickets yet"

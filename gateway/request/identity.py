@@ -155,6 +155,12 @@ class RateLimiter:
         window.append(now)
         return RateState(limit, limit - len(window), window[0] + self._window_s - now)
 
+    def give_back(self, key_id: uuid.UUID) -> None:
+        """Take back the request that was counted last: nothing came of it."""
+        window = self._windows.get(key_id)
+        if window:
+            window.pop()
+
     def peek(self, key_id: uuid.UUID, limit: int) -> RateState:
         """Return where a key stands without counting."""
         window = self._windows.get(key_id)

@@ -315,7 +315,7 @@ class Pipeline:
             call.plan = self._plan(call, job)
             if caller.budgets and self.budgets is not None:
                 call.plan = None  # what is planned in this turn of the loop is old then
-                call.reservation = await self._reserve(self.budgets, caller, request, entries)
+                call.reservation = await self.reserve(self.budgets, caller, request, entries)
         except GatewayError as error:
             if isinstance(error, RateLimited):
                 rate = self.limiter.peek(caller.key_id, caller.requests_per_minute)
@@ -337,7 +337,7 @@ class Pipeline:
             call.keepalive.start()
         return record, job
 
-    async def _reserve(
+    async def reserve(
         self, budgets: Budgets, caller: Caller, request: InferenceRequest, entries: Sequence[ModelEntry]
     ) -> Reservation:
         """Reserve the most that a request may use on any of its models. Raises BudgetExhausted, BudgetUnknown."""

@@ -18,6 +18,7 @@ from django.db.models.functions import Cast, Now, Right, TruncMinute
 from core.limits import limits
 from gateway.models import TAIL_CHARS, ApiKey, GatewayProcess, Model, ModelAlias, RequestRecord, Tenant
 from gateway.services.usage import ADD_RESERVED
+from gateway.values import TICKETS_PATH
 from nodes.services.drains import DrainFacts
 from wire import clock
 from wire.contract import OPEN_REQUEST_STATES, ErrorCode, RequestState
@@ -268,18 +269,30 @@ _SILENT = """
     g.heartbeat_at < clock_timestamp() - make_interval(secs => %(dead_after_s)s)
     AND pg_postmaster_start_time() < clock_timestamp() - make_interval(secs => %(dead_after_s)s)
 """
+# A request with a ticket runs without any gateway. It is waited for until its time has run out, and after an outage until a
+# gateway has been back for as long as nodes need to tell what they kept.
+_OVERDUE = """(
+    r.created_at < clock_timestamp()
+                   - make_interval(secs => CASE WHEN r.state = %(assigned)s THEN %(unused_s)s ELSE %(ticket_s)s END)
+    AND EXISTS (
+        SELECT 1 FROM gateway_gatewayprocess AS back
+         WHERE back.stopped_at IS NULL
+           AND back.started_at < clock_timestamp() - make_interval(secs => %(back_s)s)
+           AND back.heartbeat_at >= clock_timestamp() - make_interval(secs => %(dead_after_s)s)
+    )
+)"""
 _ORPHANS = f"""
          FROM gateway_requestrecord AS r
          LEFT JOIN gateway_gatewayprocess AS g ON g.id = r.gateway_id
         WHERE r.state = ANY(%(open)s)
-          AND (
+          AND CASE WHEN r.endpoint = %(tickets)s THEN {_OVERDUE} ELSE
                g.stopped_at IS NOT NULL
                OR (g.id IS NULL AND r.created_at < clock_timestamp() - make_interval(secs => %(dead_after_s)s))
                OR ({_SILENT})
-          )
+          END
 """
 # Whether a request's gateway is silent; null when no request is an orphan.
-_LOOK = f"SELECT bool_or(g.id IS NOT NULL AND g.stopped_at IS NULL) {_ORPHANS}"  # a constant
+_LOOK = f"SELECT bool_or(r.endpoint <> %(tickets)s AND g.id IS NOT NULL AND g.stopped_at IS NULL) {_ORPHANS}"  # a constant
 _CLOSE = f"""
 WITH closed AS (
 UPDATE gateway_requestrecord AS record
@@ -304,6 +317,7 @@ RETURNING record.*
 def close_orphaned_requests(*, dead_after_s: float | None = None, confirm_s: float = 2.0) -> int:
     """Mark open requests of gateways that stopped, or were silent for ``dead_after_s`` seconds, as interrupted.
 
+    So are those with a ticket of which no node said in time how they ended; they need no gateway while they run.
     Returns how many were closed. Final states are never touched; rows that a gateway is writing at the moment are left
     for the next call. Safe to run several times at once.
     """
@@ -313,6 +327,11 @@ def close_orphaned_requests(*, dead_after_s: float | None = None, confirm_s: flo
         "open": sorted(state.value for state in OPEN_REQUEST_STATES),
         "dead_after_s": limits().gateway.dead_s if dead_after_s is None else dead_after_s,
         "batch": limits().gateway.orphans_batch,
+        "tickets": TICKETS_PATH,
+        "assigned": RequestState.ASSIGNED.value,
+        "unused_s": limits().gateway.ticket_unused_s,
+        "ticket_s": limits().gateway.request_s + limits().gateway.ticket_report_s,
+        "back_s": limits().gateway.ticket_back_s,
     }
     is_silent = _look(parameters)
     if is_silent is None:

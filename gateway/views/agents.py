@@ -86,6 +86,7 @@ class AgentViews:
             gateways=self._channel.advertised_gateways,
             time=clock.now().isoformat().replace("+00:00", "Z"),
             warnings=list(session.warnings),
+            ticket_keys=self._channel.tickets.keyring.list_public(),
         )
         answer = agent.AgentRegistered(
             session_id=str(session.session_id),

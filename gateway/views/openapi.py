@@ -156,6 +156,8 @@ BODIES: dict[str, Schema] = {
     "PoolOptions": members(fallback_models=listed(MODEL, most=limits().gateway.fallbacks), **nullables(prefer_gpu=TEXT,
         max_latency_ms={**COUNT, "maximum": limits().gateway.latency_ms}, priority=choice("high", "normal", "low"),
         resume=FLAG)),
+    "TicketWish": members("model", model=MODEL, prompt_tokens_est=POSITIVE, dialects=listed(choice("chat", "completions",
+        "embeddings", "messages", "responses"), least=1, most=5), max_tokens=nullable(LIMIT), **_POOL),
     "ImagePart": typed("image_url", "image_url", image_url=members("url", url=TEXT)),
     "ChatMessage": members("role", role=choice("system", "developer", "user", "assistant", "tool"),
         content=nullable(either(TEXT, listed(either(_TEXT_PART, ref("ImagePart"))))), name=TEXT, tool_calls=listed(_CALL),
@@ -208,6 +210,9 @@ ANSWERS: dict[str, Schema] = {
     "OpenAIError": members("error", error=members("message type param code retryable", message=NAME, type=TEXT,
         param={**nullable(TEXT), "description": "The field at fault, for example messages[0].content[1].type."}, code=_CODE,
         retryable=FLAG)),
+    "Ticket": members("ticket ticket_id base_url expires_at model node_id", ticket=NAME, ticket_id=NAME, base_url=NAME,
+        expires_at={**TEXT, "format": "date-time"}, model=NAME, node_id=NAME),
+    "RelayAdvice": members("relay base_url", relay={"const": True}, base_url=NAME),
     "AnthropicError": members("type error request_id", type={"const": "error"}, error=members("type message", type=TEXT,
         message=NAME, code=_CODE, retryable=FLAG, param=nullable(TEXT)), request_id=NAME),
     "ChatAnswer": _completion("chat.completion", members("index message", index=COUNT, message=_MESSAGE,
@@ -339,6 +344,14 @@ PATHS: dict[str, Schema] = {
     "/v1/audio/translations": _ask("createTranslation", "AudioRequest", "Transcript", *_SPEECH,
         path="/v1/audio/translations"),
     "/v1/images/generations": _ask("createImage", "ImageRequest", "Images", path="/v1/images/generations"),
+    "/v1/tickets": {"post": {
+        "operationId": "createTicket",
+        "requestBody": {"required": True, "content": {_JSON: {"schema": ref("TicketWish")}}},
+        "responses": {
+            "201": {"description": "A ticket to a node.", "content": _content("Ticket", _JSON)},
+            **_answers("RelayAdvice", _JSON, errors=tuple(_ERRORS), shape="OpenAIError"),
+        },
+    }},
     "/v1/models": {"get": _read("listModels", "ModelList", *_ANTHROPIC_HEADERS[:1], _query("limit", {**COUNT, "minimum": 1,
         "maximum": 1000}), _query("after_id", NAME), _query("before_id", NAME), errors=_WITH_BAD, is_public=True)},
     "/v1/models/{model}": {"get": _read("getModel", "Model", {"name": "model", "in": "path", "required": True, "schema":

@@ -170,6 +170,8 @@ class Link:
         """Numbers of its replicas, by model, for whoever remembers what they computed; another number has computed nothing."""
         self.is_peer = False
         """Whether another gateway, which may be lost itself, stands between this one and the node."""
+        self.ticket_url = ""
+        """Where clients reach the node with a ticket; empty = nowhere."""
         self.drain_then_close = False
         """Whether the node was told to leave once nothing runs on it."""
         self.closed = False

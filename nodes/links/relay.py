@@ -100,6 +100,8 @@ class RelayLink(Link):
         """Entries of the last audit checkpoint that the node was offered in this session."""
         self.registered_endpoints: tuple[str, ...] = ()
         """API paths of every model whose replicas say nothing else; empty = any."""
+        self.told_ticket_keys: tuple[str, ...] | None = None
+        """The ticket keys that the node knows of, by id; None = it takes no tickets."""
         self.has_news = False
         """Whether the node said something that the database does not know yet."""
         bounds = limits().nodes

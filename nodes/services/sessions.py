@@ -33,6 +33,7 @@ from nodes.reports import (
 )
 from nodes.services.availability import explain_unreachable
 from nodes.services.governance import take_registered
+from nodes.services.tickets import UNCHECKED
 from nodes.session import Registered
 from nodes.states import Figures, NodeRow
 from wire import bridge, clock
@@ -243,7 +244,7 @@ def open_sessions(
 
 _SAID_COLUMNS = (
     *("reach", "max_concurrent", "model_names", "model_endpoints", "epoch", "instance_id", "former_instances", "installation"),
-    *("agent_version", "owner_name", "gpu_name", "vram_total_mb"),
+    *("agent_version", "owner_name", "gpu_name", "vram_total_mb", "ticket_url", "ticket_error"),
 )
 """What a node says of itself when it registers."""
 _PRESENCE_COLUMNS = (
@@ -266,6 +267,8 @@ def _take_message(node: Node, said: Registered) -> None:
     endpoints = find_endpoints(said.models, replicas=message.replicas, registered=message.endpoints)
     node.model_endpoints = store_endpoints(endpoints)
     _take_instance(node, message)
+    if node.agent_session is None and node.ticket_url != message.ticket_url:
+        node.ticket_url, node.ticket_error = message.ticket_url, UNCHECKED if message.ticket_url else ""
     node.agent_version = (message.agent_version or "")[:60]
     if message.owner_name:
         node.owner_name = message.owner_name[:120]
@@ -567,6 +570,7 @@ def _read_row(node: Node) -> NodeRow:
         engines=find_engines(replicas),
         figures=read_stored(node.figures, dict[str, Figures]) or {},
         api_key=_read_api_key(node) if is_direct else "",
+        ticket_url="" if node.ticket_error else node.ticket_url,
     )
 
 

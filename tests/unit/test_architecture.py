@@ -52,6 +52,7 @@ NUMBERS: dict[str, str] = {
     "nodes/services/drains.py": "LOCK_KEY",
     "nodes/services/gpus.py": "_LOCK",
     "nodes/services/history.py": "WIDTH HEIGHT",
+    "nodes/services/tickets.py": "_LOCK",
     # Formats of ours, part of what is stored or sent.
     "gateway/models.py": "TAIL_CHARS",
     "runner/ledger/database.py": "SCHEMA_VERSION",

@@ -1,0 +1,306 @@
+"""Tickets: requests that their callers take to a node themselves. Judged, planned and recorded as if they were relayed.
+
+A ticket is given where a node that can be reached directly has a free slot. Otherwise the caller is told to ask the gateway,
+which can wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+import msgspec
+
+from core.limits import limits
+from gateway import metrics
+from gateway.dialects.body import check_model_name, read_fault, read_options
+from gateway.errors import BadRequest, GatewayError, RateLimited, RecordsUnavailable, ShuttingDown
+from gateway.request.budgets import Reservation
+from gateway.request.client import ClientConnection
+from gateway.request.dispatch import Candidate, Job, Lease, Ready, choose_path
+from gateway.request.models import choose_priority
+from gateway.request.pipeline import Pipeline
+from gateway.request.records import Ending, Record, name_model
+from gateway.services.tickets import EndedRequest
+from gateway.values import (
+    CHAT_PATH,
+    TICKETS_PATH,
+    Caller,
+    Header,
+    InferenceRequest,
+    RequestOutcome,
+    WholeNumber,
+    judge_outcome,
+    read_whole_number,
+)
+from nodes.links import Link, LinkRegistry
+from nodes.services.tickets import TicketKeyring
+from wire import clock
+from wire.contract import RequestState
+from wire.ids import format_id, new_uuid7
+from wire.ticket import Caps, Ticket, TicketKey, issue_ticket
+from wire.unreadable import UNREADABLE
+
+PATHS = {
+    "chat": CHAT_PATH,
+    "completions": "/v1/completions",
+    "embeddings": "/v1/embeddings",
+    "messages": "/v1/messages",
+    "responses": "/v1/responses",
+}
+"""API paths that a node answers clients on, by what callers name them. Nothing is translated there."""
+
+
+class TicketWish(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/tickets``. ``dialects``: what the caller may speak with the node, which has to answer all of them.
+
+    ``max_tokens``: of the answer, 0 = as many as the model allows here; ``prompt_tokens_est``: about how long the prompt is.
+    """
+
+    model: str
+    max_tokens: WholeNumber | None = None
+    prompt_tokens_est: WholeNumber = 0
+    dialects: tuple[Literal["chat", "completions", "embeddings", "messages", "responses"], ...] = ("chat",)
+    x_pool_options: msgspec.Raw = msgspec.Raw()
+
+
+class GivenTicket(msgspec.Struct, kw_only=True):
+    """Answer 201. ``base_url`` and ``ticket`` are what an SDK takes as base URL and API key. ``model``: the name to ask for."""
+
+    ticket: str
+    ticket_id: str
+    base_url: str
+    expires_at: str
+    model: str
+    node_id: str
+
+
+class RelayAdvice(msgspec.Struct, kw_only=True):
+    """Answer 200: no node that can be reached directly has room now; ``base_url`` is the gateway, with the caller's own key."""
+
+    base_url: str
+    relay: bool = True
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What one caller asks for: the model by its name, where there is room for it, what is reserved of budgets."""
+
+    model: str = ""
+    found: tuple[Candidate, Ready] | None = None
+    reservation: Reservation | None = None
+
+    def let_go(self) -> None:
+        if self.reservation is not None:
+            self.reservation.settle()
+
+
+@dataclass(slots=True)
+class TicketOffice:
+    """Gives tickets. One per gateway process; the pipeline decides, as for requests that are relayed."""
+
+    pipeline: Pipeline
+    registry: LinkRegistry
+    keyring: TicketKeyring
+    relay_url: str
+    """Base URL of the gateways for clients, ``/v1`` included."""
+    held: dict[uuid.UUID, Reservation] = field(default_factory=dict)
+    """What tickets of this process reserved of budgets and is not settled, by record."""
+
+    async def issue(self, client: ClientConnection, extra: list[Header]) -> GivenTicket | RelayAdvice:
+        """Return a ticket, or the advice to ask the gateway; ``extra`` gets the headers of the answer. Raises GatewayError."""
+        pipeline = self.pipeline
+        if pipeline.is_stopping:
+            raise ShuttingDown(retry_after_s=2)
+        caller = await pipeline.keys.identify(client.headers, address=client.address)
+        record_id = new_uuid7()
+        asked = await self._judge(client, caller, record_id, extra)
+        key, found = self.keyring.find_signing(), asked.found
+        if found is None or key is None:
+            asked.let_go()
+            pipeline.limiter.give_back(caller.key_id)  # the relayed request is counted then
+            return RelayAdvice(base_url=self.relay_url)
+        candidate, ready = found
+        record = pipeline.recorder.make_record(record_id, caller, candidate.request, asked_model=asked.model)
+        name_model(record, candidate.entry.name, asked_model=asked.model)
+        if record.max_tokens is None:
+            record.max_tokens = candidate.entry.max_tokens
+        if asked.reservation is not None:
+            record.reserved_tokens, record.reserved_micros = asked.reservation.tokens, asked.reservation.micros
+        path = choose_path(ready.link, candidate.request)
+        lease = pipeline.dispatcher.grant(ready.link, candidate.entry.name, path, clock.monotonic(), ready.choice)
+        if lease.choice is not None:
+            record.decision = pipeline.dispatcher.describe(lease)
+        lease.granted = 0.0  # how long it is held says nothing of how long requests take
+        try:
+            await self._write_down(client, record, ready.link)
+        except BaseException:
+            lease.release()
+            asked.let_go()
+            raise
+        if asked.reservation is not None:
+            self.held[record_id] = asked.reservation
+        return self._sign(key, caller, record, lease)
+
+    async def _judge(self, client: ClientConnection, caller: Caller, record_id: uuid.UUID, extra: list[Header]) -> _Asked:
+        """Return what is asked for and where there is room. Raises GatewayError, and writes down what is refused."""
+        pipeline, asked = self.pipeline, _Asked()
+        request = InferenceRequest(endpoint=TICKETS_PATH, paths=(TICKETS_PATH,), model="")
+        body = await client.read_body()
+        try:
+            extra += pipeline.limiter.take(caller.key_id, caller.requests_per_minute).headers()
+            wish = read_wish(body)
+            request, asked.model = _make_request(wish), wish.model
+            job = self._make_job(caller, request, record_id, client)
+            asked.found = self._find_room(job, wish)
+            if asked.found is not None and caller.budgets and pipeline.budgets is not None:
+                entries = [one.entry for one in job.candidates]
+                asked.reservation = await pipeline.reserve(pipeline.budgets, caller, request, entries)
+                asked.found = self._find_room(job, wish)  # what was found before is old then
+        except GatewayError as error:
+            if isinstance(error, RateLimited):
+                extra += pipeline.limiter.peek(caller.key_id, caller.requests_per_minute).headers()
+            pipeline.recorder.record_refusal(error, caller, request, record_id, asked_model=asked.model)
+            pipeline.recorder.count_refusal(error)
+            asked.let_go()
+            raise
+        return asked
+
+    def _make_job(self, caller: Caller, request: InferenceRequest, record_id: uuid.UUID, client: ClientConnection) -> Job:
+        entries = self.pipeline.admission.admit(caller, request)
+        return self.pipeline.dispatcher.new_job(
+            request_id=format_id("req", record_id),
+            candidates=[Candidate(entry, request, _rename) for entry in entries],
+            tenant=caller.tenant,
+            asked_model=request.model,
+            priority=choose_priority(caller, request.options),
+            key_id=caller.key_id,
+            headers=client.headers,
+        )
+
+    def _find_room(self, job: Job, wish: TicketWish) -> tuple[Candidate, Ready] | None:
+        """Return a model and a node of it that its caller can reach and that has a free slot. Raises what refuses everybody."""
+        paths = [PATHS[dialect] for dialect in wish.dialects]
+        for candidate in job.candidates:
+            links = self.registry.links_answering(candidate.entry.name, candidate.request.paths)
+            job.avoid.update([link for link in links if not _is_reachable(link, candidate.entry.name, paths)])
+        plan = self.pipeline.dispatcher.plan(job)
+        if plan.refusal is not None:
+            raise plan.refusal
+        for candidate in plan.rank(0.0):
+            ready = plan.find_ready(candidate)
+            if ready is not None:
+                return candidate, ready
+        return None
+
+    async def _write_down(self, client: ClientConnection, record: Record, link: Link) -> None:
+        record.node_id, record.node_name = link.node_id, link.node_name
+        record.attempts, record.queue_ms = 1, 0
+        record.state = RequestState.ASSIGNED
+        accepted = self.pipeline.records.accept(record)
+        try:
+            await client.wait(accepted)
+        except GatewayError as error:
+            if not isinstance(error, RecordsUnavailable):
+                self.pipeline.recorder.seal(record, Ending(error.state, error))
+            raise
+
+    def _sign(self, key: TicketKey, caller: Caller, record: Record, lease: Lease) -> GivenTicket:
+        now, link = clock.unix_s(), lease.link
+        expires_at = now + limits().gateway.ticket_s
+        # From then on what the node says of its load counts.
+        asyncio.get_running_loop().call_later(limits().gateway.ticket_s, lease.release)
+        ticket = Ticket(
+            ticket_id=f"tkt_{record.id.hex}",
+            issued_at=now,
+            expires_at=expires_at,
+            gpu_endpoint=link.ticket_url,
+            model=record.model,
+            audience=format_id("node", link.node_id),
+            tenant=caller.tenant,
+            key_id=format_id("key", caller.key_id),
+            record_id=format_id("req", record.id),
+            caps=Caps(max_tokens=record.max_tokens or 0),
+        )
+        return GivenTicket(
+            ticket=issue_ticket(key, ticket),
+            ticket_id=ticket.ticket_id,
+            base_url=f"{link.ticket_url.rstrip('/')}/v1",
+            expires_at=datetime.fromtimestamp(expires_at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            model=record.model,
+            node_id=ticket.audience,
+        )
+
+    def take_ended(self, ended: Sequence[EndedRequest]) -> None:
+        """Count and settle requests of which nodes have just said how they ended."""
+        for one in ended:
+            metrics.COUNTERS.add(
+                model=one.model,
+                state=one.state,
+                outcome=judge_outcome(one.state, one.status_code) or RequestOutcome.FAILED,
+                latency_s=one.latency_ms / 1000,
+                ttfb_ms=None,
+                queue_ms=one.queue_ms,
+                prompt_tokens=one.prompt_tokens,
+                completion_tokens=one.completion_tokens,
+            )
+        self.settle(ended)
+
+    def settle(self, ended: Sequence[EndedRequest]) -> None:
+        """Give back what tickets of this process reserved and did not use; one of which nobody knows used all of it."""
+        for one in ended:
+            reservation = self.held.pop(one.record_id, None)
+            if reservation is None:
+                continue
+            is_known = one.prompt_tokens is not None or one.state is RequestState.REJECTED
+            reservation.settle(
+                model=one.model,
+                prompt_tokens=one.prompt_tokens or 0,
+                completion_tokens=(one.completion_tokens or 0) if is_known else reservation.tokens,
+                is_estimated=one.is_estimated or not is_known,
+            )
+
+
+def read_wish(body: bytes) -> TicketWish:
+    """Parse a body. Raises BadRequest naming the field at fault."""
+    try:
+        wish = _wishes.decode(body)
+    except msgspec.ValidationError as error:
+        reason, path = read_fault(error)
+        raise BadRequest(f"The ticket cannot be asked for so: {reason}.", param=path.lstrip(".") or None) from None
+    except UNREADABLE as error:
+        raise BadRequest(f"The request body is not valid JSON: {error}.") from None
+    check_model_name(wish.model, "model")
+    for name, value in (("max_tokens", wish.max_tokens or 0), ("prompt_tokens_est", wish.prompt_tokens_est)):
+        if not 0 <= value <= limits().gateway.record_integer:
+            raise BadRequest(f"The field '{name}' must lie between 0 and {limits().gateway.record_integer}.", param=name)
+    if not wish.dialects:
+        raise BadRequest(f"The field 'dialects' must name at least one of {', '.join(PATHS)}.", param="dialects")
+    return wish
+
+
+_wishes = msgspec.json.Decoder(TicketWish, dec_hook=read_whole_number)
+
+
+def _make_request(wish: TicketWish) -> InferenceRequest:
+    raw = bytes(wish.x_pool_options)
+    return InferenceRequest(
+        endpoint=TICKETS_PATH,
+        paths=(PATHS[wish.dialects[0]],),
+        model=wish.model,
+        max_tokens=wish.max_tokens or None,
+        prompt_chars=wish.prompt_tokens_est * limits().gateway.token_chars,
+        options=read_options(wish.x_pool_options) if raw and raw != b"null" else None,
+    )
+
+
+def _rename(request: InferenceRequest, model: str) -> InferenceRequest:
+    return msgspec.structs.replace(request, model=model)
+
+
+def _is_reachable(link: Link, model: str, paths: Sequence[str]) -> bool:
+    return bool(link.ticket_url) and all(link.answers(model, path) for path in paths)

@@ -1,0 +1,102 @@
+"""What goes between a gateway process and its nodes about tickets: keys and addresses there, reports of usage back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from itertools import islice
+from typing import Any
+
+from django.db import DatabaseError, InterfaceError
+
+from core.db.threads import run_in_database
+from core.limits import limits
+from nodes.links import LinkRegistry
+from nodes.links.relay import RelayLink
+from nodes.services.tickets import TicketKeyring, ensure_ticket_key, find_ticket_refusal, store_ticket_refusal
+from wire import bridge
+
+logger = logging.getLogger("muster.nodes")
+
+StoreUsage = Callable[[Sequence[tuple[uuid.UUID, bridge.TicketUsage]]], Coroutine[Any, Any, None]]
+"""Writes down what nodes say of tickets, each with the node that says it. Raises DatabaseError."""
+
+
+class TicketChannel:
+    """One per gateway process. ``spawn`` runs work beside, ``wake`` has ``store`` called soon."""
+
+    def __init__(
+        self,
+        registry: LinkRegistry,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        wake: Callable[[], None],
+        store_usage: StoreUsage | None,
+    ) -> None:
+        self.keyring = TicketKeyring()
+        self._limits = limits().nodes
+        self._registry = registry
+        self._spawn = spawn
+        self._wake = wake
+        self._store_usage = store_usage
+        self._usage: dict[tuple[uuid.UUID, str], bridge.TicketUsage] = {}
+        """What nodes said of tickets and the database does not know yet, the newest of each, by node and ticket."""
+
+    def welcome(self, link: RelayLink, url: str) -> None:
+        """Take that clients may reach a node that has just registered at ``url``, once that was looked at."""
+        link.told_ticket_keys = tuple(key.kid for key in self.keyring.list_public())
+        self._spawn(self._look_at(link.node_id, url))
+
+    async def _look_at(self, node_id: uuid.UUID, url: str) -> None:
+        try:
+            if self.keyring.is_empty:
+                await run_in_database(ensure_ticket_key)
+            error = await asyncio.to_thread(find_ticket_refusal, url)  # a name server may be slow
+            await run_in_database(store_ticket_refusal, node_id=node_id, url=url, error=error)
+        except (DatabaseError, InterfaceError):
+            logger.warning("node.ticket_url_not_checked node_id=%s; looked at when the node registers again", node_id)
+
+    def tell_keys(self) -> None:
+        """Tell the nodes that take tickets which keys verify them now, those that do not know it yet."""
+        links = (link for link in self._registry if isinstance(link, RelayLink))
+        takers = [link for link in links if link.told_ticket_keys is not None]
+        if not takers:
+            return
+        keys = self.keyring.list_public()
+        kids = tuple(key.kid for key in keys)
+        for link in takers:
+            if link.told_ticket_keys != kids:
+                link.told_ticket_keys = kids
+                link.send_message(bridge.TicketKeys(keys=keys))
+
+    def take_usage(self, link: RelayLink, reports: Sequence[bridge.TicketUsage]) -> None:
+        """Note what became of requests with tickets; the node says it again until it hears that it is stored."""
+        waiting = sum(node_id == link.node_id for node_id, _ in self._usage)
+        for report in reports:
+            key = (link.node_id, report.ticket_id)
+            waiting += key not in self._usage
+            if waiting > self._limits.ticket_reports_per_node:
+                logger.warning("node.usage_dropped node=%s; the node says it again", link.node_name)
+                break
+            self._usage[key] = report
+        self._wake()
+
+    async def store(self) -> None:
+        """Have what nodes said written down, and tell them. Raises DatabaseError: it is kept then."""
+        due = dict(islice(self._usage.items(), self._limits.channel_statuses))
+        if not due or self._store_usage is None:
+            return
+        await self._store_usage([(node_id, report) for (node_id, _), report in due.items()])
+        taken: dict[uuid.UUID, dict[str, str]] = {}
+        for (node_id, ticket_id), report in due.items():
+            taken.setdefault(node_id, {})[ticket_id] = report.status
+            if self._usage.get((node_id, ticket_id)) is report:  # else the node has said something newer meanwhile
+                del self._usage[node_id, ticket_id]
+        for node_id, statuses in taken.items():
+            link = self._registry.get(node_id)
+            if isinstance(link, RelayLink) and not link.closed:
+                link.send_message(bridge.UsageTaken(taken=statuses))
+        if self._usage:
+            self._wake()

@@ -1,0 +1,317 @@
+"""Tickets at a gateway: who gets one, what is signed and recorded, and what a node's report makes of the record."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any  # bodies are JSON
+
+import httpx
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connections
+from django.utils import timezone
+
+from gateway.models import RequestRecord, UsageEvent
+from gateway.process import GatewayRuntime
+from gateway.services.models import allow_model
+from gateway.services.requests import close_orphaned_requests
+from gateway.services.tickets import store_usage
+from gateway.urls import make_application
+from gateway.values import TICKETS_PATH
+from nodes.models import Node, TicketKey
+from nodes.services.tickets import (
+    TicketKeyring,
+    ensure_ticket_key,
+    find_ticket_refusal,
+    load_ticket_keys,
+    renew_ticket_key,
+    rotate_ticket_key,
+)
+from tests.fakes.asgi_client import on_our_server
+from tests.fakes.limits import set_limits
+from tests.fakes.links import NodeSocket, enrol, hello
+from tests.fakes.nodes import ACTOR, audited, make_gateway, make_key, make_node, make_record
+from tests.fakes.waiting import eventually
+from wire import bridge, clock
+from wire.contract import RequestState
+from wire.ids import format_id, parse_id
+from wire.ticket import Ticket, verify_ticket
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+URL = "http://10.0.0.5:8090"
+
+
+@pytest.fixture(autouse=True)
+async def _patience_and_connections(settings: Any) -> AsyncIterator[None]:
+    settings.NODE_DIRECT_HOSTS = ["private"]
+    set_limits(core={"database_s": 30.0})
+    yield
+    await sync_to_async(connections.close_all)()
+
+
+class Central:
+    """A running gateway, a client of it, and a node that takes tickets."""
+
+    def __init__(self, runtime: GatewayRuntime, *, key: str, node_secret: str) -> None:
+        self.runtime, self.key, self.node_secret = runtime, key, node_secret
+        self.application = make_application(runtime)
+
+    async def ask(self, *, key: str | None = None, **wish: object) -> httpx.Response:
+        transport = httpx.ASGITransport(app=on_our_server(self.application))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            bearer = self.key if key is None else key
+            headers = {"authorization": f"Bearer {bearer}"}
+            return await client.post("/v1/tickets", json={"model": "m", **wish}, headers=headers)
+
+    @asynccontextmanager
+    async def node(self, ticket_url: str = URL, **fields: Any) -> AsyncIterator[NodeSocket]:
+        """A node that has registered, once the gateway has looked at its URL."""
+        socket = NodeSocket(headers={"x-worker-secret": self.node_secret})
+
+        task = asyncio.ensure_future(self.application(socket.scope, socket.to_server.get, socket.send))
+        socket.say(hello(ticket_url=ticket_url, **fields))
+        await socket.acknowledged()
+        try:
+            yield socket
+        finally:
+            socket.hang_up()
+            async with asyncio.timeout(30):
+                await task
+
+
+@sync_to_async
+def _make_rows() -> str:
+    allow_model(name="m", actor=ACTOR, max_tokens=500)
+    return make_key()[1]
+
+
+@pytest.fixture
+async def central() -> AsyncIterator[Central]:
+    key, (_, secret) = await _make_rows(), await enrol()
+    runtime = GatewayRuntime()
+    await runtime.start()
+    try:
+        yield Central(runtime, key=key, node_secret=secret)
+    finally:
+        await runtime.stop()
+
+
+def reachable(central: Central) -> bool:
+    links = list(central.runtime.registry)
+    return bool(links) and all(link.ticket_url for link in links) and not central.runtime.node_channel.tickets.keyring.is_empty
+
+
+def told_keys(socket: NodeSocket) -> dict[str, bytes]:
+    """The keys that the node knows after everything it was told."""
+    known: list[dict[str, str]] = []
+    for event in socket.sent:
+        said = json.loads(event["text"]) if "text" in event else {}
+        if said.get("type") == "register_ack":
+            known = said.get("ticket_keys", [])
+        elif said.get("type") == "ticket_keys":
+            known = said["keys"]
+    return {key["kid"]: base64.urlsafe_b64decode(key["public_key"] + "=") for key in known}
+
+
+@sync_to_async
+def find_record(ticket_id: str) -> RequestRecord:
+    record_id = parse_id("tkt", ticket_id)
+    assert record_id is not None
+    return RequestRecord.objects.get(pk=record_id)
+
+
+async def take_ticket(central: Central, socket: NodeSocket, **wish: Any) -> tuple[dict[str, Any], Ticket]:
+    await eventually(lambda: reachable(central) and told_keys(socket), "the node and the gateway know the first key")
+    answer = await central.ask(**wish)
+    assert answer.status_code == 201, answer.text
+    said = answer.json()
+    ticket = verify_ticket(said["ticket"], told_keys(socket), audience=said["node_id"], now=clock.unix_s())
+    return said, ticket
+
+
+async def test_a_ticket_is_for_the_node_that_has_room_and_its_request_has_a_record(central: Central) -> None:
+    async with central.node() as socket:
+        said, ticket = await take_ticket(central, socket, max_tokens=64, prompt_tokens_est=10)
+        assert (said["base_url"], said["model"]) == (f"{URL}/v1", "m")
+        assert (ticket.model, ticket.caps.max_tokens, ticket.tenant) == ("m", 64, "research")
+        record = await find_record(said["ticket_id"])
+        assert (record.state, record.endpoint, record.node_name, record.max_tokens) == ("assigned", TICKETS_PATH, "rig", 64)
+        (link,) = central.runtime.registry
+        assert link.active == 1, "its slot is held until it has begun"
+
+
+async def test_what_a_node_reports_ends_the_record_once_and_the_node_hears_that(central: Central) -> None:
+    async with central.node() as socket:
+        said, ticket = await take_ticket(central, socket)
+        assert ticket.caps.max_tokens == 500, "the cap of the model"
+        usage = bridge.TokenCounts(prompt_tokens=7, completion_tokens=9, total_tokens=16)
+        report = bridge.TicketUsage(
+            ticket_id=said["ticket_id"], record_id=ticket.record_id, model="m", status="running", endpoint="/v1/messages"
+        )
+        socket.say(bridge.UsageReport(reports=[report]))
+        await eventually(lambda: _taken(socket).get(said["ticket_id"]) == "running", "it began")
+        assert (await find_record(said["ticket_id"])).state == "running"
+        report.status, report.usage, report.http_status, report.inference_ms = "completed", usage, 200, 1250
+        for _ in range(2):
+            socket.say(bridge.UsageReport(reports=[report]))
+        await eventually(lambda: _taken(socket).get(said["ticket_id"]) == "completed", "it ended")
+        report.status, report.usage = "failed", None
+        socket.say(bridge.UsageReport(reports=[report]))
+        await eventually(lambda: _taken(socket).get(said["ticket_id"]) == "failed", "that is taken and changes nothing")
+        record = await find_record(said["ticket_id"])
+        assert (record.state, record.prompt_tokens, record.completion_tokens) == ("completed", 7, 9)
+        assert (record.status_code, record.latency_ms, record.tokens_estimated) == (200, 1250, False)
+
+
+def _taken(socket: NodeSocket) -> dict[str, str]:
+    taken: dict[str, str] = {}
+    for event in socket.sent:
+        said = json.loads(event["text"]) if "text" in event else {}
+        taken |= said.get("taken", {})
+    return taken
+
+
+async def test_without_a_node_that_can_be_reached_or_has_room_the_caller_is_told_to_ask_the_gateway(central: Central) -> None:
+    relay = {"relay": True, "base_url": central.runtime.tickets.relay_url}
+    answer = await central.ask()
+    assert (answer.status_code, answer.json()) == (200, relay), "there is no node"
+    async with central.node(ticket_url="") as socket:
+        await eventually(lambda: bool(list(central.runtime.registry)), "the node is there")
+        assert (await central.ask()).json() == relay, "it takes no tickets"
+        del socket
+    async with central.node(ticket_url="http://169.254.169.254/") as socket:
+        await eventually(lambda: bool(list(central.runtime.registry)), "the node is there")
+        node = await sync_to_async(Node.objects.get)()
+        assert node.ticket_error
+        assert (await central.ask()).json() == relay, "nobody is sent to an address that is never called"
+    async with central.node(max_concurrent=1) as socket:
+        await take_ticket(central, socket)
+        assert (await central.ask()).json() == relay, "its slot is taken"
+    assert await sync_to_async(RequestRecord.objects.count)() == 1, "only a ticket has a record"
+
+
+async def test_the_rules_of_relayed_requests_hold(central: Central) -> None:
+    async with central.node() as socket:
+        await take_ticket(central, socket)
+        for wish, status, code in (
+            ({"key": "mst_wrong"}, 401, "INVALID_API_KEY"),
+            ({"model": "other"}, 404, "MODEL_NOT_ALLOWED"),
+            ({"max_tokens": 501}, 400, "MAX_TOKENS_TOO_LARGE"),
+            ({"max_tokens": -1}, 400, "BAD_REQUEST"),
+            ({"dialects": ["klingon"]}, 400, "BAD_REQUEST"),
+            ({"x_pool_options": {"max_latency_ms": -1}}, 400, "BAD_REQUEST"),
+        ):
+            answer = await central.ask(**wish)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), wish
+
+
+async def test_a_node_is_asked_for_only_in_dialects_that_it_answers(central: Central) -> None:
+    async with central.node(endpoints=["/v1/chat/completions"]) as socket:
+        await take_ticket(central, socket, dialects=["chat"])
+        assert (await central.ask(dialects=["chat", "messages"])).json()["relay"] is True
+
+
+async def test_a_new_key_reaches_nodes_before_it_signs_and_the_old_one_holds_meanwhile(central: Central) -> None:
+    async with central.node() as socket:
+        _, first = await take_ticket(central, socket)
+        before = told_keys(socket)
+        kid = await sync_to_async(rotate_ticket_key)(actor=ACTOR)
+        await eventually(lambda: kid in told_keys(socket), "the node knows the new key")
+        assert told_keys(socket).keys() == {*before, kid}
+        said, _ = await take_ticket(central, socket)
+        assert json.loads(base64.urlsafe_b64decode(said["ticket"].split(".")[0] + "=="))["kid"] in before, (
+            "it does not sign yet"
+        )
+        del first
+
+
+@pytest.mark.django_db
+def test_keys_are_made_once_renewed_by_age_and_forgotten() -> None:
+    keyring = TicketKeyring()
+    assert keyring.find_signing() is None
+    assert (ensure_ticket_key(), ensure_ticket_key(), renew_ticket_key()) == (True, False, False)
+    (row,) = TicketKey.objects.all()
+    assert "PRIVATE" not in row.sealed_private
+    TicketKey.objects.update(created_at=timezone.now() - timedelta(days=91))
+    assert (renew_ticket_key(), renew_ticket_key()) == (True, False)
+    keyring.take(load_ticket_keys())
+    signing = keyring.find_signing()
+    assert signing is not None
+    assert signing.kid == row.kid, "the new one is not known everywhere"
+    assert len(keyring.list_public()) == 2
+    TicketKey.objects.filter(pk=row.pk).update(retired_at=timezone.now() - timedelta(seconds=601))
+    keyring.take(load_ticket_keys())
+    assert [key.kid for key in keyring.list_public()] != [row.kid]
+    assert len(keyring.list_public()) == 1
+    TicketKey.objects.filter(pk=row.pk).update(retired_at=timezone.now() - timedelta(days=8))
+    renew_ticket_key()
+    assert TicketKey.objects.count() == 1
+    assert [event.action for event in audited("ticket_key.rotate")] == ["ticket_key.rotate"] * 2
+
+
+@pytest.mark.django_db
+def test_a_key_that_cannot_be_decrypted_is_replaced(settings: Any) -> None:
+    ensure_ticket_key()
+    settings.SECRET_KEY = "another secret of this installation"
+    keyring = TicketKeyring()
+    keyring.take(load_ticket_keys())
+    assert keyring.is_empty
+    assert keyring.find_signing() is None
+    assert ensure_ticket_key()
+    keyring.take(load_ticket_keys())
+    assert keyring.find_signing() is not None
+
+
+@pytest.mark.parametrize(("url", "is_refused"), [(URL, False), ("http://127.0.0.1:1", True), ("http://8.8.8.8", True)])
+def test_clients_are_sent_only_where_the_operator_lets_gateways_call(url: str, is_refused: bool, settings: Any) -> None:
+    assert bool(find_ticket_refusal(url)) is is_refused
+
+
+def report_of(record: RequestRecord, **changes: Any) -> bridge.TicketUsage:
+    values = {
+        "ticket_id": f"tkt_{record.pk.hex}", "record_id": format_id("req", record.pk), "model": "tiny", "status": "completed",
+        "http_status": 200,
+    }  # fmt: skip
+    return bridge.TicketUsage(**{**values, **changes})
+
+
+def ticket_record(node: Node, **changes: Any) -> RequestRecord:
+    values: dict[str, Any] = {"endpoint": TICKETS_PATH, "node_id": node.pk, "state": RequestState.RUNNING, "max_tokens": 50}
+    return make_record(**values | changes)
+
+
+@pytest.mark.django_db
+def test_a_node_speaks_for_its_own_tickets_alone() -> None:
+    node, other = make_node(), make_node("other")
+    record, relayed = ticket_record(node), make_record(node_id=node.pk, state=RequestState.RUNNING)
+    assert store_usage([(other.pk, report_of(record)), (node.pk, report_of(relayed))]) == []
+    assert store_usage([(node.pk, report_of(record, ticket_id="tkt_0")), (node.pk, report_of(record, status="queued"))]) == []
+    assert store_usage([(node.pk, report_of(record, record_id="req_x"))]) == []
+    (ended,) = store_usage([(node.pk, report_of(record, bytes_out=10_000))])
+    assert [event.pk for event in UsageEvent.objects.all()] == [record.pk], "what it used is told once"
+    assert ended.state is RequestState.COMPLETED
+    record.refresh_from_db()
+    assert (record.completion_tokens, record.tokens_estimated) == (50, True), "an estimate is no more than the ticket permits"
+
+
+@pytest.mark.django_db
+def test_a_ticket_without_a_report_ends_when_its_time_is_over_and_a_gateway_is_back() -> None:
+    node, gone = make_node(), make_gateway(stopped=True)
+    fresh = ticket_record(node, gateway_id=gone.pk, age_s=500)
+    unused = ticket_record(node, gateway_id=gone.pk, age_s=130, state=RequestState.ASSIGNED)
+    late = ticket_record(node, gateway_id=gone.pk, age_s=1000)
+    assert close_orphaned_requests(confirm_s=0.01) == 0, "no gateway is there to which a node could tell it"
+    back = make_gateway()
+    assert close_orphaned_requests(confirm_s=0.01) == 0, "nodes have a minute to tell what they kept"
+    type(back).objects.filter(pk=back.pk).update(started_at=timezone.now() - timedelta(seconds=61))
+    assert close_orphaned_requests(confirm_s=0.01) == 2
+    for record in (fresh, unused, late):
+        record.refresh_from_db()
+    assert [record.state for record in (fresh, unused, late)] == ["running", "interrupted", "interrupted"]
+    assert store_usage([(node.pk, report_of(late))]) == [], "what has ended stays as it is"
