@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from runner import errors
-from runner.engines.port import CHAT, EMBEDDINGS, MESSAGES, RESPONSES, Capabilities
+from runner.engines.port import CHAT, CONTINUATIONS, EMBEDDINGS, MESSAGES, RESPONSES, Capabilities
 from runner.errors import (
     EngineUnavailable,
     RemoteNotAllowed,
@@ -298,6 +298,29 @@ async def test_models_of_somebody_elses_server_are_not_loaded_nor_unloaded_here(
     parts.refresh_attached()
     await eventually(lambda: pool.registry.ready_ids() == ["a", "delta"], "gamma is withdrawn")
     assert (model.queue, model.definition.backend, len(model.replicas)) == (queue, "gguf", 1), "one loaded here stays ours"
+
+
+async def test_an_answer_that_began_elsewhere_is_asked_for_as_its_engine_wants_it(parts: Parts, engine: ScriptedEngine) -> None:
+    bodies: list[Any] = []
+
+    async def handle(request: web.Request, body: bytes) -> web.StreamResponse:
+        bodies.append(json.loads(body))
+        return await streamed(WORD, DONE)(request, body)
+
+    engine.handler = handle
+    request = ask(path=CONTINUATIONS, stream=True, chat_template_kwargs={"a": 1}, seed=1.0)
+    with pytest.raises(errors.ModalityUnsupported, match="cannot go on"):
+        await serve(parts, request)
+    made = find(parts, "alpha").replicas[0].supervisor.engine
+    wish = {"continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
+    made.capabilities = Capabilities((CHAT,), continuation=wish)  # type: ignore[misc]  # of the attached server
+    assert WORD in await serve(parts, request)
+    (body,) = bodies
+    assert body["continue_final_message"] is True
+    assert body["chat_template_kwargs"] == {"a": 1, "enable_thinking": False}
+    with pytest.raises(errors.InvalidRequest):
+        await serve(parts, replace(request, body=b"[]"))
+    assert is_idle(parts)
 
 
 async def test_the_head_of_a_stream_says_where_nothing_is_reused(parts: Parts, engine: ScriptedEngine) -> None:

@@ -503,6 +503,34 @@ def test_messages_specials_and_the_prompt_for_an_answer_reach_the_template() -> 
         ChatTemplate("{% for %}", {})
 
 
+def test_an_answer_that_began_stands_behind_the_prompt_as_it_is_whatever_a_template_does_to_messages() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}[{{ m.content | trim }}]{% endfor %}{% if add_generation_prompt %}>{% endif %}", {}
+    )
+    turns = [{"role": "user", "content": " Hi "}, {"role": "assistant", "content": " One,  two"}]
+    goes_on = {"messages": turns, "continue_final_message": True, "add_generation_prompt": False}
+    asked = read_fields(ChatFields, json.dumps(goes_on).encode())
+    assert template.render(asked) == "[Hi]> One,  two"
+    assert asked.sampling(limit=9, scope="").goes_on
+    assert not chat_asked().sampling(limit=9, scope="").goes_on
+    assert template.render(chat_asked(add_generation_prompt=False)) == "[Hi]"
+    for changes, param in (
+        ({"add_generation_prompt": True}, "add_generation_prompt"), ({"messages": turns[:1]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": " "}]}, "messages"),
+    ):  # fmt: skip
+        assert refused(json.dumps({**goes_on, **changes}).encode()).param == param
+
+
+def test_the_first_piece_of_an_answer_that_goes_on_keeps_the_space_that_a_decoder_strips_from_a_beginning() -> None:
+    words = {1: " One", 2: " two", 3: " three"}
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(words[number] for number in ids).removeprefix(" ")
+
+    assert Detokeniser(decode).add(3) == "three"
+    assert Detokeniser(decode, [1, 2]).add(3) == " three"
+
+
 def test_a_template_cannot_leave_the_sandbox_change_what_it_is_given_or_tell_of_the_conversation() -> None:
     for source in (
         "{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}",

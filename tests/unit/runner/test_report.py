@@ -13,7 +13,7 @@ from runner.definitions.fields import ModelDefinition
 from runner.definitions.plan import LoadPlan
 from runner.definitions.settings import Fairness
 from runner.engines.http_engine import read_samples
-from runner.engines.port import CHAT, MESSAGES, POOL_RESPONSES, RESPONSES, Capabilities
+from runner.engines.port import CHAT, CONTINUATIONS, MESSAGES, POOL_RESPONSES, RESPONSES, Capabilities
 from runner.engines.supervisor import EngineState, Supervisor
 from runner.limits import limits
 from runner.pool.models import Model, ModelEvent, Replica
@@ -167,6 +167,8 @@ async def test_gateways_are_not_told_of_what_they_are_to_translate_nor_of_what_g
         assert set(list_replicas([model])[0].endpoints) == told
         assert not paths or list_endpoints([model]) == sorted(told)
         model.apply(ModelEvent.UNLOAD)
+        continuing = Capabilities(paths, continuation={})
+        assert (CONTINUATIONS in continuing.declared_endpoints) == (CHAT in paths)
         assert ([info.state for info in list_replicas([model])], list_endpoints([model])) == (["unloading"] * 2, [])
     assert (list_replicas([make_model()]), list_endpoints([make_model()]), read_memory(None, [make_model()])) == ([], [], None)
 
