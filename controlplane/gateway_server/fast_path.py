@@ -24,6 +24,7 @@ from controlplane.gateway_server.http_protocol import GatewayHttpProtocol, Handl
 from gateway import metrics
 from gateway.errors import GatewayError
 from gateway.request.attempt import Exchange, KeepAlive, count_answer_chars, find_usage, read_usage
+from gateway.request.budgets import Reservation
 from gateway.request.client import SCOPE_LINE
 from gateway.request.dispatch import Candidate, Lease
 from gateway.request.identity import RateState
@@ -98,11 +99,18 @@ class FastPath:
             if link is None or link.is_peer or not (link.carries_bytes and link.reports_usage):
                 return False
             caller = plan.key.caller
+            reservation = None
+            if caller.budgets and pipeline.budgets is not None:
+                reservation = pipeline.draft_reservation(pipeline.budgets, caller, request, (plan.entry,))
+            if reservation is not None and reservation.find_lacking(now):  # the pipeline asks for more, or says no
+                return False
             rate = pipeline.limiter.take(caller.key_id, caller.requests_per_minute, now)
         except GatewayError:
             return False
         lease = pipeline.dispatcher.grant(link, request.model, path, now, pipeline.dispatcher.choice)
-        taken = FastRequest(self, connection, head, plan, request, lease, rate, now)
+        if reservation is not None:
+            reservation.book(now)
+        taken = FastRequest(self, connection, head, plan, request, lease, rate, reservation, now)
         connection.cycle, connection.fast = taken, taken  # type: ignore[assignment]
         self.running.add(taken)
         if self._timer is None:
@@ -120,7 +128,7 @@ class FastPath:
         plan = self._plans.get((head, request.model))
         if plan is None:
             key = keys.find(head.headers)
-            if key is None or request.options is not None or key.caller.budgets:  # the pipeline reserves, and may have to ask
+            if key is None or request.options is not None:
                 return None
             entry, *others = self.pipeline.admission.admit(key.caller, request)
             if others or entry.name != request.model or entry.fallbacks:
@@ -188,9 +196,9 @@ class FastRequest(KnownCycle, Sink):
     # Assigned in ``__init__``: of more than 30 attributes without slots each one is looked up in a dictionary.
     __slots__ = (
         "_accepted", "_beginning", "_connection", "_head", "_is_durable", "_last", "_lease", "_number", "_path", "_plan",
-        "_rate", "_record", "_record_id", "_seen_at", "_seen_events", "_trial", "_ungranted", "bytes_out", "ends", "events",
-        "first_byte_at", "headers", "is_closing", "parts", "received", "request", "request_id", "started", "status",
-        "stream", "tail", "was_blocked",
+        "_rate", "_record", "_record_id", "_reservation", "_seen_at", "_seen_events", "_trial", "_ungranted", "bytes_out",
+        "ends", "events", "first_byte_at", "headers", "is_closing", "parts", "received", "request", "request_id", "started",
+        "status", "stream", "tail", "was_blocked",
     )  # fmt: skip
 
     def __init__(
@@ -202,11 +210,12 @@ class FastRequest(KnownCycle, Sink):
         request: InferenceRequest,
         lease: Lease,
         rate: RateState,
+        reservation: Reservation | None,
         now: float,
     ) -> None:
         super().__init__(connection, head.scope)
         self._path, self._connection, self._head = path, connection, head
-        self._plan, self.request, self._lease, self._rate = plan, request, lease, rate
+        self._plan, self.request, self._lease, self._rate, self._reservation = plan, request, lease, rate, reservation
         self.started = self._seen_at = now
         self.stream: Stream | None = None
         self.ends: EndReader | None = None
@@ -257,6 +266,8 @@ class FastRequest(KnownCycle, Sink):
         if lease.choice is not None:
             record.decision = path.pipeline.dispatcher.describe(lease)
         record.state = RequestState.RUNNING
+        if self._reservation is not None:
+            record.reserved_tokens, record.reserved_micros = self._reservation.tokens, self._reservation.micros
         self._record = record
         self._trial: Trial = path.pipeline.dispatcher.ejections.begin(
             lease.link,
@@ -423,6 +434,8 @@ class FastRequest(KnownCycle, Sink):
     def _deliver(self, _error: GatewayError | None) -> None:
         self._path.running.discard(self)
         self._path.pipeline.recorder.count(self._enter(), self.started)
+        if self._reservation is not None:
+            self._path.pipeline.settle(self._reservation, self._enter())
         connection, last = self._connection, self._last
         connection.fast = None
         if self.disconnected or last is None:
@@ -506,7 +519,7 @@ class FastRequest(KnownCycle, Sink):
         )
         job.accepted, job.deadline = self.started, self.started + pipeline.limits.request_s
         job.sequence, job.attempts = self._number, 1
-        call.caller, call.record = self._plan.key.caller, record
+        call.caller, call.record, call.reservation = self._plan.key.caller, record, self._reservation
         client.watch()
         if self._accepted is not None:
             call.accepted = self._accepted

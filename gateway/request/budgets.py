@@ -18,7 +18,7 @@ import logging
 import math
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -194,12 +194,21 @@ class Share:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """What one request holds until it is settled. ``tokens``, ``micros``: the most it may use and cost."""
+    """What one request holds from ``book`` to ``settle``. ``tokens``, ``micros``: the most it may use and cost."""
 
     tokens: int
     micros: int
-    prices: dict[str, Price]
-    drawn: Sequence[tuple[Share, int, _Entry | None]]
+    prices: Mapping[str, Price]
+    wanted: Sequence[tuple[Share, int]]
+    drawn: Sequence[tuple[Share, int, _Entry | None]] = ()
+
+    def find_lacking(self, now: float) -> list[tuple[Share, int]]:
+        """Return the shares that have no room for it, at ``now`` (clock.monotonic()), and how much it wants of them."""
+        return [one for one in self.wanted if not one[0].amount or (one[1] and one[1] > one[0].find_slack(now))]
+
+    def book(self, now: float) -> None:
+        """Take what it wants; nothing may be lacking."""
+        self.drawn = [(share, amount, share.book(amount, now)) for share, amount in self.wanted]
 
     def settle(
         self, *, model: str = "", prompt_tokens: int = 0, completion_tokens: int = 0, is_estimated: bool = False
@@ -271,33 +280,32 @@ class Budgets:
 
     # of a request
 
-    async def reserve(
-        self, caller: Caller, *, prompt_tokens: int, completion_tokens: int, prices: dict[str, Price]
-    ) -> Reservation:
-        """Reserve the most that a request may use, of every hard budget of its caller or of none.
+    def draft(self, caller: Caller, *, prompt_tokens: int, completion_tokens: int, prices: Mapping[str, Price]) -> Reservation:
+        """Return what a request would reserve of the hard budgets of its caller; nothing is taken yet."""
+        tokens = prompt_tokens + completion_tokens
+        costs = [price.cost(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens) for price in prices.values()]
+        micros = max(costs, default=0)
+        wanted = [
+            (self._find_share(owned), find_amount(owned.budget.kind, tokens=tokens, micros=micros)) for owned in caller.budgets
+        ]
+        return Reservation(tokens, micros, prices, wanted)
+
+    async def reserve(self, reservation: Reservation) -> None:
+        """Book a reservation: of every budget or of none.
 
         Raises BudgetExhausted (429), and BudgetUnknown (503) while nobody can say.
         """
-        tokens = prompt_tokens + completion_tokens
-        micros = max(
-            (price.cost(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens) for price in prices.values()),
-            default=0,
-        )
-        drawn = [
-            (self._find_share(owned), find_amount(owned.budget.kind, tokens=tokens, micros=micros)) for owned in caller.budgets
-        ]
         for tries in itertools.count():
             now = clock.monotonic()
-            lacking = [one for one in drawn if not one[0].amount or (one[1] and one[1] > one[0].find_slack(now))]
+            lacking = reservation.find_lacking(now)
             if not lacking:
-                booked = [(share, amount, share.book(amount, now)) for share, amount in drawn]
-                return Reservation(tokens, micros, prices, booked)
+                reservation.book(now)
+                return
             for share, amount in lacking:
                 self._require_possible(share, amount, now)
                 if tries >= self._limits.budget_tries:
                     raise self._say_exhausted(share, amount) if share.is_begun else BudgetUnknown(retry_after_s=2)
             await self._ask(lacking, is_again=tries > 0)
-        raise AssertionError("there are no endless tries")
 
     def _find_share(self, owned: OwnedBudget) -> Share:
         counter = Counter(owned.owner, owned.budget.kind, find_window(owned.budget.kind, clock.now()))

@@ -78,6 +78,10 @@ logger = logging.getLogger("muster.gateway")
 
 _POOL_PATHS = (POOL_RESPONSES,)
 _CHAT_PATHS = (CHAT_PATH,)
+_WITHOUT_TOKENS = frozenset(
+    {"/v1/embeddings", "/v1/rerank", "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/generations"}
+)
+"""Where an answer is not made of tokens, so that the prompt is all that is reserved."""
 
 
 def _wants_resume(request: InferenceRequest, entry: ModelEntry) -> bool:
@@ -91,6 +95,24 @@ def _join(translation: Translation, continuation: Continuation) -> Translation:
         return JoinedTranslator(continuation, translation.open_answer(context))
 
     return replace(translation, open_answer=open_answer)
+
+
+class _Answers(msgspec.Struct):
+    """How many answers a body asks for. ``best_of``: of completions, which are made and not all said."""
+
+    n: float | None = None
+    best_of: float | None = None
+
+
+_read_answers = msgspec.json.Decoder(_Answers).decode
+
+
+def _count_answers(body: bytes) -> int:
+    try:
+        asked = _read_answers(body)
+    except msgspec.MsgspecError:
+        return 1  # the engine refuses it
+    return max(1, int(asked.n or 1), int(asked.best_of or 1))
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +210,7 @@ class Pipeline:
             elif ending.error is not None:
                 self.recorder.count_refusal(ending.error)
             if call.reservation is not None:
-                self._settle(call.reservation, call.record)
+                self.settle(call.reservation, call.record)
 
     async def _answer(self, call: Call, job: Job, record: Record) -> Ending:
         client = call.client
@@ -341,20 +363,27 @@ class Pipeline:
         self, budgets: Budgets, caller: Caller, request: InferenceRequest, entries: Sequence[ModelEntry]
     ) -> Reservation:
         """Reserve the most that a request may use on any of its models. Raises BudgetExhausted, BudgetUnknown."""
-        answers = [
-            request.max_tokens
-            if request.max_tokens is not None
-            else min(entry.max_tokens, entry.context_tokens or entry.max_tokens)
-            for entry in entries
-        ]
-        return await budgets.reserve(
+        reservation = self.draft_reservation(budgets, caller, request, entries)
+        await budgets.reserve(reservation)
+        return reservation
+
+    def draft_reservation(
+        self, budgets: Budgets, caller: Caller, request: InferenceRequest, entries: Sequence[ModelEntry]
+    ) -> Reservation:
+        """Return the most that a request may use on any of these models, not taken yet."""
+        answer = 0
+        if request.endpoint not in _WITHOUT_TOKENS:
+            caps = [min(entry.max_tokens, entry.context_tokens or entry.max_tokens) for entry in entries]
+            answer = (request.max_tokens if request.max_tokens is not None else max(caps)) * _count_answers(request.body)
+        return budgets.draft(
             caller,
             prompt_tokens=request.prompt_chars // self.limits.budget_token_chars + self.limits.token_message,
-            completion_tokens=max(answers),
+            completion_tokens=answer,
             prices={entry.name: entry.price for entry in entries},
         )
 
-    def _settle(self, reservation: Reservation, record: Record | None) -> None:
+    def settle(self, reservation: Reservation, record: Record | None) -> None:
+        """Give back what a request did not use; ``record``: as it ended, None = it was not accepted."""
         if record is None or record.state is RequestState.REJECTED:
             reservation.settle()
             return

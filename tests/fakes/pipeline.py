@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from core.limits import GatewayLimits
 from gateway.dialects.surface import SURFACES, Surface
 from gateway.errors import RecordsUnavailable
 from gateway.process import GatewayRuntime
+from gateway.request.budgets import Budgets, Share, Spending, Valkey
 from gateway.request.dispatch import Candidate, Dispatcher, Job
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry
@@ -30,7 +32,7 @@ from gateway.request.pipeline import Pipeline
 from gateway.request.records import WRITE, Record, RecordWriter, connect_records
 from gateway.routing import Alias
 from gateway.token_counts import TokenCounter
-from gateway.values import Caller, InferenceRequest, ModelEntry, Priority
+from gateway.values import Budget, BudgetKind, Caller, InferenceRequest, ModelEntry, OwnedBudget, Priority
 from nodes.links import LinkRegistry
 from nodes.links.keeper import LinkKeeper
 from tests.fakes.asgi_client import MemoryClient
@@ -124,6 +126,23 @@ class Gateway:
         headers = {"authorization": f"Bearer {key or self.key}", "content-type": "application/json"}
         client = MemoryClient(body=[content], headers=headers, limits=self.limits)
         return Request(self, client, asyncio.create_task(self.pipeline.serve(client.connection, surface)))
+
+
+def give_budget(gateway: Gateway, tokens: int) -> Share:
+    """Give the key of a gateway a budget of a day, all of which the gateway holds, so that nobody is asked."""
+    owned = OwnedBudget("key:k", "the key k", Budget(BudgetKind.TOKENS_PER_DAY, tokens))
+    known = list(gateway.catalogue.keys.items())
+    keys = [(keyid, replace(entry, caller=replace(entry.caller, budgets=(owned,)))) for keyid, entry in known]
+    gateway.catalogue.apply_keys(keys, replace=True)
+    gateway.pipeline.budgets = Budgets(
+        gateway_id=gateway.gateway_id, valkey=cast("Valkey", None), spending=cast("Spending", None),
+        in_thread=cast("Callable[..., Awaitable[Any]]", None), find_others=tuple, currency="EUR",
+    )  # fmt: skip
+    share = gateway.pipeline.budgets.draft(
+        keys[0][1].caller, prompt_tokens=0, completion_tokens=0, prices={}
+    ).wanted[0][0]  # fmt: skip
+    share.cap, share.is_begun, share.asked_at = tokens, True, math.inf  # as if Valkey had dealt it out
+    return share
 
 
 class Request:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,13 +20,13 @@ from hypothesis import strategies as st
 
 from controlplane.launcher.valkey import Valkey as ValkeyServer
 from gateway.errors import BudgetExhausted, BudgetUnknown, GatewayError
-from gateway.request.budgets import Budgets, Reservation, Share, Valkey
+from gateway.request.budgets import Budgets, Reservation, Valkey
 from gateway.request.records import RecordWriter
 from gateway.services.usage import Spent
 from gateway.values import Budget, BudgetKind, Caller, Counter, OwnedBudget, Price, find_window
 from nodes.links import EndKind
 from tests.fakes.limits import set_limits
-from tests.fakes.pipeline import REPLY, SSE, Gateway, Make, Rows, chunk, make_record
+from tests.fakes.pipeline import REPLY, SSE, Make, Rows, chunk, give_budget, make_record
 from tests.fakes.servers import RunningServer
 from wire.contract import RequestState
 
@@ -118,7 +116,9 @@ def caller_of(*budgets: Budget) -> Caller:
 
 
 async def reserve(budgets: Budgets, caller: Caller, tokens: int = 150) -> Reservation:
-    return await budgets.reserve(caller, prompt_tokens=0, completion_tokens=tokens, prices={"m": Price()})
+    draft = budgets.draft(caller, prompt_tokens=0, completion_tokens=tokens, prices={"m": Price(0, 0, 10**12)})
+    await budgets.reserve(draft)
+    return draft
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["valkey stays", "valkey is killed"])
@@ -222,7 +222,7 @@ async def test_what_a_gateway_used_that_is_gone_stays_used_and_the_rest_is_free(
 async def test_a_refusal_says_which_budget_of_whom(server: RunningServer, budget: Budget, tokens: int, words: str) -> None:
     async with crowd_of(server, 1) as (_crowd, (one,)):
         with pytest.raises(BudgetExhausted, match=words) as refused:
-            await one.reserve(caller_of(budget), prompt_tokens=0, completion_tokens=tokens, prices={"m": Price(0, 0, 10**12)})
+            await reserve(one, caller_of(budget), tokens)
         assert refused.value.status == 429
         assert refused.value.retry_after_s
 
@@ -242,27 +242,13 @@ async def test_without_valkey_a_budget_nobody_holds_is_not_guessed_at(server: Ru
         assert passed == 25, "of two gateways each lets half of a rate pass"
 
 
-def give_budgets(gateway: Gateway, *budgets: Budget) -> Share:
-    """Give the key of a gateway budgets, and the gateway all of the first one, so that nobody is asked."""
-    caller = caller_of(*budgets)
-    known = list(gateway.catalogue.keys.items())
-    keys = [(keyid, replace(entry, caller=replace(entry.caller, budgets=caller.budgets))) for keyid, entry in known]
-    gateway.catalogue.apply_keys(keys, replace=True)
-    gateway.pipeline.budgets = Crowd("unix:///nowhere").add()
-    share = gateway.pipeline.budgets._find_share(caller.budgets[0])
-    share.cap, share.is_begun, share.asked_at = budgets[0].amount, True, math.inf
-    return share
-
-
 @pytest.mark.parametrize("ending", ["completed", "failed", "left", "interrupted"])
 async def test_whatever_ends_a_request_settles_it_once(make_gateway: Make, ending: str) -> None:
     gateway = make_gateway(models={"m": ()})
-    share, link = give_budgets(gateway, Budget(DAY, 1000), Budget(AT_ONCE, 5)), gateway.link("m")
-    other = gateway.pipeline.budgets._find_share(caller_of(Budget(AT_ONCE, 5)).budgets[0])  # type: ignore[union-attr]
-    other.cap, other.is_begun, other.asked_at = 5, True, math.inf
-    request = gateway.ask(max_tokens=20, stream=ending == "interrupted")
+    share, link = give_budget(gateway, 1000), gateway.link("m")
+    request = gateway.ask(max_tokens=20, stream=ending == "interrupted", n=2)
     await request.on(link)
-    assert (share.used, other.used) == (25, 1), "two characters make a token, a message four more, and max_tokens"
+    assert (share.used, share.open) == (45, 1), "two characters make a token, a message four more, and twice max_tokens"
     match ending:
         case "completed":
             await request.served(link, REPLY)
@@ -275,17 +261,17 @@ async def test_whatever_ends_a_request_settles_it_once(make_gateway: Make, endin
             link.streams[0].answer(chunk({"content": "x"}), headers=SSE, ends=False)
             link.streams[0].end(EndKind.LINK_LOST)
             await request.done()
-    assert (share.used, share.open, other.used) == (7 if ending == "completed" else 0, 0, 0)
+    assert (share.used, share.open) == (7 if ending == "completed" else 0, 0)
 
 
 async def test_a_refusal_for_a_budget_is_said_with_its_end_and_leaves_nothing(make_gateway: Make) -> None:
     gateway = make_gateway()
-    share, _link = give_budgets(gateway, Budget(DAY, 20)), gateway.link("m")
+    share, _link = give_budget(gateway, 20), gateway.link("m")
     request = gateway.ask(max_tokens=20)
     await request.done()
 
     assert request.client.status == 429
-    assert "the tenant t has 20 tokens per day in all" in request.error["message"]
+    assert "the key k has 20 tokens per day in all" in request.error["message"]
     assert 0 < int(request.client.headers["retry-after"]) <= 86_400
     assert (share.used, share.open) == (0, 0)
     assert await request.record("state", "error_code") == ("rejected", "RATE_LIMITED")

@@ -31,7 +31,7 @@ from tests.fakes.clock import install_virtual_clock
 from tests.fakes.examples import examples
 from tests.fakes.limits import set_limits
 from tests.fakes.links import FakeLink, FakeStream
-from tests.fakes.pipeline import REPLY, SSE, STREAM, Gateway, MemoryDatabase
+from tests.fakes.pipeline import REPLY, SSE, STREAM, Gateway, MemoryDatabase, give_budget
 from tests.fakes.server_door import MemoryTransport
 from tests.fakes.virtual_loop import VirtualLoop
 from tests.fakes.waiting import eventually, takes, turns
@@ -64,6 +64,8 @@ NODES = (
 )  # fmt: skip
 CLIENTS = ("reads", "reads", "leaves", "leaves in the middle", "reads late")
 DATABASES = ("works", "works", "works", "fails", "dies before")
+BUDGET = 300
+"""Tokens of the key: enough for many requests with small answers, and not for one that asks for a thousand."""
 LATE_S = 0.02
 """Longer than a commit takes."""
 
@@ -193,6 +195,7 @@ class Lane:
         self.node.stale_after_s = self.node.offline_after_s = 1e9
         self.node.reports_usage = True
         self.gateway.registry.add(self.node)
+        self.share = give_budget(self.gateway, BUDGET)
         runtime = cast("GatewayRuntime", SimpleNamespace(pipeline=self.gateway.pipeline, limits=self.gateway.limits))
         inference = make_inference(runtime)
 
@@ -325,6 +328,8 @@ def test_a_known_head_makes_no_difference(requests: list[Ask]) -> None:
             for ask in [version for one in requests for version in (make_known(one), one, one)]:
                 known, general = [await lane.ask(ask) for lane in lanes]
                 assert known == general
+                await eventually(lambda: not any(lane.share.open for lane in lanes), "all is settled")
+                assert lanes[0].share.used == lanes[1].share.used
         finally:
             for lane in lanes:
                 await lane.close()
