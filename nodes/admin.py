@@ -437,10 +437,10 @@ class GpuAdmin(ShowingAdmin):
         ),
         (
             "GPU",
-            {"fields": ("show_id", "show_node", "model", "vendor", "own_id", "index", "group", "first_seen_at", "gone_at")},
+            {"fields": ("show_id", "show_node", "model", "vendor", "show_own_id", "group", "show_first", "show_gone")},
         ),
         ("Runs with", {"fields": ("compute_capability", "driver_version", "runtime_version")}),
-        ("Limits", {"fields": ("vram_mb", "show_batch", "show_context")}),
+        ("Limits", {"fields": ("show_batch", "show_context")}),
     )
     readonly_fields = tuple(name for _, options in fieldsets for name in options["fields"])
     change_form_outer_before_template = "admin/muster/gpu.html"
@@ -501,13 +501,25 @@ class GpuAdmin(ShowingAdmin):
     def show_id(self, gpu: Gpu) -> str:
         return gpu.printed_id
 
+    @column("On its node")
+    def show_own_id(self, gpu: Gpu) -> str:
+        return f"number {gpu.index}" if gpu.own_id == str(gpu.index) else f"number {gpu.index}, {gpu.own_id}"
+
+    @column("First reported")
+    def show_first(self, gpu: Gpu) -> str:
+        return f"{gpu.first_seen_at:%Y-%m-%d %H:%M} UTC"
+
+    @column("Gone since")
+    def show_gone(self, gpu: Gpu) -> str:
+        return "-" if gpu.gone_at is None else f"{gpu.gone_at:%Y-%m-%d %H:%M} UTC"
+
     @column("Requests at once")
     def show_batch(self, gpu: Gpu) -> str:
-        return f"{gpu.max_batch}" if gpu.max_batch is not None else f"{gpu.node.max_concurrent} on its node"
+        return "-" if gpu.max_batch is None else f"{gpu.max_batch}"
 
     @column("Context")
     def show_context(self, gpu: Gpu) -> str:
-        return f"{gpu.max_context_tokens:,} tokens" if gpu.max_context_tokens is not None else "-"
+        return "-" if gpu.max_context_tokens is None else f"{gpu.max_context_tokens:,} tokens"
 
 
 class CredentialForm(forms.Form):

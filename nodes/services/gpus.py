@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 import msgspec
-from django.db import connection, transaction
+from django.db import DataError, connection, transaction
 from django.db.models import QuerySet
 from django.db.models.functions import Now
 
@@ -19,6 +20,8 @@ from nodes.services.availability import judge_status
 from nodes.services.telemetry import guess_gpus
 from wire.bridge import GpuInfo
 from wire.contract import NodeStatus
+
+logger = logging.getLogger("muster.nodes")
 
 _LOCK = 0x6D73_6770
 """Key of the advisory lock: one sweep of GPUs at a time, however many workers run."""
@@ -48,7 +51,7 @@ def follow_gpus() -> GpuReport:
                 return report
             batch = _read_news(after)
             if batch:
-                report = _write(batch, report)
+                report = _try_to_write(batch, report)
         if len(batch) < limits().nodes.gpu_batch:
             return report
         after = batch[-1].node_id
@@ -66,11 +69,17 @@ class _News:
     vram_used_mb: int | None
     load_percent: float | None
     active: int
+    max_concurrent: int
+    context_tokens: int | None
+    """The largest of its replicas."""
 
 
 _READ_NEWS = """
 SELECT p.node_id, p.last_heartbeat_at, p.gpus::text, n.gpu_name, n.vram_total_mb, p.vram_used_mb, p.gpu_util_percent,
-       p.active_requests
+       p.active_requests, n.max_concurrent,
+       (SELECT max((r ->> 'context_tokens')::bigint)
+          FROM jsonb_array_elements(CASE jsonb_typeof(p.replicas) WHEN 'array' THEN p.replicas ELSE '[]' END) AS r
+         WHERE jsonb_typeof(r -> 'context_tokens') = 'number')
   FROM nodes_nodepresence AS p JOIN nodes_node AS n ON n.id = p.node_id
   LEFT JOIN (SELECT node_id, max(last_seen_at) AS seen_at, bool_or(gone_at IS NULL) AS is_there
                FROM nodes_gpu GROUP BY node_id) AS g USING (node_id)
@@ -130,6 +139,20 @@ def _read_news(after: uuid.UUID) -> list[_News]:
         return [_News(*row) for row in cursor.fetchall()]
 
 
+def _try_to_write(batch: Sequence[_News], before: GpuReport) -> GpuReport:
+    try:
+        with transaction.atomic():
+            return _write(batch, before)
+    except DataError:  # what one node says of its GPUs must not keep those of the others from being written
+        if len(batch) == 1:
+            logger.warning("gpus.refused node_id=%s", batch[0].node_id)
+            return before
+    report = before
+    for news in batch:
+        report = _try_to_write([news], report)
+    return report
+
+
 def _write(batch: Sequence[_News], before: GpuReport) -> GpuReport:
     rows = [row for news in batch for row in _list_rows(news)]
     with connection.cursor() as cursor:
@@ -164,8 +187,9 @@ def _list_rows(news: _News) -> Iterable[tuple[uuid.UUID, dict[str, object]]]:
                 "driver_version": gpu.driver_version,
                 "runtime_version": gpu.runtime_version,
                 "group": gpu.group,
-                "max_batch": gpu.max_batch,
-                "max_context_tokens": gpu.max_context_tokens,
+                # A GPU of which nothing else is said has the limits of its node.
+                "max_batch": news.max_concurrent if gpu.max_batch is None else gpu.max_batch,
+                "max_context_tokens": news.context_tokens if gpu.max_context_tokens is None else gpu.max_context_tokens,
                 "load_percent": gpu.utilization_percent,
                 "vram_used_mb": gpu.memory_used_mb,
                 "temperature_c": gpu.temperature_c,
