@@ -109,6 +109,16 @@ class Lab:
             found = await database.execute(query, (model, PROBE_TOKENS))
             return [dict(row) for row in await found.fetchall()]
 
+    async def settled(self, model: str, *, within_s: float = 60.0) -> list[dict[str, Any]]:
+        """Return all records of a model once each has its final state."""
+
+        async def closed() -> list[dict[str, Any]] | None:
+            rows = await self.records(model)
+            return None if any(row["status"] in OPEN_STATES for row in rows) else rows
+
+        rows: list[dict[str, Any]] = await eventually(closed, within_s=within_s, what=f"final records of {model}", pause_s=0.1)
+        return rows
+
     async def final(self, model: str, count: int = 1, *, within_s: float = DEADLINE_S) -> list[dict[str, Any]]:
         async def closed() -> list[dict[str, Any]] | None:
             rows = await self.records(model)

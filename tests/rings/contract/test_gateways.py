@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any  # bodies are JSON
 from urllib.parse import urlsplit, urlunsplit
 
+import httpx
+import openai
+import pytest
+
+from conformance.engine.server import serve_engine
+from tests.fakes.control_process import free_port
 from tests.fakes.http_client import Exchange, Reply, call
 from tests.fakes.lab import CHAT, RESPONSES, Lab, bearer, unique
 from tests.fakes.scripted_box import ScriptedBox, Stream, delta_text
@@ -291,6 +305,188 @@ async def test_a_hundred_streams_of_a_killed_gateway_are_closed_within_thirty_se
     for job in [await again.job() for _ in asked]:  # the node has them all at once: no slot is still held for the dead
         await again.answer(job)
     assert {reply.status for reply in await asyncio.gather(*asked)} == {200}
+
+
+class Balancer:
+    """What stands before gateways: each connection goes to the next one that takes it."""
+
+    def __init__(self, *gateways: Gateway) -> None:
+        self._turns = itertools.cycle([gateway.port for gateway in gateways])
+        self._count = len(gateways)
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for port in itertools.islice(self._turns, self._count):
+            with suppress(OSError):
+                far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)
+                break
+        else:
+            writer.close()
+            return
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            pump = asyncio.create_task(self._pump(source, sink))
+            self._pumps.add(pump)
+            pump.add_done_callback(self._pumps.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(OSError):
+                while data := await source.read(65536):
+                    sink.write(data)
+                    await sink.drain()
+        finally:
+            sink.close()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[str]:
+        """Yield the address under which clients find the gateways."""
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        try:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        finally:
+            server.close()
+            for pump in tuple(self._pumps):
+                pump.cancel()
+            await asyncio.gather(*self._pumps, return_exceptions=True)
+
+
+@dataclass
+class Crowd:
+    """Clients that ask one question after the other, every second one as a stream. The SDK tries again as it is told to."""
+
+    url: str
+    key: str
+    model: str
+    answered: int = 0
+    failures: list[str] = field(default_factory=list)
+    cut: int = 0
+    """Streams that had begun to answer and ended without their end."""
+    is_over: bool = False
+
+    async def ask_on(self) -> None:
+        async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self.key, max_retries=10, timeout=60) as client:
+            for number in itertools.count():
+                if self.is_over:
+                    return
+                begun = False
+                try:
+                    if number % 2:
+                        async for piece in await client.chat.completions.create(model=self.model, messages=HELLO, stream=True):
+                            begun = begun or bool(piece.choices)
+                    else:
+                        await client.chat.completions.create(model=self.model, messages=HELLO)
+                    self.answered += 1
+                    await asyncio.sleep(PACE_S)
+                except (openai.OpenAIError, httpx.HTTPError) as error:
+                    if begun:
+                        self.cut += 1
+                    else:
+                        self.failures.append(f"{type(error).__name__}: {error}")
+
+    @asynccontextmanager
+    async def run(self, clients: int) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(self.ask_on()) for _ in range(clients)]
+        try:
+            yield
+        finally:
+            self.is_over = True
+            await asyncio.gather(*tasks)
+
+
+@contextmanager
+def run_node(lab: Lab, engine: str, model: str, *gateways: Gateway) -> Iterator[str]:
+    """Run the program for nodes in front of an engine; it dials all the gateways. Yield the node's name."""
+    name, folder = unique("roller"), Path(tempfile.mkdtemp(prefix="muster-roller-"))
+    command = [sys.executable, "-m", "runner", "--backend", engine, "--models", model, "--name", name]
+    command += ["--data", str(folder), "--max-concurrent", "8", "--gateway", ",".join(gateway.url for gateway in gateways)]
+    environment = {**os.environ, "MUSTER_TOKEN": lab.secret}
+    with (lab.stack.directory / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield name
+    finally:
+        process.terminate()
+        process.wait(30)
+        shutil.rmtree(folder)
+
+
+@asynccontextmanager
+async def serve_rolled(lab: Lab, model: str, gateways: list[Gateway]) -> AsyncIterator[Crowd]:
+    """Yield six clients that ask both gateways, once each gateway has the node."""
+    async with serve_engine(models=[model]) as engine, Balancer(*gateways).open() as url:
+        with run_node(lab, engine, model, *gateways) as name:
+            for gateway in gateways:
+                await eventually(partial(is_linked, gateway, name), within_s=60, what=f"{gateway.name} has the node")
+            crowd = Crowd(url, lab.stack.ready.api_key, model)
+            async with crowd.run(6):
+                yield crowd
+
+
+CLUSTER = "cluster-secret-of-the-tests"
+ROLLED: dict[str, str] = {"MUSTER_CLUSTER_SECRET": CLUSTER, "MUSTER_SHUTDOWN_GRACE_S": "20"}
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+KILLS = int(os.environ.get("MUSTER_TEST_GATEWAY_KILLS", "6"))
+KILL_EVERY_S = 20.0
+PACE_S = 0.05
+
+
+@contextmanager
+def lend_rolled(stack: Stack) -> Iterator[Callable[[int], Gateway]]:
+    """Yield what starts the first or the second gateway at its address, again when it has ended."""
+    ports = [free_port(), free_port()]
+
+    def start(number: int) -> Gateway:
+        settings = {**ROLLED, "MUSTER_INTERNAL_URL": f"http://127.0.0.1:{ports[number]}"}
+        return stack.gateway(f"rolled-{number}", settings, port=ports[number])
+
+    try:
+        yield start
+    finally:
+        for number in range(2):
+            stack.gateways[f"rolled-{number}"].stop()
+
+
+async def is_linked(gateway: Gateway, name: str) -> bool:
+    metrics = (await call("GET", gateway.url + "/metrics")).body.decode()
+    return f'muster_node_slots{{node="{name}"' in metrics
+
+
+@pytest.mark.timeout(400)
+async def test_gateways_that_are_restarted_in_turn_lose_no_request_that_a_client_tries_again(lab: Lab) -> None:
+    with lend_rolled(lab.stack) as start:
+        gateways = [start(0), start(1)]
+        model = await lab.model(*gateways)
+        async with serve_rolled(lab, model, gateways) as crowd:
+            for number in (0, 1, 0, 1):
+                await asyncio.to_thread(gateways[number].stop)
+                gateways[number] = await asyncio.to_thread(start, number)
+                enough = crowd.answered + 100
+                await eventually(lambda: crowd.answered > enough, within_s=60, what="clients are answered")  # noqa: B023
+        ends = Counter((record["status"], record["status_code"]) for record in await lab.settled(model))
+        assert (crowd.failures, crowd.cut) == ([], 0)
+        # A gateway that stops refuses new work with 503 and Retry-After.
+        assert ends.keys() <= {("completed", 200), ("failed", 503)}, ends
+        assert ends["completed", 200] == crowd.answered
+
+
+@pytest.mark.timeout(KILLS * 40 + 240)
+async def test_with_a_gateway_killed_every_twenty_seconds_each_request_is_answered_or_ends_as_a_cut_stream(lab: Lab) -> None:
+    with lend_rolled(lab.stack) as start:
+        gateways = [start(0), start(1)]
+        model = await lab.model(*gateways)
+        async with serve_rolled(lab, model, gateways) as crowd:
+            for kill in range(KILLS):
+                due_at, victim = time.monotonic() + KILL_EVERY_S, gateways[kill % 2].process
+                assert victim is not None
+                victim.kill()
+                await asyncio.to_thread(victim.wait)
+                gateways[kill % 2] = await asyncio.to_thread(start, kill % 2)
+                await asyncio.sleep(max(0.0, due_at - time.monotonic()))
+        states = Counter(record["status"] for record in await lab.settled(model))
+        assert crowd.failures == []
+        assert states.keys() <= {"completed", "failed", "interrupted", "cancelled"}, states
+        assert states["completed"] >= crowd.answered > KILLS * 100
+        assert crowd.cut <= states["interrupted"]
 
 
 ROOT = Path(__file__).resolve().parents[3]
