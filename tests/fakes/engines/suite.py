@@ -36,6 +36,7 @@ from runner.engines.port import (
     Response,
 )
 from runner.errors import EngineError
+from runner.serving.request import ask_to_continue
 from tests.fakes.limits import set_runner_limits
 from tests.fakes.runners.process import is_alive
 from tests.fakes.waiting import eventually, turns
@@ -163,6 +164,26 @@ async def ask(engine: Engine, call: Call) -> bytes:
         body = await response.read()
     assert response.status == 200, body[:500]
     return body
+
+
+async def assert_goes_on(engine: Engine, question: str) -> None:
+    """Fail unless the engine goes on with its own answer wherever that was cut, and streams what is new alone."""
+    turns, continuation = [{"role": "user", "content": question}], engine.capabilities.continuation
+    asked: dict[str, object] = {"model": "tiny", "temperature": 0, "max_tokens": 40, "stream": True}
+    whole = await read_pieces(engine, json.dumps({**asked, "messages": turns}).encode())
+    assert len(whole) > 4
+    assert continuation is not None
+    for number in range(1, len(whole) - 1, 3):
+        begun = "".join(whole[:number]).rstrip()
+        body = {**asked, "messages": [*turns, {"role": "assistant", "content": begun}]}
+        rest = await read_pieces(engine, ask_to_continue(json.dumps(body).encode(), continuation))
+        assert (begun + "".join(rest)).startswith("".join(whole)), number
+
+
+async def read_pieces(engine: Engine, body: bytes) -> list[str]:
+    data = await ask(engine, Call("POST", CHAT, {"content-type": "application/json"}, body))
+    chunks = [json.loads(line[6:]) for line in data.splitlines() if line.startswith(b"data: {")]
+    return [text for chunk in chunks for choice in chunk["choices"] if (text := choice["delta"].get("content"))]
 
 
 async def count_running(subject: EngineUnderTest) -> int | None:

@@ -24,7 +24,16 @@ from runner.engines.port import CHAT, COMPLETIONS, TOKENIZE, TRANSCRIPTIONS, Cal
 from runner.errors import EngineError
 from tests.fakes.engines.cases import PAGES_QUESTION as LONG_QUESTION
 from tests.fakes.engines.cases import audio_call, ct2_plan, exllama_plan, fake_library, long_wav, whisper_plan
-from tests.fakes.engines.suite import ask_chat, ask_json, client_session, json_call, read_events, served, text_of_chat
+from tests.fakes.engines.suite import (
+    ask_chat,
+    ask_json,
+    assert_goes_on,
+    client_session,
+    json_call,
+    read_events,
+    served,
+    text_of_chat,
+)  # fmt: skip
 from tests.fakes.models.make import ct2_model_dir, speech_wav, whisper_dir
 from tests.fakes.waiting import eventually
 
@@ -65,6 +74,11 @@ async def test_a_stream_follows_the_grammar_and_says_what_the_whole_answer_says(
     assert text_of_chat(stopped) == whole.partition(whole[8:14])[0]
     assert stopped[1]["choices"][0]["finish_reason"] == "stop"
     assert (short[1]["choices"][0]["finish_reason"], short[1]["usage"]["completion_tokens"]) == ("length", 3)
+
+
+async def test_it_goes_on_with_an_answer_that_began_elsewhere() -> None:
+    async with served(make_ct2, ct2_plan()) as engine:
+        await assert_goes_on(engine, QUESTION)
 
 
 async def test_a_prompt_longer_than_the_context_is_refused_as_openai_refuses_it() -> None:

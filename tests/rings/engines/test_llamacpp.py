@@ -34,6 +34,7 @@ from tests.fakes.engines.suite import (
     EngineUnderTest,
     ask,
     assert_freed_by_leaving,
+    assert_goes_on,
     assert_gone,
     assert_health,
     chat_call,
@@ -165,6 +166,11 @@ async def test_messages_reuse_nothing_and_leave_nothing_to_reuse(slots: int) -> 
             (port.CHAT, "c"),
         ):
             assert await reused(engine, path, tenant) == 0, (path, tenant)
+
+
+async def test_it_goes_on_with_an_answer_that_began_elsewhere() -> None:
+    async with served(make_llamacpp, tiny_plan(slots=1)) as engine:
+        await assert_goes_on(engine, "Tell me a story.")
 
 
 async def test_a_client_cannot_choose_its_slot_however_it_spells_the_wish() -> None:

@@ -41,6 +41,7 @@ from tests.fakes.engines.suite import (
     EngineCase,
     EngineUnderTest,
     ask,
+    assert_goes_on,
     assert_gone,
     chat_call,
     first_bytes,
@@ -147,6 +148,10 @@ async def test_every_endpoint_it_names_answers(engine: HttpEngine) -> None:
     assert {*bodies, TOKENIZE} == set(engine.capabilities.endpoints)
     for path, body in bodies.items():
         assert await ask(engine, call(path, {"model": "tiny", **body}))
+
+
+async def test_it_goes_on_with_an_answer_that_began_elsewhere(engine: HttpEngine) -> None:
+    await assert_goes_on(engine, "Tell me a story.")
 
 
 async def test_a_flush_is_refused_while_a_request_runs_and_then_clears(engine: HttpEngine) -> None:
