@@ -164,7 +164,10 @@ class GatewayRuntime:
             interval_s=self.limits.canary_interval_s,
         )
         self.node_channel = NodeChannel(
-            self.keeper, advertised_gateways=settings.GATEWAY_ADVERTISED_URLS, store_usage=self._store_usage
+            self.keeper,
+            advertised_gateways=settings.GATEWAY_ADVERTISED_URLS,
+            store_usage=self._store_usage,
+            hear_usage=self._hear_usage,
         )
         self.tickets = TicketOffice(
             self.pipeline,
@@ -441,6 +444,9 @@ class GatewayRuntime:
         if found:
             self._targets |= found
             self._look_at_all()
+
+    def _hear_usage(self, node_id: uuid.UUID, report: TicketUsage) -> None:
+        self.tickets.hear(node_id, report)
 
     async def _store_usage(self, reports: Sequence[tuple[uuid.UUID, TicketUsage]]) -> None:
         self.tickets.take_ended(await run_upkeep(store_usage, reports))

@@ -57,7 +57,7 @@ from nodes.services.drains import set_mode
 from nodes.services.governance import take_report
 from nodes.session import ModeRequested
 from nodes.states import NodeRow
-from nodes.tickets import StoreUsage, TicketChannel
+from nodes.tickets import HearUsage, StoreUsage, TicketChannel
 from wire import bridge, clock
 from wire.agent import DRAIN, EVICT_MODEL, LOAD_MODEL, AgentCommand, AgentCommandStatus
 from wire.bridge import OpStatus
@@ -175,7 +175,14 @@ _AGENT_COMMANDS = {"model-load": LOAD_MODEL, "model-unload": EVICT_MODEL}
 class NodeChannel:
     """What the node sockets of one gateway process share: it delivers to the nodes, and takes down what they say."""
 
-    def __init__(self, keeper: LinkKeeper, *, advertised_gateways: list[str], store_usage: StoreUsage | None = None) -> None:
+    def __init__(
+        self,
+        keeper: LinkKeeper,
+        *,
+        advertised_gateways: list[str],
+        store_usage: StoreUsage | None = None,
+        hear_usage: HearUsage | None = None,
+    ) -> None:
         self.limits = limits().nodes
         self.keeper = keeper
         self.registry = keeper.registry
@@ -200,7 +207,9 @@ class NodeChannel:
         self.agents: dict[uuid.UUID, AgentLine] = {}
         """Where agents that listen here are sent commands, by node."""
         self._has_work = asyncio.Event()
-        self.tickets = TicketChannel(self.registry, spawn=self.run_beside, wake=self._has_work.set, store_usage=store_usage)
+        self.tickets = TicketChannel(
+            self.registry, spawn=self.run_beside, wake=self._has_work.set, store_usage=store_usage, hear_usage=hear_usage
+        )
         self._drains_told: dict[uuid.UUID, datetime] = {}
         self._beside: set[asyncio.Task[None]] = set()
         self._statuses: dict[StatusKey, bridge.OpStatus] = {}

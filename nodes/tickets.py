@@ -22,6 +22,8 @@ logger = logging.getLogger("muster.nodes")
 
 StoreUsage = Callable[[Sequence[tuple[uuid.UUID, bridge.TicketUsage]]], Coroutine[Any, Any, None]]
 """Writes down what nodes say of tickets, each with the node that says it. Raises DatabaseError."""
+HearUsage = Callable[[uuid.UUID, bridge.TicketUsage], None]
+"""Told at once what a node says of a ticket, before that is written down."""
 
 
 class TicketChannel:
@@ -34,6 +36,7 @@ class TicketChannel:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         wake: Callable[[], None],
         store_usage: StoreUsage | None,
+        hear_usage: HearUsage | None,
     ) -> None:
         self.keyring = TicketKeyring()
         self._limits = limits().nodes
@@ -41,6 +44,7 @@ class TicketChannel:
         self._spawn = spawn
         self._wake = wake
         self._store_usage = store_usage
+        self._hear_usage = hear_usage
         self._usage: dict[tuple[uuid.UUID, str], bridge.TicketUsage] = {}
         """What nodes said of tickets and the database does not know yet, the newest of each, by node and ticket."""
 
@@ -81,6 +85,8 @@ class TicketChannel:
                 logger.warning("node.usage_dropped node=%s; the node says it again", link.node_name)
                 break
             self._usage[key] = report
+            if self._hear_usage is not None:
+                self._hear_usage(link.node_id, report)
         self._wake()
 
     async def store(self) -> None:

@@ -40,6 +40,7 @@ from gateway.values import (
 from nodes.links import Link, LinkRegistry
 from nodes.services.tickets import TicketKeyring
 from wire import clock
+from wire.bridge import TicketUsage
 from wire.contract import RequestState
 from wire.ids import format_id, new_uuid7
 from wire.ticket import Caps, Ticket, TicketKey, issue_ticket
@@ -100,6 +101,14 @@ class _Asked:
 
 
 @dataclass(slots=True)
+class _HeldSlot:
+    """A slot that is held for a ticket until its request has ended, or ``timer`` ends it."""
+
+    lease: Lease
+    timer: asyncio.TimerHandle
+
+
+@dataclass(slots=True)
 class TicketOffice:
     """Gives tickets. One per gateway process; the pipeline decides, as for requests that are relayed."""
 
@@ -108,6 +117,8 @@ class TicketOffice:
     keyring: TicketKeyring
     relay_url: str
     """Base URL of the gateways for clients, ``/v1`` included."""
+    slots: dict[str, _HeldSlot] = field(default_factory=dict)
+    """Slots of nodes that tickets of this process hold, by ticket."""
     held: dict[uuid.UUID, Reservation] = field(default_factory=dict)
     """What tickets of this process reserved of budgets and is not settled, by record."""
 
@@ -212,8 +223,6 @@ class TicketOffice:
     def _sign(self, key: TicketKey, caller: Caller, record: Record, lease: Lease) -> GivenTicket:
         now, link = clock.unix_s(), lease.link
         expires_at = now + limits().gateway.ticket_s
-        # From then on what the node says of its load counts.
-        asyncio.get_running_loop().call_later(limits().gateway.ticket_s, lease.release)
         ticket = Ticket(
             ticket_id=f"tkt_{record.id.hex}",
             issued_at=now,
@@ -226,6 +235,7 @@ class TicketOffice:
             record_id=format_id("req", record.id),
             caps=Caps(max_tokens=record.max_tokens or 0),
         )
+        self._hold(ticket.ticket_id, lease, limits().gateway.ticket_s)
         return GivenTicket(
             ticket=issue_ticket(key, ticket),
             ticket_id=ticket.ticket_id,
@@ -234,6 +244,26 @@ class TicketOffice:
             model=record.model,
             node_id=ticket.audience,
         )
+
+    def hear(self, node_id: uuid.UUID, report: TicketUsage) -> None:
+        """Take at once what a node says of a ticket: its slot is held while its request runs, and is free when that ended."""
+        slot = self.slots.get(report.ticket_id)
+        if slot is None or slot.lease.link.node_id != node_id:
+            return
+        slot.timer.cancel()
+        if report.status == RequestState.RUNNING:
+            self._hold(report.ticket_id, slot.lease, limits().gateway.request_s)
+        else:
+            self._free(report.ticket_id)
+
+    def _hold(self, ticket_id: str, lease: Lease, seconds: float) -> None:
+        # After that, what the node says of its load counts: it may report to another gateway.
+        timer = asyncio.get_running_loop().call_later(seconds, self._free, ticket_id)
+        self.slots[ticket_id] = _HeldSlot(lease, timer)
+
+    def _free(self, ticket_id: str) -> None:
+        if (slot := self.slots.pop(ticket_id, None)) is not None:
+            slot.lease.release()
 
     def take_ended(self, ended: Sequence[EndedRequest]) -> None:
         """Count and settle requests of which nodes have just said how they ended."""

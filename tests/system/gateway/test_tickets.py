@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import runpy
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any  # bodies are JSON
 
 import httpx
@@ -146,6 +148,23 @@ async def test_a_ticket_is_for_the_node_that_has_room_and_its_request_has_a_reco
         assert link.active == 1, "its slot is held until it has begun"
 
 
+async def test_a_slot_is_held_while_the_request_of_a_ticket_runs_and_free_when_it_ended(central: Central) -> None:
+    set_limits(gateway={"ticket_s": 1.0})
+    async with central.node(max_concurrent=1) as socket:
+        said, ticket = await take_ticket(central, socket)
+        (link,) = central.runtime.registry
+        report = bridge.TicketUsage(ticket_id=said["ticket_id"], record_id=ticket.record_id, model="m", status="running")
+        socket.say(bridge.UsageReport(reports=[report]))
+        await eventually(lambda: clock.unix_s() > ticket.expires_at, "the ticket has expired")
+        assert (link.active, (await central.ask()).json()["relay"]) == (1, True), "its request still runs"
+        report.status = "completed"
+        socket.say(bridge.UsageReport(reports=[report]))
+        await eventually(lambda: not link.active, "it ended")
+        await take_ticket(central, socket)
+        assert link.active == 1
+        await eventually(lambda: not link.active, "nobody used the ticket")
+
+
 async def test_what_a_node_reports_ends_the_record_once_and_the_node_hears_that(central: Central) -> None:
     async with central.node() as socket:
         said, ticket = await take_ticket(central, socket)
@@ -194,6 +213,36 @@ async def test_without_a_node_that_can_be_reached_or_has_room_the_caller_is_told
         await take_ticket(central, socket)
         assert (await central.ask()).json() == relay, "its slot is taken"
     assert await sync_to_async(RequestRecord.objects.count)() == 1, "only a ticket has a record"
+
+
+class _Served(httpx.MockTransport):
+    """The gateway and a node of the example: what each was asked, and whether the node answers."""
+
+    def __init__(self, *, node_answers: bool) -> None:
+        self.asked: list[str] = []
+        self._node_answers = node_answers
+        super().__init__(self._answer)
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(f"{request.url.host}{request.url.path}")
+        if request.url.path == "/v1/tickets":
+            given = {"ticket": "t", "base_url": "http://node/v1", "model": "m"}
+            return httpx.Response(201, json=given)
+        if request.url.host == "node" and not self._node_answers:
+            raise httpx.ConnectError("refused")
+        text = 'data: {"choices":[{"delta":{"content":"hi"}}]}\n\ndata: [DONE]\n\n'
+        return httpx.Response(200, text=text, headers={"content-type": "text/event-stream"})
+
+
+@pytest.mark.parametrize("node_answers", [True, False])
+def test_the_example_of_a_client_goes_to_the_node_and_falls_back_to_the_gateway(node_answers: bool) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[3] / "examples" / "ticket_client.py"))
+    client, served = example["TicketClient"]("http://gateway", "mst_x"), _Served(node_answers=node_answers)
+    client.http = httpx.Client(transport=served)
+    assert list(client.stream("m", [{"role": "user", "content": "hello"}])) == ["hi"]
+    direct = ["gateway/v1/tickets", "node/v1/chat/completions"]
+    assert served.asked == (direct if node_answers else [*direct, *direct, "gateway/v1/chat/completions"])
+    assert (client.direct, client.relayed) == (int(node_answers), int(not node_answers))
 
 
 async def test_the_rules_of_relayed_requests_hold(central: Central) -> None:
