@@ -190,7 +190,7 @@ def apply_cap(ticket: Ticket, *, endpoint: str, fields: Mapping[str, object], bo
     if "decoding" in fields:
         raise InvalidRequest("A ticket does not open llm-pool's form of this endpoint; leave decoding out.", param="decoding")
     asked = [fields[name] for name in _LIMITS if fields.get(name) is not None]
-    times = max([value for name in _TIMES if isinstance(value := fields.get(name), int)], default=1)
+    times = _count_answers(fields)
     if any(not isinstance(value, int | float) or not 0 <= value * times <= cap for value in asked):
         raise refuse(TicketFault.TOO_MUCH)
     if asked:
@@ -199,7 +199,15 @@ def apply_cap(ticket: Ticket, *, endpoint: str, fields: Mapping[str, object], bo
         raise refuse(TicketFault.TOO_MUCH)
     # A null would count as well as nothing: the name is ours alone then.
     rest = body if field not in fields else msgspec.json.encode({name: fields[name] for name in fields if name != field})
-    return b'{"%b":%d,%b' % (field.encode(), cap // max(1, times), rest[rest.index(b"{") + 1 :])
+    return b'{"%b":%d,%b' % (field.encode(), cap // times, rest[rest.index(b"{") + 1 :])
+
+
+def _count_answers(fields: Mapping[str, object]) -> int:
+    """Return how many answers a body asks for: each may be as long as its bound."""
+    times = max([value for name in _TIMES if isinstance(value := fields.get(name), int)], default=1)
+    prompt = fields.get("prompt")
+    is_several = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str | list)  # else tokens of one
+    return max(1, times) * (len(prompt) if isinstance(prompt, list) and is_several else 1)
 
 
 def _report(spent: Spent, *, status: str) -> TicketUsage:

@@ -127,6 +127,7 @@ async def test_a_ticket_opens_one_request_and_the_gateway_is_told_what_it_took(
         ({}, {"max_completion_tokens": 101, "max_tokens": 5}, (403, "ticket_cap_exceeded")),
         ({}, {"n_predict": -1}, (403, "ticket_cap_exceeded")),
         ({}, {"max_tokens": 60, "n": 2}, (403, "ticket_cap_exceeded")),
+        ({}, {"max_tokens": 60, "prompt": ["a", "b"]}, (403, "ticket_cap_exceeded")),
     ],
 )
 async def test_what_a_ticket_does_not_permit_the_engine_never_sees(
@@ -272,6 +273,8 @@ def test_the_cap_is_written_into_a_body_that_has_none() -> None:
     for body, expected in (
         (b' {"model": "m"}', {"max_tokens": 100, "model": "m"}),
         (b'{"model": "m", "max_tokens": null, "n": 3}', {"max_tokens": 33, "model": "m", "n": 3}),
+        (b'{"model": "m", "prompt": ["a", "b"]}', {"max_tokens": 50, "model": "m", "prompt": ["a", "b"]}),
+        (b'{"model": "m", "prompt": [1, 2]}', {"max_tokens": 100, "model": "m", "prompt": [1, 2]}),
         (b'{"model": "m", "max_tokens": 7}', {"model": "m", "max_tokens": 7}),
     ):
         said = apply_cap(ticket, endpoint=CHAT, fields=json.loads(body), body=body)
