@@ -11,6 +11,7 @@ from django.db.models import BooleanField, Case, Q, When
 from core.limits import limits
 from gateway.models import RequestRecord
 from gateway.services.requests import FAILED
+from gateway.values import TICKETS_PATH
 from nodes.services.figures import Observation, Seen, Span, fold_requests, forget_figures, publish_figures
 from wire import clock
 from wire.contract import ErrorCode, RequestState
@@ -41,6 +42,7 @@ def _read_requests(span: Span) -> Seen:
     begun = span.after - timedelta(seconds=limits().nodes.figures_longest_s)
     is_later = Q(finished_at__gt=span.after) | Q(finished_at=span.after, id__gt=span.after_id)
     records = RequestRecord.objects.filter(is_later, created_at__gte=begun, finished_at__lte=span.until, node_id__isnull=False)
+    records = records.exclude(endpoint=TICKETS_PATH)  # how those ended a node says itself
     # A request that its gateway left open when it died has no status: that was not the node.
     is_failure = FAILED & Q(status_code__isnull=False) & ~Q(error_code__in=_NOT_THE_NODES)
     counts = Q(state=RequestState.COMPLETED.value) | is_failure

@@ -20,6 +20,7 @@ from django.utils import timezone
 
 from gateway.models import RequestRecord, UsageEvent
 from gateway.process import GatewayRuntime
+from gateway.services.figures import update_figures
 from gateway.services.models import allow_model
 from gateway.services.requests import close_orphaned_requests
 from gateway.services.tickets import store_usage
@@ -344,6 +345,7 @@ def test_a_node_speaks_for_its_own_tickets_alone() -> None:
     assert store_usage([(node.pk, report_of(record, record_id="req_x"))]) == []
     (ended,) = store_usage([(node.pk, report_of(record, bytes_out=10_000))])
     assert [event.pk for event in UsageEvent.objects.all()] == [record.pk], "what it used is told once"
+    assert update_figures() == 0, "a node does not praise itself"
     assert ended.state is RequestState.COMPLETED
     record.refresh_from_db()
     assert (record.completion_tokens, record.tokens_estimated) == (50, True), "an estimate is no more than the ticket permits"
