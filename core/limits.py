@@ -488,6 +488,7 @@ class GatewayLimits:
         "s",
         "A request with a ticket of which no node says how it ended is interrupted so long after its time.",
     )
+    ticket_look_s: float = bound(0.5, "s", "Whoever follows a ticket learns of its node's loss.")
     ticket_made_s: float = bound(60.0, "s", "A record is looked for around the moment in its id.")
     ticket_back_s: float = bound(60.0, "s", "After an outage nodes have so long to tell what became of tickets.")
     max_queue: int = bound(

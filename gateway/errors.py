@@ -74,6 +74,14 @@ class RouteNotFound(BadRequest, code=ErrorCode.NOT_FOUND, status=404):
     default_message = "There is no such endpoint here. GET /v1/models lists what can be used."
 
 
+class TicketUnknown(BadRequest):
+    """No ticket of that id is in use, as far as this gateway knows and this caller may know."""
+
+    code = ErrorCode.NOT_FOUND
+    status = 404
+    default_message = "There is no such ticket in use: it was not given here to this key, or its request has ended."
+
+
 class MethodNotAllowed(BadRequest, status=405):
     """The path exists, the method does not."""
 

@@ -18,7 +18,7 @@ import msgspec
 from core.limits import limits
 from gateway import metrics
 from gateway.dialects.body import check_model_name, read_fault, read_options
-from gateway.errors import BadRequest, GatewayError, RateLimited, RecordsUnavailable, ShuttingDown
+from gateway.errors import BadRequest, GatewayError, RateLimited, RecordsUnavailable, ShuttingDown, TicketUnknown
 from gateway.request.budgets import Reservation
 from gateway.request.client import ClientConnection
 from gateway.request.dispatch import Candidate, Job, Lease, Ready, choose_path
@@ -89,9 +89,9 @@ class RelayAdvice(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class _Asked:
-    """What one caller asks for: the model by its name, where there is room for it, what is reserved of budgets."""
+    """What one caller asks for, where there is room for it, and what is reserved of budgets."""
 
-    model: str = ""
+    wish: TicketWish | None = None
     found: tuple[Candidate, Ready] | None = None
     reservation: Reservation | None = None
 
@@ -101,10 +101,12 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _HeldSlot:
+class HeldSlot:
     """A slot that is held for a ticket until its request has ended, or ``timer`` ends it."""
 
     lease: Lease
+    caller: Caller
+    wish: TicketWish
     timer: asyncio.TimerHandle
 
 
@@ -117,7 +119,7 @@ class TicketOffice:
     keyring: TicketKeyring
     relay_url: str
     """Base URL of the gateways for clients, ``/v1`` included."""
-    slots: dict[str, _HeldSlot] = field(default_factory=dict)
+    slots: dict[str, HeldSlot] = field(default_factory=dict)
     """Slots of nodes that tickets of this process hold, by ticket."""
     held: dict[uuid.UUID, Reservation] = field(default_factory=dict)
     """What tickets of this process reserved of budgets and is not settled, by record."""
@@ -130,14 +132,47 @@ class TicketOffice:
         caller = await pipeline.keys.identify(client.headers, address=client.address)
         record_id = new_uuid7()
         asked = await self._judge(client, caller, record_id, extra)
-        key, found = self.keyring.find_signing(), asked.found
-        if found is None or key is None:
-            asked.let_go()
+        answer = await self._give(client, caller, record_id, asked)
+        if isinstance(answer, RelayAdvice):
             pipeline.limiter.give_back(caller.key_id)  # the relayed request is counted then
+        return answer
+
+    def find_slot(self, ticket_id: str, caller: Caller) -> HeldSlot:
+        """Return what a ticket of the caller's holds here. Raises TicketUnknown."""
+        slot = self.slots.get(ticket_id)
+        if slot is None or slot.caller.key_id != caller.key_id:
+            raise TicketUnknown
+        return slot
+
+    def find_loss(self, slot: HeldSlot) -> str:
+        """Return why the request of a ticket may not end well on its node; empty = nothing speaks against it."""
+        link, now = slot.lease.link, clock.monotonic()
+        if link.closed or self.registry.get(link.node_id) is not link:
+            return "gpu_lost"
+        deadline = link.policy.drain_deadline_at
+        if deadline is not None and now >= deadline:
+            return "gpu_reclaimed" if link.policy.reclaimed else "gpu_draining"
+        return "gpu_timeout" if link.silence_s >= link.stale_after_s else ""
+
+    async def replace(self, client: ClientConnection, slot: HeldSlot) -> GivenTicket | RelayAdvice:
+        """Return a ticket for another node in place of one whose node was lost, or the advice to ask the gateway.
+
+        It is a request of its own, with a record and a reservation. Raises GatewayError.
+        """
+        record_id = new_uuid7()
+        asked = await self._reserve(client, slot.caller, slot.wish, record_id, avoid=slot.lease.link)
+        return await self._give(client, slot.caller, record_id, asked)
+
+    async def _give(
+        self, client: ClientConnection, caller: Caller, record_id: uuid.UUID, asked: _Asked
+    ) -> GivenTicket | RelayAdvice:
+        pipeline, key, found = self.pipeline, self.keyring.find_signing(), asked.found
+        if found is None or key is None or asked.wish is None:
+            asked.let_go()
             return RelayAdvice(base_url=self.relay_url)
         candidate, ready = found
-        record = pipeline.recorder.make_record(record_id, caller, candidate.request, asked_model=asked.model)
-        name_model(record, candidate.entry.name, asked_model=asked.model)
+        record = pipeline.recorder.make_record(record_id, caller, candidate.request, asked_model=asked.wish.model)
+        name_model(record, candidate.entry.name, asked_model=asked.wish.model)
         if record.max_tokens is None:
             record.max_tokens = candidate.entry.max_tokens
         if asked.reservation is not None:
@@ -155,30 +190,42 @@ class TicketOffice:
             raise
         if asked.reservation is not None:
             self.held[record_id] = asked.reservation
-        return self._sign(key, caller, record, lease)
+        return self._sign(key, caller, record, lease, asked.wish)
 
     async def _judge(self, client: ClientConnection, caller: Caller, record_id: uuid.UUID, extra: list[Header]) -> _Asked:
         """Return what is asked for and where there is room. Raises GatewayError, and writes down what is refused."""
-        pipeline, asked = self.pipeline, _Asked()
+        pipeline, model = self.pipeline, ""
         request = InferenceRequest(endpoint=TICKETS_PATH, paths=(TICKETS_PATH,), model="")
         body = await client.read_body()
         try:
             extra += pipeline.limiter.take(caller.key_id, caller.requests_per_minute).headers()
             wish = read_wish(body)
-            request, asked.model = _make_request(wish), wish.model
-            job = self._make_job(caller, request, record_id, client)
-            asked.found = self._find_room(job, wish)
-            if asked.found is not None and caller.budgets and pipeline.budgets is not None:
-                entries = [one.entry for one in job.candidates]
-                asked.reservation = await pipeline.reserve(pipeline.budgets, caller, request, entries)
-                asked.found = self._find_room(job, wish)  # what was found before is old then
+            request, model = _make_request(wish), wish.model
+            return await self._reserve(client, caller, wish, record_id)
         except GatewayError as error:
             if isinstance(error, RateLimited):
                 extra += pipeline.limiter.peek(caller.key_id, caller.requests_per_minute).headers()
-            pipeline.recorder.record_refusal(error, caller, request, record_id, asked_model=asked.model)
+            pipeline.recorder.record_refusal(error, caller, request, record_id, asked_model=model)
             pipeline.recorder.count_refusal(error)
-            asked.let_go()
             raise
+
+    async def _reserve(
+        self, client: ClientConnection, caller: Caller, wish: TicketWish, record_id: uuid.UUID, *, avoid: Link | None = None
+    ) -> _Asked:
+        """Return where there is room for a request, with what it may use reserved. Raises GatewayError."""
+        budgets, request, asked = self.pipeline.budgets, _make_request(wish), _Asked(wish)
+        job = self._make_job(caller, request, record_id, client)
+        if avoid is not None:
+            job.avoid.add(avoid)
+        asked.found = self._find_room(job, wish)
+        if asked.found is not None and caller.budgets and budgets is not None:
+            entries = [one.entry for one in job.candidates]
+            asked.reservation = await self.pipeline.reserve(budgets, caller, request, entries)
+            try:
+                asked.found = self._find_room(job, wish)  # what was found before is old then
+            except GatewayError:
+                asked.let_go()
+                raise
         return asked
 
     def _make_job(self, caller: Caller, request: InferenceRequest, record_id: uuid.UUID, client: ClientConnection) -> Job:
@@ -220,7 +267,7 @@ class TicketOffice:
                 self.pipeline.recorder.seal(record, Ending(error.state, error))
             raise
 
-    def _sign(self, key: TicketKey, caller: Caller, record: Record, lease: Lease) -> GivenTicket:
+    def _sign(self, key: TicketKey, caller: Caller, record: Record, lease: Lease, wish: TicketWish) -> GivenTicket:
         now, link = clock.unix_s(), lease.link
         expires_at = now + limits().gateway.ticket_s
         ticket = Ticket(
@@ -235,7 +282,8 @@ class TicketOffice:
             record_id=format_id("req", record.id),
             caps=Caps(max_tokens=record.max_tokens or 0),
         )
-        self._hold(ticket.ticket_id, lease, limits().gateway.ticket_s)
+        timer = self._free_after(ticket.ticket_id, limits().gateway.ticket_s)
+        self.slots[ticket.ticket_id] = HeldSlot(lease, caller, wish, timer)
         return GivenTicket(
             ticket=issue_ticket(key, ticket),
             ticket_id=ticket.ticket_id,
@@ -252,14 +300,13 @@ class TicketOffice:
             return
         slot.timer.cancel()
         if report.status == RequestState.RUNNING:
-            self._hold(report.ticket_id, slot.lease, limits().gateway.request_s)
+            slot.timer = self._free_after(report.ticket_id, limits().gateway.request_s)
         else:
             self._free(report.ticket_id)
 
-    def _hold(self, ticket_id: str, lease: Lease, seconds: float) -> None:
+    def _free_after(self, ticket_id: str, seconds: float) -> asyncio.TimerHandle:
         # After that, what the node says of its load counts: it may report to another gateway.
-        timer = asyncio.get_running_loop().call_later(seconds, self._free, ticket_id)
-        self.slots[ticket_id] = _HeldSlot(lease, timer)
+        return asyncio.get_running_loop().call_later(seconds, self._free, ticket_id)
 
     def _free(self, ticket_id: str) -> None:
         if (slot := self.slots.pop(ticket_id, None)) is not None:

@@ -46,6 +46,7 @@ IDS = {
     "node": "0" * 32,
     "session_id": "0" * 32,
     "path": "v1/chat/completions",
+    "ticket_id": "tkt_none",
 }
 """A value for every part of an address that names something. A route with a part of another name fails these tests."""
 OF_A_TENANT = {"response_id"}

@@ -72,6 +72,11 @@ class Central:
             headers = {"authorization": f"Bearer {bearer}"}
             return await client.post("/v1/tickets", json={"model": "m", **wish}, headers=headers)
 
+    async def follow(self, path: str, key: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app=on_our_server(self.application))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            return await client.get(path, headers={"authorization": f"Bearer {key}"})
+
     @asynccontextmanager
     async def node(self, ticket_url: str = URL, **fields: Any) -> AsyncIterator[NodeSocket]:
         """A node that has registered, once the gateway has looked at its URL."""
@@ -214,6 +219,39 @@ async def test_without_a_node_that_can_be_reached_or_has_room_the_caller_is_told
         await take_ticket(central, socket)
         assert (await central.ask()).json() == relay, "its slot is taken"
     assert await sync_to_async(RequestRecord.objects.count)() == 1, "only a ticket has a record"
+
+
+async def test_whoever_follows_a_ticket_learns_that_its_node_was_lost_and_gets_another(central: Central) -> None:
+    set_limits(gateway={"ticket_look_s": 0.02})
+    async with central.node() as socket:
+        said, _ = await take_ticket(central, socket)
+        path = f"/v1/tickets/{said['ticket_id']}/events"
+        stranger = (await _make_rows_of_another())[1]
+        assert (await central.follow(path, stranger)).status_code == 404
+        assert (await central.follow("/v1/tickets/tkt_0/events", central.key)).status_code == 404
+        following = asyncio.ensure_future(central.follow(path, central.key))
+        await asyncio.sleep(0.1)
+    events = [line for line in (await following).text.splitlines() if line.startswith("data: ")]
+    failover = json.loads(events[0][6:])
+    assert (failover["type"], failover["reason"], failover["new_ticket"]) == ("x_pool_failover", "gpu_lost", None)
+    assert failover["base_url"] == central.runtime.tickets.relay_url, "there is no other node"
+
+
+async def test_following_ends_when_the_request_of_a_ticket_has_ended(central: Central) -> None:
+    set_limits(gateway={"ticket_look_s": 0.02})
+    async with central.node() as socket:
+        said, ticket = await take_ticket(central, socket)
+        following = asyncio.ensure_future(central.follow(f"/v1/tickets/{said['ticket_id']}/events", central.key))
+        await asyncio.sleep(0.1)
+        report = bridge.TicketUsage(ticket_id=said["ticket_id"], record_id=ticket.record_id, model="m", status="completed")
+        socket.say(bridge.UsageReport(reports=[report]))
+        assert "x_pool_end" in (await following).text
+        assert "x_pool_failover" not in following.result().text
+
+
+@sync_to_async
+def _make_rows_of_another() -> Any:
+    return make_key("other", tenant="rival")
 
 
 class _Served(httpx.MockTransport):
