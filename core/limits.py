@@ -312,7 +312,9 @@ class NodeLimits:
     figures_settled: float = bound(1.0, "requests", "With fewer of them the fleet's median stands for a time or a rate.")
     figures_lag_s: float = bound(10.0, "s", "Requests that ended later are left to the next round: some are not written yet.")
     figures_back_s: float = bound(3 * 3_600.0, "s", "The first round begins with requests that ended so long ago.")
-    figures_longest_s: float = bound(900.0, "s", "A request that took longer is in no figure.")
+    figures_longest_s: float = bound(
+        900.0, "s", "A request that took longer, and longer than MUSTER_REQUEST_TIMEOUT_S, is in no figure."
+    )
     figures_batch: int = bound(5_000, "requests", "Further requests are counted in the next batch.")
     figures_budget_s: float = bound(20.0, "s", "A round begins no further batch.")
     uptime_s: float = bound(86_400.0, "s", "The uptime of a node is its share of so long.")

@@ -286,7 +286,8 @@ class AllowListAdmin(CreatingAdmin):
         return queryset
 
     def describe_row(self, request: HttpRequest, row: Model) -> dict[str, Any]:  # Any: Django's template context
-        return {"compatibility": find_fits(row.name)}
+        found, most = find_fits(row.name), limits().nodes.gpu_page_default_rows
+        return {"compatibility": found, "fits": found.fits[:most], "fits_beyond": max(0, len(found.fits) - most)}
 
     def create(self, actor: str, values: Values) -> Created:
         return Created(row=allow_model(name=values["name"], actor=actor, **{name: values[name] for name in CAPS}))

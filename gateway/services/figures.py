@@ -38,8 +38,9 @@ def update_figures() -> int:
 
 
 def _read_requests(span: Span) -> Seen:
-    # There is no index by when a request ended. Those that took longer than ``figures_longest_s`` are not looked for.
-    begun = span.after - timedelta(seconds=limits().nodes.figures_longest_s)
+    # There is no index by when a request ended, so it is looked for among those that can have ended by now.
+    longest_s = max(limits().nodes.figures_longest_s, limits().gateway.request_s)
+    begun = span.after - timedelta(seconds=longest_s)
     is_later = Q(finished_at__gt=span.after) | Q(finished_at=span.after, id__gt=span.after_id)
     records = RequestRecord.objects.filter(is_later, created_at__gte=begun, finished_at__lte=span.until, node_id__isnull=False)
     records = records.exclude(endpoint=TICKETS_PATH)  # how those ended a node says itself

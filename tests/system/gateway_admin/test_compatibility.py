@@ -31,6 +31,7 @@ from governance.admin_tokens import create_admin_token
 from nodes.operations.load import MODEL_LOAD
 from nodes.operations.targets import list_targets
 from nodes.services.gpus import GpuFacts, follow_gpus
+from tests.fakes.limits import set_limits
 from tests.fakes.nodes import ACTOR, audited, make_node, make_presence
 from wire.contract import NodeStatus
 
@@ -224,6 +225,10 @@ def test_the_page_of_a_model_edits_its_document_and_shows_which_gpus_can_run_it(
     assert "q5_k_m, better" in shown
     assert "its node does not say that it is 7.0+" in shown
     assert "deepseek-coder-6.7b-instruct" in client.get(url).content.decode()
+    set_limits(nodes={"gpu_page_default_rows": 1})
+    make_presence(make_node("other"), gpus=[{"index": index, "name": "NVIDIA L4"} for index in range(3)])
+    follow_gpus()
+    assert "And 3 more" in client.get(page).content.decode()
 
 
 def test_the_api_says_which_gpus_can_run_a_model() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -169,6 +171,34 @@ def test_an_hour_takes_one_percent_of_what_a_request_weighs() -> None:
     NodeFigures.objects.update(counted_at=F("counted_at") - timedelta(hours=2_000))
     update_figures()
     assert not NodeFigures.objects.exists(), "nothing is left of it"
+
+
+def test_a_request_as_long_as_the_time_out_allows_is_counted() -> None:
+    set_limits(gateway={"request_s": 3_600.0})
+    node = make_node()
+    assert update_figures() == 0
+    end_requests(node, ago_s=0.0, created_at=read_clock() - timedelta(seconds=3_000))
+    assert update_figures() == 1
+
+
+@pytest.mark.django_db(transaction=True)
+def test_workers_that_count_at_the_same_time_count_each_request_once() -> None:
+    set_limits(nodes={"figures_batch": 5})
+    node, start = make_node(model_names=["tiny"]), Barrier(3)
+    end_requests(node, 40, ago_s=0.0)
+
+    def count() -> int:
+        try:
+            start.wait()
+            return update_figures()
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(3) as pool:
+        counted = sum(future.result() for future in [pool.submit(count) for _ in range(3)])
+    counted += update_figures()  # whoever found another one at it left the rest
+    assert counted == 40
+    assert NodeFigures.objects.get().ok == pytest.approx(40, abs=0.01)
 
 
 def test_a_mark_in_the_future_counts_nothing_and_stays() -> None:
