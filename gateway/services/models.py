@@ -139,8 +139,8 @@ def change_model_details(
     model = _get_model(name)
     before = {field: getattr(model, field) for field in after}
     if after != before:
-        for field, value in after.items():
-            setattr(model, field, value)
+        model.fallbacks, model.context_tokens, model.tokenizer = names, tokens, folder
+        model.tidy, model.resumes = tidy, resumes
         model.save(update_fields=[*after, "updated_at"])
         record_event(actor=actor, action="model.details", target=name, detail={"from": before, "to": after})
         publish_hint("models", name)

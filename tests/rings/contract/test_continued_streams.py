@@ -131,7 +131,7 @@ async def test_answers_whose_node_is_killed_at_any_byte_are_those_of_nodes_that_
     seed = random.randrange(2**32)
     drawn, model = random.Random(seed), await lab.model()
     shutil.copy(TINY_MODEL_PATH, tmp_path / "m.gguf")
-    nodes = [MortalNode(unique("mortal"), tmp_path, lab, model) for _ in range(2)]
+    nodes = [MortalNode(unique("mortal"), tmp_path, lab, model) for _ in range(3)]
     resumed = whole = 0
     async with httpx.AsyncClient(base_url=lab.gateway.url, timeout=90, headers=bearer(lab.stack.ready.api_key)) as client:
 
@@ -146,6 +146,10 @@ async def test_answers_whose_node_is_killed_at_any_byte_are_those_of_nodes_that_
             reply = await client.post(CHAT, json=body)
             return bool(reply.headers.get("x-muster-node") == node.name)
 
+        async def bring_back(node: MortalNode) -> None:
+            await node.start()
+            await eventually(partial(serves, node), what=f"{node.name} is back", within_s=90)
+
         try:
             for node in nodes:
                 await node.start()
@@ -157,18 +161,23 @@ async def test_answers_whose_node_is_killed_at_any_byte_are_those_of_nodes_that_
                     before = nodes[0].said
                     expected[path, question] = await ask(path, question, nodes[0])
                     sizes[path, question] = nodes[0].said - before
+            restarts: dict[MortalNode, asyncio.Task[None]] = {}
             while resumed < KILLS:
-                victim, other = drawn.sample(nodes, 2)
-                case = drawn.choice(list(expected))
+                ready = [node for node in nodes if node not in restarts or restarts[node].done()]
+                if len(ready) < 2:
+                    await asyncio.wait(restarts.values(), return_when=asyncio.FIRST_COMPLETED)
+                    restarts = {node: task for node, task in restarts.items() if not task.done() or task.result()}
+                    continue
+                victim, case = drawn.choice(ready), drawn.choice(list(expected))
                 victim.dies_at = victim.said + drawn.randrange(sizes[case])
                 deaths = victim.deaths
                 text, tokens, by = await ask(*case, victim)
                 assert (text, tokens) == expected[case][:2], f"seed {seed}, {case}, {resumed} before it"
-                resumed, whole = resumed + (by == [other.name]), whole + (not by)
+                resumed, whole = resumed + bool(by), whole + (not by)
                 victim.dies_at = None
                 if victim.deaths > deaths:
-                    await victim.start()
-                    await eventually(partial(serves, victim), what=f"{victim.name} is back", within_s=90)
+                    restarts[victim] = asyncio.create_task(bring_back(victim))
+            await asyncio.gather(*restarts.values())
         finally:
             for node in nodes:
                 await node.close()

@@ -112,7 +112,13 @@ def test_a_row_that_cannot_be_read_is_left_out_and_logged_once(caplog: pytest.Lo
     assert [record.message.split()[0] for record in caplog.records].count("alias.unreadable") == len(rows)
 
 
-DETAILS: dict[str, Any] = {"fallbacks": ["b", "known"], "context_tokens": 8192, "tokenizer": "meta/llama-3", "tidy": True}
+DETAILS: dict[str, Any] = {
+    "fallbacks": ["b", "known"],
+    "context_tokens": 8192,
+    "tokenizer": "meta/llama-3",
+    "tidy": True,
+    "resumes": True,
+}
 
 
 def test_details_of_a_model_are_changed_audited_and_reach_the_gateways_and_senseless_ones_are_refused() -> None:
@@ -121,13 +127,14 @@ def test_details_of_a_model_are_changed_audited_and_reach_the_gateways_and_sense
         with pytest.raises(InvalidValue, match=text) as refusal:
             change_model_details(name="a", actor=ACTOR, **DETAILS | changes)
         assert [refusal.value.param] == list(changes)
-    none: dict[str, Any] = {"fallbacks": [], "context_tokens": None, "tokenizer": "", "tidy": False}
+    none: dict[str, Any] = {"fallbacks": [], "context_tokens": None, "tokenizer": "", "tidy": False, "resumes": False}
     for _ in range(2):
         change_model_details(name="a", actor=ACTOR, **DETAILS)
     (event,) = audited("model.details")
     assert (event.actor, event.target, event.detail) == (ACTOR, "a", {"from": none, "to": DETAILS})
     entry = load().models["a"]
-    assert (entry.fallbacks, entry.context_tokens, entry.tokenizer, entry.tidy) == (("b", "known"), 8192, "meta/llama-3", True)
+    assert (entry.fallbacks, entry.context_tokens, entry.tokenizer) == (("b", "known"), 8192, "meta/llama-3")
+    assert (entry.tidy, entry.resumes) == (True, True)
 
 
 BAD_DETAILS: list[tuple[dict[str, Any], str]] = [

@@ -85,8 +85,8 @@ CHANGES: list[tuple[str, str, dict[str, str], dict[str, object]]] = [
     ("tenant", "responses", {"responses_kept_days": "7"}, {"stores_responses": False, "responses_kept_days": 7}),
     ("model", "allow", {}, {"allowed": True}),
     ("model", "caps", {"max_tokens": "256", "max_prompt_chars": "", "max_queue": "7"}, {"max_tokens": 256, "max_queue": 7}),
-    ("model", "details", {"fallbacks": "c\n\n", "context_tokens": "8192", "tokenizer": "qwen3", "tidy": "on"},
-     {"fallbacks": ["c"], "context_tokens": 8192, "tokenizer": "qwen3", "tidy": True}),
+    ("model", "details", {"fallbacks": "c\n\n", "context_tokens": "8192", "tokenizer": "qwen3", "tidy": "on", "resumes": "on"},
+     {"fallbacks": ["c"], "context_tokens": 8192, "tokenizer": "qwen3", "tidy": True, "resumes": True}),
     ("model", "disallow", {}, {"allowed": False}),
 ]  # fmt: skip
 
