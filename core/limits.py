@@ -499,6 +499,35 @@ class GatewayLimits:
         "One more waiting request of a model is refused with 503; a model may have its own limit.",
         setting="MUSTER_MAX_QUEUE_LEN",
     )
+    max_tenant_queue: int = bound(
+        200,
+        "requests",
+        "One more waiting request of a tenant is refused with 503.",
+        setting="MUSTER_MAX_TENANT_QUEUE_LEN",
+    )
+    degrade_wait_s: float = bound(
+        30.0,
+        "s",
+        "A request that would wait longer goes to a fallback.",
+        setting="MUSTER_DEGRADE_WAIT_S",
+    )
+    refuse_wait_s: float = bound(
+        60.0,
+        "s",
+        "A request that would wait longer is refused with 503.",
+        setting="MUSTER_REFUSE_WAIT_S",
+    )
+    starvation_s: float = bound(
+        10.0,
+        "s",
+        "A request that waited so long counts as a tier higher.",
+        setting="MUSTER_STARVATION_S",
+        minimum=0.1,
+    )
+    idle_tenants: int = bound(
+        1_000, "tenants", "What the tenant that waited longest ago had of the slots is forgotten for one more."
+    )
+    queue_note_s: float = bound(5.0, "s", "A stream that waits in the queue is told its place again.")
     max_body_bytes: int = bound(
         32 * MIB, "bytes", "A larger request body is refused with 413.", setting="MUSTER_MAX_BODY_BYTES", minimum=1024
     )
@@ -556,9 +585,7 @@ class GatewayLimits:
     price: int = bound(1_000_000, "", "A higher price of a million tokens, in the currency, is refused.")
     # Where a request goes: the weights of a score, and what ties a request to a node
     score_load: float = bound(0.25, "", "A node scores so much for free slots.", setting="MUSTER_SCORE_LOAD")
-    score_active: float = bound(
-        0.25, "", "A node without requests scores so much, with one half of it.", setting="MUSTER_SCORE_ACTIVE"
-    )
+    score_active: float = bound(0.25, "", "A node without requests scores so much.", setting="MUSTER_SCORE_ACTIVE")
     score_latency: float = bound(0.20, "", "The fastest node scores so much.", setting="MUSTER_SCORE_LATENCY")
     score_reliability: float = bound(
         0.20, "", "A node that answers every request scores so much.", setting="MUSTER_SCORE_RELIABILITY"
@@ -566,7 +593,7 @@ class GatewayLimits:
     score_affinity: float = bound(
         0.10,
         "",
-        "A node scores so much that the session used last, or that has the whole prompt's beginning; 0 = never looked at.",
+        "A node scores so much for affinity; 0 = off.",
         setting="MUSTER_SCORE_AFFINITY",
     )
     score_latency_floor_ms: float = bound(50.0, "ms", "A node that answers faster scores as if it took so long.")
@@ -585,7 +612,7 @@ class GatewayLimits:
     decision_candidates: int = bound(
         8,
         "nodes",
-        "A record of a request keeps so many of the nodes compared for it; 0 = not why it went to its node.",
+        "A record keeps so many of those compared; 0 = none.",
         setting="MUSTER_DECISION_CANDIDATES",
     )
     replayed_records: int = bound(200_000, "records", "Older decisions are not scored anew by `replay_routing`.")

@@ -30,7 +30,18 @@ from gateway.errors import (
     StreamTooLarge,
 )
 from gateway.request.client import ClientConnection
-from gateway.request.dispatch import Broken, Job, Lease, Outcome, Retry, RetryReason, Served, find_other_words, judge_end
+from gateway.request.dispatch import (
+    Broken,
+    Job,
+    Lease,
+    Outcome,
+    QueuePlace,
+    Retry,
+    RetryReason,
+    Served,
+    find_other_words,
+    judge_end,
+)
 from gateway.request.response import name_error_type, render_head
 from gateway.values import Header
 from nodes.links import EndKind, LinkEnd, Sink, Stream
@@ -210,6 +221,7 @@ class KeepAlive:
         self._quiet = 0
         """How many looks ago something was said last."""
         self._timer: asyncio.TimerHandle | None = None
+        self._queue_timer: asyncio.TimerHandle | None = None
 
     def start(self, quiet_s: float = 0.0) -> None:
         """Begin to count; a sign comes after ``every_s`` seconds of silence at most, the first one not before.
@@ -221,9 +233,30 @@ class KeepAlive:
         self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def stop(self) -> None:
+        self.leave_queue()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def watch_queue(self, read_place: Callable[[], QueuePlace | None], every_s: float) -> None:
+        """Say every so often where the request waits, while it does; ``leave_queue`` ends that."""
+        self._queue_timer = asyncio.get_running_loop().call_later(every_s, self._tell_place, read_place, every_s)
+
+    def leave_queue(self) -> None:
+        if self._queue_timer is not None:
+            self._queue_timer.cancel()
+            self._queue_timer = None
+
+    def _tell_place(self, read_place: Callable[[], QueuePlace | None], every_s: float) -> None:
+        client, place = self._client, read_place()
+        if client.finished or client.is_gone:
+            return
+        if place is not None:  # else its wait may end with a status soon, which a stream that began cannot say
+            if not client.started:
+                client.start(200, [*_HEAD, *self._extra])
+            client.write(b": queued position=%d estimate_ms=%d\n\n" % place)
+            self._quiet, self._seen = 0, client.tail
+        self.watch_queue(read_place, every_s)
 
     def _tick(self) -> None:
         client = self._client

@@ -11,11 +11,11 @@ import asyncio
 import itertools
 import math
 import uuid
-from bisect import insort
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
+from typing import NamedTuple
 
 import msgspec
 
@@ -41,6 +41,7 @@ from gateway.errors import (
 )
 from gateway.metrics import QUEUE_DEPTH
 from gateway.request.placement import Asker, Choice, Placement, Wish, choose_link
+from gateway.request.queue import TIERS, Account, WaitQueue
 from gateway.values import CHAT_PATH, Decision, InferenceRequest, ModelEntry, Unmatched
 from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
@@ -314,6 +315,8 @@ class Job:
     key_id: uuid.UUID | None = None
     headers: Mapping[str, str] | None = None
     """Of the client's request."""
+    waiter: _Waiter | None = None
+    """Its place in the queue, while it has one."""
     suspects: list[Trial] = field(default_factory=list)
     """Attempts that failed before their first byte: the nodes' fault once another one answers."""
 
@@ -341,6 +344,8 @@ class Lease(msgspec.Struct, eq=False):
     """The ejection of the replica that this request tries to end."""
     choice: Choice | None = None
     """How the link was chosen; None where there was nothing to choose."""
+    account: Account | None = None
+    """Of its tenant, where it waited for the slot."""
     released: bool = False
 
     def release(self) -> None:
@@ -350,36 +355,48 @@ class Lease(msgspec.Struct, eq=False):
             self.link.released_at, now = clock.awake(), clock.monotonic()
             if self.probed is not None:
                 self.probed.end_probe(now)
+            if self.account is not None:
+                self.dispatcher.end_share(self.account, self.granted, now)
             if self.granted:
                 self.dispatcher.note_held(self.model, now - self.granted)
             self.dispatcher.place_on(self.link)
+
+
+class QueuePlace(NamedTuple):
+    """Where a request waits, the first one at 1, and for how long it probably will."""
+
+    position: int
+    estimate_ms: int
 
 
 @dataclass(slots=True, eq=False, order=False)
 class _Waiter:
     job: Job
     future: asyncio.Future[Lease]
+    model: str
+    paths: tuple[str, ...]
+    tenant: str
+    weight: float
+    tier: int
+    since: float
+    due: float
+    sequence: int
     timer: asyncio.TimerHandle | None = None
-
-
-def _count(queues: dict[tuple[str, ...], list[_Waiter]]) -> int:
-    return sum(len(queue) for queue in queues.values())
-
-
-def _sequence_of(waiter: _Waiter) -> int:
-    return waiter.job.sequence
 
 
 class Dispatcher:
     """The queue of every model of this process, over the links of this process."""
 
-    def __init__(self, registry: LinkRegistry, keeper: LinkKeeper, limits: GatewayLimits) -> None:
+    def __init__(
+        self, registry: LinkRegistry, keeper: LinkKeeper, limits: GatewayLimits, *, weights: Mapping[str, float] | None = None
+    ) -> None:
+        """``weights``: of tenants, in the share of slots while requests wait; 1 for who is not there."""
+        self._weights = weights or {}
         self._registry = registry
         self.ejections = registry.ejections
         self._keeper = keeper
         self._limits = limits
-        # Who waits, by model and API paths: a node may answer a model on one path and not on another.
-        self._queues: dict[str, dict[tuple[str, ...], list[_Waiter]]] = {}
+        self._queue: WaitQueue[_Waiter] = WaitQueue(limits.starvation_s, limits.idle_tenants)
         self._sequence = itertools.count(1)
         self._served = itertools.count(1)
         self._start = 0
@@ -429,25 +446,56 @@ class Dispatcher:
         model, paths, avoid = candidate.entry.name, candidate.asked.paths, job.avoid
         if model in self._keeper.disabled_models:
             return Closed(ProviderDisabled(retry_after_s=30), is_final=True)
-        queues = self._queues.get(model)
-        if not queues or paths not in queues:
+        if not self._queue.holds(model, paths):
             link = self._choose(model, paths, job, candidate.asked, now=now, avoid=avoid, prefer=job.prefer)
             if link is not None and link not in avoid:
                 return Ready(link, self.choice)
         mismatch = self._find_mismatch(model, paths)
         if mismatch is not None:
             return Closed(mismatch, is_final=True)
-        number = _count(queues) if queues else 0
-        if number >= candidate.entry.max_queue and not job.attempts:
-            return Closed(QueueFull(retry_after_s=1), is_final=True)
+        if (full := self._find_full(candidate, job)) is not None:
+            return Closed(full, is_final=True)
         ready = [link for link in self._links_open(model, paths, now) if link.condition() is LinkCondition.READY]
         if not ready:
             return Closed(self._explain(model, paths) or NoAvailableNode(retry_after_s=5))
         if avoid and all(link in avoid for link in ready):
             return Busy(math.inf)
+        wait_s = self._estimate_wait(model, ready, self._count_ahead(job, model))
+        if wait_s > self._limits.refuse_wait_s and not job.attempts:
+            message = f"A request for the model '{model}' would wait about {math.ceil(wait_s)} s; please retry"
+            return Closed(QueueFull(message, retry_after_s=wait_s), is_final=True)
+        return Busy(wait_s)
+
+    def _find_full(self, candidate: Candidate, job: Job) -> QueueFull | None:
+        if job.attempts:  # it had a place before
+            return None
+        if self._queue.count(candidate.entry.name) >= candidate.entry.max_queue:
+            return QueueFull(retry_after_s=1)
+        if self._queue.count_tenant(job.tenant) >= self._limits.max_tenant_queue:
+            number = self._limits.max_tenant_queue
+            return QueueFull(f"{number} requests of this tenant wait already, which is the most; please retry", retry_after_s=1)
+        return None
+
+    def _count_ahead(self, job: Job, model: str) -> int:
+        before = (math.inf, 0) if job.waiter is None else (job.waiter.due, job.waiter.sequence)
+        weight = self._weights.get(job.tenant, 1.0)
+        return self._queue.count_ahead(model, tenant=job.tenant, weight=weight, tier=TIERS[job.priority], before=before)
+
+    def _estimate_wait(self, model: str, ready: Sequence[Link], ahead: int) -> float:
         slots = sum(max(1, link.max_concurrent) for link in ready)
-        waiting = len(queues.get(paths, ())) if queues else 0
-        return Busy(self._held_s.get(model, 0.0) * (waiting + 1) / slots)
+        return self._held_s.get(model, 0.0) * (ahead + 1) / slots
+
+    def find_place(self, job: Job) -> QueuePlace | None:
+        """Return where a request waits; None where it waits for no slot, or no node could give it one."""
+        if job.waiter is None:
+            return None
+        model, now = job.waiter.model, clock.monotonic()
+        links = self._links_open(model, job.waiter.paths, now)
+        ready = [link for link in links if link.condition() is LinkCondition.READY]
+        if not ready:
+            return None
+        ahead = self._count_ahead(job, model)
+        return QueuePlace(ahead + 1, int(1000 * self._estimate_wait(model, ready, ahead)))
 
     def knows_node(self, name: str) -> bool:
         """Whether a node or GPU of that name is connected, to this gateway or to one it can ask."""
@@ -465,7 +513,7 @@ class Dispatcher:
             ready = [link for link in self._links_open(model, paths, now) if link.condition() is LinkCondition.READY]
             if ready:
                 free = sum(max(0, link.max_concurrent - link.load) for link in ready)
-                rooms.append((-free, _count(self._queues.get(model, {})), model))
+                rooms.append((-free, self._queue.count(model), model))
         return [model for _free, _waiting, model in sorted(rooms)]
 
     def note_held(self, model: str, seconds: float) -> None:
@@ -480,7 +528,7 @@ class Dispatcher:
         return sum(self.depths().values())
 
     def depths(self) -> dict[str, int]:
-        return {model: _count(queues) for model, queues in self._queues.items()}
+        return self._queue.counts()
 
     def acquire(self, job: Job, plan: Plan | None = None) -> Lease | asyncio.Future[Lease]:
         """Return a slot for the job's candidate, or the future of one. Raises QueueFull.
@@ -490,17 +538,16 @@ class Dispatcher:
         """
         request, now = job.request, clock.monotonic()
         model, paths = request.model, request.paths
-        queues = self._queues.get(model)
-        if not queues or paths not in queues:
+        if not self._queue.holds(model, paths):
             ready = plan.find_ready(job.candidate) if plan is not None else None
             if ready is not None:
                 return self.grant(ready.link, model, choose_path(ready.link, request), now, ready.choice)
             link = self._choose(model, paths, job, request, now=now, avoid=job.avoid, prefer=job.prefer)
             if link is not None:
                 return self.grant(link, model, choose_path(link, request), now, self.choice)
-        if queues and _count(queues) >= job.candidate.entry.max_queue and not job.attempts:
-            raise QueueFull(retry_after_s=1)
-        return self._enqueue(job)
+        if (full := self._find_full(job.candidate, job)) is not None:
+            raise full
+        return self._enqueue(job, now)
 
     def find_free(self, asker: Asker, request: InferenceRequest, now: float) -> Link | None:
         """Return a link on which a new request can begin now (clock.monotonic()), None when it has to wait, or is refused.
@@ -508,7 +555,7 @@ class Dispatcher:
         ``choice`` says how it was chosen.
         """
         model = request.model
-        if model in self._queues or model in self._keeper.disabled_models:
+        if model in self._queue or model in self._keeper.disabled_models:
             return None
         return self._choose(model, request.paths, asker, request, now=now)
 
@@ -528,11 +575,11 @@ class Dispatcher:
         return Lease(self, link, path, model, now, self.ejections.take_probe(link, model, now), choice)
 
     def place_on(self, link: Link) -> None:
-        if not self._queues:
+        if not self._queue:
             return
         now = clock.monotonic()
         while link.can_take(now):
-            waiter = self._oldest_for(link, now)
+            waiter = self._queue.choose(link.models, lambda model, paths: link in self._links_open(model, paths, now), now)
             if waiter is None:
                 return
             self._remove(waiter)
@@ -567,7 +614,7 @@ class Dispatcher:
                 self.ejections.end(suspect, Verdict.FAILED, now)
 
     def fail_waiting(self, error: GatewayError) -> None:
-        for waiter in self._list_waiting(list(self._queues)):
+        for waiter in self._queue.list_waiting(self._queue.models):
             self._end(waiter, error)
 
     def note_busy(self, link: Link, pause_s: float | None = None) -> None:
@@ -637,7 +684,13 @@ class Dispatcher:
         choice = None
         if len(self._registry.links_answering(model, request.paths)) > 1:  # the first free node was taken, and is remembered
             choice = Choice(link, self._placement.read_wish(job, request, model), "waited")
-        return self.grant(link, model, choose_path(link, request), now, choice)
+        lease = self.grant(link, model, choose_path(link, request), now, choice)
+        lease.account = self._queue.begin(job.tenant, self._weights.get(job.tenant, 1.0), now)
+        return lease
+
+    def end_share(self, account: Account, began: float, now: float) -> None:
+        """Take that a request ended that had waited."""
+        self._queue.end(account, began, now)
 
     def _take_some(self, links: Sequence[Link]) -> Sequence[Link]:
         start, number = self._start % len(links), self._limits.placed_among
@@ -654,19 +707,29 @@ class Dispatcher:
         instead = f"it answers {', '.join(answered)}." if answered else "its nodes answer other paths."
         return EndpointNotAnswered(f"The model '{model}' does not answer {paths[0]}; {instead}", param="model")
 
-    def _enqueue(self, job: Job) -> asyncio.Future[Lease]:
-        loop = asyncio.get_running_loop()
-        waiter = _Waiter(job, loop.create_future())
+    def _enqueue(self, job: Job, now: float) -> asyncio.Future[Lease]:
+        loop, request = asyncio.get_running_loop(), job.request
+        waiter = job.waiter = _Waiter(
+            job,
+            loop.create_future(),
+            model=request.model,
+            paths=request.paths,
+            tenant=job.tenant,
+            weight=self._weights.get(job.tenant, 1.0),
+            tier=TIERS[job.priority],
+            since=job.accepted,
+            due=min(job.accepted + min(self._limits.queue_s, job.max_wait_s), job.deadline),
+            sequence=job.sequence,
+        )
         waiter.future.add_done_callback(lambda _future: self._remove(waiter))  # by us, or because the client left
-        queues = self._queues.setdefault(job.request.model, {})
-        insort(queues.setdefault(job.request.paths, []), waiter, key=_sequence_of)
+        self._queue.add(waiter, now)
         QUEUE_DEPTH.inc()
         self._arm(waiter)
         return waiter.future
 
     def _arm(self, waiter: _Waiter) -> None:
         now = clock.monotonic()
-        limit = min(waiter.job.accepted + min(self._limits.queue_s, waiter.job.max_wait_s), waiter.job.deadline)
+        limit = waiter.due
         no_node_at = waiter.job.accepted + self._limits.no_node_wait_s
         due = no_node_at if now < no_node_at < limit else limit
         delay = max(0.0, due - now)
@@ -711,20 +774,8 @@ class Dispatcher:
             return None
         return ProviderDisabled(retry_after_s=30) if "disabled" in states else ProviderDeleted(retry_after_s=30)
 
-    def _oldest_for(self, link: Link, now: float) -> _Waiter | None:
-        best: _Waiter | None = None
-        for model in self._queues.keys() & link.models:
-            for paths, queue in self._queues[model].items():
-                is_older = best is None or queue[0].job.sequence < best.job.sequence
-                if is_older and link in self._links_open(model, paths, now):
-                    best = queue[0]
-        return best
-
-    def _list_waiting(self, models: Iterable[str]) -> list[_Waiter]:
-        return [waiter for model in models for queue in self._queues[model].values() for waiter in queue]
-
     def _take_change(self, link: Link | None) -> None:
-        if not self._queues:
+        if not self._queue:
             return
         for candidate in [link] if link is not None else list(self._registry):
             self.place_on(candidate)
@@ -732,24 +783,16 @@ class Dispatcher:
             self._fail_deleted()
 
     def _fail_deleted(self) -> None:
-        for model in list(self._queues):
+        for model in self._queue.models:
             rows = [row for row in self._keeper.rows.values() if model in row.model_names]
             if rows and all(row.provider_state == "deleted" for row in rows):
-                for waiter in self._list_waiting([model]):
+                for waiter in self._queue.list_waiting([model]):
                     self._end(waiter, ProviderDeleted(retry_after_s=30))
 
     def _remove(self, waiter: _Waiter) -> None:
         if waiter.timer is not None:
             waiter.timer.cancel()
             waiter.timer = None
-        request = waiter.job.request
-        queues = self._queues.get(request.model, {})
-        queue = queues.get(request.paths)
-        if queue is None or waiter not in queue:
-            return
-        queue.remove(waiter)
-        QUEUE_DEPTH.dec()
-        if not queue:
-            del queues[request.paths]
-        if not queues:
-            del self._queues[request.model]
+        if self._queue.remove(waiter, clock.monotonic()):
+            waiter.job.waiter = None
+            QUEUE_DEPTH.dec()

@@ -478,14 +478,14 @@ class Pipeline:
         plan, call.plan = call.plan, None
         if len(job.candidates) > 1:
             plan = plan or self.dispatcher.plan(job)
-            self._choose_candidate(job, plan.rank(min(self.limits.queue_s, job.max_wait_s)))
+            self._choose_candidate(job, plan.rank(min(self.limits.queue_s, self.limits.degrade_wait_s, job.max_wait_s)))
         try:
-            lease = await self._wait_for_slot(call.client, job, record, plan)
+            lease = await self._wait_for_slot(call, job, record, plan)
         except (QueueTimeout, NoAvailableNode):
             rest = [candidate for candidate in self.dispatcher.plan(job).list_ready() if candidate is not job.candidate]
             if not self._choose_candidate(job, rest):
                 raise
-            lease = await self._wait_for_slot(call.client, job, record)
+            lease = await self._wait_for_slot(call, job, record)
         try:
             self.recorder.require_open(record)
         except RecordsUnavailable:
@@ -503,17 +503,30 @@ class Pipeline:
         self.records.touch(record)
         return lease
 
-    async def _wait_for_slot(self, client: ClientConnection, job: Job, record: Record, plan: Plan | None = None) -> Lease:
+    async def _wait_for_slot(self, call: Call, job: Job, record: Record, plan: Plan | None = None) -> Lease:
         found = self.dispatcher.acquire(job, plan)
         if isinstance(found, Lease):
             return found
         self.recorder.note_wait(record, model=job.request.model, asked_model=job.asked_model)
+        self._name_place(call, job)
         try:
-            return await client.wait(found)
+            return await call.client.wait(found)
         except asyncio.CancelledError:
             if found.done() and not found.cancelled() and found.exception() is None:
                 found.result().release()  # granted in the same loop turn as the cancel
             raise
+        finally:
+            if call.keepalive is not None:
+                call.keepalive.leave_queue()
+
+    def _name_place(self, call: Call, job: Job) -> None:
+        """Have the answer say where the request began to wait, and a stream where it waits."""
+        place = self.dispatcher.find_place(job)
+        if place is not None:
+            said = (b"x-queue-position", b"%d" % place.position), (b"x-queue-wait-estimate-ms", b"%d" % place.estimate_ms)
+            call.extra[:] = [*(header for header in call.extra if not header[0].startswith(b"x-queue-")), *said]
+        if call.keepalive is not None:
+            call.keepalive.watch_queue(lambda: self.dispatcher.find_place(job), self.limits.queue_note_s)
 
     def _choose_candidate(self, job: Job, candidates: Sequence[Candidate]) -> bool:
         for candidate in candidates:

@@ -201,7 +201,7 @@ def allow_keeping(gateway: Gateway) -> None:
 def end_waits(gateway: Gateway) -> None:
     """Have the time of whoever waits for a node be up; with so short a time it may be before the first sign of life."""
     dispatcher = gateway.dispatcher
-    for waiter in dispatcher._list_waiting(list(dispatcher._queues)):
+    for waiter in dispatcher._queue.list_waiting(dispatcher._queue.models):
         dispatcher._take_timer(waiter, is_last=True)
 
 

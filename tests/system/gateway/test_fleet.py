@@ -213,6 +213,46 @@ async def test_a_stream_whose_answer_does_not_come_is_never_silent_for_long(flee
         assert began.pieces == [(call.ident, 0)]
 
 
+@pytest.mark.parametrize("path", [CHAT_PATH, MESSAGES_PATH])
+async def test_who_waits_in_the_queue_is_told_its_place_and_then_has_its_answer(fleet: Fleet, path: str) -> None:
+    await fleet.add_node(slots=1)
+    first = fleet.ask()
+    running = await fleet.next_call(first)
+    stream, whole = fleet.ask(stream=True, path=path), fleet.ask(path=path)
+    await fleet.advance(4.9)
+    assert stream.client.events == []
+    await fleet.advance(0.2)
+    assert stream.client.body == b": queued position=1 estimate_ms=0\n\n"
+    assert stream.client.headers["x-queue-position"] == "1"
+    running.finish()
+    await first.done()
+    call = await fleet.next_call(stream)
+    await fleet.advance(5.5)
+    assert stream.client.body.count(b": queued") == 1
+    call.emit(2)
+    call.finish()
+    await stream.done()
+    assert (stream.status, len(stream.pieces)) == (200, 2)
+    (await fleet.next_call(whole)).finish()
+    await whole.done()
+    assert (whole.status, whole.client.headers["x-queue-position"]) == (200, "2")
+    assert int(whole.client.headers["x-queue-wait-estimate-ms"]) >= 0
+
+
+async def test_nobody_who_finds_a_slot_hears_of_a_queue_and_who_waits_in_vain_is_told_when_to_come_back(fleet: Fleet) -> None:
+    await fleet.add_node(slots=1)
+    first = fleet.ask()
+    running = await fleet.next_call(first)
+    second = fleet.ask()
+    await fleet.advance(limits().gateway.queue_s + 0.1)
+    await second.done()
+    assert (second.status, second.error_code, second.client.headers["x-queue-position"]) == (504, QueueTimeout.code, "1")
+    assert int(second.client.headers["retry-after"]) > 0
+    running.finish()
+    await first.done()
+    assert "x-queue-position" not in first.client.headers
+
+
 async def test_a_client_that_does_not_read_is_closed_and_the_streams_beside_it_go_on(fleet_rows: Rows) -> None:
     set_limits(gateway={"client_write_s": 3.0})
     async with Fleet(rows=fleet_rows) as fleet:

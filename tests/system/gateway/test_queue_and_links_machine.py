@@ -238,7 +238,8 @@ class QueueAndLinks(RuleBasedStateMachine):
             assert 0 <= link.active <= link.max_concurrent
         for node in self.fleet.nodes:
             assert len(node.engine.running) <= node.slots
-        waiting = self.fleet.runtime.dispatcher._list_waiting(list(self.fleet.runtime.dispatcher._queues))
+        queue = self.fleet.runtime.dispatcher._queue
+        waiting = queue.list_waiting(queue.models)
         assert sum(not waiter.job.attempts for waiter in waiting) <= MAX_QUEUE
 
     @invariant()

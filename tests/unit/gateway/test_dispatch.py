@@ -558,3 +558,62 @@ async def test_a_box_that_failed_the_request_is_avoided_too_where_only_some_spea
     job.avoid.add(first)
     leases = [floor.dispatcher.acquire(job) for _ in range(3)]
     assert [lease.link for lease in leases if isinstance(lease, Lease)] == [second] * 3
+
+
+def test_a_tenant_has_a_bound_over_all_models_and_a_request_that_had_a_place_keeps_it() -> None:
+    async def play() -> None:
+        floor = Floor(replace(GatewayLimits(), max_tenant_queue=2))
+        floor.link("a", "b")
+        floor.take("a")
+        waits = [floor.queue("a"), floor.queue("b")]
+        refusal = floor.plan("a").refusal
+        assert isinstance(refusal, errors.QueueFull)
+        assert "of this tenant" in refusal.message
+        with pytest.raises(errors.QueueFull):
+            floor.queue("b")
+        other = floor.job("a")
+        other.tenant = "other"
+        assert floor.dispatcher.plan(other).refusal is None
+        job = floor.job("b")
+        job.attempts = 1
+        waits.append(floor.dispatcher.acquire(job))  # type: ignore[arg-type]  # it waits
+        for wait in waits:
+            wait.cancel()
+        await settle()
+        assert floor.dispatcher.depth == 0
+
+    asyncio.run(play())
+
+
+async def test_a_wait_that_would_be_too_long_is_refused_at_once_and_says_how_long() -> None:
+    floor = Floor()
+    floor.link()
+    floor.take()
+    floor.dispatcher.note_held("m", 25.0)
+    waits = [floor.queue()]
+    plan = floor.plan()
+    assert plan.refusal is None
+    assert plan.choices[0][1] == Busy(50.0)
+    waits.append(floor.queue())
+    refusal = floor.plan().refusal
+    assert isinstance(refusal, errors.QueueFull)
+    assert (refusal.status, refusal.retry_after_s) == (503, 75.0)
+    for wait in waits:
+        wait.cancel()
+
+
+async def test_who_waits_knows_its_place_until_it_has_a_slot() -> None:
+    floor = Floor()
+    floor.link()
+    lease = floor.take()
+    floor.dispatcher.note_held("m", 2.0)
+    jobs = [floor.job(), floor.job()]
+    waits = [floor.dispatcher.acquire(job) for job in jobs]
+    assert [floor.dispatcher.find_place(job) for job in jobs] == [(1, 2000), (2, 4000)]
+    lease.release()
+    assert floor.dispatcher.find_place(jobs[0]) is None
+    assert isinstance(waits[0], asyncio.Future)
+    waits[0].result().release()
+    assert isinstance(waits[1], asyncio.Future)
+    waits[1].result().release()
+    assert floor.dispatcher.depth == 0
