@@ -250,6 +250,30 @@ async def test_one_request_that_kills_every_node_it_meets_ejects_none(make_gatew
     assert ({status for status, _ in ends}, {first for _, first in ends}) == ({200}, set(links))
 
 
+@pytest.mark.parametrize(("held_s", "answers"), [(20.0, "m"), (40.0, "small")])
+async def test_a_wait_over_half_a_minute_goes_to_the_fallback_and_the_answer_says_so(
+    make_gateway: Make, held_s: float, answers: str
+) -> None:
+    gateway = make_gateway(models={"m": ("small",), "small": ()}, limits=GatewayLimits(queue_s=600.0))
+    links = {"m": gateway.link("m"), "small": gateway.link("small")}
+    gateway.dispatcher.note_held("m", held_s)
+    gateway.dispatcher.note_held("small", 1.0)
+    first = gateway.ask()
+    running = await first.on(links["m"])
+    busy = gateway.ask(model="small")
+    beside = await busy.on(links["small"])
+    second = gateway.ask()
+    await second.client.wait(lambda: gateway.dispatcher.depth or second.task.done())
+    assert gateway.dispatcher.depths() == {answers: 1}
+    for stream in (running, beside):
+        stream.answer(ANSWER)
+    await second.served(links[answers], ANSWER)
+    assert second.client.headers["x-muster-model"] == answers
+    assert await second.record("model", "asked_model") == (answers, "" if answers == "m" else "m")
+    for request in (first, busy):
+        await request.done()
+
+
 async def test_a_record_says_why_the_request_went_to_its_node_where_there_was_a_choice(make_gateway: Make) -> None:
     gateway = make_gateway()
     alone = gateway.link(slots=4)
