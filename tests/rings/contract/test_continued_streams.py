@@ -148,13 +148,13 @@ async def test_answers_whose_node_is_killed_at_any_byte_are_those_of_nodes_that_
 
         async def bring_back(node: MortalNode) -> None:
             await node.start()
-            await eventually(partial(serves, node), what=f"{node.name} is back", within_s=90)
+            await eventually(partial(serves, node), what=f"{node.name} is back", within_s=90, pause_s=0.3)
 
         try:
             for node in nodes:
                 await node.start()
             for node in nodes:
-                await eventually(partial(serves, node), what=f"{node.name} serves", within_s=90)
+                await eventually(partial(serves, node), what=f"{node.name} serves", within_s=90, pause_s=0.3)
             expected, sizes = {}, {}
             for path in (CHAT, MESSAGES, RESPONSES):
                 for question in QUESTIONS:
