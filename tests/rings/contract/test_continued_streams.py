@@ -37,8 +37,8 @@ QUESTIONS = (
 class MortalNode:
     """A runner whose connection to its gateway is passed on here, until it is killed in the middle of what it says."""
 
-    def __init__(self, name: str, folder: Path, lab: Lab, model: str) -> None:
-        self.name = name
+    def __init__(self, folder: Path, lab: Lab, model: str) -> None:
+        self.name = ""
         self.said = 0
         """How many bytes it has sent."""
         self.dies_at: int | None = None
@@ -55,7 +55,8 @@ class MortalNode:
             self._server = await asyncio.start_server(self._pass_on, "127.0.0.1", 0)
         else:
             await self._stack.aclose()
-        (self._folder / self.name).mkdir(exist_ok=True)
+        self.name = unique("mortal")  # each time another one: a node that is lost so often gets no work for minutes
+        (self._folder / self.name).mkdir()
         settings = {"engine": {"backend": "gguf", "models": {self._model: {"model_path": "m.gguf", "enabled": True}}}}
         (self._folder / self.name / "settings.json").write_text(json.dumps(settings))
         env = {
@@ -131,7 +132,7 @@ async def test_answers_whose_node_is_killed_at_any_byte_are_those_of_nodes_that_
     seed = random.randrange(2**32)
     drawn, model = random.Random(seed), await lab.model()
     shutil.copy(TINY_MODEL_PATH, tmp_path / "m.gguf")
-    nodes = [MortalNode(unique("mortal"), tmp_path, lab, model) for _ in range(3)]
+    nodes = [MortalNode(tmp_path, lab, model) for _ in range(3)]
     resumed = whole = 0
     async with httpx.AsyncClient(base_url=lab.gateway.url, timeout=90, headers=bearer(lab.stack.ready.api_key)) as client:
 
@@ -175,10 +176,10 @@ async def test_answers_whose_node_is_killed_at_any_byte_are_those_of_nodes_that_
                 assert (text, tokens) == expected[case][:2], f"seed {seed}, {case}, {resumed} before it"
                 resumed, whole = resumed + bool(by), whole + (not by)
                 victim.dies_at = None
+                print(f"seed {seed}: {resumed} streams resumed, {whole} whole without another node, 0 differ", flush=True)
                 if victim.deaths > deaths:
                     restarts[victim] = asyncio.create_task(bring_back(victim))
             await asyncio.gather(*restarts.values())
         finally:
             for node in nodes:
                 await node.close()
-    print(f"seed {seed}: {resumed} streams resumed, {whole} whole without another node, 0 differ")
