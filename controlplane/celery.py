@@ -174,8 +174,17 @@ class Transport(redis_transport.Transport):
     """Seconds after which a quiet list is asked again; a message is taken at once."""
 
 
+class SentinelTaskChannel(TaskChannel, redis_transport.SentinelChannel):
+    """Reads task lists of the master that Sentinels name."""
+
+
+class SentinelTransport(Transport):
+    Channel = SentinelTaskChannel
+
+
 # By name: kombu takes the transport from the scheme of the URL, and of none but these.
 TRANSPORT_ALIASES.update(dict.fromkeys(("redis", "rediss"), "controlplane.celery:Transport"))
+TRANSPORT_ALIASES["sentinel"] = "controlplane.celery:SentinelTransport"
 
 app = Celery("muster")
 app.config_from_object("django.conf:settings", namespace="CELERY")

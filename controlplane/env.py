@@ -12,11 +12,14 @@ from dataclasses import fields, replace
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from core.limits import Limits
 from wire.limits import list_bounds
+
+if TYPE_CHECKING:
+    from core.valkey import ValkeyAddress
 
 # libpq's, in seconds, the last in milliseconds: a server or network that is gone must not hang us. The URL may differ.
 _BOUNDS = {
@@ -141,6 +144,17 @@ def read_networks(name: str) -> list[IPv4Network | IPv6Network]:
         return [ip_network(text) for text in read_list(name)]
     except ValueError as error:
         raise SettingError(f"{name}: {error}; list addresses and networks such as 127.0.0.1,10.0.0.0/24") from None
+
+
+def read_valkey(name: str) -> ValkeyAddress:
+    """Return where Valkey is. Raises SettingError."""
+    # The launcher imports this module before anything is installed.
+    from core.valkey import DEFAULT_URL, read_address
+
+    try:
+        return read_address(read_text(name) or DEFAULT_URL)
+    except ValueError as error:
+        raise SettingError(f"{name} {error}") from None
 
 
 def read_database(url: str) -> dict[str, object]:

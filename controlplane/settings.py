@@ -16,6 +16,7 @@ from controlplane.env import (
     read_log_level,
     read_networks,
     read_text,
+    read_valkey,
 )
 from core.limits import install
 from gateway.values import RequestOutcome
@@ -32,7 +33,8 @@ ADMIN_PAGES = read_bool("MUSTER_ADMIN_PAGES", default=True)
 ALLOWED_HOSTS = read_list("MUSTER_ALLOWED_HOSTS", ["localhost", "127.0.0.1", "[::1]"])
 CSRF_TRUSTED_ORIGINS = read_list("MUSTER_CSRF_TRUSTED_ORIGINS")
 DATABASE_URL = read_text("DATABASE_URL")
-REDIS_URL = read_text("REDIS_URL")
+VALKEY = read_valkey("REDIS_URL")
+REDIS_URL = VALKEY.url
 
 INSTALLED_APPS = [
     "unfold.apps.BasicAppConfig",
@@ -143,17 +145,12 @@ WHITENOISE_AUTOREFRESH = False
 CHANNEL_LAYERS = {
     "default": {
         "BACKEND": "core.hints.HintLayer",
-        "CONFIG": {"hosts": [REDIS_URL or "redis://127.0.0.1:6379/0"], "prefix": "muster"},
+        "CONFIG": {"hosts": [REDIS_URL], "prefix": "muster"},
     }
 }
 
 # Celery speaks JSON in both directions and carries opaque ids only: rows hold the work, a message is a bell.
-# Of a unix socket Celery wants another scheme, and calls the database number "virtual_host".
-CELERY_BROKER_URL = (
-    REDIS_URL.replace("unix://", "redis+socket://").replace("?db=", "?virtual_host=")
-    if REDIS_URL.startswith("unix://")
-    else REDIS_URL or "redis://127.0.0.1:6379/0"
-)
+CELERY_BROKER_URL = VALKEY.broker_url
 # Looked up by whoever sends a task: a gateway then loads Celery, 6 MB, only once it does.
 TASK_APP = "controlplane.celery.app"
 CELERY_RESULT_BACKEND = None
@@ -178,6 +175,7 @@ CELERY_BROKER_TRANSPORT_OPTIONS = {
     # A broker that neither answers nor refuses must not hold whoever rings for longer than this.
     "socket_connect_timeout": 2,
     "socket_timeout": 15,
+    **({"master_name": VALKEY.master} if VALKEY.sentinels else {}),
 }
 CELERY_BEAT_SCHEDULE = {
     "sweep": {"task": "controlplane.tasks.sweep", "schedule": 5.0, "options": {"expires": 10}},

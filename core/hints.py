@@ -18,11 +18,11 @@ from channels_redis.pubsub import RedisPubSubChannelLayer, RedisPubSubLoopLayer,
 from django.conf import settings
 from django.db import transaction
 from redis.asyncio.client import PubSub
-from redis.asyncio.connection import parse_url
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from core.limits import limits
+from core.valkey import open_client, read_address
 from wire import clock
 
 HINT_GROUP = "muster.hints"
@@ -107,7 +107,7 @@ class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redi
 
     def __init__(self, *, hosts: list[str], prefix: str) -> None:
         own_prefix = f"{prefix}.{_name_installation(hosts[0])}"
-        super().__init__(hosts=hosts, prefix=own_prefix)
+        super().__init__(hosts=[read_address(hosts[0]).host], prefix=own_prefix)
         self._url, self._group = hosts[0], name_channel(own_prefix)
 
     def _get_layer(self) -> RedisPubSubLoopLayer:
@@ -147,7 +147,7 @@ class HintLayer(RedisPubSubChannelLayer):  # type: ignore[misc]  # channels_redi
 def _name_installation(url: str) -> str:
     """Return what tells this installation from others on one Valkey, whose channels know no database numbers."""
     digest = hmac.digest(settings.SECRET_KEY.encode(), b"muster.hints", "sha256").hex()
-    return f"{parse_url(url).get('db', 0)}.{digest[:16]}"
+    return f"{read_address(url).db}.{digest[:16]}"
 
 
 def name_channel(prefix: str, group: str = HINT_GROUP) -> str:
@@ -158,8 +158,8 @@ def name_channel(prefix: str, group: str = HINT_GROUP) -> str:
 def read_unreadable() -> int | None:
     """Return how many messages workers could not read; None when Redis does not answer within ``hint_read_s``."""
     try:
-        with redis.Redis.from_url(
-            settings.REDIS_URL or "redis://127.0.0.1:6379/0",
+        with open_client(
+            settings.REDIS_URL,
             socket_timeout=limits().core.hint_read_s,
             socket_connect_timeout=limits().core.hint_read_s,
         ) as client:
@@ -194,4 +194,4 @@ def _open_client(url: str, longest_s: float) -> redis.Redis:
     """Return what this process sends by: its connections are kept, any thread takes one, and a fork opens its own."""
     # Half for connecting and half for the answer. A second try would take as long again.
     half_s = longest_s / 2
-    return redis.Redis.from_url(url, socket_connect_timeout=half_s, socket_timeout=half_s, retry=Retry(NoBackoff(), 0))
+    return open_client(url, socket_connect_timeout=half_s, socket_timeout=half_s, retry=Retry(NoBackoff(), 0))

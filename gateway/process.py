@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
-import redis.asyncio
 import redis.exceptions
 from channels.layers import get_channel_layer
 from django.conf import settings
@@ -32,6 +31,7 @@ from redis.backoff import NoBackoff
 from core.db.threads import run_pulse, run_upkeep
 from core.hints import HINT_GROUP
 from core.limits import limits
+from core.valkey import open_async_client
 from gateway import metrics
 from gateway.canary import Canaries
 from gateway.errors import ShuttingDown
@@ -132,8 +132,8 @@ class GatewayRuntime:
         weights = read_tenant_weights(settings.TENANT_WEIGHTS)
         self.dispatcher = Dispatcher(self.registry, self.keeper, self.limits, weights=weights)
         self.records = RecordWriter(accept_s=self.limits.accept_s, max_pending=self.limits.max_pending_records)
-        self.valkey = redis.asyncio.Redis.from_url(
-            settings.REDIS_URL or "redis://127.0.0.1:6379/0",
+        self.valkey = open_async_client(
+            settings.REDIS_URL,
             socket_timeout=self.limits.budget_valkey_s,
             socket_connect_timeout=self.limits.budget_valkey_s,
             retry=Retry(NoBackoff(), 0),

@@ -41,6 +41,8 @@ NUMBERS: dict[str, str] = {
     # Settings that Django and Celery read by their name.
     "controlplane/settings.py": "SESSION_COOKIE_AGE CELERY_TASK_TIME_LIMIT CELERY_WORKER_ETA_TASK_LIMIT "
     "CELERY_TASK_SOFT_TIME_LIMIT EMAIL_TIMEOUT",
+    # The port at which Sentinels listen.
+    "core/valkey.py": "_SENTINEL_PORT",
     # Prices are of a million tokens.
     "gateway/values.py": "MILLION",
     # Keys of advisory locks.
@@ -116,8 +118,11 @@ FORBIDDEN_MODULE_NAMES = {"common", "helper", "helpers", "manager", "misc", "uti
 
 STANDALONE = ("controlplane/launcher/", "controlplane/env.py", "muster", "tools/")
 """Runs before anything is installed: standard library, and the modules of ours that hold to the same."""
-AFTER_INSTALLING = {("controlplane/launcher/ports.py", "psutil"), ("controlplane/launcher/processes.py", "psutil")}
-"""Modules of the launcher that a command loads once its packages are there, and what they need of these."""
+AFTER_INSTALLING = {
+    ("controlplane/launcher/ports.py", "psutil"), ("controlplane/launcher/processes.py", "psutil"),
+    ("controlplane/env.py", "core.valkey"),
+}  # fmt: skip
+"""What is loaded once the packages are there: modules of the launcher by a command, ``core.valkey`` by the settings."""
 STANDALONE_OURS = (
     "controlplane.launcher", "tools", "controlplane.env", "wire.clock", "wire.limits", "core.limits", "wire.credentials",
     "wire.ids",

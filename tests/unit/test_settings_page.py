@@ -24,7 +24,7 @@ DATABASE_URL | `postgresql:///muster` | `postgresql://user:password@host:port/na
 `?host=/directory` for a Unix socket. Added where they are missing: `connect_timeout=5`, `keepalives_idle=5`, \
 `keepalives_interval=2`, `keepalives_count=3`, `tcp_user_timeout=10000`
 MUSTER_DATABASE_SILENCE_S
-REDIS_URL | `redis://127.0.0.1:6379/0` | `redis://`, `rediss://` or `unix:///path/valkey.sock?db=0`
+REDIS_URL | `redis://127.0.0.1:6379/0` | `redis://`, `rediss://`, `unix:///path/valkey.sock?db=0`, or `sentinel://USER:PASSWORD@HOST:26379,HOST:26379/MASTER?db=0`
 MUSTER_SECRET_KEY | none | Required; long and random. It signs sessions and encrypts the API keys of nodes, \
 which a change makes unreadable
 MUSTER_DEBUG | off | Error pages with details. Never where others can reach it
