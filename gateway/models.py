@@ -268,7 +268,7 @@ class RequestRecord(models.Model):
     reserved_tokens = models.BigIntegerField(null=True, blank=True, help_text="What it might use of the budgets of its caller")
     reserved_micros = models.BigIntegerField(null=True, blank=True, help_text="The same in millionths of the currency")
     decision = models.JSONField(
-        null=True, blank=True, help_text="Why it went to its node, where it had a choice (gateway.values.Decision)"
+        null=True, blank=True, help_text="Why it went to its node, where it had a choice (gateway.values.Decided)"
     )
 
     class Meta:

@@ -229,7 +229,7 @@ class Unmatched(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Compared(msgspec.Struct, frozen=True, array_like=True):
-    """A node that a request could have gone to, and the parts of its score in thousandths (``Decision``)."""
+    """A node that a request could have gone to, and the parts of its score in thousandths (``Decided``)."""
 
     node: str
     load: int
@@ -243,7 +243,7 @@ class Compared(msgspec.Struct, frozen=True, array_like=True):
         return self.load, self.active, self.latency, self.reliability, self.affinity
 
 
-class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
+class Decided(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why a request went to its node, where it had a choice; kept with its record.
 
     ``reason``: ``score``, ``affinity``, ``least_load`` (nothing else was known), ``preferred`` (the caller named the node),

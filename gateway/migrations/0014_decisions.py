@@ -13,7 +13,7 @@ class Migration(migrations.Migration):
             model_name="requestrecord",
             name="decision",
             field=models.JSONField(
-                blank=True, help_text="Why it went to its node, where it had a choice (gateway.values.Decision)", null=True
+                blank=True, help_text="Why it went to its node, where it had a choice (gateway.values.Decided)", null=True
             ),
         ),
     ]

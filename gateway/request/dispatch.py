@@ -42,7 +42,7 @@ from gateway.errors import (
 from gateway.metrics import QUEUE_DEPTH
 from gateway.request.placement import Asker, Choice, Placement, Wish, choose_link
 from gateway.request.queue import TIERS, Account, WaitQueue
-from gateway.values import CHAT_PATH, Decision, InferenceRequest, ModelEntry, Unmatched
+from gateway.values import CHAT_PATH, Decided, InferenceRequest, ModelEntry, Unmatched
 from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
 from nodes.links.keeper import LinkKeeper
@@ -559,7 +559,7 @@ class Dispatcher:
             return None
         return self._choose(model, request.paths, asker, request, now=now)
 
-    def describe(self, lease: Lease) -> Decision | None:
+    def describe(self, lease: Lease) -> Decided | None:
         """Return why a lease is on its node; None where there was no choice, or decisions are not recorded."""
         return None if lease.choice is None else self._placement.describe(lease.choice)
 

@@ -18,7 +18,7 @@ import msgspec
 from core.limits import GatewayLimits
 from gateway.dialects.responses_answer import make_response_id
 from gateway.request.prefixes import Blocks, PrefixIndex
-from gateway.values import Compared, Decision, InferenceRequest, derive
+from gateway.values import Compared, Decided, InferenceRequest, derive
 from nodes.links import Link
 
 
@@ -236,19 +236,19 @@ class Placement:
         if wish.blocks:
             self._prefixes.note(wish.blocks, number)
 
-    def describe(self, choice: Choice) -> Decision | None:
+    def describe(self, choice: Choice) -> Decided | None:
         """Return what a record keeps of a choice; None where no decision is recorded."""
         most = self._limits.decision_candidates
         if not most:
             return None
         if not choice.scored:
-            return Decision(choice.reason)
+            return Decided(choice.reason)
         ranked = sorted(choice.scored, key=_TOTAL, reverse=True)
         chosen = next(place for place, one in enumerate(ranked) if one[0] is choice.link)
         if chosen >= most:
             ranked[most - 1], chosen = ranked[chosen], most - 1
         candidates = tuple([Compared(one.node_name, *[int(1000 * part) for part in parts]) for one, parts, _ in ranked[:most]])
-        return Decision(choice.reason, candidates, chosen, self._weights_said)
+        return Decided(choice.reason, candidates, chosen, self._weights_said)
 
     def _find_session(self, wish: Wish, now: float) -> int:
         number, until = self._sessions.get(wish.session, (0, 0.0))

@@ -36,7 +36,7 @@ from gateway.errors import GatewayError, RateLimited, RecordsUnavailable, Shutti
 from gateway.metrics import RECORDS_DROPPED
 from gateway.request.identity import RateLimiter
 from gateway.services.usage import ADD_USAGE
-from gateway.values import Caller, Decision, InferenceRequest, RequestOutcome, judge_outcome
+from gateway.values import Caller, Decided, InferenceRequest, RequestOutcome, judge_outcome
 from wire import clock
 from wire.bridge import TokenCounts
 from wire.contract import OPEN_REQUEST_STATES, RequestState
@@ -78,7 +78,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What the client asked for, where ``model`` (which answers) has another name."""
     reserved_tokens: int | None = None
     reserved_micros: int | None = None
-    decision: Decision | None = None
+    decision: Decided | None = None
     """Why it went to its node, where it had a choice."""
 
 
@@ -89,7 +89,7 @@ _SQL = {
     RequestState: "text",
     bool: "boolean",
     int: "integer",
-    Decision: "jsonb",
+    Decided: "jsonb",
 }
 _WIDTHS = {
     "status_code": "smallint",

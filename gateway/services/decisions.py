@@ -12,7 +12,7 @@ import msgspec
 from core.limits import limits
 from gateway.models import RequestRecord
 from gateway.services.errors import InvalidValue, RequestNotFound
-from gateway.values import Compared, Decision
+from gateway.values import Compared, Decided
 from wire import clock
 from wire.ids import parse_id
 
@@ -77,9 +77,9 @@ def explain_decision(record: RequestRecord) -> DecisionFacts:
     return DecisionFacts(decision.reason, _REASONS.get(decision.reason, ""), record.node_name, weights, scored)
 
 
-def _read(stored: object) -> Decision | None:
+def _read(stored: object) -> Decided | None:
     try:
-        return None if stored is None else msgspec.convert(stored, Decision)
+        return None if stored is None else msgspec.convert(stored, Decided)
     except msgspec.ValidationError:  # a later release wrote it
         return None
 

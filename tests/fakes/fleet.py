@@ -252,6 +252,8 @@ class _Runtime(GatewayRuntime):
     def __init__(self) -> None:
         super().__init__()
         self.deaths: list[BaseException] = []
+        # Nobody here has a budget; what it says to Valkey is real, and would be late as soon as the clock moves.
+        self.budgets.run = asyncio.Event().wait  # type: ignore[method-assign, assignment]  # it waits for ever
 
     def _take_dead_task(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -45,7 +45,7 @@ WRITERS: dict[str, set[str]] = {
     "governance.PolicyVersion": {f"{OPERATIONS}/approvals.py", f"{OPERATIONS}/policies.py"},
     "governance.WebhookEndpoint": {"governance/notices.py"},
     "gateway.ApiKey": {"gateway/request/models.py", "gateway/services/keys.py"},
-    "gateway.Model": {"gateway/services/models.py"},
+    "gateway.Model": {"gateway/services/compatibility.py", "gateway/services/models.py"},
     "gateway.Tenant": {"gateway/services/tenants.py"},
 }  # fmt: skip
 """Table → the modules that may write it."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from core.limits import GatewayLimits
 from gateway.request.placement import Choice, Placement, Weights, score
-from gateway.values import Decision, InferenceRequest
+from gateway.values import Decided, InferenceRequest
 from nodes.links import LinkRegistry
 from nodes.links.ejections import Fault, Standing, Verdict
 from tests.fakes.examples import examples
@@ -225,7 +225,7 @@ def test_a_decision_names_the_best_eight_and_the_chosen_one() -> None:
     shown = room.placement.describe(last)
     assert shown is not None
     assert shown.candidates[shown.chosen].node == room.links[-1].node_name
-    assert room.placement.describe(Choice(room.links[0], None, "waited")) == Decision("waited")
+    assert room.placement.describe(Choice(room.links[0], None, "waited")) == Decided("waited")
     assert Room(None, None, decision_candidates=0).placement.describe(choice) is None
 
 
