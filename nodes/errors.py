@@ -59,6 +59,8 @@ class AgentTaken(NodeError, status=HTTPStatus.FORBIDDEN):
 class SessionUnknown(NodeError, code=ErrorCode.NOT_FOUND, status=HTTPStatus.NOT_FOUND):
     """No session has that id, or another one took its place."""
 
+    default_message = "There is no such session: it ended, or the agent registered again since. Register again."
+
 
 class ProviderNotFound(NodeError, code=ErrorCode.NOT_FOUND, status=HTTPStatus.NOT_FOUND):
     """No provider has that name, or it was deleted."""

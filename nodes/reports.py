@@ -278,6 +278,18 @@ def clean_telemetry(message: bridge.Telemetry) -> None:
     message.last_error = _clean_text(message.last_error, limits().nodes.report_error_chars) if message.last_error else None
 
 
+def sum_gpus(gpus: Sequence[bridge.GpuInfo]) -> dict[str, object]:
+    """Return what all GPUs of a node use and have free, in MiB, and how busy the busiest is, by column of its presence."""
+    used = [gpu.memory_used_mb for gpu in gpus if gpu.memory_used_mb is not None]
+    total = [gpu.memory_total_mb for gpu in gpus if gpu.memory_total_mb is not None]
+    busy = [gpu.utilization_percent for gpu in gpus if gpu.utilization_percent is not None]
+    return {
+        "vram_used_mb": sum(used) if used else None,
+        "vram_free_mb": max(0, sum(total) - sum(used)) if used and total else None,
+        "gpu_util_percent": max(busy, default=None),
+    }
+
+
 def find_endpoints(
     models: Iterable[str], *, replicas: Iterable[bridge.ReplicaInfo], registered: Sequence[str]
 ) -> dict[str, frozenset[str]]:

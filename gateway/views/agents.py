@@ -62,15 +62,14 @@ class AgentViews:
 
     async def register(self, client: ClientConnection) -> None:
         """``POST /api/v1/register``: enrols the node, or begins a new session of it. Raises NodeError."""
-        body, token = await client.read_body(self._channel.limits.agent_message_bytes), _read_bearer(client.headers)
+        body = await client.read_body(self._channel.limits.agent_message_bytes)
+        token = _read_bearer(client.headers) or agent.find_token(body)
         # Whoever shows a credential learns what is wrong with the body; of everybody else it is asked first.
-        credential = await identify(self._channel, token or agent.find_token(body), address=client.address)
+        credential = await identify(self._channel, token, address=client.address)
         try:
             said = agent.decode_register(body)
         except agent.AgentError as error:
-            at = f"{error.param}: " if error.param else ""
-            raise BadRequest(f"The registration cannot be used: {at}{error}.", param=error.param or None) from None
-        token = token or said.auth_token
+            raise _explain("registration", error) from None
         subject = read_jwt_subject(token)
         if subject not in (None, said.agent_id):
             raise InvalidNodeToken("The token names another agent in sub.")
@@ -104,8 +103,7 @@ class AgentViews:
         try:
             said = agent.decode_message(await client.read_body(self._channel.limits.agent_message_bytes))
         except agent.AgentError as error:
-            at = f"{error.param}: " if error.param else ""
-            raise BadRequest(f"The message cannot be used: {at}{error}.", param=error.param or None) from None
+            raise _explain("message", error) from None
         if isinstance(said, agent.AgentCommandStatus):
             self._channel.take_command_status(node.pk, node.name, said)
             send_answer(client, 200, {"commands": []})
@@ -113,6 +111,11 @@ class AgentViews:
         standing, commands = await client.wait_for_work(poll(self._channel, node, said, wait_s=_read_wait(client)))
         answer = {"commands": commands, "status": standing.status.value, "should_drain": standing.should_drain}
         send_answer(client, 200, answer)
+
+
+def _explain(what: str, error: agent.AgentError) -> BadRequest:
+    at = f"{error.param}: " if error.param else ""
+    return BadRequest(f"The {what} cannot be used: {at}{error}.", param=error.param or None)
 
 
 def _say_errors(handler: Handler) -> Handler:

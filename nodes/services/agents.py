@@ -30,6 +30,7 @@ from nodes.reports import (
     read_replicas,
     read_stored,
     store_endpoints,
+    sum_gpus,
 )
 from nodes.services.availability import judge_status, should_drain
 from nodes.services.governance import take_governance
@@ -225,7 +226,7 @@ def find_agent_session(session_id: uuid.UUID) -> Node:
     """Return the node whose session this is, with presence, credential and provider. Raises SessionUnknown."""
     node = Node.objects.select_related("provider", "credential__provider", "presence").filter(agent_session=session_id).first()
     if node is None:
-        raise SessionUnknown("There is no such session: it ended, or the agent registered again since. Register again.")
+        raise SessionUnknown
     return node
 
 
@@ -251,7 +252,7 @@ def record_agent_heartbeats(reports: Sequence[AgentReport]) -> list[AgentStandin
             announce_status(node, before, after)
         standings[session_id] = AgentStanding(node.pk, after, should_drain(node))
     _write_presences(presences.values(), now=now)
-    unknown = SessionUnknown("There is no such session: it ended, or the agent registered again since. Register again.")
+    unknown = SessionUnknown()
     return [standings.get(report.session_id, unknown) for report in reports]
 
 
@@ -285,8 +286,6 @@ def _write_presences(presences: Iterable[NodePresence], *, now: datetime) -> Non
 def _take_heartbeat(node: Node, presence: NodePresence, said: agent.AgentHeartbeat) -> None:
     """Bring the row of a node in line with a heartbeat; of its models its own row too."""
     told = to_telemetry(said, before=read_telemetry(presence))
-    used = [gpu.memory_used_mb for gpu in told.gpus if gpu.memory_used_mb is not None]
-    total = [gpu.memory_total_mb for gpu in told.gpus if gpu.memory_total_mb is not None]
     status = NodeStatus(said.status)
     if status is NodeStatus.AVAILABLE and told.current_load >= node.max_concurrent:
         status = NodeStatus.BUSY
@@ -295,9 +294,8 @@ def _take_heartbeat(node: Node, presence: NodePresence, said: agent.AgentHeartbe
     presence.active_requests, presence.queue_depth = told.current_load, told.queue_depth
     presence.gpus, presence.replicas = msgspec.to_builtins(told.gpus), msgspec.to_builtins(told.replicas)
     presence.available_models, presence.last_error = told.available, told.last_error or ""
-    presence.vram_used_mb = sum(used) if used else None
-    presence.vram_free_mb = max(0, sum(total) - sum(used)) if used and total else None
-    presence.gpu_util_percent = max((gpu.utilization_percent or 0.0 for gpu in told.gpus), default=None)
+    for column, value in sum_gpus(told.gpus).items():
+        setattr(presence, column, value)
     models = list_loaded(told)
     endpoints = store_endpoints(find_endpoints(models, replicas=told.replicas, registered=()))
     if (node.model_names, node.model_endpoints) != (list(models), endpoints):

@@ -30,6 +30,7 @@ from nodes.reports import (
     read_replicas,
     read_stored,
     store_endpoints,
+    sum_gpus,
 )
 from nodes.services.availability import explain_unreachable
 from nodes.services.governance import take_registered
@@ -461,20 +462,9 @@ def _render_report(report: PresenceReport) -> dict[str, object]:
             "memory": said.memory,
             "queue_depth": said.queue_depth,
             "avg_wait_ms": said.avg_wait_ms,
-            **_sum_gpus(said.gpus),
+            **sum_gpus(said.gpus),
         }
     return row
-
-
-def _sum_gpus(gpus: Sequence[bridge.GpuInfo]) -> dict[str, object]:
-    used = [gpu.memory_used_mb for gpu in gpus if gpu.memory_used_mb is not None]
-    total = [gpu.memory_total_mb for gpu in gpus if gpu.memory_total_mb is not None]
-    busy = [gpu.utilization_percent for gpu in gpus if gpu.utilization_percent is not None]
-    return {
-        "vram_used_mb": sum(used) if used else None,
-        "vram_free_mb": max(0, sum(total) - sum(used)) if used and total else None,
-        "gpu_util_percent": max(busy, default=None),
-    }
 
 
 # Place and writer of a row name its version (PostgreSQL's manual, "System Columns"): whoever changes it writes another one.
