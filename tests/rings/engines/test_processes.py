@@ -219,6 +219,7 @@ def test_a_process_that_outlives_its_engine_is_still_found_and_one_that_has_ende
 
 SOURCE = ROOT / "tests" / "fakes" / "engines" / "programs" / "fake_nvml.c"
 WHOLE = ("WITH_V3", "WITH_V2", "WITH_V1")
+GPU_IDS = ("GPU-aaaa1111-0000", "GPU-bbbb2222-0000")
 PROGRAM = """
 import os, sys
 import msgspec
@@ -289,7 +290,7 @@ def test_two_gpus_are_reported_and_their_memory_summed(look: Look) -> None:
     assert reading.gpus == [
         GpuInfo(
             index=index, name="Fake GPU 24GB", memory_total_mb=24_576, memory_used_mb=4096 * (index + 1),
-            utilization_percent=10.0 * (index + 1), temperature_c=55.0, power_w=120.5,
+            utilization_percent=10.0 * (index + 1), temperature_c=55.0, power_w=120.5, gpu_id=GPU_IDS[index], vendor="nvidia",
         )
         for index in (0, 1)
     ]  # fmt: skip
@@ -331,7 +332,9 @@ def test_gpu_memory_of_a_tree_is_found_whatever_lists_the_driver_has(
 
 def test_a_driver_that_refuses_everything_or_does_not_start_leaves_the_host_to_judge_by(look: Look) -> None:
     printed = look(("BARE",), os.getpid())
-    assert printed.reading.gpus == [GpuInfo(index=0, name="GPU 0"), GpuInfo(index=1, name="GPU 1")]
+    assert printed.reading.gpus == [
+        GpuInfo(index=index, name=f"GPU {index}", gpu_id=GPU_IDS[index], vendor="nvidia") for index in (0, 1)
+    ]
     assert (printed.reading.kind, printed.tree.gpu_bytes) == ("host", None)
     printed = look(("WITH_V3",), os.getpid(), FAKE_NVML_BROKEN="1")
     assert (printed.reading.gpus, printed.reading.kind, printed.tree.gpu_bytes) == ([], "host", None)
