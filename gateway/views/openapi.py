@@ -374,7 +374,7 @@ def _tell(name: str, body: str, answer: str, *parameters: Schema) -> Schema:
         "parameters": list(parameters),
         "requestBody": {"required": True, "content": {_JSON: {"schema": ref(body)}}},
         "responses": _answers(answer, _JSON, errors=_OF_AGENTS, shape="OpenAIError"),
-        "security": [{}, {"bearer": []}],
+        "security": [{"node": []}, {}],
     }
 
 
@@ -412,6 +412,7 @@ def make_document(version: str) -> Schema:
             "responses": make_failures(),
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer", "description": "A client key, mst_…"},
+                "node": {"type": "http", "scheme": "bearer", "description": "A node credential, msw_…, or a JWT of an agent"},
                 "header": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
             },
         },
