@@ -206,13 +206,26 @@ def _sum_window(kind: BudgetKind, now: datetime) -> dict[str, int]:
 
 # Webhooks
 
-# What is committed has a transaction below the oldest that is under way; what is written later has none below it.
+# No transaction of this database below it is under way. PostgreSQL's own pg_snapshot_xmin also waits for those of other
+# databases of the server. What it hides, the transactions of other roles, makes that one count.
+_HORIZON = """
+WITH snapshot AS MATERIALIZED (SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint AS oldest,
+                                      pg_snapshot_xmax(pg_current_snapshot())::text::bigint AS next),
+     running AS MATERIALIZED (
+       SELECT backend_xid::text::bigint AS xid,
+              pg_has_role(usesysid, 'USAGE') OR pg_has_role('pg_read_all_stats', 'USAGE') AS is_shown
+         FROM pg_stat_activity WHERE datname = current_database() AND usesysid IS NOT NULL)
+SELECT CASE WHEN EXISTS (SELECT FROM running WHERE NOT is_shown) THEN oldest
+            ELSE (SELECT min(next - age) FROM (SELECT (next - xid) & 4294967295 AS age FROM running
+                                               UNION ALL SELECT 0) AS ages WHERE age < 2147483648) END
+  FROM snapshot
+"""
+# A statement after that of the horizon: only its snapshot surely has all that ended below the horizon.
 _NEXT = f"""
 SELECT written_in::text, seq, {_COLUMNS} FROM gateway_usageevent
- WHERE (written_in, seq) > (%s::text::xid8, %s) AND written_in < pg_snapshot_xmin(pg_current_snapshot())
+ WHERE (written_in, seq) > (%s::text::xid8, %s) AND written_in < %s::text::xid8
  ORDER BY written_in, seq LIMIT %s
 """  # noqa: S608  # constants
-_NEWEST = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text"
 
 
 def deliver_usage() -> int:
@@ -254,9 +267,7 @@ def _claim(webhook_id: int) -> UsageDelivery | None:
     now = clock.now()
     delivery = UsageDelivery.objects.select_for_update(skip_locked=True).filter(pk=webhook_id).first()
     if delivery is None:
-        with connection.cursor() as cursor:
-            cursor.execute(_NEWEST)
-            newest = int(cursor.fetchone()[0])
+        newest = _find_horizon()
         delivery, is_new = UsageDelivery.objects.get_or_create(pk=webhook_id, defaults={"written_in": newest, "due_at": now})
         if not is_new:
             return None
@@ -268,9 +279,16 @@ def _claim(webhook_id: int) -> UsageDelivery | None:
     return delivery
 
 
-def _read_batch(delivery: UsageDelivery) -> list[tuple[Any, ...]]:
+def _find_horizon() -> int:
     with connection.cursor() as cursor:
-        cursor.execute(_NEXT, [str(delivery.written_in), delivery.seq, limits().gateway.usage_batch])
+        cursor.execute(_HORIZON)
+        return int(cursor.fetchone()[0])
+
+
+def _read_batch(delivery: UsageDelivery) -> list[tuple[Any, ...]]:
+    horizon = _find_horizon()
+    with connection.cursor() as cursor:
+        cursor.execute(_NEXT, [str(delivery.written_in), delivery.seq, str(horizon), limits().gateway.usage_batch])
         batch: list[tuple[Any, ...]] = cursor.fetchall()
     return batch
 

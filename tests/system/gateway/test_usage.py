@@ -157,6 +157,22 @@ def test_an_event_of_a_transaction_that_began_earlier_and_ends_later_is_not_pass
         other.close()
 
 
+def test_a_transaction_of_another_database_holds_no_event_back(posted: list[dict[str, object]]) -> None:
+    add_webhook(name="billing", url="https://example.org/x", takes_usage=True, actor=ACTOR)
+    deliver_usage()
+    elsewhere = connection.copy()
+    elsewhere.settings_dict = elsewhere.settings_dict | {"NAME": "postgres"}
+    try:
+        elsewhere.set_autocommit(False)
+        with elsewhere.cursor() as cursor:
+            cursor.execute("SELECT pg_current_xact_id()")
+        add(tokens=1)
+        assert deliver_usage() == 1
+    finally:
+        elsewhere.rollback()
+        elsewhere.close()
+
+
 def test_old_events_are_deleted() -> None:
     add(at=datetime.now(UTC) - timedelta(days=401))
     add(at=datetime.now(UTC) - timedelta(days=399))
