@@ -25,8 +25,9 @@ from gateway import metrics
 from gateway.errors import GatewayError
 from gateway.request.attempt import Exchange, KeepAlive, count_answer_chars, find_usage, read_usage
 from gateway.request.budgets import Reservation
+from gateway.request.candidates import Candidate
 from gateway.request.client import SCOPE_LINE
-from gateway.request.dispatch import Candidate, Lease
+from gateway.request.dispatch import Lease
 from gateway.request.identity import RateState
 from gateway.request.models import KeyEntry, check_caps, choose_priority
 from gateway.request.pipeline import Call, Pipeline

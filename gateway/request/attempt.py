@@ -29,19 +29,10 @@ from gateway.errors import (
     RequestTimeout,
     StreamTooLarge,
 )
+from gateway.request.candidates import find_other_words
 from gateway.request.client import ClientConnection
-from gateway.request.dispatch import (
-    Broken,
-    Job,
-    Lease,
-    Outcome,
-    QueuePlace,
-    Retry,
-    RetryReason,
-    Served,
-    find_other_words,
-    judge_end,
-)
+from gateway.request.dispatch import Job, Lease, QueuePlace
+from gateway.request.outcomes import Broken, Outcome, Retry, RetryReason, Served, judge_end
 from gateway.request.response import name_error_type, render_head
 from gateway.values import Header
 from nodes.links import EndKind, LinkEnd, Sink, Stream

@@ -11,22 +11,15 @@ import asyncio
 import itertools
 import math
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from http import HTTPStatus
 from typing import NamedTuple
 
 import msgspec
 
 from core.limits import GatewayLimits
-from gateway.dialects.body import has_foreign_tools, holds_part
-from gateway.dialects.chat import Translation
-from gateway.dialects.surface import Surface
 from gateway.errors import (
-    BadRequest,
     EndpointNotAnswered,
-    ForwardedRequestFailed,
     GatewayError,
     NoAvailableNode,
     NodeDraining,
@@ -36,103 +29,18 @@ from gateway.errors import (
     ProviderDisabled,
     QueueFull,
     QueueTimeout,
-    RequestInterrupted,
-    RequestTimeout,
 )
 from gateway.metrics import QUEUE_DEPTH
+from gateway.request.candidates import Candidate, choose_path
+from gateway.request.outcomes import Outcome, judge_node
 from gateway.request.placement import Asker, Choice, Placement, Wish, choose_link
 from gateway.request.queue import TIERS, Account, WaitQueue
-from gateway.values import CHAT_PATH, Decided, InferenceRequest, ModelEntry, Unmatched
-from nodes.links import EndKind, Link, LinkCondition, LinkEnd, LinkRegistry
+from gateway.values import Decided, InferenceRequest, Unmatched
+from nodes.links import Link, LinkCondition, LinkRegistry
 from nodes.links.ejections import Answer, Ejection, Trial, Verdict
 from nodes.links.keeper import LinkKeeper
-from nodes.states import DECLARED_ENDPOINTS, POOL_RESPONSES
+from nodes.states import DECLARED_ENDPOINTS
 from wire import clock
-from wire.bridge import TokenCounts
-from wire.contract import RequestState
-from wire.messages_fields import HONOURED, find_unhonoured
-
-
-class RetryReason(StrEnum):
-    """Why another node should be tried; ``unspoken``, ``foreign_tools``: perhaps the same one, in other words.
-
-    ``broken``: a stream had begun, and can go on. ``uncontinued``: a node was asked to go on with one, and would not.
-    """
-
-    LOST = "lost"
-    ENGINE = "engine"
-    BUSY = "busy"
-    RECLAIMED = "reclaimed"
-    BROKEN = "broken"
-    UNCONTINUED = "uncontinued"
-    UNSPOKEN = "unspoken"
-    FOREIGN_TOOLS = "foreign_tools"
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The client has the whole answer. ``status`` is the engine's; ``usage`` is None when the engine did not say."""
-
-    status: int
-    usage: TokenCounts | None
-    text_chars: int | None = field(default=None, compare=False)
-    """Characters of an unstreamed answer without usage, to estimate from."""
-    has_failed: bool = False
-    """The engine's stream held an error: the client was told by the engine itself."""
-    error: GatewayError | None = field(default=None, compare=False)
-    """What the engine said instead of an answer, or at the end of its stream: the client was told that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """Another node may take it, or go on with what reached the client. ``error`` is what to say if none may."""
-
-    reason: RetryReason
-    error: GatewayError
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """It is over. ``told`` says whether the client was told already (a stream that had begun)."""
-
-    error: GatewayError
-    told: bool
-
-
-Outcome = Served | Retry | Broken
-
-
-def judge_node(outcome: Outcome | None) -> Verdict:
-    """Return what an attempt says of its node. What the caller asked wrongly, and what it did not wait for, says nothing."""
-    match outcome:
-        case Served(status=status, has_failed=has_failed, error=error):
-            if has_failed or (status >= 500 and status != HTTPStatus.NOT_IMPLEMENTED):
-                is_callers = error is not None and error.state is RequestState.REJECTED
-                return Verdict.NOTHING if is_callers else Verdict.FAILED
-            return Verdict.GOOD if status < 400 else Verdict.NOTHING
-        case Retry(reason=RetryReason.LOST | RetryReason.ENGINE):
-            return Verdict.SUSPECT
-        case Broken(error=RequestInterrupted() | ForwardedRequestFailed()) | Retry(reason=RetryReason.BROKEN):
-            return Verdict.FAILED
-        case _:
-            return Verdict.NOTHING
-
-
-def judge_end(end: LinkEnd) -> tuple[GatewayError, RetryReason | None]:
-    match end.kind:
-        case EndKind.BUSY:
-            if end.retry_after_s is None:
-                return ForwardedRequestFailed(), RetryReason.BUSY
-            words = "The queue of every node that serves the model is full."
-            return NoAvailableNode(words, retry_after_s=end.retry_after_s), RetryReason.BUSY
-        case EndKind.LINK_LOST:
-            return RequestInterrupted(), RetryReason.LOST
-        case EndKind.RECLAIMED:
-            return RequestInterrupted(), RetryReason.RECLAIMED
-        case EndKind.TIMEOUT:
-            return RequestTimeout(), None
-        case EndKind.ENGINE_FAILED | EndKind.COMPLETE:
-            return ForwardedRequestFailed(), RetryReason.ENGINE if end.retryable else None
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -156,45 +64,6 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 Availability = Ready | Busy | Closed
-
-
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """A model that may serve a request, and the request as that model's nodes are sent it.
-
-    ``asked``: the request as it came. ``rename``: how it is said to another model than it names. ``translate``: how it is said
-    on another API path than the client's; None = it cannot be.
-    """
-
-    entry: ModelEntry
-    asked: InferenceRequest
-    rename: Callable[[InferenceRequest, str], InferenceRequest] | None = None
-    translate: Callable[[InferenceRequest], Translation] | None = None
-    unsaid: BadRequest | None = None
-    """Why it cannot be translated, while it waits for a node that takes it as it is."""
-    _request: InferenceRequest | None = None
-    _translation: Translation | None = None
-
-    @property
-    def request(self) -> InferenceRequest:
-        # Made when it is first needed: its body may be large and the models many.
-        if self._request is None:
-            self._request = self.asked if self.rename is None else self.rename(self.asked, self.entry.name)
-        return self._request
-
-    def choose_translation(self, path: str) -> Translation | None:
-        """Return the request as it is said on ``path``, None where that is the client's own. Raises BadRequest."""
-        if path in (self.request.endpoint, POOL_RESPONSES):
-            return None
-        if self._translation is None:
-            if self.translate is None:
-                asked, model = self.request.endpoint, self.request.model
-                raise EndpointNotAnswered(f"The model '{model}' does not answer {asked}.", param="model")
-            self._translation = self.translate(self.request)
-        return self._translation
-
-    def send_on(self, path: str) -> None:
-        self.asked = self._request = msgspec.structs.replace(self.request, paths=(path,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,47 +113,6 @@ class Plan:
 
 
 _NONE: frozenset[Link] = frozenset()
-
-_UNKNOWN_PATH = frozenset({404, 405, 501})
-# Of a path that the node declares; engines say 501 of a field on a path that they do know.
-_DECLARED_UNKNOWN = frozenset({404, 405})
-_UNREADABLE = frozenset({400, 422})
-
-_MESSAGES = "/v1/messages"
-_LEAVES_PARTS_OUT = frozenset({"llamacpp", "llama-server"})
-_LEFT_OUT = frozenset({"document", "search_result"})
-"""What the Messages of these engines answer as if it were not there. Translated it is text, or a file that they refuse."""
-
-
-def choose_path(link: Link, request: InferenceRequest) -> str:
-    """Return the API path on which a node is asked: the request's, or the one it is translated to."""
-    path = link.find_path(request.model, request.paths) or request.paths[0]
-    if path != _MESSAGES:
-        return path
-    engines = link.engines.get(request.model, frozenset())
-    if engines.isdisjoint(HONOURED) or not link.answers(request.model, CHAT_PATH):
-        return path
-    # An engine's own Messages would take some fields and parts, and forget them.
-    is_left_out = not engines.isdisjoint(_LEAVES_PARTS_OUT) and holds_part(request.body, _LEFT_OUT)
-    return CHAT_PATH if is_left_out or find_unhonoured(engines, request.body) else path
-
-
-def find_other_words(
-    link: Link, surface: Surface | None, request: InferenceRequest, *, status: int, body: bytes
-) -> RetryReason | None:
-    """Return why a request that was passed on untouched is to be translated now, None when the refusal stands."""
-    model = request.model
-    if surface is None or surface.translate is None or not link.answers(model, CHAT_PATH):
-        return None
-    # What a node says of its paths may be a guess, for a server of somebody else's, and one that says nothing may know any;
-    # another request may have found out while this one was on its way.
-    if status in (_DECLARED_UNKNOWN if model in link.endpoints else _UNKNOWN_PATH):
-        is_about_model = b"model" in body[:8192].lower()  # then it is not the path that it does not know
-        return None if is_about_model else RetryReason.UNSPOKEN
-    # Agents offer tools which only the provider runs to everybody: a translation leaves them out.
-    if status in _UNREADABLE and has_foreign_tools(request.body, is_anthropic=surface.is_anthropic):
-        return RetryReason.FOREIGN_TOOLS
-    return None
 
 
 @dataclass(slots=True, eq=False)

@@ -36,21 +36,12 @@ from gateway.errors import (
 )
 from gateway.request.attempt import Exchange, KeepAlive
 from gateway.request.budgets import Budgets, Reservation
+from gateway.request.candidates import Candidate
 from gateway.request.client import ClientConnection
-from gateway.request.dispatch import (
-    Broken,
-    Candidate,
-    Dispatcher,
-    Job,
-    Lease,
-    Outcome,
-    Plan,
-    Retry,
-    RetryReason,
-    Served,
-)
+from gateway.request.dispatch import Dispatcher, Job, Lease, Plan
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, choose_priority
+from gateway.request.outcomes import Broken, Outcome, Retry, RetryReason, Served
 from gateway.request.records import (
     BUGGED,
     COMPLETED,

@@ -20,8 +20,9 @@ from gateway import metrics
 from gateway.dialects.body import check_model_name, read_fault, read_options
 from gateway.errors import BadRequest, GatewayError, RateLimited, RecordsUnavailable, ShuttingDown, TicketUnknown
 from gateway.request.budgets import Reservation
+from gateway.request.candidates import Candidate, choose_path
 from gateway.request.client import ClientConnection
-from gateway.request.dispatch import Candidate, Job, Lease, Ready, choose_path
+from gateway.request.dispatch import Job, Lease, Ready
 from gateway.request.models import choose_priority
 from gateway.request.pipeline import Pipeline
 from gateway.request.records import Ending, Record, name_model

@@ -12,8 +12,10 @@ from gateway.dialects.surface import DEFAULT_SURFACE, SURFACES, Surface
 from gateway.errors import GatewayError, RouteNotFound
 from gateway.process import GatewayRuntime
 from gateway.request.attempt import Exchange
+from gateway.request.candidates import Candidate
 from gateway.request.client import ClientConnection, Receive, Scope, Send
-from gateway.request.dispatch import Broken, Candidate, Job, Lease, Retry, RetryReason, Served
+from gateway.request.dispatch import Job, Lease
+from gateway.request.outcomes import Broken, Retry, RetryReason, Served
 from gateway.request.response import Application, read_name
 from gateway.token_counts import exchange as ask_node
 from gateway.values import CHAT_PATH, Header, InferenceRequest, ModelEntry

@@ -25,7 +25,8 @@ from gateway.dialects.surface import SURFACES, Surface
 from gateway.errors import RecordsUnavailable
 from gateway.process import GatewayRuntime
 from gateway.request.budgets import Budgets, Share, Spending, Valkey
-from gateway.request.dispatch import Candidate, Dispatcher, Job
+from gateway.request.candidates import Candidate
+from gateway.request.dispatch import Dispatcher, Job
 from gateway.request.identity import KeyRing, RateLimiter
 from gateway.request.models import Admission, AliasEntry, Catalogue, KeyEntry
 from gateway.request.pipeline import Pipeline

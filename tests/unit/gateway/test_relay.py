@@ -16,7 +16,8 @@ from gateway.dialects.surface import SURFACES, Surface
 from gateway.errors import ClientLeft, ClientTooSlow, ForwardedRequestFailed, RequestInterrupted, RequestTimeout, StreamTooLarge
 from gateway.request import attempt as answers
 from gateway.request.attempt import Exchange
-from gateway.request.dispatch import Broken, Dispatcher, Lease, Outcome, Retry, RetryReason, Served
+from gateway.request.dispatch import Dispatcher, Lease
+from gateway.request.outcomes import Broken, Outcome, Retry, RetryReason, Served
 from gateway.values import InferenceRequest
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.keeper import LinkKeeper

@@ -19,7 +19,8 @@ from core.limits import GatewayLimits
 from gateway.dialects.surface import SURFACES
 from gateway.errors import EngineRefused, RequestInterrupted
 from gateway.request.attempt import Exchange
-from gateway.request.dispatch import Broken, Dispatcher, Lease, Outcome, Retry, RetryReason, Served
+from gateway.request.dispatch import Dispatcher, Lease
+from gateway.request.outcomes import Broken, Outcome, Retry, RetryReason, Served
 from nodes.links import EndKind, LinkRegistry
 from nodes.links.http import PeerReader
 from nodes.links.keeper import LinkKeeper
